@@ -1,0 +1,91 @@
+"""The exception tree: every error this package raises on purpose descends from one class.
+
+A message answers four questions: what went wrong, what was got, what was expected, and what the
+caller can do about it. ``str(error)`` is one line, ready for a terminal.
+"""
+
+from __future__ import annotations
+
+
+class CoreMLDelegateError(Exception):
+    """Base of every error raised by ``coreml_delegate``.
+
+    Args:
+        what: What went wrong, as a clause without a final full stop.
+        got: The offending value, already formatted for a reader.
+        expected: What would have been accepted.
+        remedy: What the caller can do, in the imperative.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        got: str | None = None,
+        expected: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.what = what
+        self.got = got
+        self.expected = expected
+        self.remedy = remedy
+        details = [f"{label} {text}" for label, text in (("got", got), ("expected", expected)) if text]
+        message = what + (f": {', '.join(details)}" if details else "")
+        super().__init__(f"{message}. {remedy}" if remedy else message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keep the keyword fields across pickling (process pools, pytest-xdist)."""
+        return (_rebuild, (type(self), str(self), self.__dict__))
+
+
+def _rebuild(
+    cls: type[CoreMLDelegateError], message: str, fields: dict[str, object]
+) -> CoreMLDelegateError:
+    error = cls.__new__(cls)
+    Exception.__init__(error, message)
+    error.__dict__.update(fields)
+    return error
+
+
+class OptionError(CoreMLDelegateError, ValueError):
+    """A compile spec, partitioner option or argument has a value that is not accepted."""
+
+
+class LoweringError(CoreMLDelegateError):
+    """A program cannot be lowered to Core ML."""
+
+
+class UnsupportedOperatorError(LoweringError):
+    """An operator that had to be delegated is not supported by Core ML."""
+
+
+class ConversionError(LoweringError):
+    """Coremltools failed to convert a partition that the rules had accepted."""
+
+
+class ContractError(LoweringError):
+    """A converted model breaks the contract of the device runtime (names, dtypes, ranks, state)."""
+
+
+class BlobFormatError(CoreMLDelegateError, ValueError):
+    """Bytes that should hold a blob, mlpackage, MIL program or ``.pte`` do not parse."""
+
+
+class ProgramError(CoreMLDelegateError):
+    """A well-formed program cannot be run as asked (no such method, function or delegate)."""
+
+
+class InputError(CoreMLDelegateError, ValueError):
+    """An input, state or output buffer has the wrong name, count, shape or dtype."""
+
+
+class UnsupportedOpError(CoreMLDelegateError):
+    """An engine has no implementation of a MIL op (or of one of its modes)."""
+
+
+class ExecutionError(CoreMLDelegateError):
+    """An op failed while a program ran; names the op, its output and its inputs."""
+
+
+class EngineUnavailableError(CoreMLDelegateError):
+    """An engine or host cannot be used on this machine; the message carries the reason."""

@@ -1,0 +1,1 @@
+"""What Core ML can take: one record per ATen op."""

@@ -1,0 +1,1 @@
+"""From a tagged subgraph to the bytes of a blob."""

@@ -1,0 +1,1 @@
+"""The OpenVINO engine: the program as one compiled graph on the CPU."""

@@ -1,0 +1,1 @@
+"""Readers of MIL programs: protobuf, mlpackage and weight file into frozen records."""

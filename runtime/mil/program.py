@@ -1,0 +1,212 @@
+"""A MIL program as frozen records: what the reader produces and every engine consumes.
+
+Names follow MIL.proto. Records compare by identity and are never modified after reading; arrays are
+read-only views, of the mapped weight file wherever the value lives there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coreml_delegate.runtime.mil.dtypes import DType
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """A tensor; ``shape`` has None for a dimension known only at run time; rank 0 is ``()``.
+
+    ``shape`` is None as a whole when the rank itself is unknown.
+    """
+
+    dtype: DType
+    shape: tuple[int | None, ...] | None
+
+    def __str__(self) -> str:
+        dims = "?" if self.shape is None else ", ".join("?" if d is None else str(d) for d in self.shape)
+        return f"{self.dtype.label}[{dims}]"
+
+
+@dataclass(frozen=True, slots=True)
+class ListType:
+    """A list of ``element``s; ``length`` is None when it grows at run time."""
+
+    element: ValueType
+    length: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TupleType:
+    """A fixed sequence of types."""
+
+    elements: tuple[ValueType, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DictType:
+    """A dictionary, used for class labels with probabilities only."""
+
+    key: ValueType
+    value: ValueType
+
+
+@dataclass(frozen=True, slots=True)
+class StateType:
+    """A mutable tensor owned by the model instance (opset CoreML8 and later)."""
+
+    wrapped: TensorType
+
+
+ValueType: TypeAlias = TensorType | ListType | TupleType | DictType | StateType
+
+Literal: TypeAlias = "NDArray[np.generic] | str | tuple[Literal, ...] | dict[Literal, Literal]"
+"""Content of a constant: an array (rank 0 for a scalar), a string, or a sequence or map of those."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constant:
+    """A literal value.
+
+    ``data`` of a packed type (``type.dtype.is_packed``) is already widened to one element per byte;
+    ``packed`` then keeps the stored bytes, for engines that take them as they are.
+    """
+
+    type: ValueType
+    data: Literal
+    packed: NDArray[np.uint8] | None = None
+    offset: int | None = None  # byte offset in the weight file, None for an immediate value
+
+    @property
+    def nbytes(self) -> int:
+        """Stored size in bytes (packed size for sub-byte types)."""
+        if self.packed is not None:
+            return self.packed.nbytes
+        return self.data.nbytes if isinstance(self.data, np.ndarray) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Use of a value by name."""
+
+    name: str
+
+
+Binding: TypeAlias = Ref | Constant
+"""One element of an argument: a name in scope, or a literal."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedType:
+    """A name with its type: a function input, a block input or an op's output."""
+
+    name: str
+    type: ValueType
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Op:
+    """One operation.
+
+    Attributes:
+        type: MIL op type, for example ``conv``.
+        inputs: Parameter name to its bindings; more than one binding for variadic parameters
+            (``concat``'s ``values``).
+        outputs: In the op's own order.
+        blocks: Nested blocks (``cond``, ``while_loop``).
+        attributes: ``name`` and, for ``const`` and the ``constexpr`` ops, the values themselves.
+    """
+
+    type: str
+    inputs: Mapping[str, tuple[Binding, ...]]
+    outputs: tuple[NamedType, ...]
+    blocks: tuple[Block, ...] = ()
+    attributes: Mapping[str, Constant] = field(default_factory=dict[str, Constant])
+
+    @property
+    def name(self) -> str:
+        """The op's own name, or its first output's."""
+        named = self.attributes.get("name")
+        if named is not None and isinstance(named.data, str):
+            return named.data
+        return self.outputs[0].name if self.outputs else self.type
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Operations in execution order; ``outputs`` are names defined inside or in an outer scope."""
+
+    inputs: tuple[NamedType, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[str, ...]
+
+    def walk(self) -> Iterator[Op]:
+        """Every op of this block and of nested blocks, outermost first."""
+        for op in self.ops:
+            yield op
+            for block in op.blocks:
+                yield from block.walk()
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """An input, output or state of the model as its description declares it.
+
+    Attributes:
+        name: Feature name.
+        type: Element type and default shape. Image inputs are not tensors and are refused on reading.
+        shapes: Enumerated shapes, empty if there are none.
+        bounds: Per dimension (lower, upper), upper None for unbounded; empty for fixed shapes.
+        optional: Whether the input may be left out, in which case ``default`` fills it.
+        default: Value for an input left out, or None for zeros.
+    """
+
+    name: str
+    type: TensorType
+    shapes: tuple[tuple[int, ...], ...] = ()
+    bounds: tuple[tuple[int, int | None], ...] = ()
+    optional: bool = False
+    default: float | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Function:
+    """One entry point.
+
+    Attributes:
+        name: Function name (``main`` in a model with a single one).
+        opset: MIL opset, for example ``CoreML7``.
+        params: The MIL function's own parameters, states included.
+        block: The specialization of ``opset``.
+        inputs: Model-level inputs, in declaration order.
+        outputs: Model-level outputs, in declaration order.
+        states: Model-level states.
+    """
+
+    name: str
+    opset: str
+    params: tuple[NamedType, ...]
+    block: Block
+    inputs: tuple[Feature, ...]
+    outputs: tuple[Feature, ...]
+    states: tuple[Feature, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """A model of ML Program type.
+
+    Attributes:
+        specification_version: 6 (iOS15) to 10 (iOS26).
+        functions: By name.
+        default_function: Name used when the caller names none.
+        metadata: User-defined metadata strings.
+    """
+
+    specification_version: int
+    functions: Mapping[str, Function]
+    default_function: str
+    metadata: Mapping[str, str]

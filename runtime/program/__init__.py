@@ -1,0 +1,1 @@
+"""Hosts of delegated ``.pte`` programs: the Python executor and the stock ExecuTorch runtime."""

@@ -1,0 +1,31 @@
+"""Every tolerance of the test suite, each with its reason.
+
+``ATOL_RTOL`` bounds single ops; ``SQNR`` bounds whole programs, in dB of signal over error energy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+# dtype of the computation -> (atol, rtol)
+ATOL_RTOL: dict[str, tuple[float, float]] = {
+    # Two correct fp32 kernels differ by summation order: a few ulp over thousands of terms.
+    "fp32": (1e-5, 1e-4),
+    # fp16 has an 11-bit significand (ulp 2**-11 relative): two or three roundings.
+    "fp16": (2e-3, 2e-3),
+    # Integers and booleans have one right answer.
+    "int32": (0.0, 0.0),
+    "bool": (0.0, 0.0),
+}
+
+
+def sqnr_db(expected: np.ndarray, actual: np.ndarray) -> float:
+    """Signal to quantization-noise ratio in dB; inf when equal, nan-safe (nan -> -inf)."""
+    signal = np.asarray(expected, dtype=np.float64)
+    noise = np.asarray(actual, dtype=np.float64) - signal
+    if not np.isfinite(noise).all():
+        return -np.inf
+    noise_energy = float((noise**2).sum())
+    if noise_energy == 0.0:
+        return np.inf
+    return float(10 * np.log10(max(float((signal**2).sum()), np.finfo(np.float64).tiny) / noise_energy))

@@ -1,0 +1,108 @@
+"""Model-level inputs, outputs and states: the description joined with the MIL types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from coreml_delegate import proto
+from coreml_delegate.errors import BlobFormatError, ProgramError
+from coreml_delegate.runtime.mil.dtypes import DType
+from coreml_delegate.runtime.mil.program import Feature, StateType, TensorType, ValueType
+
+# ArrayFeatureType.ArrayDataType -> MIL
+_ARRAY_DTYPES = {
+    "DOUBLE": DType.FP64,
+    "FLOAT32": DType.FP32,
+    "FLOAT16": DType.FP16,
+    "INT32": DType.INT32,
+    "INT8": DType.INT8,
+}
+
+Features = tuple[Feature, ...]
+
+
+def of_function(
+    name: str, description: Any, types: Mapping[str, ValueType]
+) -> tuple[Features, Features, Features]:
+    """Inputs, outputs and states of one function, in declaration order.
+
+    Args:
+        name: Function name; looked up among the descriptions of a multifunction model.
+        description: ``ModelDescription`` message.
+        types: MIL type of every function parameter and top-level value.
+
+    Raises:
+        BlobFormatError: The description lacks the function, or a feature the program does not define.
+        ProgramError: A feature that is no multi-array.
+    """
+    scope = description
+    if description.functions:
+        named = {f.name: f for f in description.functions}
+        if name not in named:
+            raise BlobFormatError(
+                "function is not described", got=name, expected=", ".join(sorted(named))
+            )
+        scope = named[name]
+    return (
+        tuple(_feature(f, types, name) for f in scope.input),
+        tuple(_feature(f, types, name) for f in scope.output),
+        tuple(_feature(f, types, name) for f in scope.state),
+    )
+
+
+def _feature(message: Any, types: Mapping[str, ValueType], function: str) -> Feature:
+    if message.name not in types:
+        raise BlobFormatError(
+            f"function {function!r} does not define a feature of its description",
+            got=repr(message.name),
+        )
+    kind = message.type.WhichOneof("Type")
+    array = message.type.multiArrayType
+    if kind == "stateType":
+        array = message.type.stateType.arrayType
+    elif kind != "multiArrayType":
+        raise ProgramError(
+            f"feature {message.name!r} is not a multi-array",
+            got=str(kind),
+            expected="multiArrayType",
+            remedy="Convert the model with tensor inputs and outputs (ct.TensorType)",
+        )
+    declared = types[message.name]
+    mil = declared.wrapped if isinstance(declared, StateType) else declared
+    if not isinstance(mil, TensorType):
+        raise ProgramError(f"feature {message.name!r} is not a tensor", got=str(declared))
+    default = array.WhichOneof("defaultOptionalValue")
+    return Feature(
+        name=message.name,
+        type=TensorType(_array_dtype(message.name, array), _shape(array, mil)),
+        shapes=tuple(tuple(s.shape) for s in array.enumeratedShapes.shapes),
+        bounds=tuple(
+            (r.lowerBound, None if r.upperBound < 0 else r.upperBound)
+            for r in array.shapeRange.sizeRanges
+        ),
+        optional=message.type.isOptional,
+        default=float(getattr(array, default)) if default else None,
+    )
+
+
+def _array_dtype(name: str, array: Any) -> DType:
+    enum = proto.feature_types_pb2().ArrayFeatureType.ArrayDataType
+    number = array.dataType
+    label = enum.Name(number) if number in enum.values() else str(number)
+    try:
+        return _ARRAY_DTYPES[label]
+    except KeyError:
+        raise BlobFormatError(
+            f"feature {name!r} has an unknown element type",
+            got=label,
+            expected=", ".join(_ARRAY_DTYPES),
+        ) from None
+
+
+def _shape(array: Any, mil: TensorType) -> tuple[int | None, ...] | None:
+    # The description's shape is a default when the MIL type has unknown dimensions, and absent for
+    # most outputs; rank 0 is described as [1] or not at all.
+    if mil.shape is not None:
+        return mil.shape
+    return tuple(array.shape) or None

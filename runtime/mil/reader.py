@@ -1,0 +1,322 @@
+"""Protobuf ``Model`` message to a frozen ``Program``; everything is checked on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coreml_delegate import proto
+from coreml_delegate.errors import BlobFormatError, ProgramError
+from coreml_delegate.runtime.mil import features
+from coreml_delegate.runtime.mil.dtypes import DType, packed_nbytes, unpack_bits
+from coreml_delegate.runtime.mil.program import (
+    Binding,
+    Block,
+    Constant,
+    DictType,
+    Function,
+    ListType,
+    Literal,
+    NamedType,
+    Op,
+    Program,
+    Ref,
+    StateType,
+    TensorType,
+    TupleType,
+    ValueType,
+)
+from coreml_delegate.runtime.mil.weights import WeightFile
+
+_MODEL_PATH = "@model_path/"
+_MAX_DEPTH = 64  # nesting of blocks, types and values; programs of coremltools stay below ten
+_MAX_ELEMENTS = 1 << 40  # of one tensor; beyond it a shape is damage, not data
+_MAIN = "main"
+
+
+def read_program(spec: bytes | memoryview, weights: Mapping[str, WeightFile]) -> Program:
+    """Parse a serialized ``Model``.
+
+    Args:
+        spec: The message's bytes.
+        weights: Weight files by path relative to the specification, for example
+            ``weights/weight.bin``.
+
+    Raises:
+        BlobFormatError: The bytes do not parse, or are inconsistent.
+        ProgramError: The model is of another type than ML Program.
+    """
+    model = proto.model_pb2().Model()
+    try:
+        model.ParseFromString(bytes(spec))
+    except Exception as error:  # noqa: BLE001 - protobuf's DecodeError differs between its builds
+        raise BlobFormatError("model specification does not parse", got=str(error)) from error
+    kind = model.WhichOneof("Type")
+    if kind != "mlProgram":
+        raise ProgramError(
+            "model is not an ML Program",
+            got=str(kind),
+            expected="mlProgram",
+            remedy="Convert it with convert_to='mlprogram'",
+        )
+    reader = _Reader(weights)
+    functions = {
+        name: reader.function(name, model.mlProgram.functions[name], model.description)
+        for name in sorted(model.mlProgram.functions)
+    }
+    if not functions:
+        raise BlobFormatError("ML Program has no function")
+    default = model.description.defaultFunctionName or _MAIN
+    if default not in functions:
+        if model.description.defaultFunctionName or len(functions) > 1:
+            raise BlobFormatError(
+                "default function is not in the program", got=default, expected=", ".join(functions)
+            )
+        default = next(iter(functions))
+    return Program(
+        specification_version=model.specificationVersion,
+        functions=functions,
+        default_function=default,
+        metadata=dict(sorted(model.description.metadata.userDefined.items())),
+    )
+
+
+class _Reader:
+    def __init__(self, weights: Mapping[str, WeightFile]) -> None:
+        self._weights = weights
+
+    def function(self, name: str, message: Any, description: Any) -> Function:
+        if message.opset not in message.block_specializations:
+            raise BlobFormatError(
+                f"function {name!r} has no block of its opset",
+                got=", ".join(sorted(message.block_specializations)) or "none",
+                expected=message.opset,
+            )
+        params = tuple(self.named(p, 0) for p in message.inputs)
+        block = self.block(message.block_specializations[message.opset], 0)
+        _check_references(name, block, {p.name for p in params})
+        types = {p.name: p.type for p in params}
+        for op in block.ops:
+            types.update((o.name, o.type) for o in op.outputs)
+        inputs, outputs, states = features.of_function(name, description, types)
+        missing = [f.name for f in outputs if f.name not in block.outputs]
+        if missing:
+            raise BlobFormatError(
+                f"function {name!r} does not produce an output of its description",
+                got=", ".join(block.outputs),
+                expected=", ".join(missing),
+            )
+        return Function(name, message.opset, params, block, inputs, outputs, states)
+
+    def block(self, message: Any, depth: int) -> Block:
+        _check_depth(depth)
+        return Block(
+            inputs=tuple(self.named(i, depth) for i in message.inputs),
+            ops=tuple(self.op(o, depth) for o in message.operations),
+            outputs=tuple(message.outputs),
+        )
+
+    def op(self, message: Any, depth: int) -> Op:
+        return Op(
+            type=message.type,
+            inputs={k: self.bindings(message.inputs[k]) for k in sorted(message.inputs)},
+            outputs=tuple(self.named(o, depth) for o in message.outputs),
+            blocks=tuple(self.block(b, depth + 1) for b in message.blocks),
+            attributes={
+                k: self.constant(message.attributes[k], 0) for k in sorted(message.attributes)
+            },
+        )
+
+    def bindings(self, argument: Any) -> tuple[Binding, ...]:
+        bound: list[Binding] = []
+        for binding in argument.arguments:
+            kind = binding.WhichOneof("binding")
+            if kind == "name":
+                bound.append(Ref(binding.name))
+            elif kind == "value":
+                bound.append(self.constant(binding.value, 0))
+            else:
+                raise BlobFormatError("argument binds neither a name nor a value")
+        return tuple(bound)
+
+    def named(self, message: Any, depth: int) -> NamedType:
+        return NamedType(message.name, _value_type(message.type, depth))
+
+    def constant(self, message: Any, depth: int) -> Constant:
+        _check_depth(depth)
+        declared = _value_type(message.type, depth)
+        kind = message.WhichOneof("value")
+        if kind == "blobFileValue":
+            return self.stored(declared, message.blobFileValue)
+        if kind != "immediateValue":
+            raise BlobFormatError("value is neither immediate nor in a file")
+        immediate = message.immediateValue
+        if isinstance(declared, TensorType):
+            return _immediate_tensor(declared, immediate.tensor)
+        data: Literal
+        if isinstance(declared, DictType):
+            pairs = immediate.dictionary.values
+            data = {
+                _hashable(self.constant(p.key, depth + 1).data): self.constant(
+                    p.value, depth + 1
+                ).data
+                for p in pairs
+            }
+        else:
+            values = immediate.list if isinstance(declared, ListType) else immediate.tuple
+            data = tuple(self.constant(v, depth + 1).data for v in values.values)
+        return Constant(declared, data)
+
+    def stored(self, declared: ValueType, value: Any) -> Constant:
+        if not isinstance(declared, TensorType):
+            raise BlobFormatError("only tensors can lie in a weight file", got=str(declared))
+        name = value.fileName.removeprefix(_MODEL_PATH)
+        if name not in self._weights:
+            raise BlobFormatError(
+                "weight file is missing",
+                got=value.fileName,
+                expected=", ".join(self._weights) or "no weight file at all",
+            )
+        shape, count = _static(declared)
+        raw = self._weights[name].read(value.offset, declared.dtype, count)
+        return _from_bytes(declared, shape, raw, offset=value.offset)
+
+
+def _value_type(message: Any, depth: int) -> ValueType:
+    _check_depth(depth)
+    kind = message.WhichOneof("type")
+    if kind == "tensorType":
+        return _tensor_type(message.tensorType)
+    if kind == "listType":
+        length = message.listType.length
+        known = length.constant.size if length.WhichOneof("dimension") == "constant" else None
+        return ListType(_value_type(message.listType.type, depth + 1), known)
+    if kind == "tupleType":
+        return TupleType(tuple(_value_type(t, depth + 1) for t in message.tupleType.types))
+    if kind == "dictionaryType":
+        return DictType(
+            _value_type(message.dictionaryType.keyType, depth + 1),
+            _value_type(message.dictionaryType.valueType, depth + 1),
+        )
+    if kind == "stateType":
+        wrapped = _value_type(message.stateType.wrappedType, depth + 1)
+        if isinstance(wrapped, TensorType):
+            return StateType(wrapped)
+    raise BlobFormatError("unknown MIL value type", got=str(kind))
+
+
+def _tensor_type(message: Any) -> TensorType:
+    if message.rank < 0:
+        return TensorType(DType.from_number(message.dataType), None)
+    if message.rank != len(message.dimensions):
+        raise BlobFormatError(
+            "tensor type is inconsistent",
+            got=f"{len(message.dimensions)} dimensions",
+            expected=f"rank {message.rank}",
+        )
+    dims: list[int | None] = []
+    for dim in message.dimensions:
+        if dim.WhichOneof("dimension") == "constant":
+            dims.append(dim.constant.size)
+        elif dim.unknown.variadic:
+            return TensorType(DType.from_number(message.dataType), None)
+        else:
+            dims.append(None)
+    return TensorType(DType.from_number(message.dataType), tuple(dims))
+
+
+def _static(declared: TensorType) -> tuple[tuple[int, ...], int]:
+    if declared.shape is None or any(d is None for d in declared.shape):
+        raise BlobFormatError("constant has a dynamic shape", got=str(declared))
+    shape = tuple(d for d in declared.shape if d is not None)
+    count = math.prod(shape)
+    if count > _MAX_ELEMENTS:
+        raise BlobFormatError("constant is too large", got=str(declared))
+    return shape, count
+
+
+def _immediate_tensor(declared: TensorType, tensor: Any) -> Constant:
+    shape, count = _static(declared)
+    field = tensor.WhichOneof("value")
+    if declared.dtype is DType.STRING:
+        return _immediate_string(declared, shape, tensor.strings.values)
+    if field is None:
+        values: Any = []
+    elif field == "bytes":
+        raw = np.frombuffer(tensor.bytes.values, dtype=np.uint8)
+        if len(raw) != packed_nbytes(declared.dtype, count):
+            raise _wrong_count(declared, f"{len(raw)} bytes")
+        return _from_bytes(declared, shape, raw, offset=None)
+    else:
+        values = getattr(tensor, field).values
+    if len(values) != count:
+        raise _wrong_count(declared, f"{len(values)} values")
+    try:
+        array = np.fromiter(values, dtype=declared.dtype.numpy, count=count).reshape(shape)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise BlobFormatError("constant does not fit its type", got=str(declared)) from error
+    array.flags.writeable = False
+    return Constant(declared, array)
+
+
+def _immediate_string(declared: TensorType, shape: tuple[int, ...], values: Any) -> Constant:
+    if shape != () or len(values) != 1:
+        if len(values) != math.prod(shape):
+            raise _wrong_count(declared, f"{len(values)} strings")
+        return Constant(declared, tuple(str(v) for v in values))
+    return Constant(declared, str(values[0]))
+
+
+def _from_bytes(
+    declared: TensorType, shape: tuple[int, ...], raw: NDArray[np.uint8], *, offset: int | None
+) -> Constant:
+    if declared.dtype.is_packed:
+        data = unpack_bits(raw, declared.dtype, math.prod(shape)).reshape(shape)
+        data.flags.writeable = False
+        return Constant(declared, data, packed=raw, offset=offset)
+    if declared.dtype is DType.BOOL and raw.size and raw.max() > 1:
+        raise BlobFormatError("boolean constant holds other bytes than 0 and 1")
+    return Constant(declared, raw.view(declared.dtype.numpy).reshape(shape), offset=offset)
+
+
+def _wrong_count(declared: TensorType, got: str) -> BlobFormatError:
+    return BlobFormatError("constant has the wrong number of values", got=got, expected=str(declared))
+
+
+def _hashable(key: Literal) -> Literal:
+    return key.item() if isinstance(key, np.ndarray) else key
+
+
+def _check_depth(depth: int) -> None:
+    if depth > _MAX_DEPTH:
+        raise BlobFormatError("program is nested too deeply", expected=f"at most {_MAX_DEPTH} levels")
+
+
+def _check_references(function: str, block: Block, scope: set[str]) -> None:
+    """Every use must follow its definition: what does not is damage, and a cycle among the rest."""
+    defined = scope | {i.name for i in block.inputs}
+    for op in block.ops:
+        used = (b.name for bindings in op.inputs.values() for b in bindings if isinstance(b, Ref))
+        _check_defined(function, f"op {op.name!r} ({op.type})", used, defined)
+        for inner in op.blocks:
+            _check_references(function, inner, defined)
+        for output in op.outputs:
+            if output.name in defined:
+                raise BlobFormatError(
+                    f"function {function!r} defines a value twice", got=repr(output.name)
+                )
+            defined.add(output.name)
+    _check_defined(function, "block output", block.outputs, defined)
+
+
+def _check_defined(function: str, user: str, names: Iterable[str], defined: set[str]) -> None:
+    for name in names:
+        if name not in defined:
+            raise BlobFormatError(
+                f"function {function!r}: {user} uses a value that is not defined before it",
+                got=repr(name),
+            )

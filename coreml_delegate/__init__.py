@@ -1,5 +1,38 @@
-"""Core ML delegate for ExecuTorch: lower, explain, reproduce and run anywhere."""
+"""Core ML delegate for ExecuTorch: lower, explain, reproduce and run anywhere.
 
+Names are loaded on first use: importing ExecuTorch and coremltools takes seconds, and a program that
+only runs models needs neither.
+"""
+
+from __future__ import annotations
+
+import importlib
 import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coreml_delegate import runtime
+    from coreml_delegate.backend import CoreMLBackend
+    from coreml_delegate.compile_options import CompileOptions
+    from coreml_delegate.partition import CoreMLPartitioner
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+_LAZY = {
+    "CompileOptions": "coreml_delegate.compile_options",
+    "CoreMLBackend": "coreml_delegate.backend",
+    "CoreMLPartitioner": "coreml_delegate.partition",
+}
+
+__all__ = ["CompileOptions", "CoreMLBackend", "CoreMLPartitioner", "runtime"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "runtime":
+        return importlib.import_module("coreml_delegate.runtime")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from coreml_delegate.third_party import quiet_import
+
+    with quiet_import():
+        return getattr(importlib.import_module(_LAZY[name]), name)

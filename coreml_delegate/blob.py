@@ -28,7 +28,9 @@ from coreml_delegate.errors import BlobFormatError
 
 Buffer = bytes | bytearray | memoryview
 
-ALIGNMENT = 64  # fixed, so that bytes do not depend on the host; 64 keeps weights SIMD-aligned in place
+ALIGNMENT = (
+    64  # fixed, so that bytes do not depend on the host; 64 keeps weights SIMD-aligned in place
+)
 TRAILER_LIMIT = 10 * 1024 * 1024  # bytes; the device reader's limit
 ROOT_NAME = "lowered_module"
 REFERENCE_MAGIC = b"CMJR"
@@ -96,18 +98,19 @@ def flatten(files: Mapping[str, Buffer]) -> bytes:
     Raises:
         BlobFormatError: A name the device reader cannot take, or a trailer above its limit.
     """
-    body = bytearray()
-    nodes: list[dict[str, object]] = []
-    _append_directory(_tree(files), ROOT_NAME, body, nodes)
-    trailer = json.dumps({"nodes": nodes}, ensure_ascii=False, separators=(",", ":")).encode()
+    layout = _Layout()
+    layout.directory(_tree(files), ROOT_NAME)
+    trailer = json.dumps(
+        {"nodes": layout.nodes}, ensure_ascii=False, separators=(",", ":")
+    ).encode()
     if len(trailer) > TRAILER_LIMIT:
         raise BlobFormatError(
             "blob has too many files",
             got=f"a trailer of {len(trailer)} bytes",
             expected=f"at most {TRAILER_LIMIT}",
         )
-    body += trailer[::-1]
-    return bytes(body)
+    # One join: weights of gigabytes are copied once.
+    return b"".join([*layout.parts, trailer[::-1]])
 
 
 def unflatten(blob: Buffer) -> dict[str, memoryview]:
@@ -177,28 +180,36 @@ def _tree(files: Mapping[str, Buffer]) -> dict[str, Any]:
     return root
 
 
-def _append_directory(
-    folder: dict[str, Any], name: str, body: bytearray, nodes: list[dict[str, object]]
-) -> int:
-    children: dict[str, int] = {}
-    for child, content in sorted(folder.items()):
-        if isinstance(content, dict):
-            sub = cast("dict[str, Any]", content)
-            children[child] = _append_directory(sub, child, body, nodes)
-        else:
-            body.extend(bytes(-len(body) % ALIGNMENT))
-            nodes.append(_record(child, _FILE, len(body), len(content), {}))
-            body += content
-            children[child] = len(nodes) - 1
-    nodes.append(_record(name, _DIRECTORY, 0, 0, children))
-    return len(nodes) - 1
+class _Layout:
+    """File contents in order with their padding, and the nodes that describe them."""
 
+    def __init__(self) -> None:
+        self.parts: list[Buffer] = []
+        self.nodes: list[dict[str, object]] = []
+        self._end = 0
 
-def _record(
-    name: str, kind: int, offset: int, size: int, children: dict[str, int]
-) -> dict[str, object]:
-    region = {"offset": offset, "size": size}
-    return {"children": children, "dataRegion": region, "kind": kind, "name": name}
+    def directory(self, folder: dict[str, Any], name: str) -> int:
+        """Append a folder depth first; returns the index of its node."""
+        children: dict[str, int] = {}
+        for child, content in sorted(folder.items()):
+            if isinstance(content, dict):
+                children[child] = self.directory(cast("dict[str, Any]", content), child)
+            else:
+                children[child] = self._file(content, child)
+        return self._node(name, _DIRECTORY, 0, 0, children)
+
+    def _file(self, content: Buffer, name: str) -> int:
+        size = memoryview(content).nbytes
+        padding = -self._end % ALIGNMENT
+        offset = self._end + padding
+        self.parts += [bytes(padding), content]
+        self._end = offset + size
+        return self._node(name, _FILE, offset, size, {})
+
+    def _node(self, name: str, kind: int, offset: int, size: int, children: dict[str, int]) -> int:
+        region = {"offset": offset, "size": size}
+        self.nodes.append({"children": children, "dataRegion": region, "kind": kind, "name": name})
+        return len(self.nodes) - 1
 
 
 def _check_name(name: str) -> None:

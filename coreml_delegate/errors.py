@@ -29,7 +29,9 @@ class CoreMLDelegateError(Exception):
         self.got = got
         self.expected = expected
         self.remedy = remedy
-        details = [f"{label} {text}" for label, text in (("got", got), ("expected", expected)) if text]
+        details = [
+            f"{label} {text}" for label, text in (("got", got), ("expected", expected)) if text
+        ]
         message = what + (f": {', '.join(details)}" if details else "")
         super().__init__(f"{message}. {remedy}" if remedy else message)
 

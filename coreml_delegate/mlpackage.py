@@ -105,7 +105,9 @@ def assemble(spec: bytes, weights: Mapping[str, Buffer]) -> dict[str, Buffer]:
     return dict(sorted(files.items()))
 
 
-def write_folder(files: Mapping[str, Buffer], destination: Path, *, overwrite: bool = False) -> None:
+def write_folder(
+    files: Mapping[str, Buffer], destination: Path, *, overwrite: bool = False
+) -> None:
     """Write files below ``destination``, which appears complete or not at all.
 
     Raises:
@@ -113,7 +115,9 @@ def write_folder(files: Mapping[str, Buffer], destination: Path, *, overwrite: b
         OSError: The parent folder cannot be written.
     """
     if destination.exists() and not overwrite:
-        raise ProgramError("output exists", got=str(destination), remedy="Pass --force to replace it")
+        raise ProgramError(
+            "output exists", got=str(destination), remedy="Pass --force to replace it"
+        )
     destination.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
     try:

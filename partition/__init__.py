@@ -2,3 +2,8 @@
 
 if __name__ == "partition":
     raise ImportError("'partition' is a subpackage; import coreml_delegate.partition instead")
+
+from coreml_delegate.partition.partitioner import CoreMLPartitioner
+from coreml_delegate.partition.report import DelegationReport, NodeReport
+
+__all__ = ["CoreMLPartitioner", "DelegationReport", "NodeReport"]

@@ -1,0 +1,206 @@
+"""``CompileOptions``: how a subgraph is lowered, and the only codec of its compile specs.
+
+Wire format, one ``CompileSpec(key, value)`` each, all values UTF-8::
+
+    compute_units               cpu_only | cpu_and_gpu | cpu_and_ne | all   (read on device)
+    min_deployment_target       specification version as decimal, empty for none
+    model_compute_precision     float16 | float32
+    model_type                  model | compiled_model
+    op_linear_quantizer_config  JSON object (optional)
+    pass_pipeline               JSON list of pass names (optional)
+
+The oldest documents write compute units as ``cpu``, ``gpu``, ``ane``; these are read and never
+written. Source: ExecuTorch 1.5, Core ML backend documents and ``coreml_preprocess``.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, cast
+
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+
+from coreml_delegate.errors import OptionError
+from coreml_delegate.targets import Opset
+
+
+class ComputeUnit(enum.Enum):
+    """Where Core ML may schedule the model; the value is what the device reads."""
+
+    ALL = "all"
+    CPU_AND_GPU = "cpu_and_gpu"
+    CPU_AND_NE = "cpu_and_ne"
+    CPU_ONLY = "cpu_only"
+
+
+class Precision(enum.Enum):
+    """The floating-point type Core ML computes in, whatever the PyTorch model's is."""
+
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+
+
+class ModelType(enum.Enum):
+    """What the blob holds: an mlpackage, or an mlmodelc compiled ahead of time (macOS only)."""
+
+    MODEL = "model"
+    COMPILED_MODEL = "compiled_model"
+
+
+_OLD_COMPUTE_UNITS = {
+    "cpu": ComputeUnit.CPU_ONLY,
+    "gpu": ComputeUnit.CPU_AND_GPU,
+    "ane": ComputeUnit.CPU_AND_NE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """Options of one lowering.
+
+    Attributes:
+        compute_unit: Where the model may run.
+        deployment_target: Oldest system to support, or None for the oldest that converts.
+        precision: Floating-point type to compute in.
+        model_type: Whether to compile ahead of time.
+        op_linear_quantizer_config: Keywords of coremltools' ``OpLinearQuantizerConfig``, to quantize
+            the weights after conversion; None leaves them.
+        pass_names: Names of the coremltools graph passes to run, or None for its default pipeline.
+    """
+
+    compute_unit: ComputeUnit = ComputeUnit.ALL
+    deployment_target: Opset | None = None
+    precision: Precision = Precision.FLOAT16
+    model_type: ModelType = ModelType.MODEL
+    op_linear_quantizer_config: Mapping[str, Any] | None = None
+    pass_names: tuple[str, ...] | None = None
+
+    def to_specs(self) -> list[CompileSpec]:
+        """The compile specs, in a fixed order; options left at None are not written."""
+        encoded = ((f.key, f.encode(getattr(self, f.attribute))) for f in _FIELDS)
+        return [CompileSpec(key, value.encode()) for key, value in encoded if value is not None]
+
+    @classmethod
+    def from_specs(cls, specs: Iterable[CompileSpec]) -> CompileOptions:
+        """Decode compile specs; what is absent has its default.
+
+        Raises:
+            OptionError: A key that is unknown or comes twice, or a value that is not accepted.
+        """
+        by_key = {f.key: f for f in _FIELDS}
+        values: dict[str, Any] = {}
+        for spec in specs:
+            field = by_key.get(spec.key)
+            if field is None:
+                raise OptionError(
+                    "unknown compile spec", got=repr(spec.key), expected=", ".join(by_key)
+                )
+            if field.attribute in values:
+                raise OptionError("compile spec given twice", got=repr(spec.key))
+            values[field.attribute] = field.decode(spec.key, _text(spec))
+        return cls(**values)
+
+
+class _Encode(Protocol):
+    def __call__(self, value: Any, /) -> str | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    key: str
+    attribute: str
+    encode: _Encode
+    decode: Callable[[str, str], Any]
+
+
+def _text(spec: CompileSpec) -> str:
+    try:
+        return bytes(spec.value).decode()
+    except (UnicodeDecodeError, TypeError) as error:
+        raise OptionError(
+            f"compile spec {spec.key!r} is not UTF-8 text", got=repr(spec.value)
+        ) from error
+
+
+def _decode_enum(kind: type[enum.Enum], aliases: Mapping[str, enum.Enum]) -> Callable[..., Any]:
+    accepted = {str(member.value): member for member in kind} | dict(aliases)
+
+    def decode(key: str, text: str) -> enum.Enum:
+        try:
+            return accepted[text]
+        except KeyError:
+            raise OptionError(
+                f"compile spec {key!r} has an unknown value",
+                got=repr(text),
+                expected=" | ".join(str(member.value) for member in kind),
+            ) from None
+
+    return decode
+
+
+def _decode_target(key: str, text: str) -> Opset | None:
+    if not text:
+        return None
+    try:
+        return Opset(int(text))
+    except ValueError:
+        raise OptionError(
+            f"compile spec {key!r} is not a specification version with ML Programs",
+            got=repr(text),
+            expected=", ".join(f"{o.value} ({o.name})" for o in Opset),
+        ) from None
+
+
+def _decode_json(key: str, text: str, check: Callable[[Any], bool], expected: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"compile spec {key!r} is not JSON", got=str(error)) from error
+    if not check(value):
+        raise OptionError(f"compile spec {key!r}", got=repr(value), expected=expected)
+    return value
+
+
+def _decode_object(key: str, text: str) -> dict[str, Any]:
+    return _decode_json(key, text, lambda v: isinstance(v, dict), "a JSON object")
+
+
+def _decode_names(key: str, text: str) -> tuple[str, ...]:
+    def is_names(value: Any) -> bool:
+        return isinstance(value, list) and all(
+            isinstance(n, str) for n in cast("list[object]", value)
+        )
+
+    return tuple(_decode_json(key, text, is_names, "a JSON list of strings"))
+
+
+def _encode_json(value: Any) -> str | None:
+    return None if value is None else json.dumps(value, sort_keys=True)
+
+
+_FIELDS = (
+    _Field(
+        "compute_units",
+        "compute_unit",
+        lambda v: v.value,
+        _decode_enum(ComputeUnit, _OLD_COMPUTE_UNITS),
+    ),
+    _Field(
+        "min_deployment_target",
+        "deployment_target",
+        lambda v: "" if v is None else str(int(v)),
+        _decode_target,
+    ),
+    _Field("model_compute_precision", "precision", lambda v: v.value, _decode_enum(Precision, {})),
+    _Field("model_type", "model_type", lambda v: v.value, _decode_enum(ModelType, {})),
+    _Field(
+        "op_linear_quantizer_config", "op_linear_quantizer_config", _encode_json, _decode_object
+    ),
+    _Field("pass_pipeline", "pass_names", _encode_json, _decode_names),
+)
+
+if {f.attribute for f in _FIELDS} != {f.name for f in fields(CompileOptions)}:
+    raise ImportError("every compile option needs exactly one wire field")

@@ -1,0 +1,120 @@
+"""Conditions that several rules share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from coreml_delegate.op_rules.rule import GETITEM, Constraint, OpCall, Reason, ReasonCode, target_name
+
+
+def argument_is(name: str, *accepted: Any, issue: str | None = None) -> Constraint:
+    """The argument has one of the values, its default counting as given."""
+
+    def check(call: OpCall) -> Reason | None:
+        value = call.arguments.get(name)
+        if any(value is a or value == a for a in accepted):
+            return None
+        wanted = " or ".join(repr(a) for a in accepted)
+        return Reason(ReasonCode.ARGUMENT, f"{name}={value!r}, Core ML takes {wanted}", issue=issue)
+
+    return check
+
+
+def argument_given(name: str, issue: str | None = None) -> Constraint:
+    """The argument is not None."""
+
+    def check(call: OpCall) -> Reason | None:
+        if call.arguments.get(name) is None:
+            return Reason(ReasonCode.ARGUMENT, f"{name}=None is not taken", issue=issue)
+        return None
+
+    return check
+
+
+def rank_between(name: str, low: int, high: int) -> Constraint:
+    """The rank of a tensor argument lies in ``low .. high``."""
+
+    def check(call: OpCall) -> Reason | None:
+        tensor = call.tensor(name)
+        if tensor is None or low <= tensor.dim() <= high:
+            return None
+        wanted = str(low) if low == high else f"{low} to {high}"
+        return Reason(
+            ReasonCode.RANK, f"{name!r} has rank {tensor.dim()}, Core ML takes {wanted} here"
+        )
+
+    return check
+
+
+def only_result_used(index: int) -> Constraint:
+    """Of the op's results only ``index`` is used; Core ML does not compute the others."""
+
+    def check(call: OpCall) -> Reason | None:
+        for user in call.node.users:
+            taken = user.args[1] if target_name(user.target) == GETITEM else None
+            if taken != index:
+                return Reason(ReasonCode.USE, f"result {taken} is used, Core ML has {index} alone")
+        return None
+
+    return check
+
+
+def is_constant(name: str) -> Constraint:
+    """The tensor argument is a parameter, buffer or literal, known when the model is converted."""
+
+    def check(call: OpCall) -> Reason | None:
+        node = call.arguments.get(name)
+        op = getattr(node, "op", None)
+        lifted = op == "get_attr" or (
+            op == "placeholder" and str(getattr(node, "name", "")).startswith(("p_", "b_", "c_"))
+        )
+        if node is None or lifted:
+            return None
+        return Reason(ReasonCode.ARGUMENT, f"{name!r} is computed, Core ML takes a constant")
+
+    return check
+
+
+def matching_float_inputs(*names: str) -> Constraint:
+    """The tensor arguments have one dtype: Core ML does not promote across kinds."""
+
+    def check(call: OpCall) -> Reason | None:
+        kinds = {t.dtype for name in names for _, t in call.tensors(name)}
+        if len(kinds) <= 1:
+            return None
+        listed = ", ".join(sorted(str(k).removeprefix("torch.") for k in kinds))
+        return Reason(ReasonCode.DTYPE, f"arguments mix {listed}", remedy="Cast them alike")
+
+    return check
+
+
+def holds(predicate: Callable[[OpCall], bool], code: ReasonCode, text: str) -> Constraint:
+    """An ad hoc condition with a fixed reason."""
+
+    def check(call: OpCall) -> Reason | None:
+        return None if predicate(call) else Reason(code, text)
+
+    return check
+
+
+def contiguous_result(call: OpCall) -> Reason | None:
+    """The result is laid out row-major: Core ML knows no other memory format."""
+    order = call.arguments.get("dim_order")
+    if order is None or list(order) == sorted(order):
+        return None
+    return Reason(ReasonCode.ARGUMENT, f"dim_order={list(order)}, Core ML is row-major")
+
+
+def dtype_argument_in(accepted: frozenset[torch.dtype]) -> Constraint:
+    """The ``dtype`` argument is left out or one of ``accepted``."""
+
+    def check(call: OpCall) -> Reason | None:
+        dtype = call.arguments.get("dtype")
+        if dtype is None or dtype in accepted:
+            return None
+        return Reason(ReasonCode.ARGUMENT, f"dtype={dtype}, Core ML cannot hold it")
+
+    return check

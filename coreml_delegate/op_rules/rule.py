@@ -1,0 +1,210 @@
+"""The record of one ATen op, and the verdict on one call of it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.fx import Node
+
+from coreml_delegate.targets import Opset
+
+FLOAT = frozenset({torch.float32})
+INTEGER = frozenset({torch.int32, torch.int64})
+BOOL = frozenset({torch.bool})
+NUMERIC = FLOAT | INTEGER
+ANY = NUMERIC | BOOL
+Dtypes = frozenset[torch.dtype]
+
+MAX_RANK = 5  # of any Core ML tensor
+GETITEM = "operator.getitem"
+
+
+class ReasonCode(enum.StrEnum):
+    """Why a node is not delegated, for programs; ``Reason.text`` is for people."""
+
+    NOT_A_CALL = "not-a-call"
+    NO_RULE = "no-rule"
+    DTYPE = "dtype"
+    RANK = "rank"
+    SHAPE = "shape"
+    ARGUMENT = "argument"
+    SYMBOLIC = "symbolic"
+    OPSET = "opset"
+    SKIPPED = "skipped"
+    USE = "use"
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One obstacle.
+
+    Attributes:
+        code: For programs.
+        text: What stands in the way, with the offending value.
+        remedy: What the user can do, or None.
+        issue: Upstream issue that will lift it, as ``owner/repo#number``, or None.
+    """
+
+    code: ReasonCode
+    text: str
+    remedy: str | None = None
+    issue: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.issue})" if self.issue else self.text
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """A call of an ATen op in a graph, with its arguments by schema name."""
+
+    node: Node
+    arguments: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, node: Node) -> OpCall:
+        """Bind a node's arguments to the names and defaults of its op's schema."""
+        schema = getattr(overload_of(node.target), "_schema", None)
+        if schema is None:
+            names = [f"arg{i}" for i in range(len(node.args))]
+            return cls(node, dict(zip(names, node.args, strict=True)) | dict(node.kwargs))
+        bound = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+        bound.update(zip((a.name for a in schema.arguments), node.args, strict=False))
+        bound.update(node.kwargs)
+        return cls(node, bound)
+
+    def tensors(self, name: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and fake tensor of every tensor argument, or of those in argument ``name``."""
+        for key, value in self.arguments.items():
+            if name is None or key == name:
+                yield from ((key, tensor) for tensor in _tensors_in(value))
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """Fake tensor of one argument, None if it is left out or no tensor."""
+        return next((tensor for _, tensor in self.tensors(name)), None)
+
+    def outputs(self) -> list[torch.Tensor]:
+        """Fake tensors of the results that are used (of several, by ``getitem``)."""
+        value = self.node.meta.get("val")
+        if not isinstance(value, list | tuple):
+            return list(_tensors_in(value))
+        taken = {u.args[1] for u in self.node.users if target_name(u.target) == GETITEM}
+        return [t for i, item in enumerate(value) if i in taken for t in _tensors_in(item)]
+
+
+class Constraint(Protocol):
+    """A condition on a call: None if it holds, else why not."""
+
+    def __call__(self, call: OpCall, /) -> Reason | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpRule:
+    """What Core ML takes of one ATen op.
+
+    Attributes:
+        target: ``namespace.name.overload`` as in ``aten.conv2d.default``; also stands for the copying
+            variant (``aten.view.default`` for ``aten.view_copy.default``).
+        family: Module the rule lives in, for documentation.
+        dtypes: Accepted dtypes of the tensor arguments, by argument name; ``""`` for all others.
+        constraints: Further conditions, tried in order.
+        max_rank: Highest rank of an argument or result.
+        since: First opset that can express it.
+        preserve: Keep the op from ExecuTorch's decompositions, because Core ML has it as one.
+    """
+
+    target: str
+    family: str
+    dtypes: Mapping[str, Dtypes] = field(default_factory=lambda: {"": FLOAT})
+    constraints: tuple[Constraint, ...] = ()
+    max_rank: int = MAX_RANK
+    since: Opset = Opset.iOS15
+    preserve: bool = True
+
+    def obstacle(self, call: OpCall) -> Reason | None:
+        """Why Core ML cannot take this call, or None if it can."""
+        for check in (self._symbolic, self._dtypes, self._shapes, *self.constraints):
+            reason = check(call)
+            if reason is not None:
+                return reason
+        return None
+
+    def _symbolic(self, call: OpCall) -> Reason | None:
+        for name, value in call.arguments.items():
+            if any(_is_symbolic(v) for v in _flatten(value)):
+                return Reason(ReasonCode.SYMBOLIC, f"argument {name!r} is computed from shapes")
+        return None
+
+    def _dtypes(self, call: OpCall) -> Reason | None:
+        for name, tensor in call.tensors():
+            accepted = self.dtypes.get(name, self.dtypes.get("", FLOAT))
+            if tensor.dtype not in accepted:
+                return Reason(
+                    ReasonCode.DTYPE,
+                    f"argument {name!r} is {_short(tensor.dtype)}, "
+                    f"Core ML takes {', '.join(sorted(map(_short, accepted)))} here",
+                    remedy="Cast it in the model",
+                )
+        for tensor in call.outputs():
+            if tensor.dtype not in ANY:
+                return Reason(
+                    ReasonCode.DTYPE, f"the result is {_short(tensor.dtype)}", remedy="Cast before"
+                )
+        return None
+
+    def _shapes(self, call: OpCall) -> Reason | None:
+        named = [*call.tensors(), *(("result", t) for t in call.outputs())]
+        for name, tensor in named:
+            if tensor.dim() > self.max_rank:
+                return Reason(
+                    ReasonCode.RANK,
+                    f"{name!r} has rank {tensor.dim()}, Core ML takes at most {self.max_rank}",
+                )
+            if any(isinstance(d, int) and d == 0 for d in tensor.shape):
+                return Reason(ReasonCode.SHAPE, f"{name!r} is empty: {tuple(tensor.shape)}")
+        return None
+
+
+def overload_of(target: Any) -> Any:
+    """The ATen overload behind an edge op; other targets unchanged."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target
+    return getattr(target, "_op", target)
+
+
+def target_name(target: Any) -> str:
+    """Canonical name of a call target: ``aten.conv2d.default``, ``operator.getitem``."""
+    overload = overload_of(target)
+    if isinstance(overload, torch._ops.OpOverload):
+        return str(overload)
+    module = getattr(overload, "__module__", "") or ""
+    return f"{module.lstrip('_')}.{getattr(overload, '__name__', overload)}".lstrip(".")
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    for item in _flatten(value):
+        found = item.meta.get("val") if isinstance(item, Node) else item
+        for tensor in _flatten(found):
+            if isinstance(tensor, torch.Tensor):
+                yield tensor
+
+
+def _flatten(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _flatten(item)
+    else:
+        yield value
+
+
+def _is_symbolic(value: Any) -> bool:
+    found = value.meta.get("val") if isinstance(value, Node) else value
+    return isinstance(found, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

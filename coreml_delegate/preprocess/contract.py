@@ -1,0 +1,159 @@
+"""What the device checks when it loads a blob, checked when the blob is made.
+
+Every failure on the device is one and the same ``InvalidProgram``; here each has its own message.
+
+Source: ExecuTorch 1.0 to 1.5, Core ML runtime: ``ETCoreMLModel``, ``backend_delegate``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from coreml_delegate.errors import ContractError
+from coreml_delegate.metadata import MethodMetadata
+from coreml_delegate.targets import STATE_OPSET, Opset
+
+BOUNDARY_DTYPES = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+    }
+)
+"""Element types the device runtime converts at a delegate's boundary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """The tensors that cross the boundary of a subgraph, as ExecuTorch will pass them."""
+
+    inputs: tuple[tuple[str, torch.Tensor], ...]
+    outputs: tuple[tuple[str, torch.Tensor], ...]
+    states: tuple[str, ...]
+
+
+def boundary_of(program: ExportedProgram) -> Boundary:
+    """Read the boundary from the signature of a subgraph.
+
+    Raises:
+        ContractError: An input or output is not a tensor.
+    """
+    signature = program.graph_signature
+    nodes = {node.name: node for node in program.graph.nodes}
+    inputs = [(name, _tensor(name, nodes)) for name in signature.user_inputs]
+    outputs = [(name, _tensor(name, nodes)) for name in signature.user_outputs]
+    states = tuple(sorted(signature.buffers_to_mutate.values()))
+    return Boundary(tuple(inputs), tuple(outputs), states)
+
+
+def check_program(boundary: Boundary, target: Opset | None) -> None:
+    """Check what can be known before converting.
+
+    Args:
+        boundary: Of the subgraph.
+        target: Opset asked for, or None if it is free.
+
+    Raises:
+        ContractError: The device would refuse the program; the message says which rule.
+    """
+    if not boundary.outputs:
+        raise ContractError("subgraph has no output", expected="at least one")
+    for name, tensor in (*boundary.inputs, *boundary.outputs):
+        if tensor.dtype not in BOUNDARY_DTYPES:
+            raise ContractError(
+                f"tensor {name!r} cannot cross into Core ML",
+                got=str(tensor.dtype),
+                expected=", ".join(sorted(str(d) for d in BOUNDARY_DTYPES)),
+                remedy="Cast it in the model",
+            )
+        if any(isinstance(d, int) and d == 0 for d in tensor.shape):
+            raise ContractError(f"tensor {name!r} is empty", got=str(tuple(tensor.shape)))
+    reasons = [
+        (bool(boundary.states), f"mutable buffers as states ({', '.join(boundary.states)})"),
+        (not boundary.inputs, "a model without inputs"),
+    ]
+    for needed, what in reasons:
+        if needed and target is not None and target < STATE_OPSET:
+            raise ContractError(
+                f"{what} need {STATE_OPSET.name} ({STATE_OPSET.platforms})",
+                got=f"minimum_deployment_target {target.name}",
+                remedy="Raise it, or set take_over_mutable_buffer=False",
+            )
+
+
+def required_opset(boundary: Boundary) -> Opset:
+    """The oldest opset the boundary allows."""
+    return STATE_OPSET if boundary.states or not boundary.inputs else Opset.iOS15
+
+
+def check_model(boundary: Boundary, spec: Any) -> MethodMetadata:
+    """Check a converted model against the subgraph it came from.
+
+    Args:
+        boundary: Of the subgraph.
+        spec: The ``Model`` message.
+
+    Returns:
+        The names for the blob's metadata, in the order of the delegate's arguments.
+
+    Raises:
+        ContractError: Counts, shapes or names do not agree.
+    """
+    description = spec.description
+    inputs = [feature.name for feature in description.input]
+    outputs = [feature.name for feature in description.output]
+    _check_side("input", boundary.inputs, description.input)
+    _check_side("output", boundary.outputs, description.output)
+    _check_unique([*inputs, *outputs, *(feature.name for feature in description.state)])
+    return MethodMetadata(tuple(inputs), tuple(outputs))
+
+
+def _check_side(
+    side: str, expected: Sequence[tuple[str, torch.Tensor]], features: Sequence[Any]
+) -> None:
+    if len(expected) != len(features):
+        raise ContractError(
+            f"converted model has another number of {side}s than the subgraph",
+            got=_listed(feature.name for feature in features),
+            expected=_listed(name for name, _ in expected),
+        )
+    for (name, tensor), feature in zip(expected, features, strict=True):
+        shape = tuple(feature.type.multiArrayType.shape)
+        # Outputs are often described without a shape; a scalar travels as one element.
+        if shape and len(shape) != max(tensor.dim(), 1):
+            raise ContractError(
+                f"{side} {name!r} has another rank in the converted model",
+                got=f"{feature.name}: {shape}",
+                expected=str(tuple(tensor.shape)),
+            )
+
+
+def _check_unique(names: Sequence[str]) -> None:
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise ContractError("feature names of the converted model are not unique", got=_listed(twice))
+
+
+def _tensor(name: Any, nodes: dict[str, Any]) -> torch.Tensor:
+    node = nodes.get(name)
+    value = None if node is None else node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        raise ContractError(
+            "only tensors can cross into Core ML", got=f"{name!r} is {type(value).__name__}"
+        )
+    return value
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"

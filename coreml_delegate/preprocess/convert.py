@@ -1,0 +1,146 @@
+"""The sole place where coremltools converts: an ExportedProgram to a specification and weights."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch.export import ExportedProgram
+
+from coreml_delegate.compile_options import CompileOptions, ModelType, Precision
+from coreml_delegate.errors import ConversionError, LoweringError, OptionError
+from coreml_delegate.third_party import coremltools, quiet_import
+
+# coremltools keeps global state while it converts, and tempfile.tempdir is global too.
+_LOCK = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What coremltools made of one subgraph.
+
+    Attributes:
+        spec: The ``Model`` message.
+        package: The mlpackage on disk; lives as long as the ``converted`` context.
+        compiled: The mlmodelc on disk, with ``ModelType.COMPILED_MODEL`` only.
+    """
+
+    spec: Any
+    package: Path
+    compiled: Path | None
+
+
+@contextmanager
+def converted(program: ExportedProgram, options: CompileOptions) -> Iterator[Conversion]:
+    """Convert ``program`` inside a temporary directory that is always removed.
+
+    Args:
+        program: A whole subgraph, in edge or ATen dialect; it may be modified.
+        options: How to lower.
+
+    Raises:
+        OptionError: An option coremltools does not take (a pass it does not know).
+        ConversionError: Coremltools failed; the cause is chained.
+        LoweringError: Ahead-of-time compilation was asked for where there is no compiler.
+    """
+    _check_compiler(options)
+    folder = Path(tempfile.mkdtemp(prefix="coreml-delegate-"))
+    try:
+        yield _convert(program, options, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _convert(program: ExportedProgram, options: CompileOptions, folder: Path) -> Conversion:
+    ct = coremltools()
+    keywords = _keywords(ct, options)
+    with _LOCK, _quiet(), mock.patch.object(tempfile, "tempdir", str(folder)):
+        try:
+            model = ct.convert(program, package_dir=str(folder / "converted.mlpackage"), **keywords)
+            if options.op_linear_quantizer_config is not None:
+                model = _quantize_weights(ct, model, options)
+        except LoweringError:
+            raise
+        except Exception as error:
+            raise ConversionError(
+                "coremltools cannot convert the subgraph",
+                got=f"{type(error).__name__}: {_first_line(error)}",
+                remedy="Exclude the operator with skip_ops_for_coreml_delegation",
+            ) from error
+        compiled = None
+        if options.model_type is ModelType.COMPILED_MODEL:
+            compiled = Path(model.get_compiled_model_path())
+        return Conversion(model.get_spec(), Path(model.package_path), compiled)
+
+
+def _keywords(ct: Any, options: CompileOptions) -> dict[str, Any]:
+    target = options.deployment_target
+    return {
+        "source": "pytorch",
+        "convert_to": "mlprogram",
+        "minimum_deployment_target": None if target is None else ct.target(int(target)),
+        "compute_precision": ct.precision(options.precision.value),
+        "compute_units": ct.ComputeUnit[options.compute_unit.name],
+        "pass_pipeline": _pipeline(ct, options),
+        # Loading is only needed, and only possible, where Core ML compiles ahead of time.
+        "skip_model_load": options.model_type is not ModelType.COMPILED_MODEL,
+    }
+
+
+def _pipeline(ct: Any, options: CompileOptions) -> Any:
+    if options.pass_names is None:
+        return ct.PassPipeline.DEFAULT
+    try:
+        return ct.PassPipeline(list(options.pass_names), pipeline_name="coreml_delegate")
+    except ValueError as error:
+        raise OptionError("unknown coremltools pass", got=str(error)) from error
+
+
+def _quantize_weights(ct: Any, model: Any, options: CompileOptions) -> Any:
+    optimize = ct.optimize.coreml
+    config = optimize.OptimizationConfig.from_dict(
+        {
+            "config_type": "OpLinearQuantizerConfig",
+            "global_config": dict(options.op_linear_quantizer_config or {}),
+        }
+    ).global_config
+    # Embedding tables (gather) keep their precision, as in ExecuTorch's own backend.
+    return optimize.linear_quantize_weights(
+        model,
+        config=optimize.OptimizationConfig(global_config=config, op_type_configs={"gather": None}),
+    )
+
+
+def _check_compiler(options: CompileOptions) -> None:
+    if options.model_type is not ModelType.COMPILED_MODEL:
+        return
+    if shutil.which("xcrun") is None:
+        raise LoweringError(
+            "model_type COMPILED_MODEL needs Core ML's compiler, which only macOS has",
+            remedy="Use MODEL_TYPE.MODEL (the device compiles at first load), or export on a Mac",
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep coremltools' progress bars off: a library does not draw on its caller's terminal."""
+    import tqdm
+
+    silent = partial(tqdm.tqdm, disable=True)
+    frontend = "coremltools.converters.mil.frontend.torch.ops._tqdm"
+    passes = "coremltools.converters.mil.mil.passes.pass_pipeline.tqdm"
+    with quiet_import(), mock.patch(frontend, silent), mock.patch(passes, silent):
+        yield
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else "no message"

@@ -1,4 +1,147 @@
 """Run Core ML programs here: mlpackages, blobs and delegated ``.pte`` files."""
 
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
 if __name__ == "runtime":
     raise ImportError("'runtime' is a subpackage; import coreml_delegate.runtime instead")
+
+from coreml_delegate.blob import Buffer
+from coreml_delegate.errors import OptionError
+from coreml_delegate.runtime.delegate import delegate_loader, read_blob
+from coreml_delegate.runtime.engines.base import EngineOptions, State
+from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
+from coreml_delegate.runtime.mil.package import read_mlpackage
+from coreml_delegate.runtime.model import Model
+from coreml_delegate.runtime.program import stock
+from coreml_delegate.runtime.program.host import PythonProgram
+from coreml_delegate.runtime.program.stock import StockProgram
+
+HOSTS = (AUTO, "python", "stock")
+"""Hosts of ``.pte`` programs: the Python executor, or ExecuTorch's own runtime."""
+
+# Between registering a loader and loading with it, no other thread may register another.
+_STOCK_LOCK = threading.Lock()
+
+
+def load_mlpackage(
+    path: Path | str,
+    *,
+    function_name: str | None = None,
+    engine: str = AUTO,
+    options: EngineOptions | None = None,
+) -> Model:
+    """Load an ``.mlpackage`` that holds an ML Program.
+
+    Args:
+        path: The package folder; weights stay mapped, not read.
+        function_name: None for the default function.
+        engine: ``auto`` (the fastest that can run it), ``openvino`` or ``reference``.
+        options: How to execute.
+
+    Raises:
+        ProgramError: No such package or function, or not an ML Program.
+        BlobFormatError: A part is missing or malformed.
+        UnsupportedOpError: The engine lacks an op.
+        EngineUnavailableError: The engine cannot be used here.
+    """
+    program = read_mlpackage(path)
+    return Model(program, function_name=function_name, engine=engine, options=options)
+
+
+def load_blob(
+    blob: Buffer,
+    *,
+    function_name: str | None = None,
+    engine: str = AUTO,
+    options: EngineOptions | None = None,
+) -> Model:
+    """Load the blob of a delegate: what ``CoreMLBackend.preprocess`` returns.
+
+    Args:
+        blob: The bytes; weights are views of it.
+        function_name: None for the default function.
+        engine: ``auto``, ``openvino`` or ``reference``.
+        options: How to execute.
+
+    Raises:
+        BlobFormatError: Not a blob, or a part is missing or malformed.
+        CoreMLDelegateError: As ``load_mlpackage``.
+    """
+    program, _ = read_blob(blob)
+    return Model(program, function_name=function_name, engine=engine, options=options)
+
+
+def load_program(
+    program: Path | str | bytes,
+    *,
+    host: str = AUTO,
+    engine: str = AUTO,
+    options: EngineOptions | None = None,
+) -> PythonProgram | StockProgram:
+    """Load a ``.pte``: Core ML delegates run on an engine, all other ops on the CPU.
+
+    Args:
+        program: Path, or the bytes.
+        host: ``python`` (executes the ``.pte`` with torch's kernels), ``stock`` (ExecuTorch's own
+            runtime) or ``auto``, which is ``python``: it needs no compiler, and torch's kernels are
+            faster than the portable ones for ops outside the delegates.
+        engine: ``auto``, ``openvino`` or ``reference``.
+        options: How to execute.
+
+    Returns:
+        An object with ``method_names`` and ``run(method, inputs)``.
+
+    Raises:
+        OptionError: Unknown host or engine.
+        BlobFormatError: Not a ``.pte``, or a corrupt one.
+        ProgramError: The file cannot be read.
+        EngineUnavailableError: The stock host cannot be used here; the message says why.
+    """
+    for kind, name, known in (("host", host, HOSTS), ("engine", engine, (AUTO, *ENGINES))):
+        if name not in known:
+            raise OptionError(f"unknown {kind}", got=repr(name), expected=" | ".join(known))
+    loader = delegate_loader(engine, options)
+    if host != "stock":
+        return PythonProgram.load(program, loader)
+    with _STOCK_LOCK:
+        stock.register(loader)
+        loaded = StockProgram.load(program)
+        # Delegates are loaded with a method: now, before another loader takes this one's place.
+        for name in loaded.method_names:
+            loaded.load_method(name)
+    return loaded
+
+
+def register(*, engine: str = AUTO, options: EngineOptions | None = None) -> None:
+    """Let ``executorch.runtime.Runtime`` run programs with Core ML delegates.
+
+    Programs loaded afterwards use this engine; a later call replaces it. On macOS, where the runtime
+    has Core ML itself, this does nothing.
+
+    Args:
+        engine: ``auto``, ``openvino`` or ``reference``.
+        options: How to execute.
+
+    Raises:
+        EngineUnavailableError: There is no C++ compiler for the small library it needs, for example.
+    """
+    if engine not in (AUTO, *ENGINES):
+        raise OptionError("unknown engine", got=repr(engine), expected=" | ".join((AUTO, *ENGINES)))
+    stock.register(delegate_loader(engine, options))
+
+
+__all__ = [
+    "HOSTS",
+    "EngineOptions",
+    "Model",
+    "PythonProgram",
+    "State",
+    "StockProgram",
+    "load_blob",
+    "load_mlpackage",
+    "load_program",
+    "register",
+]

@@ -78,7 +78,7 @@ def is_constant(name: str) -> Constraint:
     return check
 
 
-def matching_float_inputs(*names: str) -> Constraint:
+def same_dtype(*names: str) -> Constraint:
     """The tensor arguments have one dtype: Core ML does not promote across kinds."""
 
     def check(call: OpCall) -> Reason | None:

@@ -1,14 +1,12 @@
 """Ops that make tensors from scalars."""
 
-from coreml_delegate.op_rules.constraints import dtype_argument_in
+from coreml_delegate.op_rules.constraints import dtype_argument_in, same_dtype
 from coreml_delegate.op_rules.rule import ANY, OpRule
 
 _MADE = (dtype_argument_in(ANY),)
 _TARGETS = (
     "aten.full.default",
     "aten.full_like.default",
-    "aten.fill.Tensor",
-    "aten.fill.Scalar",
     "aten.new_zeros.default",
     "aten.zeros_like.default",
     "aten.ones_like.default",
@@ -16,7 +14,18 @@ _TARGETS = (
     "aten.scalar_tensor.default",
 )
 
-RULES = tuple(
-    OpRule(target, "creation", dtypes={"": ANY}, constraints=_MADE, preserve=False)
-    for target in _TARGETS
+RULES = (
+    *(
+        OpRule(target, "creation", dtypes={"": ANY}, constraints=_MADE, preserve=False)
+        for target in _TARGETS
+    ),
+    # Decomposed, a fill becomes a copy of a broadcast scalar.
+    OpRule("aten.fill.Tensor", "creation", dtypes={"": ANY}),
+    OpRule("aten.fill.Scalar", "creation", dtypes={"": ANY}),
+    OpRule(
+        "aten.copy.default",
+        "creation",
+        dtypes={"": ANY},
+        constraints=(same_dtype("self", "src"),),
+    ),
 )

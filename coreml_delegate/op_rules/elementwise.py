@@ -1,10 +1,10 @@
 """Elementwise arithmetic, comparison and logic."""
 
-from coreml_delegate.op_rules.constraints import argument_is, matching_float_inputs
+from coreml_delegate.op_rules.constraints import argument_is, same_dtype
 from coreml_delegate.op_rules.rule import ANY, BOOL, FLOAT, NUMERIC, OpRule
 
 _ALPHA = argument_is("alpha", 1, issue="apple/coremltools#2573")
-_SAME = matching_float_inputs("self", "other")
+_SAME = same_dtype("self", "other")
 _UNARY = (
     "aten.abs.default",
     "aten.ceil.default",

@@ -6,7 +6,7 @@ from coreml_delegate.op_rules.constraints import (
     argument_is,
     contiguous_result,
     dtype_argument_in,
-    matching_float_inputs,
+    same_dtype,
 )
 from coreml_delegate.op_rules.rule import (
     ANY,
@@ -125,10 +125,10 @@ RULES = (
     ),
     *(OpRule(target, "shape", dtypes=_ALL, preserve=False) for target in _MOVES),
     OpRule(
-        "aten.cat.default", "shape", dtypes=_ALL, constraints=(matching_float_inputs("tensors"),)
+        "aten.cat.default", "shape", dtypes=_ALL, constraints=(same_dtype("tensors"),)
     ),
     OpRule(
-        "aten.stack.default", "shape", dtypes=_ALL, constraints=(matching_float_inputs("tensors"),)
+        "aten.stack.default", "shape", dtypes=_ALL, constraints=(same_dtype("tensors"),)
     ),
     OpRule("aten.roll.default", "shape"),
     OpRule("aten.pad.default", "shape", constraints=(_no_mode_but_constant_at_high_rank,)),

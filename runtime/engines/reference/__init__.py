@@ -1,1 +1,11 @@
 """The reference engine: torch, op by op, at the dtypes of the program."""
+
+from coreml_delegate.runtime.engines.reference.engine import (
+    REFERENCE,
+    ReferenceEngine,
+    ReferenceFunction,
+    ReferenceState,
+)
+from coreml_delegate.runtime.engines.reference.interpreter import Listener
+
+__all__ = ["REFERENCE", "Listener", "ReferenceEngine", "ReferenceFunction", "ReferenceState"]

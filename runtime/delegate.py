@@ -1,0 +1,151 @@
+"""A Core ML delegate of a ``.pte``: its blob, loaded onto an engine, called with tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from coreml_delegate.blob import BlobReference, Buffer, unflatten
+from coreml_delegate.errors import BlobFormatError, InputError, ProgramError
+from coreml_delegate.metadata import FILE_NAME as METADATA
+from coreml_delegate.metadata import MethodMetadata, ModelMetadata
+from coreml_delegate.runtime.engines.base import EngineOptions
+from coreml_delegate.runtime.mil.package import read_files
+from coreml_delegate.runtime.mil.program import Program
+from coreml_delegate.runtime.model import Model
+from coreml_delegate.runtime.program.delegate import DelegateLoader, DelegatePayload
+
+_PACKAGE = "model.mlpackage/"
+_COMPILED = "model.mlmodelc/"
+
+
+class CoreMLDelegate:
+    """One loaded delegate, with its own state: zero at start, kept across calls."""
+
+    def __init__(self, model: Model, names: MethodMetadata) -> None:
+        _check_names("input", names.input_names, model.input_names)
+        _check_names("output", names.output_names, model.output_names)
+        self.model = model
+        self._outputs = names.output_names
+        dtypes = dict(zip(model.input_names, model.param_dtypes(), strict=True))
+        ranks = {f.name: f.type.shape for f in model.function.inputs}
+        self._inputs = [(name, dtypes[name], ranks[name]) for name in names.input_names]
+        self._state = model.make_state()
+
+    @property
+    def input_count(self) -> int:
+        """How many tensors it takes."""
+        return len(self._inputs)
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run once.
+
+        Args:
+            inputs: In the metadata's order; cast to the program's dtypes as the device does.
+
+        Raises:
+            InputError: Another number of inputs.
+            ExecutionError: An op failed.
+        """
+        if len(inputs) != len(self._inputs):
+            raise InputError(
+                "wrong number of delegate inputs",
+                got=str(len(inputs)),
+                expected=str(len(self._inputs)),
+            )
+        arrays = {
+            name: _array(tensor, dtype, shape)
+            for (name, dtype, shape), tensor in zip(self._inputs, inputs, strict=True)
+        }
+        results = self.model.run_unchecked(arrays, self._state)
+        return [torch.from_numpy(results[name]) for name in self._outputs]
+
+
+def delegate_loader(engine: str, options: EngineOptions | None = None) -> DelegateLoader:
+    """A loader of Core ML delegates for a host.
+
+    Args:
+        engine: ``auto``, ``openvino`` or ``reference``.
+        options: How to execute.
+    """
+
+    def load(payload: DelegatePayload) -> CoreMLDelegate:
+        blob, function = resolve(payload)
+        program, metadata = read_blob(blob)
+        model = Model(program, function_name=function, engine=engine, options=options)
+        return CoreMLDelegate(model, metadata.method(payload.method_name))
+
+    return load
+
+
+def resolve(payload: DelegatePayload) -> tuple[Buffer, str | None]:
+    """The blob of a delegate and the function to run, following a reference to named data.
+
+    Raises:
+        BlobFormatError: A malformed reference, or one to data the program does not have.
+    """
+    reference = BlobReference.decode(payload.processed)
+    if reference is None:
+        return payload.processed, None
+    blob = payload.named_data(reference.key)
+    if blob is None:
+        raise BlobFormatError(
+            "delegate refers to data the program does not have", got=repr(reference.key)
+        )
+    return blob, reference.function_name
+
+
+def read_blob(blob: Buffer) -> tuple[Program, ModelMetadata]:
+    """The program and metadata of a blob; constants are views of it.
+
+    Raises:
+        BlobFormatError: The bytes are no blob, or a part is missing or malformed.
+        ProgramError: The blob holds a model compiled for Apple devices.
+    """
+    files = unflatten(blob)
+    if METADATA not in files:
+        raise BlobFormatError("blob lacks its metadata", expected=METADATA)
+    return read_files(package_files(files)), ModelMetadata.decode(files[METADATA])
+
+
+def package_files(files: Mapping[str, memoryview]) -> dict[str, memoryview]:
+    """The files of the mlpackage inside an unflattened blob.
+
+    Raises:
+        BlobFormatError: There is no model.
+        ProgramError: The model is compiled.
+    """
+    package = {
+        path.removeprefix(_PACKAGE): data
+        for path, data in files.items()
+        if path.startswith(_PACKAGE)
+    }
+    if package:
+        return package
+    if any(path.startswith(_COMPILED) for path in files):
+        raise ProgramError(
+            "blob holds a compiled model, which only Apple devices read",
+            got="model.mlmodelc",
+            remedy="Export with MODEL_TYPE.MODEL",
+        )
+    raise BlobFormatError("blob holds no model", got=", ".join(files), expected="model.mlpackage")
+
+
+def _array(
+    tensor: torch.Tensor, dtype: np.dtype[np.generic], shape: tuple[int | None, ...] | None
+) -> np.ndarray:
+    array = tensor.detach().numpy()
+    if array.ndim == 0 and shape == (1,):
+        array = array.reshape(1)
+    return array if array.dtype == dtype else array.astype(dtype)
+
+
+def _check_names(side: str, listed: Sequence[str], declared: Sequence[str]) -> None:
+    if sorted(listed) != sorted(declared):
+        raise BlobFormatError(
+            f"metadata and model disagree on the {side}s",
+            got=", ".join(listed) or "none",
+            expected=", ".join(declared) or "none",
+        )

@@ -1,0 +1,122 @@
+"""Activations."""
+
+from __future__ import annotations
+
+from openvino import opset16 as ops
+
+from coreml_delegate.runtime.engines.openvino.graph import per_channel, rank, scalar
+from coreml_delegate.runtime.engines.openvino.registry import (
+    Result,
+    Tensor,
+    refuse,
+    translation,
+)
+
+
+@translation("relu")
+def relu(x: Tensor) -> Result:
+    """``max(x, 0)``."""
+    return ops.relu(x)
+
+
+@translation("relu6")
+def relu6(x: Tensor) -> Result:
+    """``min(max(x, 0), 6)``."""
+    return ops.clamp(x, 0.0, 6.0)
+
+
+@translation("clamped_relu")
+def clamped_relu(x: Tensor, alpha: float, beta: float) -> Result:
+    """Leaky ReLU bounded above by ``beta``."""
+    return ops.minimum(leaky_relu(x, alpha), scalar(beta, x))
+
+
+@translation("leaky_relu")
+def leaky_relu(x: Tensor, alpha: float) -> Result:
+    """``x`` where positive, ``alpha * x`` elsewhere."""
+    return ops.prelu(x, scalar(alpha, x))
+
+
+@translation("prelu")
+def prelu(x: Tensor, alpha: Tensor) -> Result:
+    """Leaky ReLU with one slope per channel: ``alpha`` [C], ``x`` [N, C, *spatial]."""
+    return ops.prelu(x, alpha)
+
+
+@translation("elu")
+def elu(x: Tensor, alpha: float) -> Result:
+    """``x`` where positive, ``alpha * (exp(x) - 1)`` elsewhere."""
+    return ops.elu(x, alpha)
+
+
+@translation("gelu")
+def gelu(x: Tensor, mode: str = "EXACT") -> Result:
+    """Gaussian error linear unit, exact or by a tanh or sigmoid approximation."""
+    if mode == "SIGMOID_APPROXIMATION":
+        return ops.swish(x, scalar(1.702, x))
+    approximations = {"EXACT": "erf", "TANH_APPROXIMATION": "tanh"}
+    if mode not in approximations:
+        raise refuse("unknown gelu mode", mode, "EXACT, TANH_APPROXIMATION, SIGMOID_APPROXIMATION")
+    return ops.gelu(x, approximations[mode])
+
+
+@translation("sigmoid")
+def sigmoid(x: Tensor) -> Result:
+    """Logistic function."""
+    return ops.sigmoid(x)
+
+
+@translation("sigmoid_hard")
+def sigmoid_hard(x: Tensor, alpha: float, beta: float) -> Result:
+    """``min(max(alpha * x + beta, 0), 1)``."""
+    return ops.hard_sigmoid(x, scalar(alpha, x), scalar(beta, x))
+
+
+@translation("silu")
+def silu(x: Tensor) -> Result:
+    """``x * sigmoid(x)``."""
+    return ops.swish(x)
+
+
+@translation("linear_activation")
+def linear_activation(x: Tensor, alpha: float, beta: float) -> Result:
+    """``alpha * x + beta``."""
+    return ops.add(ops.multiply(x, scalar(alpha, x)), scalar(beta, x))
+
+
+@translation("scaled_tanh")
+def scaled_tanh(x: Tensor, alpha: float, beta: float) -> Result:
+    """``alpha * tanh(beta * x)``."""
+    return ops.multiply(ops.tanh(ops.multiply(x, scalar(beta, x))), scalar(alpha, x))
+
+
+@translation("softplus")
+def softplus(x: Tensor) -> Result:
+    """``log(1 + exp(x))``, without overflow."""
+    return ops.softplus(x)
+
+
+@translation("softplus_parametric")
+def softplus_parametric(x: Tensor, alpha: Tensor, beta: Tensor) -> Result:
+    """``alpha * log(1 + exp(beta * x))``: ``alpha`` and ``beta`` [C], ``x`` [N, C, *spatial]."""
+    axes = rank(x)
+    inner = ops.softplus(ops.multiply(x, per_channel(beta, axes)))
+    return ops.multiply(inner, per_channel(alpha, axes))
+
+
+@translation("softsign")
+def softsign(x: Tensor) -> Result:
+    """``x / (1 + |x|)``."""
+    return ops.softsign(x)
+
+
+@translation("softmax")
+def softmax(x: Tensor, axis: int = -1) -> Result:
+    """Softmax along one axis."""
+    return ops.softmax(x, axis)
+
+
+@translation("thresholded_relu")
+def thresholded_relu(x: Tensor, alpha: float) -> Result:
+    """``x`` where ``x >= alpha``, zero elsewhere."""
+    return ops.select(ops.greater_equal(x, scalar(alpha, x)), x, scalar(0, x))

@@ -1,0 +1,132 @@
+"""Convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openvino import opset16 as ops
+
+from coreml_delegate.runtime.engines.openvino.graph import (
+    per_channel,
+    rank,
+    reshape,
+    static_dims,
+)
+from coreml_delegate.runtime.engines.openvino.registry import (
+    Ints,
+    Result,
+    Tensor,
+    refuse,
+    translation,
+)
+
+AUTO_PAD: dict[str, str] = {
+    "valid": "valid",
+    "custom": "explicit",
+    "same": "same_upper",
+    "same_lower": "same_lower",
+}
+"""MIL ``pad_type`` to OpenVINO's ``auto_pad``."""
+
+
+def auto_pad(pad_type: str) -> str:
+    """OpenVINO's name of a MIL ``pad_type``.
+
+    Raises:
+        UnsupportedOpError: No such ``pad_type``.
+    """
+    if pad_type not in AUTO_PAD:
+        raise refuse("unknown pad_type", pad_type, ", ".join(AUTO_PAD))
+    return AUTO_PAD[pad_type]
+
+
+def split_pad(
+    pad_type: str, pad: Sequence[int] | None, spatial: int
+) -> tuple[list[int], list[int]]:
+    """Padding before and after each of ``spatial`` dimensions; zeros unless it is ``custom``."""
+    if pad is None or pad_type != "custom":
+        return [0] * spatial, [0] * spatial
+    return list(pad[0::2]), list(pad[1::2])
+
+
+@translation("conv")
+def conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    strides: Ints | None = None,
+    pad_type: str = "valid",
+    pad: Ints | None = None,
+    dilations: Ints | None = None,
+    groups: int = 1,
+) -> Result:
+    """Convolution of ``x`` [N, C_in, *spatial] with ``weight`` [C_out, C_in / groups, *kernel]."""
+    axes = rank(x)
+    ones = [1] * (axes - 2)
+    begin, end = split_pad(pad_type, pad, axes - 2)
+    build = ops.convolution
+    if groups != 1:
+        build = ops.group_convolution
+        out_channels, in_channels, *kernel = static_dims(weight, range(axes))
+        weight = reshape(weight, (groups, out_channels // groups, in_channels, *kernel))
+    result = build(
+        x, weight, list(strides or ones), begin, end, list(dilations or ones), auto_pad(pad_type)
+    )
+    return result if bias is None else ops.add(result, per_channel(bias, axes))
+
+
+@translation("conv_transpose")
+def conv_transpose(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    pad: Ints | None = None,
+    output_shape: Ints | None = None,
+    pad_type: str = "valid",
+    strides: Ints | None = None,
+    dilations: Ints | None = None,
+    groups: int = 1,
+) -> Result:
+    """Transposed convolution with ``weight`` [C_in, C_out / groups, *kernel]."""
+    axes = rank(x)
+    spatial = axes - 2
+    stride = list(strides or [1] * spatial)
+    dilation = list(dilations or [1] * spatial)
+    in_channels, out_channels, *kernel = static_dims(weight, range(axes))
+    extent = [(size - 1) * step + 1 for size, step in zip(kernel, dilation, strict=True)]
+    begin, end = split_pad(pad_type, pad, spatial)
+    if pad_type == "same":
+        begin, end = _same(extent, stride)
+    if output_shape is not None:
+        sizes = static_dims(x, range(2, axes))
+        natural = [
+            (size - 1) * step + reach - before - after
+            for size, step, reach, before, after in zip(
+                sizes, stride, extent, begin, end, strict=True
+            )
+        ]
+        wanted = output_shape[-spatial:]
+        end = [after + have - want for after, have, want in zip(end, natural, wanted, strict=True)]
+    build = ops.convolution_backprop_data
+    if groups != 1:
+        build = ops.group_convolution_backprop_data
+        weight = reshape(weight, (groups, in_channels // groups, out_channels, *kernel))
+    result = build(
+        x,
+        weight,
+        stride,
+        pads_begin=begin,
+        pads_end=[max(after, 0) for after in end],
+        dilations=dilation,
+        auto_pad="explicit",
+        # A negative pad after is output that the kernel does not reach.
+        output_padding=[max(-after, 0) for after in end],
+    )
+    return result if bias is None else ops.add(result, per_channel(bias, axes))
+
+
+def _same(extent: Sequence[int], stride: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Padding that makes the output ``stride`` times the input, the odd element after."""
+    totals = [reach - step for reach, step in zip(extent, stride, strict=True)]
+    begin = [max(total, 0) // 2 for total in totals]
+    return begin, [total - before for total, before in zip(totals, begin, strict=True)]

@@ -1,0 +1,190 @@
+"""Pieces of OpenVINO graph that translations share."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from numpy.typing import NDArray
+from openvino import opset16 as ops
+
+from coreml_delegate.runtime.engines.openvino.registry import Tensor, refuse
+from coreml_delegate.runtime.mil.dtypes import DType
+
+GRAPH_TYPE: dict[DType, ov.Type] = {
+    # fp16 values are computed in f32: the program's weights, without its rounding.
+    DType.FP16: ov.Type.f32,
+    DType.FP32: ov.Type.f32,
+    DType.BOOL: ov.Type.boolean,
+    DType.INT8: ov.Type.i8,
+    DType.UINT8: ov.Type.u8,
+    # The CPU plugin has no 16-bit integer kernels.
+    DType.INT16: ov.Type.i32,
+    DType.UINT16: ov.Type.i32,
+    DType.INT32: ov.Type.i32,
+    DType.UINT32: ov.Type.i32,
+    DType.INT64: ov.Type.i64,
+    DType.INT4: ov.Type.i8,
+    DType.UINT1: ov.Type.u8,
+    DType.UINT2: ov.Type.u8,
+    DType.UINT3: ov.Type.u8,
+    DType.UINT4: ov.Type.u8,
+    DType.UINT6: ov.Type.u8,
+}
+"""Element type that stands for a MIL type inside a graph."""
+
+INTERFACE_TYPE: dict[DType, ov.Type] = {
+    DType.FP16: ov.Type.f16,
+    DType.FP32: ov.Type.f32,
+    DType.BOOL: ov.Type.boolean,
+    DType.INT8: ov.Type.i8,
+    DType.UINT8: ov.Type.u8,
+    DType.INT16: ov.Type.i16,
+    DType.UINT16: ov.Type.u16,
+    DType.INT32: ov.Type.i32,
+}
+"""Element type of a function's inputs, outputs and states: the program's own."""
+
+INT_MAX = int(np.iinfo(np.int32).max)
+INT_MIN = int(np.iinfo(np.int32).min)
+
+
+def output(value: Any) -> Any:
+    """The first output of a node; an output as it is."""
+    return value.output(0) if isinstance(value, ov.Node) else value
+
+
+def element_type(value: Tensor) -> ov.Type:
+    """Element type of a value."""
+    return output(value).get_element_type()
+
+
+def is_float(value: Tensor) -> bool:
+    """Whether a value holds floating-point numbers."""
+    return element_type(value).is_real()
+
+
+def rank(value: Tensor) -> int:
+    """Rank of a value.
+
+    Raises:
+        UnsupportedOpError: Known only at run time.
+    """
+    shape = output(value).get_partial_shape()
+    if shape.rank.is_dynamic:
+        raise refuse("the rank of a tensor is known only at run time", shape)
+    return shape.rank.get_length()
+
+
+def dims(value: Tensor) -> tuple[int | None, ...]:
+    """Shape of a value, with None for a dimension known only at run time."""
+    rank(value)
+    return tuple(
+        dim.get_length() if dim.is_static else None for dim in output(value).get_partial_shape()
+    )
+
+
+def static_dims(value: Tensor, axes: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of a value along ``axes``.
+
+    Raises:
+        UnsupportedOpError: One is known only at run time.
+    """
+    shape = dims(value)
+    sizes = tuple(size for axis in axes if (size := shape[axis]) is not None)
+    if len(sizes) != len(axes):
+        raise refuse("a dimension is known only at run time", shape, "a fixed size")
+    return sizes
+
+
+def normalized(axis: int, rank_: int) -> int:
+    """A possibly negative axis, counted from the front."""
+    return axis + rank_ if axis < 0 else axis
+
+
+def ints(values: Sequence[int] | int) -> Any:
+    """An i32 constant: a vector, or a scalar for a single int."""
+    return ops.constant(np.asarray(values, dtype=np.int32))
+
+
+def scalar(number: float, like: Tensor) -> Any:
+    """A rank-0 constant with the element type of ``like``."""
+    return ops.constant(np.asarray(number), dtype=element_type(like))
+
+
+def known(value: Tensor) -> NDArray[np.generic] | None:
+    """The content of a value that is a constant in the graph, None for any other."""
+    node = output(value).get_node()
+    return np.asarray(node.data) if isinstance(node, ov.op.Constant) else None
+
+
+def known_ints(value: Tensor) -> tuple[int, ...] | None:
+    """The elements of a constant integer vector or scalar, None for any other value."""
+    data = known(value)
+    return None if data is None else tuple(int(item) for item in data.reshape(-1))
+
+
+def shape_of(value: Tensor) -> Any:
+    """The run-time shape of a value, an i32 vector; a constant where the shape is fixed."""
+    shape = dims(value)
+    if None in shape:
+        return ops.shape_of(value, output_type="i32")
+    return ops.constant(np.asarray(shape, dtype=np.int32))
+
+
+def dim_of(value: Tensor, axis: int) -> Any:
+    """The run-time size of one axis, an i32 scalar."""
+    return ops.gather(shape_of(value), ints(normalized(axis, rank(value))), ints(0))
+
+
+def reshape(value: Tensor, shape: Sequence[int]) -> Any:
+    """Reshape to fixed sizes, at most one of them -1."""
+    return ops.reshape(value, ints(list(shape)), special_zero=False)
+
+
+def per_channel(vector: Tensor, rank_: int, axis: int = 1) -> Any:
+    """A vector [C] shaped to broadcast along ``axis`` of a tensor of rank ``rank_``."""
+    if rank(vector) != 1:
+        return vector
+    shape = [1] * rank_
+    shape[axis] = -1
+    return reshape(vector, shape)
+
+
+def f32(value: Tensor) -> Any:
+    """A value as f32."""
+    return value if element_type(value) == ov.Type.f32 else ops.convert(value, "f32")
+
+
+def converted(value: Tensor, destination: ov.Type) -> Any:
+    """A value with element type ``destination``; booleans are tested against zero."""
+    source = element_type(value)
+    if source == destination:
+        return output(value)
+    if destination == ov.Type.boolean:
+        return ops.not_equal(value, scalar(0, value)).output(0)
+    return ops.convert(value, destination).output(0)
+
+
+def array_constant(array: NDArray[np.generic], type_: ov.Type | None = None) -> Any:
+    """A constant that shares the memory of ``array``, which the caller keeps alive.
+
+    OpenVINO's binding takes writable arrays alone, while program constants are read-only views of a
+    mapped file. A constant is never written, so a writable alias of the same memory is handed over.
+    """
+    if array.nbytes == 0 or array.ndim == 0:
+        return ops.constant(array) if type_ is None else ops.constant(array, dtype=type_)
+    data = np.ascontiguousarray(array)
+    if data is not array and not np.shares_memory(data, array):
+        return ops.constant(data)
+    memory = memoryview((ctypes.c_ubyte * data.nbytes).from_address(data.ctypes.data))
+    alias = np.frombuffer(memory, dtype=data.dtype).reshape(data.shape)
+    return ops.constant(alias, shared_memory=True)
+
+
+def packed_constant(packed: NDArray[np.uint8], shape: Sequence[int], type_: ov.Type) -> Any:
+    """A constant of sub-byte integers from their packed bytes (copied; they are small)."""
+    return ov.op.Constant(ov.Tensor(packed.copy(), ov.Shape(list(shape)), type_))

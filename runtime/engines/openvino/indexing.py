@@ -1,0 +1,248 @@
+"""Ops that read or write elements by index, and those that make tensors of indices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from openvino import opset16 as ops
+
+from coreml_delegate.runtime.engines.openvino.graph import (
+    converted,
+    dim_of,
+    dims,
+    element_type,
+    ints,
+    is_float,
+    known,
+    normalized,
+    rank,
+    scalar,
+    shape_of,
+)
+from coreml_delegate.runtime.engines.openvino.registry import (
+    Result,
+    Tensor,
+    refuse,
+    register,
+    translation,
+)
+from coreml_delegate.runtime.mil.opset import Opset
+
+# MIL scatter mode -> OpenVINO's reduction; the two others are a sum and a product of the inverse.
+_REDUCTIONS = {"update": "none", "add": "sum", "mul": "prod", "max": "max", "min": "min"}
+
+
+def _reduction(mode: str, updates: Tensor) -> tuple[str, Any]:
+    """OpenVINO's reduction for a scatter mode, and the updates it takes."""
+    if mode == "sub":
+        return "sum", ops.negative(updates)
+    if mode == "div" and is_float(updates):
+        return "prod", ops.divide(scalar(1, updates), updates)
+    if mode not in _REDUCTIONS:
+        raise refuse("scatter mode", mode, ", ".join((*_REDUCTIONS, "sub", "div of floats")))
+    return _REDUCTIONS[mode], updates
+
+
+def _wrapped(indices: Tensor, size: Callable[[], Any]) -> Any:
+    """Indices with the negative ones counted from the end, as opsets before iOS17 have them."""
+    data = known(indices)
+    if data is not None and int(data.astype(np.int64).min(initial=0)) >= 0:
+        return indices
+    return ops.select(
+        ops.less(indices, scalar(0, indices)),
+        ops.add(indices, converted(size(), element_type(indices))),
+        indices,
+    )
+
+
+def _wide(indices: Tensor) -> Any:
+    """Indices as int32: 8-bit ones could not hold a sum with a size."""
+    return converted(indices, element_type(ints(0)))
+
+
+@translation("gather")
+def gather(
+    x: Tensor,
+    indices: Tensor,
+    axis: int = 0,
+    batch_dims: int = 0,
+    validate_indices: bool = False,  # noqa: ARG001 - out-of-range reads are undefined without it
+) -> Result:
+    """Slices of ``x`` at ``indices`` of ``axis``; OpenVINO counts negative indices from the end."""
+    return ops.gather(x, _wide(indices), ints(normalized(axis, rank(x))), batch_dims)
+
+
+def _gather_along_axis(x: Tensor, indices: Tensor, axis: int) -> Result:
+    return ops.gather_elements(x, indices, normalized(axis, rank(x)))
+
+
+@translation("gather_along_axis")
+def gather_along_axis_ios15(x: Tensor, indices: Tensor, axis: int = 0) -> Result:
+    """``x`` at ``indices`` of ``axis``, place by place; negative indices count from the end."""
+    return _gather_along_axis(x, _wrapped(_wide(indices), lambda: dim_of(x, axis)), axis)
+
+
+@translation("gather_along_axis", since=Opset.iOS17)
+def gather_along_axis(
+    x: Tensor,
+    indices: Tensor,
+    axis: int = 0,
+    validate_indices: bool = False,  # noqa: ARG001 - out-of-range reads are undefined without it
+) -> Result:
+    """``x`` at ``indices`` of ``axis``, place by place."""
+    return _gather_along_axis(x, _wide(indices), axis)
+
+
+def _leading_sizes(data: Tensor, indices: Tensor, batch_dims: int = 0) -> Any:
+    """Sizes of the axes of ``data`` that the last axis of ``indices`` addresses."""
+    depth = dims(indices)[-1]
+    if depth is None:
+        raise refuse("index depth is known only at run time", dims(indices))
+    return ops.gather(shape_of(data), ints(list(range(batch_dims, batch_dims + depth))), ints(0))
+
+
+@translation("gather_nd")
+def gather_nd_ios15(x: Tensor, indices: Tensor, batch_dims: int = 0) -> Result:
+    """Slices of ``x`` at index vectors; negative indices count from the end."""
+    wrapped = _wrapped(_wide(indices), lambda: _leading_sizes(x, indices, batch_dims))
+    return ops.gather_nd(x, wrapped, batch_dims)
+
+
+@translation("gather_nd", since=Opset.iOS17)
+def gather_nd(
+    x: Tensor,
+    indices: Tensor,
+    batch_dims: int = 0,
+    validate_indices: bool = False,  # noqa: ARG001 - out-of-range reads are undefined without it
+) -> Result:
+    """Slices of ``x`` at index vectors."""
+    return ops.gather_nd(x, _wide(indices), batch_dims)
+
+
+def _scatter_along_axis(
+    data: Tensor,
+    indices: Tensor,
+    updates: Tensor,
+    axis: int = 0,
+    mode: str = "add",
+    validate_indices: bool = False,  # noqa: ARG001 - out-of-range writes are undefined without it
+) -> Result:
+    """``updates`` written into ``data`` at ``indices`` of ``axis``, place by place."""
+    reduction, values = _reduction(mode, updates)
+    wrapped = _wrapped(_wide(indices), lambda: dim_of(data, axis))
+    return ops.scatter_elements_update(
+        data, wrapped, values, ints(normalized(axis, rank(data))), reduction
+    )
+
+
+def _scatter(
+    data: Tensor,
+    indices: Tensor,
+    updates: Tensor,
+    axis: int = 0,
+    mode: str = "add",
+    validate_indices: bool = False,  # noqa: ARG001 - out-of-range writes are undefined without it
+) -> Result:
+    """Slices ``updates`` written into ``data`` at ``indices`` [C] of ``axis``."""
+    axis = normalized(axis, rank(data))
+    shape = [1] * rank(data)
+    shape[axis] = -1
+    column = ops.reshape(_wide(indices), ints(shape), special_zero=False)
+    places = ops.broadcast(column, shape_of(updates))
+    return _scatter_along_axis(data, places, updates, axis, mode)
+
+
+def _scatter_nd(
+    data: Tensor,
+    indices: Tensor,
+    updates: Tensor,
+    mode: str = "add",
+    validate_indices: bool = False,  # noqa: ARG001 - out-of-range writes are undefined without it
+) -> Result:
+    """Slices ``updates`` written into ``data`` at index vectors."""
+    reduction, values = _reduction(mode, updates)
+    wrapped = _wrapped(_wide(indices), lambda: _leading_sizes(data, indices))
+    return ops.scatter_nd_update(data, wrapped, values, reduction)
+
+
+register("scatter", _scatter)
+register("scatter_along_axis", _scatter_along_axis)
+register("scatter_nd", _scatter_nd)
+
+
+@translation("topk")
+def topk(
+    x: Tensor,
+    k: int = 1,
+    axis: int = -1,
+    ascending: bool = False,
+    sort: bool = True,
+    return_indices: bool = True,
+    output_indices_dtype: str = "int32",  # noqa: ARG001 - the declared output type says the same
+) -> Result:
+    """The ``k`` largest (smallest if ``ascending``) elements along ``axis``, and their indices.
+
+    All of them if ``k`` is -1.
+    """
+    count = ints(k) if k != -1 else dim_of(x, axis)
+    best = _ordered(x, count, axis, ascending, sort)
+    return tuple(best.outputs()) if return_indices else best.output(0)
+
+
+@translation("argsort")
+def argsort(x: Tensor, axis: int = -1, ascending: bool = False) -> Result:
+    """Indices that sort ``x`` along ``axis``."""
+    return _ordered(x, dim_of(x, axis), axis, ascending, sort=True).output(1)
+
+
+def _ordered(x: Tensor, count: Any, axis: int, ascending: bool, sort: bool) -> Any:
+    return ops.topk(
+        x,
+        count,
+        normalized(axis, rank(x)),
+        "min" if ascending else "max",
+        "value" if sort else "none",
+        index_element_type="i32",
+        stable=sort,
+    )
+
+
+@translation("one_hot")
+def one_hot(
+    indices: Tensor,
+    one_hot_vector_size: Tensor,
+    axis: int = -1,
+    on_value: Tensor | None = None,
+    off_value: Tensor | None = None,
+) -> Result:
+    """Vectors along a new ``axis``: ``on_value`` at each index, ``off_value`` elsewhere."""
+    on = ints(1) if on_value is None else on_value
+    off = ints(0) if off_value is None else off_value
+    return ops.one_hot(indices, one_hot_vector_size, on, off, axis)
+
+
+@translation("non_zero")
+def non_zero(x: Tensor) -> Result:
+    """Indices [count, rank] of the elements that are not zero."""
+    return ops.transpose(ops.non_zero(x, "i32"), ints((1, 0)))
+
+
+@translation("fill")
+def fill(shape: Tensor, value: Tensor | None = None) -> Result:
+    """A tensor of the given shape, every element ``value``."""
+    number = ops.constant(np.float32(0)) if value is None else value
+    return ops.broadcast(number, shape)
+
+
+@translation("fill_like")
+def fill_like(ref_tensor: Tensor, value: Tensor | None = None) -> Result:
+    """A tensor of the shape of ``ref_tensor``, every element ``value``."""
+    return fill(shape_of(ref_tensor), value)
+
+
+@translation("range_1d")
+def range_1d(end: Tensor, start: Tensor, step: Tensor) -> Result:
+    """``start``, ``start + step``, ... below ``end``."""
+    return ops.range(start, end, step, element_type(start).get_type_name())

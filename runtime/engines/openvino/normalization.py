@@ -1,0 +1,88 @@
+"""Normalizations."""
+
+from __future__ import annotations
+
+import numpy as np
+from openvino import opset16 as ops
+
+from coreml_delegate.runtime.engines.openvino.graph import (
+    dims,
+    ints,
+    normalized,
+    per_channel,
+    rank,
+    reshape,
+    scalar,
+    static_dims,
+)
+from coreml_delegate.runtime.engines.openvino.registry import Ints, Result, Tensor, translation
+
+
+@translation("batch_norm")
+def batch_norm(
+    x: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    epsilon: float = 1e-5,
+) -> Result:
+    """Normalization of ``x`` [N, C, *spatial] with given statistics [C]."""
+    channels = static_dims(mean, (0,))
+    if gamma is None:
+        gamma = ops.constant(np.ones(channels, dtype=np.float32))
+    if beta is None:
+        beta = ops.constant(np.zeros(channels, dtype=np.float32))
+    return ops.batch_norm_inference(x, gamma, beta, mean, variance, epsilon)
+
+
+@translation("instance_norm")
+def instance_norm(
+    x: Tensor, gamma: Tensor | None = None, beta: Tensor | None = None, epsilon: float = 1e-5
+) -> Result:
+    """Normalization of ``x`` [N, C, *spatial] over its spatial axes, scaled per channel."""
+    axes = rank(x)
+    result = ops.mvn(x, ints(list(range(2, axes))), True, epsilon, "inside_sqrt")
+    if gamma is not None:
+        result = ops.multiply(result, per_channel(gamma, axes))
+    return result if beta is None else ops.add(result, per_channel(beta, axes))
+
+
+@translation("layer_norm")
+def layer_norm(
+    x: Tensor,
+    axes: Ints | None = None,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    epsilon: float = 1e-5,
+) -> Result:
+    """Normalization of ``x`` over ``axes``; ``gamma`` and ``beta`` have the shape of those axes."""
+    total = rank(x)
+    over = sorted(normalized(axis, total) for axis in (axes or range(total)))
+    result = ops.mvn(x, ints(over), True, epsilon, "inside_sqrt")
+    if gamma is not None:
+        result = ops.multiply(result, _along(gamma, over, total))
+    return result if beta is None else ops.add(result, _along(beta, over, total))
+
+
+def _along(value: Tensor, axes: list[int], total: int) -> Result:
+    """``value``, whose dimensions are ``axes``, shaped to broadcast at rank ``total``."""
+    sizes = dict(zip(axes, dims(value), strict=True))
+    if axes == list(range(total - len(axes), total)):
+        return value
+    return reshape(value, [sizes.get(axis) or 1 for axis in range(total)])
+
+
+@translation("l2_norm")
+def l2_norm(x: Tensor, epsilon: float = 1e-6) -> Result:
+    """``x / sqrt(sum(x ** 2) + epsilon)``, the sum over the last three axes."""
+    total = ops.reduce_sum(ops.multiply(x, x), ints((-3, -2, -1)), True)
+    return ops.divide(x, ops.sqrt(ops.add(total, scalar(epsilon, x))))
+
+
+@translation("local_response_norm")
+def local_response_norm(
+    x: Tensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
+) -> Result:
+    """``x / (k + alpha / size * sum(x ** 2)) ** beta``, the sum over ``size`` channels around."""
+    return ops.lrn(x, ints((1,)), alpha, beta, k, size)

@@ -1,0 +1,206 @@
+"""Ops that take, pad or replace regions of a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from openvino import opset16 as ops
+
+from coreml_delegate.runtime.engines.openvino.graph import (
+    INT_MAX,
+    INT_MIN,
+    dim_of,
+    dims,
+    ints,
+    known_ints,
+    normalized,
+    rank,
+    scalar,
+    shape_of,
+    static_dims,
+)
+from coreml_delegate.runtime.engines.openvino.registry import (
+    Bools,
+    Ints,
+    Result,
+    Tensor,
+    refuse,
+    translation,
+)
+
+_PAD_MODES = {"constant": "constant", "reflect": "reflect", "replicate": "edge"}
+
+
+def _flags(mask: Bools | None, size: int) -> list[int]:
+    return [int(flag) for flag in mask] if mask else [0] * size
+
+
+@translation("slice_by_index")
+def slice_by_index(
+    x: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    stride: Ints | None = None,
+    begin_mask: Bools | None = None,
+    end_mask: Bools | None = None,
+    squeeze_mask: Bools | None = None,
+) -> Result:
+    """``x[begin[0]:end[0]:stride[0], ...]``; a squeezed axis is indexed by its ``begin``."""
+    axes = rank(x)
+    squeezed = _flags(squeeze_mask, axes)
+    # An index takes one element whatever its stride; OpenVINO wants a positive one there.
+    steps = [1 if drop else step for drop, step in zip(squeezed, stride or [1] * axes, strict=True)]
+    return ops.strided_slice(
+        x,
+        begin,
+        end,
+        ints(steps),
+        _flags(begin_mask, axes),
+        _flags(end_mask, axes),
+        [0] * axes,
+        squeezed,
+        [0] * axes,
+    )
+
+
+@translation("slice_by_size")
+def slice_by_size(x: Tensor, begin: Tensor, size: Tensor) -> Result:
+    """``size[i]`` elements of axis i from ``begin[i]``, or all that follow where it is -1."""
+    axes = rank(x)
+    start, count = known_ints(begin), known_ints(size)
+    if start is not None and count is not None:
+        lengths = dims(x)
+        if any(first < 0 and length is None for first, length in zip(start, lengths, strict=True)):
+            raise refuse("slice_by_size from the end of an unknown dimension", lengths)
+        first = [
+            at + (length or 0) if at < 0 else at for at, length in zip(start, lengths, strict=True)
+        ]
+        stop = [INT_MAX if n == -1 else at + n for at, n in zip(first, count, strict=True)]
+        return ops.slice(x, ints(first), ints(stop), ints([1] * axes))
+    zero = ints(0)
+    first = ops.select(ops.less(begin, zero), ops.add(begin, shape_of(x)), begin)
+    stop = ops.select(ops.less(size, zero), ints(INT_MAX), ops.add(first, size))
+    return ops.slice(x, first, stop, ints([1] * axes))
+
+
+@translation("slice_update")
+def slice_update(
+    x: Tensor,
+    update: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    stride: Ints | None = None,
+    begin_mask: Bools | None = None,
+    end_mask: Bools | None = None,
+    squeeze_mask: Bools | None = None,
+) -> Result:
+    """``x`` with the region that ``slice_by_index`` would take replaced by ``update``."""
+    axes = rank(x)
+    squeezed = _flags(squeeze_mask, axes)
+    steps = [1 if drop else step for drop, step in zip(squeezed, stride or [1] * axes, strict=True)]
+    dropped = [axis for axis, drop in enumerate(squeezed) if drop]
+    if dropped:
+        update = ops.unsqueeze(update, ints(dropped))
+    start, stop = _bounds(
+        begin, end, steps, _flags(begin_mask, axes), _flags(end_mask, axes), squeezed
+    )
+    return ops.slice_scatter(x, update, start, stop, ints(steps), ints(list(range(axes))))
+
+
+def _bounds(
+    begin: Tensor,
+    end: Tensor,
+    steps: list[int],
+    begin_mask: list[int],
+    end_mask: list[int],
+    squeezed: list[int],
+) -> tuple[Any, Any]:
+    """Start and stop of a slice with its masks resolved."""
+    forward = np.asarray(steps) > 0
+    one = ints(1)
+    after = ops.add(begin, one)
+    # The element at -1 is followed by the end, not by element 0.
+    after = ops.select(ops.equal(after, ints(0)), ints(INT_MAX), after)
+    stop = ops.select(_boolean(squeezed), after, end)
+    stop = ops.select(
+        _boolean(np.asarray(end_mask) & ~np.asarray(squeezed)),
+        ints(np.where(forward, INT_MAX, INT_MIN).tolist()),
+        stop,
+    )
+    start = ops.select(_boolean(begin_mask), ints(np.where(forward, 0, INT_MAX).tolist()), begin)
+    return start, stop
+
+
+def _boolean(flags: Any) -> Any:
+    return ops.constant(np.asarray(flags, dtype=bool))
+
+
+@translation("crop")
+def crop(x: Tensor, crop_height: Ints, crop_width: Ints) -> Result:
+    """``x`` [*, H, W] without the given numbers of rows and columns at either end."""
+    stops = [-after if after else INT_MAX for after in (crop_height[1], crop_width[1])]
+    return ops.slice(
+        x, ints((crop_height[0], crop_width[0])), ints(stops), ints((1, 1)), ints((-2, -1))
+    )
+
+
+@translation("pad")
+def pad(x: Tensor, pad: Tensor, mode: str = "constant", constant_val: float = 0.0) -> Result:
+    """``x`` padded along its last axes: ``pad`` holds before and after of each."""
+    if mode not in _PAD_MODES:
+        raise refuse("unknown pad mode", mode, ", ".join(_PAD_MODES))
+    axes = rank(x)
+    amounts = known_ints(pad)
+    if amounts is None:
+        begin = ops.strided_slice(pad, ints((0,)), ints((0,)), ints((2,)), [0], [1])
+        end = ops.strided_slice(pad, ints((1,)), ints((0,)), ints((2,)), [0], [1])
+    else:
+        leading = [0] * (axes - len(amounts) // 2)
+        begin = ints([*leading, *amounts[0::2]])
+        end = ints([*leading, *amounts[1::2]])
+    fill = scalar(constant_val, x) if mode == "constant" else None
+    return ops.pad(x, begin, end, _PAD_MODES[mode], fill)
+
+
+@translation("reverse")
+def reverse(x: Tensor, axes: Ints | None = None) -> Result:
+    """``x`` with the order along ``axes`` reversed."""
+    over = ints(list(axes) if axes else list(range(rank(x))))
+    count = len(axes) if axes else rank(x)
+    return ops.slice(x, ints([-1] * count), ints([INT_MIN] * count), ints([-1] * count), over)
+
+
+@translation("reverse_sequence")
+def reverse_sequence(x: Tensor, lengths: Tensor, seq_axis: int = 0, batch_axis: int = 0) -> Result:
+    """``x`` with the first ``lengths[b]`` elements of each sequence reversed."""
+    axes = rank(x)
+    return ops.reverse_sequence(
+        x, lengths, normalized(batch_axis, axes), normalized(seq_axis, axes)
+    )
+
+
+@translation("sliding_windows")
+def sliding_windows(x: Tensor, axis: int, size: int, stride: int = 1) -> Result:
+    """Every window of ``size`` elements along ``axis``, as a new axis after it."""
+    axis = normalized(axis, rank(x))
+    (length,) = static_dims(x, (axis,))
+    starts = np.arange(0, length - size + 1, stride)
+    return ops.gather(x, ints((starts[:, None] + np.arange(size)).tolist()), ints(axis))
+
+
+@translation("band_part")
+def band_part(x: Tensor, lower: int = -1, upper: int = -1) -> Result:
+    """``x`` [*, M, N] with zeros outside a band of diagonals; a negative bound keeps that side."""
+    rows = ops.unsqueeze(_arange(x, -2), ints(1))
+    columns = ops.unsqueeze(_arange(x, -1), ints(0))
+    below = ops.subtract(rows, columns)
+    keep = ops.logical_and(
+        ops.less_equal(below, ints(lower if lower >= 0 else INT_MAX)),
+        ops.greater_equal(below, ints(-upper if upper >= 0 else INT_MIN)),
+    )
+    return ops.select(keep, x, scalar(0, x))
+
+
+def _arange(x: Tensor, axis: int) -> Any:
+    return ops.range(ints(0), dim_of(x, axis), ints(1), "i32")

@@ -1,0 +1,393 @@
+"""A MIL function as an OpenVINO model, op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import openvino as ov
+from numpy.typing import NDArray
+from openvino import opset16 as ops
+
+from coreml_delegate.errors import CoreMLDelegateError, UnsupportedOpError
+from coreml_delegate.runtime.engines.openvino import (
+    activation,
+    convolution,
+    elementwise,
+    graph,
+    indexing,
+    linear,
+    normalization,
+    pooling,
+    reduction,
+    registry,
+    reshaping,
+    resizing,
+    slicing,
+    weights,
+)
+from coreml_delegate.runtime.engines.openvino.registry import Form, Weight, refuse
+from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.mil.program import (
+    Binding,
+    Constant,
+    Function,
+    NamedType,
+    Op,
+    StateType,
+    TensorType,
+    ValueType,
+)
+
+# Importing a family registers its translations.
+FAMILIES = (
+    activation,
+    convolution,
+    elementwise,
+    indexing,
+    linear,
+    normalization,
+    pooling,
+    reduction,
+    reshaping,
+    resizing,
+    slicing,
+    weights,
+)
+
+_Value: TypeAlias = Any  # Constant | Weight | ov.Output
+
+# What OpenVINO's binding raises for a graph it refuses to build.
+_BUILD_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError)
+
+# fp16 constants at least this large stay fp16 in the graph and are widened by it.
+_KEEP_FP16_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """A model, and what its ports mean.
+
+    Attributes:
+        model: Inputs are ``inputs`` then ``states``; results are ``outputs`` then the new states.
+        inputs: Feature names.
+        outputs: Feature names.
+        states: Name and type of every state tensor.
+        owners: Constants whose memory the model shares.
+    """
+
+    model: ov.Model
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    states: tuple[tuple[str, TensorType], ...]
+    owners: tuple[Constant, ...]
+
+
+def translate(function: Function) -> Translated:
+    """Translate ``function``.
+
+    Raises:
+        UnsupportedOpError: An op, or a mode or type of it, has no translation.
+    """
+    return _Translator(function).run()
+
+
+def unsupported(function: Function) -> list[str]:
+    """Every reason why ``function`` cannot be translated, each once, in program order."""
+    translator = _Translator(function, reasons=[])
+    translator.run()
+    return list(dict.fromkeys(translator.reasons or ()))
+
+
+@dataclass(slots=True)
+class _Translator:
+    """State of one translation.
+
+    ``reasons`` collects errors if it is a list; values that could not be made are then stood in
+    for, so that one pass finds all. With None the first error is raised.
+    """
+
+    function: Function
+    reasons: list[str] | None = None
+    opset: Opset = field(init=False)
+    values: dict[str, _Value] = field(default_factory=dict[str, _Value])
+    nodes: dict[int, Any] = field(default_factory=dict[int, Any])
+    owners: list[Constant] = field(default_factory=list[Constant])
+    states: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        self.opset = Opset.from_mil_name(self.function.opset)
+
+    def run(self) -> Translated:
+        parameters = [self._parameter(param) for param in self.function.params]
+        is_state = [isinstance(param.type, StateType) for param in self.function.params]
+        for op in self.function.block.ops:
+            self._op(op)
+        outputs = [feature.name for feature in self.function.outputs]
+        results = [self._result(name) for name in outputs]
+        state_types = tuple(
+            (param.name, param.type.wrapped)
+            for param in self.function.params
+            if isinstance(param.type, StateType)
+        )
+        for name, type_ in state_types:
+            results.append(self._exported(self.states[name], type_, name))
+        ordered = sorted(zip(is_state, parameters, strict=True), key=lambda pair: pair[0])
+        # The stub binds the constructor to the base class.
+        make_model: Any = ov.Model
+        model = make_model(results, [parameter for _, parameter in ordered], self.function.name)
+        return Translated(
+            model,
+            tuple(p.name for p in self.function.params if not isinstance(p.type, StateType)),
+            tuple(outputs),
+            state_types,
+            tuple(self.owners),
+        )
+
+    # Interface
+
+    def _parameter(self, param: NamedType) -> Any:
+        type_ = param.type.wrapped if isinstance(param.type, StateType) else param.type
+        node, value = self._stand_in(param.name, type_)
+        if isinstance(param.type, StateType):
+            self.states[param.name] = value
+        else:
+            self.values[param.name] = value
+        return node
+
+    def _stand_in(self, name: str, type_: ValueType) -> tuple[Any, Any]:
+        """A model input of a MIL type, and its value inside the graph."""
+        if not isinstance(type_, TensorType) or type_.dtype not in graph.INTERFACE_TYPE:
+            raise refuse(f"value {name!r} has a type OpenVINO cannot hold", type_)
+        shape = (
+            ov.PartialShape.dynamic()
+            if type_.shape is None
+            else ov.PartialShape([-1 if dim is None else dim for dim in type_.shape])
+        )
+        node = ov.op.Parameter(graph.INTERFACE_TYPE[type_.dtype], shape)
+        node.set_friendly_name(name)
+        return node, graph.converted(node.output(0), graph.GRAPH_TYPE[type_.dtype])
+
+    def _result(self, name: str) -> Any:
+        if name not in self.values:
+            raise refuse("model output is not computed by its function", name)
+        (feature,) = (f for f in self.function.outputs if f.name == name)
+        return self._exported(
+            self._tensor(self.values[name]), self._declared(name, feature.type), name
+        )
+
+    def _declared(self, name: str, default: TensorType) -> TensorType:
+        """The MIL type of a top-level value (the description may declare another dtype)."""
+        for op in self.function.block.ops:
+            for out in op.outputs:
+                if out.name == name and isinstance(out.type, TensorType):
+                    return out.type
+        return default
+
+    def _exported(self, value: Any, type_: TensorType, name: str) -> Any:
+        if type_.dtype not in graph.INTERFACE_TYPE:
+            raise refuse(f"output {name!r} has a type OpenVINO cannot hold", type_)
+        result = ops.result(graph.converted(value, graph.INTERFACE_TYPE[type_.dtype]))
+        result.set_friendly_name(name)
+        return result
+
+    # Ops
+
+    def _op(self, op: Op) -> None:
+        try:
+            outputs = self._apply(op)
+            self._bind(op, outputs)
+        except (CoreMLDelegateError, *_BUILD_ERRORS) as error:
+            reason = _reason(op, error)
+            if self.reasons is None:
+                raise UnsupportedOpError(
+                    reason, remedy="Run this program on the reference engine"
+                ) from error
+            self.reasons.append(reason)
+            for out in op.outputs:
+                self._substitute(out)
+
+    def _substitute(self, out: NamedType) -> None:
+        try:
+            self.values[out.name] = self._stand_in(out.name, out.type)[1]
+        except UnsupportedOpError:
+            # Lists and the like: later uses of the name report themselves.
+            self.values.pop(out.name, None)
+
+    def _apply(self, op: Op) -> tuple[_Value, ...]:
+        special = _SPECIAL.get(op.type)
+        if special is not None:
+            return special(self, op)
+        entry = registry.find(op.type, self.opset)
+        if entry is None:
+            raise refuse(f"no translation since {self.opset.mil_name} or before", op.type)
+        result = entry.function(**self._arguments(op, entry))
+        return result if isinstance(result, tuple) else (result,)
+
+    def _arguments(self, op: Op, entry: registry.Translation) -> dict[str, Any]:
+        given: dict[str, tuple[Binding, ...]] = dict(op.inputs)
+        given.update({key: (value,) for key, value in op.attributes.items() if key != "name"})
+        arguments: dict[str, Any] = {}
+        for parameter in entry.parameters:
+            bindings = given.pop(parameter.name, None)
+            if bindings is not None:
+                arguments[parameter.name] = self._argument(parameter, bindings)
+            elif parameter.required:
+                raise refuse("required parameter is missing", parameter.name)
+        if given:
+            raise refuse("unknown parameters", ", ".join(sorted(given)))
+        return arguments
+
+    def _argument(self, parameter: registry.Parameter, bindings: tuple[Binding, ...]) -> Any:
+        form = parameter.form
+        if form is Form.TENSORS:
+            return tuple(self._tensor(self._value(binding)) for binding in bindings)
+        if form is Form.TENSOR:
+            (binding,) = bindings
+            return self._tensor(self._value(binding))
+        literals = [self._literal(parameter.name, self._value(binding)) for binding in bindings]
+        return _READERS[form](literals)
+
+    def _bind(self, op: Op, outputs: tuple[_Value, ...]) -> None:
+        if len(outputs) != len(op.outputs):
+            raise refuse("number of outputs", len(op.outputs), str(len(outputs)))
+        for declared, value in zip(op.outputs, outputs, strict=True):
+            self.values[declared.name] = (
+                value if isinstance(value, Constant | Weight) else _checked(declared, value)
+            )
+
+    # Values
+
+    def _value(self, binding: Binding) -> _Value:
+        if isinstance(binding, Constant):
+            return binding
+        if binding.name not in self.values:
+            raise refuse("use of a value without a place in the graph", binding.name)
+        return self.values[binding.name]
+
+    def _literal(self, name: str, value: _Value) -> Any:
+        if isinstance(value, Constant):
+            return value.data
+        if isinstance(value, Weight):
+            return value.dense()
+        data = graph.known(value)
+        if data is None:
+            raise refuse(f"parameter {name!r}", "a value computed at run time", "a constant")
+        return data
+
+    def _tensor(self, value: _Value) -> Any:
+        if isinstance(value, Constant):
+            if id(value) not in self.nodes:
+                self.nodes[id(value)] = self._constant(value)
+                self.owners.append(value)
+            return self.nodes[id(value)]
+        if isinstance(value, Weight):
+            if id(value) not in self.nodes:
+                self.nodes[id(value)] = _weight(value)
+                # An id is taken again once its object is gone: keep the object.
+                self.nodes[-id(value)] = value
+            return self.nodes[id(value)]
+        return value
+
+    def _constant(self, constant: Constant) -> Any:
+        data, type_ = constant.data, constant.type
+        if not isinstance(data, np.ndarray) or not isinstance(type_, TensorType):
+            raise refuse("constant is no tensor", type_)
+        return _array_node(data, graph.GRAPH_TYPE[type_.dtype])
+
+    # Special ops
+
+    def const(self, op: Op) -> tuple[_Value, ...]:
+        """A constant: its value, made a node where a tensor is wanted."""
+        return (op.attributes["val"],)
+
+    def read_state(self, op: Op) -> tuple[_Value, ...]:
+        """The state as the program has left it so far."""
+        return (self.states[_state_name(op, "input")],)
+
+    def write_state(self, op: Op) -> tuple[_Value, ...]:
+        """Replace the state."""
+        (binding,) = op.inputs["data"]
+        self.states[_state_name(op, "input")] = self._tensor(self._value(binding))
+        return ()
+
+
+_SPECIAL: Mapping[str, Callable[[_Translator, Op], tuple[_Value, ...]]] = {
+    "const": _Translator.const,
+    "read_state": _Translator.read_state,
+    "write_state": _Translator.write_state,
+}
+
+
+def _state_name(op: Op, parameter: str) -> str:
+    (binding,) = op.inputs[parameter]
+    if isinstance(binding, Constant):
+        raise refuse("state", "a constant", "a parameter of the function")
+    return binding.name
+
+
+def _flat(literals: list[Any]) -> list[Any]:
+    return [item for literal in literals for item in np.asarray(literal).reshape(-1).tolist()]
+
+
+def _one(literals: list[Any]) -> Any:
+    (item,) = _flat(literals)
+    return item
+
+
+_READERS: Mapping[Form, Callable[[list[Any]], Any]] = {
+    Form.ARRAY: lambda literals: np.asarray(literals[0]),
+    Form.INTS: lambda literals: tuple(int(item) for item in _flat(literals)),
+    Form.BOOLS: lambda literals: tuple(bool(item) for item in _flat(literals)),
+    Form.INT: lambda literals: int(_one(literals)),
+    Form.FLOAT: lambda literals: float(_one(literals)),
+    Form.BOOL: lambda literals: bool(_one(literals)),
+    Form.STR: lambda literals: str(_one(literals)),
+}
+
+
+def _array_node(data: NDArray[np.generic], type_: ov.Type) -> Any:
+    """A constant array as a value of ``type_``: shared where the types agree, else converted."""
+    wanted = type_.to_dtype()
+    if data.dtype == wanted:
+        return graph.array_constant(data).output(0)
+    if data.dtype == np.float16 and data.nbytes >= _KEEP_FP16_BYTES:
+        return ops.convert(graph.array_constant(data), type_).output(0)
+    return ops.constant(np.ascontiguousarray(data.astype(wanted)).reshape(data.shape)).output(0)
+
+
+def _weight(weight: Weight) -> Any:
+    if weight.node is not None:
+        return weight.node()
+    data = weight.dense()
+    wanted = np.float32 if data.dtype == np.float16 else data.dtype
+    return ops.constant(np.ascontiguousarray(data, dtype=wanted)).output(0)
+
+
+def _checked(declared: NamedType, value: Any) -> Any:
+    """A result in the type its op declares.
+
+    Raises:
+        UnsupportedOpError: The shape is another: OpenVINO understands the op differently.
+    """
+    if not isinstance(declared.type, TensorType):
+        raise refuse("result that is no tensor", declared.type)
+    value = graph.converted(graph.output(value), graph.GRAPH_TYPE[declared.type.dtype])
+    shape = value.get_partial_shape()
+    expected = declared.type.shape
+    if expected is not None and shape.rank.is_static:
+        actual = [dim.get_length() if dim.is_static else None for dim in shape]
+        if len(actual) != len(expected) or any(
+            None not in (a, b) and a != b for a, b in zip(actual, expected, strict=True)
+        ):
+            raise refuse("result shape", actual, str(list(expected)))
+    value.get_node().set_friendly_name(declared.name)
+    return value
+
+
+def _reason(op: Op, error: Exception) -> str:
+    """One line: op type, its first output, and what went wrong."""
+    text = str(error).strip().splitlines()
+    return f"{op.type} (output {op.name!r}): {text[-1] if text else type(error).__name__}"

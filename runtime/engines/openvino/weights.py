@@ -1,0 +1,261 @@
+"""Compressed constants (``constexpr_*``), ``quantize`` and ``dequantize``.
+
+Integer weights stay integers in the graph, followed by the conversion, shift and scale that
+OpenVINO recognises as decompression. Lookup tables and sparse weights are expanded once, when compiling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from numpy.typing import NDArray
+from openvino import opset16 as ops
+
+from coreml_delegate.runtime.engines.openvino.graph import (
+    GRAPH_TYPE,
+    array_constant,
+    element_type,
+    f32,
+    is_float,
+    per_channel,
+    rank,
+)
+from coreml_delegate.runtime.engines.openvino.registry import (
+    Array,
+    Result,
+    Tensor,
+    Weight,
+    refuse,
+    translation,
+)
+from coreml_delegate.runtime.mil.dtypes import DType, unpack_bits
+from coreml_delegate.runtime.mil.opset import Opset
+
+
+def _float32(array: NDArray[np.generic]) -> NDArray[np.float32]:
+    return array.astype(np.float32)
+
+
+def _blocks(
+    data_shape: Sequence[int], scale_shape: Sequence[int]
+) -> tuple[list[int], list[int]] | None:
+    """Shapes that give every block of ``data`` its own axis, and ``scale`` to match.
+
+    None when each scale covers one element or a whole axis, so that plain broadcasting does.
+    """
+    if all(count in (1, size) for size, count in zip(data_shape, scale_shape, strict=True)):
+        return None
+    data: list[int] = []
+    scale: list[int] = []
+    for size, count in zip(data_shape, scale_shape, strict=True):
+        data += [count, size // count]
+        scale += [count, 1]
+    return data, scale
+
+
+def _shift_scale(
+    data: NDArray[np.generic], scale: NDArray[np.generic], offset: NDArray[np.generic] | None
+) -> Weight:
+    """``scale * (data - offset)`` with one scale and offset per block."""
+    shapes = _blocks(data.shape, scale.shape)
+    split_data, split_scale = shapes or (list(data.shape), list(scale.shape))
+
+    def dense() -> NDArray[np.generic]:
+        values = _float32(data.reshape(split_data))
+        if offset is not None:
+            values = values - _float32(offset.reshape(split_scale))
+        return (values * _float32(scale.reshape(split_scale))).reshape(data.shape)
+
+    def node() -> Any:
+        value = ops.convert(array_constant(data.reshape(split_data)), "f32")
+        if offset is not None:
+            shift = np.ascontiguousarray(offset.reshape(split_scale))
+            value = ops.subtract(value, f32(ops.constant(shift)))
+        value = ops.multiply(value, ops.constant(_float32(scale.reshape(split_scale))))
+        if shapes is not None:
+            value = ops.reshape(
+                value, ops.constant(np.asarray(data.shape, np.int32)), special_zero=False
+            )
+        return value.output(0)
+
+    return Weight(dense, node if np.issubdtype(data.dtype, np.integer) else None)
+
+
+@translation("constexpr_blockwise_shift_scale")
+def constexpr_blockwise_shift_scale(
+    data: Array, scale: Array, offset: Array | None = None
+) -> Result:
+    """``scale * (data - offset)``, one scale and offset per block of ``data``."""
+    return _shift_scale(data, scale, offset)
+
+
+@translation("constexpr_affine_dequantize")
+def constexpr_affine_dequantize(
+    quantized_data: Array, zero_point: Array, scale: Array, axis: int
+) -> Result:
+    """``scale * (quantized_data - zero_point)``, per tensor or along ``axis``."""
+    shape = [1] * quantized_data.ndim
+    if scale.size > 1 or zero_point.size > 1:
+        shape[axis] = quantized_data.shape[axis]
+    size = math.prod(shape)
+    return _shift_scale(
+        quantized_data,
+        np.broadcast_to(scale.reshape(-1), (size,)).reshape(shape),
+        np.broadcast_to(zero_point.reshape(-1), (size,)).reshape(shape),
+    )
+
+
+@translation("constexpr_cast")
+def constexpr_cast(source_val: Array, output_dtype: str) -> Result:
+    """``source_val`` as ``output_dtype``."""
+    destination = DType.from_label(output_dtype).numpy
+    return Weight(lambda: source_val.astype(destination))
+
+
+@translation("constexpr_lut_to_dense")
+def constexpr_lut_to_dense_ios16(indices: Array, lut: Array, shape: Array) -> Result:
+    """``lut`` at ``indices``, which are packed from the least significant bit on."""
+    bits = int(math.log2(lut.size))
+    widths = {dtype.bits: dtype for dtype in (DType.UINT1, DType.UINT2, DType.UINT4, DType.UINT6)}
+    sizes = tuple(int(size) for size in shape)
+
+    def dense() -> NDArray[np.generic]:
+        packed = indices.reshape(-1).astype(np.uint8)
+        count = math.prod(sizes)
+        places = unpack_bits(packed, widths[bits], count) if bits in widths else packed
+        return lut.reshape(-1)[places[:count].astype(np.intp)].reshape(sizes)
+
+    return Weight(dense)
+
+
+@translation("constexpr_lut_to_dense", since=Opset.iOS18)
+def constexpr_lut_to_dense(indices: Array, lut: Array, vector_axis: int | None = None) -> Result:
+    """``lut`` [*groups, palettes, vector] at ``indices``, one table per block of ``indices``."""
+    return Weight(lambda: _looked_up(indices, lut, vector_axis))
+
+
+def _looked_up(
+    indices: NDArray[np.generic], lut: NDArray[np.generic], vector_axis: int | None
+) -> NDArray[np.generic]:
+    groups, palettes, width = lut.shape[:-2], lut.shape[-2], lut.shape[-1]
+    # Number of the table that serves each element, row by row over the blocks of indices.
+    table = np.arange(math.prod(groups)).reshape(groups)
+    for axis, (size, count) in enumerate(zip(indices.shape, groups, strict=True)):
+        table = np.repeat(table, size // count, axis)
+    flat = lut.reshape(-1, palettes, width)
+    vectors = flat[table, indices.astype(np.intp)]
+    if width == 1:
+        return vectors[..., 0]
+    if vector_axis is None:
+        raise refuse("lookup table of vectors", "no vector_axis", "an axis")
+    axis = vector_axis % indices.ndim
+    shape = list(indices.shape)
+    shape[axis] *= width
+    return np.moveaxis(vectors, -1, axis + 1).reshape(shape)
+
+
+def _scattered(nonzero: NDArray[np.generic], mask: NDArray[np.generic]) -> NDArray[np.generic]:
+    result = np.zeros(mask.shape, dtype=nonzero.dtype)
+    result[mask != 0] = nonzero.reshape(-1)
+    return result
+
+
+@translation("constexpr_sparse_to_dense")
+def constexpr_sparse_to_dense_ios16(nonzero_data: Array, mask: Array, shape: Array) -> Result:
+    """Zeros with ``nonzero_data`` where the packed bits of ``mask`` are set."""
+    sizes = tuple(int(size) for size in shape)
+
+    def dense() -> NDArray[np.generic]:
+        bits = np.unpackbits(mask.reshape(-1).astype(np.uint8), bitorder="little")
+        return _scattered(nonzero_data, bits[: math.prod(sizes)].reshape(sizes))
+
+    return Weight(dense)
+
+
+@translation("constexpr_sparse_to_dense", since=Opset.iOS18)
+def constexpr_sparse_to_dense(nonzero_data: Array, mask: Array) -> Result:
+    """Zeros with ``nonzero_data`` where ``mask`` is set."""
+    return Weight(lambda: _scattered(nonzero_data, mask))
+
+
+@translation("constexpr_lut_to_sparse")
+def constexpr_lut_to_sparse(
+    indices_mask: Array, indices_nonzero_data: Array, lut: Array, vector_axis: int | None = None
+) -> Result:
+    """Mask and nonzero values of a sparse weight whose nonzero values are looked up."""
+    width = lut.shape[-1]
+    mask = indices_mask
+    if width > 1 and vector_axis is not None:
+        mask = np.repeat(mask, width, vector_axis)
+
+    def values() -> NDArray[np.generic]:
+        dense = _looked_up(_scattered(indices_nonzero_data, indices_mask), lut, vector_axis)
+        return dense[mask != 0].reshape(-1)
+
+    return Weight(lambda: mask), Weight(values)
+
+
+@translation("constexpr_sparse_blockwise_shift_scale")
+def constexpr_sparse_blockwise_shift_scale(
+    data_mask: Array, nonzero_data: Array, scale: Array, offset: Array | None = None
+) -> Result:
+    """Mask and nonzero values of a sparse weight whose nonzero values are quantized."""
+
+    def values() -> NDArray[np.generic]:
+        dense = _shift_scale(_scattered(nonzero_data, data_mask), scale, offset).dense()
+        return dense[data_mask != 0].reshape(-1)
+
+    return Weight(lambda: data_mask), Weight(values)
+
+
+@translation("quantize")
+def quantize(
+    input: Tensor,
+    scale: Tensor,
+    output_dtype: str,
+    zero_point: Tensor | None = None,
+    axis: int | None = None,
+) -> Result:
+    """``clip(round(input / scale) + zero_point)``, as the fake-quantize OpenVINO makes int8 of."""
+    destination = GRAPH_TYPE.get(DType.from_label(output_dtype))
+    if destination not in (ov.Type.i8, ov.Type.u8):
+        raise refuse("quantize to another type", output_dtype, "int8 or uint8")
+    low, high = (-128.0, 127.0) if destination == ov.Type.i8 else (0.0, 255.0)
+    step = _aligned(scale, input, axis)
+    least, most = (ops.constant(np.float32(bound)) for bound in (low, high))
+    first, last = least, most
+    if zero_point is not None:
+        shift = _aligned(f32(zero_point), input, axis)
+        first, last = ops.subtract(least, shift), ops.subtract(most, shift)
+    grid = ops.fake_quantize(
+        input, ops.multiply(first, step), ops.multiply(last, step), least, most, 256
+    )
+    return ops.convert(grid, destination)
+
+
+@translation("dequantize")
+def dequantize(
+    input: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    axis: int | None = None,
+) -> Result:
+    """``scale * (input - zero_point)``, per tensor or along ``axis``."""
+    if is_float(input):
+        raise refuse("dequantize of floats", element_type(input), "int8 or uint8")
+    value = ops.convert(input, "f32")
+    if zero_point is not None:
+        value = ops.subtract(value, _aligned(f32(zero_point), input, axis))
+    return ops.multiply(value, _aligned(scale, input, axis))
+
+
+def _aligned(parameter: Tensor, data: Tensor, axis: int | None) -> Any:
+    """A scalar as it is; a vector shaped to broadcast along ``axis`` of ``data``."""
+    total = rank(data)
+    if rank(parameter) == 0 or axis is None:
+        return parameter
+    return per_channel(parameter, total, axis % total)

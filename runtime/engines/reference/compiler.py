@@ -1,0 +1,308 @@
+"""From a MIL function to steps: names to slots, constants to arguments, ops to kernels.
+
+Everything that does not depend on a call's values happens here, once: attributes become Python
+values, weights become tensors on the mapped file, compressed weights are expanded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coreml_delegate.errors import ExecutionError, UnsupportedOpError
+from coreml_delegate.runtime.engines.reference.interpreter import (
+    CompiledBlock,
+    CondStep,
+    Entry,
+    Fetch,
+    Frame,
+    KernelStep,
+    LoopStep,
+    ReadStateStep,
+    Step,
+    WriteStateStep,
+    as_results,
+)
+from coreml_delegate.runtime.engines.reference.registry import Kernel, Passing, find
+from coreml_delegate.runtime.engines.reference.values import (
+    describe,
+    literal_of,
+    settle,
+    tensor_of_constant,
+    widened,
+)
+from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.mil.program import Binding, Block, Constant, Function, Op, Ref
+
+_CONST = "const"
+_CONSTEXPR = "constexpr_"
+_CONTROL_FLOW = {"cond", "while_loop"}
+_STATE = {"read_state", "write_state", "coreml_update_state"}
+STRUCTURAL = _CONTROL_FLOW | _STATE | {_CONST}
+"""Op types the interpreter executes itself."""
+
+Source = int | Constant | Tensor
+"""Where a name's value is: a slot of the frame, or known when compiling."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledProgram:
+    """A function, resolved.
+
+    Attributes:
+        block: Its steps.
+        slots: Size of the frame.
+        params: Slot of every parameter by name, states included.
+    """
+
+    block: CompiledBlock
+    slots: int
+    params: dict[str, int]
+
+
+@dataclass(slots=True)
+class _Scope:
+    """Names of a block; those of enclosing blocks are visible."""
+
+    outer: _Scope | None = None
+    sources: dict[str, Source] = field(default_factory=dict[str, Source])
+
+    def find(self, name: str) -> Source:
+        scope: _Scope | None = self
+        while scope is not None:
+            if name in scope.sources:
+                return scope.sources[name]
+            scope = scope.outer
+        raise UnsupportedOpError("a value is used that is not in scope", got=repr(name))
+
+
+def unsupported(function: Function) -> list[str]:
+    """One reason per op type of ``function``, nested blocks included, that has no kernel."""
+    opset = Opset.from_mil_name(function.opset)
+    reasons: dict[str, str] = {}
+    for op in function.block.walk():
+        if op.type in STRUCTURAL:
+            continue
+        kernel = find(op.type, opset)
+        if kernel is None:
+            reasons.setdefault(
+                op.type,
+                f"{op.type}: no kernel in opset {function.opset} (first used by {op.name!r})",
+            )
+            continue
+        for name in _given(op):
+            if name not in kernel.parameters:
+                reasons.setdefault(
+                    f"{op.type}.{name}",
+                    f"{op.type}: no parameter {name!r} in opset {function.opset} "
+                    f"(first used by {op.name!r})",
+                )
+    return list(reasons.values())
+
+
+def compile_function(function: Function) -> CompiledProgram:
+    """Resolve ``function``.
+
+    Raises:
+        UnsupportedOpError: An op has no kernel, or a constant no tensor form.
+        ExecutionError: A compressed weight cannot be expanded.
+    """
+    reasons = unsupported(function)
+    if reasons:
+        raise UnsupportedOpError(
+            "the reference engine cannot execute the program", got="; ".join(reasons)
+        )
+    compiler = _Compiler(Opset.from_mil_name(function.opset))
+    scope = _Scope()
+    params = {param.name: compiler.define(scope, param.name) for param in function.params}
+    block, _ = compiler.block(function.block, scope)
+    return CompiledProgram(block, compiler.slots, params)
+
+
+class _Compiler:
+    def __init__(self, opset: Opset) -> None:
+        self.slots = 0
+        self._opset = opset
+        # One tensor per constant and width, however many ops share it. The source is kept beside it
+        # because the key is its identity.
+        self._tensors: dict[tuple[int, bool], tuple[Constant | Tensor, Tensor]] = {}
+
+    def define(self, scope: _Scope, name: str) -> int:
+        slot = self.slots
+        self.slots += 1
+        scope.sources[name] = slot
+        return slot
+
+    def block(self, block: Block, scope: _Scope) -> tuple[CompiledBlock, set[int]]:
+        """Resolve a block in the (fresh) scope of its names.
+
+        Returns:
+            The block, and the slots of enclosing blocks that it reads.
+        """
+        first_local = self.slots
+        inputs = tuple(self.define(scope, named.name) for named in block.inputs)
+        steps: list[tuple[Step, tuple[int, ...], set[int]]] = []
+        for op in block.ops:
+            if op.type == _CONST:
+                scope.sources[op.outputs[0].name] = op.attributes["val"]
+            elif op.type.startswith(_CONSTEXPR):
+                self._expand(op, scope)
+            else:
+                uses: set[int] = set()
+                step = self._step(op, scope, uses)
+                outputs = tuple(self.define(scope, output.name) for output in op.outputs)
+                steps.append((step, outputs, uses))
+        read: set[int] = set()
+        fetches = tuple(self._fetch(scope.find(name), read) for name in block.outputs)
+        own = {*inputs, *(slot for _, outputs, _ in steps for slot in outputs)}
+        entries = _with_frees(steps, own, read)
+        outer = set[int]().union(read, *(uses for _, _, uses in steps))
+        compiled = CompiledBlock(inputs, entries, fetches, tuple(sorted(read & own)))
+        return compiled, {slot for slot in outer if slot < first_local}
+
+    # --- ops --------------------------------------------------------------------------------------
+
+    def _step(self, op: Op, scope: _Scope, uses: set[int]) -> Step:
+        if op.type == "cond":
+            branches = [self._nested(block, scope, uses) for block in op.blocks]
+            return CondStep(op, self._argument(op, "pred", scope, uses), (branches[0], branches[1]))
+        if op.type == "while_loop":
+            variables = _given(op).get("loop_vars", ())
+            initial = tuple(self._fetch(_resolve(b, scope), uses) for b in variables)
+            condition, body = (self._nested(block, scope, uses) for block in op.blocks)
+            return LoopStep(op, initial, condition, body)
+        if op.type == "read_state":
+            return ReadStateStep(op, self._state(op, "input", scope))
+        if op.type == "write_state":
+            data = self._argument(op, "data", scope, uses)
+            return WriteStateStep(op, self._state(op, "input", scope), data)
+        if op.type == "coreml_update_state":
+            data = self._argument(op, "value", scope, uses)
+            return WriteStateStep(op, self._state(op, "state", scope), data)
+        return self._kernel_step(op, scope, uses)
+
+    def _kernel_step(self, op: Op, scope: _Scope, uses: set[int]) -> KernelStep:
+        kernel = find(op.type, self._opset)
+        if kernel is None:
+            raise UnsupportedOpError("no kernel", got=op.type)
+        fixed: dict[str, Any] = {}
+        fetched: list[tuple[str, Fetch]] = []
+        for name, bindings in _given(op).items():
+            sources = [_resolve(binding, scope) for binding in bindings]
+            if any(isinstance(source, int) for source in sources):
+                uses.update(source for source in sources if isinstance(source, int))
+                fetched.append((name, self._fetch_argument(kernel, name, sources)))
+            else:
+                fixed[name] = self._known_argument(kernel, name, sources)
+        return KernelStep(op, kernel, fixed, tuple(fetched))
+
+    def _nested(self, block: Block, scope: _Scope, uses: set[int]) -> CompiledBlock:
+        compiled, outer = self.block(block, _Scope(scope))
+        uses |= outer
+        return compiled
+
+    def _expand(self, op: Op, scope: _Scope) -> None:
+        step = self._kernel_step(op, scope, set())
+        try:
+            results = as_results(step.kernel.function(**step.fixed))
+            values = [settle(r, o.type) for r, o in zip(results, op.outputs, strict=True)]
+        except Exception as error:
+            got = ", ".join(f"{name}: {describe(value)}" for name, value in step.fixed.items())
+            raise ExecutionError(
+                f"{op.type} failed to expand {op.name!r} ({type(error).__name__}: {error})", got=got
+            ) from error
+        for output, value in zip(op.outputs, values, strict=True):
+            if isinstance(value, Tensor):
+                scope.sources[output.name] = value
+
+    # --- arguments --------------------------------------------------------------------------------
+
+    def _known_argument(self, kernel: Kernel, name: str, sources: list[Source]) -> Any:
+        passing = kernel.parameters[name].passing
+        known = [source for source in sources if not isinstance(source, int)]
+        if passing in (Passing.LITERAL, Passing.LITERALS):
+            values = tuple(literal_of(source) for source in known)
+        else:
+            values = tuple(self._tensor(source, kernel.widen) for source in known)
+        return values if passing.variadic else values[0]
+
+    def _fetch_argument(self, kernel: Kernel, name: str, sources: list[Source]) -> Fetch:
+        passing = kernel.parameters[name].passing
+        each = [self._fetch_one(kernel, passing, source) for source in sources]
+        if passing.variadic:
+            return lambda frame: tuple(fetch(frame) for fetch in each)
+        return each[0]
+
+    def _fetch_one(self, kernel: Kernel, passing: Passing, source: Source) -> Fetch:
+        literal = passing in (Passing.LITERAL, Passing.LITERALS)
+        if not isinstance(source, int):
+            known = literal_of(source) if literal else self._tensor(source, kernel.widen)
+            return lambda _: known
+        if literal:
+            return lambda frame: literal_of(_tensor_in(frame, source))
+        if kernel.widen and passing is not Passing.LIST:
+            return lambda frame: widened(_tensor_in(frame, source))
+        return lambda frame: frame.slots[source]
+
+    def _argument(self, op: Op, name: str, scope: _Scope, uses: set[int]) -> Fetch:
+        bindings = op.inputs.get(name, ())
+        if len(bindings) != 1:
+            raise UnsupportedOpError(f"{op.type} needs one {name!r}", got=f"{len(bindings)}")
+        return self._fetch(_resolve(bindings[0], scope), uses)
+
+    def _state(self, op: Op, name: str, scope: _Scope) -> int:
+        bindings = op.inputs.get(name, ())
+        source = _resolve(bindings[0], scope) if bindings else None
+        if not isinstance(source, int):
+            raise UnsupportedOpError(f"{op.type} needs a state as {name!r}", got=op.name)
+        return source
+
+    def _fetch(self, source: Source, uses: set[int]) -> Fetch:
+        if isinstance(source, int):
+            uses.add(source)
+            return lambda frame: frame.read(source)
+        known = self._tensor(source, False)
+        return lambda _: known
+
+    def _tensor(self, source: Constant | Tensor, widen: bool) -> Tensor:
+        key = (id(source), widen)
+        if key not in self._tensors:
+            tensor = source if isinstance(source, Tensor) else tensor_of_constant(source)
+            self._tensors[key] = (source, widened(tensor) if widen else tensor)
+        return self._tensors[key][1]
+
+
+def _given(op: Op) -> dict[str, tuple[Binding, ...]]:
+    """The op's arguments; up to iOS17 those of ``constexpr`` ops are attributes."""
+    given = {name: bindings for name, bindings in op.inputs.items() if bindings}
+    if op.type.startswith(_CONSTEXPR):
+        given |= {name: (value,) for name, value in op.attributes.items() if name != "name"}
+    return given
+
+
+def _resolve(binding: Binding, scope: _Scope) -> Source:
+    return scope.find(binding.name) if isinstance(binding, Ref) else binding
+
+
+def _tensor_in(frame: Frame, slot: int) -> Tensor:
+    value = frame.read(slot)
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{describe(value)} where a tensor is needed")
+    return value
+
+
+def _with_frees(
+    steps: list[tuple[Step, tuple[int, ...], set[int]]], own: set[int], read_last: set[int]
+) -> tuple[Entry, ...]:
+    """Steps with the slots that each is the last to use; a block frees its own slots only."""
+    used_later = set(read_last)
+    entries: list[Entry] = []
+    for step, outputs, uses in reversed(steps):
+        last = {slot for slot in (*uses, *outputs) if slot in own and slot not in used_later}
+        used_later |= uses
+        declared = tuple(zip(outputs, step.op.outputs, strict=True))
+        entries.append(Entry(step, declared, tuple(sorted(last))))
+    return tuple(reversed(entries))

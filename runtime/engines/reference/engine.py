@@ -1,0 +1,213 @@
+"""The reference engine: every op by torch, one after the other, at the dtypes of the program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coreml_delegate.errors import InputError
+from coreml_delegate.runtime.engines.base import Array, EngineOptions, State
+from coreml_delegate.runtime.engines.reference import (
+    activation,
+    compiler,
+    constexpr,
+    conv,
+    detection,
+    elementwise,
+    image_resizing,
+    indexing,
+    linear,
+    lists,
+    normalization,
+    pool,
+    quantization,
+    recurrent,
+    reduction,
+    sampling,
+    slicing,
+    tensor_operation,
+    transformation,
+)
+from coreml_delegate.runtime.engines.reference.compiler import CompiledProgram
+from coreml_delegate.runtime.engines.reference.interpreter import Frame, Listener
+from coreml_delegate.runtime.engines.reference.values import (
+    Value,
+    array_of,
+    carrier_of,
+    tensor_of_array,
+)
+from coreml_delegate.runtime.mil.program import Function, StateType, TensorType
+
+FAMILIES: tuple[ModuleType, ...] = (
+    activation,
+    constexpr,
+    conv,
+    detection,
+    elementwise,
+    image_resizing,
+    indexing,
+    linear,
+    lists,
+    normalization,
+    pool,
+    quantization,
+    recurrent,
+    reduction,
+    sampling,
+    slicing,
+    tensor_operation,
+    transformation,
+)
+"""The modules whose import fills the registry."""
+
+
+@dataclass(slots=True)
+class ReferenceState:
+    """State tensors of one model instance."""
+
+    tensors: dict[str, Tensor]
+
+    def read(self) -> dict[str, Array]:
+        """Copies of every state tensor, by feature name."""
+        return {name: tensor.numpy().copy() for name, tensor in self.tensors.items()}
+
+
+class ReferenceFunction:
+    """A function ready to be interpreted.
+
+    Calls share nothing but constants, so any number may run at the same time; a state belongs to
+    one call at a time.
+    """
+
+    def __init__(self, function: Function) -> None:
+        self._function = function
+        self._program: CompiledProgram = compiler.compile_function(function)
+        self._types = {param.name: param.type for param in function.params}
+        self._outputs = _output_types(function)
+
+    def __call__(self, inputs: Mapping[str, Array], state: State | None = None) -> dict[str, Array]:
+        """Run once; see ``CompiledFunction``."""
+        return self.run(inputs, state)
+
+    def run(
+        self,
+        inputs: Mapping[str, Array],
+        state: State | None = None,
+        on_value: Listener | None = None,
+    ) -> dict[str, Array]:
+        """Run once, telling ``on_value`` every value an op computes.
+
+        Args:
+            inputs: By feature name, of the dtype of the MIL parameter.
+            state: Made by ``make_state``; None for stateless functions.
+            on_value: Called with the name and the torch tensor of every value, in execution order.
+                Constants are not among them.
+
+        Returns:
+            Outputs by feature name, in declaration order, owned by the caller.
+
+        Raises:
+            InputError: An input or the state is missing.
+            ExecutionError: An op failed.
+        """
+        held = self._held(state)
+        frame = Frame([None] * self._program.slots, {}, on_value)
+        with torch.inference_mode():
+            for name, declared in self._types.items():
+                slot = self._program.params[name]
+                if isinstance(declared, StateType):
+                    frame.states[slot] = held[name]
+                elif isinstance(declared, TensorType):
+                    frame.slots[slot] = self._input(inputs, name, declared)
+            results = self._program.block.run(frame)
+            for name in held:
+                held[name] = frame.states[self._program.params[name]]
+        by_name: dict[str, Value] = dict(zip(self._function.block.outputs, results, strict=True))
+        return {
+            name: array_of(by_name[name], self._outputs[name])
+            for name in (feature.name for feature in self._function.outputs)
+        }
+
+    def make_state(self) -> ReferenceState | None:
+        """Fresh state, all zeros; None when the function has none."""
+        tensors = {
+            name: torch.zeros(
+                [size or 0 for size in declared.wrapped.shape or ()],
+                dtype=carrier_of(declared.wrapped.dtype),
+            )
+            for name, declared in self._types.items()
+            if isinstance(declared, StateType)
+        }
+        return ReferenceState(tensors) if tensors else None
+
+    def _held(self, state: State | None) -> dict[str, Tensor]:
+        expected = [name for name, t in self._types.items() if isinstance(t, StateType)]
+        if isinstance(state, ReferenceState) and set(state.tensors) == set(expected):
+            return state.tensors
+        if state is None and not expected:
+            return {}
+        raise InputError(
+            "function and state do not fit",
+            got=type(state).__name__ if state is not None else "no state",
+            expected=f"a state of {', '.join(expected)}" if expected else "no state",
+            remedy="Pass what make_state of the same function returned",
+        )
+
+    def _input(self, inputs: Mapping[str, Array], name: str, declared: TensorType) -> Tensor:
+        if name not in inputs:
+            raise InputError(
+                f"input {name!r} is missing",
+                got=", ".join(inputs) or "no input",
+                expected=", ".join(feature.name for feature in self._function.inputs),
+            )
+        return tensor_of_array(np.asarray(inputs[name]), declared.dtype)
+
+
+class ReferenceEngine:
+    """Torch, op by op: the oracle, the debugger and the fallback.
+
+    ``EngineOptions.threads`` is not heeded: torch has one thread count for the whole process, and
+    an oracle has no business changing it under its caller. Use ``torch.set_num_threads``.
+    """
+
+    name = "reference"
+
+    def unavailable_reason(self) -> str | None:
+        """None: torch is a dependency."""
+        return None
+
+    def unsupported(self, function: Function) -> list[str]:
+        """One reason per op type or parameter that has no kernel."""
+        return compiler.unsupported(function)
+
+    def compile(
+        self,
+        function: Function,
+        options: EngineOptions,  # noqa: ARG002 - see the class
+    ) -> ReferenceFunction:
+        """Prepare ``function`` for execution.
+
+        Raises:
+            UnsupportedOpError: See ``unsupported``.
+            ExecutionError: A compressed weight cannot be expanded.
+        """
+        return ReferenceFunction(function)
+
+
+REFERENCE = ReferenceEngine()
+
+
+def _output_types(function: Function) -> dict[str, TensorType]:
+    declared = {named.name: named.type for named in function.params}
+    for op in function.block.ops:
+        declared.update((output.name, output.type) for output in op.outputs)
+    return {
+        name: declared_type
+        for name in function.block.outputs
+        if isinstance(declared_type := declared[name], TensorType)
+    }

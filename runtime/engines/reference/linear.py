@@ -1,0 +1,53 @@
+"""Matrix products and attention.
+
+Source: coremltools' MIL op reference, ``linear`` and ``transformers``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coreml_delegate.runtime.engines.reference.registry import kernel
+from coreml_delegate.runtime.mil.opset import Opset
+
+
+@kernel("linear", widen=True)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``; ``x``: [*, D_in], ``weight``: [D_out, D_in], ``bias``: [D_out]."""
+    return F.linear(x, weight, bias)
+
+
+@kernel("matmul", widen=True)
+def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
+    """Batched matrix product with numpy's broadcasting; transposing a vector has no effect."""
+    left = x.mT if transpose_x and x.dim() > 1 else x
+    right = y.mT if transpose_y and y.dim() > 1 else y
+    return torch.matmul(left, right)
+
+
+@kernel("einsum", widen=True)
+def einsum(values: tuple[Tensor, ...], equation: str) -> Tensor:
+    """Einstein summation; dimensions of length 1 broadcast."""
+    return torch.einsum(equation, *values)
+
+
+@kernel("scaled_dot_product_attention", since=Opset.iOS18, widen=True)
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None
+) -> Tensor:
+    """Attention; ``query``: [B, *, L, E], ``key``: [B, *, S, E], ``value``: [B, *, S, EV].
+
+    A boolean mask keeps where it is true; a mask of floats is added to the scores. A row with
+    nothing to keep is nan, as the formula has it.
+    """
+    scores = query @ key.mT / math.sqrt(query.shape[-1])
+    if attn_mask is not None:
+        if attn_mask.dtype is torch.bool:
+            scores = scores.masked_fill(~attn_mask, -math.inf)
+        else:
+            scores = scores + attn_mask
+    return torch.softmax(scores, dim=-1) @ value

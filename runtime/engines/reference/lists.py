@@ -1,0 +1,77 @@
+"""Lists of tensors, and the classifier's output.
+
+Source: coremltools' MIL op reference, ``control_flow`` and ``classify``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coreml_delegate.runtime.engines.reference.registry import EachInt, kernel
+from coreml_delegate.runtime.engines.reference.values import TensorList, carrier_of
+from coreml_delegate.runtime.mil.dtypes import DType
+
+
+@kernel("make_list")
+def make_list(
+    elem_shape: EachInt,
+    init_length: int = 1,
+    dynamic_length: bool = True,  # noqa: ARG001 - every list grows when written beyond its end
+    dtype: str = "fp32",
+) -> TensorList:
+    """A list of zeros where the element's shape is known, else of nothing."""
+    if any(isinstance(size, str) for size in elem_shape):
+        return TensorList([None] * init_length)
+    zeros = torch.zeros(elem_shape, dtype=carrier_of(DType.from_label(dtype)))
+    return TensorList([zeros] * init_length)
+
+
+@kernel("list_length")
+def list_length(ls: TensorList) -> Tensor:
+    """The number of elements."""
+    return torch.tensor(len(ls), dtype=torch.int32)
+
+
+@kernel("list_read")
+def list_read(ls: TensorList, index: int) -> Tensor:
+    """One element."""
+    return _written(ls, index)
+
+
+@kernel("list_write")
+def list_write(ls: TensorList, index: int, value: Tensor) -> TensorList:
+    """The list with one element replaced."""
+    return ls.replaced([index], [value])
+
+
+@kernel("list_gather")
+def list_gather(ls: TensorList, indices: tuple[int, ...]) -> Tensor:
+    """Several elements along a new first dimension."""
+    return torch.stack([_written(ls, index) for index in indices])
+
+
+@kernel("list_scatter")
+def list_scatter(ls: TensorList, indices: tuple[int, ...], value: Tensor) -> TensorList:
+    """The list with several elements replaced by those along the first dimension of ``value``."""
+    return ls.replaced(indices, value.unbind(0))
+
+
+@kernel("classify")
+def classify(probabilities: Tensor, classes: tuple[Any, ...]) -> tuple[Any, dict[Any, float]]:
+    """The most probable class, and the probability of each."""
+    scores = probabilities.reshape(-1).tolist()
+    by_class = dict(zip(classes, scores, strict=True))
+    best = classes[int(torch.argmax(probabilities))]
+    return (best if isinstance(best, str) else torch.tensor(best)), by_class
+
+
+def _written(ls: TensorList, index: int) -> Tensor:
+    if not 0 <= index < len(ls):
+        raise IndexError(f"list index {index} is outside of [0, {len(ls)})")
+    element = ls[index]
+    if element is None:
+        raise IndexError(f"list element {index} was never written")
+    return element

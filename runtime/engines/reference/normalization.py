@@ -1,0 +1,85 @@
+"""Normalization.
+
+Source: coremltools' MIL op reference, ``normalization``.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coreml_delegate.runtime.engines.reference.registry import Ints, kernel
+
+
+@kernel("batch_norm", widen=True)
+def batch_norm(
+    x: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    epsilon: float = 1e-5,
+) -> Tensor:
+    """Given statistics per channel of ``x``: [N, C, *spatial]."""
+    return F.batch_norm(x, mean, variance, gamma, beta, eps=epsilon)
+
+
+@kernel("instance_norm", widen=True)
+def instance_norm(
+    x: Tensor, gamma: Tensor | None = None, beta: Tensor | None = None, epsilon: float = 1e-5
+) -> Tensor:
+    """Statistics per sample and channel of ``x``: [N, C, *spatial]."""
+    affine_shape = (-1, *(1,) * (x.dim() - 2))
+    return _normalized(
+        x,
+        list(range(2, x.dim())),
+        None if gamma is None else gamma.reshape(affine_shape),
+        None if beta is None else beta.reshape(affine_shape),
+        epsilon,
+    )
+
+
+@kernel("layer_norm", widen=True)
+def layer_norm(
+    x: Tensor,
+    axes: Ints | None = None,
+    gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    epsilon: float = 1e-5,
+) -> Tensor:
+    """Statistics over ``axes`` (all by default); ``gamma`` and ``beta`` have the shape of those."""
+    over = sorted(range(x.dim()) if axes is None else (axis % x.dim() for axis in axes))
+    affine_shape = [size if axis in over else 1 for axis, size in enumerate(x.shape)]
+    return _normalized(
+        x,
+        over,
+        None if gamma is None else gamma.reshape(affine_shape),
+        None if beta is None else beta.reshape(affine_shape),
+        epsilon,
+    )
+
+
+@kernel("l2_norm", widen=True)
+def l2_norm(x: Tensor, epsilon: float = 1e-6) -> Tensor:
+    """``x`` over the root of the sum of squares of its last three dimensions."""
+    squares = torch.sum(x * x, dim=(-3, -2, -1), keepdim=True)
+    return x / torch.sqrt(squares + epsilon)
+
+
+@kernel("local_response_norm", widen=True)
+def local_response_norm(
+    x: Tensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
+) -> Tensor:
+    """``x`` over ``(k + alpha / size * squares of `size` neighbouring channels) ** beta``."""
+    return F.local_response_norm(x, size, alpha, beta, k)
+
+
+def _normalized(
+    x: Tensor, axes: list[int], gamma: Tensor | None, beta: Tensor | None, epsilon: float
+) -> Tensor:
+    variance, mean = torch.var_mean(x, dim=axes, correction=0, keepdim=True)
+    result = (x - mean) * torch.rsqrt(variance + epsilon)
+    if gamma is not None:
+        result = result * gamma
+    return result if beta is None else result + beta

@@ -1,0 +1,63 @@
+"""Affine quantization of activations.
+
+Source: coremltools' MIL op reference, ``quantization_ops``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coreml_delegate.runtime.engines.reference.registry import kernel
+from coreml_delegate.runtime.engines.reference.values import carrier_of
+from coreml_delegate.runtime.mil.dtypes import DType
+from coreml_delegate.runtime.mil.opset import Opset
+
+
+def along_axis(parameter: Tensor, axis: int | None, rank: int) -> Tensor:
+    """A scale or zero point shaped to broadcast against a tensor of ``rank``.
+
+    Args:
+        parameter: Scalar, or [size of ``axis``].
+        axis: Needed for a vector.
+        rank: Of the tensor.
+
+    Raises:
+        ValueError: A vector without ``axis``.
+    """
+    if parameter.dim() == 0:
+        return parameter
+    if axis is None:
+        raise ValueError("a scale or zero point per channel needs an axis")
+    return parameter.reshape(-1, *(1,) * (rank - 1 - axis % rank))
+
+
+@kernel("quantize", since=Opset.iOS17, widen=True)
+def quantize(
+    input: Tensor,
+    scale: Tensor,
+    output_dtype: str,
+    zero_point: Tensor | None = None,
+    axis: int | None = None,
+) -> Tensor:
+    """``round(input / scale) + zero_point`` saturated to ``output_dtype``; halves go to even."""
+    levels = torch.round(input / along_axis(scale, axis, input.dim()))
+    if zero_point is not None:
+        levels = levels + along_axis(zero_point, axis, input.dim()).float()
+    target = carrier_of(DType.from_label(output_dtype))
+    limits = torch.iinfo(target)
+    return levels.clamp(limits.min, limits.max).to(target)
+
+
+@kernel("dequantize", since=Opset.iOS17, widen=True)
+def dequantize(
+    input: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    axis: int | None = None,
+) -> Tensor:
+    """``scale * (input - zero_point)``."""
+    levels = input.float()
+    if zero_point is not None:
+        levels = levels - along_axis(zero_point, axis, input.dim()).float()
+    return levels * along_axis(scale, axis, input.dim())

@@ -1,0 +1,212 @@
+"""Recurrent layers, step by step.
+
+Source: coremltools' MIL op reference, ``recurrent``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coreml_delegate.runtime.engines.reference.registry import kernel
+from coreml_delegate.runtime.mil.opset import Opset
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "hard_sigmoid": lambda x: torch.clamp(0.2 * x + 0.5, 0, 1),
+    "linear": lambda x: x,
+    "relu": torch.relu,
+    "scaled_tanh": torch.tanh,  # with its default scales of 1
+    "sigmoid": torch.sigmoid,
+    "sigmoid_hard": lambda x: torch.clamp(0.2 * x + 0.5, 0, 1),
+    "tanh": torch.tanh,
+}
+
+
+def _activation(name: str) -> Callable[[Tensor], Tensor]:
+    if name.lower() not in _ACTIVATIONS:
+        raise ValueError(f"activation is {name!r}, not one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name.lower()]
+
+
+def _steps(x: Tensor, direction: str) -> Iterator[Tensor]:
+    if direction not in ("forward", "reverse"):
+        raise ValueError(f"direction is {direction!r}, not forward or reverse")
+    return iter(x.flip(0) if direction == "reverse" else x)
+
+
+def _sequence(hidden: list[Tensor], output_sequence: bool) -> Tensor:
+    """[s, b, H] in the order of computation, or the last step alone."""
+    return torch.stack(hidden if output_sequence else hidden[-1:])
+
+
+@kernel("rnn", widen=True)
+def rnn(
+    x: Tensor,
+    initial_h: Tensor,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None = None,
+    direction: str = "forward",
+    output_sequence: bool = False,
+    activation: str = "tanh",
+) -> tuple[Tensor, Tensor]:
+    """Elman layer; ``x``: [s, b, I], ``initial_h``: [b, H]."""
+    act = _activation(activation)
+    h, hidden = initial_h, list[Tensor]()
+    for step in _steps(x, direction):
+        h = act(F.linear(step, weight_ih, bias) + F.linear(h, weight_hh))
+        hidden.append(h)
+    return _sequence(hidden, output_sequence), h
+
+
+@kernel("gru", widen=True)
+def gru(
+    x: Tensor,
+    initial_h: Tensor,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None = None,
+    direction: str = "forward",
+    output_sequence: bool = False,
+    recurrent_activation: str = "sigmoid",
+    activation: str = "tanh",
+) -> tuple[Tensor, Tensor]:
+    """Gated recurrent unit, gates in the order reset, output, update; ``x``: [s, b, I]."""
+    return gru_with_reset_after(
+        x,
+        initial_h,
+        weight_ih,
+        weight_hh,
+        bias,
+        direction,
+        output_sequence,
+        recurrent_activation,
+        activation,
+    )
+
+
+@kernel("gru", since=Opset.iOS18, widen=True)
+def gru_with_reset_after(
+    x: Tensor,
+    initial_h: Tensor,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None = None,
+    direction: str = "forward",
+    output_sequence: bool = False,
+    recurrent_activation: str = "sigmoid",
+    activation: str = "tanh",
+    reset_after: bool = False,
+    input_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gated recurrent unit whose reset gate scales the state, or its product if ``reset_after``.
+
+    ``bias`` belongs to the recurrent product, ``input_bias`` to the input's.
+    """
+    gate, act = _activation(recurrent_activation), _activation(activation)
+    size = initial_h.shape[-1]
+    split_r, split_o, split_z = weight_hh.split(size)
+    bias_r, bias_o, bias_z = (None,) * 3 if bias is None else bias.split(size)
+    h, hidden = initial_h, list[Tensor]()
+    for step in _steps(x, direction):
+        input_r, input_o, input_z = F.linear(step, weight_ih, input_bias).split(size, dim=-1)
+        r = gate(input_r + F.linear(h, split_r, bias_r))
+        z = gate(input_z + F.linear(h, split_z, bias_z))
+        if reset_after:
+            o = act(input_o + r * F.linear(h, split_o, bias_o))
+        else:
+            o = act(input_o + F.linear(r * h, split_o, bias_o))
+        h = (1 - z) * o + z * h
+        hidden.append(h)
+    return _sequence(hidden, output_sequence), h
+
+
+@kernel("lstm", widen=True)
+def lstm(
+    x: Tensor,
+    initial_h: Tensor,
+    initial_c: Tensor,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None = None,
+    peephole: Tensor | None = None,
+    weight_ih_back: Tensor | None = None,
+    weight_hh_back: Tensor | None = None,
+    bias_back: Tensor | None = None,
+    peephole_back: Tensor | None = None,
+    direction: str = "forward",
+    output_sequence: bool = False,
+    recurrent_activation: str = "sigmoid",
+    cell_activation: str = "tanh",
+    activation: str = "tanh",
+    clip: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """LSTM, gates in the order input, forget, output, cell; ``x``: [s, b, I].
+
+    With ``bidirectional`` the states are [b, 2 * H], forward half first, and the outputs of the
+    reverse pass stand at the time steps they belong to.
+    """
+    activations = (
+        _activation(recurrent_activation),
+        _activation(cell_activation),
+        _activation(activation),
+    )
+    if direction != "bidirectional":
+        hidden, h, c = _lstm_pass(
+            _steps(x, direction),
+            (initial_h, initial_c),
+            (weight_ih, weight_hh, bias, peephole),
+            activations,
+            clip,
+        )
+        return _sequence(hidden, output_sequence), h, c
+    if weight_ih_back is None or weight_hh_back is None:
+        raise ValueError("a bidirectional lstm needs weight_ih_back and weight_hh_back")
+    size = weight_hh.shape[1]
+    forward, forward_h, forward_c = _lstm_pass(
+        _steps(x, "forward"),
+        (initial_h[:, :size], initial_c[:, :size]),
+        (weight_ih, weight_hh, bias, peephole),
+        activations,
+        clip,
+    )
+    backward, backward_h, backward_c = _lstm_pass(
+        _steps(x, "reverse"),
+        (initial_h[:, size:], initial_c[:, size:]),
+        (weight_ih_back, weight_hh_back, bias_back, peephole_back),
+        activations,
+        clip,
+    )
+    h = torch.cat([forward_h, backward_h], dim=-1)
+    sequence = torch.cat([torch.stack(forward), torch.stack(backward[::-1])], dim=-1)
+    return (
+        sequence if output_sequence else h.unsqueeze(0),
+        h,
+        torch.cat([forward_c, backward_c], dim=-1),
+    )
+
+
+def _lstm_pass(
+    steps: Iterator[Tensor],
+    state: tuple[Tensor, Tensor],
+    weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    activations: tuple[Callable[[Tensor], Tensor], ...],
+    clip: float | None,
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    h, c = state
+    weight_ih, weight_hh, bias, peephole = weights
+    gate, cell, out = activations
+    size = h.shape[-1]
+    peep_i, peep_f, peep_o = c.new_zeros(3, size) if peephole is None else peephole.split(size)
+    hidden: list[Tensor] = []
+    for step in steps:
+        gates = F.linear(step, weight_ih, bias) + F.linear(h, weight_hh)
+        i, f, o, z = gates.split(size, dim=-1)
+        c_new = gate(f + peep_f * c) * c + gate(i + peep_i * c) * cell(z)
+        c = c_new if clip is None else c_new.clamp(-clip, clip)
+        h = gate(o + peep_o * c) * out(c)
+        hidden.append(h)
+    return hidden, h, c

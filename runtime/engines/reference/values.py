@@ -1,0 +1,198 @@
+"""Values of a running program, and how they enter and leave it.
+
+A tensor of the program is a torch tensor of its *carrier* dtype: the dtype itself where torch
+computes in it, a wider signed integer for the unsigned integers torch can only store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coreml_delegate.errors import UnsupportedOpError
+from coreml_delegate.runtime.mil.dtypes import DType
+from coreml_delegate.runtime.mil.program import Constant, Literal, TensorType, ValueType
+
+CARRIERS: dict[DType, torch.dtype] = {
+    DType.BOOL: torch.bool,
+    DType.FP16: torch.float16,
+    DType.FP32: torch.float32,
+    DType.FP64: torch.float64,
+    DType.BF16: torch.bfloat16,
+    DType.INT4: torch.int8,
+    DType.INT8: torch.int8,
+    DType.INT16: torch.int16,
+    DType.INT32: torch.int32,
+    DType.INT64: torch.int64,
+    DType.UINT1: torch.uint8,
+    DType.UINT2: torch.uint8,
+    DType.UINT3: torch.uint8,
+    DType.UINT4: torch.uint8,
+    DType.UINT6: torch.uint8,
+    DType.UINT8: torch.uint8,
+    DType.UINT16: torch.int32,
+    DType.UINT32: torch.int64,
+    DType.UINT64: torch.int64,
+}
+"""MIL dtype to the torch dtype its values travel in; strings have none."""
+
+
+class TensorList(tuple["Tensor | None", ...]):
+    """A MIL list: immutable, None where nothing was written yet."""
+
+    __slots__ = ()
+
+    def replaced(self, indices: Iterable[int], values: Iterable[Tensor]) -> TensorList:
+        """This list with ``values`` at ``indices``, grown as far as they reach."""
+        items: list[Tensor | None] = list(self)
+        for index, value in zip(indices, values, strict=True):
+            if index < 0:
+                raise IndexError(f"list index {index} is negative")
+            items.extend([None] * (index + 1 - len(items)))
+            items[index] = value
+        return TensorList(items)
+
+
+Value: TypeAlias = "Tensor | TensorList | str | dict[Any, Any]"
+"""What a name can stand for while a program runs; strings and maps come from ``classify`` alone."""
+
+
+class _SharedMemory:
+    """The memory of a read-only array, offered as writable.
+
+    torch has no read-only tensors and warns about every array that is one. Kernels never write to
+    their arguments, so weights mapped from a file can be shared instead of copied.
+    """
+
+    def __init__(self, array: NDArray[np.generic]) -> None:
+        self.owner = array
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+
+
+def tensor_of_array(array: NDArray[np.generic], dtype: DType) -> Tensor:
+    """A tensor on the memory of ``array`` where its layout allows, else on a copy.
+
+    Args:
+        array: Any strides, writable or not, of the dtype's numpy form.
+        dtype: What the program declares.
+
+    Returns:
+        The same shape, of the carrier dtype. Must not be written to.
+    """
+    carrier = carrier_of(dtype)
+    if dtype in _WIDENED:
+        return torch.from_numpy(array.astype(np.int64)).to(carrier)
+    dense = np.asarray(array, order="C")
+    if not dense.flags.writeable:
+        dense = np.asarray(_SharedMemory(dense))
+    return torch.from_numpy(dense)
+
+
+def tensor_of_constant(constant: Constant) -> Tensor:
+    """The tensor a constant holds, sharing its memory.
+
+    Raises:
+        UnsupportedOpError: The constant is no tensor of numbers.
+    """
+    if not isinstance(constant.type, TensorType) or not isinstance(constant.data, np.ndarray):
+        raise UnsupportedOpError("constant is not a tensor of numbers", got=str(constant.type))
+    return tensor_of_array(constant.data, constant.type.dtype)
+
+
+def literal_of(value: Constant | Tensor) -> Any:
+    """A value as Python scalars, strings and nested tuples: what attributes are passed as."""
+    if isinstance(value, Tensor):
+        return _frozen(value.tolist())
+    return _literal(value.data)
+
+
+def array_of(value: Value, declared: ValueType) -> NDArray[np.generic]:
+    """A value as an array of its own memory, in the dtype the program declares.
+
+    Strings become arrays of numpy strings; a map becomes a rank-0 object array holding the dict.
+    """
+    if isinstance(value, Tensor) and isinstance(declared, TensorType):
+        return np.array(value.numpy(), dtype=declared.dtype.numpy, order="C")
+    boxed = np.empty((), dtype=object)
+    boxed[()] = list(value) if isinstance(value, TensorList) else value
+    return boxed.astype(str) if isinstance(value, str) else boxed
+
+
+def settle(value: Any, declared: ValueType) -> Value:
+    """A kernel's result as the value the program declares.
+
+    Kernels may compute in a wider dtype of the same kind (fp32 for fp16, int64 indices); rounding
+    to the declared dtype happens here, once per op.
+
+    Raises:
+        TypeError: The result is of another kind than declared.
+    """
+    if not isinstance(value, Tensor) or not isinstance(declared, TensorType):
+        return cast("Value", value)
+    carrier = carrier_of(declared.dtype)
+    if value.dtype == carrier:
+        return value
+    if _kind(value.dtype) != _kind(carrier):
+        raise TypeError(f"computed {describe(value)} where the program declares {declared}")
+    return value.to(carrier)
+
+
+def carrier_of(dtype: DType) -> torch.dtype:
+    """The torch dtype in which values of ``dtype`` travel.
+
+    Raises:
+        UnsupportedOpError: Strings have none.
+    """
+    try:
+        return CARRIERS[dtype]
+    except KeyError:
+        raise UnsupportedOpError("MIL dtype has no tensor form", got=dtype.label) from None
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """``tensor`` in fp32 if it is of a narrower floating-point type, else itself."""
+    return tensor.float() if tensor.dtype in _NARROW_FLOATS else tensor
+
+
+def describe(value: object) -> str:
+    """Dtype and shape for a message, for example ``float16[1, 3]``."""
+    if isinstance(value, Tensor):
+        dims = ", ".join(str(d) for d in value.shape)
+        return f"{str(value.dtype).removeprefix('torch.')}[{dims}]"
+    if isinstance(value, TensorList):
+        return f"list[{len(value)}]"
+    if isinstance(value, tuple):
+        items = cast("tuple[object, ...]", value)
+        if any(isinstance(item, Tensor) for item in items):
+            return "(" + ", ".join(describe(item) for item in items) + ")"
+    text = repr(value)
+    return text if len(text) <= _MAX_REPR else f"{text[:_MAX_REPR]}..."
+
+
+_WIDENED = {DType.UINT16, DType.UINT32, DType.UINT64}
+_NARROW_FLOATS = {torch.float16, torch.bfloat16}
+_MAX_REPR = 80
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype is torch.bool:
+        return "bool"
+    return "float" if dtype.is_floating_point else "int"
+
+
+def _literal(data: Literal) -> Any:
+    if isinstance(data, np.ndarray):
+        return _frozen(data.tolist())
+    if isinstance(data, tuple):
+        return tuple(_literal(item) for item in data)
+    return data
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value

@@ -1,0 +1,116 @@
+"""The seam between hosts of ``.pte`` programs and whatever executes a delegated subgraph.
+
+Hosts know nothing of MIL, engines or blobs: they are given a loader, hand it the bytes of each
+delegate once, and call what it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeAlias
+
+import torch
+
+from coreml_delegate.errors import ExecutionError
+from coreml_delegate.runtime.program.plan import describe
+
+COREML_BACKEND_ID: Final = "CoreMLBackend"
+"""The backend name that Core ML delegates carry in a ``.pte``."""
+
+
+class DelegateCallable(Protocol):
+    """A loaded delegate. Called by one thread at a time."""
+
+    @property
+    def input_count(self) -> int:
+        """How many tensors it takes.
+
+        A program lists a delegate's inputs and outputs in one row and does not say where the inputs
+        end: only the delegate knows.
+        """
+        ...
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Run once.
+
+        Args:
+            inputs: In the delegate's own order, of any strides. They live in memory the host
+                reuses: nothing may keep them beyond the call.
+
+        Returns:
+            Outputs in order. The host copies them before anything else runs, casting to the dtype
+            the program declares, so they may alias inputs or buffers of the delegate. A tensor of
+            shape ``[1]`` may stand for a scalar.
+        """
+        ...
+
+
+NamedData: TypeAlias = Callable[[str], memoryview | None]
+"""Named data of a program by key; None when it has none under that key."""
+
+
+@dataclass(frozen=True, slots=True)
+class DelegatePayload:
+    """Everything a program holds about one delegate.
+
+    Views are read-only and valid for as long as the host holds the callable made from them; what
+    must outlive that (a cache across programs) is to be copied.
+
+    Attributes:
+        backend_id: Name of the backend that lowered the subgraph.
+        processed: What its preprocess returned.
+        compile_specs: Keys and values, in order.
+        method_name: Method that the delegate belongs to.
+        named_data: Data of the program by key. To be called while loading, not later.
+    """
+
+    backend_id: str
+    processed: memoryview
+    compile_specs: tuple[tuple[str, bytes], ...]
+    method_name: str
+    named_data: NamedData
+
+
+DelegateLoader: TypeAlias = Callable[[DelegatePayload], DelegateCallable]
+"""Prepares a delegate for execution; raises an error of this package when it cannot."""
+
+
+def fit_output(
+    result: torch.Tensor, shape: Sequence[int], *, dynamic: bool, position: int
+) -> torch.Tensor:
+    """Check one result of a delegate against the tensor that is to receive it.
+
+    Args:
+        result: What the delegate returned as output ``position``.
+        shape: Sizes of the receiving tensor.
+        dynamic: Whether that tensor takes the result's shape; its rank is fixed all the same.
+        position: Number of the output, for the message.
+
+    Returns:
+        ``result``, without its one dimension if the receiver is a scalar.
+
+    Raises:
+        ExecutionError: The shapes differ.
+    """
+    if not shape and result.shape == (1,):
+        return result.reshape(())
+    if tuple(result.shape) != tuple(shape) and not (dynamic and result.dim() == len(shape)):
+        raise ExecutionError(
+            f"delegate output {position} has the wrong shape",
+            got=describe(result.dtype, result.shape),
+            expected=f"shape {list(shape)}" if not dynamic else f"rank {len(shape)}",
+        )
+    return result
+
+
+def check_output_count(got: int, expected: int) -> None:
+    """Refuse a delegate that returned another number of outputs than the program has room for.
+
+    Raises:
+        ExecutionError: The counts differ.
+    """
+    if got != expected:
+        raise ExecutionError(
+            "a delegate returned the wrong number of outputs", got=str(got), expected=str(expected)
+        )

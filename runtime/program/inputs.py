@@ -1,0 +1,92 @@
+"""Checking what a caller passes to a method, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+from coreml_delegate.errors import InputError
+from coreml_delegate.runtime.program.plan import (
+    Dynamism,
+    MethodInfo,
+    TensorSpec,
+    ValueSpec,
+    describe,
+)
+
+Value: TypeAlias = "torch.Tensor | bool | int | float | str | None"
+"""An input or output of a method; nearly always a tensor."""
+
+
+def check_inputs(method: MethodInfo, inputs: Sequence[Value]) -> None:
+    """Hold ``inputs`` against the metadata of ``method``.
+
+    Args:
+        method: The method about to run.
+        inputs: What the caller passed.
+
+    Raises:
+        InputError: Wrong count, kind, dtype, shape or device; names the input by its index.
+    """
+    if len(inputs) != len(method.inputs):
+        raise InputError(
+            f"method {method.name!r} takes another number of inputs",
+            got=str(len(inputs)),
+            expected=f"{len(method.inputs)}: "
+            + ", ".join(_describe_spec(spec) for spec in method.input_specs),
+        )
+    for index, (spec, value) in enumerate(zip(method.input_specs, inputs, strict=True)):
+        if isinstance(spec, TensorSpec):
+            _check_tensor(index, method, spec, value)
+        elif type(value) is not type(spec) or value != spec:
+            raise _wrong(index, method, "was fixed at export", _describe(value), spec)
+
+
+def _check_tensor(index: int, method: MethodInfo, spec: TensorSpec, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise _wrong(index, method, "is no tensor", _describe(value), spec)
+    if value.dtype != spec.dtype:
+        raise _wrong(index, method, "has the wrong dtype", _describe(value), spec)
+    if not shape_fits(spec, value.shape):
+        raise _wrong(index, method, "has the wrong shape", _describe(value), spec)
+    if value.device.type != "cpu" or value.layout is not torch.strided:
+        got = f"{value.layout} on {value.device}"
+        raise _wrong(index, method, "is not a dense tensor on the CPU", got, spec)
+
+
+def shape_fits(spec: TensorSpec, shape: Sequence[int]) -> bool:
+    """Whether a tensor of ``shape`` may stand for ``spec``."""
+    if len(shape) != len(spec.shape):
+        return False
+    if spec.dynamism is Dynamism.UNBOUNDED:
+        return True
+    if spec.dynamism is Dynamism.BOUNDED:
+        return all(size <= bound for size, bound in zip(shape, spec.shape, strict=True))
+    return tuple(shape) == spec.shape
+
+
+def in_dim_order(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """``tensor`` with its elements laid out in memory as ``spec`` orders them; copies if needed."""
+    strides = spec.strides_for(tuple(tensor.shape))
+    if tensor.stride() == strides:
+        return tensor
+    dense = torch.empty_strided(tuple(tensor.shape), strides, dtype=tensor.dtype)
+    return dense.copy_(tensor)
+
+
+def _wrong(index: int, method: MethodInfo, what: str, got: str, spec: ValueSpec) -> InputError:
+    return InputError(
+        f"input {index} of method {method.name!r} {what}", got=got, expected=_describe_spec(spec)
+    )
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return describe(value.dtype, value.shape)
+    return repr(value)
+
+
+def _describe_spec(spec: ValueSpec) -> str:
+    return str(spec) if isinstance(spec, TensorSpec) else _describe(spec)

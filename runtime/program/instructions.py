@@ -1,0 +1,305 @@
+"""From instructions to steps: closures over a method's values, bound once and run many times.
+
+A step returns None to go on with the next one, or the number of the step to jump to. What never
+changes between runs (constants, planned tensors, numbers) is bound into the call when the method is
+loaded; only values that move are looked up at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from coreml_delegate.errors import BlobFormatError, ProgramError
+from coreml_delegate.runtime.program.delegate import (
+    DelegateCallable,
+    check_output_count,
+    fit_output,
+)
+from coreml_delegate.runtime.program.kernels import Kernel, find_kernel
+from coreml_delegate.runtime.program.plan import (
+    DelegateCall,
+    Dynamism,
+    FreeCall,
+    IndexList,
+    Instruction,
+    JumpFalseCall,
+    KernelCall,
+    ListKind,
+    MethodInfo,
+    MoveCall,
+    TensorSpec,
+)
+
+Step: TypeAlias = Callable[[], "int | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundMethod:
+    """Steps of a method, chain by chain, and which of its values they replace."""
+
+    chains: tuple[tuple[Step, ...], ...]
+    moving: frozenset[int]
+
+
+def bind_method(
+    method: MethodInfo,
+    values: list[Any],
+    delegates: Sequence[DelegateCallable],
+    moving_inputs: Iterable[int],
+) -> BoundMethod:
+    """Turn the instructions of a method into steps.
+
+    Args:
+        method: The method.
+        values: Its value table; the steps read and write this very list.
+        delegates: Its loaded delegates, by number.
+        moving_inputs: Values that each run replaces with the caller's own object.
+
+    Returns:
+        The steps.
+
+    Raises:
+        UnsupportedOpError: An operator has no kernel.
+        BlobFormatError: A call does not fit its operator, or would overwrite a constant.
+        ProgramError: A delegate takes or gives something else than tensors.
+    """
+    instructions = [instruction for chain in method.chains for instruction in chain]
+    names = {call.operator for call in instructions if isinstance(call, KernelCall)}
+    kernels = {name: find_kernel(name) for name in sorted(names)}
+    moving = set(moving_inputs)
+    for instruction in instructions:
+        moving.update(_replaced(instruction, method, kernels))
+    binder = _Binder(method, values, kernels, delegates, frozenset(moving))
+    chains = tuple(tuple(map(binder.bind, chain)) for chain in method.chains)
+    return BoundMethod(chains, frozenset(moving))
+
+
+def _replaced(
+    instruction: Instruction, method: MethodInfo, kernels: dict[str, Kernel]
+) -> tuple[int, ...]:
+    """Values that an instruction replaces, as opposed to tensors it fills."""
+    if isinstance(instruction, MoveCall):
+        return (instruction.target,)
+    if isinstance(instruction, KernelCall):
+        target = _result_index(instruction, method, kernels[instruction.operator])
+        return () if target is None else (target,)
+    return ()
+
+
+def _result_index(call: KernelCall, method: MethodInfo, kernel: Kernel) -> int | None:
+    """The value that a kernel's result replaces; None when the kernel filled its own arguments."""
+    count = len(kernel.parameters)
+    if len(call.args) < count:
+        raise BlobFormatError(
+            f"call of {call.operator} has too few arguments",
+            got=str(len(call.args)),
+            expected=f"{count}: {', '.join(kernel.parameters)}",
+        )
+    if kernel.result_at is not None:
+        return call.args[kernel.result_at]
+    filled = {call.args[position] for position in kernel.mutated}
+    for index in call.args[count:]:
+        # Several results travel as a list of the very tensors that were filled.
+        if index not in filled and not isinstance(method.values[index], IndexList):
+            return index
+    return None
+
+
+class _Binder:
+    """Binds the instructions of one method."""
+
+    def __init__(
+        self,
+        method: MethodInfo,
+        values: list[Any],
+        kernels: dict[str, Kernel],
+        delegates: Sequence[DelegateCallable],
+        moving: frozenset[int],
+    ) -> None:
+        self._method = method
+        self._values = values
+        self._kernels = kernels
+        self._delegates = delegates
+        self._moving = moving
+
+    def bind(self, instruction: Instruction) -> Step:
+        match instruction:
+            case KernelCall():
+                return self._kernel(instruction)
+            case DelegateCall():
+                return self._delegate(instruction)
+            case MoveCall():
+                return self._move(instruction)
+            case JumpFalseCall():
+                return self._jump(instruction)
+            case FreeCall():
+                return self._free(instruction)
+
+    # --- kernels
+
+    def _kernel(self, call: KernelCall) -> Step:
+        kernel = self._kernels[call.operator]
+        count = len(kernel.parameters)
+        positional: list[Any] = []
+        keywords: dict[str, Any] = {}
+        patches: list[tuple[Any, int | str, Callable[[], Any]]] = []
+        for position, index in enumerate(call.args[:count]):
+            read = self._reader(index)
+            bound = None if self._moves(index) else read()
+            if position < kernel.positional:
+                positional.append(bound)
+                key: int | str = position
+            else:
+                key = kernel.parameters[position]
+                keywords[key] = bound
+            if self._moves(index):
+                patches.append((positional if isinstance(key, int) else keywords, key, read))
+        result = _result_index(call, self._method, kernel)
+        growing = self._growing(call, kernel)
+        return self._kernel_step(kernel.function, positional, keywords, patches, result, growing)
+
+    def _kernel_step(
+        self,
+        function: Callable[..., Any],
+        positional: list[Any],
+        keywords: dict[str, Any],
+        patches: list[tuple[Any, int | str, Callable[[], Any]]],
+        result: int | None,
+        growing: tuple[int, ...],
+    ) -> Step:
+        values = self._values
+
+        def fixed() -> None:
+            function(*positional, **keywords)
+
+        def general() -> None:
+            for container, key, read in patches:
+                container[key] = read()
+            for index in growing:
+                values[index].resize_(0)
+            outcome = function(*positional, **keywords)
+            if result is not None:
+                values[result] = outcome
+
+        return general if patches or growing or result is not None else fixed
+
+    def _growing(self, call: KernelCall, kernel: Kernel) -> tuple[int, ...]:
+        """Dynamic tensors that the kernel resizes: emptied first, or torch warns about each."""
+        outputs = {call.args[position] for position in kernel.outputs}
+        read = {
+            index
+            for position, index in enumerate(call.args[: len(kernel.parameters)])
+            if position not in kernel.outputs
+        }
+        tensors = [index for output in sorted(outputs) for index in self._members(output)]
+        for index in tensors:
+            self._check_writable(index, call.operator)
+        return tuple(
+            index for index in tensors if index not in read and self._dynamism(index) is not None
+        )
+
+    def _members(self, index: int) -> tuple[int, ...]:
+        spec = self._method.values[index]
+        return tuple(i for i in spec.items if i >= 0) if isinstance(spec, IndexList) else (index,)
+
+    def _dynamism(self, index: int) -> Dynamism | None:
+        """How the shape of a tensor varies; None when it does not."""
+        spec = self._method.values[index]
+        if isinstance(spec, TensorSpec) and spec.dynamism is not Dynamism.STATIC:
+            return spec.dynamism
+        return None
+
+    def _check_writable(self, index: int, what: str) -> None:
+        spec = self._method.values[index]
+        if not isinstance(spec, TensorSpec) or spec.is_constant:
+            raise BlobFormatError(
+                f"{what} would write to a value that is not a mutable tensor",
+                got=f"value {index}, {spec}",
+            )
+
+    def _moves(self, index: int) -> bool:
+        return any(member in self._moving for member in (index, *self._members(index)))
+
+    def _reader(self, index: int) -> Callable[[], Any]:
+        """A function that gives the present object of a value."""
+        values = self._values
+        spec = self._method.values[index]
+        if not isinstance(spec, IndexList):
+            return lambda: values[index]
+        items = spec.items
+        if spec.kind is ListKind.OPTIONAL_TENSOR:
+            return lambda: [None if item < 0 else values[item] for item in items]
+        return lambda: [values[item] for item in items]
+
+    # --- everything else
+
+    def _delegate(self, call: DelegateCall) -> Step:
+        delegate = self._delegates[call.delegate]
+        values = self._values
+        for position, index in enumerate(call.args):
+            if not isinstance(self._method.values[index], TensorSpec):
+                raise ProgramError(
+                    f"argument {position} of delegate {call.delegate} of method "
+                    f"{self._method.name!r} is no tensor",
+                    got=type(self._method.values[index]).__name__,
+                    expected="tensors only, as on a device",
+                )
+        if delegate.input_count > len(call.args):
+            raise ProgramError(
+                f"delegate {call.delegate} of method {self._method.name!r} takes more inputs than "
+                "the program passes",
+                got=f"{len(call.args)} inputs and outputs",
+                expected=f"{delegate.input_count} inputs",
+            )
+        inputs = call.args[: delegate.input_count]
+        outputs = call.args[delegate.input_count :]
+        for index in outputs:
+            self._check_writable(index, f"delegate {call.delegate}")
+        dynamic = tuple(self._dynamism(index) is not None for index in outputs)
+
+        def step() -> None:
+            results = delegate([values[index] for index in inputs])
+            check_output_count(len(results), len(outputs))
+            for position, (index, result) in enumerate(zip(outputs, results, strict=True)):
+                target: torch.Tensor = values[index]
+                source = fit_output(
+                    result, target.shape, dynamic=dynamic[position], position=position
+                )
+                if source.shape != target.shape:
+                    target.resize_(source.shape)
+                target.copy_(source)
+
+        return step
+
+    def _move(self, call: MoveCall) -> Step:
+        values, source, target = self._values, call.source, call.target
+
+        def step() -> None:
+            values[target] = values[source]
+
+        return step
+
+    def _jump(self, call: JumpFalseCall) -> Step:
+        values, condition, target = self._values, call.condition, call.target
+
+        def step() -> int | None:
+            value = values[condition]
+            truth = bool(value.all()) if isinstance(value, torch.Tensor) else bool(value)
+            return None if truth else target
+
+        return step
+
+    def _free(self, call: FreeCall) -> Step:
+        tensor: Any = self._values[call.value]
+        if not isinstance(tensor, torch.Tensor) or call.value in self._moving:
+            raise BlobFormatError("program frees a value that has no memory of its own")
+
+        def step() -> None:
+            # Emptied in place, storage and all: steps bound to this tensor go on working.
+            tensor.set_()  # pyright: ignore[reportCallIssue]  # the stub lacks this overload
+
+        return step

@@ -1,0 +1,227 @@
+"""Operators of undelegated nodes: which function computes each, and how its arguments are passed.
+
+Nearly all are torch's own out-variants, found by name. The table ``_OWN`` holds those that torch
+does not have: arithmetic on sizes, views, and copies into a dimension order.
+
+Source: ``kernels/prim_ops`` and ``exir/passes/executorch_prim_ops_registry.py`` of ExecuTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from coreml_delegate.errors import UnsupportedOpError
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A function and its calling convention.
+
+    Attributes:
+        name: Operator name with overload, for example ``aten::add.out``.
+        function: Called with the first ``positional`` arguments by position, the rest by name.
+        parameters: Names of all arguments, in schema order.
+        positional: How many are passed by position.
+        outputs: Positions of arguments that the function resizes and fills.
+        mutated: Positions of arguments it writes to, ``outputs`` included.
+        result_at: Position of an argument whose value the function's result replaces; None when
+            the result goes to the value listed after the arguments.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    parameters: tuple[str, ...]
+    positional: int
+    outputs: tuple[int, ...] = ()
+    mutated: tuple[int, ...] = ()
+    result_at: int | None = None
+
+
+def find_kernel(name: str) -> Kernel:
+    """The kernel of an operator.
+
+    Args:
+        name: Name with overload as a program spells it: ``aten::add.out``, ``aten::copy_``.
+
+    Raises:
+        UnsupportedOpError: Nothing here implements it.
+    """
+    own = _OWN.get(name)
+    if own is not None:
+        return own
+    overload = _torch_overload(name)
+    if overload is None:
+        namespace = name.partition("::")[0]
+        module = _REGISTERED_BY.get(namespace)
+        if module is not None:
+            _logger.debug("importing %s for operator %s", module, name)
+            importlib.import_module(module)
+            overload = _torch_overload(name)
+    if overload is None:
+        raise UnsupportedOpError(
+            "no kernel for an operator of the program",
+            got=name,
+            remedy="Import the library that registers it with torch before loading the program, "
+            "or run the program on the stock runtime.",
+        )
+    return _from_schema(name, overload)
+
+
+# Operators that torch knows only once a library has registered them.
+_REGISTERED_BY: Final[Mapping[str, str]] = {
+    "quantized_decomposed": "executorch.kernels.quantized",
+    "llama": "executorch.extension.llm.custom_ops.custom_ops",
+}
+
+
+def _torch_overload(name: str) -> OpOverload | None:
+    namespace, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    if not (namespace.isidentifier() and base.isidentifier()):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), base, None)
+    # A name out of a file may be any attribute of the namespace object: accept operators alone.
+    if not isinstance(packet, OpOverloadPacket):
+        return None
+    overload = overload or "default"
+    return getattr(packet, overload) if overload in packet.overloads() else None
+
+
+def _from_schema(name: str, overload: OpOverload) -> Kernel:
+    arguments = overload._schema.arguments  # pyright: ignore[reportPrivateUsage]  # no other access
+    positional = sum(not argument.kwarg_only for argument in arguments)
+    return Kernel(
+        name=name,
+        function=overload,
+        parameters=tuple(argument.name for argument in arguments),
+        positional=positional,
+        outputs=tuple(i for i, argument in enumerate(arguments) if argument.is_out),
+        mutated=tuple(
+            i
+            for i, argument in enumerate(arguments)
+            if argument.is_out or (argument.alias_info and argument.alias_info.is_write)
+        ),
+    )
+
+
+# --- operators that torch does not have ---------------------------------------------------------
+
+
+def _et_view(tensor: torch.Tensor, size: Sequence[int], out: torch.Tensor) -> torch.Tensor:
+    del out  # replaced, not filled: a view has no memory of its own
+    return tensor.reshape(list(size))
+
+
+def _et_copy_index(target: torch.Tensor, source: torch.Tensor, index: int) -> None:
+    """Row ``index`` of ``target`` becomes ``source``.
+
+    A dynamic ``target`` comes emptied, its rows still in memory, and is one row longer afterwards.
+    """
+    wanted = (max(index + 1, target.shape[0]), *source.shape)
+    if tuple(target.shape) != wanted:
+        target.resize_(wanted)
+    target[index].copy_(source)
+
+
+def _copy_out(source: torch.Tensor, out: torch.Tensor) -> None:
+    if out.shape != source.shape:
+        out.resize_(source.shape)
+    out.copy_(source)
+
+
+def _copy_dim_order_out(
+    source: torch.Tensor, non_blocking: bool, dim_order: Sequence[int] | None, out: torch.Tensor
+) -> None:
+    # The order is that of ``out``'s own strides already; values do not depend on it.
+    del non_blocking, dim_order
+    _copy_out(source, out)
+
+
+def _empty_dim_order_out(
+    size: Sequence[int], dim_order: Sequence[int] | None, out: torch.Tensor
+) -> None:
+    del dim_order
+    if tuple(out.shape) != tuple(size):
+        out.resize_(list(size))
+
+
+def _scalar(name: str, function: Callable[..., Any], arity: int, overload: str) -> Kernel:
+    return Kernel(
+        name=f"executorch_prim::{name}.{overload}",
+        function=function,
+        parameters=("a", "b", "c")[:arity],
+        positional=arity,
+    )
+
+
+_UNARY: Final[Mapping[str, Callable[..., Any]]] = {
+    "ceil": math.ceil,
+    "neg": operator.neg,
+    "round": round,
+    "sym_float": float,
+    "sym_int": int,
+    "sym_not": operator.not_,
+    "trunc": math.trunc,
+}
+_BINARY: Final[Mapping[str, Callable[..., Any]]] = {
+    "add": operator.add,
+    "eq": operator.eq,
+    "floordiv": operator.floordiv,
+    "ge": operator.ge,
+    "gt": operator.gt,
+    "le": operator.le,
+    "lt": operator.lt,
+    "mod": operator.mod,
+    "mul": operator.mul,
+    "sub": operator.sub,
+    "sym_max": max,
+    "sym_min": min,
+    "truediv": operator.truediv,
+}
+# Programs of older exporters: the same operators under an overload for integers.
+_BINARY_INT: Final = ("add", "eq", "floordiv", "ge", "gt", "le", "lt", "mod", "mul", "sub")
+
+
+def _out_kernel(name: str, function: Callable[..., Any], *parameters: str) -> Kernel:
+    out = len(parameters) - 1
+    return Kernel(name, function, parameters, len(parameters), outputs=(out,), mutated=(out,))
+
+
+_OWN_KERNELS: Final[tuple[Kernel, ...]] = (
+    *(_scalar(name, function, 1, "Scalar") for name, function in _UNARY.items()),
+    *(_scalar(name, function, 2, "Scalar") for name, function in _BINARY.items()),
+    *(_scalar(name, _BINARY[name], 2, "int") for name in _BINARY_INT),
+    _scalar("sym_ite", lambda condition, yes, no: yes if condition else no, 3, "Scalar"),
+    Kernel("executorch_prim::et_view.default", _et_view, ("self", "size", "out"), 3, result_at=2),
+    Kernel(
+        "executorch_prim::et_copy_index.tensor",
+        _et_copy_index,
+        ("copy_to", "copy_from", "index"),
+        3,
+        outputs=(0,),
+        mutated=(0,),
+    ),
+    *(
+        _out_kernel(name, _copy_dim_order_out, "self", "non_blocking", "dim_order", "out")
+        for name in ("dim_order_ops::_to_dim_order_copy.out", "dim_order_ops::_clone_dim_order.out")
+    ),
+    _out_kernel(
+        "dim_order_ops::_empty_dim_order.out", _empty_dim_order_out, "size", "dim_order", "out"
+    ),
+    *(
+        _out_kernel(f"et_copy::{name}.out", _copy_out, "self", "out")
+        for name in ("_d2h_copy", "_h2d_copy")
+    ),
+)
+_OWN: Final[Mapping[str, Kernel]] = {kernel.name: kernel for kernel in _OWN_KERNELS}

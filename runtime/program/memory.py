@@ -1,0 +1,167 @@
+"""Memory of a loaded program: arenas, and tensors that are views of planned or stored bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from coreml_delegate.errors import ProgramError
+from coreml_delegate.runtime.program.delegate import NamedData
+from coreml_delegate.runtime.program.plan import (
+    Allocation,
+    Dynamism,
+    IndexList,
+    MethodInfo,
+    TensorSpec,
+)
+from coreml_delegate.runtime.program.pte import PteProgram
+
+# The memory planner puts activations, and the buffers of methods that share nothing, into arena 1,
+# and buffers that methods do share into the ones after it. The stock runtime shares every arena, so
+# that one method's activations overwrite another's buffers; a private arena 1 keeps both.
+_PRIVATE_ARENA: Final = 1
+
+
+class ProgramMemory:
+    """The memory that the methods of one loaded program use.
+
+    Args:
+        program: Where constants and initial values come from.
+        external_data: Finds constants stored outside the program, by name.
+    """
+
+    def __init__(self, program: PteProgram, external_data: NamedData) -> None:
+        self._program = program
+        self._external_data = external_data
+        self._shared: dict[int, NDArray[np.uint8]] = {}
+        self._shared_sizes = _largest(method.arena_sizes for method in program.methods)
+        self._initialised: set[Allocation] = set()
+
+    def materialise(self, method: MethodInfo) -> list[Any]:
+        """The value table of ``method`` as Python objects.
+
+        Args:
+            method: A method of the program.
+
+        Returns:
+            Tensors, scalars and strings by value index; ``IndexList`` entries stay as they are.
+
+        Raises:
+            ProgramError: External data is missing, or memory is.
+        """
+        private: dict[int, NDArray[np.uint8]] = {}
+        if len(method.arena_sizes) > _PRIVATE_ARENA:
+            private[_PRIVATE_ARENA] = _arena(method.arena_sizes[_PRIVATE_ARENA])
+        return [
+            self._tensor(value, private) if isinstance(value, TensorSpec) else _plain(value)
+            for value in method.values
+        ]
+
+    def _tensor(self, spec: TensorSpec, private: dict[int, NDArray[np.uint8]]) -> torch.Tensor:
+        if spec.external_key is not None:
+            return borrowed(self._external(spec, spec.external_key), spec)
+        stored = self._program.tensor_data(spec)
+        if spec.allocation is None:
+            return borrowed(stored, spec) if stored is not None else _unplanned(spec)
+        arena = private.get(spec.allocation.arena)
+        is_shared = arena is None
+        if arena is None:
+            arena = self._shared_arena(spec.allocation.arena)
+        tensor = _planned(arena, spec.allocation.offset, spec)
+        # A method loaded later must not undo what another has done to a buffer they share.
+        if stored is not None and not (is_shared and spec.allocation in self._initialised):
+            tensor.copy_(borrowed(stored, spec))
+            if is_shared:
+                self._initialised.add(spec.allocation)
+        return tensor
+
+    def _shared_arena(self, number: int) -> NDArray[np.uint8]:
+        if number not in self._shared:
+            self._shared[number] = _arena(self._shared_sizes[number])
+        return self._shared[number]
+
+    def _external(self, spec: TensorSpec, key: str) -> memoryview:
+        data = self._external_data(key)
+        if data is None or data.nbytes < spec.nbytes:
+            raise ProgramError(
+                "the program keeps a tensor outside the file",
+                got="no data" if data is None else f"{data.nbytes} bytes",
+                expected=f"{spec.nbytes} bytes under the name {key!r}",
+                remedy="Pass external_data, or export without external weights.",
+            )
+        return data[: spec.nbytes]
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, IndexList) or not isinstance(value, tuple) else list(value)
+
+
+def _largest(rows: Iterable[tuple[int, ...]]) -> dict[int, int]:
+    sizes: dict[int, int] = {}
+    for row in rows:
+        for number, size in enumerate(row):
+            sizes[number] = max(size, sizes.get(number, 0))
+    return sizes
+
+
+def _arena(size: int) -> NDArray[np.uint8]:
+    # Zeroed, because mutable tensors without a stored initial value start at zero.
+    try:
+        return np.zeros(size, dtype=np.uint8)
+    except (MemoryError, ValueError) as error:
+        raise ProgramError("cannot allocate the program's memory", got=f"{size} bytes") from error
+
+
+def _shaped(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    return flat.as_strided(spec.shape, spec.strides_for(spec.shape))
+
+
+def _planned(arena: NDArray[np.uint8], offset: int, spec: TensorSpec) -> torch.Tensor:
+    """A tensor over exactly its slice of ``arena``: growing beyond the slice fails in torch."""
+    if spec.numel == 0:
+        return torch.empty(spec.shape, dtype=spec.dtype)
+    flat = torch.frombuffer(arena, dtype=spec.dtype, count=spec.numel, offset=offset)
+    return _shaped(flat, spec)
+
+
+def _unplanned(spec: TensorSpec) -> torch.Tensor:
+    """A tensor with memory of its own; kernels resize unbounded ones."""
+    if spec.dynamism is Dynamism.UNBOUNDED:
+        return torch.empty((0,) * len(spec.shape), dtype=spec.dtype)
+    return _planned(_arena(spec.nbytes), 0, spec)
+
+
+class _Writable:
+    """Presents read-only bytes as writable, since torch has no read-only tensors and warns."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.owner = data
+        address = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0]
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (data.nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+        }
+
+
+def borrowed(data: memoryview, spec: TensorSpec) -> torch.Tensor:
+    """A tensor over stored bytes, which it keeps alive. Nothing may write to it.
+
+    Args:
+        data: At least ``spec.nbytes`` bytes.
+        spec: Dtype and layout.
+
+    Returns:
+        A view; a copy if the bytes are not aligned for the dtype.
+    """
+    if spec.numel == 0:
+        return torch.empty(spec.shape, dtype=spec.dtype)
+    flat = np.asarray(_Writable(data) if data.readonly else np.frombuffer(data, dtype=np.uint8))
+    if flat.__array_interface__["data"][0] % spec.dtype.itemsize:
+        flat = flat.copy()
+    return _shaped(torch.frombuffer(flat, dtype=spec.dtype, count=spec.numel), spec)

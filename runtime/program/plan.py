@@ -1,0 +1,210 @@
+"""A ``.pte`` program as frozen records: what the decoder produces and the hosts execute.
+
+Names follow ExecuTorch's ``program.fbs``. An execution plan is one method: a table of values, and
+instructions that name values by their index in it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+
+class Dynamism(enum.Enum):
+    """What a tensor's serialized shape says about its shape at run time."""
+
+    STATIC = 0
+    """The shape itself."""
+    BOUNDED = 1
+    """The largest shape; every dimension may be smaller."""
+    UNBOUNDED = 2
+    """Nothing but the rank; memory is allocated at run time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Planned memory of a tensor: arena ``arena``, from byte ``offset`` on."""
+
+    arena: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor value.
+
+    Attributes:
+        dtype: Element type.
+        shape: Sizes, to be read as ``dynamism`` says.
+        dim_order: Dimensions from outermost to innermost in memory.
+        dynamism: Static, bounded or unbounded.
+        buffer: Index of the tensor's data among the constants (or, if ``allocation`` is set, among
+            the initial values of mutable tensors); 0 for none.
+        allocation: Planned memory, None for constants and for tensors given memory at run time.
+        mutable_segment: Which group of initial values ``buffer`` counts in.
+        external_key: Name of the data when it is stored outside the program, else None.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    dim_order: tuple[int, ...]
+    dynamism: Dynamism = Dynamism.STATIC
+    buffer: int = 0
+    allocation: Allocation | None = None
+    mutable_segment: int = 0
+    external_key: str | None = None
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the tensor is data of the program that nothing may write."""
+        return self.allocation is None and (self.buffer > 0 or self.external_key is not None)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of ``shape``."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that ``shape`` occupies."""
+        return self.numel * self.dtype.itemsize
+
+    def strides_for(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Strides, in elements, of a dense tensor of ``shape`` in this tensor's dimension order."""
+        strides = [1] * len(shape)
+        step = 1
+        for dim in reversed(self.dim_order):
+            strides[dim] = step
+            step *= max(shape[dim], 1)
+        return tuple(strides)
+
+    def __str__(self) -> str:
+        prefix = {Dynamism.STATIC: "", Dynamism.BOUNDED: "<=", Dynamism.UNBOUNDED: "?"}[
+            self.dynamism
+        ]
+        return describe(self.dtype, [f"{prefix}{size}" for size in self.shape])
+
+
+def describe(dtype: torch.dtype, shape: Iterable[object]) -> str:
+    """A dtype and shape the way messages show them, for example ``float32[2, 3]``."""
+    sizes = ", ".join(str(size) for size in shape)
+    return f"{str(dtype).removeprefix('torch.')}[{sizes}]"
+
+
+class ListKind(enum.Enum):
+    """What the members of an ``IndexList`` are."""
+
+    INT = "int"
+    TENSOR = "tensor"
+    OPTIONAL_TENSOR = "optional tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class IndexList:
+    """A list whose members are other values, by index; -1 is None in an optional tensor list."""
+
+    kind: ListKind
+    items: tuple[int, ...]
+
+
+ValueSpec: TypeAlias = (
+    TensorSpec | IndexList | bool | int | float | str | tuple[float, ...] | tuple[bool, ...] | None
+)
+"""One entry of a method's value table; tuples are lists of floats or booleans."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """Call ``operator`` with ``args``: its schema's arguments in order, then its result."""
+
+    operator: str
+    args: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DelegateCall:
+    """Call delegate number ``delegate`` with the values ``args``: its inputs, then its outputs."""
+
+    delegate: int
+    args: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCall:
+    """Let value ``target`` be value ``source``."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class JumpFalseCall:
+    """Continue at instruction ``target`` of the chain if value ``condition`` is false."""
+
+    condition: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class FreeCall:
+    """Release the memory of the tensor ``value``."""
+
+    value: int
+
+
+Instruction: TypeAlias = KernelCall | DelegateCall | MoveCall | JumpFalseCall | FreeCall
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DelegateInfo:
+    """One delegated subgraph.
+
+    Attributes:
+        backend_id: Name of the backend that lowered it.
+        processed: What the backend's preprocess returned: a view, not a copy.
+        compile_specs: Keys and values given to the partitioner, in order.
+    """
+
+    backend_id: str
+    processed: memoryview
+    compile_specs: tuple[tuple[str, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MethodInfo:
+    """One method of a program.
+
+    Attributes:
+        name: Method name, for example ``forward``.
+        values: The value table.
+        inputs: Indices of the method's inputs in it.
+        outputs: Indices of the method's outputs.
+        chains: Instructions, in chains executed one after another (exporters write one).
+        delegates: Delegated subgraphs, by the number that ``DelegateCall`` uses.
+        arena_sizes: Bytes of planned memory by arena number; arena 0 is unused.
+    """
+
+    name: str
+    values: tuple[ValueSpec, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    chains: tuple[tuple[Instruction, ...], ...]
+    delegates: tuple[DelegateInfo, ...]
+    arena_sizes: tuple[int, ...]
+
+    @property
+    def input_specs(self) -> tuple[ValueSpec, ...]:
+        """Metadata of the inputs, in order."""
+        return tuple(self.values[index] for index in self.inputs)
+
+    @property
+    def output_specs(self) -> tuple[ValueSpec, ...]:
+        """Metadata of the outputs, in order."""
+        return tuple(self.values[index] for index in self.outputs)

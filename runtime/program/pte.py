@@ -1,0 +1,307 @@
+"""Reading a ``.pte``: the container around the program, and the data it refers to.
+
+Layout, all little-endian:
+
+    0    uint32    offset of the program's root table
+    4    4 bytes   file identifier, ``ET12``
+    8    header    optional, see below
+    ..             the program's tables (FlatBuffers)
+    base           segments: constants, initial values, delegates, named data
+
+    header: "eh00", uint32 header length, uint64 size of the program (this header included),
+            uint64 base (offset of the first segment); from length 32 on: uint64 size of all
+            segments
+
+A file is mapped, not read, and nothing in it is copied: constants, delegates and named data are
+views.
+
+Source: ``schema/program.fbs`` and ``schema/extended_header.h`` of ExecuTorch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from coreml_delegate.errors import BlobFormatError, ProgramError
+from coreml_delegate.runtime.program.decoder import (
+    DataLocation,
+    DataReference,
+    Subsegments,
+    decode_method,
+    decode_named_data,
+    decode_segment,
+    decode_subsegments,
+)
+from coreml_delegate.runtime.program.flatbuffer import FlatBuffer, Table
+from coreml_delegate.runtime.program.plan import MethodInfo, TensorSpec
+
+Source: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview"
+"""A program: path of a ``.pte``, or its bytes."""
+
+_IDENTIFIER: Final = b"ET12"
+_BUNDLED_IDENTIFIER: Final = b"BP08"
+_HEADER_MAGIC: Final = b"eh00"
+_HEADER: Final = struct.Struct("<4sIQQ")
+_SEGMENT_DATA_SIZE: Final = struct.Struct("<Q")
+_HEADER_POSITION: Final = 8
+_REMEDY: Final = "Export the program again, or copy the file again if it was transferred."
+
+
+@dataclass(frozen=True, slots=True)
+class _Container:
+    """The two parts of a file: the program's tables and the segments."""
+
+    program: memoryview
+    segments: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    """Everything outside the plans that plans refer to."""
+
+    segments: tuple[memoryview, ...]
+    inline_constants: tuple[memoryview, ...]
+    constants: Subsegments | None
+    initial_values: tuple[Subsegments, ...]
+    named: Mapping[str, memoryview]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PteProgram:
+    """A parsed and checked ``.pte``.
+
+    Attributes:
+        methods: In file order.
+        origin: Where it came from, for messages: the path, or ``<bytes>``.
+    """
+
+    methods: tuple[MethodInfo, ...]
+    origin: str
+    _data: _Data = field(repr=False)
+
+    @classmethod
+    def open(cls, source: Source) -> PteProgram:
+        """Map (a path) or view (bytes) a program and parse it.
+
+        Args:
+            source: Path of a ``.pte``, or its bytes, which must then not change.
+
+        Returns:
+            The program. It keeps the mapping or the bytes alive.
+
+        Raises:
+            BlobFormatError: Not a ``.pte``, or a truncated or corrupt one.
+            ProgramError: The file cannot be read.
+        """
+        view, origin = _view(source)
+        with _naming(origin):
+            container = _split(view)
+            root = FlatBuffer(container.program).root()
+            data, methods = _decode(root, container)
+            program = cls(methods=methods, origin=origin, _data=data)
+            for method in methods:
+                program._check_data(method)
+        return program
+
+    @property
+    def method_names(self) -> tuple[str, ...]:
+        """Names of the methods, in file order."""
+        return tuple(method.name for method in self.methods)
+
+    @property
+    def named_data_keys(self) -> tuple[str, ...]:
+        """Keys of the named data, in file order."""
+        return tuple(self._data.named)
+
+    def method(self, name: str) -> MethodInfo:
+        """The method called ``name``.
+
+        Raises:
+            ProgramError: There is none.
+        """
+        for method in self.methods:
+            if method.name == name:
+                return method
+        raise ProgramError(
+            "program has no such method",
+            got=repr(name),
+            expected=" or ".join(repr(known) for known in self.method_names) or "no method at all",
+        )
+
+    def named_data(self, key: str) -> memoryview | None:
+        """Named data under ``key``, as a view; None when there is none."""
+        return self._data.named.get(key)
+
+    def tensor_data(self, spec: TensorSpec) -> memoryview | None:
+        """The stored bytes of a constant, or the initial value of a mutable tensor.
+
+        Args:
+            spec: A tensor of one of the methods.
+
+        Returns:
+            Exactly ``spec.nbytes`` bytes, as a view; None when the program stores none.
+
+        Raises:
+            BlobFormatError: The reference leads nowhere.
+        """
+        if spec.external_key is not None or spec.buffer == 0:
+            return None
+        if spec.allocation is not None:
+            return self._initial_value(spec)
+        if self._data.constants is not None and self._data.constants.offsets:
+            return self._subsegment(self._data.constants, spec)
+        inline = self._data.inline_constants
+        if spec.buffer >= len(inline):
+            raise _dangling("a constant", spec.buffer, len(inline))
+        return _sized(inline[spec.buffer], 0, spec)
+
+    def _initial_value(self, spec: TensorSpec) -> memoryview:
+        groups = self._data.initial_values
+        if spec.mutable_segment >= len(groups):
+            raise _dangling("a group of initial values", spec.mutable_segment, len(groups))
+        return self._subsegment(groups[spec.mutable_segment], spec)
+
+    def _subsegment(self, group: Subsegments, spec: TensorSpec) -> memoryview:
+        if spec.buffer >= len(group.offsets):
+            raise _dangling("tensor data", spec.buffer, len(group.offsets))
+        segment = _segment(self._data.segments, group.segment)
+        return _sized(segment, group.offsets[spec.buffer], spec)
+
+    def _check_data(self, method: MethodInfo) -> None:
+        for value in method.values:
+            if isinstance(value, TensorSpec):
+                self.tensor_data(value)
+
+
+def _view(source: Source) -> tuple[memoryview, str]:
+    if isinstance(source, bytes | bytearray | memoryview):
+        return memoryview(source).cast("B"), "<bytes>"
+    path = Path(source)
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return memoryview(b""), str(path)
+            # Copy-on-write: torch wants writable memory; no write reaches the file.
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)), str(path)
+    except OSError as error:
+        raise ProgramError(
+            "cannot read the program", got=f"{path} ({error.strerror})", expected="a .pte file"
+        ) from error
+
+
+@contextmanager
+def _naming(origin: str) -> Generator[None]:
+    """Say which file, and what to do about it, in every format error raised inside."""
+    try:
+        yield
+    except BlobFormatError as error:
+        raise BlobFormatError(
+            f"{origin}: {error.what}",
+            got=error.got,
+            expected=error.expected,
+            remedy=error.remedy or _REMEDY,
+        ) from None
+
+
+def _split(view: memoryview) -> _Container:
+    """Check the file's identity and separate tables from segments."""
+    identifier = bytes(view[4:8])
+    if identifier == _BUNDLED_IDENTIFIER:
+        raise BlobFormatError(
+            "this is a bundled program",
+            expected="a plain .pte",
+            remedy="Save the program without its test cases.",
+        )
+    if identifier != _IDENTIFIER:
+        raise BlobFormatError(
+            "not an ExecuTorch program",
+            got=f"file identifier {identifier!r} in {len(view)} bytes",
+            expected=repr(_IDENTIFIER),
+        )
+    head = bytes(view[_HEADER_POSITION : _HEADER_POSITION + _HEADER.size])
+    if not head.startswith(_HEADER_MAGIC):
+        return _Container(view, view[:0])
+    if len(head) < _HEADER.size:
+        raise BlobFormatError("program is truncated", got=f"{len(view)} bytes")
+    _, length, program_size, base = _HEADER.unpack(head)
+    segments_size = 0
+    if length >= _HEADER.size + _SEGMENT_DATA_SIZE.size:
+        position = _HEADER_POSITION + _HEADER.size
+        tail = bytes(view[position : position + _SEGMENT_DATA_SIZE.size])
+        segments_size = int.from_bytes(tail, "little")
+    needed = max(program_size, base + segments_size)
+    if program_size < _HEADER_POSITION or needed > len(view):
+        raise BlobFormatError(
+            "program is truncated or its header is corrupt",
+            got=f"{len(view)} bytes",
+            expected=f"tables of {program_size} bytes and segments up to byte {needed}",
+        )
+    return _Container(view[:program_size], view[base:] if base else view[:0])
+
+
+def _decode(root: Table, container: _Container) -> tuple[_Data, tuple[MethodInfo, ...]]:
+    segments = tuple(
+        _slice(container.segments, offset, size, "segment")
+        for offset, size in root.tables(4, decode_segment)
+    )
+    inline = root.tables(3, lambda table: table.raw(0))
+
+    def resolve(reference: DataReference) -> memoryview:
+        if reference.location is DataLocation.SEGMENT:
+            return _segment(segments, reference.index).toreadonly()
+        if reference.index >= len(inline):
+            raise _dangling("inline delegate data", reference.index, len(inline))
+        return inline[reference.index].toreadonly()
+
+    constants = root.table(5)
+    data = _Data(
+        segments=segments,
+        inline_constants=root.tables(2, lambda table: table.raw(0)),
+        constants=decode_subsegments(constants) if constants else None,
+        initial_values=root.tables(6, decode_subsegments),
+        named={
+            key: _segment(segments, index).toreadonly()
+            for key, index in root.tables(7, decode_named_data)
+        },
+    )
+    methods = root.tables(1, lambda table: decode_method(table, resolve))
+    if len({method.name for method in methods}) != len(methods):
+        raise BlobFormatError(
+            "program has two methods of one name", got=str([method.name for method in methods])
+        )
+    return data, methods
+
+
+def _slice(view: memoryview, offset: int, size: int, what: str) -> memoryview:
+    if offset + size > len(view):
+        raise BlobFormatError(
+            f"{what} lies outside the file",
+            got=f"bytes {offset}..{offset + size}",
+            expected=f"within {len(view)} bytes",
+        )
+    return view[offset : offset + size]
+
+
+def _sized(view: memoryview, offset: int, spec: TensorSpec) -> memoryview:
+    return _slice(view, offset, spec.nbytes, f"data of tensor {spec}")
+
+
+def _segment(segments: tuple[memoryview, ...], index: int) -> memoryview:
+    if index >= len(segments):
+        raise _dangling("a segment", index, len(segments))
+    return segments[index]
+
+
+def _dangling(what: str, index: int, count: int) -> BlobFormatError:
+    return BlobFormatError(
+        f"program refers to {what} that it does not have",
+        got=f"index {index}",
+        expected=f"fewer than {count}",
+    )

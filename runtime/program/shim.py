@@ -1,0 +1,355 @@
+"""The Python side of the shim: ctypes declarations, and the callbacks the runtime ends up in.
+
+A callback never raises into C++. It keeps the exception for the thread's caller, who may be our
+wrapper, and returns an error code, which is all that anyone else gets to see.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import logging
+import struct
+import threading
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from coreml_delegate.errors import EngineUnavailableError, ExecutionError, ProgramError
+from coreml_delegate.runtime.program import shim_build
+from coreml_delegate.runtime.program.decoder import DTYPES
+from coreml_delegate.runtime.program.delegate import (
+    DelegateCallable,
+    DelegateLoader,
+    DelegatePayload,
+    check_output_count,
+    fit_output,
+)
+
+_logger = logging.getLogger(__name__)
+
+_INTERFACE_VERSION: Final = 1
+_OK: Final = 0
+_FAILED: Final = 0x1  # Error::Internal
+_NOT_FOUND: Final = 0x20  # Error::NotFound
+# A value's record: is tensor, dtype, rank, is dynamic, address, bytes, address of the value.
+_FIELDS: Final = struct.Struct("=7q")
+
+
+class _SpecView(ctypes.Structure):
+    _fields_ = (
+        ("key", ctypes.c_char_p),
+        ("value", ctypes.c_void_p),
+        ("nbytes", ctypes.c_uint64),
+    )
+
+
+_INIT: Final = ctypes.CFUNCTYPE(
+    ctypes.c_int32,
+    ctypes.c_void_p,
+    ctypes.c_char_p,
+    ctypes.c_char_p,
+    ctypes.c_void_p,
+    ctypes.c_uint64,
+    ctypes.POINTER(_SpecView),
+    ctypes.c_uint64,
+)
+_EXECUTE: Final = ctypes.CFUNCTYPE(
+    ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64
+)
+_DESTROY: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class _Callbacks(ctypes.Structure):
+    _fields_ = (("init", _INIT), ("execute", _EXECUTE), ("destroy", _DESTROY))
+
+
+@dataclass(frozen=True, slots=True)
+class _Argument:
+    """One value of a call: its tensor over the runtime's memory, and the means to resize it."""
+
+    tensor: torch.Tensor
+    value: int
+    is_dynamic: bool
+
+
+@dataclass(slots=True)
+class _Delegate:
+    """A loaded delegate, with the arguments of its last call.
+
+    The runtime passes the same memory call after call: as long as it does, so do we.
+    """
+
+    callable: DelegateCallable
+    records: bytes = b""
+    arguments: list[_Argument] = field(default_factory=list[_Argument])
+
+
+class _ThreadState(threading.local):
+    """What a callback leaves for its caller on the same thread."""
+
+    error: BaseException | None = None
+    is_kept: bool = False
+
+
+# The functions of the library, with what they take; all but the last return an error code.
+_PROTOTYPES: Final[Mapping[str, tuple[Any, ...]]] = {
+    "coreml_shim_has_backend": (ctypes.c_char_p,),
+    "coreml_shim_register": (ctypes.c_char_p, ctypes.POINTER(_Callbacks)),
+    "coreml_shim_named_data": (
+        ctypes.c_void_p,
+        ctypes.c_char_p,
+        ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_void_p),
+        ctypes.POINTER(ctypes.c_uint64),
+    ),
+    "coreml_shim_resize": (
+        ctypes.c_void_p,
+        ctypes.POINTER(ctypes.c_int32),
+        ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_int64),
+    ),
+    "coreml_shim_close": (),
+}
+
+
+class Shim:
+    """The loaded library. One per process: registrations live as long as it does."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        for name, argument_types in _PROTOTYPES.items():
+            function = getattr(library, name)
+            function.argtypes = argument_types
+            function.restype = ctypes.c_int32
+        library.coreml_shim_close.restype = None
+        self._loaders: dict[str, DelegateLoader] = {}
+        self._delegates: dict[int, _Delegate] = {}
+        self._state = _ThreadState()
+        # The runtime keeps these pointers for good; so do we.
+        self._callbacks = _Callbacks(
+            _INIT(self._init), _EXECUTE(self._execute), _DESTROY(self._destroy)
+        )
+
+    def register(self, backend_id: str, loader: DelegateLoader) -> None:
+        """Let ``loader`` load the delegates of ``backend_id``, from now on.
+
+        Raises:
+            EngineUnavailableError: The runtime has another backend of that name, or no room.
+        """
+        if backend_id not in self._loaders:
+            name = backend_id.encode()
+            if self._library.coreml_shim_has_backend(name):
+                raise EngineUnavailableError(
+                    "the runtime has another backend of this name already", got=backend_id
+                )
+            code = self._library.coreml_shim_register(name, ctypes.byref(self._callbacks))
+            if code != _OK:
+                raise EngineUnavailableError(
+                    f"the runtime refused to register {backend_id}", got=f"error {code:#x}"
+                )
+        self._loaders[backend_id] = loader
+
+    @contextmanager
+    def keeping_errors(self) -> Generator[Callable[[], BaseException | None]]:
+        """Within this block, exceptions of callbacks on this thread are kept instead of logged.
+
+        Yields:
+            A function that gives the exception kept last, if any.
+        """
+        state = self._state
+        before = state.is_kept, state.error
+        state.is_kept, state.error = True, None
+        try:
+            yield lambda: state.error
+        finally:
+            state.is_kept, state.error = before
+
+    # --- callbacks
+
+    def _report(self, error: BaseException, doing: str) -> int:
+        self._state.error = error
+        if not self._state.is_kept:
+            self._state.error = None  # nobody will ask: do not keep its frames alive
+            _logger.error("%s failed", doing, exc_info=error)
+        return _FAILED
+
+    def _init(
+        self,
+        handle: int,
+        backend: bytes,
+        method: bytes,
+        processed: int | None,
+        nbytes: int,
+        specs: Any,
+        spec_count: int,
+    ) -> int:
+        try:
+            payload = DelegatePayload(
+                backend_id=backend.decode(),
+                processed=_bytes_at(processed, nbytes),
+                compile_specs=tuple(
+                    (spec.key.decode(), bytes(_bytes_at(spec.value, spec.nbytes)))
+                    for spec in (specs[:spec_count] if spec_count else ())
+                ),
+                method_name=method.decode(),
+                named_data=functools.partial(self._named_data, handle),
+            )
+            self._delegates[handle] = _Delegate(self._loaders[payload.backend_id](payload))
+        except BaseException as error:  # noqa: BLE001 - nothing may be raised into C++
+            return self._report(error, "loading a delegate")
+        return _OK
+
+    def _execute(self, handle: int, records: int, length: int) -> int:
+        try:
+            delegate = self._delegates[handle]
+            key = ctypes.string_at(records, length * 8)
+            if key != delegate.records:
+                delegate.arguments = _arguments(key)
+                delegate.records = key
+            with torch.no_grad():
+                self._call(delegate)
+        except BaseException as error:  # noqa: BLE001 - nothing may be raised into C++
+            return self._report(error, "executing a delegate")
+        return _OK
+
+    def _destroy(self, handle: int) -> None:
+        self._delegates.pop(handle, None)
+
+    def _call(self, delegate: _Delegate) -> None:
+        function, arguments = delegate.callable, delegate.arguments
+        count = function.input_count
+        outputs = arguments[count:]
+        results = function([argument.tensor for argument in arguments[:count]])
+        check_output_count(len(results), len(outputs))
+        for position, (argument, result) in enumerate(zip(outputs, results, strict=True)):
+            target = argument.tensor
+            source = fit_output(
+                result, target.shape, dynamic=argument.is_dynamic, position=position
+            )
+            if source.shape != target.shape:
+                target = self._resize(argument, tuple(source.shape))
+            target.copy_(source)
+
+    def _resize(self, argument: _Argument, shape: tuple[int, ...]) -> torch.Tensor:
+        rank = len(shape)
+        record = (ctypes.c_int64 * (_FIELDS.size // 8 + 2 * rank))()
+        sizes = (ctypes.c_int32 * rank)(*shape)
+        code = self._library.coreml_shim_resize(argument.value, sizes, rank, record)
+        if code != _OK:
+            raise ExecutionError(
+                "the runtime cannot resize a delegate's output",
+                got=f"shape {list(shape)} (error {code:#x})",
+                expected="a shape within the bounds the program was exported with",
+            )
+        return _arguments(bytes(record))[0].tensor
+
+    def _named_data(self, handle: int, key: str) -> memoryview | None:
+        if handle in self._delegates:
+            raise ProgramError("named data can be read only while a delegate is loaded", got=key)
+        data, nbytes, name = ctypes.c_void_p(), ctypes.c_uint64(), key.encode()
+        code = self._library.coreml_shim_named_data(
+            handle, name, len(name), ctypes.byref(data), ctypes.byref(nbytes)
+        )
+        if code == _NOT_FOUND:
+            return None
+        if code != _OK:
+            raise ProgramError(
+                f"the runtime cannot read named data {key!r}", got=f"error {code:#x}"
+            )
+        return _bytes_at(data.value, nbytes.value)
+
+
+def _bytes_at(address: int | None, nbytes: int) -> memoryview:
+    if not address or not nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B").toreadonly()
+
+
+def _arguments(records: bytes) -> list[_Argument]:
+    """Decode the records of a call into tensors over the runtime's memory."""
+    arguments: list[_Argument] = []
+    position = 0
+    while position < len(records):
+        is_tensor, dtype, rank, is_dynamic, data, nbytes, value = _FIELDS.unpack_from(
+            records, position
+        )
+        position += _FIELDS.size
+        if not is_tensor:
+            raise ProgramError(
+                f"argument {len(arguments)} of a delegate is no tensor",
+                expected="tensors only, as on a device",
+            )
+        layout = struct.unpack_from(f"={2 * rank}q", records, position)
+        position += 8 * len(layout)
+        tensor = _tensor(DTYPES.get(dtype), layout[:rank], layout[rank:], data, nbytes)
+        arguments.append(_Argument(tensor, value, bool(is_dynamic)))
+    return arguments
+
+
+def _tensor(
+    dtype: torch.dtype | None,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    data: int,
+    nbytes: int,
+) -> torch.Tensor:
+    if dtype is None:
+        raise ProgramError("argument of a delegate has a dtype that torch does not have")
+    if nbytes == 0:
+        return torch.empty(sizes, dtype=dtype)
+    if not data:
+        raise ExecutionError("the runtime passed a tensor without memory", got=f"{nbytes} bytes")
+    memory = (ctypes.c_ubyte * nbytes).from_address(data)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(sizes, strides)
+
+
+_lock: Final = threading.Lock()
+_shim: Shim | None = None
+
+
+def loaded_shim() -> Shim | None:
+    """The shim, if something has been registered through it."""
+    return _shim
+
+
+def load_shim() -> Shim:
+    """Build the shim if needed, and load it.
+
+    Returns:
+        The shim, the same one every time.
+
+    Raises:
+        EngineUnavailableError: It cannot be built or loaded; the message carries the reason.
+    """
+    global _shim
+    with _lock:
+        if _shim is None:
+            _shim = _load()
+        return _shim
+
+
+def _load() -> Shim:
+    path = shim_build.build()
+    root = shim_build.executorch_root()
+    try:
+        if root is not None:
+            # The shim names the runtime library without a path: it must be loaded already.
+            ctypes.CDLL(str(shim_build.library_path(root)))
+        library = ctypes.CDLL(str(path))
+        version: int = library.coreml_shim_version()
+        shim = Shim(library)
+    except (OSError, AttributeError) as error:
+        raise EngineUnavailableError(
+            "cannot load the runtime shim",
+            got=str(error),
+            remedy=f"Delete {path} to have it built again.",
+        ) from error
+    if version != _INTERFACE_VERSION:
+        raise EngineUnavailableError("the runtime shim is of another version", got=str(version))
+    atexit.register(library.coreml_shim_close)
+    return shim

@@ -1,0 +1,59 @@
+"""Kernels against coremltools' own registry of ops."""
+
+from __future__ import annotations
+
+import pytest
+from support.mil import op_versions
+
+from coreml_delegate.runtime.engines.reference import REFERENCE
+from coreml_delegate.runtime.engines.reference.compiler import STRUCTURAL
+from coreml_delegate.runtime.engines.reference.registry import find, kernel, kernels
+from coreml_delegate.runtime.mil.opset import Opset
+
+# Symbolic constants exist while coremltools converts, never in a program.
+_NEVER_SERIALIZED = {"_const_symbolic"}
+
+VERSIONS = [
+    pytest.param(op_type, since, operation, id=f"{op_type}-{since.name}")
+    for op_type, since, operation in op_versions()
+    if op_type not in STRUCTURAL | _NEVER_SERIALIZED
+]
+
+
+@pytest.mark.parametrize(("op_type", "since", "operation"), VERSIONS)
+def test_signature_is_the_schema(op_type, since, operation):
+    found = find(op_type, since)
+    assert found is not None, f"{op_type} has no kernel in {since.name}"
+    expected = operation.input_spec.input_types
+    assert set(found.parameters) == set(expected)
+    optional = {name for name, spec in expected.items() if spec.optional}
+    required_here = {name for name, p in found.parameters.items() if not p.optional}
+    assert not optional & required_here
+
+
+def test_kernels_do_not_precede_the_version_they_implement():
+    introduced = {(op_type, since) for op_type, since, _ in op_versions()}
+    assert [(k.op_type, k.since.name) for k in kernels() if (k.op_type, k.since) not in introduced] == []
+
+
+def test_every_registered_op_is_covered():
+    op_types = {op_type for op_type, _, _ in op_versions()} - _NEVER_SERIALIZED
+    assert {op for op in op_types if find(op, Opset.iOS26) is None} <= STRUCTURAL
+    assert len(op_types) == 167  # a change of coremltools shall be noticed
+
+
+def test_newest_version_not_after_the_opset_wins():
+    assert "validate_indices" not in find("gather", Opset.iOS16).parameters
+    assert "validate_indices" in find("gather", Opset.iOS26).parameters
+    assert find("scaled_dot_product_attention", Opset.iOS17) is None
+    assert find("no_such_op", Opset.iOS26) is None
+
+
+def test_two_kernels_for_one_version_are_refused():
+    with pytest.raises(ValueError, match="relu of iOS15 has two kernels"):
+        kernel("relu")(lambda: None)
+
+
+def test_engine_is_always_available():
+    assert REFERENCE.name == "reference"
+    assert REFERENCE.unavailable_reason() is None

@@ -1,0 +1,67 @@
+"""Programs with delegates of the test backend."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from support.eager_backend import lower
+from torch import nn
+
+
+class Mixed(nn.Module):
+    """Two delegates around an operator that stays outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        a = self.linear(x)
+        return torch.sin(a) + torch.relu(a), a
+
+
+class Other(nn.Module):
+    def forward(self, x):
+        return torch.relu(x) + x
+
+
+class Scalar(nn.Module):
+    """A delegate whose output is a scalar."""
+
+    def forward(self, x):
+        return torch.sum(x)
+
+
+_MIXED_OPS = (
+    "aten.linear.default",
+    "aten.addmm.default",
+    "aten.permute_copy.default",
+    "aten.add.Tensor",
+    "aten.relu.default",
+)
+
+
+@functools.cache
+def modules() -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    return {"forward": Mixed().eval(), "other": Other().eval()}
+
+
+@functools.cache
+def two_methods() -> bytes:
+    rows = torch.export.Dim("rows", min=1, max=6)
+    return lower(
+        {
+            "forward": (modules()["forward"], (torch.randn(5, 4),), ({0: rows},)),
+            "other": (modules()["other"], (torch.randn(2),), None),
+        },
+        *_MIXED_OPS,
+    )
+
+
+@functools.cache
+def scalar() -> bytes:
+    return lower(
+        {"forward": (Scalar(), (torch.randn(3),), None)}, "aten.sum.default", "aten.sum.dim_IntList"
+    )

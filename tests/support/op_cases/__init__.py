@@ -1,0 +1,8 @@
+"""Cases of every MIL op, to be run by every engine."""
+
+from __future__ import annotations
+
+from support.op_cases import elementwise, network
+from support.op_cases.case import OpCase
+
+CASES: list[OpCase] = [*elementwise.CASES, *network.CASES]

@@ -11,7 +11,7 @@ import importlib
 import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -36,7 +36,7 @@ def coremltools() -> Any:
 
 
 @contextmanager
-def quiet_import() -> Iterator[None]:
+def quiet_import() -> Generator[None]:
     """Drop the known import-time messages of coremltools and torchao."""
     filters = [(logging.getLogger(name), _Drop(patterns)) for name, patterns in _NOISE.items()]
     for logger, drop in filters:

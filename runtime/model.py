@@ -166,7 +166,7 @@ def _cast(feature: Feature, array: Array, dtype: DType) -> Array:
             expected=dtype.label,
         )
     if array.size and not dtype.is_float and array.dtype.kind in "iu":
-        limits = np.iinfo(dtype.numpy)
+        limits = np.iinfo(dtype.numpy.name)
         if array.min() < limits.min or array.max() > limits.max:
             raise InputError(
                 f"input {feature.name!r} has values beyond {dtype.label}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from unittest import mock
 
 from torch.export import ExportedProgram
 
-from coreml_delegate.compile_options import CompileOptions, ModelType, Precision
+from coreml_delegate.compile_options import CompileOptions, ModelType
 from coreml_delegate.errors import ConversionError, LoweringError, OptionError
 from coreml_delegate.third_party import coremltools, quiet_import
 
@@ -39,7 +39,7 @@ class Conversion:
 
 
 @contextmanager
-def converted(program: ExportedProgram, options: CompileOptions) -> Iterator[Conversion]:
+def converted(program: ExportedProgram, options: CompileOptions) -> Generator[Conversion]:
     """Convert ``program`` inside a temporary directory that is always removed.
 
     Args:
@@ -130,7 +130,7 @@ def _check_compiler(options: CompileOptions) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None]:
     """Keep coremltools' progress bars off: a library does not draw on its caller's terminal."""
     import tqdm
 

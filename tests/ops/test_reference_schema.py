@@ -33,7 +33,9 @@ def test_signature_is_the_schema(op_type, since, operation):
 
 def test_kernels_do_not_precede_the_version_they_implement():
     introduced = {(op_type, since) for op_type, since, _ in op_versions()}
-    assert [(k.op_type, k.since.name) for k in kernels() if (k.op_type, k.since) not in introduced] == []
+    assert [
+        (k.op_type, k.since.name) for k in kernels() if (k.op_type, k.since) not in introduced
+    ] == []
 
 
 def test_every_registered_op_is_covered():

@@ -47,7 +47,8 @@ def sample(name: str) -> bytes:
 SAMPLES = ("two_methods", "branches", "counter", "several_outputs")
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+# Programs with data behind the tables: without it, the last bytes of the file may be padding.
+@pytest.mark.parametrize("name", ["two_methods", "branches", "counter"])
 @QUICK
 @given(data=st.data())
 def test_truncated(name: str, data: st.DataObject) -> None:

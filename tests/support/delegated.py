@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 
 import torch
-from support.eager_backend import lower
 from torch import nn
+
+from support.eager_backend import lower
 
 
 class Mixed(nn.Module):

@@ -1,7 +1,7 @@
 """MIL programs for tests, built with coremltools' builder and read back with our reader.
 
-``build`` serializes a builder function as it stands: no pass folds, fuses or casts anything. ``infer``
-asks coremltools for the value of the same function on constants, which it computes with numpy.
+``build`` serializes a builder function as it stands: no pass folds, fuses or casts anything.
+``infer`` asks coremltools for the value of the same function on constants, computed with numpy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from coreml_delegate.third_party import quiet_import
 with quiet_import():
     import coremltools as ct
     from coremltools.converters.mil.backend.mil.load import load
-    from coremltools.converters.mil.mil import Builder as mb  # noqa: N813 - coremltools' own idiom
+    from coremltools.converters.mil.mil import Builder as mb
     from coremltools.converters.mil.mil import types
     from coremltools.converters.mil.mil.ops.registry import SSAOpRegistry
 
@@ -55,8 +55,8 @@ def _as_feature(var: Any, opset: Opset) -> Any:
 def builder_program(function: MilFunction, inputs: Arrays, opset: Opset) -> Any:
     """A coremltools program of ``function`` on inputs like ``inputs``.
 
-    Inputs and outputs of dtypes that a model cannot take or give are cast, so that ``function`` sees the
-    dtypes of ``inputs`` whatever they are.
+    Inputs and outputs of dtypes that a model cannot take or give are cast, so that ``function``
+    sees the dtypes of ``inputs`` whatever they are.
     """
 
     def with_casts(**features: Any) -> Any:
@@ -86,7 +86,11 @@ def builder_program(function: MilFunction, inputs: Arrays, opset: Opset) -> Any:
 
 def build(function: MilFunction, inputs: Arrays, opset: Opset = Opset.iOS18) -> Program:
     """``function`` on inputs like ``inputs``, serialized by coremltools and read by our reader."""
-    program = builder_program(function, inputs, opset)
+    return serialized(builder_program(function, inputs, opset), opset)
+
+
+def serialized(program: Any, opset: Opset) -> Program:
+    """A coremltools program, serialized as it stands and read by our reader."""
     with tempfile.TemporaryDirectory() as folder:
         message = load(program, folder, specification_version=int(opset))
         stored = {

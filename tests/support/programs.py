@@ -194,7 +194,7 @@ CASES = {
             "dynamic_rows",
             Rows,
             (_floats(4, 2), _floats(2)),
-            runs=((_floats(8, 2), _floats(2)), (_floats(3, 2), _floats(2))),
+            runs=((_floats(2, 2), _floats(2)), (_floats(3, 2), _floats(2))),
             dynamic=({0: _LENGTH}, None),
         ),
         Case(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from openvino import opset16 as ops
+from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import per_channel, rank, scalar
 from coreml_delegate.runtime.engines.openvino.registry import (

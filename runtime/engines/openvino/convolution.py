@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from openvino import opset16 as ops
+from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
     per_channel,

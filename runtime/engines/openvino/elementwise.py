@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import openvino as ov
-from openvino import opset16 as ops
+from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
     GRAPH_TYPE,

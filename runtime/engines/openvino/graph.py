@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
-from openvino import opset16 as ops
+from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.registry import Tensor, refuse
 from coreml_delegate.runtime.mil.dtypes import DType
@@ -169,19 +169,18 @@ def converted(value: Tensor, destination: ov.Type) -> Any:
     return ops.convert(value, destination).output(0)
 
 
-def array_constant(array: NDArray[np.generic], type_: ov.Type | None = None) -> Any:
-    """A constant that shares the memory of ``array``, which the caller keeps alive.
+def array_constant(array: NDArray[np.generic]) -> Any:
+    """A constant that shares the memory of ``array`` and keeps it alive.
 
     OpenVINO's binding takes writable arrays alone, while program constants are read-only views of a
     mapped file. A constant is never written, so a writable alias of the same memory is handed over.
     """
     if array.nbytes == 0 or array.ndim == 0:
-        return ops.constant(array) if type_ is None else ops.constant(array, dtype=type_)
+        return ops.constant(array)
     data = np.ascontiguousarray(array)
-    if data is not array and not np.shares_memory(data, array):
-        return ops.constant(data)
-    memory = memoryview((ctypes.c_ubyte * data.nbytes).from_address(data.ctypes.data))
-    alias = np.frombuffer(memory, dtype=data.dtype).reshape(data.shape)
+    block: Any = (ctypes.c_ubyte * data.nbytes).from_address(data.ctypes.data)
+    block.owner = data  # alias -> memoryview -> block -> data
+    alias = np.frombuffer(memoryview(block), dtype=data.dtype).reshape(data.shape)
     return ops.constant(alias, shared_memory=True)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from openvino import opset16 as ops
+from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
     converted,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from openvino import opset16 as ops
+from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
     dims,

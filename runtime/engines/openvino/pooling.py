@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from openvino import opset16 as ops
+from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.convolution import auto_pad, split_pad
 from coreml_delegate.runtime.engines.openvino.graph import rank, scalar

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from openvino import opset16 as ops
+from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import f32, ints, is_float, rank
 from coreml_delegate.runtime.engines.openvino.registry import (
@@ -68,9 +68,7 @@ def _register_argument(op_type: str, mode: str) -> None:
         keep_dims: bool = False,
         output_dtype: str = "int32",  # noqa: ARG001 - the declared output type says the same
     ) -> Result:
-        best = ops.topk(
-            x, ops.constant(1, dtype="i32"), axis, mode, "value", index_element_type="i32"
-        ).output(1)
+        best = ops.topk(x, ints(1), axis, mode, "value", index_element_type="i32").output(1)
         return best if keep_dims else ops.squeeze(best, ints((axis,)))
 
     register(op_type, argument)

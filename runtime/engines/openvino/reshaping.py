@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from openvino import opset16 as ops
+from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
     dim_of,

@@ -1,9 +1,9 @@
 """Running a compiled model: infer requests, the arrays at their ports, states.
 
 What a call costs beyond the model itself was measured on a three-layer perceptron: binding an array
-to a port takes about 10 us, copying a few kilobytes under 1 us, and OpenVINO's public ``infer`` 4 us
-more than the extension method below it. So small arrays are copied through views made once, and
-large ones bound where they lie.
+to a port takes about 10 us, copying a few kilobytes under 1 us, and OpenVINO's public ``infer``
+4 us more than the extension method below it. So small arrays are copied through views made once,
+and large ones bound where they lie.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class OpenVinoFunction:
     """
 
     def __init__(self, translated: Translated, compiled: Any) -> None:
-        self._translated = translated  # owns the memory of the weights that the graph shares
+        self._translated = translated
         self.compiled = compiled
         self._inputs = _ports(translated.inputs, compiled.inputs)
         self._outputs = _ports(translated.outputs, compiled.outputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from openvino import opset16 as ops
+from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
     INT_MAX,
@@ -89,51 +89,57 @@ def slice_update(
     x: Tensor,
     update: Tensor,
     begin: Tensor,
-    end: Tensor,
+    end: Tensor,  # noqa: ARG001 - the shape of the update says where the region ends
     stride: Ints | None = None,
     begin_mask: Bools | None = None,
-    end_mask: Bools | None = None,
+    end_mask: Bools | None = None,  # noqa: ARG001 - likewise
     squeeze_mask: Bools | None = None,
 ) -> Result:
-    """``x`` with the region that ``slice_by_index`` would take replaced by ``update``."""
+    """``x`` with the region that ``slice_by_index`` would take replaced by ``update``.
+
+    One scatter per axis that the region does not span, on what the axes before it select. OpenVINO's
+    own SliceScatter crashed its CPU plugin (2026.4) when the bounds were known at run time only.
+    """
     axes = rank(x)
     squeezed = _flags(squeeze_mask, axes)
-    steps = [1 if drop else step for drop, step in zip(squeezed, stride or [1] * axes, strict=True)]
     dropped = [axis for axis, drop in enumerate(squeezed) if drop]
     if dropped:
         update = ops.unsqueeze(update, ints(dropped))
-    start, stop = _bounds(
-        begin, end, steps, _flags(begin_mask, axes), _flags(end_mask, axes), squeezed
-    )
-    return ops.slice_scatter(x, update, start, stop, ints(steps), ints(list(range(axes))))
+    steps = [1 if drop else step for drop, step in zip(squeezed, stride or [1] * axes, strict=True)]
+    first = _first_places(x, begin, steps, _flags(begin_mask, axes))
+    sizes, counts = static_dims(x, range(axes)), static_dims(update, range(axes))
+    places = [
+        (axis, _places(first, axis, steps[axis], counts[axis]))
+        for axis in range(axes)
+        if counts[axis] != sizes[axis] or steps[axis] < 0
+    ]
+    return _replaced(x, update, places)
 
 
-def _bounds(
-    begin: Tensor,
-    end: Tensor,
-    steps: list[int],
-    begin_mask: list[int],
-    end_mask: list[int],
-    squeezed: list[int],
-) -> tuple[Any, Any]:
-    """Start and stop of a slice with its masks resolved."""
+def _first_places(x: Tensor, begin: Tensor, steps: list[int], begin_mask: list[int]) -> Any:
+    """Index on every axis of the first element of a slice, by numpy's rules."""
+    sizes = np.asarray(static_dims(x, range(rank(x))), dtype=np.int32)
     forward = np.asarray(steps) > 0
-    one = ints(1)
-    after = ops.add(begin, one)
-    # The element at -1 is followed by the end, not by element 0.
-    after = ops.select(ops.equal(after, ints(0)), ints(INT_MAX), after)
-    stop = ops.select(_boolean(squeezed), after, end)
-    stop = ops.select(
-        _boolean(np.asarray(end_mask) & ~np.asarray(squeezed)),
-        ints(np.where(forward, INT_MAX, INT_MIN).tolist()),
-        stop,
-    )
-    start = ops.select(_boolean(begin_mask), ints(np.where(forward, 0, INT_MAX).tolist()), begin)
-    return start, stop
+    default = np.where(forward, 0, sizes - 1).astype(np.int32)
+    start = ops.select(ops.less(begin, ints(0)), ops.add(begin, ops.constant(sizes)), begin)
+    last = ops.constant(np.where(forward, sizes, sizes - 1).astype(np.int32))
+    start = ops.minimum(ops.maximum(start, ints(0)), last)
+    return ops.select(ops.constant(np.asarray(begin_mask, bool)), ops.constant(default), start)
 
 
-def _boolean(flags: Any) -> Any:
-    return ops.constant(np.asarray(flags, dtype=bool))
+def _places(first: Any, axis: int, step: int, count: int) -> Any:
+    """The ``count`` indices along ``axis`` of a slice."""
+    start = ops.gather(first, ints((axis,)), ints(0))
+    return ops.add(start, ints((np.arange(count) * step).tolist()))
+
+
+def _replaced(x: Tensor, update: Tensor, places: list[tuple[int, Any]]) -> Any:
+    """``x`` with ``update`` at the given places of some axes and the whole of the others."""
+    if not places:
+        return update
+    (axis, indices), rest = places[0], places[1:]
+    inner = _replaced(ops.gather(x, indices, ints(axis)), update, rest) if rest else update
+    return ops.scatter_update(x, indices, inner, ints(axis))
 
 
 @translation("crop")

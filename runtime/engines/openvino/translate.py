@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import openvino as ov
-from numpy.typing import NDArray
-from openvino import opset16 as ops
+from openvino import opset15 as ops
 
 from coreml_delegate.errors import CoreMLDelegateError, UnsupportedOpError
 from coreml_delegate.runtime.engines.openvino import (
@@ -75,14 +74,12 @@ class Translated:
         inputs: Feature names.
         outputs: Feature names.
         states: Name and type of every state tensor.
-        owners: Constants whose memory the model shares.
     """
 
     model: ov.Model
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     states: tuple[tuple[str, TensorType], ...]
-    owners: tuple[Constant, ...]
 
 
 def translate(function: Function) -> Translated:
@@ -113,8 +110,7 @@ class _Translator:
     reasons: list[str] | None = None
     opset: Opset = field(init=False)
     values: dict[str, _Value] = field(default_factory=dict[str, _Value])
-    nodes: dict[int, Any] = field(default_factory=dict[int, Any])
-    owners: list[Constant] = field(default_factory=list[Constant])
+    nodes: dict[Constant | Weight, Any] = field(default_factory=dict[Constant | Weight, Any])
     states: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
@@ -143,7 +139,6 @@ class _Translator:
             tuple(p.name for p in self.function.params if not isinstance(p.type, StateType)),
             tuple(outputs),
             state_types,
-            tuple(self.owners),
         )
 
     # Interface
@@ -278,24 +273,13 @@ class _Translator:
         return data
 
     def _tensor(self, value: _Value) -> Any:
-        if isinstance(value, Constant):
-            if id(value) not in self.nodes:
-                self.nodes[id(value)] = self._constant(value)
-                self.owners.append(value)
-            return self.nodes[id(value)]
-        if isinstance(value, Weight):
-            if id(value) not in self.nodes:
-                self.nodes[id(value)] = _weight(value)
-                # An id is taken again once its object is gone: keep the object.
-                self.nodes[-id(value)] = value
-            return self.nodes[id(value)]
-        return value
-
-    def _constant(self, constant: Constant) -> Any:
-        data, type_ = constant.data, constant.type
-        if not isinstance(data, np.ndarray) or not isinstance(type_, TensorType):
-            raise refuse("constant is no tensor", type_)
-        return _array_node(data, graph.GRAPH_TYPE[type_.dtype])
+        if not isinstance(value, Constant | Weight):
+            return value
+        if value not in self.nodes:
+            self.nodes[value] = (
+                _constant_node(value) if isinstance(value, Constant) else _weight_node(value)
+            )
+        return self.nodes[value]
 
     # Special ops
 
@@ -348,22 +332,26 @@ _READERS: Mapping[Form, Callable[[list[Any]], Any]] = {
 }
 
 
-def _array_node(data: NDArray[np.generic], type_: ov.Type) -> Any:
-    """A constant array as a value of ``type_``: shared where the types agree, else converted."""
-    wanted = type_.to_dtype()
-    if data.dtype == wanted:
+def _constant_node(constant: Constant) -> Any:
+    """A constant as a value: its memory shared where the types agree, else converted."""
+    data, type_ = constant.data, constant.type
+    if not isinstance(data, np.ndarray) or not isinstance(type_, TensorType):
+        raise refuse("constant is no tensor", type_)
+    wanted = graph.GRAPH_TYPE[type_.dtype]
+    dtype = wanted.to_dtype()
+    if data.dtype == dtype:
         return graph.array_constant(data).output(0)
     if data.dtype == np.float16 and data.nbytes >= _KEEP_FP16_BYTES:
-        return ops.convert(graph.array_constant(data), type_).output(0)
-    return ops.constant(np.ascontiguousarray(data.astype(wanted)).reshape(data.shape)).output(0)
+        return ops.convert(graph.array_constant(data), wanted).output(0)
+    return ops.constant(np.asarray(data.astype(dtype), order="C")).output(0)
 
 
-def _weight(weight: Weight) -> Any:
+def _weight_node(weight: Weight) -> Any:
     if weight.node is not None:
         return weight.node()
     data = weight.dense()
-    wanted = np.float32 if data.dtype == np.float16 else data.dtype
-    return ops.constant(np.ascontiguousarray(data, dtype=wanted)).output(0)
+    dtype = np.float32 if data.dtype == np.float16 else data.dtype
+    return graph.array_constant(np.asarray(data, dtype=dtype, order="C")).output(0)
 
 
 def _checked(declared: NamedType, value: Any) -> Any:

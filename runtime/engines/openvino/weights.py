@@ -1,7 +1,8 @@
 """Compressed constants (``constexpr_*``), ``quantize`` and ``dequantize``.
 
 Integer weights stay integers in the graph, followed by the conversion, shift and scale that
-OpenVINO recognises as decompression. Lookup tables and sparse weights are expanded once, when compiling.
+OpenVINO recognises as decompression. Lookup tables and sparse weights are expanded once, when
+compiling.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
-from openvino import opset16 as ops
+from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
     GRAPH_TYPE,

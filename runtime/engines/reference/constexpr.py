@@ -30,7 +30,7 @@ def _unpacked(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def _blockwise(value: Tensor, shape: torch.Size) -> Tensor:
-    """``value`` with every element repeated over its block of ``shape``."""
+    """``value`` with every element repeated over its block of ``shape``, or left to broadcast."""
     for axis, (blocks, size) in enumerate(zip(value.shape, shape, strict=True)):
         if size % blocks:
             raise ValueError(f"{blocks} blocks do not divide a size of {size} (axis {axis})")
@@ -98,7 +98,8 @@ def constexpr_grouped_lut_to_dense(
     vector = lut.shape[-1]
     if vector > 1 and vector_axis is None:
         raise ValueError(f"lut has vectors of {vector} elements but vector_axis is missing")
-    tables = _blockwise(lut, torch.Size((*indices.shape, *lut.shape[-2:])))
+    per_index = torch.Size((*indices.shape, *lut.shape[-2:]))
+    tables = _blockwise(lut, per_index).expand(per_index)
     chosen = indices.long()[..., None, None].expand(*indices.shape, 1, vector)
     entries = tables.gather(-2, chosen).squeeze(-2)
     if vector_axis is None or vector == 1:

@@ -133,8 +133,7 @@ def _run(entry: Entry, frame: Frame) -> None:
 
 
 def _failure(step: Step, frame: Frame, error: Exception) -> ExecutionError:
-    arguments = step.arguments(frame) if isinstance(step, KernelStep) else {}
-    got = ", ".join(f"{name}: {describe(value)}" for name, value in arguments.items())
+    got = _describe_arguments(step, frame) if isinstance(step, KernelStep) else None
     outputs = ", ".join(repr(output.name) for output in step.op.outputs) or repr(step.op.name)
     reason = str(error).strip().splitlines()
     return ExecutionError(
@@ -142,6 +141,12 @@ def _failure(step: Step, frame: Frame, error: Exception) -> ExecutionError:
         f"({type(error).__name__}: {reason[0] if reason else 'no message'})",
         got=got or None,
     )
+
+
+def _describe_arguments(step: KernelStep, frame: Frame) -> str:
+    arguments = step.arguments(frame)
+    ordered = [name for name in step.kernel.parameters if name in arguments]
+    return ", ".join(f"{name}: {describe(arguments[name])}" for name in ordered)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from support.op_cases import elementwise, network
+from support.op_cases import elementwise, movement, network, special
 from support.op_cases.case import OpCase
 
-CASES: list[OpCase] = [*elementwise.CASES, *network.CASES]
+CASES: list[OpCase] = [
+    *elementwise.CASES,
+    *movement.CASES,
+    *network.CASES,
+    *special.CASES,
+]

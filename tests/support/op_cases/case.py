@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.mil import build, infer, mb
 
 from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.program import Program
+from support.mil import build, infer, mb
 
 Arrays = Mapping[str, Any]
 
@@ -29,8 +29,9 @@ class OpCase:
         constants: Arguments that are constants and follow the precision of the inputs.
         attributes: Other arguments, as the builder takes them.
         opset: The opset of the program.
-        expected: Computes the result with torch from inputs and constants as fp32 tensors; None asks
-            coremltools' own value inference.
+        expected: Computes the result with torch from inputs and constants as fp32 tensors; None
+            asks coremltools' own value inference.
+        arrange: Makes the op's arguments of the input variables, if they are not its arguments.
         fp16: Whether the case is also run with floats in fp16.
     """
 
@@ -41,6 +42,7 @@ class OpCase:
     attributes: Mapping[str, Any] = field(default_factory=dict)
     opset: Opset = Opset.iOS18
     expected: Callable[..., Any] | None = None
+    arrange: Callable[..., dict[str, Any]] | None = None
     fp16: bool = True
 
     @property
@@ -58,7 +60,7 @@ class OpCase:
     def call(self, precision: str, **values: Any) -> Any:
         """The op on builder variables."""
         constants = {name: _cast(value, precision) for name, value in self.constants.items()}
-        return getattr(mb, self.op)(**values, **constants, **self.attributes)
+        return self._add(values, constants)
 
     def arrays(self, precision: str) -> dict[str, np.ndarray]:
         """The inputs at a precision."""
@@ -68,18 +70,15 @@ class OpCase:
         return build(lambda **v: self.call(precision, **v), self.arrays(precision), self.opset)
 
     def answers(self, precision: str) -> list[np.ndarray]:
-        """The right results for the inputs as they are at ``precision``, computed at least in fp32."""
+        """The right results for inputs rounded to ``precision``, computed at least in fp32."""
         rounded = {name: _cast(value, "fp32") for name, value in self.arrays(precision).items()}
         if self.expected is None:
             # Constants as they are at the precision, too.
             constants = {
-                name: _cast(_cast(value, precision), "fp32") for name, value in self.constants.items()
+                name: _cast(_cast(value, precision), "fp32")
+                for name, value in self.constants.items()
             }
-            return infer(
-                lambda **v: getattr(mb, self.op)(**v, **constants, **self.attributes),
-                rounded,
-                self.opset,
-            )
+            return infer(lambda **values: self._add(values, constants), rounded, self.opset)
         constants = {name: _cast(value, precision) for name, value in self.constants.items()}
         tensors = {
             name: torch.as_tensor(_cast(value, "fp32"))
@@ -88,6 +87,15 @@ class OpCase:
         result = self.expected(**tensors)
         results = result if isinstance(result, Sequence) else [result]
         return [np.asarray(torch.as_tensor(r)) for r in results]
+
+    def _add(self, values: Arrays, constants: Arrays) -> Any:
+        given = values if self.arrange is None else self.arrange(**values)
+        return getattr(mb, self.op)(**given, **constants, **self.attributes)
+
+
+def together(**values: Any) -> dict[str, Any]:
+    """All inputs as the one variadic parameter ``values``."""
+    return {"values": tuple(values.values())}
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
-from support.op_cases.case import OpCase, integers, normal, uniform
+import torch.nn.functional as F
 
 from coreml_delegate.runtime.mil.opset import Opset
+from support.op_cases.case import OpCase, integers, normal, uniform
 
 _X = normal(3, 4, scale=3)
 _POSITIVE = uniform(3, 4, low=0.1, high=5)
@@ -28,7 +28,9 @@ UNARY = [
     OpCase("sqrt", "positive", {"x": _POSITIVE}),
     OpCase("logical_not", "bool", {"x": _TRUTH}),
     *(
-        OpCase(op, f"epsilon-{opset.name}", {"x": _POSITIVE}, {"epsilon": np.float32(0.25)}, {}, opset)
+        OpCase(
+            op, f"epsilon-{opset.name}", {"x": _POSITIVE}, {"epsilon": np.float32(0.25)}, {}, opset
+        )
         for op in ("inverse", "log", "rsqrt")
         for opset in (Opset.iOS15, Opset.iOS17)
     ),
@@ -97,12 +99,11 @@ ACTIVATION = [
         for op in ("relu", "relu6", "sigmoid", "softplus", "softsign", "softmax")
     ),
     OpCase("silu", "plain", {"x": _X}, expected=lambda x: F.silu(x)),
-    *(
-        OpCase(op, "alpha", {"x": _X}, _ALPHA)
-        for op in ("elu", "leaky_relu")
-    ),
+    *(OpCase(op, "alpha", {"x": _X}, _ALPHA) for op in ("elu", "leaky_relu")),
     # coremltools' inference writes into its argument here, so torch it is.
-    OpCase("thresholded_relu", "alpha", {"x": _X}, _ALPHA, expected=lambda x, alpha: x * (x >= alpha)),
+    OpCase(
+        "thresholded_relu", "alpha", {"x": _X}, _ALPHA, expected=lambda x, alpha: x * (x >= alpha)
+    ),
     *(
         OpCase(op, "alpha-beta", {"x": _X}, _ALPHA_BETA)
         for op in ("clamped_relu", "linear_activation", "scaled_tanh", "sigmoid_hard")
@@ -117,19 +118,21 @@ ACTIVATION = [
 ]
 
 _AXES = ("reduce_l1_norm", "reduce_l2_norm", "reduce_log_sum_exp", "reduce_max", "reduce_mean")
-_MORE_AXES = ("reduce_min", "reduce_prod", "reduce_sum", "reduce_sum_square")
+_MORE_AXES = ("reduce_min", "reduce_sum", "reduce_sum_square")
+_NEAR_ONE = uniform(2, 3, 4, low=0.8, high=1.2)  # whose product is still an fp16 number
 
 REDUCTION = [
     *(
-        OpCase(op, f"{note}-{keep}", {"x": _IMAGE}, {}, {**axes, "keep_dims": keep})
-        for op in (*_AXES, *_MORE_AXES)
+        OpCase(op, f"{note}-{keep}", {"x": x}, {}, {**axes, "keep_dims": keep})
+        for ops, x in (((*_AXES, *_MORE_AXES), _IMAGE), (("reduce_prod",), _NEAR_ONE))
+        for op in ops
         for note, axes in (("all", {}), ("some", {"axes": [1, -1]}))
         for keep in (True, False)
     ),
     OpCase("reduce_log_sum", "some", {"x": _POSITIVE}, {}, {"axes": [1]}),
     *(
         OpCase(op, "int", {"x": integers(3, 5, low=1)}, {}, {"axes": [-1]})
-        for op in (*_AXES, *_MORE_AXES, "reduce_log_sum")
+        for op in (*_AXES, *_MORE_AXES, "reduce_log_sum", "reduce_prod")
     ),
     *(
         OpCase(op, f"axis-{keep}", {"x": _IMAGE}, {}, {"axis": 2, "keep_dims": keep}, opset)

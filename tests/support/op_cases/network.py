@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
-from support.op_cases.case import OpCase, integers, normal, uniform
+import torch.nn.functional as F
 
 from coreml_delegate.runtime.mil.opset import Opset
+from support.op_cases.case import OpCase, integers, normal, together, uniform
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -26,10 +26,7 @@ def _conv(rank: int, note: str, expected, groups: int = 1, kernel: int = 3, **at
 
 
 CONV = [
-    *(
-        _conv(rank, "valid", lambda f, x, w, b: f(x, w, b))
-        for rank in (1, 2, 3)
-    ),
+    *(_conv(rank, "valid", lambda f, x, w, b: f(x, w, b)) for rank in (1, 2, 3)),
     *(
         _conv(
             rank,
@@ -92,13 +89,24 @@ def _transposed(rank: int, note: str, expected, **attributes) -> OpCase:
 
 CONV_TRANSPOSE = [
     *(
-        _transposed(rank, "valid", lambda f: f(stride=2, dilation=2), strides=[2] * rank,
-                    dilations=[2] * rank)
+        _transposed(
+            rank,
+            "valid",
+            lambda f: f(stride=2, dilation=2),
+            strides=[2] * rank,
+            dilations=[2] * rank,
+        )
         for rank in (1, 2, 3)
     ),
     *(
-        _transposed(rank, "custom", lambda f: f(stride=2, padding=1), strides=[2] * rank,
-                    pad_type="custom", pad=[1] * 2 * rank)
+        _transposed(
+            rank,
+            "custom",
+            lambda f: f(stride=2, padding=1),
+            strides=[2] * rank,
+            pad_type="custom",
+            pad=[1] * 2 * rank,
+        )
         for rank in (1, 2, 3)
     ),
     _transposed(2, "same", lambda f: f(stride=1, padding=1), pad_type="same"),
@@ -152,7 +160,9 @@ POOL = [
         for rank in (1, 2, 3)
         for case in (
             _pool("max_pool", rank, "valid", lambda x, r=rank: _MAX[r](x, 3, 2), pad_type="valid"),
-            _pool("max_pool", rank, "custom", lambda x, r=rank: _MAX[r](x, 3, 2, 1), **_padded(rank)),
+            _pool(
+                "max_pool", rank, "custom", lambda x, r=rank: _MAX[r](x, 3, 2, 1), **_padded(rank)
+            ),
             _pool("avg_pool", rank, "valid", lambda x, r=rank: _AVG[r](x, 3, 2), pad_type="valid"),
             *(
                 _pool(
@@ -208,8 +218,10 @@ POOL = [
         "avg_pool",
         2,
         "same-exclude",
-        lambda x: F.avg_pool2d(_both_ends(x, 0), 3, 2)
-        / F.avg_pool2d(_both_ends(torch.ones_like(x), 0), 3, 2),
+        lambda x: (
+            F.avg_pool2d(_both_ends(x, 0), 3, 2)
+            / F.avg_pool2d(_both_ends(torch.ones_like(x), 0), 3, 2)
+        ),
         pad_type="same",
         exclude_padding_from_average=True,
     ),
@@ -241,14 +253,18 @@ NORMALIZATION = [
         "affine",
         {"x": _IMAGE},
         {"mean": normal(4, seed=3), "variance": uniform(4, low=0.5, high=2), **_AFFINE},
-        expected=lambda x, mean, variance, gamma, beta: F.batch_norm(x, mean, variance, gamma, beta),
+        expected=lambda x, mean, variance, gamma, beta: F.batch_norm(
+            x, mean, variance, gamma, beta
+        ),
     ),
     OpCase(
         "batch_norm",
         "plain-3d",
         {"x": normal(2, 4, 3, 4, 5)},
         {"mean": normal(4, seed=3), "variance": uniform(4, low=0.5), "epsilon": np.float32(0.1)},
-        expected=lambda x, mean, variance, epsilon: F.batch_norm(x, mean, variance, eps=float(epsilon)),
+        expected=lambda x, mean, variance, epsilon: F.batch_norm(
+            x, mean, variance, eps=float(epsilon)
+        ),
     ),
     OpCase(
         "instance_norm",
@@ -258,7 +274,7 @@ NORMALIZATION = [
         expected=lambda x, gamma, beta: F.instance_norm(x, weight=gamma, bias=beta),
     ),
     OpCase("instance_norm", "1d", {"x": normal(2, 4, 9)}, expected=lambda x: F.instance_norm(x)),
-    OpCase("layer_norm", "all", {"x": _IMAGE}),
+    OpCase("layer_norm", "all", {"x": _IMAGE}, {}, {"axes": [0, 1, 2, 3]}),
     OpCase(
         "layer_norm",
         "last",
@@ -288,12 +304,26 @@ NORMALIZATION = [
     ),
 ]
 
-_HEADS = {"query": normal(2, 3, 5, 8), "key": normal(2, 3, 7, 8, seed=1), "value": normal(2, 3, 7, 4, seed=2)}
+_HEADS = {
+    "query": normal(2, 3, 5, 8),
+    "key": normal(2, 3, 7, 8, seed=1),
+    "value": normal(2, 3, 7, 4, seed=2),
+}
 
 LINEAR = [
-    OpCase("linear", "bias", {"x": normal(3, 5)}, {"weight": normal(4, 5, seed=1), "bias": normal(4, seed=2)}),
+    OpCase(
+        "linear",
+        "bias",
+        {"x": normal(3, 5)},
+        {"weight": normal(4, 5, seed=1), "bias": normal(4, seed=2)},
+    ),
     OpCase("linear", "rank3", {"x": normal(2, 3, 5)}, {"weight": normal(4, 5, seed=1)}),
-    OpCase("linear", "int", {"x": integers(3, 5)}, {"weight": integers(4, 5, seed=1), "bias": integers(4)}),
+    OpCase(
+        "linear",
+        "int",
+        {"x": integers(3, 5)},
+        {"weight": integers(4, 5, seed=1), "bias": integers(4)},
+    ),
     OpCase("matmul", "broadcast", {"x": normal(2, 1, 3, 4), "y": normal(5, 4, 2, seed=1)}),
     OpCase("matmul", "int", {"x": integers(3, 4), "y": integers(4, 2, seed=1)}),
     OpCase(
@@ -308,6 +338,9 @@ LINEAR = [
         "einsum",
         "rank4",
         {"x": normal(2, 3, 4, 5), "y": normal(2, 5, 1, 6, seed=1)},
+        {},
+        {"equation": "nchw,nwhu->nchu"},
+        arrange=together,
         expected=lambda x, y: torch.matmul(x.transpose(1, 2), y.transpose(1, 2)).transpose(1, 2),
     ),
     OpCase(

@@ -1,0 +1,81 @@
+"""How far a program's outputs are from the model's, over several samples."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from coreml_delegate.errors import ProgramError
+
+MIN_CLASSES = 5
+"""The fewest elements in a row for its largest to be taken for a class."""
+
+
+@dataclass(slots=True)
+class Accuracy:
+    """Comparison of one output, accumulated over samples.
+
+    Attributes:
+        signal: Energy of the expected values.
+        noise: Energy of the differences; infinite once one is not finite.
+        max_abs_error: Largest absolute difference.
+        rows: Rows of class scores compared.
+        agreeing: Rows in which both have their largest value at the same place.
+    """
+
+    signal: float = 0.0
+    noise: float = 0.0
+    max_abs_error: float = 0.0
+    rows: int = 0
+    agreeing: int = 0
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal to quantisation-noise ratio in dB: inf for equal values, -inf for nan."""
+        if self.noise == 0:
+            return math.inf
+        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+
+    @property
+    def top1_agreement(self) -> float | None:
+        """Share of rows that agree on the class, 0 to 1; None for outputs without classes."""
+        return self.agreeing / self.rows if self.rows else None
+
+    def add(self, expected: torch.Tensor, actual: torch.Tensor) -> None:
+        """Compare one sample.
+
+        Args:
+            expected: Of any shape and dtype.
+            actual: Of the same shape, except that ``[1]`` may stand for a scalar.
+
+        Raises:
+            ProgramError: The shapes differ.
+        """
+        if expected.numel() != actual.numel() or (expected.dim() and expected.shape != actual.shape):
+            raise ProgramError(
+                "program and model give outputs of different shapes",
+                got=str(list(actual.shape)),
+                expected=str(list(expected.shape)),
+            )
+        want, got = expected.double().reshape(-1), actual.double().reshape(-1)
+        error = torch.where(want == got, torch.zeros_like(want), (want - got).abs())
+        worst = float(error.max()) if error.numel() else 0.0
+        self.max_abs_error = max(self.max_abs_error, math.inf if math.isnan(worst) else worst)
+        self.signal += float(want.square().sum())
+        self.noise += float(error.square().sum()) if math.isfinite(worst) else math.inf
+        if is_class_scores(expected):
+            agree = expected.argmax(-1) == actual.reshape(expected.shape).argmax(-1)
+            self.rows += agree.numel()
+            self.agreeing += int(agree.sum())
+
+
+def is_class_scores(tensor: torch.Tensor) -> bool:
+    """Whether a tensor looks like scores of classes: floating point, [classes] or [N, classes]."""
+    return (
+        tensor.dtype.is_floating_point
+        and tensor.dim() in (1, 2)
+        and tensor.shape[-1] >= MIN_CLASSES
+        and tensor.numel() > 0
+    )

@@ -1,0 +1,115 @@
+"""Arguments that several commands share, each declared once. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from coreml_delegate.errors import OptionError
+from coreml_delegate.targets import Opset
+
+# Spelled out, because importing their owners takes seconds; a test holds them together.
+COMPUTE_UNITS = ("all", "cpu_and_gpu", "cpu_and_ne", "cpu_only")
+PRECISIONS = ("float16", "float32")
+ENGINES = ("auto", "openvino", "reference")
+HOSTS = ("auto", "python", "stock")
+
+_SOURCE_HELP = (
+    "torchvision:NAME; MODULE:FACTORY, where FACTORY() returns (nn.Module, example_inputs) or an "
+    "nn.Module (then pass --input-shape) and MODULE may lie in the current folder; or FILE.pt2 of "
+    "torch.export.save"
+)
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """SOURCE and what determines its weights and inputs."""
+    parser.add_argument("source", metavar="SOURCE", help=_SOURCE_HELP)
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        metavar="FILE",
+        help="state dict to load: .pt of torch.save, or .safetensors (default: random weights)",
+    )
+    parser.add_argument(
+        "--input-shape",
+        type=shape,
+        action="append",
+        default=[],
+        metavar="N,C,H,W",
+        help="shape of one float32 input, repeatable (default: the source's own example inputs)",
+    )
+    add_seed(parser, "random weights and inputs")
+
+
+def add_seed(parser: argparse.ArgumentParser, what: str) -> None:
+    """``--seed``."""
+    parser.add_argument("--seed", type=int, default=0, help=f"for {what} (default: 0)")
+
+
+def add_execution(parser: argparse.ArgumentParser) -> None:
+    """Where and how a program runs."""
+    parser.add_argument(
+        "--engine", choices=ENGINES, default="auto", help="what executes Core ML (default: auto)"
+    )
+    parser.add_argument(
+        "--host",
+        choices=HOSTS,
+        default="auto",
+        help="what executes the rest of a .pte: torch's kernels (python, the default) or "
+        "ExecuTorch's own runtime (stock)",
+    )
+    parser.add_argument("--threads", type=positive, help="CPU threads (default: the engine's)")
+    parser.add_argument("--method", help="method of the program (default: forward)")
+
+
+def add_inputs(parser: argparse.ArgumentParser) -> None:
+    """``--input``."""
+    parser.add_argument(
+        "--input",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="one input per file, in order (.npy, .png, .jpg), or several in a .npz; default: "
+        "random. Images are resized, cropped and normalised as for ImageNet",
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """``--json``."""
+    parser.add_argument("--json", action="store_true", help="write JSON to stdout")
+
+
+def add_force(parser: argparse.ArgumentParser) -> None:
+    """``--force``."""
+    parser.add_argument("--force", action="store_true", help="replace outputs that exist")
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """Parse ``1,3,224,224``."""
+    try:
+        sizes = tuple(int(size) for size in text.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape such as 1,3,224,224")
+    return sizes
+
+
+def positive(text: str) -> int:
+    """Parse an integer of at least 1."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return number
+
+
+def deployment_target(text: str) -> Opset:
+    """Parse ``iOS17``, ``macOS14`` and so on."""
+    try:
+        return Opset.from_target_name(text)
+    except OptionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,110 @@
+"""The ``coreml-delegate`` command: parser, dispatch and the one error handler.
+
+Exit codes: 0 done, 1 the input or the environment does not allow it (one line on stderr says why),
+2 wrong usage, 128 + n stopped by signal n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from coreml_delegate.errors import CoreMLDelegateError
+from coreml_delegate.scripts import (
+    console,
+    demo,
+    export,
+    extract,
+    inspect_program,
+    interruption,
+    run,
+    verify,
+)
+
+logger = logging.getLogger(__name__)
+
+COMMANDS = (export, extract, inspect_program, run, verify, demo)
+_DONE, _FAILED = 0, 1
+
+
+def main_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog=console.PROGRAM,
+        description="Lower PyTorch models to Core ML delegates for ExecuTorch; look into them and "
+        "run them on any machine.",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(commands)
+    for subparser in commands.choices.values():
+        subparser.add_argument(
+            "-v",
+            "--verbose",
+            action="count",
+            default=0,
+            help="log to stderr and show tracebacks of errors; twice for debugging output",
+        )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Arguments; None for the process's own.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SystemExit: Wrong usage, help or version was asked for, or a signal to terminate arrived.
+    """
+    args = main_parser().parse_args(argv)
+    with interruption.handled():
+        try:
+            with console.session(args.verbose):
+                return _dispatch(args)
+        except KeyboardInterrupt:
+            console.complain("interrupted")
+            return interruption.INTERRUPTED
+
+
+def _dispatch(args: argparse.Namespace) -> int:
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return _reader_left()
+    except (CoreMLDelegateError, OSError) as error:
+        logger.info("traceback of the error below", exc_info=True)
+        console.complain(_message(error))
+        return _FAILED
+    return code
+
+
+def _message(error: CoreMLDelegateError | OSError) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return str(error)
+
+
+def _reader_left() -> int:
+    # What is still buffered would raise once more when the interpreter flushes at exit.
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+    return 128 + getattr(signal, "SIGPIPE", 13)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        # Looked up when asked for: reading the installed metadata takes longer than all of --help.
+        console.write(f"{console.PROGRAM} {importlib.metadata.version('coreml-delegate')}")
+        parser.exit()

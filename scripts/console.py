@@ -1,0 +1,130 @@
+"""The command's only way to the terminal: data on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+PROGRAM = "coreml-delegate"
+_PACKAGE = "coreml_delegate"
+_FORMAT = "%(levelname)s %(name)s: %(message)s"
+
+
+def write(text: str) -> None:
+    """Write ``text`` and a newline to stdout."""
+    sys.stdout.write(f"{text}\n")
+
+
+def write_json(document: Any) -> None:
+    """Write ``document`` to stdout as JSON; infinities and nan become the strings of their names."""
+    write(json.dumps(_finite(document), indent=2, allow_nan=False))
+
+
+def warn(message: str) -> None:
+    """Write one line of warning to stderr."""
+    _complain("warning", message)
+
+
+def complain(message: str) -> None:
+    """Write one line of error to stderr."""
+    _complain("error", message)
+
+
+def columns(rows: Iterable[Sequence[object]], *, indent: int = 0) -> str:
+    """Rows as left-aligned columns, two spaces apart; no line ends in spaces."""
+    table = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in table
+    )
+    return "\n".join(" " * indent + line.rstrip() for line in lines)
+
+
+def size(count: int) -> str:
+    """A number of bytes for a reader, in decimal units."""
+    if count < 1000:
+        return f"{count} B"
+    value, unit = float(count), "B"
+    for unit in ("kB", "MB", "GB"):
+        value /= 1000
+        if value < 1000:
+            break
+    return f"{value:.1f} {unit}"
+
+
+@contextmanager
+def step(description: str) -> Iterator[None]:
+    """Show that a long step is under way, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(description):
+        yield
+
+
+@contextmanager
+def session(verbosity: int) -> Iterator[None]:
+    """Set up logging and warnings for one command, and put them back afterwards.
+
+    Args:
+        verbosity: 0 shows this package's warnings and nothing of other libraries; 1 shows every
+            library's log from INFO on, 2 from DEBUG on, and Python's warnings.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    root, own = logging.getLogger(), logging.getLogger(_PACKAGE)
+    # A root handler of ours also keeps libraries from installing theirs through basicConfig.
+    installed = (root, handler) if verbosity else (root, logging.NullHandler())
+    levels = [(logger, logger.level) for logger in (root, own)]
+    with warnings.catch_warnings():
+        if verbosity:
+            root.setLevel(logging.INFO if verbosity == 1 else logging.DEBUG)
+        else:
+            warnings.simplefilter("ignore")
+            own.addHandler(handler)
+        installed[0].addHandler(installed[1])
+        try:
+            with _quiet_torch(enabled=not verbosity):
+                yield
+        finally:
+            own.removeHandler(handler)
+            installed[0].removeHandler(installed[1])
+            for logger, level in levels:
+                logger.setLevel(level)
+
+
+@contextmanager
+def _quiet_torch(*, enabled: bool) -> Iterator[None]:
+    """Torch's loggers have handlers of their own, on stderr: raise them to errors."""
+    if not enabled:
+        yield
+        return
+    import torch._logging
+
+    torch._logging.set_logs(all=logging.ERROR)
+    try:
+        yield
+    finally:
+        torch._logging.set_logs()
+
+
+def _complain(kind: str, message: str) -> None:
+    sys.stderr.write(f"{PROGRAM}: {kind}: {' '.join(message.split())}\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        return str(value)
+    return value

@@ -1,0 +1,85 @@
+"""Images as network inputs, prepared as ImageNet classifiers were trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from coreml_delegate.errors import InputError, OptionError
+
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
+MEAN = (0.485, 0.456, 0.406)
+"""Per channel (RGB), of ImageNet's pixels in [0, 1]."""
+STD = (0.229, 0.224, 0.225)
+"""Per channel (RGB), of ImageNet's pixels in [0, 1]."""
+
+_CROPPED = 0.875  # share of the resized shorter side that the crop keeps: 224 of 256
+
+
+def read_image(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Read, resize, crop and normalise an RGB image.
+
+    The shorter side is resized (bilinear) to the target's divided by 0.875, the centre is cut out,
+    and pixels in [0, 1] are normalised with ImageNet's mean and standard deviation.
+
+    Args:
+        path: A file Pillow reads.
+        shape: [N, 3, H, W] of the result, which repeats the image N times.
+        dtype: Floating-point type of the result.
+
+    Raises:
+        InputError: The input is not an image's.
+        OptionError: The file cannot be read, or Pillow is not installed.
+    """
+    if len(shape) != 4 or shape[1] != 3 or not dtype.is_floating_point:
+        raise InputError(
+            f"{path} is an image, and the input is not",
+            got=f"{str(dtype).removeprefix('torch.')}{list(shape)}",
+            expected="floating point, [N, 3, H, W]",
+        )
+    height, width = shape[2:]
+    pixels = _pixels(path, height, width).astype(np.float32) / 255
+    normal = (pixels - np.float32(MEAN)) / np.float32(STD)
+    return torch.from_numpy(normal).permute(2, 0, 1).expand(shape).to(dtype).contiguous()
+
+
+def _pixels(path: Path, height: int, width: int) -> NDArray[np.uint8]:
+    image = _open(path)
+    resized = image.resize(
+        _resized((image.width, image.height), (width, height)),
+        resample=_pillow().Resampling.BILINEAR,
+    )
+    left = round((resized.width - width) / 2)
+    top = round((resized.height - height) / 2)
+    return np.asarray(resized.crop((left, top, left + width, top + height)))
+
+
+def _resized(image: tuple[int, int], target: tuple[int, int]) -> tuple[int, int]:
+    """Width and height that cover ``target``, in the image's proportions, before the crop."""
+    width, height = (round(side / _CROPPED) for side in target)
+    if height * image[0] >= width * image[1]:
+        return int(height * image[0] / image[1]), height
+    return width, int(width * image[1] / image[0])
+
+
+def _open(path: Path) -> Any:
+    pillow = _pillow()
+    try:
+        with pillow.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError) as error:
+        raise OptionError("cannot read the image", got=f"{path} ({error})") from error
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ModuleNotFoundError:
+        raise OptionError(
+            "reading images needs Pillow", remedy="pip install 'coreml-delegate[vision]'"
+        ) from None
+    return Image

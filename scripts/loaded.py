@@ -1,0 +1,129 @@
+"""A ``.pte`` or an ``.mlpackage``, loaded to be called the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from coreml_delegate import runtime
+from coreml_delegate.errors import OptionError
+from coreml_delegate.runtime.mil.program import Feature
+from coreml_delegate.runtime.program.plan import TensorSpec
+
+PACKAGE_SUFFIX = ".mlpackage"
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """An input of a program.
+
+    Attributes:
+        name: Feature name; in a ``.pte``, which names no inputs, its position.
+        dtype: Element type.
+        shape: Shape to choose when the caller gives none: the largest for a ``.pte``, the default
+            for an ``.mlpackage``.
+        fixed: The value the program was exported for, if the input is no tensor.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fixed: bool | float | str | None = None
+
+
+class Loaded(Protocol):
+    """A program ready to be called."""
+
+    @property
+    def inputs(self) -> tuple[Port, ...]:
+        """Its inputs, in order."""
+        ...
+
+    def run(self, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Run once; outputs by name, in order."""
+        ...
+
+
+def load(
+    path: Path, *, method: str | None, host: str, engine: str, threads: int | None
+) -> Loaded:
+    """Load a program.
+
+    Args:
+        path: ``.pte`` file or ``.mlpackage`` folder.
+        method: Method, or function of the package; None for ``forward``, the only method, or the
+            default function.
+        host: ``auto``, ``python`` or ``stock``; an ``.mlpackage`` needs none.
+        engine: ``auto``, ``openvino`` or ``reference``.
+        threads: CPU threads, or None for the engine's default.
+
+    Raises:
+        CoreMLDelegateError: See ``runtime.load_program`` and ``runtime.load_mlpackage``.
+    """
+    options = runtime.EngineOptions(threads=threads)
+    if path.suffix == PACKAGE_SUFFIX or path.is_dir():
+        if host != "auto":
+            raise OptionError("--host goes with a .pte", got=str(path))
+        return _Package(
+            runtime.load_mlpackage(path, function_name=method, engine=engine, options=options)
+        )
+    program = runtime.load_program(path, host=host, engine=engine, options=options)
+    return _Program(program, method or _default_method(program.method_names))
+
+
+def _default_method(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else "forward"
+
+
+class _Program:
+    def __init__(
+        self, program: runtime.PythonProgram | runtime.StockProgram, method: str
+    ) -> None:
+        self._program = program
+        self._method = method
+        specs = program.program.method(method).input_specs
+        self.inputs = tuple(_port(index, spec) for index, spec in enumerate(specs))
+        program.load_method(method)
+
+    def run(self, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
+        results = self._program.run(self._method, inputs)
+        return {
+            f"output_{index}": torch.as_tensor(result) for index, result in enumerate(results)
+        }
+
+
+def _port(index: int, spec: Any) -> Port:
+    if isinstance(spec, TensorSpec):
+        return Port(str(index), spec.dtype, spec.shape)
+    return Port(str(index), torch.float32, (), fixed=spec)
+
+
+class _Package:
+    def __init__(self, model: runtime.Model) -> None:
+        self._model = model
+        self._state = model.make_state()
+        self.inputs = tuple(_feature_port(feature) for feature in model.function.inputs)
+
+    def run(self, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
+        arrays = {
+            port.name: value.numpy() for port, value in zip(self.inputs, inputs, strict=True)
+        }
+        results = self._model.predict(arrays, self._state)
+        return {name: torch.from_numpy(array) for name, array in results.items()}
+
+
+def _feature_port(feature: Feature) -> Port:
+    shape = tuple(1 if d is None else d for d in feature.type.shape or ())
+    if feature.shapes:
+        shape = feature.shapes[0]
+    elif feature.bounds:
+        shape = tuple(
+            max(size, low) for size, (low, _) in zip(shape, feature.bounds, strict=True)
+        )
+    dtype = torch.from_numpy(np.empty(0, feature.type.dtype.numpy)).dtype
+    return Port(feature.name, dtype, shape)

@@ -1,0 +1,45 @@
+"""Random inputs, the same for the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def generator(seed: int) -> torch.Generator:
+    """A generator of its own, so that inputs do not depend on what else drew random numbers."""
+    return torch.Generator().manual_seed(seed)
+
+
+def random_tensor(
+    dtype: torch.dtype, shape: Sequence[int], random: torch.Generator, *, high: int = 1
+) -> torch.Tensor:
+    """A random tensor.
+
+    Args:
+        dtype: Standard normal values for a floating-point type, 0 to ``high`` for integers, either
+            truth value for bool.
+        shape: Of the result.
+        random: Source of randomness, advanced.
+        high: Largest integer.
+    """
+    size = tuple(shape)
+    if dtype.is_floating_point:
+        return torch.randn(size, generator=random).to(dtype)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, size, generator=random).to(dtype)
+    return torch.randint(0, high + 1, size, generator=random).to(dtype)
+
+
+def resample(example: Any, random: torch.Generator) -> Any:
+    """A random value like ``example``; integers stay within 0 and its largest (token indices do).
+
+    What is no tensor is kept: a program is specialised to it.
+    """
+    if not isinstance(example, torch.Tensor):
+        return example
+    integral = not example.dtype.is_floating_point and example.numel()
+    high = max(int(example.max()), 1) if integral and example.dtype is not torch.bool else 1
+    return random_tensor(example.dtype, example.shape, random, high=high)

@@ -1,0 +1,104 @@
+"""Torchvision: importing it next to a CPU-only torch, its models, and the inputs they expect."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from coreml_delegate.errors import OptionError
+
+_DEFAULT_SIZE = 224  # pixels; what torchvision's classifiers without published weights take
+_VIDEO_FRAMES = 16
+# Their random initialisation takes most of a minute (scipy's truncated normal, value by value).
+_SLOW_INIT = frozenset({"googlenet", "inception_v3"})
+_MISSING_OPS = "operator torchvision::nms does not exist"
+_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+
+
+@cache
+def import_torchvision() -> Any:
+    """The ``torchvision`` module.
+
+    A wheel built for CUDA cannot load its operators next to a CPU-only torch, and its Python code then
+    fails because it describes operators that nobody declared. Exactly then they are declared here;
+    none of the models outside ``torchvision.models.detection`` calls them.
+
+    Raises:
+        OptionError: Torchvision is not installed.
+    """
+    try:
+        return importlib.import_module("torchvision")
+    except ModuleNotFoundError as error:
+        if error.name != "torchvision":
+            raise
+        raise OptionError(
+            "torchvision is not installed", remedy="pip install 'coreml-delegate[vision]'"
+        ) from None
+    except RuntimeError as error:
+        if _MISSING_OPS not in str(error):
+            raise
+    _declare_operators()
+    return importlib.import_module("torchvision")
+
+
+@cache
+def _declare_operators() -> torch.library.Library:
+    # Cached, because the declarations vanish with the object.
+    library = torch.library.Library("torchvision", "DEF")  # noqa: TOR901 - kept alive by the cache
+    for schema in _SCHEMAS:
+        library.define(schema)
+    return library
+
+
+def build_model(name: str) -> nn.Module:
+    """A torchvision model with random weights, in eval mode.
+
+    Args:
+        name: As in ``torchvision.models.list_models()``.
+
+    Raises:
+        OptionError: No such model; names near matches.
+    """
+    models = import_torchvision().models
+    known = models.list_models()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3)
+        raise OptionError(
+            "torchvision has no such model",
+            got=repr(name),
+            expected=f"perhaps {', '.join(near)}" if near else "one of its list_models()",
+        )
+    keywords: dict[str, Any] = {"weights": None}
+    if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
+        keywords["weights_backbone"] = None  # by default it would be downloaded
+    if name in _SLOW_INIT:
+        keywords["init_weights"] = False
+    return models.get_model(name, **keywords).eval()
+
+
+def input_shape(name: str) -> tuple[int, ...]:
+    """The input shape a torchvision model was trained with, batch size 1.
+
+    Returns:
+        [1, 3, H, W] in pixels (224 where torchvision publishes no weights); for video models
+        [1, 3, frames, H, W].
+    """
+    models = import_torchvision().models
+    try:
+        preset = models.get_model_weights(name).DEFAULT.transforms()
+    except (ValueError, AttributeError):
+        return (1, 3, _DEFAULT_SIZE, _DEFAULT_SIZE)
+    sizes = getattr(preset, "crop_size", None) or getattr(preset, "resize_size", None)
+    height, width = (sizes * 2)[:2] if sizes else (_DEFAULT_SIZE, _DEFAULT_SIZE)
+    if type(preset).__name__ == "VideoClassification":
+        return (1, 3, _VIDEO_FRAMES, height, width)
+    return (1, 3, height, width)

@@ -1,0 +1,63 @@
+"""Same model, same options, same bytes: in fresh processes with different hash seeds."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+EXPORT = """
+import hashlib, sys, torch
+from coreml_delegate import CoreMLBackend, CoreMLPartitioner
+from executorch.exir import to_edge_transform_and_lower
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.SiLU(),
+            torch.nn.Conv2d(8, 8, 3, groups=8), torch.nn.Hardswish(),
+        )
+        self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm = torch.nn.LayerNorm(8)
+
+    def forward(self, x):
+        x = self.body(x).flatten(2).transpose(1, 2)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        # Skipped below, it splits the program in two partitions.
+        return self.norm(torch.exp(x)).softmax(-1)
+
+torch.manual_seed(0)
+exported = torch.export.export(Model().eval(), (torch.randn(1, 3, 10, 10),))
+partitioner = CoreMLPartitioner(
+    compile_specs=CoreMLBackend.generate_compile_specs(), skip_ops_for_coreml_delegation=["exp"]
+)
+program = to_edge_transform_and_lower(exported, partitioner=[partitioner]).to_executorch()
+assert len(partitioner.report.partitions) == 2, str(partitioner.report)
+sys.stdout.write(hashlib.sha256(program.buffer).hexdigest())
+"""
+
+
+def _export(tmp_path, seed: int) -> str:
+    scratch = tmp_path / str(seed)
+    scratch.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", EXPORT],
+        env=os.environ | {"PYTHONHASHSEED": str(seed), "TMPDIR": str(scratch)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(scratch.iterdir()) == [], "files are left in the temporary directory"
+    return done.stdout
+
+
+@pytest.mark.xdist_group("reproducible")
+def test_two_processes_write_equal_bytes(tmp_path):
+    digests = {_export(tmp_path, seed) for seed in (1, 2)}
+    assert len(digests) == 1
+    assert len(digests.pop()) == len(hashlib.sha256().hexdigest())

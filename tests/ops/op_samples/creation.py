@@ -1,0 +1,55 @@
+"""Calls of ops that make tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from coreml_delegate.op_rules import ReasonCode
+from ops.op_samples.sample import accept, b, i, reject, x
+
+ACCEPTED = (
+    accept("aten.full.default", [2, 3], 0.5),
+    accept("aten.full.default", [2, 3], 5, note="int"),
+    accept("aten.full.default", [2, 3], True, note="bool"),
+    accept("aten.full.default", [2, 3], 1, dtype=torch.float32, note="dtype"),
+    accept("aten.full.default", [], 1.5, note="rank0"),
+    accept("aten.full_like.default", x(2, 3), 2.5),
+    accept("aten.full_like.default", x(2, 3), 2, note="int"),
+    accept("aten.full_like.default", i(2, 3), 2, note="int64"),
+    accept("aten.full_like.default", i(2, 3), 2.5, dtype=torch.float32, note="dtype"),
+    accept("aten.new_zeros.default", x(2, 3), [4, 2]),
+    accept("aten.new_zeros.default", x(2, 3), [4, 2], dtype=torch.int64, note="dtype"),
+    accept("aten.new_zeros.default", i(2, 3), [4, 2], note="int64"),
+    accept("aten.new_ones.default", i(2, 3), [4, 2], note="int64"),
+    accept("aten.new_full.default", x(2, 3), [4, 2],0.5),
+    accept("aten.zeros.default", [4, 2]),
+    accept("aten.ones.default", [4, 2]),
+    accept("aten.zeros_like.default", x(2, 3)),
+    accept("aten.zeros_like.default", i(2, 3), note="int64"),
+    accept("aten.zeros_like.default", b(2, 3), note="bool"),
+    accept("aten.zeros_like.default", i(2, 3), dtype=torch.float32, note="dtype"),
+    accept("aten.ones_like.default", x(2, 3)),
+    accept("aten.ones_like.default", i(2, 3), note="int64"),
+    accept("aten.ones_like.default", i(2, 3), dtype=torch.float32, note="dtype"),
+    accept("aten.arange.start_step", 0, 6),
+    accept("aten.arange.start_step", 1, 9, 3, note="step"),
+    accept("aten.arange.start_step", 5, -3, -2, note="negstep"),
+    accept("aten.arange.start_step", 0.0, 2.0, 0.5, note="float"),
+    accept("aten.arange.start_step", 0, 6, dtype=torch.float32, note="dtype"),
+    accept("aten.arange.default", 6),
+    accept("aten.arange.start", 1,6),
+    accept("aten.scalar_tensor.default", 2.5),
+    accept("aten.scalar_tensor.default", 2, dtype=torch.int64, note="int64"),
+    accept("aten.scalar_tensor.default", 2, dtype=torch.float32, note="float"),
+    accept("aten.fill.Tensor", x(2, 3), x()),
+    accept("aten.fill.Tensor", i(2, 3), i(), note="int64"),
+    accept("aten.fill.Scalar", x(2, 3), 0.5),
+    accept("aten.fill.Scalar", x(2, 3), 2, note="int"),
+    accept("aten.fill.Scalar", i(2, 3), 2, note="int64"),
+    accept("aten.fill.Scalar", i(2, 3), 2.5, note="int64float"),
+    accept("aten.fill.Scalar", b(2, 3), True, note="bool"),
+    accept("aten.copy.default", x(2, 3), x(3)),
+    accept("aten.copy.default", i(2, 3), i(2,3), note="int64"),
+    accept("aten.empty_like.default", i(2, 3), note="int64"),
+)
+REJECTED=()

@@ -1,0 +1,76 @@
+"""Calls of matrix products and attention."""
+
+from __future__ import annotations
+
+import torch
+
+from coreml_delegate.op_rules import ReasonCode
+from ops.op_samples.sample import accept, b, i, reject, w, x
+S="aten.scaled_dot_product_attention.default"
+ACCEPTED = (
+    accept("aten.linear.default", x(2, 4), w(3, 4), w(3)),
+    accept("aten.linear.default", x(4), w(3, 4), w(3), note="rank1"),
+    accept("aten.linear.default", x(2, 3, 4), w(3, 4), note="no-bias"),
+    accept("aten.linear.default", x(1,2, 3, 4), w(3, 4),w(3), note="rank4"),
+    accept("aten.linear.default", x(1,2,2, 3, 4), w(3, 4),w(3), note="rank5"),
+    accept("aten.linear.default", x(2, 4), x(3, 4), x(3), note="computed"),
+    accept("aten.linear.default", x(2, 4), x(3, 4), note="computed-nobias"),
+    accept("aten.linear.default", x(2, 4), w(3, 4), x(3), note="computed-bias"),
+    accept("aten.linear.default", x(2,2, 4), x(3, 4), x(3), note="computed-rank3"),
+    accept("aten.linear.default", x(2, 4), w(4), note="vector"),
+    accept("aten.matmul.default", x(2, 4), x(4, 3)),
+    accept("aten.matmul.default", x(4), x(4), note="dot"),
+    accept("aten.matmul.default", x(2, 4), x(4), note="mv"),
+    accept("aten.matmul.default", x(4), x(4, 3), note="vm"),
+    accept("aten.matmul.default", x(2, 3, 4), x(4, 3), note="broadcast"),
+    accept("aten.matmul.default", x(2, 1, 3, 4), x(5, 4, 3), note="batch"),
+    accept("aten.matmul.default", x(1,2, 2, 3, 4), x(1,2,2, 4, 3), note="rank5"),
+    accept("aten.matmul.default", x(2, 3, 4), w(4, 3), note="constant"),
+    accept("aten.matmul.default", x(2, 3, 4), x(4), note="bv"),
+    accept("aten.mm.default", x(2, 4), x(4, 3)),
+    accept("aten.mm.default", x(2, 4), w(4, 3), note="constant"),
+    accept("aten.bmm.default", x(2, 3, 4), x(2, 4, 3)),
+    accept("aten.baddbmm.default", x(2,3,3),x(2, 3, 4), x(2, 4, 3)),
+    accept("aten.mv.default", x(2,3),x(3)),
+    accept("aten.dot.default", x(3),x(3)),
+    accept("aten.outer.default", x(2),x(3)),
+    accept("aten.addmm.default", x(3), x(2, 4), x(4, 3)),
+    accept("aten.addmm.default", w(3), x(2, 4), w(4, 3), note="constant"),
+    accept("aten.addmm.default", x(2,3), x(2, 4), w(4, 3), note="matrix"),
+    accept("aten.addmm.default", x(2,1), x(2, 4), w(4, 3), note="column"),
+    accept("aten.addmm.default", x(), x(2, 4), w(4, 3), note="rank0"),
+    *(accept("aten.einsum.default", eq, [x(*p), x(*q)], note=eq.replace(",", "_").replace("->", "_to_").replace(' ',''))
+      for eq, p, q in (
+        ("ij,jk->ik", (2,3), (3,4)),
+        ("bij,bjk->bik", (2,2,3), (2,3,4)),
+        ("bhqd,bhkd->bhqk", (1,2,3,4), (1,2,5,4)),
+        ("bnqk,bnkd->bqnd", (1,2,3,4), (1,2,4,5)),
+        ("bhqk,bkhd->bqhd", (1,2,3,4), (1,4,2,5)),
+        ("i,j->ij", (2,), (3,)),
+        ("ij,ij->ij", (2,3), (2,3)),
+        ("ij,ij->i", (2,3), (2,3)),
+        ("ij,ij->", (2,3), (2,3)),
+        ("ij,kj->ik", (2,3), (4,3)),
+        ("ij,jk", (2,3), (3,4)),
+        ("ji,jk", (3,2), (3,4)),
+        ("...ij,jk->...ik", (2,2,3), (3,4)),
+        ("bij,jk->bik", (2,2,3), (3,4)),
+        ("bchw,bkhw->bck", (1,2,3,4), (1,3,3,4)),
+        ("abc,cd->abd", (2,3,4), (4,5)),
+        ("ii,ij->ij", (3,3), (3,4)),
+        ("bc,bchw->bhw", (2,3), (2,3,2,2)),
+        ("ij,jk->k", (2,3), (3,4)),
+      )),
+    accept(S, x(1,2, 3, 4), x(1,2, 5, 4), x(1,2, 5, 4)),
+    accept(S, x(2, 3, 4), x(2, 5, 4), x(2, 5, 6), note="rank3"),
+    accept(S, x(1,1,2, 3, 4), x(1,1,2, 5, 4), x(1,1,2, 5, 6), note="rank5"),
+    accept(S, x(3, 4), x(5, 4), x(5, 4), note="rank2"),
+    accept(S, x(1,2, 3, 4), x(1,2, 5, 4), x(1,2, 5, 4), b(3,5), note="boolmask"),
+    accept(S, x(1,2, 3, 4), x(1,2, 5, 4), x(1,2, 5, 4), x(1,1,3,5), note="floatmask"),
+    accept(S, x(1,2, 3, 4), x(1,2, 3, 4), x(1,2, 3, 4), None,0.0,True, note="causal"),
+    accept(S, x(1,2, 3, 4), x(1,2, 5, 4), x(1,2, 5, 4), None,0.0,True, note="causal-rect"),
+    accept(S, x(1,2, 3, 4), x(1,2, 5, 4), x(1,2, 5, 4), scale=0.3, note="scale"),
+    accept(S, x(1,2, 3, 4), x(1,1, 5, 4), x(1,1, 5, 4), note="broadcast"),
+    accept(S, x(1,2, 3, 4), x(1,2, 5, 4), x(1,2, 5, 4), note="ios18",target_opset=None),
+)
+REJECTED=()

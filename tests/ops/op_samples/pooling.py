@@ -1,0 +1,65 @@
+"""Calls of pooling."""
+
+from __future__ import annotations
+
+import torch
+
+from coreml_delegate.op_rules import ReasonCode
+from ops.op_samples.sample import accept, b, i, reject, w, x
+MI="aten.max_pool2d_with_indices.default"
+ACCEPTED = (
+    accept("aten.max_pool1d.default", x(1, 2, 9), [3]),
+    accept("aten.max_pool1d.default", x(2, 9), [3], note='unbatched'),
+    accept("aten.max_pool1d.default", x(1, 2, 9), [3], [2], [1], note="stride"),
+    accept("aten.max_pool1d.default", x(1, 2, 9), [3], [2], [1], [2], note="dilation"),
+    accept("aten.max_pool1d.default", x(1, 2, 9), [2], [2], [0], [1], True, note="ceil"),
+    accept("aten.max_pool2d.default", x(1, 2, 8, 9), [3, 2]),
+    accept("aten.max_pool2d.default", x(1, 2, 8, 9), [2], note='short'),
+    accept("aten.max_pool2d.default", x(2, 8, 9), [3, 2],note='unbatched'),
+    accept("aten.max_pool2d.default", x(1, 2, 8, 9), [3, 2], [2, 1], [1, 0], note="stride"),
+    accept("aten.max_pool2d.default", x(1, 2, 8, 9), [3, 3], [2, 2], [1, 1], [2, 2], note="dilation"),
+    accept("aten.max_pool2d.default", x(1, 2, 8, 9), [3, 3], [2, 2], [1, 1], [1, 1], True, note="ceil"),
+    accept("aten.max_pool2d.default", x(1, 2, 7, 7), [2, 2], [2, 2], [1, 1], [1, 1], True, note="ceil2"),
+    accept("aten.max_pool2d.default", x(1, 2, 7, 7), [2, 2], [3, 3], [1, 1], [1, 1], True, note="ceil3"),
+    accept("aten.max_pool2d.default", x(1, 2, 6, 6), [1, 1], [2, 2], [0, 0], [1, 1], True, note="ceil4"),
+    accept("aten.max_pool3d.default", x(1, 2, 4, 5, 6), [2, 2, 2]),
+    accept("aten.max_pool3d.default", x(1, 2, 4, 5, 6), [2, 2, 2],[1,2,1],[1,0,1],note='stride'),
+    accept("aten.max_pool3d.default", x(1, 2, 5, 5, 6), [2, 2, 2],[2,2,2],[0,0,0],[1,1,1],True,note='ceil'),
+    accept(MI, x(1, 2, 8, 9), [3, 2], takes=(0,)),
+    accept(MI, x(1, 2, 8, 9), [3, 3], [2, 2], [1, 1], takes=(0,), note="stride"),
+    accept(MI, x(1, 2, 8, 9), [3, 3], [2, 2], [1, 1], [1,1],True,takes=(0,), note="ceil"),
+    accept(MI, x(1, 2, 8, 9), [3, 3], [2, 2], [1, 1], [2,2],takes=(0,), note="dilation"),
+    accept("aten.max_pool3d_with_indices.default", x(1, 2, 4, 5, 6), [2, 2, 2],takes=(0,)),
+    accept("aten.avg_pool1d.default", x(1, 2, 9), [3]),
+    accept("aten.avg_pool1d.default", x(2, 9), [3],note='unbatched'),
+    accept("aten.avg_pool1d.default", x(1, 2, 9), [3], [2], [1], note="stride"),
+    accept("aten.avg_pool1d.default", x(1, 2, 9), [3], [2], [1], False, False, note="exclude"),
+    accept("aten.avg_pool1d.default", x(1, 2, 8), [3], [2], [0], True, note="ceil"),
+    accept("aten.avg_pool1d.default", x(1, 2, 8), [3], [2], [1], True, note="ceilpad"),
+    accept("aten.avg_pool2d.default", x(1, 2, 8, 9), [3, 2]),
+    accept("aten.avg_pool2d.default", x(2, 8, 9), [3, 2],note='unbatched'),
+    accept("aten.avg_pool2d.default", x(1, 2, 8, 9), [3, 3], [2, 2], [1, 1], note="stride"),
+    accept("aten.avg_pool2d.default", x(1, 2, 8, 9), [3, 3], [2, 2], [1, 1], False, False, note="exclude"),
+    accept("aten.avg_pool2d.default", x(1, 2, 8, 8), [3, 3], [2, 2], [0, 0], True, note="ceil"),
+    accept("aten.avg_pool2d.default", x(1, 2, 8, 8), [3, 3], [2, 2], [1, 1], True, note="ceil-pad"),
+    accept("aten.avg_pool2d.default", x(1, 2, 8, 8), [3, 3], [2, 2], [1, 1], True, False, note="ceil-exclude"),
+    accept("aten.avg_pool2d.default", x(1, 2, 9, 9), [3, 3], [2, 2], [1, 1], True, False, note="ceil-exact-exclude"),
+    accept("aten.avg_pool2d.default", x(1, 2, 9, 9), [3, 3], [2, 2], [1, 1], True, True, note="ceil-exact"),
+    accept("aten.avg_pool2d.default", x(1, 2, 8, 9), [3, 3], [2, 2], [1, 1], False, True, 5, note="divisor"),
+    accept("aten.avg_pool3d.default", x(1, 2, 4, 5, 6), [2, 2, 2]),
+    accept("aten.avg_pool3d.default", x(1, 2, 4, 5, 6), [3, 3, 3],[1,2,1],[1,1,1],note='pad'),
+    accept("aten.avg_pool3d.default", x(1, 2, 4, 5, 6), [3, 3, 3],[1,2,1],[1,1,1],False,False,note='exclude'),
+    accept("aten.avg_pool3d.default", x(1, 2, 5, 5, 6), [2, 2, 2],[2,2,2],[0,0,0],True,note='ceil'),
+    accept("aten.adaptive_avg_pool1d.default", x(1, 2, 9), [3]),
+    accept("aten.adaptive_avg_pool1d.default", x(1, 2, 9), [1],note='one'),
+    accept("aten.adaptive_avg_pool1d.default", x(1, 2, 9), [4],note='uneven'),
+    accept("aten.adaptive_avg_pool2d.default", x(1, 2, 8, 9), [4, 3]),
+    accept("aten.adaptive_avg_pool2d.default", x(1, 2, 8, 9), [1,1],note='one'),
+    accept("aten.adaptive_avg_pool2d.default", x(2, 8, 9), [4, 3],note='unbatched'),
+    accept("aten.adaptive_avg_pool2d.default", x(1, 2, 8, 9), [3, 4],note='uneven'),
+    accept("aten._adaptive_avg_pool2d.default", x(1, 2, 8, 9), [4, 3]),
+    accept("aten._adaptive_avg_pool2d.default", x(1, 2, 8, 9), [1,1],note='one'),
+    accept("aten._adaptive_avg_pool2d.default", x(1, 2, 8, 9), [3, 4],note='uneven'),
+    accept("aten.adaptive_max_pool2d.default", x(1, 2, 8, 9), [4, 3],takes=(0,)),
+)
+REJECTED=()

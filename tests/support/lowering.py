@@ -1,0 +1,68 @@
+"""From a module to a ``.pte`` with Core ML delegates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from executorch.exir import EdgeProgramManager, to_edge, to_edge_transform_and_lower
+from torch import nn
+
+from coreml_delegate import CoreMLBackend, CoreMLPartitioner
+from coreml_delegate.compile_options import Precision
+from coreml_delegate.partition import DelegationReport
+
+Inputs = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A lowered program.
+
+    Attributes:
+        edge: Its edge program, delegated.
+        report: The partitioner's.
+    """
+
+    edge: EdgeProgramManager
+    report: DelegationReport
+
+    @property
+    def pte(self) -> bytes:
+        return self.edge.to_executorch().buffer
+
+    @property
+    def operators(self) -> list[str]:
+        """Names of the operators outside the delegates."""
+        calls = (n for n in self.edge.exported_program().graph.nodes if n.op == "call_function")
+        names = (str(getattr(n.target, "_op", n.target)) for n in calls)
+        return [n for n in names if "executorch_call_delegate" not in n and "getitem" not in n]
+
+
+def fp32_specs(**options: Any) -> list[Any]:
+    """Compile specs for fp32, to compare with eager torch."""
+    return CoreMLBackend.generate_compile_specs(
+        **({"compute_precision": Precision.FLOAT32} | options)
+    )
+
+
+def lower(module: nn.Module, inputs: Inputs, **options: Any) -> Lowered:
+    """Lower by ``to_edge_transform_and_lower``; ``options`` are the partitioner's."""
+    partitioner = CoreMLPartitioner(**({"compile_specs": fp32_specs()} | options))
+    exported = torch.export.export(module.eval(), inputs)
+    edge = to_edge_transform_and_lower(exported, partitioner=[partitioner])
+    return Lowered(edge, partitioner.report)
+
+
+def lower_core_aten(module: nn.Module, inputs: Inputs, **options: Any) -> Lowered:
+    """Lower by ``to_edge(...).to_backend(...)``, where composite ops are decomposed first."""
+    partitioner = CoreMLPartitioner(**({"compile_specs": fp32_specs()} | options))
+    edge = to_edge(torch.export.export(module.eval(), inputs)).to_backend(partitioner)
+    return Lowered(edge, partitioner.report)
+
+
+def reasons(report: DelegationReport) -> Mapping[str, str]:
+    """Why each operator that stays on the CPU does, by op."""
+    return {n.op: str(n.reason) for n in report.undelegated}

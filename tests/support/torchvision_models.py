@@ -1,0 +1,45 @@
+"""Torchvision classification models with random weights that behave like trained ones."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from coreml_delegate.scripts.vision import import_torchvision
+
+# Their own initialisation is slow; the default of their layers serves as well.
+_NO_INIT = frozenset({"googlenet", "inception_v3"})
+
+
+@functools.cache
+def build(name: str, size: int) -> tuple[torch.nn.Module, torch.Tensor]:
+    """A model in eval mode and an input for it.
+
+    Freshly initialised, a deep network without batch statistics shrinks or blows up its activations
+    until fp16 holds nothing of them. Normalizations are therefore given the statistics of a batch.
+
+    Returns:
+        The model, and an input of shape [1, 3, size, size], fp32.
+    """
+    models = import_torchvision().models
+    torch.manual_seed(0)
+    keywords: dict[str, bool] = {"init_weights": False} if name in _NO_INIT else {}
+    model = models.get_model(name, weights=None, **keywords)
+    batch = torch.randn(4, 3, size, size)
+    _set_statistics(model, batch)
+    return model.eval(), torch.randn(1, 3, size, size)
+
+
+def _set_statistics(model: torch.nn.Module, batch: torch.Tensor) -> None:
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+    if not norms:
+        return
+    momenta = [norm.momentum for norm in norms]
+    model.train()
+    for norm in norms:
+        norm.momentum = 1.0
+    with torch.no_grad():
+        model(batch)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum

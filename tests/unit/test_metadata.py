@@ -1,0 +1,53 @@
+import json
+
+import pytest
+
+from coreml_delegate.errors import BlobFormatError
+from coreml_delegate.metadata import MethodMetadata, ModelMetadata
+
+ONE = ModelMetadata("id", {"": MethodMetadata(("x",), ("y", "z"))})
+TWO = ModelMetadata(
+    "id", {"prefill": MethodMetadata(("a",), ("b",)), "decode": MethodMetadata((), ("c",))}
+)
+
+
+@pytest.mark.parametrize("metadata", [ONE, TWO])
+def test_round_trip(metadata):
+    assert ModelMetadata.decode(metadata.encode()) == metadata
+
+
+def test_wire_names_of_a_single_method():
+    assert json.loads(ONE.encode()) == {
+        "identifier": "id",
+        "inputNames": ["x"],
+        "outputNames": ["y", "z"],
+    }
+
+
+def test_wire_names_of_several_methods():
+    assert json.loads(TWO.encode())["methods"]["decode"] == {"inputNames": [], "outputNames": ["c"]}
+
+
+def test_lookup():
+    assert ONE.method("forward").input_names == ("x",)
+    assert TWO.method("decode").output_names == ("c",)
+    with pytest.raises(BlobFormatError, match="no such method: got 'forward'"):
+        TWO.method("forward")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"identifier": "", "inputNames": [], "outputNames": ["y"]}',
+        b'{"identifier": "i", "inputNames": [], "outputNames": []}',
+        b'{"identifier": "i", "inputNames": [1], "outputNames": ["y"]}',
+        b'{"identifier": "i", "methods": {}}',
+        b'{"identifier": "i", "methods": []}',
+    ],
+)
+def test_malformed_metadata_is_refused(body):
+    with pytest.raises(BlobFormatError, match=r"metadata\.json"):
+        ModelMetadata.decode(body)

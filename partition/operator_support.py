@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.passes.operator_support import OperatorSupportBase
 
 from coreml_delegate import op_rules
 from coreml_delegate.errors import OptionError
 from coreml_delegate.op_rules import Reason, ReasonCode
+from coreml_delegate.op_rules.constants import constant_obstacles
 from coreml_delegate.op_rules.rule import target_name
 from coreml_delegate.targets import Opset
 
@@ -21,12 +23,16 @@ class CoreMLOperatorSupport(OperatorSupportBase):
     """Verdicts per node, remembered with their reasons.
 
     Args:
+        program: The program the nodes are of.
         skip: Op names to keep out, see ``normalize_skips``.
         target: Opset of the deployment target, or None.
     """
 
-    def __init__(self, skip: frozenset[str], target: Opset | None) -> None:
+    def __init__(
+        self, program: ExportedProgram, skip: frozenset[str], target: Opset | None
+    ) -> None:
         super().__init__()
+        self._constants = constant_obstacles(program)
         self._skip = skip
         self._target = target
         self._verdicts: dict[Node, Reason | None] = {}
@@ -48,7 +54,7 @@ class CoreMLOperatorSupport(OperatorSupportBase):
                 f"{target_name(node.target)} is in skip_ops_for_coreml_delegation",
                 remedy="Remove it from the list",
             )
-        return op_rules.obstacle(node, self._target)
+        return op_rules.obstacle(node, self._target) or self._constants.get(node)
 
 
 def normalize_skips(names: Iterable[str]) -> frozenset[str]:

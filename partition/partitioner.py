@@ -104,18 +104,14 @@ class CoreMLPartitioner(Partitioner):
         """
         check_single_backend()
         self._check_state(exported_program)
-        support = self._support()
+        support = self._support(exported_program)
         calls = [n for n in exported_program.graph.nodes if n.op == "call_function"]
         if self._full_graph:
             _require_all(calls, support)
         tags = tag_partitions(exported_program, support)
-        tag_data(
-            exported_program, constants=self._constants, mutable_buffers=self._mutable_buffers
-        )
+        tag_data(exported_program, constants=self._constants, mutable_buffers=self._mutable_buffers)
         report = DelegationReport(
-            tuple(
-                node_report(n, n.meta.get("delegation_tag"), support.obstacle(n)) for n in calls
-            )
+            tuple(node_report(n, n.meta.get("delegation_tag"), support.obstacle(n)) for n in calls)
         )
         self._reports.append(report)
         for node in report.undelegated:
@@ -133,7 +129,7 @@ class CoreMLPartitioner(Partitioner):
         An op some of whose calls are not supported is decomposed throughout: ExecuTorch would find
         the others left over, neither decomposed nor delegated, and abort.
         """
-        support = self._support()
+        support = self._support(ep)
         verdicts: dict[OpOverload, bool] = {}
         for node in ep.graph.nodes:
             if node.op != "call_function" or not isinstance(node.target, OpOverload):
@@ -143,8 +139,8 @@ class CoreMLPartitioner(Partitioner):
             verdicts[node.target] = verdicts.get(node.target, True) and keep
         return sorted((op for op, keep in verdicts.items() if keep), key=str), None
 
-    def _support(self) -> CoreMLOperatorSupport:
-        return CoreMLOperatorSupport(self._skip, self._options.deployment_target)
+    def _support(self, program: ExportedProgram) -> CoreMLOperatorSupport:
+        return CoreMLOperatorSupport(program, self._skip, self._options.deployment_target)
 
     def _check_state(self, program: ExportedProgram) -> None:
         buffers = sorted(program.graph_signature.buffers_to_mutate.values())

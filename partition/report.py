@@ -96,9 +96,7 @@ class DelegationReport:
         if self.undelegated:
             lines.append("  on the CPU:")
             why = Counter((n.op, str(n.reason)) for n in self.undelegated)
-            lines += _columns(
-                (op, str(count), reason) for (op, reason), count in _ranked(why)
-            )
+            lines += _columns((op, str(count), reason) for (op, reason), count in _ranked(why))
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -53,7 +53,9 @@ class Accuracy:
         Raises:
             ProgramError: The shapes differ.
         """
-        if expected.numel() != actual.numel() or (expected.dim() and expected.shape != actual.shape):
+        if expected.numel() != actual.numel() or (
+            expected.dim() and expected.shape != actual.shape
+        ):
             raise ProgramError(
                 "program and model give outputs of different shapes",
                 got=str(list(actual.shape)),

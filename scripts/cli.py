@@ -28,7 +28,7 @@ from coreml_delegate.scripts import (
 
 logger = logging.getLogger(__name__)
 
-COMMANDS = (export, extract, inspect_program, run, verify, demo)
+COMMANDS = tuple(module.COMMAND for module in (export, extract, inspect_program, run, verify, demo))
 _DONE, _FAILED = 0, 1
 
 
@@ -42,8 +42,11 @@ def main_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
-        command.add_parser(commands)
-    for subparser in commands.choices.values():
+        subparser = commands.add_parser(
+            command.name, help=command.summary, description=command.description
+        )
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
         subparser.add_argument(
             "-v",
             "--verbose",

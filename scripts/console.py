@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 PROGRAM = "coreml-delegate"
 _PACKAGE = "coreml_delegate"
@@ -21,7 +24,7 @@ def write(text: str) -> None:
 
 
 def write_json(document: Any) -> None:
-    """Write ``document`` to stdout as JSON; infinities and nan become the strings of their names."""
+    """Write ``document`` to stdout as JSON, in which inf and nan are strings."""
     write(json.dumps(_finite(document), indent=2, allow_nan=False))
 
 
@@ -48,30 +51,38 @@ def columns(rows: Iterable[Sequence[object]], *, indent: int = 0) -> str:
 
 def size(count: int) -> str:
     """A number of bytes for a reader, in decimal units."""
-    if count < 1000:
-        return f"{count} B"
-    value, unit = float(count), "B"
-    for unit in ("kB", "MB", "GB"):
-        value /= 1000
-        if value < 1000:
-            break
-    return f"{value:.1f} {unit}"
+    for power, unit in ((3, "GB"), (2, "MB"), (1, "kB")):
+        if count >= 1000**power:
+            return f"{count / 1000**power:.1f} {unit}"
+    return f"{count} B"
 
 
 @contextmanager
-def step(description: str) -> Iterator[None]:
+def step(description: str) -> Generator[None]:
     """Show that a long step is under way, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(description):
+    with Console(file=sys.stderr).status(description):
         yield
 
 
 @contextmanager
-def session(verbosity: int) -> Iterator[None]:
+def captured() -> Generator[None]:
+    """Turn what foreign code prints meanwhile, on either stream, into a debugging log record."""
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed), redirect_stderr(printed):
+            yield
+    finally:
+        if printed.getvalue():
+            logger.debug("printed meanwhile: %s", printed.getvalue())
+
+
+@contextmanager
+def session(verbosity: int) -> Generator[None]:
     """Set up logging and warnings for one command, and put them back afterwards.
 
     Args:
@@ -102,18 +113,21 @@ def session(verbosity: int) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_torch(*, enabled: bool) -> Iterator[None]:
-    """Torch's loggers have handlers of their own, on stderr: raise them to errors."""
+def _quiet_torch(*, enabled: bool) -> Generator[None]:
+    """Torch's loggers have handlers of their own, on stderr: raise them beyond errors.
+
+    What torch logs as an error it also raises, and the command reports it once.
+    """
     if not enabled:
         yield
         return
-    import torch._logging
+    from torch._logging._internal import set_logs
 
-    torch._logging.set_logs(all=logging.ERROR)
+    set_logs(all=logging.CRITICAL)
     try:
         yield
     finally:
-        torch._logging.set_logs()
+        set_logs()
 
 
 def _complain(kind: str, message: str) -> None:

@@ -7,18 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts.command import Command
 from coreml_delegate.scripts.output_file import check_output, new_file
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "export",
-        help="lower a PyTorch model to a .pte with Core ML delegates",
-        description="Lower a PyTorch model to a .pte with Core ML delegates and print, for every "
-        "operation, whether Core ML takes it and why not.",
-    )
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
     arguments.add_source(parser)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.pte")
     parser.add_argument(
@@ -93,3 +87,13 @@ def run(args: argparse.Namespace) -> int:
         console.warn(f"nothing was delegated to Core ML; {args.output} runs on the CPU")
     console.write(report.to_json() if args.json else report.to_table())
     return 0
+
+
+COMMAND = Command(
+    name="export",
+    summary="lower a PyTorch model to a .pte with Core ML delegates",
+    description="Lower a PyTorch model to a .pte with Core ML delegates and print, for every "
+    "operation, whether Core ML takes it and why not.",
+    add_arguments=add_arguments,
+    run=run,
+)

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coreml_delegate.errors import ProgramError
 from coreml_delegate.mlpackage import write_folder
 from coreml_delegate.scripts import arguments, console, interruption
+from coreml_delegate.scripts.command import Command
 
 if TYPE_CHECKING:
     from coreml_delegate.scripts.delegates import BlobModel, CoreMLPartition
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "extract",
-        help="write the mlpackages inside a .pte to folders",
-        description="Write the model of every Core ML delegate of a .pte to a folder "
-        "METHOD_INDEX.mlpackage (.mlmodelc if it was compiled ahead of time). Delegates that share "
-        "one model give one folder, named after the first of them.",
-    )
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
     parser.add_argument("program", type=Path, metavar="FILE.pte")
     parser.add_argument(
         "-o",
@@ -59,18 +54,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _by_blob(partitions: list[CoreMLPartition]) -> list[list[CoreMLPartition]]:
     """Partitions grouped by model: those that refer to the same data, or have equal bytes."""
-    groups: dict[object, list[CoreMLPartition]] = {}
+    groups: dict[bytes, list[CoreMLPartition]] = {}
     for partition in partitions:
-        # Hashing a read-only view hashes its bytes; equal ones are then compared.
-        groups.setdefault(memoryview(partition.blob).toreadonly(), []).append(partition)
+        groups.setdefault(hashlib.sha256(partition.blob).digest(), []).append(partition)
     return list(groups.values())
 
 
-def _check_targets(folder: Path, targets: object, *, force: bool) -> None:
+def _check_targets(folder: Path, targets: Iterable[Path], *, force: bool) -> None:
     """Refuse before the first folder is written, so that an error leaves nothing behind."""
     if folder.exists() and not folder.is_dir():
         raise ProgramError("output is not a folder", got=str(folder))
-    for target in targets if isinstance(targets, dict) else ():
+    for target in targets:
         if target.exists() and not force:
             raise ProgramError(
                 "output exists", got=str(target), remedy="Pass --force to replace it"
@@ -99,3 +93,14 @@ def _print(planned: dict[Path, tuple[BlobModel, list[str]]], *, as_json: bool) -
     console.write(
         console.columns((p, console.size(count), ", ".join(users)) for p, count, users in rows)
     )
+
+
+COMMAND = Command(
+    name="extract",
+    summary="write the mlpackages inside a .pte to folders",
+    description="Write the model of every Core ML delegate of a .pte to a folder "
+    "METHOD_INDEX.mlpackage (.mlmodelc if it was compiled ahead of time). Delegates that share "
+    "one model give one folder, named after the first of them.",
+    add_arguments=add_arguments,
+    run=run,
+)

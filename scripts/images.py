@@ -43,7 +43,7 @@ def read_image(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.
         )
     height, width = shape[2:]
     pixels = _pixels(path, height, width).astype(np.float32) / 255
-    normal = (pixels - np.float32(MEAN)) / np.float32(STD)
+    normal = (pixels - np.array(MEAN, np.float32)) / np.array(STD, np.float32)
     return torch.from_numpy(normal).permute(2, 0, 1).expand(shape).to(dtype).contiguous()
 
 

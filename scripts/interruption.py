@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -20,7 +20,7 @@ _received: list[int] = []
 
 
 @contextmanager
-def handled() -> Iterator[None]:
+def handled() -> Generator[None]:
     """Raise ``KeyboardInterrupt`` on SIGINT and ``SystemExit`` on SIGTERM and SIGHUP meanwhile."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers, and only it receives signals

@@ -49,9 +49,7 @@ class Loaded(Protocol):
         ...
 
 
-def load(
-    path: Path, *, method: str | None, host: str, engine: str, threads: int | None
-) -> Loaded:
+def load(path: Path, *, method: str | None, host: str, engine: str, threads: int | None) -> Loaded:
     """Load a program.
 
     Args:
@@ -81,9 +79,7 @@ def _default_method(names: Sequence[str]) -> str:
 
 
 class _Program:
-    def __init__(
-        self, program: runtime.PythonProgram | runtime.StockProgram, method: str
-    ) -> None:
+    def __init__(self, program: runtime.PythonProgram | runtime.StockProgram, method: str) -> None:
         self._program = program
         self._method = method
         specs = program.program.method(method).input_specs
@@ -92,9 +88,7 @@ class _Program:
 
     def run(self, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
         results = self._program.run(self._method, inputs)
-        return {
-            f"output_{index}": torch.as_tensor(result) for index, result in enumerate(results)
-        }
+        return {f"output_{index}": torch.as_tensor(result) for index, result in enumerate(results)}
 
 
 def _port(index: int, spec: Any) -> Port:
@@ -110,9 +104,7 @@ class _Package:
         self.inputs = tuple(_feature_port(feature) for feature in model.function.inputs)
 
     def run(self, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
-        arrays = {
-            port.name: value.numpy() for port, value in zip(self.inputs, inputs, strict=True)
-        }
+        arrays = {port.name: value.numpy() for port, value in zip(self.inputs, inputs, strict=True)}
         results = self._model.predict(arrays, self._state)
         return {name: torch.from_numpy(array) for name, array in results.items()}
 
@@ -122,8 +114,6 @@ def _feature_port(feature: Feature) -> Port:
     if feature.shapes:
         shape = feature.shapes[0]
     elif feature.bounds:
-        shape = tuple(
-            max(size, low) for size, (low, _) in zip(shape, feature.bounds, strict=True)
-        )
+        shape = tuple(max(size, low) for size, (low, _) in zip(shape, feature.bounds, strict=True))
     dtype = torch.from_numpy(np.empty(0, feature.type.dtype.numpy)).dtype
     return Port(feature.name, dtype, shape)

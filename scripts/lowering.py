@@ -25,10 +25,8 @@ def lower(source: Source, partitioner: CoreMLPartitioner) -> Any:
     with console.step("Exporting with torch.export"):
         exported = source.export()
     try:
-        with console.step("Lowering to Core ML"):
-            return to_edge_transform_and_lower(
-                exported, partitioner=[partitioner]
-            ).to_executorch()
+        with console.step("Lowering to Core ML"), console.captured():
+            return to_edge_transform_and_lower(exported, partitioner=[partitioner]).to_executorch()
     except CoreMLDelegateError:
         raise
     except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -28,7 +28,7 @@ def check_output(path: Path, *, force: bool) -> None:
 
 
 @contextmanager
-def new_file(path: Path, *, force: bool) -> Iterator[BinaryIO]:
+def new_file(path: Path, *, force: bool) -> Generator[BinaryIO]:
     """A file to write that takes the name ``path`` when the block ends without an exception.
 
     Args:

@@ -10,20 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts.command import Command
 from coreml_delegate.scripts.output_file import check_output, new_file
 
 _TOP = 5
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "run",
-        help="execute a .pte or .mlpackage on this machine",
-        description="Execute a .pte or .mlpackage on this machine and print its outputs and the "
-        "median latency.",
-    )
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
     parser.add_argument("program", type=Path, metavar="PROGRAM", help=".pte or .mlpackage")
     arguments.add_inputs(parser)
     arguments.add_execution(parser)
@@ -111,7 +105,7 @@ def _summary(name: str, tensor: Any) -> dict[str, Any]:
 
 
 def _print(summaries: list[dict[str, Any]], latency: float, runs: int) -> None:
-    rows = [("output", "dtype", "shape", "min", "mean", "max")]
+    rows: list[tuple[str, ...]] = [("output", "dtype", "shape", "min", "mean", "max")]
     for summary in summaries:
         statistics_ = (
             f"{summary[key]:.6g}" if key in summary else "-" for key in ("min", "mean", "max")
@@ -123,3 +117,13 @@ def _print(summaries: list[dict[str, Any]], latency: float, runs: int) -> None:
             ranked = ", ".join(f"{t['class']} ({t['score']:.6g})" for t in summary["top"])
             console.write(f"{summary['name']} top {_TOP}: {ranked}")
     console.write(f"latency: {latency:.3f} ms (median of {runs})")
+
+
+COMMAND = Command(
+    name="run",
+    summary="execute a .pte or .mlpackage on this machine",
+    description="Execute a .pte or .mlpackage on this machine and print its outputs and the "
+    "median latency.",
+    add_arguments=add_arguments,
+    run=run,
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from coreml_delegate.errors import CoreMLDelegateError, OptionError
-from coreml_delegate.scripts import vision
+from coreml_delegate.scripts import console, vision
 from coreml_delegate.scripts.sampling import generator, random_tensor
 from coreml_delegate.scripts.weights import load_weights
 
@@ -138,9 +138,7 @@ def _find(module_name: str, name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise OptionError(f"cannot import {module_name}", got=str(error)) from error
-        raise OptionError(
-            "no such Python module", got=repr(module_name), expected=FORMS
-        ) from None
+        raise OptionError("no such Python module", got=repr(module_name), expected=FORMS) from None
     except Exception as error:
         raise OptionError(f"cannot import {module_name}", got=_first_line(error)) from error
     for part in name.split("."):
@@ -173,7 +171,7 @@ def _is_pair(value: object) -> bool:
 
 
 @contextmanager
-def _importable_from_here() -> Iterator[None]:
+def _importable_from_here() -> Generator[None]:
     """Let modules in the current folder be imported, as ``python -m`` does."""
     sys.path.insert(0, "")
     try:
@@ -183,10 +181,11 @@ def _importable_from_here() -> Iterator[None]:
 
 
 @contextmanager
-def _blaming(what: str) -> Iterator[None]:
+def _blaming(what: str) -> Generator[None]:
     """Turn whatever foreign code raises into one line that says whose failure it is."""
     try:
-        yield
+        with console.captured():
+            yield
     except CoreMLDelegateError:
         raise
     except Exception as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import InputError, ProgramError
 from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts.command import Command
 
 if TYPE_CHECKING:
     from coreml_delegate.scripts.accuracy import Accuracy
@@ -16,15 +17,8 @@ if TYPE_CHECKING:
     from coreml_delegate.scripts.source import Source
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "verify",
-        help="compare a program with the PyTorch model it was made from",
-        description="Run the PyTorch model and the program on the same inputs and compare every "
-        "output. Give SOURCE, --weights, --input-shape and --seed as they were given to export.",
-    )
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
     arguments.add_source(parser)
     parser.add_argument("program", type=Path, metavar="PROGRAM", help=".pte or .mlpackage")
     parser.add_argument(
@@ -146,3 +140,13 @@ def _print(results: dict[str, Accuracy], *, as_json: bool) -> None:
             )
         )
     console.write(console.columns(rows))
+
+
+COMMAND = Command(
+    name="verify",
+    summary="compare a program with the PyTorch model it was made from",
+    description="Run the PyTorch model and the program on the same inputs and compare every "
+    "output. Give SOURCE, --weights, --input-shape and --seed as they were given to export.",
+    add_arguments=add_arguments,
+    run=run,
+)

@@ -28,9 +28,9 @@ _SCHEMAS = (
 def import_torchvision() -> Any:
     """The ``torchvision`` module.
 
-    A wheel built for CUDA cannot load its operators next to a CPU-only torch, and its Python code then
-    fails because it describes operators that nobody declared. Exactly then they are declared here;
-    none of the models outside ``torchvision.models.detection`` calls them.
+    A wheel built for CUDA cannot load its operators next to a CPU-only torch, and its Python code
+    then fails because it describes operators that nobody declared. Exactly then they are declared
+    here; none of the models outside ``torchvision.models.detection`` calls them.
 
     Raises:
         OptionError: Torchvision is not installed.
@@ -53,7 +53,7 @@ def import_torchvision() -> Any:
 @cache
 def _declare_operators() -> torch.library.Library:
     # Cached, because the declarations vanish with the object.
-    library = torch.library.Library("torchvision", "DEF")  # noqa: TOR901 - kept alive by the cache
+    library = torch.library.Library("torchvision", "DEF")
     for schema in _SCHEMAS:
         library.define(schema)
     return library

@@ -79,5 +79,5 @@ def _read_safetensors(path: Path) -> Mapping[str, torch.Tensor]:
         ) from None
     try:
         return reader.load_file(path)
-    except Exception as error:  # noqa: BLE001 - its own error class exists in its native module only
+    except Exception as error:  # its error class lives in its native module
         raise OptionError(f"cannot read weights from {path}", got=str(error)) from error

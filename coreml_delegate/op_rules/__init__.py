@@ -94,7 +94,9 @@ def _getitem_obstacle(node: Node, target: Opset | None) -> Reason | None:
     reason = obstacle(source, target)
     if reason is None:
         return None
-    return Reason(reason.code, f"part of {target_name(source.target)}: {reason.text}", issue=reason.issue)
+    return Reason(
+        reason.code, f"part of {target_name(source.target)}: {reason.text}", issue=reason.issue
+    )
 
 
 def required_opset(nodes: Iterable[Node]) -> Opset:

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from coreml_delegate.op_rules.rule import GETITEM, Constraint, OpCall, Reason, ReasonCode, target_name
+from coreml_delegate.op_rules.rule import (
+    GETITEM,
+    Constraint,
+    OpCall,
+    Reason,
+    ReasonCode,
+    target_name,
+)
 
 
 def argument_is(name: str, *accepted: Any, issue: str | None = None) -> Constraint:

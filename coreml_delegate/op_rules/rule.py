@@ -20,6 +20,7 @@ ANY = NUMERIC | BOOL
 Dtypes = frozenset[torch.dtype]
 
 MAX_RANK = 5  # of any Core ML tensor
+INT32 = torch.iinfo(torch.int32)  # the widest integer of Core ML
 GETITEM = "operator.getitem"
 
 
@@ -127,7 +128,8 @@ class OpRule:
 
     def obstacle(self, call: OpCall) -> Reason | None:
         """Why Core ML cannot take this call, or None if it can."""
-        for check in (self._symbolic, self._dtypes, self._shapes, *self.constraints):
+        checks = (self._symbolic, self._dtypes, self._shapes, _numbers_fit, *self.constraints)
+        for check in checks:
             reason = check(call)
             if reason is not None:
                 return reason
@@ -167,6 +169,20 @@ class OpRule:
             if any(isinstance(d, int) and d == 0 for d in tensor.shape):
                 return Reason(ReasonCode.SHAPE, f"{name!r} is empty: {tuple(tensor.shape)}")
         return None
+
+
+def _numbers_fit(call: OpCall) -> Reason | None:
+    """Integers that take part in the computation fit int32; positions, as of a slice's end, may not."""
+    schema = getattr(overload_of(call.node.target), "_schema", None)
+    for argument in () if schema is None else schema.arguments:
+        value = call.arguments.get(argument.name)
+        counts = str(argument.type) in ("number", "Optional[number]", "Tensor")
+        if counts and isinstance(value, int) and not INT32.min <= value <= INT32.max:
+            return Reason(
+                ReasonCode.ARGUMENT,
+                f"{argument.name}={value} is beyond int32, the widest of Core ML",
+            )
+    return None
 
 
 def overload_of(target: Any) -> Any:

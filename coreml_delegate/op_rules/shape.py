@@ -124,12 +124,8 @@ RULES = (
         for target in _RESHAPES
     ),
     *(OpRule(target, "shape", dtypes=_ALL, preserve=False) for target in _MOVES),
-    OpRule(
-        "aten.cat.default", "shape", dtypes=_ALL, constraints=(same_dtype("tensors"),)
-    ),
-    OpRule(
-        "aten.stack.default", "shape", dtypes=_ALL, constraints=(same_dtype("tensors"),)
-    ),
+    OpRule("aten.cat.default", "shape", dtypes=_ALL, constraints=(same_dtype("tensors"),)),
+    OpRule("aten.stack.default", "shape", dtypes=_ALL, constraints=(same_dtype("tensors"),)),
     OpRule("aten.roll.default", "shape"),
     OpRule("aten.pad.default", "shape", constraints=(_no_mode_but_constant_at_high_rank,)),
     OpRule("aten.constant_pad_nd.default", "shape"),

@@ -142,7 +142,9 @@ def _check_side(
 def _check_unique(names: Sequence[str]) -> None:
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
-        raise ContractError("feature names of the converted model are not unique", got=_listed(twice))
+        raise ContractError(
+            "feature names of the converted model are not unique", got=_listed(twice)
+        )
 
 
 def _tensor(name: Any, nodes: dict[str, Any]) -> torch.Tensor:

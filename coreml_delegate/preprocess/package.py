@@ -16,6 +16,7 @@ from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.metadata import FILE_NAME as METADATA
 from coreml_delegate.metadata import ModelMetadata
 from coreml_delegate.mlpackage import assemble, locate, map_folder
+from coreml_delegate.op_rules.constants import constant_obstacles
 from coreml_delegate.preprocess import contract
 from coreml_delegate.preprocess.convert import Conversion, converted
 from coreml_delegate.preprocess.passes import prepare
@@ -61,10 +62,11 @@ def check_supported(program: ExportedProgram, target: Opset | None) -> None:
         UnsupportedOperatorError: There is at least one.
     """
     obstacles: dict[str, list[str]] = {}
+    constants = constant_obstacles(program)
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
-        reason = op_rules.obstacle(node, target)
+        reason = op_rules.obstacle(node, target) or constants.get(node)
         if reason is not None:
             obstacles.setdefault(str(reason), []).append(node.name)
     if obstacles:

@@ -13,6 +13,7 @@
 #include <streambuf>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -29,7 +30,7 @@ using executorch::aten::ArrayRef;
 using executorch::aten::SizesType;
 using executorch::aten::Tensor;
 
-// --- The interface; stock.py and shim.py hold the other side of it. -----------------------------
+// --- The interface; shim.py holds the other side of it. ---------------------------------------
 
 struct SpecView {
   const char* key;

@@ -66,8 +66,7 @@ def find_kernel(name: str) -> Kernel:
         module = _REGISTERED_BY.get(namespace)
         if module is not None:
             _logger.debug("importing %s for operator %s", module, name)
-            importlib.import_module(module)
-            overload = _torch_overload(name)
+            overload = _torch_overload(name) if _import(module) else None
     if overload is None:
         raise UnsupportedOpError(
             "no kernel for an operator of the program",
@@ -76,6 +75,15 @@ def find_kernel(name: str) -> Kernel:
             "or run the program on the stock runtime.",
         )
     return _from_schema(name, overload)
+
+
+def _import(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        _logger.debug("cannot import %s: %s", module, error)
+        return False
+    return True
 
 
 # Operators that torch knows only once a library has registered them.

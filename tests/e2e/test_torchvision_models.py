@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from executorch.exir import to_edge_transform_and_lower
@@ -13,6 +14,7 @@ from support.torchvision_models import build
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
 from coreml_delegate.compile_options import Precision
+from coreml_delegate.partition import DelegationReport
 
 # Name -> input size: as small as the architecture allows without changing what it converts to.
 MODELS = {
@@ -33,58 +35,61 @@ ENGINES = ["openvino", "reference"]
 CASES = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in MODELS]
 
 
-@functools.cache
-def _eager(name):
-    model, example = build(name, MODELS[name])
+@dataclass(frozen=True)
+class Lowered:
+    """A model with its example, eager output and programs by precision."""
+
+    name: str
+    example: torch.Tensor
+    eager: np.ndarray
+    buffers: dict[Precision, bytes]
+    report: DelegationReport
+
+    def run(self, precision: Precision, **where: str) -> torch.Tensor:
+        program = runtime.load_program(self.buffers[precision], **where)
+        (output,) = program.run("forward", [self.example])
+        return output
+
+
+# The scope makes pytest finish with one model before it builds the next.
+@pytest.fixture(scope="module", params=CASES)
+def lowered(request) -> Lowered:
+    model, example = build(request.param, MODELS[request.param])
     with torch.no_grad():
-        return model(example).numpy()
-
-
-@functools.lru_cache(maxsize=2)
-def _lowered(name, precision):
-    model, example = build(name, MODELS[name])
-    partitioner = CoreMLPartitioner(
-        compile_specs=CoreMLBackend.generate_compile_specs(compute_precision=precision)
-    )
+        eager = model(example).numpy()
     exported = torch.export.export(model, (example,))
-    program = to_edge_transform_and_lower(exported, partitioner=[partitioner]).to_executorch()
-    return program.buffer, partitioner.report
+    buffers = {}
+    for precision in Precision:
+        specs = CoreMLBackend.generate_compile_specs(compute_precision=precision)
+        partitioner = CoreMLPartitioner(compile_specs=specs)
+        manager = to_edge_transform_and_lower(exported, partitioner=[partitioner])
+        buffers[precision] = manager.to_executorch().buffer
+    return Lowered(request.param, example, eager, buffers, partitioner.report)
 
 
-def _run(name, precision, **where):
-    _, example = build(name, MODELS[name])
-    buffer, _ = _lowered(name, precision)
-    (output,) = runtime.load_program(buffer, **where).run("forward", [example])
-    return output
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_whole_model_is_one_partition(name):
-    _, report = _lowered(name, Precision.FLOAT32)
-    assert report.undelegated == ()
-    assert len(report.partitions) == 1
+def test_the_whole_model_is_one_partition(lowered):
+    assert lowered.report.undelegated == ()
+    assert len(lowered.report.partitions) == 1
 
 
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", CASES)
-def test_fp32_program_equals_eager(name, engine, host):
-    output = _run(name, Precision.FLOAT32, engine=engine, host=host)
-    assert sqnr_db(_eager(name), output.numpy()) >= SQNR_FP32
+def test_fp32_program_equals_eager(lowered, engine, host):
+    output = lowered.run(Precision.FLOAT32, engine=engine, host=host)
+    assert sqnr_db(lowered.eager, output.numpy()) >= SQNR_FP32
 
 
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", CASES)
-def test_fp16_program_is_close_to_eager(name, engine, host):
-    output = _run(name, Precision.FLOAT16, engine=engine, host=host)
-    assert sqnr_db(_eager(name), output.numpy()) >= SQNR_FP16_LOWER.get(name, SQNR_FP16)
+def test_fp16_program_is_close_to_eager(lowered, engine, host):
+    output = lowered.run(Precision.FLOAT16, engine=engine, host=host)
+    bar = SQNR_FP16_LOWER.get(lowered.name, SQNR_FP16)
+    assert sqnr_db(lowered.eager, output.numpy()) >= bar
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", CASES)
-def test_both_hosts_agree_to_the_bit(name):
+def test_both_hosts_agree_to_the_bit(lowered):
     outputs = [
-        _run(name, Precision.FLOAT32, engine="openvino", host=host) for host in ("python", "stock")
+        lowered.run(Precision.FLOAT32, engine="openvino", host=host) for host in ("python", "stock")
     ]
     assert torch.equal(*outputs)

@@ -1,26 +1,23 @@
-"""The reference engine as a whole: control flow, states, listeners, errors, memory."""
+"""The reference engine as a whole: control flow, states, listeners, memory."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from support import handmade
 from support.mil import TARGETS, build, main, mb, serialized, types
 
-from coreml_delegate.errors import ExecutionError, InputError, UnsupportedOpError
+from coreml_delegate.errors import InputError
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.reference import REFERENCE
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.program import (
-    Block,
     Constant,
-    Feature,
-    Function,
     ListType,
     NamedType,
     Op,
@@ -28,39 +25,11 @@ from coreml_delegate.runtime.mil.program import (
     TensorType,
 )
 
-_FLOATS = TensorType(DType.FP32, (3,))
 _X = np.array([1.0, -2.0, 3.0], np.float32)
 
 
 def _compile(function, inputs, opset=Opset.iOS18):
     return REFERENCE.compile(main(build(function, inputs, opset)), EngineOptions())
-
-
-def _function(ops, outputs, opset="CoreML8"):
-    """A function written by hand: one input ``x``, fp32[3]."""
-    return Function(
-        name="main",
-        opset=opset,
-        params=(NamedType("x", _FLOATS),),
-        block=Block((), tuple(ops), tuple(outputs)),
-        inputs=(Feature("x", _FLOATS),),
-        outputs=tuple(Feature(name, _FLOATS) for name in outputs),
-    )
-
-
-def _op(op_type, output, declared=_FLOATS, **inputs):
-    return Op(
-        op_type,
-        {
-            name: (Ref(value) if isinstance(value, str) else value,)
-            for name, value in inputs.items()
-        },
-        (NamedType(output, declared),),
-    )
-
-
-def _scalar(value, dtype=DType.FP32):
-    return Constant(TensorType(dtype, ()), np.array(value, dtype.numpy))
 
 
 # --- control flow ---------------------------------------------------------------------------------
@@ -142,10 +111,13 @@ def test_classify():
                     Constant(ListType(TensorType(DType.STRING, ()), 3), ("ant", "bee", "cat")),
                 ),
             },
-            (NamedType("label", TensorType(DType.STRING, ())), NamedType("scores", _FLOATS)),
+            (
+                NamedType("label", TensorType(DType.STRING, ())),
+                NamedType("scores", handmade.FLOATS),
+            ),
         )
     ]
-    compiled = REFERENCE.compile(_function(ops, ["label", "scores"]), EngineOptions())
+    compiled = REFERENCE.compile(handmade.function(ops, ["label", "scores"]), EngineOptions())
     result = compiled({"x": _X})
     assert str(result["label"]) == "cat"
     assert result["scores"][()] == {"ant": 1.0, "bee": -2.0, "cat": 3.0}
@@ -331,95 +303,3 @@ def test_calling_leaves_no_trace_in_torch():
     _compile(lambda x: mb.relu(x=x), {"x": _X})({"x": _X})
     assert (torch.get_num_threads(), torch.is_grad_enabled()) == before
     assert not torch.is_inference_mode_enabled()
-
-
-# --- errors ---------------------------------------------------------------------------------------
-
-
-def test_unsupported_ops_are_all_named_once_nested_ones_included():
-    nested = Block((), (_op("wondrous", "w", x="x"),), ("w",))
-    ops = [
-        _op("strange", "a", x="x"),
-        _op("strange", "b", x="a"),
-        replace(_op("cond", "c", pred=_scalar(True, DType.BOOL)), blocks=(nested, nested)),
-        _op("scaled_dot_product_attention", "d", query="b", key="b", value="b"),
-        _op("relu", "e", x="d", slope=_scalar(1.0)),
-    ]
-    function = _function(ops, ["e"], opset="CoreML7")
-    assert REFERENCE.unsupported(function) == [
-        "strange: no kernel in opset CoreML7 (first used by 'a')",
-        "wondrous: no kernel in opset CoreML7 (first used by 'w')",
-        "scaled_dot_product_attention: no kernel in opset CoreML7 (first used by 'd')",
-        "relu: no parameter 'slope' in opset CoreML7 (first used by 'e')",
-    ]
-    with pytest.raises(
-        UnsupportedOpError, match="cannot execute the program: got strange: no kernel"
-    ):
-        REFERENCE.compile(function, EngineOptions())
-
-
-@pytest.mark.parametrize(
-    ("op", "message"),
-    [
-        (
-            _op("matmul", "y", x="x", y=_scalar([[1.0, 2.0]])),
-            r"matmul failed to compute 'y' .*got x: float32\[3\], y: float32\[1, 2\]",
-        ),
-        (
-            _op("gelu", "y", x="x", mode=Constant(TensorType(DType.STRING, ()), "FAST")),
-            r"gelu failed to compute 'y' \(ValueError: gelu mode is 'FAST', not one of EXACT",
-        ),
-        (
-            _op("relu", "y", TensorType(DType.INT32, (3,)), x="x"),
-            r"computed float32\[3\] where the program declares int32\[3\]",
-        ),
-        (
-            replace(_op("relu", "y", x="x"), outputs=()),
-            r"1 results where the program declares 0",
-        ),
-        (
-            _op("relu", "y"),
-            r"relu failed to compute 'y' .*missing 1 required positional argument: 'x'",
-        ),
-    ],
-    ids=["shapes", "mode", "dtype", "count", "missing"],
-)
-def test_failures_name_op_output_and_inputs(op, message):
-    outputs = ["y"] if op.outputs else ["x"]
-    compiled = REFERENCE.compile(_function([op], outputs), EngineOptions())
-    with pytest.raises(ExecutionError, match=message) as caught:
-        compiled({"x": _X})
-    assert caught.value.__cause__ is not None
-
-
-@pytest.mark.parametrize(
-    ("opset", "index", "validate", "message"),
-    [
-        (Opset.iOS15, 3, None, r"index outside of \[-3, 3\)"),
-        (Opset.iOS17, -1, True, r"index outside of \[0, 3\)"),
-        (Opset.iOS17, 3, True, r"index outside of \[0, 3\)"),
-    ],
-)
-def test_indices_out_of_range(opset, index, validate, message):
-    def function(x, i):
-        return mb.gather(
-            x=x, indices=i, **({} if validate is None else {"validate_indices": validate})
-        )
-
-    inputs = {"x": _X, "i": np.array([index], np.int32)}
-    with pytest.raises(ExecutionError, match=message):
-        _compile(function, inputs, opset)(inputs)
-
-
-@pytest.mark.parametrize(("index", "expected"), [(-1, 3.0), (7, 3.0), (-9, 1.0)])
-def test_unvalidated_indices_are_safe(index, expected):
-    inputs = {"x": _X, "i": np.array([index], np.int32)}
-    compiled = _compile(lambda x, i: mb.gather(x=x, indices=i), inputs, Opset.iOS17)
-    (result,) = compiled(inputs).values()
-    assert result == [expected]
-
-
-def test_missing_input():
-    compiled = _compile(lambda x: mb.relu(x=x), {"x": _X})
-    with pytest.raises(InputError, match="input 'x' is missing: got z, expected x"):
-        compiled({"z": _X})

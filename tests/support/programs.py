@@ -1,4 +1,4 @@
-"""Small programs in ``.pte`` form, exported by ExecuTorch itself, with the modules they came from."""
+"""Small programs in ``.pte`` form, exported by ExecuTorch itself, with their modules."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from coreml_delegate.scripts.vision import import_torchvision
@@ -12,7 +10,6 @@ from coreml_delegate.scripts.vision import import_torchvision
 _NO_INIT = frozenset({"googlenet", "inception_v3"})
 
 
-@functools.cache
 def build(name: str, size: int) -> tuple[torch.nn.Module, torch.Tensor]:
     """A model in eval mode and an input for it.
 

@@ -1,4 +1,4 @@
-"""The reader of ``.pte`` files against ExecuTorch's own deserialiser, and on bytes that are none."""
+"""The reader of ``.pte`` files against ExecuTorch's own deserialiser, and on other bytes."""
 
 from __future__ import annotations
 

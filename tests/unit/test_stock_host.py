@@ -30,7 +30,7 @@ from coreml_delegate.errors import (
     ProgramError,
     UnsupportedOpError,
 )
-from coreml_delegate.runtime.program import shim_build, stock
+from coreml_delegate.runtime.program import stock
 from coreml_delegate.runtime.program.delegate import DelegatePayload
 from coreml_delegate.runtime.program.host import PythonProgram
 from coreml_delegate.runtime.program.stock import StockProgram
@@ -67,11 +67,8 @@ class Altered:
 
 # --- programs without delegates -----------------------------------------------------------------
 
-# The stock runtime leaves a dynamic map's output at its upper bound where the rows are fewer.
-SAME = [name for name in CASES if name != "dynamic_rows"]
 
-
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", CASES)
 def test_both_hosts_equal_eager(name: str) -> None:
     module, data = export_case(name)
     module = copy.deepcopy(module)  # buffers change
@@ -322,6 +319,9 @@ def test_a_process_that_used_threads_on_the_plain_runtime_ends_well(tmp_path: Pa
         stock.register(EagerDelegate, backend_id={BACKEND_ID!r})
         programs = [Runtime.get().load_program({str(path)!r}) for _ in range(4)]
         methods = [program.load_method("forward") for program in programs]
+        # The runtime's first call starts its thread pool and logs meanwhile, which lets another
+        # thread wait for that very pool while holding the interpreter: upstream, and a deadlock.
+        methods[0].execute([torch.randn(3, 4)])
         def work(method):
             for _ in range(50):
                 method.execute([torch.randn(3, 4)])
@@ -337,69 +337,12 @@ def test_a_process_that_used_threads_on_the_plain_runtime_ends_well(tmp_path: Pa
         text=True,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
         check=False,
+        timeout=120,
     )
     assert (result.returncode, result.stdout.strip()) == (0, "done"), result.stderr[-2000:]
-
-
-# --- building -----------------------------------------------------------------------------------
 
 
 @needs_compiler
 def test_the_name_of_another_backend_is_taken() -> None:
     with pytest.raises(EngineUnavailableError, match="another backend of this name already"):
         stock.register(EagerDelegate, backend_id="XnnpackBackend")
-
-
-@needs_compiler
-def test_a_build_is_cached(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv(shim_build.CACHE_VARIABLE, str(tmp_path))
-    built = shim_build.build()
-    assert built.parent == tmp_path / "stock-shim"
-    assert [path.suffix for path in sorted(built.parent.iterdir())] in ([".so"], [".lock", ".so"])
-    # No compiler is needed, or looked for, any more.
-    monkeypatch.setenv("CXX", "/no/such/compiler")
-    assert shim_build.unavailable_reason() is None
-    assert shim_build.build() == built
-
-
-@pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch) -> Path:
-    monkeypatch.setenv(shim_build.CACHE_VARIABLE, str(tmp_path / "cache"))
-    return tmp_path
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the shim is for Linux")
-def test_no_compiler(empty_cache: Path, monkeypatch) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", str(empty_cache))
-    reason = r"no C\+\+ compiler was found \(looked for c\+\+, g\+\+, clang\+\+\)"
-    assert shim_build.unavailable_reason() == reason.replace("\\", "")
-    with pytest.raises(EngineUnavailableError, match=reason + ".*use the Python host"):
-        shim_build.build()
-    monkeypatch.setenv("CXX", "my-compiler -m64")
-    assert shim_build.unavailable_reason() == (
-        "the C++ compiler that CXX names was not found: my-compiler -m64"
-    )
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the shim is for Linux")
-def test_a_failing_compiler_is_quoted_and_leaves_nothing(empty_cache: Path, monkeypatch) -> None:
-    compiler = empty_cache / "bad-compiler"
-    compiler.write_text("#!/bin/sh\necho 'fatal: no such header' >&2\nexit 3\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    with pytest.raises(
-        EngineUnavailableError, match=r"got exit code 3:\nfatal: no such header\. Try another"
-    ):
-        shim_build.build()
-    assert not list((empty_cache / "cache" / "stock-shim").glob("build-*"))
-    assert not list((empty_cache / "cache" / "stock-shim").glob("*.so"))
-
-
-@needs_compiler
-def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    monkeypatch.setenv(shim_build.CACHE_VARIABLE, str(blocked))
-    with pytest.raises(EngineUnavailableError, match="Set COREML_DELEGATE_CACHE to a directory"):
-        shim_build.build()

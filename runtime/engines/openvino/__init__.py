@@ -1,1 +1,7 @@
 """The OpenVINO engine: the program as one compiled graph on the CPU."""
+
+from __future__ import annotations
+
+from coreml_delegate.runtime.engines.openvino.engine import OPENVINO
+
+__all__ = ["OPENVINO"]

@@ -85,4 +85,17 @@ def local_response_norm(
     x: Tensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> Result:
     """``x / (k + alpha / size * sum(x ** 2)) ** beta``, the sum over ``size`` channels around."""
-    return ops.lrn(x, ints((1,)), alpha, beta, k, size)
+    # OpenVINO's LRN scales otherwise when k is not 1, so the mean over channels is a pooling of them.
+    channels = ops.unsqueeze(ops.multiply(x, x), ints(1))
+    ones = [1] * (rank(x) - 2)
+    zeros = [0] * (rank(x) - 2)
+    mean = ops.avg_pool(
+        channels,
+        [1, *ones],
+        [size // 2, *zeros],
+        [(size - 1) // 2, *zeros],
+        [size, *ones],
+        exclude_pad=False,
+    )
+    base = ops.add(ops.multiply(ops.squeeze(mean, ints(1)), scalar(alpha, x)), scalar(k, x))
+    return ops.multiply(x, ops.power(base, scalar(-beta, x)))

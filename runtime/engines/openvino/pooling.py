@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.convolution import auto_pad, split_pad
-from coreml_delegate.runtime.engines.openvino.graph import rank, scalar
+from coreml_delegate.runtime.engines.openvino.graph import ints, rank, scalar, static_dims
 from coreml_delegate.runtime.engines.openvino.registry import Ints, Result, Tensor, translation
 
 
@@ -47,17 +48,37 @@ def avg_pool(
 ) -> Result:
     """Mean over windows of ``x`` [N, C, *spatial]."""
     spatial = rank(x) - 2
+    kernel, stride = list(kernel_sizes), list(strides or [1] * spatial)
     begin, end = split_pad(pad_type, pad, spatial)
+    exclude = exclude_padding_from_average
+    if ceil_mode and not exclude:
+        x, begin, end = _with_counted_padding(x, kernel, stride, begin, end)
+        ceil_mode, exclude = False, True
     return ops.avg_pool(
-        x,
-        list(strides or [1] * spatial),
-        begin,
-        end,
-        list(kernel_sizes),
-        exclude_padding_from_average,
-        _rounding(ceil_mode),
-        _pool_pad(pad_type),
+        x, stride, begin, end, kernel, exclude, _rounding(ceil_mode), _pool_pad(pad_type)
     )
+
+
+def _with_counted_padding(
+    x: Tensor, kernel: list[int], stride: list[int], begin: list[int], end: list[int]
+) -> tuple[Any, list[int], list[int]]:
+    """``x`` with its padding as data, and the padding that the last windows reach beyond it.
+
+    Padding counts in the mean, what windows cover beyond the padding does not: OpenVINO has one kind
+    of padding alone.
+    """
+    total = rank(x)
+    beyond: list[int] = []
+    for size, reach, step, before, after in zip(
+        static_dims(x, range(2, total)), kernel, stride, begin, end, strict=True
+    ):
+        outputs = -(-(size + before + after - reach) // step) + 1
+        if (outputs - 1) * step >= size + before:
+            outputs -= 1
+        beyond.append(max((outputs - 1) * step + reach - (size + before + after), 0))
+    if any(begin) or any(end):
+        x = ops.pad(x, ints([0, 0, *begin]), ints([0, 0, *end]), "constant", scalar(0, x))
+    return x, [0] * len(beyond), beyond
 
 
 @translation("l2_pool")

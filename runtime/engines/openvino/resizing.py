@@ -34,7 +34,16 @@ _COORDINATES = {
 }
 
 
-def _interpolate(x: Tensor, sizes: Sequence[int], mode: str, coordinates: str) -> Any:
+# The same for the nearest neighbour, with the rounding of its coordinate
+_NEAREST = {
+    "DEFAULT": ("asymmetric", "floor"),
+    "UNALIGN_CORNERS": ("half_pixel", "round_prefer_ceil"),
+}
+
+
+def _interpolate(
+    x: Tensor, sizes: Sequence[int], mode: str, coordinates: str, nearest_mode: str = "floor"
+) -> Any:
     """Interpolate the last ``len(sizes)`` axes to fixed sizes."""
     total = rank(x)
     axes = list(range(total - len(sizes), total))
@@ -44,7 +53,7 @@ def _interpolate(x: Tensor, sizes: Sequence[int], mode: str, coordinates: str) -
         mode,
         "sizes",
         coordinate_transformation_mode=coordinates,
-        nearest_mode="floor",
+        nearest_mode=nearest_mode,
         axes=ints(axes),
     )
 
@@ -115,9 +124,9 @@ def resize(
     fixed = [size for size in sizes if size is not None]
     if interpolation_mode == "LINEAR":
         return _linear(x, fixed, sampling_mode)
-    if interpolation_mode != "NEAREST_NEIGHBOR" or sampling_mode != "DEFAULT":
+    if interpolation_mode != "NEAREST_NEIGHBOR" or sampling_mode not in _NEAREST:
         raise refuse("resize mode", f"{interpolation_mode} {sampling_mode}")
-    return _interpolate(x, fixed, "nearest", "asymmetric")
+    return _interpolate(x, fixed, "nearest", *_NEAREST[sampling_mode])
 
 
 def _linear(x: Tensor, sizes: Sequence[int], mode: str) -> Any:

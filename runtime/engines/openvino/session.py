@@ -158,7 +158,8 @@ class OpenVinoFunction:
     """
 
     def __init__(self, translated: Translated, compiled: Any) -> None:
-        self._translated = translated
+        # Not the translated model: the compiled one has its own copies of what it still needs.
+        self._states = translated.states
         self.compiled = compiled
         self._inputs = _ports(translated.inputs, compiled.inputs)
         self._outputs = _ports(translated.outputs, compiled.outputs)
@@ -172,11 +173,11 @@ class OpenVinoFunction:
                 reverse.
             ExecutionError: OpenVINO failed.
         """
-        if isinstance(state, OpenVinoState) is not bool(self._translated.states):
+        if isinstance(state, OpenVinoState) is not bool(self._states):
             raise InputError(
                 "wrong state",
                 got=type(state).__name__,
-                expected="what make_state returned" if self._translated.states else "None",
+                expected="what make_state returned" if self._states else "None",
             )
         try:
             request = self._idle.pop()  # atomic, so no lock
@@ -193,7 +194,7 @@ class OpenVinoFunction:
 
     def make_state(self) -> OpenVinoState | None:
         """Fresh state, all zeros; None when the function has none."""
-        states = self._translated.states
+        states = self._states
         if not states:
             return None
         arrays = tuple(

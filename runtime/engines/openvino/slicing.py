@@ -97,8 +97,8 @@ def slice_update(
 ) -> Result:
     """``x`` with the region that ``slice_by_index`` would take replaced by ``update``.
 
-    One scatter per axis that the region does not span, on what the axes before it select. OpenVINO's
-    own SliceScatter crashed its CPU plugin (2026.4) when the bounds were known at run time only.
+    One scatter per axis that the region does not span, on what the axes before it select. The CPU
+    plugin of OpenVINO 2026.4 crashes on SliceScatter with bounds known at run time only.
     """
     axes = rank(x)
     squeezed = _flags(squeeze_mask, axes)

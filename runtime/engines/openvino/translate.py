@@ -32,6 +32,7 @@ from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.program import (
     Binding,
     Constant,
+    Feature,
     Function,
     NamedType,
     Op,
@@ -88,14 +89,22 @@ def translate(function: Function) -> Translated:
     Raises:
         UnsupportedOpError: An op, or a mode or type of it, has no translation.
     """
-    return _Translator(function).run()
+    translator = _Translator(function)
+    translator.operations()
+    return translator.model()
 
 
 def unsupported(function: Function) -> list[str]:
     """Every reason why ``function`` cannot be translated, each once, in program order."""
-    translator = _Translator(function, reasons=[])
-    translator.run()
-    return list(dict.fromkeys(translator.reasons or ()))
+    reasons: list[str] = []
+    translator = _Translator(function, reasons)
+    try:
+        translator.operations()
+        if not reasons:
+            translator.model()
+    except UnsupportedOpError as error:
+        reasons.append(str(error))
+    return list(dict.fromkeys(reasons))
 
 
 @dataclass(slots=True)
@@ -103,7 +112,8 @@ class _Translator:
     """State of one translation.
 
     ``reasons`` collects errors if it is a list; values that could not be made are then stood in
-    for, so that one pass finds all. With None the first error is raised.
+    for, so that one pass finds all. With None the first error is raised. ``values``, ``types`` and
+    ``states`` are by MIL name; a state's value is the one the program has last written.
     """
 
     function: Function
@@ -111,46 +121,47 @@ class _Translator:
     opset: Opset = field(init=False)
     values: dict[str, _Value] = field(default_factory=dict[str, _Value])
     nodes: dict[Constant | Weight, Any] = field(default_factory=dict[Constant | Weight, Any])
+    types: dict[str, TensorType] = field(default_factory=dict[str, TensorType])
     states: dict[str, Any] = field(default_factory=dict[str, Any])
+    parameters: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         self.opset = Opset.from_mil_name(self.function.opset)
 
-    def run(self) -> Translated:
-        parameters = [self._parameter(param) for param in self.function.params]
-        is_state = [isinstance(param.type, StateType) for param in self.function.params]
+    def operations(self) -> None:
+        """Translate the parameters and every op."""
+        for param in self.function.params:
+            self._parameter(param)
         for op in self.function.block.ops:
             self._op(op)
-        outputs = [feature.name for feature in self.function.outputs]
-        results = [self._result(name) for name in outputs]
-        state_types = tuple(
+
+    def model(self) -> Translated:
+        """The model of everything translated."""
+        outputs = tuple(feature.name for feature in self.function.outputs)
+        states = tuple(
             (param.name, param.type.wrapped)
             for param in self.function.params
             if isinstance(param.type, StateType)
         )
-        for name, type_ in state_types:
-            results.append(self._exported(self.states[name], type_, name))
-        ordered = sorted(zip(is_state, parameters, strict=True), key=lambda pair: pair[0])
+        state_names = [name for name, _ in states]
+        inputs = tuple(name for name in self.parameters if name not in state_names)
+        results = [self._result(feature) for feature in self.function.outputs]
+        results += [self._exported(self.states[name], type_, name) for name, type_ in states]
+        parameters = [self.parameters[name] for name in (*inputs, *state_names)]
         # The stub binds the constructor to the base class.
         make_model: Any = ov.Model
-        model = make_model(results, [parameter for _, parameter in ordered], self.function.name)
         return Translated(
-            model,
-            tuple(p.name for p in self.function.params if not isinstance(p.type, StateType)),
-            tuple(outputs),
-            state_types,
+            make_model(results, parameters, self.function.name), inputs, outputs, states
         )
 
     # Interface
 
-    def _parameter(self, param: NamedType) -> Any:
-        type_ = param.type.wrapped if isinstance(param.type, StateType) else param.type
-        node, value = self._stand_in(param.name, type_)
+    def _parameter(self, param: NamedType) -> None:
         if isinstance(param.type, StateType):
-            self.states[param.name] = value
+            node, self.states[param.name] = self._stand_in(param.name, param.type.wrapped)
         else:
-            self.values[param.name] = value
-        return node
+            node, self.values[param.name] = self._stand_in(param.name, param.type)
+        self.parameters[param.name] = node
 
     def _stand_in(self, name: str, type_: ValueType) -> tuple[Any, Any]:
         """A model input of a MIL type, and its value inside the graph."""
@@ -165,21 +176,13 @@ class _Translator:
         node.set_friendly_name(name)
         return node, graph.converted(node.output(0), graph.GRAPH_TYPE[type_.dtype])
 
-    def _result(self, name: str) -> Any:
+    def _result(self, feature: Feature) -> Any:
+        name = feature.name
         if name not in self.values:
             raise refuse("model output is not computed by its function", name)
-        (feature,) = (f for f in self.function.outputs if f.name == name)
-        return self._exported(
-            self._tensor(self.values[name]), self._declared(name, feature.type), name
-        )
-
-    def _declared(self, name: str, default: TensorType) -> TensorType:
-        """The MIL type of a top-level value (the description may declare another dtype)."""
-        for op in self.function.block.ops:
-            for out in op.outputs:
-                if out.name == name and isinstance(out.type, TensorType):
-                    return out.type
-        return default
+        # The description may declare another dtype than the value has.
+        declared = self.types.get(name, feature.type)
+        return self._exported(self._tensor(self.values[name]), declared, name)
 
     def _exported(self, value: Any, type_: TensorType, name: str) -> Any:
         if type_.dtype not in graph.INTERFACE_TYPE:
@@ -212,12 +215,12 @@ class _Translator:
             self.values.pop(out.name, None)
 
     def _apply(self, op: Op) -> tuple[_Value, ...]:
-        special = _SPECIAL.get(op.type)
+        special = SPECIAL.get(op.type)
         if special is not None:
             return special(self, op)
         entry = registry.find(op.type, self.opset)
         if entry is None:
-            raise refuse(f"no translation since {self.opset.mil_name} or before", op.type)
+            raise refuse(f"no translation of this op in {self.opset.name}", op.type)
         result = entry.function(**self._arguments(op, entry))
         return result if isinstance(result, tuple) else (result,)
 
@@ -249,6 +252,8 @@ class _Translator:
         if len(outputs) != len(op.outputs):
             raise refuse("number of outputs", len(op.outputs), str(len(outputs)))
         for declared, value in zip(op.outputs, outputs, strict=True):
+            if isinstance(declared.type, TensorType):
+                self.types[declared.name] = declared.type
             self.values[declared.name] = (
                 value if isinstance(value, Constant | Weight) else _checked(declared, value)
             )
@@ -298,7 +303,7 @@ class _Translator:
         return ()
 
 
-_SPECIAL: Mapping[str, Callable[[_Translator, Op], tuple[_Value, ...]]] = {
+SPECIAL: Mapping[str, Callable[[_Translator, Op], tuple[_Value, ...]]] = {
     "const": _Translator.const,
     "read_state": _Translator.read_state,
     "write_state": _Translator.write_state,

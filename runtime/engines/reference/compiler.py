@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coreml_delegate.errors import ExecutionError, UnsupportedOpError
+from coreml_delegate.errors import ExecutionError, OptionError, UnsupportedOpError
 from coreml_delegate.runtime.engines.reference.interpreter import (
     CompiledBlock,
     CondStep,
@@ -81,7 +81,10 @@ class _Scope:
 
 def unsupported(function: Function) -> list[str]:
     """One reason per op type of ``function``, nested blocks included, that has no kernel."""
-    opset = Opset.from_mil_name(function.opset)
+    try:
+        opset = Opset.from_mil_name(function.opset)
+    except OptionError as error:
+        return [str(error)]
     reasons: dict[str, str] = {}
     for op in function.block.walk():
         if op.type in STRUCTURAL:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from support.op_cases import elementwise, movement, network, special
+from support.op_cases import elementwise, layers, movement, network, resizing, selection
 from support.op_cases.case import OpCase
 
 CASES: list[OpCase] = [
-    *elementwise.CASES,
-    *movement.CASES,
-    *network.CASES,
-    *special.CASES,
+    case
+    for family in (elementwise, layers, movement, network, resizing, selection)
+    for case in family.CASES
 ]

@@ -1,16 +1,15 @@
-"""Convolution, pooling, normalization, products, attention and resizing on OpenVINO, against torch."""
+"""Windows and grids on OpenVINO: padding, ceiling, masks and sampling modes, against torch."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from support import mil
 from support.engine_runs import assert_close, run
 from support.mil import mb
 from torch.nn import functional as F
 
-from coreml_delegate.runtime.engines.openvino.engine import OPENVINO
+from coreml_delegate.runtime.engines.openvino import OPENVINO
 from coreml_delegate.runtime.mil.opset import Opset
 
 _RNG = np.random.default_rng(0)
@@ -189,23 +188,9 @@ def test_avg_pool_counts_padding(ceil_mode, exclude, size):
             ceil_mode=ceil_mode,
             exclude_padding_from_average=exclude,
         ),
-        lambda x: F.avg_pool2d(
-            x, 3, 2, 1, ceil_mode=ceil_mode, count_include_pad=not exclude
-        ),
+        lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=ceil_mode, count_include_pad=not exclude),
         x=_normal(1, 2, size, size),
     )
-
-
-@pytest.mark.parametrize("ceil_mode", [False, True])
-def test_pool_valid(ceil_mode):
-    for op_type, expected in (("max_pool", F.max_pool2d), ("avg_pool", F.avg_pool2d)):
-        _check(
-            lambda x, op_type=op_type: getattr(mb, op_type)(
-                x=x, kernel_sizes=[3, 3], strides=[2, 2], pad_type="valid", ceil_mode=ceil_mode
-            ),
-            lambda x, expected=expected: expected(x, 3, 2, ceil_mode=ceil_mode),
-            x=_normal(1, 2, 8, 6),
-        )
 
 
 @pytest.mark.parametrize("pad_type", ["same", "same_lower"])
@@ -233,150 +218,6 @@ def test_pool_same(pad_type):
     )
 
 
-def test_l2_pool():
-    _check(
-        lambda x: mb.l2_pool(x=x, kernel_sizes=[2, 3], strides=[1, 2], pad_type="valid"),
-        lambda x: F.lp_pool2d(x, 2, (2, 3), (1, 2)),
-        x=_normal(1, 2, 5, 7),
-    )
-
-
-@pytest.mark.parametrize("affine", [False, True])
-@pytest.mark.parametrize("rank", [3, 4, 5])
-def test_batch_norm(rank, affine):
-    mean, variance = _normal(3), np.abs(_normal(3)) + 0.1
-    gamma, beta = (_normal(3), _normal(3)) if affine else (None, None)
-    keywords = {"gamma": gamma, "beta": beta} if affine else {}
-    _check(
-        lambda x: mb.batch_norm(x=x, mean=mean, variance=variance, epsilon=np.float32(1e-3), **keywords),
-        lambda x: F.batch_norm(
-            x,
-            torch.from_numpy(mean),
-            torch.from_numpy(variance),
-            None if gamma is None else torch.from_numpy(gamma),
-            None if beta is None else torch.from_numpy(beta),
-            eps=1e-3,
-        ),
-        x=_normal(2, 3, 4, 5, 2)[(...,) + (0,) * (5 - rank)],
-    )
-
-
-@pytest.mark.parametrize("axes", [[-1], [1, 2], [-2, -1], [1], None])
-def test_layer_norm(axes):
-    x = _normal(2, 3, 4) * 3 + 1
-    chosen = range(3) if axes is None else sorted(axis % 3 for axis in axes)
-    shape = [x.shape[axis] for axis in chosen]
-    keywords = {"gamma": _normal(*shape), "beta": _normal(*shape)}
-    if axes is not None:
-        keywords["axes"] = axes
-
-    def function(x):
-        return mb.layer_norm(x=x, epsilon=np.float32(1e-4), **keywords)
-
-    def expected(x):
-        over = tuple(chosen)
-        centred = x - x.mean(over, keepdim=True)
-        scale = (centred.square().mean(over, keepdim=True) + 1e-4).sqrt()
-        full = [x.shape[axis] if axis in over else 1 for axis in range(3)]
-        gamma, beta = (torch.from_numpy(keywords[k]).reshape(full) for k in ("gamma", "beta"))
-        return centred / scale * gamma + beta
-
-    _check(function, expected, x=x)
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 8), (2, 3, 4, 5)])
-def test_instance_norm(shape):
-    gamma, beta = _normal(3), _normal(3)
-    _check(
-        lambda x: mb.instance_norm(x=x, gamma=gamma, beta=beta, epsilon=np.float32(1e-3)),
-        lambda x: F.instance_norm(
-            x, weight=torch.from_numpy(gamma), bias=torch.from_numpy(beta), eps=1e-3
-        ),
-        x=_normal(*shape),
-    )
-
-
-@pytest.mark.parametrize("shape", [(3, 4, 5), (2, 3, 4, 5), (2, 2, 3, 4, 5)])
-def test_l2_norm(shape):
-    inputs = {"x": _normal(*shape)}
-
-    def function(x):
-        return mb.l2_norm(x=x, epsilon=np.float32(1e-3))
-
-    (expected,) = mil.infer(function, inputs)
-    (actual,) = run(OPENVINO, function, inputs)
-    assert_close(actual, expected)
-
-
-def test_local_response_norm():
-    _check(
-        lambda x: mb.local_response_norm(
-            x=x, size=3, alpha=np.float32(0.3), beta=np.float32(0.6), k=np.float32(1.5)
-        ),
-        lambda x: F.local_response_norm(x, 3, alpha=0.3, beta=0.6, k=1.5),
-        x=_normal(2, 6, 3, 3),
-    )
-
-
-@pytest.mark.parametrize("opset", [Opset.iOS15, Opset.iOS17])
-@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4)])
-def test_linear(shape, opset):
-    weight, bias = _normal(5, 4), _normal(5)
-    _check(
-        lambda x: mb.linear(x=x, weight=weight, bias=bias),
-        lambda x: F.linear(x, torch.from_numpy(weight), torch.from_numpy(bias)),
-        opset,
-        x=_normal(*shape),
-    )
-
-
-@pytest.mark.parametrize(
-    ("x", "y"),
-    [
-        ((3, 4), (4, 2)),
-        ((2, 3, 4), (4, 2)),
-        ((5, 1, 3, 4), (2, 4, 3)),
-        ((4,), (4,)),
-        ((4,), (2, 4, 3)),
-        ((2, 3, 4), (4,)),
-    ],
-)
-def test_matmul(x, y):
-    _check(
-        lambda x, y: mb.matmul(x=x, y=y),
-        lambda x, y: torch.matmul(x, y),
-        x=_normal(*x),
-        y=_normal(*y),
-    )
-
-
-def test_matmul_transposed():
-    _check(
-        lambda x, y: mb.matmul(x=x, y=y, transpose_x=True, transpose_y=True),
-        lambda x, y: x.mT @ y.mT,
-        x=_normal(2, 4, 3),
-        y=_normal(2, 5, 4),
-    )
-
-
-@pytest.mark.parametrize(
-    ("equation", "x", "y"),
-    [
-        ("nchw,nwhu->nchu", (2, 3, 4, 5), (2, 5, 4, 6)),
-        ("abcd, adce -> abce", (1, 3, 4, 5), (2, 5, 1, 6)),
-        ("chw,whr->chr", (3, 4, 5), (5, 4, 6)),
-    ],
-)
-def test_einsum(equation, x, y):
-    def function(x, y):
-        return mb.einsum(values=(x, y), equation=equation.replace(" ", ""))
-
-    inputs = {"x": _normal(*x), "y": _normal(*y)}
-    (expected,) = mil.infer(function, inputs)
-    (actual,) = run(OPENVINO, function, inputs)
-    assert_close(actual, expected)
-
-
 @pytest.mark.parametrize("mask", ["none", "float", "bool", "shared"])
 @pytest.mark.parametrize("batch", [(2,), (2, 3)])
 def test_scaled_dot_product_attention(batch, mask):
@@ -396,21 +237,6 @@ def test_scaled_dot_product_attention(batch, mask):
         lambda **tensors: mb.scaled_dot_product_attention(**tensors),
         lambda **tensors: F.scaled_dot_product_attention(**tensors),
         **inputs,
-    )
-
-
-_ALIGNMENT = {"STRICT_ALIGN_CORNERS": True, "UNALIGN_CORNERS": False}
-
-
-@pytest.mark.parametrize("size", [(9, 4), (3, 12)])
-@pytest.mark.parametrize("mode", _ALIGNMENT)
-def test_resize_bilinear(mode, size):
-    _check(
-        lambda x: mb.resize_bilinear(
-            x=x, target_size_height=size[0], target_size_width=size[1], sampling_mode=mode
-        ),
-        lambda x: F.interpolate(x, size, mode="bilinear", align_corners=_ALIGNMENT[mode]),
-        x=_normal(1, 2, 5, 6),
     )
 
 
@@ -440,35 +266,7 @@ def test_sampling_modes(mode, size, grid):
     assert_close(actual, expected)
     (actual,) = run(
         OPENVINO,
-        lambda x: mb.resize(
-            x=x, shape=[0, size], resized_dims=np.uint32(2), sampling_mode=mode
-        ),
+        lambda x: mb.resize(x=x, shape=[0, size], resized_dims=np.uint32(2), sampling_mode=mode),
         {"x": x},
     )
     assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("align_corners", [False, True])
-def test_upsample_bilinear(align_corners):
-    _check(
-        lambda x: mb.upsample_bilinear(
-            x=x, scale_factor_height=2, scale_factor_width=3, align_corners=align_corners
-        ),
-        lambda x: F.interpolate(
-            x, scale_factor=(2, 3), mode="bilinear", align_corners=align_corners
-        ),
-        x=_normal(1, 2, 4, 5),
-    )
-
-
-def test_nearest_neighbor():
-    _check(
-        lambda x: mb.upsample_nearest_neighbor(x=x, scale_factor_height=2, scale_factor_width=3),
-        lambda x: F.interpolate(x, scale_factor=(2, 3), mode="nearest"),
-        x=_normal(1, 2, 4, 5),
-    )
-    _check(
-        lambda x: mb.resize_nearest_neighbor(x=x, target_size_height=3, target_size_width=10),
-        lambda x: F.interpolate(x, (3, 10), mode="nearest"),
-        x=_normal(1, 2, 6, 5),
-    )

@@ -1,0 +1,161 @@
+"""The demonstration: MobileNetV2 on a photograph."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from coreml_delegate.backend import CoreMLBackend
+from coreml_delegate.errors import OptionError
+from coreml_delegate.mlpackage import write_folder
+from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
+from coreml_delegate.runtime.program.pte import PteProgram
+from coreml_delegate.scripts import console, vision
+from coreml_delegate.scripts.accuracy import Accuracy
+from coreml_delegate.scripts.delegates import all_partitions, models_of
+from coreml_delegate.scripts.loaded import Loaded, load
+from coreml_delegate.scripts.lowering import lower
+from coreml_delegate.scripts.output_file import new_file
+from coreml_delegate.scripts.source import Source
+
+_MODEL = "mobilenet_v2"
+_PHOTO = "china.jpg"
+_CALIBRATION_BATCHES = 8
+_CALIBRATION_BATCH = 8
+
+
+def demonstrate(folder: Path, *, seed: int, repeat: int) -> None:
+    """Export, report, run, compare, extract, and sum up on stdout.
+
+    Args:
+        folder: Created if needed; ``mv2.pte`` and ``mv2.mlpackage`` in it are replaced.
+        seed: For the random weights.
+        repeat: Timed runs of the program and of eager PyTorch each.
+
+    Raises:
+        CoreMLDelegateError: A step failed, or an optional dependency is missing.
+        OSError: The folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    photo = _photo()
+    with console.step(f"Building {_MODEL} and calibrating its batch normalisation"):
+        model = _calibrated(photo, seed)
+        image = _preset()(photo).unsqueeze(0).contiguous()  # decoded photos are channels-last
+    source = Source(model, (image,), {}, None)
+    path = folder / "mv2.pte"
+    report = _export(source, path)
+    console.write(f"{report.to_table()}\n")
+    with console.step("Running on the photo"):
+        program = load(path, method=None, host="auto", engine="auto", threads=None)
+        (expected,) = source.run([image])
+        (actual,) = program.run([image]).values()
+        accuracy = Accuracy()
+        accuracy.add(expected, actual)
+        ours, eager = _latencies(
+            [lambda: program.run([image]), lambda: source.run([image])], repeat
+        )
+    package = _extract(path, folder)
+    rows = [
+        ("delegated nodes", f"{len(report.delegated)} of {len(report.nodes)}"),
+        ("partitions", len(report.partitions)),
+        (str(path), console.size(path.stat().st_size)),
+        (str(package), console.size(_size(package))),
+        ("extracted package", _same(package, image, actual)),
+        ("SQNR against eager PyTorch", f"{accuracy.sqnr_db:.1f} dB"),
+        ("same class", "yes" if accuracy.top1_agreement == 1 else "no"),
+        ("latency", f"{ours:.2f} ms (median of {repeat}, batch 1)"),
+        ("latency of eager PyTorch", f"{eager:.2f} ms ({eager / ours:.1f} times ours)"),
+    ]
+    console.write(console.columns(rows))
+
+
+def _photo() -> Any:
+    """A photograph that comes with scikit-learn, as a PIL image."""
+    try:
+        datasets = importlib.import_module("sklearn.datasets")
+        pillow = importlib.import_module("PIL.Image")
+    except ModuleNotFoundError as error:
+        raise OptionError(
+            f"the demonstration needs {error.name}", remedy="pip install 'coreml-delegate[demo]'"
+        ) from None
+    return pillow.fromarray(datasets.load_sample_image(_PHOTO))
+
+
+def _preset() -> Any:
+    """Torchvision's own preprocessing for this model."""
+    return vision.import_torchvision().models.get_model_weights(_MODEL).DEFAULT.transforms()
+
+
+def _calibrated(photo: Any, seed: int) -> nn.Module:
+    """The model with random weights and the batch statistics of crops of the photo.
+
+    Without them activations shrink from layer to layer until fp16 has nothing left of them.
+    """
+    transforms = vision.import_torchvision().transforms
+    preset = _preset()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = vision.build_model(_MODEL)
+        crop = transforms.Compose(
+            [
+                transforms.RandomResizedCrop(preset.crop_size[0], scale=(0.2, 1.0)),
+                transforms.RandomHorizontalFlip(),
+                transforms.ToTensor(),
+                transforms.Normalize(preset.mean, preset.std),
+            ]
+        )
+        norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # a plain average over the batches
+            norm.train()
+        with torch.no_grad():
+            for _ in range(_CALIBRATION_BATCHES):
+                model(torch.stack([crop(photo) for _ in range(_CALIBRATION_BATCH)]))
+    return model.eval()
+
+
+def _export(source: Source, path: Path) -> DelegationReport:
+    partitioner = CoreMLPartitioner(compile_specs=CoreMLBackend.generate_compile_specs())
+    program = lower(source, partitioner)
+    with new_file(path, force=True) as file:
+        program.write_to_file(file)
+    return partitioner.report
+
+
+def _extract(path: Path, folder: Path) -> Path:
+    """Write the first partition's model; MobileNetV2 has no other."""
+    package = folder / "mv2.mlpackage"
+    partition = all_partitions(PteProgram.open(path))[0]
+    write_folder(models_of(partition.blob)[0].files, package, overwrite=True)
+    return package
+
+
+def _same(package: Path, image: torch.Tensor, expected: torch.Tensor) -> str:
+    """Whether the extracted package alone gives what the whole program gives."""
+    model: Loaded = load(package, method=None, host="auto", engine="auto", threads=None)
+    (actual,) = model.run([image]).values()
+    same = torch.equal(actual.to(expected.dtype), expected)
+    return "gives the same output as the .pte" if same else "gives another output than the .pte"
+
+
+def _latencies(actions: Sequence[Callable[[], object]], repeat: int) -> list[float]:
+    """Median milliseconds of each; interleaved, so that all meet the machine in the same moods."""
+    times: list[list[float]] = [[] for _ in actions]
+    for _ in range(repeat):
+        for action, taken in zip(actions, times, strict=True):
+            start = time.perf_counter()
+            action()
+            taken.append((time.perf_counter() - start) * 1e3)
+    return [statistics.median(taken) for taken in times]
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

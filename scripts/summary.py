@@ -1,0 +1,239 @@
+"""What is inside a program, as plain data ready for JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+
+from coreml_delegate.blob import unflatten
+from coreml_delegate.compile_options import CompileOptions
+from coreml_delegate.errors import OptionError, ProgramError
+from coreml_delegate.metadata import FILE_NAME as METADATA
+from coreml_delegate.metadata import ModelMetadata
+from coreml_delegate.runtime.delegate import read_blob
+from coreml_delegate.runtime.engines.selection import ENGINES
+from coreml_delegate.runtime.mil.package import read_mlpackage
+from coreml_delegate.runtime.mil.program import (
+    Constant,
+    Feature,
+    Function,
+    Op,
+    Program,
+    StateType,
+    TensorType,
+)
+from coreml_delegate.runtime.program.plan import (
+    DelegateInfo,
+    KernelCall,
+    MethodInfo,
+    TensorSpec,
+    ValueSpec,
+)
+from coreml_delegate.runtime.program.pte import PteProgram
+from coreml_delegate.scripts.delegates import CoreMLPartition, partitions_of
+from coreml_delegate.targets import Opset
+
+_CONST = "const"
+
+
+def summarize_pte(path: Path) -> dict[str, Any]:
+    """Methods, delegates, and the models inside the Core ML ones.
+
+    Raises:
+        BlobFormatError: Not a ``.pte``, or a part of it is malformed.
+        ProgramError: The file cannot be read.
+    """
+    program = PteProgram.open(path)
+    return {
+        "file": str(path),
+        "bytes": path.stat().st_size,
+        "named_data": list(program.named_data_keys),
+        "methods": [_method(program, method) for method in program.methods],
+    }
+
+
+def summarize_package(path: Path) -> dict[str, Any]:
+    """The model of an mlpackage.
+
+    Raises:
+        BlobFormatError: A part is missing or malformed.
+        ProgramError: No such package, or not an ML Program.
+    """
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return {"file": str(path), "bytes": size, "model": summarize_model(read_mlpackage(path))}
+
+
+def summarize_model(program: Program) -> dict[str, Any]:
+    """Functions, operations, weights, and which engine runs them here."""
+    return {
+        "specification_version": program.specification_version,
+        "functions": [_function(function) for function in program.functions.values()],
+        "weights": _weights(program),
+        "metadata": dict(program.metadata),
+    }
+
+
+def _method(program: PteProgram, method: MethodInfo) -> dict[str, Any]:
+    ours = {partition.index: partition for partition in partitions_of(program, method)}
+    kernels = Counter(
+        call.operator for chain in method.chains for call in chain if isinstance(call, KernelCall)
+    )
+    return {
+        "name": method.name,
+        "inputs": [_value(spec) for spec in method.input_specs],
+        "outputs": [_value(spec) for spec in method.output_specs],
+        "planned_bytes": sum(method.arena_sizes),
+        "operators_outside": _ranked(kernels),
+        "delegates": [
+            _delegate(info) | (_core_ml(ours[index]) if index in ours else {})
+            for index, info in enumerate(method.delegates)
+        ],
+    }
+
+
+def _value(spec: ValueSpec) -> dict[str, Any]:
+    if not isinstance(spec, TensorSpec):
+        return {"value": repr(spec)}
+    return {
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "shape": list(spec.shape),
+        "dynamism": spec.dynamism.name.lower(),
+    }
+
+
+def _delegate(info: DelegateInfo) -> dict[str, Any]:
+    return {
+        "backend": info.backend_id,
+        "bytes": info.processed.nbytes,
+        "compile_specs": {key: value.decode(errors="replace") for key, value in info.compile_specs},
+    }
+
+
+def _core_ml(partition: CoreMLPartition) -> dict[str, Any]:
+    summary: dict[str, Any] = {
+        "blob_bytes": memoryview(partition.blob).nbytes,
+        "options": _options(partition.info),
+    }
+    if partition.reference is not None:
+        summary["shared_as"] = partition.reference.key
+        summary["function"] = partition.reference.function_name
+    try:
+        program, metadata = read_blob(partition.blob)
+    except ProgramError as error:  # compiled ahead of time: only Apple devices can say more
+        return summary | _identified(partition) | {"model": None, "unreadable": str(error)}
+    return summary | {
+        "identifier": metadata.identifier,
+        "model": summarize_model(program),
+    }
+
+
+def _identified(partition: CoreMLPartition) -> dict[str, Any]:
+    files = unflatten(partition.blob)
+    return {"identifier": ModelMetadata.decode(files[METADATA]).identifier}
+
+
+def _options(info: DelegateInfo) -> dict[str, Any] | None:
+    """Compile options by name; None for specs of other exporters that ours do not know."""
+    specs = [CompileSpec(key, value) for key, value in info.compile_specs]
+    try:
+        options = CompileOptions.from_specs(specs)
+    except OptionError:
+        return None
+    target = options.deployment_target
+    return {
+        "compute_unit": options.compute_unit.value,
+        "deployment_target": None if target is None else target.name,
+        "precision": options.precision.value,
+        "model_type": options.model_type.value,
+    }
+
+
+def _function(function: Function) -> dict[str, Any]:
+    ops = [op for op in function.block.walk() if op.type != _CONST]
+    obstacles = {name: _obstacles(name, function) for name in ENGINES}
+    return {
+        "name": function.name,
+        "opset": function.opset,
+        "deployment_target": _target(function.opset),
+        "inputs": [_feature(feature) for feature in function.inputs],
+        "outputs": [_feature(feature) for feature in function.outputs],
+        "states": [_feature(feature) for feature in function.states],
+        "ops": _ranked(Counter(op.type for op in ops)),
+        "computed_in": _ranked(Counter(_float_results(ops))),
+        "engine": next((name for name, why in obstacles.items() if not why), None),
+        "obstacles": {name: why for name, why in obstacles.items() if why},
+    }
+
+
+def _target(opset: str) -> str | None:
+    try:
+        return Opset.from_mil_name(opset).name
+    except OptionError:
+        return None  # newer than this package
+
+
+def _obstacles(engine: str, function: Function) -> list[str]:
+    unavailable = ENGINES[engine].unavailable_reason()
+    return ENGINES[engine].unsupported(function) if unavailable is None else [unavailable]
+
+
+def _feature(feature: Feature) -> dict[str, Any]:
+    summary: dict[str, Any] = {
+        "name": feature.name,
+        "dtype": feature.type.dtype.label,
+        "shape": None if feature.type.shape is None else list(feature.type.shape),
+    }
+    if feature.shapes:
+        summary["enumerated_shapes"] = [list(shape) for shape in feature.shapes]
+    if feature.bounds:
+        summary["bounds"] = [list(bound) for bound in feature.bounds]
+    return summary
+
+
+def _float_results(ops: Iterable[Op]) -> Iterable[str]:
+    for op in ops:
+        for output in op.outputs:
+            kind = output.type.wrapped if isinstance(output.type, StateType) else output.type
+            if isinstance(kind, TensorType) and kind.dtype.is_float:
+                yield kind.dtype.label
+
+
+def _weights(program: Program) -> dict[str, Any]:
+    stored: dict[int, tuple[str, int]] = {}
+    for function in program.functions.values():
+        for op in function.block.walk():
+            for constant in _constants(op):
+                # Functions share weights: what lies at one address is one weight.
+                data = constant.data if constant.packed is None else constant.packed
+                if constant.offset is not None and isinstance(data, np.ndarray):
+                    stored[data.ctypes.data] = (_dtype(constant), constant.nbytes)
+    by_dtype: dict[str, dict[str, int]] = {}
+    for dtype, size in stored.values():
+        entry = by_dtype.setdefault(dtype, {"count": 0, "bytes": 0})
+        entry["count"] += 1
+        entry["bytes"] += size
+    return {
+        "count": len(stored),
+        "bytes": sum(size for _, size in stored.values()),
+        "by_dtype": dict(sorted(by_dtype.items())),
+    }
+
+
+def _constants(op: Op) -> Iterable[Constant]:
+    yield from op.attributes.values()
+    for bindings in op.inputs.values():
+        yield from (binding for binding in bindings if isinstance(binding, Constant))
+
+
+def _dtype(constant: Constant) -> str:
+    kind = constant.type
+    return kind.dtype.label if isinstance(kind, TensorType) else type(kind).__name__
+
+
+def _ranked(counts: Counter[str]) -> Mapping[str, int]:
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))

@@ -1,0 +1,542 @@
+"""``CoreMLPartitioner``: options, verdicts on whole programs, data it takes over, flows, report."""
+
+from __future__ import annotations
+
+import gc
+import json
+from typing import Any
+
+import pytest
+import torch
+from executorch.exir import to_edge, to_edge_transform_and_lower
+from executorch.exir.backend.backend_api import to_backend
+from executorch.exir.backend.backend_details import BackendDetails
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from support.lowering import fp32_specs, lower, lower_core_aten, reasons
+from support.tolerances import ATOL_RTOL
+from torch import nn
+
+from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
+from coreml_delegate.compile_options import CompileOptions, ComputeUnit, Precision
+from coreml_delegate.errors import (
+    ContractError,
+    LoweringError,
+    OptionError,
+    ProgramError,
+    UnsupportedOperatorError,
+)
+from coreml_delegate.op_rules import ReasonCode
+from coreml_delegate.runtime.delegate import read_blob
+from coreml_delegate.runtime.mil.program import Function
+from coreml_delegate.targets import Opset
+
+ATOL, RTOL = ATOL_RTOL["fp32"]
+
+
+class Network(nn.Module):
+    """Linear layers around an operator Core ML has not (erfinv)."""
+
+    def __init__(self, *, supported: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 3)
+        self.supported = supported
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.first(x)) * 0.5
+        return self.second(y if self.supported else torch.erfinv(y))
+
+
+class Accumulator(nn.Module):
+    """Adds its inputs up in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total.add_(x)
+        return self.total * 2.0
+
+
+class Shared(nn.Module):
+    """One weight used on both sides of an operator Core ML has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.rand(4, 4) * 0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.erfinv(x @ self.weight) @ self.weight
+
+
+def example(*shape: int) -> tuple[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (torch.rand(shape, generator=generator) * 0.5,)
+
+
+def assert_equal_eager(pte: bytes, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    expected = module(*inputs)
+    (actual,) = runtime.load_program(pte).run("forward", list(inputs))
+    torch.testing.assert_close(actual, expected, atol=ATOL, rtol=RTOL)
+
+
+def delegate_functions(edge: Any) -> list[Function]:
+    """The main function of every delegate of a lowered edge program."""
+    modules = edge.exported_program().graph_module
+    blobs = [
+        getattr(modules, n.target).processed_bytes
+        for n in modules.graph.nodes
+        if n.op == "get_attr" and "lowered_module" in str(n.target)
+    ]
+    return [read_blob(blob)[0].functions["main"] for blob in blobs]
+
+
+# Options
+
+
+def test_defaults_of_the_documented_options() -> None:
+    partitioner = CoreMLPartitioner()
+    assert partitioner.options == CompileOptions()
+    assert partitioner.options.compute_unit is ComputeUnit.ALL
+    assert partitioner.options.precision is Precision.FLOAT16
+    assert partitioner.options.deployment_target is None
+    assert partitioner.delegation_spec.backend_id == "CoreMLBackend"
+    assert partitioner.delegation_spec.compile_specs == CompileOptions().to_specs()
+
+
+def test_options_are_keywords_only() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        CoreMLPartitioner(["aten.add.Tensor"])  # pyright: ignore[reportCallIssue]
+
+
+def test_compile_specs_reach_the_program_in_canonical_form() -> None:
+    partitioner = CoreMLPartitioner(compile_specs=[CompileSpec("compute_units", b"ane")])
+    written = {s.key: s.value for s in partitioner.delegation_spec.compile_specs}
+    assert written["compute_units"] == b"cpu_and_ne"
+    assert written["model_compute_precision"] == b"float16"
+
+
+@pytest.mark.parametrize(
+    ("options", "clash"),
+    [
+        ({"skip_ops_for_coreml_delegation": ["aten.add"]}, "skip_ops_for_coreml_delegation"),
+        ({"take_over_mutable_buffer": False}, "take_over_mutable_buffer"),
+        ({"take_over_constant_data": False}, "take_over_constant_data"),
+        (
+            {"take_over_constant_data": False, "take_over_mutable_buffer": False},
+            "take_over_mutable_buffer, take_over_constant_data",
+        ),
+    ],
+)
+def test_full_graph_excludes_what_would_leave_work_to_the_cpu(
+    options: dict[str, Any], clash: str
+) -> None:
+    with pytest.raises(OptionError) as raised:
+        CoreMLPartitioner(lower_full_graph=True, **options)
+    assert str(raised.value) == (
+        f"lower_full_graph=True leaves nothing to the CPU: got together with {clash}. "
+        "Drop these options, or set lower_full_graph=False"
+    )
+
+
+def test_unknown_compile_spec() -> None:
+    with pytest.raises(OptionError, match="unknown compile spec: got 'units'"):
+        CoreMLPartitioner(compile_specs=[CompileSpec("units", b"all")])
+
+
+# Ops to skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aten.tanh.default",
+        "aten::tanh.default",
+        "tanh.default",
+        "aten.tanh",
+        "aten::tanh",
+        "tanh",
+        "Tanh",
+        " aten.tanh ",
+    ],
+)
+def test_every_spelling_skips(name: str) -> None:
+    lowered = lower(
+        Network(supported=True), example(2, 4), skip_ops_for_coreml_delegation=[name]
+    )
+    assert lowered.operators == ["aten.tanh.default"]
+    assert reasons(lowered.report) == {
+        "aten.tanh.default": "aten.tanh.default is in skip_ops_for_coreml_delegation"
+    }
+    (node,) = lowered.report.undelegated
+    assert node.reason is not None
+    assert node.reason.code is ReasonCode.SKIPPED
+
+
+def test_skipping_a_view_skips_its_copy() -> None:
+    class Permuted(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.permute(1, 0) + 1.0
+
+    lowered = lower(
+        Permuted(), example(2, 4), skip_ops_for_coreml_delegation=["aten.permute.default"]
+    )
+    assert lowered.operators == ["aten.permute_copy.default"]
+
+
+def test_skipping_a_composite_op_decomposes_it_for_the_rest() -> None:
+    module, inputs = Network(supported=True), example(2, 4)
+    lowered = lower(module, inputs, skip_ops_for_coreml_delegation=["aten.linear.default"])
+    # What linear is made of is not skipped.
+    assert lowered.operators == []
+    assert "aten.addmm.default" in {n.op for n in lowered.report.delegated}
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("aten.tahn.default", "tanh"), ("add_tensor", "adds?"), ("zzzz", "an ATen")]
+)
+def test_unknown_names_are_refused(name: str, near: str) -> None:
+    with pytest.raises(OptionError, match="names an unknown operator") as raised:
+        CoreMLPartitioner(skip_ops_for_coreml_delegation=[name])
+    assert raised.value.got == repr(name)
+    assert raised.value.expected is not None
+
+
+def test_unknown_overload_is_refused() -> None:
+    with pytest.raises(OptionError, match="names an unknown overload") as raised:
+        CoreMLPartitioner(skip_ops_for_coreml_delegation=["aten.add.Tensr"])
+    assert "add.tensor" in str(raised.value)
+
+
+def test_a_string_is_no_list_of_names() -> None:
+    with pytest.raises(OptionError, match=r"is a list: got 'aten.add', expected \['aten.add'\]"):
+        CoreMLPartitioner(skip_ops_for_coreml_delegation="aten.add")
+
+
+# Decomposition
+
+
+def test_composite_ops_are_kept_where_core_ml_takes_every_call() -> None:
+    lowered = lower(Network(supported=True), example(2, 4))
+    assert [n.op for n in lowered.report.nodes].count("aten.linear.default") == 2
+
+
+def test_an_op_with_one_unsupported_call_is_decomposed_throughout() -> None:
+    class TwoConvolutions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.conv = nn.Conv1d(2, 2, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.conv1d(self.conv(x), x[:, :, :3])
+
+    module, inputs = TwoConvolutions(), example(2, 2, 9)
+    partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
+    kept, keep_node = partitioner.ops_to_not_decompose(torch.export.export(module.eval(), inputs))
+    assert torch.ops.aten.conv1d.default not in kept
+    assert keep_node is None
+    lowered = lower(module, inputs)
+    assert lowered.operators == ["aten.convolution.default"]
+    assert "is computed" in reasons(lowered.report)["aten.convolution.default"]
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
+# Constants
+
+
+def test_constants_go_to_the_delegates_that_use_them() -> None:
+    module, inputs = Network(), example(2, 4)
+    lowered = lower(module, inputs)
+    signature = lowered.edge.exported_program().graph_signature
+    assert not signature.inputs_to_parameters
+    assert lowered.report.partitions == ("coreml_0", "coreml_1")
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
+def test_a_constant_shared_by_two_delegates_goes_to_both() -> None:
+    module, inputs = Shared(), example(2, 4)
+    lowered = lower(module, inputs)
+    assert len(lowered.report.partitions) == 2
+    assert [len(f.inputs) for f in delegate_functions(lowered.edge)] == [1, 1]
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
+def test_constants_left_outside_become_inputs() -> None:
+    module, inputs = Network(supported=True), example(2, 4)
+    lowered = lower(module, inputs, take_over_constant_data=False)
+    assert len(lowered.edge.exported_program().graph_signature.inputs_to_parameters) == 4
+    (function,) = delegate_functions(lowered.edge)
+    assert len(function.inputs) == 5
+    assert lowered.operators == []
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
+def test_ops_that_need_constants_stay_outside_with_them() -> None:
+    class Convolution(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.conv = nn.Conv2d(2, 3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(self.conv(x))
+
+    module, inputs = Convolution(), example(1, 2, 5, 5)
+    lowered = lower(module, inputs, take_over_constant_data=False)
+    assert lowered.operators == ["aten.convolution.default"]
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1])
+def test_int64_constants_beyond_int32_stay_outside(value: int) -> None:
+    class Offset(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("offset", torch.tensor([1, value]))
+            self.register_buffer("small", torch.tensor([1, 2**31 - 1]), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.maximum(x, self.offset), torch.minimum(x, self.small)
+
+    module, inputs = Offset(), (torch.tensor([3, 4]),)
+    lowered = lower(module, inputs)
+    assert lowered.operators == ["aten.maximum.default"]
+    assert f"int64 values {min(1, value)} to {max(1, value)}" in reasons(lowered.report)[
+        "aten.maximum.default"
+    ]
+    results = runtime.load_program(lowered.pte).run("forward", list(inputs))
+    for actual, expected in zip(results, module(*inputs), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+# Mutable buffers
+
+
+def test_mutable_buffers_become_states() -> None:
+    module = Accumulator()
+    lowered = lower(
+        module,
+        example(3),
+        compile_specs=fp32_specs(minimum_deployment_target=Opset.iOS18),
+    )
+    (function,) = delegate_functions(lowered.edge)
+    assert len(function.states) == 1
+    assert len(function.inputs) == 1
+    run_twice(lowered.pte)
+
+
+def test_mutable_buffers_outside_become_inputs_and_outputs() -> None:
+    lowered = lower(
+        Accumulator(),
+        example(3),
+        compile_specs=fp32_specs(minimum_deployment_target=Opset.iOS15),
+        take_over_mutable_buffer=False,
+    )
+    (function,) = delegate_functions(lowered.edge)
+    assert not function.states
+    assert len(function.inputs) == 2
+    run_twice(lowered.pte)
+
+
+def test_states_raise_a_free_deployment_target() -> None:
+    lowered = lower(Accumulator(), example(3))
+    (function,) = delegate_functions(lowered.edge)
+    assert function.opset == Opset.iOS18.mil_name
+    run_twice(lowered.pte)
+
+
+def run_twice(pte: bytes) -> None:
+    program, reference = runtime.load_program(pte), Accumulator()
+    for _ in range(3):
+        (actual,) = program.run("forward", list(example(3)))
+        torch.testing.assert_close(actual, reference(*example(3)), atol=ATOL, rtol=RTOL)
+
+
+def test_states_need_their_opset() -> None:
+    with pytest.raises(ContractError) as raised:
+        lower(
+            Accumulator(),
+            example(3),
+            compile_specs=fp32_specs(minimum_deployment_target=Opset.iOS17),
+        )
+    assert str(raised.value) == (
+        "mutable buffers become Core ML states, which need iOS18: "
+        "got minimum_deployment_target iOS17 and total. "
+        "Raise it, or set take_over_mutable_buffer=False"
+    )
+
+
+# The full graph
+
+
+def test_full_graph_lowers_to_one_delegate() -> None:
+    module, inputs = Network(supported=True), example(2, 4)
+    lowered = lower(module, inputs, lower_full_graph=True)
+    assert lowered.operators == []
+    assert lowered.report.coverage == 1.0
+    assert len(lowered.report.partitions) == 1
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
+def test_full_graph_error_lists_every_obstacle() -> None:
+    class Several(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.erfinv(torch.erfinv(x)) + torch.special.i0(x)
+
+    with pytest.raises(UnsupportedOperatorError) as raised:
+        lower(Several(), example(2), lower_full_graph=True)
+    text = str(raised.value)
+    assert text.startswith("Core ML cannot take 3 node(s) of the graph: got ")
+    assert "aten_erfinv_default, aten_erfinv_default_1: no Core ML translation of" in text
+    assert "no Core ML translation of aten.i0.default is known" in text
+    assert text.endswith(
+        "Lower with CoreMLPartitioner(lower_full_graph=False) to run them on the CPU"
+    )
+
+
+# The report
+
+
+def test_report_says_what_and_why() -> None:
+    report = lower(Network(), example(2, 4)).report
+    assert [n.op for n in report.undelegated] == ["aten.erfinv.default"]
+    assert len(report.delegated) + len(report.undelegated) == len(report.nodes)
+    assert report.coverage == len(report.delegated) / len(report.nodes)
+    linear = report.nodes[0]
+    assert (linear.op, linear.module, linear.results) == (
+        "aten.linear.default",
+        "first",
+        ("float32[2, 4]",),
+    )
+    (erfinv,) = report.undelegated
+    assert erfinv.partition is None
+    assert erfinv.reason is not None
+    assert erfinv.reason.code is ReasonCode.NO_RULE
+
+
+def test_report_as_json() -> None:
+    report = lower(Network(), example(2, 4)).report
+    text = report.to_json()
+    assert text == lower(Network(), example(2, 4)).report.to_json()
+    content = json.loads(text)
+    assert content == json.loads(json.dumps(report.to_dict()))
+    assert content["summary"] == {
+        "nodes": len(report.nodes),
+        "delegated": len(report.delegated),
+        "coverage": round(report.coverage, 6),
+        "partitions": ["coreml_0", "coreml_1"],
+    }
+    (left,) = [n for n in content["nodes"] if not n["delegated"]]
+    assert left["reason"] == {
+        "code": "no-rule",
+        "text": "no Core ML translation of aten.erfinv.default is known",
+        "remedy": None,
+        "issue": None,
+    }
+
+
+def test_report_as_table() -> None:
+    report = lower(Network(), example(2, 4)).report
+    lines = str(report).splitlines()
+    delegated, nodes = len(report.delegated), len(report.nodes)
+    assert lines[0] == (
+        f"{delegated} of {nodes} nodes delegated ({delegated / nodes:.1%}) in 2 partition(s)"
+    )
+    assert lines[-1].split(maxsplit=2) == [
+        "aten.erfinv.default",
+        "1",
+        "no Core ML translation of aten.erfinv.default is known",
+    ]
+
+
+def test_no_report_before_lowering() -> None:
+    partitioner = CoreMLPartitioner()
+    assert partitioner.reports == ()
+    with pytest.raises(ProgramError, match="no report yet"):
+        _ = partitioner.report
+
+
+def test_one_report_per_method() -> None:
+    module, inputs = Network(supported=True).eval(), example(2, 4)
+    partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
+    exported = torch.export.export(module, inputs)
+    other = torch.export.export(Network().eval(), inputs)
+    to_edge_transform_and_lower(
+        {"forward": exported, "other": other},
+        partitioner={"forward": [partitioner], "other": [partitioner]},
+    )
+    assert [r.coverage == 1.0 for r in partitioner.reports] == [True, False]
+    assert partitioner.report is partitioner.reports[-1]
+
+
+# Flows
+
+
+def test_to_edge_then_to_backend() -> None:
+    module, inputs = Network(), example(2, 4)
+    lowered = lower_core_aten(module, inputs)
+    assert lowered.operators == ["aten.erfinv.default"]
+    assert "aten.addmm.default" in {n.op for n in lowered.report.delegated}
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
+@pytest.mark.parametrize(
+    ("value", "canonical"),
+    [(b"cpu", b"cpu_only"), (b"gpu", b"cpu_and_gpu"), (b"ane", b"cpu_and_ne"), (b"all", b"all")],
+)
+def test_whole_program_to_backend_by_name(value: bytes, canonical: bytes) -> None:
+    module, inputs = Network(supported=True).eval(), example(2, 4)
+    edge = to_edge(torch.export.export(module, inputs))
+    specs = [
+        CompileSpec("compute_units", value),
+        CompileSpec("model_compute_precision", b"float32"),
+    ]
+    lowered = to_backend("CoreMLBackend", edge.exported_program(), specs)
+    assert {s.key: s.value for s in lowered.compile_specs}["compute_units"] == canonical
+    assert lowered.backend_id == CoreMLBackend.__name__
+    program = to_edge(torch.export.export(Wrapper(lowered), inputs)).to_executorch()
+    assert_equal_eager(program.buffer, module, inputs)
+
+
+class Wrapper(nn.Module):
+    """A module around a lowered module, as the oldest documents export it."""
+
+    def __init__(self, lowered: Any) -> None:
+        super().__init__()
+        self.lowered = lowered
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lowered(x)
+
+
+def test_whole_program_with_an_unsupported_op() -> None:
+    edge = to_edge(torch.export.export(Network().eval(), example(2, 4)))
+    with pytest.raises(UnsupportedOperatorError, match=r"no Core ML translation of aten\.erfinv"):
+        to_backend("CoreMLBackend", edge.exported_program(), fp32_specs())
+
+
+# Another backend of the same name
+
+
+def test_two_backends_of_one_name() -> None:
+    other = type("CoreMLBackend", (BackendDetails,), {"__module__": "elsewhere"})
+    try:
+        with pytest.raises(LoweringError) as raised:
+            lower(Network(supported=True), example(2, 4))
+        assert "two backends are named CoreMLBackend: got elsewhere.CoreMLBackend" in str(
+            raised.value
+        )
+        edge = to_edge(torch.export.export(Network(supported=True).eval(), example(2, 4)))
+        with pytest.raises(LoweringError, match="two backends are named"):
+            CoreMLBackend.preprocess(edge.exported_program(), fp32_specs())
+    finally:
+        del other
+        del raised
+        gc.collect()
+    names = [cls for cls in BackendDetails.__subclasses__() if cls.__name__ == "CoreMLBackend"]
+    assert names == [CoreMLBackend]

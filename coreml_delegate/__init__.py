@@ -1,7 +1,7 @@
 """Core ML delegate for ExecuTorch: lower, explain, reproduce and run anywhere.
 
-Names are loaded on first use: importing ExecuTorch and coremltools takes seconds, and a program that
-only runs models needs neither.
+Names are loaded on first use: importing ExecuTorch and coremltools takes seconds, and a program
+that only runs models needs neither.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ The trailer is ``{"nodes": [node, ...]}`` with every node after its children, th
      "dataRegion": {"offset": int, "size": int}, "children": {name: index}}
 
 A partition that shares its model with other methods carries, instead of a blob, the four bytes
-``CMJR`` and the JSON ``{"version": 1, "key": str, "functionName": str}``; ``key`` names a blob in the
-program's named data.
+``CMJR`` and the JSON ``{"version": 1, "key": str, "functionName": str}``; ``key`` names a blob in
+the program's named data.
 
 Source: ExecuTorch 1.0 to 1.5, ``backends/apple/coreml/runtime/inmemoryfs`` and ``delegate``.
 """
@@ -213,7 +213,7 @@ class _Layout:
 
 
 def _check_name(name: str) -> None:
-    # The reader looks for escaped quotes within 512-byte chunks only, so nothing JSON escapes is safe.
+    # The reader looks for escaped quotes within 512-byte chunks only: nothing escaped is safe.
     unsafe = name in ("", ".", "..") or any(c in '/"\\' or ord(c) < 32 for c in name)
     if unsafe:
         raise BlobFormatError(

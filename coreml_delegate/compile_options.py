@@ -19,12 +19,13 @@ import enum
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, cast
-
-from executorch.exir.backend.compile_spec_schema import CompileSpec
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.targets import Opset
+
+if TYPE_CHECKING:
+    from executorch.exir.backend.compile_spec_schema import CompileSpec
 
 
 class ComputeUnit(enum.Enum):
@@ -66,8 +67,8 @@ class CompileOptions:
         deployment_target: Oldest system to support, or None for the oldest that converts.
         precision: Floating-point type to compute in.
         model_type: Whether to compile ahead of time.
-        op_linear_quantizer_config: Keywords of coremltools' ``OpLinearQuantizerConfig``, to quantize
-            the weights after conversion; None leaves them.
+        op_linear_quantizer_config: Keywords of coremltools' ``OpLinearQuantizerConfig``, to
+            quantize the weights after conversion; None leaves them.
         pass_names: Names of the coremltools graph passes to run, or None for its default pipeline.
     """
 
@@ -80,6 +81,9 @@ class CompileOptions:
 
     def to_specs(self) -> list[CompileSpec]:
         """The compile specs, in a fixed order; options left at None are not written."""
+        # Importing exir takes seconds, which reading the options of a program need not cost.
+        from executorch.exir.backend.compile_spec_schema import CompileSpec
+
         encoded = ((f.key, f.encode(getattr(self, f.attribute))) for f in _FIELDS)
         return [CompileSpec(key, value.encode()) for key, value in encoded if value is not None]
 
@@ -90,17 +94,24 @@ class CompileOptions:
         Raises:
             OptionError: A key that is unknown or comes twice, or a value that is not accepted.
         """
+        return cls.from_pairs((spec.key, spec.value) for spec in specs)
+
+    @classmethod
+    def from_pairs(cls, pairs: Iterable[tuple[str, bytes]]) -> CompileOptions:
+        """Decode compile specs given as keys and values, as a ``.pte`` has them.
+
+        Raises:
+            OptionError: See ``from_specs``.
+        """
         by_key = {f.key: f for f in _FIELDS}
         values: dict[str, Any] = {}
-        for spec in specs:
-            field = by_key.get(spec.key)
+        for key, value in pairs:
+            field = by_key.get(key)
             if field is None:
-                raise OptionError(
-                    "unknown compile spec", got=repr(spec.key), expected=", ".join(by_key)
-                )
+                raise OptionError("unknown compile spec", got=repr(key), expected=", ".join(by_key))
             if field.attribute in values:
-                raise OptionError("compile spec given twice", got=repr(spec.key))
-            values[field.attribute] = field.decode(spec.key, _text(spec))
+                raise OptionError("compile spec given twice", got=repr(key))
+            values[field.attribute] = field.decode(key, _text(key, value))
         return cls(**values)
 
 
@@ -116,13 +127,11 @@ class _Field:
     decode: Callable[[str, str], Any]
 
 
-def _text(spec: CompileSpec) -> str:
+def _text(key: str, value: bytes) -> str:
     try:
-        return bytes(spec.value).decode()
+        return bytes(value).decode()
     except (UnicodeDecodeError, TypeError) as error:
-        raise OptionError(
-            f"compile spec {spec.key!r} is not UTF-8 text", got=repr(spec.value)
-        ) from error
+        raise OptionError(f"compile spec {key!r} is not UTF-8 text", got=repr(value)) from error
 
 
 def _decode_enum(kind: type[enum.Enum], aliases: Mapping[str, enum.Enum]) -> Callable[..., Any]:

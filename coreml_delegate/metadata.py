@@ -69,7 +69,7 @@ class ModelMetadata:
         try:
             body: Any = json.loads(bytes(data))
             identifier = body["identifier"]
-            listed = body["methods"] if "methods" in body else {"": body}
+            listed = body.get("methods", {"": body})
             methods = {name: _method(method) for name, method in listed.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise BlobFormatError(f"malformed {FILE_NAME}", got=f"{error!r}") from error

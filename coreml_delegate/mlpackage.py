@@ -1,7 +1,7 @@
 """The mlpackage: a folder with a manifest, a model specification and its weight files.
 
-Files are handled as a mapping of relative POSIX path to bytes, whether they lie in a folder (mapped,
-not read) or inside a blob. Layout, with the manifest naming the root item::
+Files are handled as a mapping of relative POSIX path to bytes, whether they lie in a folder
+(mapped, not read) or inside a blob. Layout, with the manifest naming the root item::
 
     Manifest.json
     Data/com.apple.CoreML/model.mlmodel        protobuf, Model.proto
@@ -41,7 +41,7 @@ class PackageParts:
 
     Attributes:
         spec: Serialized ``Model`` message.
-        weights: Path relative to the folder of the specification (as ``@model_path`` in MIL) to content.
+        weights: Path relative to the specification's folder (``@model_path`` in MIL) to content.
     """
 
     spec: memoryview
@@ -88,7 +88,7 @@ def assemble(spec: bytes, weights: Mapping[str, Buffer]) -> dict[str, Buffer]:
     """The files of an mlpackage; equal arguments give equal bytes.
 
     Args:
-        spec: Serialized ``Model`` message (deterministically, if the package is to be reproducible).
+        spec: Serialized ``Model`` message.
         weights: Relative path below the weights folder to content; may be empty.
     """
     files: dict[str, Buffer] = {f"{_DATA}/{_SPEC}": spec}

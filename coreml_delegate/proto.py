@@ -2,7 +2,7 @@
 
 The generated modules in the coremltools wheel need only protobuf, but importing them by their own
 name runs ``coremltools/__init__``, which loads every converter. Under an alias they load in about a
-tenth of a second; protobuf keeps one class per message, so they are the very classes coremltools uses.
+tenth of a second; protobuf keeps one class per message, so they are coremltools' own classes.
 """
 
 from __future__ import annotations

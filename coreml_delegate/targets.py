@@ -1,7 +1,7 @@
 """Deployment targets, MIL opsets and Core ML specification versions: one table for all three.
 
-Each iOS release that ships a new opset has exactly one specification version; the macOS, watchOS and
-tvOS releases of the same year are aliases of it.
+Each iOS release that ships a new opset has exactly one specification version; the macOS, watchOS
+and tvOS releases of the same year are aliases of it.
 
 Source: coremltools 9.0, ``AvailableTarget`` and the opset names in its serialized programs.
 """

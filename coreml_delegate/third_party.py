@@ -1,8 +1,8 @@
-"""The one door through which coremltools is imported.
+"""The one door through which coremltools and the stock runtime are imported.
 
-On anything but macOS its import warns about missing native proxies, and everywhere about versions of
-torch and scikit-learn it was not tested with; none of that concerns a user of this package. Exactly
-those messages are dropped, during the import only.
+On anything but macOS its import warns about missing native proxies, and everywhere about versions
+of torch and scikit-learn it was not tested with; none of that concerns a user of this package.
+Exactly those messages are dropped, during the import only.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def quiet_import() -> Generator[None]:
             # Their own deprecation notices, raised by importing them.
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", SyntaxWarning)
+            warnings.filterwarnings("ignore", "This API is experimental and subject to change")
             yield
     finally:
         for logger, drop in filters:

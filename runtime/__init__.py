@@ -118,15 +118,15 @@ def load_program(
 def register(*, engine: str = AUTO, options: EngineOptions | None = None) -> None:
     """Let ``executorch.runtime.Runtime`` run programs with Core ML delegates.
 
-    Programs loaded afterwards use this engine; a later call replaces it. On macOS, where the runtime
-    has Core ML itself, this does nothing.
+    Programs loaded afterwards use this engine; a later call replaces it. On macOS, where the
+    runtime has Core ML itself, this does nothing.
 
     Args:
         engine: ``auto``, ``openvino`` or ``reference``.
         options: How to execute.
 
     Raises:
-        EngineUnavailableError: There is no C++ compiler for the small library it needs, for example.
+        EngineUnavailableError: For example, there is no C++ compiler for the library it needs.
     """
     if engine not in (AUTO, *ENGINES):
         raise OptionError("unknown engine", got=repr(engine), expected=" | ".join((AUTO, *ENGINES)))

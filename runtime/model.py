@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from coreml_delegate.errors import InputError, ProgramError
 from coreml_delegate.runtime.engines.base import EngineOptions, State
-from coreml_delegate.runtime.engines.selection import AUTO, select
+from coreml_delegate.runtime.engines.selection import AUTO, compile_function
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Feature, Function, Program, TensorType
 
@@ -28,7 +28,7 @@ class Model:
 
     Raises:
         ProgramError: No such function.
-        CoreMLDelegateError: See ``select``.
+        CoreMLDelegateError: See ``compile_function``.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Model:
     ) -> None:
         self.program = program
         self.function = _function(program, function_name)
-        self._selection = select(engine, self.function)
-        self._compiled = self._selection.engine.compile(self.function, options or EngineOptions())
+        self._selection = compile_function(engine, self.function, options or EngineOptions())
+        self._compiled = self._selection.compiled
         params = {p.name: p.type for p in self.function.params}
         self._param_dtypes = {
             f.name: param.dtype
@@ -53,7 +53,7 @@ class Model:
     @property
     def engine_name(self) -> str:
         """Name of the engine that runs it."""
-        return self._selection.engine.name
+        return self._selection.engine_name
 
     @property
     def passed_over(self) -> Mapping[str, tuple[str, ...]]:
@@ -97,7 +97,7 @@ class Model:
         return self._compiled({f.name: self._input(f, inputs) for f in self.function.inputs}, state)
 
     def run_unchecked(self, inputs: Mapping[str, Array], state: State | None) -> dict[str, Array]:
-        """``predict`` for callers that guarantee names, shapes and MIL dtypes (a delegate's host)."""
+        """``predict`` without checks, for callers that guarantee names, shapes and MIL dtypes."""
         return self._compiled(inputs, state)
 
     def param_dtypes(self) -> tuple[np.dtype[Any], ...]:
@@ -153,7 +153,9 @@ def _check_shape(feature: Feature, shape: tuple[int, ...]) -> None:
         )
         expected = str(feature.type)
     if not fits:
-        raise InputError(f"input {feature.name!r} has the wrong shape", got=str(shape), expected=expected)
+        raise InputError(
+            f"input {feature.name!r} has the wrong shape", got=str(shape), expected=expected
+        )
 
 
 def _cast(feature: Feature, array: Array, dtype: DType) -> Array:

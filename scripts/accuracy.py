@@ -36,7 +36,9 @@ class Accuracy:
         """Signal to quantisation-noise ratio in dB: inf for equal values, -inf for nan."""
         if self.noise == 0:
             return math.inf
-        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+        if self.signal == 0 or math.isinf(self.noise):
+            return -math.inf
+        return 10 * math.log10(self.signal / self.noise)
 
     @property
     def top1_agreement(self) -> float | None:

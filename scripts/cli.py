@@ -69,14 +69,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: Wrong usage, help or version was asked for, or a signal to terminate arrived.
     """
-    args = main_parser().parse_args(argv)
     with interruption.handled():
         try:
+            args = _parse(argv)
             with console.session(args.verbose):
                 return _dispatch(args)
+        except BrokenPipeError:
+            return _reader_left()
         except KeyboardInterrupt:
             console.complain("interrupted")
             return interruption.INTERRUPTED
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    try:
+        return main_parser().parse_args(argv)
+    except SystemExit:
+        sys.stdout.flush()  # here, where a reader that left can be handled
+        raise
 
 
 def _dispatch(args: argparse.Namespace) -> int:
@@ -84,7 +94,7 @@ def _dispatch(args: argparse.Namespace) -> int:
         code: int = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
-        return _reader_left()
+        raise
     except (CoreMLDelegateError, OSError) as error:
         logger.info("traceback of the error below", exc_info=True)
         console.complain(_message(error))

@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 PROGRAM = "coreml-delegate"
 _PACKAGE = "coreml_delegate"
+_WARNING = f"{PROGRAM}: warning: %(message)s"
 _FORMAT = "%(levelname)s %(name)s: %(message)s"
 
 
@@ -36,6 +37,12 @@ def warn(message: str) -> None:
 def complain(message: str) -> None:
     """Write one line of error to stderr."""
     _complain("error", message)
+
+
+def first_line(error: Exception) -> str:
+    """Class and first line of a foreign exception, whose message may be a page long."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def columns(rows: Iterable[Sequence[object]], *, indent: int = 0) -> str:
@@ -90,7 +97,8 @@ def session(verbosity: int) -> Generator[None]:
             library's log from INFO on, 2 from DEBUG on, and Python's warnings.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(_FORMAT))
+    handler.setFormatter(logging.Formatter(_FORMAT if verbosity else _WARNING))
+    handler.setLevel(logging.NOTSET if verbosity else logging.WARNING)
     root, own = logging.getLogger(), logging.getLogger(_PACKAGE)
     # A root handler of ours also keeps libraries from installing theirs through basicConfig.
     installed = (root, handler) if verbosity else (root, logging.NullHandler())

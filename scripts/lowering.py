@@ -30,7 +30,6 @@ def lower(source: Source, partitioner: CoreMLPartitioner) -> Any:
     except CoreMLDelegateError:
         raise
     except Exception as error:
-        first = str(error).strip().partition("\n")[0]
         raise LoweringError(
-            "ExecuTorch cannot lower the model", got=f"{type(error).__name__}: {first}"
+            "ExecuTorch cannot lower the model", got=console.first_line(error)
         ) from error

@@ -140,7 +140,7 @@ def _find(module_name: str, name: str) -> Any:
             raise OptionError(f"cannot import {module_name}", got=str(error)) from error
         raise OptionError("no such Python module", got=repr(module_name), expected=FORMS) from None
     except Exception as error:
-        raise OptionError(f"cannot import {module_name}", got=_first_line(error)) from error
+        raise OptionError(f"cannot import {module_name}", got=console.first_line(error)) from error
     for part in name.split("."):
         found = getattr(found, part, None)
     if not callable(found):
@@ -189,9 +189,4 @@ def _blaming(what: str) -> Generator[None]:
     except CoreMLDelegateError:
         raise
     except Exception as error:
-        raise OptionError(what, got=_first_line(error)) from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        raise OptionError(what, got=console.first_line(error)) from error

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from executorch.exir.backend.compile_spec_schema import CompileSpec
 
 from coreml_delegate.blob import unflatten
 from coreml_delegate.compile_options import CompileOptions
@@ -139,9 +138,8 @@ def _identified(partition: CoreMLPartition) -> dict[str, Any]:
 
 def _options(info: DelegateInfo) -> dict[str, Any] | None:
     """Compile options by name; None for specs of other exporters that ours do not know."""
-    specs = [CompileSpec(key, value) for key, value in info.compile_specs]
     try:
-        options = CompileOptions.from_specs(specs)
+        options = CompileOptions.from_pairs(info.compile_specs)
     except OptionError:
         return None
     target = options.deployment_target

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from coreml_delegate.errors import OptionError
+from coreml_delegate.scripts.console import first_line
 
 _SHOWN = 3
 
@@ -53,10 +53,10 @@ def _refuse(path: Path, what: str, names: list[str]) -> None:
 def _read_torch(path: Path) -> Mapping[str, torch.Tensor]:
     try:
         state: object = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except Exception as error:  # its reader fails on foreign bytes with whatever comes first
         raise OptionError(
             f"cannot read weights from {path}",
-            got=str(error).strip().partition("\n")[0],
+            got=first_line(error),
             expected="a state dict of tensors saved by torch.save",
         ) from error
     items = cast("Mapping[object, object]", state) if isinstance(state, Mapping) else {None: None}

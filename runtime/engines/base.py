@@ -67,7 +67,7 @@ class Engine(Protocol):
         ...
 
     def unsupported(self, function: Function) -> list[str]:
-        """What in ``function`` this engine cannot take: one readable reason each, empty if nothing."""
+        """What in ``function`` this engine cannot take, one reason each; empty if nothing."""
         ...
 
     def compile(self, function: Function, options: EngineOptions) -> CompiledFunction:

@@ -24,7 +24,7 @@ class _Info:
 
 
 class DType(enum.Enum):
-    """A MIL scalar type; ``label`` is coremltools' spelling (``fp16``, ``int32``, ``uint4`` ...)."""
+    """A MIL scalar type; ``label`` is coremltools' spelling, ``fp16`` or ``uint4``."""
 
     BOOL = _Info("bool", 1, 8, "bool")
     STRING = _Info("string", 2, 0, None)

@@ -33,7 +33,7 @@ def of_function(
         types: MIL type of every function parameter and top-level value.
 
     Raises:
-        BlobFormatError: The description lacks the function, or a feature the program does not define.
+        BlobFormatError: The description lacks the function, or the program one of its features.
         ProgramError: A feature that is no multi-array.
     """
     scope = description

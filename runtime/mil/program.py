@@ -27,7 +27,11 @@ class TensorType:
     shape: tuple[int | None, ...] | None
 
     def __str__(self) -> str:
-        dims = "?" if self.shape is None else ", ".join("?" if d is None else str(d) for d in self.shape)
+        dims = (
+            "?"
+            if self.shape is None
+            else ", ".join("?" if d is None else str(d) for d in self.shape)
+        )
         return f"{self.dtype.label}[{dims}]"
 
 
@@ -64,7 +68,7 @@ class StateType:
 ValueType: TypeAlias = TensorType | ListType | TupleType | DictType | StateType
 
 Literal: TypeAlias = "NDArray[np.generic] | str | tuple[Literal, ...] | dict[Literal, Literal]"
-"""Content of a constant: an array (rank 0 for a scalar), a string, or a sequence or map of those."""
+"""Content of a constant: an array (rank 0 for a scalar), a string, a sequence or map of those."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,7 +161,7 @@ class Feature:
 
     Attributes:
         name: Feature name.
-        type: Element type and default shape. Image inputs are not tensors and are refused on reading.
+        type: Element type and default shape.
         shapes: Enumerated shapes, empty if there are none.
         bounds: Per dimension (lower, upper), upper None for unbounded; empty for fixed shapes.
         optional: Whether the input may be left out, in which case ``default`` fills it.

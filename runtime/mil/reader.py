@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from coreml_delegate import proto
@@ -53,7 +54,7 @@ def read_program(spec: bytes | memoryview, weights: Mapping[str, WeightFile]) ->
     model = proto.model_pb2().Model()
     try:
         model.ParseFromString(bytes(spec))
-    except Exception as error:  # noqa: BLE001 - protobuf's DecodeError differs between its builds
+    except DecodeError as error:
         raise BlobFormatError("model specification does not parse", got=str(error)) from error
     kind = model.WhichOneof("Type")
     if kind != "mlProgram":
@@ -284,7 +285,9 @@ def _from_bytes(
 
 
 def _wrong_count(declared: TensorType, got: str) -> BlobFormatError:
-    return BlobFormatError("constant has the wrong number of values", got=got, expected=str(declared))
+    return BlobFormatError(
+        "constant has the wrong number of values", got=got, expected=str(declared)
+    )
 
 
 def _hashable(key: Literal) -> Literal:
@@ -293,7 +296,9 @@ def _hashable(key: Literal) -> Literal:
 
 def _check_depth(depth: int) -> None:
     if depth > _MAX_DEPTH:
-        raise BlobFormatError("program is nested too deeply", expected=f"at most {_MAX_DEPTH} levels")
+        raise BlobFormatError(
+            "program is nested too deeply", expected=f"at most {_MAX_DEPTH} levels"
+        )
 
 
 def _check_references(function: str, block: Block, scope: set[str]) -> None:

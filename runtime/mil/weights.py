@@ -9,8 +9,8 @@ Layout (little endian)::
 
 A MIL value refers to a blob by the offset of its record.
 
-Source: coremltools' ``mlmodel/src/MILBlob/Blob/StorageFormat.hpp``, checked against files written by
-``libmilstoragepython``.
+Source: coremltools' ``mlmodel/src/MILBlob/Blob/StorageFormat.hpp``, checked against files written
+by ``libmilstoragepython``.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class WeightFile:
             [nbytes], uint8, a read-only view.
 
         Raises:
-            BlobFormatError: The record or its data lies outside the file or disagrees with the program.
+            BlobFormatError: The record or its data lies outside the file, or disagrees.
         """
         where = f"weight file {self.name!r} at {offset}"
         if offset + _RECORD.size > len(self.buffer):

@@ -23,6 +23,7 @@ from coreml_delegate.runtime.program.inputs import Value, check_inputs, in_dim_o
 from coreml_delegate.runtime.program.plan import KernelCall, MethodInfo, TensorSpec
 from coreml_delegate.runtime.program.pte import PteProgram, Source
 from coreml_delegate.runtime.program.shim import load_shim, loaded_shim
+from coreml_delegate.third_party import quiet_import
 
 _logger = logging.getLogger(__name__)
 
@@ -182,7 +183,8 @@ def _has_core_ml() -> bool:
 
 def _runtime() -> Any:
     try:
-        from executorch.runtime import Runtime  # takes seconds to import: not at module level
+        with quiet_import():
+            from executorch.runtime import Runtime  # takes seconds to import: not at module level
     except ImportError as error:
         raise EngineUnavailableError(
             "the stock runtime cannot be imported", got=_first_line(error)

@@ -1,1 +1,1 @@
-"""Latency against other ways to run the same model on the same CPU; ``make bench`` prints the tables."""
+"""Latency against other ways to run a model on the same CPU; ``make bench`` prints the tables."""

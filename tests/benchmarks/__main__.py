@@ -1,7 +1,7 @@
 """Print latency tables: our ``.pte`` on each engine and host against torch eager and XNNPACK.
 
-Every model's contenders are timed in turn within one loop, so that a disturbance of the machine falls on
-all of them alike; the table gives medians, and ratios to torch eager.
+Every model's contenders are timed in turn within one loop, so that a disturbance of the machine
+falls on all of them alike; the table gives medians, and ratios to torch eager.
 """
 
 from __future__ import annotations

@@ -17,16 +17,18 @@ from coreml_delegate.compile_options import Precision
 from coreml_delegate.partition import DelegationReport
 
 # Name -> input size: as small as the architecture allows without changing what it converts to.
+# Three have 224 pixels: on feature maps of 3x3 their random depthwise and grouped layers amplify
+# rounding, so that eager half precision itself gives 31 dB at 96 pixels, and 36 dB at 224.
 MODELS = {
-    "mobilenet_v2": 96,
+    "mobilenet_v2": 224,
     "resnet18": 96,
     "vit_b_16": 224,
     "efficientnet_b0": 96,
     "convnext_tiny": 96,
     "swin_t": 96,
     "squeezenet1_1": 96,
-    "shufflenet_v2_x1_0": 96,
-    "regnet_y_400mf": 96,
+    "shufflenet_v2_x1_0": 224,
+    "regnet_y_400mf": 224,
     "inception_v3": 128,
 }
 HOSTS = ["python", pytest.param("stock", marks=needs_compiler)]

@@ -28,7 +28,9 @@ def sqnr_db(expected: np.ndarray, actual: np.ndarray) -> float:
     noise_energy = float((noise**2).sum())
     if noise_energy == 0.0:
         return np.inf
-    return float(10 * np.log10(max(float((signal**2).sum()), np.finfo(np.float64).tiny) / noise_energy))
+    return float(
+        10 * np.log10(max(float((signal**2).sum()), np.finfo(np.float64).tiny) / noise_energy)
+    )
 
 
 # Whole programs, dB over eager fp32.
@@ -36,5 +38,9 @@ def sqnr_db(expected: np.ndarray, actual: np.ndarray) -> float:
 SQNR_FP32 = 60.0
 # fp16: every intermediate value rounds to 11 bits; a hundred layers cost about 25 dB of the 66.
 SQNR_FP16 = 35.0
-# Models that cannot keep it, with the reason. Empty: none is known.
-SQNR_FP16_LOWER: dict[str, float] = {}
+# Models that cannot keep it, with the reason.
+SQNR_FP16_LOWER = {
+    # Ninety-four convolutions with random weights amplify rounding: eager half precision itself
+    # gives 23 dB at 128 and at 299 pixels.
+    "inception_v3": 20.0,
+}

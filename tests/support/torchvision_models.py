@@ -33,8 +33,9 @@ def _set_statistics(model: torch.nn.Module, batch: torch.Tensor) -> None:
     if not norms:
         return
     momenta = [norm.momentum for norm in norms]
-    model.train()
+    model.eval()
     for norm in norms:
+        norm.train()
         norm.momentum = 1.0
     with torch.no_grad():
         model(batch)

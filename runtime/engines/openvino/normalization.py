@@ -85,7 +85,7 @@ def local_response_norm(
     x: Tensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> Result:
     """``x / (k + alpha / size * sum(x ** 2)) ** beta``, the sum over ``size`` channels around."""
-    # OpenVINO's LRN scales otherwise when k is not 1, so the mean over channels is a pooling of them.
+    # OpenVINO's LRN gives other values when k is not 1: the mean over channels is a pooling.
     channels = ops.unsqueeze(ops.multiply(x, x), ints(1))
     ones = [1] * (rank(x) - 2)
     zeros = [0] * (rank(x) - 2)

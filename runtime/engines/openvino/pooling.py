@@ -64,8 +64,8 @@ def _with_counted_padding(
 ) -> tuple[Any, list[int], list[int]]:
     """``x`` with its padding as data, and the padding that the last windows reach beyond it.
 
-    Padding counts in the mean, what windows cover beyond the padding does not: OpenVINO has one kind
-    of padding alone.
+    Padding counts in the mean, what windows cover beyond the padding does not: OpenVINO has but one
+    kind of padding.
     """
     total = rank(x)
     beyond: list[int] = []

@@ -18,9 +18,9 @@ from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
     GRAPH_TYPE,
-    array_constant,
     element_type,
     f32,
+    integer_constant,
     is_float,
     per_channel,
     rank,
@@ -72,7 +72,7 @@ def _shift_scale(
         return (values * _float32(scale.reshape(split_scale))).reshape(data.shape)
 
     def node() -> Any:
-        value = ops.convert(array_constant(data.reshape(split_data)), "f32")
+        value = ops.convert(integer_constant(data.reshape(split_data)), "f32")
         if offset is not None:
             shift = np.ascontiguousarray(offset.reshape(split_scale))
             value = ops.subtract(value, f32(ops.constant(shift)))

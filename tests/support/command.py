@@ -1,0 +1,47 @@
+"""Running ``coreml-delegate``, in this process or its own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from coreml_delegate.scripts.cli import main
+
+MODELS = "support.cli_models"
+TINY = (f"{MODELS}:tiny", "--skip-op", "sin")
+_SUPPORT = Path(__file__).parent.parent
+
+
+@functools.cache
+def tiny_pte() -> bytes:
+    """``support.cli_models:tiny``, exported by the command itself, in two partitions."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tiny.pte"
+        if main(["export", *TINY, "-o", str(path)]) != 0:
+            raise RuntimeError("the command cannot export its test model")
+        return path.read_bytes()
+
+
+def start(*args: object, **environment: object) -> subprocess.Popen[str]:
+    """Start the command in a process of its own, with its output piped."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "coreml_delegate.scripts", *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={
+            # Unbuffered, argparse meets a closed pipe itself and hides it.
+            **{name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+            "PYTHONPATH": str(_SUPPORT),
+            **{name: str(value) for name, value in environment.items()},
+        },
+    )
+
+
+def leftovers(folder: Path) -> set[str]:
+    """What lies in a folder, apart from the caches torch keeps in the temporary directory."""
+    return {p.name for p in folder.iterdir() if not p.name.startswith("torchinductor_")}

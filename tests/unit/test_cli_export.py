@@ -1,0 +1,229 @@
+"""``coreml-delegate export``: what it writes, what it refuses, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from support.cli_models import Tiny
+from support.command import MODELS, TINY, leftovers, tiny_pte
+
+from coreml_delegate.runtime.program.pte import PteProgram
+from coreml_delegate.scripts.cli import main
+
+pytestmark = pytest.mark.xdist_group("cli")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """An empty current folder, and an empty folder for temporary files beside it."""
+    here, temporary = tmp_path / "here", tmp_path / "temporary"
+    here.mkdir()
+    temporary.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    yield here
+    assert leftovers(temporary) == set()
+
+
+def export(*args: str) -> int:
+    return main(["export", *args])
+
+
+def test_report_and_program(folder, capsys):
+    assert export(*TINY, "-o", "a.pte", "--report", "a.json") == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert " nodes delegated " in captured.out.splitlines()[0]
+    assert "aten.sin.default is in skip_ops_for_coreml_delegation" in captured.out
+    assert leftovers(folder) == {"a.pte", "a.json"}
+    (method,) = PteProgram.open("a.pte").methods
+    assert [delegate.backend_id for delegate in method.delegates] == ["CoreMLBackend"] * 2
+    report = json.loads(Path("a.json").read_text())
+    assert {n["op"] for n in report["nodes"] if not n["delegated"]} == {"aten.sin.default"}
+    # Equal source, options and seed give equal bytes.
+    assert Path("a.pte").read_bytes() == tiny_pte()
+
+
+def test_options_reach_the_program(capsys):
+    options = [
+        *(
+            "--compute-unit",
+            "cpu_and_ne",
+            "--precision",
+            "float32",
+            "--deployment-target",
+            "macOS14",
+        ),
+        *("--skip-op", "relu", "--json"),
+    ]
+    assert export(f"{MODELS}:classifier", "--input-shape", "2,3,8,8", "-o", "a.pte", *options) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [n["op"] for n in report["nodes"] if not n["delegated"]] == ["aten.relu.default"]
+    (method,) = PteProgram.open("a.pte").methods
+    assert method.input_specs[0].shape == (2, 3, 8, 8)
+    assert len(method.delegates) == 2
+    assert dict(method.delegates[0].compile_specs) == {
+        "compute_units": b"cpu_and_ne",
+        "min_deployment_target": b"8",
+        "model_compute_precision": b"float32",
+        "model_type": b"model",
+    }
+
+
+def test_factory_in_the_current_folder_and_force(folder, capsys):
+    Path("my_model_here.py").write_text(
+        "from torch import nn\ndef make():\n    return nn.Linear(4, 3)\n"
+    )
+    Path("a.pte").write_text("old")
+    source = ("my_model_here:make", "--input-shape", "2,4", "-o", "a.pte")
+    assert export(*source) == 1
+    assert Path("a.pte").read_text() == "old"
+    assert export(*source, "--force") == 0
+    assert PteProgram.open("a.pte").method_names == ("forward",)
+    assert leftovers(folder) - {"__pycache__"} == {"a.pte", "my_model_here.py"}
+
+
+def test_exported_program(capsys):
+    torch.manual_seed(0)
+    program = torch.export.export(Tiny().eval(), (torch.randn(1, 3, 16, 16),))
+    torch.export.save(program, "tiny.pt2")
+    assert export("tiny.pt2", "-o", "a.pte") == 0
+    assert main(["verify", "tiny.pt2", "a.pte"]) == 0
+    assert export("tiny.pt2", "-o", "b.pte", "--weights", "w.pt") == 1
+    assert capsys.readouterr().err == (
+        "coreml-delegate: error: --weights goes with a model, and a .pt2 has its weights inside\n"
+    )
+
+
+def test_weights(capsys):
+    torch.manual_seed(1)
+    torch.save(Tiny().state_dict(), "w.pt")
+    assert export(*TINY, "-o", "a.pte", "--weights", "w.pt") == 0
+    assert Path("a.pte").read_bytes() != tiny_pte()
+    assert main(["verify", f"{MODELS}:tiny", "a.pte", "--weights", "w.pt"]) == 0
+    assert main(["verify", f"{MODELS}:tiny", "a.pte"]) == 1
+    assert "error: the program differs from its model: got output_0 at " in capsys.readouterr().err
+
+
+def test_what_a_model_prints_does_not_reach_the_terminal(capsys):
+    assert export(f"{MODELS}:noisy", "-o", "a.pte", "--json") == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["summary"]["delegated"] == 1
+    assert captured.err == ""
+
+
+def test_nothing_delegated_is_said(capsys):
+    assert export(f"{MODELS}:distances", "-o", "a.pte") == 0
+    assert capsys.readouterr().err == (
+        "coreml-delegate: warning: nothing was delegated to Core ML; a.pte runs on the CPU\n"
+    )
+
+
+FORMS = "torchvision:NAME, MODULE:FACTORY or FILE.pt2"
+REFUSED = {
+    "no form": (["nothing"], f"no such source: got 'nothing', expected {FORMS}"),
+    "no file": (["gone.pt2"], f"no such file: got gone.pt2, expected {FORMS}"),
+    "no module": (["no_such:f"], f"no such Python module: got 'no_such', expected {FORMS}"),
+    "no factory": ([f"{MODELS}:f"], f"{MODELS} has no callable of that name: got 'f'"),
+    "factory fails": (
+        [f"{MODELS}:failing"],
+        f"{MODELS}:failing fails: got ValueError: no data",
+    ),
+    "no model": (
+        [f"{MODELS}:number"],
+        f"{MODELS}:number makes no model: got int, "
+        "expected an nn.Module, or (nn.Module, example_inputs)",
+    ),
+    "no inputs": (
+        [f"{MODELS}:classifier"],
+        f"{MODELS}:classifier brings no example inputs. Pass --input-shape",
+    ),
+    "unknown torchvision model": (
+        ["torchvision:mobilnet_v2"],
+        "torchvision has no such model: got 'mobilnet_v2', "
+        "expected perhaps mobilenet_v2, mobilenet_v3_small, mobilenet_v3_large",
+    ),
+    "unknown op": (
+        [f"{MODELS}:tiny", "--skip-op", "reluu"],
+        "skip_ops_for_coreml_delegation names an unknown operator: got 'reluu', expected perhaps ",
+    ),
+    "no export": (
+        [f"{MODELS}:data_dependent"],
+        "torch.export cannot capture the model: got GuardOnDataDependentSymNode: ",
+    ),
+    "wrong shape": (
+        [f"{MODELS}:classifier", "--input-shape", "1,4,8,8"],
+        "torch.export cannot capture the model: got RuntimeError: ",
+    ),
+    "not the full graph": (
+        [f"{MODELS}:distances", "--full-graph"],
+        "Core ML cannot take 1 node(s) of the graph: got ",
+    ),
+    "not for ExecuTorch": (
+        [f"{MODELS}:gamma"],
+        "ExecuTorch cannot lower the model: got SpecViolationError: Operator "
+        "torch._ops.aten.lgamma.default is not in Core ATen opset",
+    ),
+    "no weights": (
+        [f"{MODELS}:tiny", "--weights", "gone.pt"],
+        "no such weights file: got gone.pt",
+    ),
+    "weights of another model": (
+        [f"{MODELS}:tiny", "--weights", "other.pt"],
+        "other.pt lacks tensors of the model: got conv.weight, conv.bias, linear.weight and 1 more",
+    ),
+    "weights of another shape": (
+        [f"{MODELS}:tiny", "--weights", "shape.pt"],
+        "shape.pt has tensors of another shape: got linear.weight [3, 8] for [10, 8]",
+    ),
+    "no state dict": (
+        [f"{MODELS}:tiny", "--weights", "list.pt"],
+        "list.pt is not a state dict: got list, expected tensors by name. Save module.state_dict()",
+    ),
+    "weights are no weights": (
+        [f"{MODELS}:tiny", "--weights", "text.pt"],
+        "cannot read weights from text.pt: got ",
+    ),
+    "no such folder": (
+        [f"{MODELS}:tiny", "--report", "gone/a.json"],
+        "no such folder for the output: got gone",
+    ),
+}
+
+
+@pytest.fixture
+def weight_files(folder):
+    torch.save({"x": torch.zeros(2)}, "other.pt")
+    torch.save(Tiny().state_dict() | {"linear.weight": torch.zeros(3, 8)}, "shape.pt")
+    torch.save([1, 2], "list.pt")
+    Path("text.pt").write_text("hello")
+    return leftovers(folder)
+
+
+@pytest.mark.parametrize(("args", "message"), REFUSED.values(), ids=REFUSED)
+def test_refusals(args, message, weight_files, folder, capsys):
+    assert export(*args, "-o", "a.pte") == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"coreml-delegate: error: {message}")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert leftovers(folder) == weight_files
+
+
+def test_output_is_checked_first(folder, capsys):
+    Path("a.pte").mkdir()
+    assert export("no_such:f", "-o", "a.pte", "--force") == 1
+    assert capsys.readouterr().err == (
+        "coreml-delegate: error: output is not a regular file: got a.pte\n"
+    )
+
+
+def test_verbose_shows_the_traceback(capsys):
+    assert export(f"{MODELS}:failing", "-o", "a.pte", "-v") == 1
+    error = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in error
+    assert "for you" in error

@@ -1,0 +1,170 @@
+"""Inputs of the commands: images, random values, weights; and how outputs are compared."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.tolerances import sqnr_db
+
+from coreml_delegate.errors import InputError, OptionError, ProgramError
+from coreml_delegate.scripts import images, vision
+from coreml_delegate.scripts.accuracy import Accuracy
+from coreml_delegate.scripts.output_file import new_file
+from coreml_delegate.scripts.sampling import generator, random_tensor, resample
+
+
+@pytest.fixture
+def photo(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
+    path = tmp_path / "photo.png"
+    Image.fromarray(pixels).resize((427, 640)).save(path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2", "inception_v3"])
+@pytest.mark.parametrize("rotate", [False, True])
+def test_images_are_prepared_as_torchvision_does(name, rotate, photo):
+    with Image.open(photo) as opened:
+        image = opened.rotate(90, expand=True) if rotate else opened.copy()
+    image.save(photo)
+    weights = vision.import_torchvision().models.get_model_weights(name)
+    # The first weights of each model were trained with the plain ImageNet recipe.
+    expected = weights.IMAGENET1K_V1.transforms()(image)
+    shape = (2, 3, *expected.shape[1:])
+    actual = images.read_image(photo, shape, torch.float32)
+    assert actual.is_contiguous()
+    torch.testing.assert_close(actual, expected.expand(shape))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((1, 3, 8), torch.float32), ((1, 1, 8, 8), torch.float32), ((1, 3, 8, 8), torch.int32)],
+)
+def test_images_for_other_inputs(shape, dtype, photo):
+    with pytest.raises(InputError, match="is an image, and the input is not"):
+        images.read_image(photo, shape, dtype)
+
+
+def test_random_values_depend_on_the_seed_alone():
+    first = random_tensor(torch.float32, (2, 3), generator(1))
+    torch.manual_seed(5)
+    torch.testing.assert_close(random_tensor(torch.float32, (2, 3), generator(1)), first)
+    assert not torch.equal(random_tensor(torch.float32, (2, 3), generator(2)), first)
+
+
+def test_resampled_indices_stay_in_range():
+    example = torch.tensor([3, 7, 0] * 50)
+    again = resample(example, generator(0))
+    assert again.dtype == example.dtype
+    assert again.shape == example.shape
+    assert (int(again.min()), int(again.max())) == (0, 7)
+    assert resample(5, generator(0)) == 5
+    assert resample(torch.tensor([True, False]), generator(0)).dtype == torch.bool
+
+
+def test_accuracy_over_several_samples():
+    rng = np.random.default_rng(0)
+    expected = rng.standard_normal((4, 1, 10))
+    actual = expected + 0.01 * rng.standard_normal(expected.shape)
+    accuracy = Accuracy()
+    for want, got in zip(expected, actual, strict=True):
+        accuracy.add(torch.from_numpy(want), torch.from_numpy(got))
+    assert accuracy.sqnr_db == pytest.approx(sqnr_db(expected, actual))
+    assert accuracy.max_abs_error == pytest.approx(abs(expected - actual).max())
+    agreeing = (expected.argmax(-1) == actual.argmax(-1)).mean()
+    assert accuracy.top1_agreement == pytest.approx(agreeing)
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual", "sqnr"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], math.inf),
+        ([0.0, 0.0], [0.0, 0.0], math.inf),
+        ([0.0, 0.0], [0.0, 1.0], -math.inf),
+        ([1.0, 2.0], [1.0, math.nan], -math.inf),
+        ([math.inf, 2.0], [math.inf, 2.0], math.inf),
+        ([1.0, 2.0], [math.inf, 2.0], -math.inf),
+    ],
+)
+def test_accuracy_of_special_values(expected, actual, sqnr):
+    accuracy = Accuracy()
+    accuracy.add(torch.tensor(expected), torch.tensor(actual))
+    assert accuracy.sqnr_db == sqnr
+    assert accuracy.top1_agreement is None
+
+
+def test_accuracy_of_other_shapes():
+    accuracy = Accuracy()
+    accuracy.add(torch.tensor(1.0), torch.tensor([1.0]))
+    with pytest.raises(ProgramError, match="outputs of different shapes"):
+        accuracy.add(torch.zeros(2, 3), torch.zeros(3, 2))
+
+
+def interrupted(path):
+    with new_file(path, force=True) as file:
+        file.write(b"new")
+        raise KeyboardInterrupt
+
+
+def test_an_unfinished_file_vanishes(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert path.read_text() == "old"
+
+
+def overtaken(path):
+    with new_file(path, force=False) as file:
+        file.write(b"ours")
+        path.write_text("theirs")
+
+
+def test_a_file_that_came_meanwhile_is_kept(tmp_path):
+    path = tmp_path / "a"
+    with pytest.raises(OptionError, match="output exists"):
+        overtaken(path)
+    assert path.read_text() == "theirs"
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("mobilenet_v2", (1, 3, 224, 224)),
+        ("inception_v3", (1, 3, 299, 299)),
+        ("efficientnet_b4", (1, 3, 380, 380)),
+        ("fcn_resnet50", (1, 3, 520, 520)),
+        ("r3d_18", (1, 3, 16, 112, 112)),
+        ("mnasnet0_75", (1, 3, 224, 224)),
+    ],
+)
+def test_input_shapes_of_torchvision(name, shape):
+    assert vision.input_shape(name) == shape
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v3_small", "googlenet", "lraspp_mobilenet_v3_large"])
+def test_torchvision_models_need_no_download(name):
+    model = vision.build_model(name)
+    assert not model.training
+
+
+def test_torchvision_is_patched_in_one_case_only():
+    """In a fresh process, operators are declared only if the import fails for their want."""
+    code = (
+        "from coreml_delegate.scripts import vision\n"
+        "import importlib\n"
+        "def fail(name): raise RuntimeError('something else')\n"
+        "importlib.import_module = fail\n"
+        "try: vision.import_torchvision()\n"
+        "except RuntimeError as error: print(error, vision._declare_operators.cache_info().misses)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "something else 0\n"

@@ -1,0 +1,65 @@
+"""The command as a process: signals, closed pipes, and what is left after them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from support.command import MODELS, leftovers, start, tiny_pte
+
+pytestmark = pytest.mark.xdist_group("cli-processes")
+
+_PATIENCE = 120  # seconds; importing ExecuTorch and coremltools takes tens on a busy machine
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    limit = time.monotonic() + _PATIENCE
+    while not path.exists():
+        if process.poll() is not None or time.monotonic() > limit:
+            process.kill()
+            pytest.fail(f"the command did not get there: {process.communicate()}")
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "message"),
+    [
+        (signal.SIGINT, 130, "coreml-delegate: error: interrupted\n"),
+        (signal.SIGTERM, 143, ""),
+    ],
+    ids=["SIGINT", "SIGTERM"],
+)
+def test_a_signal_in_the_middle_of_converting(number, code, message, tmp_path):
+    here, temporary = tmp_path / "here", tmp_path / "temporary"
+    here.mkdir()
+    temporary.mkdir()
+    (here / "a.pte").write_text("old")
+    stalled = tmp_path / "stalled"
+    process = start(
+        *("export", f"{MODELS}:stalling", "-o", here / "a.pte", "--force"),
+        STALLED=stalled,
+        TMPDIR=temporary,
+    )
+    wait_for(stalled, process)
+    assert leftovers(temporary) != set()  # it is converting
+    process.send_signal(number)
+    out, err = process.communicate(timeout=_PATIENCE)
+    assert (process.returncode, out, err) == (code, "", message)
+    assert leftovers(temporary) == set()
+    assert leftovers(here) == {"a.pte"}
+    assert (here / "a.pte").read_text() == "old"
+
+
+def test_a_reader_that_left(tmp_path):
+    (tmp_path / "x.pte").write_bytes(tiny_pte())
+    for args in (["--help"], ["extract", tmp_path / "x.pte", "-o", tmp_path / "out"]):
+        process = start(*args)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(_PATIENCE)) == ("", 141)
+        process.stderr.close()
+    assert leftovers(tmp_path / "out") == {"forward_0.mlpackage", "forward_1.mlpackage"}

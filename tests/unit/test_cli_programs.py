@@ -1,0 +1,312 @@
+"""``coreml-delegate inspect``, ``extract``, ``run`` and ``verify`` on one small program."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.cli_models import tiny
+from support.command import MODELS, leftovers, tiny_pte
+from support.programs import export_case
+from support.tolerances import ATOL_RTOL, sqnr_db
+
+from coreml_delegate import runtime
+from coreml_delegate.scripts.cli import main
+
+pytestmark = pytest.mark.xdist_group("cli")
+
+
+@pytest.fixture(autouse=True)
+def pte(tmp_path, monkeypatch):
+    """``tiny.pte`` in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    path = Path("tiny.pte")
+    path.write_bytes(tiny_pte())
+    return path
+
+
+def read(capsys) -> dict:
+    return json.loads(capsys.readouterr().out)
+
+
+def error(capsys) -> str:
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("coreml-delegate: error: ")
+    return captured.err.removeprefix("coreml-delegate: error: ").rstrip("\n")
+
+
+def eager() -> torch.nn.Module:
+    """The model, rebuilt as documented: the seed is set, then the factory is called."""
+    torch.manual_seed(0)
+    module, _ = tiny()
+    return module.eval()
+
+
+# inspect
+
+
+def test_inspect(capsys):
+    assert main(["inspect", "tiny.pte", "--json"]) == 0
+    summary = read(capsys)
+    (method,) = summary["methods"]
+    assert summary["bytes"] == len(tiny_pte())
+    assert method["inputs"] == [{"dtype": "float32", "shape": [1, 3, 16, 16], "dynamism": "static"}]
+    assert [output["shape"] for output in method["outputs"]] == [[1, 10], []]
+    assert method["operators_outside"] == {"aten::sin.out": 1}
+    first = method["delegates"][0]
+    assert first["backend"] == "CoreMLBackend"
+    assert first["options"] == {
+        "compute_unit": "all",
+        "deployment_target": None,
+        "precision": "float16",
+        "model_type": "model",
+    }
+    (function,) = first["model"]["functions"]
+    assert function["ops"]["conv"] == 1
+    assert "const" not in function["ops"]
+    assert set(function["computed_in"]) <= {"fp16", "fp32"}
+    assert function["engine"] == "openvino"
+    # conv.weight in fp16; what is small may be stored inline.
+    weights = first["model"]["weights"]
+    assert weights["bytes"] >= 8 * 3 * 3 * 3 * 2
+    assert weights["by_dtype"].keys() == {"fp16"}
+
+
+def test_inspect_for_a_reader(capsys):
+    assert main(["inspect", "tiny.pte"]) == 0
+    out = capsys.readouterr().out
+    assert "  inputs: float32[1, 3, 16, 16]\n" in out
+    assert "  delegate 0: CoreMLBackend, " in out
+    assert "    options: compute_unit all, precision float16, model_type model\n" in out
+    assert "      engine here: openvino\n" in out
+
+
+def test_inspect_package(capsys):
+    assert main(["extract", "tiny.pte"]) == 0
+    capsys.readouterr()
+    assert main(["inspect", "tiny_coreml/forward_0.mlpackage", "--json"]) == 0
+    package = read(capsys)
+    assert main(["inspect", "tiny.pte", "--json"]) == 0
+    assert read(capsys)["methods"][0]["delegates"][0]["model"] == package["model"]
+
+
+def test_inspect_undelegated(capsys):
+    Path("plain.pte").write_bytes(export_case("arithmetic")[1])
+    assert main(["inspect", "plain.pte", "--json"]) == 0
+    (method,) = read(capsys)["methods"]
+    assert method["delegates"] == []
+    assert sum(method["operators_outside"].values()) > 2
+
+
+# extract
+
+
+def test_extract(capsys):
+    assert main(["extract", "tiny.pte", "-o", "out", "--json"]) == 0
+    listed = read(capsys)
+    assert [entry["delegates"] for entry in listed] == [["forward_0"], ["forward_1"]]
+    assert leftovers(Path("out")) == {"forward_0.mlpackage", "forward_1.mlpackage"}
+    x = torch.randn(1, 3, 16, 16)
+    model = runtime.load_mlpackage(listed[0]["path"])
+    (features,) = model.predict({model.input_names[0]: x.numpy()}).values()
+    atol, rtol = ATOL_RTOL["fp16"]
+    with torch.no_grad():
+        expected = torch.relu(eager().conv(x)).numpy()
+    np.testing.assert_allclose(features, expected, atol=atol, rtol=rtol)
+
+
+def test_extract_overwrites_on_demand_only(capsys):
+    stale = Path("tiny_coreml/forward_1.mlpackage/stale")
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    assert main(["extract", "tiny.pte"]) == 1
+    assert error(capsys) == (
+        "output exists: got tiny_coreml/forward_1.mlpackage. Pass --force to replace it"
+    )
+    assert leftovers(Path("tiny_coreml")) == {"forward_1.mlpackage"}
+    assert main(["extract", "tiny.pte", "--force"]) == 0
+    assert not stale.exists()
+    assert leftovers(Path("tiny_coreml")) == {"forward_0.mlpackage", "forward_1.mlpackage"}
+
+
+def test_extract_needs_a_core_ml_delegate(capsys):
+    Path("plain.pte").write_bytes(export_case("arithmetic")[1])
+    assert main(["extract", "plain.pte"]) == 1
+    assert error(capsys) == "plain.pte has no Core ML delegate: got no delegate at all"
+    assert not Path("plain_coreml").exists()
+
+
+# run
+
+
+def test_run_on_arrays(capsys):
+    x = np.random.default_rng(0).standard_normal((1, 3, 16, 16), dtype=np.float32)
+    np.save("x.npy", x)
+    np.savez("x.npz", anything=x)
+    outputs = {}
+    for name in ("x.npy", "x.npz"):
+        args = ["run", "tiny.pte", "--input", name, "-o", "out.npz", "--force", "--repeat", "1"]
+        assert main(args) == 0
+        with np.load("out.npz") as archive:
+            outputs[name] = dict(archive)
+    expected = runtime.load_program("tiny.pte").run("forward", [torch.from_numpy(x)])
+    for got in outputs.values():
+        assert list(got) == ["output_0", "output_1"]
+        for array, tensor in zip(got.values(), expected, strict=True):
+            np.testing.assert_array_equal(array, tensor.numpy())
+    out = capsys.readouterr().out
+    best = int(expected[0].argmax())
+    assert f"output_0 top 5: {best} (" in out
+    assert "latency: " in out
+
+
+def test_run_summary(capsys):
+    assert main(["run", "tiny.pte", "--json", "--seed", "3", "--repeat", "2"]) == 0
+    first = read(capsys)
+    assert main(["run", "tiny.pte", "--json", "--seed", "3", "--engine", "reference"]) == 0
+    reference = read(capsys)
+    assert first["runs"] == 2
+    assert first["latency_ms"] > 0
+    logits, total = first["outputs"]
+    assert (logits["name"], logits["dtype"], logits["shape"]) == ("output_0", "float32", [1, 10])
+    assert logits["top"][0]["score"] == logits["max"]
+    assert len(logits["top"]) == 5
+    assert "top" not in total
+    assert total["mean"] == pytest.approx(reference["outputs"][1]["mean"], rel=1e-2)
+
+
+def test_run_package(capsys):
+    assert main(["extract", "tiny.pte"]) == 0
+    assert main(["run", "tiny_coreml/forward_0.mlpackage", "--threads", "1"]) == 0
+    assert "fp" not in capsys.readouterr().err
+    assert main(["run", "tiny_coreml/forward_0.mlpackage", "--host", "python"]) == 1
+    assert error(capsys) == "--host goes with a .pte: got tiny_coreml/forward_0.mlpackage"
+
+
+INPUTS = {
+    "no file": (["gone.npy"], "no such input file: got gone.npy"),
+    "unknown kind": (
+        ["x.txt"],
+        "unknown kind of input file: got x.txt, expected .npy, .npz, .jpeg, .jpg, .png",
+    ),
+    "wrong shape": (
+        ["shape.npy"],
+        "input 0 of method 'forward' has the wrong shape: got float32[1, 3, 8, 8], "
+        "expected float32[1, 3, 16, 16]",
+    ),
+    "wrong dtype": (
+        ["dtype.npy"],
+        "input 0 of method 'forward' has the wrong dtype: got float64[1, 3, 16, 16], "
+        "expected float32[1, 3, 16, 16]",
+    ),
+    "too many": (["shape.npy", "shape.npy"], "shape.npy holds more inputs than are left: got 1, "),
+    "no array": (["text.npy"], "cannot read the array in text.npy: got "),
+    "no archive": (["text.npz"], "cannot read the arrays in text.npz: got "),
+    "pickles": (["objects.npy"], "cannot read the array in objects.npy: got Object arrays "),
+    "no image": (["text.png"], "cannot read the image: got text.png ("),
+}
+
+
+@pytest.mark.parametrize(("files", "message"), INPUTS.values(), ids=INPUTS)
+def test_run_refuses_inputs(files, message, capsys):
+    for name in ("x.txt", "text.npy", "text.npz", "text.png"):
+        Path(name).write_text("hello")
+    np.save("shape.npy", np.zeros((1, 3, 8, 8), np.float32))
+    np.save("dtype.npy", np.zeros((1, 3, 16, 16)))
+    np.save("objects.npy", np.array([{}], object), allow_pickle=True)
+    inputs = [arg for name in files for arg in ("--input", name)]
+    assert main(["run", "tiny.pte", *inputs, "-o", "out.npz"]) == 1
+    assert error(capsys).startswith(message)
+    assert not Path("out.npz").exists()
+
+
+def test_run_refuses_methods(capsys):
+    assert main(["run", "tiny.pte", "--method", "backward"]) == 1
+    assert error(capsys) == "program has no such method: got 'backward', expected 'forward'"
+
+
+# verify
+
+
+def test_verify(capsys):
+    assert main(["verify", f"{MODELS}:tiny", "tiny.pte", "--json", "--samples", "2"]) == 0
+    result = read(capsys)
+    assert list(result) == ["output_0", "output_1"]
+    assert result["output_0"]["top1_agreement"] == 1.0
+    assert result["output_0"]["sqnr_db"] > 50
+
+
+def test_verify_measures_what_it_says(capsys):
+    x = np.random.default_rng(1).standard_normal((1, 3, 16, 16), dtype=np.float32)
+    np.save("x.npy", x)
+    args = ["verify", f"{MODELS}:tiny", "tiny.pte", "--input", "x.npy", "--json"]
+    assert main(args) == 0
+    result = read(capsys)
+    with torch.no_grad():
+        expected = eager()(torch.from_numpy(x))[0].numpy()
+    actual = runtime.load_program("tiny.pte").run("forward", [torch.from_numpy(x)])[0].numpy()
+    assert result["output_0"]["sqnr_db"] == pytest.approx(sqnr_db(expected, actual), abs=1e-3)
+    assert result["output_0"]["max_abs_error"] == pytest.approx(abs(expected - actual).max())
+
+
+def test_verify_fails_below_the_limit(capsys):
+    assert main(["verify", f"{MODELS}:tiny", "tiny.pte", "--seed", "1"]) == 1
+    captured = capsys.readouterr()
+    assert "top-1 agreement" in captured.out
+    assert captured.err.startswith(
+        "coreml-delegate: error: the program differs from its model: got output_0 at "
+    )
+    assert captured.err.endswith(" dB, expected at least 30 dB\n")
+
+
+def test_verify_refuses_another_model(capsys):
+    assert main(["verify", f"{MODELS}:distances", "tiny.pte"]) == 1
+    assert error(capsys) == (
+        "input 0 of method 'forward' has the wrong shape: got float32[5, 3], "
+        "expected float32[1, 3, 16, 16]"
+    )
+
+
+# files that are no programs
+
+
+BROKEN = {
+    "missing": (None, "cannot read the program: got x.pte (No such file or directory)"),
+    "empty": (b"", "x.pte: not an ExecuTorch program: got file identifier b'' in 0 bytes"),
+    "text": (b"hello world, hello", "x.pte: not an ExecuTorch program: got file identifier"),
+    "truncated": (5000, "x.pte: program is truncated or its header is corrupt: got 5000 bytes"),
+}
+
+
+@pytest.mark.parametrize("command", ["inspect", "extract", "run"])
+@pytest.mark.parametrize(("content", "message"), BROKEN.values(), ids=BROKEN)
+def test_no_program(command, content, message, capsys):
+    if content is not None:
+        Path("x.pte").write_bytes(tiny_pte()[:content] if isinstance(content, int) else content)
+    before = leftovers(Path())
+    assert main([command, "x.pte"]) == 1
+    assert error(capsys).startswith(message)
+    assert leftovers(Path()) == before
+
+
+@pytest.mark.parametrize("command", ["inspect", "extract", "run"])
+def test_corrupt_blob(command, capsys):
+    spoiled = bytearray(tiny_pte())
+    # A blob ends in its directory, written backwards: '{"nodes":' reversed.
+    end = spoiled.index(b'"sedon"{') + len(b'"sedon"{')
+    spoiled[end - 1] = ord("x")
+    Path("x.pte").write_bytes(spoiled)
+    assert main([command, "x.pte"]) == 1
+    assert error(capsys).startswith("not a Core ML blob: got ")
+    assert not Path("x_coreml").exists()
+
+
+@pytest.mark.parametrize("command", ["inspect", "run"])
+def test_no_package(command, capsys):
+    Path("x.mlpackage").mkdir()
+    assert main([command, "x.mlpackage"]) == 1
+    assert error(capsys) == "mlpackage lacks its manifest: expected Manifest.json"

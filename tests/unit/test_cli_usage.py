@@ -1,0 +1,111 @@
+"""Parsing, help, exit codes, and what reaches the terminal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from coreml_delegate import runtime
+from coreml_delegate.compile_options import ComputeUnit, Precision
+from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
+from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts.cli import COMMANDS, main
+
+
+def test_choices_are_those_of_the_library():
+    assert set(arguments.COMPUTE_UNITS) == {unit.value for unit in ComputeUnit}
+    assert set(arguments.PRECISIONS) == {precision.value for precision in Precision}
+    assert (AUTO, *ENGINES) == arguments.ENGINES
+    assert arguments.HOSTS == runtime.HOSTS
+
+
+def test_help_imports_nothing_slow():
+    code = (
+        "import sys\n"
+        "from coreml_delegate.scripts.cli import main_parser\n"
+        "main_parser().format_help()\n"
+        "print(sorted({'torch', 'numpy', 'executorch', 'coremltools', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([command.name, "--help"])
+    assert exit_.value.code == 0
+    assert f"usage: coreml-delegate {command.name}" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out.startswith("coreml-delegate 0.")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["explode"], "invalid choice: 'explode'"),
+        (["export", "m:f"], "the following arguments are required: -o/--output"),
+        (
+            ["export", "m:f", "-o", "x", "--input-shape", "1,0"],
+            "argument --input-shape: '1,0' is not a shape such as 1,3,224,224",
+        ),
+        (
+            ["export", "m:f", "-o", "x", "--deployment-target", "iOS9"],
+            "argument --deployment-target: unknown deployment target: got 'iOS9', expected iOS15, ",
+        ),
+        (["run", "x.pte", "--repeat", "0"], "argument --repeat: '0' is not a positive integer"),
+        (["run", "x.pte", "--engine", "gpu"], "argument --engine: invalid choice: 'gpu'"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(argv, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(argv)
+    assert exit_.value.code == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_errors_are_one_line(capsys):
+    console.complain("several\n  lines")
+    assert capsys.readouterr().err == "coreml-delegate: error: several lines\n"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (7_071_213, "7.1 MB")]
+)
+def test_sizes(count, text):
+    assert console.size(count) == text
+
+
+def test_json_is_valid_for_every_number(capsys):
+    console.write_json({"a": [float("inf"), float("-inf"), float("nan"), 1.5]})
+    assert json.loads(capsys.readouterr().out) == {"a": ["inf", "-inf", "nan", 1.5]}
+
+
+@pytest.mark.parametrize(
+    ("verbosity", "expected"),
+    [
+        (0, "coreml-delegate: warning: careful\n"),
+        (1, "WARNING coreml_delegate.x: careful\nINFO other: hello\n"),
+    ],
+)
+def test_logs_go_to_stderr(verbosity, expected, capsys):
+    root = logging.getLogger()
+    before = (root.level, list(root.handlers))
+    with console.session(verbosity):
+        logging.getLogger("coreml_delegate.x").warning("careful")
+        logging.getLogger("other").info("hello")
+        logging.getLogger("other").debug("too much")
+    assert capsys.readouterr() == ("", expected)
+    assert (root.level, list(root.handlers)) == before

@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Half the cores per test process would idle in conversion; one thread each keeps them apart.
 TEST_ENV := OMP_NUM_THREADS=1
 
-.PHONY: demo test test-all lint types imports bench clean
+.PHONY: demo test test-all lint types imports bench conformance clean
 
 demo: $(STAMP)
 	$(BIN)/coreml-delegate demo
@@ -29,6 +29,12 @@ imports: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks
+
+# coremltools' own op tests, all of them, on each engine: about half an hour on two cores.
+conformance: $(STAMP)
+	mkdir -p build
+	$(TEST_ENV) $(BIN)/python -m tests.conformance -n 2 --engine reference --results build/conformance-reference.json
+	$(TEST_ENV) $(BIN)/python -m tests.conformance -n 2 --engine openvino --results build/conformance-openvino.json
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

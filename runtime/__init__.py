@@ -10,6 +10,7 @@ if __name__ == "runtime":
 
 from coreml_delegate.blob import Buffer
 from coreml_delegate.errors import OptionError
+from coreml_delegate.runtime.coremltools_patch import CoreMLToolsPatch, patch_coremltools
 from coreml_delegate.runtime.delegate import delegate_loader, read_blob
 from coreml_delegate.runtime.engines.base import EngineOptions, State
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
@@ -135,6 +136,7 @@ def register(*, engine: str = AUTO, options: EngineOptions | None = None) -> Non
 
 __all__ = [
     "HOSTS",
+    "CoreMLToolsPatch",
     "EngineOptions",
     "Model",
     "PythonProgram",
@@ -143,5 +145,6 @@ __all__ = [
     "load_blob",
     "load_mlpackage",
     "load_program",
+    "patch_coremltools",
     "register",
 ]

@@ -32,6 +32,18 @@ class State(Protocol):
         """Copies of every state tensor, by feature name."""
         ...
 
+    def write(self, name: str, value: Array) -> None:
+        """Replace the content of one state tensor.
+
+        Args:
+            name: Feature name.
+            value: Of the tensor's shape; a dtype of the same kind is cast.
+
+        Raises:
+            InputError: No such state tensor, or another shape or kind of dtype.
+        """
+        ...
+
 
 class CompiledFunction(Protocol):
     """One function, ready to run. Safe to call from several threads, one call at a time each."""

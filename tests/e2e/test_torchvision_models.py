@@ -59,9 +59,10 @@ def lowered(request) -> Lowered:
     model, example = build(request.param, MODELS[request.param])
     with torch.no_grad():
         eager = model(example).numpy()
-    exported = torch.export.export(model, (example,))
     buffers = {}
     for precision in Precision:
+        # Anew for each: lowering takes lifted constants out of the program it is given.
+        exported = torch.export.export(model, (example,))
         specs = CoreMLBackend.generate_compile_specs(compute_precision=precision)
         partitioner = CoreMLPartitioner(compile_specs=specs)
         manager = to_edge_transform_and_lower(exported, partitioner=[partitioner])

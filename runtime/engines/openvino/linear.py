@@ -5,9 +5,10 @@ from __future__ import annotations
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
+    converted,
+    element_type,
     ints,
     is_float,
-    output,
     rank,
 )
 from coreml_delegate.runtime.engines.openvino.registry import (
@@ -23,15 +24,15 @@ from coreml_delegate.runtime.engines.openvino.registry import (
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Result:
     """``x @ weight.T + bias``: ``x`` [*, D_in], ``weight`` [D_out, D_in], ``bias`` [D_out]."""
     product = matmul(x, weight, transpose_y=True)
-    return product if bias is None else ops.add(product, bias)
+    return product if bias is None else ops.add(product, converted(bias, element_type(product)))
 
 
 @translation("matmul")
 def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Result:
-    """Batched matrix product with numpy's broadcasting."""
+    """Batched matrix product with numpy's broadcasting, of the element type of ``x``."""
     if not is_float(x):
-        raise refuse("matrix product of integers", output(x).get_element_type(), "fp16 or fp32")
-    return ops.matmul(x, y, transpose_x, transpose_y)
+        raise refuse("matrix product of integers", element_type(x), "fp16 or fp32")
+    return ops.matmul(x, converted(y, element_type(x)), transpose_x, transpose_y)
 
 
 @translation("einsum")

@@ -19,6 +19,7 @@ import openvino as ov
 from coreml_delegate.errors import ExecutionError, InputError
 from coreml_delegate.runtime.engines.base import Array, State
 from coreml_delegate.runtime.engines.openvino.translate import Translated
+from coreml_delegate.runtime.engines.states import fitting
 
 # Arrays of at least this size are bound instead of copied, in bytes.
 _BIND_BYTES = 1 << 16
@@ -49,6 +50,12 @@ class OpenVinoState:
         """Copies of every state tensor, by feature name."""
         arrays = self._arrays[self._side]
         return {name: array.copy() for name, array in zip(self._names, arrays, strict=True)}
+
+    def write(self, name: str, value: Array) -> None:
+        """Replace the content of one state tensor; see ``State``."""
+        held = dict(zip(self._names, self._arrays[self._side], strict=True))
+        replacement = fitting(held, name, value)
+        np.copyto(held[name], replacement)
 
     def tensors(self) -> tuple[list[Any], list[Any]]:
         """The tensors to read from and those to write to."""

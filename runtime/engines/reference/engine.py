@@ -41,6 +41,7 @@ from coreml_delegate.runtime.engines.reference.values import (
     carrier_of,
     tensor_of_array,
 )
+from coreml_delegate.runtime.engines.states import fitting
 from coreml_delegate.runtime.mil.program import Function, StateType, TensorType
 
 FAMILIES: tuple[ModuleType, ...] = (
@@ -75,6 +76,11 @@ class ReferenceState:
     def read(self) -> dict[str, Array]:
         """Copies of every state tensor, by feature name."""
         return {name: tensor.numpy().copy() for name, tensor in self.tensors.items()}
+
+    def write(self, name: str, value: Array) -> None:
+        """Replace the content of one state tensor; see ``State``."""
+        held = {key: tensor.numpy() for key, tensor in self.tensors.items()}
+        self.tensors[name] = torch.from_numpy(fitting(held, name, value))
 
 
 class ReferenceFunction:

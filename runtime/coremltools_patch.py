@@ -1,0 +1,347 @@
+"""Predictions of ``coremltools.models.MLModel`` served by the engines of this package.
+
+Off macOS coremltools has no Core ML to call: ``MLModel.predict`` and ``make_state`` raise. What it
+would call is one class, ``_MLModelProxy`` in ``coremltools.models.model``; this module puts its own
+in that place, and answers there the two questions about the operating system that ``make_state``
+asks. Nothing else of coremltools is touched, so its checks of names, types and image modes stay.
+
+Source: ``coremltools/models/model.py`` of coremltools 9.0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import numpy as np
+
+from coreml_delegate import third_party
+from coreml_delegate.errors import CoreMLDelegateError, InputError, OptionError
+from coreml_delegate.runtime.engines.base import Array, EngineOptions, State
+from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
+from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.mil.package import read_mlpackage
+from coreml_delegate.runtime.mil.program import Program
+from coreml_delegate.runtime.mil.reader import read_program
+from coreml_delegate.runtime.model import Model
+
+# The macOS whose Core ML reads the newest specification version known here.
+_MACOS_VERSION = (26, 0)
+
+
+class FrameworkError(CoreMLDelegateError, RuntimeError):
+    """What fails behind ``MLModel``.
+
+    A ``RuntimeError``, as failures of Core ML are: coremltools and programs written for macOS catch
+    that. The error of this package that says why is its cause.
+    """
+
+
+@contextmanager
+def _as_framework_error() -> Generator[None]:
+    try:
+        yield
+    except CoreMLDelegateError as error:
+        raise FrameworkError(
+            error.what, got=error.got, expected=error.expected, remedy=error.remedy
+        ) from error
+
+
+class StateProxy:
+    """What ``coremltools.models.model.MLState`` holds."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def read_state(self, name: str) -> Array:
+        """A copy of one state tensor.
+
+        Raises:
+            FrameworkError: No such state.
+        """
+        tensors = self.state.read()
+        if name not in tensors:
+            raise FrameworkError(
+                "no such state", got=repr(name), expected=", ".join(sorted(tensors))
+            )
+        return tensors[name]
+
+    def write_state(self, name: str, value: Any) -> None:
+        """Replace one state tensor.
+
+        Args:
+            name: Feature name.
+            value: Array of the state's shape.
+
+        Raises:
+            FrameworkError: No such state, or another shape or kind of dtype.
+        """
+        with _as_framework_error():
+            self.state.write(name, np.asarray(value))
+
+
+class ModelProxy:
+    """What an ``MLModel`` holds: one function of its program on an engine.
+
+    Args:
+        model: Ready to predict.
+        load_nanoseconds: How long reading and compiling it took.
+    """
+
+    def __init__(self, model: Model, load_nanoseconds: int) -> None:
+        self.model = model
+        self._load_nanoseconds = load_nanoseconds
+        self._predict_nanoseconds: int | None = None
+        self._dtypes = dict(zip(model.input_names, model.param_dtypes(), strict=True))
+
+    def predict(self, data: Mapping[str, Any], state: StateProxy | None = None) -> dict[str, Array]:
+        """Run once.
+
+        Args:
+            data: Arrays by input name. As in Core ML any numeric dtype will do: it is converted to
+                the declared one, floats to integers by dropping the fraction.
+            state: From ``newState``; updated in place.
+
+        Returns:
+            Arrays by output name. As in Core ML, which has no scalars, rank 0 comes as ``[1]``.
+
+        Raises:
+            FrameworkError: An input does not fit, or an op failed.
+        """
+        started = time.perf_counter_ns()
+        with _as_framework_error():
+            inputs = {name: self._input(name, value) for name, value in data.items()}
+            outputs = self.model.predict(inputs, state.state if state is not None else None)
+        self._predict_nanoseconds = time.perf_counter_ns() - started
+        return {name: array.reshape(array.shape or (1,)) for name, array in outputs.items()}
+
+    def batchPredict(self, data: Sequence[Mapping[str, Any]]) -> list[dict[str, Array]]:
+        """Run once for each element; see ``predict``."""
+        started = time.perf_counter_ns()
+        results = [self.predict(inputs) for inputs in data]
+        self._predict_nanoseconds = time.perf_counter_ns() - started
+        return results
+
+    def newState(self) -> StateProxy:
+        """Fresh state, all zeros.
+
+        Raises:
+            FrameworkError: The function has none.
+        """
+        state = self.model.make_state()
+        if state is None:
+            raise FrameworkError("function has no state", got=repr(self.model.function.name))
+        return StateProxy(state)
+
+    def get_load_duration_in_nano_seconds(self) -> int:
+        """How long reading and compiling the model took."""
+        return self._load_nanoseconds
+
+    def get_last_predict_duration_in_nano_seconds(self) -> int | None:
+        """How long the last prediction took; None before the first."""
+        return self._predict_nanoseconds
+
+    def get_compiled_model_path(self) -> NoReturn:
+        """Only Core ML compiles to a file.
+
+        Raises:
+            FrameworkError: Always.
+        """
+        _only_core_ml("compiled models (.mlmodelc)")
+
+    def _input(self, name: str, value: Any) -> Array:
+        array: Array = np.asarray(value)
+        dtype = self._dtypes.get(name)
+        if dtype is None or dtype.kind not in "iu" or array.dtype.kind != "f":
+            return array
+        limits = np.iinfo(dtype.name)
+        exact = array.astype(np.float64)  # float32 does not hold the limits of int32
+        # Written so that NaN fails as well.
+        if not bool(((exact > limits.min - 1) & (exact < limits.max + 1)).all()):
+            raise InputError(
+                f"input {name!r} has values beyond {dtype}",
+                got=f"{array.min()} to {array.max()}",
+                expected=f"{limits.min} to {limits.max}",
+            )
+        return array.astype(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoader:
+    """Stands in the place of the class ``_MLModelProxy``: coremltools calls it to load a model.
+
+    Attributes:
+        engine: ``auto`` or an engine's name.
+        options: How to execute.
+    """
+
+    engine: str
+    options: EngineOptions | None
+
+    def __call__(
+        self,
+        path: str,
+        compute_units: str,  # noqa: ARG002 - one engine serves all of them
+        function_name: str,
+        optimization_hints: Mapping[str, str],  # noqa: ARG002 - hints to Apple's compiler
+        asset: object,
+    ) -> ModelProxy:
+        """Load a model.
+
+        Args:
+            path: An ``.mlpackage``, or an ``.mlmodel`` file.
+            compute_units: Name of a ``ComputeUnit``.
+            function_name: Empty for the default function.
+            optimization_hints: As Core ML takes them.
+            asset: A compiled model in memory, which coremltools passes for compiled models only.
+
+        Raises:
+            FrameworkError: The model cannot be read, or no engine can run it; coremltools turns it
+                into a warning, and raises it at the first prediction.
+        """
+        if asset is not None:
+            _only_core_ml("compiled models (.mlmodelc)")
+        started = time.perf_counter_ns()
+        with _as_framework_error():
+            model = Model(
+                _read(Path(path)),
+                function_name=function_name or None,
+                engine=self.engine,
+                options=self.options,
+            )
+        return ModelProxy(model, time.perf_counter_ns() - started)
+
+    def maximum_supported_specification_version(self) -> int:
+        """The newest specification version that the engines read."""
+        return int(max(Opset))
+
+    def get_available_compute_devices(self) -> NoReturn:
+        """Only Core ML has compute devices.
+
+        Raises:
+            FrameworkError: Always.
+        """
+        _only_core_ml("compute devices")
+
+    def create_model_asset_from_path(self, path: str) -> NoReturn:  # noqa: ARG002 - their signature
+        """Only Core ML reads compiled models.
+
+        Raises:
+            FrameworkError: Always.
+        """
+        _only_core_ml("compiled models (.mlmodelc)")
+
+    def create_model_asset_from_memory(self, *_parts: object) -> NoReturn:
+        """Only Core ML compiles models in memory.
+
+        Raises:
+            FrameworkError: Always.
+        """
+        _only_core_ml("compiled models (.mlmodelc)")
+
+
+class CoreMLToolsPatch:
+    """Predictions of coremltools served here, until ``undo`` or the end of a ``with`` block.
+
+    Patches may be nested and undone in any order: the newest that is still active serves. Models
+    loaded under a patch keep its engine and go on predicting after it.
+    """
+
+    def __init__(self, loader: ModelLoader) -> None:
+        self._loader = loader
+
+    def __enter__(self) -> CoreMLToolsPatch:
+        self.apply()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+    def apply(self) -> None:
+        """Serve predictions; does nothing if it already does, or on macOS."""
+        if sys.platform == "darwin":
+            return
+        with _LOCK:
+            if self not in _ACTIVE:
+                _ACTIVE.append(self)
+                _install()
+
+    def undo(self) -> None:
+        """Stop serving; does nothing if it already has."""
+        with _LOCK:
+            if self in _ACTIVE:
+                _ACTIVE.remove(self)
+                _install()
+
+    def replacements(self) -> dict[str, object]:
+        """What stands in ``coremltools.models.model`` while this patch serves, by name."""
+        return {
+            "_MLModelProxy": self._loader,
+            "_is_macos": lambda: True,
+            "_macos_version": lambda: _MACOS_VERSION,
+        }
+
+
+def patch_coremltools(engine: str = AUTO, options: EngineOptions | None = None) -> CoreMLToolsPatch:
+    """Make ``predict`` and ``make_state`` of ``coremltools.models.MLModel`` work on this machine.
+
+    It concerns models loaded from now on, those that ``coremltools.convert`` returns included.
+    ML Programs with multi-array inputs and outputs run; any compute unit is accepted. On macOS,
+    where coremltools has Core ML itself, this does nothing.
+
+    Args:
+        engine: ``auto``, ``openvino`` or ``reference``.
+        options: How to execute.
+
+    Returns:
+        A handle with ``undo()``; also a context manager that undoes at its end.
+
+    Raises:
+        OptionError: No such engine.
+    """
+    if engine not in (AUTO, *ENGINES):
+        raise OptionError("unknown engine", got=repr(engine), expected=" | ".join((AUTO, *ENGINES)))
+    patch = CoreMLToolsPatch(ModelLoader(engine, options))
+    patch.apply()
+    return patch
+
+
+_LOCK = threading.Lock()
+_ACTIVE: list[CoreMLToolsPatch] = []
+# What coremltools itself has in the patched places, while a patch is active.
+_ORIGINALS: dict[str, object] = {}
+
+
+def _install() -> None:
+    """Bring coremltools into line with the newest active patch."""
+    third_party.coremltools()
+    module = importlib.import_module("coremltools.models.model")
+    if not _ACTIVE:
+        vars(module).update(_ORIGINALS)
+        _ORIGINALS.clear()
+        return
+    replacements = _ACTIVE[-1].replacements()
+    if not _ORIGINALS:
+        _ORIGINALS.update({name: vars(module)[name] for name in replacements})
+    vars(module).update(replacements)
+
+
+def _read(path: Path) -> Program:
+    return read_mlpackage(path) if path.is_dir() else read_program(path.read_bytes(), {})
+
+
+def _only_core_ml(what: str) -> NoReturn:
+    raise FrameworkError(f"{what} exist only where Core ML itself does", expected="macOS")

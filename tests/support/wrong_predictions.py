@@ -1,0 +1,19 @@
+"""A pytest plugin that spoils every prediction, to see that somebody notices."""
+
+from __future__ import annotations
+
+from coreml_delegate.runtime.coremltools_patch import ModelProxy
+
+_right = ModelProxy.predict
+
+
+def _wrong(proxy, data, state=None):
+    return {name: array + 100 for name, array in _right(proxy, data, state).items()}
+
+
+def pytest_configure():
+    ModelProxy.predict = _wrong
+
+
+def pytest_unconfigure():
+    ModelProxy.predict = _right

@@ -1,4 +1,4 @@
-"""Ahead-of-time partitioning: which nodes of an ExportedProgram Core ML takes, and why not the rest."""
+"""Ahead-of-time partitioning: which nodes of a program Core ML takes, and why not the rest."""
 
 if __name__ == "partition":
     raise ImportError("'partition' is a subpackage; import coreml_delegate.partition instead")

@@ -14,47 +14,58 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 from coreml_delegate import op_rules
 from coreml_delegate.errors import OptionError
 from coreml_delegate.op_rules import Reason, ReasonCode
-from coreml_delegate.op_rules.constants import constant_obstacles
+from coreml_delegate.op_rules.constants import WideConstants
 from coreml_delegate.op_rules.rule import target_name
 from coreml_delegate.targets import Opset
 
 
 class CoreMLOperatorSupport(OperatorSupportBase):
-    """Verdicts per node, remembered with their reasons.
+    """Verdicts on the calls of one program.
 
     Args:
         program: The program the nodes are of.
-        skip: Op names to keep out, see ``normalize_skips``.
         target: Opset of the deployment target, or None.
+        skip: Op names to keep out, see ``normalize_skips``.
+        constants_inside: Whether Core ML is given the program's constants.
+        wide: What is known about constants that Core ML cannot hold.
     """
 
     def __init__(
-        self, program: ExportedProgram, skip: frozenset[str], target: Opset | None
+        self,
+        program: ExportedProgram,
+        target: Opset | None,
+        *,
+        skip: frozenset[str],
+        constants_inside: bool,
+        wide: WideConstants,
     ) -> None:
         super().__init__()
-        self._constants = constant_obstacles(program)
         self._skip = skip
-        self._target = target
-        self._verdicts: dict[Node, Reason | None] = {}
+        self._wide = wide.obstacles(program)
+        self._obstacles = op_rules.obstacles_in(
+            program, target, constants_inside=constants_inside, veto=self._veto
+        )
 
     def obstacle(self, node: Node) -> Reason | None:
-        """Why a node is not delegated, or None if it is."""
-        if node not in self._verdicts:
-            self._verdicts[node] = self._judge(node)
-        return self._verdicts[node]
+        """Why a call is not delegated, or None if it is."""
+        return self._obstacles.get(node)
 
-    def is_node_supported(self, submodules: Mapping[str, Any], node: Node) -> bool:
+    def is_node_supported(
+        self,
+        submodules: Mapping[str, Any],  # noqa: ARG002 - the signature is torch's
+        node: Node,
+    ) -> bool:
         """The question of torch's partitioner; ``get_attr`` nodes follow their users."""
-        return node.op == "get_attr" or self.obstacle(node) is None
+        return node.op == "get_attr" or (node.op == "call_function" and node not in self._obstacles)
 
-    def _judge(self, node: Node) -> Reason | None:
-        if node.op == "call_function" and _names_of(node) & self._skip:
-            return Reason(
-                ReasonCode.SKIPPED,
-                f"{target_name(node.target)} is in skip_ops_for_coreml_delegation",
-                remedy="Remove it from the list",
-            )
-        return op_rules.obstacle(node, self._target) or self._constants.get(node)
+    def _veto(self, node: Node) -> Reason | None:
+        if not _names_of(node) & self._skip:
+            return self._wide.get(node)
+        return Reason(
+            ReasonCode.SKIPPED,
+            f"{target_name(node.target)} is in skip_ops_for_coreml_delegation",
+            remedy="Remove it from the list",
+        )
 
 
 def normalize_skips(names: Iterable[str]) -> frozenset[str]:
@@ -75,27 +86,41 @@ def normalize_skips(names: Iterable[str]) -> frozenset[str]:
 
 def _normalize(name: str) -> str:
     dotted = name.strip().replace("::", ".").lower()
-    parts = dotted.split(".")
-    namespaces = [n for n in _NAMESPACES if n == parts[0]] or ["aten"]
-    op = parts[1] if parts[0] in _NAMESPACES and len(parts) > 1 else parts[0]
-    known = _known_names(namespaces[0])
+    namespace, _, rest = dotted.partition(".")
+    if namespace not in _NAMESPACES:
+        namespace, rest = "aten", dotted
+    op, _, overload = rest.partition(".")
+    known = _overloads_of(namespace)
     if op not in known:
-        near = difflib.get_close_matches(op, known, n=3)
-        raise OptionError(
-            "skip_ops_for_coreml_delegation names an unknown operator",
-            got=repr(name),
-            expected=f"perhaps {', '.join(near)}" if near else "an ATen operator name",
-        )
+        raise _unknown("operator", name, op, known)
+    if overload and overload not in known[op]:
+        raise _unknown("overload", name, overload, known[op])
     return dotted
 
 
+def _unknown(kind: str, name: str, part: str, known: Iterable[str]) -> OptionError:
+    candidates = sorted(known)
+    near = difflib.get_close_matches(part, candidates, n=3) or candidates
+    few = len(near) <= _FEW
+    return OptionError(
+        f"skip_ops_for_coreml_delegation names an unknown {kind}",
+        got=repr(name),
+        expected=f"perhaps {', '.join(near)}" if few else f"an {kind} PyTorch has",
+    )
+
+
+_FEW = 12
 _NAMESPACES = ("aten", "dim_order_ops", "quantized_decomposed", "torchao")
 
 
-def _known_names(namespace: str) -> set[str]:
-    schemas = torch._C._jit_get_all_schemas()
-    prefix = f"{namespace}::"
-    return {s.name.removeprefix(prefix).lower() for s in schemas if s.name.startswith(prefix)}
+def _overloads_of(namespace: str) -> dict[str, set[str]]:
+    """The operators of a namespace with their overloads, all in lower case."""
+    found: dict[str, set[str]] = {}
+    for schema in torch._C._jit_get_all_schemas():
+        prefix, _, op = schema.name.partition("::")
+        if prefix == namespace:
+            found.setdefault(op.lower(), set()).add(schema.overload_name.lower() or "default")
+    return found
 
 
 def _names_of(node: Node) -> set[str]:

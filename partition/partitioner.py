@@ -15,6 +15,7 @@ from coreml_delegate.backend import CoreMLBackend, check_single_backend
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.errors import ContractError, OptionError, ProgramError
 from coreml_delegate.op_rules import rule_of
+from coreml_delegate.op_rules.constants import WideConstants
 from coreml_delegate.op_rules.rule import target_name
 from coreml_delegate.partition.operator_support import CoreMLOperatorSupport, normalize_skips
 from coreml_delegate.partition.report import DelegationReport, node_report
@@ -34,7 +35,8 @@ class CoreMLPartitioner(Partitioner):
         compile_specs: From ``CoreMLBackend.generate_compile_specs``; None for its defaults.
         take_over_mutable_buffer: Make mutable buffers Core ML states (needs iOS18); otherwise they
             become inputs and outputs.
-        take_over_constant_data: Give weights and constants to Core ML; otherwise they become inputs.
+        take_over_constant_data: Give weights and constants to Core ML; otherwise they become
+            inputs.
         lower_full_graph: Raise unless the entire graph can be delegated.
 
     Raises:
@@ -56,6 +58,7 @@ class CoreMLPartitioner(Partitioner):
         self._mutable_buffers = take_over_mutable_buffer
         self._constants = take_over_constant_data
         self._full_graph = lower_full_graph
+        self._wide = WideConstants()
         self._reports: list[DelegationReport] = []
         if lower_full_graph:
             _check_full_graph(
@@ -99,7 +102,7 @@ class CoreMLPartitioner(Partitioner):
 
         Raises:
             UnsupportedOperatorError: ``lower_full_graph`` is set and an operator is not supported.
-            ContractError: Mutable buffers are to be taken over and the deployment target has no states.
+            ContractError: Mutable buffers are to be taken over and the target has no states.
             LoweringError: Another backend named ``CoreMLBackend`` is loaded.
         """
         check_single_backend()
@@ -129,6 +132,7 @@ class CoreMLPartitioner(Partitioner):
         An op some of whose calls are not supported is decomposed throughout: ExecuTorch would find
         the others left over, neither decomposed nor delegated, and abort.
         """
+        self._wide.note(ep)
         support = self._support(ep)
         verdicts: dict[OpOverload, bool] = {}
         for node in ep.graph.nodes:
@@ -140,7 +144,13 @@ class CoreMLPartitioner(Partitioner):
         return sorted((op for op, keep in verdicts.items() if keep), key=str), None
 
     def _support(self, program: ExportedProgram) -> CoreMLOperatorSupport:
-        return CoreMLOperatorSupport(program, self._skip, self._options.deployment_target)
+        return CoreMLOperatorSupport(
+            program,
+            self._options.deployment_target,
+            skip=self._skip,
+            constants_inside=self._constants,
+            wide=self._wide,
+        )
 
     def _check_state(self, program: ExportedProgram) -> None:
         buffers = sorted(program.graph_signature.buffers_to_mutate.values())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from executorch.exir.backend.utils import tag_constant_data, tag_mutated_buffer
+from executorch.exir.backend.utils import tag_constant_data
 from torch.export import ExportedProgram
+from torch.fx import Node
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 
 from coreml_delegate.partition.operator_support import CoreMLOperatorSupport
@@ -40,4 +41,23 @@ def tag_data(program: ExportedProgram, *, constants: bool, mutable_buffers: bool
     if constants:
         tag_constant_data(program)
     if mutable_buffers:
-        tag_mutated_buffer(program)
+        _tag_states(program)
+
+
+def _tag_states(program: ExportedProgram) -> None:
+    """Give a buffer to a partition if it alone reads, writes and sees it.
+
+    A state is private to one partition: the others could not read it, and its new value is no output.
+    """
+    signature = program.graph_signature
+    nodes = {node.name: node for node in program.graph.nodes}
+    results = [node.name for node in program.graph.output_node().args[0] if isinstance(node, Node)]
+    new_values = {key: name for name, key in signature.buffers_to_mutate.items()}
+    for name, key in signature.inputs_to_buffers.items():
+        if key not in new_values or not nodes[name].users:
+            continue
+        new_value = nodes[new_values[key]]
+        involved = {*nodes[name].users, new_value, *new_value.users} - {program.graph.output_node()}
+        tags = {node.meta.get(_TAG) for node in involved}
+        if len(tags) == 1 and None not in tags and results.count(new_value.name) == 1:
+            nodes[name].meta[_TAG] = tags.pop()

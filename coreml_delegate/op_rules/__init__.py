@@ -1,13 +1,14 @@
 """What Core ML can take: one record per ATen op, a module per family.
 
-Everything that depends on op support derives from ``RULES``: the partitioner's verdicts, the ops kept
-from decomposition, the deployment target a graph needs, and the documentation's table.
+Everything that depends on op support derives from ``RULES``: the partitioner's verdicts, the ops
+kept from decomposition, the deployment target a graph needs, and the documentation's table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
+from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.op_rules import (
@@ -22,6 +23,8 @@ from coreml_delegate.op_rules import (
     reduction,
     shape,
 )
+from coreml_delegate.op_rules.constants import WideConstants, constant_nodes
+from coreml_delegate.op_rules.layouts import layout_obstacles
 from coreml_delegate.op_rules.rule import GETITEM, OpCall, OpRule, Reason, ReasonCode, target_name
 from coreml_delegate.targets import Opset
 
@@ -63,18 +66,50 @@ def rule_of(name: str) -> OpRule | None:
     return found
 
 
-def obstacle(node: Node, target: Opset | None) -> Reason | None:
-    """Why Core ML cannot take ``node``, or None if it can.
+def obstacles_in(
+    program: ExportedProgram,
+    target: Opset | None,
+    *,
+    constants_inside: bool = True,
+    veto: Callable[[Node], Reason | None] | None = None,
+) -> dict[Node, Reason]:
+    """The calls of a program that Core ML cannot take, each with the reason.
+
+    Args:
+        program: In ATen or edge dialect, with fake tensors in ``meta["val"]``.
+        target: Opset of the deployment target, or None if the newest may be demanded.
+        constants_inside: Whether Core ML is given the program's constants; otherwise they are
+            inputs like others.
+        veto: Reasons of the caller's own, which come first.
+    """
+    constants = constant_nodes(program) if constants_inside else frozenset[Node]()
+    around = WideConstants().obstacles(program) | layout_obstacles(program)
+    found: dict[Node, Reason] = {}
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        reason = veto(node) if veto is not None else None
+        reason = reason or obstacle(node, target, constants) or around.get(node)
+        # A result cannot be delegated without the op it is of.
+        if reason is None and target_name(node.target) == GETITEM and node.args[0] in found:
+            reason = part_of(node.args[0], found[node.args[0]])
+        if reason is not None:
+            found[node] = reason
+    return found
+
+
+def obstacle(node: Node, target: Opset | None, constants: Collection[Node] = ()) -> Reason | None:
+    """Why Core ML cannot take a call by itself, or None if it can.
 
     Args:
         node: Of a graph in ATen or edge dialect, with fake tensors in ``meta["val"]``.
         target: Opset of the deployment target, or None if the newest may be demanded.
+        constants: The nodes whose values are known when the model is converted.
     """
-    if node.op != "call_function":
-        return Reason(ReasonCode.NOT_A_CALL, f"a {node.op} node is not an operation")
     name = target_name(node.target)
-    if name == GETITEM:
-        return _getitem_obstacle(node, target)
+    if name == GETITEM and isinstance(node.args[0], Node):
+        reason = obstacle(node.args[0], target, constants)
+        return None if reason is None else part_of(node.args[0], reason)
     rule = rule_of(name)
     if rule is None:
         return Reason(ReasonCode.NO_RULE, f"no Core ML translation of {name} is known")
@@ -84,19 +119,13 @@ def obstacle(node: Node, target: Opset | None) -> Reason | None:
             f"{name} needs {rule.since.name}, the deployment target is {target.name}",
             remedy=f"Raise minimum_deployment_target to {rule.since.name}",
         )
-    return rule.obstacle(OpCall.of(node))
+    return rule.obstacle(OpCall.of(node, constants))
 
 
-def _getitem_obstacle(node: Node, target: Opset | None) -> Reason | None:
-    source = node.args[0]
-    if not isinstance(source, Node):
-        return Reason(ReasonCode.NOT_A_CALL, "getitem of something that is no node")
-    reason = obstacle(source, target)
-    if reason is None:
-        return None
-    return Reason(
-        reason.code, f"part of {target_name(source.target)}: {reason.text}", issue=reason.issue
-    )
+def part_of(source: Node, reason: Reason) -> Reason:
+    """Why a result of ``source`` cannot be delegated, which itself cannot."""
+    text = f"part of {target_name(source.target)}: {reason.text}"
+    return Reason(reason.code, text, reason.remedy, reason.issue)
 
 
 def required_opset(nodes: Iterable[Node]) -> Opset:
@@ -105,4 +134,13 @@ def required_opset(nodes: Iterable[Node]) -> Opset:
     return max((rule.since for rule in rules if rule is not None), default=Opset.iOS15)
 
 
-__all__ = ["RULES", "OpRule", "Reason", "ReasonCode", "obstacle", "required_opset", "rule_of"]
+__all__ = [
+    "RULES",
+    "OpRule",
+    "Reason",
+    "ReasonCode",
+    "obstacle",
+    "obstacles_in",
+    "required_opset",
+    "rule_of",
+]

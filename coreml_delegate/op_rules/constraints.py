@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from coreml_delegate.op_rules.rule import (
-    GETITEM,
     Constraint,
     OpCall,
     Reason,
     ReasonCode,
-    target_name,
 )
 
 
@@ -60,11 +59,10 @@ def only_result_used(index: int) -> Constraint:
     """Of the op's results only ``index`` is used; Core ML does not compute the others."""
 
     def check(call: OpCall) -> Reason | None:
-        for user in call.node.users:
-            taken = user.args[1] if target_name(user.target) == GETITEM else None
-            if taken != index:
-                return Reason(ReasonCode.USE, f"result {taken} is used, Core ML has {index} alone")
-        return None
+        others = [n for n in call.results_used() if n != index]
+        if not others:
+            return None
+        return Reason(ReasonCode.USE, f"result {others[0]} is used, Core ML has {index} alone")
 
     return check
 
@@ -74,11 +72,7 @@ def is_constant(name: str) -> Constraint:
 
     def check(call: OpCall) -> Reason | None:
         node = call.arguments.get(name)
-        op = getattr(node, "op", None)
-        lifted = op == "get_attr" or (
-            op == "placeholder" and str(getattr(node, "name", "")).startswith(("p_", "b_", "c_"))
-        )
-        if node is None or lifted:
+        if not isinstance(node, Node) or node.op == "get_attr" or node in call.constants:
             return None
         return Reason(ReasonCode.ARGUMENT, f"{name!r} is computed, Core ML takes a constant")
 
@@ -109,19 +103,19 @@ def holds(predicate: Callable[[OpCall], bool], code: ReasonCode, text: str) -> C
 
 def contiguous_result(call: OpCall) -> Reason | None:
     """The result is laid out row-major: Core ML knows no other memory format."""
-    order = call.arguments.get("dim_order")
-    if order is None or list(order) == sorted(order):
-        return None
-    return Reason(ReasonCode.ARGUMENT, f"dim_order={list(order)}, Core ML is row-major")
+    order, memory_format = (call.arguments.get(n) for n in ("dim_order", "memory_format"))
+    if order is not None and list(order) != sorted(order):
+        return Reason(ReasonCode.LAYOUT, f"dim_order={list(order)}, Core ML is row-major")
+    if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
+        return Reason(ReasonCode.LAYOUT, f"{memory_format}, Core ML is row-major")
+    return None
 
 
-def dtype_argument_in(accepted: frozenset[torch.dtype]) -> Constraint:
-    """The ``dtype`` argument is left out or one of ``accepted``."""
-
-    def check(call: OpCall) -> Reason | None:
-        dtype = call.arguments.get("dtype")
-        if dtype is None or dtype in accepted:
-            return None
-        return Reason(ReasonCode.ARGUMENT, f"dtype={dtype}, Core ML cannot hold it")
-
-    return check
+def static_result(call: OpCall) -> Reason | None:
+    """The result's shape is known when the model is converted."""
+    for tensor in call.outputs():
+        if not all(isinstance(d, int) for d in tensor.shape):
+            return Reason(
+                ReasonCode.SYMBOLIC, f"the result has dynamic shape {tuple(tensor.shape)}"
+            )
+    return None

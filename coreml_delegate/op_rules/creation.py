@@ -1,9 +1,8 @@
 """Ops that make tensors from scalars."""
 
-from coreml_delegate.op_rules.constraints import dtype_argument_in, same_dtype
+from coreml_delegate.op_rules.constraints import same_dtype, static_result
 from coreml_delegate.op_rules.rule import ANY, OpRule
 
-_MADE = (dtype_argument_in(ANY),)
 _TARGETS = (
     "aten.full.default",
     "aten.full_like.default",
@@ -15,17 +14,19 @@ _TARGETS = (
 )
 
 RULES = (
-    *(
-        OpRule(target, "creation", dtypes={"": ANY}, constraints=_MADE, preserve=False)
-        for target in _TARGETS
-    ),
+    *(OpRule(target, "creation", dtypes={"": ANY}, preserve=False) for target in _TARGETS),
     # Decomposed, a fill becomes a copy of a broadcast scalar.
-    OpRule("aten.fill.Tensor", "creation", dtypes={"": ANY}),
+    OpRule(
+        "aten.fill.Tensor",
+        "creation",
+        dtypes={"": ANY},
+        constraints=(same_dtype("self", "value"), static_result),
+    ),
     OpRule("aten.fill.Scalar", "creation", dtypes={"": ANY}),
     OpRule(
         "aten.copy.default",
         "creation",
         dtypes={"": ANY},
-        constraints=(same_dtype("self", "src"),),
+        constraints=(same_dtype("self", "src"), static_result),
     ),
 )

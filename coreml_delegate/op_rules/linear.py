@@ -1,18 +1,24 @@
 """Matrix products and attention."""
 
 from coreml_delegate.op_rules.constraints import argument_is, holds, rank_between
-from coreml_delegate.op_rules.rule import BOOL, FLOAT, OpCall, OpRule, ReasonCode
+from coreml_delegate.op_rules.rule import BOOL, FLOAT, MAX_RANK, OpCall, OpRule, ReasonCode
 
-_PRODUCTS = ("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default")
-_MAX_ATTENTION_RANK = 5
+_PRODUCTS = ("aten.mm.default", "aten.bmm.default")
 
 
 def _two_operands(call: OpCall) -> bool:
     return sum(1 for _ in call.tensors("tensors")) == 2
 
 
+def _explicit(call: OpCall) -> bool:
+    equation = call.arguments["equation"]
+    return "->" in equation and "..." not in equation
+
+
 RULES = (
     *(OpRule(target, "linear") for target in _PRODUCTS),
+    OpRule("aten.linear.default", "linear", constraints=(rank_between("weight", 2, 2),)),
+    OpRule("aten.matmul.default", "linear", constraints=(rank_between("other", 2, MAX_RANK),)),
     OpRule(
         "aten.addmm.default",
         "linear",
@@ -23,6 +29,7 @@ RULES = (
         "linear",
         constraints=(
             holds(_two_operands, ReasonCode.ARGUMENT, "einsum takes two operands in Core ML"),
+            holds(_explicit, ReasonCode.ARGUMENT, "the equation has an ellipsis or no result"),
             argument_is("path", None),
         ),
     ),
@@ -33,7 +40,6 @@ RULES = (
         constraints=(
             argument_is("dropout_p", 0.0),
             argument_is("enable_gqa", False),
-            rank_between("query", 3, _MAX_ATTENTION_RANK),
         ),
     ),
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from coreml_delegate.targets import Opset
@@ -27,11 +28,11 @@ GETITEM = "operator.getitem"
 class ReasonCode(enum.StrEnum):
     """Why a node is not delegated, for programs; ``Reason.text`` is for people."""
 
-    NOT_A_CALL = "not-a-call"
     NO_RULE = "no-rule"
     DTYPE = "dtype"
     RANK = "rank"
     SHAPE = "shape"
+    LAYOUT = "layout"
     ARGUMENT = "argument"
     SYMBOLIC = "symbolic"
     OPSET = "opset"
@@ -61,22 +62,30 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class OpCall:
-    """A call of an ATen op in a graph, with its arguments by schema name."""
+    """A call of an ATen op in a graph.
+
+    Attributes:
+        node: The call.
+        arguments: By schema name, defaults included.
+        constants: The nodes of the graph that are known when the model is converted.
+    """
 
     node: Node
     arguments: Mapping[str, Any]
+    constants: Collection[Node] = ()
 
     @classmethod
-    def of(cls, node: Node) -> OpCall:
+    def of(cls, node: Node, constants: Collection[Node] = ()) -> OpCall:
         """Bind a node's arguments to the names and defaults of its op's schema."""
         schema = getattr(overload_of(node.target), "_schema", None)
         if schema is None:
             names = [f"arg{i}" for i in range(len(node.args))]
-            return cls(node, dict(zip(names, node.args, strict=True)) | dict(node.kwargs))
+            named = dict(zip(names, node.args, strict=True)) | dict(node.kwargs)
+            return cls(node, named, constants)
         bound = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
         bound.update(zip((a.name for a in schema.arguments), node.args, strict=False))
         bound.update(node.kwargs)
-        return cls(node, bound)
+        return cls(node, bound, constants)
 
     def tensors(self, name: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and fake tensor of every tensor argument, or of those in argument ``name``."""
@@ -93,14 +102,21 @@ class OpCall:
         value = self.node.meta.get("val")
         if not isinstance(value, list | tuple):
             return list(_tensors_in(value))
-        taken = {u.args[1] for u in self.node.users if target_name(u.target) == GETITEM}
+        taken = self.results_used()
         return [t for i, item in enumerate(value) if i in taken for t in _tensors_in(item)]
+
+    def results_used(self) -> list[int]:
+        """Which of several results are used; ``torch.export`` names even those that are not."""
+        taken = (u for u in self.node.users if target_name(u.target) == GETITEM and u.users)
+        return sorted({int(str(u.args[1])) for u in taken})
 
 
 class Constraint(Protocol):
     """A condition on a call: None if it holds, else why not."""
 
-    def __call__(self, call: OpCall, /) -> Reason | None: ...
+    def __call__(self, call: OpCall, /) -> Reason | None:
+        """Judge one call."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +124,8 @@ class OpRule:
     """What Core ML takes of one ATen op.
 
     Attributes:
-        target: ``namespace.name.overload`` as in ``aten.conv2d.default``; also stands for the copying
-            variant (``aten.view.default`` for ``aten.view_copy.default``).
+        target: ``namespace.name.overload`` as in ``aten.conv2d.default``; also stands for the
+            copying variant (``aten.view.default`` for ``aten.view_copy.default``).
         family: Module the rule lives in, for documentation.
         dtypes: Accepted dtypes of the tensor arguments, by argument name; ``""`` for all others.
         constraints: Further conditions, tried in order.
@@ -128,7 +144,7 @@ class OpRule:
 
     def obstacle(self, call: OpCall) -> Reason | None:
         """Why Core ML cannot take this call, or None if it can."""
-        checks = (self._symbolic, self._dtypes, self._shapes, _numbers_fit, *self.constraints)
+        checks = (self._symbolic, self._dtypes, self._shapes, numbers_fit, *self.constraints)
         for check in checks:
             reason = check(call)
             if reason is not None:
@@ -171,8 +187,8 @@ class OpRule:
         return None
 
 
-def _numbers_fit(call: OpCall) -> Reason | None:
-    """Integers that take part in the computation fit int32; positions, as of a slice's end, may not."""
+def numbers_fit(call: OpCall) -> Reason | None:
+    """Integers to compute with fit int32; positions, as the end of a slice, need not."""
     schema = getattr(overload_of(call.node.target), "_schema", None)
     for argument in () if schema is None else schema.arguments:
         value = call.arguments.get(argument.name)
@@ -187,7 +203,7 @@ def _numbers_fit(call: OpCall) -> Reason | None:
 
 def overload_of(target: Any) -> Any:
     """The ATen overload behind an edge op; other targets unchanged."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return target
     return getattr(target, "_op", target)
 
@@ -195,7 +211,7 @@ def overload_of(target: Any) -> Any:
 def target_name(target: Any) -> str:
     """Canonical name of a call target: ``aten.conv2d.default``, ``operator.getitem``."""
     overload = overload_of(target)
-    if isinstance(overload, torch._ops.OpOverload):
+    if isinstance(overload, OpOverload):
         return str(overload)
     module = getattr(overload, "__module__", "") or ""
     return f"{module.lstrip('_')}.{getattr(overload, '__name__', overload)}".lstrip(".")

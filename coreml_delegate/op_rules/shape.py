@@ -1,11 +1,11 @@
 """Ops that move data without computing: views, permutations, slices, concatenation, padding."""
 
+import torch
 from torch.fx import Node
 
 from coreml_delegate.op_rules.constraints import (
-    argument_is,
     contiguous_result,
-    dtype_argument_in,
+    holds,
     same_dtype,
 )
 from coreml_delegate.op_rules.rule import (
@@ -17,6 +17,7 @@ from coreml_delegate.op_rules.rule import (
     ReasonCode,
     target_name,
 )
+from coreml_delegate.targets import Opset
 
 _NO_LIMIT = 1 << 30
 _ALL = {"": ANY}
@@ -41,13 +42,14 @@ def _role(node: object) -> str:
 
 
 def _rank(node: Node) -> int:
-    return node.meta["val"].dim()
+    value = node.meta.get("val")
+    return value.dim() if isinstance(value, torch.Tensor) else 0
 
 
 def _chain(node: Node) -> list[Node]:
     """The maximal chain of single-use nodes of rank above five around ``node``, ends included."""
     chain = [node]
-    while _rank(chain[0]) > MAX_RANK:
+    while _rank(chain[0]) > MAX_RANK and chain[0].args:
         source = chain[0].args[0]
         if not isinstance(source, Node) or _rank(source) <= MAX_RANK:
             break
@@ -80,26 +82,49 @@ def _high_rank_in_pattern(call: OpCall) -> Reason | None:
     )
 
 
-def _no_mode_but_constant_at_high_rank(call: OpCall) -> Reason | None:
-    """Reflection and replication pad the last two dimensions only."""
+def _padded_dims(call: OpCall) -> Reason | None:
+    """Reflection and replication pad one or two dimensions, of a tensor with at most two more."""
     mode, pads = call.arguments.get("mode", "constant"), call.arguments["pad"]
-    if mode == "constant" or (mode in ("reflect", "replicate") and len(pads) <= 4):
+    if mode not in ("constant", "reflect", "replicate"):
+        return Reason(ReasonCode.ARGUMENT, f"mode={mode!r}, Core ML has none such")
+    if mode == "constant" or len(pads) <= _PADS_OF_TWO_DIMS:
         return None
     return Reason(ReasonCode.ARGUMENT, f"mode={mode!r} with {len(pads) // 2} padded dimensions")
 
 
+def _rolls_dims(call: OpCall) -> bool:
+    return bool(call.arguments["dims"])
+
+
+def _no_cropping(call: OpCall) -> bool:
+    return all(pad >= 0 for pad in call.arguments["pad"])
+
+
+def _whole_sizes(call: OpCall) -> bool:
+    """The factors give whole output sizes; others coremltools does not convert."""
+    tensor, factors = call.tensor("input"), call.arguments["scale_factors"]
+    if tensor is None or factors is None or call.arguments.get("align_corners"):
+        return True
+    spatial = tensor.shape[2:]
+    return all(
+        isinstance(n, int) and (n * f).is_integer() for n, f in zip(spatial, factors, strict=True)
+    )
+
+
+_PADS_OF_TWO_DIMS = 4
+_NO_CROP = holds(_no_cropping, ReasonCode.ARGUMENT, "negative padding crops")
 _RESHAPES = (
     "aten.view.default",
     "aten.reshape.default",
     "aten.permute.default",
     "aten.transpose.int",
-    "aten.clone.default",
-    "dim_order_ops._clone_dim_order.default",
 )
+_CLONES = ("aten.clone.default", "dim_order_ops._clone_dim_order.default")
+_CASTS = ("aten._to_copy.default", "dim_order_ops._to_dim_order_copy.default")
 _MOVES = (
     "aten.alias.default",
     "aten.expand.default",
-    "aten.flatten.using_ints",
+    "aten.flip.default",
     "aten.select.int",
     "aten.slice.Tensor",
     "aten.split_with_sizes.default",
@@ -107,6 +132,7 @@ _MOVES = (
     "aten.squeeze.dim",
     "aten.squeeze.dims",
     "aten.squeeze.default",
+    "aten.unbind.int",
     "aten.unsqueeze.default",
     "aten.repeat.default",
 )
@@ -118,7 +144,7 @@ RULES = (
             "shape",
             dtypes=_ALL,
             max_rank=_NO_LIMIT,
-            constraints=(_high_rank_in_pattern, contiguous_result),
+            constraints=(_high_rank_in_pattern,),
             preserve=False,
         )
         for target in _RESHAPES
@@ -126,25 +152,38 @@ RULES = (
     *(OpRule(target, "shape", dtypes=_ALL, preserve=False) for target in _MOVES),
     OpRule("aten.cat.default", "shape", dtypes=_ALL, constraints=(same_dtype("tensors"),)),
     OpRule("aten.stack.default", "shape", dtypes=_ALL, constraints=(same_dtype("tensors"),)),
-    OpRule("aten.roll.default", "shape"),
-    OpRule("aten.pad.default", "shape", constraints=(_no_mode_but_constant_at_high_rank,)),
-    OpRule("aten.constant_pad_nd.default", "shape"),
-    OpRule("aten.pixel_shuffle.default", "shape"),
     OpRule(
-        "dim_order_ops._to_dim_order_copy.default",
+        "aten.roll.default",
         "shape",
-        dtypes=_ALL,
-        constraints=(contiguous_result, dtype_argument_in(ANY)),
-        preserve=False,
-    ),
-    OpRule(
-        "aten._to_copy.default",
-        "shape",
-        dtypes=_ALL,
         constraints=(
-            dtype_argument_in(ANY),
-            argument_is("memory_format", None),
+            holds(_rolls_dims, ReasonCode.ARGUMENT, "dims=[] rolls the flattened tensor"),
         ),
-        preserve=False,
+    ),
+    OpRule("aten.pad.default", "shape", constraints=(_padded_dims, _NO_CROP)),
+    OpRule("aten.constant_pad_nd.default", "shape", constraints=(_NO_CROP,)),
+    OpRule("aten.upsample_nearest2d.vec", "shape"),
+    OpRule(
+        "aten.upsample_bilinear2d.vec",
+        "shape",
+        constraints=(
+            holds(_whole_sizes, ReasonCode.ARGUMENT, "scale_factors give a broken output size"),
+        ),
+    ),
+    OpRule("aten.pixel_shuffle.default", "shape"),
+    OpRule("aten.pixel_unshuffle.default", "shape", since=Opset.iOS16),
+    *(
+        OpRule(
+            target,
+            "shape",
+            dtypes=_ALL,
+            max_rank=_NO_LIMIT,
+            constraints=(_high_rank_in_pattern, contiguous_result),
+            preserve=False,
+        )
+        for target in _CLONES
+    ),
+    *(
+        OpRule(target, "shape", dtypes=_ALL, constraints=(contiguous_result,), preserve=False)
+        for target in _CASTS
     ),
 )

@@ -51,8 +51,8 @@ def boundary_of(program: ExportedProgram) -> Boundary:
     """
     signature = program.graph_signature
     nodes = {node.name: node for node in program.graph.nodes}
-    inputs = [(name, _tensor(name, nodes)) for name in signature.user_inputs]
-    outputs = [(name, _tensor(name, nodes)) for name in signature.user_outputs]
+    inputs = [(str(name), _tensor(name, nodes)) for name in signature.user_inputs]
+    outputs = [(str(name), _tensor(name, nodes)) for name in signature.user_outputs]
     states = tuple(sorted(signature.buffers_to_mutate.values()))
     return Boundary(tuple(inputs), tuple(outputs), states)
 
@@ -89,6 +89,23 @@ def check_program(boundary: Boundary, target: Opset | None) -> None:
                 f"{what} need {STATE_OPSET.name} ({STATE_OPSET.platforms})",
                 got=f"minimum_deployment_target {target.name}",
                 remedy="Raise it, or set take_over_mutable_buffer=False",
+            )
+
+
+def check_states(program: ExportedProgram) -> None:
+    """Check that every state starts at zero, as the device makes it.
+
+    Raises:
+        ContractError: A mutable buffer has another initial value.
+    """
+    for key in sorted(program.graph_signature.buffers_to_mutate.values()):
+        value = program.state_dict.get(key, program.constants.get(key))
+        if isinstance(value, torch.Tensor) and bool(value.any()):
+            raise ContractError(
+                f"mutable buffer {key!r} does not start at zero, as Core ML states do",
+                got=f"values from {value.min().item()} to {value.max().item()}",
+                remedy="Set take_over_mutable_buffer=False, and keep its value with ExecuTorch's "
+                "InitializedMutableBufferPass",
             )
 
 

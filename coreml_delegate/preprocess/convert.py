@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import shutil
 import tempfile
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +14,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 from torch.export import ExportedProgram
 
 from coreml_delegate.compile_options import CompileOptions, ModelType
 from coreml_delegate.errors import ConversionError, LoweringError, OptionError
 from coreml_delegate.third_party import coremltools, quiet_import
+
+# With fp16 this pass narrows integers in gather, squeeze and top-k to 16 bits, signed or unsigned,
+# whatever their values: apple/coremltools#2222, apple/coremltools#2626.
+_LEFT_OUT = {"common::add_int16_cast"}
 
 # coremltools keeps global state while it converts, and tempfile.tempdir is global too.
 _LOCK = threading.Lock()
@@ -62,11 +68,12 @@ def converted(program: ExportedProgram, options: CompileOptions) -> Generator[Co
 def _convert(program: ExportedProgram, options: CompileOptions, folder: Path) -> Conversion:
     ct = coremltools()
     keywords = _keywords(ct, options)
+    quantizer = _quantizer(ct, options)
     with _LOCK, _quiet(), mock.patch.object(tempfile, "tempdir", str(folder)):
         try:
             model = ct.convert(program, package_dir=str(folder / "converted.mlpackage"), **keywords)
-            if options.op_linear_quantizer_config is not None:
-                model = _quantize_weights(ct, model, options)
+            if quantizer is not None:
+                model = ct.optimize.coreml.linear_quantize_weights(model, config=quantizer)
         except LoweringError:
             raise
         except Exception as error:
@@ -97,26 +104,38 @@ def _keywords(ct: Any, options: CompileOptions) -> dict[str, Any]:
 
 def _pipeline(ct: Any, options: CompileOptions) -> Any:
     if options.pass_names is None:
-        return ct.PassPipeline.DEFAULT
-    try:
-        return ct.PassPipeline(list(options.pass_names), pipeline_name="coreml_delegate")
-    except ValueError as error:
-        raise OptionError("unknown coremltools pass", got=str(error)) from error
+        pipeline = ct.PassPipeline.DEFAULT
+        pipeline.remove_passes(_LEFT_OUT)
+        return pipeline
+    known = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY.passes
+    for name in options.pass_names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            raise OptionError(
+                "unknown coremltools pass",
+                got=repr(name),
+                expected=f"perhaps {', '.join(near)}" if near else None,
+            )
+    return ct.PassPipeline(list(options.pass_names), pipeline_name="coreml_delegate")
 
 
-def _quantize_weights(ct: Any, model: Any, options: CompileOptions) -> Any:
+def _quantizer(ct: Any, options: CompileOptions) -> Any:
+    """Coremltools' configuration of weight quantization, None for no quantization."""
+    if options.op_linear_quantizer_config is None:
+        return None
     optimize = ct.optimize.coreml
-    config = optimize.OptimizationConfig.from_dict(
-        {
-            "config_type": "OpLinearQuantizerConfig",
-            "global_config": dict(options.op_linear_quantizer_config or {}),
-        }
-    ).global_config
+    given = dict(options.op_linear_quantizer_config)
+    try:
+        config = optimize.OptimizationConfig.from_dict(
+            {"config_type": "OpLinearQuantizerConfig", "global_config": given}
+        ).global_config
+    except Exception as error:
+        raise OptionError(
+            "op_linear_quantizer_config is not what coremltools takes",
+            got=f"{given} ({'; '.join(_leaves(error))})",
+        ) from error
     # Embedding tables (gather) keep their precision, as in ExecuTorch's own backend.
-    return optimize.linear_quantize_weights(
-        model,
-        config=optimize.OptimizationConfig(global_config=config, op_type_configs={"gather": None}),
-    )
+    return optimize.OptimizationConfig(global_config=config, op_type_configs={"gather": None})
 
 
 def _check_compiler(options: CompileOptions) -> None:
@@ -131,14 +150,31 @@ def _check_compiler(options: CompileOptions) -> None:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Keep coremltools' progress bars off: a library does not draw on its caller's terminal."""
+    """Keep coremltools' progress bars and numpy's warnings off its caller's terminal.
+
+    It casts limits of fp32 to fp16, where they become infinite and are right.
+    """
     import tqdm
 
     silent = partial(tqdm.tqdm, disable=True)
     frontend = "coremltools.converters.mil.frontend.torch.ops._tqdm"
     passes = "coremltools.converters.mil.mil.passes.pass_pipeline.tqdm"
-    with quiet_import(), mock.patch(frontend, silent), mock.patch(passes, silent):
+    with (
+        quiet_import(),
+        np.errstate(over="ignore"),
+        mock.patch(frontend, silent),
+        mock.patch(passes, silent),
+    ):
         yield
+
+
+def _leaves(error: BaseException) -> Iterator[str]:
+    """What went wrong in the end: the messages of an error, or of those it groups."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield f"{type(error).__name__}: {error}"
 
 
 def _first_line(error: Exception) -> str:

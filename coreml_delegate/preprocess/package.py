@@ -16,7 +16,6 @@ from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.metadata import FILE_NAME as METADATA
 from coreml_delegate.metadata import ModelMetadata
 from coreml_delegate.mlpackage import assemble, locate, map_folder
-from coreml_delegate.op_rules.constants import constant_obstacles
 from coreml_delegate.preprocess import contract
 from coreml_delegate.preprocess.convert import Conversion, converted
 from coreml_delegate.preprocess.passes import prepare
@@ -43,6 +42,7 @@ def build_blob(program: ExportedProgram, options: CompileOptions) -> bytes:
     """
     boundary = contract.boundary_of(program)
     contract.check_program(boundary, options.deployment_target)
+    contract.check_states(program)
     check_supported(program, options.deployment_target)
     if options.deployment_target is None:
         options = replace(options, deployment_target=_smallest_target(program, boundary))
@@ -62,13 +62,8 @@ def check_supported(program: ExportedProgram, target: Opset | None) -> None:
         UnsupportedOperatorError: There is at least one.
     """
     obstacles: dict[str, list[str]] = {}
-    constants = constant_obstacles(program)
-    for node in program.graph.nodes:
-        if node.op != "call_function":
-            continue
-        reason = op_rules.obstacle(node, target) or constants.get(node)
-        if reason is not None:
-            obstacles.setdefault(str(reason), []).append(node.name)
+    for node, reason in op_rules.obstacles_in(program, target).items():
+        obstacles.setdefault(str(reason), []).append(node.name)
     if obstacles:
         raise unsupported_error(obstacles)
 

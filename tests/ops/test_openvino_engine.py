@@ -165,14 +165,14 @@ def test_run_time_shapes():
 
 def test_unsupported_lists_every_reason_once():
     def function(x):
-        random = mb.random_normal(shape=[2, 3])
-        y = mb.add(x=x, y=random)
-        return mb.matmul(x=mb.cast(x=y, dtype="int32"), y=np.ones((3, 2), np.int32))
+        random = mb.random_normal(shape=[2, 3], name="noise")
+        y = mb.cast(x=mb.add(x=x, y=random), dtype="int32")
+        return mb.matmul(x=y, y=np.ones((3, 2), np.int32), name="product")
 
     main = mil.main(mil.build(function, {"x": np.zeros((2, 3), np.float32)}))
     first, second = OPENVINO.unsupported(main)
-    assert first.startswith("random_normal (output 'random_normal_0'): no translation of this op")
-    assert second.startswith("matmul (output 'matmul_0'): matrix product of integers")
+    assert first.startswith("random_normal (output 'noise'): no translation of this op")
+    assert second.startswith("matmul (output 'product'): matrix product of integers")
     with pytest.raises(UnsupportedOpError, match=r"random_normal .*reference engine"):
         OPENVINO.compile(main, EngineOptions())
 

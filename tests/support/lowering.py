@@ -12,6 +12,7 @@ from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner
 from coreml_delegate.compile_options import Precision
+from coreml_delegate.op_rules.rule import GETITEM, target_name
 from coreml_delegate.partition import DelegationReport
 
 Inputs = tuple[torch.Tensor, ...]
@@ -24,21 +25,26 @@ class Lowered:
     Attributes:
         edge: Its edge program, delegated.
         report: The partitioner's.
+        operators: Names of the operators outside the delegates.
     """
 
     edge: EdgeProgramManager
     report: DelegationReport
+    operators: tuple[str, ...]
+
+    @classmethod
+    def of(cls, edge: EdgeProgramManager, partitioner: CoreMLPartitioner) -> Lowered:
+        names = [
+            target_name(n.target)
+            for n in edge.exported_program().graph.nodes
+            if n.op == "call_function"
+        ]
+        outside = tuple(n for n in names if n != GETITEM and "call_delegate" not in n)
+        return cls(edge, partitioner.report, outside)
 
     @property
     def pte(self) -> bytes:
         return self.edge.to_executorch().buffer
-
-    @property
-    def operators(self) -> list[str]:
-        """Names of the operators outside the delegates."""
-        calls = (n for n in self.edge.exported_program().graph.nodes if n.op == "call_function")
-        names = (str(getattr(n.target, "_op", n.target)) for n in calls)
-        return [n for n in names if "executorch_call_delegate" not in n and "getitem" not in n]
 
 
 def fp32_specs(**options: Any) -> list[Any]:
@@ -53,14 +59,14 @@ def lower(module: nn.Module, inputs: Inputs, **options: Any) -> Lowered:
     partitioner = CoreMLPartitioner(**({"compile_specs": fp32_specs()} | options))
     exported = torch.export.export(module.eval(), inputs)
     edge = to_edge_transform_and_lower(exported, partitioner=[partitioner])
-    return Lowered(edge, partitioner.report)
+    return Lowered.of(edge, partitioner)
 
 
 def lower_core_aten(module: nn.Module, inputs: Inputs, **options: Any) -> Lowered:
     """Lower by ``to_edge(...).to_backend(...)``, where composite ops are decomposed first."""
     partitioner = CoreMLPartitioner(**({"compile_specs": fp32_specs()} | options))
     edge = to_edge(torch.export.export(module.eval(), inputs)).to_backend(partitioner)
-    return Lowered(edge, partitioner.report)
+    return Lowered.of(edge, partitioner)
 
 
 def reasons(report: DelegationReport) -> Mapping[str, str]:

@@ -1,0 +1,39 @@
+"""Calls of every op with a rule: those Core ML takes, and those that stay on the CPU."""
+
+from __future__ import annotations
+
+from ops.op_samples import (
+    activation,
+    convolution,
+    creation,
+    elementwise,
+    indexing,
+    linear,
+    normalization,
+    pooling,
+    reduction,
+    shape,
+)
+from ops.op_samples.sample import Rejected, Sample
+
+_FAMILIES = (
+    activation,
+    convolution,
+    creation,
+    elementwise,
+    indexing,
+    linear,
+    normalization,
+    pooling,
+    reduction,
+    shape,
+)
+
+ACCEPTED: dict[str, tuple[Sample, ...]] = {
+    f.__name__.rpartition(".")[2]: f.ACCEPTED for f in _FAMILIES
+}
+REJECTED: dict[str, tuple[Rejected, ...]] = {
+    f.__name__.rpartition(".")[2]: f.REJECTED for f in _FAMILIES
+}
+
+__all__ = ["ACCEPTED", "REJECTED", "Rejected", "Sample"]

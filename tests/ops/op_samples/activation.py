@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from ops.op_samples.sample import accept, reject, w, x
 
 from coreml_delegate.op_rules import ReasonCode
-from ops.op_samples.sample import accept, i, reject, w, x
 
 _PLAIN = (
     "elu",
@@ -32,15 +32,17 @@ ACCEPTED = (
     *(accept(f"aten.{op}.default", x(), note="rank0") for op in _PLAIN),
     *(accept(f"aten.{op}.default", x(1, 2, 1, 3, 2, **_WIDE), note="rank5") for op in _PLAIN),
     accept("aten.elu.default", x(2, 3, **_WIDE), 0.5, note="alpha"),
-    accept("aten.elu.default", x(2, 3, **_WIDE), 0.5, 1.5, 2.0, note="all"),
     accept("aten.gelu.default", x(2, 3, **_WIDE), approximate="tanh", note="tanh"),
     accept("aten.hardtanh.default", x(2, 3), -0.5, 0.75, note="limits"),
     accept("aten.hardtanh.default", x(2, 3, **_WIDE), 0.0, 6.0, note="relu6"),
     accept("aten.leaky_relu.default", x(2, 3), 0.3, note="slope"),
     accept("aten.softplus.default", x(2, 3, low=-30.0, high=30.0), 2.0, 10.0, note="beta"),
     accept("aten.prelu.default", x(2, 3, 4, 4), w(3), note="channels"),
-    accept("aten.prelu.default", x(2, 3, 4), w(3), note="rank3"),
-    accept("aten.prelu.default", x(2, 3), w(3), note="rank2"),
+    accept("aten.prelu.default", x(2, 3, 4), w(1), note="shared-rank3"),
+    accept("aten.prelu.default", x(2, 3), w(1), note="shared-rank2"),
+    accept("aten.prelu.default", x(3), w(1), note="shared-rank1"),
+    accept("aten.glu.default", x(2, 6)),
+    accept("aten.glu.default", x(4, 3), 0, note="first"),
     accept("aten.prelu.default", x(2, 3, 4, 4), w(1), note="shared"),
     *(accept(op, x(2, 3, 4), -1, note="last") for op in _SOFTMAX),
     *(accept(op, x(2, 3, 4), 1, torch.float32, note="dtype") for op in _SOFTMAX),
@@ -50,37 +52,67 @@ ACCEPTED = (
 )
 
 REJECTED = (
-    *(
-        reject(
-            ReasonCode.ARGUMENT,
-            "dtype=torch.float64, Core ML cannot hold it",
-            op,
-            x(2, 3),
-            -1,
-            torch.float64,
-        )
-        for op in _SOFTMAX
+    reject(
+        ReasonCode.ARGUMENT,
+        "scale=1.5, Core ML takes 1",
+        "aten.elu.default",
+        x(2, 3, **_WIDE),
+        0.5,
+        1.5,
+        note="scale",
+    ),
+    reject(
+        ReasonCode.ARGUMENT,
+        "input_scale=2.0, Core ML takes 1",
+        "aten.elu.default",
+        x(2, 3, **_WIDE),
+        0.5,
+        1,
+        2.0,
+        note="input_scale",
     ),
     reject(
         ReasonCode.ARGUMENT,
         "'weight' is computed, Core ML takes a constant",
         "aten.prelu.default",
-        x(2, 3, 4),
+        x(2, 3, 4, 4),
         x(3),
+        note="computed",
+    ),
+    *(
+        reject(
+            ReasonCode.RANK,
+            "a slope per channel is taken at rank 4 alone",
+            "aten.prelu.default",
+            x(2, 3, *spatial),
+            w(3),
+            note=f"rank{2 + len(spatial)}",
+        )
+        for spatial in ((), (4,), (2, 2, 2))
+    ),
+    *(
+        reject(ReasonCode.DTYPE, "the result is float64", op, x(2, 3), -1, torch.float64)
+        for op in _SOFTMAX
     ),
     reject(
         ReasonCode.DTYPE,
         "argument 'self' is float64, Core ML takes float32 here",
         "aten.sigmoid.default",
         x(2, 3, dtype=torch.float64),
+        note="float64",
     ),
     reject(
         ReasonCode.RANK,
         "'self' has rank 6, Core ML takes at most 5",
         "aten.tanh.default",
         x(1, 1, 2, 1, 1, 2),
+        note="rank6",
     ),
     reject(
-        ReasonCode.SHAPE, "'self' is empty: (2, 0)", "aten.sigmoid.default", x(2, 0)
+        ReasonCode.SHAPE,
+        "'self' is empty: (2, 0)",
+        "aten.sigmoid.default",
+        x(2, 0),
+        note="empty",
     ),
 )

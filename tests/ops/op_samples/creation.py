@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from ops.op_samples.sample import accept, b, i, reject, x
 
 from coreml_delegate.op_rules import ReasonCode
-from ops.op_samples.sample import accept, b, i, reject, x
 
 ACCEPTED = (
     accept("aten.full.default", [2, 3], 0.5),
@@ -20,10 +20,6 @@ ACCEPTED = (
     accept("aten.new_zeros.default", x(2, 3), [4, 2]),
     accept("aten.new_zeros.default", x(2, 3), [4, 2], dtype=torch.int64, note="dtype"),
     accept("aten.new_zeros.default", i(2, 3), [4, 2], note="int64"),
-    accept("aten.new_ones.default", i(2, 3), [4, 2], note="int64"),
-    accept("aten.new_full.default", x(2, 3), [4, 2],0.5),
-    accept("aten.zeros.default", [4, 2]),
-    accept("aten.ones.default", [4, 2]),
     accept("aten.zeros_like.default", x(2, 3)),
     accept("aten.zeros_like.default", i(2, 3), note="int64"),
     accept("aten.zeros_like.default", b(2, 3), note="bool"),
@@ -36,8 +32,6 @@ ACCEPTED = (
     accept("aten.arange.start_step", 5, -3, -2, note="negstep"),
     accept("aten.arange.start_step", 0.0, 2.0, 0.5, note="float"),
     accept("aten.arange.start_step", 0, 6, dtype=torch.float32, note="dtype"),
-    accept("aten.arange.default", 6),
-    accept("aten.arange.start", 1,6),
     accept("aten.scalar_tensor.default", 2.5),
     accept("aten.scalar_tensor.default", 2, dtype=torch.int64, note="int64"),
     accept("aten.scalar_tensor.default", 2, dtype=torch.float32, note="float"),
@@ -49,7 +43,62 @@ ACCEPTED = (
     accept("aten.fill.Scalar", i(2, 3), 2.5, note="int64float"),
     accept("aten.fill.Scalar", b(2, 3), True, note="bool"),
     accept("aten.copy.default", x(2, 3), x(3)),
-    accept("aten.copy.default", i(2, 3), i(2,3), note="int64"),
-    accept("aten.empty_like.default", i(2, 3), note="int64"),
+    accept("aten.copy.default", i(2, 3), i(2, 3), note="int64"),
 )
-REJECTED=()
+REJECTED = (
+    *(
+        reject(ReasonCode.DTYPE, "arguments mix float32, int64", op, x(2, 3), i(), note="mixed")
+        for op in ("aten.fill.Tensor", "aten.copy.default")
+    ),
+    reject(
+        ReasonCode.SYMBOLIC,
+        "the result has dynamic shape",
+        "aten.fill.Tensor",
+        x(2, 3),
+        x(),
+        note="dynamic",
+        dynamic=True,
+    ),
+    reject(
+        ReasonCode.SYMBOLIC,
+        "the result has dynamic shape",
+        "aten.copy.default",
+        x(2, 3),
+        x(1),
+        note="dynamic",
+        dynamic=True,
+    ),
+    reject(
+        ReasonCode.DTYPE,
+        "the result is float64",
+        "aten.full.default",
+        [2, 3],
+        0.5,
+        dtype=torch.float64,
+        note="float64",
+    ),
+    reject(
+        ReasonCode.DTYPE,
+        "the result is uint8",
+        "aten.zeros_like.default",
+        x(2, 3),
+        dtype=torch.uint8,
+        note="uint8",
+    ),
+    reject(
+        ReasonCode.ARGUMENT,
+        "fill_value=4294967296 is beyond int32, the widest of Core ML",
+        "aten.full.default",
+        [2, 3],
+        2**32,
+        note="wide",
+    ),
+    reject(
+        ReasonCode.SHAPE,
+        "'result' is empty: (0, 3)",
+        "aten.full.default",
+        [0, 3],
+        1.0,
+        note="empty",
+    ),
+)

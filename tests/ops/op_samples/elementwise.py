@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from ops.op_samples.sample import accept, b, i, reject, x
 
 from coreml_delegate.op_rules import ReasonCode
-from ops.op_samples.sample import accept, b, i, reject, x
 
 _UNARY = {
     "abs": {},
@@ -33,11 +33,7 @@ _UNARY = {
     "log10": {"low": 0.125},
     "log1p": {"low": -0.5},
     "expm1": {},
-    "exp2": {},
     "square": {},
-    "trunc": {},
-    "frac": {},
-    "isnan": {},
 }
 _SCALARS = ("eq", "ne", "lt", "le", "gt", "ge")
 _I32 = torch.int32
@@ -45,17 +41,31 @@ _I32 = torch.int32
 ACCEPTED = (
     *(accept(f"aten.{op}.default", x(2, 3, 4, **o)) for op, o in _UNARY.items()),
     *(accept(f"aten.{op}.default", x(**o), note="rank0") for op, o in _UNARY.items()),
-    *(accept(f"aten.{op}.default", x(1, 2, 1, 3, 2, **o), note="rank5") for op, o in _UNARY.items()),
+    *(
+        accept(f"aten.{op}.default", x(1, 2, 1, 3, 2, **o), note="rank5")
+        for op, o in _UNARY.items()
+    ),
+    *(accept(f"aten.{op}.default", i(2, 3), note="int64") for op in ("abs", "neg", "sign")),
+    accept("aten.clamp.default", i(2, 3), -1, 2, note="int64"),
+    accept("aten.clamp_min.default", i(2, 3), 2, note="int64"),
+    accept("aten.clamp_max.default", i(2, 3), 2, note="int64"),
     accept("aten.round.default", x(values=[-2.5, -1.5, -0.5, 0.5, 1.5, 2.5]), note="ties"),
     accept("aten.sign.default", x(values=[-2.5, 0.0, 0.5]), note="zero"),
     accept("aten.log1p.default", x(values=[-0.5, 0.0, 1e-3]), note="small"),
     accept("aten.expm1.default", x(values=[-0.5, 0.0, 1e-3]), note="small"),
-    accept("aten.isnan.default", x(values=[-0.5, float("nan"), 1e-3]), note="nan"),
-    accept("aten.isinf.default", x(values=[-0.5, float("inf"), 1e-3])),
-    *(accept(f"aten.{op}.default", i(2, 3), note="int64") for op in ("abs","neg","sign")),
     *(
         accept(f"aten.{op}", x(2, 3, 4), x(3, 1, low=0.5), note="broadcast")
-        for op in ("div.Tensor", "maximum.default", "minimum.default", "add.Tensor", "sub.Tensor", "mul.Tensor", "atan2.default","remainder.Tensor","fmod.Tensor","floor_divide.default")
+        for op in (
+            "div.Tensor",
+            "maximum.default",
+            "minimum.default",
+            "add.Tensor",
+            "sub.Tensor",
+            "mul.Tensor",
+            "atan2.default",
+            "remainder.Tensor",
+            "floor_divide.default",
+        )
     ),
     *(
         accept(f"aten.{op}", x(), x(2, 2, low=0.5), note="rank0")
@@ -65,30 +75,41 @@ ACCEPTED = (
         accept(f"aten.{op}", x(), x(low=0.5), note="scalars")
         for op in ("div.Tensor", "maximum.default", "add.Tensor", "sub.Tensor", "mul.Tensor")
     ),
-    *(accept(f"aten.{op}", i(2,3), i(2,3), note="int64") for op in ("maximum.default","minimum.default","add.Tensor","sub.Tensor","mul.Tensor","bitwise_and.Tensor")),
-    *(accept(f"aten.{op}", i(2,3,dtype=_I32), i(2,3,dtype=_I32), note="int32") for op in ("maximum.default","minimum.default","add.Tensor","sub.Tensor","mul.Tensor")),
-    *(accept(f"aten.{op}", i(2,3), i(2,3,low=1), note="int64") for op in ("div.Tensor","remainder.Tensor","floor_divide.default","fmod.Tensor")),
-    *(accept(f"aten.{op}", x(2,3), x(2,3,low=0.5), rounding_mode=m, note=m) for m in ("floor","trunc") for op in ("div.Tensor_mode",)),
-    *(accept(f"aten.{op}", x(2,3), 0.75, rounding_mode=m, note=m) for m in ("floor","trunc") for op in ("div.Scalar_mode",)),
-    *(accept(f"aten.{op}", i(2,3), i(2,3,low=1), rounding_mode=m, note=m+'int') for m in ("floor","trunc") for op in ("div.Tensor_mode",)),
+    *(
+        accept(f"aten.{op}", i(2, 3), i(2, 3), note="int64")
+        for op in ("maximum.default", "minimum.default", "add.Tensor", "sub.Tensor", "mul.Tensor")
+    ),
+    *(
+        accept(f"aten.{op}", i(2, 3, dtype=_I32), i(2, 3, dtype=_I32), note="int32")
+        for op in ("maximum.default", "minimum.default", "add.Tensor", "sub.Tensor", "mul.Tensor")
+    ),
+    *(accept(f"aten.{op}", i(2, 3), i(2, 3, low=1), note="int64") for op in ("remainder.Tensor",)),
+    *(
+        accept(f"aten.{op}", x(2, 3), x(2, 3, low=0.5), rounding_mode=m, note=m)
+        for m in ("floor", "trunc")
+        for op in ("div.Tensor_mode",)
+    ),
     accept("aten.pow.Tensor_Tensor", x(2, 3, low=0.25), x(3), note="broadcast"),
-    *(accept("aten.pow.Tensor_Scalar", x(2, 3, low=0.25), e, note=f"{e}") for e in (2, 0.5, -1, 3.0)),
+    *(
+        accept("aten.pow.Tensor_Scalar", x(2, 3, low=0.25), e, note=f"{e}")
+        for e in (2, 0.5, -1, 3.0)
+    ),
     accept("aten.pow.Tensor_Scalar", x(2, 3), 3, note="negative-base"),
-    accept("aten.pow.Scalar", 2.0, x(2, 3), note=""),
+    accept("aten.pow.Scalar", 2.0, x(2, 3), note="float"),
     accept("aten.pow.Scalar", 2, x(2, 3), note="int"),
     accept("aten.rsub.Scalar", x(2, 3), 1.5),
-    accept("aten.rsub.Scalar", x(2, 3), 1.5,2, note='alpha'),
-    accept("aten.rsub.Tensor", x(2, 3), x(2,3)),
     accept("aten.remainder.Scalar", x(2, 3), 0.75),
-    accept("aten.remainder.Scalar", x(2, 3), -0.75, note='neg'),
-    accept("aten.remainder.Scalar", i(2, 3), 3, note='int'),
-    accept("aten.fmod.Scalar", x(2, 3), 0.75),
-    accept("aten.floor_divide.Scalar", x(2, 3), 0.75),
+    accept("aten.remainder.Scalar", x(2, 3), -0.75, note="negative"),
     *(accept(f"aten.{op}.Scalar", x(2, 3), 2, note="int") for op in ("add", "sub", "mul", "div")),
-    *(accept(f"aten.{op}.Scalar", x(2, 3), 0.75, note="float") for op in ("add", "sub", "mul", "div")),
-    *(accept(f"aten.{op}.Scalar", i(2, 3), 2, note="intint") for op in ("add", "sub", "mul", "div")),
-    *(accept(f"aten.{op}.Tensor", x(2, 3), 0.75, note="py-scalar") for op in ("add", "sub", "mul", "div")),
-    *(accept(f"aten.{op}.Tensor", i(2, 3), 3, note="py-scalar-int") for op in ("add", "sub", "mul", "div")),
+    *(
+        accept(f"aten.{op}.Scalar", x(2, 3), 0.75, note="float")
+        for op in ("add", "sub", "mul", "div")
+    ),
+    *(
+        accept(f"aten.{op}.Tensor", x(2, 3), 0.75, note="number")
+        for op in ("add", "sub", "mul", "div")
+    ),
+    *(accept(f"aten.{op}.Tensor", i(2, 3), 3, note="number-int") for op in ("add", "sub", "mul")),
     accept("aten.clamp_min.default", x(2, 3), 0.25),
     accept("aten.clamp_max.default", x(2, 3), 0.25),
     accept("aten.clamp_max.default", x(2, 3), 1, note="int"),
@@ -96,32 +117,93 @@ ACCEPTED = (
     accept("aten.clamp.default", x(2, 3), 0.5, note="min"),
     accept("aten.clamp.default", x(2, 3), None, 0.5, note="max"),
     accept("aten.clamp.default", x(2, 3), -1, 1, note="ints"),
-    accept("aten.clamp.default", i(2, 3), -1, 1, note="int64"),
-    accept("aten.clamp.Tensor", x(2, 3), x(2,3,high=0.), x(2,3,low=0.)),
+    accept("aten.clamp.Tensor", x(2, 3), x(2, 3, high=0.0), x(2, 3, low=0.0)),
     *(accept(f"aten.{op}.Tensor", x(2, 3), x(3), note="float") for op in _SCALARS),
     *(accept(f"aten.{op}.Tensor", i(2, 3), i(2, 3), note="int64") for op in _SCALARS),
-    *(accept(f"aten.{op}.Tensor", b(2, 3), b(2, 3), note="bool") for op in ("eq","ne")),
+    *(accept(f"aten.{op}.Tensor", b(2, 3), b(2, 3), note="bool") for op in ("eq", "ne")),
     *(accept(f"aten.{op}.Scalar", x(2, 3), 0.5, note="float") for op in _SCALARS),
     *(accept(f"aten.{op}.Scalar", x(2, 3), 1, note="floatint") for op in _SCALARS),
     *(accept(f"aten.{op}.Scalar", i(2, 3), 1, note="int64") for op in _SCALARS),
-    *(accept(f"aten.{op}.Scalar", i(2, 3,dtype=_I32), 1, note="int32") for op in _SCALARS),
+    *(accept(f"aten.{op}.Scalar", i(2, 3, dtype=_I32), 1, note="int32") for op in _SCALARS),
     *(accept(f"aten.{op}.Scalar", i(2, 3), 0.5, note="int64float") for op in _SCALARS),
     accept("aten.logical_not.default", b(2, 3)),
     *(accept(f"aten.logical_{op}.default", b(2, 3), b(3)) for op in ("and", "or", "xor")),
-    *(accept(f"aten.bitwise_{op}.Tensor", b(2, 3), b(3)) for op in ("and", "or", "xor")),
+    accept("aten.bitwise_and.Tensor", b(2, 3), b(3)),
     accept("aten.bitwise_not.default", b(2, 3)),
-    accept("aten.bitwise_not.default", i(2, 3),note='int64'),
     accept("aten.where.self", b(2, 3), x(2, 3), x(3), note="float"),
-    accept("aten.where.self", b(2, 1), i(2, 3), i(2,3), note="int64"),
-    accept("aten.where.self", b(2, 1), b(2, 3), b(2,3), note="bool"),
-    accept("aten.where.self", b(2, 3), x(2,3), x(), note="rank0"),
-    accept("aten.where.ScalarOther", b(2, 3), x(2,3), 0.5),
-    accept("aten.where.ScalarSelf", b(2, 3), 0.5, x(2,3)),
+    accept("aten.where.self", b(2, 1), i(2, 3), i(2, 3), note="int64"),
+    accept("aten.where.self", b(2, 1), b(2, 3), b(2, 3), note="bool"),
+    accept("aten.where.self", b(2, 3), x(2, 3), x(), note="rank0"),
+    accept("aten.where.self", b(), x(), x(), note="scalars"),
+    accept("aten.masked_fill.Scalar", x(), b(), 0.5, note="scalars"),
+    accept("aten.clamp.Tensor", x(), x(high=0.0), x(low=0.0), note="scalars"),
+    accept("aten.clamp.Tensor", x(2, 3), None, x(low=0.0), note="max"),
+    accept("aten.logical_and.default", b(), b(), note="scalars"),
+    accept("aten.gt.Tensor", x(), x(), note="scalars"),
     accept("aten.masked_fill.Scalar", x(2, 3), b(2, 3), -0.5),
     accept("aten.masked_fill.Scalar", x(2, 3), b(3), float("-inf"), note="inf"),
     accept("aten.masked_fill.Scalar", x(2, 3), b(3), 1, note="int"),
-    accept("aten.masked_fill.Scalar", i(2, 3), b(3), 1, note="int64"),
-    accept("aten.masked_fill.Tensor", x(2, 3), b(3), x()),
-    accept("aten.logical_not.default", x(2, 3), note='float'),
 )
-REJECTED=()
+_ALPHA = "alpha=2, Core ML takes 1"
+_MIXED = "arguments mix float32, int64"
+
+REJECTED = (
+    *(
+        reject(
+            ReasonCode.ARGUMENT,
+            _ALPHA,
+            f"aten.{op}.Tensor",
+            x(2, 3),
+            x(2, 3),
+            alpha=2,
+            note="alpha",
+        )
+        for op in ("add", "sub")
+    ),
+    *(
+        reject(ReasonCode.ARGUMENT, _ALPHA, f"aten.{op}.Scalar", x(2, 3), 0.5, 2, note="alpha")
+        for op in ("add", "sub", "rsub")
+    ),
+    *(
+        reject(ReasonCode.DTYPE, _MIXED, f"aten.{op}", x(2, 3), i(2, 3, low=1), note="mixed")
+        for op in (
+            "add.Tensor",
+            "sub.Tensor",
+            "mul.Tensor",
+            "maximum.default",
+            "minimum.default",
+            "remainder.Tensor",
+            *(f"{op}.Tensor" for op in _SCALARS),
+        )
+    ),
+    reject(ReasonCode.DTYPE, _MIXED, "aten.where.self", b(2, 3), x(2, 3), i(2, 3), note="mixed"),
+    reject(
+        ReasonCode.DTYPE,
+        "argument 'self' is int64, Core ML takes float32 here",
+        "aten.sqrt.default",
+        i(2, 3, low=0),
+        note="int64",
+    ),
+    reject(
+        ReasonCode.ARGUMENT,
+        "other=4294967296 is beyond int32, the widest of Core ML",
+        "aten.gt.Scalar",
+        i(2, 3),
+        2**32,
+        note="wide",
+    ),
+    reject(
+        ReasonCode.ARGUMENT,
+        "other=-4294967296 is beyond int32, the widest of Core ML",
+        "aten.add.Tensor",
+        i(2, 3),
+        -(2**32),
+        note="wide",
+    ),
+    reject(
+        ReasonCode.NO_RULE,
+        "no Core ML translation of aten.erfinv.default is known",
+        "aten.erfinv.default",
+        x(2, 3, low=-0.9, high=0.9),
+    ),
+)

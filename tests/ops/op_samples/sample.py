@@ -14,7 +14,7 @@ from coreml_delegate.op_rules import ReasonCode
 from coreml_delegate.targets import Opset
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TensorArg:
     """A tensor argument.
 
@@ -35,7 +35,7 @@ class TensorArg:
     constant: bool = False
 
     def make(self, seed: str) -> torch.Tensor:
-        """The tensor, the same for the same seed on every machine; fp16 holds its floats exactly."""
+        """The tensor, the same on every machine; fp16 holds its floats exactly."""
         if self.values is not None:
             return torch.tensor(self.values, dtype=self.dtype)
         generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
@@ -69,7 +69,7 @@ def w(*shape: int, **options: Any) -> TensorArg:
     return TensorArg(shape, constant=True, **({"low": -1.0, "high": 1.0} | options))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sample:
     """A call of one overload.
 
@@ -79,8 +79,11 @@ class Sample:
         args: Positional arguments; tensors as ``TensorArg``, also inside lists.
         kwargs: Keyword arguments likewise.
         takes: Which results to return, of an op with several.
-        fp16: Whether it is also computed in fp16. Not where results jump: comparisons, rounding, indices.
+        fp16: Whether it is also computed in fp16; not where a rounding makes results jump.
         target_opset: Deployment target, None for the default.
+        dynamic: Whether the last dimension of the first input is dynamic.
+        compare: Whether results can be compared (not those of dropout).
+        core: Whether Core ML also takes all that core ATen makes of it.
     """
 
     target: str
@@ -90,6 +93,9 @@ class Sample:
     takes: tuple[int, ...] | None = None
     fp16: bool = True
     target_opset: Opset | None = None
+    dynamic: bool = False
+    compare: bool = True
+    core: bool = True
 
     @property
     def id(self) -> str:
@@ -137,7 +143,7 @@ class Sample:
         return tuple(result) if self.takes is None else tuple(result[n] for n in self.takes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rejected:
     """A call that Core ML cannot take.
 
@@ -163,10 +169,11 @@ def accept(
     takes: tuple[int, ...] | None = None,
     fp16: bool = True,
     target_opset: Opset | None = None,
+    core: bool = True,
     **kwargs: Any,
 ) -> Sample:
     """A call that Core ML takes."""
-    return Sample(target, note, args, kwargs, takes, fp16, target_opset)
+    return Sample(target, note, args, kwargs, takes, fp16, target_opset, core=core)
 
 
 def reject(
@@ -177,10 +184,12 @@ def reject(
     note: str = "",
     takes: tuple[int, ...] | None = None,
     target_opset: Opset | None = None,
+    dynamic: bool = False,
+    compare: bool = True,
     **kwargs: Any,
 ) -> Rejected:
     """A call that stays on the CPU."""
-    sample = Sample(target, note, args, kwargs, takes, target_opset=target_opset)
+    sample = Sample(target, note, args, kwargs, takes, False, target_opset, dynamic, compare)
     return Rejected(sample, code, text)
 
 
@@ -205,6 +214,19 @@ class Calls(nn.Module):
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """The inputs of all calls, in order."""
         return tuple(t for sample in self._samples for t in sample.inputs())
+
+    def dynamic_shapes(self) -> dict[str, Any] | None:
+        """For ``torch.export``, None if all is static."""
+        if not any(sample.dynamic for sample in self._samples):
+            return None
+        shapes: list[Any] = []
+        for sample in self._samples:
+            inputs = sample.inputs()
+            shapes += [None] * len(inputs)
+            if sample.dynamic:
+                first = len(shapes) - len(inputs)
+                shapes[first] = {inputs[0].dim() - 1: torch.export.Dim.DYNAMIC}
+        return {"inputs": tuple(shapes)}
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         position, results = 0, []

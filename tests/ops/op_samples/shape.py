@@ -3,143 +3,256 @@
 from __future__ import annotations
 
 import torch
+from ops.op_samples.sample import accept, b, i, reject, x
 
 from coreml_delegate.op_rules import ReasonCode
-from ops.op_samples.sample import accept, b, i, reject, w, x
-END=9223372036854775807
-MOVES=(
-    ("view.default", (2,6), ([3,4],), ''),
-    ("view.default", (2,6), ([-1,4],), 'minus'),
-    ("view.default", (1,), ([],), 'torank0'),
-    ("view.default", (), ([1,1],), 'fromrank0'),
-    ("reshape.default", (2,6), ([3,-1],), ''),
-    ("permute.default", (2,3,4), ([2,0,1],), ''),
-    ("permute.default", (2,3,4), ([-1,0,-2],), 'neg'),
-    ("permute.default", (1,2,3,2,2), ([4,2,0,1,3],), 'rank5'),
-    ("transpose.int", (2,3,4), (0,-1), ''),
-    ("clone.default", (2,3), (), ''),
-    ("clone.default", (), (), 'rank0'),
-    ("alias.default", (2,3), (), ''),
-    ("expand.default", (1,3), ([4,3],), ''),
-    ("expand.default", (1,3), ([2,4,-1],), 'newdim'),
-    ("expand.default", (), ([2,2],), 'rank0'),
-    ("flatten.using_ints", (2,3,4), (1,), ''),
-    ("flatten.using_ints", (2,3,4), (0,1), 'first'),
-    ("flatten.using_ints", (), (), 'rank0'),
-    ("select.int", (2,3,4), (1,-1), ''),
-    ("select.int", (2,3,4), (-1,2), 'neg'),
-    ("select.int", (3,), (0,1), 'rank1'),
-    ("slice.Tensor", (5,6), (0,1,4), ''),
-    ("slice.Tensor", (5,6), (1,0,END,2), 'step'),
-    ("slice.Tensor", (5,6), (-1,-3,-1), 'neg'),
-    ("slice.Tensor", (5,6), (1,None,3), 'none'),
-    ("slice.Tensor", (5,6), (1,2,100), 'beyond'),
-    ("split_with_sizes.default", (5,6), ([1,4],), ''),
-    ("split_with_sizes.default", (5,6), ([1,2,3],-1), 'last'),
-    ("split.Tensor", (5,6), (2,), ''),
-    ("split.Tensor", (5,6), (3,-1), 'last'),
-    ("chunk.default", (5,6), (3,-1), 'last'),
-    ("unbind.int", (3,4), (), ''),
-    ("unbind.int", (3,4), (-1,), 'last'),
-    ("squeeze.dim", (2,1,3), (1,), ''),
-    ("squeeze.dim", (2,1,3), (0,), 'noop'),
-    ("squeeze.dim", (1,), (0,), 'torank0'),
-    ("squeeze.dims", (1,2,1), ([0,-1],), ''),
-    ("squeeze.dims", (1,2,1), ([0,1],), 'partial'),
-    ("squeeze.default", (1,2,1), (), ''),
-    ("squeeze.default", (2,3), (), 'noop'),
-    ("unsqueeze.default", (2,3), (1,), ''),
-    ("unsqueeze.default", (2,3), (-1,), 'last'),
-    ("unsqueeze.default", (), (0,), 'rank0'),
-    ("repeat.default", (2,3), ([2,1],), ''),
-    ("repeat.default", (2,3), ([2,1,2],), 'newdim'),
-    ("repeat.default", (2,3), ([1,1],), 'noop'),
-    ("repeat.default", (), ([3],), 'rank0'),
-    ("tile.default", (2,3), ([2],), ''),
-    ("flip.default", (2,3), ([0],), ''),
-    ("flip.default", (2,3,4), ([0,-1],), 'two'),
-    ("unflatten.int", (2,6), (1,[2,3]), ''),
-    ("t.default", (2,6), (), ''),
-    ("movedim.int", (2,3,4), (0,2), ''),
-    ("roll.default", (4,5), ([1],[0]), ''),
-    ("roll.default", (4,5), ([-2,1],[0,-1]), 'two'),
-    ("roll.default", (4,5), ([3],), 'flat'),
-    ("roll.default", (4,5), ([7],[1]), 'beyond'),
-    ("constant_pad_nd.default", (2,3), ([1,2],), ''),
-    ("constant_pad_nd.default", (2,3), ([1,2,0,1],), 'two'),
-    ("constant_pad_nd.default", (2,3,4,2), ([1,2,0,1,2,0,1,1],), 'four'),
-    ("constant_pad_nd.default", (4,5), ([-1,-1],), 'crop'),
-    ("constant_pad_nd.default", (3,), ([1,1],), 'rank1'),
-    ("tril.default",(3,4),(),''),
-    ("triu.default",(3,4),(1,),''),
-    ("repeat_interleave.self_int",(3,4),(2,1),''),
-    ("select.int", (1,2,3,2,2), (1,-1), 'rank5'),
-    ("unsqueeze.default", (2,3,1,2), (-1,), 'rank5'),
-    ("diagonal.default", (3,4), (), ''),
-    ("unfold.default", (3,8), (1,3,2), ''),
-    ("expand_as.default", (), (), ''),
+from coreml_delegate.targets import Opset
+
+END = 2**63 - 1
+
+# Op, shape of the input, other arguments, note.
+_MOVES = (
+    ("view.default", (2, 6), ([3, 4],), ""),
+    ("view.default", (2, 6), ([-1, 4],), "minus"),
+    ("view.default", (1,), ([],), "torank0"),
+    ("view.default", (), ([1, 1],), "fromrank0"),
+    ("reshape.default", (2, 6), ([3, -1],), ""),
+    ("permute.default", (2, 3, 4), ([2, 0, 1],), ""),
+    ("permute.default", (2, 3, 4), ([-1, 0, -2],), "neg"),
+    ("permute.default", (1, 2, 3, 2, 2), ([4, 2, 0, 1, 3],), "rank5"),
+    ("transpose.int", (2, 3, 4), (0, -1), ""),
+    ("clone.default", (2, 3), (), ""),
+    ("clone.default", (), (), "rank0"),
+    ("alias.default", (2, 3), (), ""),
+    ("expand.default", (1, 3), ([4, 3],), ""),
+    ("expand.default", (1, 3), ([2, 4, -1],), "newdim"),
+    ("expand.default", (), ([2, 2],), "rank0"),
+    ("select.int", (2, 3, 4), (1, -1), ""),
+    ("select.int", (2, 3, 4), (-1, 2), "neg"),
+    ("select.int", (3,), (0, 1), "rank1"),
+    ("slice.Tensor", (5, 6), (0, 1, 4), ""),
+    ("slice.Tensor", (5, 6), (1, 0, END, 2), "step"),
+    ("slice.Tensor", (5, 6), (-1, -3, -1), "neg"),
+    ("slice.Tensor", (5, 6), (1, None, 3), "none"),
+    ("slice.Tensor", (5, 6), (1, 2, 100), "beyond"),
+    ("split_with_sizes.default", (5, 6), ([1, 4],), ""),
+    ("split_with_sizes.default", (5, 6), ([1, 2, 3], -1), "last"),
+    ("split.Tensor", (5, 6), (2,), ""),
+    ("split.Tensor", (5, 6), (3, -1), "last"),
+    ("unbind.int", (3, 4), (), ""),
+    ("unbind.int", (3, 4), (-1,), "last"),
+    ("squeeze.dim", (2, 1, 3), (1,), ""),
+    ("squeeze.dim", (2, 1, 3), (0,), "noop"),
+    ("squeeze.dim", (1,), (0,), "torank0"),
+    ("squeeze.dims", (1, 2, 1), ([0, -1],), ""),
+    ("squeeze.dims", (1, 2, 1), ([0, 1],), "partial"),
+    ("squeeze.default", (1, 2, 1), (), ""),
+    ("squeeze.default", (2, 3), (), "noop"),
+    ("unsqueeze.default", (2, 3), (1,), ""),
+    ("unsqueeze.default", (2, 3), (-1,), "last"),
+    ("unsqueeze.default", (), (0,), "rank0"),
+    ("repeat.default", (2, 3), ([2, 1],), ""),
+    ("repeat.default", (2, 3), ([2, 1, 2],), "newdim"),
+    ("repeat.default", (2, 3), ([1, 1],), "noop"),
+    ("repeat.default", (), ([3],), "rank0"),
+    ("flip.default", (2, 3), ([0],), ""),
+    ("flip.default", (2, 3, 4), ([0, -1],), "two"),
+    ("select.int", (1, 2, 3, 2, 2), (1, -1), "rank5"),
+    ("unsqueeze.default", (2, 3, 1, 2), (-1,), "rank5"),
 )
-FL=(
-    ("pixel_shuffle.default", (1,8,3,2), (2,), ''),
-    ("pixel_unshuffle.default", (1,2,4,6), (2,), ''),
-    ("pad.default", (2,3), ([1,2],), ''),
-    ("pad.default", (2,3), ([1,2],'constant',1.5), 'value'),
-    ("pad.default", (4,5), ([-1,-1],'constant',1.5), 'crop'),
-    ("pad.default", (1,2,4,5), ([1,2,2,1],'reflect'), 'reflect'),
-    ("pad.default", (1,2,4,5), ([1,2],'reflect'), 'reflect1on4'),
-    ("pad.default", (2,4,5), ([1,2],'reflect'), 'reflect1'),
-    ("pad.default", (2,5), ([1,2],'reflect'), 'reflect1rank2'),
-    ("pad.default", (2,4,5), ([1,2,1,0],'reflect'), 'reflect2unbatched'),
-    ("pad.default", (1,2,4,5), ([1,2,2,1],'replicate'), 'replicate'),
-    ("pad.default", (2,4,5), ([1,2],'replicate'), 'replicate1'),
-    ("pad.default", (1,2,3,4,5), ([1,2,1,1,1,0],'replicate'), 'replicate3'),
-    ("pad.default", (1,2,4,5), ([1,2,2,1],'circular'), 'circular'),
-    ("constant_pad_nd.default", (2,3), ([1,2],0.75), 'value'),
-    ("constant_pad_nd.default", (2,3), ([1,2],1), 'intvalue'),
-    ("constant_pad_nd.default", (2,3), ([1,2],float('-inf')), 'infvalue'),
-    ("reflection_pad1d.default",(1,3,4),([1,2],),''),
-    ("reflection_pad2d.default",(1,3,4,4),([1,2,1,1],),''),
-    ("replication_pad2d.default",(1,3,4,4),([1,2,1,1],),''),
-    ("upsample_nearest2d.vec",(1,2,3,4),([6,8],None),'size'),
-    ("upsample_nearest2d.vec",(1,2,3,4),([5,7],None),'oddsize'),
-    ("upsample_nearest2d.vec",(1,2,3,4),(None,[2.0,2.0]),'scale'),
-    ("upsample_nearest2d.vec",(1,2,3,4),(None,[1.5,2.5]),'oddscale'),
-    ("upsample_nearest2d.vec",(1,2,6,8),(None,[.5,.5]),'down'),
-    ("upsample_nearest2d.default",(1,2,3,4),([6,8],),''),
-    ("upsample_bilinear2d.vec",(1,2,3,4),([6,8],False,None),'size'),
-    ("upsample_bilinear2d.vec",(1,2,3,4),([6,8],True,None),'size-align'),
-    ("upsample_bilinear2d.vec",(1,2,3,4),([5,7],False,None),'oddsize'),
-    ("upsample_bilinear2d.vec",(1,2,3,4),([5,7],True,None),'oddsize-align'),
-    ("upsample_bilinear2d.vec",(1,2,3,4),(None,False,[2.0,2.0]),'scale'),
-    ("upsample_bilinear2d.vec",(1,2,3,4),(None,True,[2.0,2.0]),'scale-align'),
-    ("upsample_bilinear2d.vec",(1,2,3,4),(None,False,[1.5,2.5]),'oddscale'),
-    ("upsample_bilinear2d.vec",(1,2,3,4),(None,False,[1.7,2.3]),'fracscale'),
-    ("upsample_bilinear2d.vec",(1,2,6,8),(None,False,[.5,.5]),'down'),
-    ("upsample_bilinear2d.vec",(1,2,6,8),([3,4],False,None),'downsize'),
-    ("upsample_bilinear2d.default",(1,2,6,8),([3,4],False),''),
-    ("upsample_nearest1d.vec",(1,2,6),([12],None),''),
-    ("glu.default",(2,6),(),''),
+_FLOAT_ONLY = (
+    ("roll.default", (4, 5), ([1], [0]), ""),
+    ("roll.default", (4, 5), ([-2, 1], [0, -1]), "two"),
+    ("roll.default", (4, 5), ([7], [1]), "beyond"),
+    ("constant_pad_nd.default", (2, 3), ([1, 2],), ""),
+    ("constant_pad_nd.default", (2, 3), ([1, 2, 0, 1],), "two"),
+    ("constant_pad_nd.default", (2, 3, 4, 2), ([1, 2, 0, 1, 2, 0, 1, 1],), "four"),
+    ("constant_pad_nd.default", (3,), ([1, 1],), "rank1"),
+    ("constant_pad_nd.default", (2, 3), ([1, 2], 0.75), "value"),
+    ("constant_pad_nd.default", (2, 3), ([1, 2], 1), "intvalue"),
+    ("pixel_shuffle.default", (1, 8, 3, 2), (2,), ""),
+    ("pad.default", (2, 3), ([1, 2],), ""),
+    ("pad.default", (2, 3), ([1, 2], "constant", 1.5), "value"),
+    ("pad.default", (1, 2, 4, 5), ([1, 2, 2, 1], "reflect"), "reflect"),
+    ("pad.default", (2, 4, 5), ([1, 2], "reflect"), "reflect1"),
+    ("pad.default", (2, 5), ([1, 2], "reflect"), "reflect1rank2"),
+    ("pad.default", (2, 4, 5), ([1, 2, 1, 0], "reflect"), "reflect2unbatched"),
+    ("pad.default", (1, 2, 4, 5), ([1, 2, 2, 1], "replicate"), "replicate"),
+    ("pad.default", (2, 4, 5), ([1, 2], "replicate"), "replicate1"),
+    ("upsample_nearest2d.vec", (1, 2, 3, 4), ([6, 8], None), "size"),
+    ("upsample_nearest2d.vec", (1, 2, 3, 4), ([5, 7], None), "oddsize"),
+    ("upsample_nearest2d.vec", (1, 2, 3, 4), (None, [2.0, 2.0]), "scale"),
+    ("upsample_nearest2d.vec", (1, 2, 3, 4), (None, [1.5, 2.5]), "oddscale"),
+    ("upsample_nearest2d.vec", (1, 2, 6, 8), (None, [0.5, 0.5]), "down"),
+    ("upsample_bilinear2d.vec", (1, 2, 3, 4), ([6, 8], False, None), "size"),
+    ("upsample_bilinear2d.vec", (1, 2, 3, 4), ([6, 8], True, None), "size-align"),
+    ("upsample_bilinear2d.vec", (1, 2, 3, 4), ([5, 7], False, None), "oddsize"),
+    ("upsample_bilinear2d.vec", (1, 2, 3, 4), ([5, 7], True, None), "oddsize-align"),
+    ("upsample_bilinear2d.vec", (1, 2, 3, 4), (None, False, [2.0, 2.0]), "scale"),
+    ("upsample_bilinear2d.vec", (1, 2, 3, 4), (None, True, [2.0, 2.0]), "scale-align"),
+    ("upsample_bilinear2d.vec", (1, 2, 6, 8), (None, False, [0.5, 0.5]), "down"),
+    ("upsample_bilinear2d.vec", (1, 2, 6, 8), ([3, 4], False, None), "downsize"),
 )
-DO="dim_order_ops._to_dim_order_copy.default"
-DT=(torch.float32,torch.int64,torch.int32,torch.bool)
-def sh(d): return str(d)[6:]
+_TO_COPY = "aten._to_copy.default"
+_TO_DIM_ORDER_COPY = "dim_order_ops._to_dim_order_copy.default"
+_CLONE = "aten.clone.default"
+_CLONE_DIM_ORDER = "dim_order_ops._clone_dim_order.default"
+_DTYPES = {
+    torch.float32: x(2, 3, low=-3.0, high=3.0),
+    torch.int64: i(2, 3),
+    torch.int32: i(2, 3, dtype=torch.int32),
+    torch.bool: b(2, 3),
+}
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 ACCEPTED = (
-    *(accept(f"aten.{op}", x(*s), *a, note=nt) for op,s,a,nt in (*MOVES,*FL) if op!='expand_as.default'),
-    *(accept(f"aten.{op}", i(*s), *a, note=nt+'int64') for op,s,a,nt in MOVES if op!='expand_as.default'),
-    *(accept(f"aten.{op}", b(*s), *a, note=nt+'bool') for op,s,a,nt in MOVES if op!='expand_as.default'),
-    accept("aten.cat.default", [x(2,3),x(1,3)]),
-    accept("aten.cat.default", [x(2,3),x(2,1),x(2,2)],-1,note='last'),
-    accept("aten.cat.default", [i(2,3),i(2,1)],1,note='int64'),
-    accept("aten.cat.default", [b(2,3),b(2,1)],1,note='bool'),
-    accept("aten.cat.default", [x(2,3)],1,note='one'),
-    accept("aten.stack.default", [x(2,3),x(2,3)]),
-    accept("aten.stack.default", [x(2,3),x(2,3)],-1,note='last'),
-    accept("aten.stack.default", [i(2,3),i(2,3)],1,note='int64'),
-    accept("aten.stack.default", [b(2,3),b(2,3)],1,note='bool'),
-    accept("aten.stack.default", [x(),x()],note='rank0'),
-    *(accept(t, (x(2,3,low=-3,high=3) if s is torch.float32 else b(2,3) if s is torch.bool else i(2,3,dtype=s)), dtype=d, note=sh(s)+'-'+sh(d)) for t in ("aten._to_copy.default",DO) for s in DT for d in DT),
-    accept("aten._to_copy.default", x(), dtype=torch.int64, note='rank0'),
-    accept("dim_order_ops._clone_dim_order.default", x(2,3)),
-    accept("dim_order_ops._clone_dim_order.default", x(1,2,2,3),dim_order=[0,1,2,3],note='contig'),
+    *(
+        accept(f"aten.{op}", x(*shape), *args, note=note, core=op != "roll.default")
+        for op, shape, args, note in (*_MOVES, *_FLOAT_ONLY)
+    ),
+    *(
+        accept(f"aten.{op}", i(*shape), *args, note="int64")
+        for op, shape, args, note in _MOVES
+        if not note
+    ),
+    *(
+        accept(f"aten.{op}", b(*shape), *args, note="bool")
+        for op, shape, args, note in _MOVES
+        if not note
+    ),
+    accept("aten.view.default", x(1, 1, 1), [], note="scalar"),
+    accept("aten.pixel_unshuffle.default", x(1, 2, 4, 6), 2, target_opset=Opset.iOS16),
+    accept("aten.cat.default", [x(2, 3), x(1, 3)]),
+    accept("aten.cat.default", [x(2, 3), x(2, 1), x(2, 2)], -1, note="last"),
+    accept("aten.cat.default", [i(2, 3), i(2, 1)], 1, note="int64"),
+    accept("aten.cat.default", [b(2, 3), b(2, 1)], 1, note="bool"),
+    accept("aten.cat.default", [x(2, 3)], 1, note="one"),
+    accept("aten.stack.default", [x(2, 3), x(2, 3)]),
+    accept("aten.stack.default", [x(2, 3), x(2, 3)], -1, note="last"),
+    accept("aten.stack.default", [i(2, 3), i(2, 3)], 1, note="int64"),
+    accept("aten.stack.default", [b(2, 3), b(2, 3)], 1, note="bool"),
+    accept("aten.stack.default", [x(), x()], note="rank0"),
+    *(
+        accept(op, source, dtype=to, note=f"{_short(of)}-{_short(to)}")
+        for op in (_TO_COPY, _TO_DIM_ORDER_COPY)
+        for of, source in _DTYPES.items()
+        for to in _DTYPES
+    ),
+    accept(_TO_COPY, x(), dtype=torch.int64, note="rank0"),
+    accept(_CLONE_DIM_ORDER, x(2, 3)),
+    accept(_CLONE_DIM_ORDER, x(1, 2, 2, 3), dim_order=[0, 1, 2, 3], note="row-major"),
+    accept(_CLONE, x(2, 2), memory_format=torch.contiguous_format, note="contiguous"),
 )
-REJECTED=()
+
+_SIX = (1, 2, 1, 2, 1, 2)
+_HIGH = "rank 6 outside of reshape, permute, reshape; Core ML takes at most 5"
+_MIXED = "arguments mix float32, int64"
+_CROP = "negative padding crops"
+_LAST = {"memory_format": torch.channels_last}
+_IMAGE = (1, 2, 3, 4)
+
+REJECTED = (
+    *(
+        reject(ReasonCode.RANK, _HIGH, op, x(*_SIX), *args, note="rank6")
+        for op, args in (
+            ("aten.view.default", ([2, 2, 2],)),
+            ("aten.reshape.default", ([2, 2, 2],)),
+            ("aten.permute.default", ([5, 4, 3, 2, 1, 0],)),
+            ("aten.transpose.int", (1, 3)),
+            (_CLONE, ()),
+            (_CLONE_DIM_ORDER, ()),
+        )
+    ),
+    reject(
+        ReasonCode.LAYOUT,
+        "torch.channels_last, Core ML is row-major",
+        _CLONE,
+        x(*_IMAGE),
+        **_LAST,
+        note="channels-last",
+    ),
+    reject(
+        ReasonCode.LAYOUT,
+        "torch.channels_last, Core ML is row-major",
+        _TO_COPY,
+        x(*_IMAGE),
+        **_LAST,
+        note="channels-last",
+    ),
+    *(
+        reject(
+            ReasonCode.LAYOUT,
+            "dim_order=[0, 2, 3, 1], Core ML is row-major",
+            op,
+            x(*_IMAGE),
+            dim_order=[0, 2, 3, 1],
+            note="channels-last",
+        )
+        for op in (_CLONE_DIM_ORDER, _TO_DIM_ORDER_COPY)
+    ),
+    reject(
+        ReasonCode.DTYPE,
+        "the result is float64",
+        _TO_COPY,
+        x(2, 3),
+        dtype=torch.float64,
+        note="float64",
+    ),
+    *(
+        reject(ReasonCode.DTYPE, _MIXED, f"aten.{op}.default", [x(2, 3), i(2, 3)], note="mixed")
+        for op in ("cat", "stack")
+    ),
+    reject(
+        ReasonCode.ARGUMENT,
+        "dims=[] rolls the flattened tensor",
+        "aten.roll.default",
+        x(4, 5),
+        [3],
+        note="flat",
+    ),
+    reject(
+        ReasonCode.ARGUMENT,
+        "mode='circular', Core ML has none such",
+        "aten.pad.default",
+        x(1, 2, 4, 5),
+        [1, 2, 2, 1],
+        "circular",
+        note="circular",
+    ),
+    reject(
+        ReasonCode.ARGUMENT,
+        "mode='replicate' with 3 padded dimensions",
+        "aten.pad.default",
+        x(1, 2, 3, 4, 5),
+        [1, 2, 1, 1, 1, 0],
+        "replicate",
+        note="three",
+    ),
+    reject(ReasonCode.ARGUMENT, _CROP, "aten.pad.default", x(4, 5), [-1, -1], note="crop"),
+    reject(
+        ReasonCode.ARGUMENT, _CROP, "aten.constant_pad_nd.default", x(4, 5), [-1, 2], note="crop"
+    ),
+    reject(
+        ReasonCode.ARGUMENT,
+        "scale_factors give a broken output size",
+        "aten.upsample_bilinear2d.vec",
+        x(*_IMAGE),
+        None,
+        False,
+        [1.5, 2.5],
+        note="broken",
+    ),
+    reject(
+        ReasonCode.OPSET,
+        "aten.pixel_unshuffle.default needs iOS16, the deployment target is iOS15",
+        "aten.pixel_unshuffle.default",
+        x(1, 2, 4, 6),
+        2,
+        note="oldest",
+        target_opset=Opset.iOS15,
+    ),
+)

@@ -1,0 +1,50 @@
+"""Tensors that do not lie row-major in memory, which Core ML does not take at a boundary.
+
+What counts is a layout that comes in from outside, or that a memory format demands. Views of ATen
+dialect have strides too, but ExecuTorch makes copies of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from coreml_delegate.op_rules.rule import Reason, ReasonCode
+
+
+def layout_obstacles(program: ExportedProgram) -> dict[Node, Reason]:
+    """The calls on tensors in another layout, each with the reason.
+
+    Args:
+        program: In ATen or edge dialect.
+    """
+    inputs = set(program.graph_signature.user_inputs)
+    strided: set[Node] = set()
+    found: dict[Node, Reason] = {}
+    for node in program.graph.nodes:
+        sources = [n for n in node.all_input_nodes if n in strided]
+        if node.op == "call_function" and sources:
+            found[node] = Reason(
+                ReasonCode.LAYOUT,
+                f"{sources[0].name!r} has dim order {_order(sources[0])}, Core ML is row-major",
+                remedy="Call .contiguous() on the model's inputs before the export",
+            )
+        comes_in = node.op == "placeholder" and node.name in inputs
+        if (comes_in or sources or _demands(node)) and _order(node) is not None:
+            strided.add(node)
+    return found
+
+
+def _demands(node: Node) -> bool:
+    formats = node.kwargs.get("memory_format"), node.kwargs.get("dim_order")
+    return any(f is not None for f in formats)
+
+
+def _order(node: Node) -> tuple[int, ...] | None:
+    """The dim order of the node's result, None if it is row-major or no tensor."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    order = tuple(value.dim_order())
+    return None if order == tuple(range(len(order))) else order

@@ -1,0 +1,287 @@
+"""Every op rule against eager PyTorch: what it accepts runs, what it rejects stays on the CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from executorch.exir import EdgeCompileConfig, to_edge, to_edge_transform_and_lower
+from ops.op_samples import ACCEPTED, REJECTED, Rejected, Sample
+from ops.op_samples.sample import Calls
+from support.lowering import fp32_specs
+from support.tolerances import ATOL_RTOL
+from torch.fx import Node
+
+from coreml_delegate import CoreMLBackend, CoreMLPartitioner, op_rules, runtime
+from coreml_delegate.op_rules import RULES, Reason, rule_of
+from coreml_delegate.op_rules.constants import constant_nodes
+from coreml_delegate.op_rules.rule import OpCall
+from coreml_delegate.partition import DelegationReport
+from coreml_delegate.targets import Opset
+
+# Calls are lowered together: most of a lowering's time does not depend on the size of the program.
+_BATCH = 40
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A way to lower and run.
+
+    Attributes:
+        name: For test ids.
+        precision: Row of the tolerance table.
+        target: Deployment target of calls that name none.
+        core: Decompose to core ATen first.
+        engines: Engines to run on.
+    """
+
+    name: str
+    precision: str
+    target: Opset | None
+    core: bool
+    engines: tuple[str, ...]
+
+    def specs(self, target: Opset | None) -> list[Any]:
+        options = {"minimum_deployment_target": target or self.target}
+        if self.precision == "fp32":
+            return fp32_specs(**options)
+        return CoreMLBackend.generate_compile_specs(**options)
+
+
+FLOWS = (
+    # The oldest opset, everything that can be kept whole.
+    Flow("oldest", "fp32", None, core=False, engines=("reference", "openvino")),
+    # A new opset, decomposed to core ATen.
+    Flow("core", "fp32", Opset.iOS18, core=True, engines=("reference", "openvino")),
+    # As devices compute.
+    Flow("fp16", "fp16", Opset.iOS17, core=False, engines=("reference",)),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one batch."""
+
+    report: DelegationReport
+    expected: dict[str, tuple[torch.Tensor, ...]]
+    actual: dict[str, dict[str, list[torch.Tensor]]]  # by engine, then sample
+
+
+def lower_and_run(samples: Sequence[Sample], flow: Flow, engines: Sequence[str]) -> Outcome:
+    module = Calls(samples)
+    inputs = module.inputs()
+    exported = torch.export.export(module, inputs, dynamic_shapes=module.dynamic_shapes())
+    partitioner = CoreMLPartitioner(compile_specs=flow.specs(samples[0].target_opset))
+    # Operators of other dialects than core ATen are part of what is tested.
+    config = EdgeCompileConfig(_check_ir_validity=False)
+    if flow.core:
+        edge = to_edge(exported, compile_config=config).to_backend(partitioner)
+    else:
+        edge = to_edge_transform_and_lower(
+            exported, partitioner=[partitioner], compile_config=config
+        )
+    pte = edge.to_executorch().buffer
+    results = {
+        engine: runtime.load_program(pte, engine=engine).run("forward", list(inputs))
+        for engine in engines
+    }
+    eager = iter(module(*inputs))
+    expected = {
+        s.id: tuple(next(eager) for _ in s.call(s.inputs(), s.constants())) for s in samples
+    }
+    return Outcome(
+        partitioner.report, expected, {e: split(r, expected) for e, r in results.items()}
+    )
+
+
+def split(
+    results: Sequence[torch.Tensor], expected: dict[str, tuple[torch.Tensor, ...]]
+) -> dict[str, list[torch.Tensor]]:
+    values = iter(results)
+    return {name: [next(values) for _ in tensors] for name, tensors in expected.items()}
+
+
+def batches(samples: Sequence[Sample]) -> Iterator[tuple[Sample, ...]]:
+    """Samples to lower together: one deployment target each."""
+    groups: dict[tuple[Opset | None, bool], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        groups[sample.target_opset, sample.dynamic].append(sample)
+    for group in groups.values():
+        for start in range(0, len(group), _BATCH):
+            yield tuple(group[start : start + _BATCH])
+
+
+@functools.cache
+def batch_outcome(samples: tuple[Sample, ...], flow: Flow) -> Outcome | None:
+    """The outcome of lowering together, None if one of them makes it fail."""
+    try:
+        return lower_and_run(samples, flow, flow.engines)
+    except Exception:  # noqa: BLE001 - each is then lowered by itself, and the culprit fails
+        return None
+
+
+def cases(flow: Flow) -> list[Any]:
+    found = []
+    for samples in ACCEPTED.values():
+        chosen = [s for s in samples if (flow.precision == "fp32" or s.fp16)]
+        chosen = [s for s in chosen if s.core or not flow.core]
+        for batch in batches(chosen):
+            # One process lowers a batch, for all its samples.
+            together = pytest.mark.xdist_group(f"{flow.name}-{batch[0].id}")
+            found += [
+                pytest.param(flow, batch, s, id=f"{flow.name}-{s.id}", marks=together)
+                for s in batch
+            ]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("flow", "batch", "sample"), [case for flow in FLOWS for case in cases(flow)]
+)
+def test_accepted(flow: Flow, batch: tuple[Sample, ...], sample: Sample) -> None:
+    outcome = batch_outcome(batch, flow) or lower_and_run([sample], flow, flow.engines)
+    assert [(n.op, str(n.reason)) for n in outcome.report.undelegated] == []
+    atol, rtol = ATOL_RTOL[flow.precision]
+    for results in outcome.actual.values():
+        for actual, expected in zip(results[sample.id], outcome.expected[sample.id], strict=True):
+            torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol, equal_nan=True)
+
+
+@pytest.mark.parametrize("family", ACCEPTED)
+def test_rules_take_the_calls_themselves(family: str) -> None:
+    """Before ExecuTorch decomposes or casts anything."""
+    for batch in batches(ACCEPTED[family]):
+        for sample, _, reason in calls(batch):
+            assert reason is None, f"{sample.id}: {reason}"
+
+
+def calls(samples: Sequence[Sample]) -> Iterator[tuple[Sample, Node, Reason | None]]:
+    """Each call with its node in the exported graph and why it is rejected."""
+    module = Calls(samples)
+    exported = torch.export.export(module, module.inputs(), dynamic_shapes=module.dynamic_shapes())
+    nodes: dict[Any, list[Node]] = defaultdict(list)
+    for node in exported.graph.nodes:
+        nodes[node.target].append(node)
+    constants = constant_nodes(exported)
+    for sample in samples:
+        node = nodes[sample.overload].pop(0)
+        yield sample, node, op_rules.obstacle(node, sample.target_opset, constants)
+
+
+@functools.cache
+def verdicts(family: str) -> dict[str, tuple[Node, Reason | None]]:
+    """By sample id, the node and why it is rejected."""
+    found = {}
+    for batch in batches([r.sample for r in REJECTED[family]]):
+        for sample, node, reason in calls(batch):
+            found[sample.id] = node, reason
+    return found
+
+
+REJECTIONS = [
+    pytest.param(family, rejected, id=rejected.id)
+    for family, group in REJECTED.items()
+    for rejected in group
+]
+
+
+@pytest.mark.parametrize(("family", "rejected"), REJECTIONS)
+def test_rejected_with_the_reason(family: str, rejected: Rejected) -> None:
+    _, reason = verdicts(family)[rejected.id]
+    assert reason is not None
+    assert reason.code is rejected.code
+    assert rejected.text in reason.text
+
+
+@pytest.mark.parametrize("family", REJECTED)
+def test_rejected_calls_abort_nothing(family: str) -> None:
+    """They stay on the CPU, or ExecuTorch makes of them what Core ML takes."""
+    for batch in batches([r.sample for r in REJECTED[family]]):
+        outcome = lower_and_run(batch, FLOWS[0], ("reference",))
+        left = [(n.op, str(n.reason)) for n in outcome.report.undelegated]
+        assert left
+        texts = {r.text for r in REJECTED[family]}
+        targets = {s.target for s in batch}
+        unexplained = [
+            (op, why) for op, why in left if op in targets and not any(t in why for t in texts)
+        ]
+        assert not unexplained
+        for sample in batch:
+            if sample.compare:
+                for actual, expected in zip(
+                    outcome.actual["reference"][sample.id], outcome.expected[sample.id], strict=True
+                ):
+                    atol, rtol = ATOL_RTOL["fp32"]
+                    torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
+
+
+def test_ids_are_unique() -> None:
+    samples = [s for group in ACCEPTED.values() for s in group]
+    samples += [r.sample for group in REJECTED.values() for r in group]
+    assert len({s.id for s in samples}) == len(samples)
+
+
+def test_every_rule_has_an_accepted_call() -> None:
+    called = {s.target for samples in ACCEPTED.values() for s in samples}
+    assert called == set(RULES)
+
+
+def test_every_constraint_has_a_rejected_call() -> None:
+    broken: dict[str, set[int]] = defaultdict(set)
+    for family, group in REJECTED.items():
+        for rejected in group:
+            node, _ = verdicts(family)[rejected.id]
+            rule = rule_of(rejected.sample.target)
+            if rule is None:
+                continue
+            call = OpCall.of(node)
+            broken[rule.target] |= {
+                n for n, holds in enumerate(rule.constraints) if holds(call) is not None
+            }
+    missing = {
+        rule.target: sorted(set(range(len(rule.constraints))) - broken[rule.target])
+        for rule in RULES.values()
+        if set(range(len(rule.constraints))) - broken[rule.target]
+    }
+    assert not missing
+
+
+# Upstream bugs that rules cite: these tests pass one day, and the rule can go.
+
+_CITING = ("add", "sub", "rsub", "argmax", "argmin")
+CITED = [
+    pytest.param(r, id=r.id)
+    for family, group in REJECTED.items()
+    for r in group
+    if r.sample.note in ("alpha", "flat") and r.sample.target.split(".")[1] in _CITING
+]
+
+
+@pytest.mark.xfail(strict=True, reason="the upstream issue that the rule cites")
+@pytest.mark.parametrize("rejected", CITED)
+def test_cited_issue_is_fixed_upstream(rejected: Rejected) -> None:
+    with mock.patch.object(op_rules, "obstacle", return_value=None):
+        outcome = lower_and_run([rejected.sample], FLOWS[0], ("reference",))
+    assert not outcome.report.undelegated
+    (actual,), (expected,) = (
+        outcome.actual["reference"][rejected.id],
+        outcome.expected[rejected.id],
+    )
+    torch.testing.assert_close(actual, expected)
+
+
+def test_every_cited_issue_is_watched() -> None:
+    cited = {
+        rejected.sample.target
+        for family, group in REJECTED.items()
+        for rejected in group
+        if getattr(verdicts(family)[rejected.id][1], "issue", None) is not None
+    }
+    watched = {param.values[0].sample.target for param in CITED}
+    assert cited <= watched

@@ -47,7 +47,7 @@ def tag_data(program: ExportedProgram, *, constants: bool, mutable_buffers: bool
 def _tag_states(program: ExportedProgram) -> None:
     """Give a buffer to a partition if it alone reads, writes and sees it.
 
-    A state is private to one partition: the others could not read it, and its new value is no output.
+    A state is private to one partition: others cannot read it, and its new value is no output.
     """
     signature = program.graph_signature
     nodes = {node.name: node for node in program.graph.nodes}

@@ -1,4 +1,4 @@
-"""``CoreMLPartitioner``: options, verdicts on whole programs, data it takes over, flows, report."""
+"""``CoreMLPartitioner``: options, verdicts on whole programs, flows, report."""
 
 from __future__ import annotations
 
@@ -13,86 +13,18 @@ from executorch.exir.backend.backend_api import to_backend
 from executorch.exir.backend.backend_details import BackendDetails
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from support.lowering import fp32_specs, lower, lower_core_aten, reasons
-from support.tolerances import ATOL_RTOL
+from support.partitioned import Network, assert_equal_eager, example
 from torch import nn
 
-from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
+from coreml_delegate import CoreMLBackend, CoreMLPartitioner
 from coreml_delegate.compile_options import CompileOptions, ComputeUnit, Precision
 from coreml_delegate.errors import (
-    ContractError,
     LoweringError,
     OptionError,
     ProgramError,
     UnsupportedOperatorError,
 )
 from coreml_delegate.op_rules import ReasonCode
-from coreml_delegate.runtime.delegate import read_blob
-from coreml_delegate.runtime.mil.program import Function
-from coreml_delegate.targets import Opset
-
-ATOL, RTOL = ATOL_RTOL["fp32"]
-
-
-class Network(nn.Module):
-    """Linear layers around an operator Core ML has not (asinh)."""
-
-    def __init__(self, *, supported: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(4, 4)
-        self.second = nn.Linear(4, 3)
-        self.supported = supported
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.tanh(self.first(x))
-        return self.second(y if self.supported else torch.asinh(y))
-
-
-class Accumulator(nn.Module):
-    """Adds its inputs up in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("total", torch.zeros(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.total.add_(x)
-        return self.total * 2.0
-
-
-class Shared(nn.Module):
-    """One weight used on both sides of an operator Core ML has not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.rand(4, 4) * 0.2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.asinh(x @ self.weight) @ self.weight
-
-
-def example(*shape: int) -> tuple[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return (torch.rand(shape, generator=generator) * 0.5,)
-
-
-def assert_equal_eager(pte: bytes, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-    expected = module(*inputs)
-    (actual,) = runtime.load_program(pte).run("forward", list(inputs))
-    torch.testing.assert_close(actual, expected, atol=ATOL, rtol=RTOL)
-
-
-def delegate_functions(edge: Any) -> list[Function]:
-    """The main function of every delegate of a lowered edge program."""
-    modules = edge.exported_program().graph_module
-    blobs = [
-        getattr(modules, n.target).processed_bytes
-        for n in modules.graph.nodes
-        if n.op == "get_attr" and "lowered_module" in str(n.target)
-    ]
-    return [read_blob(blob)[0].functions["main"] for blob in blobs]
-
 
 # Options
 
@@ -244,182 +176,6 @@ def test_an_op_with_one_unsupported_call_is_decomposed_throughout() -> None:
     assert lowered.operators == ("aten.convolution.default",)
     assert "is computed" in reasons(lowered.report)["aten.convolution.default"]
     assert_equal_eager(lowered.pte, module, inputs)
-
-
-# Constants
-
-
-def test_constants_go_to_the_delegates_that_use_them() -> None:
-    module, inputs = Network(), example(2, 4)
-    lowered = lower(module, inputs)
-    signature = lowered.edge.exported_program().graph_signature
-    assert not signature.inputs_to_parameters
-    assert lowered.report.partitions == ("coreml_0", "coreml_1")
-    assert_equal_eager(lowered.pte, module, inputs)
-
-
-def test_a_constant_shared_by_two_delegates_goes_to_both() -> None:
-    module, inputs = Shared(), example(2, 4)
-    lowered = lower(module, inputs)
-    assert len(lowered.report.partitions) == 2
-    assert [len(f.inputs) for f in delegate_functions(lowered.edge)] == [1, 1]
-    assert_equal_eager(lowered.pte, module, inputs)
-
-
-def test_constants_left_outside_become_inputs() -> None:
-    module, inputs = Network(supported=True), example(2, 4)
-    lowered = lower(module, inputs, take_over_constant_data=False)
-    assert len(lowered.edge.exported_program().graph_signature.inputs_to_parameters) == 4
-    (function,) = delegate_functions(lowered.edge)
-    assert len(function.inputs) == 5
-    assert not lowered.operators
-    assert_equal_eager(lowered.pte, module, inputs)
-
-
-def test_ops_that_need_constants_stay_outside_with_them() -> None:
-    class Convolution(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.conv = nn.Conv2d(2, 3, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.relu(self.conv(x))
-
-    module, inputs = Convolution(), example(1, 2, 5, 5)
-    lowered = lower(module, inputs, take_over_constant_data=False)
-    assert lowered.operators == ("aten.convolution.default",)
-    assert_equal_eager(lowered.pte, module, inputs)
-
-
-@pytest.mark.parametrize("value", [2**31, -(2**31) - 1])
-def test_int64_constants_beyond_int32_stay_outside(value: int) -> None:
-    class Offset(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("offset", torch.tensor([1, value]))
-            self.register_buffer("small", torch.tensor([1, 2**31 - 1]), persistent=False)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return torch.maximum(x, self.offset), torch.minimum(x, self.small)
-
-    module, inputs = Offset(), (torch.tensor([3, 4]),)
-    lowered = lower(module, inputs)
-    assert lowered.operators == ("aten.maximum.default",)
-    assert (
-        f"int64 values {min(1, value)} to {max(1, value)}"
-        in reasons(lowered.report)["aten.maximum.default"]
-    )
-    results = runtime.load_program(lowered.pte).run("forward", list(inputs))
-    for actual, expected in zip(results, module(*inputs), strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
-# Mutable buffers
-
-
-def test_mutable_buffers_become_states() -> None:
-    module = Accumulator()
-    lowered = lower(
-        module,
-        example(3),
-        compile_specs=fp32_specs(minimum_deployment_target=Opset.iOS18),
-    )
-    (function,) = delegate_functions(lowered.edge)
-    assert len(function.states) == 1
-    assert len(function.inputs) == 1
-    run_thrice(lowered.pte)
-
-
-def test_mutable_buffers_outside_become_inputs_and_outputs() -> None:
-    lowered = lower(
-        Accumulator(),
-        example(3),
-        compile_specs=fp32_specs(minimum_deployment_target=Opset.iOS15),
-        take_over_mutable_buffer=False,
-    )
-    (function,) = delegate_functions(lowered.edge)
-    assert not function.states
-    assert len(function.inputs) == 2
-    run_thrice(lowered.pte)
-
-
-def test_states_raise_a_free_deployment_target() -> None:
-    lowered = lower(Accumulator(), example(3))
-    (function,) = delegate_functions(lowered.edge)
-    assert function.opset == Opset.iOS18.mil_name
-    run_thrice(lowered.pte)
-
-
-def run_thrice(pte: bytes) -> None:
-    program, reference = runtime.load_program(pte), Accumulator()
-    # Core ML keeps states in fp16 whatever the precision: these values fit.
-    inputs = (torch.tensor([0.25, -0.5, 1.75]),)
-    for _ in range(3):
-        (actual,) = program.run("forward", list(inputs))
-        torch.testing.assert_close(actual, reference(*inputs), atol=ATOL, rtol=RTOL)
-
-
-class SplitState(nn.Module):
-    """Reads a buffer in one delegate and writes it in another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("total", torch.zeros(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.asinh(self.total * 2.0 + x)
-        self.total.copy_(y + 1.0)
-        return y * 2.0
-
-
-class SeenState(nn.Module):
-    """Uses the new value of a buffer outside the delegate that writes it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("total", torch.zeros(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.total.add_(x)
-        return torch.asinh(self.total)
-
-
-@pytest.mark.parametrize("kind", [SplitState, SeenState])
-def test_buffers_that_are_not_private_to_a_delegate_stay_outside(kind: type[nn.Module]) -> None:
-    lowered = lower(kind(), example(3))
-    assert lowered.operators == ("aten.asinh.default",)
-    assert not any(f.states for f in delegate_functions(lowered.edge))
-    program, reference = runtime.load_program(lowered.pte), kind()
-    for _ in range(3):
-        (actual,) = program.run("forward", list(example(3)))
-        torch.testing.assert_close(actual, reference(*example(3)), atol=ATOL, rtol=RTOL)
-
-
-def test_states_start_at_zero() -> None:
-    module = Accumulator()
-    module.total.fill_(1.5)
-    with pytest.raises(ContractError) as raised:
-        lower(module, example(3))
-    assert str(raised.value) == (
-        "mutable buffer 'total' does not start at zero, as Core ML states do: "
-        "got values from 1.5 to 1.5. Set take_over_mutable_buffer=False, and keep its value with "
-        "ExecuTorch's InitializedMutableBufferPass"
-    )
-
-
-def test_states_need_their_opset() -> None:
-    with pytest.raises(ContractError) as raised:
-        lower(
-            Accumulator(),
-            example(3),
-            compile_specs=fp32_specs(minimum_deployment_target=Opset.iOS17),
-        )
-    assert str(raised.value) == (
-        "mutable buffers become Core ML states, which need iOS18: "
-        "got minimum_deployment_target iOS17 and total. "
-        "Raise it, or set take_over_mutable_buffer=False"
-    )
 
 
 # The full graph

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -382,78 +381,6 @@ def computed(blob: bytes) -> set[DType]:
 def test_unknown_passes_are_refused() -> None:
     with pytest.raises(OptionError, match="unknown coremltools pass: got 'common::dead_code'"):
         build_blob(linear(), CompileOptions(pass_names=("common::dead_code",)))
-
-
-# CoreMLBackend.generate_compile_specs
-
-
-def test_compile_specs_of_the_documented_keywords() -> None:
-    ct = coremltools()
-    specs = CoreMLBackend.generate_compile_specs(
-        compute_unit=ct.ComputeUnit.CPU_AND_NE,
-        minimum_deployment_target=ct.target.iOS17,
-        compute_precision=ct.precision.FLOAT32,
-        model_type=CoreMLBackend.MODEL_TYPE.COMPILED_MODEL,
-        op_linear_quantizer_config={"mode": "linear"},
-        pass_names=["common::dead_code_elimination"],
-    )
-    assert CompileOptions.from_specs(specs) == CompileOptions(
-        ComputeUnit.CPU_AND_NE,
-        Opset.iOS17,
-        Precision.FLOAT32,
-        ModelType.COMPILED_MODEL,
-        {"mode": "linear"},
-        ("common::dead_code_elimination",),
-    )
-    assert {s.key: bytes(s.value) for s in specs} == {
-        "compute_units": b"cpu_and_ne",
-        "min_deployment_target": b"8",
-        "model_compute_precision": b"float32",
-        "model_type": b"compiled_model",
-        "op_linear_quantizer_config": json.dumps({"mode": "linear"}).encode(),
-        "pass_pipeline": b'["common::dead_code_elimination"]',
-    }
-
-
-def test_compile_specs_default() -> None:
-    assert CompileOptions.from_specs(CoreMLBackend.generate_compile_specs()) == CompileOptions()
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"compute_unit": "all"}, "compute_unit has an unknown value: got 'all'"),
-        ({"compute_precision": 16}, "compute_precision has an unknown value: got 16"),
-        ({"model_type": None}, "model_type has an unknown value: got None"),
-        ({"minimum_deployment_target": 3}, "minimum_deployment_target has no ML Programs: got 3"),
-    ],
-)
-def test_compile_specs_refused(keywords: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError) as raised:
-        CoreMLBackend.generate_compile_specs(**keywords)
-    assert str(raised.value).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        (("compute_units", b"npu"), "compile spec 'compute_units' has an unknown value"),
-        (("min_deployment_target", b"5"), "is not a specification version with ML Programs"),
-        (("pass_pipeline", b"{}"), "expected a JSON list of strings"),
-        (("op_linear_quantizer_config", b"[]"), "expected a JSON object"),
-        (("op_linear_quantizer_config", b"{"), "is not JSON"),
-        (("model_type", b"\xff"), "is not UTF-8 text"),
-    ],
-)
-def test_compile_specs_that_do_not_decode(spec: tuple[str, bytes], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        CompileOptions.from_specs([CompileSpec(*spec)])
-
-
-def test_a_compile_spec_given_twice() -> None:
-    spec = CompileSpec("compute_units", b"all")
-    with pytest.raises(OptionError, match="given twice: got 'compute_units'"):
-        CompileOptions.from_specs([spec, spec])
 
 
 def test_preprocess_writes_the_canonical_specs_back() -> None:

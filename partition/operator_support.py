@@ -116,7 +116,8 @@ _NAMESPACES = ("aten", "dim_order_ops", "quantized_decomposed", "torchao")
 def _overloads_of(namespace: str) -> dict[str, set[str]]:
     """The operators of a namespace with their overloads, all in lower case."""
     found: dict[str, set[str]] = {}
-    for schema in torch._C._jit_get_all_schemas():
+    schemas: Any = torch._C._jit_get_all_schemas()  # pyright: ignore[reportPrivateUsage]
+    for schema in schemas:
         prefix, _, op = schema.name.partition("::")
         if prefix == namespace:
             found.setdefault(op.lower(), set()).add(schema.overload_name.lower() or "default")

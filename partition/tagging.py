@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from executorch.exir.backend.utils import tag_constant_data
 from torch.export import ExportedProgram
 from torch.fx import Node
@@ -51,7 +53,8 @@ def _tag_states(program: ExportedProgram) -> None:
     """
     signature = program.graph_signature
     nodes = {node.name: node for node in program.graph.nodes}
-    results = [node.name for node in program.graph.output_node().args[0] if isinstance(node, Node)]
+    returned: Any = program.graph.output_node().args[0]
+    results = [node.name for node in returned if isinstance(node, Node)]
     new_values = {key: name for name, key in signature.buffers_to_mutate.items()}
     for name, key in signature.inputs_to_buffers.items():
         if key not in new_values or not nodes[name].users:

@@ -45,12 +45,22 @@ class WideConstants:
         self._has_literals |= any(numbers_fit(OpCall.of(node)) is not None for node in calls)
 
     def obstacles(self, program: ExportedProgram) -> dict[Node, Reason]:
-        """The calls in ``program`` that use such a constant, each with the reason."""
-        found: dict[Node, Reason] = {}
+        """The calls in ``program`` that such a constant reaches as an integer, with the reason."""
+        wide: dict[Node, Reason] = {}
         for node, key in _constants(program):
             reason = self._reason(node, key, _value(program, key))
             if reason is not None:
-                found.update(dict.fromkeys(node.users, reason))
+                wide[node] = reason
+        found: dict[Node, Reason] = {}
+        for node in program.graph.nodes:
+            if node.op != "call_function":
+                continue
+            reasons = [wide[n] for n in node.all_input_nodes if n in wide]
+            if reasons:
+                found[node] = reasons[0]
+            reason = found.get(node) or numbers_fit(OpCall.of(node))
+            if reason is not None and _is_int64(node):
+                wide[node] = reason
         return found
 
     def _reason(self, node: Node, key: str, value: torch.Tensor | None) -> Reason | None:
@@ -95,6 +105,12 @@ def _extent(value: torch.Tensor | None) -> tuple[int, int] | None:
         return None
     low, high = (int(limit) for limit in torch.aminmax(value))
     return None if INT32.min <= low and high <= INT32.max else (low, high)
+
+
+def _is_int64(node: Node) -> bool:
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else (value,)
+    return any(isinstance(v, torch.Tensor) and v.dtype is torch.int64 for v in values)
 
 
 def _is_hidden_integer(value: torch.Tensor | None) -> bool:

@@ -6,6 +6,7 @@ import difflib
 import shutil
 import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -164,6 +165,8 @@ def _quiet() -> Generator[None]:
         np.errstate(over="ignore"),
         mock.patch(frontend, silent),
         mock.patch(passes, silent),
+        # Names count up over a process's life; each conversion's bytes are to be its own affair.
+        mock.patch("coremltools.converters.mil.mil.Builder.name_count", defaultdict(int)),
     ):
         yield
 

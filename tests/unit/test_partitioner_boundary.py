@@ -1,0 +1,161 @@
+"""What crosses the boundary of a delegate: layouts, identities, names, several results, ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.lowering import lower, reasons
+from support.tolerances import ATOL_RTOL
+from torch import nn
+
+from coreml_delegate import runtime
+from coreml_delegate.op_rules import ReasonCode
+
+ATOL, RTOL = ATOL_RTOL["fp32"]
+
+
+class Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(x)
+
+
+def assert_equal_eager(pte: bytes, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    expected = module(*inputs)
+    results = runtime.load_program(pte).run("forward", list(inputs))
+    wanted = expected if isinstance(expected, tuple) else (expected,)
+    for actual, tensor in zip(results, wanted, strict=True):
+        torch.testing.assert_close(actual, tensor, atol=ATOL, rtol=RTOL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda x: x.clone(), id="clone"),
+        pytest.param(lambda x: (x.clone(), x.clone()), id="twice"),
+        pytest.param(lambda x: x.squeeze(0), id="squeeze"),
+        pytest.param(lambda x: x[:, 0:3], id="slice"),
+        pytest.param(lambda x: nn.functional.dropout(x, 0.5, training=False), id="dropout"),
+        pytest.param(lambda x: (lambda y: (y, y.clone()))(torch.cat([x, x])), id="result"),
+    ],
+)
+def test_results_that_are_arguments(function: Callable[..., Any], dtype: torch.dtype) -> None:
+    """Coremltools gives both one name; two features cannot share it."""
+    module, inputs = Function(function), (torch.ones(2, 3).to(dtype),)
+    lowered = lower(module, inputs)
+    assert not lowered.operators
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
+def test_a_scalar_result_that_is_an_argument() -> None:
+    module, inputs = Function(lambda x: (x.sum(), x.sum().clone())), (torch.ones(2, 3),)
+    lowered = lower(module, inputs)
+    assert not lowered.operators
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
+class Image(nn.Module):
+    """A convolution and what follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.conv(x))
+
+
+def test_channels_last_inputs_stay_outside() -> None:
+    module = Image()
+    inputs = (torch.rand(1, 3, 5, 6).to(memory_format=torch.channels_last),)
+    lowered = lower(module, inputs)
+    assert {n.reason.code for n in lowered.report.undelegated if n.reason} == {ReasonCode.LAYOUT}
+    text = reasons(lowered.report)["aten.convolution.default"]
+    assert text == "'x' has dim order (0, 2, 3, 1), Core ML is row-major"
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
+def test_row_major_copies_of_channels_last_inputs_are_delegated() -> None:
+    image = Image()
+    module = Function(lambda x: image(x.contiguous()))
+    inputs = (torch.rand(1, 3, 5, 6).to(memory_format=torch.channels_last),)
+    lowered = lower(module, inputs)
+    assert lowered.operators == ("dim_order_ops._clone_dim_order.default",)
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
+def test_channels_last_weights_are_delegated() -> None:
+    module: Any = Image().to(memory_format=torch.channels_last)
+    inputs = (torch.rand(1, 3, 5, 6),)
+    lowered = lower(module, inputs)
+    assert not lowered.operators
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
+def test_inputs_named_like_constants_are_inputs() -> None:
+    class Named(nn.Module):
+        def forward(
+            self, x: torch.Tensor, p_weight: torch.Tensor, b_bias: torch.Tensor
+        ) -> torch.Tensor:
+            return nn.functional.conv2d(x, p_weight, b_bias)
+
+    module, inputs = Named(), (torch.ones(1, 2, 5, 5), torch.ones(3, 2, 3, 3), torch.ones(3))
+    lowered = lower(module, inputs)
+    assert lowered.operators == ("aten.convolution.default",)
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
+def test_results_of_a_skipped_op_stay_outside_with_it() -> None:
+    module = Function(lambda x: torch.split(x, [1, 2], dim=1)[1] * 2.0)
+    inputs = (torch.rand(2, 3),)
+    lowered = lower(module, inputs, skip_ops_for_coreml_delegation=["split_with_sizes"])
+    assert "aten.split_with_sizes_copy.default" in lowered.operators
+    text = reasons(lowered.report)["operator.getitem"]
+    assert text.startswith("part of aten.split_with_sizes_copy.default: ")
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
+def test_numbers_beyond_int32_and_what_they_reach_stay_outside() -> None:
+    module = Function(lambda x: torch.relu((x + 2**32 + 1).float()) * 2.0)
+    inputs = (torch.tensor([-5, 7]),)
+    lowered = lower(module, inputs)
+    assert lowered.operators == (
+        "aten.add.Tensor",
+        "aten.add.Tensor",
+        "dim_order_ops._to_dim_order_copy.default",
+    )
+    assert "may be beyond int32" in reasons(lowered.report)["aten.add.Tensor"]
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
+def windows(x: torch.Tensor) -> torch.Tensor:
+    """Splits an image into windows, as window attention does."""
+    n, c, h, w = x.shape
+    split = x.reshape(n, c, h // 2, 2, w // 2, 2)
+    return split.permute(0, 2, 4, 3, 5, 1).reshape(-1, 4, c)
+
+
+def test_rank_six_between_reshapes_is_delegated() -> None:
+    module, inputs = Function(windows), (torch.rand(1, 3, 4, 6),)
+    lowered = lower(module, inputs)
+    assert not lowered.operators
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
+def test_rank_six_elsewhere_stays_outside() -> None:
+    module = Function(lambda x: x.reshape(1, 2, 1, 2, 1, 3).permute(5, 4, 3, 2, 1, 0))
+    inputs = (torch.rand(4, 3),)
+    lowered = lower(module, inputs)
+    assert set(lowered.operators) == {"aten.view_copy.default", "aten.permute_copy.default"}
+    assert all("rank 6" in why for why in reasons(lowered.report).values())
+    assert_equal_eager(lowered.pte, module, inputs)

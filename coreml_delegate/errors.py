@@ -62,7 +62,13 @@ class UnsupportedOperatorError(LoweringError):
 
 
 class ConversionError(LoweringError):
-    """Coremltools failed to convert a partition that the rules had accepted."""
+    """Coremltools failed to convert a partition that the rules had accepted.
+
+    Attributes:
+        node: Name of the graph node it failed at, or None if it failed at no single one.
+    """
+
+    node: str | None = None
 
 
 class ContractError(LoweringError):

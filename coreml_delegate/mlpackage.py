@@ -56,11 +56,19 @@ def map_folder(folder: Path) -> dict[str, memoryview]:
 
     Raises:
         ProgramError: No such folder.
+        BlobFormatError: A link in it leads out of it.
     """
     if not folder.is_dir():
         raise ProgramError("no such mlpackage", got=str(folder), expected="a folder")
     files: dict[str, memoryview] = {}
+    root = folder.resolve()
     for path in sorted(folder.rglob("*")):
+        if path.is_symlink() and not _inside(path, root):
+            raise BlobFormatError(
+                "a link leads out of the mlpackage",
+                got=path.relative_to(folder).as_posix(),
+                remedy="Copy the package with its links followed (cp -RL)",
+            )
         if path.is_file():
             files[path.relative_to(folder).as_posix()] = _map_file(path)
     return files
@@ -132,6 +140,13 @@ def write_folder(
         os.replace(complete, destination)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _inside(link: Path, root: Path) -> bool:
+    try:
+        return link.resolve(strict=True).is_relative_to(root)
+    except (OSError, RuntimeError):  # dangling, or a circle
+        return False
 
 
 def _map_file(path: Path) -> memoryview:

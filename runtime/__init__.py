@@ -10,15 +10,18 @@ if __name__ == "runtime":
 
 from coreml_delegate.blob import Buffer
 from coreml_delegate.errors import OptionError
+from coreml_delegate.mlpackage import map_folder
 from coreml_delegate.runtime.coremltools_patch import CoreMLToolsPatch, patch_coremltools
-from coreml_delegate.runtime.delegate import delegate_loader, read_blob
-from coreml_delegate.runtime.engines.base import EngineOptions, State
+from coreml_delegate.runtime.delegate import blob_files, delegate_loader
+from coreml_delegate.runtime.diagnosis import Diagnosis, Fault, ValueReport
+from coreml_delegate.runtime.engines.base import EngineOptions, Precision, State
+from coreml_delegate.runtime.engines.entry_cache import CacheOptions
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
-from coreml_delegate.runtime.mil.package import read_mlpackage
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.runtime.program import stock
 from coreml_delegate.runtime.program.host import PythonProgram
 from coreml_delegate.runtime.program.stock import StockProgram
+from coreml_delegate.runtime.tracing import TracedValue
 
 HOSTS = (AUTO, "python", "stock")
 """Hosts of ``.pte`` programs: the Python executor, or ExecuTorch's own runtime."""
@@ -48,8 +51,9 @@ def load_mlpackage(
         UnsupportedOpError: The engine lacks an op.
         EngineUnavailableError: The engine cannot be used here.
     """
-    program = read_mlpackage(path)
-    return Model(program, function_name=function_name, engine=engine, options=options)
+    return Model.from_files(
+        map_folder(Path(path)), function_name=function_name, engine=engine, options=options
+    )
 
 
 def load_blob(
@@ -71,8 +75,8 @@ def load_blob(
         BlobFormatError: Not a blob, or a part is missing or malformed.
         CoreMLDelegateError: As ``load_mlpackage``.
     """
-    program, _ = read_blob(blob)
-    return Model(program, function_name=function_name, engine=engine, options=options)
+    files, _ = blob_files(blob)
+    return Model.from_files(files, function_name=function_name, engine=engine, options=options)
 
 
 def load_program(
@@ -136,12 +140,18 @@ def register(*, engine: str = AUTO, options: EngineOptions | None = None) -> Non
 
 __all__ = [
     "HOSTS",
+    "CacheOptions",
     "CoreMLToolsPatch",
+    "Diagnosis",
     "EngineOptions",
+    "Fault",
     "Model",
+    "Precision",
     "PythonProgram",
     "State",
     "StockProgram",
+    "TracedValue",
+    "ValueReport",
     "load_blob",
     "load_mlpackage",
     "load_program",

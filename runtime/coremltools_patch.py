@@ -25,11 +25,10 @@ import numpy as np
 
 from coreml_delegate import third_party
 from coreml_delegate.errors import CoreMLDelegateError, InputError, OptionError
+from coreml_delegate.mlpackage import map_folder
 from coreml_delegate.runtime.engines.base import Array, EngineOptions, State
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
 from coreml_delegate.runtime.mil.opset import Opset
-from coreml_delegate.runtime.mil.package import read_mlpackage
-from coreml_delegate.runtime.mil.program import Program
 from coreml_delegate.runtime.mil.reader import read_program
 from coreml_delegate.runtime.model import Model
 
@@ -211,13 +210,19 @@ class ModelLoader:
             _only_core_ml("compiled models (.mlmodelc)")
         started = time.perf_counter_ns()
         with _as_framework_error():
-            model = Model(
-                _read(Path(path)),
-                function_name=function_name or None,
+            model = self._model(Path(path), function_name or None)
+        return ModelProxy(model, time.perf_counter_ns() - started)
+
+    def _model(self, path: Path, function_name: str | None) -> Model:
+        if path.is_dir():
+            return Model.from_files(
+                map_folder(path),
+                function_name=function_name,
                 engine=self.engine,
                 options=self.options,
             )
-        return ModelProxy(model, time.perf_counter_ns() - started)
+        program = read_program(path.read_bytes(), {})
+        return Model(program, function_name=function_name, engine=self.engine, options=self.options)
 
     def maximum_supported_specification_version(self) -> int:
         """The newest specification version that the engines read."""
@@ -337,10 +342,6 @@ def _install() -> None:
     if not _ORIGINALS:
         _ORIGINALS.update({name: vars(module)[name] for name in replacements})
     vars(module).update(replacements)
-
-
-def _read(path: Path) -> Program:
-    return read_mlpackage(path) if path.is_dir() else read_program(path.read_bytes(), {})
 
 
 def _only_core_ml(what: str) -> NoReturn:

@@ -11,6 +11,7 @@ from coreml_delegate.blob import BlobReference, Buffer, unflatten
 from coreml_delegate.errors import BlobFormatError, InputError, ProgramError
 from coreml_delegate.metadata import FILE_NAME as METADATA
 from coreml_delegate.metadata import MethodMetadata, ModelMetadata
+from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.mil.package import read_files
 from coreml_delegate.runtime.mil.program import Program
@@ -49,18 +50,31 @@ class CoreMLDelegate:
             InputError: Another number of inputs.
             ExecutionError: An op failed.
         """
+        results = self.model.run_unchecked(self._arrays(inputs), self._state)
+        return [torch.from_numpy(results[name]) for name in self._outputs]
+
+    def diagnose(
+        self, inputs: Sequence[torch.Tensor], *, min_sqnr_db: float = MIN_SQNR_DB
+    ) -> Diagnosis:
+        """What a call with these inputs would compute, value by value; the state stays as it is.
+
+        Args:
+            inputs: As for a call.
+            min_sqnr_db: See ``Model.diagnose``.
+        """
+        return self.model.diagnose(self._arrays(inputs), self._state, min_sqnr_db=min_sqnr_db)
+
+    def _arrays(self, inputs: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
         if len(inputs) != len(self._inputs):
             raise InputError(
                 "wrong number of delegate inputs",
                 got=str(len(inputs)),
                 expected=str(len(self._inputs)),
             )
-        arrays = {
+        return {
             name: _array(tensor, dtype, shape)
             for (name, dtype, shape), tensor in zip(self._inputs, inputs, strict=True)
         }
-        results = self.model.run_unchecked(arrays, self._state)
-        return [torch.from_numpy(results[name]) for name in self._outputs]
 
 
 def delegate_loader(engine: str, options: EngineOptions | None = None) -> DelegateLoader:
@@ -73,8 +87,8 @@ def delegate_loader(engine: str, options: EngineOptions | None = None) -> Delega
 
     def load(payload: DelegatePayload) -> CoreMLDelegate:
         blob, function = resolve(payload)
-        program, metadata = read_blob(blob)
-        model = Model(program, function_name=function, engine=engine, options=options)
+        files, metadata = blob_files(blob)
+        model = Model.from_files(files, function_name=function, engine=engine, options=options)
         return CoreMLDelegate(model, metadata.method(payload.method_name))
 
     return load
@@ -104,10 +118,21 @@ def read_blob(blob: Buffer) -> tuple[Program, ModelMetadata]:
         BlobFormatError: The bytes are no blob, or a part is missing or malformed.
         ProgramError: The blob holds a model compiled for Apple devices.
     """
+    files, metadata = blob_files(blob)
+    return read_files(files), metadata
+
+
+def blob_files(blob: Buffer) -> tuple[dict[str, memoryview], ModelMetadata]:
+    """The files of the mlpackage inside a blob, views of it, and the blob's metadata.
+
+    Raises:
+        BlobFormatError: The bytes are no blob, or a part is missing or malformed.
+        ProgramError: The blob holds a model compiled for Apple devices.
+    """
     files = unflatten(blob)
     if METADATA not in files:
         raise BlobFormatError("blob lacks its metadata", expected=METADATA)
-    return read_files(package_files(files)), ModelMetadata.decode(files[METADATA])
+    return package_files(files), ModelMetadata.decode(files[METADATA])
 
 
 def package_files(files: Mapping[str, memoryview]) -> dict[str, memoryview]:

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coreml_delegate.blob import Buffer
 from coreml_delegate.errors import InputError, ProgramError
+from coreml_delegate.runtime import diagnosis, tracing
+from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
+from coreml_delegate.runtime.engines import memory
 from coreml_delegate.runtime.engines.base import EngineOptions, State
+from coreml_delegate.runtime.engines.reference import REFERENCE, ReferenceFunction
 from coreml_delegate.runtime.engines.selection import AUTO, compile_function
+from coreml_delegate.runtime.engines.shapes import check_shape, smallest_shape
+from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.dtypes import DType
-from coreml_delegate.runtime.mil.program import Feature, Function, Program, TensorType
+from coreml_delegate.runtime.mil.package import read_files
+from coreml_delegate.runtime.mil.program import (
+    Feature,
+    Function,
+    Program,
+    StateType,
+    TensorType,
+)
+from coreml_delegate.runtime.tracing import Listener
 
 Array = NDArray[Any]
 
@@ -25,6 +42,8 @@ class Model:
         function_name: None for the program's default function.
         engine: ``auto``, ``openvino`` or ``reference``.
         options: How to execute.
+        source: The bytes ``program`` was read from. With them, what is compiled is shared with
+            whoever runs the same function, and may be found in the cache.
 
     Raises:
         ProgramError: No such function.
@@ -38,10 +57,13 @@ class Model:
         function_name: str | None = None,
         engine: str = AUTO,
         options: EngineOptions | None = None,
+        source: ProgramSource | None = None,
     ) -> None:
         self.program = program
         self.function = _function(program, function_name)
-        self._selection = compile_function(engine, self.function, options or EngineOptions())
+        self._selection = compile_function(
+            engine, self.function, options or EngineOptions(), source
+        )
         self._compiled = self._selection.compiled
         params = {p.name: p.type for p in self.function.params}
         self._param_dtypes = {
@@ -49,6 +71,34 @@ class Model:
             for f in self.function.inputs
             if isinstance(param := params[f.name], TensorType)
         }
+
+    @classmethod
+    def from_files(
+        cls,
+        files: Mapping[str, Buffer],
+        *,
+        function_name: str | None = None,
+        engine: str = AUTO,
+        options: EngineOptions | None = None,
+    ) -> Model:
+        """A function of the mlpackage that consists of ``files``.
+
+        Args:
+            files: Relative POSIX path to content; constants are views of it.
+            function_name: As for the class, as are the others.
+            engine: See there.
+            options: See there.
+
+        Raises:
+            BlobFormatError: A part is missing or malformed.
+            ProgramError: Not an ML Program, or no such function.
+            CoreMLDelegateError: See ``compile_function``.
+        """
+        program = read_files(files)
+        source = ProgramSource.of_files(files)
+        return cls(
+            program, function_name=function_name, engine=engine, options=options, source=source
+        )
 
     @property
     def engine_name(self) -> str:
@@ -71,7 +121,12 @@ class Model:
         return tuple(f.name for f in self.function.outputs)
 
     def make_state(self) -> State | None:
-        """Fresh state, all zeros, to pass to ``predict``; None for a stateless function."""
+        """Fresh state, all zeros, to pass to ``predict``; None for a stateless function.
+
+        Raises:
+            ExecutionError: It does not fit into memory.
+        """
+        memory.require(_state_bytes(self.function), "the state")
         return self._compiled.make_state()
 
     def predict(self, inputs: Mapping[str, Any], state: State | None = None) -> dict[str, Array]:
@@ -89,12 +144,55 @@ class Model:
             InputError: A name, shape or dtype that the function does not take.
             ExecutionError: An op failed.
         """
-        unknown = sorted(set(inputs) - set(self.input_names))
-        if unknown:
-            raise InputError(
-                "unknown input", got=", ".join(unknown), expected=", ".join(self.input_names)
-            )
-        return self._compiled({f.name: self._input(f, inputs) for f in self.function.inputs}, state)
+        return self._compiled(self._inputs(inputs), state)
+
+    def trace(
+        self, inputs: Mapping[str, Any], listener: Listener, state: State | None = None
+    ) -> dict[str, Array]:
+        """Run once on the reference engine and tell ``listener`` every value on the way.
+
+        Args:
+            inputs: As ``predict`` takes them.
+            listener: Told about every value, nested blocks and each turn of a loop included.
+            state: From ``make_state``; read, and left as it is.
+
+        Returns:
+            Arrays by output name, as the reference engine computes them.
+
+        Raises:
+            InputError: A name, shape or dtype that the function does not take.
+            UnsupportedOpError: The reference engine lacks an op.
+            ExecutionError: An op failed.
+        """
+        return tracing.trace(
+            self.function, self._reference, self._inputs(inputs), listener, state=state
+        )
+
+    def diagnose(
+        self,
+        inputs: Mapping[str, Any],
+        state: State | None = None,
+        *,
+        min_sqnr_db: float = MIN_SQNR_DB,
+    ) -> Diagnosis:
+        """Find where the program loses its numbers: the first NaN, overflow or large error.
+
+        Args:
+            inputs: As ``predict`` takes them.
+            state: From ``make_state``; read, and left as it is.
+            min_sqnr_db: A value whose signal over error, against the program computed in fp32, is
+                lower is inaccurate.
+
+        Raises:
+            CoreMLDelegateError: As ``trace``.
+        """
+        return diagnosis.diagnose(
+            self.function,
+            self._reference,
+            self._inputs(inputs),
+            state=state,
+            min_sqnr_db=min_sqnr_db,
+        )
 
     def run_unchecked(self, inputs: Mapping[str, Array], state: State | None) -> dict[str, Array]:
         """``predict`` without checks, for callers that guarantee names, shapes and MIL dtypes."""
@@ -103,6 +201,21 @@ class Model:
     def param_dtypes(self) -> tuple[np.dtype[Any], ...]:
         """Dtype of each input as the MIL program takes it, in declaration order."""
         return tuple(self._param_dtypes[name].numpy for name in self.input_names)
+
+    @functools.cached_property
+    def _reference(self) -> ReferenceFunction:
+        """The function on the engine that can be looked into."""
+        if isinstance(self._compiled, ReferenceFunction):
+            return self._compiled
+        return REFERENCE.compile(self.function, EngineOptions())
+
+    def _inputs(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
+        unknown = sorted(set(inputs) - set(self.input_names))
+        if unknown:
+            raise InputError(
+                "unknown input", got=", ".join(unknown), expected=", ".join(self.input_names)
+            )
+        return {feature.name: self._input(feature, inputs) for feature in self.function.inputs}
 
     def _input(self, feature: Feature, inputs: Mapping[str, Any]) -> Array:
         if feature.name not in inputs:
@@ -116,7 +229,7 @@ class Model:
         array = np.asarray(inputs[feature.name])
         if array.ndim == 0 and feature.type.shape == (1,):
             array = array.reshape(1)
-        _check_shape(feature, array.shape)
+        check_shape(feature, array.shape)
         return _cast(feature, array, self._param_dtypes[feature.name])
 
 
@@ -130,32 +243,15 @@ def _function(program: Program, name: str | None) -> Function:
         ) from None
 
 
+def _state_bytes(function: Function) -> int:
+    types = [p.type.wrapped for p in function.params if isinstance(p.type, StateType)]
+    return sum(t.dtype.bits // 8 * math.prod(d or 1 for d in t.shape or ()) for t in types)
+
+
 def _default(feature: Feature, dtype: DType) -> Array:
-    shape = tuple(d if d is not None else 1 for d in feature.type.shape or ())
+    shape = smallest_shape(feature)
+    memory.require(math.prod(shape) * dtype.bits // 8, f"the default of input {feature.name!r}")
     return np.full(shape, feature.default or 0, dtype=dtype.numpy)
-
-
-def _check_shape(feature: Feature, shape: tuple[int, ...]) -> None:
-    if feature.shapes:
-        fits = shape in feature.shapes
-        expected = " or ".join(str(s) for s in feature.shapes)
-    elif feature.bounds:
-        fits = len(shape) == len(feature.bounds) and all(
-            low <= d and (high is None or d <= high)
-            for d, (low, high) in zip(shape, feature.bounds, strict=True)
-        )
-        expected = str([f"{low}..{'' if high is None else high}" for low, high in feature.bounds])
-    else:
-        declared = feature.type.shape
-        fits = declared is None or (
-            len(shape) == len(declared)
-            and all(want is None or d == want for d, want in zip(shape, declared, strict=True))
-        )
-        expected = str(feature.type)
-    if not fits:
-        raise InputError(
-            f"input {feature.name!r} has the wrong shape", got=str(shape), expected=expected
-        )
 
 
 def _cast(feature: Feature, array: Array, dtype: DType) -> Array:

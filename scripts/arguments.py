@@ -12,6 +12,7 @@ from coreml_delegate.targets import Opset
 COMPUTE_UNITS = ("all", "cpu_and_gpu", "cpu_and_ne", "cpu_only")
 PRECISIONS = ("float16", "float32")
 ENGINES = ("auto", "openvino", "reference")
+ENGINE_PRECISIONS = ("f32", "bf16")
 HOSTS = ("auto", "python", "stock")
 
 _SOURCE_HELP = (
@@ -59,6 +60,17 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
         "ExecuTorch's own runtime (stock)",
     )
     parser.add_argument("--threads", type=positive, help="CPU threads (default: the engine's)")
+    parser.add_argument(
+        "--engine-precision",
+        choices=ENGINE_PRECISIONS,
+        default="f32",
+        help="what the openvino engine computes in (default: f32)",
+    )
+    add_method(parser)
+
+
+def add_method(parser: argparse.ArgumentParser) -> None:
+    """``--method``."""
     parser.add_argument("--method", help="method of the program (default: forward)")
 
 

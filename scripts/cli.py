@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from coreml_delegate.errors import CoreMLDelegateError
 from coreml_delegate.scripts import (
+    compiled_cache,
     console,
     demo,
     export,
@@ -23,12 +24,25 @@ from coreml_delegate.scripts import (
     inspect_program,
     interruption,
     run,
+    trace_values,
     verify,
 )
 
 logger = logging.getLogger(__name__)
 
-COMMANDS = tuple(module.COMMAND for module in (export, extract, inspect_program, run, verify, demo))
+COMMANDS = tuple(
+    module.COMMAND
+    for module in (
+        export,
+        extract,
+        inspect_program,
+        run,
+        verify,
+        trace_values,
+        compiled_cache,
+        demo,
+    )
+)
 _DONE, _FAILED = 0, 1
 
 

@@ -49,7 +49,15 @@ class Loaded(Protocol):
         ...
 
 
-def load(path: Path, *, method: str | None, host: str, engine: str, threads: int | None) -> Loaded:
+def load(
+    path: Path,
+    *,
+    method: str | None,
+    host: str,
+    engine: str,
+    threads: int | None,
+    precision: str = "f32",
+) -> Loaded:
     """Load a program.
 
     Args:
@@ -59,22 +67,29 @@ def load(path: Path, *, method: str | None, host: str, engine: str, threads: int
         host: ``auto``, ``python`` or ``stock``; an ``.mlpackage`` needs none.
         engine: ``auto``, ``openvino`` or ``reference``.
         threads: CPU threads, or None for the engine's default.
+        precision: What the engine computes in, ``f32`` or ``bf16``.
 
     Raises:
         CoreMLDelegateError: See ``runtime.load_program`` and ``runtime.load_mlpackage``.
     """
-    options = runtime.EngineOptions(threads=threads)
-    if path.suffix == PACKAGE_SUFFIX or path.is_dir():
+    options = runtime.EngineOptions(threads=threads, precision=precision)
+    if is_package(path):
         if host != "auto":
             raise OptionError("--host goes with a .pte", got=str(path))
         return _Package(
             runtime.load_mlpackage(path, function_name=method, engine=engine, options=options)
         )
     program = runtime.load_program(path, host=host, engine=engine, options=options)
-    return _Program(program, method or _default_method(program.method_names))
+    return _Program(program, method or default_method(program.method_names))
 
 
-def _default_method(names: Sequence[str]) -> str:
+def is_package(path: Path) -> bool:
+    """Whether ``path`` is taken for an ``.mlpackage`` rather than a ``.pte``."""
+    return path.suffix == PACKAGE_SUFFIX or path.is_dir()
+
+
+def default_method(names: Sequence[str]) -> str:
+    """The method to run when the caller names none."""
     return names[0] if len(names) == 1 else "forward"
 
 
@@ -82,13 +97,20 @@ class _Program:
     def __init__(self, program: runtime.PythonProgram | runtime.StockProgram, method: str) -> None:
         self._program = program
         self._method = method
-        specs = program.program.method(method).input_specs
-        self.inputs = tuple(_port(index, spec) for index, spec in enumerate(specs))
+        self.inputs = program_ports(program, method)
         program.load_method(method)
 
     def run(self, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
         results = self._program.run(self._method, inputs)
         return {f"output_{index}": torch.as_tensor(result) for index, result in enumerate(results)}
+
+
+def program_ports(
+    program: runtime.PythonProgram | runtime.StockProgram, method: str
+) -> tuple[Port, ...]:
+    """The inputs of a method of a ``.pte``."""
+    specs = program.program.method(method).input_specs
+    return tuple(_port(index, spec) for index, spec in enumerate(specs))
 
 
 def _port(index: int, spec: Any) -> Port:
@@ -101,7 +123,7 @@ class _Package:
     def __init__(self, model: runtime.Model) -> None:
         self._model = model
         self._state = model.make_state()
-        self.inputs = tuple(_feature_port(feature) for feature in model.function.inputs)
+        self.inputs = tuple(feature_port(feature) for feature in model.function.inputs)
 
     def run(self, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
         arrays = {port.name: value.numpy() for port, value in zip(self.inputs, inputs, strict=True)}
@@ -109,7 +131,8 @@ class _Package:
         return {name: torch.from_numpy(array) for name, array in results.items()}
 
 
-def _feature_port(feature: Feature) -> Port:
+def feature_port(feature: Feature) -> Port:
+    """An input of an ``.mlpackage``."""
     shape = tuple(1 if d is None else d for d in feature.type.shape or ())
     if feature.shapes:
         shape = feature.shapes[0]

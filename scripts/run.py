@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
             host=args.host,
             engine=args.engine,
             threads=args.threads,
+            precision=args.engine_precision,
         )
     if args.input:
         inputs = read_inputs(args.input, program.inputs)

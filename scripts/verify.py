@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
             host=args.host,
             engine=args.engine,
             threads=args.threads,
+            precision=args.engine_precision,
         )
     with console.step(f"Loading {args.source}"):
         source = load_source(

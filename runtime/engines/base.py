@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coreml_delegate.errors import OptionError
+from coreml_delegate.runtime.engines.entry_cache import CacheOptions
+from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function
 
 Array = NDArray[np.generic]
+
+
+class Precision(enum.Enum):
+    """The floating-point type that a fast engine computes in.
+
+    An engine whose point is to compute at the program's own dtypes takes ``F32`` alone, which asks
+    for nothing less than the program declares.
+    """
+
+    F32 = "f32"
+    BF16 = "bf16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +35,32 @@ class EngineOptions:
 
     Attributes:
         threads: CPU threads, or None for the engine's default.
+        precision: A ``Precision`` or its value, ``"f32"`` or ``"bf16"``.
+        cache: Where compiled programs are kept between processes, or None to keep none. By default
+            what the environment says; see ``CacheOptions.from_environment``.
+
+    Raises:
+        OptionError: No such precision, or fewer threads than one; or the environment says something
+            that is not understood.
     """
 
     threads: int | None = None
+    precision: Precision | str = Precision.F32
+    cache: CacheOptions | None = field(default_factory=CacheOptions.from_environment)
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise OptionError(
+                "wrong number of threads", got=str(self.threads), expected="1 or more, or None"
+            )
+        try:
+            object.__setattr__(self, "precision", Precision(self.precision))
+        except ValueError:
+            raise OptionError(
+                "unknown engine precision",
+                got=repr(self.precision),
+                expected=" | ".join(member.value for member in Precision),
+            ) from None
 
 
 class State(Protocol):
@@ -82,10 +120,19 @@ class Engine(Protocol):
         """What in ``function`` this engine cannot take, one reason each; empty if nothing."""
         ...
 
-    def compile(self, function: Function, options: EngineOptions) -> CompiledFunction:
+    def compile(
+        self, function: Function, options: EngineOptions, source: ProgramSource | None = None
+    ) -> CompiledFunction:
         """Prepare ``function`` for execution.
 
+        Args:
+            function: The function to run.
+            options: How to execute.
+            source: The bytes that ``function`` was read from; what is compiled without them can be
+                neither found in a cache nor put there.
+
         Raises:
+            OptionError: The engine does not have the precision asked for.
             EngineUnavailableError: See ``unavailable_reason``.
             UnsupportedOpError: See ``unsupported``.
         """

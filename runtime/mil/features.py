@@ -72,6 +72,7 @@ def _feature(message: Any, types: Mapping[str, ValueType], function: str) -> Fea
     mil = declared.wrapped if isinstance(declared, StateType) else declared
     if not isinstance(mil, TensorType):
         raise ProgramError(f"feature {message.name!r} is not a tensor", got=str(declared))
+    _ = mil.dtype.numpy  # a feature is passed as an array: types that have none are refused here
     default = array.WhichOneof("defaultOptionalValue")
     return Feature(
         name=message.name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -31,11 +31,11 @@ from coreml_delegate.runtime.mil.program import (
     TupleType,
     ValueType,
 )
+from coreml_delegate.runtime.mil.validation import check_function, check_tensor_type
 from coreml_delegate.runtime.mil.weights import WeightFile
 
 _MODEL_PATH = "@model_path/"
 _MAX_DEPTH = 64  # nesting of blocks, types and values; programs of coremltools stay below ten
-_MAX_ELEMENTS = 1 << 40  # of one tensor; beyond it a shape is damage, not data
 _MAIN = "main"
 
 
@@ -99,19 +99,13 @@ class _Reader:
             )
         params = tuple(self.named(p, 0) for p in message.inputs)
         block = self.block(message.block_specializations[message.opset], 0)
-        _check_references(name, block, {p.name for p in params})
         types = {p.name: p.type for p in params}
         for op in block.ops:
             types.update((o.name, o.type) for o in op.outputs)
         inputs, outputs, states = features.of_function(name, description, types)
-        missing = [f.name for f in outputs if f.name not in block.outputs]
-        if missing:
-            raise BlobFormatError(
-                f"function {name!r} does not produce an output of its description",
-                got=", ".join(block.outputs),
-                expected=", ".join(missing),
-            )
-        return Function(name, message.opset, params, block, inputs, outputs, states)
+        function = Function(name, message.opset, params, block, inputs, outputs, states)
+        check_function(function)
+        return function
 
     def block(self, message: Any, depth: int) -> Block:
         _check_depth(depth)
@@ -160,6 +154,8 @@ class _Reader:
             return _immediate_tensor(declared, immediate.tensor)
         data: Literal
         if isinstance(declared, DictType):
+            if not isinstance(declared.key, TensorType) or declared.key.shape != ():
+                raise BlobFormatError("dictionary has keys that are no scalars", got=str(declared))
             pairs = immediate.dictionary.values
             data = {
                 _hashable(self.constant(p.key, depth + 1).data): self.constant(
@@ -227,17 +223,16 @@ def _tensor_type(message: Any) -> TensorType:
             return TensorType(DType.from_number(message.dataType), None)
         else:
             dims.append(None)
-    return TensorType(DType.from_number(message.dataType), tuple(dims))
+    declared = TensorType(DType.from_number(message.dataType), tuple(dims))
+    check_tensor_type(declared)
+    return declared
 
 
 def _static(declared: TensorType) -> tuple[tuple[int, ...], int]:
     if declared.shape is None or any(d is None for d in declared.shape):
         raise BlobFormatError("constant has a dynamic shape", got=str(declared))
     shape = tuple(d for d in declared.shape if d is not None)
-    count = math.prod(shape)
-    if count > _MAX_ELEMENTS:
-        raise BlobFormatError("constant is too large", got=str(declared))
-    return shape, count
+    return shape, math.prod(shape)
 
 
 def _immediate_tensor(declared: TensorType, tensor: Any) -> Constant:
@@ -281,7 +276,12 @@ def _from_bytes(
         return Constant(declared, data, packed=raw, offset=offset)
     if declared.dtype is DType.BOOL and raw.size and raw.max() > 1:
         raise BlobFormatError("boolean constant holds other bytes than 0 and 1")
-    return Constant(declared, raw.view(declared.dtype.numpy).reshape(shape), offset=offset)
+    data = raw.view(declared.dtype.numpy).reshape(shape)
+    if not data.flags.aligned:
+        # Blobs may place a weight file anywhere; kernels may not read across elements' alignment.
+        data = data.copy()
+        data.flags.writeable = False
+    return Constant(declared, data, offset=offset)
 
 
 def _wrong_count(declared: TensorType, got: str) -> BlobFormatError:
@@ -299,29 +299,3 @@ def _check_depth(depth: int) -> None:
         raise BlobFormatError(
             "program is nested too deeply", expected=f"at most {_MAX_DEPTH} levels"
         )
-
-
-def _check_references(function: str, block: Block, scope: set[str]) -> None:
-    """Every use must follow its definition: what does not is damage, and a cycle among the rest."""
-    defined = scope | {i.name for i in block.inputs}
-    for op in block.ops:
-        used = (b.name for bindings in op.inputs.values() for b in bindings if isinstance(b, Ref))
-        _check_defined(function, f"op {op.name!r} ({op.type})", used, defined)
-        for inner in op.blocks:
-            _check_references(function, inner, defined)
-        for output in op.outputs:
-            if output.name in defined:
-                raise BlobFormatError(
-                    f"function {function!r} defines a value twice", got=repr(output.name)
-                )
-            defined.add(output.name)
-    _check_defined(function, "block output", block.outputs, defined)
-
-
-def _check_defined(function: str, user: str, names: Iterable[str], defined: set[str]) -> None:
-    for name in names:
-        if name not in defined:
-            raise BlobFormatError(
-                f"function {function!r}: {user} uses a value that is not defined before it",
-                got=repr(name),
-            )

@@ -22,14 +22,11 @@ from pathlib import Path
 from typing import Final
 
 import filelock
-import platformdirs
 
+from coreml_delegate.cache_folder import CACHE_VARIABLE, cache_folder
 from coreml_delegate.errors import EngineUnavailableError
 
 _logger = logging.getLogger(__name__)
-
-CACHE_VARIABLE: Final = "COREML_DELEGATE_CACHE"
-"""Environment variable that names the cache directory."""
 
 _PACKAGE: Final = "coreml_delegate.runtime.program"
 _SOURCE: Final = "coreml_shim.cpp"
@@ -122,12 +119,6 @@ def build() -> Path:
     return target
 
 
-def cache_directory() -> Path:
-    """Where built shims are kept."""
-    named = os.environ.get(CACHE_VARIABLE)
-    return Path(named) if named else platformdirs.user_cache_path("coreml-delegate")
-
-
 def _source() -> bytes:
     return importlib.resources.files(_PACKAGE).joinpath(_SOURCE).read_bytes()
 
@@ -145,7 +136,7 @@ def _cached(root: Path) -> Path:
         platform.platform(),
     )
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:24]
-    return cache_directory() / "stock-shim" / f"coreml_shim-{digest}.so"
+    return cache_folder() / "stock-shim" / f"coreml_shim-{digest}.so"
 
 
 def _compile(compiler: list[str], root: Path, target: Path) -> None:

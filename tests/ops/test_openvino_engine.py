@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from support import mil
+from support import handmade, mil
 from support.mil import ct, mb, types
 from support.tolerances import ATOL_RTOL
 
@@ -164,16 +164,17 @@ def test_run_time_shapes():
 
 
 def test_unsupported_lists_every_reason_once():
-    def function(x):
-        random = mb.random_normal(shape=[2, 3], name="noise")
-        y = mb.cast(x=mb.add(x=x, y=random), dtype="int32")
-        return mb.matmul(x=y, y=np.ones((3, 2), np.int32), name="product")
-
-    main = mil.main(mil.build(function, {"x": np.zeros((2, 3), np.float32)}))
+    ops = [
+        handmade.op("classify", "label", probabilities="x"),
+        handmade.op("relu", "positive", x="label"),
+        handmade.op("pad", "padded", x="positive", pad="x", mode=handmade.text("circular")),
+        handmade.op("relu", "y", x="padded"),
+    ]
+    main = handmade.function(ops, ["y"])
     first, second = OPENVINO.unsupported(main)
-    assert first.startswith("random_normal (output 'noise'): no translation of this op")
-    assert second.startswith("matmul (output 'product'): matrix product of integers")
-    with pytest.raises(UnsupportedOpError, match=r"random_normal .*reference engine"):
+    assert first.startswith("classify (output 'label'): no translation of this op")
+    assert second.startswith("pad (output 'padded'): unknown pad mode")
+    with pytest.raises(UnsupportedOpError, match=r"classify .*reference engine"):
         OPENVINO.compile(main, EngineOptions())
 
 

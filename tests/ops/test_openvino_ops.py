@@ -15,11 +15,8 @@ from coreml_delegate.runtime.engines.openvino import OPENVINO
 from coreml_delegate.runtime.engines.openvino.translate import registry
 
 _REFUSED = {
-    "linear-int-iOS18": "matrix product of integers",
-    "matmul-int-iOS18": "matrix product of integers",
     # coremltools declares a wrong shape for the product of a vector and a batch of matrices.
     "matmul-vector-iOS18": r"result shape: got \[2, 3\], expected \[1, 3\]",
-    "scatter_nd-int-div-iOS18": "scatter mode: got div, expected .* div of floats",
 }
 """Cases of ops that have a translation, which this engine leaves to the reference engine."""
 

@@ -245,7 +245,7 @@ def test_listener_hears_every_value_in_order():
 
     compiled = _compile(function, {"x": _X})
     heard = {}
-    compiled.run({"x": _X}, on_value=lambda name, value: heard.update({name: value.numpy().copy()}))
+    compiled.run({"x": _X}, listener=lambda c: heard.update({c.output.name: c.value.numpy()}))
     assert list(heard) == ["sum", "positive"]
     np.testing.assert_array_equal(heard["sum"], _X + 1)
 
@@ -259,12 +259,12 @@ def test_values_are_freed_after_their_last_use():
     alive = weakref.WeakSet()
     most = 0
 
-    def count(name, value):
+    def count(computed):
         nonlocal most
-        alive.add(value)
+        alive.add(computed.value)
         most = max(most, len(alive))
 
-    _compile(function, {"x": _X}).run({"x": _X}, on_value=count)
+    _compile(function, {"x": _X}).run({"x": _X}, listener=count)
     assert most == 2  # what is computed, and what it is computed of
 
 

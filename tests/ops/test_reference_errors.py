@@ -41,10 +41,10 @@ def test_unsupported_ops_are_all_named_once_nested_ones_included():
     ]
     function = handmade.function(ops, ["e"], opset="CoreML7")
     assert REFERENCE.unsupported(function) == [
-        "strange: no kernel in opset CoreML7 (first used by 'a')",
-        "wondrous: no kernel in opset CoreML7 (first used by 'w')",
-        "scaled_dot_product_attention: no kernel in opset CoreML7 (first used by 'd')",
-        "relu: no parameter 'slope' in opset CoreML7 (first used by 'e')",
+        "strange: no kernel in opset CoreML7 (first used by 'a' at main op 0)",
+        "wondrous: no kernel in opset CoreML7 (first used by 'w' at main op 2 block 0 op 0)",
+        "scaled_dot_product_attention: no kernel in opset CoreML7 (first used by 'd' at main op 3)",
+        "relu: no parameter 'slope' in opset CoreML7 (first used by 'e' at main op 4)",
     ]
     with pytest.raises(
         UnsupportedOpError, match="cannot execute the program: got strange: no kernel"
@@ -57,11 +57,11 @@ def test_unsupported_ops_are_all_named_once_nested_ones_included():
     [
         (
             handmade.op("matmul", "y", x="x", y=handmade.constant([[1.0, 2.0]])),
-            r"matmul failed to compute 'y' .*got x: float32\[3\], y: float32\[1, 2\]",
+            r"cannot compute matmul 'y' at main op 0 .*got x: float32\[3\], y: fp32\[1, 2\]",
         ),
         (
             handmade.op("gelu", "y", x="x", mode=Constant(TensorType(DType.STRING, ()), "FAST")),
-            r"gelu failed to compute 'y' \(ValueError: gelu mode is 'FAST', not one of EXACT",
+            r"cannot compute gelu 'y' at main op 0 \(ValueError: gelu mode is 'FAST', not one of",
         ),
         (
             handmade.op("relu", "y", TensorType(DType.INT32, (3,)), x="x"),
@@ -73,7 +73,7 @@ def test_unsupported_ops_are_all_named_once_nested_ones_included():
         ),
         (
             handmade.op("relu", "y"),
-            r"relu failed to compute 'y' .*missing 1 required positional argument: 'x'",
+            r"cannot compute relu 'y' at main op 0 .*missing 1 required positional argument: 'x'",
         ),
     ],
     ids=["shapes", "mode", "dtype", "count", "missing"],

@@ -46,3 +46,7 @@ def op(op_type, output, declared=FLOATS, **inputs):
 def constant(value, dtype=DType.FP32):
     array = np.array(value, dtype.numpy)
     return Constant(TensorType(dtype, array.shape), array)
+
+
+def text(value):
+    return Constant(TensorType(DType.STRING, ()), value)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 # dtype of the computation -> (atol, rtol)
 ATOL_RTOL: dict[str, tuple[float, float]] = {
@@ -38,9 +39,23 @@ def sqnr_db(expected: np.ndarray, actual: np.ndarray) -> float:
 SQNR_FP32 = 60.0
 # fp16: every intermediate value rounds to 11 bits; a hundred layers cost about 25 dB of the 66.
 SQNR_FP16 = 35.0
+# bf16: every value stored between kernels rounds to 8 bits, worth 50 dB, and softmax magnifies what
+# its input has lost; a sum of thousands of terms kept in 8 bits would leave less than 10.
+SQNR_BF16 = 30.0
 # Models that cannot keep it, with the reason.
 SQNR_FP16_LOWER = {
     # Ninety-four convolutions with random weights amplify rounding: eager half precision itself
     # gives 23 dB at 128 and at 299 pixels.
     "inception_v3": 20.0,
 }
+# A model whose interface is half precision, computed in fp32: input, weights and result are rounded
+# to 11 bits (66 dB each) or 8 (48 dB), and a layer norm amplifies what the layers before have lost.
+SQNR_HALF = {torch.float16: 50.0, torch.bfloat16: 32.0}
+
+
+def kolmogorov_bound(count: int) -> float:
+    """How far ``count`` draws may be from their distribution (Kolmogorov, Smirnov).
+
+    A right generator is farther off once in 10**5 samples: 2 * exp(-2 * count * bound**2) = 1e-5.
+    """
+    return float(np.sqrt(np.log(2 / 1e-5) / (2 * count)))

@@ -183,11 +183,11 @@ def _weight_shape(model):
     ("damage", "message"),
     [
         (_rename_use, "not defined before it: got 'no'"),
-        (_define_twice, "defines a value twice"),
+        (_define_twice, "a value is defined twice"),
         (_reverse, "not defined before it"),
         (_wrong_opset, "no block of its opset"),
         (_unknown_type, "unknown MIL data type"),
-        (_no_output, "does not produce an output"),
+        (_no_output, "does not produce the outputs of its description"),
         (_no_functions, "has no function"),
         (_weight_shape, "too large"),
     ],

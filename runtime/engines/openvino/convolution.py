@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
+    f32,
     per_channel,
     rank,
     reshape,
@@ -73,6 +74,31 @@ def conv(
         x, weight, list(strides or ones), begin, end, list(dilations or ones), auto_pad(pad_type)
     )
     return result if bias is None else ops.add(result, per_channel(bias, axes))
+
+
+@translation("conv_quantized")
+def conv_quantized(
+    x: Tensor,
+    weight: Tensor,
+    quantization_type: str,
+    quant_scale: Tensor,
+    quant_bias: Tensor,
+    bias: Tensor | None = None,
+    nbits: int = 8,
+    strides: Ints | None = None,
+    pad_type: str = "valid",
+    pad: Ints | None = None,
+    dilations: Ints | None = None,
+    groups: int = 1,
+) -> Result:
+    """Convolution with ``weight * quant_scale + quant_bias``; one weight per byte only."""
+    if quantization_type != "linear" or nbits != 8:
+        raise refuse("conv_quantized", f"{nbits}-bit {quantization_type}", "8-bit linear weights")
+    axes = rank(weight)
+    scale, shift = (per_channel(value, axes, 0) for value in (quant_scale, quant_bias))
+    dense = ops.add(ops.multiply(f32(weight), scale), shift)
+    floats = None if bias is None else f32(bias)
+    return conv(x, dense, floats, strides, pad_type, pad, dilations, groups)
 
 
 @translation("conv_transpose")

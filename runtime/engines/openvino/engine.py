@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 from typing import Any
 
 from coreml_delegate.errors import EngineUnavailableError
 from coreml_delegate.runtime.engines.base import CompiledFunction, Engine, EngineOptions
+from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function
 
-_logger = logging.getLogger(__name__)
-
-_DEVICE = "CPU"
+DEVICE = "CPU"
+"""What OpenVINO runs on."""
 
 
 class OpenVinoEngine:
     """Executes a function as one OpenVINO graph on the CPU.
 
-    Values are computed in fp32 whatever the program declares: fp16 inputs, outputs and states are
-    converted at the boundary, and a cast to fp16 in between does nothing.
+    Values are computed in fp32, or in bf16 on request, whatever the program declares: fp16 inputs,
+    outputs and states are converted at the boundary, and a cast to fp16 in between does nothing.
     """
 
     name = "openvino"
@@ -38,29 +37,28 @@ class OpenVinoEngine:
     def unsupported(self, function: Function) -> list[str]:
         """What in ``function`` has no translation: one reason each, naming op and output."""
         self._require()
-        from coreml_delegate.runtime.engines.openvino import translate
+        from coreml_delegate.runtime.engines.openvino import compilation
 
-        return translate.unsupported(function)
+        return compilation.unsupported(function)
 
-    def compile(self, function: Function, options: EngineOptions) -> CompiledFunction:
-        """Translate and compile ``function``.
+    def compile(
+        self, function: Function, options: EngineOptions, source: ProgramSource | None = None
+    ) -> CompiledFunction:
+        """Translate and compile ``function``, or find it in the cache of compiled functions.
+
+        Args:
+            function: The function to run.
+            options: How to execute.
+            source: The bytes it was read from; without them no cache is used.
 
         Raises:
-            EngineUnavailableError: OpenVINO cannot be used here.
+            EngineUnavailableError: OpenVINO, or the precision asked for, cannot be used here.
             UnsupportedOpError: An op, or a mode or type of it, has no translation.
         """
         self._require()
-        from coreml_delegate.runtime.engines.openvino import session, translate
+        from coreml_delegate.runtime.engines.openvino import compilation
 
-        translated = translate.translate(function)
-        compiled = _core().compile_model(translated.model, _DEVICE, _config(options))
-        _logger.debug(
-            "compiled %s for %s: %d nodes",
-            function.name,
-            _DEVICE,
-            len(translated.model.get_ops()),
-        )
-        return session.OpenVinoFunction(translated, compiled)
+        return compilation.compile_function(_core(), function, options, source)
 
     def _require(self) -> None:
         reason = self.unavailable_reason()
@@ -73,21 +71,8 @@ class OpenVinoEngine:
 @functools.cache
 def _core() -> Any:
     core = importlib.import_module("openvino").Core()
-    core.get_property(_DEVICE, "FULL_DEVICE_NAME")  # loads the CPU plugin
+    core.get_property(DEVICE, "FULL_DEVICE_NAME")  # loads the CPU plugin
     return core
-
-
-def _config(options: EngineOptions) -> dict[str, object]:
-    config: dict[str, object] = {
-        # Without it OpenVINO computes in bf16 wherever the CPU has matrix instructions for it.
-        "INFERENCE_PRECISION_HINT": "f32",
-        "PERFORMANCE_HINT": "LATENCY",
-        # Otherwise activations are quantized to int8 where weights are compressed integers.
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
-    }
-    if options.threads is not None:
-        config["INFERENCE_NUM_THREADS"] = options.threads
-    return config
 
 
 OPENVINO: Engine = OpenVinoEngine()

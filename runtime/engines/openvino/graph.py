@@ -48,6 +48,9 @@ INTERFACE_TYPE: dict[DType, ov.Type] = {
 }
 """Element type of a function's inputs, outputs and states: the program's own."""
 
+# Name of the runtime attribute by which OpenVINO's own importers mark the conversion of a constant.
+_DECOMPRESSION = "decompression_0"
+
 INT_MAX = int(np.iinfo(np.int32).max)
 INT_MIN = int(np.iinfo(np.int32).min)
 
@@ -182,6 +185,18 @@ def array_constant(array: NDArray[np.generic]) -> Any:
     block.owner = data  # alias -> memoryview -> block -> data
     alias = np.frombuffer(memoryview(block), dtype=data.dtype).reshape(data.shape)
     return ops.constant(alias, shared_memory=True)
+
+
+def widened(constant: Any, destination: ov.Type) -> Any:
+    """A floating-point constant as ``destination``, kept as narrow as it is.
+
+    The plugin computes such a conversion once and keeps a second copy of the constant, unless the
+    conversion is marked as decompression: then it widens while it rearranges the weights.
+    Measured on 53 MB of fp16 linear weights: 160 MB of memory instead of 260.
+    """
+    node = ops.convert(constant, destination)
+    node.get_rt_info()[_DECOMPRESSION] = ""
+    return node
 
 
 _FOUR_BITS: dict[np.dtype[Any], tuple[ov.Type, int, int]] = {

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
+    INT_MAX,
     converted,
     dim_of,
     dims,
@@ -17,7 +19,9 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     is_float,
     known,
     normalized,
+    output,
     rank,
+    reshape,
     scalar,
     shape_of,
 )
@@ -38,11 +42,22 @@ def _reduction(mode: str, updates: Tensor) -> tuple[str, Any]:
     """OpenVINO's reduction for a scatter mode, and the updates it takes."""
     if mode == "sub":
         return "sum", ops.negative(updates)
-    if mode == "div" and is_float(updates):
+    if mode == "div":
         return "prod", ops.divide(scalar(1, updates), updates)
     if mode not in _REDUCTIONS:
-        raise refuse("scatter mode", mode, ", ".join((*_REDUCTIONS, "sub", "div of floats")))
+        raise refuse("scatter mode", mode, ", ".join((*_REDUCTIONS, "sub", "div")))
     return _REDUCTIONS[mode], updates
+
+
+def _divided(data: Tensor, scatter: Callable[[Any], Any]) -> Any:
+    """Integers divided by the product of their updates; what remains is dropped.
+
+    Args:
+        data: Integers.
+        scatter: Multiplies the updates into a tensor of the shape of ``data``.
+    """
+    divisor = scatter(ops.broadcast(scalar(1, data), shape_of(data)))
+    return ops.divide(ops.subtract(data, ops.mod(data, divisor)), divisor)
 
 
 def _wrapped(indices: Tensor, size: Callable[[], Any]) -> Any:
@@ -71,7 +86,28 @@ def gather(
     validate_indices: bool = False,  # noqa: ARG001 - out-of-range reads are undefined without it
 ) -> Result:
     """Slices of ``x`` at ``indices`` of ``axis``; OpenVINO counts negative indices from the end."""
-    return ops.gather(x, _wide(indices), ints(normalized(axis, rank(x))), batch_dims)
+    axis = normalized(axis, rank(x))
+    batch = dims(x)[:batch_dims]
+    if not batch or all(size is not None and size > 1 for size in batch):
+        return ops.gather(x, _wide(indices), ints(axis), batch_dims)
+    return _gather_in_batches(x, _wide(indices), axis, batch_dims)
+
+
+def _gather_in_batches(x: Tensor, indices: Tensor, axis: int, batch_dims: int) -> Result:
+    """``gather`` for batches that may be of one: there the CPU plugin of OpenVINO 2026.4 crashes.
+
+    GatherND does the same with the axis moved behind the batch axes, and the result's axes moved
+    back.
+    """
+    between = list(range(batch_dims, axis))
+    order = [*range(batch_dims), axis, *between, *range(axis + 1, rank(x))]
+    found = _gather_nd(ops.transpose(x, ints(order)), ops.unsqueeze(indices, ints(-1)), batch_dims)
+    if not between:
+        return found
+    read = list(range(batch_dims, rank(indices)))
+    moved = [len(read) + place for place in between]
+    rest = range(len(read) + axis, rank(found))
+    return ops.transpose(found, ints([*range(batch_dims), *moved, *read, *rest]))
 
 
 def _gather_along_axis(x: Tensor, indices: Tensor, axis: int) -> Result:
@@ -103,11 +139,29 @@ def _leading_sizes(data: Tensor, indices: Tensor, batch_dims: int = 0) -> Any:
     return ops.gather(shape_of(data), ints(list(range(batch_dims, batch_dims + depth))), ints(0))
 
 
+def _gather_nd(x: Tensor, indices: Tensor, batch_dims: int) -> Any:
+    """GatherND at the nearest place there is.
+
+    OpenVINO's own reads whatever lies at an index outside of ``x``, in or out of its memory.
+    """
+    places, depth = known(indices), dims(indices)[-1]
+    if places is None or depth is None or not _inside(places, dims(x)[batch_dims:][:depth]):
+        last = ops.subtract(_leading_sizes(x, indices, batch_dims), ints(1))
+        indices = ops.maximum(ops.minimum(indices, last), ints(0))
+    return ops.gather_nd(x, indices, batch_dims)
+
+
+def _inside(places: NDArray[Any], sizes: tuple[int | None, ...]) -> bool:
+    """Whether index vectors [*, len(sizes)] address elements that are there."""
+    limits = np.asarray([size or 0 for size in sizes], dtype=np.int64)
+    return bool(((places >= 0) & (places < limits)).all())
+
+
 @translation("gather_nd")
 def gather_nd_ios15(x: Tensor, indices: Tensor, batch_dims: int = 0) -> Result:
     """Slices of ``x`` at index vectors; negative indices count from the end."""
     wrapped = _wrapped(_wide(indices), lambda: _leading_sizes(x, indices, batch_dims))
-    return ops.gather_nd(x, wrapped, batch_dims)
+    return _gather_nd(x, wrapped, batch_dims)
 
 
 @translation("gather_nd", since=Opset.iOS17)
@@ -118,7 +172,7 @@ def gather_nd(
     validate_indices: bool = False,  # noqa: ARG001 - out-of-range reads are undefined without it
 ) -> Result:
     """Slices of ``x`` at index vectors."""
-    return ops.gather_nd(x, _wide(indices), batch_dims)
+    return _gather_nd(x, _wide(indices), batch_dims)
 
 
 def _scatter_along_axis(
@@ -130,11 +184,50 @@ def _scatter_along_axis(
     validate_indices: bool = False,  # noqa: ARG001 - out-of-range writes are undefined without it
 ) -> Result:
     """``updates`` written into ``data`` at ``indices`` of ``axis``, place by place."""
+    if mode == "div" and not is_float(data):
+        return _divided(data, lambda ones: _scatter_along_axis(ones, indices, updates, axis, "mul"))
+    axis = normalized(axis, rank(data))
+    vector = _repeated(indices, axis)
+    if vector is not None and mode == "update":
+        return _write_slices(data, vector, updates, axis)
     reduction, values = _reduction(mode, updates)
-    wrapped = _wrapped(_wide(indices), lambda: dim_of(data, axis))
-    return ops.scatter_elements_update(
-        data, wrapped, values, ints(normalized(axis, rank(data))), reduction
+    wrapped = _refusable(_wrapped(_wide(indices), lambda: dim_of(data, axis)))
+    return ops.scatter_elements_update(data, wrapped, values, ints(axis), reduction)
+
+
+def _refusable(indices: Tensor) -> Any:
+    """Indices that OpenVINO refuses where they are negative.
+
+    ScatterElementsUpdate refuses one beyond the end and writes out of its memory before the start.
+    """
+    data = known(indices)
+    if data is not None and int(data.min(initial=0)) >= 0:
+        return indices
+    return ops.select(ops.less(indices, ints(0)), ints(INT_MAX), indices)
+
+
+def _repeated(indices: Tensor, axis: int) -> Any | None:
+    """The vector along ``axis`` of which ``indices`` is a repetition along all other axes, or None.
+
+    Frameworks write rows of a cache this way; the elements of a row then lie side by side.
+    """
+    node = output(indices).get_node()
+    if node.get_type_name() not in ("Tile", "Broadcast"):
+        return None
+    source = node.input_value(0)
+    sizes = dims(source)
+    alone = len(sizes) == rank(indices) and all(
+        size == 1 for other, size in enumerate(sizes) if other != axis
     )
+    if not alone or sizes[axis] is None or sizes[axis] != dims(indices)[axis]:
+        return None
+    return reshape(source, (-1,))
+
+
+def _write_slices(data: Tensor, vector: Tensor, updates: Tensor, axis: int) -> Result:
+    """Slices ``updates`` put in the place of those at ``vector`` [C] of ``axis``."""
+    places = _wrapped(_wide(vector), lambda: dim_of(data, axis))
+    return ops.scatter_update(data, places, updates, ints(axis))
 
 
 def _scatter(
@@ -147,6 +240,8 @@ def _scatter(
 ) -> Result:
     """Slices ``updates`` written into ``data`` at ``indices`` [C] of ``axis``."""
     axis = normalized(axis, rank(data))
+    if mode == "update":
+        return _write_slices(data, indices, updates, axis)
     shape = [1] * rank(data)
     shape[axis] = -1
     column = ops.reshape(_wide(indices), ints(shape), special_zero=False)
@@ -162,6 +257,8 @@ def _scatter_nd(
     validate_indices: bool = False,  # noqa: ARG001 - out-of-range writes are undefined without it
 ) -> Result:
     """Slices ``updates`` written into ``data`` at index vectors."""
+    if mode == "div" and not is_float(data):
+        return _divided(data, lambda ones: _scatter_nd(ones, indices, updates, "mul"))
     reduction, values = _reduction(mode, updates)
     wrapped = _wrapped(_wide(indices), lambda: _leading_sizes(data, indices))
     return ops.scatter_nd_update(data, wrapped, values, reduction)

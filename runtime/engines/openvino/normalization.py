@@ -13,6 +13,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     rank,
     reshape,
     scalar,
+    shape_of,
     static_dims,
 )
 from coreml_delegate.runtime.engines.openvino.registry import Ints, Result, Tensor, translation
@@ -86,16 +87,15 @@ def local_response_norm(
 ) -> Result:
     """``x / (k + alpha / size * sum(x ** 2)) ** beta``, the sum over ``size`` channels around."""
     # OpenVINO's LRN gives other values when k is not 1: the mean over channels is a pooling.
-    channels = ops.unsqueeze(ops.multiply(x, x), ints(1))
-    ones = [1] * (rank(x) - 2)
-    zeros = [0] * (rank(x) - 2)
+    flat = ops.reshape(ops.multiply(x, x), ints((0, 0, -1)), special_zero=True)
     mean = ops.avg_pool(
-        channels,
-        [1, *ones],
-        [size // 2, *zeros],
-        [(size - 1) // 2, *zeros],
-        [size, *ones],
+        ops.unsqueeze(flat, ints(1)),  # [N, 1, C, positions]
+        [1, 1],
+        [size // 2, 0],
+        [(size - 1) // 2, 0],
+        [size, 1],
         exclude_pad=False,
     )
-    base = ops.add(ops.multiply(ops.squeeze(mean, ints(1)), scalar(alpha, x)), scalar(k, x))
+    mean = ops.reshape(mean, shape_of(x), special_zero=False)
+    base = ops.add(ops.multiply(mean, scalar(alpha, x)), scalar(k, x))
     return ops.multiply(x, ops.power(base, scalar(-beta, x)))

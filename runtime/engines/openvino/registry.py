@@ -8,10 +8,13 @@ are MIL's, and the annotation of a parameter says in which form its argument arr
 ``Tensors``    a tuple of them, for variadic parameters
 ``Array``      a numpy array, known at compile time
 ``Ints``       a tuple of Python ints, known at compile time (``Bools`` likewise)
+``Sizes``      the same, with None for a size that is given as a symbol
+``List``       a ``TensorList``
 scalars        ``int``, ``float``, ``bool`` or ``str``, known at compile time
 =============  ==============================================================================
 
-It returns an OpenVINO node or output, or a tuple of those for ops with several results.
+It returns an OpenVINO node or output (a ``TensorList`` for ops on lists), or a tuple of those for
+ops with several results.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ class Form(enum.Enum):
     ARRAY = "array"
     INTS = "ints"
     BOOLS = "bools"
+    SIZES = "sizes"
+    LIST = "list"
     INT = "int"
     FLOAT = "float"
     BOOL = "bool"
@@ -51,6 +56,8 @@ Array: TypeAlias = Annotated[NDArray[np.generic], Form.ARRAY]
 Ints: TypeAlias = Annotated[tuple[int, ...], Form.INTS]
 Bools: TypeAlias = Annotated[tuple[bool, ...], Form.BOOLS]
 
+Sizes: TypeAlias = Annotated[tuple[int | None, ...], Form.SIZES]
+
 _SCALAR_FORMS: dict[object, Form] = {
     int: Form.INT,
     float: Form.FLOAT,
@@ -59,7 +66,7 @@ _SCALAR_FORMS: dict[object, Form] = {
 }
 
 Result: TypeAlias = Any
-"""What a translation returns: an OpenVINO ``Node`` or ``Output``, or a tuple of them."""
+"""What a translation returns: an OpenVINO ``Node`` or ``Output``, a ``TensorList``, or several."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Result])
 
@@ -75,6 +82,23 @@ class Weight:
 
     dense: Callable[[], NDArray[np.generic]]
     node: Callable[[], Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorList:
+    """A MIL list: its elements along the first axis of one tensor.
+
+    Attributes:
+        elements: [length, *element shape]. Before anything is written to a list whose element shape
+            is known only at run time, the sizes that are not known are 0.
+        grows: Whether writing beyond the end makes the list longer.
+    """
+
+    elements: Any
+    grows: bool
+
+
+List: TypeAlias = Annotated[TensorList, Form.LIST]
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,12 @@ def flatten2d(x: Tensor, axis: int = 1) -> Result:
     elif None not in after:
         target = (-1, math.prod(size for size in after if size is not None))
     else:
-        raise refuse("flatten2d with an unknown dimension on either side", shape)
+        leading = ops.gather(shape_of(x), ints(list(range(axis))), ints(0))
+        return ops.reshape(
+            x,
+            _vector([ops.reduce_prod(leading, ints(0), False), ints(-1)]),
+            special_zero=False,
+        )
     return ops.reshape(x, ints(target), special_zero=False)
 
 
@@ -118,11 +123,9 @@ def concat(values: Tensors, axis: int, interleave: bool = False) -> Result:
     if not interleave:
         return ops.concat(list(values), axis)
     joined = ops.concat([ops.unsqueeze(value, ints(axis + 1)) for value in values], axis + 1)
-    shape = [size or 0 for size in dims(values[0])]
-    if shape.count(0) > 1 or (0 in shape and shape[axis] != 0):
-        raise refuse("interleaved concat with unknown dimensions", dims(values[0]))
-    shape[axis] = shape[axis] * len(values) or -1
-    return ops.reshape(joined, ints(shape), special_zero=False)
+    sizes = [dim_of(values[0], place) for place in range(rank(values[0]))]
+    sizes[axis] = ops.multiply(sizes[axis], ints(len(values)))
+    return ops.reshape(joined, _vector(sizes), special_zero=False)
 
 
 @translation("stack")

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
+    dim_of,
     dims,
+    element_type,
     f32,
     ints,
     is_float,
     known_ints,
     rank,
-    static_dims,
+    reshape,
+    scalar,
 )
 from coreml_delegate.runtime.engines.openvino.registry import (
     Result,
@@ -33,23 +35,19 @@ _COORDINATES = {
     "UNALIGN_CORNERS": "half_pixel",
 }
 
-
-# The same for the nearest neighbour, with the rounding of its coordinate
-_NEAREST = {
-    "DEFAULT": ("asymmetric", "floor"),
-    "UNALIGN_CORNERS": ("half_pixel", "round_prefer_ceil"),
-}
+# The same for the nearest neighbour, of which OpenVINO has only these as MIL means them
+_NEAREST = {"DEFAULT": "asymmetric", "UNALIGN_CORNERS": "half_pixel"}
 
 
 def _interpolate(
-    x: Tensor, sizes: Sequence[int], mode: str, coordinates: str, nearest_mode: str = "floor"
+    x: Tensor, sizes: Sequence[Any], mode: str, coordinates: str, nearest_mode: str = "floor"
 ) -> Any:
-    """Interpolate the last ``len(sizes)`` axes to fixed sizes."""
+    """Interpolate the last ``len(sizes)`` axes to sizes given as i32 scalars of the graph."""
     total = rank(x)
     axes = list(range(total - len(sizes), total))
     return ops.interpolate(
         x,
-        ints(list(sizes)),
+        ops.concat([reshape(size, (1,)) for size in sizes], 0),
         mode,
         "sizes",
         coordinate_transformation_mode=coordinates,
@@ -58,9 +56,18 @@ def _interpolate(
     )
 
 
-def _scaled(x: Tensor, height: float, width: float) -> tuple[int, int]:
-    rows, columns = static_dims(x, (-2, -1))
-    return math.floor(rows * height), math.floor(columns * width)
+def _scaled(x: Tensor, height: float, width: float) -> list[Any]:
+    """The last two sizes of ``x`` times factors, rounded down."""
+    return [_scaled_size(x, -2, height), _scaled_size(x, -1, width)]
+
+
+def _scaled_size(x: Tensor, axis: int, factor: float) -> Any:
+    size = dims(x)[axis]
+    if size is not None:
+        return ints(math.floor(size * factor))
+    return ops.convert(
+        ops.floor(ops.multiply(f32(dim_of(x, axis)), ops.constant(np.float32(factor)))), "i32"
+    )
 
 
 @translation("upsample_nearest_neighbor")
@@ -75,7 +82,8 @@ def upsample_nearest_neighbor(
 @translation("resize_nearest_neighbor")
 def resize_nearest_neighbor(x: Tensor, target_size_height: int, target_size_width: int) -> Result:
     """``x`` [*, H, W] at given sizes; each element takes the nearest at or below it."""
-    return _interpolate(x, (target_size_height, target_size_width), "nearest", "asymmetric")
+    sizes = [ints(target_size_height), ints(target_size_width)]
+    return _interpolate(x, sizes, "nearest", "asymmetric")
 
 
 @translation("upsample_bilinear")
@@ -102,7 +110,7 @@ def resize_bilinear(
     sampling_mode: str = "DEFAULT",
 ) -> Result:
     """``x`` [*, H, W] at given sizes, bilinearly."""
-    return _linear(x, (target_size_height, target_size_width), sampling_mode)
+    return _linear(x, [ints(target_size_height), ints(target_size_width)], sampling_mode)
 
 
 @translation("resize")
@@ -114,22 +122,36 @@ def resize(
     sampling_mode: str = "DEFAULT",
 ) -> Result:
     """``x`` with its last ``resized_dims`` axes at the sizes that end ``shape``; 0 keeps one."""
-    wanted = known_ints(shape)
-    if wanted is None or not is_float(x):
-        raise refuse("resize", "a run-time shape or integers", "a constant shape and floats")
-    have = dims(x)[rank(x) - resized_dims :]
-    sizes = [size or old for size, old in zip(wanted[-resized_dims:], have, strict=True)]
-    if None in sizes:
-        raise refuse("resize that keeps an unknown dimension", have)
-    fixed = [size for size in sizes if size is not None]
+    if interpolation_mode not in ("LINEAR", "NEAREST_NEIGHBOR"):
+        raise refuse("interpolation mode", interpolation_mode, "LINEAR or NEAREST_NEIGHBOR")
+    if resized_dims == 0:
+        return x
+    sizes = [_wanted(x, shape, place) for place in range(-resized_dims, 0)]
     if interpolation_mode == "LINEAR":
-        return _linear(x, fixed, sampling_mode)
-    if interpolation_mode != "NEAREST_NEIGHBOR" or sampling_mode not in _NEAREST:
-        raise refuse("resize mode", f"{interpolation_mode} {sampling_mode}")
-    return _interpolate(x, fixed, "nearest", *_NEAREST[sampling_mode])
+        if not is_float(x):
+            # Its fractions are dropped, so that a rounding in f32 can cost a whole unit.
+            raise refuse("linear interpolation of integers", element_type(x), "fp16 or fp32")
+        return _linear(x, sizes, sampling_mode)
+    if sampling_mode in _NEAREST and is_float(x):
+        # Rounded, unlike resize_nearest_neighbor of iOS15; Source: coremltools' test of this op.
+        return _interpolate(x, sizes, "nearest", _NEAREST[sampling_mode], "round_prefer_ceil")
+    for axis, size in zip(range(-len(sizes), 0), sizes, strict=True):
+        positions = _grid(sampling_mode, dim_of(x, axis), size)
+        places = ops.convert(ops.floor(ops.add(positions, scalar(0.5, positions))), "i32")
+        x = ops.gather(x, places, ints(axis))
+    return x
 
 
-def _linear(x: Tensor, sizes: Sequence[int], mode: str) -> Any:
+def _wanted(x: Tensor, shape: Tensor, place: int) -> Any:
+    """A size counted from the end of ``shape``, or that of ``x`` where it is 0."""
+    known = known_ints(shape)
+    if known is not None:
+        return ints(known[place]) if known[place] else dim_of(x, place)
+    size = ops.gather(ops.convert(shape, "i32"), ints(place), ints(0))
+    return ops.select(ops.equal(size, ints(0)), dim_of(x, place), size)
+
+
+def _linear(x: Tensor, sizes: Sequence[Any], mode: str) -> Any:
     if mode in _COORDINATES and len(sizes) == 2:
         return _interpolate(x, sizes, "linear_onnx", _COORDINATES[mode])
     # Grids that OpenVINO does not have: one product with an interpolation matrix per axis.
@@ -137,8 +159,7 @@ def _linear(x: Tensor, sizes: Sequence[int], mode: str) -> Any:
     result = f32(x)
     for place, size in enumerate(sizes):
         axis = total - len(sizes) + place
-        (length,) = static_dims(x, (axis,))
-        matrix = ops.constant(_matrix(_grid(mode, length, size), length))
+        matrix = _matrix(_grid(mode, dim_of(x, axis), size), dim_of(x, axis))
         swap = list(range(total))
         swap[axis], swap[-1] = swap[-1], swap[axis]
         moved = ops.matmul(ops.transpose(result, ints(swap)), matrix, False, True)
@@ -146,31 +167,36 @@ def _linear(x: Tensor, sizes: Sequence[int], mode: str) -> Any:
     return result
 
 
-def _grid(mode: str, length: int, size: int) -> NDArray[np.float64]:
-    """Where each of ``size`` outputs falls among ``length`` inputs."""
-    places = np.arange(size, dtype=np.float64)
-    step = length / size
-    corners = (length - 1) / max(size - 1, 1)
-    delta = max(1, length - 1) / size
-    grids = {
-        "DEFAULT": places * step,
-        "STRICT_ALIGN_CORNERS": places * corners,
-        "ALIGN_CORNERS": places * corners if size > 1 else np.full(1, (length - 1) / 2),
-        "UNALIGN_CORNERS": places * step + 0.5 * step - 0.5,
-        "OFFSET_CORNERS": 0.5 * delta + places * delta,
+def _grid(mode: str, length: Any, size: Any) -> Any:
+    """Where each of ``size`` outputs falls among ``length`` inputs; both are i32 scalars."""
+    places = f32(ops.range(ints(0), size, ints(1), "i32"))
+    one = scalar(1, places)
+    half = scalar(0.5, places)
+    last = f32(ops.subtract(length, ints(1)))
+    count = f32(size)
+
+    def spread(positions: Any, extent: Any, parts: Any) -> Any:
+        # Multiplied first: whole positions stay whole.
+        return ops.divide(ops.multiply(positions, extent), parts)
+
+    centres = ops.add(places, half)
+    corners = spread(places, last, ops.maximum(ops.subtract(count, one), one))
+    grids: dict[str, Callable[[], Any]] = {
+        "DEFAULT": lambda: spread(places, f32(length), count),
+        "STRICT_ALIGN_CORNERS": lambda: corners,
+        "ALIGN_CORNERS": lambda: ops.select(
+            ops.greater(size, ints(1)), corners, ops.multiply(last, half)
+        ),
+        "UNALIGN_CORNERS": lambda: ops.subtract(spread(centres, f32(length), count), half),
+        "OFFSET_CORNERS": lambda: spread(centres, ops.maximum(last, one), count),
     }
     if mode not in grids:
         raise refuse("unknown sampling mode", mode, ", ".join(grids))
-    return grids[mode].clip(0, length - 1)
+    return ops.minimum(ops.maximum(grids[mode](), scalar(0, places)), last)
 
 
-def _matrix(grid: NDArray[np.float64], length: int) -> NDArray[np.float32]:
-    """[outputs, inputs] weights of linear interpolation at ``grid``."""
-    low = np.floor(grid).astype(int)
-    high = np.minimum(low + 1, length - 1)
-    weight = grid - low
-    matrix = np.zeros((grid.size, length), dtype=np.float32)
-    rows = np.arange(grid.size)
-    np.add.at(matrix, (rows, low), 1 - weight)
-    np.add.at(matrix, (rows, high), weight)
-    return matrix
+def _matrix(grid: Any, length: Any) -> Any:
+    """[outputs, inputs] weights of linear interpolation at ``grid``: one less the distance."""
+    inputs = f32(ops.range(ints(0), length, ints(1), "i32"))
+    distance = ops.abs(ops.subtract(ops.unsqueeze(grid, ints(1)), ops.unsqueeze(inputs, ints(0))))
+    return ops.relu(ops.subtract(scalar(1, distance), distance))

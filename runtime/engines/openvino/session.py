@@ -18,8 +18,9 @@ import openvino as ov
 
 from coreml_delegate.errors import ExecutionError, InputError
 from coreml_delegate.runtime.engines.base import Array, State
-from coreml_delegate.runtime.engines.openvino.translate import Translated
 from coreml_delegate.runtime.engines.states import fitting
+from coreml_delegate.runtime.mil.dtypes import DType
+from coreml_delegate.runtime.mil.program import TensorType
 
 # Arrays of at least this size are bound instead of copied, in bytes.
 _BIND_BYTES = 1 << 16
@@ -29,6 +30,54 @@ _BIND_BYTES = 1 << 16
 _infer: Any = next(
     vars(base)["infer"] for base in reversed(ov.InferRequest.__mro__) if "infer" in vars(base)
 )
+
+
+def _infer_on_one_thread(request: Any) -> None:
+    """Run a request whose model has one thread.
+
+    There OpenVINO 2026.4's ``infer`` loses what goes wrong, and leaves the outputs as they were in
+    memory; waiting for a request that was started raises it.
+    """
+    request.start_async()
+    request.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """What the ports of a compiled model mean: inputs then states, outputs then new states.
+
+    Attributes:
+        inputs: Feature names.
+        outputs: Feature names.
+        states: Name and type of every state tensor.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    states: tuple[tuple[str, TensorType], ...]
+
+    def encode(self) -> dict[str, Any]:
+        """As plain data, ready for JSON."""
+        return {
+            "inputs": list(self.inputs),
+            "outputs": list(self.outputs),
+            "states": [[name, type_.dtype.label, type_.shape] for name, type_ in self.states],
+        }
+
+    @classmethod
+    def decode(cls, fields: Mapping[str, Any]) -> Interface:
+        """Read back what ``encode`` made.
+
+        Raises:
+            KeyError: A field is missing.
+            TypeError: A field has another form.
+            ValueError: A field has another form, or an unknown dtype.
+        """
+        states = tuple(
+            (name, TensorType(DType.from_label(label), tuple(shape)))
+            for name, label, shape in fields["states"]
+        )
+        return cls(tuple(fields["inputs"]), tuple(fields["outputs"]), states)
 
 
 class OpenVinoState:
@@ -98,6 +147,7 @@ class _Request:
 
     def __init__(self, compiled: Any, inputs: list[_Port], outputs: list[_Port]) -> None:
         self._request = compiled.create_infer_request()
+        self._alone = int(compiled.get_property("INFERENCE_NUM_THREADS")) == 1
         self._copied = [
             (port.name, self._request.get_input_tensor(port.index).data)
             for port in inputs
@@ -120,7 +170,10 @@ class _Request:
         if state is not None:
             self._bind_state(state)
         results = {port.name: self._result(port, view) for port, view in self._outputs}
-        _infer(self._request, {}, True, False)
+        if self._alone:
+            _infer_on_one_thread(self._request)
+        else:
+            _infer(self._request, {}, True, False)
         for port, view in self._outputs:
             if view is not None:
                 results[port.name] = view.copy()
@@ -162,14 +215,30 @@ class OpenVinoFunction:
 
     Calls from several threads run at the same time, each with an infer request of its own; requests
     are kept for later calls.
+
+    Args:
+        interface: What the ports of the model mean.
+        compiled: OpenVINO's compiled model.
+        keep: What must live as long as the model does.
+
+    Raises:
+        ValueError: The model has another number of ports.
     """
 
-    def __init__(self, translated: Translated, compiled: Any) -> None:
-        # Not the translated model: the compiled one has its own copies of what it still needs.
-        self._states = translated.states
+    def __init__(self, interface: Interface, compiled: Any, *, keep: object = None) -> None:
+        states = len(interface.states)
+        expected = len(interface.inputs) + states, len(interface.outputs) + states
+        if (len(compiled.inputs), len(compiled.outputs)) != expected:
+            raise ValueError(
+                f"the model has {len(compiled.inputs)} inputs and {len(compiled.outputs)} outputs, "
+                f"not {expected[0]} and {expected[1]}"
+            )
+        self.interface = interface
         self.compiled = compiled
-        self._inputs = _ports(translated.inputs, compiled.inputs)
-        self._outputs = _ports(translated.outputs, compiled.outputs)
+        self._keep = keep
+        self._states = interface.states
+        self._inputs = _ports(interface.inputs, compiled.inputs)
+        self._outputs = _ports(interface.outputs, compiled.outputs)
         self._idle = [_Request(compiled, self._inputs, self._outputs)]
 
     def __call__(self, inputs: Mapping[str, Array], state: State | None = None) -> dict[str, Array]:

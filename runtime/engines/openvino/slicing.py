@@ -10,8 +10,10 @@ from openvino import opset15 as ops
 from coreml_delegate.runtime.engines.openvino.graph import (
     INT_MAX,
     INT_MIN,
+    converted,
     dim_of,
     dims,
+    element_type,
     ints,
     known_ints,
     normalized,
@@ -51,17 +53,41 @@ def slice_by_index(
     squeezed = _flags(squeeze_mask, axes)
     # An index takes one element whatever its stride; OpenVINO wants a positive one there.
     steps = [1 if drop else step for drop, step in zip(squeezed, stride or [1] * axes, strict=True)]
-    return ops.strided_slice(
-        x,
-        begin,
-        end,
-        ints(steps),
-        _flags(begin_mask, axes),
-        _flags(end_mask, axes),
-        [0] * axes,
-        squeezed,
-        [0] * axes,
-    )
+    masks = _flags(begin_mask, axes), _flags(end_mask, axes)
+    element = _sole_element(x, begin, end, steps, *masks, squeezed)
+    if element is not None:
+        axis, place = element
+        # The plugin makes a view of it where memory allows; a strided slice is always a copy.
+        return ops.gather(x, ints(place), ints(axis))
+    return ops.strided_slice(x, begin, end, ints(steps), *masks, [0] * axes, squeezed, [0] * axes)
+
+
+def _sole_element(
+    x: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    steps: list[int],
+    begin_mask: list[int],
+    end_mask: list[int],
+    squeezed: list[int],
+) -> tuple[int, int] | None:
+    """Axis and place of a slice that is one element of one axis and the whole of the others."""
+    first, last, sizes = known_ints(begin), known_ints(end), dims(x)
+    if first is None or last is None or squeezed.count(1) != 1:
+        return None
+
+    def whole(axis: int) -> bool:
+        size = sizes[axis]
+        from_start = begin_mask[axis] or first[axis] == 0
+        to_end = end_mask[axis] or (size is not None and last[axis] >= size)
+        return steps[axis] == 1 and bool(from_start and to_end)
+
+    axis = squeezed.index(1)
+    size, place = sizes[axis], first[axis]
+    if begin_mask[axis] or size is None or not -size <= place < size:
+        return None
+    others = (other for other in range(len(sizes)) if other != axis)
+    return (axis, place % size) if all(whole(other) for other in others) else None
 
 
 @translation("slice_by_size")
@@ -69,16 +95,19 @@ def slice_by_size(x: Tensor, begin: Tensor, size: Tensor) -> Result:
     """``size[i]`` elements of axis i from ``begin[i]``, or all that follow where it is -1."""
     axes = rank(x)
     start, count = known_ints(begin), known_ints(size)
-    if start is not None and count is not None:
-        lengths = dims(x)
-        if any(first < 0 and length is None for first, length in zip(start, lengths, strict=True)):
-            raise refuse("slice_by_size from the end of an unknown dimension", lengths)
+    lengths = dims(x)
+    counted = start is not None and all(
+        at >= 0 or length is not None for at, length in zip(start, lengths, strict=True)
+    )
+    if counted and start is not None and count is not None:
         first = [
             at + (length or 0) if at < 0 else at for at, length in zip(start, lengths, strict=True)
         ]
         stop = [INT_MAX if n == -1 else at + n for at, n in zip(first, count, strict=True)]
         return ops.slice(x, ints(first), ints(stop), ints([1] * axes))
     zero = ints(0)
+    # Places may be of 8 bits, which could not hold a sum with a size.
+    begin, size = (converted(value, element_type(zero)) for value in (begin, size))
     first = ops.select(ops.less(begin, zero), ops.add(begin, shape_of(x)), begin)
     stop = ops.select(ops.less(size, zero), ints(INT_MAX), ops.add(first, size))
     return ops.slice(x, first, stop, ints([1] * axes))

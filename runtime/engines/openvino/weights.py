@@ -46,15 +46,18 @@ def _blocks(
 ) -> tuple[list[int], list[int]] | None:
     """Shapes that give every block of ``data`` its own axis, and ``scale`` to match.
 
-    None when each scale covers one element or a whole axis, so that plain broadcasting does.
+    An axis along which each scale covers one element or all of them stays one axis: a row of
+    groups is then [rows, groups, group], the only form the plugin multiplies without expanding.
+    None when every axis does, so that plain broadcasting serves.
     """
     if all(count in (1, size) for size, count in zip(data_shape, scale_shape, strict=True)):
         return None
     data: list[int] = []
     scale: list[int] = []
     for size, count in zip(data_shape, scale_shape, strict=True):
-        data += [count, size // count]
-        scale += [count, 1]
+        whole = count in (1, size)
+        data += [size] if whole else [count, size // count]
+        scale += [count] if whole else [count, 1]
     return data, scale
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coreml_delegate.errors import ExecutionError, OptionError, UnsupportedOpError
+from coreml_delegate.errors import OptionError, UnsupportedOpError
 from coreml_delegate.runtime.engines.reference.interpreter import (
     CompiledBlock,
     CondStep,
@@ -22,10 +22,13 @@ from coreml_delegate.runtime.engines.reference.interpreter import (
     KernelStep,
     LoopStep,
     ReadStateStep,
+    Source,
     Step,
     WriteStateStep,
     as_results,
+    failure,
 )
+from coreml_delegate.runtime.engines.reference.memory_guard import MemoryGuard
 from coreml_delegate.runtime.engines.reference.registry import Kernel, Passing, find
 from coreml_delegate.runtime.engines.reference.values import (
     describe,
@@ -34,6 +37,7 @@ from coreml_delegate.runtime.engines.reference.values import (
     tensor_of_constant,
     widened,
 )
+from coreml_delegate.runtime.mil.location import located_ops
 from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.program import Binding, Block, Constant, Function, Op, Ref
 
@@ -43,9 +47,6 @@ _CONTROL_FLOW = {"cond", "while_loop"}
 _STATE = {"read_state", "write_state", "coreml_update_state"}
 STRUCTURAL = _CONTROL_FLOW | _STATE | {_CONST}
 """Op types the interpreter executes itself."""
-
-Source = int | Constant | Tensor
-"""Where a name's value is: a slot of the frame, or known when compiling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +87,17 @@ def unsupported(function: Function) -> list[str]:
     except OptionError as error:
         return [str(error)]
     reasons: dict[str, str] = {}
-    for op in function.block.walk():
+    for location, op in located_ops(function):
         if op.type in STRUCTURAL:
             continue
         kernel = find(op.type, opset)
+        where = f"in opset {function.opset} (first used by {op.name!r} at {location})"
         if kernel is None:
-            reasons.setdefault(
-                op.type,
-                f"{op.type}: no kernel in opset {function.opset} (first used by {op.name!r})",
-            )
+            reasons.setdefault(op.type, f"{op.type}: no kernel {where}")
             continue
         for name in _given(op):
             if name not in kernel.parameters:
-                reasons.setdefault(
-                    f"{op.type}.{name}",
-                    f"{op.type}: no parameter {name!r} in opset {function.opset} "
-                    f"(first used by {op.name!r})",
-                )
+                reasons.setdefault(f"{op.type}.{name}", f"{op.type}: no parameter {name!r} {where}")
     return list(reasons.values())
 
 
@@ -118,7 +113,7 @@ def compile_function(function: Function) -> CompiledProgram:
         raise UnsupportedOpError(
             "the reference engine cannot execute the program", got="; ".join(reasons)
         )
-    compiler = _Compiler(Opset.from_mil_name(function.opset))
+    compiler = _Compiler(function)
     scope = _Scope()
     params = {param.name: compiler.define(scope, param.name) for param in function.params}
     block, _ = compiler.block(function.block, scope)
@@ -126,9 +121,10 @@ def compile_function(function: Function) -> CompiledProgram:
 
 
 class _Compiler:
-    def __init__(self, opset: Opset) -> None:
+    def __init__(self, function: Function) -> None:
         self.slots = 0
-        self._opset = opset
+        self._function = function
+        self._opset = Opset.from_mil_name(function.opset)
         # One tensor per constant and width, however many ops share it. The source is kept beside it
         # because the key is its identity.
         self._tensors: dict[tuple[int, bool], tuple[Constant | Tensor, Tensor]] = {}
@@ -169,38 +165,43 @@ class _Compiler:
     # --- ops --------------------------------------------------------------------------------------
 
     def _step(self, op: Op, scope: _Scope, uses: set[int]) -> Step:
+        sources = {
+            name: tuple(_resolve(binding, scope) for binding in bindings)
+            for name, bindings in _given(op).items()
+        }
         if op.type == "cond":
             branches = [self._nested(block, scope, uses) for block in op.blocks]
-            return CondStep(op, self._argument(op, "pred", scope, uses), (branches[0], branches[1]))
+            predicate = self._argument(op, "pred", scope, uses)
+            return CondStep(op, sources, predicate, (branches[0], branches[1]))
         if op.type == "while_loop":
-            variables = _given(op).get("loop_vars", ())
-            initial = tuple(self._fetch(_resolve(b, scope), uses) for b in variables)
+            initial = tuple(self._fetch(source, uses) for source in sources.get("loop_vars", ()))
             condition, body = (self._nested(block, scope, uses) for block in op.blocks)
-            return LoopStep(op, initial, condition, body)
+            return LoopStep(op, sources, initial, condition, body)
         if op.type == "read_state":
-            return ReadStateStep(op, self._state(op, "input", scope))
+            return ReadStateStep(op, sources, self._state(op, "input", scope))
         if op.type == "write_state":
             data = self._argument(op, "data", scope, uses)
-            return WriteStateStep(op, self._state(op, "input", scope), data)
+            return WriteStateStep(op, sources, self._state(op, "input", scope), data)
         if op.type == "coreml_update_state":
             data = self._argument(op, "value", scope, uses)
-            return WriteStateStep(op, self._state(op, "state", scope), data)
-        return self._kernel_step(op, scope, uses)
+            return WriteStateStep(op, sources, self._state(op, "state", scope), data)
+        return self._kernel_step(op, sources, uses)
 
-    def _kernel_step(self, op: Op, scope: _Scope, uses: set[int]) -> KernelStep:
+    def _kernel_step(
+        self, op: Op, sources: dict[str, tuple[Source, ...]], uses: set[int]
+    ) -> KernelStep:
         kernel = find(op.type, self._opset)
         if kernel is None:
             raise UnsupportedOpError("no kernel", got=op.type)
         fixed: dict[str, Any] = {}
         fetched: list[tuple[str, Fetch]] = []
-        for name, bindings in _given(op).items():
-            sources = [_resolve(binding, scope) for binding in bindings]
-            if any(isinstance(source, int) for source in sources):
-                uses.update(source for source in sources if isinstance(source, int))
-                fetched.append((name, self._fetch_argument(kernel, name, sources)))
+        for name, given in sources.items():
+            if any(isinstance(source, int) for source in given):
+                uses.update(source for source in given if isinstance(source, int))
+                fetched.append((name, self._fetch_argument(kernel, name, given)))
             else:
-                fixed[name] = self._known_argument(kernel, name, sources)
-        return KernelStep(op, kernel, fixed, tuple(fetched))
+                fixed[name] = self._known_argument(kernel, name, given)
+        return KernelStep(op, kernel, sources, fixed, tuple(fetched))
 
     def _nested(self, block: Block, scope: _Scope, uses: set[int]) -> CompiledBlock:
         compiled, outer = self.block(block, _Scope(scope))
@@ -208,22 +209,28 @@ class _Compiler:
         return compiled
 
     def _expand(self, op: Op, scope: _Scope) -> None:
-        step = self._kernel_step(op, scope, set())
+        sources = {
+            name: tuple(_resolve(binding, scope) for binding in bindings)
+            for name, bindings in _given(op).items()
+        }
         try:
-            results = as_results(step.kernel.function(**step.fixed))
+            step = self._kernel_step(op, sources, set())
+            with MemoryGuard():
+                results = as_results(step.kernel.function(**step.fixed))
             values = [settle(r, o.type) for r, o in zip(results, op.outputs, strict=True)]
         except Exception as error:
-            got = ", ".join(f"{name}: {describe(value)}" for name, value in step.fixed.items())
-            raise ExecutionError(
-                f"{op.type} failed to expand {op.name!r} ({type(error).__name__}: {error})", got=got
-            ) from error
+            known = {
+                name: tuple(None if isinstance(source, int) else source for source in given)
+                for name, given in sources.items()
+            }
+            raise failure(self._function, op, known, error) from error
         for output, value in zip(op.outputs, values, strict=True):
             if isinstance(value, Tensor):
                 scope.sources[output.name] = value
 
     # --- arguments --------------------------------------------------------------------------------
 
-    def _known_argument(self, kernel: Kernel, name: str, sources: list[Source]) -> Any:
+    def _known_argument(self, kernel: Kernel, name: str, sources: tuple[Source, ...]) -> Any:
         passing = kernel.parameters[name].passing
         known = [source for source in sources if not isinstance(source, int)]
         if passing in (Passing.LITERAL, Passing.LITERALS):
@@ -232,7 +239,7 @@ class _Compiler:
             values = tuple(self._tensor(source, kernel.widen) for source in known)
         return values if passing.variadic else values[0]
 
-    def _fetch_argument(self, kernel: Kernel, name: str, sources: list[Source]) -> Fetch:
+    def _fetch_argument(self, kernel: Kernel, name: str, sources: tuple[Source, ...]) -> Fetch:
         passing = kernel.parameters[name].passing
         each = [self._fetch_one(kernel, passing, source) for source in sources]
         if passing.variadic:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from coreml_delegate.errors import InputError
-from coreml_delegate.runtime.engines.base import Array, EngineOptions, State
+from coreml_delegate.errors import InputError, OptionError
+from coreml_delegate.runtime.engines.base import Array, EngineOptions, Precision, State
 from coreml_delegate.runtime.engines.reference import (
     activation,
     compiler,
@@ -34,13 +35,14 @@ from coreml_delegate.runtime.engines.reference import (
     transformation,
 )
 from coreml_delegate.runtime.engines.reference.compiler import CompiledProgram
-from coreml_delegate.runtime.engines.reference.interpreter import Frame, Listener
+from coreml_delegate.runtime.engines.reference.interpreter import Frame, KernelStep, Listener
 from coreml_delegate.runtime.engines.reference.values import (
     Value,
     array_of,
     carrier_of,
     tensor_of_array,
 )
+from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.engines.states import fitting
 from coreml_delegate.runtime.mil.program import Function, StateType, TensorType
 
@@ -95,6 +97,7 @@ class ReferenceFunction:
         self._program: CompiledProgram = compiler.compile_function(function)
         self._types = {param.name: param.type for param in function.params}
         self._outputs = _output_types(function)
+        self._admitted: dict[KernelStep, tuple[Any, ...]] = {}
 
     def __call__(self, inputs: Mapping[str, Array], state: State | None = None) -> dict[str, Array]:
         """Run once; see ``CompiledFunction``."""
@@ -104,15 +107,18 @@ class ReferenceFunction:
         self,
         inputs: Mapping[str, Array],
         state: State | None = None,
-        on_value: Listener | None = None,
+        *,
+        listener: Listener | None = None,
+        decide: Callable[[bool], bool] = bool,
     ) -> dict[str, Array]:
-        """Run once, telling ``on_value`` every value an op computes.
+        """Run once, telling ``listener`` every value an op computes.
 
         Args:
             inputs: By feature name, of the dtype of the MIL parameter.
             state: Made by ``make_state``; None for stateless functions.
-            on_value: Called with the name and the torch tensor of every value, in execution order.
-                Constants are not among them.
+            listener: Told every value an op computes, in execution order; constants are not among
+                them.
+            decide: Has the last word on every condition of the program, given its value.
 
         Returns:
             Outputs by feature name, in declaration order, owned by the caller.
@@ -122,7 +128,14 @@ class ReferenceFunction:
             ExecutionError: An op failed.
         """
         held = self._held(state)
-        frame = Frame([None] * self._program.slots, {}, on_value)
+        frame = Frame(
+            function=self._function,
+            slots=[None] * self._program.slots,
+            states={},
+            admitted=self._admitted,
+            listener=listener,
+            decide=decide,
+        )
         with torch.inference_mode():
             for name, declared in self._types.items():
                 slot = self._program.params[name]
@@ -194,14 +207,22 @@ class ReferenceEngine:
     def compile(
         self,
         function: Function,
-        options: EngineOptions,  # noqa: ARG002 - see the class
+        options: EngineOptions,
+        source: ProgramSource | None = None,  # noqa: ARG002 - nothing is worth a cache here
     ) -> ReferenceFunction:
         """Prepare ``function`` for execution.
 
         Raises:
+            OptionError: Another precision than the program's own is asked for.
             UnsupportedOpError: See ``unsupported``.
             ExecutionError: A compressed weight cannot be expanded.
         """
+        if options.precision is not Precision.F32:
+            raise OptionError(
+                "the reference engine computes at the dtypes of the program",
+                got=f"precision {Precision(options.precision).value!r}",
+                remedy="Use the openvino engine, or leave the precision out",
+            )
         return ReferenceFunction(function)
 
 

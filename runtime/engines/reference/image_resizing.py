@@ -63,17 +63,21 @@ def _linear(x: Tensor, axis: int, positions: Tensor) -> Tensor:
     return below + (above - below) * weight
 
 
-def _resize(x: Tensor, sizes: Sequence[int], mode: str, *, nearest: bool = False) -> Tensor:
-    """``x`` with its last dimensions resized to ``sizes``."""
+def _resize(x: Tensor, sizes: Sequence[int], mode: str) -> Tensor:
+    """``x`` with its last dimensions resized to ``sizes``, interpolated linearly."""
     for axis, size in zip(range(-len(sizes), 0), sizes, strict=True):
-        positions = _whole(mode, x.shape[axis], size)
-        if nearest:
-            # DEFAULT takes the element a position falls into; the others round, halves up.
-            offset = 0.0 if mode == "DEFAULT" else 0.5
-            index = (positions + offset).floor().long().clamp(max=x.shape[axis] - 1)
-            x = x.index_select(axis, index)
-        else:
-            x = _linear(x, axis, positions)
+        x = _linear(x, axis, _whole(mode, x.shape[axis], size))
+    return x
+
+
+def _resize_nearest(x: Tensor, sizes: Sequence[int], mode: str, *, rounded: bool) -> Tensor:
+    """``x`` with its last dimensions resized by picking elements.
+
+    A position picks the element it falls into, or, ``rounded``, the nearest (of two, the later).
+    """
+    for axis, size in zip(range(-len(sizes), 0), sizes, strict=True):
+        positions = _whole(mode, x.shape[axis], size) + (0.5 if rounded else 0.0)
+        x = x.index_select(axis, positions.floor().long().clamp(max=x.shape[axis] - 1))
     return x
 
 
@@ -87,13 +91,14 @@ def upsample_nearest_neighbor(
 ) -> Tensor:
     """The last two dimensions scaled; sizes are rounded down."""
     sizes = _scaled(x, scale_factor_height, scale_factor_width)
-    return _resize(x, sizes, "DEFAULT", nearest=True)
+    return _resize_nearest(x, sizes, "DEFAULT", rounded=False)
 
 
 @kernel("resize_nearest_neighbor")
 def resize_nearest_neighbor(x: Tensor, target_size_height: int, target_size_width: int) -> Tensor:
     """The last two dimensions resized."""
-    return _resize(x, (target_size_height, target_size_width), "DEFAULT", nearest=True)
+    sizes = (target_size_height, target_size_width)
+    return _resize_nearest(x, sizes, "DEFAULT", rounded=False)
 
 
 @kernel("upsample_bilinear", widen=True)
@@ -152,9 +157,11 @@ def resize(
         return x
     kept = x.shape[-resized_dims:]
     sizes = [size or old for size, old in zip(shape[-resized_dims:], kept, strict=True)]
-    nearest = interpolation_mode == "NEAREST_NEIGHBOR"
-    if nearest or x.is_floating_point():
-        return _resize(x, sizes, sampling_mode, nearest=nearest)
+    if interpolation_mode == "NEAREST_NEIGHBOR":
+        # Rounded, unlike resize_nearest_neighbor of iOS15; Source: coremltools' test of this op.
+        return _resize_nearest(x, sizes, sampling_mode, rounded=True)
+    if x.is_floating_point():
+        return _resize(x, sizes, sampling_mode)
     return _resize(x.double(), sizes, sampling_mode).to(x.dtype)
 
 

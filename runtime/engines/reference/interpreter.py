@@ -7,25 +7,49 @@ frame of their function, and a slot is emptied after its last use.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
 from coreml_delegate.errors import ExecutionError
+from coreml_delegate.runtime.engines import limits
+from coreml_delegate.runtime.engines.reference import memory_guard
 from coreml_delegate.runtime.engines.reference.registry import Kernel
-from coreml_delegate.runtime.engines.reference.values import Value, describe, settle
-from coreml_delegate.runtime.mil.program import NamedType, Op
+from coreml_delegate.runtime.engines.reference.values import (
+    Value,
+    describe,
+    describe_operand,
+    settle,
+)
+from coreml_delegate.runtime.mil.location import describe_op
+from coreml_delegate.runtime.mil.program import Constant, Function, NamedType, Op
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """One value, just computed.
+
+    Attributes:
+        op: The op that computed it.
+        output: Which of its outputs this is.
+        value: The interpreter's own: never modified afterwards, and not to be modified.
+        turns: Number of the turn in every loop around the op, outermost first.
+        operands: What the op computed it from, by parameter name.
+    """
+
+    op: Op
+    output: NamedType
+    value: Value
+    turns: tuple[int, ...]
+    operands: Operands
 
 
 class Listener(Protocol):
-    """Told about every value an op computes, nested blocks and every turn of a loop included.
+    """Told about every value an op computes, nested blocks and every turn of a loop included."""
 
-    Values are the interpreter's own: read them, copy what is to be kept, change nothing.
-    """
-
-    def __call__(self, name: str, value: Value) -> None:
-        """Receive the value that ``name`` has just got."""
+    def __call__(self, computed: Computed) -> None:
+        """Receive the value that an output has just got; constants are not among them."""
         ...
 
 
@@ -34,14 +58,26 @@ class Frame:
     """One call of a function.
 
     Attributes:
+        function: What is called.
         slots: Values by slot, None where there is none (any more).
         states: State tensors by slot; replaced, never modified.
+        admitted: What each step was last given, of that which determines the memory it needs;
+            shared by the calls of a function.
         listener: Who is told about values, if anyone.
+        decide: Has the last word on every condition, given its value: a comparison of two runs
+            makes one follow the other's path.
+        turns: Number of the turn in every loop under way, outermost first.
+        remaining: Turns left before the call is taken for endless.
     """
 
+    function: Function
     slots: list[Value | None]
     states: dict[int, Tensor]
+    admitted: dict[KernelStep, tuple[Any, ...]]
     listener: Listener | None = None
+    decide: Callable[[bool], bool] = bool
+    turns: list[int] = field(default_factory=list[int])
+    remaining: int = field(default_factory=lambda: limits.MAX_TURNS)
 
     def read(self, slot: int) -> Value:
         """The value in a slot that is known to be filled."""
@@ -54,6 +90,13 @@ class Frame:
 Fetch: TypeAlias = Callable[[Frame], Any]
 """Reads one argument of a kernel or one output of a block."""
 
+Source: TypeAlias = "int | Constant | Tensor"
+"""Where a value is: a slot of the frame, or known when compiling."""
+
+Operands: TypeAlias = "Mapping[str, tuple[Value | Constant | None, ...]]"
+"""What an op is given, by parameter name: variadic parameters have several values, None is one that
+is missing."""
+
 
 class Step(Protocol):
     """One op, resolved."""
@@ -61,6 +104,11 @@ class Step(Protocol):
     @property
     def op(self) -> Op:
         """The op."""
+        ...
+
+    @property
+    def sources(self) -> Mapping[str, tuple[Source, ...]]:
+        """Where its operands are, by parameter name."""
         ...
 
     def run(self, frame: Frame) -> tuple[Any, ...]:
@@ -123,58 +171,67 @@ def _run(entry: Entry, frame: Frame) -> None:
     except ExecutionError:
         raise
     except Exception as error:
-        raise _failure(step, frame, error) from error
-    for value, (slot, output) in zip(values, entry.outputs, strict=True):
+        raise failure(frame.function, step.op, _operands(step, frame), error) from error
+    for value, (slot, _) in zip(values, entry.outputs, strict=True):
         frame.slots[slot] = value
-        if frame.listener is not None:
-            frame.listener(output.name, value)
+    if frame.listener is not None:
+        _tell(frame.listener, entry, frame, values)
     for slot in entry.frees:
         frame.slots[slot] = None
 
 
-def _failure(step: Step, frame: Frame, error: Exception) -> ExecutionError:
-    got = _describe_arguments(step, frame) if isinstance(step, KernelStep) else None
-    outputs = ", ".join(repr(output.name) for output in step.op.outputs) or repr(step.op.name)
+def _tell(listener: Listener, entry: Entry, frame: Frame, values: list[Value]) -> None:
+    operands, turns = _operands(entry.step, frame), tuple(frame.turns)
+    for value, (_, output) in zip(values, entry.outputs, strict=True):
+        listener(Computed(entry.step.op, output, value, turns, operands))
+
+
+def _operands(step: Step, frame: Frame) -> Operands:
+    return {
+        name: tuple(frame.slots[s] if isinstance(s, int) else s for s in sources)
+        for name, sources in step.sources.items()
+    }
+
+
+def failure(function: Function, op: Op, operands: Operands, error: Exception) -> ExecutionError:
+    """The error of an op that could not be computed."""
     reason = str(error).strip().splitlines()
+    given = (f"{name}: {describe_operand(values)}" for name, values in operands.items())
     return ExecutionError(
-        f"{step.op.type} failed to compute {outputs} "
+        f"cannot compute {describe_op(function, op)} "
         f"({type(error).__name__}: {reason[0] if reason else 'no message'})",
-        got=got or None,
+        got=", ".join(given) or None,
     )
 
 
-def _describe_arguments(step: KernelStep, frame: Frame) -> str:
-    arguments = step.arguments(frame)
-    ordered = [name for name in step.kernel.parameters if name in arguments]
-    return ", ".join(f"{name}: {describe(arguments[name])}" for name in ordered)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class KernelStep:
     """An op that a kernel computes.
 
     Attributes:
         op: The op.
         kernel: Its kernel.
+        sources: Where its operands are.
         fixed: Arguments known when compiling.
         fetched: Arguments to read at every call.
     """
 
     op: Op
     kernel: Kernel
+    sources: Mapping[str, tuple[Source, ...]]
     fixed: Mapping[str, Any]
     fetched: tuple[tuple[str, Fetch], ...]
 
-    def arguments(self, frame: Frame) -> dict[str, Any]:
-        """The kernel's keyword arguments."""
-        arguments = dict(self.fixed)
-        for name, fetch in self.fetched:
-            arguments[name] = fetch(frame)
-        return arguments
-
     def run(self, frame: Frame) -> tuple[Any, ...]:
-        """Call the kernel."""
-        return as_results(self.kernel.function(**self.arguments(frame)))
+        """Call the kernel, under guard unless the step before was given the same shapes."""
+        arguments = {name: fetch(frame) for name, fetch in self.fetched}
+        given = memory_guard.signature(arguments)
+        if frame.admitted.get(self) == given:
+            return as_results(self.kernel.function(**self.fixed, **arguments))
+        with memory_guard.MemoryGuard():
+            results = as_results(self.kernel.function(**self.fixed, **arguments))
+        frame.admitted[self] = given
+        return results
 
 
 def as_results(result: Any) -> tuple[Any, ...]:
@@ -187,12 +244,13 @@ class CondStep:
     """``cond``: the first block if the predicate is true, else the second."""
 
     op: Op
+    sources: Mapping[str, tuple[Source, ...]]
     predicate: Fetch
     branches: tuple[CompiledBlock, CompiledBlock]
 
     def run(self, frame: Frame) -> tuple[Any, ...]:
         """Execute one branch."""
-        return self.branches[0 if bool(self.predicate(frame)) else 1].run(frame)
+        return self.branches[0 if _holds(self.predicate(frame), frame) else 1].run(frame)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +258,7 @@ class LoopStep:
     """``while_loop``: the second block as long as the first is true, on the same variables."""
 
     op: Op
+    sources: Mapping[str, tuple[Source, ...]]
     initial: tuple[Fetch, ...]
     condition: CompiledBlock
     body: CompiledBlock
@@ -207,9 +266,19 @@ class LoopStep:
     def run(self, frame: Frame) -> tuple[Any, ...]:
         """Execute until the condition fails."""
         variables = tuple(fetch(frame) for fetch in self.initial)
-        while bool(self.condition.run(frame, variables)[0]):
+        frame.turns.append(0)
+        while _holds(self.condition.run(frame, variables)[0], frame):
+            if not frame.remaining:
+                raise RuntimeError(f"loops do not end within {limits.MAX_TURNS} turns")
+            frame.remaining -= 1
             variables = self.body.run(frame, variables)
+            frame.turns[-1] += 1
+        frame.turns.pop()
         return variables
+
+
+def _holds(condition: Any, frame: Frame) -> bool:
+    return frame.decide(bool(condition))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +286,7 @@ class ReadStateStep:
     """``read_state``: the tensor a state holds now."""
 
     op: Op
+    sources: Mapping[str, tuple[Source, ...]]
     state: int
 
     def run(self, frame: Frame) -> tuple[Any, ...]:
@@ -229,6 +299,7 @@ class WriteStateStep:
     """``write_state``, and ``coreml_update_state``, which also returns what it wrote."""
 
     op: Op
+    sources: Mapping[str, tuple[Source, ...]]
     state: int
     data: Fetch
 

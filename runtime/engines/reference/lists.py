@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coreml_delegate.runtime.engines.limits import MAX_LIST
 from coreml_delegate.runtime.engines.reference.registry import EachInt, kernel
 from coreml_delegate.runtime.engines.reference.values import TensorList, carrier_of
 from coreml_delegate.runtime.mil.dtypes import DType
@@ -23,6 +24,8 @@ def make_list(
     dtype: str = "fp32",
 ) -> TensorList:
     """A list of zeros where the element's shape is known, else of nothing."""
+    if not 0 <= init_length < MAX_LIST:
+        raise ValueError(f"a list of {init_length} elements, not of fewer than {MAX_LIST}")
     if any(isinstance(size, str) for size in elem_shape):
         return TensorList([None] * init_length)
     zeros = torch.zeros(elem_shape, dtype=carrier_of(DType.from_label(dtype)))

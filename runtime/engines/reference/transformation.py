@@ -6,7 +6,6 @@ Source: coremltools' MIL op reference, ``tensor_transformation`` and ``tensor_op
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -207,7 +206,7 @@ def pad(x: Tensor, pad: Ints, mode: str = "constant", constant_val: float = 0.0)
     if mode == "constant":
         return pad_spatial(x, amounts, constant_val)
     for axis, (before, after) in enumerate(amounts, start=x.dim() - len(amounts)):
-        x = x.index_select(axis, torch.tensor(_border(mode, x.shape[axis], before, after)))
+        x = x.index_select(axis, _border(mode, x.shape[axis], before, after))
     return x
 
 
@@ -217,12 +216,12 @@ def crop(x: Tensor, crop_height: Ints, crop_width: Ints) -> Tensor:
     return pad_spatial(x, [(-first, -last) for first, last in (crop_height, crop_width)])
 
 
-def _border(mode: str, size: int, before: int, after: int) -> Sequence[int]:
-    positions = range(-before, size + after)
+def _border(mode: str, size: int, before: int, after: int) -> Tensor:
+    positions = torch.arange(-before, size + after)
     if mode == "replicate":
-        return [min(max(p, 0), size - 1) for p in positions]
+        return positions.clamp(0, size - 1)
     if mode != "reflect":
         raise ValueError(f"pad mode is {mode!r}, not constant, reflect or replicate")
     if max(before, after) >= size:
         raise ValueError(f"cannot reflect {max(before, after)} elements of a size of {size}")
-    return [size - 1 - abs(size - 1 - abs(p)) for p in positions]
+    return size - 1 - (size - 1 - positions.abs()).abs()

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coreml_delegate.errors import UnsupportedOpError
+from coreml_delegate.runtime.engines.limits import MAX_LIST
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Constant, Literal, TensorType, ValueType
 
@@ -51,8 +52,8 @@ class TensorList(tuple["Tensor | None", ...]):
         """This list with ``values`` at ``indices``, grown as far as they reach."""
         items: list[Tensor | None] = list(self)
         for index, value in zip(indices, values, strict=True):
-            if index < 0:
-                raise IndexError(f"list index {index} is negative")
+            if not 0 <= index < MAX_LIST:
+                raise IndexError(f"list index {index} is outside of [0, {MAX_LIST})")
             items.extend([None] * (index + 1 - len(items)))
             items[index] = value
         return TensorList(items)
@@ -107,9 +108,11 @@ def tensor_of_constant(constant: Constant) -> Tensor:
 
 def literal_of(value: Constant | Tensor) -> Any:
     """A value as Python scalars, strings and nested tuples: what attributes are passed as."""
-    if isinstance(value, Tensor):
-        return _frozen(value.tolist())
-    return _literal(value.data)
+    if not isinstance(value, Tensor):
+        return _literal(value.data)
+    if value.numel() > MAX_LIST:
+        raise ValueError(f"{describe(value)} where at most {MAX_LIST} numbers can be meant")
+    return _frozen(value.tolist())
 
 
 def array_of(value: Value, declared: ValueType) -> NDArray[np.generic]:
@@ -175,15 +178,41 @@ def describe(value: object) -> str:
     return text if len(text) <= _MAX_REPR else f"{text[:_MAX_REPR]}..."
 
 
+def describe_operand(values: tuple[Value | Constant | None, ...]) -> str:
+    """What an op is given for one parameter, for a message: several values if it is variadic."""
+    described = [describe(_shown(value)) for value in values]
+    return described[0] if len(described) == 1 else f"({', '.join(described)})"
+
+
 _WIDENED = {DType.UINT16, DType.UINT32, DType.UINT64}
 _NARROW_FLOATS = {torch.float16, torch.bfloat16}
 _MAX_REPR = 80
+_MAX_SHOWN = 8
 
 
 def _kind(dtype: torch.dtype) -> str:
     if dtype is torch.bool:
         return "bool"
     return "float" if dtype.is_floating_point else "int"
+
+
+def _shown(value: Value | Constant | None) -> object:
+    if not isinstance(value, Constant):
+        return value
+    data = value.data
+    # Short vectors are attributes: strides, axes. Their values tell more than their shape.
+    if isinstance(data, np.ndarray) and (data.ndim > 1 or data.size > _MAX_SHOWN):
+        return _Described(str(value.type))
+    return _literal(data)
+
+
+class _Described(str):
+    """Text that stands for itself in a message."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def _literal(data: Literal) -> Any:

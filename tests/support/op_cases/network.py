@@ -26,6 +26,28 @@ def _conv(rank: int, note: str, expected, groups: int = 1, kernel: int = 3, **at
 
 
 CONV = [
+    OpCase(
+        "conv_quantized",
+        "linear",
+        {"x": normal(2, 4, 9, 8)},
+        {"quant_scale": uniform(6, seed=1), "quant_bias": normal(6, seed=2)},
+        {
+            "weight": integers(6, 2, 3, 3, low=0, high=9, seed=3).astype(np.uint8),
+            "bias": integers(6, low=0, high=9, seed=4).astype(np.uint8),
+            "quantization_type": "linear",
+            "groups": 2,
+            "pad_type": "same",
+        },
+        expected=lambda x, quant_scale, quant_bias: F.conv2d(
+            x,
+            torch.tensor(integers(6, 2, 3, 3, low=0, high=9, seed=3))
+            * quant_scale.reshape(-1, 1, 1, 1)
+            + quant_bias.reshape(-1, 1, 1, 1),
+            torch.tensor(integers(6, low=0, high=9, seed=4), dtype=torch.float32),
+            padding="same",
+            groups=2,
+        ),
+    ),
     *(_conv(rank, "valid", lambda f, x, w, b: f(x, w, b)) for rank in (1, 2, 3)),
     *(
         _conv(
@@ -292,15 +314,23 @@ NORMALIZATION = [
     ),
     OpCase("l2_norm", "rank3", {"x": normal(3, 4, 5)}),
     OpCase("l2_norm", "rank5", {"x": normal(2, 2, 3, 4, 5)}, {"epsilon": np.float32(0.5)}),
-    OpCase(
-        "local_response_norm",
-        "odd",
-        {"x": _IMAGE},
-        {"alpha": np.float32(0.5), "beta": np.float32(0.75), "k": np.float32(2)},
-        {"size": 3},
-        expected=lambda x, alpha, beta, k: F.local_response_norm(
-            x, 3, float(alpha), float(beta), float(k)
-        ),
+    *(
+        OpCase(
+            "local_response_norm",
+            note,
+            {"x": x},
+            {"alpha": np.float32(0.5), "beta": np.float32(0.75), "k": np.float32(2)},
+            {"size": size},
+            expected=lambda x, alpha, beta, k, size=size: F.local_response_norm(
+                x, size, float(alpha), float(beta), float(k)
+            ),
+        )
+        for note, size, x in (
+            ("odd", 3, _IMAGE),
+            ("even", 4, _IMAGE),
+            ("rank3", 3, normal(2, 4, 5)),
+            ("rank5", 4, normal(2, 4, 3, 2, 5)),
+        )
     ),
 ]
 

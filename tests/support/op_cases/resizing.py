@@ -17,6 +17,18 @@ def _interpolate(mode: str = "bilinear", **options):
     return lambda x, **_: F.interpolate(x, mode=mode, **options)
 
 
+def _rounded(height: int, width: int):
+    """The element nearest to each of evenly spaced positions from the first on."""
+
+    def expected(x, **_):
+        for axis, size in ((-2, height), (-1, width)):
+            places = torch.arange(size) * x.shape[axis] / size
+            x = x.index_select(axis, (places + 0.5).long().clamp(max=x.shape[axis] - 1))
+        return x
+
+    return expected
+
+
 # Positions at which a row of two pixels, 0 and 1, is sampled five times: the table in the
 # documentation of resize_bilinear.
 _FIVE_OF_TWO = {
@@ -117,9 +129,12 @@ RESIZE = [
                 "interpolation_mode": "NEAREST_NEIGHBOR",
                 "sampling_mode": mode,
             },
-            expected=_interpolate(torch_mode, size=(3, 7)),
+            expected=expected,
         )
-        for mode, torch_mode in (("DEFAULT", "nearest"), ("UNALIGN_CORNERS", "nearest-exact"))
+        for mode, expected in (
+            ("DEFAULT", _rounded(3, 7)),
+            ("UNALIGN_CORNERS", _interpolate("nearest-exact", size=(3, 7))),
+        )
     ),
 ]
 

@@ -1,0 +1,271 @@
+"""A folder of files that can be made again: entries found by key, the oldest dropped first.
+
+Layout of an entry (little endian)::
+
+    header, 4096 bytes  8s magic, u32 version, u32 CRC-32 of all that follows it,
+                        u64 size of the file, u64 size of the metadata, 32s key, zeros
+    payload             from byte 4096 on, so that a mapped payload starts on a page
+    metadata            JSON
+
+An entry is written under a temporary name and renamed, and never changed afterwards: readers see
+all of it or nothing, and of several writers of one key the last one wins, with the same content.
+Nothing is locked, so nothing remains locked when a process is killed, and folders on network file
+systems do. Nothing is flushed to disk either: what a power failure loses, the checksum finds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import mmap
+import os
+import re
+import struct
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from coreml_delegate.blob import Buffer
+from coreml_delegate.cache_folder import cache_folder
+from coreml_delegate.errors import OptionError
+
+_logger = logging.getLogger(__name__)
+
+LIMIT_VARIABLE: Final = "COREML_DELEGATE_COMPILED_CACHE"
+"""Environment variable that turns the cache ``off`` or says how large it may grow."""
+
+_FOLDER: Final = "compiled"
+_DEFAULT_LIMIT: Final = 2 << 30
+_OFF: Final = ("off", "0")
+_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_SIZE: Final = re.compile(r"(\d+)([KMG]?)")
+
+_MAGIC: Final = b"CMDENTRY"
+_VERSION: Final = 1
+_HEADER: Final = struct.Struct("<8sIIQQ32s")
+_CHECKED_FROM: Final = 16  # behind magic, version and checksum
+_PAYLOAD: Final = 4096
+_KEY_BYTES: Final = 32
+
+_SUFFIX: Final = ".entry"
+_UNFINISHED: Final = ".unfinished"
+# What a killed writer left is swept when no living one can still be at it, in seconds.
+_ABANDONED: Final = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """Where a cache is and how large it may grow.
+
+    Attributes:
+        folder: By default ``compiled`` in the folder of all caches of this package.
+        limit_bytes: Of all entries together; the least recently used go first.
+    """
+
+    folder: Path = field(default_factory=lambda: cache_folder() / _FOLDER)
+    limit_bytes: int = _DEFAULT_LIMIT
+
+    @classmethod
+    def from_environment(cls) -> CacheOptions | None:
+        """What ``COREML_DELEGATE_COMPILED_CACHE`` says: ``off``, or a limit such as ``500M``.
+
+        Returns:
+            The options, or None for no cache.
+
+        Raises:
+            OptionError: It says neither.
+        """
+        said = os.environ.get(LIMIT_VARIABLE, "").strip()
+        if not said:
+            return cls()
+        if said.lower() in _OFF:
+            return None
+        size = _SIZE.fullmatch(said.upper())
+        if size is None:
+            raise OptionError(
+                f"{LIMIT_VARIABLE} is not understood",
+                got=repr(said),
+                expected="off, or bytes such as 500000000, 500M or 2G",
+            )
+        return cls(limit_bytes=int(size[1]) * _UNITS[size[2]])
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What was found: metadata, and the payload, mapped from the file and writable in memory."""
+
+    metadata: dict[str, Any]
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class EntryFile:
+    """A file of the cache: size in bytes, and when it was last used in ns since the epoch."""
+
+    path: Path
+    size: int
+    used: int
+
+
+class _DamagedError(Exception):
+    """An entry is not what was written, or not an entry; says why."""
+
+
+class EntryCache:
+    """The cache in one folder; see the module."""
+
+    def __init__(self, options: CacheOptions) -> None:
+        self._folder = options.folder
+        self._limit = options.limit_bytes
+
+    def read(self, key: bytes) -> Entry | None:
+        """The entry of a key, checked to be what was written; None if there is none.
+
+        Args:
+            key: 32 bytes.
+        """
+        path = self._path(key)
+        try:
+            with path.open("rb") as file:
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            entry = _parsed(memoryview(content), key)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            _say_unusable(self._folder, "read", error.strerror or str(error))
+            return None
+        except (ValueError, _DamagedError) as error:  # mmap refuses an empty file
+            self.reject(key, str(error))
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return entry
+
+    def reject(self, key: bytes, reason: str) -> None:
+        """Drop an entry that turned out to be of no use."""
+        path = self._path(key)
+        _logger.warning("compiled program %s is made again: %s", path, reason)
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+    def write(self, key: bytes, metadata: dict[str, Any], payload: Buffer) -> None:
+        """Keep an entry, dropping others to make room. Does nothing where that is impossible."""
+        described = json.dumps(metadata, sort_keys=True).encode()
+        data = memoryview(payload).cast("B")
+        size = _PAYLOAD + data.nbytes + len(described)
+        if size > self._limit:
+            _logger.debug("not cached: %d bytes exceed the limit of %d", size, self._limit)
+            return
+        head = struct.pack("<QQ32s", size, len(described), key)
+        rest = head.ljust(_PAYLOAD - _CHECKED_FROM, b"\0")
+        checksum = zlib.crc32(described, zlib.crc32(data, zlib.crc32(rest)))
+        start = struct.pack("<8sII", _MAGIC, _VERSION, checksum)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _swept(self._folder)
+            self._make_room(size)
+            self._write(self._path(key), (start, rest, data, described))
+        except OSError as error:
+            _say_unusable(self._folder, "write", error.strerror or str(error))
+
+    def files(self) -> list[EntryFile]:
+        """Every entry, the least recently used first."""
+        return sorted(self._files(), key=lambda file: file.used)
+
+    def clear(self) -> int:
+        """Drop every entry and whatever writers have left unfinished.
+
+        Returns:
+            How many entries were dropped.
+        """
+        dropped = sum(_unlinked(file.path) for file in self._files())
+        for path in _listed(self._folder, _UNFINISHED):
+            _unlinked(path)
+        return dropped
+
+    def _path(self, key: bytes) -> Path:
+        return self._folder / f"{key.hex()}{_SUFFIX}"
+
+    def _files(self) -> Iterator[EntryFile]:
+        for path in _listed(self._folder, _SUFFIX):
+            with contextlib.suppress(OSError):  # dropped meanwhile by another process
+                status = path.stat()
+                yield EntryFile(path, status.st_size, status.st_mtime_ns)
+
+    def _make_room(self, size: int) -> None:
+        files = self.files()
+        excess = sum(file.size for file in files) + size - self._limit
+        for file in files:
+            if excess <= 0:
+                return
+            _unlinked(file.path)
+            excess -= file.size
+
+    def _write(self, path: Path, parts: tuple[Buffer, ...]) -> None:
+        handle, name = tempfile.mkstemp(dir=self._folder, suffix=_UNFINISHED)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.writelines(parts)
+            os.replace(name, path)
+        except BaseException:
+            _unlinked(Path(name))
+            raise
+
+
+def _parsed(content: memoryview, key: bytes) -> Entry:
+    if content.nbytes < _PAYLOAD:
+        raise _DamagedError(f"{content.nbytes} bytes are no entry")
+    magic, version, checksum, size, described, stored_key = _HEADER.unpack_from(content)
+    if (magic, version) != (_MAGIC, _VERSION):
+        raise _DamagedError("it is no entry of this version")
+    if size != content.nbytes or described > size - _PAYLOAD:
+        raise _DamagedError(f"{content.nbytes} bytes are there of {size}")
+    if zlib.crc32(content[_CHECKED_FROM:]) != checksum:
+        raise _DamagedError("its checksum is wrong")
+    if stored_key != key:
+        raise _DamagedError("it belongs to another program")
+    end = size - described
+    return Entry(json.loads(bytes(content[end:])), content[_PAYLOAD:end])
+
+
+def _listed(folder: Path, suffix: str) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if path.suffix == suffix]
+    except OSError:  # no such folder: no entries
+        return []
+
+
+def _unlinked(path: Path) -> bool:
+    try:
+        path.unlink()
+    except OSError:
+        return False
+    return True
+
+
+@functools.cache
+def _swept(folder: Path) -> None:
+    """Remove, once in a process, what killed writers have left."""
+    now = time.time()
+    for path in _listed(folder, _UNFINISHED):
+        with contextlib.suppress(OSError):
+            if now - path.stat().st_mtime > _ABANDONED:
+                path.unlink()
+
+
+@functools.cache
+def _say_unusable(folder: Path, verb: str, reason: str) -> None:
+    """Say once that programs are compiled anew each time."""
+    _logger.warning(
+        "no cache of compiled programs: cannot %s %s (%s); %s=off silences this",
+        verb,
+        folder,
+        reason,
+        LIMIT_VARIABLE,
+    )

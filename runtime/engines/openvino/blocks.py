@@ -1,0 +1,219 @@
+"""Blocks of ops: arguments fetched, the translation called, results bound to names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from coreml_delegate.errors import CoreMLDelegateError, UnsupportedOpError
+from coreml_delegate.runtime.engines.openvino import graph, registry
+from coreml_delegate.runtime.engines.openvino.registry import Form, TensorList, Weight, refuse
+from coreml_delegate.runtime.engines.openvino.scope import Scope, Value, stand_in
+from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.mil.program import (
+    Binding,
+    Block,
+    Constant,
+    ListType,
+    NamedType,
+    Op,
+    TensorType,
+)
+
+# What OpenVINO's binding raises for a graph it refuses to build.
+_BUILD_ERRORS = (ArithmeticError, RuntimeError, TypeError, ValueError, LookupError)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTranslator:
+    """Translates blocks into the graphs of their scopes.
+
+    Attributes:
+        opset: Of the program.
+        special: Ops that need the scope itself, by type.
+        reasons: Collects errors if it is a list; values that could not be made are then stood in
+            for, so that one pass finds all. With None the first error is raised.
+    """
+
+    opset: Opset
+    special: Mapping[str, Special]
+    reasons: list[str] | None = None
+
+    def block(self, block: Block, scope: Scope, inputs: Sequence[Value] = ()) -> list[Value]:
+        """Translate a block in the fresh ``scope`` of its names.
+
+        Args:
+            block: With as many inputs as ``inputs``.
+            scope: Of the graph that the ops go to.
+            inputs: What the block's inputs stand for.
+
+        Returns:
+            What its outputs stand for.
+
+        Raises:
+            UnsupportedOpError: An op, or a mode or type of it, has no translation.
+        """
+        for named, value in zip(block.inputs, inputs, strict=True):
+            scope.values[named.name] = value
+        for op in block.ops:
+            self._op(op, scope)
+        return scope.named(block.outputs)
+
+    def _op(self, op: Op, scope: Scope) -> None:
+        found_before = len(self.reasons or ())
+        try:
+            outputs = self._apply(op, scope)
+            _bind(op, outputs, scope)
+        except (CoreMLDelegateError, *_BUILD_ERRORS) as error:
+            if self.reasons is None:
+                if isinstance(error, _LocatedError):
+                    raise
+                raise _LocatedError(
+                    _reason(op, error), remedy="Run this program on the reference engine"
+                ) from error
+            # An op whose blocks have said what fails adds nothing.
+            if len(self.reasons) == found_before:
+                self.reasons.append(_reason(op, error))
+            for out in op.outputs:
+                _substitute(out, scope)
+
+    def _apply(self, op: Op, scope: Scope) -> tuple[Value, ...]:
+        special = self.special.get(op.type)
+        if special is not None:
+            return special(self, op, scope)
+        entry = registry.find(op.type, self.opset)
+        if entry is None:
+            raise refuse(f"no translation of this op in {self.opset.name}", op.type)
+        result = entry.function(**_arguments(op, entry, scope))
+        return result if isinstance(result, tuple) else (result,)
+
+
+Special: TypeAlias = Callable[[BlockTranslator, Op, Scope], tuple[Value, ...]]
+"""An op that the translator executes itself."""
+
+
+class _LocatedError(UnsupportedOpError):
+    """An error that names its op; the ops around it pass it on."""
+
+
+def _arguments(op: Op, entry: registry.Translation, scope: Scope) -> dict[str, Any]:
+    given: dict[str, tuple[Binding, ...]] = dict(op.inputs)
+    given.update({key: (value,) for key, value in op.attributes.items() if key != "name"})
+    arguments: dict[str, Any] = {}
+    for parameter in entry.parameters:
+        bindings = given.pop(parameter.name, None)
+        if bindings is not None:
+            values = [scope.value(binding) for binding in bindings]
+            arguments[parameter.name] = _argument(parameter, values, scope)
+        elif parameter.required:
+            raise refuse("required parameter is missing", parameter.name)
+    if given:
+        raise refuse("unknown parameters", ", ".join(sorted(given)))
+    return arguments
+
+
+def _argument(parameter: registry.Parameter, values: list[Value], scope: Scope) -> Any:
+    form = parameter.form
+    if form is Form.TENSORS:
+        return tuple(scope.tensor(value) for value in values)
+    if form is Form.TENSOR:
+        (value,) = values
+        return scope.tensor(value)
+    if form is Form.LIST:
+        (value,) = values
+        if not isinstance(value, TensorList):
+            raise refuse(f"parameter {parameter.name!r}", "a tensor", "a list")
+        return value
+    literals = [literal(parameter.name, value) for value in values]
+    return _READERS[form](literals)
+
+
+def literal(name: str, value: Value) -> Any:
+    """The content of a value that is known when compiling.
+
+    Raises:
+        UnsupportedOpError: It is not.
+    """
+    if isinstance(value, Constant):
+        return value.data
+    if isinstance(value, Weight):
+        return value.dense()
+    data = None if isinstance(value, TensorList) else graph.known(value)
+    if data is None:
+        raise refuse(f"parameter {name!r}", "a value computed at run time", "a constant")
+    return data
+
+
+def _bind(op: Op, outputs: tuple[Value, ...], scope: Scope) -> None:
+    if len(outputs) != len(op.outputs):
+        raise refuse("number of outputs", len(op.outputs), str(len(outputs)))
+    for declared, value in zip(op.outputs, outputs, strict=True):
+        is_bare = isinstance(value, Constant | Weight | TensorList)
+        scope.values[declared.name] = value if is_bare else _checked(declared, value)
+
+
+def _substitute(out: NamedType, scope: Scope) -> None:
+    try:
+        if isinstance(out.type, ListType) and isinstance(out.type.element, TensorType):
+            element = out.type.element
+            packed = TensorType(element.dtype, (None, *(element.shape or ())))
+            elements = stand_in(out.name, packed)[1]
+            scope.values[out.name] = TensorList(elements, grows=True)
+        else:
+            scope.values[out.name] = stand_in(out.name, out.type)[1]
+    except UnsupportedOpError:
+        # Labels and the like: later uses of the name report themselves.
+        scope.values.pop(out.name, None)
+
+
+def _checked(declared: NamedType, value: Any) -> Any:
+    """A result in the type its op declares.
+
+    Raises:
+        UnsupportedOpError: The shape is another: OpenVINO understands the op differently.
+    """
+    if not isinstance(declared.type, TensorType):
+        raise refuse("result that is no tensor", declared.type)
+    value = graph.converted(graph.output(value), graph.GRAPH_TYPE[declared.type.dtype])
+    shape = value.get_partial_shape()
+    expected = declared.type.shape
+    if expected is not None and shape.rank.is_static:
+        actual = [dim.get_length() if dim.is_static else None for dim in shape]
+        if len(actual) != len(expected) or any(
+            None not in (a, b) and a != b for a, b in zip(actual, expected, strict=True)
+        ):
+            raise refuse("result shape", actual, str(list(expected)))
+    value.get_node().set_friendly_name(declared.name)
+    return value
+
+
+def _flat(literals: list[Any]) -> list[Any]:
+    return [item for literal in literals for item in np.asarray(literal).reshape(-1).tolist()]
+
+
+def _one(literals: list[Any]) -> Any:
+    (item,) = _flat(literals)
+    return item
+
+
+_READERS: Mapping[Form, Callable[[list[Any]], Any]] = {
+    Form.ARRAY: lambda literals: np.asarray(literals[0]),
+    Form.INTS: lambda literals: tuple(int(item) for item in _flat(literals)),
+    Form.BOOLS: lambda literals: tuple(bool(item) for item in _flat(literals)),
+    Form.SIZES: lambda literals: tuple(
+        None if isinstance(item, str) else int(item) for item in _flat(literals)
+    ),
+    Form.INT: lambda literals: int(_one(literals)),
+    Form.FLOAT: lambda literals: float(_one(literals)),
+    Form.BOOL: lambda literals: bool(_one(literals)),
+    Form.STR: lambda literals: str(_one(literals)),
+}
+
+
+def _reason(op: Op, error: Exception) -> str:
+    """One line: op type, its first output, and what went wrong."""
+    text = str(error).strip().splitlines()
+    return f"{op.type} (output {op.name!r}): {text[-1] if text else type(error).__name__}"

@@ -1,0 +1,160 @@
+"""From a function to a compiled model: found in the cache, or translated and compiled."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import openvino as ov
+from openvino import opset15 as ops
+
+from coreml_delegate.errors import EngineUnavailableError, UnsupportedOpError
+from coreml_delegate.runtime.engines.base import CompiledFunction, EngineOptions, Precision
+from coreml_delegate.runtime.engines.openvino import fusion, translate
+from coreml_delegate.runtime.engines.openvino.compiled_cache import CompiledCache
+from coreml_delegate.runtime.engines.openvino.engine import DEVICE
+from coreml_delegate.runtime.engines.openvino.graph_memory import require_memory
+from coreml_delegate.runtime.engines.openvino.session import Interface, OpenVinoFunction
+from coreml_delegate.runtime.engines.openvino.specialisation import (
+    EnumeratedFunction,
+    Shapes,
+    default_shapes,
+    specialised,
+)
+from coreml_delegate.runtime.engines.source import ProgramSource
+from coreml_delegate.runtime.mil.program import Function
+
+_logger = logging.getLogger(__name__)
+
+_PRECISION_HINT: Final = "INFERENCE_PRECISION_HINT"
+
+
+@dataclass(frozen=True, slots=True)
+class _Mode:
+    """How OpenVINO spells a precision: the hint, and the capability of CPUs that have it."""
+
+    hint: str
+    capability: str
+
+
+_MODES: Final[Mapping[Precision, _Mode]] = {
+    # Said aloud: without a hint OpenVINO takes bf16 wherever the CPU has matrix units for it.
+    Precision.F32: _Mode("f32", "FP32"),
+    # Softmax and norms need no marking to stay accurate: their kernels read and write bf16 and
+    # compute in fp32.
+    Precision.BF16: _Mode("bf16", "BF16"),
+}
+
+
+def unsupported(function: Function) -> list[str]:
+    """What in ``function`` has no translation: one reason each."""
+    return translate.unsupported(specialised(function, default_shapes(function)))
+
+
+def compile_function(
+    core: Any, function: Function, options: EngineOptions, source: ProgramSource | None
+) -> CompiledFunction:
+    """Compile ``function``, or find it compiled.
+
+    Args:
+        core: OpenVINO's ``Core``.
+        function: The function.
+        options: How to execute.
+        source: The bytes it was read from, if at hand.
+
+    Raises:
+        UnsupportedOpError: An op, or a mode or type of it, has no translation.
+        EngineUnavailableError: The CPU has not the precision asked for.
+        ExecutionError: A node of the graph does not fit into memory.
+    """
+    mode = _MODES[Precision(options.precision)]
+    _require_precision(core, mode)
+    config = _config(options, mode)
+    cache = CompiledCache.of(core, function, source, options.cache, config)
+    build = functools.partial(_build, core, function, config, cache)
+    shapes = default_shapes(function)
+    return EnumeratedFunction(function, build) if shapes else build(shapes)
+
+
+def _build(
+    core: Any,
+    function: Function,
+    config: Mapping[str, object],
+    cache: CompiledCache | None,
+    shapes: Shapes,
+) -> OpenVinoFunction:
+    if cache is not None and (found := cache.find(core, shapes)) is not None:
+        _logger.debug("found %s %s compiled", function.name, shapes or "")
+        return found
+    translated = translate.translate(specialised(function, shapes))
+    fusion.fuse(translated.model)
+    require_memory(translated.model)
+    try:
+        compiled = core.compile_model(translated.model, DEVICE, config)
+    except RuntimeError as error:
+        raise UnsupportedOpError(
+            "OpenVINO cannot compile the function", got=str(error).strip().splitlines()[-1]
+        ) from error
+    _logger.debug(
+        "compiled %s %s: %d nodes", function.name, shapes or "", len(translated.model.get_ops())
+    )
+    # Not the translated model: the compiled one has its own copies of what it still needs.
+    interface = Interface(translated.inputs, translated.outputs, translated.states)
+    made = OpenVinoFunction(interface, compiled)
+    if cache is not None:
+        cache.keep(made, shapes)
+    return made
+
+
+def _config(options: EngineOptions, mode: _Mode) -> dict[str, object]:
+    config: dict[str, object] = {
+        _PRECISION_HINT: mode.hint,
+        "PERFORMANCE_HINT": "LATENCY",
+        # Otherwise activations are quantized to int8 where weights are compressed integers.
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+    }
+    if options.threads is not None:
+        config["INFERENCE_NUM_THREADS"] = options.threads
+    return config
+
+
+def _require_precision(core: Any, mode: _Mode) -> None:
+    """Refuse a precision that OpenVINO would silently replace by another.
+
+    Raises:
+        EngineUnavailableError: This CPU has not the precision.
+    """
+    capabilities = core.get_property(DEVICE, "OPTIMIZATION_CAPABILITIES")
+    if mode.capability in capabilities:
+        return
+    if not _emulated(mode.hint):
+        raise EngineUnavailableError(
+            f"this CPU does not compute in {mode.hint}",
+            got=", ".join(capabilities),
+            expected=mode.capability,
+            remedy=f"Use precision={Precision.F32.value!r}",
+        )
+    _say_emulated(mode.hint)
+
+
+@functools.cache
+def _emulated(hint: str) -> bool:
+    """Whether OpenVINO computes in a precision that the CPU has no instructions for.
+
+    It does not tell but by what becomes of the hint: a CPU with AVX-512 emulates bf16.
+    """
+    parameter = ov.op.Parameter(ov.Type.f32, ov.PartialShape([1]))
+    make_model: Any = ov.Model
+    model = make_model([ops.result(parameter)], [parameter], "probe")
+    compiled = ov.Core().compile_model(model, DEVICE, {_PRECISION_HINT: hint})
+    return compiled.get_property(_PRECISION_HINT).to_string() == hint
+
+
+@functools.cache
+def _say_emulated(hint: str) -> None:
+    _logger.warning(
+        "this CPU has no instructions for %s: it is emulated, and slower than f32", hint
+    )

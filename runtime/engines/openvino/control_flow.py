@@ -1,0 +1,242 @@
+"""Ops that need more than their arguments: constants, states, branches and loops.
+
+A branch becomes a body of OpenVINO's ``If``, a loop its ``Loop``. MIL tests before each turn and
+OpenVINO after it, so the condition is translated twice: for the first turn outside of the loop, and
+behind the body for the others. A state that a body writes leaves it as one more result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import openvino as ov
+from openvino import opset15 as ops
+
+from coreml_delegate.runtime.engines import limits
+from coreml_delegate.runtime.engines.openvino.blocks import BlockTranslator, Special, literal
+from coreml_delegate.runtime.engines.openvino.graph import (
+    GRAPH_TYPE,
+    INT_MAX,
+    converted,
+    element_type,
+    ints,
+    known,
+    rank,
+    reshape,
+)
+from coreml_delegate.runtime.engines.openvino.registry import TensorList, Weight, refuse
+from coreml_delegate.runtime.engines.openvino.scope import Scope, Value, partial_shape
+from coreml_delegate.runtime.mil.program import (
+    Block,
+    Constant,
+    ListType,
+    NamedType,
+    Op,
+    Ref,
+    TensorType,
+    ValueType,
+)
+
+# Op type -> its parameters for the state and for what is written.
+_WRITES = {"write_state": ("input", "data"), "coreml_update_state": ("state", "value")}
+
+
+def const(_: BlockTranslator, op: Op, __: Scope) -> tuple[Value, ...]:
+    """A constant: its value, made a node where a tensor is wanted."""
+    return (op.attributes["val"],)
+
+
+def read_state(_: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]:
+    """The state as the program has left it so far."""
+    return (scope.state(_state_name(op, "input")),)
+
+
+def write_state(_: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]:
+    """Replace the state; ``coreml_update_state`` also returns what it wrote."""
+    state, data = _WRITES[op.type]
+    (binding,) = op.inputs[data]
+    written = scope.tensor(scope.value(binding))
+    scope.set_state(_state_name(op, state), written)
+    return (written,) if op.outputs else ()
+
+
+def cond(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]:
+    """The first block if the predicate is true, else the second."""
+    (binding,) = op.inputs["pred"]
+    predicate = scope.value(binding)
+    if isinstance(predicate, Constant | Weight) or known(predicate) is not None:
+        chosen = op.blocks[0 if bool(literal("pred", predicate)) else 1]
+        return tuple(translator.block(chosen, scope.nested()))
+    states = _written_states(op.blocks)
+    then_scope, else_scope = scope.body(), scope.body()
+    values, then = _branch(translator, op.blocks[0], op.outputs, states, then_scope)
+    _, otherwise = _branch(translator, op.blocks[1], op.outputs, states, else_scope)
+    # The stub does not know that a capture may be missing from one of the bodies.
+    node: Any = ops.if_op(_one_flag(predicate))
+    node.set_then_body(then)
+    node.set_else_body(otherwise)
+    for capture in then_scope.captures:
+        node.set_input(capture.outer, capture.parameter, None)
+    for capture in else_scope.captures:
+        node.set_input(capture.outer, None, capture.parameter)
+    outputs = [
+        node.set_output(*pair)
+        for pair in zip(then.get_results(), otherwise.get_results(), strict=True)
+    ]
+    return _results(values, outputs, states, scope)
+
+
+def while_loop(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]:
+    """The second block as long as the first is true, on the same variables."""
+    condition, body = op.blocks
+    initial = [scope.value(binding) for binding in op.inputs.get("loop_vars", ())]
+    states = _written_states(op.blocks)
+    first = _test(translator, condition, scope, initial)
+    starts = [_packed(value, scope) for value in initial] + [scope.state(n) for n in states]
+    shapes = [_shape(n.type, v) for n, v in zip(body.inputs, initial, strict=True)]
+    shapes += [value.get_partial_shape() for value in starts[len(initial) :]]
+    inner = scope.body()
+    parameters = [
+        ov.op.Parameter(element_type(start), shape)
+        for start, shape in zip(starts, shapes, strict=True)
+    ]
+    carried = [parameter.output(0) for parameter in parameters]
+    for name, value in zip(states, carried[len(initial) :], strict=True):
+        inner.set_state(name, value)
+    variables = [_unpacked(like, t) for like, t in zip(initial, carried, strict=False)]
+    computed = translator.block(body, inner, variables)
+    again = _test(translator, condition, inner, computed)
+    results = [_packed(value, inner) for value in computed] + [inner.state(n) for n in states]
+    results = [
+        converted(value, element_type(start)) for value, start in zip(results, starts, strict=True)
+    ]
+    turn = ov.op.Parameter(ov.Type.i32, ov.PartialShape([]))
+    turned = ops.add(turn, ints(1))
+    model = _model([again, turned, *results], [turn, *parameters], inner)
+    node = ops.loop(ints(limits.MAX_TURNS + 1).output(0), first)
+    node.set_function(model)
+    node.set_special_body_ports([-1, 0])
+    _, turns, *ends = (result.output(0) for result in model.get_results())
+    node.set_merged_input(turn, ints(0).output(0), turns)
+    for parameter, start, end in zip(parameters, starts, ends, strict=True):
+        node.set_merged_input(parameter, start, end)
+    for capture in inner.captures:
+        node.set_invariant_input(capture.parameter, capture.outer)
+    endless = ops.greater(node.get_iter_value(turns, -1), ints(limits.MAX_TURNS))
+    outputs = [_unless(endless, node.get_iter_value(end, -1)) for end in ends]
+    return _results(initial, outputs, states, scope)
+
+
+SPECIAL: Mapping[str, Special] = {
+    "cond": cond,
+    "const": const,
+    "coreml_update_state": write_state,
+    "read_state": read_state,
+    "while_loop": while_loop,
+    "write_state": write_state,
+}
+"""The ops of this module, which get the scope instead of their arguments."""
+
+
+def _branch(
+    translator: BlockTranslator,
+    block: Block,
+    declared: Sequence[NamedType],
+    states: Sequence[str],
+    scope: Scope,
+) -> tuple[list[Value], Any]:
+    """The outputs of a block, and a model of it whose results are those, then the states."""
+    values = translator.block(block, scope)
+    results = [
+        converted(_packed(value, scope), _element_type(named.type))
+        for value, named in zip(values, declared, strict=True)
+    ]
+    results += [scope.state(name) for name in states]
+    return values, _model(results, [], scope)
+
+
+def _unless(condition: Any, value: Any) -> Any:
+    """``value``, whose computation fails if ``condition`` is true.
+
+    OpenVINO has no assertion, but it refuses to write where there is nothing: the value is written
+    over itself at index 0, or else at one that does not exist.
+    """
+    place = reshape(ops.select(condition, ints(INT_MAX), ints(0)), (1,))
+    row = ops.unsqueeze(value, ints(0))
+    written = ops.scatter_update(row, place, row, ints(0))
+    return ops.squeeze(written, ints(0)).output(0)
+
+
+def _test(
+    translator: BlockTranslator, condition: Block, scope: Scope, variables: Sequence[Value]
+) -> Any:
+    """Whether the loop goes on with these variables."""
+    (flag,) = translator.block(condition, scope.nested(), variables)
+    return _one_flag(scope.tensor(flag))
+
+
+def _one_flag(value: Any) -> Any:
+    """A boolean of any shape with one element, as the scalar OpenVINO wants."""
+    flag = converted(value, ov.Type.boolean)
+    return flag if rank(flag) == 0 else reshape(flag, ()).output(0)
+
+
+def _model(results: Sequence[Any], parameters: Sequence[Any], scope: Scope) -> Any:
+    # The stub binds the constructor to the base class.
+    make_model: Any = ov.Model
+    captured = [capture.parameter for capture in scope.captures]
+    return make_model([ops.result(value) for value in results], [*parameters, *captured], "body")
+
+
+def _results(
+    like: Sequence[Value], outputs: Sequence[Any], states: Sequence[str], scope: Scope
+) -> tuple[Value, ...]:
+    """Values like those given; what follows them in ``outputs`` are states."""
+    for name, value in zip(states, outputs[len(like) :], strict=True):
+        scope.set_state(name, value)
+    return tuple(_unpacked(value, tensor) for value, tensor in zip(like, outputs, strict=False))
+
+
+def _packed(value: Value, scope: Scope) -> Any:
+    """A value as the one tensor that passes in and out of a body."""
+    return value.elements if isinstance(value, TensorList) else scope.tensor(value)
+
+
+def _unpacked(like: Value, tensor: Any) -> Value:
+    """A tensor that passed in or out of a body as a value of the same kind as another."""
+    return TensorList(tensor, like.grows) if isinstance(like, TensorList) else tensor
+
+
+def _element(type_: ValueType) -> TensorType:
+    tensor = type_.element if isinstance(type_, ListType) else type_
+    if not isinstance(tensor, TensorType):
+        raise refuse("value of a block that is no tensor", type_)
+    return tensor
+
+
+def _element_type(type_: ValueType) -> ov.Type:
+    return GRAPH_TYPE[_element(type_).dtype]
+
+
+def _shape(type_: ValueType, initial: Value) -> Any:
+    """The shape that a variable has in every turn."""
+    element = _element(type_)
+    if isinstance(type_, ListType) and element.shape is not None:
+        # The declared length of a list that grows is the one it starts with.
+        grows = isinstance(initial, TensorList) and initial.grows
+        return partial_shape((None if grows else type_.length, *element.shape))
+    return partial_shape(element.shape)
+
+
+def _written_states(blocks: Sequence[Block]) -> list[str]:
+    """Names of the states that blocks write, each once."""
+    writes = [op for block in blocks for op in block.walk() if op.type in _WRITES]
+    return list(dict.fromkeys(_state_name(op, _WRITES[op.type][0]) for op in writes))
+
+
+def _state_name(op: Op, parameter: str) -> str:
+    (binding,) = op.inputs[parameter]
+    if not isinstance(binding, Ref):
+        raise refuse("state", "a constant", "a parameter of the function")
+    return binding.name

@@ -1,0 +1,146 @@
+"""Non-maximum suppression.
+
+Source: coremltools' MIL op reference, ``tensor_operation``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from openvino import opset15 as ops
+
+from coreml_delegate.runtime.engines.openvino.graph import (
+    dim_of,
+    dims,
+    ints,
+    reshape,
+    scalar,
+    shape_of,
+)
+from coreml_delegate.runtime.engines.openvino.registry import Result, Tensor, translation
+from coreml_delegate.runtime.mil.opset import Opset
+
+
+@translation("non_maximum_suppression")
+def non_maximum_suppression_ios15(
+    boxes: Tensor,
+    scores: Tensor,
+    iou_threshold: float,
+    score_threshold: float,
+    max_boxes: int,
+    per_class_suppression: bool = False,
+) -> Result:
+    """The best boxes that overlap none better by more than ``iou_threshold``.
+
+    Args:
+        boxes: [N, B, 4]: centre x, centre y, width, height.
+        scores: [N, B, K]; a box's score is its best class's.
+        iou_threshold: Intersection over union above which the worse box goes.
+        score_threshold: Scores not above it are out from the start, but the best box of all stays.
+        max_boxes: Boxes to return; what is missing is 0, its index -1.
+        per_class_suppression: Whether boxes suppress those of their own class alone.
+
+    Returns:
+        Boxes [N, max_boxes, 4], scores [N, max_boxes, K], indices [N, max_boxes], counts [N].
+    """
+    best = ops.reduce_max(scores, ints(-1), False)
+    entered = _entered(best, score_threshold)
+    entries = ops.unsqueeze(_where(entered, best, -math.inf), ints(1))
+    if per_class_suppression:
+        classes = ops.range(ints(0), dim_of(scores, 2), ints(1), "i32")
+        of_class = ops.equal(ops.unsqueeze(_first(scores), ints(1)), reshape(classes, (-1, 1)))
+        entries = _where(of_class, entries, -math.inf)
+    alive = _alive(boxes, entries, iou_threshold, max_boxes)
+    count = _count(boxes, max_boxes)
+    ranking = ops.topk(
+        _where(alive, best, -math.inf), count, 1, "max", "value", "i32", stable=True
+    ).output(1)
+    taken = ops.gather_elements(alive, ranking, 1)
+    places = ops.unsqueeze(ranking, ints(2))
+    wide = ops.unsqueeze(taken, ints(2))
+    missing = ops.subtract(ints(max_boxes), count)
+    return (
+        _padded(_where(wide, ops.gather_nd(boxes, places, 1), 0), missing, 0),
+        _padded(_where(wide, ops.gather_nd(scores, places, 1), 0), missing, 0),
+        _padded(_where(taken, ranking, -1), missing, -1),
+        ops.reduce_sum(ops.convert(taken, "i32"), ints(1), False),
+    )
+
+
+@translation("non_maximum_suppression", since=Opset.iOS17)
+def non_maximum_suppression(
+    boxes: Tensor,
+    scores: Tensor,
+    iou_threshold: float,
+    max_boxes: int,
+    per_class_suppression: bool = False,
+) -> Result:
+    """As before, without threshold or counts, and with the boxes in the last dimension."""
+    swap = ints((0, 2, 1))
+    kept_boxes, kept_scores, kept, _ = non_maximum_suppression_ios15(
+        ops.transpose(boxes, swap),
+        ops.transpose(scores, swap),
+        iou_threshold,
+        -math.inf,
+        max_boxes,
+        per_class_suppression,
+    )
+    return ops.transpose(kept_boxes, swap), ops.transpose(kept_scores, swap), kept
+
+
+def _entered(best: Any, score_threshold: float) -> Any:
+    """Which boxes [N, B] take part: those above the threshold, or the first of the best."""
+    above = ops.greater(best, scalar(score_threshold, best))
+    none = ops.logical_not(ops.reduce_logical_or(above, ints(1), True))
+    places = ops.range(ints(0), dim_of(best, 1), ints(1), "i32")
+    champion = ops.equal(places, ops.unsqueeze(_first(best), ints(1)))
+    return ops.logical_or(above, ops.logical_and(none, champion))
+
+
+def _first(values: Any) -> Any:
+    """Index of the greatest element along the last axis."""
+    top = ops.topk(values, ints(1), -1, "max", "value", "i32", stable=True).output(1)
+    return ops.squeeze(top, ints((-1,)))
+
+
+def _alive(boxes: Any, entries: Any, iou_threshold: float, max_boxes: int) -> Any:
+    """Which boxes [N, B] no better one of their class suppresses; ``entries`` [N, classes, B]."""
+    # OpenVINO suppresses at the threshold too, and takes denormal numbers for 0.
+    beyond = np.nextafter(np.float32(iou_threshold), np.float32(np.inf))
+    beyond = np.maximum(beyond, np.finfo(np.float32).tiny)
+    selected = ops.non_max_suppression(
+        boxes,
+        entries,
+        ints(max_boxes),
+        ops.constant(beyond),
+        ops.constant(np.float32(-np.inf)),
+        box_encoding="center",
+        sort_result_descending=False,
+        output_type="i32",
+    ).output(0)
+    places = ops.gather(selected, ints((0, 2)), ints(1))
+    ones = ops.broadcast(ops.constant(np.float32(1)), reshape(dim_of(places, 0), (1,)))
+    shape = ops.gather(shape_of(boxes), ints((0, 1)), ints(0))
+    unmarked = ops.broadcast(ops.constant(np.float32(0)), shape)
+    marks = ops.scatter_nd_update(unmarked, places, ones)
+    return ops.greater(marks, scalar(0, marks))
+
+
+def _where(condition: Any, value: Any, otherwise: float) -> Any:
+    return ops.select(condition, value, scalar(otherwise, value))
+
+
+def _count(boxes: Any, max_boxes: int) -> Any:
+    available = dims(boxes)[1]
+    if available is not None:
+        return ints(min(available, max_boxes))
+    return ops.minimum(dim_of(boxes, 1), ints(max_boxes))
+
+
+def _padded(value: Any, missing: Any, filler: float) -> Any:
+    """``value`` with fillers behind its boxes, which are along axis 1."""
+    end = [ints((0,)), reshape(missing, (1,)), ints([0] * (len(dims(value)) - 2))]
+    axes = [0] * len(dims(value))
+    return ops.pad(value, ints(axes), ops.concat(end, 0), "constant", scalar(filler, value))

@@ -1,0 +1,81 @@
+"""Rewrites of a translated model into forms that the plugin has one kernel for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openvino as ov
+from openvino import opset15 as ops
+from openvino.passes import AnyInput, Manager, Matcher, MatcherPass, WrapType
+
+from coreml_delegate.runtime.engines.openvino.graph import ints, known, known_ints, scalar
+
+# The epsilon of a MIL ``rsqrt`` that only guards against zero: 1e-12, which is 2**-24 in fp16.
+_LARGEST_GUARD = 2.0**-24
+
+
+def fuse(model: Any) -> None:
+    """Apply every rewrite to ``model``, in place."""
+    manager = Manager()
+    manager.register_pass(_ScaledRmsNorm())
+    manager.run_passes(model)
+
+
+class _ScaledRmsNorm(MatcherPass):
+    """A root-mean-square norm without the scaling that keeps fp16 from overflowing.
+
+    Lowering divides by the largest magnitude ``s`` before it squares, and takes the epsilon along:
+    ``(x / s) / sqrt(mean((x / s) ** 2) + (root / s) ** 2 + guard)``. In f32 the squares of whatever
+    fp16 holds are far from overflowing, and ``x / sqrt(mean(x ** 2) + root ** 2)`` is the same but
+    for the guard inside MIL's ``rsqrt``, beside a mean of at least one over its number of elements.
+    For the plain norm the plugin has a kernel: one pass over memory instead of five.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._x: Any = AnyInput()
+        self._reduced: Any = AnyInput()
+        self._averaged: Any = AnyInput()
+        self._root: Any = AnyInput()
+        self._guard: Any = AnyInput()
+        self._one: Any = AnyInput()
+        magnitude = WrapType("opset1.Abs", [self._x])
+        largest = WrapType("opset1.ReduceMax", [magnitude, self._reduced])
+        scale = WrapType("opset1.Clamp", [largest])
+        scaled = WrapType("opset1.Divide", [self._x, scale])
+        square = WrapType("opset1.Multiply", [scaled, scaled])
+        self._mean: Any = WrapType("opset1.ReduceMean", [square, self._averaged])
+        ratio = WrapType("opset1.Divide", [self._root, scale])
+        total = WrapType("opset1.Add", [self._mean, WrapType("opset1.Multiply", [ratio, ratio])])
+        deviation = WrapType("opset1.Sqrt", [WrapType("opset1.Add", [total, self._guard])])
+        inverse = WrapType("opset1.Divide", [self._one, deviation])
+        norm = WrapType("opset1.Multiply", [scaled, inverse])
+        self.register_matcher(Matcher(norm, type(self).__name__), self._rewrite)
+
+    def _rewrite(self, matcher: Any) -> bool:
+        found = matcher.get_pattern_value_map()
+        root, guard, one = (_number(found[p]) for p in (self._root, self._guard, self._one))
+        axes = known_ints(found[self._averaged])
+        if root is None or guard is None or axes is None or one != 1.0:
+            return False
+        if axes != known_ints(found[self._reduced]) or abs(guard) > _LARGEST_GUARD:
+            return False
+        if not found[self._mean].get_node().get_keep_dims():
+            return False
+        x = found[self._x]
+        mean = ops.reduce_mean(ops.multiply(x, x), ints(axes), True)
+        deviation = ops.sqrt(ops.add(mean, scalar(root * root, x)))
+        norm = ops.multiply(x, ops.divide(scalar(1.0, x), deviation))
+        replaced = matcher.get_match_root()
+        norm.set_friendly_name(replaced.get_friendly_name())
+        ov.utils.replace_node(replaced, norm)
+        return True
+
+
+def _number(value: Any) -> float | None:
+    """The number that every element of a constant, or of its repetition, is; None for the rest."""
+    node = value.get_node()
+    data = known(node.input_value(0) if node.get_type_name() == "Broadcast" else value)
+    if data is None or data.size == 0 or (data != data.flat[0]).any():
+        return None
+    return float(data.flat[0])

@@ -1,0 +1,107 @@
+"""Lists of tensors, each held as one tensor with the elements along its first axis.
+
+A list that grows is padded with zeros as far as a write reaches; so is the element's shape, which
+may become known with the first write only. Writing beyond the end of a list of fixed length fails
+when the program runs. Elements that were never written read as zeros.
+
+Source: coremltools' MIL op reference, ``control_flow``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from openvino import opset15 as ops
+
+from coreml_delegate.runtime.engines.limits import MAX_LIST
+from coreml_delegate.runtime.engines.openvino.graph import (
+    GRAPH_TYPE,
+    dim_of,
+    dims,
+    ints,
+    known_ints,
+    reshape,
+    scalar,
+    shape_of,
+)
+from coreml_delegate.runtime.engines.openvino.registry import (
+    List,
+    Result,
+    Sizes,
+    Tensor,
+    TensorList,
+    refuse,
+    translation,
+)
+from coreml_delegate.runtime.mil.dtypes import DType
+
+
+@translation("make_list")
+def make_list(
+    elem_shape: Sizes,
+    init_length: Tensor | None = None,
+    dynamic_length: bool = True,
+    dtype: str = "fp32",
+) -> Result:
+    """A list of zeros."""
+    type_ = GRAPH_TYPE.get(DType.from_label(dtype))
+    if type_ is None:
+        raise refuse("list of a type that has no place in the graph", dtype)
+    length = (1,) if init_length is None else known_ints(init_length)
+    # Sizes not known yet are 0: nothing is held before something is written.
+    sizes = [size or 0 for size in elem_shape]
+    if length is not None:
+        zeros = ops.constant(np.zeros((*length, *sizes), type_.to_dtype()))
+    else:
+        shape = ops.concat([reshape(init_length, (1,)), ints(sizes)], 0)
+        zeros = ops.broadcast(ops.constant(np.zeros((), type_.to_dtype())), shape)
+    return TensorList(zeros.output(0), dynamic_length)
+
+
+@translation("list_length")
+def list_length(ls: List) -> Result:
+    """The number of elements."""
+    return dim_of(ls.elements, 0)
+
+
+@translation("list_read")
+def list_read(ls: List, index: Tensor) -> Result:
+    """One element."""
+    return ops.gather(ls.elements, reshape(index, ()), ints(0))
+
+
+@translation("list_gather")
+def list_gather(ls: List, indices: Tensor) -> Result:
+    """Several elements along a new first dimension."""
+    return ops.gather(ls.elements, indices, ints(0))
+
+
+@translation("list_write")
+def list_write(ls: List, index: Tensor, value: Tensor) -> Result:
+    """The list with one element replaced."""
+    return list_scatter(ls, reshape(index, (1,)), ops.unsqueeze(value, ints(0)))
+
+
+@translation("list_scatter")
+def list_scatter(ls: List, indices: Tensor, value: Tensor) -> Result:
+    """The list with several elements replaced by those along the first dimension of ``value``."""
+    elements = _reaching(ls, indices, value)
+    return TensorList(ops.scatter_update(elements, indices, value, ints(0)).output(0), ls.grows)
+
+
+def _reaching(ls: TensorList, indices: Tensor, value: Tensor) -> Any:
+    """The elements, with zeros as far as ``indices`` reach and ``value`` is wide."""
+    held, written = dims(ls.elements)[1:], dims(value)[1:]
+    if not ls.grows and None not in held and held == written:
+        return ls.elements
+    have = shape_of(ls.elements)
+    length = dim_of(ls.elements, 0)
+    if ls.grows:
+        # One less than an int32 can count, and never near it: what lies beyond is refused.
+        last = ops.minimum(ops.reduce_max(indices, ints(0), False), ints(MAX_LIST - 1))
+        length = ops.maximum(length, ops.add(last, ints(1)))
+    element = ops.gather(shape_of(value), ints(list(range(1, len(written) + 1))), ints(0))
+    missing = ops.subtract(ops.concat([reshape(length, (1,)), element], 0), have)
+    zero = scalar(0, ls.elements)
+    return ops.pad(ls.elements, ints([0] * len(dims(value))), missing, "constant", zero)

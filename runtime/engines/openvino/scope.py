@@ -1,0 +1,187 @@
+"""What the names of a program stand for while it is translated.
+
+A MIL block sees the values of the blocks around it, and so does a scope. But the body of a loop or
+of a branch is an OpenVINO graph of its own, which a value of the surrounding graph enters through
+a parameter only: a scope makes that parameter when such a value is first used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import openvino as ov
+from openvino import opset15 as ops
+
+from coreml_delegate.runtime.engines.openvino import graph
+from coreml_delegate.runtime.engines.openvino.registry import TensorList, Weight, refuse
+from coreml_delegate.runtime.mil.program import Binding, Constant, TensorType, ValueType
+
+Value: TypeAlias = Any
+"""What a name stands for: a ``Constant``, a ``Weight``, a ``TensorList`` or an OpenVINO output."""
+
+# fp16 constants at least this large stay fp16 in the graph and are widened by it.
+_KEEP_FP16_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A value of the surrounding graph, and the parameter by which a body receives it."""
+
+    outer: Any
+    parameter: Any
+
+
+@dataclass(slots=True, eq=False)
+class Scope:
+    """The names of one block.
+
+    ``outer`` is the scope of the block around it; ``shared`` belongs to the graph that both are
+    translated into, or to this scope alone if it starts a graph.
+    """
+
+    outer: Scope | None = None
+    shared: _Shared = field(default_factory=lambda: _Shared())
+    values: dict[str, Value] = field(default_factory=dict[str, Value])
+
+    def nested(self) -> Scope:
+        """A scope for a block translated into the same graph."""
+        return Scope(self, self.shared)
+
+    def body(self) -> Scope:
+        """A scope for a block translated into a graph of its own."""
+        return Scope(self)
+
+    @property
+    def captures(self) -> list[Capture]:
+        """What the graph uses of the graph around it, in the order of first use."""
+        return self.shared.captures
+
+    def value(self, binding: Binding) -> Value:
+        """What a binding stands for.
+
+        Raises:
+            UnsupportedOpError: The name is in no scope.
+        """
+        return binding if isinstance(binding, Constant) else self._named(binding.name)
+
+    def named(self, names: tuple[str, ...]) -> list[Value]:
+        """What each of several names stands for; raises as ``value`` does."""
+        return [self._named(name) for name in names]
+
+    def tensor(self, value: Value) -> Any:
+        """A value as an output of this scope's graph.
+
+        Raises:
+            UnsupportedOpError: It is a list, or a constant that is no tensor.
+        """
+        if isinstance(value, TensorList):
+            raise refuse("list in the place of a tensor", value.elements.get_partial_shape())
+        if not isinstance(value, Constant | Weight):
+            return value
+        nodes = self.shared.nodes
+        if value not in nodes:
+            nodes[value] = (
+                _constant_node(value) if isinstance(value, Constant) else _weight_node(value)
+            )
+        return nodes[value]
+
+    def state(self, name: str) -> Any:
+        """A state as the program has left it so far.
+
+        Raises:
+            UnsupportedOpError: No such state.
+        """
+        states = self.shared.states
+        if name not in states:
+            around = self._around()
+            if around is None:
+                raise refuse("state is no parameter of the function", name)
+            states[name] = self._captured(around.state(name))
+        return states[name]
+
+    def set_state(self, name: str, value: Any) -> None:
+        """Replace a state."""
+        self.shared.states[name] = value
+
+    def _named(self, name: str) -> Value:
+        if name not in self.values:
+            if self.outer is None:
+                raise refuse("use of a value without a place in the graph", name)
+            found = self.outer._named(name)
+            if self.outer.shared is self.shared:
+                return found
+            self.values[name] = self._captured(found)
+        return self.values[name]
+
+    def _around(self) -> Scope | None:
+        """The scope in which this scope's graph is used."""
+        scope = self.outer
+        while scope is not None and scope.shared is self.shared:
+            scope = scope.outer
+        return scope
+
+    def _captured(self, value: Value) -> Value:
+        if isinstance(value, Constant | Weight):
+            return value
+        if isinstance(value, TensorList):
+            return TensorList(self._captured(value.elements), value.grows)
+        data = graph.known(value)
+        if data is not None:
+            # Repeated rather than passed, so that it remains known where it is used.
+            return ops.constant(np.array(data), dtype=graph.element_type(value)).output(0)
+        parameter = ov.op.Parameter(graph.element_type(value), value.get_partial_shape())
+        self.captures.append(Capture(value, parameter))
+        return parameter.output(0)
+
+
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """What all scopes of one graph share: nodes of constants, states by name, captures."""
+
+    nodes: dict[Constant | Weight, Any] = field(default_factory=dict[Constant | Weight, Any])
+    states: dict[str, Any] = field(default_factory=dict[str, Any])
+    captures: list[Capture] = field(default_factory=list[Capture])
+
+
+def stand_in(name: str, type_: ValueType) -> tuple[Any, Any]:
+    """A parameter of a MIL type, and its value inside the graph.
+
+    Raises:
+        UnsupportedOpError: OpenVINO has nothing for the type.
+    """
+    if not isinstance(type_, TensorType) or type_.dtype not in graph.INTERFACE_TYPE:
+        raise refuse(f"value {name!r} has a type OpenVINO cannot hold", type_)
+    node = ov.op.Parameter(graph.INTERFACE_TYPE[type_.dtype], partial_shape(type_.shape))
+    node.set_friendly_name(name)
+    return node, graph.converted(node.output(0), graph.GRAPH_TYPE[type_.dtype])
+
+
+def partial_shape(shape: tuple[int | None, ...] | None) -> Any:
+    """A MIL shape as OpenVINO writes it."""
+    if shape is None:
+        return ov.PartialShape.dynamic()
+    return ov.PartialShape([-1 if size is None else size for size in shape])
+
+
+def _constant_node(constant: Constant) -> Any:
+    """A constant as a value: its memory shared where the types agree, else converted."""
+    data, type_ = constant.data, constant.type
+    if not isinstance(data, np.ndarray) or not isinstance(type_, TensorType):
+        raise refuse("constant is no tensor", type_)
+    wanted = graph.GRAPH_TYPE[type_.dtype]
+    dtype = wanted.to_dtype()
+    if data.dtype == dtype:
+        return graph.array_constant(data).output(0)
+    if data.dtype == np.float16 and data.nbytes >= _KEEP_FP16_BYTES:
+        return graph.widened(graph.array_constant(data), wanted).output(0)
+    return ops.constant(np.asarray(data.astype(dtype), order="C")).output(0)
+
+
+def _weight_node(weight: Weight) -> Any:
+    if weight.node is not None:
+        return weight.node()
+    data = weight.dense()
+    dtype = np.float32 if data.dtype == np.float16 else data.dtype
+    return graph.array_constant(np.asarray(data, dtype=dtype, order="C")).output(0)

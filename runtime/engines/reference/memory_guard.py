@@ -1,0 +1,208 @@
+"""No kernel may ask for more memory than it can have.
+
+Sizes can lie in the values of a program (``fill``, ``tile``, ``pad``) or arise from broadcasting,
+and need not be those it declares. So every torch operator of a kernel whose operands leave room for
+a large result is first run on meta tensors, which have shapes and no memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+from coreml_delegate.runtime.engines.memory import largest_request
+
+_FREE_ELEMENTS = 1 << 25
+"""Results of up to so many elements (256 MB at the widest) are not looked at."""
+
+_Bound = Callable[..., float]
+
+
+def _like_first(x: Tensor, *_: Any) -> float:
+    return x.numel()
+
+
+def _product(x: Tensor, y: Tensor, *_: Any) -> float:
+    return math.prod(x.shape[:-1]) * float(y.shape[-1])
+
+
+def _added_product(_: Tensor, x: Tensor, y: Tensor, *__: Any) -> float:
+    return _product(x, y)
+
+
+def _selection(x: Tensor, dim: int, index: Tensor) -> float:
+    return x.numel() / max(x.shape[dim], 1) * index.numel()
+
+
+def _repeated(x: Tensor, repeats: Sequence[int]) -> float:
+    return math.prod(repeats, start=float(x.numel()))
+
+
+def _pooled(
+    x: Tensor, kernel: Sequence[int], _: Sequence[int] = (), padding: Sequence[int] = (), *__: Any
+) -> float:
+    spatial = x.dim() - len(kernel)
+    pads = [*padding, *[0] * (len(kernel) - len(padding))]
+    sizes = (size + 2.0 * pad for size, pad in zip(x.shape[spatial:], pads, strict=True))
+    return math.prod(x.shape[:spatial]) * math.prod(sizes)
+
+
+def _joined(tensors: Sequence[Tensor], *_: Any) -> float:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    _: Any,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> float:
+    sizes = [size + 2.0 * pad for size, pad in zip(x.shape[2:], padding, strict=False)]
+    channels = weight.shape[0]
+    if transposed:
+        channels = weight.shape[1] * groups
+        windows = zip(x.shape[2:], weight.shape[2:], stride, dilation, output_padding, strict=False)
+        sizes = [float(size * s + k * d + extra) for size, k, s, d, extra in windows]
+    return x.shape[0] * channels * math.prod(sizes)
+
+
+_aten = torch.ops.aten
+# Close bounds for frequent operators, where the product of everything is far off. Without one, a
+# meta kernel is run, and the first of a process takes a second: torch imports them then.
+_BOUNDS: dict[Any, _Bound] = {
+    _aten.mm.default: _product,
+    _aten.bmm.default: _product,
+    _aten.addmm.default: _added_product,
+    _aten.baddbmm.default: _added_product,
+    _aten.convolution.default: _convolution,
+    _aten.index_select.default: _selection,
+    _aten.cat.default: _joined,
+    _aten.repeat.default: _repeated,
+    _aten.avg_pool2d.default: _pooled,
+    _aten.max_pool2d_with_indices.default: _pooled,
+    _aten.stack.default: _joined,
+    **dict.fromkeys(
+        (
+            _aten._native_batch_norm_legit_no_training.default,
+            _aten._softmax.default,
+            _aten._to_copy.default,
+            _aten.amax.default,
+            _aten.amin.default,
+            _aten.argmax.default,
+            _aten.argmin.default,
+            _aten.clone.default,
+            _aten.cumsum.default,
+            _aten.mean.dim,
+            _aten.native_batch_norm.default,
+            _aten.native_group_norm.default,
+            _aten.native_layer_norm.default,
+            _aten.sort.stable,
+            _aten.sum.dim_IntList,
+        ),
+        _like_first,
+    ),
+}
+
+
+class MemoryGuard(TorchDispatchMode):
+    """While active, a torch operator whose result would be too large raises ``MemoryError``."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Check one operator, then run it."""
+        keywords = dict(kwargs or {})
+        if func._can_decompose():
+            with self:  # its parts are checked
+                return func.decompose(*args, **keywords)
+        if _allocates(func) and _most_elements(func, args, keywords) > _FREE_ELEMENTS:
+            needed = _result_bytes(func, args, keywords)
+            if needed > _FREE_ELEMENTS and needed > (limit := largest_request()):
+                raise MemoryError(f"{needed} bytes are needed and at most {limit} can be had")
+        return func(*args, **keywords)
+
+
+def signature(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What of a kernel's arguments determines the memory it needs: shapes and literals."""
+    return tuple(_shape_of(value) for value in arguments.values())
+
+
+def _shape_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape
+    if isinstance(value, tuple):
+        return tuple(_shape_of(item) for item in value)
+    return value
+
+
+def _allocates(func: Any) -> bool:
+    """Whether an operator makes new tensors, rather than views, or changes in place."""
+    return all(result.alias_info is None for result in func._schema.returns)
+
+
+def _most_elements(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> float:
+    """At least as many elements as the result has."""
+    if func in _BOUNDS:
+        # Keywords hold a dtype or a direction; an operand among them leaves too few here.
+        with suppress(TypeError, IndexError):
+            return _BOUNDS[func](*args)
+    leaves = list(tree_iter((args, keywords)))
+    if torch.Tag.pointwise in func.tags:
+        shapes = [leaf.shape for leaf in leaves if isinstance(leaf, Tensor)]
+        sizes = zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
+        return math.prod(float(max(aligned)) for aligned in sizes)
+    return math.prod(_factors(leaves), start=1.0)
+
+
+def _factors(leaves: Iterable[Any]) -> Iterator[float]:
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            # Not numel: a dimension of 0 hides the others, and a product brings them back.
+            yield from (max(size, 1) for size in leaf.shape)
+        elif isinstance(leaf, int):
+            yield abs(leaf) + 1.0
+        elif isinstance(leaf, float):
+            # The step of a range divides.
+            size = abs(leaf)
+            yield max(size, 1 / size) if size and math.isfinite(size) else 1.0
+
+
+def _result_bytes(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> int:
+    try:
+        results = func(*_on_meta(args), **{**_on_meta(keywords), **_placement(keywords)})
+    except Exception:  # noqa: BLE001 - operators raise anything
+        # Either it fails on real operands too and is reported then, or the result's size depends on
+        # values; torch has such operators for selections, which give no more than they are given.
+        return 0
+    tensors = (result for result in tree_iter(results) if isinstance(result, Tensor))
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def _on_meta(operands: Any) -> Any:
+    return tree_map(
+        lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf,
+        operands,
+    )
+
+
+def _placement(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    # Of the keywords an operator has, those that place its result.
+    placed = {"device": torch.device("meta"), "generator": None, "pin_memory": None}
+    return {name: value for name, value in placed.items() if name in keywords}

@@ -1,0 +1,150 @@
+"""Write ``docs/op-support.md`` from the results of conformance runs.
+
+An op counts as run by a test if it is in the program the test predicts with; a test that fails
+counts against each op in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coreml_delegate.runtime.engines.openvino import control_flow
+from coreml_delegate.runtime.engines.openvino import registry as openvino
+from coreml_delegate.runtime.engines.openvino import translate as _translations
+from coreml_delegate.runtime.engines.reference import compiler
+from coreml_delegate.runtime.engines.reference import engine as _kernels
+from coreml_delegate.runtime.engines.reference import registry as reference
+from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.third_party import coremltools
+
+# Importing them fills the registries.
+_FILLED = (_translations, _kernels)
+
+_COUNTED = ("passed", "failed", "unsupported")
+_HAS = {
+    "reference": lambda op, opset: (
+        op in compiler.STRUCTURAL or reference.find(op, opset) is not None
+    ),
+    "openvino": lambda op, opset: (
+        op in control_flow.SPECIAL or openvino.find(op, opset) is not None
+    ),
+}
+_INTRODUCTION = """\
+# MIL ops by engine and opset
+
+Written by `python -m tests.conformance.op_support`; do not edit.
+
+Every op that coremltools {coremltools} registers, by the first opset that has it in this version.
+
+- `12`: twelve of coremltools' own tests with the op in their program ran and passed; `11/12`: one
+  of them did not.
+- `yes`: the engine has the op, and none of the tests that were run reaches it.
+- `no`: the engine declines it, and the program runs on the reference engine.
+"""
+
+
+def versions() -> dict[str, list[Opset]]:
+    """The opsets at which each op type of coremltools got a version, oldest first."""
+    coremltools()
+    from coremltools.converters.mil.mil.ops.registry import SSAOpRegistry
+
+    return {op: _changes(by_target) for op, by_target in sorted(SSAOpRegistry.core_ops.items())}
+
+
+def _changes(by_target: Mapping[Any, Any]) -> list[Opset]:
+    """The opsets whose version is another one than before; the first stands for all before it."""
+    found: dict[Any, Opset] = {}
+    for target in sorted(by_target, key=int):
+        found.setdefault(by_target[target], Opset(max(int(target), int(min(Opset)))))
+    return sorted(set(found.values()))
+
+
+def page(runs: Sequence[Mapping[str, Any]]) -> str:
+    """The document.
+
+    Args:
+        runs: What ``--results`` wrote, one per engine.
+    """
+    counts = {run["engine"]: _counts(run) for run in runs}
+    lines = [_INTRODUCTION.format(coremltools=runs[0]["coremltools"])]
+    lines += [
+        "| engine | tests that predict | passed | declined | failed |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [_summary(run) for run in runs]
+    lines += ["", f"| op | opset | {' | '.join(counts)} |", f"|---|---|{'---|' * len(counts)}"]
+    for op, since in versions().items():
+        for opset, later in zip(since, [*since[1:], None], strict=True):
+            cells = (_cell(engine, op, opset, later, counts[engine]) for engine in counts)
+            lines.append(f"| `{op}` | {opset.name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, *_failures(runs)]) + "\n"
+
+
+def _counts(run: Mapping[str, Any]) -> dict[tuple[str, Opset], Counter[str]]:
+    counts: dict[tuple[str, Opset], Counter[str]] = defaultdict(Counter)
+    for test in run["tests"].values():
+        if test["outcome"] in _COUNTED and test["opset"]:
+            opset = Opset.from_mil_name(test["opset"])
+            for op in test["ops"]:
+                counts[op, opset][test["outcome"]] += 1
+    return counts
+
+
+def _summary(run: Mapping[str, Any]) -> str:
+    found = run["counts"]
+    share = "" if run["sample"] >= 1 else f" (a {run['sample']:.0%} sample)"
+    total = sum(found.get(outcome, 0) for outcome in _COUNTED)
+    passed = found.get("passed", 0)
+    return (
+        f"| `{run['engine']}`{share} | {total} | {passed} ({passed / total:.2%}) "
+        f"| {found.get('unsupported', 0)} | {found.get('failed', 0)} |"
+    )
+
+
+def _cell(
+    engine: str,
+    op: str,
+    since: Opset,
+    until: Opset | None,
+    counts: Mapping[tuple[str, Opset], Counter[str]],
+) -> str:
+    found: Counter[str] = Counter()
+    for opset in Opset:
+        if opset >= since and (until is None or opset < until):
+            found += counts.get((op, opset), Counter())
+    total, passed = found.total(), found["passed"]
+    if total:
+        return str(passed) if passed == total else f"{passed}/{total}"
+    return "yes" if _HAS[engine](op, since) else "no"
+
+
+def _failures(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for run in runs:
+        left = {
+            test: found["reason"]
+            for test, found in sorted(run["tests"].items())
+            if found["outcome"] in ("failed", "unsupported")
+        }
+        if left:
+            yield f"\n## What `{run['engine']}` does not pass\n"
+            for test, reason in left.items():
+                yield f"- `{test.rpartition('/tests/')[2]}`: {' '.join(reason.split())[:200]}"
+
+
+def main() -> None:
+    """Write the document."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", nargs="+", type=Path, help="JSON files of conformance runs")
+    parser.add_argument("--output", type=Path, default=Path("docs/op-support.md"))
+    options = parser.parse_args()
+    runs = [json.loads(path.read_text()) for path in options.results]
+    options.output.write_text(page(runs))
+
+
+if __name__ == "__main__":
+    main()

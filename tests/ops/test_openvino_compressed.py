@@ -1,0 +1,89 @@
+"""Weights stay as small in the compiled graph as they are in the program."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support import mil
+from support.mil import mb, types
+from support.tolerances import ATOL_RTOL
+
+from coreml_delegate.runtime.engines.base import EngineOptions
+from coreml_delegate.runtime.engines.openvino import OPENVINO
+from coreml_delegate.runtime.mil.opset import Opset
+
+_RNG = np.random.default_rng(0)
+_OUT, _IN, _BLOCK = 64, 128, 32
+
+
+def _typed(values, label):
+    return values.astype(types.nptype_from_builtin(types.string_to_builtin(label)))
+
+
+def _quantized(label, low, high, blocks, *, offset):
+    arguments = {
+        "data": _typed(_RNG.integers(low, high, (_OUT, _IN)), label),
+        "scale": (2.0 ** _RNG.integers(-4, 2, (_OUT, blocks))).astype(np.float16),
+    }
+    if offset:
+        arguments["offset"] = _typed(_RNG.integers(low, high, (_OUT, blocks)), label)
+    return lambda: mb.constexpr_blockwise_shift_scale(**arguments)
+
+
+_WEIGHTS = {
+    "f32": lambda: _RNG.standard_normal((_OUT, _IN)).astype(np.float32),
+    "f16": lambda: _RNG.standard_normal((_OUT, _IN)).astype(np.float16),
+    "i8": _quantized("int8", -128, 128, 1, offset=False),
+    "i8 with offset": _quantized("int8", -128, 128, 1, offset=True),
+    "i4": _quantized("int4", -8, 8, _IN // _BLOCK, offset=False),
+    "u4 with offset": _quantized("uint4", 0, 16, _IN // _BLOCK, offset=True),
+}
+
+
+def _nodes(compiled, kind):
+    """Precisions of the nodes of a kind in the graph that runs."""
+    attributes = [node.get_rt_info() for node in compiled.get_runtime_model().get_ops()]
+    return [
+        str(attribute["runtimePrecision"].value)
+        for attribute in attributes
+        if attribute["layerType"].value == kind
+    ]
+
+
+@pytest.mark.parametrize("name", _WEIGHTS)
+def test_a_linear_layer_multiplies_by_what_is_stored(name):
+    dense = []
+
+    def function(x):
+        weight = _WEIGHTS[name]()
+        if not isinstance(weight, np.ndarray):
+            dense.append(weight.op.materialized_val_inference())
+            x = mb.cast(x=x, dtype="fp16")
+        else:
+            dense.append(weight)
+            x = mb.cast(x=x, dtype="fp16" if weight.dtype == np.float16 else "fp32")
+        return mb.linear(x=x, weight=weight)
+
+    x = _RNG.standard_normal((3, _IN)).astype(np.float32)
+    main = mil.main(mil.build(function, {"x": x}, Opset.iOS18))
+    compiled = OPENVINO.compile(main, EngineOptions(cache=None))
+    assert _nodes(compiled.compiled, "FullyConnected") == [name.split()[0]]
+    (actual,) = compiled(mil.features(main, {"x": x})).values()
+    # The engine computes in fp32; the program returns all products but the first in fp16.
+    atol, rtol = ATOL_RTOL["fp32" if name == "f32" else "fp16"]
+    expected = x @ dense[0].T.astype(np.float32)
+    np.testing.assert_allclose(actual, expected, atol=atol * 100, rtol=rtol)
+
+
+def test_a_convolution_widens_fp16_weights_only_where_it_rearranges_them():
+    weight = _RNG.standard_normal((16, 16, 3, 3)).astype(np.float16)
+    x = _RNG.standard_normal((1, 16, 8, 8)).astype(np.float16)
+    main = mil.main(mil.build(lambda x: mb.conv(x=x, weight=weight), {"x": x}, Opset.iOS18))
+    compiled = OPENVINO.compile(main, EngineOptions(cache=None)).compiled
+    constants = [
+        node.get_output_element_type(0).get_type_name()
+        for node in compiled.get_runtime_model().get_ops()
+        if node.get_rt_info()["layerType"].value == "Const"
+        and node.get_output_shape(0) == list(weight.shape)
+    ]
+    assert constants == ["f16"]

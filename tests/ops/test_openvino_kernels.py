@@ -1,0 +1,202 @@
+"""Forms of a program for which the OpenVINO plugin has a better kernel, and their numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from support import mil
+from support.engine_runs import assert_close
+from support.lowering import lower
+from support.mil import mb
+
+from coreml_delegate.runtime.delegate import read_blob
+from coreml_delegate.runtime.engines.base import EngineOptions
+from coreml_delegate.runtime.engines.openvino import OPENVINO
+from coreml_delegate.runtime.mil.program import Function
+from coreml_delegate.runtime.program.pte import PteProgram
+
+_RNG = np.random.default_rng(0)
+
+
+def _floats(*shape: int) -> np.ndarray:
+    return _RNG.standard_normal(shape).astype(np.float32)
+
+
+def _compiled(function: Function):
+    """The function compiled, and how often each kind of kernel occurs in it."""
+    compiled = OPENVINO.compile(function, EngineOptions())
+    nodes = compiled.compiled.get_runtime_model().get_ops()
+    return compiled, Counter(node.get_rt_info()["layerType"].astype(str) for node in nodes)
+
+
+def _run(function, inputs):
+    """Outputs in order and kernels of a builder function."""
+    main = mil.main(mil.build(function, inputs))
+    compiled, kernels = _compiled(main)
+    results = compiled(mil.features(main, inputs))
+    return [results[name] for name in main.block.outputs], kernels
+
+
+# Root-mean-square norm, in the form in which it is lowered.
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_lowered_rms_norm_is_one_kernel(weighted, precision):
+    torch.manual_seed(0)
+    norm = torch.nn.RMSNorm(64, eps=1e-5, elementwise_affine=weighted)
+    if weighted:
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    x = torch.randn(1, 7, 64)
+    x[0, 1] *= 1e4  # its squares overflow in fp16
+    x[0, 2] = 0
+    specs = [] if precision == "fp16" else None
+    keywords = {} if specs is None else {"compile_specs": specs}
+    program = PteProgram.open(lower(norm, (x,), **keywords).pte)
+    (delegate,) = program.method("forward").delegates
+    package, _ = read_blob(delegate.processed)
+    function = mil.main(package)
+    compiled, kernels = _compiled(function)
+    assert kernels["RMS"] == 1
+    assert kernels["Reduce"] == 0
+    (feature,) = function.inputs
+    ((_, actual),) = compiled(mil.features(function, {feature.name: x.numpy()})).items()
+    assert_close(actual, norm(x).detach().numpy(), precision)
+
+
+def _scaled_norm(x, *, averaged=(-1,), guard=1e-12, keep=True):
+    largest = mb.reduce_max(x=mb.abs(x=x), axes=[-1], keep_dims=True)
+    scale = mb.clip(x=largest, alpha=np.float32(1e-3), beta=np.float32(3e38))
+    scaled = mb.real_div(x=x, y=scale)
+    mean = mb.reduce_mean(x=mb.mul(x=scaled, y=scaled), axes=averaged, keep_dims=keep)
+    ratio = mb.real_div(x=mb.fill_like(ref_tensor=scale, value=np.float32(1e-3)), y=scale)
+    total = mb.add(x=mean, y=mb.mul(x=ratio, y=ratio))
+    return mb.mul(x=scaled, y=mb.rsqrt(x=total, epsilon=np.float32(guard)))
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [
+        pytest.param({}, id="none"),
+        pytest.param({"averaged": (-2,)}, id="another-axis"),
+        pytest.param({"averaged": (-2, -1)}, id="more-axes"),
+        pytest.param({"guard": 1e-3}, id="an-epsilon-that-matters"),
+        pytest.param({"keep": False}, id="a-dimension-dropped"),
+    ],
+)
+def test_only_the_norm_itself_is_rewritten(difference):
+    x = _floats(1, 6, 6) * 3
+    (actual,), kernels = _run(lambda x: _scaled_norm(x, **difference), {"x": x})
+    (expected,) = mil.infer(lambda x: _scaled_norm(x, **difference), {"x": x})
+    assert_close(actual, expected)
+    assert (kernels["Reduce"] == 0) is not bool(difference)
+
+
+# One element of one axis.
+
+
+@pytest.mark.parametrize(
+    ("keywords", "kernel"),
+    [
+        ({"begin": [1, 0, 0], "end": [2, 3, 4], "squeeze_mask": [True, False, False]}, "Gather"),
+        (
+            {
+                "begin": [0, -1, 0],
+                "end": [0, 0, 99],
+                "end_mask": [True, False, False],
+                "stride": [1, -2, 1],
+                "squeeze_mask": [False, True, False],
+            },
+            "Gather",
+        ),
+        (
+            {"begin": [1, 1, 0], "end": [2, 3, 4], "squeeze_mask": [True, False, False]},
+            "StridedSlice",
+        ),
+        (
+            {
+                "begin": [1, 0, 0],
+                "end": [2, 3, 4],
+                "stride": [1, 2, 1],
+                "squeeze_mask": [True, False, False],
+            },
+            "StridedSlice",
+        ),
+        (
+            {"begin": [1, 0, 2], "end": [2, 3, 4], "squeeze_mask": [True, False, True]},
+            "StridedSlice",
+        ),
+    ],
+)
+def test_an_index_into_one_axis_is_no_slice(keywords, kernel):
+    x = _floats(2, 3, 4)
+    (actual,), kernels = _run(lambda x: mb.slice_by_index(x=x, **keywords), {"x": x})
+    (expected,) = mil.infer(lambda x: mb.slice_by_index(x=x, **keywords), {"x": x})
+    assert_close(actual, expected)
+    assert kernels[kernel] == 1
+
+
+# Rows of a cache.
+
+_CACHE = _floats(1, 2, 6, 4)
+_ROWS = np.array([4, -1], np.int32)
+
+
+def _write(data, rows, updates, *, mode="update"):
+    column = mb.reshape(x=rows, shape=[1, 1, -1, 1])
+    places = mb.tile(x=column, reps=(1, 2, 1, 4))
+    return mb.scatter_along_axis(data=data, indices=places, updates=updates, axis=-2, mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kernel"), [("update", "ScatterUpdate"), ("add", "ScatterElementsUpdate")]
+)
+def test_rows_of_a_cache_are_written_as_rows(mode, kernel):
+    updates = _floats(1, 2, 2, 4)
+    (actual,), kernels = _run(
+        lambda data, rows, updates: _write(data, rows, updates, mode=mode),
+        {"data": _CACHE, "rows": _ROWS, "updates": updates},
+    )
+    expected = _CACHE.copy()
+    expected[:, :, _ROWS] = updates + (expected[:, :, _ROWS] if mode == "add" else 0)
+    assert_close(actual, expected)
+    assert kernels[kernel] == 1
+
+
+def test_indices_that_differ_by_place_are_written_by_element():
+    updates, places = _floats(1, 2, 2, 4), np.tile(np.array([[4], [1]], np.int32), (1, 2, 1, 4))
+    places[0, 1, :, 2] = 3, 0
+    (actual,), kernels = _run(
+        lambda data, places, updates: mb.scatter_along_axis(
+            data=data, indices=places, updates=updates, axis=2, mode="update"
+        ),
+        {"data": _CACHE, "places": places, "updates": updates},
+    )
+    expected = torch.from_numpy(_CACHE).scatter(
+        2, torch.from_numpy(places).long(), torch.from_numpy(updates)
+    )
+    assert_close(actual, expected.numpy())
+    assert kernels["ScatterElementsUpdate"] == 1
+
+
+def test_attention_does_not_transpose_the_keys():
+    query, key, value = _floats(1, 2, 5, 8), _floats(1, 2, 7, 8), _floats(1, 2, 7, 8)
+    mask = np.tri(5, 7, 2, dtype=bool)
+    (attended, kept), kernels = _run(
+        lambda query, key, value, mask: (
+            mb.scaled_dot_product_attention(
+                query=query, key=mb.relu(x=key), value=value, attn_mask=mask
+            ),
+            mb.relu(x=key),
+        ),
+        {"query": query, "key": key, "value": value, "mask": mask},
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *map(torch.from_numpy, (query, key.clip(0), value, mask))
+    )
+    assert_close(attended, expected.numpy())
+    assert_close(kept, key.clip(0))
+    assert kernels["Transpose"] == 0

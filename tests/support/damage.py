@@ -1,0 +1,212 @@
+"""Damage to serialized MIL programs: to fields of the message, to bytes of the weights.
+
+What is damaged and how is asked of ``choose(n)``, which gives an integer below ``n``: Hypothesis, a
+fuzzer or a random generator can all decide it. A sample is the specification and the weight file in
+one run of bytes, the length of the specification first.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
+
+from coreml_delegate.errors import CoreMLDelegateError
+from coreml_delegate.proto import model_pb2
+from coreml_delegate.runtime.engines.base import EngineOptions
+from coreml_delegate.runtime.engines.selection import ENGINES
+from coreml_delegate.runtime.mil.program import Program
+from coreml_delegate.runtime.mil.reader import read_program
+from coreml_delegate.runtime.mil.weights import WeightFile
+from coreml_delegate.runtime.model import Model
+
+Choose = Callable[[int], int]
+
+_LENGTH = struct.Struct("<I")
+_WEIGHTS = "weights/weight.bin"
+
+_INTEGERS = (0, 1, 2, 3, 5, 7, 31, 64, 255, 65536, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1)
+_FLOATS = (
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    0.5,
+    1e-30,
+    1e30,
+    3.4e38,
+    math.inf,
+    -math.inf,
+    math.nan,
+)
+_STRINGS = ("", "x", "fp16", "int32", "bool", "valid", "same", "NEAREST", "\u00e9", "a" * 300)
+_SIGNED = {
+    FieldDescriptor.TYPE_INT32: 32,
+    FieldDescriptor.TYPE_INT64: 64,
+    FieldDescriptor.TYPE_SINT32: 32,
+    FieldDescriptor.TYPE_SINT64: 64,
+}
+
+
+def pack(spec: bytes, weights: bytes = b"") -> bytes:
+    """One run of bytes of a specification and a weight file."""
+    return _LENGTH.pack(len(spec)) + spec + weights
+
+
+def unpack(sample: bytes) -> tuple[bytes, bytes]:
+    """The specification and the weight file of a sample; any bytes are one."""
+    if len(sample) < _LENGTH.size:
+        return sample, b""
+    end = _LENGTH.size + _LENGTH.unpack_from(sample)[0]
+    return sample[_LENGTH.size : end], sample[end:]
+
+
+def read(sample: bytes) -> Program:
+    """The program of a sample."""
+    spec, weights = unpack(sample)
+    files = {_WEIGHTS: WeightFile(_WEIGHTS, memoryview(weights))} if weights else {}
+    return read_program(spec, files)
+
+
+def execute(sample: bytes, engine: str) -> list[CoreMLDelegateError]:
+    """Read a sample and run its functions; errors of ours are returned, any other is raised."""
+    try:
+        program = read(sample)
+    except CoreMLDelegateError as error:
+        return [error]
+    errors: list[CoreMLDelegateError] = []
+    for name in program.functions:
+        try:
+            model = Model(
+                program, function_name=name, engine=engine, options=EngineOptions(threads=1)
+            )
+            model.predict(_inputs(model), model.make_state())
+        except CoreMLDelegateError as error:
+            errors.append(error)
+            ENGINES[engine].unsupported(program.functions[name])
+    return errors
+
+
+def _inputs(model: Model) -> dict[str, np.ndarray]:
+    arrays = {}
+    for feature, dtype in zip(model.function.inputs, model.param_dtypes(), strict=True):
+        shape = feature.shapes[0] if feature.shapes else feature.type.shape or ()
+        sizes = [1 if size is None else min(size, 64) for size in shape]
+        # Of another shape than declared, and refused, where that is larger than a test may be.
+        arrays[feature.name] = np.ones(sizes if np.prod(sizes) < 1 << 20 else (1,), dtype)
+    return arrays
+
+
+def damage(sample: bytes, choose: Choose, *, times: int = 1) -> bytes:
+    """``sample`` with something wrong: a field, a subtree, or bytes of the weights."""
+    spec, weights = unpack(sample)
+    if weights and choose(8) == 0:
+        damaged = bytearray(weights)
+        place = choose(min(len(damaged), 4096))
+        damaged[place] ^= 1 << choose(8)
+        return pack(spec, bytes(damaged[: len(damaged) - choose(2) * choose(len(damaged))]))
+    model = model_pb2().Model()
+    model.ParseFromString(spec)
+    for _ in range(times):
+        _damage_message(model, choose)
+    return pack(model.SerializeToString(deterministic=True), weights)
+
+
+def _damage_message(message: Any, choose: Choose) -> None:
+    # Mostly values of the program's own: damage to its structure is refused before an engine runs.
+    structural = choose(4) == 0
+    places = list(_places(message if structural else message.mlProgram))
+    if not structural:
+        places = [(owner, field) for owner, field in places if field.message_type is None]
+    if not places:
+        return
+    owner, field = places[choose(len(places))]
+    if field.type == FieldDescriptor.TYPE_STRING and not field.is_repeated and choose(4):
+        # A word of the same kind from elsewhere in the program: an op type, a name, a mode.
+        words = sorted({getattr(o, f.name) for o, f in places if f is field})
+        setattr(owner, field.name, words[choose(len(words))])
+        return
+    value = getattr(owner, field.name)
+    if _is_map(field):
+        _damage_map(value, choose)
+    elif field.is_repeated:
+        _damage_repeated(value, field, choose)
+    elif field.message_type is None:
+        setattr(owner, field.name, _scalar(field, value, choose))
+    else:
+        owner.ClearField(field.name)
+
+
+def _places(message: Any) -> Iterator[tuple[Any, FieldDescriptor]]:
+    """Every field that is set, anywhere below ``message``, in a fixed order."""
+    for field, value in message.ListFields():
+        yield message, field
+        if field.message_type is None:
+            continue
+        if _is_map(field):
+            if field.message_type.fields_by_name["value"].message_type is not None:
+                for key in sorted(value):
+                    yield from _places(value[key])
+        elif field.is_repeated:
+            for item in value:
+                yield from _places(item)
+        else:
+            yield from _places(value)
+
+
+def _is_map(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and field.message_type.GetOptions().map_entry
+
+
+def _damage_map(entries: Any, choose: Choose) -> None:
+    keys = sorted(entries)
+    key = keys[choose(len(keys))]
+    other = (*keys, *_STRINGS)[choose(len(keys) + len(_STRINGS))]
+    if hasattr(entries[key], "CopyFrom"):
+        if choose(2) and other != key:
+            entries[other].CopyFrom(entries[key])
+    elif choose(2):
+        entries[other] = entries[key]
+    if choose(2):
+        del entries[key]
+
+
+def _damage_repeated(items: Any, field: FieldDescriptor, choose: Choose) -> None:
+    place = choose(len(items))
+    match choose(4):
+        case 0:
+            del items[place]
+        case 1:
+            items.append(items[place])
+        case 2:
+            items.insert(choose(len(items) + 1), items.pop(place))
+        case _:
+            if field.message_type is None:
+                items[place] = _scalar(field, items[place], choose)
+            else:
+                items[place].CopyFrom(
+                    type(items[place]).FromString(items[choose(len(items))].SerializeToString())
+                )
+
+
+def _scalar(field: FieldDescriptor, value: Any, choose: Choose) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, bytes):
+        return value[: choose(len(value) + 1)] + bytes([choose(256)])
+    if isinstance(value, str):
+        return _STRINGS[choose(len(_STRINGS))]
+    if isinstance(value, float):
+        return _FLOATS[choose(len(_FLOATS))]
+    if field.enum_type is not None:
+        numbers = [each.number for each in field.enum_type.values]
+        return (*numbers, 99)[choose(len(numbers) + 1)]
+    chosen = _INTEGERS[choose(len(_INTEGERS))]
+    if field.type not in _SIGNED:
+        return chosen % (1 << (32 if field.type == FieldDescriptor.TYPE_UINT32 else 64))
+    limit = 1 << (_SIGNED[field.type] - 1)
+    return min(chosen, limit - 1) * (-1 if choose(3) == 0 else 1)

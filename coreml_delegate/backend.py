@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
 
-from coreml_delegate.compile_options import CompileOptions, ComputeUnit, ModelType, Precision
+from coreml_delegate.compile_options import (
+    CompileOptions,
+    ComputeUnit,
+    KeepFp32,
+    ModelType,
+    Precision,
+)
 from coreml_delegate.errors import LoweringError, OptionError
+from coreml_delegate.preprocess import kept
 from coreml_delegate.preprocess.package import build_blob
 from coreml_delegate.targets import Opset
 
@@ -30,6 +37,7 @@ class CoreMLBackend(BackendDetails):
         model_type: Any = ModelType.MODEL,
         op_linear_quantizer_config: dict[str, Any] | None = None,
         pass_names: Sequence[str] | None = None,
+        keep_fp32: Mapping[str, Sequence[str]] | None = None,
     ) -> list[CompileSpec]:
         """Compile specs for ``CoreMLPartitioner`` or ``to_backend``.
 
@@ -41,6 +49,8 @@ class CoreMLBackend(BackendDetails):
             model_type: ``CoreMLBackend.MODEL_TYPE``.
             op_linear_quantizer_config: Keywords of coremltools' ``OpLinearQuantizerConfig``.
             pass_names: Graph passes of coremltools to run instead of its default pipeline.
+            keep_fp32: What computes in fp32 all the same: types of MIL ops under ``"ops"``, paths
+                or class names of modules under ``"modules"``; see ``KeepFp32``.
 
         Raises:
             OptionError: A value that is not accepted.
@@ -52,6 +62,7 @@ class CoreMLBackend(BackendDetails):
             model_type=_member(ModelType, model_type, "model_type"),
             op_linear_quantizer_config=op_linear_quantizer_config,
             pass_names=None if pass_names is None else tuple(pass_names),
+            keep_fp32=KeepFp32.of(keep_fp32 or {}),
         ).to_specs()
 
     @staticmethod
@@ -70,7 +81,7 @@ class CoreMLBackend(BackendDetails):
         """
         check_single_backend()
         options = CompileOptions.from_specs(compile_specs)
-        blob = build_blob(edge_program, options)
+        blob = kept.take(edge_program, options) or build_blob(edge_program, options)
         compile_specs[:] = options.to_specs()
         return PreprocessResult(processed_bytes=blob)
 

@@ -7,6 +7,7 @@ Wire format, one ``CompileSpec(key, value)`` each, all values UTF-8::
     model_compute_precision     float16 | float32
     model_type                  model | compiled_model
     op_linear_quantizer_config  JSON object (optional)
+    keep_fp32                   JSON object: lists "ops", "modules", "nodes" (optional)
     pass_pipeline               JSON list of pass names (optional)
 
 The oldest documents write compute units as ``cpu``, ``gpu``, ``ane``; these are read and never
@@ -17,8 +18,8 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from coreml_delegate.errors import OptionError
@@ -59,6 +60,39 @@ _OLD_COMPUTE_UNITS = {
 
 
 @dataclass(frozen=True, slots=True)
+class KeepFp32:
+    """What computes in fp32 in a model that otherwise computes in fp16.
+
+    Attributes:
+        ops: Types of MIL ops, for example ``softmax``.
+        modules: Paths of modules (``layers.0``, which covers all below it), paths with wildcards
+            (``layers.*.norm``), or names of their classes (``RMSNorm``).
+        nodes: Names of calls in the subgraph.
+    """
+
+    ops: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> KeepFp32:
+        """Read lists of names by kind.
+
+        Raises:
+            OptionError: An unknown kind, or something that is no list of names.
+        """
+        kinds = [f.name for f in fields(cls)]
+        for kind, names in value.items():
+            if kind not in kinds or not _is_names(names):
+                raise OptionError(
+                    "keep_fp32 takes lists of names",
+                    got=f"{kind!r}: {names!r}",
+                    expected=", ".join(f"{k!r}: [...]" for k in kinds),
+                )
+        return cls(**{kind: tuple(sorted(set(names))) for kind, names in value.items()})
+
+
+@dataclass(frozen=True, slots=True)
 class CompileOptions:
     """Options of one lowering.
 
@@ -70,6 +104,7 @@ class CompileOptions:
         op_linear_quantizer_config: Keywords of coremltools' ``OpLinearQuantizerConfig``, to
             quantize the weights after conversion; None leaves them.
         pass_names: Names of the coremltools graph passes to run, or None for its default pipeline.
+        keep_fp32: What computes in fp32 though ``precision`` is fp16.
     """
 
     compute_unit: ComputeUnit = ComputeUnit.ALL
@@ -78,6 +113,7 @@ class CompileOptions:
     model_type: ModelType = ModelType.MODEL
     op_linear_quantizer_config: Mapping[str, Any] | None = None
     pass_names: tuple[str, ...] | None = None
+    keep_fp32: KeepFp32 = KeepFp32()
 
     def to_specs(self) -> list[CompileSpec]:
         """The compile specs, in a fixed order; options left at None are not written."""
@@ -177,13 +213,23 @@ def _decode_object(key: str, text: str) -> dict[str, Any]:
     return _decode_json(key, text, lambda v: isinstance(v, dict), "a JSON object")
 
 
-def _decode_names(key: str, text: str) -> tuple[str, ...]:
-    def is_names(value: Any) -> bool:
-        return isinstance(value, list) and all(
-            isinstance(n, str) for n in cast("list[object]", value)
-        )
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(name, str) for name in cast("Sequence[object]", value)
+    )
 
-    return tuple(_decode_json(key, text, is_names, "a JSON list of strings"))
+
+def _decode_names(key: str, text: str) -> tuple[str, ...]:
+    return tuple(_decode_json(key, text, _is_names, "a JSON list of strings"))
+
+
+def _decode_keep(key: str, text: str) -> KeepFp32:
+    return KeepFp32.of(_decode_object(key, text))
+
+
+def _encode_keep(value: KeepFp32) -> str | None:
+    given = {kind: names for kind, names in asdict(value).items() if names}
+    return _encode_json(given) if given else None
 
 
 def _encode_json(value: Any) -> str | None:
@@ -209,6 +255,7 @@ _FIELDS = (
         "op_linear_quantizer_config", "op_linear_quantizer_config", _encode_json, _decode_object
     ),
     _Field("pass_pipeline", "pass_names", _encode_json, _decode_names),
+    _Field("keep_fp32", "keep_fp32", _encode_keep, _decode_keep),
 )
 
 if {f.attribute for f in _FIELDS} != {f.name for f in fields(CompileOptions)}:

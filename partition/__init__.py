@@ -3,7 +3,24 @@
 if __name__ == "partition":
     raise ImportError("'partition' is a subpackage; import coreml_delegate.partition instead")
 
+from coreml_delegate.partition.filters import do_not_delegate
 from coreml_delegate.partition.partitioner import CoreMLPartitioner
-from coreml_delegate.partition.report import DelegationReport, NodeReport
+from coreml_delegate.partition.report import (
+    Coverage,
+    DelegationReport,
+    NodeReport,
+    Obstacle,
+    PartitionReport,
+    SourceLine,
+)
 
-__all__ = ["CoreMLPartitioner", "DelegationReport", "NodeReport"]
+__all__ = [
+    "CoreMLPartitioner",
+    "Coverage",
+    "DelegationReport",
+    "NodeReport",
+    "Obstacle",
+    "PartitionReport",
+    "SourceLine",
+    "do_not_delegate",
+]

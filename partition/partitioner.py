@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
+import torch
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
+from torch import nn
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from coreml_delegate import op_rules
 from coreml_delegate.backend import CoreMLBackend, check_single_backend
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.errors import ContractError, OptionError, ProgramError
-from coreml_delegate.op_rules import rule_of
-from coreml_delegate.op_rules.constants import WideConstants
+from coreml_delegate.op_rules import Reason, rule_of
+from coreml_delegate.op_rules.constants import WideConstants, constant_nodes
 from coreml_delegate.op_rules.rule import target_name
-from coreml_delegate.partition.operator_support import CoreMLOperatorSupport, normalize_skips
-from coreml_delegate.partition.report import DelegationReport, node_report
-from coreml_delegate.partition.tagging import tag_data, tag_partitions
-from coreml_delegate.preprocess.package import unsupported_error
+from coreml_delegate.partition.convertibility import Convertibility, parts_of
+from coreml_delegate.partition.decision import decide
+from coreml_delegate.partition.filters import Filters, NodePredicate
+from coreml_delegate.partition.operator_support import refused_calls
+from coreml_delegate.partition.rehearsal import rehearse
+from coreml_delegate.partition.report import DelegationReport, describe
+from coreml_delegate.partition.selection import Selection
+from coreml_delegate.partition.tagging import DataOwnership, tag_of
+from coreml_delegate.partition.widening import widened
 from coreml_delegate.targets import STATE_OPSET
 
 logger = logging.getLogger(__name__)
 
+_EDGE = "EDGE"
+
 
 class CoreMLPartitioner(Partitioner):
     """Delegates to Core ML what it can take, and reports why not the rest.
+
+    Modules are named by path (``layers.0``, which covers all below it), by path with wildcards
+    (``layers.*.norm``), or by class, itself or its name (``torch.nn.LayerNorm``).
 
     Args:
         skip_ops_for_coreml_delegation: Op names to leave to the CPU: ``aten.add.Tensor``,
@@ -38,6 +54,16 @@ class CoreMLPartitioner(Partitioner):
         take_over_constant_data: Give weights and constants to Core ML; otherwise they become
             inputs.
         lower_full_graph: Raise unless the entire graph can be delegated.
+        only_ops: Op names to delegate, and no others.
+        skip_modules: Modules to leave to the CPU.
+        only_modules: Modules to delegate, and nothing outside them.
+        node_filter: Called with every call, first in ATen and then in edge dialect, where nodes
+            have other names; false keeps it on the CPU.
+        min_partition_nodes: Leave partitions of fewer operations to the CPU.
+        max_partitions: Leave all but so many partitions, those of most estimated FLOPs, to the CPU.
+        strict: Raise if any call stays on the CPU, whatever the reason.
+        keep_fp32: Called with every delegated call, in edge dialect; true keeps it in fp32 where
+            the compile specs ask for fp16. They too can name what is kept.
 
     Raises:
         OptionError: An unknown op name or compile spec, or options that exclude each other.
@@ -51,25 +77,51 @@ class CoreMLPartitioner(Partitioner):
         take_over_mutable_buffer: bool = True,
         take_over_constant_data: bool = True,
         lower_full_graph: bool = False,
+        only_ops: Sequence[str] | None = None,
+        skip_modules: Sequence[str | type[nn.Module]] | None = None,
+        only_modules: Sequence[str | type[nn.Module]] | None = None,
+        node_filter: NodePredicate | None = None,
+        min_partition_nodes: int = 1,
+        max_partitions: int | None = None,
+        strict: bool = False,
+        keep_fp32: NodePredicate | None = None,
     ) -> None:
         super().__init__()
         self._options = CompileOptions.from_specs(compile_specs or [])
-        self._skip = normalize_skips(_op_names(skip_ops_for_coreml_delegation))
-        self._mutable_buffers = take_over_mutable_buffer
-        self._constants = take_over_constant_data
-        self._full_graph = lower_full_graph
+        self._filters = Filters.of(
+            skip_ops=skip_ops_for_coreml_delegation,
+            only_ops=only_ops,
+            skip_modules=skip_modules,
+            only_modules=only_modules,
+            node_filter=node_filter,
+        )
+        self._selection = Selection(min_partition_nodes, max_partitions)
+        self._ownership = DataOwnership(take_over_constant_data, take_over_mutable_buffer)
+        self._complete = lower_full_graph or strict
+        # Local verdicts foretell in ATen dialect what they will be in edge dialect; these do not.
+        self._rehearses = node_filter is not None or not self._selection.is_open
         self._wide = WideConstants()
         self._reports: list[DelegationReport] = []
+        self._keep_fp32 = keep_fp32
+        self._converts = True
+        # Their blobs wait for ``CoreMLBackend.preprocess``.
+        self._conversions: list[Convertibility] = []
+        self._preserved: tuple[weakref.ref[ExportedProgram], set[OpOverload]] | None = None
         if lower_full_graph:
             _check_full_graph(
                 {
-                    "skip_ops_for_coreml_delegation": not self._skip,
+                    "skip_ops_for_coreml_delegation": not skip_ops_for_coreml_delegation,
                     "take_over_mutable_buffer": take_over_mutable_buffer,
                     "take_over_constant_data": take_over_constant_data,
+                    "only_ops": only_ops is None,
+                    "skip_modules": not skip_modules,
+                    "only_modules": only_modules is None,
+                    "node_filter": node_filter is None,
+                    "min_partition_nodes": min_partition_nodes == 1,
                 }
             )
         # Canonical and complete, so that a .pte tells how it was made.
-        self.delegation_spec = DelegationSpec(CoreMLBackend.__name__, self._options.to_specs())
+        self.delegation_spec = self._delegation(self._options)
 
     @property
     def options(self) -> CompileOptions:
@@ -78,7 +130,7 @@ class CoreMLPartitioner(Partitioner):
 
     @property
     def report(self) -> DelegationReport:
-        """The report on the program partitioned last.
+        """The report on the program partitioned last, if only to be refused.
 
         Raises:
             ProgramError: Nothing was partitioned yet.
@@ -94,6 +146,25 @@ class CoreMLPartitioner(Partitioner):
         """The reports on every program partitioned so far: one per method, in order."""
         return tuple(self._reports)
 
+    def plan(self, program: ExportedProgram) -> DelegationReport:
+        """What lowering would report, without lowering.
+
+        Nothing is written, ``reports`` stays as it is, and calls that stay on the CPU are no error,
+        whatever ``lower_full_graph`` and ``strict`` say. What is converted to find out is kept for
+        lowering with this partitioner.
+
+        Args:
+            program: From ``torch.export``, in ATen dialect; it is left as it is.
+
+        Raises:
+            OptionError: A module pattern that means no module of the program.
+            ContractError: See ``partition``.
+        """
+        double = self._double()
+        rehearse(program, double)
+        self._conversions += double._conversions
+        return double.report
+
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         """Tag what Core ML takes.
 
@@ -101,28 +172,43 @@ class CoreMLPartitioner(Partitioner):
             exported_program: In edge dialect.
 
         Raises:
-            UnsupportedOperatorError: ``lower_full_graph`` is set and an operator is not supported.
+            UnsupportedOperatorError: ``lower_full_graph`` or ``strict`` is set and a call stays on
+                the CPU; lists every one.
+            OptionError: A module pattern that means no module of the program.
             ContractError: Mutable buffers are to be taken over and the target has no states.
             LoweringError: Another backend named ``CoreMLBackend`` is loaded.
         """
         check_single_backend()
         self._check_state(exported_program)
-        support = self._support(exported_program)
-        calls = [n for n in exported_program.graph.nodes if n.op == "call_function"]
-        if self._full_graph:
-            _require_all(calls, support)
-        tags = tag_partitions(exported_program, support)
-        tag_data(exported_program, constants=self._constants, mutable_buffers=self._mutable_buffers)
-        report = DelegationReport(
-            tuple(node_report(n, n.meta.get("delegation_tag"), support.obstacle(n)) for n in calls)
+        self._filters.note(exported_program)
+        self._filters.check_patterns()
+        conversions = Convertibility(exported_program, inside=self._ownership.constants)
+        refused = self._tried(exported_program, self._refused(exported_program), conversions)
+        decision = decide(
+            exported_program,
+            refused,
+            constants=constant_nodes(exported_program) if self._ownership.constants else (),
+            selection=self._selection,
+            ownership=self._ownership,
+            confirm=lambda tagged, tags: self._confirm(tagged, tags, conversions),
         )
+        report = describe(exported_program, decision, constants_inside=self._ownership.constants)
         self._reports.append(report)
+        if self._complete:
+            report.require_complete()
         for node in report.undelegated:
             logger.info("%s (%s) stays on the CPU: %s", node.name, node.op, node.reason)
         return PartitionResult(
             tagged_exported_program=exported_program,
-            partition_tags=dict.fromkeys(tags, self.delegation_spec),
+            partition_tags={
+                tag: self._delegation(self._options_for(calls, conversions))
+                for tag, calls in decision.partitions.items()
+            },
         )
+
+    def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
+        """The program with its half-precision interior in fp32; see ``widened``."""
+        return widened(exported_program)
 
     def ops_to_not_decompose(
         self, ep: ExportedProgram
@@ -132,30 +218,125 @@ class CoreMLPartitioner(Partitioner):
         An op some of whose calls are not supported is decomposed throughout: ExecuTorch would find
         the others left over, neither decomposed nor delegated, and abort.
         """
-        self._wide.note(ep)
-        support = self._support(ep)
+        if ep.dialect == _EDGE:
+            # ExecuTorch asks once more after lowering; what is left now is in the report.
+            return [], None
+        if self._preserved is None or self._preserved[0]() is not ep:
+            # ExecuTorch asks twice about the same program.
+            self._preserved = weakref.ref(ep), self._ops_to_preserve(ep)
+        return sorted(self._preserved[1], key=str), None
+
+    def _ops_to_preserve(self, ep: ExportedProgram) -> set[OpOverload]:
+        self.note(ep)
+        conversions = Convertibility(ep, inside=self._ownership.constants)
+        refused = self._tried(ep, self._refused(ep), conversions, only=_is_preserved)
         verdicts: dict[OpOverload, bool] = {}
         for node in ep.graph.nodes:
             if node.op != "call_function" or not isinstance(node.target, OpOverload):
                 continue
-            rule = rule_of(target_name(node.target))
-            keep = rule is not None and rule.preserve and support.obstacle(node) is None
+            keep = _is_preserved(node) and node not in refused
             verdicts[node.target] = verdicts.get(node.target, True) and keep
-        return sorted((op for op, keep in verdicts.items() if keep), key=str), None
+        preserved = {op for op, keep in verdicts.items() if keep}
+        if self._rehearses and preserved:
+            preserved = self._delegated_when_preserved(ep, preserved)
+        return preserved
 
-    def _support(self, program: ExportedProgram) -> CoreMLOperatorSupport:
-        return CoreMLOperatorSupport(
+    def note(self, program: ExportedProgram) -> None:
+        """Remember of a program in ATen dialect what its edge dialect does not show."""
+        self._wide.note(program)
+        self._filters.note(program)
+
+    def _refused(self, program: ExportedProgram) -> dict[Node, Reason]:
+        return refused_calls(
             program,
             self._options.deployment_target,
-            skip=self._skip,
-            constants_inside=self._constants,
+            filters=self._filters,
             wide=self._wide,
+            constants_inside=self._ownership.constants,
         )
+
+    def _tried(
+        self,
+        program: ExportedProgram,
+        refused: Mapping[Node, Reason],
+        conversions: Convertibility,
+        *,
+        only: Callable[[Node], bool] = lambda _: True,
+    ) -> dict[Node, Reason]:
+        """``refused``, and the calls among ``only`` that coremltools fails to translate."""
+        calls = [
+            node
+            for node in program.graph.nodes
+            if node.op == "call_function" and node not in refused and only(node)
+        ]
+        failed = conversions.failed(calls, self._options.deployment_target)
+        return {**refused, **failed, **parts_of(failed)}
+
+    def _confirm(
+        self, program: ExportedProgram, tags: Sequence[str], conversions: Convertibility
+    ) -> Mapping[Node, Reason]:
+        """Calls in these partitions that prove not to be convertible after all."""
+        if not self._converts:
+            return {}
+        groups: dict[str, list[Node]] = {tag: [] for tag in tags}
+        for node in program.graph.nodes:
+            if node.op == "call_function" and tag_of(node) in groups:
+                groups[str(tag_of(node))].append(node)
+        failed = conversions.failures(
+            {tag: self._options_for(calls, conversions) for tag, calls in groups.items()}
+        )
+        self._conversions = [c for c in self._conversions if c is not conversions] + [conversions]
+        return {**failed, **parts_of(failed)}
+
+    @staticmethod
+    def _delegation(options: CompileOptions) -> DelegationSpec:
+        return DelegationSpec(CoreMLBackend.__name__, options.to_specs())
+
+    def _options_for(self, calls: Sequence[Node], conversions: Convertibility) -> CompileOptions:
+        """The compile options of one partition."""
+        options = self._options
+        demanded = conversions.demanded(calls)
+        if options.deployment_target is None and demanded > op_rules.required_opset(calls):
+            options = replace(options, deployment_target=demanded)
+        if self._keep_fp32 is not None:
+            nodes = tuple(sorted(call.name for call in calls if self._keep_fp32(call)))
+            options = replace(options, keep_fp32=replace(options.keep_fp32, nodes=nodes))
+        return options
+
+    def _delegated_when_preserved(
+        self, program: ExportedProgram, ops: set[OpOverload]
+    ) -> set[OpOverload]:
+        """``ops`` without those that would be left over, though nothing runs them on the CPU."""
+        while True:
+            double = self._double()
+            double._converts = False
+            rehearse(program, double, preserved=ops)
+            left = {node.op for node in double.report.undelegated}
+            stranded = {op for op in ops if target_name(op) in left and not _is_core(op)}
+            if not stranded:
+                return ops
+            ops = ops - stranded
+
+    def _double(self) -> CoreMLPartitioner:
+        """A partitioner of the same options that has seen no program and demands nothing."""
+        double = copy.copy(self)
+        double._filters = self._filters.anew()
+        double._wide = WideConstants()
+        double._reports = []
+        double._preserved = None
+        double._complete = False
+        double._conversions = []
+        return double
 
     def _check_state(self, program: ExportedProgram) -> None:
         buffers = sorted(program.graph_signature.buffers_to_mutate.values())
         target = self._options.deployment_target
-        if buffers and self._mutable_buffers and target is not None and target < STATE_OPSET:
+        if (
+            buffers
+            and self._ownership.mutable_buffers
+            and target is not None
+            and target < STATE_OPSET
+        ):
             raise ContractError(
                 f"mutable buffers become Core ML states, which need {STATE_OPSET.name}",
                 got=f"minimum_deployment_target {target.name} and {', '.join(buffers)}",
@@ -163,12 +344,14 @@ class CoreMLPartitioner(Partitioner):
             )
 
 
-def _op_names(names: Sequence[str] | None) -> Sequence[str]:
-    if isinstance(names, str):
-        raise OptionError(
-            "skip_ops_for_coreml_delegation is a list", got=repr(names), expected=f"[{names!r}]"
-        )
-    return names or ()
+def _is_core(op: OpOverload) -> bool:
+    """Whether ExecuTorch takes the op as it is, without decomposing it."""
+    return torch.Tag.core in op.tags
+
+
+def _is_preserved(node: Node) -> bool:
+    rule = rule_of(target_name(node.target)) if node.op == "call_function" else None
+    return rule is not None and rule.preserve
 
 
 def _check_full_graph(compatible: dict[str, bool]) -> None:
@@ -179,13 +362,3 @@ def _check_full_graph(compatible: dict[str, bool]) -> None:
             got=f"together with {', '.join(clashing)}",
             remedy="Drop these options, or set lower_full_graph=False",
         )
-
-
-def _require_all(calls: Sequence[Node], support: CoreMLOperatorSupport) -> None:
-    obstacles: dict[str, list[str]] = {}
-    for node in calls:
-        reason = support.obstacle(node)
-        if reason is not None:
-            obstacles.setdefault(str(reason), []).append(node.name)
-    if obstacles:
-        raise unsupported_error(obstacles)

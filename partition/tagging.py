@@ -1,48 +1,72 @@
-"""From verdicts to delegation tags on the graph."""
+"""From groups of calls to delegation tags on the graph."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from executorch.exir.backend.utils import tag_constant_data
 from torch.export import ExportedProgram
 from torch.fx import Node
-from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 
-from coreml_delegate.partition.operator_support import CoreMLOperatorSupport
+from coreml_delegate.partition.grouping import Group
 
 _TAG = "delegation_tag"
 
 
-def tag_partitions(program: ExportedProgram, support: CoreMLOperatorSupport) -> list[str]:
-    """Tag the largest subgraphs of supported nodes that keep the graph acyclic.
+def tag_groups(program: ExportedProgram, groups: Sequence[Group]) -> list[str]:
+    """Tag the calls of each group, numbered in the order of the groups.
+
+    Attributes that only calls of one group use (submodules, literals) go with them. Tags of an
+    earlier grouping are removed.
 
     Returns:
-        The tags, in order of their first node.
+        The tags.
     """
-    proposed = CapabilityBasedPartitioner(
-        program.graph_module, support, allows_single_node_partition=True
-    ).propose_partitions()
-    order = {node: position for position, node in enumerate(program.graph.nodes)}
-    # Numbered by position, so that tags do not depend on how torch enumerates partitions.
-    groups = sorted(
-        (sorted(p.nodes, key=order.__getitem__) for p in proposed),
-        key=lambda nodes: order[nodes[0]],
-    )
+    remove_tags(program)
     tags: list[str] = []
-    for nodes in groups:
+    for group in groups:
         tag = f"coreml_{len(tags)}"
         tags.append(tag)
-        for node in nodes:
+        for node in group:
             node.meta[_TAG] = tag
+    for node in program.graph.find_nodes(op="get_attr"):
+        users = {tag_of(user) for user in node.users}
+        if len(users) == 1 and None not in users:
+            node.meta[_TAG] = users.pop()
     return tags
 
 
-def tag_data(program: ExportedProgram, *, constants: bool, mutable_buffers: bool) -> None:
+def tag_of(node: Node) -> str | None:
+    """The tag of the partition a node is in."""
+    return node.meta.get(_TAG)
+
+
+def remove_tags(program: ExportedProgram) -> None:
+    """Leave the graph as it was before it was tagged."""
+    for node in program.graph.nodes:
+        node.meta.pop(_TAG, None)
+
+
+@dataclass(frozen=True, slots=True)
+class DataOwnership:
+    """Which data Core ML is given; the rest is passed to it.
+
+    Attributes:
+        constants: Parameters, buffers that nothing mutates, and lifted constants.
+        mutable_buffers: Buffers that one partition alone uses.
+    """
+
+    constants: bool = True
+    mutable_buffers: bool = True
+
+
+def tag_data(program: ExportedProgram, ownership: DataOwnership) -> None:
     """Give parameters, constants and mutable buffers to the partition that uses them."""
-    if constants:
+    if ownership.constants:
         tag_constant_data(program)
-    if mutable_buffers:
+    if ownership.mutable_buffers:
         _tag_states(program)
 
 
@@ -61,6 +85,6 @@ def _tag_states(program: ExportedProgram) -> None:
             continue
         new_value = nodes[new_values[key]]
         involved = {*nodes[name].users, new_value, *new_value.users} - {program.graph.output_node()}
-        tags = {node.meta.get(_TAG) for node in involved}
+        tags = {tag_of(node) for node in involved}
         if len(tags) == 1 and None not in tags and results.count(new_value.name) == 1:
             nodes[name].meta[_TAG] = tags.pop()

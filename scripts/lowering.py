@@ -1,13 +1,16 @@
-"""From a source to a ``.pte``, the way every command does it."""
+"""From a source to a ``.pte``, or to a plan of one, the way every command does it."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 from executorch.exir import to_edge_transform_and_lower
+from torch.export import ExportedProgram
 
 from coreml_delegate.errors import CoreMLDelegateError, LoweringError
-from coreml_delegate.partition import CoreMLPartitioner
+from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.source import Source
 
@@ -22,11 +25,33 @@ def lower(source: Source, partitioner: CoreMLPartitioner) -> Any:
         CoreMLDelegateError: Our part of the lowering refuses the model.
         LoweringError: ExecuTorch fails; the cause is chained.
     """
+    exported = _exported(source)
+    with _blaming_executorch("Lowering to Core ML"):
+        return to_edge_transform_and_lower(exported, partitioner=[partitioner]).to_executorch()
+
+
+def plan(source: Source, partitioner: CoreMLPartitioner) -> DelegationReport:
+    """What lowering a model would report.
+
+    Raises:
+        CoreMLDelegateError: Our part of the lowering refuses the model.
+        LoweringError: ExecuTorch fails; the cause is chained.
+    """
+    exported = _exported(source)
+    with _blaming_executorch("Planning"):
+        return partitioner.plan(exported)
+
+
+def _exported(source: Source) -> ExportedProgram:
     with console.step("Exporting with torch.export"):
-        exported = source.export()
+        return source.export()
+
+
+@contextmanager
+def _blaming_executorch(step: str) -> Generator[None]:
     try:
-        with console.step("Lowering to Core ML"), console.captured():
-            return to_edge_transform_and_lower(exported, partitioner=[partitioner]).to_executorch()
+        with console.step(step), console.captured():
+            yield
     except CoreMLDelegateError:
         raise
     except Exception as error:

@@ -23,8 +23,9 @@ from coreml_delegate.op_rules import (
     reduction,
     shape,
 )
-from coreml_delegate.op_rules.constants import WideConstants, constant_nodes
+from coreml_delegate.op_rules.constants import WideConstants, constant_nodes, narrow_constants
 from coreml_delegate.op_rules.layouts import layout_obstacles
+from coreml_delegate.op_rules.refused import REFUSED
 from coreml_delegate.op_rules.rule import GETITEM, OpCall, OpRule, Reason, ReasonCode, target_name
 from coreml_delegate.targets import Opset
 
@@ -84,6 +85,8 @@ def obstacles_in(
     """
     constants = constant_nodes(program) if constants_inside else frozenset[Node]()
     around = WideConstants().obstacles(program) | layout_obstacles(program)
+    if constants_inside:
+        around |= narrow_constants(program)
     found: dict[Node, Reason] = {}
     for node in program.graph.nodes:
         if node.op != "call_function":
@@ -112,7 +115,7 @@ def obstacle(node: Node, target: Opset | None, constants: Collection[Node] = ())
         return None if reason is None else part_of(node.args[0], reason)
     rule = rule_of(name)
     if rule is None:
-        return Reason(ReasonCode.NO_RULE, f"no Core ML translation of {name} is known")
+        return _without_rule(name)
     if target is not None and rule.since > target:
         return Reason(
             ReasonCode.OPSET,
@@ -120,6 +123,13 @@ def obstacle(node: Node, target: Opset | None, constants: Collection[Node] = ())
             remedy=f"Raise minimum_deployment_target to {rule.since.name}",
         )
     return rule.obstacle(OpCall.of(node, constants))
+
+
+def _without_rule(name: str) -> Reason:
+    refusal = REFUSED.get(name)
+    if refusal is None:
+        return Reason(ReasonCode.NO_RULE, f"no Core ML translation of {name} is known")
+    return Reason(ReasonCode.NO_RULE, f"{name} is refused: {refusal.text}")
 
 
 def part_of(source: Node, reason: Reason) -> Reason:
@@ -135,6 +145,7 @@ def required_opset(nodes: Iterable[Node]) -> Opset:
 
 
 __all__ = [
+    "REFUSED",
     "RULES",
     "OpRule",
     "Reason",

@@ -14,12 +14,31 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from coreml_delegate.op_rules.rule import INT32, OpCall, Reason, ReasonCode, numbers_fit
+from coreml_delegate.op_rules.rule import INT32, NARROW, OpCall, Reason, ReasonCode, numbers_fit
 
 
 def constant_nodes(program: ExportedProgram) -> frozenset[Node]:
     """The placeholders of parameters, of buffers that nothing mutates and of lifted constants."""
     return frozenset(node for node, _ in _constants(program))
+
+
+def constants_of(program: ExportedProgram) -> Iterator[tuple[Node, str, torch.Tensor | None]]:
+    """Placeholder, name in the state and value, perhaps a fake one, of every constant."""
+    for node, key in _constants(program):
+        yield node, key, _value(program, key)
+
+
+def narrow_constants(program: ExportedProgram) -> dict[Node, Reason]:
+    """The calls on constants of 8 or 16 bits, which would be stored as they are, not as int32."""
+    found: dict[Node, Reason] = {}
+    for node, _ in _constants(program):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype in NARROW:
+            dtype = str(value.dtype).removeprefix("torch.")
+            text = f"constant {node.name!r} is {dtype}, Core ML computes with int32"
+            reason = Reason(ReasonCode.DTYPE, text, remedy="Store it as int32")
+            found |= dict.fromkeys(node.users, reason)
+    return found
 
 
 class WideConstants:

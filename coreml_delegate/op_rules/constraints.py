@@ -29,17 +29,6 @@ def argument_is(name: str, *accepted: Any, issue: str | None = None) -> Constrai
     return check
 
 
-def argument_given(name: str, issue: str | None = None) -> Constraint:
-    """The argument is not None."""
-
-    def check(call: OpCall) -> Reason | None:
-        if call.arguments.get(name) is None:
-            return Reason(ReasonCode.ARGUMENT, f"{name}=None is not taken", issue=issue)
-        return None
-
-    return check
-
-
 def rank_between(name: str, low: int, high: int) -> Constraint:
     """The rank of a tensor argument lies in ``low .. high``."""
 
@@ -79,17 +68,24 @@ def is_constant(name: str) -> Constraint:
     return check
 
 
-def same_dtype(*names: str) -> Constraint:
-    """The tensor arguments have one dtype: Core ML does not promote across kinds."""
+def floating_result(call: OpCall) -> Reason | None:
+    """The results are floats."""
+    return _result_kind(call, lambda dtype: dtype.is_floating_point, "floats")
 
-    def check(call: OpCall) -> Reason | None:
-        kinds = {t.dtype for name in names for _, t in call.tensors(name)}
-        if len(kinds) <= 1:
-            return None
-        listed = ", ".join(sorted(str(k).removeprefix("torch.") for k in kinds))
-        return Reason(ReasonCode.DTYPE, f"arguments mix {listed}", remedy="Cast them alike")
 
-    return check
+def numeric_result(call: OpCall) -> Reason | None:
+    """The results are numbers: Core ML does not compute with booleans."""
+    return _result_kind(call, lambda dtype: dtype is not torch.bool, "numbers")
+
+
+def _result_kind(
+    call: OpCall, accepts: Callable[[torch.dtype], bool], wanted: str
+) -> Reason | None:
+    for tensor in call.outputs():
+        if not accepts(tensor.dtype):
+            got = str(tensor.dtype).removeprefix("torch.")
+            return Reason(ReasonCode.DTYPE, f"the result is {got}, Core ML has {wanted} here")
+    return None
 
 
 def holds(predicate: Callable[[OpCall], bool], code: ReasonCode, text: str) -> Constraint:
@@ -119,3 +115,18 @@ def static_result(call: OpCall) -> Reason | None:
                 ReasonCode.SYMBOLIC, f"the result has dynamic shape {tuple(tensor.shape)}"
             )
     return None
+
+
+def static_argument(*names: str, when: Callable[[OpCall], bool] = lambda _: True) -> Constraint:
+    """The shapes of tensor arguments are known when the model is converted, where that matters."""
+
+    def check(call: OpCall) -> Reason | None:
+        for name in names:
+            tensor = call.tensor(name)
+            if tensor is None or all(isinstance(d, int) for d in tensor.shape) or not when(call):
+                continue
+            shape = tuple(tensor.shape)
+            return Reason(ReasonCode.SYMBOLIC, f"{name!r} has dynamic shape {shape}")
+        return None
+
+    return check

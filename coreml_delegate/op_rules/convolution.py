@@ -9,26 +9,8 @@ def _batched(call: OpCall) -> bool:
     return tensor is None or weight is None or tensor.dim() == weight.dim()
 
 
-def _output_padding_within_padding(call: OpCall) -> bool:
-    """Coremltools takes the output padding off the padding at the end."""
-    arguments = call.arguments
-    extra, padding = arguments["output_padding"], arguments["padding"]
-    if not arguments.get("transposed", True):
-        return True
-    dims = max(len(extra), len(padding))
-    pairs = zip(_spread(padding, dims), _spread(extra, dims), strict=True)
-    return all(p >= e for p, e in pairs)
-
-
-def _spread(values: list[int], dims: int) -> list[int]:
-    return list(values) * dims if len(values) == 1 else list(values)
-
-
 _CONSTANTS = (is_constant("weight"), is_constant("bias"))
 _BATCHED = holds(_batched, ReasonCode.RANK, "the input has no batch dimension")
-_OUTPUT_PADDING = holds(
-    _output_padding_within_padding, ReasonCode.ARGUMENT, "output_padding is larger than padding"
-)
 _PLAIN = (
     "aten.conv1d.default",
     "aten.conv1d.padding",
@@ -43,10 +25,9 @@ _TRANSPOSED = (
 )
 
 RULES = (
-    *(OpRule(target, "convolution", constraints=(*_CONSTANTS, _BATCHED)) for target in _PLAIN),
     *(
-        OpRule(target, "convolution", constraints=(*_CONSTANTS, _BATCHED, _OUTPUT_PADDING))
-        for target in _TRANSPOSED
+        OpRule(target, "convolution", constraints=(*_CONSTANTS, _BATCHED))
+        for target in (*_PLAIN, *_TRANSPOSED)
     ),
-    OpRule("aten.convolution.default", "convolution", constraints=(*_CONSTANTS, _OUTPUT_PADDING)),
+    OpRule("aten.convolution.default", "convolution", constraints=_CONSTANTS),
 )

@@ -1,6 +1,6 @@
 """Ops that make tensors from scalars."""
 
-from coreml_delegate.op_rules.constraints import same_dtype, static_result
+from coreml_delegate.op_rules.constraints import contiguous_result, static_result
 from coreml_delegate.op_rules.rule import ANY, OpRule
 
 _TARGETS = (
@@ -20,13 +20,23 @@ RULES = (
         "aten.fill.Tensor",
         "creation",
         dtypes={"": ANY},
-        constraints=(same_dtype("self", "value"), static_result),
+        constraints=(static_result,),
     ),
     OpRule("aten.fill.Scalar", "creation", dtypes={"": ANY}),
     OpRule(
         "aten.copy.default",
         "creation",
         dtypes={"": ANY},
-        constraints=(same_dtype("self", "src"), static_result),
+        constraints=(static_result,),
+    ),
+    *(
+        OpRule(
+            target,
+            "creation",
+            dtypes={"": ANY},
+            constraints=(contiguous_result,),
+            preserve=False,
+        )
+        for target in ("aten.empty.memory_format", "dim_order_ops._empty_dim_order.default")
     ),
 )

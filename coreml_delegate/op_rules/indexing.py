@@ -1,7 +1,13 @@
 """Gathering and scattering by index, sorting."""
 
-from coreml_delegate.op_rules.constraints import argument_is, holds, rank_between, static_result
-from coreml_delegate.op_rules.rule import FLOAT, INTEGER, OpCall, OpRule, ReasonCode
+from coreml_delegate.op_rules.constraints import (
+    argument_is,
+    holds,
+    rank_between,
+    static_argument,
+    static_result,
+)
+from coreml_delegate.op_rules.rule import FLOAT, INTEGER, MAX_RANK, OpCall, OpRule, ReasonCode
 
 _VALUES = FLOAT | INTEGER
 
@@ -14,21 +20,23 @@ def _one_index(call: OpCall) -> bool:
     return all(i is None for i in indices[:-1]) and next(call.tensors("indices"))[1].dim() == 1
 
 
-def _whole_but_for_dim(call: OpCall) -> bool:
-    """Apart from the gathered dimension, index and data have the same shape."""
+def _known_parts(call: OpCall) -> bool:
+    """Which part of the other dimensions the index spans is known when the model is converted."""
     data, index = call.tensor("self"), call.tensor("index")
     if data is None or index is None or not data.dim():
         return False
     dim = call.arguments["dim"] % data.dim()
-    return all(
-        a == b for d, (a, b) in enumerate(zip(data.shape, index.shape, strict=True)) if d != dim
-    )
+    pairs = enumerate(zip(data.shape, index.shape, strict=True))
+    return all(str(a) == str(b) or {type(a), type(b)} == {int} for d, (a, b) in pairs if d != dim)
+
+
+def _same_ranks(call: OpCall) -> bool:
+    sequence, values = call.tensor("sorted_sequence"), call.tensor("self")
+    return sequence is not None and values is not None and sequence.dim() == values.dim()
 
 
 _SORTED = argument_is("sorted", True)
-_WHOLE = holds(
-    _whole_but_for_dim, ReasonCode.SHAPE, "the index spans a part of the other dimensions"
-)
+_KNOWN = holds(_known_parts, ReasonCode.SYMBOLIC, "the index spans a dynamic part of the data")
 
 RULES = (
     OpRule("aten.index.Tensor", "indexing", dtypes={"self": _VALUES, "indices": INTEGER}),
@@ -51,10 +59,10 @@ RULES = (
         "aten.gather.default",
         "indexing",
         dtypes={"self": _VALUES, "index": INTEGER},
-        constraints=(argument_is("sparse_grad", False), _WHOLE),
+        constraints=(argument_is("sparse_grad", False), _KNOWN),
     ),
     *(
-        OpRule(target, "indexing", dtypes={"": FLOAT, "index": INTEGER}, constraints=(_WHOLE,))
+        OpRule(target, "indexing", dtypes={"": FLOAT, "index": INTEGER}, constraints=(_KNOWN,))
         for target in ("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default")
     ),
     OpRule(
@@ -67,4 +75,15 @@ RULES = (
     OpRule("aten.select_scatter.default", "indexing", dtypes={"": _VALUES}),
     OpRule("aten.topk.default", "indexing", constraints=(_SORTED,)),
     OpRule("aten.sort.default", "indexing"),
+    OpRule(
+        "aten.searchsorted.Tensor",
+        "indexing",
+        dtypes={"": FLOAT, "sorter": INTEGER},
+        max_rank=MAX_RANK - 1,
+        constraints=(
+            holds(_same_ranks, ReasonCode.RANK, "the values have another rank than the sequence"),
+            argument_is("sorter", None),
+            static_argument("sorted_sequence", "self"),
+        ),
+    ),
 )

@@ -2,25 +2,21 @@
 
 from coreml_delegate.op_rules.constraints import (
     argument_is,
-    holds,
     is_constant,
     only_result_used,
-    rank_between,
+    static_argument,
 )
-from coreml_delegate.op_rules.rule import OpCall, OpRule, ReasonCode
+from coreml_delegate.op_rules.rule import OpCall, OpRule
 
 _STATISTICS = tuple(is_constant(n) for n in ("weight", "bias", "running_mean", "running_var"))
+_FOLDED_RANK = 4
 
 
-def _bias_with_weight(call: OpCall) -> bool:
-    return call.arguments["bias"] is None or call.arguments["weight"] is not None
+def _folded(call: OpCall) -> bool:
+    """Spatial dimensions become one."""
+    tensor = call.tensor("input")
+    return tensor is not None and tensor.dim() > _FOLDED_RANK
 
-
-_AFFINE = (
-    is_constant("weight"),
-    is_constant("bias"),
-    holds(_bias_with_weight, ReasonCode.ARGUMENT, "there is a bias and no weight"),
-)
 
 RULES = (
     OpRule(
@@ -33,18 +29,23 @@ RULES = (
         "normalization",
         constraints=_STATISTICS,
     ),
-    OpRule("aten.layer_norm.default", "normalization", constraints=_AFFINE),
     OpRule(
-        "aten.native_layer_norm.default",
+        "aten._native_batch_norm_legit.no_stats",
         "normalization",
-        constraints=(only_result_used(0), *_AFFINE),
+        constraints=(only_result_used(0),),
     ),
-    # Split into groups, an input has one dimension more.
-    OpRule("aten.group_norm.default", "normalization", constraints=(rank_between("input", 2, 4),)),
+    OpRule("aten.layer_norm.default", "normalization"),
+    OpRule("aten.native_layer_norm.default", "normalization", constraints=(only_result_used(0),)),
+    OpRule(
+        "aten.group_norm.default",
+        "normalization",
+        constraints=(static_argument("input", when=_folded),),
+    ),
+    # Its sizes are numbers.
     OpRule(
         "aten.native_group_norm.default",
         "normalization",
-        constraints=(only_result_used(0), rank_between("input", 2, 4)),
+        constraints=(only_result_used(0),),
     ),
     OpRule("aten.rms_norm.default", "normalization"),
 )

@@ -1,7 +1,11 @@
 """Pooling."""
 
-from coreml_delegate.op_rules.constraints import argument_is, holds, only_result_used, rank_between
-from coreml_delegate.op_rules.rule import Constraint, OpCall, OpRule, ReasonCode
+from coreml_delegate.op_rules.constraints import (
+    holds,
+    only_result_used,
+    static_argument,
+)
+from coreml_delegate.op_rules.rule import OpCall, OpRule, ReasonCode
 
 
 def _known_windows(call: OpCall) -> bool:
@@ -13,53 +17,71 @@ def _known_windows(call: OpCall) -> bool:
     return all(isinstance(n, int) or out == 1 for n, out in zip(spatial, size, strict=True))
 
 
-def _last_window_inside(call: OpCall) -> bool:
-    """Rounding up makes no window that begins beyond the input; PyTorch would leave it out."""
-    arguments, tensor = call.arguments, call.tensor("self")
-    if not arguments["ceil_mode"]:
-        return True
-    kernel = arguments["kernel_size"]
-    if tensor is None:
-        return False
-    sides = (kernel, arguments["stride"] or kernel, arguments["padding"])
-    spatial = tensor.shape[2:]
-    kernels, strides, pads = (list(s) * (len(spatial) if len(s) == 1 else 1) for s in sides)
-    return all(
-        isinstance(n, int) and -(-(n + 2 * p - k) // s) * s < n + p
-        for n, k, s, p in zip(spatial, kernels, strides, pads, strict=True)
-    )
+def _few_windows(call: OpCall) -> bool:
+    """Each window of an uneven division is an op of its own."""
+    return sum(call.arguments["output_size"]) <= _MANY
 
 
-def _batched(dims: int) -> Constraint:
-    return rank_between("self", dims + 2, dims + 2)
+def _places_windows(call: OpCall) -> bool:
+    """Where windows lie depends on the size of the input."""
+    dilation = call.arguments.get("dilation", [1])
+    dilated = dilation != 1 if isinstance(dilation, int) else any(d != 1 for d in dilation)
+    return dilated or bool(call.arguments["ceil_mode"])
 
 
+def _few_holes(call: OpCall) -> bool:
+    """A dilated window is taken apart into one op per element of each side."""
+    dilation, kernel = ([v] if isinstance(v, int) else v for v in _holes(call))
+    return all(d == 1 for d in dilation) or sum(kernel) <= _MANY
+
+
+def _holes(call: OpCall) -> tuple[int | list[int], int | list[int]]:
+    return call.arguments["dilation"], call.arguments["kernel_size"]
+
+
+_MANY = 64
 _WINDOWS = holds(_known_windows, ReasonCode.SYMBOLIC, "the input size is dynamic")
-_INSIDE = holds(
-    _last_window_inside, ReasonCode.ARGUMENT, "ceil_mode makes a window beyond the input"
+_FEW_WINDOWS = holds(
+    _few_windows, ReasonCode.ARGUMENT, f"more than {_MANY} windows along the dimensions, an op each"
 )
-_NO_CEIL = argument_is("ceil_mode", False)
-_NO_DIVISOR = argument_is("divisor_override", None)
-_NO_DILATION = argument_is("dilation", 1, [1], [1, 1], [1, 1, 1])
+_FEW_HOLES = holds(
+    _few_holes, ReasonCode.ARGUMENT, f"a dilated window has more than {_MANY} elements, an op each"
+)
+_PLACED = static_argument("self", when=_places_windows)
+
 
 RULES = (
-    OpRule("aten.max_pool1d.default", "pooling", constraints=(_batched(1), _NO_DILATION, _INSIDE)),
-    OpRule("aten.max_pool2d.default", "pooling", constraints=(_batched(2), _NO_DILATION, _INSIDE)),
-    OpRule("aten.max_pool3d.default", "pooling", constraints=(_batched(3), _NO_DILATION, _NO_CEIL)),
-    OpRule(
-        "aten.max_pool2d_with_indices.default",
-        "pooling",
-        constraints=(only_result_used(0), _batched(2), _NO_DILATION, _INSIDE),
+    # Exporting it fixes every size.
+    OpRule("aten.max_pool1d.default", "pooling", constraints=(_FEW_HOLES,)),
+    *(
+        OpRule(f"aten.max_pool{dims}d.default", "pooling", constraints=(_PLACED, _FEW_HOLES))
+        for dims in (2, 3)
     ),
-    OpRule(
-        "aten.max_pool3d_with_indices.default",
-        "pooling",
-        constraints=(only_result_used(0), _batched(3), _NO_DILATION, _NO_CEIL),
+    *(
+        OpRule(
+            f"aten.max_pool{dims}d_with_indices.default",
+            "pooling",
+            constraints=(only_result_used(0), _PLACED, _FEW_HOLES),
+        )
+        for dims in (2, 3)
     ),
-    OpRule("aten.avg_pool1d.default", "pooling", constraints=(_batched(1), _INSIDE)),
-    OpRule("aten.avg_pool2d.default", "pooling", constraints=(_batched(2), _NO_DIVISOR, _INSIDE)),
-    OpRule("aten.avg_pool3d.default", "pooling", constraints=(_batched(3), _NO_DIVISOR, _NO_CEIL)),
+    *(
+        OpRule(f"aten.avg_pool{dims}d.default", "pooling", constraints=(_PLACED,))
+        for dims in (1, 2, 3)
+    ),
     OpRule("aten.adaptive_avg_pool1d.default", "pooling", constraints=(_WINDOWS,)),
     OpRule("aten.adaptive_avg_pool2d.default", "pooling", constraints=(_WINDOWS,)),
     OpRule("aten._adaptive_avg_pool2d.default", "pooling", constraints=(_WINDOWS,)),
+    *(
+        OpRule(f"aten.{op}.default", "pooling", constraints=(_WINDOWS, _FEW_WINDOWS))
+        for op in ("adaptive_avg_pool3d", "_adaptive_avg_pool3d")
+    ),
+    *(
+        OpRule(
+            f"aten.adaptive_max_pool{dims}d.default",
+            "pooling",
+            constraints=(only_result_used(0), _WINDOWS, _FEW_WINDOWS),
+        )
+        for dims in (2, 3)
+    ),
 )

@@ -1,23 +1,12 @@
 """Reductions."""
 
-from coreml_delegate.op_rules.constraints import argument_given, argument_is, holds
-from coreml_delegate.op_rules.rule import ANY, BOOL, FLOAT, NUMERIC, OpCall, OpRule, ReasonCode
-
-
-def _cast_last(call: OpCall) -> bool:
-    """Casting after the sum gives the same as before it."""
-    tensor, dtype = call.tensor("self"), call.arguments["dtype"]
-    return dtype in FLOAT or tensor is None or tensor.dtype not in FLOAT or dtype is None
-
-
-_CAST_LAST = holds(_cast_last, ReasonCode.ARGUMENT, "a sum of floats is taken as integers")
-_NO_FLATTENING = argument_given("dim", issue="pytorch/executorch#11715")
+from coreml_delegate.op_rules.rule import ANY, NUMERIC, OpRule
 
 RULES = (
     OpRule("aten.mean.dim", "reduction"),
     OpRule("aten.mean.default", "reduction"),
     *(
-        OpRule(target, "reduction", dtypes={"": dtypes}, constraints=(_CAST_LAST,))
+        OpRule(target, "reduction", dtypes={"": dtypes})
         for target, dtypes in (
             ("aten.sum.dim_IntList", ANY),
             ("aten.sum.default", ANY),
@@ -32,20 +21,13 @@ RULES = (
     OpRule("aten.min.dim", "reduction"),
     OpRule("aten.logsumexp.default", "reduction"),
     OpRule("aten.linalg_vector_norm.default", "reduction"),
-    OpRule(
-        "aten.var.correction", "reduction", constraints=(argument_is("correction", None, 0, 1),)
-    ),
+    OpRule("aten.var.correction", "reduction"),
     *(
-        OpRule(f"aten.any.{overload}", "reduction", dtypes={"": BOOL})
+        OpRule(f"aten.any.{overload}", "reduction", dtypes={"": ANY})
         for overload in ("default", "dim", "dims")
     ),
     *(
-        OpRule(
-            f"aten.{op}.default",
-            "reduction",
-            dtypes={"": NUMERIC},
-            constraints=(_NO_FLATTENING,),
-        )
+        OpRule(f"aten.{op}.default", "reduction", dtypes={"": NUMERIC})
         for op in ("argmax", "argmin")
     ),
 )

@@ -16,6 +16,8 @@ from coreml_delegate.targets import Opset
 FLOAT = frozenset({torch.float32})
 INTEGER = frozenset({torch.int32, torch.int64})
 BOOL = frozenset({torch.bool})
+BOUNDARY = frozenset({torch.float16, torch.float64})  # cast to and from fp32 by the device runtime
+NARROW = frozenset({torch.uint8, torch.int16})  # carried as int32, moved and cast alone
 NUMERIC = FLOAT | INTEGER
 ANY = NUMERIC | BOOL
 Dtypes = frozenset[torch.dtype]
@@ -38,6 +40,9 @@ class ReasonCode(enum.StrEnum):
     OPSET = "opset"
     SKIPPED = "skipped"
     USE = "use"
+    CONVERSION = "conversion"
+    PARTITION_SIZE = "partition-size"
+    PARTITION_LIMIT = "partition-limit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,7 @@ class OpRule:
             copying variant (``aten.view.default`` for ``aten.view_copy.default``).
         family: Module the rule lives in, for documentation.
         dtypes: Accepted dtypes of the tensor arguments, by argument name; ``""`` for all others.
+        results: Accepted dtypes of the results.
         constraints: Further conditions, tried in order.
         max_rank: Highest rank of an argument or result.
         since: First opset that can express it.
@@ -137,6 +143,7 @@ class OpRule:
     target: str
     family: str
     dtypes: Mapping[str, Dtypes] = field(default_factory=lambda: {"": FLOAT})
+    results: Dtypes = ANY
     constraints: tuple[Constraint, ...] = ()
     max_rank: int = MAX_RANK
     since: Opset = Opset.iOS15
@@ -168,7 +175,7 @@ class OpRule:
                     remedy="Cast it in the model",
                 )
         for tensor in call.outputs():
-            if tensor.dtype not in ANY:
+            if tensor.dtype not in self.results:
                 return Reason(
                     ReasonCode.DTYPE, f"the result is {_short(tensor.dtype)}", remedy="Cast before"
                 )

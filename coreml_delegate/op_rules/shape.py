@@ -6,11 +6,14 @@ from torch.fx import Node
 from coreml_delegate.op_rules.constraints import (
     contiguous_result,
     holds,
-    same_dtype,
+    static_argument,
 )
 from coreml_delegate.op_rules.rule import (
     ANY,
+    BOUNDARY,
+    FLOAT,
     MAX_RANK,
+    NARROW,
     OpCall,
     OpRule,
     Reason,
@@ -20,7 +23,8 @@ from coreml_delegate.op_rules.rule import (
 from coreml_delegate.targets import Opset
 
 _NO_LIMIT = 1 << 30
-_ALL = {"": ANY}
+_CARRIED = ANY | NARROW
+_ALL = {"": _CARRIED}
 
 
 def _role(node: object) -> str:
@@ -92,12 +96,16 @@ def _padded_dims(call: OpCall) -> Reason | None:
     return Reason(ReasonCode.ARGUMENT, f"mode={mode!r} with {len(pads) // 2} padded dimensions")
 
 
-def _rolls_dims(call: OpCall) -> bool:
-    return bool(call.arguments["dims"])
+def _crops(call: OpCall) -> bool:
+    return any(pad < 0 for pad in call.arguments["pad"])
 
 
-def _no_cropping(call: OpCall) -> bool:
-    return all(pad >= 0 for pad in call.arguments["pad"])
+def _crops_constant(call: OpCall) -> bool:
+    return call.arguments["mode"] == "constant" or not _crops(call)
+
+
+def _rolls_flat(call: OpCall) -> bool:
+    return not call.arguments["dims"]
 
 
 def _whole_sizes(call: OpCall) -> bool:
@@ -111,8 +119,26 @@ def _whole_sizes(call: OpCall) -> bool:
     )
 
 
+def _by_way_of_fp32(call: OpCall) -> Reason | None:
+    """The device runtime casts fp16 and fp64 at the boundary, to and from fp32."""
+    (source,) = (tensor.dtype for _, tensor in call.tensors())
+    for result in call.outputs():
+        dtypes = {source, result.dtype}
+        if dtypes & BOUNDARY and not dtypes & FLOAT:
+            return Reason(
+                ReasonCode.DTYPE,
+                f"a cast from {source} to {result.dtype} would pass through float32".replace(
+                    "torch.", ""
+                ),
+                remedy="Cast it to float32 first, if that is meant",
+            )
+    return None
+
+
 _PADS_OF_TWO_DIMS = 4
-_NO_CROP = holds(_no_cropping, ReasonCode.ARGUMENT, "negative padding crops")
+_CROPS_CONSTANT = holds(
+    _crops_constant, ReasonCode.ARGUMENT, "negative padding crops what is reflected"
+)
 _RESHAPES = (
     "aten.view.default",
     "aten.reshape.default",
@@ -125,6 +151,7 @@ _MOVES = (
     "aten.alias.default",
     "aten.expand.default",
     "aten.flip.default",
+    "aten.lift_fresh_copy.default",
     "aten.select.int",
     "aten.slice.Tensor",
     "aten.split_with_sizes.default",
@@ -143,24 +170,28 @@ RULES = (
             target,
             "shape",
             dtypes=_ALL,
+            results=_CARRIED,
             max_rank=_NO_LIMIT,
             constraints=(_high_rank_in_pattern,),
             preserve=False,
         )
         for target in _RESHAPES
     ),
-    *(OpRule(target, "shape", dtypes=_ALL, preserve=False) for target in _MOVES),
-    OpRule("aten.cat.default", "shape", dtypes=_ALL, constraints=(same_dtype("tensors"),)),
-    OpRule("aten.stack.default", "shape", dtypes=_ALL, constraints=(same_dtype("tensors"),)),
+    *(OpRule(target, "shape", dtypes=_ALL, results=_CARRIED, preserve=False) for target in _MOVES),
+    OpRule("aten.cat.default", "shape", dtypes=_ALL, results=_CARRIED),
+    OpRule("aten.stack.default", "shape", dtypes=_ALL, results=_CARRIED),
+    OpRule("aten.roll.default", "shape", constraints=(static_argument("self", when=_rolls_flat),)),
     OpRule(
-        "aten.roll.default",
+        "aten.pad.default",
         "shape",
-        constraints=(
-            holds(_rolls_dims, ReasonCode.ARGUMENT, "dims=[] rolls the flattened tensor"),
-        ),
+        constraints=(_padded_dims, _CROPS_CONSTANT, static_argument("self", when=_crops)),
     ),
-    OpRule("aten.pad.default", "shape", constraints=(_padded_dims, _NO_CROP)),
-    OpRule("aten.constant_pad_nd.default", "shape", constraints=(_NO_CROP,)),
+    OpRule(
+        "aten.constant_pad_nd.default",
+        "shape",
+        constraints=(static_argument("self", when=_crops),),
+    ),
+    OpRule("aten.diagonal.default", "shape", constraints=(static_argument("self"),)),
     OpRule("aten.upsample_nearest2d.vec", "shape"),
     OpRule(
         "aten.upsample_bilinear2d.vec",
@@ -176,6 +207,7 @@ RULES = (
             target,
             "shape",
             dtypes=_ALL,
+            results=_CARRIED,
             max_rank=_NO_LIMIT,
             constraints=(_high_rank_in_pattern, contiguous_result),
             preserve=False,
@@ -183,7 +215,14 @@ RULES = (
         for target in _CLONES
     ),
     *(
-        OpRule(target, "shape", dtypes=_ALL, constraints=(contiguous_result,), preserve=False)
+        OpRule(
+            target,
+            "shape",
+            dtypes={"": _CARRIED | BOUNDARY},
+            results=_CARRIED | BOUNDARY,
+            constraints=(contiguous_result, _by_way_of_fp32),
+            preserve=False,
+        )
         for target in _CASTS
     ),
 )

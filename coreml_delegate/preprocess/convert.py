@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import shutil
 import tempfile
 import threading
@@ -18,8 +19,10 @@ from unittest import mock
 import numpy as np
 from torch.export import ExportedProgram
 
-from coreml_delegate.compile_options import CompileOptions, ModelType
+from coreml_delegate.compile_options import CompileOptions, ModelType, Precision
 from coreml_delegate.errors import ConversionError, LoweringError, OptionError
+from coreml_delegate.preprocess.precision import selector
+from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools, quiet_import
 
 # With fp16 this pass narrows integers in gather, squeeze and top-k to 16 bits, signed or unsigned,
@@ -46,47 +49,97 @@ class Conversion:
 
 
 @contextmanager
-def converted(program: ExportedProgram, options: CompileOptions) -> Generator[Conversion]:
+def converted(
+    program: ExportedProgram, options: CompileOptions, in_fp32: frozenset[int] = frozenset()
+) -> Generator[Conversion]:
     """Convert ``program`` inside a temporary directory that is always removed.
 
     Args:
         program: A whole subgraph, in edge or ATen dialect; it may be modified.
         options: How to lower.
+        in_fp32: Debug handles of calls that stay in fp32; see ``precision.mark``.
 
     Raises:
-        OptionError: An option coremltools does not take (a pass it does not know).
+        OptionError: An option coremltools does not take (a pass or op type it does not know).
         ConversionError: Coremltools failed; the cause is chained.
         LoweringError: Ahead-of-time compilation was asked for where there is no compiler.
     """
     _check_compiler(options)
     folder = Path(tempfile.mkdtemp(prefix="coreml-delegate-"))
     try:
-        yield _convert(program, options, folder)
+        yield _convert(program, options, in_fp32, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _convert(program: ExportedProgram, options: CompileOptions, folder: Path) -> Conversion:
+def check_translation(program: ExportedProgram, target: Opset | None) -> None:
+    """Let coremltools translate ``program`` to MIL, without optimizing or saving anything.
+
+    Much cheaper than a conversion, and where nearly all conversions that fail do so.
+
+    Args:
+        program: As ``converted`` takes it; constants may be stand-ins of the right shape and dtype.
+        target: Opset to translate to, or None for the oldest.
+
+    Raises:
+        ConversionError: Coremltools failed; the cause is chained.
+    """
     ct = coremltools()
-    keywords = _keywords(ct, options)
+    with _LOCK, _quiet(), _silent_log(), _conversion_errors():
+        ct.convert(
+            program,
+            source="pytorch",
+            convert_to="milinternal",
+            minimum_deployment_target=None if target is None else ct.target(int(target)),
+            pass_pipeline=ct.PassPipeline.EMPTY,
+        )
+
+
+def _convert(
+    program: ExportedProgram, options: CompileOptions, in_fp32: frozenset[int], folder: Path
+) -> Conversion:
+    ct = coremltools()
+    keywords = _keywords(ct, options) | {"compute_precision": _precision(ct, options, in_fp32)}
     quantizer = _quantizer(ct, options)
     with _LOCK, _quiet(), mock.patch.object(tempfile, "tempdir", str(folder)):
-        try:
+        with _conversion_errors():
             model = ct.convert(program, package_dir=str(folder / "converted.mlpackage"), **keywords)
             if quantizer is not None:
                 model = ct.optimize.coreml.linear_quantize_weights(model, config=quantizer)
-        except LoweringError:
-            raise
-        except Exception as error:
-            raise ConversionError(
-                "coremltools cannot convert the subgraph",
-                got=f"{type(error).__name__}: {_first_line(error)}",
-                remedy="Exclude the operator with skip_ops_for_coreml_delegation",
-            ) from error
         compiled = None
         if options.model_type is ModelType.COMPILED_MODEL:
             compiled = Path(model.get_compiled_model_path())
         return Conversion(model.get_spec(), Path(model.package_path), compiled)
+
+
+@contextmanager
+def _conversion_errors() -> Generator[None]:
+    """Turn what coremltools raises into ``ConversionError``, with the node it was at."""
+    from coremltools.converters.mil.frontend.torch import ops
+
+    failed_at: list[str] = []
+    translate = ops.convert_single_node
+
+    def watched(context: Any, node: Any) -> None:
+        try:
+            translate(context, node)
+        except Exception:
+            failed_at.append(str(node.name))
+            raise
+
+    try:
+        with mock.patch.object(ops, "convert_single_node", watched):
+            yield
+    except LoweringError:
+        raise
+    except Exception as error:
+        failure = ConversionError(
+            "coremltools cannot convert the subgraph",
+            got=f"{type(error).__name__}: {_first_line(error)}",
+            remedy="Exclude the operator with skip_ops_for_coreml_delegation",
+        )
+        failure.node = failed_at[0] if failed_at else None
+        raise failure from error
 
 
 def _keywords(ct: Any, options: CompileOptions) -> dict[str, Any]:
@@ -95,12 +148,30 @@ def _keywords(ct: Any, options: CompileOptions) -> dict[str, Any]:
         "source": "pytorch",
         "convert_to": "mlprogram",
         "minimum_deployment_target": None if target is None else ct.target(int(target)),
-        "compute_precision": ct.precision(options.precision.value),
         "compute_units": ct.ComputeUnit[options.compute_unit.name],
         "pass_pipeline": _pipeline(ct, options),
         # Loading is only needed, and only possible, where Core ML compiles ahead of time.
         "skip_model_load": options.model_type is not ModelType.COMPILED_MODEL,
     }
+
+
+def _precision(ct: Any, options: CompileOptions, in_fp32: frozenset[int]) -> Any:
+    """Coremltools' own precision, or where there are exceptions, the rule that makes them."""
+    keep = options.keep_fp32
+    if options.precision is not Precision.FLOAT16 or not (keep.ops or in_fp32):
+        return ct.precision(options.precision.value)
+    from coremltools.converters.mil.mil.ops.registry import SSAOpRegistry
+
+    known = SSAOpRegistry.core_ops
+    for name in keep.ops:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            raise OptionError(
+                "keep_fp32 names an unknown MIL op",
+                got=repr(name),
+                expected=f"perhaps {', '.join(near)}" if near else None,
+            )
+    return ct.transform.FP16ComputePrecision(op_selector=selector(keep, in_fp32))
 
 
 def _pipeline(ct: Any, options: CompileOptions) -> Any:
@@ -169,6 +240,18 @@ def _quiet() -> Generator[None]:
         mock.patch("coremltools.converters.mil.mil.Builder.name_count", defaultdict(int)),
     ):
         yield
+
+
+@contextmanager
+def _silent_log() -> Generator[None]:
+    """Keep coremltools' warnings about a model that nobody will run out of its caller's log."""
+    logger = logging.getLogger("coremltools")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _leaves(error: BaseException) -> Iterator[str]:

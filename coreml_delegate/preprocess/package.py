@@ -16,7 +16,7 @@ from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.metadata import FILE_NAME as METADATA
 from coreml_delegate.metadata import ModelMetadata
 from coreml_delegate.mlpackage import assemble, locate, map_folder
-from coreml_delegate.preprocess import contract
+from coreml_delegate.preprocess import contract, precision
 from coreml_delegate.preprocess.convert import Conversion, converted
 from coreml_delegate.preprocess.passes import prepare
 from coreml_delegate.targets import Opset
@@ -45,9 +45,12 @@ def build_blob(program: ExportedProgram, options: CompileOptions) -> bytes:
     contract.check_states(program)
     check_supported(program, options.deployment_target)
     if options.deployment_target is None:
-        options = replace(options, deployment_target=_smallest_target(program, boundary))
+        needed = required_opset(program)
+        # Left at None, coremltools itself starts from the oldest; only a demand above it is stated.
+        options = replace(options, deployment_target=needed if needed > Opset.iOS15 else None)
+    in_fp32 = precision.mark(program, options.keep_fp32)
     prepare(program)
-    with converted(program, options) as conversion:
+    with converted(program, options, in_fp32) as conversion:
         names = contract.check_model(boundary, conversion.spec)
         model = _model_files(conversion)
         identifier = _identifier(model)
@@ -81,10 +84,11 @@ def unsupported_error(obstacles: Mapping[str, list[str]]) -> UnsupportedOperator
     )
 
 
-def _smallest_target(program: ExportedProgram, boundary: contract.Boundary) -> Opset | None:
-    needed = max(op_rules.required_opset(program.graph.nodes), contract.required_opset(boundary))
-    # Left at None, coremltools itself starts from the oldest; only a demand above it is stated.
-    return needed if needed > Opset.iOS15 else None
+def required_opset(program: ExportedProgram) -> Opset:
+    """The oldest opset that can express a whole subgraph, its boundary and states included."""
+    boundary = contract.boundary_of(program)
+    calls = op_rules.required_opset(program.graph.nodes)
+    return max(calls, contract.required_opset(boundary))
 
 
 def _model_files(conversion: Conversion) -> dict[str, Buffer]:

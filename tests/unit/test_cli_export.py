@@ -123,6 +123,53 @@ def test_nothing_delegated_is_said(capsys):
     )
 
 
+def test_dry_run_writes_the_report_and_nothing_else(folder, capsys):
+    reports = ("--report", "a.html", "--report", "a.json", "--report", "a.txt")
+    assert export(*TINY, "--dry-run", "-o", "a.pte", *reports) == 0
+    table = capsys.readouterr().out
+    assert leftovers(folder) == {"a.html", "a.json", "a.txt"}
+    assert Path("a.txt").read_text() == table
+    assert Path("a.html").read_text().startswith("<!DOCTYPE html>")
+    planned = Path("a.json").read_text()
+    assert export(*TINY, "-o", "a.pte", "--json") == 0
+    assert capsys.readouterr().out == planned
+
+
+def test_dry_run_for_continuous_integration(folder, capsys):
+    assert export(*TINY, "--dry-run", "--strict", "--report", "a.json") == 1
+    captured = capsys.readouterr()
+    assert " nodes delegated " in captured.out
+    assert captured.err.startswith("coreml-delegate: error: Core ML cannot take 1 node(s) of the ")
+    assert leftovers(folder) == {"a.json"}
+
+
+def test_filters(capsys):
+    filters = ("--only-module", "torch.nn.Conv2d", "--only-module", "linear")
+    limits = ("--skip-module", "linear", "--min-partition-nodes", "1", "--max-partitions", "1")
+    dry_run = (f"{MODELS}:tiny", "--dry-run", "--json")
+    assert export(*dry_run, *filters, *limits) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {n["module"] for n in report["nodes"] if n["delegated"]} == {"conv"}
+    assert export(*dry_run, "--only-op", "relu") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {n["op"] for n in report["nodes"] if n["delegated"]} == {"aten.relu.default"}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "the following arguments are required: -o/--output, or --dry-run"),
+        (["--dry-run", "--report", "a.pdf"], "'a.pdf' ends in none of .html, .json, .txt"),
+        (["--dry-run", "--max-partitions", "0"], "'0' is not a positive integer"),
+    ],
+)
+def test_wrong_usage(args, message, capsys):
+    with pytest.raises(SystemExit) as raised:
+        export(f"{MODELS}:tiny", *args)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 FORMS = "torchvision:NAME, MODULE:FACTORY or FILE.pt2"
 REFUSED = {
     "no form": (["nothing"], f"no such source: got 'nothing', expected {FORMS}"),
@@ -150,6 +197,14 @@ REFUSED = {
     "unknown op": (
         [f"{MODELS}:tiny", "--skip-op", "reluu"],
         "skip_ops_for_coreml_delegation names an unknown operator: got 'reluu', expected perhaps ",
+    ),
+    "unknown module": (
+        [f"{MODELS}:classifier", "--input-shape", "1,3,8,8", "--skip-module", "conv"],
+        "skip_modules names no module of the program: got 'conv', expected ",
+    ),
+    "not strict": (
+        [f"{MODELS}:distances", "--strict"],
+        "Core ML cannot take 1 node(s) of the graph: got ",
     ),
     "no export": (
         [f"{MODELS}:data_dependent"],

@@ -112,10 +112,12 @@ def test_extract(capsys):
     assert leftovers(Path("out")) == {"forward_0.mlpackage", "forward_1.mlpackage"}
     x = torch.randn(1, 3, 16, 16)
     model = runtime.load_mlpackage(listed[0]["path"])
-    (features,) = model.predict({model.input_names[0]: x.numpy()}).values()
+    results = model.predict({model.input_names[0]: x.numpy()}).values()
     atol, rtol = ATOL_RTOL["fp16"]
     with torch.no_grad():
         expected = torch.relu(eager().conv(x)).numpy()
+    # What else crosses the boundary depends on where the calls that may run in either partition do.
+    features = next(result for result in results if result.shape == expected.shape)
     np.testing.assert_allclose(features, expected, atol=atol, rtol=rtol)
 
 

@@ -193,16 +193,25 @@ def test_full_graph_lowers_to_one_delegate() -> None:
 def test_full_graph_error_lists_every_obstacle() -> None:
     class Several(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.asinh(torch.asinh(x)) + torch.trunc(x)
+            return torch.asinh(torch.asinh(x)) + torch.tanh(x.double()).float()
 
+    partitioner = CoreMLPartitioner(lower_full_graph=True)
+    exported = torch.export.export(Several(), example(2))
     with pytest.raises(UnsupportedOperatorError) as raised:
-        lower(Several(), example(2), lower_full_graph=True)
+        to_edge_transform_and_lower(exported, partitioner=[partitioner])
     text = str(raised.value)
-    assert text.startswith("Core ML cannot take 3 node(s) of the graph: got ")
-    assert "aten_asinh_default, aten_asinh_default_1: no Core ML translation of" in text
-    assert "no Core ML translation of aten.trunc.default is known" in text
+    left = partitioner.report.undelegated
+    assert text.startswith(f"Core ML cannot take {len(left)} node(s) of the graph: got 2 x ")
+    assert (
+        "2 x no Core ML translation of aten.asinh.default is known: "
+        "aten_asinh_default, aten_asinh_default_1;"
+    ) in text
+    assert "argument 'self' is float64" in text
+    assert "[Cast it in the model]" in text
+    assert all(node.name in text and str(node.reason) in text for node in left)
     assert text.endswith(
-        "Lower with CoreMLPartitioner(lower_full_graph=False) to run them on the CPU"
+        "Change the model, or lower with lower_full_graph=False and strict=False "
+        "to run them on the CPU"
     )
 
 
@@ -232,11 +241,20 @@ def test_report_as_json() -> None:
     assert text == lower(Network(), example(2, 4)).report.to_json()
     content = json.loads(text)
     assert content == json.loads(json.dumps(report.to_dict()))
+    assert content["schema_version"] == 1
+    weights = 4 * (4 * 4 + 4 + 4 * 3 + 3)
     assert content["summary"] == {
         "nodes": len(report.nodes),
         "delegated": len(report.delegated),
         "coverage": round(report.coverage, 6),
         "partitions": ["coreml_0", "coreml_1"],
+        "first_split": "aten_asinh_default",
+        "weights": {"delegated": weights, "total": weights, "coverage": 1.0},
+        "flops": {
+            "delegated": report.flops.delegated,
+            "total": report.flops.total,
+            "coverage": round(report.flops.ratio, 6),
+        },
     }
     (left,) = [n for n in content["nodes"] if not n["delegated"]]
     assert left["reason"] == {
@@ -254,11 +272,15 @@ def test_report_as_table() -> None:
     assert lines[0] == (
         f"{delegated} of {nodes} nodes delegated ({delegated / nodes:.1%}) in 2 partition(s)"
     )
-    assert lines[-1].split(maxsplit=2) == [
+    start = lines.index("  on the CPU:")
+    assert lines[start + 1].split(maxsplit=2) == [
         "aten.asinh.default",
         "1",
         "no Core ML translation of aten.asinh.default is known",
     ]
+    assert lines[start + 2].startswith("      at root (Network), partitioned.py:")
+    assert lines[start + 3].startswith("  first split by aten_asinh_default at root (Network)")
+    assert lines[-1].split() == ["aten.asinh.default", "1", *["1", "fewer,", "8", "FLOPs", "more"]]
 
 
 def test_no_report_before_lowering() -> None:

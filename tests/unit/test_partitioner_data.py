@@ -47,7 +47,7 @@ def test_constants_go_to_the_delegates_that_use_them() -> None:
     lowered = lower(module, inputs)
     signature = lowered.edge.exported_program().graph_signature
     assert not signature.inputs_to_parameters
-    assert lowered.report.partitions == ("coreml_0", "coreml_1")
+    assert lowered.report.tags == ("coreml_0", "coreml_1")
     assert_equal_eager(lowered.pte, module, inputs)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from ops.op_samples.sample import accept, reject, w, x
+from ops.op_samples.sample import accept, i, reject, w, x
 
 from coreml_delegate.op_rules import ReasonCode
 
@@ -49,28 +49,16 @@ ACCEPTED = (
     *(accept(op, x(2, 3, 4), 0, False, note="first") for op in _CORE_SOFTMAX),
     *(accept(op, x(4), -1, False, note="rank1") for op in _CORE_SOFTMAX),
     *(accept(op, x(1, 2, 2, 3, 2), -2, False, note="rank5") for op in _CORE_SOFTMAX),
+    accept("aten.elu.default", x(2, 3, **_WIDE), 0.5, 1.5, note="scale"),
+    accept("aten.elu.default", x(2, 3, **_WIDE), 0.5, 1, 2.0, note="input_scale"),
+    *(
+        accept("aten.prelu.default", x(2, 3, *rest), w(3), note=f"channels-rank{2 + len(rest)}")
+        for rest in ((), (4,), (2, 2, 2))
+    ),
+    *(accept(f"aten.{op}.default", i(2, 3), note="int64") for op in ("sigmoid", "tanh")),
 )
 
 REJECTED = (
-    reject(
-        ReasonCode.ARGUMENT,
-        "scale=1.5, Core ML takes 1",
-        "aten.elu.default",
-        x(2, 3, **_WIDE),
-        0.5,
-        1.5,
-        note="scale",
-    ),
-    reject(
-        ReasonCode.ARGUMENT,
-        "input_scale=2.0, Core ML takes 1",
-        "aten.elu.default",
-        x(2, 3, **_WIDE),
-        0.5,
-        1,
-        2.0,
-        note="input_scale",
-    ),
     reject(
         ReasonCode.ARGUMENT,
         "'weight' is computed, Core ML takes a constant",
@@ -80,23 +68,12 @@ REJECTED = (
         note="computed",
     ),
     *(
-        reject(
-            ReasonCode.RANK,
-            "a slope per channel is taken at rank 4 alone",
-            "aten.prelu.default",
-            x(2, 3, *spatial),
-            w(3),
-            note=f"rank{2 + len(spatial)}",
-        )
-        for spatial in ((), (4,), (2, 2, 2))
-    ),
-    *(
         reject(ReasonCode.DTYPE, "the result is float64", op, x(2, 3), -1, torch.float64)
         for op in _SOFTMAX
     ),
     reject(
         ReasonCode.DTYPE,
-        "argument 'self' is float64, Core ML takes float32 here",
+        "argument 'self' is float64, Core ML takes bool, float32, int32, int64 here",
         "aten.sigmoid.default",
         x(2, 3, dtype=torch.float64),
         note="float64",

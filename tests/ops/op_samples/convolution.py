@@ -227,6 +227,44 @@ ACCEPTED = (
         [2, 2, 2],
         [1, 1, 1],
     ),
+    *(
+        accept(
+            op,
+            x(1, 2, *[5] * n),
+            w(2, 2, *[3] * n),
+            w(2),
+            [2] * n,
+            [0] * n,
+            [1] * n,
+            note="output_padding",
+        )
+        for op, n in _TRANSPOSED
+    ),
+    accept(
+        _CORE,
+        x(1, 2, 5, 5),
+        w(2, 2, 3, 3),
+        w(2),
+        [2, 2],
+        [0, 1],
+        _ONES,
+        True,
+        _ONES,
+        1,
+        note="output_padding",
+    ),
+    accept(
+        "aten.conv_transpose1d.default",
+        x(1, 2, 5),
+        w(2, 2, 2),
+        w(2),
+        [1],
+        [0],
+        [3],
+        1,
+        [4],
+        note="output_padding-dilated",
+    ),
 )
 REJECTED = (
     *(
@@ -263,21 +301,6 @@ REJECTED = (
         )
         for op, n in (*_PLAIN, *_TRANSPOSED)
     ),
-    *(
-        reject(
-            ReasonCode.ARGUMENT,
-            "output_padding is larger than padding",
-            op,
-            x(1, 2, *[5] * n),
-            w(2, 2, *[3] * n),
-            None,
-            [2] * n,
-            [0] * n,
-            [1] * n,
-            note="output_padding",
-        )
-        for op, n in _TRANSPOSED
-    ),
     reject(
         ReasonCode.ARGUMENT,
         f"'weight' {_COMPUTED}",
@@ -307,20 +330,5 @@ REJECTED = (
         [0, 0],
         1,
         note="bias",
-    ),
-    reject(
-        ReasonCode.ARGUMENT,
-        "output_padding is larger than padding",
-        _CORE,
-        x(1, 2, 5, 5),
-        w(2, 2, 3, 3),
-        None,
-        [2, 2],
-        [0, 1],
-        _ONES,
-        True,
-        _ONES,
-        1,
-        note="output_padding",
     ),
 )

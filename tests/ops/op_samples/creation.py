@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from ops.op_samples.sample import accept, b, i, reject, x
 
 from coreml_delegate.op_rules import ReasonCode
+
+_EMPTY = ("aten.empty.memory_format", "dim_order_ops._empty_dim_order.default")
 
 ACCEPTED = (
     accept("aten.full.default", [2, 3], 0.5),
@@ -44,11 +48,31 @@ ACCEPTED = (
     accept("aten.fill.Scalar", b(2, 3), True, note="bool"),
     accept("aten.copy.default", x(2, 3), x(3)),
     accept("aten.copy.default", i(2, 3), i(2, 3), note="int64"),
+    *(accept(op, x(2, 3), i(), note="mixed") for op in ("aten.fill.Tensor", "aten.copy.default")),
+    *(
+        replace(accept(op, [2, 3], dtype=dtype, **more, note=note), compare=False)
+        for op, more in zip(_EMPTY, ({}, {"dim_order": [0, 1]}), strict=True)
+        for note, dtype in (("", torch.float32), ("int64", torch.int64))
+    ),
 )
+
 REJECTED = (
     *(
-        reject(ReasonCode.DTYPE, "arguments mix float32, int64", op, x(2, 3), i(), note="mixed")
-        for op in ("aten.fill.Tensor", "aten.copy.default")
+        reject(
+            ReasonCode.LAYOUT,
+            "Core ML is row-major",
+            op,
+            [1, 2, 3, 4],
+            **{how: value},
+            note="channels-last",
+            compare=False,
+        )
+        for op, how, value in zip(
+            _EMPTY,
+            ("memory_format", "dim_order"),
+            (torch.channels_last, [0, 2, 3, 1]),
+            strict=True,
+        )
     ),
     reject(
         ReasonCode.SYMBOLIC,

@@ -13,6 +13,7 @@ _UNARY = {
     "cos": {},
     "erf": {},
     "exp": {},
+    "exp2": {},
     "floor": {},
     "log": {"low": 0.125},
     "neg": {},
@@ -37,6 +38,11 @@ _UNARY = {
 }
 _SCALARS = ("eq", "ne", "lt", "le", "gt", "ge")
 _I32 = torch.int32
+_PROMOTED = (
+    *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "maximum.default"),
+    *("minimum.default", "remainder.Tensor"),
+)
+_NUMBERS = ("add", "sub", "rsub", "mul", "div", "remainder")
 
 ACCEPTED = (
     *(accept(f"aten.{op}.default", x(2, 3, 4, **o)) for op, o in _UNARY.items()),
@@ -143,47 +149,76 @@ ACCEPTED = (
     accept("aten.masked_fill.Scalar", x(2, 3), b(2, 3), -0.5),
     accept("aten.masked_fill.Scalar", x(2, 3), b(3), float("-inf"), note="inf"),
     accept("aten.masked_fill.Scalar", x(2, 3), b(3), 1, note="int"),
-)
-_ALPHA = "alpha=2, Core ML takes 1"
-_MIXED = "arguments mix float32, int64"
-
-REJECTED = (
+    # Operands of several kinds, which PyTorch promotes.
     *(
-        reject(
-            ReasonCode.ARGUMENT,
-            _ALPHA,
-            f"aten.{op}.Tensor",
-            x(2, 3),
-            x(2, 3),
-            alpha=2,
-            note="alpha",
-        )
+        accept(f"aten.{op}", x(2, 3), i(2, 3, low=1), note="mixed")
+        for op in (*_PROMOTED, *(f"{op}.Tensor" for op in _SCALARS))
+    ),
+    *(
+        accept(f"aten.{op}", i(2, 3), x(3, low=0.5), note="mixed-second")
+        for op in (*_PROMOTED, *(f"{op}.Tensor" for op in _SCALARS))
+    ),
+    *(
+        accept(f"aten.{op}.Tensor", i(2, 3), i(2, 3, dtype=_I32), note="integers")
+        for op in ("add", "mul", *_SCALARS)
+    ),
+    *(accept(f"aten.{op}.Tensor", b(2, 3), x(2, 3), note="bool") for op in ("add", "mul")),
+    *(
+        accept(f"aten.{op}.Tensor", b(2, 3), i(2, 3), note="bool-int64")
+        for op in ("add", "mul", "lt")
+    ),
+    *(accept(f"aten.{op}.Scalar", i(2, 3), 0.5, note="int64float") for op in _NUMBERS),
+    *(
+        accept(f"aten.{op}.Scalar", i(2, 3), 2, note="int64")
+        for op in ("add", "sub", "rsub", "mul")
+    ),
+    *(accept(f"aten.{op}.Scalar", b(2, 3), 2, note="bool") for op in ("add", "mul", *_SCALARS)),
+    accept("aten.where.self", b(2, 3), x(2, 3), i(2, 3), note="mixed"),
+    *(
+        accept(f"aten.{op}.default", i(2, 3, low=1, high=6), note="int64")
+        for op in ("cos", "erf", "exp", "log", "reciprocal", "rsqrt", "sin", "sqrt", "atan")
+    ),
+    accept("aten.sqrt.default", b(2, 3), note="bool"),
+    *(accept(f"aten.{op}.Tensor", x(2, 3), x(3), alpha=2, note="alpha") for op in ("add", "sub")),
+    *(
+        accept(f"aten.{op}.Tensor", i(2, 3), i(3), alpha=3, note="alpha-int64")
         for op in ("add", "sub")
     ),
+    *(accept(f"aten.{op}.Scalar", x(2, 3), 0.5, 2, note="alpha") for op in ("add", "sub", "rsub")),
+    accept("aten.trunc.default", x(values=[-2.5, -1.0, -0.5, 0.0, 0.5, 2.5])),
     *(
-        reject(ReasonCode.ARGUMENT, _ALPHA, f"aten.{op}.Scalar", x(2, 3), 0.5, 2, note="alpha")
-        for op in ("add", "sub", "rsub")
+        accept("aten.round.decimals", x(2, 3), decimals=d, note=f"{d}", fp16=False)
+        for d in (2, 0, -1)
     ),
+    accept("aten.isnan.default", x(values=[0.0, float("nan"), float("inf"), -1.0])),
+    accept("aten.fmod.Tensor", x(values=[-2.5, 2.5, -2.5, 2.5]), x(values=[1.0, 1.0, -1.0, -1.0])),
+    accept("aten.fmod.Tensor", i(2, 3), i(2, 3, low=1), note="int64"),
+    accept("aten.fmod.Scalar", x(2, 3), -0.75),
+    accept("aten.fmod.Scalar", i(2, 3), 3, note="int64"),
     *(
-        reject(ReasonCode.DTYPE, _MIXED, f"aten.{op}", x(2, 3), i(2, 3, low=1), note="mixed")
-        for op in (
-            "add.Tensor",
-            "sub.Tensor",
-            "mul.Tensor",
-            "maximum.default",
-            "minimum.default",
-            "remainder.Tensor",
-            *(f"{op}.Tensor" for op in _SCALARS),
-        )
+        accept("aten.div.Scalar_mode", x(2, 3), 0.75, rounding_mode=m, note=f"{m}")
+        for m in ("floor", "trunc", None)
     ),
-    reject(ReasonCode.DTYPE, _MIXED, "aten.where.self", b(2, 3), x(2, 3), i(2, 3), note="mixed"),
-    reject(
-        ReasonCode.DTYPE,
-        "argument 'self' is int64, Core ML takes float32 here",
-        "aten.sqrt.default",
-        i(2, 3, low=0),
-        note="int64",
+    accept("aten.div.Tensor_mode", x(2, 3), i(2, 3, low=1), rounding_mode="trunc", note="mixed"),
+    accept("aten.div.Tensor", i(2, 3), i(2, 3, low=1), note="int64"),
+    accept("aten.remainder.Scalar", i(2, 3), 3, note="int64"),
+    accept("aten.remainder.Scalar_Tensor", 7, i(2, 3, low=1), note="int64"),
+    accept("aten.remainder.Scalar_Tensor", 2.5, x(2, 3, low=0.5)),
+    *(accept("aten.pow.Tensor_Scalar", i(2, 3), e, note=f"int64-{e}") for e in (2, 3, 4)),
+    accept("aten.pow.Tensor_Scalar", i(2, 3), 2.0, note="int64-float"),
+    accept("aten.clamp.Tensor", i(2, 3), i(2, 3, high=0), i(2, 3, low=0), note="int64"),
+    accept("aten.clamp.default", i(2, 3), -0.5, 1.5, note="int64-floats"),
+    *(
+        accept(f"aten.logical_{op}.default", x(2, 3), i(2, 3), note="numbers")
+        for op in ("and", "or", "xor")
     ),
+    accept("aten.logical_not.default", x(values=[0.0, 1.0, -0.5]), note="float"),
+    *(accept(f"aten.bitwise_{op}.Tensor", b(2, 3), b(3)) for op in ("or", "xor")),
+    accept("aten.masked_fill.Scalar", i(2, 3), b(2, 3), -4, note="int64"),
+    accept("aten.masked_fill.Scalar", x(3), b(2, 3), 1.5, note="broadcast"),
+)
+
+REJECTED = (
     reject(
         ReasonCode.ARGUMENT,
         "other=4294967296 is beyond int32, the widest of Core ML",
@@ -205,5 +240,82 @@ REJECTED = (
         "no Core ML translation of aten.erfinv.default is known",
         "aten.erfinv.default",
         x(2, 3, low=-0.9, high=0.9),
+    ),
+    *(
+        reject(
+            ReasonCode.DTYPE,
+            "the result is bool, Core ML has numbers here",
+            f"aten.{op}",
+            b(2, 3),
+            b(2, 3),
+            note="bool-bool",
+        )
+        for op in ("add.Tensor", "mul.Tensor", "maximum.default", "minimum.default")
+    ),
+    *(
+        reject(
+            ReasonCode.DTYPE,
+            "the result is bool, Core ML has numbers here",
+            f"aten.{op}.Scalar",
+            b(2, 3),
+            True,
+            note="bool-bool",
+        )
+        for op in ("add", "mul")
+    ),
+    *(
+        reject(
+            ReasonCode.DTYPE,
+            "the result is int64, Core ML has floats here",
+            f"aten.{op}",
+            i(2, 3),
+            *more,
+            note="integers",
+            **mode,
+        )
+        for op, more, mode in (
+            ("floor_divide.default", (i(2, 3, low=1),), {}),
+            ("div.Tensor_mode", (i(2, 3, low=1),), {"rounding_mode": "floor"}),
+            ("div.Scalar_mode", (3,), {"rounding_mode": "trunc"}),
+            ("pow.Tensor_Tensor", (i(2, 3, low=0),), {}),
+        )
+    ),
+    reject(
+        ReasonCode.DTYPE,
+        "the result is int64, Core ML has floats here",
+        "aten.pow.Scalar",
+        2,
+        i(2, 3, low=0),
+        note="integers",
+    ),
+    reject(
+        ReasonCode.ARGUMENT,
+        "Core ML has powers of integers from 2 to 4 alone",
+        "aten.pow.Tensor_Scalar",
+        i(2, 3),
+        7,
+        note="integers",
+    ),
+    *(
+        reject(
+            ReasonCode.DTYPE,
+            "booleans have no order in Core ML",
+            f"aten.{op}.Tensor",
+            b(2, 3),
+            b(2, 3),
+            note="bool-bool",
+        )
+        for op in ("lt", "le", "gt", "ge")
+    ),
+    *(
+        reject(
+            ReasonCode.DTYPE,
+            "booleans have no order in Core ML",
+            f"aten.{op}.Scalar",
+            b(2, 3),
+            True,
+            note="bool-bool",
+        )
+        for op in _SCALARS
     ),
 )

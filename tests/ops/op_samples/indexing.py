@@ -16,6 +16,8 @@ def n(*shape: int, high: int = 2, dtype: torch.dtype = torch.int64) -> TensorArg
 _ROWS = w(values=[0, 3], dtype=torch.int64)
 _ALONG = w(values=[[0, 3, 1, 2], [1, 4, 0, 1]], dtype=torch.int64)
 
+_SEARCH = "aten.searchsorted.Tensor"
+
 ACCEPTED = (
     accept("aten.index.Tensor", x(4, 3), [n(5, high=4)], note="first"),
     accept("aten.index.Tensor", x(4, 3), [None, n(5, high=3)], note="second"),
@@ -66,8 +68,31 @@ ACCEPTED = (
     accept("aten.topk.default", x(3, 7), 3, 0, False, takes=(0, 1), note="first-smallest"),
     accept("aten.sort.default", x(3, 7), takes=(0, 1)),
     accept("aten.sort.default", x(3, 7), 0, True, takes=(0, 1), note="desc"),
+    accept("aten.gather.default", x(4, 3), 0, n(2, 2, high=4), note="part"),
+    accept("aten.gather.default", x(4, 3, 5), 1, n(2, 2, 4, high=3), note="part-rank3"),
+    accept("aten.scatter.src", x(5, 5), 0, _ALONG, x(2, 4), note="part"),
+    accept("aten.scatter.src", x(5, 4), 0, _ALONG, x(3, 6), note="part-source"),
+    accept("aten.scatter.value", x(5, 5), 0, _ALONG, 0.5, note="part"),
+    accept("aten.scatter.value", x(5, 5), 0, _ALONG, 2, note="part-int"),
+    accept("aten.scatter_add.default", x(5, 5), 0, _ALONG, x(2, 4), note="part"),
+    accept(
+        "aten.scatter_add.default", x(5, 5, 3), 0, n(2, 4, 2, high=5), x(2, 4, 2), note="part-rank3"
+    ),
+    *(
+        accept(
+            _SEARCH, x(values=[0.0, 0.5, 0.5, 1.0]), x(values=[0.5, -1.0, 2.0]), note=note, **how
+        )
+        for note, how in (("", {}), ("right", {"right": True}), ("side", {"side": "right"}))
+    ),
+    accept(
+        _SEARCH,
+        x(values=[[0.0, 0.5, 1.0], [0.0, 0.25, 0.5]]),
+        x(2, 4),
+        out_int32=True,
+        note="rows",
+        fp16=False,
+    ),
 )
-_PART = "the index spans a part of the other dimensions"
 
 REJECTED = (
     reject(
@@ -118,21 +143,6 @@ REJECTED = (
         note="sparse_grad",
     ),
     reject(
-        ReasonCode.SHAPE, _PART, "aten.gather.default", x(4, 3), 0, n(2, 2, high=4), note="part"
-    ),
-    reject(ReasonCode.SHAPE, _PART, "aten.scatter.src", x(5, 5), 0, _ALONG, x(2, 4), note="part"),
-    reject(ReasonCode.SHAPE, _PART, "aten.scatter.value", x(5, 5), 0, _ALONG, 0.5, note="part"),
-    reject(
-        ReasonCode.SHAPE,
-        _PART,
-        "aten.scatter_add.default",
-        x(5, 5),
-        0,
-        _ALONG,
-        x(2, 4),
-        note="part",
-    ),
-    reject(
         ReasonCode.ARGUMENT,
         "sparse=True, Core ML takes False",
         "aten.embedding.default",
@@ -157,8 +167,53 @@ REJECTED = (
     ),
     reject(
         ReasonCode.NO_RULE,
-        "no Core ML translation of aten.nonzero.default is known",
+        "aten.nonzero.default is refused: the shape of the result depends on values",
         "aten.nonzero.default",
         x(values=[0.0, 1.0, 2.0]),
+    ),
+    *(
+        reject(
+            ReasonCode.SYMBOLIC,
+            "the index spans a dynamic part of the data",
+            f"aten.{op}",
+            x(2, 5),
+            0,
+            w(values=[[0, 1]], dtype=torch.int64),
+            *more,
+            note="part-dynamic",
+            dynamic=True,
+        )
+        for op, more in (
+            ("gather.default", ()),
+            ("scatter.src", (x(1, 2),)),
+            ("scatter.value", (0.5,)),
+            ("scatter_add.default", (x(1, 2),)),
+        )
+    ),
+    reject(
+        ReasonCode.RANK,
+        "the values have another rank than the sequence",
+        _SEARCH,
+        x(values=[0.0, 0.5, 1.0]),
+        x(2, 3),
+        note="rank",
+    ),
+    reject(
+        ReasonCode.ARGUMENT,
+        "Core ML takes None",
+        _SEARCH,
+        x(values=[0.0, 0.5, 1.0]),
+        x(3),
+        sorter=w(values=[0, 1, 2], dtype=torch.int64),
+        note="sorter",
+    ),
+    reject(
+        ReasonCode.SYMBOLIC,
+        "'sorted_sequence' has dynamic shape",
+        _SEARCH,
+        x(2, 3),
+        x(2, 3),
+        note="dynamic",
+        dynamic=True,
     ),
 )

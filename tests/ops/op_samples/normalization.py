@@ -17,6 +17,8 @@ BN = "aten.batch_norm.default"
 CBN = "aten._native_batch_norm_legit_no_training.default"
 _LAYER_NORMS = (("layer_norm", None), ("native_layer_norm", (0,)))
 
+_INSTANCE = "aten._native_batch_norm_legit.no_stats"
+
 ACCEPTED = (
     *(
         accept(BN, x(*s), *st(3), False, 0.1, 1e-5, True, note=f"rank{len(s)}")
@@ -86,6 +88,31 @@ ACCEPTED = (
     accept("aten.rms_norm.default", x(2, 3, 4), [4], None, 1e-3, note="plain"),
     accept("aten.rms_norm.default", x(2, 3, 4), [3, 4], w(3, 4), note="two"),
     accept("aten.rms_norm.default", x(2, 3, 4, low=-0.0002, high=0.0002), [4], w(4), note="tiny"),
+    *(
+        accept(f"aten.{op}.default", x(2, 3, 4), [4], weight, bias, 1e-5, takes=takes, note=note)
+        for op, takes in _LAYER_NORMS
+        for note, weight, bias in (
+            ("weight", x(4), None),
+            ("computed", w(4), x(4)),
+            ("only-bias", None, w(4)),
+        )
+    ),
+    accept("aten.group_norm.default", x(1, 4, 2, 3, 2), 2, w(4), w(4), note="rank5"),
+    accept(
+        "aten.native_group_norm.default",
+        x(1, 4, 2, 3, 2),
+        w(4),
+        w(4),
+        1,
+        4,
+        12,
+        2,
+        1e-5,
+        takes=(0,),
+        note="rank5",
+    ),
+    accept(_INSTANCE, x(2, 3, 4, 5), None, None, True, 0.1, 1e-5, takes=(0,)),
+    accept(_INSTANCE, x(2, 3, 6), w(3), w(3), True, 0.1, 1e-5, takes=(0,), note="affine"),
 )
 _COMPUTED = "is computed, Core ML takes a constant"
 _STATISTICS = ("weight", "bias", "running_mean", "running_var")
@@ -142,51 +169,6 @@ REJECTED = (
         True,
         note="training",
     ),
-    *(
-        reject(
-            ReasonCode.ARGUMENT,
-            f"'weight' {_COMPUTED}",
-            f"aten.{op}.default",
-            x(2, 3, 4),
-            [4],
-            x(4),
-            None,
-            1e-5,
-            takes=takes,
-            note="weight",
-        )
-        for op, takes in _LAYER_NORMS
-    ),
-    *(
-        reject(
-            ReasonCode.ARGUMENT,
-            f"'bias' {_COMPUTED}",
-            f"aten.{op}.default",
-            x(2, 3, 4),
-            [4],
-            w(4),
-            x(4),
-            1e-5,
-            takes=takes,
-            note="bias",
-        )
-        for op, takes in _LAYER_NORMS
-    ),
-    *(
-        reject(
-            ReasonCode.ARGUMENT,
-            "there is a bias and no weight",
-            f"aten.{op}.default",
-            x(2, 3, 4),
-            [4],
-            None,
-            w(4),
-            1e-5,
-            takes=takes,
-            note="only-bias",
-        )
-        for op, takes in _LAYER_NORMS
-    ),
     reject(
         ReasonCode.USE,
         "result 1 is used, Core ML has 0 alone",
@@ -215,28 +197,25 @@ REJECTED = (
         note="mean",
     ),
     reject(
-        ReasonCode.RANK,
-        "'input' has rank 5, Core ML takes 2 to 4 here",
-        "aten.group_norm.default",
-        x(1, 4, 2, 3, 2),
-        2,
-        w(4),
-        w(4),
-        note="rank5",
+        ReasonCode.USE,
+        "result 1 is used, Core ML has 0 alone",
+        _INSTANCE,
+        x(2, 3, 4),
+        None,
+        None,
+        True,
+        0.1,
+        1e-5,
+        takes=(0, 1),
+        note="mean",
     ),
     reject(
-        ReasonCode.RANK,
-        "'input' has rank 5, Core ML takes 2 to 4 here",
-        "aten.native_group_norm.default",
-        x(1, 4, 2, 3, 2),
-        w(4),
-        w(4),
-        1,
-        4,
-        12,
+        ReasonCode.SYMBOLIC,
+        "'input' has dynamic shape",
+        "aten.group_norm.default",
+        x(1, 4, 2, 3, 5),
         2,
-        1e-5,
-        takes=(0,),
-        note="rank5",
+        note="dynamic",
+        dynamic=True,
     ),
 )

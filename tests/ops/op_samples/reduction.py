@@ -77,36 +77,21 @@ ACCEPTED = (
     accept("aten.var.correction", x(2, 3), [1]),
     accept("aten.var.correction", x(2, 3), [1], correction=0, note="c0"),
     accept("aten.var.correction", x(2, 3), None, correction=1, keepdim=True, note="none"),
+    accept("aten.sum.default", x(2, 3), dtype=torch.int64, note="to-integers", fp16=False),
+    accept("aten.sum.dim_IntList", x(2, 3), [1], dtype=torch.int64, note="to-integers", fp16=False),
+    accept("aten.cumsum.default", x(2, 3), 1, dtype=torch.int64, note="to-integers", fp16=False),
+    accept("aten.var.correction", x(2, 3), [1], correction=2, note="correction"),
+    accept("aten.var.correction", x(2, 5), correction=3, keepdim=True, note="correction-all"),
+    *(accept(f"aten.{op}.default", x(2, 5), note="flat") for op in ("argmax", "argmin")),
+    *(
+        accept(f"aten.{op}.default", x(2, 5), None, True, note="flat-keep")
+        for op in ("argmax", "argmin")
+    ),
+    accept("aten.any.default", x(values=[0.0, 0.5]), note="float"),
+    accept("aten.any.dim", i(2, 3), 1, note="int64"),
 )
-_INTEGERS = "a sum of floats is taken as integers"
 
 REJECTED = (
-    reject(
-        ReasonCode.ARGUMENT,
-        _INTEGERS,
-        "aten.sum.default",
-        x(2, 3),
-        dtype=torch.int64,
-        note="to-integers",
-    ),
-    reject(
-        ReasonCode.ARGUMENT,
-        _INTEGERS,
-        "aten.sum.dim_IntList",
-        x(2, 3),
-        [1],
-        dtype=torch.int64,
-        note="to-integers",
-    ),
-    reject(
-        ReasonCode.ARGUMENT,
-        _INTEGERS,
-        "aten.cumsum.default",
-        x(2, 3),
-        1,
-        dtype=torch.int64,
-        note="to-integers",
-    ),
     reject(
         ReasonCode.DTYPE,
         "the result is float64",
@@ -115,20 +100,5 @@ REJECTED = (
         [1],
         dtype=torch.float64,
         note="float64",
-    ),
-    reject(
-        ReasonCode.ARGUMENT,
-        "correction=2, Core ML takes None or 0 or 1",
-        "aten.var.correction",
-        x(2, 3),
-        [1],
-        correction=2,
-        note="correction",
-    ),
-    *(
-        reject(
-            ReasonCode.ARGUMENT, "dim=None is not taken", f"aten.{op}.default", x(2, 5), note="flat"
-        )
-        for op in ("argmax", "argmin")
     ),
 )

@@ -97,6 +97,7 @@ _TO_COPY = "aten._to_copy.default"
 _TO_DIM_ORDER_COPY = "dim_order_ops._to_dim_order_copy.default"
 _CLONE = "aten.clone.default"
 _CLONE_DIM_ORDER = "dim_order_ops._clone_dim_order.default"
+_NARROW = (torch.uint8, torch.int16)
 _DTYPES = {
     torch.float32: x(2, 3, low=-3.0, high=3.0),
     torch.int64: i(2, 3),
@@ -143,19 +144,76 @@ ACCEPTED = (
         for to in _DTYPES
     ),
     accept(_TO_COPY, x(), dtype=torch.int64, note="rank0"),
+    *(
+        accept(_TO_COPY, x(2, 3), dtype=to, note=f"float32-{_short(to)}")
+        for to in (torch.float16, torch.float64)
+    ),
+    *(
+        accept(op, i(2, 3, low=0, high=256, dtype=of), dtype=to, note=f"{_short(of)}-{_short(to)}")
+        for op in (_TO_COPY, _TO_DIM_ORDER_COPY)
+        for of in _NARROW
+        for to in (*_DTYPES, *_NARROW)
+    ),
+    *(
+        accept(op, i(2, 3, low=-70000, high=70000), dtype=to, note=f"wrapped-{_short(to)}")
+        for op in (_TO_COPY, _TO_DIM_ORDER_COPY)
+        for to in _NARROW
+    ),
+    accept(_TO_COPY, x(2, 3, low=0.0, high=9.0), dtype=torch.uint8, note="float32-uint8"),
+    accept("aten.permute.default", i(2, 3, 4, low=0, dtype=torch.uint8), [2, 0, 1], note="uint8"),
+    accept("aten.slice.Tensor", i(5, 4, low=0, dtype=torch.uint8), 0, 1, 4, 2, note="uint8"),
+    accept("aten.split.Tensor", i(6, 4, dtype=torch.int16), 3, takes=(0, 1), note="int16"),
+    accept(
+        "aten.cat.default",
+        [i(2, 3, low=0, dtype=torch.uint8), i(2, 3, dtype=torch.int16)],
+        note="uint8-int16",
+    ),
     accept(_CLONE_DIM_ORDER, x(2, 3)),
     accept(_CLONE_DIM_ORDER, x(1, 2, 2, 3), dim_order=[0, 1, 2, 3], note="row-major"),
     accept(_CLONE, x(2, 2), memory_format=torch.contiguous_format, note="contiguous"),
+    *(accept(f"aten.{op}.default", [x(2, 3), i(2, 3)], note="mixed") for op in ("cat", "stack")),
+    accept("aten.cat.default", [i(2, 3), b(2, 3)], 1, note="mixed-bool"),
+    accept("aten.roll.default", x(4, 5), [3], note="flat"),
+    accept("aten.pad.default", x(4, 5), [-1, -1], note="crop"),
+    accept("aten.constant_pad_nd.default", x(4, 5), [-1, 2], note="crop"),
+    accept("aten.constant_pad_nd.default", x(4, 5), [1, -2, 0, -1], 0.5, note="crop-two"),
+    accept("aten.lift_fresh_copy.default", x(4, 5)),
+    accept("aten.diagonal.default", x(4, 5)),
+    accept("aten.diagonal.default", x(4, 5), 2, note="above"),
+    accept("aten.diagonal.default", x(5, 3), -3, note="below"),
+    accept("aten.diagonal.default", x(4, 2, 3, 5), 1, -1, 0, note="dims"),
 )
 
 _SIX = (1, 2, 1, 2, 1, 2)
 _HIGH = "rank 6 outside of reshape, permute, reshape; Core ML takes at most 5"
-_MIXED = "arguments mix float32, int64"
-_CROP = "negative padding crops"
 _LAST = {"memory_format": torch.channels_last}
 _IMAGE = (1, 2, 3, 4)
 
 REJECTED = (
+    reject(
+        ReasonCode.DTYPE,
+        "argument 'self' is uint8, Core ML takes",
+        "aten.add.Tensor",
+        i(2, 3, low=0, dtype=torch.uint8),
+        i(2, 3, low=0, dtype=torch.uint8),
+        note="uint8",
+    ),
+    reject(
+        ReasonCode.DTYPE,
+        "argument 'self' is int16, Core ML takes float32 here",
+        "aten.mm.default",
+        i(2, 3, dtype=torch.int16),
+        i(3, 2, dtype=torch.int16),
+        note="int16",
+    ),
+    reject(
+        ReasonCode.DTYPE,
+        "argument 'self' is int8, Core ML takes",
+        _TO_COPY,
+        i(2, 3, dtype=torch.int8),
+        dtype=torch.float32,
+        note="int8",
+    ),
     *(
         reject(ReasonCode.RANK, _HIGH, op, x(*_SIX), *args, note="rank6")
         for op, args in (
@@ -194,25 +252,16 @@ REJECTED = (
         )
         for op in (_CLONE_DIM_ORDER, _TO_DIM_ORDER_COPY)
     ),
-    reject(
-        ReasonCode.DTYPE,
-        "the result is float64",
-        _TO_COPY,
-        x(2, 3),
-        dtype=torch.float64,
-        note="float64",
-    ),
     *(
-        reject(ReasonCode.DTYPE, _MIXED, f"aten.{op}.default", [x(2, 3), i(2, 3)], note="mixed")
-        for op in ("cat", "stack")
-    ),
-    reject(
-        ReasonCode.ARGUMENT,
-        "dims=[] rolls the flattened tensor",
-        "aten.roll.default",
-        x(4, 5),
-        [3],
-        note="flat",
+        reject(
+            ReasonCode.DTYPE,
+            "a cast from int64 to float64 would pass through float32",
+            op,
+            i(2, 3),
+            dtype=torch.float64,
+            note="int64-float64",
+        )
+        for op in (_TO_COPY, _TO_DIM_ORDER_COPY)
     ),
     reject(
         ReasonCode.ARGUMENT,
@@ -232,10 +281,6 @@ REJECTED = (
         "replicate",
         note="three",
     ),
-    reject(ReasonCode.ARGUMENT, _CROP, "aten.pad.default", x(4, 5), [-1, -1], note="crop"),
-    reject(
-        ReasonCode.ARGUMENT, _CROP, "aten.constant_pad_nd.default", x(4, 5), [-1, 2], note="crop"
-    ),
     reject(
         ReasonCode.ARGUMENT,
         "scale_factors give a broken output size",
@@ -254,5 +299,31 @@ REJECTED = (
         2,
         note="oldest",
         target_opset=Opset.iOS15,
+    ),
+    *(
+        reject(
+            ReasonCode.SYMBOLIC,
+            "'self' has dynamic shape",
+            f"aten.{op}.default",
+            x(4, 5),
+            *more,
+            note="dynamic",
+            dynamic=True,
+        )
+        for op, more in (
+            ("roll", ([3],)),
+            ("pad", ([-1, -1],)),
+            ("constant_pad_nd", ([-1, 2],)),
+            ("diagonal", ()),
+        )
+    ),
+    reject(
+        ReasonCode.ARGUMENT,
+        "negative padding crops what is reflected",
+        "aten.pad.default",
+        x(*_IMAGE),
+        [-1, 1, 0, 0],
+        "reflect",
+        note="crop-reflect",
     ),
 )

@@ -1,0 +1,105 @@
+"""The ``nn.Module`` a node comes from, and patterns that name modules."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from torch.fx import Node
+
+from coreml_delegate.errors import OptionError
+
+_GLOB = re.compile(r"[*?\[]")
+_CALL = re.compile(r"@\d+$")
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """A module whose ``forward`` a node was traced in.
+
+    Attributes:
+        path: As in ``named_modules``; empty for the root.
+        class_name: Module and name of its class, ``torch.nn.modules.linear.Linear``.
+    """
+
+    path: str
+    class_name: str
+
+
+def scopes_of(node: Node) -> tuple[Scope, ...]:
+    """The modules around a node, outermost first; empty where tracing recorded none.
+
+    Source: ``nn_module_stack`` of ``torch.export``: by call, path and class, or its name. The path
+    of a module's second call ends in ``@1``.
+    """
+    entries = (node.meta.get("nn_module_stack") or {}).values()
+    return tuple(Scope(_CALL.sub("", str(path)), _class_name(kind)) for path, kind in entries)
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePattern:
+    """Modules named by the user, each standing for everything below it.
+
+    Attributes:
+        text: A path (``layers.0``), a path with wildcards (``layers.*.norm``), or a class by its
+            dotted name, by the name it is exported under (``torch.nn.LayerNorm``), or bare.
+        is_class: Whether ``text`` is a class's dotted name and nothing else.
+    """
+
+    text: str
+    is_class: bool = False
+
+    @classmethod
+    def of(cls, pattern: str | type[nn.Module], option: str) -> ModulePattern:
+        """Read what a user gives.
+
+        Raises:
+            OptionError: It is neither a string nor a class of modules, or it is empty.
+        """
+        if isinstance(pattern, str) and pattern.strip():
+            return cls(pattern.strip())
+        if isinstance(pattern, type) and issubclass(pattern, nn.Module):
+            return cls(_class_name(pattern), is_class=True)
+        raise OptionError(
+            f"{option} takes paths and classes of modules", got=repr(pattern), expected=_EXAMPLES
+        )
+
+    def covers(self, scopes: Iterable[Scope]) -> bool:
+        """Whether one of the modules around a node is meant."""
+        return any(_matches(self, scope) for scope in scopes)
+
+
+_EXAMPLES = "'layers.0', 'layers.*.norm' or torch.nn.LayerNorm"
+
+
+@functools.lru_cache(maxsize=65536)
+def _matches(pattern: ModulePattern, scope: Scope) -> bool:
+    text = pattern.text
+    if pattern.is_class:
+        return scope.class_name == text
+    if _GLOB.search(text):
+        return any(fnmatch.fnmatchcase(path, text) for path in _upwards(scope.path))
+    return f"{scope.path}.".startswith(f"{text}.") or _names_class(text, scope.class_name)
+
+
+def _upwards(path: str) -> Iterator[str]:
+    """A path and those of its containers, of which some, as ``nn.ModuleList``, are never called."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+def _names_class(text: str, class_name: str) -> bool:
+    """Whether ``text`` is the class's name, without any of the modules it lies in or with some."""
+    package, _, name = text.rpartition(".")
+    if class_name.rpartition(".")[2] != name:
+        return False
+    return not package or f"{class_name}.".startswith(f"{package}.")
+
+
+def _class_name(kind: object) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else str(kind)

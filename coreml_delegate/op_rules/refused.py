@@ -1,0 +1,73 @@
+"""Ops that coremltools translates, or says it does, and that are not delegated all the same.
+
+With the rules, this accounts for every op that coremltools has and that can reach a partitioner.
+The rest is decomposed before, or is arithmetic on Python numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why an op is not delegated.
+
+    Attributes:
+        text: What stands in the way.
+    """
+
+    text: str
+
+
+_DATA_DEPENDENT = Refusal("the shape of the result depends on values")
+_RANDOM = Refusal("random numbers come from the generator of the program, not from Core ML")
+_COMPLEX = Refusal("Core ML has no complex numbers")
+_UNSTABLE = Refusal("Core ML's sort does not keep the order of equal elements")
+_BITS = Refusal("Core ML does not reinterpret the bits of a tensor")
+_PACKED = Refusal("the weight is packed for a CPU kernel")
+_INTEGER_BITS = Refusal("Core ML has no bitwise ops on integers")
+_SLOW = Refusal("coremltools unrolls it over the dimension, an op per element")
+_REDUCED = Refusal("coremltools mixes up what is reduced where an index occurs twice")
+_SINGLE = Refusal("the number has another rank than the sequence")
+_ACCUMULATED = Refusal("Core ML does not choose the dtype of a product")
+_OTHER_FORM = Refusal("exported programs have another overload, which has a rule or decomposes")
+_TRAINING = Refusal("dropout at training draws random numbers")
+
+
+def _table(rows: Iterable[tuple[Refusal, str]]) -> dict[str, Refusal]:
+    return {f"aten.{op}": refusal for refusal, ops in rows for op in ops.split()}
+
+
+REFUSED: Mapping[str, Refusal] = MappingProxyType(
+    _table(
+        (
+            (_DATA_DEPENDENT, "nonzero.default _unique2.default repeat_interleave.Tensor"),
+            (_DATA_DEPENDENT, "_pack_padded_sequence.default"),
+            (_RANDOM, "rand.default rand.generator rand_like.default rand_like.generator"),
+            (_RANDOM, "randn.default randn.generator randn_like.default randn_like.generator"),
+            (_RANDOM, "randint.default randint.generator randint.low randint.low_generator"),
+            (_RANDOM, "multinomial.default"),
+            (_TRAINING, "native_dropout.default"),
+            (_COMPLEX, "complex.default view_as_real.default"),
+            (_UNSTABLE, "sort.stable"),
+            (_BITS, "view.dtype view_copy.dtype"),
+            (_SINGLE, "searchsorted.Scalar"),
+            (_ACCUMULATED, "mm.dtype bmm.dtype addmm.dtype"),
+            (_OTHER_FORM, "_convolution.default upsample_bilinear2d.default"),
+            (_OTHER_FORM, "_upsample_bilinear2d_aa.default"),
+            (_PACKED, "_convert_weight_to_int4pack.default _weight_int4pack_mm.default"),
+            (_PACKED, "_convert_weight_to_int4pack_for_cpu.default"),
+            (_PACKED, "_weight_int4pack_mm_for_cpu.default"),
+            (_INTEGER_BITS, "bitwise_and.Scalar bitwise_and.Scalar_Tensor"),
+            (_SLOW, "cumprod.default logcumsumexp.default _logcumsumexp.default"),
+            (_REDUCED, "scatter.reduce scatter.value_reduce"),
+        )
+    )
+)
+"""Every refused op by target name."""
+
+UNTRANSLATED = frozenset({"aten.acosh.default", "aten.asinh.default"})
+"""Ops that coremltools registers to say that it does not translate them: apple/coremltools#2569."""

@@ -1,0 +1,130 @@
+"""How rewrites edit a graph.
+
+A node keeps its identity, because the signature names the outputs: what has to be computed first is
+inserted before it, and then it becomes the last step itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from executorch.exir.dialects._ops import ops as exir_ops
+from torch.export import ExportedProgram
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from coreml_delegate.op_rules.constants import constant_nodes
+from coreml_delegate.op_rules.rule import GETITEM, OpCall, overload_of, target_name
+
+_CONSTANT = "coreml_delegate_constant"
+
+ATEN: Any = exir_ops.edge.aten
+
+Rewrite = Callable[[Node], None]
+"""Changes one call in place; its result keeps its value, shape and dtype."""
+
+
+def insert(node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A new call before ``node``."""
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(target, args, kwargs)
+    new.meta = dict(node.meta)
+    operands = map_arg((args, kwargs), lambda n: n.meta["val"])
+    new.meta["val"] = overload_of(target)(*operands[0], **operands[1])
+    return new
+
+
+def become(node: Node, target: Any, *args: Any, **kwargs: Any) -> None:
+    """Turn ``node`` into another call with the same result."""
+    node.target, node.args, node.kwargs = target, args, kwargs
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    """The arguments of a call by name, defaults included."""
+    return dict(OpCall.of(node).arguments)
+
+
+def set_arguments(node: Node, **changes: Any) -> None:
+    """Give arguments of a call other values, each in the place it has, by position or by name."""
+    positions = {a.name: n for n, a in enumerate(overload_of(node.target)._schema.arguments)}
+    args, kwargs = list(node.args), dict(node.kwargs)
+    for name, value in changes.items():
+        position = positions[name]
+        if name not in kwargs and position < len(args):
+            args[position] = value
+        else:
+            kwargs[name] = value
+    node.args, node.kwargs = tuple(args), kwargs
+
+
+def mark_constants(program: ExportedProgram) -> None:
+    """Let ``is_constant`` tell the program's constants from its inputs."""
+    for node in constant_nodes(program):
+        node.meta[_CONSTANT] = True
+
+
+def is_constant(value: Any) -> bool:
+    """Whether an argument is a number, None or a tensor known when the model is converted."""
+    return not isinstance(value, Node) or value.op == "get_attr" or _CONSTANT in value.meta
+
+
+def only_result(node: Node) -> Node:
+    """The node of the one result that is used: the call itself, or the item that is taken of it.
+
+    Exported graphs name all results of a call; the items that nothing uses are dead.
+    """
+    if isinstance(node.meta["val"], torch.Tensor):
+        return node
+    return next(u for u in node.users if target_name(u.target) == GETITEM and u.users)
+
+
+def value_of(node: Node) -> torch.Tensor:
+    """The fake tensor a node results in."""
+    return node.meta["val"]
+
+
+def shape_of(node: Node) -> list[Any]:
+    """Sizes of a node's result; dynamic ones are symbolic."""
+    return list(value_of(node).shape)
+
+
+def cast(node: Node, value: Any, dtype: torch.dtype) -> Any:
+    """``value``, cast before ``node`` if it is a tensor of another dtype; numbers are converted."""
+    if isinstance(value, Node):
+        if value_of(value).dtype is dtype:
+            return value
+        return insert(node, ATEN._to_copy.default, value, dtype=dtype)
+    return number(value, dtype)
+
+
+def number(value: Any, dtype: torch.dtype) -> Any:
+    """``value``; an integer that goes with floats as a float."""
+    return float(value) if dtype.is_floating_point and type(value) in (int, bool) else value
+
+
+def truth(node: Node, value: Node) -> Node:
+    """Which elements of ``value`` are not zero, computed before ``node``."""
+    if value_of(value).dtype is torch.bool:
+        return value
+    return insert(node, ATEN.ne.Scalar, value, 0)
+
+
+def cast_after(node: Node) -> None:
+    """Cast the result to the dtype it has in PyTorch, where coremltools may choose another."""
+    before = insert(node, node.target, *node.args, **node.kwargs)
+    become(node, ATEN._to_copy.default, before, dtype=value_of(node).dtype)
+
+
+def positional(*names: str) -> Rewrite:
+    """All of the named arguments in place, and in the dtype of the result.
+
+    Coremltools overlooks some keywords and defaults, and does not promote numbers.
+    """
+
+    def rewrite(node: Node) -> None:
+        arguments, dtype = arguments_of(node), value_of(node).dtype
+        become(node, node.target, *(cast(node, arguments[n], dtype) for n in names))
+
+    return rewrite

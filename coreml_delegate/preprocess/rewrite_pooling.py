@@ -1,0 +1,269 @@
+"""Rewrites of pooling.
+
+MIL pools batched tensors of one to three spatial dimensions, without dilation, and rounds sizes up
+by a rule of its own. Here the padding is made explicit where PyTorch differs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torch.fx import Node
+
+from coreml_delegate.preprocess.graph_edits import (
+    ATEN,
+    Rewrite,
+    arguments_of,
+    become,
+    insert,
+    only_result,
+    shape_of,
+    value_of,
+)
+
+_MAX_POOLS: Any = (ATEN.max_pool1d.default, ATEN.max_pool2d.default, ATEN.max_pool3d.default)
+_AVG_POOLS: Any = (ATEN.avg_pool1d.default, ATEN.avg_pool2d.default, ATEN.avg_pool3d.default)
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """The windows of a pooling call, a number per spatial dimension.
+
+    Attributes:
+        kernel: Sizes.
+        stride: Steps.
+        padding: At either end.
+        dilation: Steps inside a window.
+        ceil: Whether sizes are rounded up.
+    """
+
+    kernel: list[int]
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    ceil: bool
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], dims: int) -> _Windows:
+        """Read them from a call; one number stands for all, no stride for the kernel."""
+        kernel = arguments["kernel_size"]
+        given = (kernel, arguments["stride"] or kernel, arguments["padding"])
+        spread = [_spread(values, dims) for values in (*given, arguments.get("dilation", 1))]
+        return cls(*spread, ceil=bool(arguments["ceil_mode"]))
+
+    @property
+    def spans(self) -> list[int]:
+        """Extents of a window, its holes included."""
+        return [d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True)]
+
+    def counts(self, sizes: Sequence[int]) -> list[int]:
+        """How many windows PyTorch places along each dimension of an input of these sizes."""
+        found: list[int] = []
+        for n, k, s, p in zip(sizes, self.spans, self.stride, self.padding, strict=True):
+            steps = n + 2 * p - k
+            count = (-(-steps // s) if self.ceil else steps // s) + 1
+            # A window that would begin beyond the input and its padding at the start is left out.
+            found.append(count - 1 if self.ceil and (count - 1) * s >= n + p else count)
+        return found
+
+    def end_padding(self, sizes: Sequence[int]) -> list[int]:
+        """Padding at the end that makes the last window fit, 0 or more."""
+        rows = zip(sizes, self.counts(sizes), self.spans, self.stride, self.padding, strict=True)
+        return [max(0, (c - 1) * s + k - n - p) for n, c, k, s, p in rows]
+
+
+def _spread(values: int | list[int], dims: int) -> list[int]:
+    listed = [values] if isinstance(values, int) else list(values)
+    return listed * dims if len(listed) == 1 else listed
+
+
+def _batch(node: Node, dims: int) -> Node:
+    """The input of a call with its batch dimension."""
+    source: Node = arguments_of(node)["self"]
+    if value_of(source).dim() == dims + 2:
+        return source
+    return insert(node, ATEN.unsqueeze_copy.default, source, 0)
+
+
+def _finish(node: Node, source: Node, dims: int, target: Any, *args: Any) -> None:
+    """Turn ``node`` into the last call, without the batch dimension if it had none."""
+    if value_of(source).dim() == dims + 2:
+        become(node, target, *args)
+    else:
+        become(node, ATEN.squeeze_copy.dims, insert(node, target, *args), [0])
+
+
+def _sides(start: Sequence[int], end: Sequence[int]) -> list[int]:
+    """Padding as ``constant_pad_nd`` takes it, the last dimension first."""
+    pairs = zip(reversed(start), reversed(end), strict=True)
+    return [side for pair in pairs for side in pair]
+
+
+def _needs_end(windows: _Windows, sizes: Sequence[Any]) -> bool:
+    """Whether padding that is alike at both ends gives other windows than PyTorch places."""
+    return windows.ceil and any(
+        e > p for e, p in zip(windows.end_padding(sizes), windows.padding, strict=True)
+    )
+
+
+def _max_pool(dims: int) -> Rewrite:
+    pool = _MAX_POOLS[dims - 1]
+
+    def rewrite(node: Node) -> None:
+        arguments = arguments_of(node)
+        source = arguments["self"]
+        windows = _Windows.of(arguments, dims)
+        batched = _batch(node, dims)
+        if max(windows.dilation) > 1:
+            _become_dilated(node, source, batched, windows, dims)
+            return
+        padding = list(windows.padding)
+        if windows.ceil and _needs_end(windows, shape_of(batched)[2:]):
+            end = windows.end_padding(shape_of(batched)[2:])
+            sides = _sides(padding, end)
+            batched = insert(node, ATEN.constant_pad_nd.default, batched, sides, -math.inf)
+            padding = [0] * dims
+        _finish(node, source, dims, pool, batched, windows.kernel, windows.stride, padding)
+
+    return rewrite
+
+
+def _become_dilated(node: Node, source: Node, batched: Node, windows: _Windows, dims: int) -> None:
+    """The largest of shifted, strided slices, one dimension after another."""
+    sizes = shape_of(batched)[2:]
+    sides = _sides(windows.padding, windows.end_padding(sizes))
+    largest = batched
+    if any(sides):
+        largest = insert(node, ATEN.constant_pad_nd.default, batched, sides, -math.inf)
+    for d, count in enumerate(windows.counts(sizes)):
+        step, hole = windows.stride[d], windows.dilation[d]
+        reach = (count - 1) * step + 1
+        whole = largest
+        for k in range(windows.kernel[d]):
+            bounds = (d + 2, k * hole, k * hole + reach, step)
+            part = insert(node, ATEN.slice_copy.Tensor, whole, *bounds)
+            largest = part if k == 0 else insert(node, ATEN.maximum.default, largest, part)
+    _finish(node, source, dims, ATEN.clone.default, largest)
+
+
+def _first_result(pool: Rewrite, target: Any) -> Rewrite:
+    """The pooled tensor alone; the rules have seen to it that the indices are not used."""
+
+    def rewrite(node: Node) -> None:
+        arguments = arguments_of(node)
+        result = only_result(node)
+        become(result, target, *(arguments[n] for n in _MAX_NAMES))
+        pool(result)
+
+    return rewrite
+
+
+def _avg_pool(dims: int) -> Rewrite:
+    pool = _AVG_POOLS[dims - 1]
+
+    def rewrite(node: Node) -> None:
+        arguments = arguments_of(node)
+        source, windows = arguments["self"], _Windows.of(arguments, dims)
+        divisor = arguments.get("divisor_override")
+        include = arguments["count_include_pad"] or not any(windows.padding)
+        batched = _batch(node, dims)
+        shape = (windows.kernel, windows.stride)
+        if windows.ceil and _needs_end(windows, shape_of(batched)[2:]):
+            _become_mean(node, pool, batched, windows, include=include, divisor=divisor)
+        elif divisor is not None:
+            # The divisor counts padding in whatever the argument says.
+            mean = insert(node, pool, batched, *shape, windows.padding, False, True)
+            factor = math.prod(windows.kernel) / divisor
+            _finish(node, source, dims, ATEN.mul.Scalar, mean, factor)
+        else:
+            options = (windows.padding, False, include)
+            _finish(node, source, dims, pool, batched, *shape, *options)
+
+    return rewrite
+
+
+def _become_mean(
+    node: Node, pool: Any, batched: Node, windows: _Windows, *, include: bool, divisor: int | None
+) -> None:
+    """Means over windows that reach beyond the input: sums divided by how many elements count.
+
+    Both are averages over whole windows of padded tensors, so the size of the window cancels out.
+    """
+    source: Node = arguments_of(node)["self"]
+    dims = len(windows.kernel)
+    sizes = shape_of(batched)[2:]
+    # As much as is asked for places no further window, where rounding up needs less.
+    end = [max(e, p) for e, p in zip(windows.end_padding(sizes), windows.padding, strict=True)]
+    padded = insert(node, ATEN.constant_pad_nd.default, batched, _sides(windows.padding, end), 0.0)
+    shape = (windows.kernel, windows.stride, [0] * dims, False, True)
+    total = insert(node, pool, padded, *shape)
+    if divisor is not None:
+        factor = math.prod(windows.kernel) / divisor
+        _finish(node, source, dims, ATEN.mul.Scalar, total, factor)
+        return
+    # Padding counts as far as it was asked for; what rounding up adds never does.
+    counting = [p if include else 0 for p in windows.padding]
+    ones_sizes = [n + 2 * c for n, c in zip(sizes, counting, strict=True)]
+    ends = zip(end, counting, strict=True)
+    rest = _sides(
+        [p - c for p, c in zip(windows.padding, counting, strict=True)], [e - c for e, c in ends]
+    )
+    dtype = value_of(batched).dtype
+    ones = insert(node, ATEN.full.default, [1, 1, *ones_sizes], 1.0, dtype=dtype)
+    counted = insert(node, ATEN.constant_pad_nd.default, ones, rest, 0.0) if any(rest) else ones
+    count = insert(node, pool, counted, *shape)
+    _finish(node, source, dims, ATEN.div.Tensor, total, count)
+
+
+def _adaptive(reduction: Any) -> Rewrite:
+    """Reduce each window; windows of one dimension after another, as both reductions allow."""
+
+    def rewrite(call: Node) -> None:
+        arguments = arguments_of(call)
+        node = only_result(call)
+        x, counts = arguments["self"], arguments["output_size"]
+        listed = [counts] if isinstance(counts, int) else list(counts)
+        first = value_of(x).dim() - len(listed)
+        for d, count in enumerate(listed, start=first):
+            x = _adapt(node, reduction, x, d, count)
+        become(node, ATEN.clone.default, x)
+
+    return rewrite
+
+
+def _adapt(node: Node, reduction: Any, x: Node, dim: int, count: int) -> Node:
+    size = shape_of(x)[dim]
+    if size == count:
+        return x
+    if count == 1:
+        return insert(node, reduction, x, [dim], True)
+    # PyTorch's windows: from floor(i * size / count) to ceil((i + 1) * size / count).
+    bounds = [(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
+    parts = [
+        insert(node, reduction, insert(node, ATEN.slice_copy.Tensor, x, dim, *window), [dim], True)
+        for window in bounds
+    ]
+    return insert(node, ATEN.cat.default, parts, dim)
+
+
+_MAX_NAMES = ("self", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
+
+REWRITES: Mapping[str, Rewrite] = MappingProxyType(
+    {
+        **{f"aten.max_pool{d}d.default": _max_pool(d) for d in (1, 2, 3)},
+        **{f"aten.avg_pool{d}d.default": _avg_pool(d) for d in (1, 2, 3)},
+        **{
+            f"aten.max_pool{d}d_with_indices.default": _first_result(
+                _max_pool(d), _MAX_POOLS[d - 1]
+            )
+            for d in (2, 3)
+        },
+        "aten._adaptive_avg_pool3d.default": _adaptive(ATEN.mean.dim),
+        **{f"aten.adaptive_max_pool{d}d.default": _adaptive(ATEN.amax.default) for d in (2, 3)},
+        "aten.adaptive_avg_pool3d.default": _adaptive(ATEN.mean.dim),
+    }
+)

@@ -1,0 +1,79 @@
+"""Rewrites of reductions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from torch.fx import Node
+
+from coreml_delegate.preprocess.graph_edits import (
+    ATEN,
+    Rewrite,
+    arguments_of,
+    become,
+    cast,
+    cast_after,
+    insert,
+    set_arguments,
+    shape_of,
+    truth,
+    value_of,
+)
+
+
+def _sum(node: Node) -> None:
+    """Cast before the sum, as PyTorch does, and after it, as coremltools does not."""
+    source, dtype = arguments_of(node)["self"], value_of(node).dtype
+    if value_of(source).dtype.is_floating_point != dtype.is_floating_point:
+        set_arguments(node, self=cast(node, source, dtype))
+    cast_after(node)
+
+
+def _any(node: Node) -> None:
+    set_arguments(node, self=truth(node, arguments_of(node)["self"]))
+
+
+def _flat_extremum(node: Node) -> None:
+    """The position in the flattened tensor: without a dimension MIL has none.
+
+    Source: pytorch/executorch#11715, the same rewrite that its remedy asks of models.
+    """
+    arguments = arguments_of(node)
+    if arguments["dim"] is not None:
+        return
+    flat = insert(node, ATEN.view_copy.default, arguments["self"], [-1])
+    if not value_of(node).dim():
+        become(node, node.target, flat, 0, False)
+        return
+    position = insert(node, node.target, flat, 0, True)
+    become(node, ATEN.view_copy.default, position, shape_of(node))
+
+
+def _variance(node: Node) -> None:
+    """Bessel's correction and none are MIL's; others scale the uncorrected variance."""
+    arguments = arguments_of(node)
+    x, dims, keep = (arguments[n] for n in ("self", "dim", "keepdim"))
+    correction = 1 if arguments["correction"] is None else arguments["correction"]
+    if correction in (0, 1):
+        become(node, node.target, x, dims, correction=int(correction), keepdim=keep)
+        return
+    shape = shape_of(x)
+    count = math.prod(shape[d] for d in (dims or range(len(shape))))
+    variance = insert(node, node.target, x, dims, correction=0, keepdim=keep)
+    become(node, ATEN.mul.Scalar, variance, count / (count - correction))
+
+
+REWRITES: Mapping[str, Rewrite] = MappingProxyType(
+    {
+        **{f"aten.any.{overload}": _any for overload in ("default", "dim", "dims")},
+        "aten.argmax.default": _flat_extremum,
+        "aten.argmin.default": _flat_extremum,
+        "aten.cumsum.default": _sum,
+        "aten.linalg_vector_norm.default": cast_after,
+        "aten.sum.default": _sum,
+        "aten.sum.dim_IntList": _sum,
+        "aten.var.correction": _variance,
+    }
+)

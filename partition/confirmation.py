@@ -1,0 +1,210 @@
+"""Converting the partitions: the proof that they convert, and the search for what does not.
+
+The blobs are kept for ``CoreMLBackend.preprocess``. If a partition fails, the call at fault is the
+one coremltools names, or the last one of the shortest beginning of the partition that fails.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from executorch.exir.lowered_backend_module import (
+    create_exported_program_from_submodule,
+    create_submodule_from_nodes,
+)
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from coreml_delegate.compile_options import CompileOptions
+from coreml_delegate.errors import ConversionError, OptionError
+from coreml_delegate.op_rules import Reason, ReasonCode
+from coreml_delegate.op_rules.rule import GETITEM, target_name
+from coreml_delegate.partition.subgraph import program_of, stand_in
+from coreml_delegate.preprocess import contract, kept
+from coreml_delegate.preprocess.convert import check_translation
+from coreml_delegate.preprocess.package import build_blob, required_opset
+from coreml_delegate.preprocess.passes import prepare
+
+logger = logging.getLogger(__name__)
+
+_TAG = "delegation_tag"
+
+
+@dataclass(slots=True)
+class Confirmation:
+    """Conversions of one program's partitions.
+
+    Args:
+        program: The tagged program.
+        state: Real values of its parameters and buffers by name, as far as they are at hand.
+        constants: Value, or stand-in, of every placeholder that is a constant.
+    """
+
+    program: ExportedProgram
+    state: Mapping[str, torch.Tensor]
+    constants: Mapping[Node, torch.Tensor]
+    records: list[kept.KeptBlob] = field(default_factory=list[kept.KeptBlob])
+
+    @property
+    def _stand_ins(self) -> bool:
+        """Whether values are missing, so that a translation is all that can be tried."""
+        return any(
+            isinstance(self.state.get(key, value), FakeTensor)
+            for key, value in self.program.state_dict.items()
+        )
+
+    def _values(self) -> dict[str, torch.Tensor]:
+        held = {**self.program.state_dict, **self.state}
+        return {key: stand_in(held[key]) for key in self.program.state_dict}
+
+    def failures(self, partitions: Mapping[str, CompileOptions]) -> dict[Node, Reason]:
+        """Convert every partition.
+
+        Args:
+            partitions: How each tag's partition is to be lowered.
+
+        Returns:
+            The calls that keep a partition from being converted, at least one for each that fails.
+
+        Raises:
+            OptionError: An option coremltools does not take.
+        """
+        found: dict[Node, Reason] = {}
+        nodes = {node.name: node for node in self.program.graph.nodes}
+        for tag, subgraph in self._subgraphs(list(partitions)).items():
+            inside = {n.name: nodes[n.name] for n in subgraph.graph.nodes if n.name in nodes}
+            error = self._convert(subgraph, partitions[tag])
+            if error is None:
+                continue
+            calls = [n for n in inside.values() if n.op == "call_function"]
+            culprits = self._culprits(calls, inside, subgraph, error, partitions[tag])
+            logger.info(
+                "partition %s does not convert because of %s: %s",
+                tag,
+                ", ".join(node.name for node in culprits),
+                error,
+            )
+            text = f"coremltools cannot convert the partition with it: {_said(error)}"
+            found.update((node, Reason(ReasonCode.CONVERSION, text)) for node in culprits)
+        return found
+
+    def _convert(self, subgraph: ExportedProgram, options: CompileOptions) -> Exception | None:
+        """Convert one partition; what went wrong, or None."""
+        if self._stand_ins:
+            return _failure(subgraph, options, translate_only=True)
+        contract.check_states(subgraph)
+        key = kept.fingerprint(subgraph, options)
+        record = kept.waiting(key)
+        if record is None:
+            record = kept.keep(key, subgraph)
+            try:
+                record.blob = build_blob(subgraph, options)
+            except OptionError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever it is, the call stays on the CPU
+                return error
+        self.records.append(record)
+        return None
+
+    def _culprits(
+        self,
+        calls: Sequence[Node],
+        inside: Mapping[str, Node],
+        subgraph: ExportedProgram,
+        error: Exception,
+        options: CompileOptions,
+    ) -> list[Node]:
+        named = _origin(subgraph, inside, error)
+        if named is not None:
+            return [named]
+        low, high = 0, len(calls)
+        if not self._fails(calls, options):
+            # It fails as a whole alone, by its boundary: no call is more to blame than another.
+            return list(calls)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._fails(calls[:middle], options):
+                high = middle
+            else:
+                low = middle
+        return [_call_of(calls[high - 1])]
+
+    def _fails(self, calls: Sequence[Node], options: CompileOptions) -> bool:
+        part, _ = program_of(calls, self.program, constants=self.constants)
+        return _failure(part, options, translate_only=self._stand_ins) is not None
+
+    def _subgraphs(self, tags: Sequence[str]) -> dict[str, ExportedProgram]:
+        """The partitions, cut out of a copy of the program as ExecuTorch will cut them out."""
+        owner = _copy(self.program, self._values())
+        graph_module: Any = owner.graph_module
+        found: dict[str, ExportedProgram] = {}
+        for tag in tags:
+            nodes = [n for n in graph_module.graph.nodes if n.meta.get(_TAG) == tag]
+            with graph_module._set_replace_hook(owner.graph_signature.get_replace_hook()):
+                submodule, call = create_submodule_from_nodes(graph_module, nodes, tag)
+            submodule.graph.output_node().meta = graph_module.graph.output_node().meta
+            found[tag], _, _ = create_exported_program_from_submodule(
+                submodule, owner, tag, call, False
+            )
+        return found
+
+
+def _failure(
+    program: ExportedProgram, options: CompileOptions, *, translate_only: bool
+) -> Exception | None:
+    """What goes wrong when ``program`` is converted, or None."""
+    try:
+        if translate_only:
+            prepare(program)
+            check_translation(program, options.deployment_target or required_opset(program))
+        else:
+            build_blob(program, options)
+    except OptionError:
+        raise
+    except Exception as error:  # noqa: BLE001 - it is the question whether anything goes wrong
+        return error
+    return None
+
+
+def _copy(program: ExportedProgram, state: dict[str, torch.Tensor]) -> ExportedProgram:
+    """A program with a graph of its own and these values for its parameters and buffers."""
+    root = copy.deepcopy(program.graph_module)
+    return ExportedProgram(
+        root=root,
+        graph=root.graph,
+        graph_signature=copy.deepcopy(program.graph_signature),
+        state_dict=state,
+        range_constraints=copy.deepcopy(program.range_constraints),
+        module_call_graph=copy.deepcopy(program.module_call_graph),
+        constants=program.constants,
+        verifiers=[program.verifier],
+    )
+
+
+def _origin(subgraph: ExportedProgram, inside: Mapping[str, Node], error: Exception) -> Node | None:
+    """The call coremltools failed at, or the one whose rewriting made the call it failed at."""
+    if not isinstance(error, ConversionError) or error.node is None:
+        return None
+    reached = False
+    for node in subgraph.graph.nodes:
+        reached = reached or node.name == error.node
+        original = inside.get(node.name)
+        if reached and original is not None and original.op == "call_function":
+            return _call_of(original)
+    return None
+
+
+def _call_of(node: Node) -> Node:
+    source: Any = node.args[0] if node.args else None
+    return source if target_name(node.target) == GETITEM and isinstance(source, Node) else node
+
+
+def _said(error: Exception) -> str:
+    got = error.got if isinstance(error, ConversionError) else None
+    return got or str(error) or type(error).__name__

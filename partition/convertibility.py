@@ -1,0 +1,75 @@
+"""Whether coremltools converts what the rules accept: calls are tried, partitions converted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from coreml_delegate.compile_options import CompileOptions
+from coreml_delegate.op_rules import Reason, part_of
+from coreml_delegate.op_rules.constants import constants_of
+from coreml_delegate.op_rules.rule import GETITEM, target_name
+from coreml_delegate.partition.confirmation import Confirmation
+from coreml_delegate.partition.real_values import real_values
+from coreml_delegate.partition.subgraph import stand_in
+from coreml_delegate.partition.trial import TRIALS, reason_of
+from coreml_delegate.preprocess.kept import KeptBlob
+from coreml_delegate.targets import Opset
+
+
+class Convertibility:
+    """What becomes of one program in coremltools.
+
+    Args:
+        program: In ATen or edge dialect; its parameters and buffers may be fake.
+        inside: Whether Core ML is given the program's constants.
+    """
+
+    def __init__(self, program: ExportedProgram, *, inside: bool = True) -> None:
+        self._program = program
+        self._state = real_values(program.state_dict)
+        self._constants = {
+            node: stand_in(self._state.get(key, node.meta["val"] if value is None else value))
+            for node, key, value in (constants_of(program) if inside else ())
+        }
+        self._since: dict[Node, Opset] = {}
+        self._records: list[KeptBlob] = []
+
+    def failed(self, calls: Iterable[Node], target: Opset | None) -> dict[Node, Reason]:
+        """The calls that coremltools fails to translate by themselves, each with the reason.
+
+        Args:
+            calls: Accepted by the rules.
+            target: Opset of the deployment target; None if any may be demanded.
+        """
+        tried = [call for call in calls if target_name(call.target) != GETITEM]
+        verdicts = TRIALS.verdicts(tried, self._program, self._constants, target)
+        self._since.update((call, v.since) for call, v in verdicts.items() if v.since is not None)
+        return {call: reason_of(call, v) for call, v in verdicts.items() if v.since is None}
+
+    def demanded(self, calls: Iterable[Node]) -> Opset:
+        """The oldest opset at which every one of the calls was translated."""
+        return max((self._since.get(call, Opset.iOS15) for call in calls), default=Opset.iOS15)
+
+    def failures(self, partitions: Mapping[str, CompileOptions]) -> dict[Node, Reason]:
+        """Convert every partition of the tagged program; see ``Confirmation.failures``.
+
+        The blobs wait for ``CoreMLBackend.preprocess`` as long as this object lives.
+        """
+        confirmation = Confirmation(self._program, self._state, self._constants)
+        found = confirmation.failures(partitions)
+        # Only now that this round has taken over what still fits are those of the last let go.
+        self._records = confirmation.records
+        return found
+
+
+def parts_of(refused: Mapping[Node, Reason]) -> dict[Node, Reason]:
+    """The results of refused calls: none can be delegated without its call."""
+    return {
+        user: part_of(call, reason)
+        for call, reason in refused.items()
+        for user in call.users
+        if target_name(user.target) == GETITEM
+    }

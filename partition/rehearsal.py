@@ -1,0 +1,70 @@
+"""What ExecuTorch would show the partitioner, found out without lowering anything."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+from executorch.exir.backend.partitioner import Partitioner, PartitionResult
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+
+from coreml_delegate.partition.tagging import remove_tags
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.fx import Node
+
+    from coreml_delegate.partition.partitioner import CoreMLPartitioner
+
+
+def rehearse(
+    program: ExportedProgram,
+    partitioner: CoreMLPartitioner,
+    *,
+    preserved: Collection[OpOverload] | None = None,
+) -> None:
+    """Let ExecuTorch take a program to the partitioner and no further.
+
+    Args:
+        program: In ATen dialect; it is left as it is.
+        partitioner: Partitions it, and has the report afterwards.
+        preserved: The ops to keep from decomposition; None for those that the partitioner names.
+    """
+    to_edge_transform_and_lower(
+        program,
+        partitioner=[_Rehearsal(partitioner, preserved)],
+        # Ops that were kept for the delegate are left over here, which is no error.
+        compile_config=EdgeCompileConfig(_check_ir_validity=False),
+    )
+
+
+class _Rehearsal(Partitioner):
+    """Asks a partitioner everything that ExecuTorch asks, and delegates nothing."""
+
+    def __init__(
+        self, partitioner: CoreMLPartitioner, preserved: Collection[OpOverload] | None
+    ) -> None:
+        super().__init__()
+        self._partitioner = partitioner
+        self._preserved = preserved
+        self._done = False
+
+    def partition(self, exported_program: ExportedProgram) -> PartitionResult:
+        self._partitioner.partition(exported_program)
+        remove_tags(exported_program)
+        self._done = True
+        return PartitionResult(tagged_exported_program=exported_program, partition_tags={})
+
+    def ops_to_not_decompose(
+        self, ep: ExportedProgram
+    ) -> tuple[list[OpOverload], Callable[[Node], bool] | None]:
+        if self._done:
+            # Asked once more, to see that nothing was left over; here everything is.
+            return [], None
+        if self._preserved is not None:
+            self._partitioner.note(ep)
+            return list(self._preserved), None
+        return self._partitioner.ops_to_not_decompose(ep)

@@ -1,0 +1,21 @@
+"""What the partitioner reports: records, and their forms as table, JSON and HTML page."""
+
+from coreml_delegate.partition.report.describe import describe
+from coreml_delegate.partition.report.records import (
+    Coverage,
+    DelegationReport,
+    NodeReport,
+    Obstacle,
+    PartitionReport,
+    SourceLine,
+)
+
+__all__ = [
+    "Coverage",
+    "DelegationReport",
+    "NodeReport",
+    "Obstacle",
+    "PartitionReport",
+    "SourceLine",
+    "describe",
+]

@@ -1,0 +1,155 @@
+"""From a tagged program to its report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import starmap
+from typing import Any
+
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from coreml_delegate.module_scope import scopes_of
+from coreml_delegate.op_rules.constants import constant_nodes
+from coreml_delegate.op_rules.rule import target_name
+from coreml_delegate.partition.decision import Decision
+from coreml_delegate.partition.flops import flops_of
+from coreml_delegate.partition.grouping import Group
+from coreml_delegate.partition.report.origin import source_of
+from coreml_delegate.partition.report.records import (
+    Coverage,
+    DelegationReport,
+    NodeReport,
+    PartitionReport,
+)
+from coreml_delegate.partition.report.splits import first_split, obstacles
+from coreml_delegate.partition.sizes import bytes_of, tensors_of
+from coreml_delegate.partition.tagging import tag_of
+
+
+def describe(
+    program: ExportedProgram, decision: Decision, *, constants_inside: bool
+) -> DelegationReport:
+    """Report on a program.
+
+    Args:
+        program: In edge dialect, tagged, data included.
+        decision: What became of its calls.
+        constants_inside: Whether delegates have the constants they use inside.
+    """
+    constants = constant_nodes(program)
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    boundaries = _Boundaries(constants if constants_inside else frozenset(), _states(program))
+    return DelegationReport(
+        nodes=tuple(_node(node, decision, constants) for node in calls),
+        partitions=tuple(starmap(boundaries.partition, decision.partitions.items())),
+        obstacles=obstacles(program.graph, decision),
+        first_split=first_split(program.graph, decision),
+        weights=Coverage(
+            _total(n for n in constants if any(tag_of(user) for user in n.users)),
+            _total(n for n in constants if n.users),
+        ),
+    )
+
+
+def _node(node: Node, decision: Decision, constants: Collection[Node]) -> NodeReport:
+    scopes = scopes_of(node)
+    values = node.all_input_nodes
+    return NodeReport(
+        name=node.name,
+        op=target_name(node.target),
+        inputs=tuple(value.name for value in values if value.op == "call_function"),
+        arguments=tuple(text for value in values for text in _texts(value)),
+        results=tuple(_texts(node)),
+        module=scopes[-1].path if scopes else "",
+        module_class=scopes[-1].class_name if scopes else "",
+        source=source_of(node),
+        partition=tag_of(node),
+        reason=decision.refused.get(node),
+        flops=flops_of(node),
+        weight_bytes=_total(value for value in values if value in constants),
+    )
+
+
+def _texts(node: Node) -> Iterator[str]:
+    """Dtype and shape of every tensor a node gives, the class of anything else."""
+    value: Any = node.meta.get("val")
+    tensors = list(tensors_of(value))
+    for tensor in tensors:
+        dims = ", ".join(str(size) for size in tensor.shape)
+        yield f"{str(tensor.dtype).removeprefix('torch.')}[{dims}]"
+    if not tensors and value is not None:
+        yield type(value).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class _Boundaries:
+    """What enters and leaves partitions.
+
+    Attributes:
+        inside: Constants that every partition has of its own.
+        states: By tag the mutable buffers that a partition keeps, each with its new value.
+    """
+
+    inside: Collection[Node]
+    states: Mapping[str, Mapping[Node, Node]]
+
+    def partition(self, tag: str, group: Group) -> PartitionReport:
+        """Sum up one partition."""
+        members = set(group)
+        values = dict.fromkeys(value for node in group for value in node.all_input_nodes)
+        states = self.states.get(tag, {})
+        entering = [v for v in values if v not in members | states.keys() and not self._is_data(v)]
+        private = set(states.values())
+        # The new value of a state is an output of the graph alone, not of the delegate.
+        leaving = [
+            node
+            for node in group
+            if not _has_parts(node)
+            and any(user not in members for user in node.users)
+            and node not in private
+        ]
+        return PartitionReport(
+            tag=tag,
+            nodes=len(group),
+            ops=tuple(ranked(Counter(target_name(node.target) for node in group))),
+            flops=sum(map(flops_of, group)),
+            weight_bytes=_total(value for value in values if value in self.inside),
+            state_bytes=_total(states),
+            inputs=len(entering),
+            input_bytes=_total(entering),
+            outputs=len(leaving),
+            output_bytes=_total(leaving),
+        )
+
+    def _is_data(self, value: Node) -> bool:
+        return value in self.inside or value.op == "get_attr"
+
+
+def _states(program: ExportedProgram) -> dict[str, dict[Node, Node]]:
+    """By tag the mutable buffers that a partition keeps, each with its new value."""
+    signature = program.graph_signature
+    nodes = {node.name: node for node in program.graph.nodes}
+    new_values = {key: nodes[name] for name, key in signature.buffers_to_mutate.items()}
+    found: dict[str, dict[Node, Node]] = {}
+    for name, key in signature.inputs_to_buffers.items():
+        tag = tag_of(nodes[name])
+        if key in new_values and tag is not None:
+            found.setdefault(tag, {})[nodes[name]] = new_values[key]
+    return found
+
+
+def ranked(counts: Counter[str]) -> list[tuple[str, int]]:
+    """Most frequent first, equal ones by name."""
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+
+
+def _has_parts(node: Node) -> bool:
+    """Whether a call gives several results, which leave a partition one by one."""
+    return isinstance(node.meta.get("val"), list | tuple)
+
+
+def _total(nodes: Iterable[Node]) -> int:
+    return sum(bytes_of(node) for node in nodes)

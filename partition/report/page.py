@@ -1,0 +1,172 @@
+"""The report as one HTML page that works without a network: styles, script and data are inside."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from coreml_delegate.partition.report.layout import BOX_HEIGHT, BOX_WIDTH, Drawing, draw
+from coreml_delegate.partition.report.quantities import quantity
+from coreml_delegate.partition.report.records import DelegationReport, NodeReport
+from coreml_delegate.partition.report.sections import Section, sections
+
+_TEMPLATE = "page.html.j2"
+_WHOLE = 300  # nodes that are drawn in one picture
+_LABEL = 24  # characters of a box's label
+_GOLDEN_ANGLE = 137.508  # degrees: neighbouring partitions get hues far apart
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is in a box.
+
+    Attributes:
+        anchor: Fragment of the page that a click leads to.
+        label: First line.
+        detail: Second line.
+        hint: Shown under the pointer.
+        partition: Tag, or None on the CPU.
+    """
+
+    anchor: str
+    label: str
+    detail: str
+    hint: str
+    partition: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A drawing with the contents of its boxes."""
+
+    drawing: Drawing
+    shapes: Mapping[str, Shape]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A section with its picture, to be opened."""
+
+    anchor: str
+    section: Section
+    picture: Picture
+
+
+def to_html(report: DelegationReport, title: str) -> str:
+    """See ``DelegationReport.to_html``."""
+    anchors = {node.name: f"node-{n}" for n, node in enumerate(report.nodes)}
+    divided = sections(report.nodes) if len(report.nodes) > _WHOLE else []
+    panels = [
+        Panel(f"section-{n}", section, _nodes(section.nodes, anchors))
+        for n, section in enumerate(divided)
+    ]
+    return _template().render(
+        title=title,
+        report=report,
+        split=report.node(report.first_split) if report.first_split is not None else None,
+        overview=_overview(panels) if panels else _nodes(report.nodes, anchors),
+        panels=panels,
+        anchors=anchors,
+        colours={tag: _colour(n) for n, tag in enumerate(report.tags)},
+        details={anchors[node.name]: _details(node) for node in report.nodes},
+        box_width=BOX_WIDTH,
+        box_height=BOX_HEIGHT,
+    )
+
+
+@functools.cache
+def _template() -> Any:
+    # Imported here, because only this form of the report needs it.
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("coreml_delegate.partition.report", package_path=""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters: Any = environment.filters
+    filters.update(quantity=quantity, label=_fitted)
+    return environment.get_template(_TEMPLATE)
+
+
+def _fitted(text: str) -> str:
+    """``text`` cut to the width of a box."""
+    return text if len(text) <= _LABEL else f"{text[: _LABEL - 1]}…"
+
+
+def _nodes(nodes: Sequence[NodeReport], anchors: Mapping[str, str]) -> Picture:
+    shapes = {
+        node.name: Shape(
+            anchor=anchors[node.name],
+            label=_short(node.op),
+            detail=node.results[0] if node.results else "",
+            hint=f"{node.name}: {node.reason or node.partition}",
+            partition=node.partition,
+        )
+        for node in nodes
+    }
+    return Picture(draw({node.name: node.inputs for node in nodes}), shapes)
+
+
+def _overview(panels: Sequence[Panel]) -> Picture:
+    panel_of = {node.name: panel.anchor for panel in panels for node in panel.section.nodes}
+    inputs = {
+        panel.anchor: sorted(
+            {panel_of[i] for node in panel.section.nodes for i in node.inputs} - {panel.anchor},
+            key=lambda anchor: int(anchor.rpartition("-")[2]),
+        )
+        for panel in panels
+    }
+    shapes = {
+        panel.anchor: Shape(
+            anchor=panel.anchor,
+            label=panel.section.title,
+            detail=f"{panel.section.partition or 'CPU'}: {len(panel.section.nodes)} nodes",
+            hint=f"{panel.section.title}: open",
+            partition=panel.section.partition,
+        )
+        for panel in panels
+    }
+    return Picture(draw(inputs), shapes)
+
+
+def _short(op: str) -> str:
+    """``conv2d`` for ``aten.conv2d.default``."""
+    namespace, _, rest = op.partition(".")
+    name = rest if namespace in ("aten", "operator") else op
+    return name.removesuffix(".default")
+
+
+def _colour(number: int) -> str:
+    return f"hsl({(200 + number * _GOLDEN_ANGLE) % 360:.0f} 62% 82%)"
+
+
+def _details(node: NodeReport) -> dict[str, Any]:
+    """What the side panel shows, by heading, as text."""
+    reason = node.reason
+    found: dict[str, str | None] = {
+        "op": node.op,
+        "runs on": "Core ML" if node.delegated else "CPU",
+        "partition": node.partition,
+        "why not": None if reason is None else str(reason),
+        "reason code": None if reason is None else reason.code.value,
+        "remedy": None if reason is None else reason.remedy,
+        "takes": "\n".join(node.arguments) or None,
+        "gives": "\n".join(node.results) or None,
+        "module": f"{node.module or 'root'} ({node.module_class})" if node.module_class else None,
+        "source": _source(node),
+        "estimated FLOPs": f"{node.flops:,}",
+        "weights": quantity(node.weight_bytes, "B"),
+    }
+    return {"name": node.name, "facts": [[k, v] for k, v in found.items() if v is not None]}
+
+
+def _source(node: NodeReport) -> str | None:
+    if node.source is None:
+        return None
+    line = asdict(node.source)
+    return "{file}:{line}, in {function}\n{code}".format(**line).rstrip()

@@ -1,0 +1,269 @@
+"""``DelegationReport``: what was delegated, what was not, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from coreml_delegate.errors import UnsupportedOperatorError
+from coreml_delegate.op_rules import Reason
+from coreml_delegate.op_rules.rule import GETITEM
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """A line of the user's model.
+
+    Attributes:
+        file: As Python names it.
+        line: Counted from 1.
+        function: The function it is in.
+        code: The line itself, empty if unknown.
+    """
+
+    file: str
+    line: int
+    function: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.file.replace(chr(92), '/').rpartition('/')[2]}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """The verdict on one operation.
+
+    Attributes:
+        name: Node name in the graph.
+        op: Op target, for example ``aten.conv2d.default``.
+        inputs: The operations whose results it takes, by name.
+        arguments: Dtype and shape of each tensor it takes, for example ``float32[1, 8, 30, 30]``.
+        results: Dtype and shape of each result.
+        module: Path of the ``nn.Module`` it comes from, empty for the root or if unknown.
+        module_class: Class of that module, empty if unknown.
+        source: Innermost line of the user's own code that it comes from, or None if unknown.
+        partition: Delegation tag, or None if it stays on the CPU.
+        reason: Why it stays on the CPU, or None if it is delegated.
+        flops: Estimated operations, see ``partition.flops``.
+        weight_bytes: Size of the parameters and constants that it takes.
+    """
+
+    name: str
+    op: str
+    inputs: tuple[str, ...]
+    arguments: tuple[str, ...]
+    results: tuple[str, ...]
+    module: str
+    module_class: str
+    source: SourceLine | None
+    partition: str | None
+    reason: Reason | None
+    flops: int
+    weight_bytes: int
+
+    @property
+    def delegated(self) -> bool:
+        """Whether Core ML runs it."""
+        return self.partition is not None
+
+    @property
+    def place(self) -> str:
+        """Where in the user's model it comes from, for a reader; empty if unknown."""
+        module = f"{self.module or 'root'} ({self.module_class.rpartition('.')[2]})"
+        return ", ".join(
+            text for text in (module if self.module_class else "", str(self.source or "")) if text
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionReport:
+    """One delegate. Sizes are in bytes, in the dtypes of the program before conversion.
+
+    Attributes:
+        tag: Delegation tag, numbered in the order in which the delegates run.
+        nodes: How many operations it has.
+        ops: How many of each op, most frequent first.
+        flops: Estimated operations.
+        weight_bytes: Parameters and constants inside.
+        state_bytes: Mutable buffers that it keeps.
+        inputs: How many values enter it.
+        input_bytes: Their size.
+        outputs: How many values leave it.
+        output_bytes: Their size.
+    """
+
+    tag: str
+    nodes: int
+    ops: tuple[tuple[str, int], ...]
+    flops: int
+    weight_bytes: int
+    state_bytes: int
+    inputs: int
+    input_bytes: int
+    outputs: int
+    output_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """Calls that stay on the CPU alike: of one op for one kind of reason, or at the user's wish.
+
+    Attributes:
+        ops: Op targets, each once, in graph order.
+        reasons: The reasons, all of one kind, each once, in graph order.
+        nodes: The calls, by name.
+        flops: Estimated operations of these calls.
+        partitions_if_lifted: How many partitions would be possible, were these calls accepted.
+        partitions_merged: How many fewer that is than are possible now.
+    """
+
+    ops: tuple[str, ...]
+    reasons: tuple[Reason, ...]
+    nodes: tuple[str, ...]
+    flops: int
+    partitions_if_lifted: int
+    partitions_merged: int
+
+    @property
+    def code(self) -> str:
+        """The kind of reason."""
+        return self.reasons[0].code.value
+
+    @property
+    def title(self) -> str:
+        """The op, or the reason that calls of several ops have in common."""
+        return self.ops[0] if len(self.ops) == 1 else str(self.reasons[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How much of something is delegated.
+
+    Attributes:
+        delegated: The amount that is.
+        total: All of it.
+    """
+
+    delegated: int
+    total: int
+
+    @property
+    def ratio(self) -> float:
+        """Share, 0 to 1 (1 of nothing)."""
+        return self.delegated / self.total if self.total else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class DelegationReport:
+    """The verdicts on every operation of one program.
+
+    Attributes:
+        nodes: In graph order.
+        partitions: In the order in which they run.
+        obstacles: What keeps nodes on the CPU; first what, lifted, would merge most partitions and
+            delegate most estimated FLOPs.
+        first_split: The first node in graph order that stays on the CPU between delegated ones, by
+            name; None if nothing splits the graph.
+        weights: Bytes of parameters and constants that delegates take.
+    """
+
+    nodes: tuple[NodeReport, ...]
+    partitions: tuple[PartitionReport, ...]
+    obstacles: tuple[Obstacle, ...]
+    first_split: str | None
+    weights: Coverage
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Delegation tags in the order in which the partitions run."""
+        return tuple(partition.tag for partition in self.partitions)
+
+    @property
+    def delegated(self) -> tuple[NodeReport, ...]:
+        """The operations Core ML runs."""
+        return tuple(n for n in self.nodes if n.delegated)
+
+    @property
+    def undelegated(self) -> tuple[NodeReport, ...]:
+        """The operations that stay on the CPU."""
+        return tuple(n for n in self.nodes if not n.delegated)
+
+    @property
+    def coverage(self) -> float:
+        """Share of operations that are delegated, 0 to 1 (1 for a graph without any)."""
+        return Coverage(len(self.delegated), len(self.nodes)).ratio
+
+    @property
+    def flops(self) -> Coverage:
+        """Estimated floating-point operations that are delegated."""
+        return Coverage(sum(n.flops for n in self.delegated), sum(n.flops for n in self.nodes))
+
+    def node(self, name: str) -> NodeReport:
+        """The verdict on the operation of that name.
+
+        Raises:
+            KeyError: There is none.
+        """
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise KeyError(name)
+
+    def require_complete(self) -> None:
+        """Insist that nothing stays on the CPU.
+
+        Raises:
+            UnsupportedOperatorError: Something does; lists every obstacle.
+        """
+        # Parts of results share the fate and the reason of the call they are of.
+        left = [node for node in self.undelegated if node.op != GETITEM]
+        if left:
+            raise UnsupportedOperatorError(
+                f"Core ML cannot take {len(left)} node(s) of the graph",
+                got="; ".join(_listed(left)),
+                remedy="Change the model, or lower with lower_full_graph=False and strict=False to "
+                "run them on the CPU",
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON; see ``report.document``."""
+        from coreml_delegate.partition.report.document import to_dict
+
+        return to_dict(self)
+
+    def to_json(self) -> str:
+        """The report as JSON; equal reports give equal text."""
+        from coreml_delegate.partition.report.document import to_json
+
+        return to_json(self)
+
+    def to_table(self) -> str:
+        """The report for a terminal: a summary, partitions by op, then every obstacle."""
+        from coreml_delegate.partition.report.table import to_table
+
+        return to_table(self)
+
+    def to_html(self, title: str = "Delegation to Core ML") -> str:
+        """The report as one HTML page that needs nothing else, with the graph to click through."""
+        from coreml_delegate.partition.report.page import to_html
+
+        return to_html(self, title)
+
+    def __str__(self) -> str:
+        return self.to_table()
+
+
+def _listed(nodes: Iterable[NodeReport]) -> Iterable[str]:
+    """Every obstacle with the number and names of its nodes, and its remedy."""
+    grouped: dict[tuple[str, str | None], list[str]] = {}
+    for node in nodes:
+        if node.reason is not None:
+            grouped.setdefault((str(node.reason), node.reason.remedy), []).append(node.name)
+    ranked: Mapping[tuple[str, str | None], list[str]] = dict(
+        sorted(grouped.items(), key=lambda item: (-len(item[1]), item[0][0]))
+    )
+    for (text, remedy), names in ranked.items():
+        advice = f" [{remedy}]" if remedy else ""
+        yield f"{len(names)} x {text}{advice}: {', '.join(names)}"

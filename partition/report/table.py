@@ -1,0 +1,97 @@
+"""The report for a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from coreml_delegate.op_rules.rule import GETITEM
+from coreml_delegate.partition.report.quantities import quantity
+from coreml_delegate.partition.report.records import (
+    DelegationReport,
+    NodeReport,
+    PartitionReport,
+)
+
+_MOST_LIFTED = 3
+_INDENT = " " * 4
+
+
+def to_table(report: DelegationReport) -> str:
+    """See ``DelegationReport.to_table``."""
+    return "\n".join(_lines(report))
+
+
+def _lines(report: DelegationReport) -> Iterator[str]:
+    yield (
+        f"{len(report.delegated)} of {len(report.nodes)} nodes delegated "
+        f"({report.coverage:.1%}) in {len(report.partitions)} partition(s)"
+    )
+    yield (
+        f"  {report.weights.ratio:.1%} of {quantity(report.weights.total, 'B')} of weights, "
+        f"{report.flops.ratio:.1%} of {quantity(report.flops.total, 'FLOPs')} (estimated)"
+    )
+    for partition in report.partitions:
+        yield _partition(partition)
+        yield from _columns((op, str(count)) for op, count in partition.ops)
+    if report.undelegated:
+        yield "  on the CPU:"
+        yield from _on_the_cpu(report.undelegated)
+    yield from _advice(report)
+
+
+def _partition(partition: PartitionReport) -> str:
+    facts = [
+        f"{partition.nodes} nodes",
+        quantity(partition.flops, "FLOPs"),
+        f"{quantity(partition.weight_bytes, 'B')} of weights",
+        f"{quantity(partition.input_bytes, 'B')} in",
+        f"{quantity(partition.output_bytes, 'B')} out",
+    ]
+    if partition.state_bytes:
+        facts.append(f"{quantity(partition.state_bytes, 'B')} of state")
+    return f"  {partition.tag}: {', '.join(facts)}"
+
+
+def _on_the_cpu(nodes: Sequence[NodeReport]) -> Iterator[str]:
+    first: dict[tuple[str, str], NodeReport] = {}
+    # Parts of results share the fate and the reason of the call they are of.
+    whole = [node for node in nodes if node.op != GETITEM]
+    for node in whole:
+        first.setdefault((node.op, str(node.reason)), node)
+    counts = Counter((node.op, str(node.reason)) for node in whole)
+    rows = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    lines = _columns((op, str(count), reason) for (op, reason), count in rows)
+    for line, (key, count) in zip(lines, rows, strict=True):
+        yield line
+        node = first[key]
+        if node.place:
+            yield f"{_INDENT}  {'first ' if count > 1 else ''}at {node.place}"
+        if node.reason is not None and node.reason.remedy:
+            yield f"{_INDENT}  -> {node.reason.remedy}"
+
+
+def _advice(report: DelegationReport) -> Iterator[str]:
+    if report.first_split is not None:
+        node = report.node(report.first_split)
+        where = f" at {node.place}" if node.place else ""
+        yield f"  first split by {node.name}{where}"
+    gains = [o for o in report.obstacles if o.partitions_merged > 0][:_MOST_LIFTED]
+    if gains:
+        yield "  what would merge most partitions, if Core ML took it:"
+        yield from _columns(
+            (
+                obstacle.title,
+                str(len(obstacle.nodes)),
+                f"{obstacle.partitions_merged} fewer, {quantity(obstacle.flops, 'FLOPs')} more",
+            )
+            for obstacle in gains
+        )
+
+
+def _columns(rows: Iterable[tuple[str, ...]]) -> list[str]:
+    table = list(rows)
+    if not table:
+        return []
+    width = max(len(row[0]) for row in table)
+    return [_INDENT + "  ".join((row[0].ljust(width), row[1].rjust(4), *row[2:])) for row in table]

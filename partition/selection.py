@@ -1,0 +1,83 @@
+"""Which of the possible partitions are worth one: large enough, and among the most valuable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from coreml_delegate.errors import OptionError
+from coreml_delegate.op_rules import Reason, ReasonCode
+from coreml_delegate.partition.flops import flops_of
+from coreml_delegate.partition.grouping import Group, is_part
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The user's limits on partitions.
+
+    Attributes:
+        min_nodes: Fewest operations of a partition; taking parts of results does not count.
+        max_partitions: Most partitions, or None. Those of most estimated FLOPs are kept, of equal
+            ones the larger, then the earlier.
+
+    Raises:
+        OptionError: A limit below 1.
+    """
+
+    min_nodes: int = 1
+    max_partitions: int | None = None
+
+    def __post_init__(self) -> None:
+        limits = {"min_partition_nodes": self.min_nodes, "max_partitions": self.max_partitions}
+        for name, limit in limits.items():
+            if limit is not None and (isinstance(limit, bool) or limit < 1):
+                raise OptionError(f"{name} is a positive integer", got=repr(limit))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether every partition passes."""
+        return self.min_nodes == 1 and self.max_partitions is None
+
+    def apply(self, groups: Sequence[Group]) -> tuple[list[Group], dict[Node, Reason]]:
+        """Choose among groups.
+
+        Returns:
+            Those that pass, in their order, and why the calls of the others stay on the CPU.
+        """
+        large = {n for n, group in enumerate(groups) if operations(group) >= self.min_nodes}
+        kept = sorted(self._most_valuable(groups, large))
+        dropped: dict[Node, Reason] = {}
+        for n in sorted(set(range(len(groups))).difference(kept)):
+            reason = self._reason(groups[n], small=n not in large)
+            dropped.update(dict.fromkeys(groups[n], reason))
+        return [groups[n] for n in kept], dropped
+
+    def _most_valuable(self, groups: Sequence[Group], among: set[int]) -> list[int]:
+        ranked = sorted(sorted(among), key=lambda n: _value(groups[n]), reverse=True)
+        return ranked[: self.max_partitions]
+
+    def _reason(self, group: Group, *, small: bool) -> Reason:
+        if small:
+            return Reason(
+                ReasonCode.PARTITION_SIZE,
+                f"its partition would have {operations(group)} operation(s), "
+                f"min_partition_nodes is {self.min_nodes}",
+                remedy="Lower min_partition_nodes",
+            )
+        return Reason(
+            ReasonCode.PARTITION_LIMIT,
+            f"its partition is not among the {self.max_partitions} of most FLOPs "
+            "that max_partitions allows",
+            remedy="Raise max_partitions",
+        )
+
+
+def operations(group: Group) -> int:
+    """The calls of a group that do not merely take a part of a result."""
+    return sum(not is_part(node) for node in group)
+
+
+def _value(group: Group) -> tuple[int, int]:
+    return sum(map(flops_of, group)), operations(group)

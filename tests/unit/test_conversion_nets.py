@@ -1,0 +1,232 @@
+"""What coremltools fails to convert stays on the CPU, and nothing is converted twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from executorch.exir import to_edge_transform_and_lower
+from support.failing_conversions import (
+    MESSAGE,
+    counted,
+    fail_as_a_whole,
+    fail_at,
+    fresh_trials,
+)
+from support.lowering import fp32_specs, lower, lower_core_aten, reasons
+from support.partitioned import Network, assert_equal_eager, example
+from torch import nn
+
+from coreml_delegate import CoreMLBackend, CoreMLPartitioner
+from coreml_delegate.compile_options import CompileOptions
+from coreml_delegate.errors import UnsupportedOperatorError
+from coreml_delegate.op_rules import ReasonCode
+from coreml_delegate.partition.trial import TRIALS, Trials
+from coreml_delegate.targets import Opset
+from coreml_delegate.third_party import coremltools
+
+INPUTS = example(2, 4)
+
+
+@pytest.fixture(autouse=True)
+def _no_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fresh_trials(monkeypatch, tmp_path)
+
+
+class Chain(nn.Module):
+    """Five ops in a row."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(torch.tanh(torch.exp(x) + 1) * x)
+
+
+# Trial conversion
+
+
+@pytest.mark.parametrize("route", [lower, lower_core_aten])
+def test_an_op_that_fails_in_trial_stays_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, route: object
+) -> None:
+    fail_at(monkeypatch, "tanh")
+    lowered = route(Chain(), INPUTS)
+    assert lowered.operators == ("aten.tanh.default",)
+    (reason,) = (n.reason for n in lowered.report.undelegated)
+    assert reason.code is ReasonCode.CONVERSION
+    assert MESSAGE in reason.text
+    assert_equal_eager(lowered.pte, Chain(), INPUTS)
+
+
+def test_several_ops_that_fail_in_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    for op in ("tanh", "exp"):
+        fail_at(monkeypatch, op)
+    lowered = lower(Chain(), INPUTS)
+    assert set(lowered.operators) == {"aten.tanh.default", "aten.exp.default"}
+    assert_equal_eager(lowered.pte, Chain(), INPUTS)
+
+
+def test_a_composite_op_that_fails_in_trial_is_decomposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_at(monkeypatch, "layer_norm")
+    module = nn.LayerNorm(4)
+    lowered = lower(module, INPUTS)
+    assert "aten.layer_norm.default" not in reasons(lowered.report)
+    assert_equal_eager(lowered.pte, module, INPUTS)
+
+
+def test_lower_full_graph_lists_every_op_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    for op in ("tanh", "exp"):
+        fail_at(monkeypatch, op)
+    with pytest.raises(UnsupportedOperatorError, match=r"exp.*tanh"):
+        lower(Chain(), INPUTS, lower_full_graph=True)
+
+
+def test_verdicts_are_kept_in_memory_and_on_disk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    counts = counted(monkeypatch)
+    lower(Chain(), INPUTS)
+    first = counts["milinternal"]
+    assert first >= 1
+    lower(Chain(), INPUTS)
+    assert counts["milinternal"] == first
+    known = dict(TRIALS.known)
+    monkeypatch.setattr(TRIALS, "known", {})
+    monkeypatch.setattr(TRIALS, "loaded_from", None)
+    lower(Chain(), INPUTS)
+    assert counts["milinternal"] == first
+    assert TRIALS.known == known
+    (kept,) = (tmp_path / "trials").glob("*.json")
+    assert Trials().known == {}
+    assert kept.stat().st_size > 0
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": 1}', '{"a": [99, ""]}'])
+def test_a_damaged_file_of_verdicts_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str
+) -> None:
+    lower(Chain(), INPUTS)
+    (kept,) = (tmp_path / "trials").glob("*.json")
+    whole = kept.read_text()
+    kept.write_text(content)
+    monkeypatch.setattr(TRIALS, "known", {})
+    monkeypatch.setattr(TRIALS, "loaded_from", None)
+    assert lower(Chain(), INPUTS).operators == ()
+    assert kept.read_text() == whole
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    fresh_trials(monkeypatch, blocked)
+    assert lower(Chain(), INPUTS).operators == ()
+
+
+def test_an_op_that_needs_a_later_target_demands_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ct = coremltools()
+    fail_at(monkeypatch, "tanh", before=ct.target.iOS17)
+    partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
+    edge = to_edge_transform_and_lower(
+        torch.export.export(Chain(), INPUTS), partitioner=[partitioner]
+    )
+    assert partitioner.report.undelegated == ()
+    (lowered,) = (
+        m for _, m in edge.exported_program().graph_module.named_children() if m is not None
+    )
+    options = CompileOptions.from_specs(lowered.compile_specs)
+    assert options.deployment_target is Opset.iOS17
+
+
+def test_a_target_given_is_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    ct = coremltools()
+    fail_at(monkeypatch, "tanh", before=ct.target.iOS17)
+    specs = fp32_specs(minimum_deployment_target=ct.target.iOS16)
+    assert lower(Chain(), INPUTS, compile_specs=specs).operators == ("aten.tanh.default",)
+
+
+# Conversion of partitions
+
+
+def test_the_op_that_keeps_a_partition_from_converting_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fail_as_a_whole(monkeypatch, "aten.tanh")
+    lowered = lower(Chain(), INPUTS)
+    assert lowered.operators == ("aten.tanh.default",)
+    (reason,) = (n.reason for n in lowered.report.undelegated)
+    assert reason.code is ReasonCode.CONVERSION
+    assert MESSAGE in reason.text
+    assert_equal_eager(lowered.pte, Chain(), INPUTS)
+
+
+def test_without_values_partitions_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coreml_delegate.partition.convertibility.real_values", lambda state: {})
+    counts = counted(monkeypatch)
+    module = Network(supported=True)
+    lowered = lower(module, INPUTS)
+    assert counts["mlprogram"] == len(lowered.report.partitions)
+    assert_equal_eager(lowered.pte, module, INPUTS)
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_every_partition_is_converted_once(
+    monkeypatch: pytest.MonkeyPatch, supported: bool
+) -> None:
+    counts = counted(monkeypatch)
+    module = Network(supported=supported)
+    lowered = lower(module, INPUTS)
+    assert counts["mlprogram"] == len(lowered.report.partitions) == (1 if supported else 2)
+    assert_equal_eager(lowered.pte, module, INPUTS)
+
+
+def test_several_methods_are_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = counted(monkeypatch)
+    programs = {
+        name: torch.export.export(Network(supported=True), example(rows, 4))
+        for name, rows in (("one", 1), ("two", 2))
+    }
+    partitioners = {name: [CoreMLPartitioner(compile_specs=fp32_specs())] for name in programs}
+    to_edge_transform_and_lower(programs, partitioner=partitioners)
+    assert counts["mlprogram"] == 2
+
+
+def test_a_plan_is_reused_by_the_lowering_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = counted(monkeypatch)
+    module = Network()
+    partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
+    plan = partitioner.plan(torch.export.export(module, INPUTS))
+    converted = counts["mlprogram"]
+    edge = to_edge_transform_and_lower(
+        torch.export.export(module, INPUTS), partitioner=[partitioner]
+    )
+    assert counts["mlprogram"] == converted == 2
+    assert partitioner.report == plan
+    assert_equal_eager(edge.to_executorch().buffer, module, INPUTS)
+
+
+def test_weights_changed_since_are_converted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = counted(monkeypatch)
+    module = Network(supported=True)
+    partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
+    partitioner.plan(torch.export.export(module, INPUTS))
+    with torch.no_grad():
+        module.first.weight.mul_(2)
+    edge = to_edge_transform_and_lower(
+        torch.export.export(module, INPUTS), partitioner=[partitioner]
+    )
+    assert counts["mlprogram"] == 2
+    assert_equal_eager(edge.to_executorch().buffer, module, INPUTS)
+
+
+def test_blobs_are_the_same_as_without_partitioner(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Network(supported=True)
+    reused = lower(module, INPUTS).pte
+    monkeypatch.setattr("coreml_delegate.preprocess.kept.take", lambda program, options: None)
+    assert lower(module, INPUTS).pte == reused
+
+
+def test_preprocess_by_itself_needs_no_partitioner() -> None:
+    program = torch.export.export(Chain(), INPUTS).run_decompositions({})
+    result = CoreMLBackend.preprocess(program, fp32_specs())
+    assert result.processed_bytes

@@ -1,0 +1,225 @@
+"""``DelegationReport``: what it says of nodes, partitions and obstacles, and in which forms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from executorch.exir import to_edge_transform_and_lower
+from support.lowering import fp32_specs
+from support.partitioned import Network, example
+from torch import nn
+from torch.export import ExportedProgram
+
+from coreml_delegate import CoreMLPartitioner
+from coreml_delegate.partition import DelegationReport
+from coreml_delegate.partition.report.origin import source_of
+from coreml_delegate.partition.report.quantities import quantity
+
+
+def exported(module: nn.Module, *shape: int) -> ExportedProgram:
+    return torch.export.export(module.eval(), example(*shape))
+
+
+def plan(program: ExportedProgram, **options: Any) -> DelegationReport:
+    return CoreMLPartitioner(**({"compile_specs": fp32_specs()} | options)).plan(program)
+
+
+@pytest.fixture(scope="module")
+def report() -> DelegationReport:
+    return plan(exported(Network(), 2, 4))
+
+
+# The plan
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"min_partition_nodes": 2},
+        {"skip_modules": ["first"], "take_over_constant_data": False},
+    ],
+    ids=lambda options: ", ".join(options) or "defaults",
+)
+def test_the_plan_is_what_lowering_reports(options: dict[str, Any]) -> None:
+    program = exported(Network(), 2, 4)
+    before = str(program), {k: v.clone() for k, v in program.state_dict.items()}
+    partitioner = CoreMLPartitioner(compile_specs=fp32_specs(), **options)
+    planned = partitioner.plan(program)
+    assert partitioner.reports == ()
+    # The program is as it was, and usable.
+    assert str(program) == before[0]
+    torch.testing.assert_close(dict(program.state_dict), before[1], rtol=0, atol=0)
+    assert not any("delegation_tag" in node.meta for node in program.graph.nodes)
+    to_edge_transform_and_lower(program, partitioner=[partitioner])
+    assert partitioner.report == planned
+    assert partitioner.reports == (planned,)
+
+
+def test_a_plan_demands_nothing() -> None:
+    assert len(plan(exported(Network(), 2, 4), lower_full_graph=True).undelegated) == 1
+
+
+# Nodes
+
+
+def test_nodes_know_where_they_are_from(report: DelegationReport) -> None:
+    linear, _, asinh, _ = report.nodes
+    assert (linear.module, linear.module_class) == ("first", "torch.nn.modules.linear.Linear")
+    assert linear.source is not None
+    assert Path(linear.source.file).name == "partitioned.py"
+    assert linear.source.function == "forward"
+    assert linear.source.code == "y = torch.tanh(self.first(x))"
+    assert asinh.place.startswith("root (Network), partitioned.py:")
+    assert asinh.inputs == (report.nodes[1].name,)
+    assert asinh.arguments == asinh.results == ("float32[2, 4]",)
+    assert linear.arguments == ("float32[2, 4]", "float32[4, 4]", "float32[4]")
+    assert linear.weight_bytes == 4 * (4 * 4 + 4)
+    assert linear.flops == 2 * 4 * (2 * 4 + 1)
+
+
+FRAME = '  File "{}", line {}, in forward\n    {}\n'
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (["/me/model.py", "/me/layer.py", torch.nn.functional.__file__], "layer.py:2"),
+        (["/venv/transformers/model.py", torch.nn.functional.__file__], "model.py:1"),
+        ([torch.nn.functional.__file__], "functional.py:1"),
+        ([], None),
+    ],
+)
+def test_source_is_the_innermost_line_of_the_users(files: list[str], expected: str | None) -> None:
+    node = torch.fx.Graph().placeholder("x")
+    node.meta["stack_trace"] = "".join(
+        FRAME.format(file, n, "y = f(x)") for n, file in enumerate(files, start=1)
+    )
+    found = source_of(node)
+    assert (None if found is None else str(found)) == expected
+
+
+# Partitions
+
+
+def test_partitions_are_measured(report: DelegationReport) -> None:
+    first, second = report.partitions
+    assert (first.tag, first.nodes) == ("coreml_0", 2)
+    assert first.ops == (("aten.linear.default", 1), ("aten.tanh.default", 1))
+    assert first.weight_bytes == 4 * (4 * 4 + 4)
+    assert (first.inputs, first.input_bytes) == (1, 4 * 8)
+    assert (first.outputs, first.output_bytes) == (1, 4 * 8)
+    assert second.weight_bytes == 4 * (4 * 3 + 3)
+    assert (second.outputs, second.output_bytes) == (1, 4 * 6)
+    assert first.flops + second.flops + 8 == report.flops.total
+    assert report.weights.ratio == 1.0
+
+
+def test_constants_left_outside_cross_the_boundary() -> None:
+    (only,) = plan(
+        exported(Network(supported=True), 2, 4), take_over_constant_data=False
+    ).partitions
+    assert only.weight_bytes == 0
+    assert (only.inputs, only.input_bytes) == (5, 4 * (8 + 20 + 15))
+
+
+def test_states_cross_no_boundary() -> None:
+    class Total(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("total", torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.total.add_(x)
+            return self.total * 2.0
+
+    (kept,) = plan(exported(Total(), 3)).partitions
+    assert (kept.state_bytes, kept.inputs, kept.outputs) == (12, 1, 1)
+    (passed,) = plan(exported(Total(), 3), take_over_mutable_buffer=False).partitions
+    assert (passed.state_bytes, passed.inputs, passed.outputs) == (0, 2, 2)
+
+
+def test_a_graph_without_operations() -> None:
+    class Identity(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    empty = plan(exported(Identity(), 3))
+    assert (empty.coverage, empty.weights.ratio, empty.flops.ratio) == (1.0, 1.0, 1.0)
+    assert str(empty).startswith("0 of 0 nodes delegated (100.0%) in 0 partition(s)")
+    assert "<svg" in empty.to_html()
+
+
+# What splits
+
+
+class Twice(nn.Module):
+    """Two operators Core ML has not; one splits, the other is last."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.tanh(torch.asinh(torch.relu(x)))
+        z = torch.relu(torch.asinh(y))
+        return z, torch.acosh(z)
+
+
+def test_obstacles_are_ranked_by_what_lifting_them_gives() -> None:
+    found = plan(exported(Twice(), 6), skip_ops_for_coreml_delegation=["acosh"])
+    assert len(found.partitions) == 3
+    assert found.first_split == "aten_asinh_default"
+    asinh, acosh = found.obstacles
+    assert asinh.ops == ("aten.asinh.default",)
+    assert asinh.nodes == ("aten_asinh_default", "aten_asinh_default_1")
+    assert (asinh.partitions_if_lifted, asinh.partitions_merged) == (1, 2)
+    assert asinh.flops == 12
+    assert (acosh.code, acosh.partitions_if_lifted, acosh.partitions_merged) == ("skipped", 3, 0)
+
+
+def test_what_is_asked_for_is_one_obstacle() -> None:
+    found = plan(exported(Network(supported=True), 2, 4), only_modules=["first"])
+    # Linear is decomposed: two calls of different ops, one wish.
+    titles = {(o.title, len(o.nodes)) for o in found.obstacles}
+    assert titles == {("second is not in only_modules", 2), ("aten.tanh.default", 1)}
+    assert found.first_split is None
+
+
+def test_nothing_splits_a_graph_whose_refused_calls_are_last() -> None:
+    class Last(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.asinh(torch.relu(x))
+
+    found = plan(exported(Last(), 3))
+    assert found.first_split is None
+    assert [o.partitions_merged for o in found.obstacles] == [0]
+
+
+# Forms
+
+
+def test_json_is_complete(report: DelegationReport) -> None:
+    content = json.loads(report.to_json())
+    assert set(content) == {"schema_version", "summary", "partitions", "obstacles", "nodes"}
+    assert content["partitions"][0]["ops"] == {"aten.linear.default": 1, "aten.tanh.default": 1}
+    (obstacle,) = content["obstacles"]
+    assert obstacle["code"] == "no-rule"
+    assert obstacle["nodes"] == ["aten_asinh_default"]
+    source = content["nodes"][2]["source"]
+    assert set(source) == {"file", "line", "function", "code"}
+
+
+def test_table_names_sizes_and_remedies() -> None:
+    text = str(plan(exported(Network(), 2, 4), skip_modules=["second"]))
+    assert "  coreml_0: 3 nodes, 80 FLOPs, 80 B of weights, 32 B in, 32 B out" in text
+    assert "      -> Remove it from the list" in text
+    assert " 57.1% of 140 B of weights, " in text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (2_450_000, "2.5 MB"), (3 * 10**12, "3.0 TB")],
+)
+def test_quantities(count: int, text: str) -> None:
+    assert quantity(count, "B") == text

@@ -1,0 +1,253 @@
+"""fp16 and bfloat16 models, fp16 and fp64 tensors at the boundary, islands of fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from executorch.exir import to_edge_transform_and_lower
+from support.lowering import fp32_specs, lower, reasons
+from support.tolerances import SQNR_HALF, sqnr_db
+from torch import nn
+
+from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
+from coreml_delegate.errors import OptionError
+from coreml_delegate.partition.widening import widened
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class Block(nn.Module):
+    """What a half-precision model is made of, upstream's failures among it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.linear = nn.Linear(8, 4)
+        self.last = nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = nn.functional.leaky_relu(self.norm(self.conv(x))).mean((2, 3))
+        return self.last(self.linear(features))
+
+
+def _image(dtype: torch.dtype) -> tuple[torch.Tensor]:
+    return (torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(1)).to(dtype),)
+
+
+@pytest.mark.parametrize("host", ["python", "stock"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_half_precision_model_lowers_and_keeps_its_interface(
+    dtype: torch.dtype, host: str
+) -> None:
+    module, inputs = Block().eval().to(dtype), _image(dtype)
+    lowered = lower(module, inputs)
+    left = {n.op for n in lowered.report.undelegated}
+    casts = {"dim_order_ops._to_dim_order_copy.default"} if dtype is torch.bfloat16 else set()
+    assert left == casts
+    (result,) = runtime.load_program(lowered.pte, host=host).run("forward", list(inputs))
+    assert result.dtype is dtype
+    truth = Block().eval()(inputs[0].float()).detach()
+    assert sqnr_db(truth.numpy(), result.float().numpy()) > SQNR_HALF[dtype]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_widening_leaves_the_program_it_is_given(dtype: torch.dtype) -> None:
+    module, inputs = Block().eval().to(dtype), _image(dtype)
+    exported = torch.export.export(module, inputs)
+    before = str(exported)
+    widened(exported)
+    assert str(exported) == before
+    assert exported.module()(*inputs).dtype is dtype
+
+
+def test_widening_returns_fp32_programs_themselves() -> None:
+    exported = torch.export.export(Block().eval(), _image(torch.float32))
+    assert widened(exported) is exported
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(x))
+
+
+def test_tied_weights_stay_one_tensor() -> None:
+    exported = torch.export.export(Tied().half(), (torch.tensor([1, 2]),))
+    state = widened(exported).state_dict
+    assert state["table.weight"] is state["head.weight"]
+    assert state["table.weight"].dtype is torch.float32
+
+
+class Counter(nn.Module):
+    """Half-precision state, an input returned, and an output computed from the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.total.add_(x)
+        return self.total * 2, x
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_mutable_buffers_and_returned_inputs(dtype: torch.dtype) -> None:
+    x = torch.tensor([1.0, 2.0, 3.0], dtype=dtype)
+    program = runtime.load_program(lower(Counter().to(dtype), (x,)).pte)
+    for turn in (1, 2):
+        total, same = program.run("forward", [x])
+        assert torch.equal(total, x * 2 * turn)
+        assert torch.equal(same, x)
+        assert total.dtype is same.dtype is dtype
+
+
+class Bits(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).view(torch.int16)
+
+
+def test_a_program_that_looks_at_bits_stays_as_it_is() -> None:
+    exported = torch.export.export(Bits(), (torch.ones(4, dtype=torch.float16),))
+    assert widened(exported) is exported
+
+
+class Doubles(nn.Module):
+    """Between fp64 and fp32; only the casts are for Core ML."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.sigmoid(x.float()) + 1).double()
+
+
+def test_fp64_crosses_the_boundary_by_a_cast() -> None:
+    x = torch.rand(4, dtype=torch.float64)
+    lowered = lower(Doubles(), (x,))
+    assert lowered.operators == ()
+    for host in ("python", "stock"):
+        (result,) = runtime.load_program(lowered.pte, host=host).run("forward", [x])
+        assert result.dtype is torch.float64
+        torch.testing.assert_close(result, Doubles()(x))
+
+
+class DoubleMath(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+
+def test_fp64_arithmetic_stays_on_the_cpu() -> None:
+    lowered = lower(DoubleMath(), (torch.rand(4, dtype=torch.float64),))
+    assert "float64" in reasons(lowered.report)["aten.mul.Tensor"]
+
+
+class Truncated(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.int32) + 1
+
+
+def test_fp64_is_not_cast_to_integers_by_way_of_fp32() -> None:
+    x = torch.tensor([16777217.0], dtype=torch.float64)  # fp32 does not have it
+    lowered = lower(Truncated(), (x,))
+    assert len(lowered.operators) == 1
+    (result,) = runtime.load_program(lowered.pte).run("forward", [x])
+    assert result.item() == 16777218
+
+
+# Islands of fp32
+
+
+class RootMeanSquare(nn.Module):
+    """A norm that squares before it divides: 1000 ** 2 is beyond fp16."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = RootMeanSquare()
+        self.linear = nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x))
+
+
+def _large() -> torch.Tensor:
+    return torch.randn(2, 64, generator=torch.Generator().manual_seed(0)) * 1000
+
+
+def _sqnr(**options: object) -> float:
+    module, x = Normed().eval(), _large()
+    pte = lower(module, (x,), **options).pte
+    (result,) = runtime.load_program(pte, engine="reference").run("forward", [x])
+    return sqnr_db(module(x).detach().numpy(), result.numpy())
+
+
+def _specs(**keywords: object) -> list[object]:
+    return CoreMLBackend.generate_compile_specs(**keywords)
+
+
+def test_a_norm_overflows_in_fp16() -> None:
+    assert _sqnr(compile_specs=_specs()) < 10
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        {"modules": ["norm"]},
+        {"modules": ["RootMeanSquare"]},
+        {"modules": ["no*"]},
+        {"ops": ["mul", "reduce_mean", "add", "rsqrt"]},
+    ],
+    ids=str,
+)
+def test_an_island_cures_it(keep: dict[str, list[str]]) -> None:
+    assert _sqnr(compile_specs=_specs(keep_fp32=keep)) > SQNR_HALF[torch.float16]
+
+
+def test_an_island_by_predicate_cures_it() -> None:
+    def in_norm(node: torch.fx.Node) -> bool:
+        return "norm" in str(node.meta["nn_module_stack"])
+
+    sqnr = _sqnr(compile_specs=_specs(), keep_fp32=in_norm)
+    assert sqnr > SQNR_HALF[torch.float16]
+
+
+def test_islands_are_carried_in_the_compile_specs() -> None:
+    edge = to_edge_transform_and_lower(
+        torch.export.export(Normed().eval(), (_large(),)),
+        partitioner=[
+            CoreMLPartitioner(
+                compile_specs=_specs(keep_fp32={"modules": ["norm"], "ops": ["softmax"]}),
+                keep_fp32=lambda node: "rsqrt" in str(node.target),
+            )
+        ],
+    )
+    (lowered,) = edge.exported_program().graph_module.children()
+    (kept,) = (bytes(s.value) for s in lowered.compile_specs if s.key == "keep_fp32")
+    assert kept == b'{"modules": ["norm"], "nodes": ["aten_rsqrt_default"], "ops": ["softmax"]}'
+
+
+def test_an_unknown_op_of_an_island_is_an_error() -> None:
+    with pytest.raises(OptionError, match=r"unknown MIL op.*'sofmax'.*softmax"):
+        lower(Normed(), (_large(),), compile_specs=_specs(keep_fp32={"ops": ["sofmax"]}))
+
+
+def test_an_unknown_kind_of_island_is_an_error() -> None:
+    with pytest.raises(OptionError, match="'layers'"):
+        _specs(keep_fp32={"layers": ["norm"]})
+
+
+def test_islands_make_no_difference_in_fp32() -> None:
+    module, x = Normed().eval(), _large()
+    plain = lower(module, (x,)).pte
+    kept = lower(module, (x,), compile_specs=fp32_specs(keep_fp32={"ops": ["mul"]})).pte
+    results = [runtime.load_program(p).run("forward", [x])[0] for p in (plain, kept)]
+    assert torch.equal(*results)

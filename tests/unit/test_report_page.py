@@ -1,0 +1,245 @@
+"""The report's HTML page: complete, self-contained, and alive in a browser without a network."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from support.browser import needs_browser, rendered
+
+from coreml_delegate.op_rules import Reason, ReasonCode
+from coreml_delegate.partition import (
+    Coverage,
+    DelegationReport,
+    NodeReport,
+    Obstacle,
+    PartitionReport,
+    SourceLine,
+)
+from coreml_delegate.partition.report.layout import BOX_HEIGHT, BOX_WIDTH, draw
+from coreml_delegate.partition.report.sections import MANY, sections
+
+HOSTILE = "</script><script>alert('x')</script><b>&"
+REASON = Reason(ReasonCode.NO_RULE, f"no translation of {HOSTILE}", remedy="Write <another> model")
+
+
+def node(number: int, partition: str | None, *inputs: int, module: str = "net") -> NodeReport:
+    return NodeReport(
+        name=f"node_{number}",
+        op="aten.relu.default" if partition else "aten.asinh.default",
+        inputs=tuple(f"node_{i}" for i in inputs),
+        arguments=("float32[2]",),
+        results=("float32[2]",),
+        module=module,
+        module_class=f"my.{HOSTILE}",
+        source=SourceLine("/me/model.py", 7, "forward", f"y = f(x)  # {HOSTILE}"),
+        partition=partition,
+        reason=None if partition else REASON,
+        flops=2,
+        weight_bytes=0,
+    )
+
+
+def report_of(nodes: list[NodeReport]) -> DelegationReport:
+    tags = dict.fromkeys(n.partition for n in nodes if n.partition)
+    left = [n for n in nodes if not n.delegated]
+    return DelegationReport(
+        nodes=tuple(nodes),
+        partitions=tuple(
+            PartitionReport(tag, 1, (("aten.relu.default", 1),), 2, 0, 0, 1, 8, 1, 8)
+            for tag in tags
+        ),
+        obstacles=(
+            Obstacle(("aten.asinh.default",), (REASON,), tuple(n.name for n in left), 2, 1, 1),
+        ),
+        first_split=left[0].name,
+        weights=Coverage(0, 0),
+    )
+
+
+def chain(length: int) -> DelegationReport:
+    """Every tenth call on the CPU; modules of fifty calls."""
+    return report_of(
+        [
+            node(
+                n,
+                None if n % 10 == 5 else f"coreml_{(n + 5) // 10}",
+                *([n - 1] if n else []),
+                module=f"net.block{n // 50}.part",
+            )
+            for n in range(length)
+        ]
+    )
+
+
+SMALL = report_of([node(0, "coreml_0"), node(1, None, 0), node(2, "coreml_1", 0, 1)])
+
+
+class Document(HTMLParser):
+    """Elements with their attributes; complains of tags that do not match."""
+
+    VOID = frozenset({"meta", "input", "option", "br"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def count(self, tag: str) -> int:
+        return sum(found == tag for found, _ in self.elements)
+
+
+def test_the_page_needs_nothing_else() -> None:
+    page = SMALL.to_html()
+    for _, attributes in Document(page).elements:
+        assert "src" not in attributes
+        assert (attributes.get("href") or "#").startswith("#")
+    assert "http://" not in page
+    assert "https://" not in page
+    assert "@import" not in page
+    assert "url(" not in page
+
+
+def test_every_node_is_drawn_and_described() -> None:
+    page = SMALL.to_html("A <title>")
+    assert "<h1>A &lt;title&gt;</h1>" in page
+    anchors = [a["data-for"] for tag, a in Document(page).elements if "data-for" in a]
+    assert anchors == ["node-0", "node-1", "node-2"]
+    assert Document(page).count("path") == 3
+    (data,) = re.findall(r'<script type="application/json" id="details">(.*?)</script>', page)
+    details = json.loads(data)
+    assert dict(details["node-1"]["facts"])["why not"] == str(REASON)
+    assert dict(details["node-1"]["facts"])["remedy"] == "Write <another> model"
+    assert "why not" not in dict(details["node-0"]["facts"])
+
+
+def test_text_of_the_model_is_no_markup() -> None:
+    page = SMALL.to_html()
+    assert Document(page).count("script") == 2
+    assert "<b>&" not in page
+
+
+def test_equal_reports_give_equal_pages() -> None:
+    assert chain(30).to_html() == chain(30).to_html()
+
+
+# Drawing
+
+
+def test_boxes_stand_below_what_they_depend_on_and_apart() -> None:
+    inputs = {"a": [], "b": ["a"], "c": ["a"], "d": ["b", "c"], "e": ["a", "d", "outside"]}
+    drawing = draw(inputs)
+    boxes = {box.key: box for box in drawing.boxes}
+    assert list(boxes) == list(inputs)
+    assert all(boxes[e.end].y >= boxes[e.start].y + BOX_HEIGHT for e in drawing.edges)
+    assert {(e.start, e.end) for e in drawing.edges} == {
+        *(("a", "b"), ("a", "c"), ("b", "d"), ("c", "d"), ("a", "e"), ("d", "e"))
+    }
+    assert boxes["b"].y == boxes["c"].y
+    assert abs(boxes["b"].x - boxes["c"].x) >= BOX_WIDTH
+    assert all(0 <= b.x <= drawing.width - BOX_WIDTH for b in drawing.boxes)
+    assert all(0 <= b.y <= drawing.height - BOX_HEIGHT for b in drawing.boxes)
+
+
+def test_neighbours_stand_in_the_same_order() -> None:
+    inputs = {"a": [], "b": [], "under b": ["b"], "under a": ["a"]}
+    boxes = {box.key: box for box in draw(inputs).boxes}
+    assert (boxes["a"].x < boxes["b"].x) is (boxes["under a"].x < boxes["under b"].x)
+
+
+def test_nothing_to_draw() -> None:
+    assert draw({}).boxes == ()
+
+
+# Sections
+
+
+def test_sections_run_one_after_the_other() -> None:
+    long = chain(1000)
+    found = sections(long.nodes)
+    seen: set[str] = set()
+    for section in found:
+        names = {n.name for n in section.nodes}
+        assert {i for n in section.nodes for i in n.inputs} <= seen | names
+        assert {n.partition for n in section.nodes} == {section.partition}
+        assert len(names) <= MANY
+        seen |= names
+    assert seen == {n.name for n in long.nodes}
+    assert sum(len(s.nodes) for s in found) == 1000
+
+
+def test_a_partition_beside_the_cpu_is_not_torn_apart() -> None:
+    nodes = [node(0, "coreml_0"), node(1, None), node(2, "coreml_0", 0), node(3, None, 1, 2)]
+    found = [(s.partition, [n.name for n in s.nodes]) for s in sections(nodes)]
+    assert found == [
+        (None, ["node_1"]),
+        ("coreml_0", ["node_0", "node_2"]),
+        (None, ["node_3"]),
+    ]
+
+
+def test_long_stretches_are_divided_by_module() -> None:
+    nodes = [
+        node(n, "coreml_0", *([n - 1] if n else []), module=f"net.block{n // 50}.part")
+        for n in range(200)
+    ]
+    titles = [(s.title, len(s.nodes)) for s in sections(nodes)]
+    assert titles == [(f"net.block{n}", 50) for n in range(4)]
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def small_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "small.html"
+    path.write_text(SMALL.to_html(), encoding="utf-8")
+    return path
+
+
+@needs_browser
+def test_a_click_shows_the_reason(small_page: Path) -> None:
+    clicking = small_page.with_name("clicking.html")
+    click = "document.querySelector('[data-for=node-1]').dispatchEvent(new MouseEvent('click'))"
+    # The browser prints the document when it is idle: the event is over by then.
+    page = small_page.read_text("utf-8").replace("</body>", f"<script>{click}</script></body>")
+    clicking.write_text(page, encoding="utf-8")
+    before = rendered(small_page)
+    assert "No node chosen." in before
+    after = rendered(clicking)
+    chosen = after[after.index('id="chosen"') :]
+    assert "<h2>node_1</h2>" in chosen
+    assert "no translation of &lt;/script&gt;" in chosen
+    assert "<dd>Write &lt;another&gt; model</dd>" in chosen
+    assert "/me/model.py:7, in forward" in chosen
+    assert 'class="cpu chosen"' in after
+
+
+@needs_browser
+def test_a_long_graph_opens_where_the_address_says(tmp_path: Path) -> None:
+    path = tmp_path / "long.html"
+    path.write_text(chain(2000).to_html(), encoding="utf-8")
+    document = rendered(path, "node-1205")
+    assert document.count("<details") == len(sections(chain(2000).nodes))
+    assert (
+        document.count("<details id=") - document.count('open=""')
+        == len(sections(chain(2000).nodes)) - 1
+    )
+    assert "<h2>node_1205</h2>" in document

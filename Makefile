@@ -4,9 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Half the cores per test process would idle in conversion; one thread each keeps them apart.
-TEST_ENV := OMP_NUM_THREADS=1
+# Tests compile; only those of the cache read what others have compiled.
+TEST_ENV := OMP_NUM_THREADS=1 COREML_DELEGATE_COMPILED_CACHE=off
+FUZZ := PYTHONPATH=../..:../../tests OMP_NUM_THREADS=1 ../../$(BIN)/python -m tests.fuzz.fuzz_mil
 
-.PHONY: demo test test-all lint types imports bench conformance clean
+.PHONY: demo test test-all lint types imports bench conformance suite fuzz clean
 
 demo: $(STAMP)
 	$(BIN)/coreml-delegate demo
@@ -27,6 +29,7 @@ types: $(STAMP)
 imports: $(STAMP)
 	$(BIN)/lint-imports
 
+# Prints the tables; `.[bench]` adds the peers that are not installed.
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks
 
@@ -35,6 +38,15 @@ conformance: $(STAMP)
 	mkdir -p build
 	$(TEST_ENV) $(BIN)/python -m tests.conformance -n 2 --engine reference --results build/conformance-reference.json
 	$(TEST_ENV) $(BIN)/python -m tests.conformance -n 2 --engine openvino --results build/conformance-openvino.json
+	$(BIN)/python -m tests.conformance.op_support build/conformance-reference.json build/conformance-openvino.json
+
+# Ten minutes of mutated programs, half of them on each engine; what it finds stays in build/fuzz.
+fuzz: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[fuzz]"
+	for engine in reference openvino; do \
+	  mkdir -p build/fuzz/$$engine && (cd build/fuzz && $(FUZZ) --engine $$engine $$engine \
+	    ../../tests/fuzz/corpus -max_total_time=300 -timeout=60 -rss_limit_mb=4096 -max_len=20000) || exit 1; \
+	done
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -40,6 +40,13 @@ conformance: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m tests.conformance -n 2 --engine openvino --results build/conformance-openvino.json
 	$(BIN)/python -m tests.conformance.op_support build/conformance-reference.json build/conformance-openvino.json
 
+# ExecuTorch's own operator and model suite, lowered by us and by its own Core ML backend, and compared.
+suite: $(STAMP)
+	mkdir -p build
+	$(TEST_ENV) $(BIN)/python -m tests.suite --jobs 2 --results build/suite.json
+	-$(TEST_ENV) $(BIN)/python -m tests.suite --jobs 2 --upstream --results build/suite-upstream.json
+	$(BIN)/python -m tests.suite --compare build/suite.json build/suite-upstream.json
+
 # Ten minutes of mutated programs, half of them on each engine; what it finds stays in build/fuzz.
 fuzz: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[fuzz]"

@@ -53,16 +53,16 @@ _UNARY_NUMERIC = (
     "aten.neg.default",
     "aten.sign.default",
 )
-# Coremltools passes quotients of integers through floats, which have not all of them.
-_ROUNDED = (
-    "aten.div.Scalar_mode",
-    "aten.div.Tensor_mode",
-    "aten.floor_divide.default",
+# MIL has powers of floats alone.
+_POWERS = (
     "aten.pow.Scalar",
     "aten.pow.Tensor_Tensor",
 )
 # PyTorch itself does not take booleans alone for these.
 _ARITHMETIC = (
+    "aten.div.Scalar_mode",
+    "aten.div.Tensor_mode",
+    "aten.floor_divide.default",
     "aten.fmod.Scalar",
     "aten.fmod.Tensor",
     "aten.remainder.Scalar",
@@ -120,7 +120,7 @@ RULES = (
     *(OpRule(target, "elementwise", dtypes={"": NUMERIC}) for target in _UNARY_NUMERIC),
     *(
         OpRule(target, "elementwise", dtypes={"": ANY}, constraints=(floating_result,))
-        for target in _ROUNDED
+        for target in _POWERS
     ),
     *(
         OpRule(target, "elementwise", dtypes={"": ANY}, constraints=(numeric_result,))

@@ -24,6 +24,7 @@ from coreml_delegate.preprocess.graph_edits import (
     truth,
     value_of,
 )
+from coreml_delegate.preprocess.own_ops import floor_divide
 
 
 def _promote(*names: str) -> Rewrite:
@@ -80,12 +81,32 @@ def _rsub(node: Node) -> None:
 def _divide(node: Node) -> None:
     """Division with rounding; the mode is a keyword that coremltools does not see everywhere."""
     arguments, dtype = arguments_of(node), value_of(node).dtype
-    x, y = (cast(node, arguments[n], dtype) for n in ("self", "other"))
     mode = arguments.get("rounding_mode", "floor")
-    if mode == "trunc":
+    x, y = (cast(node, arguments[n], dtype) for n in ("self", "other"))
+    if not dtype.is_floating_point:
+        _become_whole_quotient(node, x, y, mode)
+    elif mode == "trunc":
         _become_truncated(node, insert(node, ATEN.div.Tensor, x, y))
     else:
         become(node, ATEN.floor_divide.default if mode == "floor" else ATEN.div.Tensor, x, y)
+
+
+def _become_whole_quotient(node: Node, x: Node, y: Any, mode: str) -> None:
+    """Integers are divided as integers: floats have not all of them."""
+    if mode == "floor":
+        become(node, floor_divide(), x, _filled(node, x, y))
+        return
+    size, sign = insert(node, ATEN.abs.default, x), insert(node, ATEN.sign.default, x)
+    if isinstance(y, Node):
+        divisor, other = insert(node, ATEN.abs.default, y), insert(node, ATEN.sign.default, y)
+    else:
+        divisor, other = _filled(node, x, abs(y)), 1 if y > 0 else -1
+    quotient = insert(node, floor_divide(), size, divisor)
+    become(node, ATEN.mul.Tensor, quotient, insert(node, ATEN.mul.Tensor, sign, other))
+
+
+def _filled(node: Node, like: Node, value: Any) -> Node:
+    return value if isinstance(value, Node) else insert(node, ATEN.full_like.default, like, value)
 
 
 def _truncate(node: Node) -> None:

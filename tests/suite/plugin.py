@@ -6,7 +6,8 @@ A test of the suite may lower several models; each is one case with one outcome:
 
 - ``passed``: lowered, executed and equal to eager within the suite's tolerances;
 - ``lower-fail``, ``run-fail``, ``mismatch``, ``fail``: the stage that failed;
-- ``skipped``: the suite itself says the model does not run in eager mode or does not export;
+- ``skipped``: the suite itself says the model does not run in eager mode or does not export, or
+  ExecuTorch cannot serialize a program of which nothing was delegated;
 - ``crash``: the process died;
 - ``error``: the test failed before it had a model.
 """
@@ -175,8 +176,11 @@ class Suite:
 def _case(summary: Any, report: Mapping[str, tuple[str, ...]]) -> Case:
     ratios = [float(s.sqnr) for s in summary.tensor_error_statistics if s.sqnr is not None]
     finite = [ratio for ratio in ratios if np.isfinite(ratio)]
+    outcome = _OUTCOMES.get(summary.result.name, "fail")
+    if outcome == "fail" and summary.undelegated_op_counts and not summary.delegated_op_counts:
+        outcome = "skipped"
     return Case(
-        outcome=_OUTCOMES.get(summary.result.name, "fail"),
+        outcome=outcome,
         delegated=dict(sorted((summary.delegated_op_counts or {}).items())),
         undelegated=dict(sorted((summary.undelegated_op_counts or {}).items())),
         reasons={op: list(reasons) for op, reasons in report.items()},

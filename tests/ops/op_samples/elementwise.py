@@ -44,6 +44,9 @@ _PROMOTED = (
 )
 _NUMBERS = ("add", "sub", "rsub", "mul", "div", "remainder")
 
+# Beyond 2**24, where fp32 has gaps, and fp16 long has no values.
+_WHOLE = i(values=[7, -7, 16777217, -2147483647])
+
 ACCEPTED = (
     *(accept(f"aten.{op}.default", x(2, 3, 4, **o)) for op, o in _UNARY.items()),
     *(accept(f"aten.{op}.default", x(**o), note="rank0") for op, o in _UNARY.items()),
@@ -202,6 +205,17 @@ ACCEPTED = (
     accept("aten.div.Tensor_mode", x(2, 3), i(2, 3, low=1), rounding_mode="trunc", note="mixed"),
     accept("aten.div.Tensor", i(2, 3), i(2, 3, low=1), note="int64"),
     accept("aten.remainder.Scalar", i(2, 3), 3, note="int64"),
+    accept("aten.floor_divide.default", i(2, 3), i(2, 3, low=1), note="int64"),
+    *(
+        accept("aten.div.Tensor_mode", _WHOLE, y, rounding_mode=m, note=f"int64-{m}-{y.values[0]}")
+        for m in ("floor", "trunc")
+        for y in (i(values=[7, 3, 2, 5]), i(values=[-7, -3, -2, -5]))
+    ),
+    *(
+        accept("aten.div.Scalar_mode", _WHOLE, n, rounding_mode=m, note=f"int64-{m}-{n}")
+        for m in ("floor", "trunc")
+        for n in (3, -3)
+    ),
     accept("aten.remainder.Scalar_Tensor", 7, i(2, 3, low=1), note="int64"),
     accept("aten.remainder.Scalar_Tensor", 2.5, x(2, 3, low=0.5)),
     *(accept("aten.pow.Tensor_Scalar", i(2, 3), e, note=f"int64-{e}") for e in (2, 3, 4)),
@@ -273,12 +287,7 @@ REJECTED = (
             note="integers",
             **mode,
         )
-        for op, more, mode in (
-            ("floor_divide.default", (i(2, 3, low=1),), {}),
-            ("div.Tensor_mode", (i(2, 3, low=1),), {"rounding_mode": "floor"}),
-            ("div.Scalar_mode", (3,), {"rounding_mode": "trunc"}),
-            ("pow.Tensor_Tensor", (i(2, 3, low=0),), {}),
-        )
+        for op, more, mode in (("pow.Tensor_Tensor", (i(2, 3, low=0),), {}),)
     ),
     reject(
         ReasonCode.DTYPE,

@@ -18,7 +18,6 @@ import functools
 import gc
 import hashlib
 import json
-import os
 import random
 import time
 from collections import Counter
@@ -85,8 +84,12 @@ class Suite:
         self.sample: float = options.sample
         self.results: Path | None = options.results
         self.cases: dict[str, Case] = {}
-        self._is_worker = "PYTEST_XDIST_WORKER" in os.environ
+        self._is_worker = False
         self._testers: list[SuiteTester] = []
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        # Not by the environment: that of a run started by a worker of another run says it is one.
+        self._is_worker = hasattr(config, "workerinput")
 
     def install(self) -> None:
         """Make ours the only flow, and leave no model out for kernels that our host has."""

@@ -22,12 +22,12 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.errors import ConversionError, OptionError
+from coreml_delegate.errors import ConversionError
 from coreml_delegate.op_rules import Reason, ReasonCode
 from coreml_delegate.op_rules.rule import GETITEM, target_name
 from coreml_delegate.partition.subgraph import program_of, stand_in
 from coreml_delegate.preprocess import contract, kept
-from coreml_delegate.preprocess.convert import check_translation
+from coreml_delegate.preprocess.convert import check_translation, is_about_the_graph
 from coreml_delegate.preprocess.package import build_blob, required_opset
 from coreml_delegate.preprocess.passes import prepare
 
@@ -90,7 +90,7 @@ class Confirmation:
                 ", ".join(node.name for node in culprits),
                 error,
             )
-            text = f"coremltools cannot convert the partition with it: {_said(error)}"
+            text = f"the partition does not convert with it: {_said(error)}"
             found.update((node, Reason(ReasonCode.CONVERSION, text)) for node in culprits)
         return found
 
@@ -105,9 +105,9 @@ class Confirmation:
             record = kept.keep(key, subgraph)
             try:
                 record.blob = build_blob(subgraph, options)
-            except OptionError:
-                raise
-            except Exception as error:  # noqa: BLE001 - whatever it is, the call stays on the CPU
+            except Exception as error:
+                if not is_about_the_graph(error):
+                    raise
                 return error
         self.records.append(record)
         return None
@@ -165,9 +165,9 @@ def _failure(
             check_translation(program, options.deployment_target or required_opset(program))
         else:
             build_blob(program, options)
-    except OptionError:
-        raise
-    except Exception as error:  # noqa: BLE001 - it is the question whether anything goes wrong
+    except Exception as error:
+        if not is_about_the_graph(error):
+            raise
         return error
     return None
 

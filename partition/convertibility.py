@@ -35,7 +35,7 @@ class Convertibility:
             for node, key, value in (constants_of(program) if inside else ())
         }
         self._since: dict[Node, Opset] = {}
-        self._records: list[KeptBlob] = []
+        self.kept: list[KeptBlob] = []
 
     def failed(self, calls: Iterable[Node], target: Opset | None) -> dict[Node, Reason]:
         """The calls that coremltools fails to translate by themselves, each with the reason.
@@ -56,12 +56,12 @@ class Convertibility:
     def failures(self, partitions: Mapping[str, CompileOptions]) -> dict[Node, Reason]:
         """Convert every partition of the tagged program; see ``Confirmation.failures``.
 
-        The blobs wait for ``CoreMLBackend.preprocess`` as long as this object lives.
+        The blobs wait for ``CoreMLBackend.preprocess`` as long as what is in ``kept`` lives.
         """
         confirmation = Confirmation(self._program, self._state, self._constants)
         found = confirmation.failures(partitions)
         # Only now that this round has taken over what still fits are those of the last let go.
-        self._records = confirmation.records
+        self.kept = confirmation.records
         return found
 
 

@@ -32,6 +32,7 @@ from coreml_delegate.partition.report import DelegationReport, describe
 from coreml_delegate.partition.selection import Selection
 from coreml_delegate.partition.tagging import DataOwnership, tag_of
 from coreml_delegate.partition.widening import widened
+from coreml_delegate.preprocess.kept import KeptBlob
 from coreml_delegate.targets import STATE_OPSET
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ class CoreMLPartitioner(Partitioner):
         self._keep_fp32 = keep_fp32
         self._converts = True
         # Their blobs wait for ``CoreMLBackend.preprocess``.
-        self._conversions: list[Convertibility] = []
+        self._kept: list[KeptBlob] = []
         self._preserved: tuple[weakref.ref[ExportedProgram], set[OpOverload]] | None = None
         if lower_full_graph:
             _check_full_graph(
@@ -162,7 +163,7 @@ class CoreMLPartitioner(Partitioner):
         """
         double = self._double()
         rehearse(program, double)
-        self._conversions += double._conversions
+        self._keep(double._kept)
         return double.report
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
@@ -192,6 +193,7 @@ class CoreMLPartitioner(Partitioner):
             ownership=self._ownership,
             confirm=lambda tagged, tags: self._confirm(tagged, tags, conversions),
         )
+        self._keep(conversions.kept)
         report = describe(exported_program, decision, constants_inside=self._ownership.constants)
         self._reports.append(report)
         if self._complete:
@@ -285,12 +287,15 @@ class CoreMLPartitioner(Partitioner):
         failed = conversions.failures(
             {tag: self._options_for(calls, conversions) for tag, calls in groups.items()}
         )
-        self._conversions = [c for c in self._conversions if c is not conversions] + [conversions]
         return {**failed, **parts_of(failed)}
 
     @staticmethod
     def _delegation(options: CompileOptions) -> DelegationSpec:
         return DelegationSpec(CoreMLBackend.__name__, options.to_specs())
+
+    def _keep(self, blobs: Sequence[KeptBlob]) -> None:
+        """Hold blobs until they are taken, and no longer: they hold weights."""
+        self._kept = [kept for kept in self._kept if kept.blob is not None] + list(blobs)
 
     def _options_for(self, calls: Sequence[Node], conversions: Convertibility) -> CompileOptions:
         """The compile options of one partition."""
@@ -325,7 +330,7 @@ class CoreMLPartitioner(Partitioner):
         double._reports = []
         double._preserved = None
         double._complete = False
-        double._conversions = []
+        double._kept = []
         return double
 
     def _check_state(self, program: ExportedProgram) -> None:

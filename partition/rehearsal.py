@@ -52,6 +52,11 @@ class _Rehearsal(Partitioner):
         self._preserved = preserved
         self._done = False
 
+    def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
+        if self._preserved is not None:
+            return exported_program  # it comes from the partitioner, which has done so already
+        return self._partitioner.transform_for_pre_decomposition(exported_program)
+
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         self._partitioner.partition(exported_program)
         remove_tags(exported_program)

@@ -31,7 +31,7 @@ from coreml_delegate.errors import ConversionError
 from coreml_delegate.op_rules import Reason, ReasonCode
 from coreml_delegate.op_rules.rule import GETITEM, OpCall, target_name
 from coreml_delegate.partition.subgraph import program_of
-from coreml_delegate.preprocess.convert import check_translation
+from coreml_delegate.preprocess.convert import check_translation, is_about_the_graph
 from coreml_delegate.preprocess.passes import prepare
 from coreml_delegate.targets import Opset
 
@@ -173,7 +173,9 @@ class _Trial:
             except ConversionError as error:
                 failed_at = _origin(program, originals, error.node)
                 raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, the call stays on the CPU
+        except Exception as error:
+            if not is_about_the_graph(error):
+                raise  # and no verdict, which would outlast the cause
             message = (
                 (error.got or str(error)) if isinstance(error, ConversionError) else str(error)
             )
@@ -252,13 +254,17 @@ def _file() -> Path:
     return cache_folder() / "trials" / f"{_version()}.json"
 
 
+# Where a call is made ready for its trial.
+_JUDGES = ("coreml_delegate.op_rules", "coreml_delegate.partition", "coreml_delegate.preprocess")
+
+
 @functools.cache
 def _version() -> str:
     """Digest of everything a verdict depends on beside the call."""
     digest = hashlib.sha256()
     for name in ("coremltools", "torch"):
         digest.update(f"{name} {importlib.metadata.version(name)}\n".encode())
-    for package in ("coreml_delegate.preprocess", "coreml_delegate.op_rules"):
+    for package in _JUDGES:
         sources = importlib.resources.files(package).iterdir()
         for source in sorted((s for s in sources if s.name.endswith(".py")), key=lambda s: s.name):
             digest.update(source.read_bytes())

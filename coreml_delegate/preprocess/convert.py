@@ -20,7 +20,13 @@ import numpy as np
 from torch.export import ExportedProgram
 
 from coreml_delegate.compile_options import CompileOptions, ModelType, Precision
-from coreml_delegate.errors import ConversionError, LoweringError, OptionError
+from coreml_delegate.errors import (
+    ContractError,
+    ConversionError,
+    LoweringError,
+    OptionError,
+    UnsupportedOperatorError,
+)
 from coreml_delegate.preprocess.precision import selector
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools, quiet_import
@@ -112,6 +118,17 @@ def _convert(
         return Conversion(model.get_spec(), Path(model.package_path), compiled)
 
 
+def is_about_the_graph(error: Exception) -> bool:
+    """Whether a lowering failed by what is in the graph, so that less of it may succeed.
+
+    Options that are not accepted, and what the machine lacks (a compiler, memory, disk space), fail
+    whatever the graph.
+    """
+    about_the_graph = (UnsupportedOperatorError, ConversionError, ContractError)
+    about_the_rest = (OptionError, LoweringError, OSError, MemoryError)
+    return isinstance(error, about_the_graph) or not isinstance(error, about_the_rest)
+
+
 @contextmanager
 def _conversion_errors() -> Generator[None]:
     """Turn what coremltools raises into ``ConversionError``, with the node it was at."""
@@ -132,6 +149,12 @@ def _conversion_errors() -> Generator[None]:
             yield
     except LoweringError:
         raise
+    except (OSError, MemoryError) as error:
+        raise LoweringError(
+            "this machine cannot convert the subgraph",
+            got=f"{type(error).__name__}: {_first_line(error)}",
+            remedy="Free disk space or memory and lower again",
+        ) from error
     except Exception as error:
         failure = ConversionError(
             "coremltools cannot convert the subgraph",

@@ -70,7 +70,7 @@ def take(program: ExportedProgram, options: CompileOptions) -> bytes | None:
     record = waiting(fingerprint(program, options))
     if record is None or not _same(record.constants, _tensors(program)):
         return None
-    blob, record.blob = record.blob, None
+    blob, record.blob, record.constants = record.blob, None, {}
     return blob
 
 

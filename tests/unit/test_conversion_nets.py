@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.errors import UnsupportedOperatorError
+from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
 from coreml_delegate.op_rules import ReasonCode
 from coreml_delegate.partition.trial import TRIALS, Trials
 from coreml_delegate.targets import Opset
@@ -145,7 +148,37 @@ def test_a_target_given_is_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lower(Chain(), INPUTS, compile_specs=specs).operators == ("aten.tanh.default",)
 
 
+@pytest.mark.parametrize("error", [MemoryError(), OSError(28, "No space left on device")], ids=repr)
+def test_what_the_machine_lacks_is_no_verdict(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(coremltools(), "convert", mock.Mock(side_effect=error))
+        with pytest.raises(LoweringError, match="this machine cannot convert"):
+            lower(Chain(), INPUTS)
+    assert lower(Chain(), INPUTS).operators == ()
+
+
 # Conversion of partitions
+
+
+def test_an_option_of_another_machine_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    specs = fp32_specs(model_type=CoreMLBackend.MODEL_TYPE.COMPILED_MODEL)
+    with pytest.raises(LoweringError, match="only macOS has"):
+        lower(Chain(), INPUTS, compile_specs=specs)
+
+
+def test_blobs_that_were_taken_hold_no_weights() -> None:
+    module = Network(supported=True)
+    partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
+    exported = torch.export.export(module, INPUTS)
+    weight = weakref.ref(module.first.weight)
+    edge = to_edge_transform_and_lower(exported, partitioner=[partitioner])
+    del module, exported, edge
+    gc.collect()
+    assert weight() is None
+    assert partitioner.report.undelegated == ()
 
 
 def test_the_op_that_keeps_a_partition_from_converting_is_found(

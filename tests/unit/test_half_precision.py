@@ -53,6 +53,13 @@ def test_a_half_precision_model_lowers_and_keeps_its_interface(
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_plan_foretells_it(dtype: torch.dtype) -> None:
+    module, inputs = Block().eval().to(dtype), _image(dtype)
+    plan = CoreMLPartitioner(compile_specs=fp32_specs()).plan(torch.export.export(module, inputs))
+    assert plan == lower(module, inputs).report
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_widening_leaves_the_program_it_is_given(dtype: torch.dtype) -> None:
     module, inputs = Block().eval().to(dtype), _image(dtype)
     exported = torch.export.export(module, inputs)

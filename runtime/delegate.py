@@ -11,6 +11,7 @@ from coreml_delegate.blob import BlobReference, Buffer, unflatten
 from coreml_delegate.errors import BlobFormatError, InputError, ProgramError
 from coreml_delegate.metadata import FILE_NAME as METADATA
 from coreml_delegate.metadata import MethodMetadata, ModelMetadata
+from coreml_delegate.runtime.casting import cast
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.mil.package import read_files
@@ -44,10 +45,11 @@ class CoreMLDelegate:
         """Run once.
 
         Args:
-            inputs: In the metadata's order; cast to the program's dtypes as the device does.
+            inputs: In the metadata's order; cast to the program's dtypes.
 
         Raises:
-            InputError: Another number of inputs.
+            InputError: Another number of inputs, or integers that do not fit the program's (which
+                the device cuts without a word).
             ExecutionError: An op failed.
         """
         results = self.model.run_unchecked(self._arrays(inputs), self._state)
@@ -72,7 +74,7 @@ class CoreMLDelegate:
                 expected=str(len(self._inputs)),
             )
         return {
-            name: _array(tensor, dtype, shape)
+            name: _array(tensor, dtype, shape, name)
             for (name, dtype, shape), tensor in zip(self._inputs, inputs, strict=True)
         }
 
@@ -159,12 +161,15 @@ def package_files(files: Mapping[str, memoryview]) -> dict[str, memoryview]:
 
 
 def _array(
-    tensor: torch.Tensor, dtype: np.dtype[np.generic], shape: tuple[int | None, ...] | None
+    tensor: torch.Tensor,
+    dtype: np.dtype[np.generic],
+    shape: tuple[int | None, ...] | None,
+    name: str,
 ) -> np.ndarray:
     array = tensor.detach().numpy()
     if array.ndim == 0 and shape == (1,):
         array = array.reshape(1)
-    return array if array.dtype == dtype else array.astype(dtype)
+    return cast(array, dtype, name)
 
 
 def _check_names(side: str, listed: Sequence[str], declared: Sequence[str]) -> None:

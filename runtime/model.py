@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from coreml_delegate.blob import Buffer
 from coreml_delegate.errors import InputError, ProgramError
 from coreml_delegate.runtime import diagnosis, tracing
+from coreml_delegate.runtime.casting import cast
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
 from coreml_delegate.runtime.engines import memory
 from coreml_delegate.runtime.engines.base import EngineOptions, State
@@ -230,7 +231,7 @@ class Model:
         if array.ndim == 0 and feature.type.shape == (1,):
             array = array.reshape(1)
         check_shape(feature, array.shape)
-        return _cast(feature, array, self._param_dtypes[feature.name])
+        return _checked(feature, array, self._param_dtypes[feature.name])
 
 
 def _function(program: Program, name: str | None) -> Function:
@@ -254,7 +255,7 @@ def _default(feature: Feature, dtype: DType) -> Array:
     return np.full(shape, feature.default or 0, dtype=dtype.numpy)
 
 
-def _cast(feature: Feature, array: Array, dtype: DType) -> Array:
+def _checked(feature: Feature, array: Array, dtype: DType) -> Array:
     if array.dtype == dtype.numpy:
         return array
     if not np.can_cast(array.dtype, dtype.numpy, casting="same_kind"):
@@ -263,12 +264,4 @@ def _cast(feature: Feature, array: Array, dtype: DType) -> Array:
             got=str(array.dtype),
             expected=dtype.label,
         )
-    if array.size and not dtype.is_float and array.dtype.kind in "iu":
-        limits = np.iinfo(dtype.numpy.name)
-        if array.min() < limits.min or array.max() > limits.max:
-            raise InputError(
-                f"input {feature.name!r} has values beyond {dtype.label}",
-                got=f"{array.min()} to {array.max()}",
-                expected=f"{limits.min} to {limits.max}",
-            )
-    return array.astype(dtype.numpy)
+    return cast(array, dtype.numpy, feature.name)

@@ -11,6 +11,7 @@ test counts only if it came to ``MLModel.predict``. Each gets one outcome:
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import random
@@ -116,6 +117,11 @@ class Conformance:
         dropped = [item for item in items if not in_sample(item.nodeid, self.sample)]
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
+
+    def pytest_collection_finish(self) -> None:
+        # Every conversion collects garbage, and most of its time went to what is never garbage.
+        gc.collect()
+        gc.freeze()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None]:

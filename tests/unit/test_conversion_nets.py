@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,6 +25,7 @@ from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
 from coreml_delegate.op_rules import ReasonCode
 from coreml_delegate.partition.trial import TRIALS, Trials
+from coreml_delegate.preprocess import kept
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
 
@@ -169,16 +169,18 @@ def test_an_option_of_another_machine_is_an_error(monkeypatch: pytest.MonkeyPatc
         lower(Chain(), INPUTS, compile_specs=specs)
 
 
-def test_blobs_that_were_taken_hold_no_weights() -> None:
-    module = Network(supported=True)
-    partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
-    exported = torch.export.export(module, INPUTS)
-    weight = weakref.ref(module.first.weight)
-    edge = to_edge_transform_and_lower(exported, partitioner=[partitioner])
-    del module, exported, edge
-    gc.collect()
-    assert weight() is None
-    assert partitioner.report.undelegated == ()
+def test_blobs_that_were_taken_hold_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    records: list[kept.KeptBlob] = []
+    keep = kept.keep
+
+    def recorded(*arguments: Any) -> kept.KeptBlob:
+        records.append(keep(*arguments))
+        return records[-1]
+
+    monkeypatch.setattr(kept, "keep", recorded)
+    lowered = lower(Network(supported=True), INPUTS)
+    assert lowered.report.undelegated == ()
+    assert [(record.blob, record.constants) for record in records] == [(None, {})]
 
 
 def test_the_op_that_keeps_a_partition_from_converting_is_found(

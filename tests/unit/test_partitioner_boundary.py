@@ -12,6 +12,7 @@ from support.tolerances import ATOL_RTOL
 from torch import nn
 
 from coreml_delegate import runtime
+from coreml_delegate.errors import InputError
 from coreml_delegate.op_rules import ReasonCode
 
 ATOL, RTOL = ATOL_RTOL["fp32"]
@@ -136,6 +137,17 @@ def test_numbers_beyond_int32_and_what_they_reach_stay_outside() -> None:
     )
     assert "may be beyond int32" in reasons(lowered.report)["aten.add.Tensor"]
     assert_equal_eager(lowered.pte, module, inputs)
+
+
+@pytest.mark.parametrize("host", ["python", "stock"])
+def test_an_input_beyond_int32_is_an_error_not_cut(host: str) -> None:
+    lowered = lower(Function(lambda x: x * 2 + 1), (torch.tensor([-5, 7]),))
+    assert not lowered.operators
+    program = runtime.load_program(lowered.pte, host=host)
+    (result,) = program.run("forward", [torch.tensor([2**30 - 1, -3])])
+    assert result.tolist() == [2**31 - 1, -5]
+    with pytest.raises(InputError, match="beyond int32: got -3 to 2147483648, expected"):
+        program.run("forward", [torch.tensor([2**31, -3])])
 
 
 def windows(x: torch.Tensor) -> torch.Tensor:

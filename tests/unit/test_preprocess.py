@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -368,6 +369,23 @@ def test_passes_are_the_ones_named() -> None:
     )
     assert DType.FP16 not in computed(none)
     assert DType.FP16 in computed(cast)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_caller_s_arrangement_with_the_collector_stays(frozen: bool) -> None:
+    before = gc.get_freeze_count()
+    if frozen:
+        gc.freeze()
+    else:
+        gc.unfreeze()
+    try:
+        build_blob(linear(), CompileOptions())
+        assert (gc.get_freeze_count() > 0) is frozen
+    finally:
+        if before:
+            gc.freeze()
+        else:
+            gc.unfreeze()
 
 
 def computed(blob: bytes) -> set[DType]:

@@ -49,9 +49,9 @@ class Convertibility:
         self._since.update((call, v.since) for call, v in verdicts.items() if v.since is not None)
         return {call: reason_of(call, v) for call, v in verdicts.items() if v.since is None}
 
-    def demanded(self, calls: Iterable[Node]) -> Opset:
-        """The oldest opset at which every one of the calls was translated."""
-        return max((self._since.get(call, Opset.iOS15) for call in calls), default=Opset.iOS15)
+    def since(self, call: Node) -> Opset:
+        """The oldest opset at which a call was translated."""
+        return self._since.get(call, Opset.iOS15)
 
     def failures(self, partitions: Mapping[str, CompileOptions]) -> dict[Node, Reason]:
         """Convert every partition of the tagged program; see ``Confirmation.failures``.

@@ -30,10 +30,10 @@ from coreml_delegate.partition.operator_support import refused_calls
 from coreml_delegate.partition.rehearsal import rehearse
 from coreml_delegate.partition.report import DelegationReport, describe
 from coreml_delegate.partition.selection import Selection
-from coreml_delegate.partition.tagging import DataOwnership, tag_of
+from coreml_delegate.partition.tagging import DataOwnership, states_of, tag_of
 from coreml_delegate.partition.widening import widened
 from coreml_delegate.preprocess.kept import KeptBlob
-from coreml_delegate.targets import STATE_OPSET
+from coreml_delegate.targets import STATE_OPSET, Opset
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +194,13 @@ class CoreMLPartitioner(Partitioner):
             confirm=lambda tagged, tags: self._confirm(tagged, tags, conversions),
         )
         self._keep(conversions.kept)
-        report = describe(exported_program, decision, constants_inside=self._ownership.constants)
+        report = describe(
+            exported_program,
+            decision,
+            constants_inside=self._ownership.constants,
+            given=self._options.deployment_target,
+            since=conversions.since,
+        )
         self._reports.append(report)
         if self._complete:
             report.require_complete()
@@ -203,7 +209,7 @@ class CoreMLPartitioner(Partitioner):
         return PartitionResult(
             tagged_exported_program=exported_program,
             partition_tags={
-                tag: self._delegation(self._options_for(calls, conversions))
+                tag: self._delegation(self._options_for(tag, calls, exported_program, conversions))
                 for tag, calls in decision.partitions.items()
             },
         )
@@ -285,7 +291,10 @@ class CoreMLPartitioner(Partitioner):
             if node.op == "call_function" and tag_of(node) in groups:
                 groups[str(tag_of(node))].append(node)
         failed = conversions.failures(
-            {tag: self._options_for(calls, conversions) for tag, calls in groups.items()}
+            {
+                tag: self._options_for(tag, calls, program, conversions)
+                for tag, calls in groups.items()
+            }
         )
         return {**failed, **parts_of(failed)}
 
@@ -297,11 +306,19 @@ class CoreMLPartitioner(Partitioner):
         """Hold blobs until they are taken, and no longer: they hold weights."""
         self._kept = [kept for kept in self._kept if kept.blob is not None] + list(blobs)
 
-    def _options_for(self, calls: Sequence[Node], conversions: Convertibility) -> CompileOptions:
+    def _options_for(
+        self,
+        tag: str,
+        calls: Sequence[Node],
+        program: ExportedProgram,
+        conversions: Convertibility,
+    ) -> CompileOptions:
         """The compile options of one partition."""
         options = self._options
-        demanded = conversions.demanded(calls)
-        if options.deployment_target is None and demanded > op_rules.required_opset(calls):
+        tried = max(map(conversions.since, calls), default=Opset.iOS15)
+        # What the rules and the boundary demand, preprocess finds out by itself.
+        if options.deployment_target is None and tried > op_rules.required_opset(calls):
+            demanded = max(tried, STATE_OPSET) if tag in states_of(program) else tried
             options = replace(options, deployment_target=demanded)
         if self._keep_fp32 is not None:
             nodes = tuple(sorted(call.name for call in calls if self._keep_fp32(call)))

@@ -88,3 +88,16 @@ def _tag_states(program: ExportedProgram) -> None:
         tags = {tag_of(node) for node in involved}
         if len(tags) == 1 and None not in tags and results.count(new_value.name) == 1:
             nodes[name].meta[_TAG] = tags.pop()
+
+
+def states_of(program: ExportedProgram) -> dict[str, dict[Node, Node]]:
+    """By tag the mutable buffers that a partition keeps, each with its new value."""
+    signature = program.graph_signature
+    nodes = {node.name: node for node in program.graph.nodes}
+    new_values = {key: nodes[name] for name, key in signature.buffers_to_mutate.items()}
+    found: dict[str, dict[Node, Node]] = {}
+    for name, key in signature.inputs_to_buffers.items():
+        tag = tag_of(nodes[name])
+        if key in new_values and tag is not None:
+            found.setdefault(tag, {})[nodes[name]] = new_values[key]
+    return found

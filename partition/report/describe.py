@@ -15,6 +15,7 @@ from coreml_delegate.module_scope import scopes_of
 from coreml_delegate.op_rules.constants import constant_nodes
 from coreml_delegate.op_rules.rule import target_name
 from coreml_delegate.partition.decision import Decision
+from coreml_delegate.partition.deployment import Since, deployment_of
 from coreml_delegate.partition.flops import flops_of
 from coreml_delegate.partition.grouping import Group
 from coreml_delegate.partition.report.origin import source_of
@@ -26,11 +27,17 @@ from coreml_delegate.partition.report.records import (
 )
 from coreml_delegate.partition.report.splits import first_split, obstacles
 from coreml_delegate.partition.sizes import bytes_of, tensors_of
-from coreml_delegate.partition.tagging import tag_of
+from coreml_delegate.partition.tagging import states_of, tag_of
+from coreml_delegate.targets import Opset
 
 
 def describe(
-    program: ExportedProgram, decision: Decision, *, constants_inside: bool
+    program: ExportedProgram,
+    decision: Decision,
+    *,
+    constants_inside: bool,
+    given: Opset | None,
+    since: Since,
 ) -> DelegationReport:
     """Report on a program.
 
@@ -38,13 +45,17 @@ def describe(
         program: In edge dialect, tagged, data included.
         decision: What became of its calls.
         constants_inside: Whether delegates have the constants they use inside.
+        given: Deployment target asked for, or None.
+        since: The oldest opset at which a call was translated.
     """
     constants = constant_nodes(program)
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
-    boundaries = _Boundaries(constants if constants_inside else frozenset(), _states(program))
+    partitions = _Partitions(
+        constants if constants_inside else frozenset(), states_of(program), given, since
+    )
     return DelegationReport(
         nodes=tuple(_node(node, decision, constants) for node in calls),
-        partitions=tuple(starmap(boundaries.partition, decision.partitions.items())),
+        partitions=tuple(starmap(partitions.describe, decision.partitions.items())),
         obstacles=obstacles(program.graph, decision),
         first_split=first_split(program.graph, decision),
         weights=Coverage(
@@ -85,18 +96,22 @@ def _texts(node: Node) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Boundaries:
-    """What enters and leaves partitions.
+class _Partitions:
+    """What describes one partition after the other.
 
     Attributes:
         inside: Constants that every partition has of its own.
         states: By tag the mutable buffers that a partition keeps, each with its new value.
+        given: Deployment target asked for, or None.
+        since: The oldest opset at which a call was translated.
     """
 
     inside: Collection[Node]
     states: Mapping[str, Mapping[Node, Node]]
+    given: Opset | None
+    since: Since
 
-    def partition(self, tag: str, group: Group) -> PartitionReport:
+    def describe(self, tag: str, group: Group) -> PartitionReport:
         """Sum up one partition."""
         members = set(group)
         values = dict.fromkeys(value for node in group for value in node.all_input_nodes)
@@ -111,8 +126,17 @@ class _Boundaries:
             and any(user not in members for user in node.users)
             and node not in private
         ]
+        deployment = deployment_of(
+            group,
+            given=self.given,
+            since=self.since,
+            has_states=bool(states),
+            has_inputs=bool(entering),
+        )
         return PartitionReport(
             tag=tag,
+            target=deployment.target.name,
+            demanded_by=deployment.demanded_by,
             nodes=len(group),
             ops=tuple(ranked(Counter(target_name(node.target) for node in group))),
             flops=sum(map(flops_of, group)),
@@ -126,19 +150,6 @@ class _Boundaries:
 
     def _is_data(self, value: Node) -> bool:
         return value in self.inside or value.op == "get_attr"
-
-
-def _states(program: ExportedProgram) -> dict[str, dict[Node, Node]]:
-    """By tag the mutable buffers that a partition keeps, each with its new value."""
-    signature = program.graph_signature
-    nodes = {node.name: node for node in program.graph.nodes}
-    new_values = {key: nodes[name] for name, key in signature.buffers_to_mutate.items()}
-    found: dict[str, dict[Node, Node]] = {}
-    for name, key in signature.inputs_to_buffers.items():
-        tag = tag_of(nodes[name])
-        if key in new_values and tag is not None:
-            found.setdefault(tag, {})[nodes[name]] = new_values[key]
-    return found
 
 
 def ranked(counts: Counter[str]) -> list[tuple[str, int]]:

@@ -83,6 +83,8 @@ class PartitionReport:
 
     Attributes:
         tag: Delegation tag, numbered in the order in which the delegates run.
+        target: Its deployment target, ``iOS17`` or as it may be.
+        demanded_by: What needs no less; see ``partition.deployment``.
         nodes: How many operations it has.
         ops: How many of each op, most frequent first.
         flops: Estimated operations.
@@ -95,6 +97,8 @@ class PartitionReport:
     """
 
     tag: str
+    target: str
+    demanded_by: tuple[str, ...]
     nodes: int
     ops: tuple[tuple[str, int], ...]
     flops: int

@@ -50,6 +50,10 @@ def _partition(partition: PartitionReport) -> str:
     ]
     if partition.state_bytes:
         facts.append(f"{quantity(partition.state_bytes, 'B')} of state")
+    if partition.demanded_by:
+        facts.append(f"{partition.target} for {', '.join(partition.demanded_by)}")
+    else:
+        facts.append(f"{partition.target} or later")
     return f"  {partition.tag}: {', '.join(facts)}"
 
 

@@ -139,6 +139,28 @@ def test_an_op_that_needs_a_later_target_demands_it(monkeypatch: pytest.MonkeyPa
     )
     options = CompileOptions.from_specs(lowered.compile_specs)
     assert options.deployment_target is Opset.iOS17
+    (partition,) = partitioner.report.partitions
+    assert (partition.target, partition.demanded_by) == ("iOS17", ("aten.tanh.default",))
+
+
+def test_an_op_that_needs_a_later_target_can_stand_beside_a_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Total(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("total", torch.zeros(2, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.total.add_(x)
+            return torch.tanh(self.total)
+
+    fail_at(monkeypatch, "tanh", before=coremltools().target.iOS17)
+    lowered = lower(Total(), INPUTS)
+    assert not lowered.operators
+    (partition,) = lowered.report.partitions
+    assert partition.target == "iOS18"
+    assert partition.demanded_by == ("mutable buffers as states",)
 
 
 def test_a_target_given_is_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:

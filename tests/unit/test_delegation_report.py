@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from coreml_delegate import CoreMLPartitioner
 from coreml_delegate.partition import DelegationReport
 from coreml_delegate.partition.report.origin import source_of
 from coreml_delegate.partition.report.quantities import quantity
+from coreml_delegate.third_party import coremltools
 
 
 def exported(module: nn.Module, *shape: int) -> ExportedProgram:
@@ -143,6 +145,41 @@ def test_states_cross_no_boundary() -> None:
     assert (passed.state_bytes, passed.inputs, passed.outputs) == (0, 2, 2)
 
 
+@pytest.mark.parametrize(
+    ("function", "given", "target", "demanded_by"),
+    [
+        (torch.sigmoid, None, "iOS15", ()),
+        (torch.sigmoid, "iOS16", "iOS16", ("minimum_deployment_target",)),
+        (
+            lambda x: torch.relu(nn.functional.pixel_unshuffle(x, 2)),
+            None,
+            "iOS16",
+            ("aten.pixel_unshuffle.default",),
+        ),
+        (lambda x: (x, torch.zeros(2).cos()), None, "iOS18", ("a model without inputs",)),
+    ],
+    ids=["base", "given", "op", "no inputs"],
+)
+def test_what_demands_the_target_is_named(
+    function: Callable[[torch.Tensor], Any],
+    given: str | None,
+    target: str,
+    demanded_by: tuple[str, ...],
+) -> None:
+    class Function(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return function(x)
+
+    asked = {} if given is None else {"minimum_deployment_target": coremltools().target[given]}
+    found = plan(exported(Function(), 1, 1, 4, 4), compile_specs=fp32_specs(**asked))
+    (partition,) = found.partitions
+    assert (partition.target, partition.demanded_by) == (target, demanded_by)
+    content = json.loads(found.to_json())["partitions"][0]
+    assert (content["target"], content["demanded_by"]) == (target, list(demanded_by))
+    assert f", {target} {'for' if demanded_by else 'or later'}" in found.to_table()
+    assert f"<td>{target}" in found.to_html()
+
+
 def test_a_graph_without_operations() -> None:
     class Identity(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -212,7 +249,7 @@ def test_json_is_complete(report: DelegationReport) -> None:
 
 def test_table_names_sizes_and_remedies() -> None:
     text = str(plan(exported(Network(), 2, 4), skip_modules=["second"]))
-    assert "  coreml_0: 3 nodes, 80 FLOPs, 80 B of weights, 32 B in, 32 B out" in text
+    assert "  coreml_0: 3 nodes, 80 FLOPs, 80 B of weights, 32 B in, 32 B out, iOS15" in text
     assert "      -> Remove it from the list" in text
     assert " 57.1% of 140 B of weights, " in text
 

@@ -24,8 +24,8 @@ from coreml_delegate.runtime.program.delegate import (
     NamedData,
 )
 from coreml_delegate.runtime.program.inputs import Value, check_inputs, in_dim_order
-from coreml_delegate.runtime.program.instructions import bind_method
-from coreml_delegate.runtime.program.memory import ProgramMemory
+from coreml_delegate.runtime.program.instructions import bind_method, read_by_delegates_alone
+from coreml_delegate.runtime.program.memory import ProgramMemory, fill
 from coreml_delegate.runtime.program.plan import (
     DelegateCall,
     DelegateInfo,
@@ -175,18 +175,25 @@ class _LoadedMethod:
         for index in method.outputs:
             if isinstance(method.values[index], IndexList):
                 raise ProgramError(f"method {method.name!r} returns a list as a single output")
-        bound = bind_method(method, values, delegates, self._replaced_inputs())
+        replaced = self._replaced_inputs(delegates)
+        self._replaced = frozenset(replaced)
+        bound = bind_method(method, values, delegates, replaced)
         self._chains = bound.chains
         # A run that failed half-way must not leave its loop counters behind.
         self._initial = [(index, values[index]) for index in sorted(bound.moving)]
 
-    def _replaced_inputs(self) -> list[int]:
-        """Tensor inputs without planned memory: the caller's own tensor takes their place."""
+    def _replaced_inputs(self, delegates: Sequence[DelegateCallable]) -> list[int]:
+        """Tensor inputs whose place the caller's own tensor takes, without a copy.
+
+        They are those without planned memory, and those that delegates alone read.
+        """
         specs = self._method.values
+        passed = read_by_delegates_alone(self._method, delegates)
         return [
             index
             for index in self._method.inputs
-            if isinstance(spec := specs[index], TensorSpec) and spec.allocation is None
+            if isinstance(spec := specs[index], TensorSpec)
+            and (spec.allocation is None or index in passed)
         ]
 
     def run(self, inputs: Sequence[Value]) -> list[Value]:
@@ -204,14 +211,14 @@ class _LoadedMethod:
         spec = self._method.values[index]
         if not isinstance(spec, TensorSpec) or not isinstance(value, torch.Tensor):
             return  # checked to be the number it was exported with
-        if spec.allocation is None:
+        if index in self._replaced:
             self._values[index] = in_dim_order(value, spec)
         else:
             target: torch.Tensor = self._values[index]
             if target.shape != value.shape:
                 shape = tuple(value.shape)
                 target.as_strided_(shape, spec.strides_for(shape))
-            target.copy_(value)
+            fill(target, value)
 
     def _run_chain(self, number: int) -> None:
         steps = self._chains[number]
@@ -265,4 +272,8 @@ def _describe_call(instruction: Instruction) -> str:
 
 
 def _copy(value: Value) -> Value:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    copy = torch.empty_like(value)
+    fill(copy, value)
+    return copy

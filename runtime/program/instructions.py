@@ -20,6 +20,7 @@ from coreml_delegate.runtime.program.delegate import (
     fit_output,
 )
 from coreml_delegate.runtime.program.kernels import Kernel, find_kernel
+from coreml_delegate.runtime.program.memory import fill
 from coreml_delegate.runtime.program.plan import (
     DelegateCall,
     Dynamism,
@@ -76,6 +77,36 @@ def bind_method(
     binder = _Binder(method, values, kernels, delegates, frozenset(moving))
     chains = tuple(tuple(map(binder.bind, chain)) for chain in method.chains)
     return BoundMethod(chains, frozenset(moving))
+
+
+def read_by_delegates_alone(
+    method: MethodInfo, delegates: Sequence[DelegateCallable]
+) -> frozenset[int]:
+    """The inputs of a method that delegates take, and nothing else touches.
+
+    Args:
+        method: The method.
+        delegates: Its loaded delegates, by number.
+    """
+    taken: set[int] = set()
+    touched = {
+        index for value in method.values if isinstance(value, IndexList) for index in value.items
+    }
+    for instruction in (instruction for chain in method.chains for instruction in chain):
+        match instruction:
+            case DelegateCall():
+                count = delegates[instruction.delegate].input_count
+                taken.update(instruction.args[:count])
+                touched.update(instruction.args[count:])
+            case KernelCall():
+                touched.update(instruction.args)
+            case MoveCall():
+                touched.update((instruction.source, instruction.target))
+            case JumpFalseCall():
+                touched.add(instruction.condition)
+            case FreeCall():
+                touched.add(instruction.value)
+    return frozenset(taken.intersection(method.inputs) - touched)
 
 
 def _replaced(
@@ -271,7 +302,7 @@ class _Binder:
                 )
                 if source.shape != target.shape:
                     target.resize_(source.shape)
-                target.copy_(source)
+                fill(target, source)
 
         return step
 

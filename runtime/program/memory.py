@@ -25,6 +25,20 @@ from coreml_delegate.runtime.program.pte import PteProgram
 # that one method's activations overwrite another's buffers; a private arena 1 keeps both.
 _PRIVATE_ARENA: Final = 1
 
+_AS_ARRAYS: Final = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+    }
+)
+
 
 class ProgramMemory:
     """The memory that the methods of one loaded program use.
@@ -165,3 +179,16 @@ def borrowed(data: memoryview, spec: TensorSpec) -> torch.Tensor:
     if flat.__array_interface__["data"][0] % spec.dtype.itemsize:
         flat = flat.copy()
     return _shaped(torch.frombuffer(flat, dtype=spec.dtype, count=spec.numel), spec)
+
+
+def fill(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy ``source`` to ``target``, of the same shape, casting if needed.
+
+    Torch would copy a large tensor on its own threads, which spin for a while before they sleep, on
+    the very cores a delegate is about to use.
+    """
+    alike = target.dtype is source.dtype and target.stride() == source.stride()
+    if alike and target.dtype in _AS_ARRAYS:
+        np.copyto(target.numpy(), source.detach().numpy())
+    else:
+        target.copy_(source)

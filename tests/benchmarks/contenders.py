@@ -239,7 +239,8 @@ def _ours(engine: str, host: str) -> Callable[[Path, Settings], Bind]:
         torch = _torch(settings.threads)
         from coreml_delegate import runtime
 
-        options = runtime.EngineOptions(threads=settings.threads)
+        cache = runtime.CacheOptions(settings.cache)
+        options = runtime.EngineOptions(threads=settings.threads, cache=cache)
         program = runtime.load_program(path, host=host, engine=engine, options=options)
         program.load_method("forward")
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.contenders import EAGER
@@ -101,7 +102,7 @@ def table(result: Result) -> Table:
     for header in _COLUMNS:
         made.add_column(header, justify="right" if header else "left", no_wrap=not header)
     for cells in _cells(result):
-        made.add_row(*cells)
+        made.add_row(*map(escape, cells))
     return made
 
 

@@ -66,3 +66,24 @@ def scalar() -> bytes:
     return lower(
         {"forward": (Scalar(), (torch.randn(3),), None)}, "aten.sum.default", "aten.sum.dim_IntList"
     )
+
+
+class OneInput(nn.Module):
+    """A delegate whose input an operator outside takes too, or does not."""
+
+    def __init__(self, *, shared_with_cpu: bool) -> None:
+        super().__init__()
+        self.shared_with_cpu = shared_with_cpu
+
+    def forward(self, x):
+        y = torch.relu(x) + x
+        return y, torch.sin(x if self.shared_with_cpu else y)
+
+
+def one_input(*, shared_with_cpu: bool) -> tuple[nn.Module, bytes]:
+    """The module, and its program with the addition delegated."""
+    module = OneInput(shared_with_cpu=shared_with_cpu)
+    pte = lower(
+        {"forward": (module, (torch.randn(3, 4),), None)}, "aten.relu.default", "aten.add.Tensor"
+    )
+    return module, pte

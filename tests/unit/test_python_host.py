@@ -10,7 +10,7 @@ import pytest
 import torch
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge
 from executorch.exir.passes import MemoryPlanningPass
-from support.delegated import modules, scalar, two_methods
+from support.delegated import modules, one_input, scalar, two_methods
 from support.eager_backend import BACKEND_ID, EagerDelegate
 from support.programs import CASES, Arithmetic, Counter, export, export_case
 from support.tolerances import ATOL_RTOL
@@ -139,6 +139,30 @@ class Altered:
                 return self.alter(inner(inputs))
 
         return Delegate()
+
+
+@pytest.mark.parametrize(("shared_with_cpu", "copied"), [(False, False), (True, True)])
+def test_an_input_for_delegates_alone_is_not_copied(shared_with_cpu: bool, copied: bool) -> None:
+    taken: list[int] = []
+
+    def loader(payload: DelegatePayload):
+        inner = EagerDelegate(payload)
+
+        class Delegate:
+            input_count = inner.input_count
+
+            def __call__(self, inputs):
+                taken.extend(tensor.data_ptr() for tensor in inputs)
+                return inner(inputs)
+
+        return Delegate()
+
+    module, pte = one_input(shared_with_cpu=shared_with_cpu)
+    program = PythonProgram.load(pte, loader, backend_id=BACKEND_ID)
+    x = torch.randn(3, 4)
+    for strided in (x, torch.randn(4, 3).T):
+        check_close(program.run("forward", [strided]), outputs_of(module(strided)))
+    assert (x.data_ptr() not in taken) is copied
 
 
 def test_results_are_cast_to_the_programs_dtype() -> None:

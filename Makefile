@@ -40,9 +40,11 @@ conformance: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m tests.conformance -n 2 --engine openvino --results build/conformance-openvino.json
 	$(BIN)/python -m tests.conformance.op_support build/conformance-reference.json build/conformance-openvino.json
 
-# ExecuTorch's own operator and model suite, lowered by us and by its own Core ML backend, and compared.
+# ExecuTorch's own operator and model suite, lowered by us and by its own Core ML backend, and compared;
+# and the tests of that backend on ours.
 suite: $(STAMP)
 	mkdir -p build
+	$(TEST_ENV) $(BIN)/python -m tests.upstream test_coreml_partitioner.py test_coreml_multifunction.py
 	$(TEST_ENV) $(BIN)/python -m tests.suite --jobs 2 --results build/suite.json
 	-$(TEST_ENV) $(BIN)/python -m tests.suite --jobs 2 --upstream --results build/suite-upstream.json
 	$(BIN)/python -m tests.suite --compare build/suite.json build/suite-upstream.json

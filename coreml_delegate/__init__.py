@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from coreml_delegate import runtime
-    from coreml_delegate.backend import CoreMLBackend
+    from coreml_delegate.backend import MULTIMETHOD_WEIGHT_SHARING_STRATEGY, CoreMLBackend
     from coreml_delegate.compile_options import CompileOptions
     from coreml_delegate.partition import CoreMLPartitioner
+    from coreml_delegate.quantizer import CoreMLQuantizer
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
@@ -22,9 +23,18 @@ _LAZY = {
     "CompileOptions": "coreml_delegate.compile_options",
     "CoreMLBackend": "coreml_delegate.backend",
     "CoreMLPartitioner": "coreml_delegate.partition",
+    "CoreMLQuantizer": "coreml_delegate.quantizer",
+    "MULTIMETHOD_WEIGHT_SHARING_STRATEGY": "coreml_delegate.backend",
 }
 
-__all__ = ["CompileOptions", "CoreMLBackend", "CoreMLPartitioner", "runtime"]
+__all__ = [
+    "MULTIMETHOD_WEIGHT_SHARING_STRATEGY",
+    "CompileOptions",
+    "CoreMLBackend",
+    "CoreMLPartitioner",
+    "CoreMLQuantizer",
+    "runtime",
+]
 
 
 def __getattr__(name: str) -> Any:

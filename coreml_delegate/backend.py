@@ -11,16 +11,22 @@ from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
 
 from coreml_delegate.compile_options import (
+    WEIGHT_SHARING_KEY,
     CompileOptions,
     ComputeUnit,
     KeepFp32,
     ModelType,
     Precision,
+    WeightSharing,
 )
 from coreml_delegate.errors import LoweringError, OptionError
 from coreml_delegate.preprocess import kept
+from coreml_delegate.preprocess.multifunction import lower_methods
 from coreml_delegate.preprocess.package import build_blob
 from coreml_delegate.targets import Opset
+
+MULTIMETHOD_WEIGHT_SHARING_STRATEGY = WeightSharing
+"""``WeightSharing`` by the name it has in ExecuTorch's own backend."""
 
 
 @final
@@ -28,6 +34,7 @@ class CoreMLBackend(BackendDetails):
     """The backend ExecuTorch knows by the name ``CoreMLBackend``."""
 
     MODEL_TYPE = ModelType
+    MULTIMETHOD_WEIGHT_SHARING_STRATEGY = WeightSharing
 
     @staticmethod
     def generate_compile_specs(
@@ -66,6 +73,24 @@ class CoreMLBackend(BackendDetails):
         ).to_specs()
 
     @staticmethod
+    def generate_multimethod_weight_sharing_strategy_compile_spec(strategy: Any) -> CompileSpec:
+        """The compile spec, to be added to the others, of how methods share weights.
+
+        Args:
+            strategy: ``WeightSharing``, or ExecuTorch's own enum of the same names.
+
+        Raises:
+            OptionError: Neither.
+        """
+        member = _member(WeightSharing, strategy, "strategy")
+        (spec,) = (
+            spec
+            for spec in CompileOptions(weight_sharing=member).to_specs()
+            if spec.key == WEIGHT_SHARING_KEY
+        )
+        return spec
+
+    @staticmethod
     def preprocess(
         edge_program: ExportedProgram, compile_specs: list[CompileSpec]
     ) -> PreprocessResult:
@@ -84,6 +109,24 @@ class CoreMLBackend(BackendDetails):
         blob = kept.take(edge_program, options) or build_blob(edge_program, options)
         compile_specs[:] = options.to_specs()
         return PreprocessResult(processed_bytes=blob)
+
+    @classmethod
+    def preprocess_multimethod(
+        cls,
+        edge_programs: dict[str, list[ExportedProgram]],
+        compile_specs: dict[str, list[list[CompileSpec]]],
+    ) -> dict[str, list[PreprocessResult]]:
+        """Lower the partitions of all methods; those that can share weights do.
+
+        Args:
+            edge_programs: The subgraphs of each method; ExecuTorch passes copies.
+            compile_specs: Of each subgraph; rewritten in place, see ``preprocess``.
+
+        Raises:
+            CoreMLDelegateError: See ``lower_methods``.
+        """
+        check_single_backend()
+        return lower_methods(edge_programs, compile_specs)
 
 
 def check_single_backend() -> None:

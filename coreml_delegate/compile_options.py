@@ -9,6 +9,7 @@ Wire format, one ``CompileSpec(key, value)`` each, all values UTF-8::
     op_linear_quantizer_config  JSON object (optional)
     keep_fp32                   JSON object: lists "ops", "modules", "nodes" (optional)
     pass_pipeline               JSON list of pass names (optional)
+    multimethod_weight_sharing_strategy  positional | disabled (optional)
 
 The oldest documents write compute units as ``cpu``, ``gpu``, ``ane``; these are read and never
 written. Source: ExecuTorch 1.5, Core ML backend documents and ``coreml_preprocess``.
@@ -51,6 +52,22 @@ class ModelType(enum.Enum):
     MODEL = "model"
     COMPILED_MODEL = "compiled_model"
 
+
+class WeightSharing(enum.Enum):
+    """How partitions of several methods share weights; without a strategy, where it is safe.
+
+    Attributes:
+        POSITIONAL: The n-th partitions of all methods become one model with a function per method;
+            an error if they cannot.
+        DISABLED: Every partition becomes a model by itself.
+    """
+
+    POSITIONAL = "positional"
+    DISABLED = "disabled"
+
+
+WEIGHT_SHARING_KEY = "multimethod_weight_sharing_strategy"
+"""Key of the one compile spec that is made by itself, and added to the others."""
 
 _OLD_COMPUTE_UNITS = {
     "cpu": ComputeUnit.CPU_ONLY,
@@ -105,6 +122,7 @@ class CompileOptions:
             quantize the weights after conversion; None leaves them.
         pass_names: Names of the coremltools graph passes to run, or None for its default pipeline.
         keep_fp32: What computes in fp32 though ``precision`` is fp16.
+        weight_sharing: How methods share weights, or None for what is safe.
     """
 
     compute_unit: ComputeUnit = ComputeUnit.ALL
@@ -114,6 +132,7 @@ class CompileOptions:
     op_linear_quantizer_config: Mapping[str, Any] | None = None
     pass_names: tuple[str, ...] | None = None
     keep_fp32: KeepFp32 = KeepFp32()
+    weight_sharing: WeightSharing | None = None
 
     def to_specs(self) -> list[CompileSpec]:
         """The compile specs, in a fixed order; options left at None are not written."""
@@ -256,6 +275,12 @@ _FIELDS = (
     ),
     _Field("pass_pipeline", "pass_names", _encode_json, _decode_names),
     _Field("keep_fp32", "keep_fp32", _encode_keep, _decode_keep),
+    _Field(
+        WEIGHT_SHARING_KEY,
+        "weight_sharing",
+        lambda v: None if v is None else v.value,
+        _decode_enum(WeightSharing, {}),
+    ),
 )
 
 if {f.attribute for f in _FIELDS} != {f.name for f in fields(CompileOptions)}:

@@ -57,8 +57,11 @@ class LoweringError(CoreMLDelegateError):
     """A program cannot be lowered to Core ML."""
 
 
-class UnsupportedOperatorError(LoweringError):
-    """An operator that had to be delegated is not supported by Core ML."""
+class UnsupportedOperatorError(LoweringError, NotImplementedError):
+    """An operator that had to be delegated is not supported by Core ML.
+
+    A ``NotImplementedError`` as well, which is what ExecuTorch's own backend raises.
+    """
 
 
 class ConversionError(LoweringError):

@@ -44,12 +44,15 @@ class Confirmation:
         program: The tagged program.
         state: Real values of its parameters and buffers by name, as far as they are at hand.
         constants: Value, or stand-in, of every placeholder that is a constant.
+
+    Attributes:
+        records: By tag the blobs that were made, or found made.
     """
 
     program: ExportedProgram
     state: Mapping[str, torch.Tensor]
     constants: Mapping[Node, torch.Tensor]
-    records: list[kept.KeptBlob] = field(default_factory=list[kept.KeptBlob])
+    records: dict[str, kept.KeptBlob] = field(default_factory=dict[str, kept.KeptBlob])
 
     @property
     def _stand_ins(self) -> bool:
@@ -79,7 +82,7 @@ class Confirmation:
         nodes = {node.name: node for node in self.program.graph.nodes}
         for tag, subgraph in self._subgraphs(list(partitions)).items():
             inside = {n.name: nodes[n.name] for n in subgraph.graph.nodes if n.name in nodes}
-            error = self._convert(subgraph, partitions[tag])
+            error = self._convert(tag, subgraph, partitions[tag])
             if error is None:
                 continue
             calls = [n for n in inside.values() if n.op == "call_function"]
@@ -94,22 +97,23 @@ class Confirmation:
             found.update((node, Reason(ReasonCode.CONVERSION, text)) for node in culprits)
         return found
 
-    def _convert(self, subgraph: ExportedProgram, options: CompileOptions) -> Exception | None:
+    def _convert(
+        self, tag: str, subgraph: ExportedProgram, options: CompileOptions
+    ) -> Exception | None:
         """Convert one partition; what went wrong, or None."""
         if self._stand_ins:
             return _failure(subgraph, options, translate_only=True)
         contract.check_states(subgraph)
-        key = kept.fingerprint(subgraph, options)
-        record = kept.waiting(key)
+        record = kept.find(subgraph, options)
         if record is None:
-            record = kept.keep(key, subgraph)
+            record = kept.keep(subgraph, options)
             try:
                 record.blob = build_blob(subgraph, options)
             except Exception as error:
                 if not is_about_the_graph(error):
                     raise
                 return error
-        self.records.append(record)
+        self.records[tag] = record
         return None
 
     def _culprits(

@@ -8,8 +8,9 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.op_rules import Reason, part_of
+from coreml_delegate.op_rules import Reason, part_of, rule_of
 from coreml_delegate.op_rules.constants import constants_of
+from coreml_delegate.op_rules.constraints import is_known
 from coreml_delegate.op_rules.rule import GETITEM, target_name
 from coreml_delegate.partition.confirmation import Confirmation
 from coreml_delegate.partition.real_values import real_values
@@ -34,8 +35,14 @@ class Convertibility:
             node: stand_in(self._state.get(key, node.meta["val"] if value is None else value))
             for node, key, value in (constants_of(program) if inside else ())
         }
+        # A call alone is given dequantized weights as the floats that they stand for.
+        self._known = self._constants | {
+            node: stand_in(node.meta["val"])
+            for node in program.graph.nodes
+            if node.op == "call_function" and is_known(node, self._constants)
+        }
         self._since: dict[Node, Opset] = {}
-        self.kept: list[KeptBlob] = []
+        self.kept: Mapping[str, KeptBlob] = {}
 
     def failed(self, calls: Iterable[Node], target: Opset | None) -> dict[Node, Reason]:
         """The calls that coremltools fails to translate by themselves, each with the reason.
@@ -44,8 +51,8 @@ class Convertibility:
             calls: Accepted by the rules.
             target: Opset of the deployment target; None if any may be demanded.
         """
-        tried = [call for call in calls if target_name(call.target) != GETITEM]
-        verdicts = TRIALS.verdicts(tried, self._program, self._constants, target)
+        tried = [call for call in calls if _is_possible_alone(call)]
+        verdicts = TRIALS.verdicts(tried, self._program, self._known, target)
         self._since.update((call, v.since) for call, v in verdicts.items() if v.since is not None)
         return {call: reason_of(call, v) for call, v in verdicts.items() if v.since is None}
 
@@ -63,6 +70,12 @@ class Convertibility:
         # Only now that this round has taken over what still fits are those of the last let go.
         self.kept = confirmation.records
         return found
+
+
+def _is_possible_alone(call: Node) -> bool:
+    name = target_name(call.target)
+    rule = rule_of(name)
+    return name != GETITEM and (rule is None or rule.alone)
 
 
 def parts_of(refused: Mapping[Node, Reason]) -> dict[Node, Reason]:

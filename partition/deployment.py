@@ -14,6 +14,7 @@ from coreml_delegate.targets import STATE_OPSET, Opset
 GIVEN = "minimum_deployment_target"
 STATES = "mutable buffers as states"
 NO_INPUTS = "a model without inputs"
+SHARED = "weights shared by strategy POSITIONAL"
 
 Since = Callable[[Node], Opset]
 
@@ -40,6 +41,7 @@ def deployment_of(
     since: Since,
     has_states: bool,
     has_inputs: bool,
+    is_shared: bool = False,
 ) -> Deployment:
     """The deployment target of one partition.
 
@@ -49,11 +51,13 @@ def deployment_of(
         since: The oldest opset at which a call was translated.
         has_states: Whether mutable buffers are inside.
         has_inputs: Whether anything enters.
+        is_shared: Whether it is to be one model with partitions of other methods.
     """
     if given is not None:
         return Deployment(given, (GIVEN,))
     demands = [(target_name(n.target), max(since(n), op_rules.required_opset([n]))) for n in calls]
-    demands += [(STATES, STATE_OPSET)] * has_states + [(NO_INPUTS, STATE_OPSET)] * (not has_inputs)
+    boundary = ((STATES, has_states), (NO_INPUTS, not has_inputs), (SHARED, is_shared))
+    demands += [(what, STATE_OPSET) for what, applies in boundary if applies]
     target = max((opset for _, opset in demands), default=Opset.iOS15)
     if target is Opset.iOS15:
         return Deployment(target, ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,14 +18,16 @@ from torch.fx import Node
 
 from coreml_delegate import op_rules
 from coreml_delegate.backend import CoreMLBackend, check_single_backend
-from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.errors import ContractError, OptionError, ProgramError
+from coreml_delegate.compile_options import CompileOptions, WeightSharing
+from coreml_delegate.errors import ContractError, OptionError
 from coreml_delegate.op_rules import Reason, rule_of
 from coreml_delegate.op_rules.constants import WideConstants, constant_nodes
 from coreml_delegate.op_rules.rule import target_name
 from coreml_delegate.partition.convertibility import Convertibility, parts_of
+from coreml_delegate.partition.cpu_kernels import register_kernels
 from coreml_delegate.partition.decision import decide
 from coreml_delegate.partition.filters import Filters, NodePredicate
+from coreml_delegate.partition.history import ReportHistory
 from coreml_delegate.partition.operator_support import refused_calls
 from coreml_delegate.partition.rehearsal import rehearse
 from coreml_delegate.partition.report import DelegationReport, describe
@@ -33,11 +35,16 @@ from coreml_delegate.partition.selection import Selection
 from coreml_delegate.partition.tagging import DataOwnership, states_of, tag_of
 from coreml_delegate.partition.widening import widened
 from coreml_delegate.preprocess.kept import KeptBlob
+from coreml_delegate.preprocess.multifunction import check_target
 from coreml_delegate.targets import STATE_OPSET, Opset
 
 logger = logging.getLogger(__name__)
 
 _EDGE = "EDGE"
+_DECOMPOSED = (
+    "DEPRECATION WARNING: to_edge() + to_backend() shows Core ML a program whose composite ops are "
+    "decomposed already; to_edge_transform_and_lower() keeps those whole that it takes as one"
+)
 
 
 class CoreMLPartitioner(Partitioner):
@@ -89,6 +96,8 @@ class CoreMLPartitioner(Partitioner):
     ) -> None:
         super().__init__()
         self._options = CompileOptions.from_specs(compile_specs or [])
+        check_target(self._options)
+        self._shares = self._options.weight_sharing is WeightSharing.POSITIONAL
         self._filters = Filters.of(
             skip_ops=skip_ops_for_coreml_delegation,
             only_ops=only_ops,
@@ -102,11 +111,12 @@ class CoreMLPartitioner(Partitioner):
         # Local verdicts foretell in ATen dialect what they will be in edge dialect; these do not.
         self._rehearses = node_filter is not None or not self._selection.is_open
         self._wide = WideConstants()
-        self._reports: list[DelegationReport] = []
+        self._history = ReportHistory()
         self._keep_fp32 = keep_fp32
         self._converts = True
         # Their blobs wait for ``CoreMLBackend.preprocess``.
         self._kept: list[KeptBlob] = []
+        self._noted = False
         self._preserved: tuple[weakref.ref[ExportedProgram], set[OpOverload]] | None = None
         if lower_full_graph:
             _check_full_graph(
@@ -136,16 +146,12 @@ class CoreMLPartitioner(Partitioner):
         Raises:
             ProgramError: Nothing was partitioned yet.
         """
-        if not self._reports:
-            raise ProgramError(
-                "no report yet", remedy="Lower a program with this partitioner first"
-            )
-        return self._reports[-1]
+        return self._history.latest
 
     @property
     def reports(self) -> tuple[DelegationReport, ...]:
         """The reports on every program partitioned so far: one per method, in order."""
-        return tuple(self._reports)
+        return self._history.all
 
     def plan(self, program: ExportedProgram) -> DelegationReport:
         """What lowering would report, without lowering.
@@ -180,6 +186,8 @@ class CoreMLPartitioner(Partitioner):
             LoweringError: Another backend named ``CoreMLBackend`` is loaded.
         """
         check_single_backend()
+        if not self._noted:
+            logger.warning(_DECOMPOSED)
         self._check_state(exported_program)
         self._filters.note(exported_program)
         self._filters.check_patterns()
@@ -193,17 +201,19 @@ class CoreMLPartitioner(Partitioner):
             ownership=self._ownership,
             confirm=lambda tagged, tags: self._confirm(tagged, tags, conversions),
         )
-        self._keep(conversions.kept)
+        self._keep(conversions.kept.values())
         report = describe(
             exported_program,
             decision,
             constants_inside=self._ownership.constants,
             given=self._options.deployment_target,
             since=conversions.since,
+            is_shared=self._shares,
         )
-        self._reports.append(report)
+        self._history.add(report, conversions.kept)
         if self._complete:
             report.require_complete()
+        register_kernels(node.op for node in report.undelegated)
         for node in report.undelegated:
             logger.info("%s (%s) stays on the CPU: %s", node.name, node.op, node.reason)
         return PartitionResult(
@@ -251,6 +261,7 @@ class CoreMLPartitioner(Partitioner):
 
     def note(self, program: ExportedProgram) -> None:
         """Remember of a program in ATen dialect what its edge dialect does not show."""
+        self._noted = True
         self._wide.note(program)
         self._filters.note(program)
 
@@ -302,7 +313,7 @@ class CoreMLPartitioner(Partitioner):
     def _delegation(options: CompileOptions) -> DelegationSpec:
         return DelegationSpec(CoreMLBackend.__name__, options.to_specs())
 
-    def _keep(self, blobs: Sequence[KeptBlob]) -> None:
+    def _keep(self, blobs: Iterable[KeptBlob]) -> None:
         """Hold blobs until they are taken, and no longer: they hold weights."""
         self._kept = [kept for kept in self._kept if kept.blob is not None] + list(blobs)
 
@@ -316,9 +327,11 @@ class CoreMLPartitioner(Partitioner):
         """The compile options of one partition."""
         options = self._options
         tried = max(map(conversions.since, calls), default=Opset.iOS15)
+        known = op_rules.required_opset(calls)
         # What the rules and the boundary demand, preprocess finds out by itself.
-        if options.deployment_target is None and tried > op_rules.required_opset(calls):
-            demanded = max(tried, STATE_OPSET) if tag in states_of(program) else tried
+        if options.deployment_target is None and (tried > known or self._shares):
+            newest = self._shares or tag in states_of(program)
+            demanded = max(tried, known, STATE_OPSET) if newest else tried
             options = replace(options, deployment_target=demanded)
         if self._keep_fp32 is not None:
             nodes = tuple(sorted(call.name for call in calls if self._keep_fp32(call)))
@@ -344,7 +357,7 @@ class CoreMLPartitioner(Partitioner):
         double = copy.copy(self)
         double._filters = self._filters.anew()
         double._wide = WideConstants()
-        double._reports = []
+        double._history = ReportHistory(is_final=False)
         double._preserved = None
         double._complete = False
         double._kept = []

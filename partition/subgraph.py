@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._export.verifier import load_verifier
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
@@ -141,7 +142,8 @@ class _Builder:
             range_constraints=owner.range_constraints,
             module_call_graph=[ModuleCallEntry("", ModuleCallSignature([], [], in_spec, out_spec))],
             constants=self._values,
-            verifiers=[owner.verifier],
+            # Fresh from torch.export a program is in no dialect that coremltools takes.
+            verifiers=[load_verifier("ATEN") if owner.dialect == "TRAINING" else owner.verifier],
         )
 
     def _is_inside(self, argument: Node, user: Node, inside: Collection[Node]) -> bool:

@@ -45,12 +45,17 @@ class FrameworkError(CoreMLDelegateError, RuntimeError):
 
 
 @contextmanager
-def _as_framework_error() -> Generator[None]:
+def _as_framework_error(prefix: str = "") -> Generator[None]:
+    """Raise what fails as Core ML would.
+
+    Args:
+        prefix: How Core ML's own message begins, which programs written for macOS look for.
+    """
     try:
         yield
     except CoreMLDelegateError as error:
         raise FrameworkError(
-            error.what, got=error.got, expected=error.expected, remedy=error.remedy
+            prefix + error.what, got=error.got, expected=error.expected, remedy=error.remedy
         ) from error
 
 
@@ -116,7 +121,7 @@ class ModelProxy:
             FrameworkError: An input does not fit, or an op failed.
         """
         started = time.perf_counter_ns()
-        with _as_framework_error():
+        with _as_framework_error("Unable to compute the prediction using ML Program: "):
             inputs = {name: self._input(name, value) for name, value in data.items()}
             outputs = self.model.predict(inputs, state.state if state is not None else None)
         self._predict_nanoseconds = time.perf_counter_ns() - started

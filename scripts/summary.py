@@ -148,6 +148,7 @@ def _options(info: DelegateInfo) -> dict[str, Any] | None:
         "deployment_target": None if target is None else target.name,
         "precision": options.precision.value,
         "model_type": options.model_type.value,
+        "weight_sharing": None if options.weight_sharing is None else options.weight_sharing.value,
     }
 
 

@@ -20,7 +20,9 @@ from coreml_delegate.op_rules import (
     linear,
     normalization,
     pooling,
+    quantized,
     reduction,
+    sampling,
     shape,
 )
 from coreml_delegate.op_rules.constants import WideConstants, constant_nodes, narrow_constants
@@ -38,7 +40,9 @@ _FAMILIES = (
     linear,
     normalization,
     pooling,
+    quantized,
     reduction,
+    sampling,
     shape,
 )
 

@@ -14,7 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from coreml_delegate.op_rules.rule import INT32, NARROW, OpCall, Reason, ReasonCode, numbers_fit
+from coreml_delegate.op_rules.rule import (
+    DEQUANTIZE,
+    INT32,
+    NARROW,
+    OpCall,
+    Reason,
+    ReasonCode,
+    numbers_fit,
+    target_name,
+)
 
 
 def constant_nodes(program: ExportedProgram) -> frozenset[Node]:
@@ -29,7 +38,10 @@ def constants_of(program: ExportedProgram) -> Iterator[tuple[Node, str, torch.Te
 
 
 def narrow_constants(program: ExportedProgram) -> dict[Node, Reason]:
-    """The calls on constants of 8 or 16 bits, which would be stored as they are, not as int32."""
+    """The calls on constants of 8 or 16 bits, which would be stored as they are, not as int32.
+
+    Quantized weights are meant to be.
+    """
     found: dict[Node, Reason] = {}
     for node, _ in _constants(program):
         value = node.meta.get("val")
@@ -37,7 +49,8 @@ def narrow_constants(program: ExportedProgram) -> dict[Node, Reason]:
             dtype = str(value.dtype).removeprefix("torch.")
             text = f"constant {node.name!r} is {dtype}, Core ML computes with int32"
             reason = Reason(ReasonCode.DTYPE, text, remedy="Store it as int32")
-            found |= dict.fromkeys(node.users, reason)
+            users = (u for u in node.users if target_name(u.target) not in DEQUANTIZE)
+            found |= dict.fromkeys(users, reason)
     return found
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from coreml_delegate.op_rules.rule import (
+    DEQUANTIZE,
     Constraint,
     OpCall,
     Reason,
     ReasonCode,
+    target_name,
 )
 
 
@@ -57,15 +59,27 @@ def only_result_used(index: int) -> Constraint:
 
 
 def is_constant(name: str) -> Constraint:
-    """The tensor argument is a parameter, buffer or literal, known when the model is converted."""
+    """The tensor argument is known when the model is converted.
+
+    That is a parameter, a buffer, a literal, or such a one dequantized.
+    """
 
     def check(call: OpCall) -> Reason | None:
         node = call.arguments.get(name)
-        if not isinstance(node, Node) or node.op == "get_attr" or node in call.constants:
+        if not isinstance(node, Node) or is_known(node, call.constants):
             return None
         return Reason(ReasonCode.ARGUMENT, f"{name!r} is computed, Core ML takes a constant")
 
     return check
+
+
+def is_known(node: Node, constants: Collection[Node]) -> bool:
+    """Whether a value is known when the model is converted, ``constants`` being some that are."""
+    if node.op == "get_attr" or node in constants:
+        return True
+    if node.op != "call_function" or target_name(node.target) not in DEQUANTIZE:
+        return False
+    return all(is_known(source, constants) for source in node.all_input_nodes)
 
 
 def floating_result(call: OpCall) -> Reason | None:

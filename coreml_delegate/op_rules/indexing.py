@@ -1,5 +1,8 @@
 """Gathering and scattering by index, sorting."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from coreml_delegate.op_rules.constraints import (
     argument_is,
     holds,
@@ -12,9 +15,17 @@ from coreml_delegate.op_rules.rule import FLOAT, INTEGER, MAX_RANK, OpCall, OpRu
 _VALUES = FLOAT | INTEGER
 
 
+def leading(indices: Sequence[Any]) -> list[Any]:
+    """Indices without the whole dimensions at the end, which say nothing."""
+    kept = list(indices)
+    while kept and kept[-1] is None:
+        kept.pop()
+    return kept
+
+
 def _one_index(call: OpCall) -> bool:
     """One index of rank 1, or any of the first dimensions."""
-    indices = call.arguments["indices"]
+    indices = leading(call.arguments["indices"])
     if None not in indices:
         return True
     return all(i is None for i in indices[:-1]) and next(call.tensors("indices"))[1].dim() == 1

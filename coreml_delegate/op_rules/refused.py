@@ -23,7 +23,10 @@ class Refusal:
 
 
 _DATA_DEPENDENT = Refusal("the shape of the result depends on values")
-_RANDOM = Refusal("random numbers come from the generator of the program, not from Core ML")
+_GENERATOR = Refusal("random numbers come from a generator of the program, not from Core ML")
+_UNIFORM = Refusal("coremltools fails to translate it")
+_UNEVEN = Refusal("coremltools rounds toward zero, so not all integers are equally likely")
+_CATEGORICAL = Refusal("coremltools takes what is not normalized for probabilities")
 _COMPLEX = Refusal("Core ML has no complex numbers")
 _UNSTABLE = Refusal("Core ML's sort does not keep the order of equal elements")
 _BITS = Refusal("Core ML does not reinterpret the bits of a tensor")
@@ -46,10 +49,11 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         (
             (_DATA_DEPENDENT, "nonzero.default _unique2.default repeat_interleave.Tensor"),
             (_DATA_DEPENDENT, "_pack_padded_sequence.default"),
-            (_RANDOM, "rand.default rand.generator rand_like.default rand_like.generator"),
-            (_RANDOM, "randn.default randn.generator randn_like.default randn_like.generator"),
-            (_RANDOM, "randint.default randint.generator randint.low randint.low_generator"),
-            (_RANDOM, "multinomial.default"),
+            (_UNIFORM, "rand.default"),
+            (_GENERATOR, "rand.generator rand_like.generator randn.generator"),
+            (_GENERATOR, "randn_like.generator randint.generator randint.low_generator"),
+            (_UNEVEN, "randint.default randint.low"),
+            (_CATEGORICAL, "multinomial.default"),
             (_TRAINING, "native_dropout.default"),
             (_COMPLEX, "complex.default view_as_real.default"),
             (_UNSTABLE, "sort.stable"),

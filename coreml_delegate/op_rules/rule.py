@@ -25,6 +25,9 @@ Dtypes = frozenset[torch.dtype]
 MAX_RANK = 5  # of any Core ML tensor
 INT32 = torch.iinfo(torch.int32)  # the widest integer of Core ML
 GETITEM = "operator.getitem"
+DEQUANTIZE = frozenset(
+    f"quantized_decomposed.dequantize_per_{unit}.default" for unit in ("tensor", "channel")
+)
 
 
 class ReasonCode(enum.StrEnum):
@@ -138,6 +141,8 @@ class OpRule:
         max_rank: Highest rank of an argument or result.
         since: First opset that can express it.
         preserve: Keep the op from ExecuTorch's decompositions, because Core ML has it as one.
+        alone: Whether a program may consist of one such call; its values may be such as cross no
+            boundary.
     """
 
     target: str
@@ -148,6 +153,7 @@ class OpRule:
     max_rank: int = MAX_RANK
     since: Opset = Opset.iOS15
     preserve: bool = True
+    alone: bool = True
 
     def obstacle(self, call: OpCall) -> Reason | None:
         """Why Core ML cannot take this call, or None if it can."""

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from unittest import mock
 import numpy as np
 from torch.export import ExportedProgram
 
+from coreml_delegate.blob import Buffer
 from coreml_delegate.compile_options import CompileOptions, ModelType, Precision
 from coreml_delegate.errors import (
     ContractError,
@@ -28,6 +29,7 @@ from coreml_delegate.errors import (
     OptionError,
     UnsupportedOperatorError,
 )
+from coreml_delegate.mlpackage import write_folder
 from coreml_delegate.preprocess.precision import selector
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools, quiet_import
@@ -71,10 +73,44 @@ def converted(
         ConversionError: Coremltools failed; the cause is chained.
         LoweringError: Ahead-of-time compilation was asked for where there is no compiler.
     """
-    _check_compiler(options)
+    if options.model_type is ModelType.COMPILED_MODEL:
+        check_compiler()
+    with _temporary_folder() as folder:
+        yield _convert(program, options, in_fp32, folder)
+
+
+@contextmanager
+def compiled(package: Mapping[str, Buffer]) -> Generator[Path]:
+    """Compile an mlpackage inside a temporary directory that is always removed.
+
+    Args:
+        package: Its files.
+
+    Yields:
+        The mlmodelc.
+
+    Raises:
+        LoweringError: There is no compiler, or it fails.
+    """
+    check_compiler()
+    with _temporary_folder() as folder:
+        source, destination = folder / "merged.mlpackage", folder / "merged.mlmodelc"
+        write_folder(package, source)
+        try:
+            coremltools().models.utils.compile_model(str(source), str(destination))
+        except Exception as error:
+            raise LoweringError(
+                "Core ML's compiler fails on the model",
+                got=f"{type(error).__name__}: {_first_line(error)}",
+            ) from error
+        yield destination
+
+
+@contextmanager
+def _temporary_folder() -> Generator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="coreml-delegate-"))
     try:
-        yield _convert(program, options, in_fp32, folder)
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -251,9 +287,12 @@ def _quantizer(ct: Any, options: CompileOptions) -> Any:
     return optimize.OptimizationConfig(global_config=config, op_type_configs={"gather": None})
 
 
-def _check_compiler(options: CompileOptions) -> None:
-    if options.model_type is not ModelType.COMPILED_MODEL:
-        return
+def check_compiler() -> None:
+    """Check that this machine can compile ahead of time.
+
+    Raises:
+        LoweringError: It cannot.
+    """
     if shutil.which("xcrun") is None:
         raise LoweringError(
             "model_type COMPILED_MODEL needs Core ML's compiler, which only macOS has",

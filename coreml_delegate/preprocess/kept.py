@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,15 +19,67 @@ from torch.export import ExportedProgram
 from coreml_delegate.compile_options import CompileOptions
 
 
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Whether several methods store a partition's weights once.
+
+    Attributes:
+        methods: The methods whose partitions are functions of one model; empty if this one is a
+            model by itself.
+        reason: Why it is by itself; empty if it is not.
+    """
+
+    methods: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Outcome:
+    """What became of a partition, for those who no longer hold its blob.
+
+    Attributes:
+        sharing: None as long as it was not handed over, and where there is but one method.
+    """
+
+    sharing: Sharing | None = None
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class KeptBlob:
-    """A blob waiting for its subgraph; it waits as long as somebody holds this record."""
+    """A blob waiting for its subgraph; it waits as long as somebody holds this record.
+
+    Attributes:
+        blob: None as long as it is not made, and once it is handed over.
+        constants: Of the subgraph, each with its version.
+        outcomes: One for each partition that the blob waits for, in the order in which they will
+            be lowered: methods may have equal ones.
+    """
 
     blob: bytes | None
     constants: Mapping[str, tuple[torch.Tensor, int]]
+    outcomes: list[Outcome] = field(default_factory=list[Outcome])
+
+    def expect(self) -> Outcome:
+        """Await what becomes of one more partition."""
+        self.outcomes.append(Outcome())
+        return self.outcomes[-1]
+
+    def latest(self, count: int) -> list[Outcome]:
+        """The outcomes of the ``count`` partitions that are lowered now, in order.
+
+        Those before them are of lowerings that were given up.
+        """
+        missing = [Outcome() for _ in range(count - len(self.outcomes))]
+        return [*missing, *self.outcomes[max(0, len(self.outcomes) - count) :]]
+
+    def hand_over(self) -> bytes | None:
+        """The blob, which the record no longer holds, nor the constants; None the second time."""
+        blob, self.blob, self.constants = self.blob, None, {}
+        return blob
 
 
-_KEPT: weakref.WeakValueDictionary[str, KeptBlob] = weakref.WeakValueDictionary()
+# By fingerprint; subgraphs that differ in the values of their constants have one fingerprint.
+_KEPT: dict[str, weakref.WeakSet[KeptBlob]] = {}
 
 
 def fingerprint(program: ExportedProgram, options: CompileOptions) -> str:
@@ -42,36 +94,38 @@ def fingerprint(program: ExportedProgram, options: CompileOptions) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def keep(key: str, program: ExportedProgram) -> KeptBlob:
+def keep(program: ExportedProgram, options: CompileOptions) -> KeptBlob:
     """A place for a blob.
 
     Args:
-        key: The subgraph's ``fingerprint``.
         program: The subgraph, not yet converted, which may change it.
+        options: How it is to be lowered.
 
     Returns:
         A record to put the blob into, and to hold for as long as it may be wanted.
     """
+    for key in [key for key, records in _KEPT.items() if not records]:
+        del _KEPT[key]
     record = KeptBlob(None, _constants(program))
-    _KEPT[key] = record
+    _KEPT.setdefault(fingerprint(program, options), weakref.WeakSet()).add(record)
     return record
 
 
-def waiting(key: str) -> KeptBlob | None:
-    """The record of a subgraph whose blob is waiting, or None."""
-    record = _KEPT.get(key)
-    return record if record is not None and record.blob is not None else None
+def find(program: ExportedProgram, options: CompileOptions) -> KeptBlob | None:
+    """The record of this very subgraph whose blob is waiting, or None."""
+    if not _KEPT:
+        return None
+    constants = _tensors(program)
+    for record in _KEPT.get(fingerprint(program, options), ()):
+        if record.blob is not None and _same(record.constants, constants):
+            return record
+    return None
 
 
 def take(program: ExportedProgram, options: CompileOptions) -> bytes | None:
     """Hand a blob over, once; None if there is none for this subgraph."""
-    if not _KEPT:
-        return None
-    record = waiting(fingerprint(program, options))
-    if record is None or not _same(record.constants, _tensors(program)):
-        return None
-    blob, record.blob, record.constants = record.blob, None, {}
-    return blob
+    record = find(program, options)
+    return None if record is None else record.hand_over()
 
 
 def _constants(program: ExportedProgram) -> dict[str, tuple[torch.Tensor, int]]:

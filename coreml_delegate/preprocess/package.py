@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from coreml_delegate.blob import Buffer, flatten
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.metadata import FILE_NAME as METADATA
-from coreml_delegate.metadata import ModelMetadata
+from coreml_delegate.metadata import MethodMetadata, ModelMetadata
 from coreml_delegate.mlpackage import assemble, locate, map_folder
 from coreml_delegate.preprocess import contract, precision
 from coreml_delegate.preprocess.convert import Conversion, converted
@@ -23,6 +23,7 @@ from coreml_delegate.targets import Opset
 
 MODEL = "model.mlpackage"
 COMPILED_MODEL = "model.mlmodelc"
+_COREMLTOOLS = "com.github.apple.coremltools"
 
 
 def build_blob(program: ExportedProgram, options: CompileOptions) -> bytes:
@@ -52,10 +53,22 @@ def build_blob(program: ExportedProgram, options: CompileOptions) -> bytes:
     prepare(program)
     with converted(program, options, in_fp32) as conversion:
         names = contract.check_model(boundary, conversion.spec)
-        model = _model_files(conversion)
-        identifier = _identifier(model)
-        metadata = ModelMetadata(identifier, {"": names})
-        return flatten({**model, METADATA: metadata.encode()})
+        return pack(_model_files(conversion), {"": names})[1]
+
+
+def pack(model: Mapping[str, Buffer], methods: Mapping[str, MethodMetadata]) -> tuple[str, bytes]:
+    """Make a blob.
+
+    Args:
+        model: The model's files, in a folder by the name that the device looks for.
+        methods: See ``ModelMetadata``.
+
+    Returns:
+        The model's identifier, and the blob; equal arguments give equal bytes.
+    """
+    identifier = _identifier(model)
+    metadata = ModelMetadata(identifier, methods)
+    return identifier, flatten({**model, METADATA: metadata.encode()})
 
 
 def check_supported(program: ExportedProgram, target: Opset | None) -> None:
@@ -93,15 +106,28 @@ def required_opset(program: ExportedProgram) -> Opset:
 
 def _model_files(conversion: Conversion) -> dict[str, Buffer]:
     if conversion.compiled is not None:
-        return _below(COMPILED_MODEL, map_folder(Path(conversion.compiled)))
+        return below(COMPILED_MODEL, map_folder(Path(conversion.compiled)))
     parts = locate(map_folder(conversion.package))
     weights = {name.removeprefix("weights/"): data for name, data in parts.weights.items()}
+    _forget_circumstances(conversion.spec.description.metadata.userDefined)
     # Map entries have no order in protobuf; deterministic serialization gives them one.
     spec = conversion.spec.SerializeToString(deterministic=True)
-    return _below(MODEL, assemble(spec, weights))
+    return below(MODEL, assemble(spec, weights))
 
 
-def _below(folder: str, files: Mapping[str, Buffer]) -> dict[str, Buffer]:
+def _forget_circumstances(metadata: MutableMapping[str, str]) -> None:
+    """Drop what coremltools notes of the day, and of torch's build (as in ``2.13.0+cpu``).
+
+    The bytes of equal models, and with them their identifiers, would differ by it.
+    """
+    metadata.pop(f"{_COREMLTOOLS}.conversion_date", None)
+    source = f"{_COREMLTOOLS}.source"
+    if source in metadata:
+        metadata[source] = metadata[source].partition("+")[0]
+
+
+def below(folder: str, files: Mapping[str, Buffer]) -> dict[str, Buffer]:
+    """Files, moved into a folder."""
     return {f"{folder}/{name}": content for name, content in files.items()}
 
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from torch.fx import Node
 
+from coreml_delegate.op_rules.indexing import leading
 from coreml_delegate.preprocess.graph_edits import (
     ATEN,
     Rewrite,
@@ -21,11 +22,15 @@ from coreml_delegate.preprocess.graph_edits import (
 
 
 def _index_put(node: Node) -> None:
-    """Write along one dimension other than the first, which coremltools does not index."""
+    """Write along one dimension other than the first, which coremltools does not index.
+
+    Whole dimensions at the end are left out: with them it takes only single positions.
+    """
     arguments = arguments_of(node)
-    indices, values = arguments["indices"], arguments["values"]
+    indices, values = leading(arguments["indices"]), arguments["values"]
     dim = len(indices) - 1
     if dim == 0 or None not in indices:
+        become(node, node.target, arguments["self"], indices, values, arguments["accumulate"])
         return
     index = indices[dim]
     shape = shape_of(node)

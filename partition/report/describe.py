@@ -38,6 +38,7 @@ def describe(
     constants_inside: bool,
     given: Opset | None,
     since: Since,
+    is_shared: bool = False,
 ) -> DelegationReport:
     """Report on a program.
 
@@ -47,11 +48,16 @@ def describe(
         constants_inside: Whether delegates have the constants they use inside.
         given: Deployment target asked for, or None.
         since: The oldest opset at which a call was translated.
+        is_shared: Whether partitions are to share weights with those of other methods.
     """
     constants = constant_nodes(program)
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     partitions = _Partitions(
-        constants if constants_inside else frozenset(), states_of(program), given, since
+        constants if constants_inside else frozenset(),
+        states_of(program),
+        given,
+        since,
+        is_shared,
     )
     return DelegationReport(
         nodes=tuple(_node(node, decision, constants) for node in calls),
@@ -104,12 +110,14 @@ class _Partitions:
         states: By tag the mutable buffers that a partition keeps, each with its new value.
         given: Deployment target asked for, or None.
         since: The oldest opset at which a call was translated.
+        is_shared: Whether partitions are to share weights with those of other methods.
     """
 
     inside: Collection[Node]
     states: Mapping[str, Mapping[Node, Node]]
     given: Opset | None
     since: Since
+    is_shared: bool
 
     def describe(self, tag: str, group: Group) -> PartitionReport:
         """Sum up one partition."""
@@ -132,6 +140,7 @@ class _Partitions:
             since=self.since,
             has_states=bool(states),
             has_inputs=bool(entering),
+            is_shared=self.is_shared,
         )
         return PartitionReport(
             tag=tag,

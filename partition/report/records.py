@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.op_rules import Reason
 from coreml_delegate.op_rules.rule import GETITEM
+from coreml_delegate.preprocess.kept import Sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,9 @@ class PartitionReport:
         input_bytes: Their size.
         outputs: How many values leave it.
         output_bytes: Their size.
+        shared_by: With several methods, those that store its weights once, its own among them.
+            Empty before it is lowered, and if it is a model by itself.
+        not_shared: With several methods, why it is a model by itself; empty if it is not.
     """
 
     tag: str
@@ -108,6 +112,8 @@ class PartitionReport:
     input_bytes: int
     outputs: int
     output_bytes: int
+    shared_by: tuple[str, ...] = ()
+    not_shared: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +220,18 @@ class DelegationReport:
             if node.name == name:
                 return node
         raise KeyError(name)
+
+    def with_sharing(self, sharing: Mapping[str, Sharing]) -> DelegationReport:
+        """The report with what became of its partitions' weights; itself if that is nothing new.
+
+        Args:
+            sharing: By delegation tag.
+        """
+        partitions = tuple(
+            replace(p, shared_by=s.methods, not_shared=s.reason) if (s := sharing.get(p.tag)) else p
+            for p in self.partitions
+        )
+        return self if partitions == self.partitions else replace(self, partitions=partitions)
 
     def require_complete(self) -> None:
         """Insist that nothing stays on the CPU.

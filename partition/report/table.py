@@ -33,6 +33,8 @@ def _lines(report: DelegationReport) -> Iterator[str]:
     )
     for partition in report.partitions:
         yield _partition(partition)
+        if partition.not_shared:
+            yield f"{_INDENT}shares no weights with other methods: {partition.not_shared}"
         yield from _columns((op, str(count)) for op, count in partition.ops)
     if report.undelegated:
         yield "  on the CPU:"
@@ -54,6 +56,8 @@ def _partition(partition: PartitionReport) -> str:
         facts.append(f"{partition.target} for {', '.join(partition.demanded_by)}")
     else:
         facts.append(f"{partition.target} or later")
+    if partition.shared_by:
+        facts.append(f"one model for {', '.join(partition.shared_by)}")
     return f"  {partition.tag}: {', '.join(facts)}"
 
 

@@ -1,21 +1,7 @@
-"""Reader of MIL weight files.
-
-Layout (little endian)::
-
-    header, 64 bytes    u32 count, u32 version (2), zeros
-    per blob            64-byte record: u32 0xDEADBEEF, u32 data type, u64 size in bytes,
-                        u64 offset of the data, u64 padding in bits (sub-byte types), zeros
-                        data, at a multiple of 64 bytes
-
-A MIL value refers to a blob by the offset of its record.
-
-Source: coremltools' ``mlmodel/src/MILBlob/Blob/StorageFormat.hpp``, checked against files written
-by ``libmilstoragepython``.
-"""
+"""Reader of MIL weight files: the stored bytes of a constant, as views of the file."""
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,11 +9,8 @@ from numpy.typing import NDArray
 
 from coreml_delegate.errors import BlobFormatError
 from coreml_delegate.runtime.mil.dtypes import DType, packed_nbytes
+from coreml_delegate.weight_file import check_header, read_record
 
-_HEADER = struct.Struct("<II")
-_RECORD = struct.Struct("<IIQQQ")
-_SENTINEL = 0xDEADBEEF
-_VERSION = 2
 _DTYPES = {
     1: DType.FP16,
     2: DType.FP32,
@@ -55,13 +38,7 @@ class WeightFile:
     buffer: memoryview
 
     def __post_init__(self) -> None:
-        if len(self.buffer) < _HEADER.size:
-            raise BlobFormatError("weight file is too short", got=f"{len(self.buffer)} bytes")
-        _, version = _HEADER.unpack_from(self.buffer)
-        if version != _VERSION:
-            raise BlobFormatError(
-                f"weight file {self.name!r} has another version", got=str(version), expected="2"
-            )
+        check_header(self.name, self.buffer)
 
     def read(self, offset: int, dtype: DType, count: int) -> NDArray[np.uint8]:
         """The stored bytes of one blob.
@@ -78,27 +55,21 @@ class WeightFile:
             BlobFormatError: The record or its data lies outside the file, or disagrees.
         """
         where = f"weight file {self.name!r} at {offset}"
-        if offset + _RECORD.size > len(self.buffer):
-            raise BlobFormatError(
-                f"{where}: record lies outside the file", expected=f"below {len(self.buffer)}"
-            )
-        sentinel, number, size, start, _ = _RECORD.unpack_from(self.buffer, offset)
-        if sentinel != _SENTINEL:
-            raise BlobFormatError(f"{where}: no record here", got=hex(sentinel))
-        stored = _DTYPES.get(number)
+        record = read_record(self.name, self.buffer, offset)
+        stored = _DTYPES.get(record.dtype)
         if stored is not dtype:
             raise BlobFormatError(
                 f"{where}: wrong data type",
-                got=stored.label if stored else str(number),
+                got=stored.label if stored else str(record.dtype),
                 expected=dtype.label,
             )
         needed = packed_nbytes(dtype, count)
-        if size != needed or start + size > len(self.buffer):
+        if record.size != needed or record.start + record.size > len(self.buffer):
             raise BlobFormatError(
                 f"{where}: wrong size",
-                got=f"{size} bytes at {start} of {len(self.buffer)}",
+                got=f"{record.size} bytes at {record.start} of {len(self.buffer)}",
                 expected=f"{needed} bytes",
             )
-        data = np.frombuffer(self.buffer, dtype=np.uint8, count=size, offset=start)
+        data = np.frombuffer(self.buffer, dtype=np.uint8, count=record.size, offset=record.start)
         data.flags.writeable = False
         return data

@@ -102,8 +102,9 @@ def _torch_overload(name: str) -> OpOverload | None:
     # A name out of a file may be any attribute of the namespace object: accept operators alone.
     if not isinstance(packet, OpOverloadPacket):
         return None
-    overload = overload or "default"
-    return getattr(packet, overload) if overload in packet.overloads() else None
+    # A packet lists the overloads it was made with; libraries may have added others since.
+    found = getattr(packet, overload or "default", None)
+    return found if isinstance(found, OpOverload) else None
 
 
 def _from_schema(name: str, overload: OpOverload) -> Kernel:

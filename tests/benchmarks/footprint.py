@@ -73,14 +73,14 @@ def measure(contender: Contender, file: Path, inputs: Path, settings: Settings) 
     with np.load(inputs) as stored:
         arrays = [stored[name] for name in stored.files]
     contender.imports()
-    before = _resident(reset=True)
+    before = resident(reset=True)
     start = time.perf_counter()
     np.asarray(contender.load(file, settings)(arrays)())
     seconds = time.perf_counter() - start
-    return Footprint(seconds, _resident() - before)
+    return Footprint(seconds, resident() - before)
 
 
-def _resident(*, reset: bool = False) -> int:
+def resident(*, reset: bool = False) -> int:
     """Peak resident memory in bytes; ``reset`` makes it what is resident now.
 
     Source: proc(5), ``clear_refs`` and ``status``.

@@ -12,6 +12,7 @@ import pytest
 EXPORT = """
 import hashlib, sys, torch
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner
+from coreml_delegate.targets import Opset
 from executorch.exir import to_edge_transform_and_lower
 
 class Model(torch.nn.Module):
@@ -38,6 +39,18 @@ partitioner = CoreMLPartitioner(
 program = to_edge_transform_and_lower(exported, partitioner=[partitioner]).to_executorch()
 assert len(partitioner.report.partitions) == 2, str(partitioner.report)
 sys.stdout.write(hashlib.sha256(program.buffer).hexdigest())
+
+shared = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)).eval()
+methods = {
+    name: torch.export.export(shared, (torch.randn(rows, 8),))
+    for name, rows in (("prefill", 5), ("decode", 1), ("verify", 3))
+}
+partitioner = CoreMLPartitioner(
+    compile_specs=CoreMLBackend.generate_compile_specs(minimum_deployment_target=Opset.iOS18)
+)
+program = to_edge_transform_and_lower(methods, partitioner=[partitioner]).to_executorch()
+assert partitioner.report.partitions[0].shared_by == tuple(methods), str(partitioner.report)
+sys.stdout.write(hashlib.sha256(program.buffer).hexdigest())
 """
 
 
@@ -60,4 +73,5 @@ def _export(tmp_path, seed: int) -> str:
 def test_two_processes_write_equal_bytes(tmp_path):
     digests = {_export(tmp_path, seed) for seed in (1, 2)}
     assert len(digests) == 1
-    assert len(digests.pop()) == len(hashlib.sha256().hexdigest())
+    # Of one program with two partitions, and of one with three methods that share weights.
+    assert len(digests.pop()) == 2 * len(hashlib.sha256().hexdigest())

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coreml_delegate.blob import BlobReference, flatten, unflatten
-from coreml_delegate.compile_options import CompileOptions, ComputeUnit, ModelType, Precision
+from coreml_delegate.compile_options import (
+    CompileOptions,
+    ComputeUnit,
+    ModelType,
+    Precision,
+    WeightSharing,
+)
 from coreml_delegate.errors import BlobFormatError, OptionError
 from coreml_delegate.targets import Opset
 
@@ -36,6 +42,7 @@ OPTIONS = st.builds(
     op_linear_quantizer_config=st.none()
     | st.dictionaries(st.text(), st.none() | st.integers() | st.text(), max_size=3),
     pass_names=st.none() | st.lists(st.text(), max_size=3).map(tuple),
+    weight_sharing=st.none() | st.sampled_from(WeightSharing),
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +14,6 @@ from coreml_delegate import CoreMLBackend, CoreMLPartitioner
 from coreml_delegate.compile_options import Precision
 from coreml_delegate.op_rules.rule import GETITEM, target_name
 from coreml_delegate.partition import DelegationReport
-from coreml_delegate.third_party import coremltools
-
-# Coremltools collects garbage at every conversion; what the imports made is none.
-coremltools()
-gc.freeze()
 
 Inputs = tuple[torch.Tensor, ...]
 

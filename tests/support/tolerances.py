@@ -59,3 +59,16 @@ def kolmogorov_bound(count: int) -> float:
     A right generator is farther off once in 10**5 samples: 2 * exp(-2 * count * bound**2) = 1e-5.
     """
     return float(np.sqrt(np.log(2 / 1e-5) / (2 * count)))
+
+
+# Eight bits over fp32, dB: each tensor's 256 steps are worth 45, of which untrained layers with
+# activations of few large values keep little.
+SQNR_INT8 = 15.0
+# fp16 rounds a value next to the middle between two integers to either: results may be a step of
+# their grid apart, and another for the steps that come before.
+QUANTIZED_STEPS = 2.0
+
+
+def flips_allowed(images: int) -> int:
+    """Images that two runs of one quantized model may classify differently, by such rounding."""
+    return max(1, images // 500)

@@ -64,6 +64,7 @@ def test_inspect(capsys):
         "deployment_target": None,
         "precision": "float16",
         "model_type": "model",
+        "weight_sharing": None,
     }
     (function,) = first["model"]["functions"]
     assert function["ops"]["conv"] == 1

@@ -1,7 +1,13 @@
+import enum
+
 import pytest
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 
-from coreml_delegate import CompileOptions, CoreMLBackend
+from coreml_delegate import (
+    MULTIMETHOD_WEIGHT_SHARING_STRATEGY,
+    CompileOptions,
+    CoreMLBackend,
+)
 from coreml_delegate.compile_options import ComputeUnit, ModelType, Precision
 from coreml_delegate.errors import OptionError
 from coreml_delegate.targets import Opset
@@ -40,6 +46,20 @@ def test_every_upstream_keyword():
         "op_linear_quantizer_config": '{"dtype": "int8", "mode": "linear_symmetric"}',
         "pass_pipeline": '["common::const_elimination"]',
     }
+
+
+@pytest.mark.parametrize("name", ["POSITIONAL", "DISABLED"])
+def test_every_strategy_to_share_weights(name):
+    # ExecuTorch's own enum cannot be imported beside our backend; it is told by its names.
+    theirs = enum.Enum("MULTIMETHOD_WEIGHT_SHARING_STRATEGY", {name: name.lower()})[name]
+    ours = MULTIMETHOD_WEIGHT_SHARING_STRATEGY[name]
+    generate = CoreMLBackend.generate_multimethod_weight_sharing_strategy_compile_spec
+    for strategy in (ours, theirs):
+        specs = [*CoreMLBackend.generate_compile_specs(), generate(strategy)]
+        assert _wire(specs)["multimethod_weight_sharing_strategy"] == name.lower()
+        assert CompileOptions.from_specs(specs).weight_sharing is ours
+    with pytest.raises(OptionError, match="strategy has an unknown value: got 'positional'"):
+        generate("positional")
 
 
 @pytest.mark.parametrize("unit", list(ct.ComputeUnit))

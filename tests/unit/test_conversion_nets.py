@@ -279,7 +279,7 @@ def test_weights_changed_since_are_converted_anew(monkeypatch: pytest.MonkeyPatc
 def test_blobs_are_the_same_as_without_partitioner(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Network(supported=True)
     reused = lower(module, INPUTS).pte
-    monkeypatch.setattr("coreml_delegate.preprocess.kept.take", lambda program, options: None)
+    monkeypatch.setattr("coreml_delegate.preprocess.kept.find", lambda program, options: None)
     assert lower(module, INPUTS).pte == reused
 
 

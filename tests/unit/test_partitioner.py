@@ -306,9 +306,12 @@ def test_one_report_per_method() -> None:
 # Flows
 
 
-def test_to_edge_then_to_backend() -> None:
+def test_to_edge_then_to_backend(caplog: pytest.LogCaptureFixture) -> None:
     module, inputs = Network(), example(2, 4)
+    lower(module, inputs)
+    assert "DEPRECATION WARNING" not in caplog.text
     lowered = lower_core_aten(module, inputs)
+    assert caplog.text.count("DEPRECATION WARNING: to_edge() + to_backend()") == 1
     assert lowered.operators == ("aten.asinh.default",)
     assert "aten.addmm.default" in {n.op for n in lowered.report.delegated}
     assert_equal_eager(lowered.pte, module, inputs)

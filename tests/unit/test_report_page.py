@@ -49,7 +49,7 @@ def report_of(nodes: list[NodeReport]) -> DelegationReport:
     return DelegationReport(
         nodes=tuple(nodes),
         partitions=tuple(
-            PartitionReport(tag, 1, (("aten.relu.default", 1),), 2, 0, 0, 1, 8, 1, 8)
+            PartitionReport(tag, "iOS15", (), 1, (("aten.relu.default", 1),), 2, 0, 0, 1, 8, 1, 8)
             for tag in tags
         ),
         obstacles=(

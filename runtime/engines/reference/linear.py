@@ -17,8 +17,12 @@ from coreml_delegate.runtime.mil.opset import Opset
 
 @kernel("linear", widen=True)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``; ``x``: [*, D_in], ``weight``: [D_out, D_in], ``bias``: [D_out]."""
-    return F.linear(x, weight, bias)
+    """``x @ weight.T + bias``; ``x``: [*, D_in], ``weight``: [D_out, D_in], ``bias``: [D_out].
+
+    From iOS17 on one may be of integers where the other is of floats.
+    """
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 @kernel("matmul", widen=True)
@@ -26,7 +30,8 @@ def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = 
     """Batched matrix product with numpy's broadcasting; transposing a vector has no effect."""
     left = x.mT if transpose_x and x.dim() > 1 else x
     right = y.mT if transpose_y and y.dim() > 1 else y
-    return torch.matmul(left, right)
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    return torch.matmul(left.to(dtype), right.to(dtype))
 
 
 @kernel("einsum", widen=True)

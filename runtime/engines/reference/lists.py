@@ -72,9 +72,13 @@ def classify(probabilities: Tensor, classes: tuple[Any, ...]) -> tuple[Any, dict
 
 
 def _written(ls: TensorList, index: int) -> Tensor:
+    """An element; zeros if the list was made longer than what was written to it."""
     if not 0 <= index < len(ls):
         raise IndexError(f"list index {index} is outside of [0, {len(ls)})")
     element = ls[index]
-    if element is None:
-        raise IndexError(f"list element {index} was never written")
-    return element
+    if element is not None:
+        return element
+    like = next((other for other in ls if other is not None), None)
+    if like is None:
+        raise IndexError(f"list element {index} has no known shape: nothing was ever written")
+    return torch.zeros_like(like)

@@ -12,6 +12,7 @@ from ops.op_samples import (
     normalization,
     pooling,
     reduction,
+    sampling,
     shape,
 )
 from ops.op_samples.sample import Rejected, Sample
@@ -26,6 +27,7 @@ _FAMILIES = (
     normalization,
     pooling,
     reduction,
+    sampling,
     shape,
 )
 

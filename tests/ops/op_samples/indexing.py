@@ -58,6 +58,9 @@ ACCEPTED = (
     accept("aten.index_put.default", x(5, 4), [_ROWS], x(2, 4), note="const"),
     accept("aten.index_put.default", x(5, 4), [_ROWS], x(2, 4), True, note="accum"),
     accept("aten.index_put.default", x(5, 4), [None, _ROWS], x(5, 2), note="second"),
+    accept("aten.index_put.default", x(5, 4), [_ROWS, None], x(2, 4), note="first"),
+    accept("aten.index_put.default", x(5, 4), [_ROWS, None], x(2, 4), True, note="first, accum"),
+    accept("aten.index_put.default", x(2, 5, 4), [None, _ROWS, None], x(2, 2, 4), note="middle"),
     accept(
         "aten.index_put.default", x(1, 2, 5, 4), [None, None, _ROWS], x(1, 2, 2, 4), note="cache"
     ),

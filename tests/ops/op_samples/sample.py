@@ -82,7 +82,7 @@ class Sample:
         fp16: Whether it is also computed in fp16; not where a rounding makes results jump.
         target_opset: Deployment target, None for the default.
         dynamic: Whether the last dimension of the first input is dynamic.
-        compare: Whether results can be compared (not those of dropout).
+        compare: Whether results can be compared (not random ones).
         core: Whether Core ML also takes all that core ATen makes of it.
     """
 
@@ -170,10 +170,11 @@ def accept(
     fp16: bool = True,
     target_opset: Opset | None = None,
     core: bool = True,
+    compare: bool = True,
     **kwargs: Any,
 ) -> Sample:
     """A call that Core ML takes."""
-    return Sample(target, note, args, kwargs, takes, fp16, target_opset, core=core)
+    return Sample(target, note, args, kwargs, takes, fp16, target_opset, compare=compare, core=core)
 
 
 def reject(

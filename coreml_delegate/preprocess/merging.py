@@ -1,0 +1,152 @@
+"""Models of one function each, made into one model with all of them, each weight stored once.
+
+Nothing is converted again: a function stays as it was but for the places of its weights. Two
+weights are one if they have the same type and the same bytes.
+
+Source: coremltools' ``Model.proto`` (``FunctionDescription``) and ``MIL.proto``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+
+from coreml_delegate.blob import Buffer, unflatten
+from coreml_delegate.errors import BlobFormatError
+from coreml_delegate.metadata import FILE_NAME as METADATA
+from coreml_delegate.metadata import MethodMetadata, ModelMetadata
+from coreml_delegate.mlpackage import assemble, locate
+from coreml_delegate.preprocess.package import MODEL
+from coreml_delegate.proto import model_pb2
+from coreml_delegate.weight_file import StoredWeight, read_weight, write_weights
+
+MAIN = "main"
+_WEIGHT_FILE = "weight.bin"
+_MODEL_PATH = "@model_path/"
+# What a weight is told by: data type, padding, SHA-256 of its bytes.
+WeightKey = tuple[int, int, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionModel:
+    """The model of one partition, with its one function.
+
+    Attributes:
+        spec: The ``Model`` message.
+        names: Of the partition's arguments.
+        weights: In the order in which they lie in its file.
+        references: The ``BlobFileValue`` messages in ``spec``, each with the weight it refers to.
+    """
+
+    spec: Any
+    names: MethodMetadata
+    weights: Mapping[WeightKey, StoredWeight]
+    references: tuple[tuple[Any, WeightKey], ...]
+
+    @classmethod
+    def of(cls, blob: bytes) -> FunctionModel:
+        """Read the model of a blob that one method uses, an mlpackage.
+
+        Args:
+            blob: Weights are views of it.
+
+        Raises:
+            BlobFormatError: The blob, or a part of it, is malformed.
+        """
+        files = unflatten(blob)
+        inside = f"{MODEL}/"
+        parts = locate(
+            {p.removeprefix(inside): data for p, data in files.items() if p.startswith(inside)}
+        )
+        spec: Any = model_pb2().Model.FromString(bytes(parts.spec))
+        values = list(_file_values(spec.mlProgram))
+        places = sorted({(v.fileName, v.offset) for v in values})
+        stored = {place: _stored(parts.weights, *place) for place in places}
+        keys = {place: _key(weight) for place, weight in stored.items()}
+        return cls(
+            spec=spec,
+            names=ModelMetadata.decode(files[METADATA]).method(""),
+            weights={keys[place]: weight for place, weight in stored.items()},
+            references=tuple((v, keys[v.fileName, v.offset]) for v in values),
+        )
+
+    @property
+    def version(self) -> int:
+        """Its specification version."""
+        return int(self.spec.specificationVersion)
+
+
+def merge(models: Mapping[str, FunctionModel]) -> dict[str, Buffer]:
+    """Make one model of several.
+
+    Args:
+        models: By the name that its function gets; the first is the default function. They are
+            used up: their weights get new places.
+
+    Returns:
+        The files of its mlpackage; equal arguments give equal bytes.
+    """
+    merged = {key: weight for model in models.values() for key, weight in model.weights.items()}
+    data, offsets = write_weights(merged.values())
+    offset_of = dict(zip(merged, offsets, strict=True))
+    for model in models.values():
+        for value, key in model.references:
+            value.fileName = f"{_MODEL_PATH}weights/{_WEIGHT_FILE}"
+            value.offset = offset_of[key]
+    # Map entries have no order in protobuf; deterministic serialization gives them one.
+    spec = _merged_spec(models).SerializeToString(deterministic=True)
+    return assemble(spec, {_WEIGHT_FILE: data} if merged else {})
+
+
+def _merged_spec(models: Mapping[str, FunctionModel]) -> Any:
+    default, first = next(iter(models.items()))
+    spec: Any = model_pb2().Model()
+    spec.specificationVersion = max(model.version for model in models.values())
+    spec.description.metadata.CopyFrom(first.spec.description.metadata)
+    spec.description.defaultFunctionName = default
+    spec.mlProgram.version = first.spec.mlProgram.version
+    for key, value in first.spec.mlProgram.attributes.items():
+        spec.mlProgram.attributes[key].CopyFrom(value)
+    for name, model in models.items():
+        single = model.spec.description
+        function = spec.description.functions.add(name=name)
+        function.input.extend(single.input)
+        function.output.extend(single.output)
+        function.state.extend(single.state)
+        spec.mlProgram.functions[name].CopyFrom(model.spec.mlProgram.functions[MAIN])
+    return spec
+
+
+def _file_values(message: Message) -> Iterator[Any]:
+    """Every ``BlobFileValue`` inside a message."""
+    pending: list[Any] = [message]
+    while pending:
+        current = pending.pop()
+        if current.DESCRIPTOR.name == "BlobFileValue":
+            yield current
+            continue
+        for field, value in current.ListFields():
+            kind = field.message_type
+            if kind is None:
+                continue
+            if isinstance(value, Message):
+                pending.append(value)
+            elif not kind.GetOptions().map_entry:
+                pending += value
+            elif kind.fields_by_name["value"].message_type is not None:
+                pending += value.values()
+
+
+def _stored(files: Mapping[str, memoryview], name: str, offset: int) -> StoredWeight:
+    path = name.removeprefix(_MODEL_PATH)
+    if path not in files:
+        raise BlobFormatError("weight file is missing", got=repr(name), expected=", ".join(files))
+    return read_weight(path, files[path], offset)
+
+
+def _key(weight: StoredWeight) -> WeightKey:
+    return weight.dtype, weight.padding, hashlib.sha256(weight.data).digest()

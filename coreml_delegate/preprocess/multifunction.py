@@ -1,0 +1,369 @@
+"""Several methods: which of their partitions become functions of one model that share weights.
+
+Such a model is stored once, in the program's named data, and each delegate refers to it. It needs
+iOS18. By strategy:
+
+- ``positional``: the n-th partitions of all methods are one model, or it is an error.
+- none: of methods with equally many partitions, the n-th ones that have weights in common are one
+  model if they are lowered for the same target, iOS18 or later. The others are models by
+  themselves, and the reason is kept with their blobs.
+- ``disabled``: every partition is a model by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from executorch.exir._serialize._named_data_store import NamedDataStore
+from executorch.exir.backend.backend_details import PreprocessResult
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from torch.export import ExportedProgram
+
+from coreml_delegate.blob import ALIGNMENT, BlobReference, Buffer
+from coreml_delegate.compile_options import CompileOptions, ModelType, WeightSharing
+from coreml_delegate.errors import LoweringError, OptionError
+from coreml_delegate.mlpackage import map_folder
+from coreml_delegate.preprocess import kept
+from coreml_delegate.preprocess.convert import check_compiler, compiled
+from coreml_delegate.preprocess.kept import Outcome, Sharing
+from coreml_delegate.preprocess.merging import FunctionModel, merge
+from coreml_delegate.preprocess.method_states import check_methods
+from coreml_delegate.preprocess.package import (
+    COMPILED_MODEL,
+    MODEL,
+    below,
+    build_blob,
+    pack,
+    required_opset,
+)
+from coreml_delegate.targets import STATE_OPSET, Opset
+
+logger = logging.getLogger(__name__)
+
+_LOWER = "Use strategy DISABLED to make every partition a model by itself"
+
+
+@dataclass(frozen=True, slots=True)
+class _Partition:
+    """One subgraph, and how it is lowered."""
+
+    method: str
+    index: int
+    program: ExportedProgram
+    options: CompileOptions
+
+    def __str__(self) -> str:
+        return f"partition {self.index} of {self.method!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Lowered:
+    """A partition with its blob, not yet shared with others."""
+
+    partition: _Partition
+    blob: bytes
+    outcome: Outcome
+
+    def __str__(self) -> str:
+        return str(self.partition)
+
+
+def lower_methods(
+    programs: Mapping[str, Sequence[ExportedProgram]],
+    specs: Mapping[str, Sequence[list[CompileSpec]]],
+) -> dict[str, list[PreprocessResult]]:
+    """Lower the partitions of all methods.
+
+    Args:
+        programs: The subgraphs of each method, in order.
+        specs: Of each subgraph; rewritten in place to the canonical form.
+
+    Returns:
+        By method the blob of each subgraph, or a reference to one in the named data.
+
+    Raises:
+        OptionError: Options of different methods, or a strategy and a target, exclude each other.
+        ContractError: Methods would each have a state of what is one buffer.
+        LoweringError: ``positional``, and the methods have different numbers of partitions; or what
+            ``build_blob`` raises.
+    """
+    partitions = {
+        method: [
+            _Partition(method, index, program, CompileOptions.from_specs(each))
+            for index, (program, each) in enumerate(zip(listed, specs[method], strict=True))
+        ]
+        for method, listed in programs.items()
+    }
+    strategy = _strategy(each.options for listed in partitions.values() for each in listed)
+    if strategy is WeightSharing.POSITIONAL and len(partitions) > 1:
+        partitions = {method: list(map(_on_target, each)) for method, each in partitions.items()}
+    results = _results(partitions, strategy)
+    for method, listed in partitions.items():
+        for partition, each in zip(listed, specs[method], strict=True):
+            each[:] = partition.options.to_specs()
+    return {
+        method: [results[method, partition.index] for partition in listed]
+        for method, listed in partitions.items()
+    }
+
+
+def check_target(options: CompileOptions) -> None:
+    """Check that a strategy can be followed on the target asked for.
+
+    Raises:
+        OptionError: ``positional`` below iOS18.
+    """
+    target = options.deployment_target
+    if (
+        options.weight_sharing is WeightSharing.POSITIONAL
+        and target is not None
+        and target < STATE_OPSET
+    ):
+        raise OptionError(
+            f"methods share weights from {STATE_OPSET.name} ({STATE_OPSET.platforms}) on",
+            got=f"strategy POSITIONAL and minimum_deployment_target {target.name}",
+            remedy=f"Raise it. {_LOWER}",
+        )
+
+
+_Results = dict[tuple[str, int], PreprocessResult]
+_Partitions = Mapping[str, Sequence[_Partition]]
+
+
+def _results(partitions: _Partitions, strategy: WeightSharing | None) -> _Results:
+    everything = [partition for listed in partitions.values() for partition in listed]
+    if len(partitions) < 2:
+        return _alone(_lowered(everything))
+    check_methods(
+        {m: [p.program for p in listed] for m, listed in partitions.items()},
+        demand=strategy is not WeightSharing.DISABLED,
+    )
+    if strategy is WeightSharing.DISABLED:
+        lowered = _lowered(everything)
+        for each in lowered:
+            each.outcome.sharing = Sharing(reason="strategy DISABLED was asked for")
+        return _alone(lowered)
+    if strategy is WeightSharing.POSITIONAL:
+        return _positional(partitions)
+    return _where_safe(partitions)
+
+
+def _strategy(options: Iterable[CompileOptions]) -> WeightSharing | None:
+    given = {o.weight_sharing for o in options if o.weight_sharing is not None}
+    if len(given) > 1:
+        raise OptionError(
+            "methods are given different strategies to share weights",
+            got=" and ".join(sorted(strategy.name for strategy in given)),
+            expected="one for all",
+        )
+    return given.pop() if given else None
+
+
+def _lowered(partitions: Sequence[_Partition]) -> list[_Lowered]:
+    """Lower partitions, each by itself."""
+    found = [
+        (partition, kept.find(partition.program, partition.options)) for partition in partitions
+    ]
+    records = {id(record): record for _, record in found if record is not None}
+    # Methods with equal partitions have one record.
+    uses = Counter(id(record) for _, record in found if record is not None)
+    outcomes = {key: iter(record.latest(uses[key])) for key, record in records.items()}
+    blobs = {key: record.hand_over() for key, record in records.items()}
+    done: list[_Lowered] = []
+    for partition, record in found:
+        blob = None if record is None else blobs[id(record)]
+        outcome = Outcome() if record is None else next(outcomes[id(record)])
+        blob = build_blob(partition.program, partition.options) if blob is None else blob
+        done.append(_Lowered(partition, blob, outcome))
+    return done
+
+
+def _by_method(lowered: Iterable[_Lowered]) -> dict[str, list[_Lowered]]:
+    found: dict[str, list[_Lowered]] = {}
+    for each in lowered:
+        found.setdefault(each.partition.method, []).append(each)
+    return found
+
+
+def _alone(lowered: Iterable[_Lowered]) -> _Results:
+    return {
+        (each.partition.method, each.partition.index): PreprocessResult(processed_bytes=each.blob)
+        for each in lowered
+    }
+
+
+def _positional(partitions: _Partitions) -> _Results:
+    """The n-th partitions of all methods are one model."""
+    counts = {method: len(listed) for method, listed in partitions.items()}
+    if len(set(counts.values())) > 1:
+        raise LoweringError(
+            "strategy POSITIONAL needs equally many partitions in all methods",
+            got=", ".join(f"{count} in {method!r}" for method, count in counts.items()),
+            remedy=f"See partitioner.reports for what divides them. {_LOWER}",
+        )
+    everything = [partition for listed in partitions.values() for partition in listed]
+    kinds = {partition.options.model_type for partition in everything}
+    if len(kinds) > 1:
+        raise OptionError(
+            "methods that share weights need one model_type",
+            got=" and ".join(sorted(kind.name for kind in kinds)),
+        )
+    if ModelType.COMPILED_MODEL in kinds:
+        check_compiler()
+    # What is compiled is the model made of them all.
+    lowered = _by_method(_lowered([_as_package(partition) for partition in everything]))
+    results: _Results = {}
+    for row in zip(*lowered.values(), strict=True):
+        models = [FunctionModel.of(each.blob) for each in row]
+        reason = _target_reason(models)
+        if reason:
+            raise LoweringError(
+                "partitions cannot be one model",
+                got=f"{', '.join(map(str, row))}: {reason}",
+                remedy=f"Give the latest as minimum_deployment_target. {_LOWER}",
+            )
+        results |= _together(row, models, kinds.copy().pop())
+    return results
+
+
+def _on_target(partition: _Partition) -> _Partition:
+    """A partition that is lowered for a target that has multifunction models.
+
+    Raises:
+        OptionError: It was asked to be lowered for another.
+    """
+    options = replace(partition.options, weight_sharing=WeightSharing.POSITIONAL)
+    check_target(options)
+    if options.deployment_target is None:
+        target = max(required_opset(partition.program), STATE_OPSET)
+        options = replace(options, deployment_target=target)
+    return replace(partition, options=options)
+
+
+def _as_package(partition: _Partition) -> _Partition:
+    return replace(partition, options=replace(partition.options, model_type=ModelType.MODEL))
+
+
+def _where_safe(partitions: _Partitions) -> _Results:
+    """What can be one model and has weights in common is one; the rest is not, with the reason."""
+    lowered = _by_method(_lowered([each for listed in partitions.values() for each in listed]))
+    by_count: dict[int, list[str]] = {}
+    for method, listed in lowered.items():
+        by_count.setdefault(len(listed), []).append(method)
+    results: _Results = {}
+    for count, methods in by_count.items():
+        for index in range(count):
+            row = [lowered[method][index] for method in methods]
+            if len(row) == 1:
+                others = ", ".join(
+                    f"{m!r} {len(p)}" for m, p in partitions.items() if m != methods[0]
+                )
+                results |= _apart(row, f"no other method has as many partitions ({others})")
+            else:
+                results |= _row(row)
+    return results
+
+
+def _row(row: Sequence[_Lowered]) -> _Results:
+    """Partitions at one position, one in each of several methods."""
+    by_kind: dict[ModelType, list[_Lowered]] = {kind: [] for kind in ModelType}
+    for each in row:
+        by_kind[each.partition.options.model_type].append(each)
+    packages = by_kind[ModelType.MODEL]
+    results = _apart(
+        by_kind[ModelType.COMPILED_MODEL],
+        "a model compiled ahead of time is shared with strategy POSITIONAL only",
+    )
+    models = [FunctionModel.of(each.blob) for each in packages]
+    for group in _with_common_weights(models):
+        members, theirs = [packages[i] for i in group], [models[i] for i in group]
+        if len(members) == 1:
+            results |= _apart(members, "no other method has a weight in common with it here")
+        elif reason := _target_reason(theirs):
+            results |= _apart(members, reason)
+        else:
+            results |= _together(members, theirs, ModelType.MODEL)
+    return results
+
+
+def _with_common_weights(models: Sequence[FunctionModel]) -> list[list[int]]:
+    """Positions of models, grouped so that weights in common lie in one group."""
+    groups: list[tuple[set[object], list[int]]] = []
+    for index, model in enumerate(models):
+        keys: set[object] = set(model.weights)
+        joined = [group for group in groups if group[0] & keys]
+        groups = [group for group in groups if not group[0] & keys]
+        groups.append(
+            (keys.union(*(group[0] for group in joined)), sorted([index, *_members(joined)]))
+        )
+    return sorted(members for _, members in groups)
+
+
+def _members(groups: Iterable[tuple[set[object], list[int]]]) -> Iterator[int]:
+    for _, members in groups:
+        yield from members
+
+
+def _target_reason(models: Sequence[FunctionModel]) -> str:
+    """Why these models cannot be one on their targets; empty if they can."""
+    versions = sorted({model.version for model in models})
+    if versions[0] < STATE_OPSET:
+        return (
+            f"weights in common can be shared from {STATE_OPSET.name} on, and this is lowered for "
+            f"{Opset(versions[0]).name}; see minimum_deployment_target"
+        )
+    if len(versions) > 1:
+        return f"they need different targets ({', '.join(Opset(v).name for v in versions)})"
+    return ""
+
+
+def _apart(lowered: Sequence[_Lowered], reason: str) -> _Results:
+    for each in lowered:
+        each.outcome.sharing = Sharing(reason=reason)
+        logger.info("%s is a model by itself: %s", each, reason)
+    return _alone(lowered)
+
+
+def _together(
+    row: Sequence[_Lowered], models: Sequence[FunctionModel], kind: ModelType
+) -> _Results:
+    """One model with a function for each of these partitions."""
+    methods = tuple(each.partition.method for each in row)
+    functions = _function_names(methods)
+    names = {method: model.names for method, model in zip(methods, models, strict=True)}
+    package = merge(dict(zip(functions, models, strict=True)))
+    key, blob = _packed(package, kind, lambda model: pack(model, names))
+    store = NamedDataStore()
+    store.add_named_data(key, blob, alignment=ALIGNMENT)
+    data = store.get_named_data_store_output()
+    separate, together = sum(len(each.blob) for each in row), len(blob)
+    logger.info(
+        "%s are one model: %d bytes instead of %d", ", ".join(map(str, row)), together, separate
+    )
+    results: _Results = {}
+    for each, function in zip(row, functions, strict=True):
+        each.outcome.sharing = Sharing(methods=methods)
+        results[each.partition.method, each.partition.index] = PreprocessResult(
+            processed_bytes=BlobReference(key, function).encode(), data_store_output=data
+        )
+    return results
+
+
+_Packing = Callable[[Mapping[str, Buffer]], tuple[str, bytes]]
+
+
+def _packed(package: Mapping[str, Buffer], kind: ModelType, packing: _Packing) -> tuple[str, bytes]:
+    if kind is ModelType.MODEL:
+        return packing(below(MODEL, package))
+    with compiled(package) as folder:
+        return packing(below(COMPILED_MODEL, map_folder(folder)))
+
+
+def _function_names(methods: Sequence[str]) -> Sequence[str]:
+    """Names of the methods' functions: their own, unless one is no name in MIL."""
+    if all(name.isascii() and name.isidentifier() for name in methods):
+        return methods
+    return [f"function_{index}" for index in range(len(methods))]

@@ -1,0 +1,52 @@
+"""The reports of one partitioner, which lowering goes on to complete."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from coreml_delegate.errors import ProgramError
+from coreml_delegate.partition.report import DelegationReport
+from coreml_delegate.preprocess.kept import KeptBlob, Outcome
+
+
+class ReportHistory:
+    """Reports in the order in which programs were partitioned.
+
+    Whether partitions share weights with those of other methods is known only when all are lowered,
+    after the last has been reported on: it is added when a report is asked for.
+
+    Args:
+        is_final: Whether what is reported on is lowered next.
+    """
+
+    def __init__(self, *, is_final: bool = True) -> None:
+        self._is_final = is_final
+        self._reports: list[DelegationReport] = []
+        self._outcomes: list[Mapping[str, Outcome]] = []
+
+    def add(self, report: DelegationReport, blobs: Mapping[str, KeptBlob]) -> None:
+        """Add a report, with the blobs of its partitions by tag as far as they are made."""
+        self._reports.append(report)
+        awaited = blobs if self._is_final else {}
+        self._outcomes.append({tag: blob.expect() for tag, blob in awaited.items()})
+
+    @property
+    def all(self) -> tuple[DelegationReport, ...]:
+        """Every report."""
+        for index, outcomes in enumerate(self._outcomes):
+            known = {tag: o.sharing for tag, o in outcomes.items() if o.sharing is not None}
+            self._reports[index] = self._reports[index].with_sharing(known)
+        return tuple(self._reports)
+
+    @property
+    def latest(self) -> DelegationReport:
+        """The last report.
+
+        Raises:
+            ProgramError: There is none.
+        """
+        if not self._reports:
+            raise ProgramError(
+                "no report yet", remedy="Lower a program with this partitioner first"
+            )
+        return self.all[-1]

@@ -1,0 +1,114 @@
+"""Writes torchao's annotations for matches.
+
+A tensor is quantized once: whoever computes it says how, and all that take it share that. Only
+tensors that come from float are quantized as their users say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+from torchao.quantization.pt2e.quantizer import (
+    QuantizationAnnotation,
+    QuantizationSpecBase,
+    SharedQuantizationSpec,
+)
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+
+from coreml_delegate.quantizer.config import LayerSettings
+from coreml_delegate.quantizer.matcher import Match
+from coreml_delegate.quantizer.patterns import Output
+from coreml_delegate.quantizer.qspec import SpecFactory, derived, output_spec
+
+MARK_KEY = "coreml_quantization"
+"""Key of a node's ``meta`` under which its ``Mark`` stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What made an annotation.
+
+    Attributes:
+        pattern: Name of the pattern with what was fused, ``conv-bn-act``.
+        anchor: Name of the node that the pattern begins with.
+        origin: The entry of the configuration that applied.
+        settings: What that entry asks for.
+    """
+
+    pattern: str
+    anchor: str
+    origin: str
+    settings: LayerSettings
+
+
+def mark_of(node: Node) -> Mark | None:
+    """What annotated a node, or None."""
+    return node.meta.get(MARK_KEY)
+
+
+class Annotator:
+    """Annotates the matches of one graph, in graph order."""
+
+    def __init__(self) -> None:
+        self._not_negative: set[Node] = set()
+
+    def annotate(self, match: Match, settings: LayerSettings) -> None:
+        """Annotate a match that has passed the checker."""
+        specs = SpecFactory(settings)
+        # torchao's folding of batch norms counts on the order: data, weight, bias.
+        inputs: dict[Node, QuantizationSpecBase | None] = {
+            node: self._input(node, specs, match) for node in match.data
+        }
+        if match.weight is not None:
+            inputs[match.weight] = specs.weight(match.pattern.channel_axis)
+            bias = match.call.arguments.get("bias")
+            if isinstance(bias, Node):
+                inputs[bias] = None
+        mark = Mark(match.name, match.anchor.name, match.choice.origin, settings)
+        for node in match.nodes:
+            _write(node, QuantizationAnnotation(_annotated=True), mark)
+        _write(match.anchor, QuantizationAnnotation(input_qspec_map=inputs, _annotated=True), mark)
+        if match.is_not_negative(self._not_negative):
+            self._not_negative.update(match.results)
+        for node in match.results:
+            self._annotate_result(node, self._output(match, specs), mark)
+
+    def _annotate_result(self, node: Node, spec: QuantizationSpecBase | None, mark: Mark) -> None:
+        annotation: QuantizationAnnotation = node.meta.get(
+            Q_ANNOTATION_KEY, QuantizationAnnotation(_annotated=True)
+        )
+        annotation.output_qspec = spec
+        _write(node, annotation, mark)
+
+    def _input(self, node: Node, specs: SpecFactory, match: Match) -> QuantizationSpecBase | None:
+        if specs.settings.activation is None or _is_scalar(node):
+            return None
+        if output_spec(node) is not None:
+            return SharedQuantizationSpec(node)
+        # Softmax and sigmoid of a float need it no narrower: their own range is known.
+        if match.pattern.weight is None and match.fixed_range is not None and not match.tail:
+            return None
+        return specs.activation(not_negative=node in self._not_negative)
+
+    def _output(self, match: Match, specs: SpecFactory) -> QuantizationSpecBase | None:
+        if match.pattern.output is Output.FLOAT:
+            return None
+        if match.pattern.output is Output.OF_INPUT:
+            source = match.data[0]
+            like = output_spec(source)
+            return None if like is None else derived(source, like)
+        if match.fixed_range is not None:
+            return specs.fixed(*match.fixed_range)
+        return specs.activation(not_negative=match.last in self._not_negative)
+
+
+def _write(node: Node, annotation: QuantizationAnnotation, mark: Mark) -> None:
+    node.meta[Q_ANNOTATION_KEY] = annotation
+    node.meta[MARK_KEY] = mark
+
+
+def _is_scalar(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dim() == 0

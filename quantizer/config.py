@@ -1,0 +1,243 @@
+"""What coremltools' ``LinearQuantizerConfig`` asks for, checked: every setting counts or raises.
+
+Source: coremltools/optimize/torch/quantization/quantization_config.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from coreml_delegate.errors import OptionError
+from coreml_delegate.third_party import coremltools, quiet_import
+
+_ACTIVATION_DTYPES: Mapping[torch.dtype, torch.dtype | None] = MappingProxyType(
+    {
+        torch.quint8: torch.uint8,
+        torch.qint8: torch.int8,
+        torch.uint8: torch.uint8,
+        torch.int8: torch.int8,
+        torch.float32: None,
+    }
+)
+_WEIGHT_DTYPES = _ACTIVATION_DTYPES
+_WEIGHT_BITS = (4, 8)
+_OBSERVERS = ("moving_average_min_max", "min_max")
+_SCHEMES = ("symmetric", "affine")
+# Of ``LinearQuantizerConfig``, for models that are traced by coremltools.
+_UNUSED = ("non_traceable_module_names", "preserved_attributes")
+_MILESTONES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Milestones:
+    """The training steps, from 0, at which something is switched; None for never.
+
+    Attributes:
+        observe: Ranges begin to be observed.
+        quantize: Quantization begins to be simulated.
+        stop_observing: Ranges stay as they are.
+        freeze_norms: Batch norms normalize by their running statistics.
+    """
+
+    observe: int | None
+    quantize: int | None
+    stop_observing: int | None
+    freeze_norms: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSettings:
+    """How the layers of one configuration are quantized.
+
+    Attributes:
+        weight: int8 or uint8, or None to leave weights in float.
+        weight_bits: 4 or 8.
+        per_channel: A scale for each output channel of a weight.
+        weight_observer: ``min_max`` or ``moving_average_min_max``.
+        activation: int8 or uint8, or None to leave activations in float.
+        activation_observer: As ``weight_observer``.
+        symmetric: Zero points are 0, or mid-range of unsigned values; else they are free.
+        milestones: Of training, or None.
+    """
+
+    weight: torch.dtype | None
+    weight_bits: int
+    per_channel: bool
+    weight_observer: str
+    activation: torch.dtype | None
+    activation_observer: str
+    symmetric: bool
+    milestones: Milestones | None
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether anything is to be quantized at all."""
+        return self.weight is not None or self.activation is not None
+
+
+ModuleType = str | type | Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizerSettings:
+    """A whole configuration; None stands for layers that are left in float.
+
+    Attributes:
+        everywhere: For what no other entry means.
+        by_type: By module class, its name, or function.
+        by_name: By regular expression over module paths.
+    """
+
+    everywhere: LayerSettings | None
+    by_type: Mapping[ModuleType, LayerSettings | None]
+    by_name: Mapping[str, LayerSettings | None]
+
+    @property
+    def has_milestones(self) -> bool:
+        """Whether any layer has milestones."""
+        layers = (self.everywhere, *self.by_type.values(), *self.by_name.values())
+        return any(layer is not None and layer.milestones is not None for layer in layers)
+
+
+def read_config(config: Any) -> QuantizerSettings:
+    """Check a ``LinearQuantizerConfig``.
+
+    Raises:
+        OptionError: It is none, or has a setting that would have no effect on an exported program.
+    """
+    coremltools()
+    with quiet_import():
+        from coremltools.optimize.torch.quantization import LinearQuantizerConfig
+
+    if not isinstance(config, LinearQuantizerConfig):
+        raise OptionError(
+            "CoreMLQuantizer takes a configuration of coremltools",
+            got=type(config).__name__,
+            expected="coremltools.optimize.torch.quantization.LinearQuantizerConfig",
+            remedy="LinearQuantizerConfig() quantizes everything by its defaults",
+        )
+    given: Any = config
+    for option in _UNUSED:
+        if getattr(given, option):
+            raise OptionError(
+                f"{option} has no effect on an exported program",
+                got=repr(getattr(given, option)),
+                remedy="Leave it out",
+            )
+    for name in given.module_name_configs:
+        _check_name(name)
+    for kind in given.module_type_configs:
+        _check_type(kind)
+    return QuantizerSettings(
+        everywhere=_layer(given.global_config, "global_config"),
+        by_type=_layers(given.module_type_configs, "module_type_configs"),
+        by_name=_layers(given.module_name_configs, "module_name_configs"),
+    )
+
+
+def _layers(configs: Mapping[Any, Any], option: str) -> Mapping[Any, LayerSettings | None]:
+    return MappingProxyType(
+        {key: _layer(value, f"{option}[{key!r}]") for key, value in configs.items()}
+    )
+
+
+def _layer(config: Any, where: str) -> LayerSettings | None:
+    if config is None:
+        return None
+    if config.algorithm != "vanilla":
+        raise OptionError(
+            f"{where}: algorithm is not available for exported programs",
+            got=repr(config.algorithm),
+            expected="'vanilla'",
+            remedy="Learn scales with coremltools' LinearQuantizer, before the export",
+        )
+    activation = _one_of(_ACTIVATION_DTYPES, config.activation_dtype, f"{where}: activation_dtype")
+    weight = _one_of(_WEIGHT_DTYPES, config.weight_dtype, f"{where}: weight_dtype")
+    bits = 8 if weight is None else config.weight_n_bits
+    if bits not in _WEIGHT_BITS:
+        raise OptionError(f"{where}: weight_dtype", got=f"{bits} bits", expected="4 or 8 bits")
+    scheme = str(config.quantization_scheme.value)
+    if scheme not in _SCHEMES:
+        raise OptionError(f"{where}: quantization_scheme", got=scheme, expected=_listed(_SCHEMES))
+    return LayerSettings(
+        weight=weight,
+        weight_bits=bits,
+        per_channel=config.weight_per_channel,
+        weight_observer=_observer(config.weight_observer, f"{where}: weight_observer"),
+        activation=activation,
+        activation_observer=_observer(config.activation_observer, f"{where}: activation_observer"),
+        symmetric=scheme == "symmetric",
+        milestones=_milestones(config.milestones, where),
+    )
+
+
+def _one_of(
+    table: Mapping[torch.dtype, torch.dtype | None], value: Any, option: str
+) -> torch.dtype | None:
+    if value not in table:
+        raise OptionError(
+            option, got=str(value), expected="torch.quint8, torch.qint8 or torch.float32"
+        )
+    return table[value]
+
+
+def _observer(observer: Any, option: str) -> str:
+    name = str(observer.value)
+    if name not in _OBSERVERS:
+        raise OptionError(
+            f"{option} is not available for exported programs",
+            got=repr(name),
+            expected=_listed(_OBSERVERS),
+        )
+    return name
+
+
+def _milestones(given: list[int] | None, where: str) -> Milestones | None:
+    if given is None:
+        return None
+    steps = [None if step == -1 else step for step in given]
+    sound = all(step is None or step >= 0 for step in steps)
+    if len(steps) != _MILESTONES or not sound:
+        raise OptionError(
+            f"{where}: milestones",
+            got=repr(given),
+            expected="four steps, each from 0, or -1 for never",
+        )
+    observe, quantize, stop, freeze = steps
+    if observe is None or (stop is not None and stop <= observe):
+        raise OptionError(
+            f"{where}: milestones never let ranges be observed",
+            got=repr(given),
+            expected="a first milestone that comes before the third",
+        )
+    return Milestones(observe, quantize, stop, freeze)
+
+
+def _check_name(name: str) -> None:
+    try:
+        re.compile(name)
+    except re.error as error:
+        raise OptionError(
+            "module_name_configs has a name that is no regular expression",
+            got=f"{name!r} ({error})",
+            expected="a module's path such as 'layers.0', or an expression for several",
+        ) from error
+
+
+def _check_type(kind: Any) -> None:
+    if not (isinstance(kind, str) or callable(kind)):
+        raise OptionError(
+            "module_type_configs has a key that is neither a class nor a function",
+            got=repr(kind),
+            expected="torch.nn.Linear, 'Linear' or torch.add",
+        )
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return " or ".join(repr(name) for name in names)

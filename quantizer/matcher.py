@@ -1,0 +1,157 @@
+"""Finds the calls the table has a pattern for, and matches what is fused behind each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from coreml_delegate.op_rules.rule import GETITEM, OpCall, target_name
+from coreml_delegate.quantizer.patterns import (
+    BY_OP,
+    DATA_ARGUMENTS,
+    FIXED_RANGES,
+    TAILS,
+    Output,
+    Pattern,
+    functional_name,
+    is_not_negative,
+)
+from coreml_delegate.quantizer.qspec import annotation_of
+from coreml_delegate.quantizer.selection import Choice, SettingsSelector
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A call with a pattern, and the calls fused behind it.
+
+    Attributes:
+        pattern: Its row of the table.
+        name: The pattern's name with what is fused: ``conv-bn-act``.
+        call: The call itself.
+        choice: The settings that apply to it.
+        data: The activations it takes, in the order of the schema.
+        weight: Its weight, or None.
+        tail: The calls fused behind it, in order.
+    """
+
+    pattern: Pattern
+    name: str
+    call: OpCall
+    choice: Choice
+    data: tuple[Node, ...]
+    weight: Node | None
+    tail: tuple[Node, ...]
+
+    @property
+    def anchor(self) -> Node:
+        """The call that the pattern begins with."""
+        return self.call.node
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Every call of the match, in graph order."""
+        return (self.anchor, *self.tail)
+
+    @property
+    def last(self) -> Node:
+        """The call that gives the result."""
+        return self.nodes[-1]
+
+    @property
+    def results(self) -> tuple[Node, ...]:
+        """The nodes that stand for the result's tensors: the calls of ``getitem`` for several."""
+        if isinstance(self.last.meta.get("val"), list | tuple):
+            return tuple(u for u in self.last.users if target_name(u.target) == GETITEM)
+        return (self.last,)
+
+    @property
+    def fixed_range(self) -> tuple[float, float] | None:
+        """The range of the result, if it follows from what is computed."""
+        return FIXED_RANGES.get(functional_name(self.last))
+
+    @property
+    def follows(self) -> bool:
+        """Whether it is quantized only where its input already is."""
+        if self.pattern.output is Output.OF_INPUT:
+            return True
+        return self.pattern.follows and self.fixed_range is None
+
+    def is_not_negative(self, known: set[Node]) -> bool:
+        """Whether the result has no negative values, ``known`` being tensors that have none."""
+        if self.tail or self.pattern.follows:
+            return is_not_negative(self.last)
+        keeps = self.pattern.keeps_sign or self.pattern.output is Output.OF_INPUT
+        numbers = [v for k, v in self.call.arguments.items() if k in DATA_ARGUMENTS]
+        constants = [v for v in numbers if isinstance(v, int | float)]
+        return keeps and all(n in known for n in self.data) and all(c >= 0 for c in constants)
+
+
+def find(graph: Graph, selector: SettingsSelector) -> Iterator[Match]:
+    """The matches of a graph in its order, each call in one at most.
+
+    Calls that have an annotation already are passed over.
+
+    Args:
+        graph: In ATen dialect as ``torch.export`` gives it, with ``meta["val"]``.
+        selector: Chooses the settings.
+    """
+    fused: set[Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or node in fused or is_annotated(node):
+            continue
+        pattern = BY_OP.get(functional_name(node))
+        if pattern is not None:
+            found = _match(node, pattern, selector)
+            fused.update(found.tail)
+            yield found
+
+
+def is_annotated(node: Node) -> bool:
+    """Whether a quantizer has dealt with a node: this one, or one before it."""
+    return annotation_of(node) is not None
+
+
+def _match(node: Node, pattern: Pattern, selector: SettingsSelector) -> Match:
+    choice = selector.choose(node)
+    call = OpCall.of(node)
+    data = tuple(n for name in call.arguments for n in _nodes(call, name) if name in DATA_ARGUMENTS)
+    weight = call.arguments.get(pattern.weight or "")
+    tail: list[Node] = []
+    kinds: list[str] = []
+    for kind in pattern.tail:
+        following = _sole_user(tail[-1] if tail else node)
+        if following is None or functional_name(following) not in TAILS[kind]:
+            continue
+        if choice.admits(selector.choose(following)) and not is_annotated(following):
+            tail.append(following)
+            kinds.append(kind)
+    return Match(
+        pattern=pattern,
+        name="-".join((pattern.name, *kinds)),
+        call=call,
+        choice=choice,
+        data=tuple(dict.fromkeys(data)),
+        weight=weight if isinstance(weight, Node) else None,
+        tail=tuple(tail),
+    )
+
+
+def _nodes(call: OpCall, name: str) -> list[Node]:
+    value = call.arguments[name]
+    items = value if isinstance(value, list | tuple) else [value]
+    return [item for item in items if isinstance(item, Node) and _is_tensor(item)]
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _sole_user(node: Node) -> Node | None:
+    """The only call that takes a node's result, and takes it as its data."""
+    users = list(node.users)
+    if len(users) != 1 or not users[0].args or users[0].args[0] is not node:
+        return None
+    return users[0]

@@ -1,0 +1,188 @@
+"""Quantization specs: settings as torchao takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torchao.quantization.pt2e import ObserverOrFakeQuantize
+from torchao.quantization.pt2e.fake_quantize import FakeQuantize
+from torchao.quantization.pt2e.observer import (
+    MinMaxObserver,
+    MovingAverageMinMaxObserver,
+    MovingAveragePerChannelMinMaxObserver,
+    PerChannelMinMaxObserver,
+)
+from torchao.quantization.pt2e.quantizer import (
+    DerivedQuantizationSpec,
+    EdgeOrNode,
+    FixedQParamsQuantizationSpec,
+    QuantizationAnnotation,
+    QuantizationSpec,
+    QuantizationSpecBase,
+    SharedQuantizationSpec,
+)
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
+
+from coreml_delegate.quantizer.config import LayerSettings
+
+# (observer, per channel) -> class
+_OBSERVERS: dict[tuple[str, bool], Any] = {
+    ("min_max", False): MinMaxObserver,
+    ("min_max", True): PerChannelMinMaxObserver,
+    ("moving_average_min_max", False): MovingAverageMinMaxObserver,
+    ("moving_average_min_max", True): MovingAveragePerChannelMinMaxObserver,
+}
+# (symmetric, per channel) -> scheme
+_SCHEMES: dict[tuple[bool, bool], torch.qscheme] = {
+    (True, False): torch.per_tensor_symmetric,
+    (True, True): torch.per_channel_symmetric,
+    (False, False): torch.per_tensor_affine,
+    (False, True): torch.per_channel_affine,
+}
+
+Concrete = QuantizationSpec | FixedQParamsQuantizationSpec | DerivedQuantizationSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SpecFactory:
+    """Makes the specs of one layer's settings.
+
+    Attributes:
+        settings: Which must quantize what is asked for.
+    """
+
+    settings: LayerSettings
+
+    def activation(self, *, not_negative: bool = False) -> QuantizationSpec | None:
+        """An activation's, or None if they stay in float.
+
+        Args:
+            not_negative: The tensor has no negative values. Then, symmetric or not, all of the
+                integers are for its positive ones.
+        """
+        dtype = self.settings.activation
+        if dtype is None:
+            return None
+        symmetric = self.settings.symmetric and not not_negative
+        low, high = integer_range(dtype)
+        return _spec(
+            dtype, (low, high), self.settings.activation_observer, symmetric=symmetric, axis=None
+        )
+
+    def weight(self, axis: int) -> QuantizationSpec | None:
+        """A weight's, or None if it stays in float.
+
+        Args:
+            axis: That of its output channels.
+        """
+        dtype = self.settings.weight
+        if dtype is None:
+            return None
+        low, high = integer_range(dtype, self.settings.weight_bits)
+        if self.settings.symmetric and low < 0:
+            low = -high  # so that the largest value of either sign has a number of its own
+        return _spec(
+            dtype,
+            (low, high),
+            self.settings.weight_observer,
+            symmetric=self.settings.symmetric,
+            axis=axis if self.settings.per_channel else None,
+        )
+
+    def fixed(self, low: float, high: float) -> FixedQParamsQuantizationSpec | None:
+        """Of an activation whose range, ``low`` to ``high``, is known; 0 is on the grid."""
+        dtype = self.settings.activation
+        if dtype is None:
+            return None
+        first, last = integer_range(dtype)
+        steps = last - first + 1
+        scale = (high - low) / steps
+        return FixedQParamsQuantizationSpec(
+            dtype=dtype,
+            scale=scale,
+            zero_point=first - round(low / scale),
+            quant_min=first,
+            quant_max=last,
+            qscheme=torch.per_tensor_affine,
+        )
+
+
+def derived(source: Node, like: Concrete) -> DerivedQuantizationSpec:
+    """Of a tensor whose values are some of those of ``source``, which has the spec ``like``."""
+    low, high = integer_range(like.dtype)
+    return DerivedQuantizationSpec(
+        derived_from=[source],
+        derive_qparams_fn=_of_source,
+        dtype=like.dtype,
+        quant_min=low if like.quant_min is None else like.quant_min,
+        quant_max=high if like.quant_max is None else like.quant_max,
+        qscheme=like.qscheme,
+        is_dynamic=like.is_dynamic,
+    )
+
+
+def annotation_of(node: Node) -> QuantizationAnnotation | None:
+    """The annotation of a node, or None."""
+    return node.meta.get(Q_ANNOTATION_KEY)
+
+
+def output_spec(node: Node) -> Concrete | None:
+    """What a node's result is quantized by, once all sharing is resolved; None if it is not."""
+    annotation = annotation_of(node)
+    return None if annotation is None else resolve(annotation.output_qspec)
+
+
+def resolve(spec: QuantizationSpecBase | None) -> Concrete | None:
+    """The spec that one stands for; None for none, or if sharing leads nowhere or in a circle."""
+    seen: set[EdgeOrNode] = set()
+    while isinstance(spec, SharedQuantizationSpec):
+        if spec.edge_or_node in seen:
+            return None
+        seen.add(spec.edge_or_node)
+        spec = spec_at(spec.edge_or_node)
+    return spec if isinstance(spec, Concrete) else None
+
+
+def spec_at(place: EdgeOrNode) -> QuantizationSpecBase | None:
+    """The spec of a node's result, or of the edge from a node to its user; None if it has none."""
+    if isinstance(place, Node):
+        annotation = annotation_of(place)
+        return None if annotation is None else annotation.output_qspec
+    source, user = place
+    annotation = annotation_of(user)
+    return None if annotation is None else annotation.input_qspec_map.get(source)
+
+
+def integer_range(dtype: torch.dtype, bits: int = 8) -> tuple[int, int]:
+    """Smallest and largest integer of so many bits."""
+    if dtype is torch.uint8:
+        return 0, 2**bits - 1
+    return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+
+
+def _spec(
+    dtype: torch.dtype, limits: tuple[int, int], observer: str, *, symmetric: bool, axis: int | None
+) -> QuantizationSpec:
+    per_channel = axis is not None
+    # Any range that is given counts as one of the user's own to observers, and moves zero points.
+    low, high = (None, None) if limits == integer_range(dtype) else limits
+    kind = _OBSERVERS[observer, per_channel]
+    # torchao hands the axis on to observers, not to fake quantization around them.
+    watched = kind.with_args(ch_axis=axis) if per_channel else kind
+    return QuantizationSpec(
+        dtype=dtype,
+        observer_or_fake_quant_ctr=FakeQuantize.with_args(observer=watched),
+        quant_min=low,
+        quant_max=high,
+        qscheme=_SCHEMES[symmetric, per_channel],
+        ch_axis=axis,
+    )
+
+
+def _of_source(sources: list[ObserverOrFakeQuantize]) -> tuple[Tensor, Tensor]:
+    found: Any = sources[0]
+    return found.calculate_qparams()

@@ -1,0 +1,243 @@
+"""``QuantizationReport``: what was quantized, with what, and what was not and why.
+
+As JSON one object::
+
+    schema_version  1; raised when a field is removed or changes its meaning, not when one is added
+    summary         nodes, quantized, patterns (how many of each)
+    nodes           list of NodeQuantization in graph order; quantized beside its fields
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torchao.quantization.pt2e.quantizer import (
+    DerivedQuantizationSpec,
+    FixedQParamsQuantizationSpec,
+    QuantizationSpec,
+    QuantizationSpecBase,
+    SharedQuantizationSpec,
+)
+
+from coreml_delegate.errors import ProgramError
+from coreml_delegate.module_scope import scopes_of
+from coreml_delegate.op_rules.rule import GETITEM, target_name
+from coreml_delegate.quantizer.annotate import mark_of
+from coreml_delegate.quantizer.checker import is_constant
+from coreml_delegate.quantizer.matcher import is_annotated
+from coreml_delegate.quantizer.qspec import annotation_of, output_spec
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class NodeQuantization:
+    """What became of one call.
+
+    Attributes:
+        name: Node name in the graph that was annotated.
+        op: Op target, for example ``aten.conv2d.default``.
+        module: Path of the module it comes from, empty for the root or if unknown.
+        pattern: The pattern that made its annotation, ``conv-bn-act``; None if it has none.
+        fused_into: Name of the node that the pattern begins with, if that is another.
+        config: The entry of the configuration that applied, or None.
+        inputs: How each activation that it takes is quantized, by node name.
+        weight: How its weight is quantized, or None.
+        output: How its result is quantized, or None if it stays in float or is fused.
+        reason: Why it is not quantized, or None if it is.
+    """
+
+    name: str
+    op: str
+    module: str
+    pattern: str | None
+    fused_into: str | None
+    config: str | None
+    inputs: Mapping[str, str]
+    weight: str | None
+    output: str | None
+    reason: str | None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it is part of a quantized pattern."""
+        return self.pattern is not None
+
+    def __str__(self) -> str:
+        # Where it takes a quantized tensor as it is, that tensor's own record says how.
+        how = [f"{name} {spec}" for name, spec in self.inputs.items() if spec != f"as {name}"]
+        how += [f"weight {self.weight}"] if self.weight else []
+        how += [f"result {self.output}"] if self.output else []
+        if not how and self.fused_into is not None:
+            how = [f"fused into {self.fused_into}"]
+        return "; ".join(how) or self.reason or "takes what is quantized"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationReport:
+    """What became of every call of a graph.
+
+    Attributes:
+        nodes: In graph order; calls that compute no tensor of floats are left out.
+    """
+
+    nodes: tuple[NodeQuantization, ...]
+
+    @property
+    def quantized(self) -> tuple[NodeQuantization, ...]:
+        """The calls that are part of quantized patterns."""
+        return tuple(n for n in self.nodes if n.quantized)
+
+    @property
+    def unquantized(self) -> tuple[NodeQuantization, ...]:
+        """The calls that stay in float."""
+        return tuple(n for n in self.nodes if not n.quantized)
+
+    @property
+    def patterns(self) -> Mapping[str, int]:
+        """How many of each pattern there are, most frequent first."""
+        counts = Counter(n.pattern for n in self.nodes if n.pattern and n.fused_into is None)
+        return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+    def node(self, name: str) -> NodeQuantization:
+        """The record of one node.
+
+        Raises:
+            ProgramError: There is no such node.
+        """
+        for found in self.nodes:
+            if found.name == name:
+                return found
+        raise ProgramError("no such node in the report", got=repr(name))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data; see this module."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "summary": {
+                "nodes": len(self.nodes),
+                "quantized": len(self.quantized),
+                "patterns": dict(self.patterns),
+            },
+            "nodes": [asdict(n) | {"quantized": n.quantized} for n in self.nodes],
+        }
+
+    def to_json(self) -> str:
+        """The report as JSON; see this module."""
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True)
+
+    def to_table(self) -> str:
+        """The report for a terminal."""
+        return "\n".join(_lines(self))
+
+    def __str__(self) -> str:
+        return self.to_table()
+
+
+def describe(graph: Graph, reasons: Mapping[Node, str]) -> QuantizationReport:
+    """Report on an annotated graph.
+
+    Args:
+        graph: As the annotator left it.
+        reasons: Why calls that the table has a pattern for are not quantized.
+    """
+    calls = (n for n in graph.nodes if n.op == "call_function")
+    return QuantizationReport(
+        tuple(_record(n, reasons) for n in calls if _computes_float(n) and not _is_part(n))
+    )
+
+
+def _record(node: Node, reasons: Mapping[Node, str]) -> NodeQuantization:
+    mark, annotation = mark_of(node), annotation_of(node)
+    edges = {} if annotation is None else annotation.input_qspec_map
+    quantized = {n: spec for n, spec in edges.items() if spec is not None}
+    is_anchor = mark is not None and mark.anchor == node.name
+    weights = [n for n in quantized if is_anchor and _is_weight(n, node)]
+    scopes = scopes_of(node)
+    return NodeQuantization(
+        name=node.name,
+        op=target_name(node.target),
+        module=scopes[-1].path if scopes else "",
+        pattern=None if mark is None else mark.pattern,
+        fused_into=None if mark is None or is_anchor else mark.anchor,
+        config=None if mark is None else mark.origin,
+        inputs={n.name: _text(s) for n, s in quantized.items() if n not in weights},
+        weight=next((_text(quantized[n]) for n in weights), None),
+        output=None if annotation is None else _result_text(node),
+        reason=None if mark is not None else _reason(node, reasons),
+    )
+
+
+def _reason(node: Node, reasons: Mapping[Node, str]) -> str:
+    if node in reasons:
+        return reasons[node]
+    if is_annotated(node):
+        return "another quantizer annotated it"
+    return f"no pattern has {target_name(node.target)}"
+
+
+def _result_text(node: Node) -> str | None:
+    specs = [output_spec(n) for n in (node, *_parts(node))]
+    return next((_text(spec) for spec in specs if spec is not None), None)
+
+
+def _parts(node: Node) -> list[Node]:
+    return [u for u in node.users if target_name(u.target) == GETITEM]
+
+
+def _is_part(node: Node) -> bool:
+    """Whether a node is one of several results, which the op's own record stands for."""
+    return target_name(node.target) == GETITEM
+
+
+def _computes_float(node: Node) -> bool:
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else (value,)
+    return any(isinstance(v, torch.Tensor) and v.dtype.is_floating_point for v in values)
+
+
+def _is_weight(source: Node, user: Node) -> bool:
+    return is_constant(source) and len(user.args) > 1 and source in user.args[:2]
+
+
+def _text(spec: QuantizationSpecBase) -> str:
+    if isinstance(spec, SharedQuantizationSpec):
+        place = spec.edge_or_node
+        return f"as {place.name if isinstance(place, Node) else place[0].name}"
+    if isinstance(spec, DerivedQuantizationSpec):
+        source = spec.derived_from[0]
+        return f"as {source.name if isinstance(source, Node) else source[0].name}"
+    if isinstance(spec, FixedQParamsQuantizationSpec):
+        return f"{_dtype(spec)} fixed, scale {spec.scale:g}, zero point {spec.zero_point}"
+    if isinstance(spec, QuantizationSpec):
+        axis = "per tensor" if spec.ch_axis is None else f"per channel of axis {spec.ch_axis}"
+        scheme = str(spec.qscheme).rpartition("_")[2]
+        return f"{_dtype(spec)} {scheme} {axis}"
+    return type(spec).__name__
+
+
+def _dtype(spec: QuantizationSpec | FixedQParamsQuantizationSpec) -> str:
+    name = str(spec.dtype).removeprefix("torch.")
+    if spec.quant_min is None or spec.quant_max is None:
+        return name
+    bits = (spec.quant_max - spec.quant_min).bit_length()
+    return name if f"{bits}" in name else f"{bits}-bit {name}"
+
+
+def _lines(report: QuantizationReport) -> Iterator[str]:
+    yield f"{len(report.quantized)} of {len(report.nodes)} operations quantized"
+    if report.patterns:
+        yield "  " + ", ".join(f"{count} {name}" for name, count in report.patterns.items())
+    rows = [(n.name, n.pattern or "-", n.module or "-", str(n)) for n in report.nodes]
+    if not rows:
+        return
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        yield "  " + "  ".join(cells).rstrip()

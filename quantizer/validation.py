@@ -1,0 +1,165 @@
+"""Checks an annotated graph against what torchao can prepare and Core ML can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.quantizer import (
+    DerivedQuantizationSpec,
+    EdgeOrNode,
+    QuantizationSpecBase,
+    SharedQuantizationSpec,
+)
+
+from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
+from coreml_delegate.op_rules.rule import GETITEM, target_name
+from coreml_delegate.quantizer.checker import is_constant
+from coreml_delegate.quantizer.patterns import BY_OP, NORMS, functional_name
+from coreml_delegate.quantizer.qspec import Concrete, annotation_of, integer_range, resolve, spec_at
+
+_MOST = 5  # problems listed in a message
+
+Place = tuple[EdgeOrNode, QuantizationSpecBase]
+
+
+def validate(model: GraphModule) -> None:
+    """Check every annotation of a graph, whoever made it.
+
+    Args:
+        model: Annotated, in ATen dialect.
+
+    Raises:
+        UnsupportedOperatorError: An op is annotated that Core ML does not run quantized.
+        LoweringError: Other annotations that cannot be prepared, converted or lowered; lists them.
+    """
+    annotated = [n for n in model.graph.nodes if annotation_of(n) is not None]
+    foreign = [n for n in annotated if any(_specs(n)) and not _is_known(n)]
+    if foreign:
+        raise UnsupportedOperatorError(
+            "annotated operators that Core ML does not run quantized",
+            got=_listed([f"{n.name} ({target_name(n.target)})" for n in foreign]),
+            expected="operators of coreml_delegate.quantizer.patterns",
+        )
+    problems = [p for n in annotated for place in _specs(n) for p in _problems(n, *place)]
+    if problems:
+        raise LoweringError(f"{len(problems)} annotations cannot be used", got=_listed(problems))
+
+
+def _specs(node: Node) -> Iterator[Place]:
+    annotation = annotation_of(node)
+    if annotation is None:
+        return
+    for source, spec in annotation.input_qspec_map.items():
+        if spec is not None:
+            yield (source, node), spec
+    if annotation.output_qspec is not None:
+        yield node, annotation.output_qspec
+
+
+def _is_known(node: Node) -> bool:
+    if node.op != "call_function":
+        return False
+    name = functional_name(node)
+    return name in BY_OP or name in NORMS or target_name(node.target) == GETITEM
+
+
+def _problems(node: Node, place: EdgeOrNode, spec: QuantizationSpecBase) -> Iterator[str]:
+    source = place if isinstance(place, Node) else place[0]
+    where = f"the result of {node.name}" if source is node else f"{source.name} into {node.name}"
+    if source is not node and source not in node.all_input_nodes:
+        yield f"{where}: {node.name} does not take it"
+        return
+    value = source.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
+        got = str(getattr(value, "dtype", "no tensor")).removeprefix("torch.")
+        yield f"{where}: it is {got}, not float32"
+    yield from (f"{where}: {problem}" for problem in _reference_problems(place, spec))
+    concrete = resolve(spec)
+    if concrete is not None:
+        for check in _CHECKS:
+            problem = check(source, concrete)
+            if problem is not None:
+                yield f"{where}: {problem}"
+
+
+def _reference_problems(place: EdgeOrNode, spec: QuantizationSpecBase) -> Iterator[str]:
+    """What is wrong with where a spec refers to: it leads nowhere, or in a circle."""
+    path, current = [place], spec
+    while True:
+        following = _referred(current)
+        if following is None:
+            return
+        if following in path:
+            yield f"its quantization is shared in a circle: {' -> '.join(map(_name, path))}"
+            return
+        found = spec_at(following)
+        if found is None:
+            yield f"it shares the quantization of {_name(following)}, which has none"
+            return
+        path.append(following)
+        current = found
+
+
+def _referred(spec: QuantizationSpecBase) -> EdgeOrNode | None:
+    if isinstance(spec, SharedQuantizationSpec):
+        return spec.edge_or_node
+    return spec.derived_from[0] if isinstance(spec, DerivedQuantizationSpec) else None
+
+
+def _has_dtype(_: Node, spec: Concrete) -> str | None:
+    if spec.dtype in (torch.int8, torch.uint8):
+        return None
+    return f"Core ML quantizes to int8 and uint8, not {str(spec.dtype).removeprefix('torch.')}"
+
+
+def _is_static(_: Node, spec: Concrete) -> str | None:
+    return "Core ML has no dynamic quantization" if spec.is_dynamic else None
+
+
+def _fits(_: Node, spec: Concrete) -> str | None:
+    if spec.dtype not in (torch.int8, torch.uint8):
+        return None
+    low, high = integer_range(spec.dtype)
+    given = (spec.quant_min, spec.quant_max)
+    inside = all(limit is None or low <= limit <= high for limit in given)
+    return None if inside else f"{given} is beyond {str(spec.dtype).removeprefix('torch.')}"
+
+
+def _fills(source: Node, spec: Concrete) -> str | None:
+    """Core ML quantizes an activation to all values of its type: narrower, it would not clip."""
+    if is_constant(source) or spec.dtype not in (torch.int8, torch.uint8):
+        return None
+    given, whole = (spec.quant_min, spec.quant_max), integer_range(spec.dtype)
+    if all(limit is None or limit == end for limit, end in zip(given, whole, strict=True)):
+        return None
+    return f"an activation has the range {whole[0]} to {whole[1]}, not {given[0]} to {given[1]}"
+
+
+def _has_axis(source: Node, spec: Concrete) -> str | None:
+    axis = getattr(spec, "ch_axis", None)
+    if axis is None:
+        return None
+    if not is_constant(source):
+        return "an activation is quantized per channel, Core ML has that for weights"
+    rank = source.meta["val"].dim() if isinstance(source.meta.get("val"), torch.Tensor) else 0
+    return None if axis < rank else f"axis {axis} of a tensor of rank {rank}"
+
+
+_CHECKS: tuple[Callable[[Node, Concrete], str | None], ...] = (
+    _has_dtype,
+    _is_static,
+    _fits,
+    _fills,
+    _has_axis,
+)
+
+
+def _name(place: EdgeOrNode) -> str:
+    return place.name if isinstance(place, Node) else f"({place[0].name}, {place[1].name})"
+
+
+def _listed(items: list[str]) -> str:
+    more = len(items) - _MOST
+    return "; ".join(items[:_MOST]) + (f"; and {more} more" if more > 0 else "")

@@ -1,0 +1,79 @@
+"""From a module to its quantized form, by the flow of PT2E."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from coreml_delegate.third_party import coremltools, quiet_import
+
+_CT = coremltools()
+with quiet_import():
+    from coremltools.optimize.torch.quantization import (
+        LinearQuantizerConfig,
+        ModuleLinearQuantizerConfig,
+    )
+    from torchao.quantization.pt2e.quantize_pt2e import (
+        convert_pt2e,
+        prepare_pt2e,
+        prepare_qat_pt2e,
+    )
+
+    from coreml_delegate.quantizer import CoreMLQuantizer
+
+__all__ = [
+    "LinearQuantizerConfig",
+    "ModuleLinearQuantizerConfig",
+    "annotated",
+    "config",
+    "convert_pt2e",
+    "exported",
+    "layer",
+    "prepare_pt2e",
+    "prepare_qat_pt2e",
+    "quantized",
+]
+
+Inputs = tuple[torch.Tensor, ...]
+
+
+def layer(**options: Any) -> Any:
+    """The settings of layers."""
+    return ModuleLinearQuantizerConfig(**options)
+
+
+def config(**options: Any) -> Any:
+    """A configuration for everything; ``options`` are those of layers."""
+    return LinearQuantizerConfig(global_config=layer(**options))
+
+
+def exported(module: nn.Module, inputs: Inputs) -> GraphModule:
+    """The graph that PT2E starts from."""
+    return torch.export.export(module, inputs).module()
+
+
+def annotated(
+    module: nn.Module, inputs: Inputs, settings: Any = None
+) -> tuple[CoreMLQuantizer, GraphModule]:
+    """The quantizer, and the exported graph that it has annotated and found sound."""
+    quantizer = CoreMLQuantizer(config() if settings is None else settings)
+    graph = exported(module.eval(), inputs)
+    quantizer.annotate(graph)
+    quantizer.validate(graph)
+    return quantizer, graph
+
+
+def quantized(
+    module: nn.Module, inputs: Inputs, settings: Any, calibration: Sequence[Inputs] = ()
+) -> tuple[CoreMLQuantizer, GraphModule]:
+    """The quantizer, and the module calibrated and converted."""
+    quantizer = CoreMLQuantizer(settings)
+    prepared = prepare_pt2e(exported(module.eval(), inputs), quantizer)
+    with torch.no_grad():
+        for sample in calibration or (inputs,):
+            prepared(*sample)
+        return quantizer, convert_pt2e(prepared)

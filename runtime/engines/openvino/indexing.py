@@ -77,15 +77,25 @@ def _wide(indices: Tensor) -> Any:
     return converted(indices, element_type(ints(0)))
 
 
+def _unvalidated(indices: Tensor, validate: bool) -> None:
+    """Leave it to the reference engine to fail at an index out of range, where that is asked for.
+
+    OpenVINO has no such check. Constant indices are checked when a program is made.
+    """
+    if validate and known(indices) is None:
+        raise refuse("indices known at run time only are to be validated", dims(indices))
+
+
 @translation("gather")
 def gather(
     x: Tensor,
     indices: Tensor,
     axis: int = 0,
     batch_dims: int = 0,
-    validate_indices: bool = False,  # noqa: ARG001 - out-of-range reads are undefined without it
+    validate_indices: bool = False,
 ) -> Result:
     """Slices of ``x`` at ``indices`` of ``axis``; OpenVINO counts negative indices from the end."""
+    _unvalidated(indices, validate_indices)
     axis = normalized(axis, rank(x))
     batch = dims(x)[:batch_dims]
     if not batch or all(size is not None and size > 1 for size in batch):
@@ -125,9 +135,10 @@ def gather_along_axis(
     x: Tensor,
     indices: Tensor,
     axis: int = 0,
-    validate_indices: bool = False,  # noqa: ARG001 - out-of-range reads are undefined without it
+    validate_indices: bool = False,
 ) -> Result:
     """``x`` at ``indices`` of ``axis``, place by place."""
+    _unvalidated(indices, validate_indices)
     return _gather_along_axis(x, _wide(indices), axis)
 
 
@@ -169,9 +180,10 @@ def gather_nd(
     x: Tensor,
     indices: Tensor,
     batch_dims: int = 0,
-    validate_indices: bool = False,  # noqa: ARG001 - out-of-range reads are undefined without it
+    validate_indices: bool = False,
 ) -> Result:
     """Slices of ``x`` at index vectors."""
+    _unvalidated(indices, validate_indices)
     return _gather_nd(x, _wide(indices), batch_dims)
 
 
@@ -181,9 +193,10 @@ def _scatter_along_axis(
     updates: Tensor,
     axis: int = 0,
     mode: str = "add",
-    validate_indices: bool = False,  # noqa: ARG001 - out-of-range writes are undefined without it
+    validate_indices: bool = False,
 ) -> Result:
     """``updates`` written into ``data`` at ``indices`` of ``axis``, place by place."""
+    _unvalidated(indices, validate_indices)
     if mode == "div" and not is_float(data):
         return _divided(data, lambda ones: _scatter_along_axis(ones, indices, updates, axis, "mul"))
     axis = normalized(axis, rank(data))
@@ -236,9 +249,10 @@ def _scatter(
     updates: Tensor,
     axis: int = 0,
     mode: str = "add",
-    validate_indices: bool = False,  # noqa: ARG001 - out-of-range writes are undefined without it
+    validate_indices: bool = False,
 ) -> Result:
     """Slices ``updates`` written into ``data`` at ``indices`` [C] of ``axis``."""
+    _unvalidated(indices, validate_indices)
     axis = normalized(axis, rank(data))
     if mode == "update":
         return _write_slices(data, indices, updates, axis)
@@ -254,9 +268,10 @@ def _scatter_nd(
     indices: Tensor,
     updates: Tensor,
     mode: str = "add",
-    validate_indices: bool = False,  # noqa: ARG001 - out-of-range writes are undefined without it
+    validate_indices: bool = False,
 ) -> Result:
     """Slices ``updates`` written into ``data`` at index vectors."""
+    _unvalidated(indices, validate_indices)
     if mode == "div" and not is_float(data):
         return _divided(data, lambda ones: _scatter_nd(ones, indices, updates, "mul"))
     reduction, values = _reduction(mode, updates)

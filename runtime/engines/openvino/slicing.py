@@ -147,6 +147,7 @@ def slice_update(
 
 def _first_places(x: Tensor, begin: Tensor, steps: list[int], begin_mask: list[int]) -> Any:
     """Index on every axis of the first element of a slice, by numpy's rules."""
+    begin = converted(begin, element_type(ints(0)))  # 8-bit ones could not hold a sum with a size
     sizes = np.asarray(static_dims(x, range(rank(x))), dtype=np.int32)
     forward = np.asarray(steps) > 0
     default = np.where(forward, 0, sizes - 1).astype(np.int32)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
-from coreml_delegate.op_rules.rule import GETITEM, target_name
+from coreml_delegate.op_rules.rule import DEQUANTIZE, GETITEM, target_name
 from coreml_delegate.partition.sizes import bytes_of
 
 Group = tuple[Node, ...]
@@ -56,8 +56,18 @@ def count_groups(graph: Graph, refused: Collection[Node]) -> int:
 
 
 def is_part(node: Node) -> bool:
-    """Whether a node takes one of several results of a call, and goes where that call goes."""
-    return node.op == "call_function" and target_name(node.target) == GETITEM
+    """Whether a node goes where the call goes that it takes the result of.
+
+    It takes one of several results, or makes floats of integers that leave no partition.
+    """
+    if node.op != "call_function":
+        return False
+    name = target_name(node.target)
+    return name == GETITEM or (name in DEQUANTIZE and _is_call(node.args[0]))
+
+
+def _is_call(value: object) -> bool:
+    return isinstance(value, Node) and value.op == "call_function"
 
 
 def _earliest(graph: Graph, refused: Collection[Node]) -> dict[Node, int]:

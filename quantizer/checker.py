@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.fx import Node
 
+from coreml_delegate.op_rules.rule import MAX_RANK
 from coreml_delegate.quantizer.matcher import Match
 from coreml_delegate.quantizer.patterns import Output
 from coreml_delegate.quantizer.qspec import output_spec
@@ -22,14 +22,6 @@ def refusal(match: Match) -> str | None:
         if reason is not None:
             return reason
     return None
-
-
-def is_constant(node: Node) -> bool:
-    """Whether a node is a parameter or buffer, or computed from such alone."""
-    if node.op == "get_attr":
-        return True
-    sources = node.all_input_nodes
-    return node.op == "call_function" and bool(sources) and all(map(is_constant, sources))
 
 
 def _asked_for(match: Match) -> str | None:
@@ -55,10 +47,18 @@ def _computes_float32(match: Match) -> str | None:
     return None
 
 
+def _has_rank_of_core_ml(match: Match) -> str | None:
+    """Core ML has higher ranks between reshapes alone, where nothing else may come between."""
+    for node in (*match.data, *match.results):
+        if node.meta["val"].dim() > MAX_RANK:
+            return f"{node.name!r} has rank {node.meta['val'].dim()}, Core ML takes {MAX_RANK}"
+    return None
+
+
 def _has_constant_weight(match: Match) -> str | None:
     if match.pattern.weight is None:
         return None
-    if match.weight is None or not is_constant(match.weight):
+    if match.weight is None or not match.has_constant_weight:
         return "its weight is computed, not a parameter"
     return None
 
@@ -83,6 +83,7 @@ def _holds(match: Match) -> str | None:
 _CHECKS: tuple[Callable[[Match], str | None], ...] = (
     _asked_for,
     _computes_float32,
+    _has_rank_of_core_ml,
     _has_constant_weight,
     _takes_tensors,
     _follows_quantized,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
 from coreml_delegate.op_rules.rule import GETITEM, OpCall, target_name
+from coreml_delegate.quantizer.constants import constants_of
 from coreml_delegate.quantizer.patterns import (
     BY_OP,
     DATA_ARGUMENTS,
@@ -34,6 +35,7 @@ class Match:
         choice: The settings that apply to it.
         data: The activations it takes, in the order of the schema.
         weight: Its weight, or None.
+        has_constant_weight: Whether that is known before the graph runs.
         tail: The calls fused behind it, in order.
     """
 
@@ -43,6 +45,7 @@ class Match:
     choice: Choice
     data: tuple[Node, ...]
     weight: Node | None
+    has_constant_weight: bool
     tail: tuple[Node, ...]
 
     @property
@@ -98,13 +101,14 @@ def find(graph: Graph, selector: SettingsSelector) -> Iterator[Match]:
         graph: In ATen dialect as ``torch.export`` gives it, with ``meta["val"]``.
         selector: Chooses the settings.
     """
+    constants = constants_of(graph)
     fused: set[Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or node in fused or is_annotated(node):
             continue
         pattern = BY_OP.get(functional_name(node))
         if pattern is not None:
-            found = _match(node, pattern, selector)
+            found = _match(node, pattern, selector, constants)
             fused.update(found.tail)
             yield found
 
@@ -114,7 +118,9 @@ def is_annotated(node: Node) -> bool:
     return annotation_of(node) is not None
 
 
-def _match(node: Node, pattern: Pattern, selector: SettingsSelector) -> Match:
+def _match(
+    node: Node, pattern: Pattern, selector: SettingsSelector, constants: Collection[Node]
+) -> Match:
     choice = selector.choose(node)
     call = OpCall.of(node)
     data = tuple(n for name in call.arguments for n in _nodes(call, name) if name in DATA_ARGUMENTS)
@@ -135,6 +141,7 @@ def _match(node: Node, pattern: Pattern, selector: SettingsSelector) -> Match:
         choice=choice,
         data=tuple(dict.fromkeys(data)),
         weight=weight if isinstance(weight, Node) else None,
+        has_constant_weight=weight in constants,
         tail=tuple(tail),
     )
 

@@ -27,10 +27,10 @@ from torchao.quantization.pt2e.quantizer import (
 
 from coreml_delegate.errors import ProgramError
 from coreml_delegate.module_scope import scopes_of
-from coreml_delegate.op_rules.rule import GETITEM, target_name
+from coreml_delegate.op_rules.rule import GETITEM, OpCall, target_name
 from coreml_delegate.quantizer.annotate import mark_of
-from coreml_delegate.quantizer.checker import is_constant
 from coreml_delegate.quantizer.matcher import is_annotated
+from coreml_delegate.quantizer.patterns import BY_OP, functional_name
 from coreml_delegate.quantizer.qspec import annotation_of, output_spec
 
 SCHEMA_VERSION = 1
@@ -148,9 +148,8 @@ def describe(graph: Graph, reasons: Mapping[Node, str]) -> QuantizationReport:
         reasons: Why calls that the table has a pattern for are not quantized.
     """
     calls = (n for n in graph.nodes if n.op == "call_function")
-    return QuantizationReport(
-        tuple(_record(n, reasons) for n in calls if _computes_float(n) and not _is_part(n))
-    )
+    told = (n for n in calls if _computes_float(n) and not _is_part(n))
+    return QuantizationReport(tuple(_record(n, reasons) for n in told))
 
 
 def _record(node: Node, reasons: Mapping[Node, str]) -> NodeQuantization:
@@ -203,7 +202,10 @@ def _computes_float(node: Node) -> bool:
 
 
 def _is_weight(source: Node, user: Node) -> bool:
-    return is_constant(source) and len(user.args) > 1 and source in user.args[:2]
+    pattern = BY_OP.get(functional_name(user))
+    if pattern is None or pattern.weight is None:
+        return False
+    return OpCall.of(user).arguments.get(pattern.weight) is source
 
 
 def _text(spec: QuantizationSpecBase) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch.fx import GraphModule, Node
@@ -15,7 +15,7 @@ from torchao.quantization.pt2e.quantizer import (
 
 from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
 from coreml_delegate.op_rules.rule import GETITEM, target_name
-from coreml_delegate.quantizer.checker import is_constant
+from coreml_delegate.quantizer.constants import constants_of
 from coreml_delegate.quantizer.patterns import BY_OP, NORMS, functional_name
 from coreml_delegate.quantizer.qspec import Concrete, annotation_of, integer_range, resolve, spec_at
 
@@ -42,7 +42,10 @@ def validate(model: GraphModule) -> None:
             got=_listed([f"{n.name} ({target_name(n.target)})" for n in foreign]),
             expected="operators of coreml_delegate.quantizer.patterns",
         )
-    problems = [p for n in annotated for place in _specs(n) for p in _problems(n, *place)]
+    constants = constants_of(model.graph)
+    problems = [
+        p for n in annotated for place in _specs(n) for p in _problems(n, *place, constants)
+    ]
     if problems:
         raise LoweringError(f"{len(problems)} annotations cannot be used", got=_listed(problems))
 
@@ -65,7 +68,9 @@ def _is_known(node: Node) -> bool:
     return name in BY_OP or name in NORMS or target_name(node.target) == GETITEM
 
 
-def _problems(node: Node, place: EdgeOrNode, spec: QuantizationSpecBase) -> Iterator[str]:
+def _problems(
+    node: Node, place: EdgeOrNode, spec: QuantizationSpecBase, constants: Collection[Node]
+) -> Iterator[str]:
     source = place if isinstance(place, Node) else place[0]
     where = f"the result of {node.name}" if source is node else f"{source.name} into {node.name}"
     if source is not node and source not in node.all_input_nodes:
@@ -79,7 +84,7 @@ def _problems(node: Node, place: EdgeOrNode, spec: QuantizationSpecBase) -> Iter
     concrete = resolve(spec)
     if concrete is not None:
         for check in _CHECKS:
-            problem = check(source, concrete)
+            problem = check(source, concrete, source in constants)
             if problem is not None:
                 yield f"{where}: {problem}"
 
@@ -108,17 +113,17 @@ def _referred(spec: QuantizationSpecBase) -> EdgeOrNode | None:
     return spec.derived_from[0] if isinstance(spec, DerivedQuantizationSpec) else None
 
 
-def _has_dtype(_: Node, spec: Concrete) -> str | None:
+def _has_dtype(_: Node, spec: Concrete, _known: bool) -> str | None:
     if spec.dtype in (torch.int8, torch.uint8):
         return None
     return f"Core ML quantizes to int8 and uint8, not {str(spec.dtype).removeprefix('torch.')}"
 
 
-def _is_static(_: Node, spec: Concrete) -> str | None:
+def _is_static(_: Node, spec: Concrete, _known: bool) -> str | None:
     return "Core ML has no dynamic quantization" if spec.is_dynamic else None
 
 
-def _fits(_: Node, spec: Concrete) -> str | None:
+def _fits(_: Node, spec: Concrete, _known: bool) -> str | None:
     if spec.dtype not in (torch.int8, torch.uint8):
         return None
     low, high = integer_range(spec.dtype)
@@ -127,9 +132,9 @@ def _fits(_: Node, spec: Concrete) -> str | None:
     return None if inside else f"{given} is beyond {str(spec.dtype).removeprefix('torch.')}"
 
 
-def _fills(source: Node, spec: Concrete) -> str | None:
+def _fills(_: Node, spec: Concrete, known: bool) -> str | None:
     """Core ML quantizes an activation to all values of its type: narrower, it would not clip."""
-    if is_constant(source) or spec.dtype not in (torch.int8, torch.uint8):
+    if known or spec.dtype not in (torch.int8, torch.uint8):
         return None
     given, whole = (spec.quant_min, spec.quant_max), integer_range(spec.dtype)
     if all(limit is None or limit == end for limit, end in zip(given, whole, strict=True)):
@@ -137,17 +142,18 @@ def _fills(source: Node, spec: Concrete) -> str | None:
     return f"an activation has the range {whole[0]} to {whole[1]}, not {given[0]} to {given[1]}"
 
 
-def _has_axis(source: Node, spec: Concrete) -> str | None:
+def _has_axis(source: Node, spec: Concrete, known: bool) -> str | None:
     axis = getattr(spec, "ch_axis", None)
     if axis is None:
         return None
-    if not is_constant(source):
+    if not known:
         return "an activation is quantized per channel, Core ML has that for weights"
     rank = source.meta["val"].dim() if isinstance(source.meta.get("val"), torch.Tensor) else 0
     return None if axis < rank else f"axis {axis} of a tensor of rank {rank}"
 
 
-_CHECKS: tuple[Callable[[Node, Concrete], str | None], ...] = (
+# Each is told the tensor, its spec, and whether the tensor is a constant.
+_CHECKS: tuple[Callable[[Node, Concrete, bool], str | None], ...] = (
     _has_dtype,
     _is_static,
     _fits,

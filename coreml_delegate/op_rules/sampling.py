@@ -7,13 +7,10 @@ there, which makes the numbers around zero too frequent.
 from coreml_delegate.op_rules.constraints import static_result
 from coreml_delegate.op_rules.rule import FLOAT, OpRule
 
-RULES = tuple(
-    OpRule(
-        target,
-        "sampling",
-        dtypes={"": FLOAT},
-        results=FLOAT,
-        constraints=(static_result,),
-    )
-    for target in ("aten.randn.default", "aten.randn_like.default", "aten.rand_like.default")
+RULES = (
+    OpRule("aten.randn.default", "sampling", results=FLOAT),
+    *(
+        OpRule(target, "sampling", results=FLOAT, constraints=(static_result,))
+        for target in ("aten.randn_like.default", "aten.rand_like.default")
+    ),
 )

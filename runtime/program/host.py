@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from coreml_delegate.runtime.program.delegate import (
     NamedData,
 )
 from coreml_delegate.runtime.program.inputs import Value, check_inputs, in_dim_order
-from coreml_delegate.runtime.program.instructions import bind_method, read_by_delegates_alone
+from coreml_delegate.runtime.program.instructions import bind_method, passed_by
 from coreml_delegate.runtime.program.memory import ProgramMemory, fill
 from coreml_delegate.runtime.program.plan import (
     DelegateCall,
@@ -175,26 +175,25 @@ class _LoadedMethod:
         for index in method.outputs:
             if isinstance(method.values[index], IndexList):
                 raise ProgramError(f"method {method.name!r} returns a list as a single output")
-        replaced = self._replaced_inputs(delegates)
-        self._replaced = frozenset(replaced)
-        bound = bind_method(method, values, delegates, replaced)
+        passed = passed_by(method, delegates)
+        self._replaced = self._replaced_inputs(passed.inputs)
+        bound = bind_method(method, values, delegates, self._replaced, passed)
         self._chains = bound.chains
         # A run that failed half-way must not leave its loop counters behind.
         self._initial = [(index, values[index]) for index in sorted(bound.moving)]
 
-    def _replaced_inputs(self, delegates: Sequence[DelegateCallable]) -> list[int]:
+    def _replaced_inputs(self, passed: Collection[int]) -> frozenset[int]:
         """Tensor inputs whose place the caller's own tensor takes, without a copy.
 
         They are those without planned memory, and those that delegates alone read.
         """
         specs = self._method.values
-        passed = read_by_delegates_alone(self._method, delegates)
-        return [
+        return frozenset(
             index
             for index in self._method.inputs
             if isinstance(spec := specs[index], TensorSpec)
             and (spec.allocation is None or index in passed)
-        ]
+        )
 
     def run(self, inputs: Sequence[Value]) -> list[Value]:
         check_inputs(self._method, inputs)

@@ -69,6 +69,8 @@ def shape_fits(spec: TensorSpec, shape: Sequence[int]) -> bool:
 
 def in_dim_order(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """``tensor`` with its elements laid out in memory as ``spec`` orders them; copies if needed."""
+    if spec.is_row_major and tensor.is_contiguous():
+        return tensor
     strides = spec.strides_for(tuple(tensor.shape))
     if tensor.stride() == strides:
         return tensor

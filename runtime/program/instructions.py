@@ -7,6 +7,7 @@ loaded; only values that move are looked up at run time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -33,6 +34,7 @@ from coreml_delegate.runtime.program.plan import (
     MethodInfo,
     MoveCall,
     TensorSpec,
+    ValueSpec,
 )
 
 Step: TypeAlias = Callable[[], "int | None"]
@@ -51,6 +53,7 @@ def bind_method(
     values: list[Any],
     delegates: Sequence[DelegateCallable],
     moving_inputs: Iterable[int],
+    passed: Passed,
 ) -> BoundMethod:
     """Turn the instructions of a method into steps.
 
@@ -59,6 +62,7 @@ def bind_method(
         values: Its value table; the steps read and write this very list.
         delegates: Its loaded delegates, by number.
         moving_inputs: Values that each run replaces with the caller's own object.
+        passed: What delegates alone handle.
 
     Returns:
         The steps.
@@ -71,24 +75,36 @@ def bind_method(
     instructions = [instruction for chain in method.chains for instruction in chain]
     names = {call.operator for call in instructions if isinstance(call, KernelCall)}
     kernels = {name: find_kernel(name) for name in sorted(names)}
-    moving = set(moving_inputs)
+    moving = {*moving_inputs, *passed.outputs}
     for instruction in instructions:
         moving.update(_replaced(instruction, method, kernels))
-    binder = _Binder(method, values, kernels, delegates, frozenset(moving))
+    binder = _Binder(method, values, kernels, delegates, frozenset(moving), passed)
     chains = tuple(tuple(map(binder.bind, chain)) for chain in method.chains)
     return BoundMethod(chains, frozenset(moving))
 
 
-def read_by_delegates_alone(
-    method: MethodInfo, delegates: Sequence[DelegateCallable]
-) -> frozenset[int]:
-    """The inputs of a method that delegates take, and nothing else touches.
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """Values that need no place in the program's memory, because delegates alone handle them.
+
+    Attributes:
+        inputs: Inputs of the method that delegates take.
+        outputs: Outputs of the method that one delegate makes.
+    """
+
+    inputs: frozenset[int]
+    outputs: frozenset[int]
+
+
+def passed_by(method: MethodInfo, delegates: Sequence[DelegateCallable]) -> Passed:
+    """What delegates alone handle.
 
     Args:
         method: The method.
         delegates: Its loaded delegates, by number.
     """
     taken: set[int] = set()
+    made: Counter[int] = Counter()
     touched = {
         index for value in method.values if isinstance(value, IndexList) for index in value.items
     }
@@ -97,7 +113,7 @@ def read_by_delegates_alone(
             case DelegateCall():
                 count = delegates[instruction.delegate].input_count
                 taken.update(instruction.args[:count])
-                touched.update(instruction.args[count:])
+                made.update(instruction.args[count:])
             case KernelCall():
                 touched.update(instruction.args)
             case MoveCall():
@@ -106,7 +122,17 @@ def read_by_delegates_alone(
                 touched.add(instruction.condition)
             case FreeCall():
                 touched.add(instruction.value)
-    return frozenset(taken.intersection(method.inputs) - touched)
+    inputs = taken.intersection(method.inputs) - touched - made.keys()
+    outputs = {
+        index
+        for index in made.keys() & set(method.outputs) - touched - taken - set(method.inputs)
+        if made[index] == 1 and _is_row_major(method.values[index])
+    }
+    return Passed(frozenset(inputs), frozenset(outputs))
+
+
+def _is_row_major(value: ValueSpec) -> bool:
+    return isinstance(value, TensorSpec) and value.is_row_major
 
 
 def _replaced(
@@ -150,12 +176,14 @@ class _Binder:
         kernels: dict[str, Kernel],
         delegates: Sequence[DelegateCallable],
         moving: frozenset[int],
+        passed: Passed,
     ) -> None:
         self._method = method
         self._values = values
         self._kernels = kernels
         self._delegates = delegates
         self._moving = moving
+        self._passed = passed
 
     def bind(self, instruction: Instruction) -> Step:
         match instruction:
@@ -291,6 +319,7 @@ class _Binder:
         for index in outputs:
             self._check_writable(index, f"delegate {call.delegate}")
         dynamic = tuple(self._dynamism(index) is not None for index in outputs)
+        passed = tuple(index in self._passed.outputs for index in outputs)
 
         def step() -> None:
             results = delegate([values[index] for index in inputs])
@@ -300,6 +329,9 @@ class _Binder:
                 source = fit_output(
                     result, target.shape, dynamic=dynamic[position], position=position
                 )
+                if passed[position]:
+                    values[index] = source.to(target.dtype)
+                    continue
                 if source.shape != target.shape:
                     target.resize_(source.shape)
                 fill(target, source)

@@ -76,6 +76,11 @@ class TensorSpec:
         """Bytes that ``shape`` occupies."""
         return self.numel * self.dtype.itemsize
 
+    @property
+    def is_row_major(self) -> bool:
+        """Whether the last dimension is the innermost in memory, and so on."""
+        return self.dim_order == tuple(range(len(self.dim_order)))
+
     def strides_for(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Strides, in elements, of a dense tensor of ``shape`` in this tensor's dimension order."""
         strides = [1] * len(shape)

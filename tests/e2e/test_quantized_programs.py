@@ -163,12 +163,14 @@ class Attention(nn.Module):
 
 SETTINGS = {
     "default": {},
-    "affine": {"quantization_scheme": "affine"},
-    "per tensor": {"weight_per_channel": False},
-    "unsigned weights": {"weight_dtype": torch.quint8},
+    "affine": {
+        "quantization_scheme": "affine",
+        "activation_observer": "min_max",
+        "weight_observer": "min_max",
+    },
+    "unsigned, per tensor": {"weight_dtype": torch.quint8, "weight_per_channel": False},
     "activations alone": {"weight_dtype": torch.float32},
     "weights alone": WEIGHTS_ONLY,
-    "observers": {"activation_observer": "min_max", "weight_observer": "min_max"},
 }
 
 

@@ -186,6 +186,24 @@ def test_what_is_refused_runs_on_the_cpu():
     torch.testing.assert_close(actual, module(*X), atol=ATOL, rtol=RTOL)
 
 
+class Around(nn.Module):
+    """Dequantizes one value before an operator that Core ML has not (asinh) and after it."""
+
+    def forward(self, x):
+        numbers = Q.quantize_per_tensor(x * 2, *UINT8)
+        before = torch.asinh(Q.dequantize_per_tensor(numbers, *UINT8)) * 3
+        after = Q.dequantize_per_tensor(numbers, *UINT8)
+        return before + after
+
+
+def test_integers_stay_in_one_partition():
+    module = Around()
+    edge, report = _lowered(module)
+    assert set(reasons(report)) == {"aten.asinh.default"}
+    (actual,) = runtime.load_program(edge.to_executorch().buffer).run("forward", list(X))
+    torch.testing.assert_close(actual, module(*X), atol=ATOL, rtol=RTOL)
+
+
 def test_opset():
     edge, report = _lowered(Grid(), Opset.iOS16)
     assert "needs iOS17, the deployment target is iOS16" in reasons(report)[QUANTIZE]

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
-from coreml_delegate.scripts.vision import import_torchvision
 from tests.suite.comparison import compare
 from tests.suite.flows import LOWERINGS, Source
 
@@ -74,7 +73,6 @@ def main(argv: list[str] | None = None) -> int:
         comparison = compare(*options.compare)
         sys.stdout.write(comparison.to_table() + "\n")
         return int(bool(comparison.behind))
-    import_torchvision()
     return int(pytest.main(pytest_arguments(options, more)))
 
 

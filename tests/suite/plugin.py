@@ -32,6 +32,7 @@ import pytest
 import torch
 
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
+from coreml_delegate.scripts.vision import import_torchvision
 from tests.suite.flows import LOWERINGS, Source, SuiteTester, make_flow
 
 _PROPERTY = "suite"
@@ -141,7 +142,8 @@ class Suite:
         name = case_name(report.nodeid)
         if report.when == "call" and isinstance(recorded, list) and recorded:
             self.cases |= {f"{name}/{n}": Case(**case) for n, case in enumerate(recorded)}
-            if report.failed and not any(case["outcome"] in FAILURES for case in recorded):
+            # What makes a test fail is one of its cases, unless nothing is noted of any.
+            if report.failed and not any(case["error"] for case in recorded):
                 self.cases[f"{name}/{len(recorded)}"] = Case(error=_reason(report))
         elif report.when == "call" or not report.passed:
             # pytest-xdist reports the test during which a worker died with no phase.
@@ -232,6 +234,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    import_torchvision()  # before the tests do, in every worker
     suite = Suite(early_config.known_args_namespace)
     suite.install()
     early_config.pluginmanager.register(suite, "suite-run")

@@ -20,6 +20,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
 from coreml_delegate.quantizer import CoreMLQuantizer
 from coreml_delegate.quantizer.annotate import mark_of
+from coreml_delegate.quantizer.constants import constants_of
 from coreml_delegate.quantizer.patterns import ACTIVATIONS, BY_OP, FIXED_RANGES, NORMS, PATTERNS
 from coreml_delegate.quantizer.qspec import annotation_of
 
@@ -179,6 +180,20 @@ LEFT = {
         Call(lambda m, a: F.pad(m.linear(a), (1, 1), value=9.0), linear=nn.Linear(4, 3)),
         ROWS,
         {"pad": "it pads with 9.0"},
+    ),
+    "windows": (
+        Call(
+            lambda m, a: (
+                m.conv(a).reshape(1, 2, 2, 2, 2, 2).permute(0, 2, 4, 3, 5, 1).reshape(4, 4, 2)
+            ),
+            conv=nn.Conv2d(4, 2, 3),
+        ),
+        IMAGE,
+        {
+            "reshape": "'reshape' has rank 6, Core ML takes 5",
+            "permute": "'reshape' has rank 6",
+            "reshape_1": "'permute' has rank 6",
+        },
     ),
     "norm alone": (nn.LayerNorm(4), ROWS, {"layer_norm": "no pattern has aten.layer_norm.default"}),
 }
@@ -380,3 +395,16 @@ def test_weights_of_the_table_are_arguments():
             _, op, overload = name.split(".")
             schema = getattr(getattr(torch.ops.aten, op), overload)._schema
             assert pattern.weight in (None, *(a.name for a in schema.arguments))
+
+
+def test_constants_of_a_deep_graph():
+    graph = torch.fx.Graph()
+    known, given = graph.get_attr("weight"), graph.placeholder("x")
+    first = known
+    for _ in range(3000):
+        known = graph.call_function(torch.ops.aten.tanh.default, (known,))
+        given = graph.call_function(torch.ops.aten.tanh.default, (given,))
+    found = constants_of(graph)
+    assert len(found) == 3001
+    assert {first, known} <= found
+    assert given not in found

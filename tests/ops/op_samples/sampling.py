@@ -13,14 +13,17 @@ ACCEPTED = (
 )
 
 REJECTED = (
-    reject(
-        ReasonCode.SYMBOLIC,
-        "the result has dynamic shape",
-        "aten.randn_like.default",
-        x(3, 4),
-        dynamic=True,
-        compare=False,
-        note="dynamic",
+    *(
+        reject(
+            ReasonCode.SYMBOLIC,
+            "the result has dynamic shape",
+            f"aten.{op}.default",
+            x(3, 4),
+            dynamic=True,
+            compare=False,
+            note="dynamic",
+        )
+        for op in ("randn_like", "rand_like")
     ),
     reject(
         ReasonCode.DTYPE,

@@ -14,7 +14,8 @@ def build(name: str, size: int) -> tuple[torch.nn.Module, torch.Tensor]:
     """A model in eval mode and an input for it.
 
     Freshly initialised, a deep network without batch statistics shrinks or blows up its activations
-    until fp16 holds nothing of them. Normalizations are therefore given the statistics of a batch.
+    until fp16 holds nothing of them. Normalizations are therefore given the statistics of a batch,
+    and heads that begin at zero, whose results would all be zero, random weights.
 
     Returns:
         The model, and an input of shape [1, 3, size, size], fp32.
@@ -23,6 +24,9 @@ def build(name: str, size: int) -> tuple[torch.nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     keywords: dict[str, bool] = {"init_weights": False} if name in _NO_INIT else {}
     model = models.get_model(name, weights=None, **keywords)
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear) and not layer.weight.any():
+            torch.nn.init.xavier_uniform_(layer.weight)
     batch = torch.randn(4, 3, size, size)
     _set_statistics(model, batch)
     return model.eval(), torch.randn(1, 3, size, size)

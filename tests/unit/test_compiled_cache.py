@@ -276,19 +276,22 @@ def test_four_processes_on_one_folder(folder):
 
 def test_a_killed_writer_leaves_nothing_that_is_read(folder, monkeypatch):
     cache = EntryCache(CacheOptions(folder))
+    writer = _writer(folder, 10**6)
+    writer.stdout.readline()
     left = []
-    for attempt in range(30):
-        writer = _writer(folder, 10**6)
-        writer.stdout.readline()
-        time.sleep(0.005 * (attempt % 5))
-        writer.send_signal(signal.SIGKILL)
-        writer.communicate()
-        for file in cache.files():
-            assert cache.read(bytes.fromhex(file.path.stem)) is not None
+    deadline = time.monotonic() + 60
+    while not left and time.monotonic() < deadline:
+        # Held still, it cannot finish between the look and the kill.
+        writer.send_signal(signal.SIGSTOP)
         left = list(folder.glob(f"*{entry_cache._UNFINISHED}"))
-        if left:
-            break
+        if not left:
+            writer.send_signal(signal.SIGCONT)
+            time.sleep(0.0001)
+    writer.send_signal(signal.SIGKILL)
+    writer.communicate()
     assert left, "no writer was killed while it wrote"
+    for file in cache.files():
+        assert cache.read(bytes.fromhex(file.path.stem)) is not None
     # A later start leaves what may still be written alone, and sweeps what is an hour old.
     entry_cache._swept.cache_clear()
     cache.write(bytes(32), {}, b"")

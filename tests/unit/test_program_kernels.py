@@ -10,8 +10,10 @@ from executorch.runtime import Runtime
 
 from coreml_delegate.errors import BlobFormatError, UnsupportedOpError
 from coreml_delegate.runtime.program import kernels
-from coreml_delegate.runtime.program.instructions import bind_method
+from coreml_delegate.runtime.program.instructions import Passed, bind_method
 from coreml_delegate.runtime.program.plan import KernelCall, MethodInfo
+
+_NOTHING = Passed(frozenset(), frozenset())
 
 
 def _prim_schemas() -> dict[str, object]:
@@ -57,8 +59,8 @@ def test_a_call_with_too_few_arguments() -> None:
     call = KernelCall("aten::add.out", (0, 0))
     method = MethodInfo("forward", (1,), (), (), ((call,),), (), ())
     with pytest.raises(BlobFormatError, match="too few arguments: got 2, expected 4: self, other"):
-        bind_method(method, [1], [], [])
+        bind_method(method, [1], [], [], _NOTHING)
     full = KernelCall("aten::add.out", (0, 0, 0, 0, 0))
     method = MethodInfo("forward", (1,), (), (), ((full,),), (), ())
     with pytest.raises(BlobFormatError, match="would write to a value that is not a mutable"):
-        bind_method(method, [1], [], [])
+        bind_method(method, [1], [], [], _NOTHING)

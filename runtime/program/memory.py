@@ -25,6 +25,9 @@ from coreml_delegate.runtime.program.pte import PteProgram
 # that one method's activations overwrite another's buffers; a private arena 1 keeps both.
 _PRIVATE_ARENA: Final = 1
 
+# Elements from which on torch copies on several threads: ``at::internal::GRAIN_SIZE``.
+_GRAIN: Final = 32768
+
 _AS_ARRAYS: Final = frozenset(
     {
         torch.bool,
@@ -187,8 +190,13 @@ def fill(target: torch.Tensor, source: torch.Tensor) -> None:
     Torch would copy a large tensor on its own threads, which spin for a while before they sleep, on
     the very cores a delegate is about to use.
     """
-    alike = target.dtype is source.dtype and target.stride() == source.stride()
-    if alike and target.dtype in _AS_ARRAYS:
+    large = target.numel() >= _GRAIN
+    if (
+        large
+        and target.dtype is source.dtype
+        and target.dtype in _AS_ARRAYS
+        and target.stride() == source.stride()
+    ):
         np.copyto(target.numpy(), source.detach().numpy())
     else:
         target.copy_(source)

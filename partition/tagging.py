@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,10 @@ class DataOwnership:
 
 def tag_data(program: ExportedProgram, ownership: DataOwnership) -> None:
     """Give parameters, constants and mutable buffers to the partition that uses them."""
+    # ExecuTorch takes them out of these tables, one of which is still the exported program's own.
+    tables: Any = program
+    tables._constants = copy.copy(program.constants)
+    tables._state_dict = copy.copy(program.state_dict)
     if ownership.constants:
         tag_constant_data(program)
     if ownership.mutable_buffers:

@@ -47,6 +47,21 @@ class Chain(nn.Module):
 # Trial conversion
 
 
+def test_what_fails_or_has_integers_is_told_by_the_report_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Clamped(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            # Coremltools fails at a bound that is no scalar, and casts the indices from int64.
+            clamped = torch.clamp(x, max=torch.tensor([1.0, 2.0, 3.0, 4.0]))
+            return torch.sigmoid(clamped)[:, torch.tensor([2, 0])]
+
+    lowered = lower(Clamped(), INPUTS)
+    assert_equal_eager(lowered.pte, Clamped(), INPUTS)
+    assert lowered.operators == ("aten.clamp.Tensor",)
+    assert not [record for record in caplog.records if record.name == "coremltools"]
+
+
 @pytest.mark.parametrize("route", [lower, lower_core_aten])
 def test_an_op_that_fails_in_trial_stays_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch, route: object

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from executorch.exir import to_edge_transform_and_lower
 from support.lowering import fp32_specs, lower, reasons
 from support.partitioned import ATOL, RTOL, Network, assert_equal_eager, delegate_functions, example
 from torch import nn
 
-from coreml_delegate import runtime
+from coreml_delegate import CoreMLPartitioner, runtime
 from coreml_delegate.errors import (
     ContractError,
 )
@@ -40,6 +41,30 @@ class Shared(nn.Module):
 
 
 # Constants
+
+
+def test_the_exported_program_keeps_its_data() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.register_buffer("scale", torch.ones(3), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * self.scale + torch.tensor([1.0, 2.0, 3.0])
+
+    module, inputs = Shifted(), (torch.ones(2, 3),)
+    program = torch.export.export(module, inputs)
+    first, second = (
+        to_edge_transform_and_lower(
+            program, partitioner=[CoreMLPartitioner(compile_specs=fp32_specs())]
+        )
+        .to_executorch()
+        .buffer
+        for _ in range(2)
+    )
+    assert first == second
+    torch.testing.assert_close(program.module()(*inputs), module(*inputs))
 
 
 def test_constants_go_to_the_delegates_that_use_them() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from support import mil
 from support.mil import mb, types
 from support.tolerances import ATOL_RTOL
@@ -87,3 +88,46 @@ def test_a_convolution_widens_fp16_weights_only_where_it_rearranges_them():
         and node.get_output_shape(0) == list(weight.shape)
     ]
     assert constants == ["f16"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("zero_point", [None, 3], ids=["symmetric", "affine"])
+@pytest.mark.parametrize("stored", ["int8", "uint8"])
+def test_a_convolution_between_quantized_values_computes_in_integers(stored, zero_point, dtype):
+    kind = np.float32 if dtype == "fp32" else np.float16
+    # Powers of two and even weights: nothing is rounded, so that not one step may differ.
+    weight = _RNG.integers(-4, 4, (16, 16, 3, 3)).astype(np.int8) * 2
+    scales = {"scale": kind(0.25), "output_dtype": stored}
+    shift = {} if zero_point is None else {"zero_point": getattr(np, stored)(zero_point)}
+
+    def requantized(x):
+        codes = mb.quantize(input=x, **scales, **shift)
+        return mb.dequantize(input=codes, scale=scales["scale"], **shift)
+
+    def function(x):
+        dense = mb.constexpr_affine_dequantize(
+            quantized_data=weight,
+            scale=np.full(16, 0.5, kind),
+            zero_point=np.zeros(16, np.int8),
+            axis=0,
+        )
+        return requantized(mb.relu(x=mb.conv(x=requantized(x), weight=dense)))
+
+    x = _RNG.integers(0, 20, (1, 16, 8, 8)).astype(kind) / 4
+    main = mil.main(mil.build(function, {"x": x}, Opset.iOS17))
+    compiled = OPENVINO.compile(main, EngineOptions(cache=None))
+    kernels = [
+        node.get_rt_info()["primitiveType"].value
+        for node in compiled.compiled.get_runtime_model().get_ops()
+        if node.get_rt_info()["layerType"].value == "Convolution"
+    ]
+    assert [kernel[-2:] for kernel in kernels] == ["I8"], kernels
+    (actual,) = compiled(mil.features(main, {"x": x})).values()
+    low, high = np.iinfo(stored).min, np.iinfo(stored).max
+    quantize = lambda value: np.clip(np.rint(value * 4) + (zero_point or 0), low, high)  # noqa: E731
+    dequantize = lambda code: (code - (zero_point or 0)) * 0.25  # noqa: E731
+    sums = torch.nn.functional.conv2d(
+        torch.from_numpy(dequantize(quantize(x))).double(), torch.from_numpy(weight * 0.5).double()
+    )
+    expected = dequantize(quantize(sums.relu().numpy()))
+    np.testing.assert_array_equal(actual.astype(np.float64), expected)

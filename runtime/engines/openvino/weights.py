@@ -18,10 +18,12 @@ from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
     GRAPH_TYPE,
+    array_constant,
     element_type,
     f32,
     integer_constant,
     is_float,
+    known,
     per_channel,
     rank,
 )
@@ -75,7 +77,9 @@ def _shift_scale(
         return (values * _float32(scale.reshape(split_scale))).reshape(data.shape)
 
     def node() -> Any:
-        value = ops.convert(integer_constant(data.reshape(split_data)), "f32")
+        # No kernel of convolutions reads four bits; those between quantized values read eight.
+        constant = integer_constant if data.ndim <= 2 else array_constant
+        value = ops.convert(constant(data.reshape(split_data)), "f32")
         if offset is not None:
             shift = np.ascontiguousarray(offset.reshape(split_scale))
             value = ops.subtract(value, f32(ops.constant(shift)))
@@ -229,15 +233,11 @@ def quantize(
     if destination not in (ov.Type.i8, ov.Type.u8):
         raise refuse("quantize to another type", output_dtype, "int8 or uint8")
     low, high = (-128.0, 127.0) if destination == ov.Type.i8 else (0.0, 255.0)
-    step = _aligned(scale, input, axis)
     least, most = (ops.constant(np.float32(bound)) for bound in (low, high))
-    first, last = least, most
-    if zero_point is not None:
-        shift = _aligned(f32(zero_point), input, axis)
-        first, last = ops.subtract(least, shift), ops.subtract(most, shift)
-    grid = ops.fake_quantize(
-        input, ops.multiply(first, step), ops.multiply(last, step), least, most, 256
-    )
+    step = _aligned(_f32(scale), input, axis)
+    shift = None if zero_point is None else _aligned(_f32(zero_point), input, axis)
+    first, last = (_unquantized(bound, step, shift) for bound in (low, high))
+    grid = ops.fake_quantize(input, first, last, least, most, 256)
     return ops.convert(grid, destination)
 
 
@@ -253,8 +253,26 @@ def dequantize(
         raise refuse("dequantize of floats", element_type(input), "int8 or uint8")
     value = ops.convert(input, "f32")
     if zero_point is not None:
-        value = ops.subtract(value, _aligned(f32(zero_point), input, axis))
+        value = ops.subtract(value, _aligned(_f32(zero_point), input, axis))
     return ops.multiply(value, _aligned(scale, input, axis))
+
+
+def _f32(parameter: Tensor) -> Any:
+    constant = known(parameter)
+    return f32(parameter) if constant is None else ops.constant(_float32(constant))
+
+
+def _unquantized(bound: float, step: Tensor, shift: Tensor | None) -> Any:
+    """``step * (bound - shift)``, a constant where both are.
+
+    The plugin makes its integer kernels of fake-quantizes whose bounds are constants, and that
+    before it folds any.
+    """
+    scale, zero = known(step), np.zeros(()) if shift is None else known(shift)
+    if scale is not None and zero is not None:
+        return ops.constant(_float32(scale) * (np.float32(bound) - _float32(zero)))
+    end = ops.constant(np.float32(bound))
+    return ops.multiply(end if shift is None else ops.subtract(end, shift), step)
 
 
 def _aligned(parameter: Tensor, data: Tensor, axis: int | None) -> Any:

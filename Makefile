@@ -44,7 +44,8 @@ conformance: $(STAMP)
 # and the tests of that backend on ours.
 suite: $(STAMP)
 	mkdir -p build
-	$(TEST_ENV) $(BIN)/python -m tests.upstream test_coreml_partitioner.py test_coreml_multifunction.py
+	$(TEST_ENV) $(BIN)/python -m tests.upstream
+	$(TEST_ENV) $(BIN)/python -m tests.suite --jobs 2 --flow coreml_static_int8 --results build/suite-int8.json
 	$(TEST_ENV) $(BIN)/python -m tests.suite --jobs 2 --results build/suite.json
 	-$(TEST_ENV) $(BIN)/python -m tests.suite --jobs 2 --upstream --results build/suite-upstream.json
 	$(BIN)/python -m tests.suite --compare build/suite.json build/suite-upstream.json

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+import torch
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
 
+from coreml_delegate.blob import flatten
 from coreml_delegate.compile_options import (
+    ENUMERATED_SHAPES_KEY,
     WEIGHT_SHARING_KEY,
     CompileOptions,
     ComputeUnit,
@@ -21,9 +25,11 @@ from coreml_delegate.compile_options import (
 )
 from coreml_delegate.errors import LoweringError, OptionError
 from coreml_delegate.preprocess import kept
+from coreml_delegate.preprocess.enumerated_shapes import enumerate_inputs
 from coreml_delegate.preprocess.multifunction import lower_methods
-from coreml_delegate.preprocess.package import build_blob
+from coreml_delegate.preprocess.package import build_files
 from coreml_delegate.targets import Opset
+from coreml_delegate.weight_compression import Stage, checked_linear, stages_of
 
 MULTIMETHOD_WEIGHT_SHARING_STRATEGY = WeightSharing
 """``WeightSharing`` by the name it has in ExecuTorch's own backend."""
@@ -42,9 +48,10 @@ class CoreMLBackend(BackendDetails):
         minimum_deployment_target: Any = None,
         compute_precision: Any = Precision.FLOAT16,
         model_type: Any = ModelType.MODEL,
-        op_linear_quantizer_config: dict[str, Any] | None = None,
+        op_linear_quantizer_config: Mapping[str, Any] | None = None,
         pass_names: Sequence[str] | None = None,
         keep_fp32: Mapping[str, Sequence[str]] | None = None,
+        weight_compression: Stage | Sequence[Stage] | None = None,
     ) -> list[CompileSpec]:
         """Compile specs for ``CoreMLPartitioner`` or ``to_backend``.
 
@@ -54,10 +61,14 @@ class CoreMLBackend(BackendDetails):
                 that the model needs.
             compute_precision: ``coremltools.precision`` or our ``Precision``.
             model_type: ``CoreMLBackend.MODEL_TYPE``.
-            op_linear_quantizer_config: Keywords of coremltools' ``OpLinearQuantizerConfig``.
+            op_linear_quantizer_config: Keywords of coremltools' ``OpLinearQuantizerConfig``, to
+                quantize the weights after conversion; embedding tables keep theirs.
             pass_names: Graph passes of coremltools to run instead of its default pipeline.
             keep_fp32: What computes in fp32 all the same: types of MIL ops under ``"ops"``, paths
                 or class names of modules under ``"modules"``; see ``KeepFp32``.
+            weight_compression: Compression of the weights after conversion, by quantization,
+                palettization or pruning: the dictionary that coremltools'
+                ``OptimizationConfig.from_dict`` takes, or several, to be applied in turn.
 
         Raises:
             OptionError: A value that is not accepted.
@@ -67,9 +78,12 @@ class CoreMLBackend(BackendDetails):
             deployment_target=_target(minimum_deployment_target),
             precision=_member(Precision, compute_precision, "compute_precision"),
             model_type=_member(ModelType, model_type, "model_type"),
-            op_linear_quantizer_config=op_linear_quantizer_config,
+            op_linear_quantizer_config=checked_linear(op_linear_quantizer_config),
             pass_names=None if pass_names is None else tuple(pass_names),
             keep_fp32=KeepFp32.of(keep_fp32 or {}),
+            weight_compression=(
+                None if weight_compression is None else stages_of(weight_compression)
+            ),
         ).to_specs()
 
     @staticmethod
@@ -83,12 +97,39 @@ class CoreMLBackend(BackendDetails):
             OptionError: Neither.
         """
         member = _member(WeightSharing, strategy, "strategy")
-        (spec,) = (
-            spec
-            for spec in CompileOptions(weight_sharing=member).to_specs()
-            if spec.key == WEIGHT_SHARING_KEY
-        )
-        return spec
+        return _single(CompileOptions(weight_sharing=member), WEIGHT_SHARING_KEY)
+
+    @staticmethod
+    def generate_enumerated_shapes_compile_spec(
+        ep: ExportedProgram, enumerated_shapes: Mapping[str, Sequence[Sequence[int]]]
+    ) -> CompileSpec:
+        """The compile spec, to be added to the others, of input shapes to choose among.
+
+        Any other shapes, and any other combination of them, are an error at run time. A program
+        may be delegated in part: shapes are carried to the inputs of each partition.
+
+        Args:
+            ep: From ``torch.export``, with every dimension dynamic in which the shapes differ.
+            enumerated_shapes: By input name its shapes; the n-th shapes of all inputs go together.
+                Several such inputs need iOS18.
+
+        Raises:
+            OptionError: The program does not have such an input, or does not take such a shape; an
+                input is left out; combinations are too few, too many, or listed twice.
+        """
+        enumerated = enumerate_inputs(ep, enumerated_shapes)
+        return _single(CompileOptions(enumerated_shapes=enumerated), ENUMERATED_SHAPES_KEY)
+
+    @classmethod
+    def copy_exported_program_for_preprocess(
+        cls,
+        edge_program: ExportedProgram,
+        compile_specs: list[CompileSpec],  # noqa: ARG003 - ExecuTorch passes it by position
+    ) -> ExportedProgram:
+        """A copy to be passed to ``preprocess``, which changes no tensor: it has the same ones."""
+        held: list[Any] = [*edge_program.state_dict.values(), *edge_program.constants.values()]
+        shared = {id(value): value for value in held if isinstance(value, torch.Tensor)}
+        return copy.deepcopy(edge_program, shared)
 
     @staticmethod
     def preprocess(
@@ -102,13 +143,13 @@ class CoreMLBackend(BackendDetails):
                 ExecuTorch stores this very list in the ``.pte`` and the device reads no other form.
 
         Raises:
-            CoreMLDelegateError: See ``build_blob``.
+            CoreMLDelegateError: See ``build_files``.
         """
         check_single_backend()
         options = CompileOptions.from_specs(compile_specs)
-        blob = kept.take(edge_program, options) or build_blob(edge_program, options)
+        files = kept.take(edge_program, options) or build_files(edge_program, options)
         compile_specs[:] = options.to_specs()
-        return PreprocessResult(processed_bytes=blob)
+        return PreprocessResult(processed_bytes=flatten(files))
 
     @classmethod
     def preprocess_multimethod(
@@ -127,6 +168,11 @@ class CoreMLBackend(BackendDetails):
         """
         check_single_backend()
         return lower_methods(edge_programs, compile_specs)
+
+
+def _single(options: CompileOptions, key: str) -> CompileSpec:
+    (spec,) = (spec for spec in options.to_specs() if spec.key == key)
+    return spec
 
 
 def check_single_backend() -> None:

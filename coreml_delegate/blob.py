@@ -19,14 +19,27 @@ Source: ExecuTorch 1.0 to 1.5, ``backends/apple/coreml/runtime/inmemoryfs`` and 
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Mapping
+import mmap
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from coreml_delegate.errors import BlobFormatError
 
 Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """The content of a file in pieces that follow each other, wherever they lie in memory."""
+
+    parts: tuple[Buffer, ...]
+
+
+Content = Buffer | Pieces
 
 ALIGNMENT = (
     64  # fixed, so that bytes do not depend on the host; 64 keeps weights SIMD-aligned in place
@@ -38,6 +51,7 @@ REFERENCE_VERSION = 1
 
 _FILE, _DIRECTORY = 0, 1
 _FIRST_TRAILER_CHUNK = 64 * 1024
+_CHUNK = 16 * 2**20  # bytes of a file to be looked at at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +103,30 @@ class BlobReference:
         return cls(key=key, function_name=function)
 
 
-def flatten(files: Mapping[str, Buffer]) -> bytes:
+def pieces_of(content: Content) -> tuple[Buffer, ...]:
+    """What a file's content consists of, in order."""
+    return content.parts if isinstance(content, Pieces) else (content,)
+
+
+def size_of(content: Content) -> int:
+    """How long a file is, in bytes."""
+    return sum(memoryview(part).nbytes for part in pieces_of(content))
+
+
+def chunks_of(content: Content) -> Iterator[memoryview]:
+    """What a file consists of, bit by bit; of one that is mapped, memory holds no more than that.
+
+    Pages that were looked at are let go of, and read again when they are looked at again.
+    """
+    for part in pieces_of(content):
+        view = memoryview(part).cast("B")
+        for start in range(0, len(view), _CHUNK):
+            yield view[start : start + _CHUNK]
+            if isinstance(view.obj, mmap.mmap) and sys.platform != "win32":
+                view.obj.madvise(mmap.MADV_DONTNEED)
+
+
+def flatten(files: Mapping[str, Content]) -> bytes:
     """Pack files into a blob; equal content gives equal bytes.
 
     Args:
@@ -109,8 +146,12 @@ def flatten(files: Mapping[str, Buffer]) -> bytes:
             got=f"a trailer of {len(trailer)} bytes",
             expected=f"at most {TRAILER_LIMIT}",
         )
-    # One join: weights of gigabytes are copied once.
-    return b"".join([*layout.parts, trailer[::-1]])
+    # Written once: weights may be gigabytes.
+    blob = io.BytesIO()
+    for content in (*layout.contents, trailer[::-1]):
+        for chunk in chunks_of(content):
+            blob.write(chunk)
+    return blob.getvalue()
 
 
 def unflatten(blob: Buffer) -> dict[str, memoryview]:
@@ -163,7 +204,7 @@ class _Node:
     children: Mapping[str, int]
 
 
-def _tree(files: Mapping[str, Buffer]) -> dict[str, Any]:
+def _tree(files: Mapping[str, Content]) -> dict[str, Any]:
     root: dict[str, Any] = {}
     for path in sorted(files):
         *folders, name = path.split("/")
@@ -184,7 +225,7 @@ class _Layout:
     """File contents in order with their padding, and the nodes that describe them."""
 
     def __init__(self) -> None:
-        self.parts: list[Buffer] = []
+        self.contents: list[Content] = []
         self.nodes: list[dict[str, object]] = []
         self._end = 0
 
@@ -198,11 +239,11 @@ class _Layout:
                 children[child] = self._file(content, child)
         return self._node(name, _DIRECTORY, 0, 0, children)
 
-    def _file(self, content: Buffer, name: str) -> int:
-        size = memoryview(content).nbytes
+    def _file(self, content: Content, name: str) -> int:
+        size = size_of(content)
         padding = -self._end % ALIGNMENT
         offset = self._end + padding
-        self.parts += [bytes(padding), content]
+        self.contents += [bytes(padding), content]
         self._end = offset + size
         return self._node(name, _FILE, offset, size, {})
 

@@ -6,7 +6,9 @@ Wire format, one ``CompileSpec(key, value)`` each, all values UTF-8::
     min_deployment_target       specification version as decimal, empty for none
     model_compute_precision     float16 | float32
     model_type                  model | compiled_model
+    enumerated_shapes           JSON list, see ``shapes`` (optional)
     op_linear_quantizer_config  JSON object (optional)
+    weight_compression          JSON list of objects, see ``weight_compression`` (optional)
     keep_fp32                   JSON object: lists "ops", "modules", "nodes" (optional)
     pass_pipeline               JSON list of pass names (optional)
     multimethod_weight_sharing_strategy  positional | disabled (optional)
@@ -24,7 +26,17 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from coreml_delegate.errors import OptionError
+from coreml_delegate.shapes import EnumeratedShapes
 from coreml_delegate.targets import Opset
+from coreml_delegate.weight_compression import (
+    LINEAR_OPTION,
+    Stage,
+    checked_linear,
+    demand,
+    require_target,
+    stages_of,
+)
+from coreml_delegate.weight_compression import OPTION as COMPRESSION_KEY
 
 if TYPE_CHECKING:
     from executorch.exir.backend.compile_spec_schema import CompileSpec
@@ -67,7 +79,8 @@ class WeightSharing(enum.Enum):
 
 
 WEIGHT_SHARING_KEY = "multimethod_weight_sharing_strategy"
-"""Key of the one compile spec that is made by itself, and added to the others."""
+ENUMERATED_SHAPES_KEY = "enumerated_shapes"
+"""Keys of the compile specs that are made by themselves, and added to the others."""
 
 _OLD_COMPUTE_UNITS = {
     "cpu": ComputeUnit.CPU_ONLY,
@@ -120,9 +133,13 @@ class CompileOptions:
         model_type: Whether to compile ahead of time.
         op_linear_quantizer_config: Keywords of coremltools' ``OpLinearQuantizerConfig``, to
             quantize the weights after conversion; None leaves them.
+        weight_compression: Configurations of coremltools' compression, applied in turn after
+            conversion; None for none.
         pass_names: Names of the coremltools graph passes to run, or None for its default pipeline.
         keep_fp32: What computes in fp32 though ``precision`` is fp16.
         weight_sharing: How methods share weights, or None for what is safe.
+        enumerated_shapes: The combinations of input shapes to support, of all that the program was
+            exported for; None for all.
     """
 
     compute_unit: ComputeUnit = ComputeUnit.ALL
@@ -133,6 +150,28 @@ class CompileOptions:
     pass_names: tuple[str, ...] | None = None
     keep_fp32: KeepFp32 = KeepFp32()
     weight_sharing: WeightSharing | None = None
+    enumerated_shapes: EnumeratedShapes | None = None
+    weight_compression: tuple[Stage, ...] | None = None
+
+    @property
+    def compression_demand(self) -> tuple[Opset, str] | None:
+        """The oldest opset that the compression of weights needs, and what of it does."""
+        return demand(self.op_linear_quantizer_config, self.weight_compression)
+
+    @property
+    def oldest_for_compression(self) -> Opset:
+        """The opset of ``compression_demand``."""
+        return (self.compression_demand or (Opset.iOS15, ""))[0]
+
+    def check_compression(self) -> None:
+        """Check that the deployment target has what the compression of weights makes.
+
+        Raises:
+            OptionError: It has not.
+        """
+        needed = self.compression_demand
+        if needed is not None and self.deployment_target is not None:
+            require_target(self.deployment_target, *needed)
 
     def to_specs(self) -> list[CompileSpec]:
         """The compile specs, in a fixed order; options left at None are not written."""
@@ -232,6 +271,14 @@ def _decode_object(key: str, text: str) -> dict[str, Any]:
     return _decode_json(key, text, lambda v: isinstance(v, dict), "a JSON object")
 
 
+def _decode_linear(key: str, text: str) -> Mapping[str, Any] | None:
+    return checked_linear(_decode_object(key, text))
+
+
+def _decode_compression(key: str, text: str) -> tuple[Stage, ...]:
+    return stages_of(_decode_json(key, text, lambda v: isinstance(v, list), "a JSON list"))
+
+
 def _is_names(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(
         isinstance(name, str) for name in cast("Sequence[object]", value)
@@ -249,6 +296,15 @@ def _decode_keep(key: str, text: str) -> KeepFp32:
 def _encode_keep(value: KeepFp32) -> str | None:
     given = {kind: names for kind, names in asdict(value).items() if names}
     return _encode_json(given) if given else None
+
+
+def _encode_shapes(value: EnumeratedShapes | None) -> str | None:
+    return None if value is None else _encode_json(value.encode())
+
+
+def _decode_shapes(key: str, text: str) -> EnumeratedShapes:
+    content = _decode_json(key, text, lambda v: isinstance(v, list), "a JSON list")
+    return EnumeratedShapes.decode(content)
 
 
 def _encode_json(value: Any) -> str | None:
@@ -270,11 +326,11 @@ _FIELDS = (
     ),
     _Field("model_compute_precision", "precision", lambda v: v.value, _decode_enum(Precision, {})),
     _Field("model_type", "model_type", lambda v: v.value, _decode_enum(ModelType, {})),
-    _Field(
-        "op_linear_quantizer_config", "op_linear_quantizer_config", _encode_json, _decode_object
-    ),
+    _Field(LINEAR_OPTION, "op_linear_quantizer_config", _encode_json, _decode_linear),
+    _Field(COMPRESSION_KEY, "weight_compression", _encode_json, _decode_compression),
     _Field("pass_pipeline", "pass_names", _encode_json, _decode_names),
     _Field("keep_fp32", "keep_fp32", _encode_keep, _decode_keep),
+    _Field(ENUMERATED_SHAPES_KEY, "enumerated_shapes", _encode_shapes, _decode_shapes),
     _Field(
         WEIGHT_SHARING_KEY,
         "weight_sharing",

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coreml_delegate.blob import Buffer
+from coreml_delegate.blob import Buffer, Content, chunks_of
 from coreml_delegate.errors import BlobFormatError, ProgramError
 
 MANIFEST = "Manifest.json"
@@ -48,8 +48,12 @@ class PackageParts:
     weights: Mapping[str, memoryview]
 
 
-def map_folder(folder: Path) -> dict[str, memoryview]:
+def map_folder(folder: Path, *, smallest: int = 1) -> dict[str, memoryview]:
     """Map every file below ``folder`` into memory, read-only.
+
+    Args:
+        folder: Whose files may be removed while they are mapped, but not changed.
+        smallest: Files of fewer bytes are read: each that is mapped counts as an open file.
 
     Returns:
         Relative POSIX path to content, sorted. The views keep the mappings alive.
@@ -70,7 +74,7 @@ def map_folder(folder: Path) -> dict[str, memoryview]:
                 remedy="Copy the package with its links followed (cp -RL)",
             )
         if path.is_file():
-            files[path.relative_to(folder).as_posix()] = _map_file(path)
+            files[path.relative_to(folder).as_posix()] = _map_file(path, smallest)
     return files
 
 
@@ -92,14 +96,14 @@ def locate(files: Mapping[str, Buffer]) -> PackageParts:
     return PackageParts(spec=memoryview(files[spec_path]), weights=weights)
 
 
-def assemble(spec: bytes, weights: Mapping[str, Buffer]) -> dict[str, Buffer]:
+def assemble(spec: bytes, weights: Mapping[str, Content]) -> dict[str, Content]:
     """The files of an mlpackage; equal arguments give equal bytes.
 
     Args:
         spec: Serialized ``Model`` message.
         weights: Relative path below the weights folder to content; may be empty.
     """
-    files: dict[str, Buffer] = {f"{_DATA}/{_SPEC}": spec}
+    files: dict[str, Content] = {f"{_DATA}/{_SPEC}": spec}
     items = {_item_id(_SPEC): _item("CoreML Model Specification", "model.mlmodel", _SPEC)}
     if weights:
         items[_item_id(_WEIGHTS)] = _item("CoreML Model Weights", "weights", _WEIGHTS)
@@ -114,7 +118,7 @@ def assemble(spec: bytes, weights: Mapping[str, Buffer]) -> dict[str, Buffer]:
 
 
 def write_folder(
-    files: Mapping[str, Buffer], destination: Path, *, overwrite: bool = False
+    files: Mapping[str, Content], destination: Path, *, overwrite: bool = False
 ) -> None:
     """Write files below ``destination``, which appears complete or not at all.
 
@@ -134,7 +138,8 @@ def write_folder(
         for name, content in files.items():
             target = complete / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
+            with target.open("wb") as file:
+                file.writelines(chunks_of(content))
         if destination.exists():
             os.replace(destination, staging / "old")
         os.replace(complete, destination)
@@ -149,10 +154,10 @@ def _inside(link: Path, root: Path) -> bool:
         return False
 
 
-def _map_file(path: Path) -> memoryview:
+def _map_file(path: Path, smallest: int) -> memoryview:
     with path.open("rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            return memoryview(b"")
+        if os.fstat(file.fileno()).st_size < max(1, smallest):  # nothing cannot be mapped
+            return memoryview(file.read())
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 

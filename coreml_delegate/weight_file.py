@@ -19,7 +19,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from coreml_delegate.blob import Buffer
+from coreml_delegate.blob import Buffer, Pieces
 from coreml_delegate.errors import BlobFormatError
 
 ALIGNMENT = 64  # of records and data, in bytes
@@ -127,14 +127,14 @@ def read_weight(name: str, buffer: memoryview, offset: int) -> StoredWeight:
     return StoredWeight(record.dtype, record.padding, buffer[record.start : end])
 
 
-def write_weights(weights: Iterable[StoredWeight]) -> tuple[bytes, list[int]]:
+def write_weights(weights: Iterable[StoredWeight]) -> tuple[Pieces, list[int]]:
     """Write a weight file.
 
     Args:
         weights: In the order in which they are to lie.
 
     Returns:
-        The file, and the offset of each weight's record.
+        The file, which refers to the weights' own bytes, and the offset of each weight's record.
     """
     parts: list[Buffer] = [b""]
     offsets: list[int] = []
@@ -151,4 +151,4 @@ def write_weights(weights: Iterable[StoredWeight]) -> tuple[bytes, list[int]]:
         ]
         end = start + size + gap
     parts[0] = _HEADER.pack(len(offsets), _VERSION)
-    return b"".join(parts), offsets
+    return Pieces(tuple(parts)), offsets

@@ -6,6 +6,7 @@ if __name__ == "partition":
 from coreml_delegate.partition.filters import do_not_delegate
 from coreml_delegate.partition.partitioner import CoreMLPartitioner
 from coreml_delegate.partition.report import (
+    BufferReport,
     Coverage,
     DelegationReport,
     NodeReport,
@@ -15,6 +16,7 @@ from coreml_delegate.partition.report import (
 )
 
 __all__ = [
+    "BufferReport",
     "CoreMLPartitioner",
     "Coverage",
     "DelegationReport",

@@ -26,9 +26,9 @@ from coreml_delegate.errors import ConversionError
 from coreml_delegate.op_rules import Reason, ReasonCode
 from coreml_delegate.op_rules.rule import GETITEM, target_name
 from coreml_delegate.partition.subgraph import program_of, stand_in
-from coreml_delegate.preprocess import contract, kept
+from coreml_delegate.preprocess import kept
 from coreml_delegate.preprocess.convert import check_translation, is_about_the_graph
-from coreml_delegate.preprocess.package import build_blob, required_opset
+from coreml_delegate.preprocess.package import build_files, check_enumerated, required_opset
 from coreml_delegate.preprocess.passes import prepare
 
 logger = logging.getLogger(__name__)
@@ -77,15 +77,22 @@ class Confirmation:
 
         Raises:
             OptionError: An option coremltools does not take.
+            ContractError: See ``check_enumerated``.
         """
         found: dict[Node, Reason] = {}
         nodes = {node.name: node for node in self.program.graph.nodes}
         for tag, subgraph in self._subgraphs(list(partitions)).items():
-            inside = {n.name: nodes[n.name] for n in subgraph.graph.nodes if n.name in nodes}
+            check_enumerated(subgraph, partitions[tag])
+            # Placeholders are left out: they have the names of calls outside of the partition.
+            inside = {
+                node.name: nodes[node.name]
+                for node in subgraph.graph.nodes
+                if node.op == "call_function" and node.name in nodes
+            }
             error = self._convert(tag, subgraph, partitions[tag])
             if error is None:
                 continue
-            calls = [n for n in inside.values() if n.op == "call_function"]
+            calls = list(inside.values())
             culprits = self._culprits(calls, inside, subgraph, error, partitions[tag])
             logger.info(
                 "partition %s does not convert because of %s: %s",
@@ -103,12 +110,11 @@ class Confirmation:
         """Convert one partition; what went wrong, or None."""
         if self._stand_ins:
             return _failure(subgraph, options, translate_only=True)
-        contract.check_states(subgraph)
         record = kept.find(subgraph, options)
         if record is None:
             record = kept.keep(subgraph, options)
             try:
-                record.blob = build_blob(subgraph, options)
+                record.files = build_files(subgraph, options)
             except Exception as error:
                 if not is_about_the_graph(error):
                     raise
@@ -165,10 +171,11 @@ def _failure(
     """What goes wrong when ``program`` is converted, or None."""
     try:
         if translate_only:
+            target = options.deployment_target or required_opset(program)
             prepare(program)
-            check_translation(program, options.deployment_target or required_opset(program))
+            check_translation(program, target)
         else:
-            build_blob(program, options)
+            build_files(program, options)
     except Exception as error:
         if not is_about_the_graph(error):
             raise
@@ -199,7 +206,7 @@ def _origin(subgraph: ExportedProgram, inside: Mapping[str, Node], error: Except
     for node in subgraph.graph.nodes:
         reached = reached or node.name == error.node
         original = inside.get(node.name)
-        if reached and original is not None and original.op == "call_function":
+        if reached and original is not None:
             return _call_of(original)
     return None
 

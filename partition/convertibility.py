@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
@@ -51,10 +52,15 @@ class Convertibility:
             calls: Accepted by the rules.
             target: Opset of the deployment target; None if any may be demanded.
         """
-        tried = [call for call in calls if _is_possible_alone(call)]
+        tried = [c for c in calls if c not in self._known and _is_possible_alone(c)]
         verdicts = TRIALS.verdicts(tried, self._program, self._known, target)
         self._since.update((call, v.since) for call, v in verdicts.items() if v.since is not None)
         return {call: reason_of(call, v) for call, v in verdicts.items() if v.since is None}
+
+    @property
+    def values(self) -> Mapping[str, torch.Tensor]:
+        """Real values of parameters and buffers by name, as far as they are at hand."""
+        return self._state
 
     def since(self, call: Node) -> Opset:
         """The oldest opset at which a call was translated."""

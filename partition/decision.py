@@ -6,13 +6,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from executorch.exir.backend.utils import tag_constant_data
 from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.op_rules import Reason
+from coreml_delegate.partition.buffers import tag_states
 from coreml_delegate.partition.grouping import Group, group_calls
+from coreml_delegate.partition.isolation import own_tables
 from coreml_delegate.partition.selection import Selection
-from coreml_delegate.partition.tagging import DataOwnership, tag_data, tag_groups
+from coreml_delegate.partition.symbolic_sizes import stranded_sizes
+from coreml_delegate.partition.tagging import DataOwnership, tag_groups
 
 
 class Confirm(Protocol):
@@ -55,12 +59,20 @@ def decide(
         ownership: Which data goes to partitions.
         confirm: Asked about the partitions until it has nothing to add.
     """
+    own_tables(program)
     known = dict(refused)
     while True:
         possible = group_calls(program.graph, known.keys(), constants=constants)
+        stranded = stranded_sizes(program.graph, possible)
+        if stranded:
+            known.update(stranded)
+            continue
         groups, dropped = selection.apply(possible)
         tags = tag_groups(program, groups)
-        tag_data(program, ownership)
+        if ownership.constants:
+            tag_constant_data(program)
+        if ownership.mutable_buffers:
+            tag_states(program)
         more = confirm(program, tags)
         if not more:
             return Decision(dict(zip(tags, groups, strict=True)), known | dropped)

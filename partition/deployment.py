@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from coreml_delegate import op_rules
-from coreml_delegate.op_rules.rule import target_name
+from coreml_delegate.op_rules.rule import OpCall, target_name
+from coreml_delegate.preprocess.enumerated_shapes import SEVERAL_INPUTS_OPSET
 from coreml_delegate.targets import STATE_OPSET, Opset
 
 GIVEN = "minimum_deployment_target"
 STATES = "mutable buffers as states"
 NO_INPUTS = "a model without inputs"
+SEVERAL_SHAPES = "enumerated shapes of several inputs"
 SHARED = "weights shared by strategy POSITIONAL"
 
 Since = Callable[[Node], Opset]
@@ -41,7 +43,9 @@ def deployment_of(
     since: Since,
     has_states: bool,
     has_inputs: bool,
+    has_several_shapes: bool = False,
     is_shared: bool = False,
+    compression: tuple[Opset, str] | None = None,
 ) -> Deployment:
     """The deployment target of one partition.
 
@@ -51,15 +55,29 @@ def deployment_of(
         since: The oldest opset at which a call was translated.
         has_states: Whether mutable buffers are inside.
         has_inputs: Whether anything enters.
+        has_several_shapes: Whether several inputs have enumerated shapes.
         is_shared: Whether it is to be one model with partitions of other methods.
+        compression: What the compression of its weights needs, and what for.
     """
     if given is not None:
         return Deployment(given, (GIVEN,))
-    demands = [(target_name(n.target), max(since(n), op_rules.required_opset([n]))) for n in calls]
+    demands = [(_named(n), max(since(n), op_rules.required_opset([n]))) for n in calls]
     boundary = ((STATES, has_states), (NO_INPUTS, not has_inputs), (SHARED, is_shared))
     demands += [(what, STATE_OPSET) for what, applies in boundary if applies]
+    if has_several_shapes:
+        demands.append((SEVERAL_SHAPES, SEVERAL_INPUTS_OPSET))
+    if compression is not None:
+        demands.append((compression[1], compression[0]))
     target = max((opset for _, opset in demands), default=Opset.iOS15)
     if target is Opset.iOS15:
         return Deployment(target, ())
     by = dict.fromkeys(what for what, opset in demands if opset is target)
     return Deployment(target, tuple(by))
+
+
+def _named(call: Node) -> str:
+    """The op of a call, and what in the call demands more than others of that op do."""
+    name = target_name(call.target)
+    rule = op_rules.rule_of(name)
+    demanded = None if rule is None else rule.demand(OpCall.of(call))
+    return name if demanded is None else f"{name} with {demanded[1]}"

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from torch.fx import Graph, Node
 
 from coreml_delegate.op_rules.rule import DEQUANTIZE, GETITEM, target_name
+from coreml_delegate.op_rules.sizes import is_size
 from coreml_delegate.partition.sizes import bytes_of
 
 Group = tuple[Node, ...]
@@ -119,7 +120,12 @@ class _Stages:
         early = self.of[call]
         # A refused call must find the value there before the first stage that may come after it.
         late = min((self.of[u] - (u in self.refused) for u in users), default=early)
-        if late <= early or not any(self.readers[node, late] for node in unit):
+        if late <= early:
+            return
+        if is_size(call):  # cannot cross to where it is used
+            self._move(unit, early, late)
+            return
+        if not any(self.readers[node, late] for node in unit):
             return
         saved = sum(bytes_of(node) for node in unit if self.readers[node, late])
         saved += sum(

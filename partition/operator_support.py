@@ -8,7 +8,9 @@ from torch.fx import Node
 from coreml_delegate import op_rules
 from coreml_delegate.op_rules import Reason
 from coreml_delegate.op_rules.constants import WideConstants
+from coreml_delegate.partition.enumerated import undetermined_calls
 from coreml_delegate.partition.filters import Filters
+from coreml_delegate.shapes import EnumeratedShapes
 from coreml_delegate.targets import Opset
 
 
@@ -19,6 +21,7 @@ def refused_calls(
     filters: Filters,
     wide: WideConstants,
     constants_inside: bool,
+    enumerated: EnumeratedShapes | None = None,
 ) -> dict[Node, Reason]:
     """The calls of a program that are not delegated, each with the reason.
 
@@ -28,8 +31,9 @@ def refused_calls(
         filters: What the user keeps out; named before what Core ML cannot take.
         wide: What is known about constants that Core ML cannot hold.
         constants_inside: Whether Core ML is given the program's constants.
+        enumerated: The shapes that the program's inputs are to have, or None.
     """
-    unfit = wide.obstacles(program)
+    unfit = undetermined_calls(program, enumerated) | wide.obstacles(program)
     return op_rules.obstacles_in(
         program,
         target,

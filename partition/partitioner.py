@@ -19,24 +19,28 @@ from torch.fx import Node
 from coreml_delegate import op_rules
 from coreml_delegate.backend import CoreMLBackend, check_single_backend
 from coreml_delegate.compile_options import CompileOptions, WeightSharing
-from coreml_delegate.errors import ContractError, OptionError
 from coreml_delegate.op_rules import Reason, rule_of
 from coreml_delegate.op_rules.constants import WideConstants, constant_nodes
 from coreml_delegate.op_rules.rule import target_name
+from coreml_delegate.partition.buffers import check_target as check_target_of_states
+from coreml_delegate.partition.buffers import keep_initial_values, states_of
+from coreml_delegate.partition.compressed_weights import require_target, spelled_out, unwrapped
 from coreml_delegate.partition.convertibility import Convertibility, parts_of
 from coreml_delegate.partition.cpu_kernels import register_kernels
 from coreml_delegate.partition.decision import decide
 from coreml_delegate.partition.filters import Filters, NodePredicate
+from coreml_delegate.partition.full_graph import check_full_graph
 from coreml_delegate.partition.history import ReportHistory
+from coreml_delegate.partition.isolation import unguarded
 from coreml_delegate.partition.operator_support import refused_calls
 from coreml_delegate.partition.rehearsal import rehearse
 from coreml_delegate.partition.report import DelegationReport, describe
 from coreml_delegate.partition.selection import Selection
-from coreml_delegate.partition.tagging import DataOwnership, states_of, tag_of
+from coreml_delegate.partition.tagging import DataOwnership, tag_of
 from coreml_delegate.partition.widening import widened
 from coreml_delegate.preprocess.kept import KeptBlob
 from coreml_delegate.preprocess.multifunction import check_target
-from coreml_delegate.targets import STATE_OPSET, Opset
+from coreml_delegate.targets import STATE_OPSET
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +61,8 @@ class CoreMLPartitioner(Partitioner):
         skip_ops_for_coreml_delegation: Op names to leave to the CPU: ``aten.add.Tensor``,
             ``add.Tensor``, ``aten.add`` or ``add``.
         compile_specs: From ``CoreMLBackend.generate_compile_specs``; None for its defaults.
-        take_over_mutable_buffer: Make mutable buffers Core ML states (needs iOS18); otherwise they
-            become inputs and outputs.
+        take_over_mutable_buffer: Make Core ML states of the mutable buffers that can be (needs
+            iOS18); otherwise they become inputs and outputs. The report says of each which.
         take_over_constant_data: Give weights and constants to Core ML; otherwise they become
             inputs.
         lower_full_graph: Raise unless the entire graph can be delegated.
@@ -97,6 +101,7 @@ class CoreMLPartitioner(Partitioner):
         super().__init__()
         self._options = CompileOptions.from_specs(compile_specs or [])
         check_target(self._options)
+        self._options.check_compression()
         self._shares = self._options.weight_sharing is WeightSharing.POSITIONAL
         self._filters = Filters.of(
             skip_ops=skip_ops_for_coreml_delegation,
@@ -119,7 +124,7 @@ class CoreMLPartitioner(Partitioner):
         self._noted = False
         self._preserved: tuple[weakref.ref[ExportedProgram], set[OpOverload]] | None = None
         if lower_full_graph:
-            _check_full_graph(
+            check_full_graph(
                 {
                     "skip_ops_for_coreml_delegation": not skip_ops_for_coreml_delegation,
                     "take_over_mutable_buffer": take_over_mutable_buffer,
@@ -172,6 +177,7 @@ class CoreMLPartitioner(Partitioner):
         self._keep(double._kept)
         return double.report
 
+    @unguarded()
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         """Tag what Core ML takes.
 
@@ -182,17 +188,17 @@ class CoreMLPartitioner(Partitioner):
             UnsupportedOperatorError: ``lower_full_graph`` or ``strict`` is set and a call stays on
                 the CPU; lists every one.
             OptionError: A module pattern that means no module of the program.
-            ContractError: Mutable buffers are to be taken over and the target has no states.
+            ContractError: Mutable buffers would become states and the target has none.
             LoweringError: Another backend named ``CoreMLBackend`` is loaded.
         """
         check_single_backend()
         if not self._noted:
             logger.warning(_DECOMPOSED)
-        self._check_state(exported_program)
         self._filters.note(exported_program)
         self._filters.check_patterns()
         conversions = Convertibility(exported_program, inside=self._ownership.constants)
         refused = self._tried(exported_program, self._refused(exported_program), conversions)
+        require_target(refused)
         decision = decide(
             exported_program,
             refused,
@@ -202,13 +208,17 @@ class CoreMLPartitioner(Partitioner):
             confirm=lambda tagged, tags: self._confirm(tagged, tags, conversions),
         )
         self._keep(conversions.kept.values())
+        keep_initial_values(exported_program, conversions.values)
         report = describe(
             exported_program,
             decision,
-            constants_inside=self._ownership.constants,
+            ownership=self._ownership,
+            values=conversions.values,
             given=self._options.deployment_target,
             since=conversions.since,
             is_shared=self._shares,
+            compression=self._options.compression_demand,
+            enumerated=self._options.enumerated_shapes,
         )
         self._history.add(report, conversions.kept)
         if self._complete:
@@ -225,8 +235,10 @@ class CoreMLPartitioner(Partitioner):
         )
 
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
-        """The program with its half-precision interior in fp32; see ``widened``."""
-        return widened(exported_program)
+        """The program in fp32, with plain tensors for weights; ``widened``, ``spelled_out``."""
+        target, inside = self._options.deployment_target, self._ownership.constants
+        plain = widened(unwrapped(exported_program))
+        return spelled_out(plain, target, veto=self._filters.refusal, constants_inside=inside)
 
     def ops_to_not_decompose(
         self, ep: ExportedProgram
@@ -244,6 +256,7 @@ class CoreMLPartitioner(Partitioner):
             self._preserved = weakref.ref(ep), self._ops_to_preserve(ep)
         return sorted(self._preserved[1], key=str), None
 
+    @unguarded()
     def _ops_to_preserve(self, ep: ExportedProgram) -> set[OpOverload]:
         self.note(ep)
         conversions = Convertibility(ep, inside=self._ownership.constants)
@@ -272,6 +285,7 @@ class CoreMLPartitioner(Partitioner):
             filters=self._filters,
             wide=self._wide,
             constants_inside=self._ownership.constants,
+            enumerated=self._options.enumerated_shapes,
         )
 
     def _tried(
@@ -295,6 +309,7 @@ class CoreMLPartitioner(Partitioner):
         self, program: ExportedProgram, tags: Sequence[str], conversions: Convertibility
     ) -> Mapping[Node, Reason]:
         """Calls in these partitions that prove not to be convertible after all."""
+        check_target_of_states(program, self._options.deployment_target)
         if not self._converts:
             return {}
         groups: dict[str, list[Node]] = {tag: [] for tag in tags}
@@ -315,7 +330,7 @@ class CoreMLPartitioner(Partitioner):
 
     def _keep(self, blobs: Iterable[KeptBlob]) -> None:
         """Hold blobs until they are taken, and no longer: they hold weights."""
-        self._kept = [kept for kept in self._kept if kept.blob is not None] + list(blobs)
+        self._kept = [kept for kept in self._kept if kept.files is not None] + list(blobs)
 
     def _options_for(
         self,
@@ -326,7 +341,7 @@ class CoreMLPartitioner(Partitioner):
     ) -> CompileOptions:
         """The compile options of one partition."""
         options = self._options
-        tried = max(map(conversions.since, calls), default=Opset.iOS15)
+        tried = max((options.oldest_for_compression, *map(conversions.since, calls)))
         known = op_rules.required_opset(calls)
         # What the rules and the boundary demand, preprocess finds out by itself.
         if options.deployment_target is None and (tried > known or self._shares):
@@ -363,21 +378,6 @@ class CoreMLPartitioner(Partitioner):
         double._kept = []
         return double
 
-    def _check_state(self, program: ExportedProgram) -> None:
-        buffers = sorted(program.graph_signature.buffers_to_mutate.values())
-        target = self._options.deployment_target
-        if (
-            buffers
-            and self._ownership.mutable_buffers
-            and target is not None
-            and target < STATE_OPSET
-        ):
-            raise ContractError(
-                f"mutable buffers become Core ML states, which need {STATE_OPSET.name}",
-                got=f"minimum_deployment_target {target.name} and {', '.join(buffers)}",
-                remedy="Raise it, or set take_over_mutable_buffer=False",
-            )
-
 
 def _is_core(op: OpOverload) -> bool:
     """Whether ExecuTorch takes the op as it is, without decomposing it."""
@@ -387,13 +387,3 @@ def _is_core(op: OpOverload) -> bool:
 def _is_preserved(node: Node) -> bool:
     rule = rule_of(target_name(node.target)) if node.op == "call_function" else None
     return rule is not None and rule.preserve
-
-
-def _check_full_graph(compatible: dict[str, bool]) -> None:
-    clashing = [name for name, fine in compatible.items() if not fine]
-    if clashing:
-        raise OptionError(
-            "lower_full_graph=True leaves nothing to the CPU",
-            got=f"together with {', '.join(clashing)}",
-            remedy="Drop these options, or set lower_full_graph=False",
-        )

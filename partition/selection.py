@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.op_rules import Reason, ReasonCode
+from coreml_delegate.op_rules.rule import DECOMPRESS, target_name
 from coreml_delegate.partition.flops import flops_of
 from coreml_delegate.partition.grouping import Group, is_part
 
@@ -43,20 +44,25 @@ class Selection:
     def apply(self, groups: Sequence[Group]) -> tuple[list[Group], dict[Node, Reason]]:
         """Choose among groups.
 
+        One that dequantizes compressed weights passes whatever the limits, and counts: nothing
+        runs it on the CPU.
+
         Returns:
             Those that pass, in their order, and why the calls of the others stay on the CPU.
         """
+        bound = {n for n, group in enumerate(groups) if any(map(_decompresses, group))}
         large = {n for n, group in enumerate(groups) if operations(group) >= self.min_nodes}
-        kept = sorted(self._most_valuable(groups, large))
+        kept = sorted(bound.union(self._most_valuable(groups, large - bound, beside=len(bound))))
         dropped: dict[Node, Reason] = {}
         for n in sorted(set(range(len(groups))).difference(kept)):
             reason = self._reason(groups[n], small=n not in large)
             dropped.update(dict.fromkeys(groups[n], reason))
         return [groups[n] for n in kept], dropped
 
-    def _most_valuable(self, groups: Sequence[Group], among: set[int]) -> list[int]:
+    def _most_valuable(self, groups: Sequence[Group], among: set[int], *, beside: int) -> list[int]:
         ranked = sorted(sorted(among), key=lambda n: _value(groups[n]), reverse=True)
-        return ranked[: self.max_partitions]
+        limit = self.max_partitions
+        return ranked if limit is None else ranked[: max(limit - beside, 0)]
 
     def _reason(self, group: Group, *, small: bool) -> Reason:
         if small:
@@ -72,6 +78,10 @@ class Selection:
             "that max_partitions allows",
             remedy="Raise max_partitions",
         )
+
+
+def _decompresses(call: Node) -> bool:
+    return target_name(call.target) in DECOMPRESS
 
 
 def operations(group: Group) -> int:

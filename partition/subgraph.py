@@ -7,7 +7,7 @@ stood in for by tensors of their shape and dtype that take no memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from coreml_delegate.op_rules.rule import GETITEM, target_name
+from coreml_delegate.op_rules.sizes import is_size
 
 
 def program_of(
@@ -70,13 +71,21 @@ def stand_in(value: torch.Tensor) -> torch.Tensor:
 
 
 def _with_parts(calls: Sequence[Node]) -> list[Node]:
-    """The calls and the ``getitem`` calls on their results."""
+    """The calls, the ``getitem`` calls on their results, and what computes sizes for them."""
     chosen = dict.fromkeys(calls)
     for node in calls:
+        chosen.update(dict.fromkeys(_sizes_for(node)))
         if isinstance(node.meta.get("val"), list | tuple):
             chosen.update(dict.fromkeys(u for u in node.users if target_name(u.target) == GETITEM))
     order = {node: place for place, node in enumerate(calls[0].graph.nodes)} if calls else {}
     return sorted(chosen, key=order.__getitem__)
+
+
+def _sizes_for(call: Node) -> Iterator[Node]:
+    for argument in call.all_input_nodes:
+        if argument.op == "call_function" and is_size(argument):
+            yield argument
+            yield from _sizes_for(argument)
 
 
 class _Builder:
@@ -139,7 +148,7 @@ class _Builder:
             graph=self.graph,
             graph_signature=signature,
             state_dict={},
-            range_constraints=owner.range_constraints,
+            range_constraints=dict(owner.range_constraints),
             module_call_graph=[ModuleCallEntry("", ModuleCallSignature([], [], in_spec, out_spec))],
             constants=self._values,
             # Fresh from torch.export a program is in no dialect that coremltools takes.
@@ -147,8 +156,9 @@ class _Builder:
         )
 
     def _is_inside(self, argument: Node, user: Node, inside: Collection[Node]) -> bool:
-        # A part of a result belongs to its call even where calls are kept apart.
-        return argument in inside and (not self._apart or target_name(user.target) == GETITEM)
+        # Parts of a result, and sizes, belong to their call even where calls are kept apart.
+        together = target_name(user.target) == GETITEM or is_size(argument)
+        return argument in inside and (not self._apart or together)
 
     def _key(self, argument: Node, user: Node) -> Node | tuple[Node, Node]:
         return (argument, user) if self._apart else argument

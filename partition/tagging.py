@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from executorch.exir.backend.utils import tag_constant_data
 from torch.export import ExportedProgram
 from torch.fx import Node
 
@@ -44,6 +41,11 @@ def tag_of(node: Node) -> str | None:
     return node.meta.get(_TAG)
 
 
+def put_into(node: Node, tag: str) -> None:
+    """Put a node into the partition of that tag."""
+    node.meta[_TAG] = tag
+
+
 def remove_tags(program: ExportedProgram) -> None:
     """Leave the graph as it was before it was tagged."""
     for node in program.graph.nodes:
@@ -56,53 +58,8 @@ class DataOwnership:
 
     Attributes:
         constants: Parameters, buffers that nothing mutates, and lifted constants.
-        mutable_buffers: Buffers that one partition alone uses.
+        mutable_buffers: See ``partition.buffers``.
     """
 
     constants: bool = True
     mutable_buffers: bool = True
-
-
-def tag_data(program: ExportedProgram, ownership: DataOwnership) -> None:
-    """Give parameters, constants and mutable buffers to the partition that uses them."""
-    # ExecuTorch takes them out of these tables, one of which is still the exported program's own.
-    tables: Any = program
-    tables._constants = copy.copy(program.constants)
-    tables._state_dict = copy.copy(program.state_dict)
-    if ownership.constants:
-        tag_constant_data(program)
-    if ownership.mutable_buffers:
-        _tag_states(program)
-
-
-def _tag_states(program: ExportedProgram) -> None:
-    """Give a buffer to a partition if it alone reads, writes and sees it.
-
-    A state is private to one partition: others cannot read it, and its new value is no output.
-    """
-    signature = program.graph_signature
-    nodes = {node.name: node for node in program.graph.nodes}
-    returned: Any = program.graph.output_node().args[0]
-    results = [node.name for node in returned if isinstance(node, Node)]
-    new_values = {key: name for name, key in signature.buffers_to_mutate.items()}
-    for name, key in signature.inputs_to_buffers.items():
-        if key not in new_values or not nodes[name].users:
-            continue
-        new_value = nodes[new_values[key]]
-        involved = {*nodes[name].users, new_value, *new_value.users} - {program.graph.output_node()}
-        tags = {tag_of(node) for node in involved}
-        if len(tags) == 1 and None not in tags and results.count(new_value.name) == 1:
-            nodes[name].meta[_TAG] = tags.pop()
-
-
-def states_of(program: ExportedProgram) -> dict[str, dict[Node, Node]]:
-    """By tag the mutable buffers that a partition keeps, each with its new value."""
-    signature = program.graph_signature
-    nodes = {node.name: node for node in program.graph.nodes}
-    new_values = {key: nodes[name] for name, key in signature.buffers_to_mutate.items()}
-    found: dict[str, dict[Node, Node]] = {}
-    for name, key in signature.inputs_to_buffers.items():
-        tag = tag_of(nodes[name])
-        if key in new_values and tag is not None:
-            found.setdefault(tag, {})[nodes[name]] = new_values[key]
-    return found

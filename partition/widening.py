@@ -59,6 +59,9 @@ class _Widening:
     def __init__(self, program: ExportedProgram) -> None:
         self._program = program
         self._root = copy.deepcopy(program.graph_module)
+        # The copy renames what is named as a builtin of Python is (``input``), the signature not.
+        for before, after in zip(program.graph.nodes, self._root.graph.nodes, strict=True):
+            after.name = before.name
         self._signature = copy.deepcopy(program.graph_signature)
         self._placeholders = [n for n in self._root.graph.nodes if n.op == "placeholder"]
         self._kinds = [spec.kind for spec in self._signature.input_specs]

@@ -20,6 +20,7 @@ from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.runtime.program import stock
 from coreml_delegate.runtime.program.host import PythonProgram
+from coreml_delegate.runtime.program.ptd import ExternalData, Sources
 from coreml_delegate.runtime.program.stock import StockProgram
 from coreml_delegate.runtime.tracing import TracedValue
 
@@ -82,6 +83,7 @@ def load_blob(
 def load_program(
     program: Path | str | bytes,
     *,
+    data: Sources | None = None,
     host: str = AUTO,
     engine: str = AUTO,
     options: EngineOptions | None = None,
@@ -90,6 +92,8 @@ def load_program(
 
     Args:
         program: Path, or the bytes.
+        data: What the program keeps outside: path or bytes of a ``.ptd``, or several; the stock
+            host takes one.
         host: ``python`` (executes the ``.pte`` with torch's kernels), ``stock`` (ExecuTorch's own
             runtime) or ``auto``, which is ``python``: it needs no compiler, and torch's kernels are
             faster than the portable ones for ops outside the delegates.
@@ -97,12 +101,13 @@ def load_program(
         options: How to execute.
 
     Returns:
-        An object with ``method_names`` and ``run(method, inputs)``.
+        An object with ``method_names``, ``run(method, inputs)``, and ``reset_state``,
+        ``snapshot_state`` and ``restore_state``.
 
     Raises:
-        OptionError: Unknown host or engine.
-        BlobFormatError: Not a ``.pte``, or a corrupt one.
-        ProgramError: The file cannot be read.
+        OptionError: Unknown host or engine, or several ``data`` for the stock host.
+        BlobFormatError: Not a ``.pte`` or ``.ptd``, or a corrupt one.
+        ProgramError: A file cannot be read, or ``data`` lacks what the program keeps outside.
         EngineUnavailableError: The stock host cannot be used here; the message says why.
     """
     for kind, name, known in (("host", host, HOSTS), ("engine", engine, (AUTO, *ENGINES))):
@@ -110,10 +115,11 @@ def load_program(
             raise OptionError(f"unknown {kind}", got=repr(name), expected=" | ".join(known))
     loader = delegate_loader(engine, options)
     if host != "stock":
-        return PythonProgram.load(program, loader)
+        external = None if data is None else ExternalData.open(data)
+        return PythonProgram.load(program, loader, external_data=external)
     with _STOCK_LOCK:
         stock.register(loader)
-        loaded = StockProgram.load(program)
+        loaded = StockProgram.load(program, data=data)
         # Delegates are loaded with a method: now, before another loader takes this one's place.
         for name in loaded.method_names:
             loaded.load_method(name)

@@ -31,6 +31,7 @@ from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
 from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.reader import read_program
 from coreml_delegate.runtime.model import Model
+from coreml_delegate.runtime.pixels import from_picture, to_picture
 
 # The macOS whose Core ML reads the newest specification version known here.
 _MACOS_VERSION = (26, 0)
@@ -71,7 +72,7 @@ class StateProxy:
         Raises:
             FrameworkError: No such state.
         """
-        tensors = self.state.read()
+        tensors = self.state.snapshot()
         if name not in tensors:
             raise FrameworkError(
                 "no such state", got=repr(name), expected=", ".join(sorted(tensors))
@@ -105,17 +106,21 @@ class ModelProxy:
         self._load_nanoseconds = load_nanoseconds
         self._predict_nanoseconds: int | None = None
         self._dtypes = dict(zip(model.input_names, model.param_dtypes(), strict=True))
+        self._images = {f.name: f for f in model.function.inputs if f.color_space is not None}
+        self._color_spaces = {f.name: f.color_space for f in model.function.outputs}
 
-    def predict(self, data: Mapping[str, Any], state: StateProxy | None = None) -> dict[str, Array]:
+    def predict(self, data: Mapping[str, Any], state: StateProxy | None = None) -> dict[str, Any]:
         """Run once.
 
         Args:
-            data: Arrays by input name. As in Core ML any numeric dtype will do: it is converted to
-                the declared one, floats to integers by dropping the fraction.
+            data: Arrays by input name, of images pictures of Pillow. As in Core ML any numeric
+                dtype will do: it is converted to the declared one, floats to integers by dropping
+                the fraction.
             state: From ``newState``; updated in place.
 
         Returns:
-            Arrays by output name. As in Core ML, which has no scalars, rank 0 comes as ``[1]``.
+            Arrays by output name, of images pictures. As in Core ML, which has no scalars, rank 0
+            comes as ``[1]``.
 
         Raises:
             FrameworkError: An input does not fit, or an op failed.
@@ -125,9 +130,15 @@ class ModelProxy:
             inputs = {name: self._input(name, value) for name, value in data.items()}
             outputs = self.model.predict(inputs, state.state if state is not None else None)
         self._predict_nanoseconds = time.perf_counter_ns() - started
-        return {name: array.reshape(array.shape or (1,)) for name, array in outputs.items()}
+        return {name: self._output(name, array) for name, array in outputs.items()}
 
-    def batchPredict(self, data: Sequence[Mapping[str, Any]]) -> list[dict[str, Array]]:
+    def _output(self, name: str, array: Array) -> Any:
+        color_space = self._color_spaces.get(name)
+        if color_space is not None:
+            return to_picture(array, color_space)
+        return array.reshape(array.shape or (1,))
+
+    def batchPredict(self, data: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Run once for each element; see ``predict``."""
         started = time.perf_counter_ns()
         results = [self.predict(inputs) for inputs in data]
@@ -162,6 +173,9 @@ class ModelProxy:
         _only_core_ml("compiled models (.mlmodelc)")
 
     def _input(self, name: str, value: Any) -> Array:
+        feature = self._images.get(name)
+        if feature is not None and hasattr(value, "mode"):
+            return from_picture(value, feature)
         array: Array = np.asarray(value)
         dtype = self._dtypes.get(name)
         if dtype is None or dtype.kind not in "iu" or array.dtype.kind != "f":
@@ -309,7 +323,8 @@ def patch_coremltools(engine: str = AUTO, options: EngineOptions | None = None) 
     """Make ``predict`` and ``make_state`` of ``coremltools.models.MLModel`` work on this machine.
 
     It concerns models loaded from now on, those that ``coremltools.convert`` returns included.
-    ML Programs with multi-array inputs and outputs run; any compute unit is accepted. On macOS,
+    ML Programs whose inputs and outputs are multi-arrays or images run; any compute unit is
+    accepted. On macOS,
     where coremltools has Core ML itself, this does nothing.
 
     Args:

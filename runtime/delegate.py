@@ -13,7 +13,7 @@ from coreml_delegate.metadata import FILE_NAME as METADATA
 from coreml_delegate.metadata import MethodMetadata, ModelMetadata
 from coreml_delegate.runtime.casting import cast
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
-from coreml_delegate.runtime.engines.base import EngineOptions
+from coreml_delegate.runtime.engines.base import EngineOptions, State
 from coreml_delegate.runtime.mil.package import read_files
 from coreml_delegate.runtime.mil.program import Program
 from coreml_delegate.runtime.model import Model
@@ -35,6 +35,14 @@ class CoreMLDelegate:
         ranks = {f.name: f.type.shape for f in model.function.inputs}
         self._inputs = [(name, dtypes[name], ranks[name]) for name in names.input_names]
         self._state = model.make_state()
+        # Shapes seldom change from call to call: those of the last one are known to fit.
+        self._flexible = model.flexible_inputs
+        self._fitting: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def state(self) -> State | None:
+        """What it keeps from call to call; None for nothing."""
+        return self._state
 
     @property
     def input_count(self) -> int:
@@ -48,11 +56,14 @@ class CoreMLDelegate:
             inputs: In the metadata's order; cast to the program's dtypes.
 
         Raises:
-            InputError: Another number of inputs, or integers that do not fit the program's (which
-                the device cuts without a word).
+            InputError: Another number of inputs, shapes that the program does not take, or integers
+                that do not fit the program's (which the device cuts without a word).
             ExecutionError: An op failed.
         """
-        results = self.model.run_unchecked(self._arrays(inputs), self._state)
+        arrays = self._arrays(inputs)
+        if self._flexible:
+            self._check_shapes(arrays)
+        results = self.model.run_unchecked(arrays, self._state)
         return [torch.from_numpy(results[name]) for name in self._outputs]
 
     def diagnose(
@@ -65,6 +76,12 @@ class CoreMLDelegate:
             min_sqnr_db: See ``Model.diagnose``.
         """
         return self.model.diagnose(self._arrays(inputs), self._state, min_sqnr_db=min_sqnr_db)
+
+    def _check_shapes(self, arrays: Mapping[str, np.ndarray]) -> None:
+        shapes = tuple(arrays[name].shape for name in self._flexible)
+        if shapes != self._fitting:
+            self.model.check_shapes(arrays)
+            self._fitting = shapes
 
     def _arrays(self, inputs: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
         if len(inputs) != len(self._inputs):
@@ -108,7 +125,9 @@ def resolve(payload: DelegatePayload) -> tuple[Buffer, str | None]:
     blob = payload.named_data(reference.key)
     if blob is None:
         raise BlobFormatError(
-            "delegate refers to data the program does not have", got=repr(reference.key)
+            "delegate refers to data the program does not have",
+            got=repr(reference.key),
+            remedy="Pass the .ptd files that were written with the .pte, if there are any",
         )
     return blob, reference.function_name
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from coreml_delegate import input_sizes
 from coreml_delegate.blob import Buffer
 from coreml_delegate.errors import InputError, ProgramError
 from coreml_delegate.runtime import diagnosis, tracing
@@ -19,7 +20,7 @@ from coreml_delegate.runtime.engines import memory
 from coreml_delegate.runtime.engines.base import EngineOptions, State
 from coreml_delegate.runtime.engines.reference import REFERENCE, ReferenceFunction
 from coreml_delegate.runtime.engines.selection import AUTO, compile_function
-from coreml_delegate.runtime.engines.shapes import check_shape, smallest_shape
+from coreml_delegate.runtime.engines.shapes import InputShapes, check_shape, smallest_shape
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.package import read_files
@@ -66,6 +67,9 @@ class Model:
             engine, self.function, options or EngineOptions(), source
         )
         self._compiled = self._selection.compiled
+        self._shapes = InputShapes(
+            self.function.inputs, input_sizes.read(program.metadata, self.function.name)
+        )
         params = {p.name: p.type for p in self.function.params}
         self._param_dtypes = {
             f.name: param.dtype
@@ -199,6 +203,22 @@ class Model:
         """``predict`` without checks, for callers that guarantee names, shapes and MIL dtypes."""
         return self._compiled(inputs, state)
 
+    @property
+    def flexible_inputs(self) -> tuple[str, ...]:
+        """Names of the inputs whose shape is not fixed."""
+        return self._shapes.names
+
+    def check_shapes(self, arrays: Mapping[str, Array]) -> None:
+        """Refuse shapes that the function does not take.
+
+        Args:
+            arrays: By input name, those of ``flexible_inputs`` at least.
+
+        Raises:
+            InputError: Names the input, the dimension, its size, and what was expected.
+        """
+        self._shapes.check({name: arrays[name].shape for name in self._shapes.names})
+
     def param_dtypes(self) -> tuple[np.dtype[Any], ...]:
         """Dtype of each input as the MIL program takes it, in declaration order."""
         return tuple(self._param_dtypes[name].numpy for name in self.input_names)
@@ -216,7 +236,9 @@ class Model:
             raise InputError(
                 "unknown input", got=", ".join(unknown), expected=", ".join(self.input_names)
             )
-        return {feature.name: self._input(feature, inputs) for feature in self.function.inputs}
+        arrays = {feature.name: self._input(feature, inputs) for feature in self.function.inputs}
+        self.check_shapes(arrays)
+        return arrays
 
     def _input(self, feature: Feature, inputs: Mapping[str, Any]) -> Array:
         if feature.name not in inputs:

@@ -114,7 +114,8 @@ def copied_state(compiled: ReferenceFunction, state: State | None) -> ReferenceS
     if state is None or copy is None:
         # One of the two: a state that is missing, or one too many. Left to the engine to refuse.
         return copy if state is not None else None
-    for name, value in state.read().items():
-        held = copy.read().get(name)
+    fresh = copy.snapshot()
+    for name, value in state.snapshot().items():
+        held = fresh.get(name)
         copy.write(name, value if held is None else np.asarray(value, held.dtype))
     return copy

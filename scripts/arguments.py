@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from coreml_delegate.errors import OptionError
@@ -47,7 +48,47 @@ def add_seed(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--seed", type=int, default=0, help=f"for {what} (default: 0)")
 
 
+def add_compilation(parser: argparse.ArgumentParser) -> None:
+    """What Core ML computes in, where, and from which system on."""
+    parser.add_argument(
+        "--compute-unit",
+        choices=COMPUTE_UNITS,
+        default="all",
+        help="where the device may run it (default: all)",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default="float16",
+        help="what Core ML computes in (default: float16)",
+    )
+    parser.add_argument(
+        "--deployment-target",
+        type=deployment_target,
+        metavar="iOS17",
+        help="oldest system to support (default: the oldest the model allows)",
+    )
+
+
 def add_execution(parser: argparse.ArgumentParser) -> None:
+    """Where and how a program runs, and which of its methods."""
+    add_engine(parser)
+    add_method(parser)
+
+
+def add_data(parser: argparse.ArgumentParser) -> None:
+    """``--data``."""
+    parser.add_argument(
+        "--data",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE.ptd",
+        help="what a .pte keeps outside, repeatable",
+    )
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
     """Where and how a program runs."""
     parser.add_argument(
         "--engine", choices=ENGINES, default="auto", help="what executes Core ML (default: auto)"
@@ -66,7 +107,6 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
         default="f32",
         help="what the openvino engine computes in (default: f32)",
     )
-    add_method(parser)
 
 
 def add_method(parser: argparse.ArgumentParser) -> None:
@@ -117,6 +157,32 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return number
+
+
+def add_report(parser: argparse.ArgumentParser, forms: Collection[str], *, what: str) -> None:
+    """``--report``: files that get ``what`` in the form their suffix says."""
+    *first, last = sorted(forms)
+    parser.add_argument(
+        "--report",
+        type=_file_in(forms),
+        action="append",
+        default=[],
+        metavar="FILE",
+        help=f"write {what} too, in the form its suffix says: {', '.join(first)} or {last}; "
+        "repeatable",
+    )
+
+
+def _file_in(suffixes: Collection[str]) -> Callable[[str], Path]:
+    """Parse the name of a file that ends in one of the suffixes."""
+
+    def parse(text: str) -> Path:
+        path = Path(text)
+        if path.suffix not in suffixes:
+            raise argparse.ArgumentTypeError(f"{text!r} ends in none of {', '.join(suffixes)}")
+        return path
+
+    return parse
 
 
 def deployment_target(text: str) -> Opset:

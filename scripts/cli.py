@@ -20,9 +20,12 @@ from coreml_delegate.scripts import (
     console,
     demo,
     export,
+    export_llm,
     extract,
+    generate,
     inspect_program,
     interruption,
+    quantize_report,
     run,
     trace_values,
     verify,
@@ -34,12 +37,15 @@ COMMANDS = tuple(
     module.COMMAND
     for module in (
         export,
+        quantize_report,
         extract,
         inspect_program,
         run,
         verify,
         trace_values,
         compiled_cache,
+        export_llm,
+        generate,
         demo,
     )
 )

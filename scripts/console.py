@@ -9,12 +9,13 @@ import sys
 import warnings
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from typing import Any
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
 PROGRAM = "coreml-delegate"
 _PACKAGE = "coreml_delegate"
+_Item = TypeVar("_Item")
 _WARNING = f"{PROGRAM}: warning: %(message)s"
 _FORMAT = "%(levelname)s %(name)s: %(message)s"
 
@@ -26,7 +27,17 @@ def write(text: str) -> None:
 
 def write_json(document: Any) -> None:
     """Write ``document`` to stdout as JSON, in which inf and nan are strings."""
-    write(json.dumps(_finite(document), indent=2, allow_nan=False))
+    write(as_json(document))
+
+
+def as_json(document: Any) -> str:
+    """``document`` as JSON, in which inf and nan are strings."""
+    return json.dumps(_finite(document), indent=2, allow_nan=False)
+
+
+def note(message: str) -> None:
+    """Write a line to stderr that is neither data nor trouble."""
+    sys.stderr.write(f"{message}\n")
 
 
 def warn(message: str) -> None:
@@ -74,6 +85,19 @@ def step(description: str) -> Generator[None]:
 
     with Console(file=sys.stderr).status(description):
         yield
+
+
+@contextmanager
+def progress(items: Sequence[_Item], description: str) -> Generator[Iterable[_Item]]:
+    """Show, if stderr is a terminal, how many items have been taken."""
+    if not sys.stderr.isatty():
+        yield items
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(file=sys.stderr), transient=True) as bar:
+        yield bar.track(items, description=description)
 
 
 @contextmanager

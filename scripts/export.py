@@ -8,12 +8,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts import arguments, console, flexible_shapes, quantization_options
 from coreml_delegate.scripts.command import Command
 from coreml_delegate.scripts.output_file import check_output, new_file
 
 if TYPE_CHECKING:
     from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
+    from coreml_delegate.quantization_modes import QuantizationAssignment
+    from coreml_delegate.scripts.quantization_summary import QuantizationSummary
+    from coreml_delegate.scripts.source import Source
 
 _FORMS: Mapping[str, Callable[[DelegationReport], str]] = {
     ".html": lambda report: report.to_html(),
@@ -33,34 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="report what would be delegated, without lowering; nothing but --report is written",
     )
-    parser.add_argument(
-        "--compute-unit",
-        choices=arguments.COMPUTE_UNITS,
-        default="all",
-        help="where the device may run it (default: all)",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=arguments.PRECISIONS,
-        default="float16",
-        help="what Core ML computes in (default: float16)",
-    )
-    parser.add_argument(
-        "--deployment-target",
-        type=arguments.deployment_target,
-        metavar="iOS17",
-        help="oldest system to support (default: the oldest the model allows)",
-    )
+    arguments.add_compilation(parser)
     _add_filters(parser)
-    parser.add_argument(
-        "--report",
-        type=_report_file,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="write the delegation report too, in the form its suffix says: .html, .json or .txt; "
-        "repeatable",
-    )
+    flexible_shapes.add_flexible_shapes(parser)
+    quantization_options.add_quantization(parser)
+    arguments.add_report(parser, _FORMS, what="the delegation report")
     arguments.add_force(parser)
     arguments.add_json(parser)
     parser.set_defaults(refuse_usage=parser.error)
@@ -102,30 +82,34 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    if args.output is None and not args.dry_run:
-        args.refuse_usage("the following arguments are required: -o/--output, or --dry-run")
-    output: Path | None = None if args.dry_run else args.output
-    reports: list[Path] = args.report
-    for path in (output, *reports):
-        if path is not None:
-            check_output(path, force=args.force)
+    output = _output(args)
+    assignment = quantization_options.assignment_of(args)
+    quantization_options.check(args, assignment)
     with console.step("Importing ExecuTorch and coremltools"):
         from coreml_delegate.scripts.lowering import lower, plan
         from coreml_delegate.scripts.source import load_source
-    partitioner = _partitioner(args)
+    partitioner = _partitioner(args, assignment)
     with console.step(f"Loading {args.source}"):
         source = load_source(
             args.source, shapes=args.input_shape, weights=args.weights, seed=args.seed
         )
+    source = flexible_shapes.with_dynamic_shapes(source, args.dynamic, args.enumerated_shapes)
+    sizes: QuantizationSummary | None = None
+    if assignment is not None:
+        source, sizes = _quantized(args, source, assignment)
+    if args.enumerated_shapes:
+        partitioner = _partitioner(args, assignment, source)
     program: Any = None if output is None else lower(source, partitioner)
     report = plan(source, partitioner) if output is None else partitioner.report
     with ExitStack() as files:
         if output is not None:
             program.write_to_file(files.enter_context(new_file(output, force=args.force)))
-        for path in reports:
+        for path in args.report:
             file = files.enter_context(new_file(path, force=args.force))
             file.write(_FORMS[path.suffix](report).encode())
-    console.write(report.to_json() if args.json else report.to_table())
+    if sizes is not None and program is not None:
+        sizes = sizes.with_program(program.buffer)
+    _print(report, sizes, as_json=args.json)
     if args.strict or args.full_graph:
         report.require_complete()
     if output is not None and not report.partitions:
@@ -133,17 +117,71 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _partitioner(args: argparse.Namespace) -> CoreMLPartitioner:
+def _output(args: argparse.Namespace) -> Path | None:
+    """Where the program goes, if it is written; what would be in the way is refused here."""
+    if args.output is None and not args.dry_run:
+        args.refuse_usage("the following arguments are required: -o/--output, or --dry-run")
+    output: Path | None = None if args.dry_run else args.output
+    reports: list[Path] = args.report
+    for path in (output, *reports):
+        if path is not None:
+            check_output(path, force=args.force)
+    return output
+
+
+def _print(
+    report: DelegationReport, quantization: QuantizationSummary | None, *, as_json: bool
+) -> None:
+    if quantization is None:
+        console.write(report.to_json() if as_json else report.to_table())
+    elif as_json:
+        console.write_json(report.to_dict() | {"quantization": quantization.as_dict()})
+    else:
+        console.write(f"{report.to_table()}\n{quantization}")
+
+
+def _quantized(
+    args: argparse.Namespace, source: Source, assignment: QuantizationAssignment
+) -> tuple[Source, QuantizationSummary]:
+    from coreml_delegate.scripts.calibration import read_calibration
+    from coreml_delegate.scripts.quantization import describe_in_float, quantize
+    from coreml_delegate.scripts.quantization_summary import QuantizationSummary
+
+    samples: list[list[Any]] = []
+    if quantization_options.wants_calibration(args, assignment):
+        limit = args.calibration_samples or quantization_options.DEFAULT_SAMPLES
+        samples = read_calibration(args.calibration, source, limit=limit)
+    summary = QuantizationSummary.of(source, assignment)
+    with console.step(f"Quantizing by {assignment.mode.name}"):
+        quantized = quantize(source, assignment, samples)
+    describe_in_float(quantized.in_float)
+    return quantized.source, summary
+
+
+def _partitioner(
+    args: argparse.Namespace,
+    assignment: QuantizationAssignment | None,
+    source: Source | None = None,
+) -> CoreMLPartitioner:
     from coreml_delegate.backend import CoreMLBackend
     from coreml_delegate.compile_options import ComputeUnit, Precision
     from coreml_delegate.partition import CoreMLPartitioner
+    from coreml_delegate.quantization_modes.configs import compile_keywords
 
+    target = args.deployment_target
+    if assignment is not None and target is None:
+        target = assignment.newest.lowering_target
+    specs = CoreMLBackend.generate_compile_specs(
+        compute_unit=ComputeUnit(args.compute_unit),
+        minimum_deployment_target=target,
+        compute_precision=Precision(args.precision),
+        **({} if assignment is None else compile_keywords(assignment.mode)),
+    )
+    if source is not None:
+        shapes = flexible_shapes.enumerated(args.enumerated_shapes)
+        specs.append(CoreMLBackend.generate_enumerated_shapes_compile_spec(source.export(), shapes))
     return CoreMLPartitioner(
-        compile_specs=CoreMLBackend.generate_compile_specs(
-            compute_unit=ComputeUnit(args.compute_unit),
-            minimum_deployment_target=args.deployment_target,
-            compute_precision=Precision(args.precision),
-        ),
+        compile_specs=specs,
         skip_ops_for_coreml_delegation=args.skip_op,
         only_ops=args.only_op,
         skip_modules=args.skip_module,
@@ -153,13 +191,6 @@ def _partitioner(args: argparse.Namespace) -> CoreMLPartitioner:
         strict=args.strict,
         lower_full_graph=args.full_graph,
     )
-
-
-def _report_file(text: str) -> Path:
-    path = Path(text)
-    if path.suffix not in _FORMS:
-        raise argparse.ArgumentTypeError(f"{text!r} ends in none of {', '.join(_FORMS)}")
-    return path
 
 
 COMMAND = Command(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def _pixels(path: Path, height: int, width: int) -> NDArray[np.uint8]:
     image = _open(path)
     resized = image.resize(
         _resized((image.width, image.height), (width, height)),
-        resample=_pillow().Resampling.BILINEAR,
+        resample=import_pillow().Image.Resampling.BILINEAR,
     )
     left = round((resized.width - width) / 2)
     top = round((resized.height - height) / 2)
@@ -67,7 +68,7 @@ def _resized(image: tuple[int, int], target: tuple[int, int]) -> tuple[int, int]
 
 
 def _open(path: Path) -> Any:
-    pillow = _pillow()
+    pillow = import_pillow().Image
     try:
         with pillow.open(path) as image:
             return image.convert("RGB")
@@ -75,11 +76,17 @@ def _open(path: Path) -> Any:
         raise OptionError("cannot read the image", got=f"{path} ({error})") from error
 
 
-def _pillow() -> Any:
+def import_pillow() -> Any:
+    """The ``PIL`` package, with what draws.
+
+    Raises:
+        OptionError: Pillow is not installed.
+    """
     try:
-        from PIL import Image
+        for part in ("Image", "ImageDraw", "ImageFont"):
+            importlib.import_module(f"PIL.{part}")
+        return importlib.import_module("PIL")
     except ModuleNotFoundError:
         raise OptionError(
-            "reading images needs Pillow", remedy="pip install 'coreml-delegate[vision]'"
+            "pictures need Pillow", remedy="pip install 'coreml-delegate[vision]'"
         ) from None
-    return Image

@@ -60,17 +60,17 @@ def _read(path: Path, remaining: Sequence[Port]) -> Iterator[tuple[str, torch.Te
     if not path.is_file():
         raise OptionError("no such input file", got=str(path))
     if path.suffix == _ARCHIVES:
-        arrays = _load_archive(path)
+        arrays = load_archive(path)
         names = {port.name for port in remaining}
         if not set(arrays) <= names:
             _require(path, len(arrays), remaining)
             arrays = dict(zip((port.name for port in remaining), arrays.values(), strict=False))
-        yield from ((name, _tensor(path, array)) for name, array in arrays.items())
+        yield from ((name, to_tensor(path, array)) for name, array in arrays.items())
         return
     _require(path, 1, remaining)
     port = remaining[0]
     if path.suffix == _ARRAYS:
-        yield port.name, _tensor(path, _load_array(path))
+        yield port.name, to_tensor(path, load_array(path))
     elif path.suffix.lower() in images.SUFFIXES:
         yield port.name, images.read_image(path, port.shape, port.dtype)
     else:
@@ -84,14 +84,24 @@ def _require(path: Path, count: int, remaining: Sequence[Port]) -> None:
         )
 
 
-def _load_array(path: Path) -> Any:
+def load_array(path: Path) -> Any:
+    """The array in a ``.npy``.
+
+    Raises:
+        OptionError: It cannot be read.
+    """
     try:
         return np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise OptionError(f"cannot read the array in {path}", got=str(error)) from error
 
 
-def _load_archive(path: Path) -> Mapping[str, Any]:
+def load_archive(path: Path) -> Mapping[str, Any]:
+    """The arrays in a ``.npz``, by name.
+
+    Raises:
+        OptionError: They cannot be read.
+    """
     try:
         with np.load(path, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
@@ -99,7 +109,12 @@ def _load_archive(path: Path) -> Mapping[str, Any]:
         raise OptionError(f"cannot read the arrays in {path}", got=str(error)) from error
 
 
-def _tensor(path: Path, array: Any) -> torch.Tensor:
+def to_tensor(path: Path, array: Any) -> torch.Tensor:
+    """An array of a file as a tensor.
+
+    Raises:
+        InputError: It has elements that torch has no type for.
+    """
     try:
         return torch.from_numpy(np.array(array, order="C"))
     except TypeError as error:

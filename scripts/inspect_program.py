@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,18 @@ from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.command import Command
 
 _SUFFIX = ".mlpackage"
+_SHOWN = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("program", type=Path, metavar="PROGRAM", help=".pte or .mlpackage")
+    parser.add_argument(
+        "--weights",
+        action="store_true",
+        help=f"list every weight, not only the {_SHOWN} largest of each model (--json always does)",
+    )
+    arguments.add_data(parser)
     arguments.add_json(parser)
 
 
@@ -25,26 +32,29 @@ def run(args: argparse.Namespace) -> int:
 
     path: Path = args.program
     is_package = path.suffix == _SUFFIX or path.is_dir()
-    summary = (summarize_package if is_package else summarize_pte)(path)
+    summary = summarize_package(path) if is_package else summarize_pte(path, args.data)
     if args.json:
         console.write_json(summary)
     else:
-        console.write("\n".join(_package_lines(summary) if is_package else _pte_lines(summary)))
+        lines = _package_lines if is_package else _pte_lines
+        console.write("\n".join(lines(summary, every=args.weights)))
     return 0
 
 
-def _pte_lines(summary: Mapping[str, Any]) -> Iterator[str]:
+def _pte_lines(summary: Mapping[str, Any], *, every: bool) -> Iterator[str]:
     yield f"{summary['file']}: {console.size(summary['bytes'])}"
+    if summary["external_tensors"]:
+        yield f"tensors outside: {', '.join(summary['external_tensors'])}"
     for method in summary["methods"]:
         yield f"method {method['name']}"
         yield f"  inputs: {', '.join(map(_value, method['inputs'])) or 'none'}"
         yield f"  outputs: {', '.join(map(_value, method['outputs'])) or 'none'}"
         yield f"  operators outside delegates: {_counts(method['operators_outside'])}"
         for index, delegate in enumerate(method["delegates"]):
-            yield from _delegate_lines(index, delegate)
+            yield from _delegate_lines(index, delegate, every=every)
 
 
-def _delegate_lines(index: int, delegate: Mapping[str, Any]) -> Iterator[str]:
+def _delegate_lines(index: int, delegate: Mapping[str, Any], *, every: bool) -> Iterator[str]:
     size = delegate.get("blob_bytes", delegate["bytes"])
     yield f"  delegate {index}: {delegate['backend']}, {console.size(size)}"
     options = delegate.get("options") or delegate["compile_specs"]
@@ -56,15 +66,15 @@ def _delegate_lines(index: int, delegate: Mapping[str, Any]) -> Iterator[str]:
     if "unreadable" in delegate:
         yield f"    {delegate['unreadable']}"
     elif "model" in delegate:
-        yield from _model_lines(delegate["model"], "    ")
+        yield from _model_lines(delegate["model"], "    ", every=every)
 
 
-def _package_lines(summary: Mapping[str, Any]) -> Iterator[str]:
+def _package_lines(summary: Mapping[str, Any], *, every: bool) -> Iterator[str]:
     yield f"{summary['file']}: {console.size(summary['bytes'])}"
-    yield from _model_lines(summary["model"], "  ")
+    yield from _model_lines(summary["model"], "  ", every=every)
 
 
-def _model_lines(model: Mapping[str, Any], indent: str) -> Iterator[str]:
+def _model_lines(model: Mapping[str, Any], indent: str, *, every: bool) -> Iterator[str]:
     weights = model["weights"]
     kinds = (
         f"{dtype} {entry['count']} ({console.size(entry['bytes'])})"
@@ -72,6 +82,7 @@ def _model_lines(model: Mapping[str, Any], indent: str) -> Iterator[str]:
     )
     yield f"{indent}specification version {model['specification_version']}"
     yield f"{indent}weights: {', '.join(kinds) or 'none'}"
+    yield from _weight_lines(weights, f"{indent}  ", every=every)
     for function in model["functions"]:
         target = function["deployment_target"] or "unknown target"
         yield f"{indent}function {function['name']}: {function['opset']} ({target})"
@@ -86,12 +97,51 @@ def _model_lines(model: Mapping[str, Any], indent: str) -> Iterator[str]:
             yield f"{indent}    not {engine}: {'; '.join(reasons)}"
 
 
+def _weight_lines(weights: Mapping[str, Any], indent: str, *, every: bool) -> Iterator[str]:
+    tensors = sorted(weights["tensors"], key=lambda tensor: -tensor["uncompressed_bytes"])
+    if not tensors:
+        return
+    stored, uncompressed = weights["bytes"], weights["uncompressed_bytes"]
+    if stored != uncompressed:
+        share = f"{stored / uncompressed:.0%}" if uncompressed else "all"
+        yield (
+            f"{indent}{console.size(stored)} stored, "
+            f"{console.size(uncompressed)} uncompressed ({share})"
+        )
+    shown = tensors if every else tensors[:_SHOWN]
+    rows = [("weight", "shape", "scheme", "stored as", "bits", "stored", "uncompressed")]
+    rows += [
+        (
+            tensor["name"],
+            "x".join(map(str, tensor["shape"])) or "1",
+            tensor["scheme"],
+            tensor["stored_as"],
+            f"{tensor['bits_per_weight']:.3g}",
+            console.size(tensor["stored_bytes"]),
+            console.size(tensor["uncompressed_bytes"]),
+        )
+        for tensor in shown
+    ]
+    yield console.columns(rows, indent=len(indent))
+    if len(shown) < len(tensors):
+        yield f"{indent}and {len(tensors) - len(shown)} smaller ones, which --weights lists"
+
+
 def _value(value: Mapping[str, Any]) -> str:
     if "value" in value:
         return str(value["value"])
+    if "enumerated_shapes" in value:
+        return f"{value['dtype']}{' | '.join(map(str, value['enumerated_shapes']))}"
+    if "bounds" in value:
+        return f"{value['dtype']}[{', '.join(map(_bound, value['bounds']))}]"
     dims = "?" if value["shape"] is None else ", ".join(map(_dim, value["shape"]))
     bound = {"bounded": " at most", "unbounded": " unbounded"}.get(value.get("dynamism", ""), "")
     return f"{value['dtype']}[{dims}]{bound}"
+
+
+def _bound(bounds: Sequence[int | None]) -> str:
+    low, high = bounds
+    return str(low) if low == high else f"{low}..{'' if high is None else high}"
 
 
 def _dim(size: int | None) -> str:

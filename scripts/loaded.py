@@ -57,6 +57,7 @@ def load(
     engine: str,
     threads: int | None,
     precision: str = "f32",
+    data: Sequence[Path] = (),
 ) -> Loaded:
     """Load a program.
 
@@ -68,18 +69,22 @@ def load(
         engine: ``auto``, ``openvino`` or ``reference``.
         threads: CPU threads, or None for the engine's default.
         precision: What the engine computes in, ``f32`` or ``bf16``.
+        data: What a ``.pte`` keeps outside: ``.ptd`` files.
 
     Raises:
         CoreMLDelegateError: See ``runtime.load_program`` and ``runtime.load_mlpackage``.
     """
     options = runtime.EngineOptions(threads=threads, precision=precision)
     if is_package(path):
-        if host != "auto":
-            raise OptionError("--host goes with a .pte", got=str(path))
+        for option, given in (("--host", host != "auto"), ("--data", bool(data))):
+            if given:
+                raise OptionError(f"{option} goes with a .pte", got=str(path))
         return _Package(
             runtime.load_mlpackage(path, function_name=method, engine=engine, options=options)
         )
-    program = runtime.load_program(path, host=host, engine=engine, options=options)
+    program = runtime.load_program(
+        path, data=data or None, host=host, engine=engine, options=options
+    )
     return _Program(program, method or default_method(program.method_names))
 
 

@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("program", type=Path, metavar="PROGRAM", help=".pte or .mlpackage")
     arguments.add_inputs(parser)
     arguments.add_execution(parser)
+    arguments.add_data(parser)
     arguments.add_seed(parser, "random inputs")
     parser.add_argument(
         "--repeat", type=arguments.positive, default=10, help="timed runs (default: 10)"
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
             engine=args.engine,
             threads=args.threads,
             precision=args.engine_precision,
+            data=args.data,
         )
     if args.input:
         inputs = read_inputs(args.input, program.inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from coreml_delegate.scripts import console, vision
 from coreml_delegate.scripts.sampling import generator, random_tensor
 from coreml_delegate.scripts.weights import load_weights
 
+_UNBOUNDED = 2**31  # sizes beyond are what torch.export writes for none
 FORMS = "torchvision:NAME, MODULE:FACTORY or FILE.pt2"
 
 
@@ -44,6 +46,18 @@ class Source:
         """The example inputs, flattened to the order in which a program takes them."""
         return pytree.tree_leaves((self.args, dict(self.kwargs)))
 
+    @property
+    def input_names(self) -> list[str]:
+        """Names of ``leaves``: the parameters of ``forward``, and the place inside of one."""
+        parameters = [*inspect.signature(_forward_of(self.module)).parameters]
+        paths, _ = pytree.tree_flatten_with_path((self.args, dict(self.kwargs)))
+        return [_input_name(path, parameters) for path, _ in paths]
+
+    def structured(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword inputs from ``leaves``."""
+        _, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
+        return pytree.tree_unflatten(list(leaves), structure)
+
     def run(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
         """Run eagerly.
 
@@ -56,22 +70,29 @@ class Source:
         Raises:
             OptionError: The model refuses the inputs.
         """
-        _, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
-        args, kwargs = pytree.tree_unflatten(list(leaves), structure)
-        with torch.no_grad(), _blaming("the model fails on these inputs"):
+        args, kwargs = self.structured(leaves)
+        with torch.no_grad(), blaming("the model fails on these inputs"):
             results = self.module(*args, **kwargs)
         return [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
 
-    def export(self) -> ExportedProgram:
+    def export(self, dynamic_shapes: Any = None) -> ExportedProgram:
         """The program, traced with the example inputs unless it was loaded.
+
+        Args:
+            dynamic_shapes: For ``torch.export.export``; None for fixed shapes.
 
         Raises:
             OptionError: ``torch.export`` cannot capture the model.
         """
         if self.exported is not None:
             return self.exported
-        with torch.no_grad(), _blaming("torch.export cannot capture the model"):
-            return torch.export.export(cast("nn.Module", self.module), self.args, dict(self.kwargs))
+        with torch.no_grad(), blaming("torch.export cannot capture the model"):
+            return torch.export.export(
+                cast("nn.Module", self.module),
+                self.args,
+                dict(self.kwargs),
+                dynamic_shapes=dynamic_shapes,
+            )
 
 
 def load_source(
@@ -107,10 +128,60 @@ def load_source(
     return loaded
 
 
+def dynamic_shapes_of(
+    program: ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """What makes ``torch.export`` give a program's inputs the same dynamic sizes again.
+
+    Args:
+        program: Exported before.
+        args: Its positional inputs.
+        kwargs: Its keyword inputs.
+
+    Returns:
+        For ``torch.export.export``; None if all sizes are fixed.
+
+    Raises:
+        OptionError: A size is computed from another.
+    """
+    if not program.range_constraints:
+        return None
+    inputs = set(program.graph_signature.user_inputs)
+    values = [n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"]
+    names = [n.name for n in program.graph.nodes if n.op == "placeholder"]
+    shapes = [
+        _dynamic_sizes(value, program)
+        for name, value in zip(names, values, strict=True)
+        if name in inputs
+    ]
+    _, structure = pytree.tree_flatten((args, dict(kwargs)))
+    positional, named = pytree.tree_unflatten(shapes, structure)
+    return (*positional, *named.values())
+
+
+def _dynamic_sizes(value: Any, program: ExportedProgram) -> dict[int, Any] | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    sizes = {n: size for n, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}
+    return {n: _dimension(size.node.expr, program) for n, size in sizes.items()}
+
+
+def _dimension(expression: Any, program: ExportedProgram) -> Any:
+    bounds = program.range_constraints.get(expression)
+    if bounds is None:
+        raise OptionError(
+            "an input size is computed from another, which cannot be exported again",
+            got=str(expression),
+            remedy="Give the model itself instead of the .pt2",
+        )
+    high = None if bounds.upper > _UNBOUNDED else int(bounds.upper)
+    return torch.export.Dim(str(expression), min=int(bounds.lower), max=high)
+
+
 def _load_exported(path: Path) -> Source:
     if not path.is_file():
         raise OptionError("no such file", got=str(path), expected=FORMS)
-    with _blaming(f"{path} is not a program saved by torch.export.save"):
+    with blaming(f"{path} is not a program saved by torch.export.save"):
         program = torch.export.load(path)
         module = program.module()
     args, kwargs = program.example_inputs or ((), {})
@@ -125,20 +196,30 @@ def _build(source: str, shapes: Sequence[tuple[int, ...]]) -> Source:
         module = vision.build_model(name)
         shape = vision.input_shape(name)
         return Source(module, () if shapes else (torch.randn(shape),), {}, None)
-    with _importable_from_here():
-        factory = _find(where, name)
-        with _blaming(f"{source} fails"):
+    with importable_from_here():
+        factory = find_callable(where, name, FORMS)
+        with blaming(f"{source} fails"):
             made = factory if isinstance(factory, nn.Module) else factory()
     return _from_factory(source, made)
 
 
-def _find(module_name: str, name: str) -> Any:
+def find_callable(module_name: str, name: str, forms: str) -> Any:
+    """What ``MODULE:NAME`` names.
+
+    Args:
+        module_name: To import.
+        name: In it, with dots for what is inside.
+        forms: What the user could have meant instead, for messages.
+
+    Raises:
+        OptionError: It cannot be imported, or is not there, or cannot be called.
+    """
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise OptionError(f"cannot import {module_name}", got=str(error)) from error
-        raise OptionError("no such Python module", got=repr(module_name), expected=FORMS) from None
+        raise OptionError("no such Python module", got=repr(module_name), expected=forms) from None
     except Exception as error:
         raise OptionError(f"cannot import {module_name}", got=console.first_line(error)) from error
     for part in name.split("."):
@@ -166,12 +247,24 @@ def _from_factory(source: str, made: Any) -> Source:
     return Source(module.eval(), tuple(cast("Sequence[Any]", inputs)), {}, None)
 
 
+def _forward_of(module: Callable[..., Any]) -> Callable[..., Any]:
+    return module.forward if isinstance(module, nn.Module) else module
+
+
+def _input_name(path: Sequence[Any], parameters: Sequence[str]) -> str:
+    _, argument, *inner = path  # the first says whether it is positional
+    name = getattr(argument, "key", None)
+    if name is None:
+        name = parameters[argument.idx] if argument.idx < len(parameters) else argument.idx
+    return f"{name}{pytree.keystr(tuple(inner))}"
+
+
 def _is_pair(value: object) -> bool:
     return isinstance(value, list | tuple) and len(cast("Sequence[object]", value)) == 2
 
 
 @contextmanager
-def _importable_from_here() -> Generator[None]:
+def importable_from_here() -> Generator[None]:
     """Let modules in the current folder be imported, as ``python -m`` does."""
     sys.path.insert(0, "")
     try:
@@ -181,7 +274,7 @@ def _importable_from_here() -> Generator[None]:
 
 
 @contextmanager
-def _blaming(what: str) -> Generator[None]:
+def blaming(what: str) -> Generator[None]:
     """Turn whatever foreign code raises into one line that says whose failure it is."""
     try:
         with console.captured():

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from coreml_delegate.blob import unflatten
 from coreml_delegate.compile_options import CompileOptions
@@ -18,7 +16,6 @@ from coreml_delegate.runtime.delegate import read_blob
 from coreml_delegate.runtime.engines.selection import ENGINES
 from coreml_delegate.runtime.mil.package import read_mlpackage
 from coreml_delegate.runtime.mil.program import (
-    Constant,
     Feature,
     Function,
     Op,
@@ -33,25 +30,36 @@ from coreml_delegate.runtime.program.plan import (
     TensorSpec,
     ValueSpec,
 )
+from coreml_delegate.runtime.program.ptd import ExternalData, check_complete
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts.delegates import CoreMLPartition, partitions_of
+from coreml_delegate.scripts.weight_inventory import summarize_weights
 from coreml_delegate.targets import Opset
 
 _CONST = "const"
 
 
-def summarize_pte(path: Path) -> dict[str, Any]:
+def summarize_pte(path: Path, data: Sequence[Path] = ()) -> dict[str, Any]:
     """Methods, delegates, and the models inside the Core ML ones.
+
+    Args:
+        path: The ``.pte``.
+        data: The ``.ptd`` files of what it keeps outside.
 
     Raises:
         BlobFormatError: Not a ``.pte``, or a part of it is malformed.
         ProgramError: The file cannot be read.
     """
     program = PteProgram.open(path)
+    if data:
+        external = ExternalData.open(data)
+        check_complete(program, external)
+        program = program.with_external(external.get)
     return {
         "file": str(path),
         "bytes": path.stat().st_size,
         "named_data": list(program.named_data_keys),
+        "external_tensors": list(program.external_tensors),
         "methods": [_method(program, method) for method in program.methods],
     }
 
@@ -72,7 +80,7 @@ def summarize_model(program: Program) -> dict[str, Any]:
     return {
         "specification_version": program.specification_version,
         "functions": [_function(function) for function in program.functions.values()],
-        "weights": _weights(program),
+        "weights": summarize_weights(program),
         "metadata": dict(program.metadata),
     }
 
@@ -148,6 +156,9 @@ def _options(info: DelegateInfo) -> dict[str, Any] | None:
         "deployment_target": None if target is None else target.name,
         "precision": options.precision.value,
         "model_type": options.model_type.value,
+        "enumerated_shapes": None
+        if options.enumerated_shapes is None
+        else options.enumerated_shapes.describe(),
         "weight_sharing": None if options.weight_sharing is None else options.weight_sharing.value,
     }
 
@@ -200,38 +211,6 @@ def _float_results(ops: Iterable[Op]) -> Iterable[str]:
             kind = output.type.wrapped if isinstance(output.type, StateType) else output.type
             if isinstance(kind, TensorType) and kind.dtype.is_float:
                 yield kind.dtype.label
-
-
-def _weights(program: Program) -> dict[str, Any]:
-    stored: dict[int, tuple[str, int]] = {}
-    for function in program.functions.values():
-        for op in function.block.walk():
-            for constant in _constants(op):
-                # Functions share weights: what lies at one address is one weight.
-                data = constant.data if constant.packed is None else constant.packed
-                if constant.offset is not None and isinstance(data, np.ndarray):
-                    stored[data.ctypes.data] = (_dtype(constant), constant.nbytes)
-    by_dtype: dict[str, dict[str, int]] = {}
-    for dtype, size in stored.values():
-        entry = by_dtype.setdefault(dtype, {"count": 0, "bytes": 0})
-        entry["count"] += 1
-        entry["bytes"] += size
-    return {
-        "count": len(stored),
-        "bytes": sum(size for _, size in stored.values()),
-        "by_dtype": dict(sorted(by_dtype.items())),
-    }
-
-
-def _constants(op: Op) -> Iterable[Constant]:
-    yield from op.attributes.values()
-    for bindings in op.inputs.values():
-        yield from (binding for binding in bindings if isinstance(binding, Constant))
-
-
-def _dtype(constant: Constant) -> str:
-    kind = constant.type
-    return kind.dtype.label if isinstance(kind, TensorType) else type(kind).__name__
 
 
 def _ranked(counts: Counter[str]) -> Mapping[str, int]:

@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     arguments.add_inputs(parser)
     arguments.add_execution(parser)
+    arguments.add_data(parser)
     arguments.add_json(parser)
 
 
@@ -49,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
             engine=args.engine,
             threads=args.threads,
             precision=args.engine_precision,
+            data=args.data,
         )
     with console.step(f"Loading {args.source}"):
         source = load_source(

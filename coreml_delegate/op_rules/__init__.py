@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from coreml_delegate.op_rules import (
     activation,
+    compressed,
     convolution,
     creation,
     elementwise,
@@ -24,6 +25,7 @@ from coreml_delegate.op_rules import (
     reduction,
     sampling,
     shape,
+    sizes,
 )
 from coreml_delegate.op_rules.constants import WideConstants, constant_nodes, narrow_constants
 from coreml_delegate.op_rules.layouts import layout_obstacles
@@ -33,6 +35,7 @@ from coreml_delegate.targets import Opset
 
 _FAMILIES = (
     activation,
+    compressed,
     convolution,
     creation,
     elementwise,
@@ -44,6 +47,7 @@ _FAMILIES = (
     reduction,
     sampling,
     shape,
+    sizes,
 )
 
 
@@ -121,12 +125,21 @@ def obstacle(node: Node, target: Opset | None, constants: Collection[Node] = ())
     if rule is None:
         return _without_rule(name)
     if target is not None and rule.since > target:
-        return Reason(
-            ReasonCode.OPSET,
-            f"{name} needs {rule.since.name}, the deployment target is {target.name}",
-            remedy=f"Raise minimum_deployment_target to {rule.since.name}",
-        )
-    return rule.obstacle(OpCall.of(node, constants))
+        return _too_old(name, rule.since, target)
+    call = OpCall.of(node, constants)
+    reason = rule.obstacle(call)
+    demanded = rule.demand(call) if reason is None and target is not None else None
+    if target is not None and demanded is not None and demanded[0] > target:
+        return _too_old(f"{name} with {demanded[1]}", demanded[0], target)
+    return reason
+
+
+def _too_old(what: str, needed: Opset, target: Opset) -> Reason:
+    return Reason(
+        ReasonCode.OPSET,
+        f"{what} needs {needed.name}, the deployment target is {target.name}",
+        remedy=f"Raise minimum_deployment_target to {needed.name}",
+    )
 
 
 def _without_rule(name: str) -> Reason:
@@ -144,8 +157,9 @@ def part_of(source: Node, reason: Reason) -> Reason:
 
 def required_opset(nodes: Iterable[Node]) -> Opset:
     """The oldest opset that can express every call among ``nodes`` that has a rule."""
-    rules = (rule_of(target_name(n.target)) for n in nodes if n.op == "call_function")
-    return max((rule.since for rule in rules if rule is not None), default=Opset.iOS15)
+    rules = ((rule_of(target_name(n.target)), n) for n in nodes if n.op == "call_function")
+    found = (rule.oldest(OpCall.of(node)) for rule, node in rules if rule is not None)
+    return max(found, default=Opset.iOS15)
 
 
 __all__ = [

@@ -14,7 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from coreml_delegate.op_rules.constraints import casts_codes
 from coreml_delegate.op_rules.rule import (
+    DECOMPRESS,
     DEQUANTIZE,
     INT32,
     NARROW,
@@ -49,9 +51,12 @@ def narrow_constants(program: ExportedProgram) -> dict[Node, Reason]:
             dtype = str(value.dtype).removeprefix("torch.")
             text = f"constant {node.name!r} is {dtype}, Core ML computes with int32"
             reason = Reason(ReasonCode.DTYPE, text, remedy="Store it as int32")
-            users = (u for u in node.users if target_name(u.target) not in DEQUANTIZE)
-            found |= dict.fromkeys(users, reason)
+            found |= dict.fromkeys((u for u in node.users if not _takes_bytes(u)), reason)
     return found
+
+
+def _takes_bytes(user: Node) -> bool:
+    return target_name(user.target) in DEQUANTIZE | DECOMPRESS or casts_codes(user)
 
 
 class WideConstants:

@@ -9,6 +9,8 @@ import torch
 from torch.fx import Node
 
 from coreml_delegate.op_rules.rule import (
+    CASTS,
+    DECOMPRESS,
     DEQUANTIZE,
     Constraint,
     OpCall,
@@ -77,9 +79,22 @@ def is_known(node: Node, constants: Collection[Node]) -> bool:
     """Whether a value is known when the model is converted, ``constants`` being some that are."""
     if node.op == "get_attr" or node in constants:
         return True
-    if node.op != "call_function" or target_name(node.target) not in DEQUANTIZE:
+    if node.op != "call_function":
         return False
-    return all(is_known(source, constants) for source in node.all_input_nodes)
+    makes_floats = target_name(node.target) in DEQUANTIZE | DECOMPRESS
+    return (makes_floats or casts_codes(node)) and all(
+        is_known(source, constants) for source in node.all_input_nodes
+    )
+
+
+def casts_codes(node: Node) -> bool:
+    """Whether a call does nothing but widen the indices of compressed weights."""
+    return (
+        node.op == "call_function"
+        and target_name(node.target) in CASTS
+        and bool(node.users)
+        and all(target_name(user.target) in DECOMPRESS for user in node.users)
+    )
 
 
 def floating_result(call: OpCall) -> Reason | None:

@@ -13,8 +13,24 @@ _TARGETS = (
     "aten.scalar_tensor.default",
 )
 
+# What may be computed from shapes.
+_SYMBOLIC = {
+    "aten.full.default": frozenset({"size"}),
+    "aten.arange.start_step": frozenset({"start", "end"}),
+    "aten.scalar_tensor.default": frozenset({"s"}),
+}
+
 RULES = (
-    *(OpRule(target, "creation", dtypes={"": ANY}, preserve=False) for target in _TARGETS),
+    *(
+        OpRule(
+            target,
+            "creation",
+            dtypes={"": ANY},
+            symbolic=_SYMBOLIC.get(target, frozenset()),
+            preserve=False,
+        )
+        for target in _TARGETS
+    ),
     # Decomposed, a fill becomes a copy of a broadcast scalar.
     OpRule(
         "aten.fill.Tensor",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,6 +28,13 @@ GETITEM = "operator.getitem"
 DEQUANTIZE = frozenset(
     f"quantized_decomposed.dequantize_per_{unit}.default" for unit in ("tensor", "channel")
 )
+CASTS = frozenset(
+    {"aten._to_copy.default", "aten.to.dtype", "dim_order_ops._to_dim_order_copy.default"}
+)
+DEQUANTIZE_AFFINE = "torchao.dequantize_affine.default"
+DEQUANTIZE_CODEBOOK = "quant.dequantize_codebook.default"
+DECOMPRESS = frozenset({DEQUANTIZE_AFFINE, DEQUANTIZE_CODEBOOK})
+"""What makes floats of weights that ``quantize_`` compressed."""
 
 
 class ReasonCode(enum.StrEnum):
@@ -139,7 +146,9 @@ class OpRule:
         results: Accepted dtypes of the results.
         constraints: Further conditions, tried in order.
         max_rank: Highest rank of an argument or result.
+        symbolic: Arguments, by name, that may be computed from shapes.
         since: First opset that can express it.
+        demand: What a call may need beyond that: an opset, and what for.
         preserve: Keep the op from ExecuTorch's decompositions, because Core ML has it as one.
         alone: Whether a program may consist of one such call; its values may be such as cross no
             boundary.
@@ -150,10 +159,17 @@ class OpRule:
     dtypes: Mapping[str, Dtypes] = field(default_factory=lambda: {"": FLOAT})
     results: Dtypes = ANY
     constraints: tuple[Constraint, ...] = ()
+    symbolic: frozenset[str] = frozenset()
     max_rank: int = MAX_RANK
     since: Opset = Opset.iOS15
     preserve: bool = True
     alone: bool = True
+    demand: Callable[[OpCall], tuple[Opset, str] | None] = lambda _: None
+
+    def oldest(self, call: OpCall) -> Opset:
+        """The first opset that can express this call."""
+        demanded = self.demand(call)
+        return self.since if demanded is None else max(self.since, demanded[0])
 
     def obstacle(self, call: OpCall) -> Reason | None:
         """Why Core ML cannot take this call, or None if it can."""
@@ -166,7 +182,7 @@ class OpRule:
 
     def _symbolic(self, call: OpCall) -> Reason | None:
         for name, value in call.arguments.items():
-            if any(_is_symbolic(v) for v in _flatten(value)):
+            if name not in self.symbolic and any(_is_symbolic(v) for v in _flatten(value)):
                 return Reason(ReasonCode.SYMBOLIC, f"argument {name!r} is computed from shapes")
         return None
 

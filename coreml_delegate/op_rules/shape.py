@@ -145,6 +145,15 @@ _RESHAPES = (
     "aten.permute.default",
     "aten.transpose.int",
 )
+# What may be computed from shapes.
+_SYMBOLIC = {
+    "aten.view.default": frozenset({"size"}),
+    "aten.reshape.default": frozenset({"shape"}),
+    "aten.expand.default": frozenset({"size"}),
+    "aten.select.int": frozenset({"index"}),
+    "aten.slice.Tensor": frozenset({"start", "end"}),
+    "aten.repeat.default": frozenset({"repeats"}),
+}
 _CLONES = ("aten.clone.default", "dim_order_ops._clone_dim_order.default")
 _CASTS = ("aten._to_copy.default", "dim_order_ops._to_dim_order_copy.default")
 _MOVES = (
@@ -173,11 +182,22 @@ RULES = (
             results=_CARRIED,
             max_rank=_NO_LIMIT,
             constraints=(_high_rank_in_pattern,),
+            symbolic=_SYMBOLIC.get(target, frozenset()),
             preserve=False,
         )
         for target in _RESHAPES
     ),
-    *(OpRule(target, "shape", dtypes=_ALL, results=_CARRIED, preserve=False) for target in _MOVES),
+    *(
+        OpRule(
+            target,
+            "shape",
+            dtypes=_ALL,
+            results=_CARRIED,
+            symbolic=_SYMBOLIC.get(target, frozenset()),
+            preserve=False,
+        )
+        for target in _MOVES
+    ),
     OpRule("aten.cat.default", "shape", dtypes=_ALL, results=_CARRIED),
     OpRule("aten.stack.default", "shape", dtypes=_ALL, results=_CARRIED),
     OpRule("aten.roll.default", "shape", constraints=(static_argument("self", when=_rolls_flat),)),

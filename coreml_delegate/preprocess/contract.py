@@ -92,23 +92,6 @@ def check_program(boundary: Boundary, target: Opset | None) -> None:
             )
 
 
-def check_states(program: ExportedProgram) -> None:
-    """Check that every state starts at zero, as the device makes it.
-
-    Raises:
-        ContractError: A mutable buffer has another initial value.
-    """
-    for key in sorted(program.graph_signature.buffers_to_mutate.values()):
-        value = program.state_dict.get(key, program.constants.get(key))
-        if isinstance(value, torch.Tensor) and bool(value.any()):
-            raise ContractError(
-                f"mutable buffer {key!r} does not start at zero, as Core ML states do",
-                got=f"values from {value.min().item()} to {value.max().item()}",
-                remedy="Set take_over_mutable_buffer=False, and keep its value with ExecuTorch's "
-                "InitializedMutableBufferPass",
-            )
-
-
 def required_opset(boundary: Boundary) -> Opset:
     """The oldest opset the boundary allows."""
     return STATE_OPSET if boundary.states or not boundary.inputs else Opset.iOS15

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from unittest import mock
 import numpy as np
 from torch.export import ExportedProgram
 
-from coreml_delegate.blob import Buffer
+from coreml_delegate.blob import Content
 from coreml_delegate.compile_options import CompileOptions, ModelType, Precision
 from coreml_delegate.errors import (
     ContractError,
@@ -30,6 +30,8 @@ from coreml_delegate.errors import (
     UnsupportedOperatorError,
 )
 from coreml_delegate.mlpackage import write_folder
+from coreml_delegate.preprocess.compression import passes_of
+from coreml_delegate.preprocess.fp16_range import chunked_overflow_check
 from coreml_delegate.preprocess.precision import selector
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools, quiet_import
@@ -80,7 +82,7 @@ def converted(
 
 
 @contextmanager
-def compiled(package: Mapping[str, Buffer]) -> Generator[Path]:
+def compiled(package: Mapping[str, Content]) -> Generator[Path]:
     """Compile an mlpackage inside a temporary directory that is always removed.
 
     Args:
@@ -143,16 +145,24 @@ def _convert(
 ) -> Conversion:
     ct = coremltools()
     keywords = _keywords(ct, options) | {"compute_precision": _precision(ct, options, in_fp32)}
-    quantizer = _quantizer(ct, options)
+    compression = passes_of(ct, options)
     with _LOCK, _quiet(), mock.patch.object(tempfile, "tempdir", str(folder)):
-        with _conversion_errors(), _collecting_new_objects_only():
+        with _conversion_errors(), chunked_overflow_check(), _collecting_new_objects_only():
             model = ct.convert(program, package_dir=str(folder / "converted.mlpackage"), **keywords)
-            if quantizer is not None:
-                model = ct.optimize.coreml.linear_quantize_weights(model, config=quantizer)
-        compiled = None
-        if options.model_type is ModelType.COMPILED_MODEL:
-            compiled = Path(model.get_compiled_model_path())
-        return Conversion(model.get_spec(), Path(model.package_path), compiled)
+            for compress in compression:
+                gc.collect()
+                model = compress(model)
+            compiled = None
+            if options.model_type is ModelType.COMPILED_MODEL:
+                # It is removed with the object.
+                compiled = shutil.copytree(
+                    model.get_compiled_model_path(), folder / "converted.mlmodelc"
+                )
+            conversion = Conversion(model.get_spec(), Path(model.package_path), compiled)
+            # The MIL program holds the weights, and itself in cycles.
+            del model
+            gc.collect()
+        return conversion
 
 
 def is_about_the_graph(error: Exception) -> bool:
@@ -170,17 +180,19 @@ def is_about_the_graph(error: Exception) -> bool:
 def _collecting_new_objects_only() -> Generator[None]:
     """Keep the garbage collector off the objects that exist already.
 
-    Coremltools ends each conversion with a full collection, which by the objects of torch and
-    ExecuTorch alone takes several times as long as the conversion of a small subgraph.
+    A full collection by the objects of torch and ExecuTorch alone takes several times as long as
+    the conversion of a small subgraph. Coremltools' own, while the model is still there, is left to
+    the caller to do afterwards.
     """
-    if gc.get_freeze_count():  # the caller's own arrangement, which unfreezing would undo
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+    with mock.patch("coremltools.converters._converters_entry.gc"):
+        if gc.get_freeze_count():  # the caller's own arrangement, which unfreezing would undo
+            yield
+            return
+        gc.freeze()
+        try:
+            yield
+        finally:
+            gc.unfreeze()
 
 
 @contextmanager
@@ -268,25 +280,6 @@ def _pipeline(ct: Any, options: CompileOptions) -> Any:
     return ct.PassPipeline(list(options.pass_names), pipeline_name="coreml_delegate")
 
 
-def _quantizer(ct: Any, options: CompileOptions) -> Any:
-    """Coremltools' configuration of weight quantization, None for no quantization."""
-    if options.op_linear_quantizer_config is None:
-        return None
-    optimize = ct.optimize.coreml
-    given = dict(options.op_linear_quantizer_config)
-    try:
-        config = optimize.OptimizationConfig.from_dict(
-            {"config_type": "OpLinearQuantizerConfig", "global_config": given}
-        ).global_config
-    except Exception as error:
-        raise OptionError(
-            "op_linear_quantizer_config is not what coremltools takes",
-            got=f"{given} ({'; '.join(_leaves(error))})",
-        ) from error
-    # Embedding tables (gather) keep their precision, as in ExecuTorch's own backend.
-    return optimize.OptimizationConfig(global_config=config, op_type_configs={"gather": None})
-
-
 def check_compiler() -> None:
     """Check that this machine can compile ahead of time.
 
@@ -311,12 +304,14 @@ def _quiet() -> Generator[None]:
     silent = partial(tqdm.tqdm, disable=True)
     frontend = "coremltools.converters.mil.frontend.torch.ops._tqdm"
     passes = "coremltools.converters.mil.mil.passes.pass_pipeline.tqdm"
+    compression = "coremltools.optimize.coreml._quantization_passes.tqdm"
     with (
         quiet_import(),
         _filtered_log(),
         np.errstate(over="ignore"),
         mock.patch(frontend, silent),
         mock.patch(passes, silent),
+        mock.patch(compression, silent),
         # Names count up over a process's life; each conversion's bytes are to be its own affair.
         mock.patch("coremltools.converters.mil.mil.Builder.name_count", defaultdict(int)),
     ):
@@ -329,8 +324,12 @@ def _is_news(record: logging.LogRecord) -> bool:
     What fails is in the error that is raised. Integers of the program become those of Core ML, of
     32 bits, in every call that has any.
     """
-    return not record.getMessage().lstrip().startswith(
-        ("ERROR - converting", "Saving value type of int64 into a builtin type of int32")
+    return (
+        not record.getMessage()
+        .lstrip()
+        .startswith(
+            ("ERROR - converting", "Saving value type of int64 into a builtin type of int32")
+        )
     )
 
 
@@ -354,15 +353,6 @@ def _silent_log() -> Generator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _leaves(error: BaseException) -> Iterator[str]:
-    """What went wrong in the end: the messages of an error, or of those it groups."""
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield f"{type(error).__name__}: {error}"
 
 
 def _first_line(error: Exception) -> str:

@@ -7,10 +7,13 @@ inserted before it, and then it becomes the last step itself.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from executorch.exir.dialects._ops import ops as exir_ops
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -32,7 +35,10 @@ def insert(node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
         new = node.graph.call_function(target, args, kwargs)
     new.meta = dict(node.meta)
     operands = map_arg((args, kwargs), lambda n: n.meta["val"])
-    new.meta["val"] = overload_of(target)(*operands[0], **operands[1])
+    # Kernels in C++ would take symbolic sizes for the numbers they stand for, and fix them.
+    mode = detect_fake_mode(node.meta["val"])
+    with mode if mode is not None else nullcontext(), enable_python_dispatcher():
+        new.meta["val"] = overload_of(target)(*operands[0], **operands[1])
     return new
 
 

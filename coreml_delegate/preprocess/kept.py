@@ -1,4 +1,4 @@
-"""Blobs converted while partitioning, kept for ``preprocess``, so that nothing is converted twice.
+"""Blobs made while partitioning, kept for ``preprocess``, so that nothing is converted twice.
 
 A partitioner converts each partition to see that it converts. ExecuTorch then cuts the same
 partition out of the program, copies it, and asks the backend for its blob. A blob is handed over
@@ -17,6 +17,7 @@ import torch
 from torch.export import ExportedProgram
 
 from coreml_delegate.compile_options import CompileOptions
+from coreml_delegate.preprocess.package import Files
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +50,13 @@ class KeptBlob:
     """A blob waiting for its subgraph; it waits as long as somebody holds this record.
 
     Attributes:
-        blob: None as long as it is not made, and once it is handed over.
+        files: Of the blob; None as long as they are not made, and once they are handed over.
         constants: Of the subgraph, each with its version.
         outcomes: One for each partition that the blob waits for, in the order in which they will
             be lowered: methods may have equal ones.
     """
 
-    blob: bytes | None
+    files: Files | None
     constants: Mapping[str, tuple[torch.Tensor, int]]
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
 
@@ -72,10 +73,10 @@ class KeptBlob:
         missing = [Outcome() for _ in range(count - len(self.outcomes))]
         return [*missing, *self.outcomes[max(0, len(self.outcomes) - count) :]]
 
-    def hand_over(self) -> bytes | None:
-        """The blob, which the record no longer holds, nor the constants; None the second time."""
-        blob, self.blob, self.constants = self.blob, None, {}
-        return blob
+    def hand_over(self) -> Files | None:
+        """The files, which the record no longer holds, nor the constants; None the second time."""
+        files, self.files, self.constants = self.files, None, {}
+        return files
 
 
 # By fingerprint; subgraphs that differ in the values of their constants have one fingerprint.
@@ -89,7 +90,7 @@ def fingerprint(program: ExportedProgram, options: CompileOptions) -> str:
     lines += [str(spec) for spec in program.graph_signature.output_specs]
     for node in program.graph.nodes:
         lines.append(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}")
-        if node.op != "output":
+        if node.op == "placeholder":  # from which, and from the calls, all others follow
             lines.append(_described(node.meta.get("val")))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -117,12 +118,12 @@ def find(program: ExportedProgram, options: CompileOptions) -> KeptBlob | None:
         return None
     constants = _tensors(program)
     for record in _KEPT.get(fingerprint(program, options), ()):
-        if record.blob is not None and _same(record.constants, constants):
+        if record.files is not None and _same(record.constants, constants):
             return record
     return None
 
 
-def take(program: ExportedProgram, options: CompileOptions) -> bytes | None:
+def take(program: ExportedProgram, options: CompileOptions) -> Files | None:
     """Hand a blob over, once; None if there is none for this subgraph."""
     record = find(program, options)
     return None if record is None else record.hand_over()
@@ -140,11 +141,13 @@ def _tensors(program: ExportedProgram) -> dict[str, torch.Tensor]:
 
 def _same(before: Mapping[str, tuple[torch.Tensor, int]], now: Mapping[str, torch.Tensor]) -> bool:
     return before.keys() == now.keys() and all(
-        tensor._version == version
-        and tensor.dtype == now[name].dtype
-        and torch.equal(tensor, now[name])
+        tensor._version == version and (tensor is now[name] or _equal(tensor, now[name]))
         for name, (tensor, version) in before.items()
     )
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _described(value: Any) -> str:

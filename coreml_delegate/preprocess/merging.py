@@ -15,16 +15,16 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from coreml_delegate.blob import Buffer, unflatten
+from coreml_delegate import input_sizes
+from coreml_delegate.blob import Pieces, chunks_of
 from coreml_delegate.errors import BlobFormatError
 from coreml_delegate.metadata import FILE_NAME as METADATA
 from coreml_delegate.metadata import MethodMetadata, ModelMetadata
 from coreml_delegate.mlpackage import assemble, locate
-from coreml_delegate.preprocess.package import MODEL
+from coreml_delegate.preprocess.package import MAIN, MODEL, Files
 from coreml_delegate.proto import model_pb2
 from coreml_delegate.weight_file import StoredWeight, read_weight, write_weights
 
-MAIN = "main"
 _WEIGHT_FILE = "weight.bin"
 _MODEL_PATH = "@model_path/"
 # What a weight is told by: data type, padding, SHA-256 of its bytes.
@@ -48,19 +48,19 @@ class FunctionModel:
     references: tuple[tuple[Any, WeightKey], ...]
 
     @classmethod
-    def of(cls, blob: bytes) -> FunctionModel:
+    def of(cls, files: Files) -> FunctionModel:
         """Read the model of a blob that one method uses, an mlpackage.
 
         Args:
-            blob: Weights are views of it.
+            files: Of the blob; weights are views of them.
 
         Raises:
-            BlobFormatError: The blob, or a part of it, is malformed.
+            BlobFormatError: A file is missing or malformed.
         """
-        files = unflatten(blob)
         inside = f"{MODEL}/"
+        whole = {p: b"".join(c.parts) if isinstance(c, Pieces) else c for p, c in files.items()}
         parts = locate(
-            {p.removeprefix(inside): data for p, data in files.items() if p.startswith(inside)}
+            {p.removeprefix(inside): data for p, data in whole.items() if p.startswith(inside)}
         )
         spec: Any = model_pb2().Model.FromString(bytes(parts.spec))
         values = list(_file_values(spec.mlProgram))
@@ -69,7 +69,7 @@ class FunctionModel:
         keys = {place: _key(weight) for place, weight in stored.items()}
         return cls(
             spec=spec,
-            names=ModelMetadata.decode(files[METADATA]).method(""),
+            names=ModelMetadata.decode(whole[METADATA]).method(""),
             weights={keys[place]: weight for place, weight in stored.items()},
             references=tuple((v, keys[v.fileName, v.offset]) for v in values),
         )
@@ -80,7 +80,7 @@ class FunctionModel:
         return int(self.spec.specificationVersion)
 
 
-def merge(models: Mapping[str, FunctionModel]) -> dict[str, Buffer]:
+def merge(models: Mapping[str, FunctionModel]) -> Files:
     """Make one model of several.
 
     Args:
@@ -88,7 +88,8 @@ def merge(models: Mapping[str, FunctionModel]) -> dict[str, Buffer]:
             used up: their weights get new places.
 
     Returns:
-        The files of its mlpackage; equal arguments give equal bytes.
+        The files of its mlpackage, which refer to the weights' own bytes; equal arguments give
+        equal bytes.
     """
     merged = {key: weight for model in models.values() for key, weight in model.weights.items()}
     data, offsets = write_weights(merged.values())
@@ -107,6 +108,11 @@ def _merged_spec(models: Mapping[str, FunctionModel]) -> Any:
     spec: Any = model_pb2().Model()
     spec.specificationVersion = max(model.version for model in models.values())
     spec.description.metadata.CopyFrom(first.spec.description.metadata)
+    single_sizes = {
+        name: input_sizes.stored(model.spec.description.metadata.userDefined).get(MAIN)
+        for name, model in models.items()
+    }
+    input_sizes.write(spec.description.metadata.userDefined, single_sizes)
     spec.description.defaultFunctionName = default
     spec.mlProgram.version = first.spec.mlProgram.version
     for key, value in first.spec.mlProgram.attributes.items():
@@ -149,4 +155,7 @@ def _stored(files: Mapping[str, memoryview], name: str, offset: int) -> StoredWe
 
 
 def _key(weight: StoredWeight) -> WeightKey:
-    return weight.dtype, weight.padding, hashlib.sha256(weight.data).digest()
+    digest = hashlib.sha256()
+    for chunk in chunks_of(weight.data):
+        digest.update(chunk)
+    return weight.dtype, weight.padding, digest.digest()

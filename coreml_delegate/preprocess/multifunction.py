@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from executorch.exir._serialize._named_data_store import NamedDataStore
@@ -22,21 +22,21 @@ from executorch.exir.backend.backend_details import PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
 
-from coreml_delegate.blob import ALIGNMENT, BlobReference, Buffer
+from coreml_delegate.blob import ALIGNMENT, BlobReference, flatten, size_of
 from coreml_delegate.compile_options import CompileOptions, ModelType, WeightSharing
 from coreml_delegate.errors import LoweringError, OptionError
-from coreml_delegate.mlpackage import map_folder
 from coreml_delegate.preprocess import kept
 from coreml_delegate.preprocess.convert import check_compiler, compiled
 from coreml_delegate.preprocess.kept import Outcome, Sharing
 from coreml_delegate.preprocess.merging import FunctionModel, merge
 from coreml_delegate.preprocess.method_states import check_methods
 from coreml_delegate.preprocess.package import (
-    COMPILED_MODEL,
     MODEL,
+    Files,
     below,
-    build_blob,
-    pack,
+    build_files,
+    compiled_files,
+    identified,
     required_opset,
 )
 from coreml_delegate.targets import STATE_OPSET, Opset
@@ -61,10 +61,10 @@ class _Partition:
 
 @dataclass(frozen=True, slots=True)
 class _Lowered:
-    """A partition with its blob, not yet shared with others."""
+    """A partition with the files of its blob, not yet shared with others."""
 
     partition: _Partition
-    blob: bytes
+    files: Files
     outcome: Outcome
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ def lower_methods(
         OptionError: Options of different methods, or a strategy and a target, exclude each other.
         ContractError: Methods would each have a state of what is one buffer.
         LoweringError: ``positional``, and the methods have different numbers of partitions; or what
-            ``build_blob`` raises.
+            ``build_files`` raises.
     """
     partitions = {
         method: [
@@ -171,13 +171,13 @@ def _lowered(partitions: Sequence[_Partition]) -> list[_Lowered]:
     # Methods with equal partitions have one record.
     uses = Counter(id(record) for _, record in found if record is not None)
     outcomes = {key: iter(record.latest(uses[key])) for key, record in records.items()}
-    blobs = {key: record.hand_over() for key, record in records.items()}
+    made = {key: record.hand_over() for key, record in records.items()}
     done: list[_Lowered] = []
     for partition, record in found:
-        blob = None if record is None else blobs[id(record)]
+        files = None if record is None else made[id(record)]
         outcome = Outcome() if record is None else next(outcomes[id(record)])
-        blob = build_blob(partition.program, partition.options) if blob is None else blob
-        done.append(_Lowered(partition, blob, outcome))
+        files = build_files(partition.program, partition.options) if files is None else files
+        done.append(_Lowered(partition, files, outcome))
     return done
 
 
@@ -190,7 +190,9 @@ def _by_method(lowered: Iterable[_Lowered]) -> dict[str, list[_Lowered]]:
 
 def _alone(lowered: Iterable[_Lowered]) -> _Results:
     return {
-        (each.partition.method, each.partition.index): PreprocessResult(processed_bytes=each.blob)
+        (each.partition.method, each.partition.index): PreprocessResult(
+            processed_bytes=flatten(each.files)
+        )
         for each in lowered
     }
 
@@ -217,7 +219,7 @@ def _positional(partitions: _Partitions) -> _Results:
     lowered = _by_method(_lowered([_as_package(partition) for partition in everything]))
     results: _Results = {}
     for row in zip(*lowered.values(), strict=True):
-        models = [FunctionModel.of(each.blob) for each in row]
+        models = [FunctionModel.of(each.files) for each in row]
         reason = _target_reason(models)
         if reason:
             raise LoweringError(
@@ -277,7 +279,7 @@ def _row(row: Sequence[_Lowered]) -> _Results:
         by_kind[ModelType.COMPILED_MODEL],
         "a model compiled ahead of time is shared with strategy POSITIONAL only",
     )
-    models = [FunctionModel.of(each.blob) for each in packages]
+    models = [FunctionModel.of(each.files) for each in packages]
     for group in _with_common_weights(models):
         members, theirs = [packages[i] for i in group], [models[i] for i in group]
         if len(members) == 1:
@@ -335,13 +337,14 @@ def _together(
     functions = _function_names(methods)
     names = {method: model.names for method, model in zip(methods, models, strict=True)}
     package = merge(dict(zip(functions, models, strict=True)))
-    key, blob = _packed(package, kind, lambda model: pack(model, names))
+    key, files = identified(_model_files(package, kind), names)
+    blob = flatten(files)
     store = NamedDataStore()
     store.add_named_data(key, blob, alignment=ALIGNMENT)
     data = store.get_named_data_store_output()
-    separate, together = sum(len(each.blob) for each in row), len(blob)
+    separate = sum(size_of(content) for each in row for content in each.files.values())
     logger.info(
-        "%s are one model: %d bytes instead of %d", ", ".join(map(str, row)), together, separate
+        "%s are one model: %d bytes instead of %d", ", ".join(map(str, row)), len(blob), separate
     )
     results: _Results = {}
     for each, function in zip(row, functions, strict=True):
@@ -352,14 +355,11 @@ def _together(
     return results
 
 
-_Packing = Callable[[Mapping[str, Buffer]], tuple[str, bytes]]
-
-
-def _packed(package: Mapping[str, Buffer], kind: ModelType, packing: _Packing) -> tuple[str, bytes]:
+def _model_files(package: Files, kind: ModelType) -> Files:
     if kind is ModelType.MODEL:
-        return packing(below(MODEL, package))
+        return below(MODEL, package)
     with compiled(package) as folder:
-        return packing(below(COMPILED_MODEL, map_folder(folder)))
+        return compiled_files(folder)
 
 
 def _function_names(methods: Sequence[str]) -> Sequence[str]:

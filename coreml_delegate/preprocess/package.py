@@ -9,66 +9,97 @@ from pathlib import Path
 
 from torch.export import ExportedProgram
 
-from coreml_delegate import op_rules
-from coreml_delegate.blob import Buffer, flatten
+from coreml_delegate import input_sizes, op_rules
+from coreml_delegate.blob import Content, chunks_of, flatten, size_of
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.metadata import FILE_NAME as METADATA
 from coreml_delegate.metadata import MethodMetadata, ModelMetadata
 from coreml_delegate.mlpackage import assemble, locate, map_folder
-from coreml_delegate.preprocess import contract, precision
-from coreml_delegate.preprocess.convert import Conversion, converted
+from coreml_delegate.preprocess import contract, enumerated_shapes, precision, symbolic_sizes
+from coreml_delegate.preprocess.convert import Conversion, compiled, converted
 from coreml_delegate.preprocess.passes import prepare
+from coreml_delegate.shapes import Shape
 from coreml_delegate.targets import Opset
 
 MODEL = "model.mlpackage"
 COMPILED_MODEL = "model.mlmodelc"
+MAIN = "main"
+"""The one function of a model that is not merged of others."""
 _COREMLTOOLS = "com.github.apple.coremltools"
+_MAPPED = 16 * 2**20
+"""Files from this size on, in bytes, stay on disk as long as they are not in a blob."""
+
+Files = dict[str, Content]
+"""The files of a blob by their paths, before they are joined."""
 
 
 def build_blob(program: ExportedProgram, options: CompileOptions) -> bytes:
+    """Lower a whole subgraph to its blob; see ``build_files``."""
+    return flatten(build_files(program, options))
+
+
+def build_files(program: ExportedProgram, options: CompileOptions) -> Files:
     """Lower a whole subgraph.
 
+    Large files are mapped: they take up disk space, of files that are removed already, until they
+    are no longer held.
+
     Args:
-        program: The subgraph, in edge or ATen dialect; it may be modified.
+        program: The subgraph, in edge or ATen dialect; it may be modified, its tensors are not.
         options: How to lower.
 
     Returns:
-        The blob; equal arguments give equal bytes.
+        The files of the blob; equal arguments give equal bytes.
 
     Raises:
         UnsupportedOperatorError: An operator has no translation; lists every one.
         ConversionError: Coremltools failed.
         ContractError: The device would refuse the result.
+        OptionError: The compression of weights needs a later deployment target.
     """
+    options.check_compression()
+    shapes = check_enumerated(program, options)
+    inputs = enumerated_shapes.enumerated_inputs(shapes)
+    # What is the same in every combination becomes fixed.
+    enumerated_shapes.fix_sizes(program, shapes)
     boundary = contract.boundary_of(program)
     contract.check_program(boundary, options.deployment_target)
-    contract.check_states(program)
     check_supported(program, options.deployment_target)
     if options.deployment_target is None:
-        needed = required_opset(program)
+        needed = max(required_opset(program, inputs), options.oldest_for_compression)
         # Left at None, coremltools itself starts from the oldest; only a demand above it is stated.
         options = replace(options, deployment_target=needed if needed > Opset.iOS15 else None)
     in_fp32 = precision.mark(program, options.keep_fp32)
+    sizes = {} if inputs else symbolic_sizes.relations_of(program)
     prepare(program)
     with converted(program, options, in_fp32) as conversion:
         names = contract.check_model(boundary, conversion.spec)
-        return pack(_model_files(conversion), {"": names})[1]
+        # The features bear the names of the inputs, or others, in the same order.
+        feature_of = {name: names.input_names[i] for i, (name, _) in enumerate(boundary.inputs)}
+        enumerated_shapes.declare(
+            conversion.spec, {feature_of[name]: shapes for name, shapes in inputs.items()}
+        )
+        input_sizes.write(
+            conversion.spec.description.metadata.userDefined,
+            {MAIN: {feature_of[name]: listed for name, listed in sizes.items()}},
+        )
+        return identified(_model_files(conversion, is_declared=bool(inputs)), {"": names})[1]
 
 
-def pack(model: Mapping[str, Buffer], methods: Mapping[str, MethodMetadata]) -> tuple[str, bytes]:
-    """Make a blob.
+def identified(model: Files, methods: Mapping[str, MethodMetadata]) -> tuple[str, Files]:
+    """Add the metadata to a model.
 
     Args:
         model: The model's files, in a folder by the name that the device looks for.
         methods: See ``ModelMetadata``.
 
     Returns:
-        The model's identifier, and the blob; equal arguments give equal bytes.
+        The model's identifier, and the files of its blob; equal arguments give equal bytes.
     """
     identifier = _identifier(model)
     metadata = ModelMetadata(identifier, methods)
-    return identifier, flatten({**model, METADATA: metadata.encode()})
+    return identifier, {**model, METADATA: metadata.encode()}
 
 
 def check_supported(program: ExportedProgram, target: Opset | None) -> None:
@@ -97,22 +128,59 @@ def unsupported_error(obstacles: Mapping[str, list[str]]) -> UnsupportedOperator
     )
 
 
-def required_opset(program: ExportedProgram) -> Opset:
-    """The oldest opset that can express a whole subgraph, its boundary and states included."""
+def required_opset(
+    program: ExportedProgram, enumerated: Mapping[str, tuple[Shape, ...]] | None = None
+) -> Opset:
+    """The oldest opset that can express a whole subgraph, its boundary and states included.
+
+    Args:
+        program: The subgraph.
+        enumerated: Its inputs that have enumerated shapes.
+    """
     boundary = contract.boundary_of(program)
     calls = op_rules.required_opset(program.graph.nodes)
-    return max(calls, contract.required_opset(boundary))
+    several = len(enumerated or ()) > 1
+    shapes = enumerated_shapes.SEVERAL_INPUTS_OPSET if several else Opset.iOS15
+    return max(calls, contract.required_opset(boundary), shapes)
 
 
-def _model_files(conversion: Conversion) -> dict[str, Buffer]:
-    if conversion.compiled is not None:
-        return below(COMPILED_MODEL, map_folder(Path(conversion.compiled)))
-    parts = locate(map_folder(conversion.package))
+def check_enumerated(
+    program: ExportedProgram, options: CompileOptions
+) -> dict[str, tuple[Shape, ...]]:
+    """The shapes that each input is to have, one for each combination; empty for any shapes.
+
+    Raises:
+        ContractError: The target does not take enumerated shapes of several inputs, or the shape of
+            an input does not follow from those of the whole program.
+    """
+    if options.enumerated_shapes is None:
+        return {}
+    shapes = enumerated_shapes.boundary_shapes(program, options.enumerated_shapes)
+    enumerated_shapes.check_target(
+        enumerated_shapes.enumerated_inputs(shapes), options.deployment_target
+    )
+    return shapes
+
+
+def _model_files(conversion: Conversion, *, is_declared: bool) -> Files:
+    """The model's files.
+
+    Args:
+        conversion: What coremltools made.
+        is_declared: Whether its description changed in what Core ML's compiler looks at.
+    """
+    if conversion.compiled is not None and not is_declared:
+        return compiled_files(conversion.compiled)
+    parts = locate(map_folder(conversion.package, smallest=_MAPPED))
     weights = {name.removeprefix("weights/"): data for name, data in parts.weights.items()}
     _forget_circumstances(conversion.spec.description.metadata.userDefined)
     # Map entries have no order in protobuf; deterministic serialization gives them one.
     spec = conversion.spec.SerializeToString(deterministic=True)
-    return below(MODEL, assemble(spec, weights))
+    package = assemble(spec, weights)
+    if conversion.compiled is None:
+        return below(MODEL, package)
+    with compiled(package) as path:
+        return compiled_files(path)
 
 
 def _forget_circumstances(metadata: MutableMapping[str, str]) -> None:
@@ -126,14 +194,20 @@ def _forget_circumstances(metadata: MutableMapping[str, str]) -> None:
         metadata[source] = metadata[source].partition("+")[0]
 
 
-def below(folder: str, files: Mapping[str, Buffer]) -> dict[str, Buffer]:
+def compiled_files(folder: Path) -> Files:
+    """The files of a model that was compiled; the folder may then be removed."""
+    return below(COMPILED_MODEL, map_folder(folder, smallest=_MAPPED))
+
+
+def below(folder: str, files: Mapping[str, Content]) -> Files:
     """Files, moved into a folder."""
     return {f"{folder}/{name}": content for name, content in files.items()}
 
 
-def _identifier(files: Mapping[str, Buffer]) -> str:
+def _identifier(files: Files) -> str:
     digest = hashlib.sha256()
     for name, content in sorted(files.items()):
-        digest.update(f"{name}\0{memoryview(content).nbytes}\0".encode())
-        digest.update(content)
+        digest.update(f"{name}\0{size_of(content)}\0".encode())
+        for chunk in chunks_of(content):
+            digest.update(chunk)
     return f"coreml_delegate_{digest.hexdigest()[:32]}"

@@ -18,6 +18,7 @@ from coreml_delegate.op_rules.rule import target_name
 from coreml_delegate.preprocess import (
     boundary,
     narrow_integers,
+    rewrite_compressed,
     rewrite_convolution,
     rewrite_elementwise,
     rewrite_indexing,
@@ -34,9 +35,11 @@ from coreml_delegate.preprocess.graph_edits import (
     mark_constants,
     value_of,
 )
+from coreml_delegate.preprocess.states import make_states
 from coreml_delegate.preprocess.symbolic_sizes import declare_sizes
 
 _FAMILIES = (
+    rewrite_compressed,
     rewrite_convolution,
     rewrite_elementwise,
     rewrite_indexing,
@@ -61,7 +64,12 @@ _REWRITES: Mapping[str, Rewrite] = _collect(family.REWRITES for family in _FAMIL
 
 
 def prepare(program: ExportedProgram) -> None:
-    """Rewrite ``program`` in place; its signature and results do not change."""
+    """Rewrite ``program`` in place; what it computes does not change.
+
+    Raises:
+        ContractError: See ``make_states``.
+    """
+    make_states(program)
     mark_constants(program)
     declare_sizes(program)
     for node in list(program.graph.nodes):
@@ -103,7 +111,7 @@ def _may_vanish(node: Node) -> bool:
     return (
         isinstance(result, torch.Tensor)
         and isinstance(source, torch.Tensor)
-        and result.shape == source.shape
+        and list(map(str, result.shape)) == list(map(str, source.shape))
     )
 
 

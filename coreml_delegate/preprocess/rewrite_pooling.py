@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from coreml_delegate.preprocess.graph_edits import (
@@ -71,9 +72,22 @@ class _Windows:
         return found
 
     def end_padding(self, sizes: Sequence[int]) -> list[int]:
-        """Padding at the end that makes the last window fit, 0 or more."""
+        """Padding at the end that makes the last window fit, 0 or more; sizes are known."""
         rows = zip(sizes, self.counts(sizes), self.spans, self.stride, self.padding, strict=True)
         return [max(0, (c - 1) * s + k - n - p) for n, c, k, s, p in rows]
+
+    def ceil_padding(self, sizes: Sequence[Any]) -> list[int]:
+        """Padding at the end that gives as many windows as rounding up, whatever the size.
+
+        The rules have seen to it that no window then begins beyond the input.
+        """
+        rows = zip(sizes, self.spans, self.stride, self.padding, strict=True)
+        return [
+            _Windows([k], [s], [p], [1], ceil=True).end_padding([n])[0]
+            if isinstance(n, int)
+            else p + s - 1
+            for n, k, s, p in rows
+        ]
 
 
 def _spread(values: int | list[int], dims: int) -> list[int]:
@@ -106,7 +120,7 @@ def _sides(start: Sequence[int], end: Sequence[int]) -> list[int]:
 def _needs_end(windows: _Windows, sizes: Sequence[Any]) -> bool:
     """Whether padding that is alike at both ends gives other windows than PyTorch places."""
     return windows.ceil and any(
-        e > p for e, p in zip(windows.end_padding(sizes), windows.padding, strict=True)
+        e > p for e, p in zip(windows.ceil_padding(sizes), windows.padding, strict=True)
     )
 
 
@@ -123,7 +137,7 @@ def _max_pool(dims: int) -> Rewrite:
             return
         padding = list(windows.padding)
         if windows.ceil and _needs_end(windows, shape_of(batched)[2:]):
-            end = windows.end_padding(shape_of(batched)[2:])
+            end = windows.ceil_padding(shape_of(batched)[2:])
             sides = _sides(padding, end)
             batched = insert(node, ATEN.constant_pad_nd.default, batched, sides, -math.inf)
             padding = [0] * dims
@@ -237,10 +251,12 @@ def _adaptive(reduction: Any) -> Rewrite:
 
 def _adapt(node: Node, reduction: Any, x: Node, dim: int, count: int) -> Node:
     size = shape_of(x)[dim]
-    if size == count:
-        return x
     if count == 1:
         return insert(node, reduction, x, [dim], True)
+    if not isinstance(size, int):
+        return _means(node, x, dim, count)
+    if size == count:
+        return x
     # PyTorch's windows: from floor(i * size / count) to ceil((i + 1) * size / count).
     bounds = [(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
     parts = [
@@ -248,6 +264,53 @@ def _adapt(node: Node, reduction: Any, x: Node, dim: int, count: int) -> Node:
         for window in bounds
     ]
     return insert(node, ATEN.cat.default, parts, dim)
+
+
+def _means(node: Node, x: Node, dim: int, count: int) -> Node:
+    """Means over windows of a dimension whose size is known at run time only.
+
+    A product with a matrix, made of the size, that has a row of weights for each window.
+    """
+    dims = value_of(x).dim()
+    line = x
+    for other in (d for d in range(dims) if d != dim):
+        line = insert(node, ATEN.slice_copy.Tensor, line, other, 0, 1)
+    line = insert(node, ATEN.view_copy.default, line, [-1])
+    ones = insert(node, ATEN.full_like.default, line, 1.0)
+    ones = insert(node, ATEN._to_copy.default, ones, dtype=torch.int32)
+    # In integers, which do not round: element p, counted from 1, is in window i if p * count is
+    # more than i * size, and (p - 1) * count less than (i + 1) * size.
+    size = insert(node, ATEN.sum.dim_IntList, ones, [0], True, dtype=torch.int32)
+    places = insert(node, ATEN.cumsum.default, ones, 0, dtype=torch.int32)
+    ends_of_places = insert(node, ATEN.mul.Scalar, places, count)
+    starts_of_places = insert(node, ATEN.sub.Scalar, ends_of_places, count)
+    windows = insert(node, ATEN.arange.start_step, 0, count, 1, dtype=torch.int32)
+    windows = insert(node, ATEN.view_copy.default, windows, [count, 1])
+    starts = insert(node, ATEN.mul.Tensor, windows, size)
+    ends = insert(node, ATEN.add.Tensor, starts, size)
+    inside = insert(
+        node,
+        ATEN.logical_and.default,
+        insert(node, ATEN.gt.Tensor, ends_of_places, starts),
+        insert(node, ATEN.lt.Tensor, starts_of_places, ends),
+    )
+    weights = insert(node, ATEN._to_copy.default, inside, dtype=value_of(x).dtype)
+    total = insert(node, ATEN.sum.dim_IntList, weights, [1], True)
+    weights = insert(node, ATEN.div.Tensor, weights, total)
+    columns = insert(node, ATEN.permute_copy.default, weights, [1, 0])
+    order = [*(d for d in range(dims) if d != dim), dim]
+    last = insert(node, ATEN.permute_copy.default, x, order)
+    result = insert(node, ATEN.matmul.default, last, columns)
+    return insert(node, ATEN.permute_copy.default, result, [order.index(d) for d in range(dims)])
+
+
+def _dynamic_means(call: Node) -> None:
+    """Means over windows where coremltools wants to know the sizes; it does the others itself."""
+    arguments = arguments_of(call)
+    counts: list[int] = list(_spread(arguments["output_size"], 1))
+    spatial = shape_of(arguments["self"])[-len(counts) :]
+    if any(not isinstance(n, int) and c != 1 for n, c in zip(spatial, counts, strict=True)):
+        _adaptive(ATEN.mean.dim)(call)
 
 
 _MAX_NAMES = ("self", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
@@ -265,5 +328,9 @@ REWRITES: Mapping[str, Rewrite] = MappingProxyType(
         "aten._adaptive_avg_pool3d.default": _adaptive(ATEN.mean.dim),
         **{f"aten.adaptive_max_pool{d}d.default": _adaptive(ATEN.amax.default) for d in (2, 3)},
         "aten.adaptive_avg_pool3d.default": _adaptive(ATEN.mean.dim),
+        **{
+            f"aten.{op}.default": _dynamic_means
+            for op in ("adaptive_avg_pool1d", "adaptive_avg_pool2d", "_adaptive_avg_pool2d")
+        },
     }
 )

@@ -1,25 +1,133 @@
-"""Sizes of inputs that are expressions, as ``16*s0`` is, made known to coremltools.
+"""Sizes of inputs that are not fixed: their ranges, for coremltools, and how they are related.
 
-Coremltools takes an input size that is a symbol with a range, or a number. Of an expression it
-needs no more than the range either: sizes inside the model follow from those of its inputs.
+Coremltools takes an input size that is a symbol with a range, or a number. Of an expression, as
+``16*s0`` is, it needs no more than the range either: sizes inside the model follow from those of
+its inputs.
+
+Core ML wants an upper bound. Where the program has none, it is the size of the example that it was
+exported with, which is also what ExecuTorch plans memory for.
+
+Torch takes a size for 2 or more while it traces, whatever the program was exported for, and does
+not check that when the program runs. ExecuTorch takes what was traced for the program's bounds; the
+bounds that were given remain with the traced inputs.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import sympy
 import torch
 from torch.export import ExportedProgram
-from torch.utils._sympy.value_ranges import bound_sympy
+from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+_LARGEST = 2**31 - 1  # of a Core ML dimension
+_TRACED_MINIMUM = 2  # of every size, to torch while it traces
 
 
 def declare_sizes(program: ExportedProgram) -> None:
-    """Give every expression among the input sizes its range, as symbols have theirs."""
+    """Give every input size that is not fixed the range that its input gets."""
     ranges = program.range_constraints
-    inputs = set(program.graph_signature.user_inputs)
-    for node in program.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
-        if node.name not in inputs or not isinstance(value, torch.Tensor):
-            continue
-        for size in value.shape:
-            if isinstance(size, torch.SymInt) and size.node.expr not in ranges:
-                expression = size.node.expr
-                ranges[expression] = bound_sympy(expression, ranges)
+    declared: dict[Any, ValueRanges[Any]] = {}
+    for _, size in _open_sizes(program):
+        low, high = bounds_of(size, ranges)
+        declared[expression_of(size)] = ValueRanges(low, high)
+    ranges.update(declared)
+
+
+def bounds_of(size: torch.SymInt, ranges: Mapping[Any, ValueRanges[Any]]) -> tuple[int, int]:
+    """The smallest and the largest value of a size, at least 1 and never infinite."""
+    found: Any = bound_sympy(expression_of(size), _as_given(size, ranges))
+    low = max(1, int(found.lower)) if found.lower not in (-int_oo, -sympy.oo) else 1
+    if found.upper in (int_oo, sympy.oo):
+        return low, max(low, hint_of(size) or _LARGEST)
+    return low, max(low, min(int(found.upper), _LARGEST))
+
+
+def _as_given(
+    size: torch.SymInt, ranges: Mapping[Any, ValueRanges[Any]]
+) -> dict[Any, ValueRanges[Any]]:
+    """The ranges, with those that start at 2 only because of the tracing as they were given."""
+    given = _given_minimums(size.node.shape_env)
+    return {
+        symbol: ValueRanges(max(1, given[symbol]), found.upper)
+        if found.lower == _TRACED_MINIMUM and given.get(symbol, _TRACED_MINIMUM) < _TRACED_MINIMUM
+        else found
+        for symbol, found in ranges.items()
+    }
+
+
+def _given_minimums(shape_env: Any) -> dict[Any, int]:
+    """By symbol the lower bound that its ``Dim`` has; loaded programs have none here."""
+    return {
+        expression_of(size): int(constraint.vr.lower)
+        for source in shape_env.tracked_fakes or ()
+        if isinstance(source.fake, torch.Tensor) and source.symbolic_context is not None
+        for size, constraint in zip(
+            source.fake.shape, source.symbolic_context.constraint_sizes, strict=True
+        )
+        if isinstance(size, torch.SymInt) and isinstance(constraint, StrictMinMaxConstraint)
+    }
+
+
+def is_unbounded(size: torch.SymInt, ranges: Mapping[Any, ValueRanges[Any]]) -> bool:
+    """Whether the program says nothing about how large a size may be."""
+    found: Any = bound_sympy(expression_of(size), dict(ranges))
+    return found.upper in (int_oo, sympy.oo)
+
+
+def expression_of(size: torch.SymInt) -> Any:
+    """The sympy expression of a size."""
+    return size.node.expr
+
+
+def hint_of(size: torch.SymInt) -> int | None:
+    """The size that the program was traced with, None if it depends on data."""
+    hint = size.node.hint if size.node.has_hint() else None
+    return int(hint) if isinstance(hint, int) else None
+
+
+def input_tensors(program: ExportedProgram) -> dict[str, torch.Tensor]:
+    """The fake tensors of the inputs that are tensors, by name, in order."""
+    nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    found = {
+        str(n): nodes[str(n)].meta.get("val")
+        for n in program.graph_signature.user_inputs
+        if n in nodes
+    }
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def relations_of(program: ExportedProgram) -> dict[str, list[int | str]]:
+    """The sizes of the inputs, if they say more than the range of each does.
+
+    Returns:
+        By input name the expressions of its sizes, in symbols ``s0``, ``s1`` and so on, numbered in
+        the order of the inputs. Empty if every size is free of all others.
+    """
+    tensors = input_tensors(program)
+    open_sizes = [expression_of(size) for _, size in _open_sizes(program)]
+    used = Counter(symbol for expression in open_sizes for symbol in expression.free_symbols)
+    if all(e.is_Symbol for e in open_sizes) and all(count == 1 for count in used.values()):
+        return {}
+    ordered = dict.fromkeys(
+        symbol for expression in open_sizes for symbol in sorted(expression.free_symbols, key=str)
+    )
+    # Symbols of the same assumptions, or the expressions would be simplified in another way.
+    names = {old: sympy.Symbol(f"s{i}", **old.assumptions0) for i, old in enumerate(ordered)}
+    return {
+        name: [
+            str(expression_of(size).xreplace(names)) if isinstance(size, torch.SymInt) else size
+            for size in tensor.shape
+        ]
+        for name, tensor in tensors.items()
+    }
+
+
+def _open_sizes(program: ExportedProgram) -> Iterator[tuple[str, torch.SymInt]]:
+    for name, tensor in input_tensors(program).items():
+        yield from ((name, size) for size in tensor.shape if isinstance(size, torch.SymInt))

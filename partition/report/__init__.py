@@ -2,6 +2,7 @@
 
 from coreml_delegate.partition.report.describe import describe
 from coreml_delegate.partition.report.records import (
+    BufferReport,
     Coverage,
     DelegationReport,
     NodeReport,
@@ -11,6 +12,7 @@ from coreml_delegate.partition.report.records import (
 )
 
 __all__ = [
+    "BufferReport",
     "Coverage",
     "DelegationReport",
     "NodeReport",

@@ -8,18 +8,22 @@ from dataclasses import dataclass
 from itertools import starmap
 from typing import Any
 
+import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.module_scope import scopes_of
 from coreml_delegate.op_rules.constants import constant_nodes
 from coreml_delegate.op_rules.rule import target_name
+from coreml_delegate.partition.buffers import mutable_buffers, obstacles_to_states, states_of
 from coreml_delegate.partition.decision import Decision
 from coreml_delegate.partition.deployment import Since, deployment_of
 from coreml_delegate.partition.flops import flops_of
 from coreml_delegate.partition.grouping import Group
+from coreml_delegate.partition.report.flexible import described, listed, ranges_of
 from coreml_delegate.partition.report.origin import source_of
 from coreml_delegate.partition.report.records import (
+    BufferReport,
     Coverage,
     DelegationReport,
     NodeReport,
@@ -27,7 +31,8 @@ from coreml_delegate.partition.report.records import (
 )
 from coreml_delegate.partition.report.splits import first_split, obstacles
 from coreml_delegate.partition.sizes import bytes_of, tensors_of
-from coreml_delegate.partition.tagging import states_of, tag_of
+from coreml_delegate.partition.tagging import DataOwnership, tag_of
+from coreml_delegate.shapes import EnumeratedShapes
 from coreml_delegate.targets import Opset
 
 
@@ -35,29 +40,38 @@ def describe(
     program: ExportedProgram,
     decision: Decision,
     *,
-    constants_inside: bool,
+    ownership: DataOwnership,
+    values: Mapping[str, torch.Tensor],
     given: Opset | None,
     since: Since,
     is_shared: bool = False,
+    compression: tuple[Opset, str] | None = None,
+    enumerated: EnumeratedShapes | None = None,
 ) -> DelegationReport:
     """Report on a program.
 
     Args:
         program: In edge dialect, tagged, data included.
         decision: What became of its calls.
-        constants_inside: Whether delegates have the constants they use inside.
+        ownership: Which data delegates have inside.
+        values: Real values of buffers by name, as far as they are at hand.
         given: Deployment target asked for, or None.
         since: The oldest opset at which a call was translated.
         is_shared: Whether partitions are to share weights with those of other methods.
+        compression: What the compression of weights after conversion needs, and what for.
+        enumerated: The shapes that the program's inputs are to have, or None.
     """
     constants = constant_nodes(program)
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     partitions = _Partitions(
-        constants if constants_inside else frozenset(),
+        constants if ownership.constants else frozenset(),
         states_of(program),
         given,
         since,
         is_shared,
+        compression,
+        program,
+        enumerated,
     )
     return DelegationReport(
         nodes=tuple(_node(node, decision, constants) for node in calls),
@@ -68,7 +82,34 @@ def describe(
             _total(n for n in constants if any(tag_of(user) for user in n.users)),
             _total(n for n in constants if n.users),
         ),
+        buffers=tuple(_buffers(program, values, wanted=ownership.mutable_buffers)),
     )
+
+
+def _buffers(
+    program: ExportedProgram, values: Mapping[str, torch.Tensor], *, wanted: bool
+) -> Iterator[BufferReport]:
+    reasons = obstacles_to_states(program, wanted=wanted)
+    for buffer in mutable_buffers(program):
+        value: torch.Tensor = buffer.node.meta["val"]
+        reason = reasons.get(buffer.name, "")
+        yield BufferReport(
+            name=buffer.name,
+            dtype=str(value.dtype).removeprefix("torch."),
+            shape=tuple(str(size) for size in value.shape),
+            nbytes=bytes_of(buffer.node),
+            partition=tag_of(buffer.node),
+            reason=reason,
+            initial=_initial(values.get(buffer.name), is_state=not reason),
+        )
+
+
+def _initial(value: torch.Tensor | None, *, is_state: bool) -> str:
+    if value is None:
+        return "unknown"
+    if not bool(value.any()):
+        return "zero"
+    return "constant" if is_state else "stored"
 
 
 def _node(node: Node, decision: Decision, constants: Collection[Node]) -> NodeReport:
@@ -111,6 +152,9 @@ class _Partitions:
         given: Deployment target asked for, or None.
         since: The oldest opset at which a call was translated.
         is_shared: Whether partitions are to share weights with those of other methods.
+        compression: What the compression of weights after conversion needs, and what for.
+        program: The program.
+        enumerated: The shapes that its inputs are to have, or None.
     """
 
     inside: Collection[Node]
@@ -118,6 +162,9 @@ class _Partitions:
     given: Opset | None
     since: Since
     is_shared: bool
+    compression: tuple[Opset, str] | None
+    program: ExportedProgram
+    enumerated: EnumeratedShapes | None
 
     def describe(self, tag: str, group: Group) -> PartitionReport:
         """Sum up one partition."""
@@ -134,13 +181,16 @@ class _Partitions:
             and any(user not in members for user in node.users)
             and node not in private
         ]
+        shapes = {} if self.enumerated is None else listed(entering, self.enumerated)
         deployment = deployment_of(
             group,
             given=self.given,
             since=self.since,
             has_states=bool(states),
             has_inputs=bool(entering),
+            has_several_shapes=len(shapes) > 1,
             is_shared=self.is_shared,
+            compression=self.compression,
         )
         return PartitionReport(
             tag=tag,
@@ -155,6 +205,9 @@ class _Partitions:
             input_bytes=_total(entering),
             outputs=len(leaving),
             output_bytes=_total(leaving),
+            flexible=ranges_of(entering, self.program)
+            if self.enumerated is None
+            else described(shapes),
         )
 
     def _is_data(self, value: Node) -> bool:

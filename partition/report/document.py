@@ -8,6 +8,7 @@ One object::
                     delegated, total, coverage)
     partitions      list of PartitionReport; ops as an object of counts
     obstacles       list of Obstacle, that which it pays most to lift first; code beside its fields
+    buffers         list of BufferReport, one for each mutable buffer
     nodes           list of NodeReport in graph order; delegated beside its fields
 
 Sizes are in bytes. Reasons have code, text, remedy and issue.
@@ -39,6 +40,7 @@ def to_dict(report: DelegationReport) -> dict[str, Any]:
         },
         "partitions": [asdict(p) | {"ops": dict(p.ops)} for p in report.partitions],
         "obstacles": [asdict(o) | {"code": o.code} for o in report.obstacles],
+        "buffers": [asdict(b) for b in report.buffers],
         "nodes": [asdict(n) | {"delegated": n.delegated} for n in report.nodes],
     }
 

@@ -95,6 +95,8 @@ class PartitionReport:
         input_bytes: Their size.
         outputs: How many values leave it.
         output_bytes: Their size.
+        flexible: What enters in other than one shape, each with its sizes, as ``[1..8, 4]``, or
+            its enumerated shapes.
         shared_by: With several methods, those that store its weights once, its own among them.
             Empty before it is lowered, and if it is a model by itself.
         not_shared: With several methods, why it is a model by itself; empty if it is not.
@@ -112,8 +114,40 @@ class PartitionReport:
     input_bytes: int
     outputs: int
     output_bytes: int
+    flexible: tuple[tuple[str, str], ...] = ()
     shared_by: tuple[str, ...] = ()
     not_shared: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BufferReport:
+    """What becomes of one mutable buffer.
+
+    Attributes:
+        name: In the module.
+        dtype: Its dtype, for example ``float32``.
+        shape: Its sizes.
+        nbytes: Its size in bytes, in its own dtype.
+        partition: Delegation tag of the partition whose state it is, or None if it is passed in and
+            out.
+        reason: Why it is no state; empty if it is one.
+        initial: How it starts: ``zero``, ``constant`` (the model has the value, which the state
+            reads as in the first run) or ``stored`` (the ``.pte`` has it); ``unknown`` if the value
+            is not at hand, which is treated right all the same.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[str, ...]
+    nbytes: int
+    partition: str | None
+    reason: str
+    initial: str
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it is a Core ML state."""
+        return self.partition is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +211,7 @@ class DelegationReport:
         first_split: The first node in graph order that stays on the CPU between delegated ones, by
             name; None if nothing splits the graph.
         weights: Bytes of parameters and constants that delegates take.
+        buffers: The mutable buffers, in the order of the signature.
     """
 
     nodes: tuple[NodeReport, ...]
@@ -184,6 +219,7 @@ class DelegationReport:
     obstacles: tuple[Obstacle, ...]
     first_split: str | None
     weights: Coverage
+    buffers: tuple[BufferReport, ...] = ()
 
     @property
     def tags(self) -> tuple[str, ...]:

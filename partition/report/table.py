@@ -8,12 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from coreml_delegate.op_rules.rule import GETITEM
 from coreml_delegate.partition.report.quantities import quantity
 from coreml_delegate.partition.report.records import (
+    BufferReport,
     DelegationReport,
     NodeReport,
     PartitionReport,
 )
 
 _MOST_LIFTED = 3
+_STATE_DTYPE = "float16"
 _INDENT = " " * 4
 
 
@@ -35,7 +37,10 @@ def _lines(report: DelegationReport) -> Iterator[str]:
         yield _partition(partition)
         if partition.not_shared:
             yield f"{_INDENT}shares no weights with other methods: {partition.not_shared}"
+        for name, shapes in partition.flexible:
+            yield f"{_INDENT}takes {name} {shapes}"
         yield from _columns((op, str(count)) for op, count in partition.ops)
+    yield from _buffers(report.buffers)
     if report.undelegated:
         yield "  on the CPU:"
         yield from _on_the_cpu(report.undelegated)
@@ -59,6 +64,21 @@ def _partition(partition: PartitionReport) -> str:
     if partition.shared_by:
         facts.append(f"one model for {', '.join(partition.shared_by)}")
     return f"  {partition.tag}: {', '.join(facts)}"
+
+
+def _buffers(buffers: Sequence[BufferReport]) -> Iterator[str]:
+    """What becomes of the mutable buffers."""
+    if buffers:
+        yield "  mutable buffers:"
+        yield from _columns((b.name, f"{b.dtype}[{', '.join(b.shape)}]", _fate(b)) for b in buffers)
+
+
+def _fate(buffer: BufferReport) -> str:
+    if buffer.is_state:
+        kept = "" if buffer.dtype == _STATE_DTYPE else f", kept as {_STATE_DTYPE}"
+        first = ", at first a constant" if buffer.initial == "constant" else ""
+        return f"state of {buffer.partition}{kept}{first}"
+    return f"passed in and out: {buffer.reason}"
 
 
 def _on_the_cpu(nodes: Sequence[NodeReport]) -> Iterator[str]:

@@ -7,15 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from coreml_delegate.errors import OptionError
 from coreml_delegate.runtime.engines.entry_cache import CacheOptions
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function
-
-Array = NDArray[np.generic]
+from coreml_delegate.runtime.snapshots import Array, Snapshot
 
 
 class Precision(enum.Enum):
@@ -66,8 +62,25 @@ class EngineOptions:
 class State(Protocol):
     """Mutable tensors of one model instance, zero at start; opaque outside its engine."""
 
-    def read(self) -> dict[str, Array]:
-        """Copies of every state tensor, by feature name."""
+    def snapshot(self) -> Snapshot:
+        """Copies of every state tensor, by feature name, in the dtypes the program declares."""
+        ...
+
+    def restore(self, snapshot: Mapping[str, Array]) -> None:
+        """Replace the content of every state tensor.
+
+        Args:
+            snapshot: What ``snapshot`` returned, or arrays of the same names and shapes, of dtypes
+                of the same kind.
+
+        Raises:
+            InputError: A name too many or too few, or another shape or kind of dtype; then nothing
+                is replaced.
+        """
+        ...
+
+    def reset(self) -> None:
+        """Set every state tensor to zero, as it was made."""
         ...
 
     def write(self, name: str, value: Array) -> None:

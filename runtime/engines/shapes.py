@@ -1,11 +1,150 @@
-"""Whether the shape of an input is one that its function takes."""
+"""Whether the shapes of inputs are those that their function takes."""
 
 from __future__ import annotations
 
-from coreml_delegate.errors import InputError
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from coreml_delegate.errors import BlobFormatError, InputError, OptionError
+from coreml_delegate.input_sizes import Sizes
 from coreml_delegate.runtime.mil.program import Feature
+from coreml_delegate.size_expressions import SizeExpression
 
 Range = tuple[int, int | None]
+Shape = tuple[int, ...]
+
+
+class InputShapes:
+    """The shapes that a function takes: those of each input, and how they go together.
+
+    Args:
+        features: The inputs of the function.
+        sizes: How their sizes depend on each other, as far as it is known; see ``input_sizes``.
+
+    Raises:
+        BlobFormatError: Sizes of an input that there is not, or of another rank.
+    """
+
+    def __init__(self, features: Sequence[Feature], sizes: Mapping[str, Sizes]) -> None:
+        self._open = [f for f in features if f.shapes or f.bounds]
+        listed = [f for f in features if f.shapes]
+        # The n-th shapes of several inputs go together, where they have equally many.
+        tied = len(listed) > 1 and len({len(f.shapes) for f in listed}) == 1
+        self._tied = listed if tied else []
+        self._related = list(_related(features, sizes))
+        self._names = tuple(f.name for f in self._open)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The inputs whose shape is not fixed."""
+        return self._names
+
+    def check(self, shapes: Mapping[str, Shape]) -> None:
+        """Refuse shapes that the function does not take.
+
+        Args:
+            shapes: By input name, those of ``names`` at least.
+
+        Raises:
+            InputError: Names the input, the dimension, its size, and what was expected.
+        """
+        for feature in self._open:
+            check_shape(feature, shapes[feature.name])
+        self._check_combination(shapes)
+        self._check_relations(shapes)
+
+    def _check_combination(self, shapes: Mapping[str, Shape]) -> None:
+        given = tuple(shapes[feature.name] for feature in self._tied)
+        combinations = list(zip(*(feature.shapes for feature in self._tied), strict=True))
+        if self._tied and given not in combinations:
+            raise InputError(
+                "inputs have shapes that are not enumerated together",
+                got=self._described(given),
+                expected=" | ".join(self._described(each) for each in combinations),
+            )
+
+    def _described(self, combination: Sequence[Shape]) -> str:
+        pairs = zip(self._tied, combination, strict=True)
+        return ", ".join(f"{feature.name!r} {list(shape)}" for feature, shape in pairs)
+
+    def _check_relations(self, shapes: Mapping[str, Shape]) -> None:
+        known: dict[str, tuple[int, _Place]] = {}
+        for place in self._related:
+            if place.symbol is None or (place.symbol in known and not place.is_plain):
+                continue
+            size = place.size_in(shapes)
+            value = place.expression.solve(size)
+            if value is None:
+                raise InputError(
+                    f"input {place.name!r} has the wrong size in dimension {place.axis}",
+                    got=f"{size} (shape {list(shapes[place.name])})",
+                    expected=f"{place.expression.text} for a whole number {place.symbol}",
+                )
+            if place.symbol not in known:
+                known[place.symbol] = value, place
+        values = {symbol: value for symbol, (value, _) in known.items()}
+        for place in self._related:
+            if not place.expression.symbols <= values.keys():
+                continue
+            size, wanted = place.size_in(shapes), _evaluated(place.expression, values)
+            if size != wanted:
+                sources = (known[symbol] for symbol in sorted(place.expression.symbols))
+                origin = " and ".join(str(source) for _, source in sources)
+                what = "equal to" if place.is_plain else f"{place.expression.text}, given by"
+                raise InputError(
+                    f"input {place.name!r} has the wrong size in dimension {place.axis}",
+                    got=f"{size} (shape {list(shapes[place.name])})",
+                    expected=f"{wanted} ({what} {origin})",
+                )
+
+
+def _evaluated(expression: SizeExpression, values: Mapping[str, int]) -> int:
+    try:
+        return expression.evaluate(values)
+    except OptionError as error:
+        raise BlobFormatError("a stored size has no value", got=str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A dimension of an input whose size is an expression of symbols."""
+
+    name: str
+    axis: int
+    expression: SizeExpression
+
+    @property
+    def symbol(self) -> str | None:
+        """The symbol whose value the size determines, if it determines any."""
+        return next(iter(self.expression.symbols)) if self.expression.is_solvable else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the size is a symbol itself."""
+        return self.expression.text in self.expression.symbols
+
+    def size_in(self, shapes: Mapping[str, Shape]) -> int:
+        """The size there."""
+        return shapes[self.name][self.axis]
+
+    def __str__(self) -> str:
+        return f"dimension {self.axis} of {self.name!r}"
+
+
+def _related(features: Sequence[Feature], sizes: Mapping[str, Sizes]) -> Iterator[_Place]:
+    """The dimensions that depend on others, those that are symbols themselves first."""
+    ranks = {f.name: len(f.bounds) for f in features if f.bounds}
+    places: list[_Place] = []
+    for name, listed in sizes.items():
+        open_sizes = [(i, e) for i, e in enumerate(listed) if isinstance(e, SizeExpression)]
+        if open_sizes and ranks.get(name) != len(listed):
+            raise BlobFormatError(
+                f"sizes are stored of an input {name!r} of that rank, which there is not",
+                got=str(len(listed)),
+                expected=", ".join(f"{n} {rank}" for n, rank in ranks.items()) or "none",
+            )
+        places += [_Place(name, axis, expression) for axis, expression in open_sizes]
+    return iter(sorted(places, key=lambda place: not place.is_plain))
 
 
 def check_shape(feature: Feature, shape: tuple[int, ...]) -> None:

@@ -8,7 +8,13 @@ from typing import Any
 from coreml_delegate import proto
 from coreml_delegate.errors import BlobFormatError, ProgramError
 from coreml_delegate.runtime.mil.dtypes import DType
-from coreml_delegate.runtime.mil.program import Feature, StateType, TensorType, ValueType
+from coreml_delegate.runtime.mil.program import (
+    ColorSpace,
+    Feature,
+    StateType,
+    TensorType,
+    ValueType,
+)
 
 # ArrayFeatureType.ArrayDataType -> MIL
 _ARRAY_DTYPES = {
@@ -34,7 +40,7 @@ def of_function(
 
     Raises:
         BlobFormatError: The description lacks the function, or the program one of its features.
-        ProgramError: A feature that is no multi-array.
+        ProgramError: A feature that is neither a multi-array nor an image.
     """
     scope = description
     if description.functions:
@@ -58,14 +64,16 @@ def _feature(message: Any, types: Mapping[str, ValueType], function: str) -> Fea
             got=repr(message.name),
         )
     kind = message.type.WhichOneof("Type")
+    if kind == "imageType":
+        return _image(message, types[message.name])
     array = message.type.multiArrayType
     if kind == "stateType":
         array = message.type.stateType.arrayType
     elif kind != "multiArrayType":
         raise ProgramError(
-            f"feature {message.name!r} is not a multi-array",
+            f"feature {message.name!r} is neither a multi-array nor an image",
             got=str(kind),
-            expected="multiArrayType",
+            expected="multiArrayType or imageType",
             remedy="Convert the model with tensor inputs and outputs (ct.TensorType)",
         )
     declared = types[message.name]
@@ -84,6 +92,39 @@ def _feature(message: Any, types: Mapping[str, ValueType], function: str) -> Fea
         ),
         optional=message.type.isOptional,
         default=float(getattr(array, default)) if default else None,
+    )
+
+
+def _image(message: Any, declared: ValueType) -> Feature:
+    image = message.type.imageType
+    spaces = proto.feature_types_pb2().ImageFeatureType.ColorSpace
+    label = spaces.Name(image.colorSpace) if image.colorSpace in spaces.values() else "unknown"
+    if label not in ColorSpace.__members__:
+        raise BlobFormatError(
+            f"image {message.name!r} has no color space", got=f"{label} ({image.colorSpace})"
+        )
+    if not isinstance(declared, TensorType) or declared.shape is None or len(declared.shape) != 4:
+        raise BlobFormatError(
+            f"image {message.name!r} has no pixels", got=str(declared), expected="rank 4"
+        )
+    _ = declared.dtype.numpy
+    leading = tuple(size or 1 for size in declared.shape[:2])
+    sizes = image.imageSizeRange
+    ranges = (
+        (sizes.heightRange, sizes.widthRange)
+        if image.WhichOneof("SizeFlexibility") == "imageSizeRange"
+        else ()
+    )
+    return Feature(
+        name=message.name,
+        type=declared,
+        shapes=tuple((*leading, s.height, s.width) for s in image.enumeratedSizes.sizes),
+        bounds=(
+            *((size, size) for size in leading if ranges),
+            *((r.lowerBound, None if r.upperBound < 0 else r.upperBound) for r in ranges),
+        ),
+        optional=message.type.isOptional,
+        color_space=ColorSpace[label],
     )
 
 

@@ -6,6 +6,7 @@ read-only views, of the mapped weight file wherever the value lives there.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -155,6 +156,15 @@ class Block:
                 yield from block.walk()
 
 
+class ColorSpace(enum.Enum):
+    """How an image's channels are ordered."""
+
+    GRAYSCALE = "GRAYSCALE"
+    RGB = "RGB"
+    BGR = "BGR"
+    GRAYSCALE_FLOAT16 = "GRAYSCALE_FLOAT16"
+
+
 @dataclass(frozen=True, slots=True)
 class Feature:
     """An input, output or state of the model as its description declares it.
@@ -166,6 +176,7 @@ class Feature:
         bounds: Per dimension (lower, upper), upper None for unbounded; empty for fixed shapes.
         optional: Whether the input may be left out, in which case ``default`` fills it.
         default: Value for an input left out, or None for zeros.
+        color_space: Of an image, whose pixels are the tensor; None for a multi-array.
     """
 
     name: str
@@ -174,6 +185,7 @@ class Feature:
     bounds: tuple[tuple[int, int | None], ...] = ()
     optional: bool = False
     default: float | None = None
+    color_space: ColorSpace | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

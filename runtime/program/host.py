@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
 from coreml_delegate.errors import CoreMLDelegateError, ExecutionError, ProgramError
+from coreml_delegate.runtime.program import states
 from coreml_delegate.runtime.program.delegate import (
     COREML_BACKEND_ID,
     DelegateCallable,
     DelegateLoader,
     DelegatePayload,
-    NamedData,
 )
 from coreml_delegate.runtime.program.inputs import Value, check_inputs, in_dim_order
 from coreml_delegate.runtime.program.instructions import bind_method, passed_by
-from coreml_delegate.runtime.program.memory import ProgramMemory, fill
+from coreml_delegate.runtime.program.memory import BufferState, ProgramMemory, fill
 from coreml_delegate.runtime.program.plan import (
     DelegateCall,
     DelegateInfo,
@@ -36,7 +35,9 @@ from coreml_delegate.runtime.program.plan import (
     TensorSpec,
     describe,
 )
+from coreml_delegate.runtime.program.ptd import ExternalData, check_complete
 from coreml_delegate.runtime.program.pte import PteProgram, Source
+from coreml_delegate.runtime.snapshots import Array, Snapshot
 
 _logger = logging.getLogger(__name__)
 
@@ -44,8 +45,8 @@ _logger = logging.getLogger(__name__)
 class PythonProgram:
     """A ``.pte`` loaded for execution in Python. Calls from several threads take turns.
 
-    Mutable buffers belong to the loaded program: they start at their exported values and persist
-    from one call to the next.
+    Mutable buffers, and the states of its delegates, belong to the loaded program: they start at
+    their exported values and persist from one call to the next.
     """
 
     def __init__(
@@ -54,13 +55,11 @@ class PythonProgram:
         loader: DelegateLoader,
         *,
         backend_id: str,
-        external_data: NamedData | None,
     ) -> None:
         self._program = program
         self._loader = loader
         self._backend_id = backend_id
-        self._external = external_data
-        self._memory = ProgramMemory(program, self._find_data)
+        self._memory = ProgramMemory(program, program.named_data)
         self._methods: dict[str, _LoadedMethod] = {}
         self._lock = threading.RLock()
 
@@ -71,7 +70,7 @@ class PythonProgram:
         loader: DelegateLoader,
         *,
         backend_id: str = COREML_BACKEND_ID,
-        external_data: NamedData | None = None,
+        external_data: ExternalData | None = None,
     ) -> PythonProgram:
         """Load a program; its methods are prepared when first run, or by ``load_method``.
 
@@ -79,17 +78,20 @@ class PythonProgram:
             pte: Path of a ``.pte`` (mapped, not read), its bytes, or a program already opened.
             loader: Prepares delegates.
             backend_id: The backend whose delegates ``loader`` takes.
-            external_data: Finds tensors and named data stored outside the program, by key.
+            external_data: Tensors and named data stored outside the program.
 
         Returns:
             The program.
 
         Raises:
             BlobFormatError: Not a ``.pte``, or a truncated or corrupt one.
-            ProgramError: The file cannot be read.
+            ProgramError: The file cannot be read, or tensors are missing in ``external_data``.
         """
         program = pte if isinstance(pte, PteProgram) else PteProgram.open(pte)
-        return cls(program, loader, backend_id=backend_id, external_data=external_data)
+        check_complete(program, external_data)
+        if external_data is not None:
+            program = program.with_external(external_data.get)
+        return cls(program, loader, backend_id=backend_id)
 
     @property
     def method_names(self) -> tuple[str, ...]:
@@ -131,12 +133,42 @@ class PythonProgram:
             loaded = self._loaded(method)
             return loaded.run(inputs)
 
+    def reset_state(self) -> None:
+        """Bring everything that persists back to where it began."""
+        with self._lock:
+            states.reset(state for loaded in self._methods.values() for _, state in loaded.states())
+
+    def snapshot_state(self) -> Snapshot:
+        """Copies of everything that persists, by name; see ``program.states``.
+
+        Methods that are not loaded yet are, as for ``restore_state``.
+        """
+        with self._lock:
+            return states.snapshot(self._states())
+
+    def restore_state(self, snapshot: Mapping[str, Array]) -> None:
+        """Replace everything that persists.
+
+        Args:
+            snapshot: What ``snapshot_state`` of the same program returned, from this load or
+                another; or arrays of the same names and shapes, of dtypes of the same kind.
+
+        Raises:
+            InputError: A name too many or too few, or another shape or kind of dtype; then nothing
+                is replaced.
+        """
+        with self._lock:
+            states.restore(self._states(), snapshot)
+
+    def _states(self) -> dict[str, states.DelegateState]:
+        return dict(state for name in self.method_names for state in self._loaded(name).states())
+
     def _loaded(self, name: str) -> _LoadedMethod:
         loaded = self._methods.get(name)
         if loaded is None:
             method = self._program.method(name)
             delegates = [self._load_delegate(method, info) for info in method.delegates]
-            loaded = _LoadedMethod(method, self._memory.materialise(method), delegates)
+            loaded = _LoadedMethod(method, self._memory, delegates)
             self._methods[name] = loaded
             _logger.debug("loaded method %s: %d delegates", name, len(delegates))
         return loaded
@@ -155,23 +187,21 @@ class PythonProgram:
                 processed=info.processed,
                 compile_specs=info.compile_specs,
                 method_name=method.name,
-                named_data=self._find_data,
+                named_data=self._program.named_data,
             )
         )
-
-    def _find_data(self, key: str) -> memoryview | None:
-        data = self._program.named_data(key)
-        return self._external(key) if data is None and self._external is not None else data
 
 
 class _LoadedMethod:
     """One method with its memory and its steps."""
 
     def __init__(
-        self, method: MethodInfo, values: list[Any], delegates: list[DelegateCallable]
+        self, method: MethodInfo, memory: ProgramMemory, delegates: list[DelegateCallable]
     ) -> None:
         self._method = method
-        self._values = values
+        self._memory = memory
+        self._delegates = delegates
+        values = self._values = memory.materialise(method)
         for index in method.outputs:
             if isinstance(method.values[index], IndexList):
                 raise ProgramError(f"method {method.name!r} returns a list as a single output")
@@ -181,6 +211,15 @@ class _LoadedMethod:
         self._chains = bound.chains
         # A run that failed half-way must not leave its loop counters behind.
         self._initial = [(index, values[index]) for index in sorted(bound.moving)]
+
+    def states(self) -> Iterator[tuple[str, states.DelegateState]]:
+        """What persists, with its names."""
+        yield from states.states_of(self._method.name, self._delegates)
+        buffers = states.mutable_buffers(self._method)
+        if buffers:
+            tensors = {str(index): self._values[index] for index in buffers}
+            initial = {str(i): self._memory.initial_value(spec) for i, spec in buffers.items()}
+            yield f"{self._method.name}.buffer", BufferState(tensors, initial)
 
     def _replaced_inputs(self, passed: Collection[int]) -> frozenset[int]:
         """Tensor inputs whose place the caller's own tensor takes, without a copy.

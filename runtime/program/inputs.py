@@ -50,7 +50,7 @@ def _check_tensor(index: int, method: MethodInfo, spec: TensorSpec, value: objec
     if value.dtype != spec.dtype:
         raise _wrong(index, method, "has the wrong dtype", _describe(value), spec)
     if not shape_fits(spec, value.shape):
-        raise _wrong(index, method, "has the wrong shape", _describe(value), spec)
+        raise _wrong_shape(index, method, spec, value)
     if value.device.type != "cpu" or value.layout is not torch.strided:
         got = f"{value.layout} on {value.device}"
         raise _wrong(index, method, "is not a dense tensor on the CPU", got, spec)
@@ -82,6 +82,19 @@ def _wrong(index: int, method: MethodInfo, what: str, got: str, spec: ValueSpec)
     return InputError(
         f"input {index} of method {method.name!r} {what}", got=got, expected=_describe_spec(spec)
     )
+
+
+def _wrong_shape(
+    index: int, method: MethodInfo, spec: TensorSpec, value: torch.Tensor
+) -> InputError:
+    too_large = (
+        f" ({size} in dimension {dim}, at most {bound})"
+        for dim, (size, bound) in enumerate(zip(value.shape, spec.shape, strict=False))
+        if size > bound
+    )
+    is_bounded = spec.dynamism is Dynamism.BOUNDED and value.dim() == len(spec.shape)
+    got = _describe(value) + (next(too_large, "") if is_bounded else "")
+    return _wrong(index, method, "has the wrong shape", got, spec)
 
 
 def _describe(value: object) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +19,7 @@ from coreml_delegate.runtime.program.plan import (
     TensorSpec,
 )
 from coreml_delegate.runtime.program.pte import PteProgram
+from coreml_delegate.runtime.snapshots import Array, Snapshot
 
 # The memory planner puts activations, and the buffers of methods that share nothing, into arena 1,
 # and buffers that methods do share into the ones after it. The stock runtime shares every arena, so
@@ -78,6 +79,11 @@ class ProgramMemory:
             for value in method.values
         ]
 
+    def initial_value(self, spec: TensorSpec) -> torch.Tensor | None:
+        """What a planned tensor holds before the first run; None for zeros."""
+        stored = self._program.tensor_data(spec)
+        return None if stored is None else borrowed(stored, spec)
+
     def _tensor(self, spec: TensorSpec, private: dict[int, NDArray[np.uint8]]) -> torch.Tensor:
         if spec.external_key is not None:
             return borrowed(self._external(spec, spec.external_key), spec)
@@ -108,9 +114,44 @@ class ProgramMemory:
                 "the program keeps a tensor outside the file",
                 got="no data" if data is None else f"{data.nbytes} bytes",
                 expected=f"{spec.nbytes} bytes under the name {key!r}",
-                remedy="Pass external_data, or export without external weights.",
+                remedy="Pass its .ptd as external data, or export without external weights.",
             )
         return data[: spec.nbytes]
+
+
+class BufferState:
+    """Mutable buffers in the memory of a program, as states.
+
+    Args:
+        tensors: By name.
+        initial: What they hold before the first run, None for zeros.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        initial: Mapping[str, torch.Tensor | None],
+    ) -> None:
+        self._tensors = tensors
+        self._initial = initial
+
+    def snapshot(self) -> Snapshot:
+        """Copies of every buffer."""
+        return {name: tensor.numpy().copy() for name, tensor in self._tensors.items()}
+
+    def restore(self, snapshot: Mapping[str, Array]) -> None:
+        """Replace the content of every buffer."""
+        for name, tensor in self._tensors.items():
+            tensor.copy_(torch.from_numpy(np.ascontiguousarray(snapshot[name])))
+
+    def reset(self) -> None:
+        """Bring every buffer back to what it held before the first run."""
+        for name, tensor in self._tensors.items():
+            initial = self._initial[name]
+            if initial is None:
+                tensor.zero_()
+            else:
+                tensor.copy_(initial)
 
 
 def _plain(value: object) -> object:

@@ -23,9 +23,9 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -85,6 +85,7 @@ class PteProgram:
     methods: tuple[MethodInfo, ...]
     origin: str
     _data: _Data = field(repr=False)
+    _external: Callable[[str], memoryview | None] | None = field(default=None, repr=False)
 
     @classmethod
     def open(cls, source: Source) -> PteProgram:
@@ -100,8 +101,8 @@ class PteProgram:
             BlobFormatError: Not a ``.pte``, or a truncated or corrupt one.
             ProgramError: The file cannot be read.
         """
-        view, origin = _view(source)
-        with _naming(origin):
+        view, origin = mapped(source, "the program", "a .pte file")
+        with named_errors(origin):
             container = _split(view)
             root = FlatBuffer(container.program).root()
             data, methods = _decode(root, container)
@@ -137,7 +138,22 @@ class PteProgram:
 
     def named_data(self, key: str) -> memoryview | None:
         """Named data under ``key``, as a view; None when there is none."""
-        return self._data.named.get(key)
+        found = self._data.named.get(key)
+        return self._external(key) if found is None and self._external is not None else found
+
+    def with_external(self, find: Callable[[str], memoryview | None]) -> PteProgram:
+        """The program, with ``find`` to look up named data that it does not have itself."""
+        return replace(self, _external=find)
+
+    @property
+    def external_tensors(self) -> dict[str, TensorSpec]:
+        """The tensors that are not in the file, by name."""
+        return {
+            value.external_key: value
+            for method in self.methods
+            for value in method.values
+            if isinstance(value, TensorSpec) and value.external_key is not None
+        }
 
     def tensor_data(self, spec: TensorSpec) -> memoryview | None:
         """The stored bytes of a constant, or the initial value of a mutable tensor.
@@ -180,7 +196,17 @@ class PteProgram:
                 self.tensor_data(value)
 
 
-def _view(source: Source) -> tuple[memoryview, str]:
+def mapped(source: Source, what: str, expected: str) -> tuple[memoryview, str]:
+    """The bytes of a file, mapped, or those given; and where they are from, for messages.
+
+    Args:
+        source: Path, or bytes.
+        what: What the file is, for messages.
+        expected: What it should be, for messages.
+
+    Raises:
+        ProgramError: The file cannot be read.
+    """
     if isinstance(source, bytes | bytearray | memoryview):
         return memoryview(source).cast("B"), "<bytes>"
     path = Path(source)
@@ -192,12 +218,12 @@ def _view(source: Source) -> tuple[memoryview, str]:
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)), str(path)
     except OSError as error:
         raise ProgramError(
-            "cannot read the program", got=f"{path} ({error.strerror})", expected="a .pte file"
+            f"cannot read {what}", got=f"{path} ({error.strerror})", expected=expected
         ) from error
 
 
 @contextmanager
-def _naming(origin: str) -> Generator[None]:
+def named_errors(origin: str) -> Generator[None]:
     """Say which file, and what to do about it, in every format error raised inside."""
     try:
         yield

@@ -94,6 +94,7 @@ class _ThreadState(threading.local):
 
     error: BaseException | None = None
     is_kept: bool = False
+    loaded: list[DelegateCallable] | None = None
 
 
 # The functions of the library, with what they take; all but the last return an error code.
@@ -169,6 +170,20 @@ class Shim:
         finally:
             state.is_kept, state.error = before
 
+    @contextmanager
+    def collecting(self) -> Generator[list[DelegateCallable]]:
+        """Within this block, delegates loaded on this thread are collected.
+
+        Yields:
+            The delegates, in the order in which they are loaded: that of the ``.pte``.
+        """
+        before, found = self._state.loaded, list[DelegateCallable]()
+        self._state.loaded = found
+        try:
+            yield found
+        finally:
+            self._state.loaded = before
+
     # --- callbacks
 
     def _report(self, error: BaseException, doing: str) -> int:
@@ -199,7 +214,10 @@ class Shim:
                 method_name=method.decode(),
                 named_data=functools.partial(self._named_data, handle),
             )
-            self._delegates[handle] = _Delegate(self._loaders[payload.backend_id](payload))
+            delegate = self._loaders[payload.backend_id](payload)
+            self._delegates[handle] = _Delegate(delegate)
+            if self._state.loaded is not None:
+                self._state.loaded.append(delegate)
         except BaseException as error:  # noqa: BLE001 - nothing may be raised into C++
             return self._report(error, "loading a delegate")
         return _OK

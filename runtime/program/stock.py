@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -14,15 +17,22 @@ from coreml_delegate.errors import (
     CoreMLDelegateError,
     EngineUnavailableError,
     ExecutionError,
+    OptionError,
     ProgramError,
     UnsupportedOpError,
 )
-from coreml_delegate.runtime.program import shim_build
-from coreml_delegate.runtime.program.delegate import COREML_BACKEND_ID, DelegateLoader
+from coreml_delegate.runtime.program import shim_build, states
+from coreml_delegate.runtime.program.delegate import (
+    COREML_BACKEND_ID,
+    DelegateCallable,
+    DelegateLoader,
+)
 from coreml_delegate.runtime.program.inputs import Value, check_inputs, in_dim_order
 from coreml_delegate.runtime.program.plan import KernelCall, MethodInfo, TensorSpec
+from coreml_delegate.runtime.program.ptd import ExternalData, Sources, check_complete, listed
 from coreml_delegate.runtime.program.pte import PteProgram, Source
 from coreml_delegate.runtime.program.shim import load_shim, loaded_shim
+from coreml_delegate.runtime.snapshots import Array, Snapshot
 from coreml_delegate.third_party import quiet_import
 
 _logger = logging.getLogger(__name__)
@@ -70,26 +80,31 @@ class StockProgram:
         self._runtime = runtime
         self._loaded = loaded
         self._methods: dict[str, Any] = {}
+        self._delegates: dict[str, list[DelegateCallable]] = {}
 
     @classmethod
-    def load(cls, pte: Source) -> StockProgram:
+    def load(cls, pte: Source, *, data: Sources | None = None) -> StockProgram:
         """Load a program; its methods are prepared when first run, or by ``load_method``.
 
         Args:
             pte: Path of a ``.pte``, or its bytes.
+            data: Path of a ``.ptd``, or its bytes: what the program keeps outside.
 
         Raises:
             BlobFormatError: Not a ``.pte``, or a truncated or corrupt one.
-            ProgramError: The file cannot be read, or the runtime refuses it.
+            ProgramError: A file cannot be read, or the runtime refuses it; or tensors are missing
+                in ``data``.
+            OptionError: ``data`` is several files, of which the runtime takes one.
             EngineUnavailableError: The runtime cannot be imported.
         """
         # Parsed here first: for the metadata, and because the runtime says little about bad bytes.
         program = PteProgram.open(pte)
+        check_complete(program, None if data is None else ExternalData.open(data))
         runtime = _runtime()
-        data = bytes(pte) if isinstance(pte, bytes | bytearray | memoryview) else str(pte)
-        with _RUNTIME_LOCK:
+        content = bytes(pte) if isinstance(pte, bytes | bytearray | memoryview) else str(pte)
+        with _RUNTIME_LOCK, _as_path(data) as data_path:
             try:
-                loaded = runtime.load_program(data)
+                loaded = runtime.load_program(content, data_path=data_path)
             except RuntimeError as error:
                 raise ProgramError(
                     "the stock runtime refuses the program", got=_first_line(error)
@@ -144,12 +159,72 @@ class StockProgram:
             loaded = self._method(info)
             return list(_call(lambda: loaded.execute(arranged), info, "failed to run"))
 
+    def reset_state(self) -> None:
+        """Bring the states of the delegates back to zero.
+
+        Raises:
+            ProgramError: The program has mutable buffers outside of its delegates, or Core ML
+                itself runs them: neither can be reached.
+        """
+        with _RUNTIME_LOCK:
+            states.reset(self._states().values())
+
+    def snapshot_state(self) -> Snapshot:
+        """Copies of the states of the delegates, by name; see ``program.states``.
+
+        Methods that are not loaded yet are, as for ``restore_state``.
+
+        Raises:
+            ProgramError: See ``reset_state``.
+        """
+        with _RUNTIME_LOCK:
+            return states.snapshot(self._states())
+
+    def restore_state(self, snapshot: Mapping[str, Array]) -> None:
+        """Replace the states of the delegates.
+
+        Args:
+            snapshot: What ``snapshot_state`` of the same program returned, on either host.
+
+        Raises:
+            InputError: A name too many or too few, or another shape or kind of dtype; then nothing
+                is replaced.
+            ProgramError: See ``reset_state``.
+        """
+        with _RUNTIME_LOCK:
+            states.restore(self._states(), snapshot)
+
+    def _states(self) -> dict[str, states.DelegateState]:
+        for info in self._program.methods:
+            self._check_reachable(info)
+        for info in self._program.methods:
+            self._method(info)
+        return dict(
+            state
+            for name, delegates in self._delegates.items()
+            for state in states.states_of(name, delegates)
+        )
+
+    def _check_reachable(self, info: MethodInfo) -> None:
+        buffers = states.mutable_buffers(info)
+        if buffers or (_has_core_ml() and info.delegates):
+            raise ProgramError(
+                "the stock runtime does not give access to what the program keeps",
+                got=f"{len(buffers)} mutable buffer(s) outside of delegates in {info.name!r}"
+                if buffers
+                else "Core ML's own backend",
+                remedy="Use host='python', or load the program anew to begin from the start",
+            )
+
     def _method(self, info: MethodInfo) -> Any:
         loaded = self._methods.get(info.name)
         if loaded is None:
             self._check_support(info)
-            loaded = _call(lambda: self._loaded.load_method(info.name), info, "failed to load")
+            shim = loaded_shim()
+            with nullcontext([]) if shim is None else shim.collecting() as delegates:
+                loaded = _call(lambda: self._loaded.load_method(info.name), info, "failed to load")
             self._methods[info.name] = loaded
+            self._delegates[info.name] = list(delegates)
         return loaded
 
     def _check_support(self, info: MethodInfo) -> None:
@@ -175,6 +250,29 @@ class StockProgram:
                 got=", ".join(missing),
                 remedy="Import the library that registers them, or use the Python host.",
             )
+
+
+@contextmanager
+def _as_path(data: Sources | None) -> Generator[Path | None]:
+    """External data as the one file that the runtime takes, which maps it while it loads."""
+    if data is None:
+        yield None
+        return
+    sources = listed(data)
+    if len(sources) != 1:
+        raise OptionError(
+            "the stock runtime takes one file of external data",
+            got=str(len(sources)),
+            remedy="Use host='python', or write one file",
+        )
+    (source,) = sources
+    if not isinstance(source, bytes | bytearray | memoryview):
+        yield Path(source)
+        return
+    with tempfile.TemporaryDirectory(prefix="coreml-delegate-") as folder:
+        path = Path(folder) / "external.ptd"
+        path.write_bytes(source)
+        yield path
 
 
 def _has_core_ml() -> bool:

@@ -1,4 +1,7 @@
-"""Run coremltools' op tests on an engine; ``make conformance`` runs all of them on each."""
+"""Run coremltools' op tests on an engine; ``make conformance`` runs all of them on each.
+
+``--files`` also takes tests of its PyTorch frontend, ``test_torch_quantization_ops.py`` for one.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ import pytest
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
 
 PLUGIN = "tests.conformance.plugin"
+FILES = (".", "test_torch_stateful_model.py")
+"""What is run if no files are named: all op tests, and the frontend's tests of states."""
 
 
 def tests_folder() -> Path:
@@ -21,6 +26,13 @@ def tests_folder() -> Path:
     if found is None or found.origin is None:
         raise SystemExit("coremltools is not installed")
     return Path(found.origin).parent / "converters" / "mil" / "mil" / "ops" / "tests"
+
+
+def file_of(name: str) -> Path:
+    """A test file: in the folder of the op tests, or else in that of the PyTorch frontend's."""
+    root = tests_folder()
+    of_frontend = root.parents[2] / "frontend" / "torch" / "test" / name
+    return of_frontend if of_frontend.is_file() else root / name
 
 
 def pytest_arguments(options: argparse.Namespace, more: list[str]) -> list[str]:
@@ -33,7 +45,7 @@ def pytest_arguments(options: argparse.Namespace, more: list[str]) -> list[str]:
     ]
     if options.results is not None:
         arguments += ["--results", str(options.results.absolute())]
-    return arguments + more + [str(root / name) for name in options.files or ["."]]
+    return arguments + more + [str(file_of(name)) for name in options.files or FILES]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,7 +58,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--engine", choices=(*ENGINES, AUTO), default=AUTO)
     parser.add_argument("--sample", type=float, default=1.0, help="share of the tests (0 to 1)")
     parser.add_argument("--results", type=Path, help="JSON file to write")
-    parser.add_argument("--files", nargs="*", help="relative to the folder of the tests")
+    parser.add_argument(
+        "--files",
+        nargs="*",
+        help="relative to the folder of the op tests, or of the PyTorch frontend's "
+        f"(default: {' '.join(FILES)})",
+    )
     options, more = parser.parse_known_args(argv)
     return int(pytest.main(pytest_arguments(options, more)))
 

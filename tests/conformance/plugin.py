@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import importlib.util
 import json
 import random
+import sys
+import types
 from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
@@ -30,6 +33,7 @@ from coreml_delegate.errors import UnsupportedOpError
 from coreml_delegate.runtime import patch_coremltools
 from coreml_delegate.runtime.coremltools_patch import ModelProxy
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
+from coreml_delegate.scripts.vision import import_torchvision
 
 COUNTED = ("passed", "failed", "unsupported")
 _PROPERTY = "conformance"
@@ -75,6 +79,8 @@ class Conformance:
         """Let coremltools predict, and its tests believe that this is macOS."""
         monkeypatch.setenv("PYMIL_TEST_TARGETS", "mlprogram")
         third_party.coremltools()
+        import_torchvision()  # some test modules do, before anything can help them
+        _stand_in(monkeypatch, "peft", "LoraConfig", "get_peft_model")
         import coremltools._deps as deps
         import coremltools.models.model as model
         import coremltools.models.utils as utils
@@ -191,6 +197,14 @@ def pytest_configure(config: pytest.Config) -> None:
     conformance.serve(monkeypatch)
     config.add_cleanup(patch_coremltools(conformance.engine).undo)
     config.pluginmanager.register(conformance, "conformance-run")
+
+
+def _stand_in(monkeypatch: pytest.MonkeyPatch, name: str, *attributes: str) -> None:
+    """Let a module be imported that is not installed, and that only other tests need."""
+    if importlib.util.find_spec(name) is None:
+        module = types.ModuleType(name)
+        module.__dict__.update(dict.fromkeys(attributes))
+        monkeypatch.setitem(sys.modules, name, module)
 
 
 def in_sample(test: str, share: float) -> bool:

@@ -131,3 +131,73 @@ def test_a_convolution_between_quantized_values_computes_in_integers(stored, zer
     )
     expected = dequantize(quantize(sums.relu().numpy()))
     np.testing.assert_array_equal(actual.astype(np.float64), expected)
+
+
+# How many scales each dimension of a weight may have, and which of them the plugin multiplies by.
+_COUNTS = [(rows, columns) for rows in (1, 2, _OUT) for columns in (1, 4, _IN)]
+_PRODUCTS = {
+    # Results along the first dimension: groups of a row each have a scale.
+    "linear": {(1, 1), (_OUT, 1), (_OUT, 4)},
+    "transposed": {(1, 1), (_OUT, 1), (_OUT, 4)},
+    # ... and along the second.
+    "matmul": {(1, 1), (1, _IN), (2, _IN)},
+    "permuted": {(1, 1), (1, _IN), (2, _IN)},
+    "left": set(),
+}
+
+
+def _product(kind, x, weight):
+    if kind == "linear":
+        return mb.linear(x=x, weight=weight)
+    if kind == "left":
+        return mb.matmul(x=weight, y=x)
+    if kind == "permuted":
+        return mb.matmul(x=x, y=mb.transpose(x=weight, perm=(1, 0)), transpose_y=True)
+    return mb.matmul(x=x, y=weight, transpose_y=kind == "transposed")
+
+
+@pytest.mark.parametrize("kind", _PRODUCTS)
+@pytest.mark.parametrize("counts", _COUNTS)
+def test_products_are_right_however_scales_are_arranged(kind, counts):
+    rng = np.random.default_rng(1)
+    arguments = {
+        "data": _typed(rng.integers(0, 16, (_OUT, _IN)), "uint4"),
+        "scale": rng.uniform(0.5, 1.5, counts).astype(np.float32),
+        "offset": _typed(rng.integers(0, 16, counts), "uint4"),
+    }
+    dense = []
+
+    def function(x):
+        weight = mb.constexpr_blockwise_shift_scale(**arguments)
+        dense.append(weight.op.materialized_val_inference())
+        return _product(kind, x, weight)
+
+    shape = {"left": (_IN, 3), "matmul": (3, _OUT), "permuted": (3, _OUT)}.get(kind, (3, _IN))
+    x = rng.standard_normal(shape).astype(np.float32)
+    main = mil.main(mil.build(function, {"x": x}, Opset.iOS18))
+    compiled = OPENVINO.compile(main, EngineOptions(cache=None))
+    (actual,) = compiled(mil.features(main, {"x": x})).values()
+    weight = dense[0]
+    expected = {"left": lambda: weight @ x, "matmul": lambda: x @ weight}.get(
+        kind, lambda: x @ (weight if kind == "permuted" else weight.T)
+    )()
+    atol, rtol = ATOL_RTOL["fp32"]
+    np.testing.assert_allclose(actual, expected, atol=atol * 100, rtol=rtol)
+    used = _nodes(compiled.compiled, "FullyConnected")
+    assert (used == ["u4"]) is (counts in _PRODUCTS[kind])
+
+
+def test_a_strided_convolution_of_one_pixel_keeps_its_padding():
+    x = np.arange(15, dtype=np.float32).reshape(1, 1, 5, 3)
+    weight = np.full((1, 1, 1, 1), 2, np.float32)
+
+    def function(x):
+        numbers = mb.quantize(input=x, scale=np.float32(1), output_dtype="uint8")
+        floats = mb.dequantize(input=numbers, scale=np.float32(1))
+        return mb.conv(x=floats, weight=weight, strides=(2, 2), pad_type="custom", pad=(1, 0, 1, 1))
+
+    main = mil.main(mil.build(function, {"x": x}, Opset.iOS18))
+    compiled = OPENVINO.compile(main, EngineOptions(cache=None))
+    (actual,) = compiled(mil.features(main, {"x": x})).values()
+    padded = np.pad(x, ((0, 0), (0, 0), (1, 0), (1, 1)))
+    np.testing.assert_array_equal(actual, 2 * padded[:, :, ::2, ::2])

@@ -363,8 +363,8 @@ def test_states_written_in_a_loop():
             result = result + expected
         (found,) = compiled({"x": x, "count": _count(count)}, state).values()
         np.testing.assert_array_equal(found, result + expected)
-        np.testing.assert_array_equal(state.read()["total"], expected)
-        np.testing.assert_array_equal(state.read()["seen"], [0, 0])
+        np.testing.assert_array_equal(state.snapshot()["total"], expected)
+        np.testing.assert_array_equal(state.snapshot()["seen"], [0, 0])
 
 
 def test_states_written_in_one_branch():
@@ -389,5 +389,5 @@ def test_states_written_in_one_branch():
     ):
         (found,) = compiled({"x": x, "count": _count(count)}, state).values()
         np.testing.assert_array_equal(found, result)
-        np.testing.assert_array_equal(state.read()["total"], total)
-        np.testing.assert_array_equal(state.read()["seen"], seen)
+        np.testing.assert_array_equal(state.snapshot()["total"], total)
+        np.testing.assert_array_equal(state.snapshot()["seen"], seen)

@@ -127,13 +127,13 @@ def test_state_advances_and_instances_are_apart():
     compiled = OPENVINO.compile(main, EngineOptions())
     first, second = compiled.make_state(), compiled.make_state()
     x = {"x": np.array([1, 2], np.float16)}
-    (name,) = first.read()
+    (name,) = first.snapshot()
     for step in range(1, 4):
         (result,) = compiled(x, first).values()
         np.testing.assert_array_equal(result, x["x"] * (2 * step - 1))
-        np.testing.assert_array_equal(first.read()[name], x["x"] * step)
-    assert first.read()[name].dtype == np.float16
-    np.testing.assert_array_equal(second.read()[name], [0, 0])
+        np.testing.assert_array_equal(first.snapshot()[name], x["x"] * step)
+    assert first.snapshot()[name].dtype == np.float16
+    np.testing.assert_array_equal(second.snapshot()[name], [0, 0])
 
 
 def test_a_state_of_another_kind_is_refused():

@@ -364,3 +364,29 @@ def test_products_of_large_integers_are_exact(transpose_x, transpose_y):
         },
     )
     np.testing.assert_array_equal(result, x @ y)
+
+
+_BRANCHES = {
+    "two floats": (np.float32(1.5), np.float32(-2)),
+    "two integers": (np.int32(3), np.int32(-4)),
+    "a row and a scalar": (np.float32([1, 2, 3]), np.float32(9)),
+    "a column and a row": (np.float32([[1]]), np.float32([4, 5, 6])),
+}
+
+
+@pytest.mark.parametrize("rows", [None, 2], ids=["dynamic", "static"])
+@pytest.mark.parametrize("branches", _BRANCHES)
+def test_a_condition_broadcasts_over_what_it_selects(branches, rows):
+    """Coremltools declares the shape of the branches alone, and that of whatever is made of it."""
+    first, second = _BRANCHES[branches]
+
+    def function(x):
+        chosen = mb.select(cond=mb.greater(x=x, y=np.float32(0)), a=first, b=second)
+        return mb.mul(x=mb.abs(x=chosen), y=mb.sign(x=chosen))
+
+    compiled = _compile(function, (rows, 3))
+    for count in (2, 5) if rows is None else (rows,):
+        x = _RNG.standard_normal((count, 3)).astype(np.float32)
+        actual, expected = compiled(x), np.where(x > 0, first, second)
+        assert actual.dtype == expected.dtype
+        np.testing.assert_array_equal(actual, expected)

@@ -173,10 +173,10 @@ def test_states_persist_and_are_independent():
     for turn in range(3):
         (result,) = compiled({"x": x}, one).values()
         np.testing.assert_array_equal(result, x * (2 * turn + 1))
-    np.testing.assert_array_equal(one.read()["total"], 3 * x)
-    np.testing.assert_array_equal(other.read()["total"], 0 * x)
-    one.read()["total"][:] = 7
-    np.testing.assert_array_equal(one.read()["total"], 3 * x)
+    np.testing.assert_array_equal(one.snapshot()["total"], 3 * x)
+    np.testing.assert_array_equal(other.snapshot()["total"], 0 * x)
+    one.snapshot()["total"][:] = 7
+    np.testing.assert_array_equal(one.snapshot()["total"], 3 * x)
 
 
 def test_state_must_fit_the_function():

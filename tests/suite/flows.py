@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from executorch.backends.test.harness import Tester
 from executorch.backends.test.harness.stages import (
+    Quantize,
     Serialize,
     StageType,
     ToEdgeTransformAndLower,
@@ -43,16 +44,19 @@ class Lowering:
     Attributes:
         target: Deployment target, None for the smallest that a model needs.
         precision: Name of coremltools' compute precision.
+        quantized: Whether the model is quantized first: weights and activations, 8 bits.
     """
 
     target: Opset | None
     precision: str
+    quantized: bool = False
 
 
 LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
     {
-        # ExecuTorch's own flow of this name: iOS 15 and the default precision.
+        # ExecuTorch's own flows of these names: the oldest target, and the default precision.
         "coreml": Lowering(Opset.iOS15, "FLOAT16"),
+        "coreml_static_int8": Lowering(Opset.iOS17, "FLOAT16", quantized=True),
         # Whatever the model needs, in fp32: wrong translations do not hide behind rounding.
         "coreml_fp32": Lowering(None, "FLOAT32"),
     }
@@ -82,16 +86,24 @@ class SuiteTester(Tester):
         module: The model.
         example_inputs: Inputs it is exported with.
         partitioner: Fresh, for this model alone.
+        quantizer: Fresh too; unused where the flow does not quantize.
         engine: Engine of the delegates.
     """
 
     def __init__(
-        self, module: torch.nn.Module, example_inputs: Any, *, partitioner: Any, engine: str
+        self,
+        module: torch.nn.Module,
+        example_inputs: Any,
+        *,
+        partitioner: Any,
+        quantizer: Any,
+        engine: str,
     ) -> None:
         stages = Tester.default_stage_classes() | {
             StageType.TO_EDGE_TRANSFORM_AND_LOWER: lambda: ToEdgeTransformAndLower(
                 lambda: partitioner
             ),
+            StageType.QUANTIZE: lambda: Quantize(quantizer),
             StageType.SERIALIZE: lambda: RunHere(engine),
         }
         super().__init__(module, example_inputs, stage_classes=stages)
@@ -106,25 +118,50 @@ class SuiteTester(Tester):
         return {op: tuple(sorted(set(reasons))) for op, reasons in sorted(found.items())}
 
 
-def partitioner_factory(source: Source, lowering: Lowering) -> Callable[[], Any]:
-    """Makes partitioners of one of the two backends; imports that one."""
+@dataclass(frozen=True)
+class Makers:
+    """Make what a test needs of one of the two backends.
+
+    Attributes:
+        partitioner: A partitioner.
+        quantizer: A quantizer.
+    """
+
+    partitioner: Callable[[], Any]
+    quantizer: Callable[[], Any]
+
+
+def makers(source: Source, lowering: Lowering) -> Makers:
+    """Makers of one of the two backends; imports that one."""
     if source is Source.OURS:
-        from coreml_delegate import CoreMLBackend, CoreMLPartitioner
+        from coreml_delegate import CoreMLBackend, CoreMLPartitioner, CoreMLQuantizer
     else:
         from executorch.backends.apple.coreml.compiler import CoreMLBackend
         from executorch.backends.apple.coreml.partition import CoreMLPartitioner
+        from executorch.backends.apple.coreml.quantizer import CoreMLQuantizer
     import coremltools as ct
+    from coremltools.optimize.torch import quantization
 
     target = lowering.target
     specs = {
         "minimum_deployment_target": None if target is None else ct.target(int(target)),
         "compute_precision": ct.precision[lowering.precision],
     }
+    # The configuration of ExecuTorch's own flow.
+    eight_bits = quantization.ModuleLinearQuantizerConfig(
+        quantization_scheme="symmetric",
+        activation_dtype=torch.quint8,
+        weight_dtype=torch.qint8,
+        weight_per_channel=True,
+    )
 
-    def make() -> Any:
+    def partitioner() -> Any:
         return CoreMLPartitioner(compile_specs=CoreMLBackend.generate_compile_specs(**specs))
 
-    return make
+    def quantizer() -> Any:
+        return CoreMLQuantizer(quantization.LinearQuantizerConfig(global_config=eight_bits))
+
+    return Makers(partitioner, quantizer)
 
 
 def make_flow(
@@ -138,12 +175,21 @@ def make_flow(
         engine: Engine of the delegates.
         made: Is told every tester that the suite makes.
     """
-    new_partitioner = partitioner_factory(source, LOWERINGS[name])
+    lowering = LOWERINGS[name]
+    new = makers(source, lowering)
 
     def new_tester(module: torch.nn.Module, inputs: Any) -> SuiteTester:
-        tester = SuiteTester(module, inputs, partitioner=new_partitioner(), engine=engine)
+        tester = SuiteTester(
+            module, inputs, partitioner=new.partitioner(), quantizer=new.quantizer(), engine=engine
+        )
         made(tester)
         return tester
 
     # The suite runs no program without a delegate unless none is expected; here all are to run.
-    return TestFlow(name, backend="coreml", tester_factory=new_tester, is_delegated=False)
+    return TestFlow(
+        name,
+        backend="coreml",
+        tester_factory=new_tester,
+        quantize=lowering.quantized,
+        is_delegated=False,
+    )

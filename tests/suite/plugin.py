@@ -5,7 +5,7 @@ It must be loaded by ``-p``: the suite's ``conftest`` asks for the flows when it
 A test of the suite may lower several models; each is one case with one outcome:
 
 - ``passed``: lowered, executed and equal to eager within the suite's tolerances;
-- ``lower-fail``, ``run-fail``, ``mismatch``, ``fail``: the stage that failed;
+- ``quantize-fail``, ``lower-fail``, ``run-fail``, ``mismatch``, ``fail``: the stage that failed;
 - ``skipped``: the suite itself says the model does not run in eager mode or does not export, or
   ExecuTorch cannot serialize a program of which nothing was delegated;
 - ``crash``: the process died;
@@ -38,12 +38,13 @@ from tests.suite.flows import LOWERINGS, Source, SuiteTester, make_flow
 _PROPERTY = "suite"
 _SEED = 0
 _LONGEST_ERROR = 600
-FAILURES = ("lower-fail", "run-fail", "mismatch", "fail", "crash", "error")
+FAILURES = ("quantize-fail", "lower-fail", "run-fail", "mismatch", "fail", "crash", "error")
 _OUTCOMES: Mapping[str, str] = MappingProxyType(
     {
         "SUCCESS": "passed",
         "SUCCESS_UNDELEGATED": "passed",
         "SKIPPED": "skipped",
+        "QUANTIZE_FAIL": "quantize-fail",
         "LOWER_FAIL": "lower-fail",
         "PTE_LOAD_FAIL": "run-fail",
         "PTE_RUN_FAIL": "run-fail",

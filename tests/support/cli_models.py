@@ -92,3 +92,50 @@ def stalling():
 
     coremltools().convert = stall
     return tiny()
+
+
+class Sensitive(nn.Module):
+    """Three layers, of which the middle one has a large weight, for an input of 0, in each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.middle = nn.Linear(32, 32)
+        self.last = nn.Linear(32, 8)
+        with torch.no_grad():
+            self.first.weight[0] = 0
+            self.first.bias[0] = 0
+            self.middle.weight[:, 0] = 3
+
+    def forward(self, x):
+        return self.last(torch.relu(self.middle(torch.relu(self.first(x)))))
+
+
+def sensitive():
+    return Sensitive(), torch.randn(2, 32)
+
+
+def sensitive_samples():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, 32, generator=generator) for _ in range(4)]
+
+
+def no_samples():
+    return []
+
+
+def wide():
+    """Weights of more than 2048 elements, one with rows of 96."""
+    return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)), torch.randn(2, 64)
+
+
+def stalling_calibration():
+    """A model whose calibration says that it has begun, by ``$STALLED``, and does not end."""
+    from torchao.quantization.pt2e import quantize_pt2e
+
+    def stall(*_args, **_keywords):
+        Path(os.environ["STALLED"]).touch()
+        time.sleep(600)
+
+    quantize_pt2e.prepare_pt2e = stall
+    return sensitive()

@@ -72,3 +72,12 @@ QUANTIZED_STEPS = 2.0
 def flips_allowed(images: int) -> int:
     """Images that two runs of one quantized model may classify differently, by such rounding."""
     return max(1, images // 500)
+
+
+# Logits of two implementations of one language model in fp32: the order of sums differs in every
+# layer, and logits of a few units are sums of large terms.
+ATOL_RTOL_LOGITS = (1e-4, 1e-4)
+# Perplexity relative to eager fp32. fp16 changes single logits by thousandths; 4 bits a weight by
+# tenths, which on average over a text cost a model next to nothing.
+PERPLEXITY_FP16 = 0.01
+PERPLEXITY_INT4 = 0.05

@@ -53,6 +53,24 @@ def test_a_signal_in_the_middle_of_converting(number, code, message, tmp_path):
     assert (here / "a.pte").read_text() == "old"
 
 
+def test_an_interrupt_in_the_middle_of_calibrating(tmp_path):
+    here, temporary, stalled = (tmp_path / name for name in ("here", "temporary", "stalled"))
+    here.mkdir()
+    temporary.mkdir()
+    process = start(
+        *("export", f"{MODELS}:stalling_calibration", "-o", here / "a.pte"),
+        *("--quantize", "int8-static", "--calibration", f"{MODELS}:sensitive_samples"),
+        STALLED=stalled,
+        TMPDIR=temporary,
+    )
+    wait_for(stalled, process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=_PATIENCE)
+    assert (process.returncode, out, err) == (130, "", "coreml-delegate: error: interrupted\n")
+    assert leftovers(temporary) == set()
+    assert leftovers(here) == set()
+
+
 def test_a_reader_that_left(tmp_path):
     (tmp_path / "x.pte").write_bytes(tiny_pte())
     for args in (["--help"], ["extract", tmp_path / "x.pte", "-o", tmp_path / "out"]):

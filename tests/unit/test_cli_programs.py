@@ -64,6 +64,7 @@ def test_inspect(capsys):
         "deployment_target": None,
         "precision": "float16",
         "model_type": "model",
+        "enumerated_shapes": None,
         "weight_sharing": None,
     }
     (function,) = first["model"]["functions"]

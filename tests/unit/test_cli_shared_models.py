@@ -21,6 +21,7 @@ class Program:
     """The part of ``PteProgram`` that extraction reads; no exporter here writes shared models."""
 
     origin = "x.pte"
+    external_tensors = ()
 
     def __init__(self, methods, named=None):
         self._named = named or {}
@@ -90,7 +91,8 @@ def test_a_dangling_reference(present, capsys):
     present(Program({"forward": [reference("main", "gone")]}))
     assert main(["extract", "x.pte"]) == 1
     assert capsys.readouterr().err == (
-        "coreml-delegate: error: delegate refers to data the program does not have: got 'gone'\n"
+        "coreml-delegate: error: delegate refers to data the program does not have: got 'gone'. "
+        "Pass the .ptd files that were written with the .pte, if there are any\n"
     )
 
 

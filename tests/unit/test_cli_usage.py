@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import subprocess
@@ -63,6 +64,11 @@ def test_version(capsys):
             ["export", "m:f", "-o", "x", "--deployment-target", "iOS9"],
             "argument --deployment-target: unknown deployment target: got 'iOS9', expected iOS15, ",
         ),
+        (["quantize-report", "m:f"], "the following arguments are required: --quantize"),
+        (
+            ["quantize-report", "m:f", "--quantize", "int8-weight", "--report", "x.csv"],
+            "argument --report: 'x.csv' ends in none of .html, .json, .png, .txt",
+        ),
         (["run", "x.pte", "--repeat", "0"], "argument --repeat: '0' is not a positive integer"),
         (["run", "x.pte", "--engine", "gpu"], "argument --engine: invalid choice: 'gpu'"),
     ],
@@ -86,6 +92,19 @@ def test_errors_are_one_line(capsys):
 )
 def test_sizes(count, text):
     assert console.size(count) == text
+
+
+def test_progress_is_for_terminals(monkeypatch, capsys):
+    with console.progress([1, 2], "Reading") as items:
+        assert list(items) == [1, 2]
+    assert capsys.readouterr() == ("", "")
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with console.progress([1, 2], "Reading") as items:
+        assert list(items) == [1, 2]
+    assert "Reading" in terminal.getvalue()
+    assert capsys.readouterr().out == ""
 
 
 def test_json_is_valid_for_every_number(capsys):

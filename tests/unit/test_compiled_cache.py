@@ -111,7 +111,7 @@ def test_states_and_run_time_shapes_survive(folder, translations):
             before, after = model.predict({"x": np.arange(3)}, state).values()
             np.testing.assert_array_equal(before, np.arange(3) * step)
             np.testing.assert_array_equal(after, np.arange(3) * (step + 1))
-        assert {array.dtype for array in state.read().values()} == {np.dtype(np.float16)}
+        assert {array.dtype for array in state.snapshot().values()} == {np.dtype(np.float16)}
     for _ in range(2):
         model = _load(rows, folder)
         for count in (1, 5):
@@ -415,4 +415,4 @@ def test_states_are_not_shared(folder):
     assert first._compiled is second._compiled
     state = first.make_state()
     first.predict({"x": np.ones(3)}, state)
-    assert second.make_state().read()["total"].tolist() == [0, 0, 0]
+    assert second.make_state().snapshot()["total"].tolist() == [0, 0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +25,7 @@ from coreml_delegate import CoreMLBackend, CoreMLPartitioner
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
 from coreml_delegate.op_rules import ReasonCode
+from coreml_delegate.partition.confirmation import Confirmation
 from coreml_delegate.partition.trial import TRIALS, Trials
 from coreml_delegate.preprocess import kept
 from coreml_delegate.targets import Opset
@@ -217,7 +219,7 @@ def test_blobs_that_were_taken_hold_no_weights(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kept, "keep", recorded)
     lowered = lower(Network(supported=True), INPUTS)
     assert lowered.report.undelegated == ()
-    assert [(record.blob, record.constants) for record in records] == [(None, {})]
+    assert [(record.files, record.constants) for record in records] == [(None, {})]
 
 
 def test_the_op_that_keeps_a_partition_from_converting_is_found(
@@ -230,6 +232,32 @@ def test_the_op_that_keeps_a_partition_from_converting_is_found(
     assert reason.code is ReasonCode.CONVERSION
     assert MESSAGE in reason.text
     assert_equal_eager(lowered.pte, Chain(), INPUTS)
+
+
+def test_a_partition_does_not_fail_because_of_what_is_outside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class BehindTheCpu(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sigmoid(torch.tanh(torch.asinh(x)) * 2.0)
+
+    monkeypatch.setattr(Confirmation, "failures", _at_most(5, Confirmation.failures))
+    for op in ("aten.asinh", "aten.tanh"):
+        fail_as_a_whole(monkeypatch, op)
+    lowered = lower(BehindTheCpu(), INPUTS, skip_ops_for_coreml_delegation=["aten.asinh.default"])
+    assert lowered.operators == ("aten.asinh.default", "aten.tanh.default")
+    assert_equal_eager(lowered.pte, BehindTheCpu(), INPUTS)
+
+
+def _at_most(times: int, function: Callable[..., object]) -> Callable[..., object]:
+    left = iter(range(times))
+
+    def limited(*arguments: object) -> object:
+        if next(left, None) is None:
+            raise AssertionError("partitions are confirmed without an end")
+        return function(*arguments)
+
+    return limited
 
 
 def test_without_values_partitions_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:

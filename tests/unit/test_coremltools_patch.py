@@ -16,6 +16,8 @@ from support.tolerances import ATOL_RTOL
 from coreml_delegate import runtime
 from coreml_delegate.errors import OptionError, UnsupportedOpError
 from coreml_delegate.runtime.coremltools_patch import FrameworkError
+from coreml_delegate.runtime.mil.program import ColorSpace
+from coreml_delegate.runtime.pixels import to_picture
 from coreml_delegate.third_party import quiet_import
 
 with quiet_import():
@@ -231,20 +233,70 @@ def test_rejects_inputs_that_do_not_fit(
         _linear().predict(inputs)
 
 
-def test_names_an_image_input() -> None:
+def _pictures() -> tuple[Any, np.ndarray]:
+    """A picture, and its pixels [H, W, C]."""
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 5, 3), dtype=np.uint8)
+    return pytest.importorskip("PIL.Image").fromarray(pixels), pixels
+
+
+@pytest.mark.parametrize("engine", ["reference", "openvino"])
+@pytest.mark.parametrize("layout", ["RGB", "BGR"])
+def test_pictures(engine: str, layout: str) -> None:
     @mb.program(
-        input_specs=[mb.TensorSpec((1, 3, 4, 4), types.fp32)], opset_version=ct.target.iOS18
+        input_specs=[mb.TensorSpec((1, 3, 4, 5), types.fp32)], opset_version=ct.target.iOS18
     )
     def program(x: Any) -> Any:
-        return mb.relu(x=x, name="y")
+        return mb.mul(x=x, y=np.float32([2.0, 1.0, -1.0]).reshape(1, 3, 1, 1), name="y")
 
-    image = pytest.importorskip("PIL.Image").new("RGB", (4, 4))
-    inputs = [ct.ImageType(name="x", shape=(1, 3, 4, 4))]
+    picture, pixels = _pictures()
+    color = ct.colorlayout[layout]
+    with runtime.patch_coremltools(engine):
+        model = _convert(
+            program, inputs=[ct.ImageType(name="x", shape=(1, 3, 4, 5), color_layout=color)]
+        )
+        (result,) = model.predict({"x": picture}).values()
+        with pytest.raises(TypeError, match="mode=='RGB'"):
+            model.predict({"x": picture.convert("L")})
+        with pytest.raises(FrameworkError, match=r"'x'.* 6"):
+            model.predict({"x": picture.resize((6, 4))})
+    channels = pixels if layout == "RGB" else pixels[..., ::-1]
+    expected = channels.astype(np.float32) * np.float32([2.0, 1.0, -1.0])
+    np.testing.assert_array_equal(result, expected.transpose(2, 0, 1)[None])
+
+
+def test_picture_outputs() -> None:
+    """Values are cut to what a picture has, and rounded."""
+    pytest.importorskip("PIL.Image")
+    values = np.float32([[-3.0, 1.4], [1.6, 300.0]])
+    whole = np.uint8([[0, 1], [2, 255]])
+    gray = np.asarray(to_picture(values[None, None], ColorSpace.GRAYSCALE))
+    np.testing.assert_array_equal(gray, whole)
+    exact = np.asarray(to_picture(values[None, None], ColorSpace.GRAYSCALE_FLOAT16))
+    np.testing.assert_array_equal(exact, values)
+    channels = np.stack([values, values + 1.0, values * 0.0])
+    for space, order in ((ColorSpace.RGB, slice(None)), (ColorSpace.BGR, slice(None, None, -1))):
+        picture = np.asarray(to_picture(channels[None], space))
+        np.testing.assert_array_equal(picture[..., order][..., 0], whole)
+
+
+def test_gray_pictures() -> None:
+    @mb.program(
+        input_specs=[mb.TensorSpec((1, 1, 4, 5), types.fp32)], opset_version=ct.target.iOS18
+    )
+    def program(x: Any) -> Any:
+        return mb.add(x=x, y=1.0, name="y")
+
+    picture, _ = _pictures()
+    gray = picture.convert("L")
     with runtime.patch_coremltools():
-        with pytest.warns(RuntimeWarning, match="feature 'x' is not a multi-array: got imageType"):
-            model = _convert(program, inputs=inputs)
-        with pytest.raises(FrameworkError, match="Convert the model with tensor inputs"):
-            model.predict({"x": image})
+        model = _convert(
+            program,
+            inputs=[
+                ct.ImageType(name="x", shape=(1, 1, 4, 5), color_layout=ct.colorlayout.GRAYSCALE)
+            ],
+        )
+        (result,) = model.predict({"x": gray}).values()
+    np.testing.assert_array_equal(result[0, 0], np.asarray(gray) + 1.0)
 
 
 def test_names_what_the_engine_lacks() -> None:

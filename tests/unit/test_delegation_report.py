@@ -238,7 +238,8 @@ def test_nothing_splits_a_graph_whose_refused_calls_are_last() -> None:
 
 def test_json_is_complete(report: DelegationReport) -> None:
     content = json.loads(report.to_json())
-    assert set(content) == {"schema_version", "summary", "partitions", "obstacles", "nodes"}
+    sections = {"summary", "partitions", "obstacles", "buffers", "nodes"}
+    assert set(content) == {"schema_version", *sections}
     assert content["partitions"][0]["ops"] == {"aten.linear.default": 1, "aten.tanh.default": 1}
     (obstacle,) = content["obstacles"]
     assert obstacle["code"] == "no-rule"

@@ -214,16 +214,18 @@ def test_buffers_that_are_not_private_to_a_delegate_stay_outside(kind: type[nn.M
         torch.testing.assert_close(actual, reference(*example(3)), atol=ATOL, rtol=RTOL)
 
 
-def test_states_start_at_zero() -> None:
+def test_states_read_as_their_initial_values_at_first() -> None:
     module = Accumulator()
     module.total.fill_(1.5)
-    with pytest.raises(ContractError) as raised:
-        lower(module, example(3))
-    assert str(raised.value) == (
-        "mutable buffer 'total' does not start at zero, as Core ML states do: "
-        "got values from 1.5 to 1.5. Set take_over_mutable_buffer=False, and keep its value with "
-        "ExecuTorch's InitializedMutableBufferPass"
-    )
+    lowered = lower(module, example(3))
+    (buffer,) = lowered.report.buffers
+    assert (buffer.partition, buffer.initial) == ("coreml_0", "constant")
+    program, reference = runtime.load_program(lowered.pte), Accumulator()
+    reference.total.fill_(1.5)
+    inputs = (torch.tensor([0.25, -0.5, 1.75]),)
+    for _ in range(3):
+        (actual,) = program.run("forward", list(inputs))
+        torch.testing.assert_close(actual, reference(*inputs), atol=ATOL, rtol=RTOL)
 
 
 def test_states_need_their_opset() -> None:

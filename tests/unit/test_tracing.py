@@ -95,7 +95,7 @@ def test_a_state_is_read_and_left():
         values = {}
         traced.trace({"x": x}, lambda v, to=values: to.update({v.name: v.array}), state)
         np.testing.assert_array_equal(values["total"], np.full((2, 3), 2))
-    (held,) = state.read().values()
+    (held,) = state.snapshot().values()
     np.testing.assert_array_equal(held, x)
 
 
@@ -250,11 +250,11 @@ def test_random_values_are_the_same_in_both_runs():
 def test_states_are_diagnosed():
     traced = Model(state_program(), engine="openvino")
     state = traced.make_state()
-    (name,) = state.read()
+    (name,) = state.snapshot()
     state.write(name, np.full((2, 3), 65000, np.float16))
     diagnosis = traced.diagnose({"x": np.full((2, 3), 1000, np.float16)}, state)
     assert diagnosis.first_bad.name == "total"
-    np.testing.assert_array_equal(state.read()[name], np.full((2, 3), 65000, np.float16))
+    np.testing.assert_array_equal(state.snapshot()[name], np.full((2, 3), 65000, np.float16))
 
 
 def test_the_function_asked_for_is_diagnosed():

@@ -15,9 +15,14 @@ WEIGHTS = [
 ]
 
 
+def written(weights):
+    pieces, offsets = write_weights(weights)
+    return b"".join(pieces.parts), offsets
+
+
 def test_the_native_reader_reads_them(tmp_path):
     storage = pytest.importorskip("coremltools.libmilstoragepython")
-    data, offsets = write_weights(WEIGHTS)
+    data, offsets = written(WEIGHTS)
     path = tmp_path / "weight.bin"
     path.write_bytes(data)
     reader = storage._BlobStorageReader(str(path))
@@ -36,7 +41,7 @@ def test_the_native_writer_writes_the_same(tmp_path):
         writer.write_int32_data(np.arange(64, dtype=np.int32)),
     ]
     del writer
-    data, ours = write_weights(WEIGHTS)
+    data, ours = written(WEIGHTS)
     assert ours == offsets
     # The native writer does not fill up the end.
     native = path.read_bytes()
@@ -45,13 +50,13 @@ def test_the_native_writer_writes_the_same(tmp_path):
 
 
 def test_round_trip():
-    data, offsets = write_weights(WEIGHTS)
+    data, offsets = written(WEIGHTS)
     assert all(offset % ALIGNMENT == 0 for offset in offsets)
     view = memoryview(data)
     assert [read_weight("w.bin", view, offset) for offset in offsets] == WEIGHTS
 
 
 def test_data_outside_the_file():
-    data, (offset, *_) = write_weights(WEIGHTS[:1])
+    data, (offset, *_) = written(WEIGHTS[:1])
     with pytest.raises(BlobFormatError, match="data lies outside the file: got 20 bytes at 128"):
         read_weight("w.bin", memoryview(data[:140]), offset)

@@ -36,6 +36,8 @@ def main(argv: list[str]) -> int:
             [
                 *("-c", os.devnull, "--rootdir", str(root), "--confcutdir", str(root)),
                 *("-p", PLUGIN, "-p", "no:cacheprovider", "--disable-warnings", "-q"),
+                # torch traces itself at DEBUG; its records would bury every failure report.
+                "--log-level=WARNING",
                 *options,
                 *(str(root / name) for name in files),
             ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,8 +20,12 @@ from coreml_delegate.runtime.mil.program import (
     ListType,
     NamedType,
     Op,
+    Ref,
     TensorType,
 )
+
+# Ops whose results coremltools declares too small: it forgets that a condition broadcasts too.
+_MISDECLARING = frozenset({"select"})
 
 # What OpenVINO's binding raises for a graph it refuses to build.
 _BUILD_ERRORS = (ArithmeticError, RuntimeError, TypeError, ValueError, LookupError)
@@ -36,11 +40,13 @@ class BlockTranslator:
         special: Ops that need the scope itself, by type.
         reasons: Collects errors if it is a list; values that could not be made are then stood in
             for, so that one pass finds all. With None the first error is raised.
+        misdeclared: Values that have other shapes than the program says.
     """
 
     opset: Opset
     special: Mapping[str, Special]
     reasons: list[str] | None = None
+    misdeclared: set[str] = field(default_factory=set[str])
 
     def block(self, block: Block, scope: Scope, inputs: Sequence[Value] = ()) -> list[Value]:
         """Translate a block in the fresh ``scope`` of its names.
@@ -66,7 +72,7 @@ class BlockTranslator:
         found_before = len(self.reasons or ())
         try:
             outputs = self._apply(op, scope)
-            _bind(op, outputs, scope)
+            self._bind(op, outputs, scope)
         except (CoreMLDelegateError, *_BUILD_ERRORS) as error:
             if self.reasons is None:
                 if isinstance(error, _LocatedError):
@@ -89,6 +95,39 @@ class BlockTranslator:
             raise refuse(f"no translation of this op in {self.opset.name}", op.type)
         result = entry.function(**_arguments(op, entry, scope))
         return result if isinstance(result, tuple) else (result,)
+
+    def _bind(self, op: Op, outputs: tuple[Value, ...], scope: Scope) -> None:
+        if len(outputs) != len(op.outputs):
+            raise refuse("number of outputs", len(op.outputs), str(len(outputs)))
+        for declared, value in zip(op.outputs, outputs, strict=True):
+            is_bare = isinstance(value, Constant | Weight | TensorList)
+            scope.values[declared.name] = value if is_bare else self._checked(op, declared, value)
+
+    def _checked(self, op: Op, declared: NamedType, value: Any) -> Any:
+        """A result in the type its op declares.
+
+        Raises:
+            UnsupportedOpError: The shape is another: OpenVINO understands the op differently.
+        """
+        if not isinstance(declared.type, TensorType):
+            raise refuse("result that is no tensor", declared.type)
+        value = graph.converted(graph.output(value), graph.GRAPH_TYPE[declared.type.dtype])
+        shape, expected = value.get_partial_shape(), declared.type.shape
+        if (
+            expected is not None
+            and shape.rank.is_static
+            and not _agree(graph.dims(value), expected)
+        ):
+            if op.type not in _MISDECLARING and not self._is_misled(op):
+                raise refuse("result shape", list(graph.dims(value)), str(list(expected)))
+            self.misdeclared.add(declared.name)
+        value.get_node().set_friendly_name(declared.name)
+        return value
+
+    def _is_misled(self, op: Op) -> bool:
+        """Whether the shapes of an op's results were declared after one that is wrong."""
+        bindings = (binding for given in op.inputs.values() for binding in given)
+        return any(isinstance(b, Ref) and b.name in self.misdeclared for b in bindings)
 
 
 Special: TypeAlias = Callable[[BlockTranslator, Op, Scope], tuple[Value, ...]]
@@ -147,14 +186,6 @@ def literal(name: str, value: Value) -> Any:
     return data
 
 
-def _bind(op: Op, outputs: tuple[Value, ...], scope: Scope) -> None:
-    if len(outputs) != len(op.outputs):
-        raise refuse("number of outputs", len(op.outputs), str(len(outputs)))
-    for declared, value in zip(op.outputs, outputs, strict=True):
-        is_bare = isinstance(value, Constant | Weight | TensorList)
-        scope.values[declared.name] = value if is_bare else _checked(declared, value)
-
-
 def _substitute(out: NamedType, scope: Scope) -> None:
     try:
         if isinstance(out.type, ListType) and isinstance(out.type.element, TensorType):
@@ -169,25 +200,11 @@ def _substitute(out: NamedType, scope: Scope) -> None:
         scope.values.pop(out.name, None)
 
 
-def _checked(declared: NamedType, value: Any) -> Any:
-    """A result in the type its op declares.
-
-    Raises:
-        UnsupportedOpError: The shape is another: OpenVINO understands the op differently.
-    """
-    if not isinstance(declared.type, TensorType):
-        raise refuse("result that is no tensor", declared.type)
-    value = graph.converted(graph.output(value), graph.GRAPH_TYPE[declared.type.dtype])
-    shape = value.get_partial_shape()
-    expected = declared.type.shape
-    if expected is not None and shape.rank.is_static:
-        actual = [dim.get_length() if dim.is_static else None for dim in shape]
-        if len(actual) != len(expected) or any(
-            None not in (a, b) and a != b for a, b in zip(actual, expected, strict=True)
-        ):
-            raise refuse("result shape", actual, str(list(expected)))
-    value.get_node().set_friendly_name(declared.name)
-    return value
+def _agree(actual: Sequence[int | None], declared: Sequence[int | None]) -> bool:
+    """Whether two shapes can be the same."""
+    return len(actual) == len(declared) and all(
+        None in (one, other) or one == other for one, other in zip(actual, declared, strict=True)
+    )
 
 
 def _flat(literals: list[Any]) -> list[Any]:

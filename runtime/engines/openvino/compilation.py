@@ -102,7 +102,9 @@ def _build(
         "compiled %s %s: %d nodes", function.name, shapes or "", len(translated.model.get_ops())
     )
     # Not the translated model: the compiled one has its own copies of what it still needs.
-    interface = Interface(translated.inputs, translated.outputs, translated.states)
+    interface = Interface(
+        translated.inputs, translated.outputs, translated.states, translated.writes
+    )
     made = OpenVinoFunction(interface, compiled)
     if cache is not None:
         cache.keep(made, shapes)

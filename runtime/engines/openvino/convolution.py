@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
+    dims,
     f32,
+    ints,
     per_channel,
     rank,
     reshape,
+    scalar,
     static_dims,
 )
 from coreml_delegate.runtime.engines.openvino.registry import (
@@ -20,6 +23,8 @@ from coreml_delegate.runtime.engines.openvino.registry import (
     refuse,
     translation,
 )
+
+_INT32_MAX = 2**31 - 1
 
 AUTO_PAD: dict[str, str] = {
     "valid": "valid",
@@ -65,15 +70,35 @@ def conv(
     axes = rank(x)
     ones = [1] * (axes - 2)
     begin, end = split_pad(pad_type, pad, axes - 2)
+    strides = tuple(strides or ones)
+    if any(begin + end) and strides != tuple(ones) and _is_pointwise(weight):
+        x, strides = _strided(x, begin, end, strides), tuple(ones)
+        begin = end = [0] * len(ones)
     build = ops.convolution
     if groups != 1:
         build = ops.group_convolution
         out_channels, in_channels, *kernel = static_dims(weight, range(axes))
         weight = reshape(weight, (groups, out_channels // groups, in_channels, *kernel))
     result = build(
-        x, weight, list(strides or ones), begin, end, list(dilations or ones), auto_pad(pad_type)
+        x, weight, list(strides), begin, end, list(dilations or ones), auto_pad(pad_type)
     )
     return result if bias is None else ops.add(result, per_channel(bias, axes))
+
+
+def _is_pointwise(weight: Tensor) -> bool:
+    return all(size == 1 for size in dims(weight)[2:])
+
+
+def _strided(x: Tensor, begin: Sequence[int], end: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """What a convolution of one pixel sees of ``x``: padded, and every so many pixels.
+
+    OpenVINO moves the strides of such a convolution to where its input is made, and forgets the
+    padding as it does.
+    """
+    padded = ops.pad(x, ints([0, 0, *begin]), ints([0, 0, *end]), "constant", scalar(0.0, x))
+    axes = list(range(2, 2 + len(strides)))
+    first, last = ints([0] * len(axes)), ints([_INT32_MAX] * len(axes))
+    return ops.slice(padded, first, last, ints(strides), ints(axes))
 
 
 @translation("conv_quantized")

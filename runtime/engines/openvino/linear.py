@@ -8,6 +8,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset15 as ops
 
+from coreml_delegate.runtime.engines.openvino.decompression import expanded, multiplicable
 from coreml_delegate.runtime.engines.openvino.graph import (
     converted,
     dim_of,
@@ -38,7 +39,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Result:
 @translation("matmul")
 def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Result:
     """Batched matrix product with numpy's broadcasting, of the element type of ``x``."""
-    y = converted(y, element_type(x))
+    y = converted(multiplicable(y, transposed=transpose_y), element_type(x))
+    if is_float(x) and rank(x) == 1 and rank(y) > 1:
+        # Between quantized values the plugin returns a matrix of a vector's product.
+        product = ops.matmul(ops.unsqueeze(x, ints(0)), y, False, transpose_y)
+        return ops.squeeze(product, ints(-2))
     if is_float(x):
         return ops.matmul(x, y, transpose_x, transpose_y)
     return _integer_product(x, y, transpose_x, transpose_y)
@@ -76,6 +81,7 @@ def einsum(values: Tensors, equation: str) -> Result:
     MIL defines ``nchw,nwhu->nchu``, with or without ``n``: axis -3 of the second operand is
     contracted with axis -1 of the first; the others are batch axes and broadcast.
     """
+    values = tuple(map(expanded, values))
     if len(values) != 2 or _canonical(equation) not in ("abcd,adce->abce", "abc,cbd->abd"):
         return ops.einsum([f32(value) for value in values], equation)
     x, y = values

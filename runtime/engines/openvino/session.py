@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import openvino as ov
+from numpy.typing import NDArray
 
 from coreml_delegate.errors import ExecutionError, InputError
 from coreml_delegate.runtime.engines.base import Array, State
-from coreml_delegate.runtime.engines.states import fitting
+from coreml_delegate.runtime.engines.openvino.states import OpenVinoState, StateTypes, Writes
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import TensorType
 
@@ -44,17 +45,28 @@ def _infer_on_one_thread(request: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """What the ports of a compiled model mean: inputs then states, outputs then new states.
+    """What the ports of a compiled model mean: inputs then states, outputs then what is written.
+
+    A state that is made anew is one port; rows that are written to one are two, for each write:
+    their places, int32 [C], and themselves.
 
     Attributes:
         inputs: Feature names.
         outputs: Feature names.
         states: Name and type of every state tensor.
+        writes: How each is written.
     """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    states: tuple[tuple[str, TensorType], ...]
+    states: StateTypes
+    writes: tuple[Writes, ...]
+
+    @property
+    def port_counts(self) -> tuple[int, int]:
+        """How many inputs and outputs the model has."""
+        written = sum(1 if axes is None else 2 * len(axes) for axes in self.writes)
+        return len(self.inputs) + len(self.states), len(self.outputs) + written
 
     def encode(self) -> dict[str, Any]:
         """As plain data, ready for JSON."""
@@ -62,6 +74,7 @@ class Interface:
             "inputs": list(self.inputs),
             "outputs": list(self.outputs),
             "states": [[name, type_.dtype.label, type_.shape] for name, type_ in self.states],
+            "writes": self.writes,
         }
 
     @classmethod
@@ -77,42 +90,8 @@ class Interface:
             (name, TensorType(DType.from_label(label), tuple(shape)))
             for name, label, shape in fields["states"]
         )
-        return cls(tuple(fields["inputs"]), tuple(fields["outputs"]), states)
-
-
-class OpenVinoState:
-    """State tensors of one model instance, in the program's dtypes, zero at start.
-
-    A step reads one set of tensors and writes the other, then the two change places: no step copies
-    a state.
-    """
-
-    def __init__(self, names: tuple[str, ...], arrays: tuple[Array, ...]) -> None:
-        self._names = names
-        self._arrays = (arrays, tuple(np.zeros_like(array) for array in arrays))
-        self._tensors = tuple(
-            [ov.Tensor(array, shared_memory=True) for array in side] for side in self._arrays
-        )
-        self._side = 0
-
-    def read(self) -> dict[str, Array]:
-        """Copies of every state tensor, by feature name."""
-        arrays = self._arrays[self._side]
-        return {name: array.copy() for name, array in zip(self._names, arrays, strict=True)}
-
-    def write(self, name: str, value: Array) -> None:
-        """Replace the content of one state tensor; see ``State``."""
-        held = dict(zip(self._names, self._arrays[self._side], strict=True))
-        replacement = fitting(held, name, value)
-        np.copyto(held[name], replacement)
-
-    def tensors(self) -> tuple[list[Any], list[Any]]:
-        """The tensors to read from and those to write to."""
-        return self._tensors[self._side], self._tensors[1 - self._side]
-
-    def advance(self) -> None:
-        """Make the tensors just written the ones to read."""
-        self._side = 1 - self._side
+        writes = tuple(None if axes is None else tuple(axes) for axes in fields["writes"])
+        return cls(tuple(fields["inputs"]), tuple(fields["outputs"]), states, writes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +124,13 @@ def _ports(names: tuple[str, ...], ports: list[Any]) -> list[_Port]:
 class _Request:
     """An infer request with the views and arrays at its ports; one call at a time."""
 
-    def __init__(self, compiled: Any, inputs: list[_Port], outputs: list[_Port]) -> None:
+    def __init__(
+        self,
+        compiled: Any,
+        inputs: list[_Port],
+        outputs: list[_Port],
+        writes: tuple[Writes, ...],
+    ) -> None:
         self._request = compiled.create_infer_request()
         self._alone = int(compiled.get_property("INFERENCE_NUM_THREADS")) == 1
         self._copied = [
@@ -159,7 +144,18 @@ class _Request:
             (port, self._request.get_output_tensor(port.index).data if port.copied else None)
             for port in outputs
         ]
-        self._first_state = len(inputs), len(outputs)
+        self._first_state = len(inputs)
+        # Of each state: the port that makes it anew, or views of the places and rows written.
+        self._made: list[tuple[int, int]] = []
+        self._rows: list[list[tuple[NDArray[np.int32], Array]]] = []
+        port = len(outputs)
+        for place, axes in enumerate(writes):
+            if axes is None:
+                self._made.append((place, port))
+            count = len(axes or ())
+            starts = range(port, port + 2 * count, 2)
+            self._rows.append([(self._view(start), self._view(start + 1)) for start in starts])
+            port += 1 if axes is None else 2 * count
 
     def run(self, inputs: Mapping[str, Array], state: OpenVinoState | None) -> dict[str, Array]:
         """Run once."""
@@ -180,8 +176,11 @@ class _Request:
             elif port.shape is None:
                 results[port.name] = self._request.get_output_tensor(port.index).data.copy()
         if state is not None:
-            state.advance()
+            state.advance(self._rows)
         return results
+
+    def _view(self, port: int) -> NDArray[Any]:
+        return self._request.get_output_tensor(port).data
 
     def _bind_input(self, port: _Port, array: Array) -> None:
         if self._held.get(port.name) is array:
@@ -201,10 +200,10 @@ class _Request:
 
     def _bind_state(self, state: OpenVinoState) -> None:
         current, spare = state.tensors()
-        first_input, first_output = self._first_state
-        for place, (source, target) in enumerate(zip(current, spare, strict=True)):
-            self._request.set_input_tensor(first_input + place, source)
-            self._request.set_output_tensor(first_output + place, target)
+        for place, source in enumerate(current):
+            self._request.set_input_tensor(self._first_state + place, source)
+        for place, port in self._made:
+            self._request.set_output_tensor(port, spare[place])
 
 
 _PENDING: Array = np.empty(0)
@@ -226,8 +225,7 @@ class OpenVinoFunction:
     """
 
     def __init__(self, interface: Interface, compiled: Any, *, keep: object = None) -> None:
-        states = len(interface.states)
-        expected = len(interface.inputs) + states, len(interface.outputs) + states
+        expected = interface.port_counts
         if (len(compiled.inputs), len(compiled.outputs)) != expected:
             raise ValueError(
                 f"the model has {len(compiled.inputs)} inputs and {len(compiled.outputs)} outputs, "
@@ -239,7 +237,7 @@ class OpenVinoFunction:
         self._states = interface.states
         self._inputs = _ports(interface.inputs, compiled.inputs)
         self._outputs = _ports(interface.outputs, compiled.outputs)
-        self._idle = [_Request(compiled, self._inputs, self._outputs)]
+        self._idle = [self._request()]
 
     def __call__(self, inputs: Mapping[str, Array], state: State | None = None) -> dict[str, Array]:
         """Run once.
@@ -255,10 +253,12 @@ class OpenVinoFunction:
                 got=type(state).__name__,
                 expected="what make_state returned" if self._states else "None",
             )
+        if isinstance(state, OpenVinoState):
+            state.arrange(self.interface.writes)
         try:
             request = self._idle.pop()  # atomic, so no lock
         except IndexError:
-            request = _Request(self.compiled, self._inputs, self._outputs)
+            request = self._request()
         try:
             return request.run(inputs, state if isinstance(state, OpenVinoState) else None)
         except RuntimeError as error:
@@ -270,11 +270,9 @@ class OpenVinoFunction:
 
     def make_state(self) -> OpenVinoState | None:
         """Fresh state, all zeros; None when the function has none."""
-        states = self._states
-        if not states:
+        if not self._states:
             return None
-        arrays = tuple(
-            np.zeros([dim or 0 for dim in type_.shape or ()], dtype=type_.dtype.numpy)
-            for _, type_ in states
-        )
-        return OpenVinoState(tuple(name for name, _ in states), arrays)
+        return OpenVinoState(self._states, self.interface.writes)
+
+    def _request(self) -> _Request:
+        return _Request(self.compiled, self._inputs, self._outputs, self.interface.writes)

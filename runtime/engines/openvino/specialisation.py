@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from coreml_delegate.runtime.engines.base import Array, State
-from coreml_delegate.runtime.engines.openvino.session import OpenVinoFunction, OpenVinoState
+from coreml_delegate.runtime.engines.openvino.session import OpenVinoFunction
+from coreml_delegate.runtime.engines.openvino.states import OpenVinoState
 from coreml_delegate.runtime.engines.shapes import check_shape
 from coreml_delegate.runtime.mil.program import Function, NamedType, TensorType
 

@@ -33,7 +33,9 @@ from coreml_delegate.runtime.engines.openvino import (
 from coreml_delegate.runtime.engines.openvino.blocks import BlockTranslator
 from coreml_delegate.runtime.engines.openvino.control_flow import SPECIAL
 from coreml_delegate.runtime.engines.openvino.registry import refuse
+from coreml_delegate.runtime.engines.openvino.row_writes import read_apart, row_writes
 from coreml_delegate.runtime.engines.openvino.scope import Scope, Value, stand_in
+from coreml_delegate.runtime.engines.openvino.states import StateTypes, Writes
 from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.program import (
     Feature,
@@ -71,16 +73,18 @@ class Translated:
     """A model, and what its ports mean.
 
     Attributes:
-        model: Inputs are ``inputs`` then ``states``; results are ``outputs`` then the new states.
+        model: Inputs are ``inputs`` then ``states``; results are ``outputs`` then what is written.
         inputs: Feature names.
         outputs: Feature names.
         states: Name and type of every state tensor.
+        writes: How each is written.
     """
 
     model: ov.Model
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    states: tuple[tuple[str, TensorType], ...]
+    states: StateTypes
+    writes: tuple[Writes, ...]
 
 
 def translate(function: Function) -> Translated:
@@ -114,33 +118,54 @@ class _Translation:
         function: The function.
         scope: Of its names.
         inputs: Parameter of the model by name of the function's parameter.
-        states: The same for states, with their types.
+        states: The same for states: parameter, value at the start, type.
         values: What the function's outputs stand for, by name.
     """
 
     function: Function
     scope: Scope
     inputs: dict[str, Any]
-    states: dict[str, tuple[Any, TensorType]]
+    states: dict[str, tuple[Any, Any, TensorType]]
     values: dict[str, Value]
 
     def model(self) -> Translated:
         """The model of everything translated."""
         declared = _declared_types(self.function)
         results = [self._result(feature, declared) for feature in self.function.outputs]
-        results += [
-            _exported(self.scope.state(name), type_, name)
-            for name, (_, type_) in self.states.items()
-        ]
-        parameters = [*self.inputs.values(), *(node for node, _ in self.states.values())]
+        parameters = [*self.inputs.values()]
+        writes: list[Writes] = []
+        for name in self.states:
+            parameter, written, axes = self._written(name)
+            parameters.append(parameter)
+            results += written
+            writes.append(axes)
         # The stub binds the constructor to the base class.
         make_model: Any = ov.Model
         return Translated(
             make_model(results, parameters, self.function.name),
             tuple(self.inputs),
             tuple(feature.name for feature in self.function.outputs),
-            tuple((name, type_) for name, (_, type_) in self.states.items()),
+            tuple((name, type_) for name, (_, _, type_) in self.states.items()),
+            tuple(writes),
         )
+
+    def _written(self, name: str) -> tuple[Any, list[Any], Writes]:
+        """The parameter of a state, the results that say what it becomes, and what those are."""
+        parameter, before, type_ = self.states[name]
+        after = self.scope.state(name)
+        writes = row_writes(before, after)
+        if writes is None:
+            return parameter, [_exported(after, type_, name)], None
+        kept = ov.op.Parameter(graph.element_type(before), parameter.get_partial_shape())
+        kept.set_friendly_name(name)
+        results = [
+            result
+            for write in writes
+            for result in (ops.result(write.places), _exported(write.rows, type_, name))
+        ]
+        graph.output(before).replace(kept.output(0))
+        read_apart(after)
+        return kept, results, tuple(write.axis for write in writes)
 
     def _result(self, feature: Feature, declared: dict[str, TensorType]) -> Any:
         name = feature.name
@@ -154,12 +179,12 @@ class _Translation:
 def _translation(function: Function, reasons: list[str] | None) -> _Translation:
     scope = Scope()
     inputs: dict[str, Any] = {}
-    states: dict[str, tuple[Any, TensorType]] = {}
+    states: dict[str, tuple[Any, Any, TensorType]] = {}
     for param in function.params:
         if isinstance(param.type, StateType):
             node, value = stand_in(param.name, param.type.wrapped)
             scope.set_state(param.name, value)
-            states[param.name] = (node, param.type.wrapped)
+            states[param.name] = (node, value, param.type.wrapped)
         else:
             inputs[param.name], scope.values[param.name] = stand_in(param.name, param.type)
     translator = BlockTranslator(Opset.from_mil_name(function.opset), SPECIAL, reasons)

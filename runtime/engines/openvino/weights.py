@@ -24,6 +24,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     integer_constant,
     is_float,
     known,
+    output,
     per_channel,
     rank,
 )
@@ -251,10 +252,37 @@ def dequantize(
     """``scale * (input - zero_point)``, per tensor or along ``axis``."""
     if is_float(input):
         raise refuse("dequantize of floats", element_type(input), "int8 or uint8")
+    grid = _requantized(input, scale, zero_point, axis)
+    if grid is not None:
+        return grid
     value = ops.convert(input, "f32")
     if zero_point is not None:
         value = ops.subtract(value, _aligned(_f32(zero_point), input, axis))
     return ops.multiply(value, _aligned(scale, input, axis))
+
+
+def _requantized(
+    codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int | None
+) -> Any | None:
+    """What ``quantize`` made and constants turn back, as one fake-quantize; None for the rest.
+
+    Were the codes converted back, joining them with others would round the values behind to whole
+    numbers: the CPU plugin of OpenVINO 2026.4 moves the scale before the conversion to integers.
+    """
+    conversion = output(codes).get_node()
+    if conversion.get_type_name() != "Convert":
+        return None
+    grid = conversion.input_value(0).get_node()
+    if grid.get_type_name() != "FakeQuantize":
+        return None
+    source, first, last, *ends = (grid.input_value(place) for place in range(5))
+    bounds = [known(end) for end in ends]
+    step = _aligned(_f32(scale), codes, axis)
+    shift = None if zero_point is None else _aligned(_f32(zero_point), codes, axis)
+    if known(step) is None or (shift is not None and known(shift) is None):
+        return None
+    low, high = (_unquantized(float(bound), step, shift) for bound in bounds if bound is not None)
+    return ops.fake_quantize(source, first, last, low, high, 256)
 
 
 def _f32(parameter: Tensor) -> Any:

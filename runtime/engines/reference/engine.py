@@ -43,8 +43,8 @@ from coreml_delegate.runtime.engines.reference.values import (
     tensor_of_array,
 )
 from coreml_delegate.runtime.engines.source import ProgramSource
-from coreml_delegate.runtime.engines.states import fitting
 from coreml_delegate.runtime.mil.program import Function, StateType, TensorType
+from coreml_delegate.runtime.snapshots import Snapshot, fitting, fitting_all
 
 FAMILIES: tuple[ModuleType, ...] = (
     activation,
@@ -75,14 +75,25 @@ class ReferenceState:
 
     tensors: dict[str, Tensor]
 
-    def read(self) -> dict[str, Array]:
-        """Copies of every state tensor, by feature name."""
-        return {name: tensor.numpy().copy() for name, tensor in self.tensors.items()}
+    def snapshot(self) -> Snapshot:
+        """Copies of every state tensor; see ``State``."""
+        return {name: array.copy() for name, array in self._held().items()}
+
+    def restore(self, snapshot: Mapping[str, Array]) -> None:
+        """Replace the content of every state tensor; see ``State``."""
+        for name, value in fitting_all(self._held(), snapshot).items():
+            self.tensors[name] = torch.from_numpy(value)
+
+    def reset(self) -> None:
+        """Set every state tensor to zero."""
+        self.tensors.update({n: torch.zeros_like(tensor) for n, tensor in self.tensors.items()})
 
     def write(self, name: str, value: Array) -> None:
         """Replace the content of one state tensor; see ``State``."""
-        held = {key: tensor.numpy() for key, tensor in self.tensors.items()}
-        self.tensors[name] = torch.from_numpy(fitting(held, name, value))
+        self.tensors[name] = torch.from_numpy(fitting(self._held(), name, value))
+
+    def _held(self) -> Snapshot:
+        return {name: tensor.numpy() for name, tensor in self.tensors.items()}
 
 
 class ReferenceFunction:

@@ -227,7 +227,7 @@ REJECTED = (
     *(
         reject(
             ReasonCode.SYMBOLIC,
-            "'self' has dynamic shape",
+            "where windows lie depends on a size that is dynamic",
             op,
             x(1, 2, *[6] * n),
             [2] * n,
@@ -244,7 +244,7 @@ REJECTED = (
     *(
         reject(
             ReasonCode.SYMBOLIC,
-            "'self' has dynamic shape",
+            "how many elements a window has depends on a dynamic size",
             op,
             x(1, 2, *[6] * n),
             [2] * n,
@@ -315,23 +315,5 @@ REJECTED = (
             note="indices",
         )
         for op, n in ((MI, 2), ("aten.max_pool3d_with_indices.default", 3))
-    ),
-    *(
-        reject(
-            ReasonCode.SYMBOLIC,
-            "the input size is dynamic",
-            f"aten.{op}.default",
-            x(1, 2, *size),
-            [3] * len(size),
-            note="dynamic",
-            dynamic=True,
-        )
-        for op, size in (
-            ("adaptive_avg_pool1d", (9,)),
-            ("adaptive_avg_pool2d", (6, 9)),
-            ("_adaptive_avg_pool2d", (6, 9)),
-            ("adaptive_avg_pool3d", (6, 6, 9)),
-            ("_adaptive_avg_pool3d", (6, 6, 9)),
-        )
     ),
 )

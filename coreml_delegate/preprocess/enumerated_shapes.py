@@ -1,0 +1,317 @@
+"""Enumerated input shapes: checked against a program, and carried to the inputs of its parts.
+
+A part of a program, lowered by itself, has inputs that are not the program's. Their sizes are
+expressions of the same symbols; every combination of the program's input shapes gives the symbols
+values, and these the part's input shapes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import sympy
+import torch
+from torch.export import ExportedProgram
+
+from coreml_delegate.errors import ContractError, OptionError
+from coreml_delegate.preprocess.symbolic_sizes import expression_of, input_tensors
+from coreml_delegate.shapes import (
+    MAX_SHAPES,
+    EnumeratedInput,
+    EnumeratedShapes,
+    Shape,
+    Size,
+    SymbolicSize,
+)
+from coreml_delegate.targets import Opset
+
+SEVERAL_INPUTS_OPSET = Opset.iOS18
+"""First opset that takes enumerated shapes of several inputs, which it ties to each other."""
+
+
+def enumerate_inputs(
+    program: ExportedProgram, shapes: Mapping[str, Sequence[Sequence[int]]]
+) -> EnumeratedShapes:
+    """Check enumerated shapes against a program.
+
+    Args:
+        program: Exported with these dimensions dynamic.
+        shapes: By input name; the n-th shapes of all inputs go together.
+
+    Raises:
+        OptionError: An input that is unknown or left out, a shape that the program was not exported
+            for, or combinations that are too few, too many or repeated.
+    """
+    tensors = input_tensors(program)
+    _check_names(shapes, tensors)
+    listed = {name: _read(name, given) for name, given in shapes.items()}
+    _check_count(listed)
+    entries: dict[tuple[Size, ...], EnumeratedInput] = {}
+    for name, tensor in tensors.items():
+        sizes = _sizes_of(tensor, program)
+        is_fixed = all(isinstance(size, int) for size in sizes)
+        if name not in listed:
+            if is_fixed:
+                continue
+            raise OptionError(
+                f"input {name!r} has dynamic dimensions and no enumerated shapes",
+                got=_described(sizes),
+                remedy="List a shape of it for each combination, or export it with fixed sizes",
+            )
+        for shape in listed[name]:
+            _check_shape(name, shape, sizes)
+        known = entries.get(sizes)
+        if is_fixed:
+            continue
+        if known is None:
+            entries[sizes] = EnumeratedInput((name,), sizes, listed[name])
+        elif known.shapes == listed[name]:
+            entries[sizes] = replace(known, names=(*known.names, name))
+        else:
+            raise OptionError(
+                f"inputs {known.names[0]!r} and {name!r} have the same symbolic shape "
+                "and different enumerated ones",
+                got=f"{_listed(known.shapes)} and {_listed(listed[name])}",
+                expected=_described(sizes),
+                remedy="Export them with dimensions that are independent of each other",
+            )
+    if not entries:
+        raise OptionError(
+            "no input has dynamic dimensions",
+            got=", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()),
+            remedy="Export with dynamic_shapes: enumerated shapes choose among what they allow",
+        )
+    enumerated = EnumeratedShapes(tuple(entries.values()))
+    combinations = list(zip(*(entry.shapes for entry in enumerated.inputs), strict=True))
+    repeated = [c for i, c in enumerate(combinations) if c in combinations[:i]]
+    if repeated:
+        raise OptionError(
+            "a combination of enumerated shapes is listed twice",
+            got=", ".join(str(list(shape)) for shape in repeated[0]),
+        )
+    return enumerated
+
+
+def boundary_shapes(
+    program: ExportedProgram, enumerated: EnumeratedShapes
+) -> dict[str, tuple[Shape, ...]]:
+    """The shapes of every input of a part of the program, one for each combination.
+
+    Args:
+        program: The part, or the whole.
+        enumerated: Of the whole program.
+
+    Raises:
+        ContractError: The size of an input depends on more than the sizes of the program's inputs.
+    """
+    bindings = enumerated.bindings()
+    return {
+        name: tensor_shapes(name, tensor, bindings)
+        for name, tensor in input_tensors(program).items()
+    }
+
+
+def tensor_shapes(
+    name: str, tensor: torch.Tensor, bindings: Sequence[Mapping[str, int]]
+) -> tuple[Shape, ...]:
+    """The shapes of a tensor for given values of the symbols; see ``EnumeratedShapes.bindings``.
+
+    Raises:
+        ContractError: A size depends on something else.
+    """
+    return tuple(tuple(_value(name, size, b) for size in tensor.shape) for b in bindings)
+
+
+def undetermined(tensor: torch.Tensor, enumerated: EnumeratedShapes) -> str | None:
+    """The first size of a tensor that the enumerated shapes leave open, None if there is none."""
+    known = enumerated.bindings()[0].keys()
+    for size in tensor.shape:
+        if isinstance(size, torch.SymInt):
+            free = {str(symbol) for symbol in expression_of(size).free_symbols}
+            if not free <= known:
+                return str(size)
+    return None
+
+
+def fix_sizes(program: ExportedProgram, shapes: Mapping[str, tuple[Shape, ...]]) -> None:
+    """Make fixed what is the same in every combination.
+
+    Args:
+        program: Whose inputs they are; changed in place.
+        shapes: See ``boundary_shapes``.
+    """
+    for node in program.graph.find_nodes(op="placeholder"):
+        if node.name not in shapes:
+            continue
+        tensor: torch.Tensor = node.meta["val"]
+        pairs = zip(tensor.shape, zip(*shapes[node.name], strict=True), strict=True)
+        sizes = [values[0] if len(set(values)) == 1 else size for size, values in pairs]
+        if sizes != list(tensor.shape):
+            node.meta["val"] = tensor.new_empty(sizes)
+
+
+def enumerated_inputs(shapes: Mapping[str, tuple[Shape, ...]]) -> dict[str, tuple[Shape, ...]]:
+    """Of these inputs those whose shape differs between combinations.
+
+    Where there is one alone, each of its shapes counts once.
+    """
+    open_inputs = {name: listed for name, listed in shapes.items() if len(set(listed)) > 1}
+    if len(open_inputs) == 1:
+        return {name: tuple(dict.fromkeys(listed)) for name, listed in open_inputs.items()}
+    return open_inputs
+
+
+def check_target(inputs: Mapping[str, tuple[Shape, ...]], target: Opset | None) -> None:
+    """Refuse enumerated shapes of several inputs where the target takes those of one alone.
+
+    Raises:
+        ContractError: It is so.
+    """
+    if len(inputs) > 1 and target is not None and target < SEVERAL_INPUTS_OPSET:
+        raise ContractError(
+            f"enumerated shapes of several inputs ({', '.join(inputs)}) need "
+            f"{SEVERAL_INPUTS_OPSET.name} ({SEVERAL_INPUTS_OPSET.platforms})",
+            got=f"minimum_deployment_target {target.name}",
+            remedy="Raise it, or export all inputs but one with fixed sizes",
+        )
+
+
+def declare(spec: Any, inputs: Mapping[str, tuple[Shape, ...]]) -> None:
+    """Write enumerated shapes into the description of a model, in place of its ranges.
+
+    Args:
+        spec: The ``Model`` message.
+        inputs: By name of the feature.
+    """
+    for feature in spec.description.input:
+        shapes = inputs.get(feature.name)
+        if shapes is None:
+            continue
+        array = feature.type.multiArrayType
+        array.ClearField("shapeRange")
+        del array.shape[:]
+        array.shape.extend(shapes[0])
+        for shape in shapes:
+            array.enumeratedShapes.shapes.add().shape.extend(shape)
+
+
+def _check_names(shapes: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    for name in shapes:
+        if name not in tensors:
+            near = difflib.get_close_matches(str(name), tensors, n=3)
+            raise OptionError(
+                "enumerated shapes of an input that the program does not have",
+                got=repr(name),
+                expected=f"perhaps {', '.join(near)}" if near else ", ".join(tensors),
+            )
+
+
+def _check_count(listed: Mapping[str, tuple[Shape, ...]]) -> None:
+    counts = {name: len(shapes) for name, shapes in listed.items()}
+    if len(set(counts.values())) > 1:
+        raise OptionError(
+            "inputs have different numbers of enumerated shapes",
+            got=", ".join(f"{name!r} {count}" for name, count in counts.items()),
+            remedy="List as many shapes for each: the n-th shapes of all inputs go together",
+        )
+    count = max(counts.values(), default=0)
+    if not 2 <= count <= MAX_SHAPES:
+        raise OptionError(
+            "wrong number of enumerated shapes",
+            got=str(count),
+            expected=f"2 to {MAX_SHAPES}",
+            remedy="Export with fixed sizes where there is one shape, and with dynamic_shapes "
+            "alone where there are too many to list",
+        )
+
+
+def _read(name: str, shapes: Any) -> tuple[Shape, ...]:
+    if not isinstance(shapes, list | tuple):
+        raise OptionError(
+            f"enumerated shapes of input {name!r} are no list",
+            got=repr(shapes),
+            expected="[[1, 8]]",
+        )
+    return tuple(_shape(name, shape) for shape in cast("Sequence[Any]", shapes))
+
+
+def _shape(name: str, shape: Any) -> Shape:
+    sizes = tuple(cast("Sequence[Any]", shape)) if isinstance(shape, list | tuple) else ()
+    if not sizes or any(type(size) is not int or size < 1 for size in sizes):
+        raise OptionError(
+            f"enumerated shape of input {name!r} is no list of integers from 1",
+            got=repr(shape),
+            expected="[1, 8], or alike",
+        )
+    return sizes
+
+
+def _check_shape(name: str, shape: Shape, sizes: Sequence[Size]) -> None:
+    if len(shape) != len(sizes):
+        raise OptionError(
+            f"enumerated shape of input {name!r} has another rank than the input",
+            got=f"{len(shape)} ({list(shape)})",
+            expected=f"{len(sizes)} ({_described(sizes)})",
+        )
+    for dim, (given, size) in enumerate(zip(shape, sizes, strict=True)):
+        if isinstance(size, int) and given != size:
+            raise OptionError(
+                f"enumerated shape of input {name!r} changes dimension {dim}, which is fixed",
+                got=f"{given} ({list(shape)})",
+                expected=str(size),
+                remedy="Export the program with this dimension dynamic",
+            )
+        if isinstance(size, SymbolicSize) and not size.admits(given):
+            raise OptionError(
+                f"enumerated shape of input {name!r} is out of bounds in dimension {dim}",
+                got=f"{given} ({list(shape)})",
+                expected=str(size),
+                remedy="Export the program with wider bounds for this dimension",
+            )
+
+
+def _sizes_of(tensor: torch.Tensor, program: ExportedProgram) -> tuple[Size, ...]:
+    ranges = {str(key): found for key, found in program.range_constraints.items()}
+    return tuple(
+        _symbolic(str(expression_of(size)), ranges) if isinstance(size, torch.SymInt) else int(size)
+        for size in tensor.shape
+    )
+
+
+def _symbolic(expression: str, ranges: Mapping[str, Any]) -> SymbolicSize:
+    found = ranges.get(expression)
+    if found is None:
+        return SymbolicSize(expression)
+    return SymbolicSize(expression, _finite(found.lower), _finite(found.upper))
+
+
+def _finite(bound: Any) -> int | None:
+    return int(bound) if getattr(bound, "is_finite", True) and bound.is_Integer else None
+
+
+def _value(name: str, size: int | torch.SymInt, binding: Mapping[str, int]) -> int:
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expression = expression_of(size)
+    value = expression.xreplace(
+        {s: sympy.Integer(binding[str(s)]) for s in expression.free_symbols if str(s) in binding}
+    )
+    if not value.is_Integer:
+        raise ContractError(
+            f"size {size} of {name!r} does not follow from the enumerated shapes",
+            got=f"{value}",
+            remedy="It depends on data, or on dimensions that are not enumerated: leave the ops "
+            "that need it to the CPU (skip_ops_for_coreml_delegation)",
+        )
+    return int(value)
+
+
+def _described(sizes: Sequence[Size]) -> str:
+    return f"[{', '.join(map(str, sizes))}]"
+
+
+def _listed(shapes: Sequence[Shape]) -> str:
+    return " | ".join(str(list(shape)) for shape in shapes)

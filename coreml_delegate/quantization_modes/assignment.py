@@ -1,0 +1,157 @@
+"""Which mode each module of a model gets, and the JSON file that says so.
+
+One object::
+
+    schema_version  1
+    mode            of what is not listed
+    modules         object: module path -> mode, or null to leave it in float
+
+A path stands for everything inside that module; of several, the longest counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from coreml_delegate.errors import OptionError
+from coreml_delegate.quantization_modes.table import Method, QuantizationMode, mode_of
+
+SCHEMA_VERSION = 1
+_KEYS = ("schema_version", "mode", "modules")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationAssignment:
+    """Modes by module.
+
+    Attributes:
+        mode: Of what ``modules`` does not mean.
+        modules: By path; None leaves a module in float.
+
+    Raises:
+        OptionError: Modes that do not go together.
+    """
+
+    mode: QuantizationMode
+    modules: Mapping[str, QuantizationMode | None] = field(
+        default_factory=dict[str, QuantizationMode | None]
+    )
+
+    def __post_init__(self) -> None:
+        if self.modules and self.mode.method is Method.CONVERSION:
+            raise OptionError(
+                f"{self.mode.name} is applied to converted weights, which belong to no module",
+                got=f"modes for {len(self.modules)} modules",
+                remedy="Leave modules out",
+            )
+        strangers = [
+            mode for mode in self.modules.values() if mode and mode.method is not self.mode.method
+        ]
+        if strangers:
+            raise OptionError(
+                f"{strangers[0].name} and {self.mode.name} do not go together",
+                got=f"{strangers[0].method.value}, and {self.mode.method.value}",
+                remedy="Choose modes of one kind",
+            )
+
+    @property
+    def modes(self) -> tuple[QuantizationMode, ...]:
+        """Every mode in it, without repetition."""
+        listed = (self.mode, *self.modules.values())
+        return tuple(dict.fromkeys(mode for mode in listed if mode is not None))
+
+    @property
+    def activations(self) -> bool:
+        """Whether any activations are quantized."""
+        return any(mode.activations for mode in self.modes)
+
+    @property
+    def newest(self) -> QuantizationMode:
+        """The mode that needs the newest system."""
+        return max(self.modes, key=lambda mode: mode.target)
+
+    def mode_for(self, path: str) -> QuantizationMode | None:
+        """The mode of a module."""
+        inside = [p for p in self.modules if path == p or path.startswith(f"{p}.")]
+        return self.modules[max(inside, key=len)] if inside else self.mode
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a file has it."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "mode": self.mode.name,
+            "modules": {
+                path: None if mode is None else mode.name
+                for path, mode in sorted(self.modules.items())
+            },
+        }
+
+    def to_json(self) -> str:
+        """The text of a file; equal assignments give equal text."""
+        return json.dumps(self.as_dict(), indent=2)
+
+    @classmethod
+    def read(cls, path: Path) -> QuantizationAssignment:
+        """Read a file.
+
+        Raises:
+            OptionError: It cannot be read, or is no such document.
+        """
+        try:
+            document: object = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise OptionError(f"cannot read {path}", got=str(error)) from error
+        try:
+            return cls.from_document(document)
+        except OptionError as error:
+            raise OptionError(
+                f"{path}: {error.what}",
+                got=error.got,
+                expected=error.expected,
+                remedy=error.remedy,
+            ) from error
+
+    @classmethod
+    def from_document(cls, document: object) -> QuantizationAssignment:
+        """Decode what ``to_json`` writes.
+
+        Raises:
+            OptionError: Not such a document.
+        """
+        if not isinstance(document, dict):
+            raise OptionError("not a quantization config", expected="a JSON object")
+        given = cast("dict[str, Any]", document)
+        unknown = sorted(set(given) - set(_KEYS))
+        if unknown:
+            raise OptionError(
+                "unknown key", got=", ".join(map(repr, unknown)), expected=", ".join(_KEYS)
+            )
+        if given.get("schema_version") != SCHEMA_VERSION:
+            raise OptionError(
+                "schema_version",
+                got=repr(given.get("schema_version")),
+                expected=str(SCHEMA_VERSION),
+            )
+        modules: object = given.get("modules", {})
+        if not isinstance(modules, dict):
+            raise OptionError(
+                "modules", got=repr(modules), expected="an object of paths with their modes"
+            )
+        named = cast("dict[str, object]", modules)
+        return cls(
+            _mode("mode", given.get("mode")),
+            {
+                path: None if name is None else _mode(f"modules[{path!r}]", name)
+                for path, name in named.items()
+            },
+        )
+
+
+def _mode(key: str, name: object) -> QuantizationMode:
+    if not isinstance(name, str):
+        raise OptionError(key, got=repr(name), expected="the name of a quantization mode")
+    return mode_of(name)

@@ -1,0 +1,250 @@
+"""The one table of quantization modes: their names, what they need, and what stands in for them.
+
+A name is fixed (``int8-static``) or has a number in it (``int4-group32``), written ``N`` here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from coreml_delegate.errors import OptionError
+from coreml_delegate.targets import Opset
+
+
+class Method(enum.Enum):
+    """What does the quantizing."""
+
+    PT2E = "CoreMLQuantizer on the exported program"
+    MODULES = "torchao's quantize_ on the modules"
+    CONVERSION = "coremltools on the converted weights"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationMode:
+    """A way to quantize.
+
+    Attributes:
+        name: As typed: ``int8-static``, ``int4-group32``.
+        method: What does it.
+        bits: Of a weight.
+        summary: For help texts, with ``N`` for the number in the name.
+        target: The oldest system that runs it.
+        activations: Whether activations are quantized too, which takes calibration data.
+        group_size: How many weights of a row share a scale; None for the whole row.
+        codebook: Whether weights are indices into a table of values.
+        sparsity: Share of the weights that becomes zero, 0 to 1.
+        relief: Name of the mode that a layer gets for which this is too coarse; None for float.
+    """
+
+    name: str
+    method: Method
+    bits: int
+    summary: str
+    target: Opset
+    activations: bool = False
+    group_size: int | None = None
+    codebook: bool = False
+    sparsity: float = 0.0
+    relief: str | None = None
+
+    @property
+    def lowering_target(self) -> Opset | None:
+        """The target to lower for if the user names none.
+
+        A mode for the newest opset stores its weights so only there; otherwise the partitioner
+        finds the smallest that the whole model needs.
+        """
+        return self.target if self.target >= _EXPLICIT_FROM else None
+
+    def require_target(self, given: Opset | None, option: str) -> None:
+        """Check a target that the user named.
+
+        Raises:
+            OptionError: It is too old for this mode.
+        """
+        if given is not None and given < self.target:
+            raise OptionError(
+                f"{option} must be {self.target.name} or higher for {self.name}",
+                got=given.name,
+                remedy=f"Ask for {self.target.name}, or leave it out",
+            )
+
+
+_EXPLICIT_FROM = Opset.iOS18
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A mode, or a family of them that differ in one number.
+
+    Attributes:
+        form: Name, with ``N`` for the number.
+        mode: Its properties; those that the number determines are placeholders.
+        numbers: Those accepted, for a family.
+        field: What the number is of a mode.
+    """
+
+    form: str
+    mode: QuantizationMode
+    numbers: Sequence[int] = ()
+    field: str = ""
+
+    def read(self, name: str) -> QuantizationMode | None:
+        """The mode of that name.
+
+        Raises:
+            OptionError: It is of this family, and its number is none of the accepted.
+        """
+        if not self.numbers:
+            return self.mode if name == self.form else None
+        found = re.fullmatch(self.form.replace("N", r"(-?\d+)"), name)
+        if found is None:
+            return None
+        number = int(found[1])
+        if number not in self.numbers:
+            raise OptionError(
+                f"{self.form} has no such number",
+                got=name,
+                expected=_listed(self.numbers),
+            )
+        value = number / 100 if self.field == "sparsity" else number
+        return replace(self.mode, name=name, **{self.field: value})
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    if isinstance(numbers, range):
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers))
+
+
+def _row(form: str, numbers: Sequence[int] = (), field: str = "", **properties: object) -> _Row:
+    bits = {"bits": 0} if field == "bits" else {}
+    mode = QuantizationMode(name=form, **(bits | properties))  # pyright: ignore[reportArgumentType]
+    return _Row(form, mode, numbers, field)
+
+
+_GROUPS = range(2, 4097)
+_ROWS = (
+    _row(
+        "int8-static",
+        method=Method.PT2E,
+        bits=8,
+        activations=True,
+        target=Opset.iOS17,
+        relief="int8-weight",
+        summary="weights and activations in 8 bits; needs calibration data",
+    ),
+    _row(
+        "int8-weight",
+        method=Method.PT2E,
+        bits=8,
+        target=Opset.iOS17,
+        summary="weights of every kind of layer in 8 bits, a scale per output channel",
+    ),
+    _row(
+        "int4-weight",
+        method=Method.PT2E,
+        bits=4,
+        target=Opset.iOS18,
+        relief="int8-weight",
+        summary="weights of every kind of layer in 4 bits, a scale per output channel",
+    ),
+    _row(
+        "int8-channel",
+        method=Method.MODULES,
+        bits=8,
+        target=Opset.iOS16,
+        summary="linear layers and embeddings in 8 bits, a scale per output channel",
+    ),
+    _row(
+        "int4-channel",
+        method=Method.MODULES,
+        bits=4,
+        target=Opset.iOS18,
+        relief="int8-channel",
+        summary="linear layers and embeddings in 4 bits, a scale per output channel",
+    ),
+    _row(
+        "int8-groupN",
+        _GROUPS,
+        "group_size",
+        method=Method.MODULES,
+        bits=8,
+        target=Opset.iOS18,
+        summary="linear layers and embeddings in 8 bits, a scale for N weights",
+    ),
+    _row(
+        "int4-groupN",
+        _GROUPS,
+        "group_size",
+        method=Method.MODULES,
+        bits=4,
+        target=Opset.iOS18,
+        relief="int8-channel",
+        summary="linear layers and embeddings in 4 bits, a scale for N weights",
+    ),
+    _row(
+        "codebook-N",
+        range(1, 9),
+        "bits",
+        method=Method.MODULES,
+        codebook=True,
+        target=Opset.iOS18,
+        relief="int8-channel",
+        summary="linear layers and embeddings as N-bit indices into 2**N values",
+    ),
+    _row(
+        "palettize-N",
+        (1, 2, 3, 4, 6, 8),
+        "bits",
+        method=Method.CONVERSION,
+        codebook=True,
+        target=Opset.iOS16,
+        summary="weights of more than 2048 elements as N-bit indices, after conversion",
+    ),
+    _row(
+        "prune-N",
+        range(1, 100),
+        "sparsity",
+        method=Method.CONVERSION,
+        bits=16,
+        target=Opset.iOS16,
+        summary="the smallest N percent of such weights become zero, after conversion",
+    ),
+)
+MODES_BY_FORM = MappingProxyType({row.form: row.mode for row in _ROWS})
+"""Every mode, or a representative of its family, by form."""
+
+FORMS: Mapping[str, str] = MappingProxyType({row.form: row.mode.summary for row in _ROWS})
+"""What each form of name means."""
+
+_EXAMPLES = {"N": "32", "codebook-N": "4", "palettize-N": "4", "prune-N": "50"}
+
+
+def example_of(form: str) -> str:
+    """A name of that form."""
+    return form.replace("N", _EXAMPLES.get(form, _EXAMPLES["N"]))
+
+
+def mode_of(name: str) -> QuantizationMode:
+    """The mode of that name.
+
+    Raises:
+        OptionError: There is none; names near matches.
+    """
+    for row in _ROWS:
+        mode = row.read(name)
+        if mode is not None:
+            return mode
+    near = difflib.get_close_matches(re.sub(r"\d+$", "N", name), FORMS, n=3, cutoff=0.5)
+    near += difflib.get_close_matches(name, FORMS, n=2, cutoff=0.5)
+    raise OptionError(
+        "unknown quantization mode",
+        got=repr(name),
+        expected=f"perhaps {' or '.join(dict.fromkeys(near))}" if near else ", ".join(FORMS),
+    )

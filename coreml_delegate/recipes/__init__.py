@@ -1,0 +1,13 @@
+"""Recipes for ``executorch.export``; importing this registers them under our own backend name."""
+
+from coreml_delegate.third_party import quiet_import
+
+with quiet_import():
+    from executorch.export import recipe_registry
+
+    from coreml_delegate.recipes.provider import CoreMLRecipeProvider
+    from coreml_delegate.recipes.recipe_type import COREML_BACKEND, CoreMLRecipeType
+
+recipe_registry.register_backend_recipe_provider(CoreMLRecipeProvider())
+
+__all__ = ["COREML_BACKEND", "CoreMLRecipeProvider", "CoreMLRecipeType"]

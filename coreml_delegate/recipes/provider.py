@@ -1,0 +1,179 @@
+"""``CoreMLRecipeProvider``: what ``executorch.export`` asks for our recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from executorch.exir import EdgeCompileConfig
+from executorch.export import (
+    AOQuantizationConfig,
+    BackendRecipeProvider,
+    ExportRecipe,
+    LoweringRecipe,
+    QuantizationRecipe,
+    RecipeType,
+)
+from torch import nn
+
+from coreml_delegate.backend import CoreMLBackend
+from coreml_delegate.compile_options import Precision
+from coreml_delegate.partition import CoreMLPartitioner
+from coreml_delegate.quantization_modes import Method, QuantizationMode, mode_of
+from coreml_delegate.quantization_modes.configs import linear_quantizer_config, torchao_config
+from coreml_delegate.quantizer import CoreMLQuantizer
+from coreml_delegate.recipes import keywords
+from coreml_delegate.recipes.recipe_type import COREML_BACKEND, CoreMLRecipeType
+from coreml_delegate.targets import STATE_OPSET, Opset
+
+_PARTITIONER_KEYWORDS = (
+    "skip_ops_for_coreml_delegation",
+    "lower_full_graph",
+    "take_over_constant_data",
+)
+_DEFAULT_GROUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """A recipe.
+
+    Attributes:
+        mode: Name of the quantization mode for given keywords; None for none.
+        precision: What Core ML computes in.
+        keywords: Accepted besides those of every recipe.
+        required: Of them.
+    """
+
+    mode: Callable[[Mapping[str, Any]], str | None] = lambda _: None
+    precision: Precision = Precision.FLOAT16
+    keywords: Mapping[str, Callable[[str, Any], None]] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
+    required: tuple[str, ...] = ()
+
+
+def _always(mode: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda _: mode
+
+
+def _grouped(bits: int) -> Callable[[Mapping[str, Any]], str]:
+    return lambda given: f"int{bits}-group{given.get('group_size', _DEFAULT_GROUP)}"
+
+
+_GROUP_KEYWORDS = {**keywords.GROUP, **keywords.FILTER}
+_RECIPES = MappingProxyType(
+    {
+        CoreMLRecipeType.FP32: _Recipe(precision=Precision.FLOAT32),
+        CoreMLRecipeType.FP16: _Recipe(),
+        CoreMLRecipeType.PT2E_INT8_STATIC: _Recipe(_always("int8-static")),
+        CoreMLRecipeType.PT2E_INT8_WEIGHT_ONLY: _Recipe(_always("int8-weight")),
+        CoreMLRecipeType.TORCHAO_INT4_WEIGHT_ONLY_PER_CHANNEL: _Recipe(
+            _always("int4-channel"), keywords=keywords.FILTER
+        ),
+        CoreMLRecipeType.TORCHAO_INT4_WEIGHT_ONLY_PER_GROUP: _Recipe(
+            _grouped(4), keywords=_GROUP_KEYWORDS
+        ),
+        CoreMLRecipeType.TORCHAO_INT8_WEIGHT_ONLY_PER_CHANNEL: _Recipe(
+            _always("int8-channel"), keywords=keywords.FILTER
+        ),
+        CoreMLRecipeType.TORCHAO_INT8_WEIGHT_ONLY_PER_GROUP: _Recipe(
+            _grouped(8), keywords=_GROUP_KEYWORDS
+        ),
+        CoreMLRecipeType.CODEBOOK_WEIGHT_ONLY: _Recipe(
+            lambda given: f"codebook-{given['bits']}",
+            keywords={**keywords.CODEBOOK, **keywords.FILTER},
+            required=tuple(keywords.CODEBOOK),
+        ),
+    }
+)
+
+
+class CoreMLRecipeProvider(BackendRecipeProvider):
+    """Makes the recipes of ``CoreMLRecipeType``.
+
+    All take ``minimum_deployment_target`` (None given: the smallest that the model needs),
+    ``compute_unit``, and of ``CoreMLPartitioner`` ``skip_ops_for_coreml_delegation``,
+    ``lower_full_graph`` and ``take_over_constant_data``. Those by torchao take ``filter_fn(module,
+    path)``, which says what is quantized: linear layers by default, and for a codebook embeddings
+    too. Those per group take ``group_size`` (32); the codebook's requires ``bits`` and
+    ``block_size``, the rows and columns that share a table.
+    """
+
+    @property
+    def backend_name(self) -> str:
+        """The backend in the registry."""
+        return COREML_BACKEND
+
+    def get_supported_recipes(self) -> Sequence[RecipeType]:
+        """Every ``CoreMLRecipeType``."""
+        return list(_RECIPES)
+
+    def create_recipe(self, recipe_type: RecipeType, **kwargs: Any) -> ExportRecipe | None:
+        """Make a recipe.
+
+        Args:
+            recipe_type: A ``CoreMLRecipeType``.
+            **kwargs: See the class.
+
+        Returns:
+            The recipe; None for a type that is not ours, as the registry expects.
+
+        Raises:
+            OptionError: A keyword that is unknown, missing or not accepted, or a deployment target
+                that is too old for the recipe.
+        """
+        if not isinstance(recipe_type, CoreMLRecipeType):
+            return None
+        recipe = _RECIPES[recipe_type]
+        accepted = {**keywords.COMMON, **recipe.keywords}
+        keywords.check(recipe_type.value, kwargs, accepted, recipe.required)
+        name = recipe.mode(kwargs)
+        mode = None if name is None else mode_of(name)
+        return ExportRecipe(
+            name=recipe_type.value,
+            quantization_recipe=None if mode is None else _quantization(mode, kwargs),
+            lowering_recipe=_lowering(recipe_type.value, mode, recipe.precision, kwargs),
+        )
+
+
+def _quantization(mode: QuantizationMode, given: Mapping[str, Any]) -> QuantizationRecipe:
+    if mode.method is Method.PT2E:
+        return QuantizationRecipe(quantizers=[CoreMLQuantizer(linear_quantizer_config(mode))])
+    # None means torchao's own default, linear layers; its codebooks have none.
+    default = _has_rows if mode.codebook else None
+    return QuantizationRecipe(
+        ao_quantization_configs=[
+            AOQuantizationConfig(
+                torchao_config(mode, block_size=given.get("block_size")),
+                given.get("filter_fn") or default,
+            )
+        ]
+    )
+
+
+def _has_rows(module: nn.Module, _path: str) -> bool:
+    return isinstance(module, nn.Linear | nn.Embedding)
+
+
+def _lowering(
+    recipe: str, mode: QuantizationMode | None, precision: Precision, given: Mapping[str, Any]
+) -> LoweringRecipe:
+    asked = given.get("minimum_deployment_target")
+    target = None if asked is None else Opset(asked)
+    if mode is not None:
+        mode.require_target(target, f"{recipe}: minimum_deployment_target")
+        target = target or mode.lowering_target
+    units = {k: given[k] for k in ("compute_unit",) if k in given}
+    partitioner = CoreMLPartitioner(
+        compile_specs=CoreMLBackend.generate_compile_specs(
+            compute_precision=precision, minimum_deployment_target=target, **units
+        ),
+        take_over_mutable_buffer=target is None or target >= STATE_OPSET,
+        **{k: given[k] for k in _PARTITIONER_KEYWORDS if k in given},
+    )
+    # The same as that of ExecuTorch's other backends, so that recipes combine.
+    return LoweringRecipe(
+        partitioners=[partitioner],
+        edge_compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=False),
+    )

@@ -1,0 +1,226 @@
+"""Compression of weights after conversion, as data: coremltools' ``OptimizationConfig`` in JSON.
+
+One stage is the dictionary that ``OptimizationConfig.from_dict`` takes::
+
+    {"config_type": "OpPalettizerConfig", "global_config": {"nbits": 4},
+     "op_type_configs": {"gather": None}, "op_name_configs": {...}}
+
+Several stages are applied in turn to the same weights, sparse ones quantized for instance.
+
+Source: coremltools 9.0, ``coremltools.optimize.coreml``.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, cast
+
+from coreml_delegate.errors import OptionError
+from coreml_delegate.targets import Opset
+
+Stage = Mapping[str, Any]
+
+OPTION: Final = "weight_compression"
+LINEAR_OPTION: Final = "op_linear_quantizer_config"
+LINEAR: Final = "OpLinearQuantizerConfig"
+PALETTE: Final = "OpPalettizerConfig"
+THRESHOLD: Final = "OpThresholdPrunerConfig"
+MAGNITUDE: Final = "OpMagnitudePrunerConfig"
+
+_TYPE = "config_type"
+_GLOBAL = "global_config"
+_TABLES = ("op_type_configs", "op_name_configs")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of compression.
+
+    Attributes:
+        function: Of ``coremltools.optimize.coreml``, that applies it.
+        keys: Its parameters, as far as they are data.
+        newer: What of its parameters came with iOS18, if any; all else with iOS16.
+    """
+
+    function: str
+    keys: tuple[str, ...]
+    newer: Callable[[Mapping[str, Any]], Iterator[str]]
+
+
+def _newer_linear(config: Mapping[str, Any]) -> Iterator[str]:
+    if str(config.get("dtype", "int8")) in ("int4", "uint4"):
+        yield "weights of 4 bits"
+    if config.get("granularity") == "per_block":
+        yield "a scale per block"
+
+
+def _newer_palette(config: Mapping[str, Any]) -> Iterator[str]:
+    if config.get("nbits") == 3:
+        yield "indices of 3 bits"
+    if config.get("granularity") == "per_grouped_channel":
+        yield "a table per group of channels"
+    if (config.get("cluster_dim") or 1) > 1:
+        yield "tables of vectors"
+    if config.get("enable_per_channel_scale"):
+        yield "a scale per channel"
+
+
+def _none(_: Mapping[str, Any]) -> Iterator[str]:
+    yield from ()
+
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        LINEAR: Kind(
+            "linear_quantize_weights",
+            ("mode", "dtype", "granularity", "block_size", "weight_threshold"),
+            _newer_linear,
+        ),
+        PALETTE: Kind(
+            "palettize_weights",
+            (
+                *("mode", "nbits", "granularity", "group_size", "channel_axis", "cluster_dim"),
+                *("enable_per_channel_scale", "num_kmeans_workers", "weight_threshold"),
+            ),
+            _newer_palette,
+        ),
+        MAGNITUDE: Kind(
+            "prune_weights",
+            ("target_sparsity", "block_size", "n_m_ratio", "dim", "weight_threshold"),
+            _none,
+        ),
+        THRESHOLD: Kind(
+            "prune_weights",
+            ("threshold", "minimum_sparsity_percentile", "weight_threshold"),
+            _none,
+        ),
+    }
+)
+
+
+def stages_of(value: Stage | Sequence[Stage]) -> tuple[Stage, ...]:
+    """Check and copy a stage, or several.
+
+    Raises:
+        OptionError: A key or kind that does not exist, names what is near; or no such structure.
+    """
+    given = [value] if isinstance(value, Mapping) else list(value)
+    if not given:
+        raise OptionError(f"{OPTION} has no stage", got=repr(value), expected="at least one")
+    for stage in given:
+        _check_stage(stage)
+    return tuple(copy.deepcopy(dict(stage)) for stage in given)
+
+
+def checked_linear(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Check the keys of an ``op_linear_quantizer_config``.
+
+    Raises:
+        OptionError: One does not exist; names what is near.
+    """
+    if config is not None:
+        _check_keys(config, KINDS[LINEAR].keys, LINEAR_OPTION)
+    return config
+
+
+def demand(
+    linear: Mapping[str, Any] | None, stages: Sequence[Stage] | None
+) -> tuple[Opset, str] | None:
+    """The oldest opset that can express the compression, and what demands it.
+
+    Args:
+        linear: ``op_linear_quantizer_config``.
+        stages: ``weight_compression``.
+    """
+    found = [] if linear is None else [(LINEAR_OPTION, list(_newer_linear(linear)))]
+    newer = [text for stage in stages or () for text in _newer_of(stage)]
+    if len(stages or ()) > 1 or (linear is not None and stages):
+        newer.append("several kinds for one weight")
+    if stages:
+        found.append((OPTION, newer))
+    if not found:
+        return None
+    for option, texts in found:
+        if texts:
+            return Opset.iOS18, f"{option} with {texts[0]}"
+    return Opset.iOS16, found[0][0]
+
+
+def require_target(target: Opset, needed: Opset, what: str) -> None:
+    """Refuse a deployment target that has not what the compression makes.
+
+    Raises:
+        OptionError: It has not.
+    """
+    if needed > target:
+        raise OptionError(
+            "the deployment target is too low for the compression of weights",
+            got=target.name,
+            expected=f"{needed.name} or later, for {what}",
+            remedy=f"Pass minimum_deployment_target=ct.target.{needed.name}, or none",
+        )
+
+
+def configs_in(stage: Stage) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Kind and parameters of every configuration in a stage; those that are None left out."""
+    tables = (cast("Mapping[str, Any]", stage.get(name) or {}) for name in _TABLES)
+    for config in (stage.get(_GLOBAL), *(c for table in tables for c in table.values())):
+        if config is not None:
+            yield config.get(_TYPE, stage[_TYPE]), config
+
+
+def _newer_of(stage: Stage) -> Iterator[str]:
+    for kind, config in configs_in(stage):
+        yield from KINDS[kind].newer(config)
+
+
+def _check_stage(stage: object) -> None:
+    if not isinstance(stage, Mapping):
+        raise OptionError(f"{OPTION} is a dictionary, or a list of them", got=repr(stage))
+    typed = cast("Mapping[str, Any]", stage)
+    _check_keys(typed, (_TYPE, _GLOBAL, *_TABLES), OPTION)
+    _check_kind(typed.get(_TYPE))
+    for name in _TABLES:
+        table = typed.get(name)
+        if table is not None and not isinstance(table, Mapping):
+            raise OptionError(f"{OPTION}: {name!r} is a dictionary", got=repr(table))
+    functions: set[str] = set()
+    for kind, config in configs_in(typed):
+        _check_kind(kind)
+        _check_keys(config, (*KINDS[kind].keys, _TYPE), f"{OPTION}: {kind}")
+        functions.add(KINDS[kind].function)
+    if len(functions) != 1:
+        raise OptionError(
+            f"a stage of {OPTION} does one thing",
+            got=", ".join(sorted(functions)) or "nothing to do",
+            expected="quantization, palettization or pruning",
+            remedy="Give several kinds as a list of stages",
+        )
+
+
+def _check_kind(kind: object) -> None:
+    if kind not in KINDS:
+        raise OptionError(
+            f"{OPTION}: {_TYPE!r} is no kind of compression",
+            got=repr(kind),
+            expected=_near(kind, tuple(KINDS)),
+        )
+
+
+def _check_keys(config: object, known: Sequence[str], where: str) -> None:
+    if not isinstance(config, Mapping):
+        raise OptionError(f"{where} is a dictionary", got=repr(config))
+    for key in cast("Mapping[object, Any]", config):
+        if key not in known:
+            raise OptionError(
+                f"{where} has an unknown key", got=repr(key), expected=_near(key, known)
+            )
+
+
+def _near(given: object, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(str(given), known, n=3)
+    return f"perhaps {', '.join(near)}" if near else ", ".join(known)

@@ -1,0 +1,163 @@
+"""Mutable buffers: which become Core ML states, and why the others do not.
+
+A state is private to one partition: nothing else reads or writes it, and its new value is no
+output. It is fp16, so it takes the place of a buffer whose values fp16 holds as Core ML computes
+with them. Every other mutable buffer stays in ExecuTorch's memory, and is passed in and out.
+
+Source: ``emit/_emitter.py`` of ExecuTorch 1.5, for initial values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from coreml_delegate.errors import ContractError
+from coreml_delegate.op_rules.rule import target_name
+from coreml_delegate.partition.tagging import put_into, tag_of
+from coreml_delegate.preprocess.states import HELD, largest_integer
+from coreml_delegate.targets import STATE_OPSET, Opset
+
+# What ExecuTorch's emitter looks for, and its InitializedMutableBufferPass sets.
+_KEEP_INITIAL_VALUE = "et_init_buffer"
+
+NOT_ASKED_FOR = "take_over_mutable_buffer=False was asked for"
+_NEVER_READ = "nothing reads it before it is written"
+_NOT_COMPUTED = "its new value is not computed in a partition"
+
+
+@dataclass(frozen=True, slots=True)
+class MutableBuffer:
+    """One mutable buffer of a program.
+
+    Attributes:
+        name: Its name in the module.
+        node: Its placeholder: the value it has when a run begins.
+        new_value: What it has when the run ends.
+    """
+
+    name: str
+    node: Node
+    new_value: Node
+
+
+def mutable_buffers(program: ExportedProgram) -> Iterator[MutableBuffer]:
+    """The mutable buffers, in the order of the placeholders."""
+    signature = program.graph_signature
+    nodes = {node.name: node for node in program.graph.nodes}
+    new_values = {name: nodes[value] for value, name in signature.buffers_to_mutate.items()}
+    for placeholder, name in signature.inputs_to_buffers.items():
+        if name in new_values:
+            yield MutableBuffer(name, nodes[placeholder], new_values[name])
+
+
+def tag_states(program: ExportedProgram) -> None:
+    """Give every buffer that can be a state to the partition that it is private to."""
+    returned = _times_returned(program)
+    for buffer in mutable_buffers(program):
+        if _obstacle(buffer, returned) is None:
+            put_into(buffer.node, str(tag_of(buffer.new_value)))
+
+
+def states_of(program: ExportedProgram) -> dict[str, dict[Node, Node]]:
+    """By tag the mutable buffers that a partition keeps, each with its new value."""
+    found: dict[str, dict[Node, Node]] = {}
+    for buffer in mutable_buffers(program):
+        tag = tag_of(buffer.node)
+        if tag is not None:
+            found.setdefault(tag, {})[buffer.node] = buffer.new_value
+    return found
+
+
+def keep_initial_values(program: ExportedProgram, values: Mapping[str, torch.Tensor]) -> None:
+    """Let ExecuTorch start buffers outside of partitions at the values they have.
+
+    By itself it starts every mutable buffer at zero.
+
+    Args:
+        program: Tagged, data included.
+        values: Real values of buffers by name; one whose value is not at hand is kept.
+    """
+    for buffer in mutable_buffers(program):
+        value = values.get(buffer.name)
+        if tag_of(buffer.node) is None and (value is None or bool(value.any())):
+            buffer.node.meta[_KEEP_INITIAL_VALUE] = True
+
+
+def check_target(program: ExportedProgram, target: Opset | None) -> None:
+    """Check that the deployment target of a tagged program has the states in it.
+
+    Raises:
+        ContractError: It has not.
+    """
+    if target is None or target >= STATE_OPSET:
+        return
+    states = {node for held in states_of(program).values() for node in held}
+    if states:
+        names = sorted(b.name for b in mutable_buffers(program) if b.node in states)
+        raise ContractError(
+            f"mutable buffers become Core ML states, which need {STATE_OPSET.name}",
+            got=f"minimum_deployment_target {target.name} and {', '.join(names)}",
+            remedy="Raise it, or set take_over_mutable_buffer=False",
+        )
+
+
+def obstacles_to_states(program: ExportedProgram, *, wanted: bool) -> dict[str, str]:
+    """Why mutable buffers of a tagged program are no states, by name.
+
+    Args:
+        program: Tagged, data included.
+        wanted: Whether mutable buffers are to be taken over.
+    """
+    if not wanted:
+        return {buffer.name: NOT_ASKED_FOR for buffer in mutable_buffers(program)}
+    returned = _times_returned(program)
+    reasons = ((b.name, _obstacle(b, returned)) for b in mutable_buffers(program))
+    return {name: reason for name, reason in reasons if reason is not None}
+
+
+def _times_returned(program: ExportedProgram) -> Counter[str]:
+    results: Any = program.graph.output_node().args[0]
+    return Counter(node.name for node in results if isinstance(node, Node))
+
+
+def _obstacle(buffer: MutableBuffer, returned: Counter[str]) -> str | None:
+    """Why a buffer cannot be a state; None if it can."""
+    node, new_value = buffer.node, buffer.new_value
+    readers = [user for user in node.users if user.op != "output"]
+    if returned[node.name]:
+        return "its old value is returned, or becomes that of another buffer"
+    if not readers:
+        return _NEVER_READ
+    if new_value.op == "placeholder":
+        return _NOT_COMPUTED
+    writers = [user for user in new_value.users if user.op != "output"]
+    involved = dict.fromkeys([*readers, new_value, *writers])
+    return (
+        _torn_by(list(involved))
+        or ("its new value is also returned" if returned[new_value.name] > 1 else None)
+        or _unfit(node)
+    )
+
+
+def _torn_by(involved: list[Node]) -> str | None:
+    outside = next((node for node in involved if tag_of(node) is None), None)
+    if outside is not None:
+        return f"{target_name(outside.target)} ({outside.name}), on the CPU, reads or writes it"
+    tags = sorted({str(tag_of(node)) for node in involved})
+    return f"several partitions use it ({', '.join(tags)})" if len(tags) > 1 else None
+
+
+def _unfit(node: Node) -> str | None:
+    """Why fp16 does not hold what the buffer may have."""
+    dtype = node.meta["val"].dtype
+    if dtype in HELD:
+        return None
+    label = str(dtype).removeprefix("torch.")
+    return f"it is {label}: Core ML states are fp16, which has integers up to {largest_integer()}"

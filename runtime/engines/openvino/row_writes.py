@@ -1,0 +1,216 @@
+"""States of which a program writes some rows: only those leave the graph, and no state is copied.
+
+OpenVINO has no write in place: its scatter copies the whole tensor. But a program that writes rows
+of a cache reads it in few ways, and each gives the same from the old cache and the new rows, apart:
+a product with the keys is that with the old ones where the columns of the new are put in its place,
+and so on. So the session keeps the state, in the type the graph computes in, the graph reads it
+where it lies, and what it returns are the rows and their places, for the session to write.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from openvino import opset15 as ops
+
+from coreml_delegate.runtime.engines.openvino.graph import (
+    converted,
+    dim_of,
+    dims,
+    element_type,
+    ints,
+    is_float,
+    known_ints,
+    normalized,
+    output,
+    per_channel,
+    rank,
+    reshape,
+    scalar,
+    shape_of,
+    static_dims,
+)
+
+_SCATTER = "ScatterUpdate"
+
+
+@dataclass(frozen=True, slots=True)
+class RowWrite:
+    """Rows put in the place of others.
+
+    Attributes:
+        before: The tensor written to, an output of the graph.
+        places: int32 [C] along ``axis``, none of them negative; the last of equal ones counts.
+        rows: Of the shape of ``before`` but for C along ``axis``.
+        axis: What rows are counted along.
+    """
+
+    before: Any
+    places: Any
+    rows: Any
+    axis: int
+
+    def with_rows(self, before: Any, rows: Any, axis: int) -> Any:
+        """What becomes of another tensor, with rows at the same places."""
+        return ops.scatter_update(before, self.places, rows, ints(axis)).output(0)
+
+
+def row_writes(before: Any, after: Any) -> tuple[RowWrite, ...] | None:
+    """The writes, in order, that make ``after`` of ``before``; None if anything else does."""
+    found: list[RowWrite] = []
+    while not _same(before, after):
+        write = _write(after)
+        if write is None:
+            return None
+        found.append(write)
+        after = write.before
+    return tuple(reversed(found))
+
+
+def read_apart(after: Any) -> None:
+    """Let what reads a written tensor read what was there before, and the rows.
+
+    Readers that need the tensor as it is keep it; the plugin then copies it.
+
+    Args:
+        after: The result of a row write.
+    """
+    write = _write(after)
+    if write is None:
+        return
+    for port in list(output(after).get_target_inputs()):
+        reader = port.get_node()
+        apart = _READERS.get(reader.get_type_name())
+        replacement = None if apart is None else apart(write, reader, port.get_index())
+        if replacement is None:
+            continue
+        reader.output(0).replace(replacement)
+        read_apart(replacement)
+    read_apart(write.before)
+
+
+def _write(value: Any) -> RowWrite | None:
+    node = output(value).get_node()
+    if node.get_type_name() != _SCATTER:
+        return None
+    before, places, rows = (node.input_value(place) for place in range(3))
+    axis = known_ints(node.input_value(3))
+    if axis is None or rank(places) != 1 or element_type(places) != ov.Type.i32:
+        return None
+    if None in dims(before) or None in dims(rows):
+        return None
+    write = RowWrite(before, places, rows, normalized(axis[0], rank(before)))
+    written, existing = (static_dims(x, (write.axis,)) for x in (rows, before))
+    return write if written < existing else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    ports = [
+        (value.get_node().get_name(), value.get_index()) for value in map(output, (one, other))
+    ]
+    return ports[0] == ports[1]
+
+
+def _transposed(write: RowWrite, reader: Any, _: int) -> Any | None:
+    order = known_ints(reader.input_value(1))
+    if not order:
+        return None
+    before, rows = (ops.transpose(x, ints(order)) for x in (write.before, write.rows))
+    return write.with_rows(before, rows, order.index(write.axis))
+
+
+def _viewed(write: RowWrite, reader: Any, port: int) -> Any | None:
+    """A view in which rows remain rows: what is before and behind their axis may be merged."""
+    shape, axis = dims(write.before), write.axis
+    view = dims(reader.output(0))
+    sizes = [size for size in view if size is not None]
+    if port or len(sizes) != len(view):
+        return None
+    leading = math.prod(size or 0 for size in shape[:axis])
+    kept = [
+        place
+        for place, size in enumerate(sizes)
+        if size == shape[axis] and math.prod(sizes[:place]) == leading
+    ]
+    if not kept:
+        return None
+    (count,) = dims(write.places)
+    narrow = [*sizes[: kept[0]], count or 0, *sizes[kept[0] + 1 :]]
+    return write.with_rows(reshape(write.before, sizes), reshape(write.rows, narrow), kept[0])
+
+
+def _multiplied(write: RowWrite, reader: Any, port: int) -> Any | None:
+    attributes = reader.get_attributes()
+    transposes = attributes["transpose_a"], attributes["transpose_b"]
+    other = reader.input_value(1 - port)
+    total = rank(write.before)
+    if min(total, rank(other)) < 2 or write.axis < total - 2 or not is_float(other):
+        return None
+
+    def product(operand: Any, factor: Any) -> Any:
+        pair = (operand, factor) if port == 0 else (factor, operand)
+        return ops.matmul(*pair, *transposes)
+
+    # The axis that is summed over is the last of the first operand and the one before in the other.
+    summed = (write.axis == total - 1) ^ (port == 1) ^ transposes[port]
+    if not summed:
+        axis = rank(reader.output(0)) - 2 + port
+        return write.with_rows(product(write.before, other), product(write.rows, other), axis)
+    axis = rank(other) - (2 if (port == 0) ^ transposes[1 - port] else 1)
+    factors = ops.gather(other, write.places, ints(axis))
+    nothing = ops.broadcast(scalar(0, other), shape_of(factors))
+    elsewhere = write.with_rows(other, nothing, axis)
+    factors = ops.select(per_channel(_counting(write.places), rank(other), axis), factors, nothing)
+    return ops.add(product(write.before, elsewhere), product(write.rows, factors)).output(0)
+
+
+def _counting(places: Any) -> Any:
+    """Whether no later place is the same, bool [C]."""
+    (count,) = dims(places)
+    later = ops.constant(np.triu(np.ones((count or 0, count or 0), bool), 1))
+    same = ops.equal(ops.unsqueeze(places, ints(1)), ops.unsqueeze(places, ints(0)))
+    return ops.logical_not(ops.reduce_logical_or(ops.logical_and(same, later), ints((1,))))
+
+
+def _gathered(write: RowWrite, reader: Any, port: int) -> Any | None:
+    axis = known_ints(reader.input_value(2))
+    batch = reader.get_attributes()["batch_dims"]
+    total = rank(write.before)
+    if port or batch or axis is None or normalized(axis[0], total) != write.axis:
+        return None
+    wanted = converted(reader.input_value(1), element_type(write.places))
+    read = rank(wanted)
+    size = dim_of(write.before, write.axis)
+    wanted = ops.select(ops.less(wanted, ints(0)), ops.add(wanted, size), wanted)
+    # Of each that is wanted the last row that was written there, or -1.
+    matches = ops.equal(ops.unsqueeze(wanted, ints(-1)), write.places)
+    (count,) = dims(write.places)
+    numbers = ops.select(matches, ints(list(range(count or 0))), ints(-1))
+    row = ops.reduce_max(numbers, ints((-1,)), False)
+    new = ops.gather(write.rows, ops.maximum(row, ints(0)), ints(write.axis))
+    old = ops.gather(write.before, wanted, ints(write.axis))
+    behind = list(range(read, read + total - write.axis - 1))
+    written = ops.greater_equal(row, ints(0))
+    return ops.select(ops.unsqueeze(written, ints(behind)) if behind else written, new, old).output(
+        0
+    )
+
+
+_READERS: Mapping[str, Callable[[RowWrite, Any, int], Any | None]] = {
+    "Gather": _gathered,
+    "MatMul": _multiplied,
+    "Reshape": _viewed,
+    "Squeeze": _viewed,
+    "Transpose": _transposed,
+    "Unsqueeze": _viewed,
+}
+"""Reader of a written tensor -> the same result of what was there before and the rows, if any.
+
+Called with the write, the reader and the port at which it reads. A sum over rows takes the old ones
+that were replaced with a factor of zero, which is no different as long as they are finite.
+"""

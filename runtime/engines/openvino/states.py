@@ -1,0 +1,137 @@
+"""State tensors between the calls of a function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import openvino as ov
+from numpy.typing import NDArray
+
+from coreml_delegate.errors import ExecutionError
+from coreml_delegate.runtime.engines.base import Array
+from coreml_delegate.runtime.engines.openvino.graph import GRAPH_TYPE
+from coreml_delegate.runtime.mil.program import TensorType
+from coreml_delegate.runtime.snapshots import Snapshot, fitting, fitting_all
+
+StateTypes: TypeAlias = tuple[tuple[str, TensorType], ...]
+"""Name and type of every state tensor."""
+
+Writes: TypeAlias = tuple[int, ...] | None
+"""How a function writes a state: the axis of each write of rows, or None if it is made anew."""
+
+
+class OpenVinoState:
+    """State tensors of one model instance, zero at start.
+
+    No step copies a state. Of one that is made anew there are two sets, in the program's dtype: a
+    step reads one and writes the other, then they change places. One of which rows are written is
+    there once, in the type the graph computes in; its values are always such as the program's own
+    dtype can hold.
+    """
+
+    def __init__(self, types: StateTypes, writes: tuple[Writes, ...]) -> None:
+        self._types = types
+        self._writes = writes
+        self._side = 0
+        self._arrays: tuple[list[Array], list[Array]] = ([], [])
+        self._tensors: tuple[list[Any], list[Any]] = ([], [])
+        zeros = {name: np.zeros(shape_of(type_), type_.dtype.numpy) for name, type_ in types}
+        self._keep(zeros)
+
+    def snapshot(self) -> Snapshot:
+        """Copies of every state tensor; see ``State``."""
+        return {
+            name: array.astype(type_.dtype.numpy)
+            for (name, type_), array in zip(self._types, self._arrays[self._side], strict=True)
+        }
+
+    def restore(self, snapshot: Mapping[str, Array]) -> None:
+        """Replace the content of every state tensor; see ``State``."""
+        held = self._held()
+        for name, value in fitting_all(self._declared(), snapshot).items():
+            held[name][...] = value
+
+    def reset(self) -> None:
+        """Set every state tensor to zero."""
+        for array in self._held().values():
+            array.fill(0)
+
+    def write(self, name: str, value: Array) -> None:
+        """Replace the content of one state tensor; see ``State``."""
+        replacement = fitting(self._declared(), name, value)
+        self._held()[name][...] = replacement
+
+    def arrange(self, writes: tuple[Writes, ...]) -> None:
+        """Keep the tensors as a function wants them that writes them in this way.
+
+        Functions for other shapes of the inputs may write other parts of a state.
+        """
+        if writes != self._writes:
+            content = self.snapshot()
+            self._writes = writes
+            self._keep(content)
+
+    def tensors(self) -> tuple[list[Any], list[Any]]:
+        """The tensors to read from and those to write to."""
+        return self._tensors[self._side], self._tensors[1 - self._side]
+
+    def advance(self, rows: Sequence[Sequence[tuple[NDArray[np.int32], Array]]]) -> None:
+        """Make the tensors just written the ones to read.
+
+        Args:
+            rows: Places and rows of each write of rows to each state.
+
+        Raises:
+            ExecutionError: A place is outside of its state; no state has changed then.
+        """
+        held = self._arrays[self._side]
+        updates = [
+            (name, array, axis, places, values)
+            for (name, _), array, axes, written in zip(
+                self._types, held, self._writes, rows, strict=True
+            )
+            for axis, (places, values) in zip(axes or (), written, strict=True)
+        ]
+        for name, array, axis, places, _ in updates:
+            if places.size and not 0 <= places.min() <= places.max() < array.shape[axis]:
+                raise ExecutionError(
+                    f"row written to state {name!r} does not exist",
+                    got=str(places.tolist()),
+                    expected=f"0 to {array.shape[axis] - 1}",
+                )
+        for _, array, axis, places, values in updates:
+            np.moveaxis(array, axis, 0)[places] = np.moveaxis(values, axis, 0)
+        self._side = 1 - self._side
+
+    def _keep(self, content: Snapshot) -> None:
+        """Start with new arrays of this content."""
+        kept: tuple[list[Array], list[Array]] = ([], [])
+        for (name, type_), axes in zip(self._types, self._writes, strict=True):
+            value = content[name]
+            if axes is None:
+                kept[0].append(value)
+                kept[1].append(np.zeros_like(value))
+            else:
+                value = value.astype(GRAPH_TYPE[type_.dtype].to_dtype())
+                kept[0].append(value)
+                kept[1].append(value)
+        first, second = ([ov.Tensor(array, shared_memory=True) for array in side] for side in kept)
+        self._arrays, self._tensors, self._side = kept, (first, second), 0
+
+    def _held(self) -> Snapshot:
+        names = (name for name, _ in self._types)
+        return dict(zip(names, self._arrays[self._side], strict=True))
+
+    def _declared(self) -> Snapshot:
+        """Arrays of the program's own dtypes and of no memory, for comparison."""
+        return {
+            name: np.broadcast_to(np.zeros((), type_.dtype.numpy), shape_of(type_))
+            for name, type_ in self._types
+        }
+
+
+def shape_of(type_: TensorType) -> tuple[int, ...]:
+    """The shape of a state tensor."""
+    return tuple(size or 0 for size in type_.shape or ())

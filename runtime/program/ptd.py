@@ -1,0 +1,154 @@
+"""Reading ``.ptd`` files: tensors and named data that a program keeps outside the ``.pte``.
+
+Layout, all little-endian:
+
+    0    uint32    offset of the root table, counted from here
+    4    4 bytes   file identifier, ``FT01``
+    8    header    "FH01", uint32 header length, then uint64 each: offset and size of the tables,
+                   offset of the first segment, size of all segments
+    ..             tables (FlatBuffers) and segments
+
+A file is mapped, not read, and nothing in it is copied.
+
+Source: ``extension/flat_tensor/serialize/flat_tensor.fbs`` and ``flat_tensor_header.h`` of
+ExecuTorch.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeAlias, cast
+
+from coreml_delegate.errors import BlobFormatError, ProgramError
+from coreml_delegate.runtime.program.decoder import decode_named_data, decode_segment
+from coreml_delegate.runtime.program.flatbuffer import FlatBuffer
+from coreml_delegate.runtime.program.pte import PteProgram, Source, mapped, named_errors
+
+Sources: TypeAlias = "Source | Sequence[Source]"
+"""One ``.ptd``, as path or bytes, or several."""
+
+_IDENTIFIER: Final = b"FT01"
+_MAGIC: Final = b"FH01"
+_HEADER: Final = struct.Struct("<4sIQQQQ")
+_HEADER_POSITION: Final = 8
+_REMEDY: Final = "Pass the .ptd files that were written with this .pte as data (--data)"
+
+
+class ExternalData:
+    """The content of ``.ptd`` files, by key.
+
+    Args:
+        files: Content of each file by where it came from, for messages.
+    """
+
+    def __init__(self, files: Mapping[str, Mapping[str, memoryview]]) -> None:
+        self._entries: dict[str, memoryview] = {}
+        for origin, entries in files.items():
+            for key, data in entries.items():
+                held = self._entries.get(key)
+                if held is not None and held != data:
+                    raise ProgramError(
+                        "files of external data disagree",
+                        got=f"two values of {key!r}, one {origin}",
+                    )
+                self._entries[key] = data
+
+    @classmethod
+    def open(cls, sources: Sources) -> ExternalData:
+        """Map (a path) or view (bytes) every file and parse it.
+
+        Args:
+            sources: Paths of ``.ptd`` files, or their bytes, which must then not change.
+
+        Raises:
+            BlobFormatError: Not a ``.ptd``, or a truncated or corrupt one.
+            ProgramError: A file cannot be read, or two hold different data under one key.
+        """
+        files: dict[str, Mapping[str, memoryview]] = {}
+        for number, source in enumerate(listed(sources)):
+            view, origin = mapped(source, "external data", "a .ptd file")
+            with named_errors(origin):
+                files[f"in {origin} (file {number + 1})"] = _parsed(view)
+        return cls(files)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of everything in the files."""
+        return tuple(self._entries)
+
+    def get(self, key: str) -> memoryview | None:
+        """Data under ``key``, as a view; None when there is none."""
+        return self._entries.get(key)
+
+
+def listed(sources: Sources) -> list[Source]:
+    """Sources one by one."""
+    if isinstance(sources, str | bytes | bytearray | memoryview) or not isinstance(
+        sources, Sequence
+    ):
+        return [cast("Source", sources)]
+    return [*sources]
+
+
+def check_complete(program: PteProgram, data: ExternalData | None) -> None:
+    """Check that a program finds every tensor that it keeps outside.
+
+    Args:
+        program: The program.
+        data: What it was given, or None.
+
+    Raises:
+        ProgramError: Tensors are missing, or of another size; lists every one.
+    """
+    problems = [
+        f"{key} ({'no data' if found is None else f'{found.nbytes} bytes'} for {spec})"
+        for key, spec in program.external_tensors.items()
+        if (found := None if data is None else data.get(key)) is None or found.nbytes < spec.nbytes
+    ]
+    if problems:
+        raise ProgramError(
+            f"the program keeps {len(problems)} tensor(s) outside the .pte that are not in its "
+            "external data"
+            if data is not None
+            else f"the program keeps {len(problems)} tensor(s) outside the .pte",
+            got=", ".join(problems[:5]) + (" and others" if len(problems) > 5 else ""),
+            remedy=_REMEDY,
+        )
+
+
+def _parsed(view: memoryview) -> dict[str, memoryview]:
+    identifier = bytes(view[4:8])
+    if identifier != _IDENTIFIER:
+        raise BlobFormatError(
+            "not a file of external data",
+            got=f"file identifier {identifier!r} in {len(view)} bytes",
+            expected=repr(_IDENTIFIER),
+        )
+    head = bytes(view[_HEADER_POSITION : _HEADER_POSITION + _HEADER.size])
+    if len(head) < _HEADER.size or not head.startswith(_MAGIC):
+        raise BlobFormatError("external data lacks its header", got=f"{len(view)} bytes")
+    _, _, tables, tables_size, base, size = _HEADER.unpack(head)
+    if max(tables + tables_size, base + size) > len(view):
+        raise BlobFormatError(
+            "external data is truncated or its header is corrupt",
+            got=f"{len(view)} bytes",
+            expected=f"at least {max(tables + tables_size, base + size)} bytes",
+        )
+    root = FlatBuffer(view[: tables + tables_size]).root()
+    segments = root.tables(1, decode_segment)
+    area = view[base : base + size]
+    return {
+        key: _segment(area, segments, number) for key, number in root.tables(2, decode_named_data)
+    }
+
+
+def _segment(area: memoryview, segments: Sequence[tuple[int, int]], number: int) -> memoryview:
+    offset, size = segments[number] if number < len(segments) else (len(area), 1)
+    if offset + size > len(area):
+        raise BlobFormatError(
+            "external data refers to a segment it does not have",
+            got=f"segment {number}, bytes {offset}..{offset + size}",
+            expected=f"within {len(area)} bytes",
+        )
+    return area[offset : offset + size].toreadonly()

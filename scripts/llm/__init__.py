@@ -1,0 +1,1 @@
+"""Language models: a decoder in torch, its export to a ``.pte``, and generation from one."""

@@ -1,0 +1,230 @@
+"""The weights of a program: how each is stored, and what it would take uncompressed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from coreml_delegate.runtime.mil.program import Block, Constant, Function, Op, Program, TensorType
+
+_CONST = "const"
+_DECOMPRESSIONS = "constexpr_"
+DENSE = "dense"
+# What each op adds to the name of a scheme, and the input that has an element for every weight.
+# ``constexpr_cast`` adds nothing: it widens the result of others, or a dense weight.
+_SCHEMES: Mapping[str, tuple[str, str]] = {
+    "constexpr_affine_dequantize": ("affine", "quantized_data"),
+    "constexpr_blockwise_shift_scale": ("blockwise", "data"),
+    "constexpr_cast": ("", "source_val"),
+    "constexpr_lut_to_dense": ("lut", "indices"),
+    "constexpr_lut_to_sparse": ("lut", "indices_nonzero_data"),
+    "constexpr_sparse_blockwise_shift_scale": ("blockwise", "nonzero_data"),
+    "constexpr_sparse_to_dense": ("sparse", "nonzero_data"),
+}
+_TABLE = "lut"
+_NO_DATA = frozenset({"name", "axis", "shape", "output_dtype"})
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A weight tensor.
+
+    Attributes:
+        name: Of the value in the program.
+        shape: Of the tensor that it stands for.
+        dtype: What that tensor is computed with.
+        scheme: ``dense``, ``affine``, ``blockwise``, ``lut``, ``sparse``, or several of them.
+        stored_as: Element type in storage; an index of ``lut`` is unsigned.
+        constants: All that is stored of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    scheme: str
+    stored_as: str
+    constants: tuple[Constant, ...]
+    uncompressed_bytes: int
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size in the file, with its scales, tables and masks."""
+        return sum(constant.nbytes for constant in self.constants)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits for an element, with its share of scales, tables and masks."""
+        return 8 * self.stored_bytes / max(math.prod(self.shape), 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, sizes in bytes."""
+        return {
+            "name": self.name,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "scheme": self.scheme,
+            "stored_as": self.stored_as,
+            "bits_per_weight": round(self.bits_per_weight, 3),
+            "stored_bytes": self.stored_bytes,
+            "uncompressed_bytes": self.uncompressed_bytes,
+        }
+
+
+def weights_of(program: Program) -> list[StoredWeight]:
+    """The weights of a program in the order of its ops; those that functions share count once."""
+    found: dict[tuple[int, ...], StoredWeight] = {}
+    for function in program.functions.values():
+        for weight in _function_weights(function):
+            key = tuple(_address(constant) for constant in weight.constants)
+            found.setdefault(key, weight)
+    return list(found.values())
+
+
+def summarize_weights(program: Program) -> dict[str, Any]:
+    """Counts and sizes in bytes, by element type in storage and for each weight."""
+    weights = weights_of(program)
+    by_dtype: dict[str, dict[str, int]] = {}
+    for constant in (c for weight in weights for c in weight.constants):
+        entry = by_dtype.setdefault(_label(constant), {"count": 0, "bytes": 0})
+        entry["count"] += 1
+        entry["bytes"] += constant.nbytes
+    return {
+        "count": sum(entry["count"] for entry in by_dtype.values()),
+        "bytes": sum(weight.stored_bytes for weight in weights),
+        "uncompressed_bytes": sum(weight.uncompressed_bytes for weight in weights),
+        "by_dtype": dict(sorted(by_dtype.items())),
+        "tensors": [weight.as_dict() for weight in weights],
+    }
+
+
+def _function_weights(function: Function) -> Iterator[StoredWeight]:
+    stored = [op for op in function.block.walk() if _is_stored(op)]
+    made = {output.name: op for op in stored for output in op.outputs}
+    inner = set(_inner(stored))
+    for op in stored:
+        if inner.isdisjoint(output.name for output in op.outputs):
+            yield from _weight(op, made)
+    yield from _immediates(function.block)
+
+
+def _is_stored(op: Op) -> bool:
+    return op.type == _CONST or op.type.startswith(_DECOMPRESSIONS)
+
+
+def _inner(ops: Iterable[Op]) -> Iterator[str]:
+    """Names of the values that only serve to decompress others."""
+    for op in ops:
+        if op.type.startswith(_DECOMPRESSIONS):
+            for bindings in op.inputs.values():
+                yield from (b.name for b in bindings if not isinstance(b, Constant))
+
+
+def _weight(op: Op, made: Mapping[str, Op]) -> Iterator[StoredWeight]:
+    kind = op.outputs[-1].type
+    constants = [c for _, c in _sources(op, made) if isinstance(c.data, np.ndarray)]
+    in_file = any(c.offset is not None for c in constants)
+    if not in_file or not isinstance(kind, TensorType) or kind.shape is None:
+        return
+    shape = tuple(size or 0 for size in kind.shape)
+    words = [_SCHEMES.get(o.type, (o.type, ""))[0] for o in _chain(op, made)]
+    yield StoredWeight(
+        name=op.outputs[-1].name,
+        shape=shape,
+        dtype=kind.dtype.label,
+        scheme=" ".join(dict.fromkeys(filter(None, words))) or DENSE,
+        stored_as=_stored_as(op, made),
+        constants=tuple(constants),
+        uncompressed_bytes=-(-math.prod(shape) * kind.dtype.bits // 8),
+    )
+
+
+def _immediates(block: Block) -> Iterator[StoredWeight]:
+    """Weights that are bound where they are used, without an op of their own."""
+    for op in block.walk():
+        if _is_stored(op):
+            continue
+        for constant in _constants(op):
+            kind = constant.type
+            if constant.offset is None or not isinstance(kind, TensorType):
+                continue
+            shape = tuple(size or 0 for size in kind.shape or ())
+            yield StoredWeight(
+                op.name,
+                shape,
+                kind.dtype.label,
+                DENSE,
+                kind.dtype.label,
+                (constant,),
+                constant.nbytes,
+            )
+
+
+def _chain(op: Op, made: Mapping[str, Op]) -> Iterator[Op]:
+    """An op and those that decompress its inputs."""
+    if op.type != _CONST:
+        yield op
+        for bindings in op.inputs.values():
+            for binding in bindings:
+                if not isinstance(binding, Constant) and binding.name in made:
+                    yield from _chain(made[binding.name], made)
+
+
+def _sources(op: Op, made: Mapping[str, Op]) -> Iterator[tuple[str, Constant]]:
+    """What is stored of a value, by parameter; each once, though two results come of one op."""
+    seen: set[int] = set()
+    for part in [op] if op.type == _CONST else list(_chain(op, made)):
+        for parameter, constant in _parameters(part, made):
+            if _address(constant) not in seen:
+                seen.add(_address(constant))
+                yield parameter, constant
+
+
+def _parameters(op: Op, made: Mapping[str, Op]) -> Iterator[tuple[str, Constant]]:
+    yield from ((name, value) for name, value in op.attributes.items() if name not in _NO_DATA)
+    for parameter, bindings in op.inputs.items():
+        for binding in bindings:
+            source = None if isinstance(binding, Constant) else made.get(binding.name)
+            if isinstance(binding, Constant):
+                yield parameter, binding
+            elif source is not None and source.type == _CONST:
+                yield parameter, source.attributes["val"]
+
+
+def _constants(op: Op) -> Iterator[Constant]:
+    yield from op.attributes.values()
+    for bindings in op.inputs.values():
+        yield from (binding for binding in bindings if isinstance(binding, Constant))
+
+
+def _stored_as(op: Op, made: Mapping[str, Op]) -> str:
+    """The element type of what has an element for every weight."""
+    for part in [op] if op.type == _CONST else list(_chain(op, made)):
+        parameters = dict(_parameters(part, made))
+        element = parameters.get("val" if part is op and op.type == _CONST else _data_of(part))
+        if element is None:
+            continue
+        table = parameters.get(_TABLE)
+        if table is not None and isinstance(table.data, np.ndarray) and table.data.ndim == 1:
+            # Before iOS18, indices of every width are packed into bytes.
+            return f"uint{max(math.ceil(math.log2(table.data.size)), 1)}"
+        return _label(element)
+    return _label(next(c for _, c in _sources(op, made)))
+
+
+def _data_of(op: Op) -> str:
+    return _SCHEMES.get(op.type, ("", ""))[1]
+
+
+def _label(constant: Constant) -> str:
+    kind = constant.type
+    return kind.dtype.label if isinstance(kind, TensorType) else type(kind).__name__
+
+
+def _address(constant: Constant) -> int:
+    """Functions share weights: what lies at one address is one weight."""
+    data = constant.data if constant.packed is None else constant.packed
+    return data.ctypes.data if isinstance(data, np.ndarray) else id(constant)

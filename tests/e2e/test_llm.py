@@ -1,0 +1,227 @@
+"""A trained language model from torch to text: the same tokens, and as good a guess of the next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.command import tiny_pte
+from support.docstrings import CONTEXT, END, held_out_rows, perplexity, texts, trained
+from support.gates import needs_compiler
+from support.lowering import fp32_specs
+from support.tolerances import (
+    ATOL_RTOL_LOGITS,
+    PERPLEXITY_FP16,
+    PERPLEXITY_INT4,
+    SQNR_FP16,
+    sqnr_db,
+)
+
+from coreml_delegate import CoreMLPartitioner
+from coreml_delegate.compile_options import Precision
+from coreml_delegate.errors import InputError, ProgramError
+from coreml_delegate.runtime.program.pte import PteProgram
+from coreml_delegate.scripts.llm.decoder import Decoder
+from coreml_delegate.scripts.llm.generator import Ending, Generator
+from coreml_delegate.scripts.llm.layout import CacheKind, Layout
+from coreml_delegate.scripts.llm.lowering import export_methods, lower
+from coreml_delegate.scripts.llm.quantize import quantize
+from coreml_delegate.scripts.llm.sampler import Sampler, Sampling
+from coreml_delegate.targets import Opset
+
+# On one worker, so that the model is trained and lowered once.
+pytestmark = pytest.mark.xdist_group("docstrings")
+CHUNK = 16
+LAYOUT = Layout(256, CONTEXT, CHUNK, CacheKind.IO, eos=(END,))
+PROMPT = list(b"Return a new ")
+GREEDY = Sampler(Sampling())
+ENGINES = ["openvino", "reference"]
+
+
+def lowered(precision: Precision, layout: Layout = LAYOUT, *, linear: str = "none") -> bytes:
+    """The trained model as a ``.pte``; with integer weights if ``linear`` says so."""
+    safe = precision is Precision.FLOAT16
+    decoder = Decoder(trained().settings, positions=2 * CONTEXT, safe_norms=safe).eval()
+    decoder.load_state_dict(trained().state_dict())
+    decoder.requires_grad_(False)
+    if linear != "none":
+        quantize(decoder, linear=linear, embedding="int8", group=32)
+    specs = fp32_specs(compute_precision=precision, minimum_deployment_target=Opset.iOS18)
+    partitioner = CoreMLPartitioner(compile_specs=specs, lower_full_graph=True)
+    return lower(export_methods(decoder, layout), layout, partitioner).buffer
+
+
+@pytest.fixture(scope="module")
+def fp32():
+    return lowered(Precision.FLOAT32)
+
+
+@pytest.fixture(scope="module")
+def fp16():
+    return lowered(Precision.FLOAT16)
+
+
+@pytest.fixture(scope="module")
+def stateful():
+    return lowered(Precision.FLOAT32, replace(LAYOUT, chunk=4, cache=CacheKind.STATE))
+
+
+@pytest.fixture(scope="module")
+def int4():
+    return lowered(Precision.FLOAT16, linear="int4")
+
+
+@torch.no_grad()
+def eager_tokens(count: int) -> list[int]:
+    """Greedy tokens, by whole texts without any cache."""
+    tokens = list(PROMPT)
+    for _ in range(count):
+        tokens.append(int(trained()(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(PROMPT) :]
+
+
+@torch.no_grad()
+def stepwise_perplexity(generator: Generator, rows: torch.Tensor) -> float:
+    """Of a generator that is fed one token at a time."""
+    logits = []
+    for row in rows.tolist():
+        generator.reset()
+        logits.append(torch.stack([generator.feed([token]) for token in row[:-1]]))
+    return perplexity(torch.stack(logits), rows)
+
+
+def test_the_model_has_learnt_something():
+    rows = held_out_rows(16)
+    learnt = perplexity(trained()(rows[:, :-1]), rows)
+    frequencies = torch.bincount(torch.tensor(list(texts()[0])), minlength=256) + 1.0
+    by_frequency = torch.log(frequencies).expand(*rows[:, 1:].shape, 256)
+    assert learnt < perplexity(by_frequency, rows) / 1.5
+
+
+@pytest.mark.parametrize(
+    ("engine", "host"),
+    [
+        ("openvino", "python"),
+        ("reference", "python"),
+        pytest.param("openvino", "stock", marks=needs_compiler),
+    ],
+)
+def test_greedy_tokens_are_those_of_eager(fp32, engine, host):
+    generator = Generator.load(fp32, engine=engine, host=host)
+    assert list(generator.generate(PROMPT, GREEDY, limit=64)) == eager_tokens(64)
+    assert generator.ending is Ending.LIMIT
+    assert generator.position == len(PROMPT) + 63
+    assert (generator.prefill.tokens, generator.decode.tokens) == (len(PROMPT), 63)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_perplexity_in_fp16(fp16, engine):
+    rows = held_out_rows(8, 64)
+    eager = perplexity(trained()(rows[:, :-1]), rows)
+    generator = Generator.load(fp16, engine=engine)
+    assert stepwise_perplexity(generator, rows) == pytest.approx(eager, rel=PERPLEXITY_FP16)
+
+
+@pytest.mark.parametrize("length", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1, CONTEXT])
+def test_chunks_of_any_length_are_the_whole_text(fp32, length):
+    (row,) = held_out_rows(1)
+    generator = Generator.load(fp32)
+    generator.feed([1, 2, 3])
+    generator.reset()  # what was seen before leaves no trace
+    atol, rtol = ATOL_RTOL_LOGITS
+    logits = generator.feed(row[:length].tolist())
+    torch.testing.assert_close(logits, trained()(row[None, :length])[0, -1], atol=atol, rtol=rtol)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_perplexity_in_4_bits(int4, engine):
+    rows = held_out_rows(8, 64)
+    eager = perplexity(trained()(rows[:, :-1]), rows)
+    generator = Generator.load(int4, engine=engine)
+    assert stepwise_perplexity(generator, rows) == pytest.approx(eager, rel=PERPLEXITY_INT4)
+
+
+@pytest.mark.slow
+def test_4_bits_take_4_bits(int4, fp16):
+    """A scale for each 32 weights, and all functions' operations, come on top."""
+    assert len(int4) < 0.6 * len(fp16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("length", [1, 3, 4, 9, CONTEXT])
+def test_caches_in_a_state(stateful, engine, length):
+    """States are fp16, whatever the model computes in."""
+    (row,) = held_out_rows(1)
+    generator = Generator.load(stateful, engine=engine)
+    generator.feed([1, 2, 3])
+    generator.reset()
+    for place in range(0, length, 6):
+        logits = generator.feed(row[place : min(place + 6, length)].tolist())
+    expected = trained()(row[None, :length])[0, -1]
+    assert sqnr_db(expected.numpy(), logits.numpy()) > SQNR_FP16
+    assert generator.room == CONTEXT - length
+
+
+@pytest.mark.slow
+def test_a_state_belongs_to_a_generator(stateful):
+    one, other = (Generator.load(stateful) for _ in range(2))
+    one.feed(PROMPT)
+    other.feed([1] * len(PROMPT))
+    assert not torch.allclose(one.feed([10]), other.feed([10]), atol=0.1)
+
+
+def test_weights_are_stored_once(fp32, fp16):
+    parameters = sum(parameter.numel() for parameter in trained().parameters())
+    for pte, size in ((fp32, 4), (fp16, 2)):
+        assert len(PteProgram.open(pte).named_data_keys) == 1
+        tables = 2 * 2 * CONTEXT * trained().settings.head_dim * size
+        constants = parameters * size + tables
+        assert constants < len(pte) < constants + 250_000  # two functions of a hundred operations
+
+
+def test_layout_of_a_program(fp32):
+    assert Generator.load(fp32).layout == LAYOUT
+
+
+def test_a_program_that_is_no_language_model():
+    with pytest.raises(ProgramError, match="does not say how to generate text"):
+        Generator.load(tiny_pte())
+
+
+def test_the_context_is_a_limit(fp32):
+    generator = Generator.load(fp32)
+    with pytest.raises(InputError, match=r"context of 128 tokens is too short: got 129 more"):
+        generator.feed([1] * 129)
+    with pytest.raises(InputError, match=r"a prompt of 13 and 117 more, expected at most 128 more"):
+        next(generator.generate(PROMPT, GREEDY, limit=117))
+    generator.feed([1] * 100)
+    with pytest.raises(InputError, match=r"100 tokens seen, 29 more, expected at most 28 more"):
+        generator.feed([1] * 29)
+    tokens = list(generator.generate([1] * 20, lambda _: 1))
+    assert (len(tokens), generator.ending, generator.room) == (9, Ending.CONTEXT, 0)
+    with pytest.raises(InputError, match="expected at most 0 more"):
+        generator.feed([1])
+    generator.reset()
+    assert len(list(generator.generate(PROMPT, lambda _: 1, limit=116))) == 116
+
+
+def test_tokens_that_end_a_text(fp32):
+    generator = Generator.load(fp32)
+    first, second = eager_tokens(2)
+    assert list(generator.generate(PROMPT, GREEDY, stops=[second])) == [first]
+    assert generator.ending is Ending.STOP
+    generator.reset()
+    assert list(generator.generate(PROMPT, lambda _: END)) == []
+    assert generator.ending is Ending.STOP
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [([], "no token to begin with"), ([256], "no such token: got 256, expected 0 to 255")],
+)
+def test_tokens_that_the_model_has_not(fp32, tokens, message):
+    with pytest.raises(InputError, match=message):
+        Generator.load(fp32).feed(tokens)

@@ -1,0 +1,29 @@
+"""On real data a program recognizes what the quantized PyTorch model recognizes."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.quantization import rows
+from support.digits import digits
+from support.tolerances import flips_allowed
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "int4-weight",
+        "int4-group32",
+        "codebook-4",
+        "palettize-4",
+        # In other tests of the default run; here the published table as a whole.
+        pytest.param("none", marks=pytest.mark.slow),
+        pytest.param("int8", marks=pytest.mark.slow),
+    ],
+)
+def test_flips(mode):
+    measured = list(rows([mode]))
+    assert measured
+    for row in measured:
+        assert row.model > 0.95, "the comparison means something"
+        assert row.flips <= flips_allowed(len(digits().test)), row
+        assert min(row.fp32, row.fp16) > row.model - 0.01

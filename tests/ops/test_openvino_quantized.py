@@ -1,0 +1,193 @@
+"""Networks between quantized values: what the integer kernels give equals the reference engine.
+
+Scales are powers of two and every product a whole number of steps, so that nothing is rounded and
+not one step may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support import mil
+from support.mil import mb
+
+from coreml_delegate.runtime.engines.base import EngineOptions
+from coreml_delegate.runtime.engines.openvino import OPENVINO
+from coreml_delegate.runtime.engines.reference import REFERENCE
+from coreml_delegate.runtime.mil.opset import Opset
+
+
+class _Network:
+    """Draws the parts of a network; the same ones for the same seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+        self.kind = self.one_of(np.float32, np.float16)
+        self.stored = self.one_of("int8", "uint8")
+        self.scale = self.kind(2.0 ** self.random.integers(-3, 1))
+        affine = self.stored == "uint8" or self.flip()
+        offset = getattr(np, self.stored)(self.random.integers(0, 8))
+        self.shift = {"zero_point": offset} if affine else {}
+
+    def one_of(self, *choices: Any) -> Any:
+        return choices[self.random.integers(len(choices))]
+
+    def flip(self) -> bool:
+        return bool(self.random.integers(2))
+
+    def sizes(self, count: int, low: int, high: int) -> list[int]:
+        return self.random.integers(low, high + 1, count).tolist()
+
+    def steps(self, *shape: int) -> np.ndarray:
+        return (self.random.integers(-5, 8, shape) * float(self.scale)).astype(self.kind)
+
+    def quantized(self, x: Any, scale: float | None = None) -> Any:
+        step = self.scale if scale is None else self.kind(scale)
+        codes = mb.quantize(input=x, scale=step, output_dtype=self.stored, **self.shift)
+        return mb.dequantize(input=codes, scale=step, **self.shift)
+
+    def weight(self, shape: list[int], axis: int) -> Any:
+        count, affine = shape[axis], self.one_of(0, 0, 1)
+        return mb.constexpr_affine_dequantize(
+            quantized_data=self.random.integers(-1, 2, shape).astype(np.int8),
+            scale=(2.0 ** self.random.integers(0, 2, count)).astype(self.kind)
+            if self.flip()
+            else np.ones(count, self.kind),
+            zero_point=np.full(count, affine, np.int8),
+            axis=axis,
+        )
+
+    def bias(self, count: int) -> dict[str, np.ndarray]:
+        return {"bias": self.steps(count)} if self.flip() else {}
+
+    def between(self, y: Any) -> Any:
+        """What stands between a product and the next quantization."""
+        again, axis = self.quantized, min(y.rank - 1, 1)
+        return self.one_of(
+            lambda: y,
+            lambda: mb.relu(x=y),
+            lambda: mb.relu6(x=y),
+            lambda: mb.clip(x=y, alpha=self.kind(-1), beta=self.kind(1)),
+            lambda: mb.add(x=again(y), y=again(mb.relu(x=y))),
+            lambda: mb.mul(x=again(y), y=self.kind(2)),
+            lambda: mb.concat(values=[again(y), again(mb.relu(x=y))], axis=axis),
+        )()
+
+
+def _convolution(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
+    axes, groups = net.one_of(1, 2, 3), net.one_of(1, 1, 2, 4)
+    inputs, outputs = groups * net.one_of(1, 2, 4), groups * net.one_of(1, 2, 3)
+    kernel = [1] * axes if net.flip() else net.sizes(axes, 1, 3)
+    options = {
+        "strides": net.sizes(axes, 1, 2),
+        "dilations": net.sizes(axes, 1, 2),
+        "groups": groups,
+        "pad_type": net.one_of("custom", "valid", "same"),
+    }
+    if options["pad_type"] == "custom":
+        options["pad"] = net.sizes(2 * axes, 0, 1)
+    shape = [outputs, inputs // groups, *kernel]
+
+    def network(x: Any) -> Any:
+        weight = net.weight(shape, 0)
+        y = mb.conv(x=net.quantized(x), weight=weight, **options, **net.bias(outputs))
+        return net.quantized(net.between(y))
+
+    return {"x": net.steps(1, inputs, *net.sizes(axes, 5, 7))}, network
+
+
+def _transposed(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
+    axes, groups = net.one_of(1, 2, 3), net.one_of(1, 1, 2)
+    inputs, outputs = groups * net.one_of(1, 2, 4), groups * net.one_of(1, 2, 3)
+    options = {"strides": net.sizes(axes, 1, 2), "groups": groups, "pad_type": "custom"}
+    shape = [inputs, outputs // groups, *net.sizes(axes, 2, 3)]
+    options["pad"] = net.sizes(2 * axes, 0, 1)
+
+    def network(x: Any) -> Any:
+        weight = net.weight(shape, 1) if groups == 1 else np.ones(shape, net.kind)
+        y = mb.conv_transpose(x=net.quantized(x), weight=weight, **options, **net.bias(outputs))
+        return net.quantized(net.between(y))
+
+    return {"x": net.steps(1, inputs, *net.sizes(axes, 4, 6))}, network
+
+
+def _linear(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
+    rank, inputs, outputs = net.one_of(1, 2, 3, 4, 5), *net.sizes(2, 1, 8)
+
+    def network(x: Any) -> Any:
+        weight = net.weight([outputs, inputs], 0)
+        y = mb.linear(x=net.quantized(x), weight=weight, **net.bias(outputs))
+        return net.quantized(net.between(y))
+
+    return {"x": net.steps(*net.sizes(rank - 1, 1, 3), inputs)}, network
+
+
+def _matmul(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
+    rows, depth, columns, *batch = net.sizes(5, 1, 6)
+    first, second = net.flip(), net.flip()
+    shapes = [
+        [*batch[: net.one_of(0, 1, 2)], *((depth, rows) if first else (rows, depth))],
+        [*((columns, depth) if second else (depth, columns))],
+    ]
+
+    def network(x: Any, y: Any) -> Any:
+        # Steps of one, so that products are whole steps of the other operand.
+        right = net.quantized(y, 1.0)
+        z = mb.matmul(x=net.quantized(x), y=right, transpose_x=first, transpose_y=second)
+        return net.quantized(net.between(z))
+
+    whole = net.random.integers(-3, 4, shapes[1]).astype(net.kind)
+    return {"x": net.steps(*shapes[0]), "y": whole}, network
+
+
+def _residual(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
+    channels, first, second, stride = net.one_of(2, 4, 8), net.one_of(1, 3), *net.sizes(2, 1, 2)
+
+    def network(x: Any) -> Any:
+        a = net.quantized(x)
+        weight = net.weight([channels, channels, first, first], 0)
+        y = net.quantized(net.between(mb.conv(x=a, weight=weight, pad_type="same")))
+        if y.shape == a.shape:
+            y = net.quantized(mb.add(x=y, y=a))
+        weight = net.weight([channels, y.shape[1], second, second], 0)
+        padded = {"pad_type": "custom", "pad": [1] * 4, "strides": [stride] * 2}
+        return net.quantized(mb.relu(x=mb.conv(x=y, weight=weight, **padded)))
+
+    return {"x": net.steps(1, channels, 6, 6)}, network
+
+
+_FAMILIES = (_convolution, _transposed, _linear, _matmul, _residual)
+
+
+def _assert_equal(inputs: mil.Arrays, network: Callable[..., Any]) -> Any:
+    """The compiled function, after it gave what the reference engine gives."""
+    main = mil.main(mil.build(network, inputs, Opset.iOS17))
+    features = mil.features(main, inputs)
+    (expected,) = REFERENCE.compile(main, EngineOptions())(features).values()
+    compiled = OPENVINO.compile(main, EngineOptions(cache=None))
+    (actual,) = compiled(features).values()
+    np.testing.assert_array_equal(actual, expected)
+    return compiled
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("family", _FAMILIES, ids=lambda family: family.__name__[1:])
+def test_products_between_quantized_values_are_exact(family: Any, seed: int) -> None:
+    _assert_equal(*family(_Network(seed)))
+
+
+@pytest.mark.parametrize("scales", [(0.25, 0.25), (0.25, 0.5)], ids=["one step", "two steps"])
+def test_joined_values_keep_their_steps(scales: tuple[float, float]) -> None:
+    net = _Network(0)
+    net.stored, net.shift = "int8", {}
+
+    def network(x: Any) -> Any:
+        parts = [net.quantized(mb.mul(x=x, y=net.kind(k)), s) for k, s in enumerate(scales, 1)]
+        joined = mb.concat(values=parts, axis=1)
+        return mb.conv(x=joined, weight=net.weight([4, 8, 1, 1], 0))
+
+    x = (net.random.integers(-8, 8, (1, 4, 6, 6)) / 4).astype(net.kind)
+    _assert_equal({"x": x}, network)

@@ -1,0 +1,76 @@
+"""Models that torchao's ``quantize_`` compresses, and what is stored of a lowered one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from coreml_delegate.blob import unflatten
+from coreml_delegate.third_party import coremltools, quiet_import
+from coreml_delegate.weight_file import ALIGNMENT, read_record
+
+coremltools()
+with quiet_import():
+    from torchao.prototype.quantization.codebook_coreml import CodebookWeightOnlyConfig
+    from torchao.quantization import IntxWeightOnlyConfig, PerAxis, PerGroup, quantize_
+    from torchao.quantization.quant_primitives import MappingType
+
+__all__ = [
+    "CodebookWeightOnlyConfig",
+    "IntxWeightOnlyConfig",
+    "MappingType",
+    "PerAxis",
+    "PerGroup",
+    "compressed",
+    "quantize_",
+    "stored_sizes",
+    "tokens",
+    "words",
+]
+
+ROWS, COLUMNS = 64, 128
+
+
+def is_weight(module: nn.Module, _: str) -> bool:
+    return isinstance(module, nn.Embedding | nn.Linear)
+
+
+def words() -> nn.Module:
+    """An embedding and a linear layer, both of 64 x 128 weights."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(ROWS, COLUMNS), nn.Linear(COLUMNS, ROWS), nn.ReLU()).eval()
+
+
+def tokens() -> tuple[torch.Tensor]:
+    return (torch.tensor([0, 5, 63]),)
+
+
+def compressed(config: Any, module: nn.Module | None = None, filter_fn: Any = is_weight) -> Any:
+    """A module with the weights of its embeddings and linear layers compressed."""
+    module = words() if module is None else module
+    quantize_(module, config, filter_fn)
+    return module
+
+
+def stored_sizes(edge: Any) -> list[int]:
+    """Bytes of every weight in the weight files of a program's delegates, the largest first.
+
+    Read from the files, not from what the programs say of them.
+    """
+    modules = edge.exported_program().graph_module
+    found: list[int] = []
+    for node in modules.graph.nodes:
+        if node.op != "get_attr" or "lowered_module" not in str(node.target):
+            continue
+        for name, content in unflatten(getattr(modules, node.target).processed_bytes).items():
+            if not name.endswith("weight.bin"):
+                continue
+            place = ALIGNMENT
+            while place < content.nbytes:
+                record = read_record(name, content, place)
+                found.append(record.size)
+                end = record.start + record.size
+                place = end + -end % ALIGNMENT
+    return sorted(found, reverse=True)

@@ -1,0 +1,188 @@
+"""``coreml-delegate export-llm`` and ``generate``: what they write, print and refuse."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints import CONFIG, save
+from support.command import leftovers, start, tiny_pte
+
+from coreml_delegate.scripts import arguments, export_llm
+from coreml_delegate.scripts.cli import main
+from coreml_delegate.scripts.llm.generator import Generator
+from coreml_delegate.scripts.llm.layout import CacheKind
+
+pytestmark = pytest.mark.xdist_group("checkpoints")
+
+BYTES = {**CONFIG, "model_type": "llama", "vocab_size": 256, "num_hidden_layers": 1}
+BYTES |= {"bos_token_id": None, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("llm")
+
+
+@pytest.fixture(scope="module")
+def config(folder):
+    path = folder / "config.json"
+    path.write_text(json.dumps(BYTES))
+    return path
+
+
+@pytest.fixture(scope="module")
+def program(folder, config):
+    """A model with random weights, exported by the command."""
+    path = folder / "model.pte"
+    options = ["--prefill-chunk", "8", "--context", "32", "--seed", "3", "--precision", "float32"]
+    assert main(["export-llm", "--random", str(config), "-o", str(path), *options]) == 0
+    return path
+
+
+def generate(program: Path, *options: str) -> int:
+    return main(["generate", str(program), "--prompt", "ab", *options])
+
+
+def test_choices_are_those_of_the_library():
+    assert set(export_llm.CACHES) == {kind.value for kind in CacheKind}
+    assert arguments.PRECISIONS[0] == "float16"
+
+
+def test_a_checkpoint_is_exported(folder, capsys):
+    checkpoint, output = folder / "checkpoint", folder / "checkpoint.pte"
+    model = save(checkpoint, "qwen3", num_hidden_layers=1, head_dim=8)
+    arguments = ["--precision", "float32", "--prefill-chunk", "8", "--json"]
+    assert main(["export-llm", str(checkpoint), "-o", str(output), *arguments]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    document = json.loads(captured.out)
+    assert document["bytes"] == output.stat().st_size
+    assert document["parameters"] == sum(p.numel() for p in model.parameters())
+    assert document["layout"]["get_eos_ids"] == [2]
+    for counts in document["methods"].values():
+        assert counts["delegated"] == counts["operations"] > 0
+    tokens = [5, 7, 11, 13]
+    generator = Generator.load(output)
+    expected = model.generate(torch.tensor([tokens]), max_new_tokens=8, do_sample=False)
+    stops = generator.layout.eos
+    made = list(generator.generate(tokens, lambda logits: int(logits.argmax()), limit=8))
+    theirs = itertools.takewhile(lambda t: t not in stops, expected[0, len(tokens) :].tolist())
+    assert made == list(theirs)
+
+
+def test_text_on_stdout_and_pace_on_stderr(program, capsys):
+    assert generate(program, "--max-new-tokens", "5") == 0
+    captured = capsys.readouterr()
+    assert captured.out.endswith("\n")
+    assert [line.partition(":")[0] for line in captured.err.splitlines()] == ["prefill", "decode"]
+    assert captured.err.count("tokens/s") == 2
+
+
+def test_equal_seeds_give_equal_texts(program, capsys):
+    def texts(seed: int) -> str:
+        options = ["--temperature", "2", "--top-k", "50", "--top-p", "0.9", "--json"]
+        assert generate(program, "--max-new-tokens", "12", "--seed", str(seed), *options) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert (document["ending"], len(document["tokens"])) == ("limit", 12)
+        assert document["prefill"]["tokens"] == 2
+        return document["text"]
+
+    assert texts(1) == texts(1) != texts(2)
+
+
+def test_the_context_fills_up(program, capsys):
+    assert generate(program, "--json") == 0
+    captured = capsys.readouterr()
+    assert captured.err == "coreml-delegate: warning: the context of 32 tokens is full\n"
+    document = json.loads(captured.out)
+    assert (document["ending"], len(document["tokens"])) == ("context", 31)
+
+
+def test_stops(program, capsys):
+    def made(*stop: str) -> dict:
+        assert generate(program, "--max-new-tokens", "9", "--json", *stop) == 0
+        return json.loads(capsys.readouterr().out)
+
+    tokens = made()["tokens"]
+    by_token = made("--stop", str(tokens[0]))
+    assert (by_token["text"], by_token["tokens"], by_token["ending"]) == ("", [], "stop")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-new-tokens", "99"], "a prompt of 2 and 99 more, expected at most 32 more"),
+        (["--temperature", "-1"], "temperature is out of range: got -1.0"),
+        (["--tokenizer", "none.json"], "no such tokenizer: got none.json"),
+        (["--prompt", ""], "no token to begin with. Give a prompt that is not empty"),
+        (["--prompt", "x" * 33], "the context of 32 tokens is too short: got 33 more"),
+    ],
+)
+def test_what_cannot_be_generated(program, options, message, capsys):
+    assert generate(program, *options) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("coreml-delegate: error: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_programs_that_generate_no_text(folder, capsys):
+    (folder / "tiny.pte").write_bytes(tiny_pte())
+    assert generate(folder / "tiny.pte") == 1
+    assert "does not say how to generate text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"model_type": "mamba"}, [], "architecture that is not supported"),
+        ({}, ["--context", "65"], "got --context 65, expected at most 64"),
+        ({}, ["--quantize", "int4", "--group-size", "5"], "groups of weights do not divide"),
+    ],
+)
+def test_what_cannot_be_exported(changes, options, message, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**BYTES, **changes}))
+    output = tmp_path / "model.pte"
+    assert main(["export-llm", "--random", str(path), "-o", str(output), *options]) == 1
+    assert message in capsys.readouterr().err
+    assert leftovers(tmp_path) == {"config.json"}
+
+
+@pytest.mark.parametrize("sources", [[], ["folder", "--random", "config.json"]])
+def test_exactly_one_source(sources, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["export-llm", *sources, "-o", "model.pte"])
+    assert exit_.value.code == 2
+    assert "exactly one is required" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_not_there(capsys):
+    assert main(["export-llm", "nowhere", "-o", "model.pte"]) == 1
+    assert "no such checkpoint folder: got nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_an_interrupt_ends_the_text(folder, config):
+    """A long context, so that the text is certainly not done."""
+    path = folder / "long.pte"
+    config.with_name("long.json").write_text(
+        json.dumps({**BYTES, "max_position_embeddings": 10**6})
+    )
+    options = ["--random", str(config.with_name("long.json")), "--context", "100000"]
+    assert main(["export-llm", *options, "--prefill-chunk", "2", "-o", str(path)]) == 0
+    process = start("generate", path, "--prompt", "a")
+    assert process.stdout is not None
+    assert os.read(process.stdout.fileno(), 4096)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == "coreml-delegate: error: interrupted\n"

@@ -1,0 +1,152 @@
+"""Between text and logits: tokenizers, streams of text, choice of tokens, and what a .pte says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from coreml_delegate.errors import OptionError, ProgramError
+from coreml_delegate.scripts.llm.layout import CacheKind, Layout
+from coreml_delegate.scripts.llm.sampler import Sampler, Sampling
+from coreml_delegate.scripts.llm.tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+    TextStream,
+    load_tokenizer,
+)
+
+TEXT = "naïve 東京 🙂"
+LAYOUT = Layout(300, 128, 16, CacheKind.IO, bos=256, eos=(257, 258))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """A byte-level BPE tokenizer, trained on a few words."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(["the words of the world"] * 4, trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["bytes", "file"])
+def test_text_returns_piece_by_piece(kind, file):
+    tokenizer = ByteTokenizer() if kind == "bytes" else FileTokenizer(file)
+    tokens = tokenizer.encode(TEXT)
+    assert tokenizer.decode(tokens) == TEXT
+    stream = TextStream(tokenizer)
+    pieces = [stream.push(token) for token in tokens]
+    assert "".join(pieces) + stream.end() == TEXT
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert len([piece for piece in pieces if piece]) > 5
+
+
+def test_bytes_that_are_no_text_come_at_the_end():
+    stream = TextStream(ByteTokenizer())
+    assert [stream.push(token) for token in (0x61, 0xE6)] == ["a", ""]
+    assert stream.end() == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("stops", "shown", "stopped"),
+    [
+        (["END"], "one E two ", True),
+        (["two", "one E"], "", True),
+        (["more ENDS"], "one E two END more EN", False),
+        ([" END", "END"], "one E two", True),
+        ([""], "one E two END more EN", False),
+    ],
+)
+def test_stop_texts_are_not_shown(stops, shown, stopped):
+    stream = TextStream(ByteTokenizer(), stops)
+    text = ""
+    for token in b"one E two END more EN":
+        text += stream.push(token)
+        if stream.stopped:
+            break
+    assert (text + stream.end(), stream.stopped) == (shown, stopped)
+
+
+def test_tokenizer_of_a_model(file, tmp_path):
+    assert load_tokenizer(None, vocabulary=258, bos=256).encode("a") == [256, 97]
+    assert load_tokenizer(None, vocabulary=256, bos=None).decode([97, 300]) == "a"
+    assert isinstance(load_tokenizer(file, vocabulary=300, bos=None), FileTokenizer)
+    with pytest.raises(
+        OptionError, match=r"has 32000 tokens, which are not bytes\. Pass --tokenizer"
+    ):
+        load_tokenizer(None, vocabulary=32000, bos=None)
+    with pytest.raises(OptionError, match="no such tokenizer"):
+        FileTokenizer(tmp_path / "none.json")
+    (tmp_path / "none.json").write_text("{}")
+    with pytest.raises(OptionError, match="cannot read a tokenizer from"):
+        FileTokenizer(tmp_path / "none.json")
+
+
+def test_draws_have_the_right_distribution():
+    logits = torch.log(torch.tensor([0.1, 0.4, 0.2, 0.3]))
+    sampler = Sampler(Sampling(temperature=1.0))
+    drawn = torch.bincount(torch.tensor([sampler(logits) for _ in range(4000)])) / 4000
+    torch.testing.assert_close(drawn, logits.exp(), atol=0.04, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "drawn"),
+    [
+        (Sampling(), {1}),
+        (Sampling(temperature=1.0, top_k=1), {1}),
+        (Sampling(temperature=1.0, top_k=2), {1, 3}),
+        (Sampling(temperature=1.0, top_p=0.35), {1}),
+        (Sampling(temperature=1.0, top_p=0.75), {1, 2, 3}),
+        (Sampling(temperature=1.0, top_k=3, top_p=0.7), {1, 3}),
+        (Sampling(temperature=0.01), {1}),
+        (Sampling(temperature=100.0), {0, 1, 2, 3}),
+    ],
+)
+def test_only_the_likeliest_are_drawn(sampling, drawn):
+    logits = torch.log(torch.tensor([0.1, 0.4, 0.2, 0.3]))
+    sampler = Sampler(sampling)
+    assert {sampler(logits) for _ in range(200)} == drawn
+
+
+def test_equal_seeds_draw_equal_tokens():
+    logits = torch.zeros(1000)
+    first, again, other = (Sampler(Sampling(1.0, seed=seed)) for seed in (5, 5, 6))
+    tokens = [[sampler(logits) for _ in range(8)] for sampler in (first, again, other)]
+    assert tokens[0] == tokens[1] != tokens[2]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}],
+)
+def test_settings_out_of_range(setting):
+    with pytest.raises(OptionError, match=f"{next(iter(setting))} is out of range"):
+        Sampling(**setting)
+
+
+def outputs(value):
+    return value if isinstance(value, list) else [value]
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, replace(LAYOUT, bos=None, eos=())])
+def test_a_layout_is_read_as_it_was_written(layout):
+    constants = layout.constants()
+    assert Layout.read(tuple(constants), lambda name: outputs(constants[name])) == layout
+
+
+def test_programs_that_are_no_language_models():
+    with pytest.raises(ProgramError, match=r"got no method get_cache_kind\. Export it with"):
+        Layout.read(("forward", "get_vocab_size"), lambda name: [0])
+    constants = {**LAYOUT.constants(), "get_llm_layout_version": 2}
+    with pytest.raises(ProgramError, match="got layout 2, expected layout 1"):
+        Layout.read(tuple(constants), lambda name: outputs(constants[name]))

@@ -1,0 +1,167 @@
+"""The table of quantization modes, assignments of them to modules, and their files."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from support.quantization import LinearQuantizerConfig
+
+from coreml_delegate.errors import OptionError
+from coreml_delegate.quantization_modes import FORMS, Method, QuantizationAssignment, mode_of
+from coreml_delegate.quantization_modes.configs import (
+    compile_keywords,
+    linear_quantizer_config,
+    quantizer_config_of,
+    torchao_config,
+)
+from coreml_delegate.quantization_modes.table import example_of
+from coreml_delegate.quantizer.config import read_config
+from coreml_delegate.targets import Opset
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_mode_is_carried_out_by_one_method(form):
+    mode = mode_of(example_of(form))
+    assert mode.name == example_of(form)
+    made = {
+        Method.PT2E: lambda: read_config(linear_quantizer_config(mode)),
+        Method.MODULES: lambda: torchao_config(mode),
+        Method.CONVERSION: lambda: compile_keywords(mode),
+    }
+    assert made[mode.method]()
+    if mode.method is not Method.CONVERSION:
+        assert compile_keywords(mode) == {}
+    if mode.relief is not None:
+        assert mode_of(mode.relief).method is mode.method
+        assert mode_of(mode.relief).bits >= mode.bits
+
+
+def test_numbers_in_names_count():
+    assert mode_of("int4-group64").group_size == 64
+    assert mode_of("codebook-3").bits == 3
+    assert mode_of("palettize-6").bits == 6
+    assert mode_of("prune-75").sparsity == 0.75
+    assert torchao_config(mode_of("int8-group16")).granularity.group_size == 16
+    assert torchao_config(mode_of("codebook-3")).dtype is torch.uint3
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("int4-grup32", "got 'int4-grup32', expected perhaps int4-groupN"),
+        ("int8-statik", "perhaps int8-static"),
+        ("zip", "unknown quantization mode: got 'zip', expected int8-static, int8-weight"),
+        ("int4-group0", "int4-groupN has no such number: got int4-group0, expected 2 to 4096"),
+        ("palettize-5", "expected 1, 2, 3, 4, 6, 8"),
+        ("codebook-9", "expected 1 to 8"),
+        ("prune--5", "expected 1 to 99"),
+        ("int4-groupN", "unknown quantization mode"),
+    ],
+)
+def test_unknown_modes_are_refused(name, message):
+    with pytest.raises(OptionError, match=re.escape(message)):
+        mode_of(name)
+
+
+def test_targets():
+    mode = mode_of("int8-static")
+    mode.require_target(None, "target")
+    mode.require_target(Opset.iOS26, "target")
+    assert mode.lowering_target is None
+    assert mode_of("int4-group32").lowering_target is Opset.iOS18
+    with pytest.raises(
+        OptionError, match="target must be iOS17 or higher for int8-static: got iOS16"
+    ):
+        mode.require_target(Opset.iOS16, "target")
+
+
+def test_the_longest_path_counts():
+    fine = mode_of("int8-weight")
+    assignment = QuantizationAssignment(mode_of("int4-weight"), {"a": None, "a.b": fine})
+    assert assignment.mode_for("a.c") is None
+    assert assignment.mode_for("a.b.c") is fine
+    assert assignment.mode_for("ab") is assignment.mode
+    assert assignment.newest is assignment.mode
+    assert not assignment.activations
+    assert QuantizationAssignment(mode_of("int8-static")).activations
+
+
+def test_a_file_says_the_same_again(tmp_path):
+    path = tmp_path / "config.json"
+    given = QuantizationAssignment(
+        mode_of("int4-group32"), {"b": None, "a": mode_of("int8-channel")}
+    )
+    path.write_text(given.to_json())
+    read = QuantizationAssignment.read(path)
+    assert read == given
+    assert read.to_json() == given.to_json()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "cannot read"),
+        ("[]", "not a quantization config: expected a JSON object"),
+        ('{"mode": "int8-weight", "layers": {}}', "unknown key: got 'layers'"),
+        ('{"schema_version": 2, "mode": "int8-weight"}', "schema_version: got 2, expected 1"),
+        ('{"schema_version": 1}', "mode: got None, expected the name of a quantization mode"),
+        ('{"schema_version": 1, "mode": "int5"}', "unknown quantization mode: got 'int5'"),
+        ('{"schema_version": 1, "mode": "int8-weight", "modules": []}', "modules: got []"),
+        (
+            '{"schema_version": 1, "mode": "int8-weight", "modules": {"a": 4}}',
+            "modules['a']: got 4",
+        ),
+        (
+            '{"schema_version": 1, "mode": "int8-weight", "modules": {"a": "int4-channel"}}',
+            "int4-channel and int8-weight do not go together",
+        ),
+        (
+            '{"schema_version": 1, "mode": "palettize-4", "modules": {"a": null}}',
+            "palettize-4 is applied to converted weights, which belong to no module",
+        ),
+    ],
+)
+def test_files_that_are_refused(text, message, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(OptionError, match=re.escape(message)) as raised:
+        QuantizationAssignment.read(path)
+    assert str(path) in str(raised.value)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(OptionError, match="cannot read"):
+        QuantizationAssignment.read(tmp_path / "none.json")
+
+
+def test_modules_are_meant_literally():
+    config = quantizer_config_of(
+        QuantizationAssignment(mode_of("int4-weight"), {"a.0": None, "b": mode_of("int8-weight")})
+    )
+    assert isinstance(config, LinearQuantizerConfig)
+    settings = read_config(config)
+    assert settings.by_name[r"a\.0"] is None
+    assert settings.by_name["b"].weight_bits == 8
+    assert settings.everywhere.weight_bits == 4
+    assert (
+        read_config(linear_quantizer_config(None, {"b": mode_of("int8-weight")})).everywhere is None
+    )
+
+
+def test_methods_do_not_take_each_others_modes():
+    with pytest.raises(OptionError, match="int8-weight is carried out otherwise"):
+        torchao_config(mode_of("int8-weight"))
+    with pytest.raises(OptionError, match="int8-channel is carried out otherwise"):
+        linear_quantizer_config(mode_of("int8-channel"))
+
+
+def test_the_document_is_plain_data():
+    document = QuantizationAssignment(mode_of("int8-weight")).as_dict()
+    assert json.loads(json.dumps(document)) == {
+        "schema_version": 1,
+        "mode": "int8-weight",
+        "modules": {},
+    }

@@ -1,0 +1,228 @@
+"""Compression of weights after conversion: its options, targets and bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from support.compressed import stored_sizes
+from support.lowering import fp32_specs, lower
+from support.partitioned import delegate_functions
+from torch import nn
+
+from coreml_delegate import CompileOptions, CoreMLBackend, CoreMLPartitioner, runtime
+from coreml_delegate.errors import OptionError
+from coreml_delegate.preprocess.package import build_blob
+from coreml_delegate.targets import Opset
+
+SIZE = 64 * 64
+X = (torch.linspace(-1, 1, 128).reshape(2, 64),)
+
+
+def _network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
+
+def _stage(kind, **config):
+    return {"config_type": f"Op{kind}Config", "global_config": config}
+
+
+LINEAR = {"mode": "linear_symmetric", "dtype": "int8"}
+BLOCKS = {"dtype": "int4", "granularity": "per_block", "block_size": 32}
+PALETTE = _stage("Palettizer", nbits=4)
+GROUPS = _stage("Palettizer", nbits=2, granularity="per_grouped_channel", group_size=16)
+SPARSE = _stage("MagnitudePruner", target_sparsity=0.5)
+
+# name -> (options, MIL ops, bytes of the largest weight, target)
+TAKEN = {
+    "int8": ({"op_linear_quantizer_config": LINEAR}, {"affine_dequantize"}, SIZE, "iOS16"),
+    "int4 blocks": (
+        {"op_linear_quantizer_config": BLOCKS},
+        {"blockwise_shift_scale"},
+        SIZE // 2,
+        "iOS18",
+    ),
+    "affine": (
+        {"weight_compression": _stage("LinearQuantizer", mode="linear", dtype="uint8")},
+        {"affine_dequantize"},
+        SIZE,
+        "iOS16",
+    ),
+    "palette": ({"weight_compression": PALETTE}, {"lut_to_dense"}, SIZE // 2, "iOS16"),
+    "palettes": ({"weight_compression": GROUPS}, {"lut_to_dense"}, SIZE // 4, "iOS18"),
+    "sparse": ({"weight_compression": SPARSE}, {"sparse_to_dense"}, SIZE * 2, "iOS16"),
+    "threshold": (
+        {
+            "weight_compression": _stage(
+                "ThresholdPruner", threshold=0.06, minimum_sparsity_percentile=0.2
+            )
+        },
+        {"sparse_to_dense"},
+        None,
+        "iOS16",
+    ),
+    "sparse int8": (
+        {"weight_compression": [SPARSE, _stage("LinearQuantizer", dtype="int8")]},
+        {"sparse_blockwise_shift_scale", "sparse_to_dense"},
+        SIZE // 2,
+        "iOS18",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_weights_are_compressed(name):
+    options, ops, largest, target = TAKEN[name]
+    lowered = lower(_network(), X, compile_specs=fp32_specs(**options))
+    (function,) = delegate_functions(lowered.edge)
+    assert {op.type for op in function.block.ops if op.type.startswith("constexpr")} == {
+        f"constexpr_{op}" for op in ops
+    }
+    assert lowered.report.partitions[0].target == target
+    sizes = stored_sizes(lowered.edge)
+    assert largest in (None, sizes[0])
+    pte = lowered.pte
+    first, second = (
+        runtime.load_program(pte, engine=engine).run("forward", list(X))[0]
+        for engine in ("reference", "openvino")
+    )
+    torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-4)
+
+
+def test_the_report_says_what_demands_the_target():
+    def demanded(**options):
+        specs = fp32_specs(**options)
+        report = lower(nn.Linear(64, 64), X, compile_specs=specs).report
+        return report.partitions[0].demanded_by
+
+    assert demanded(op_linear_quantizer_config=BLOCKS) == (
+        "op_linear_quantizer_config with weights of 4 bits",
+    )
+    assert demanded(weight_compression=PALETTE) == ("weight_compression",)
+
+
+def test_single_ops_may_be_left_out():
+    config = {**PALETTE, "op_type_configs": {"linear": None}}
+    lowered = lower(_network(), X, compile_specs=fp32_specs(weight_compression=config))
+    assert stored_sizes(lowered.edge)[0] == SIZE * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"op_linear_quantizer_config": BLOCKS}, "weights of 4 bits"),
+        ({"weight_compression": GROUPS}, "a table per group of channels"),
+        ({"weight_compression": _stage("Palettizer", nbits=3)}, "indices of 3 bits"),
+        ({"weight_compression": _stage("Palettizer", cluster_dim=2)}, "tables of vectors"),
+        (
+            {"weight_compression": _stage("Palettizer", enable_per_channel_scale=True)},
+            "a scale per channel",
+        ),
+        ({"weight_compression": [SPARSE, PALETTE]}, "several kinds for one weight"),
+    ],
+)
+def test_a_target_that_is_too_low(options, text):
+    specs = fp32_specs(minimum_deployment_target=Opset.iOS17, **options)
+    with pytest.raises(OptionError, match=f"got iOS17, expected iOS18 or later.*{text}"):
+        CoreMLPartitioner(compile_specs=specs)
+    program = torch.export.export(_network(), X).run_decompositions()
+    with pytest.raises(OptionError, match=text):
+        build_blob(program, CompileOptions.from_specs(specs))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"config": "x", **PALETTE}, "unknown key: got 'config', expected perhaps"),
+        (_stage("Palettizer", nbit=4), "unknown key: got 'nbit', expected perhaps nbits"),
+        (_stage("Paletizer", nbits=4), "no kind of compression.*perhaps OpPalettizerConfig"),
+        (_stage("Palettizer", lut_function="f"), "unknown key: got 'lut_function'"),
+        ({"config_type": "OpPalettizerConfig"}, "nothing to do"),
+        ({**PALETTE, "op_type_configs": {"conv": {"nbit": 2}}}, "perhaps nbits"),
+        ({**PALETTE, "op_type_configs": ["conv"]}, "'op_type_configs' is a dictionary"),
+        (
+            {**PALETTE, "op_type_configs": {"conv": {**_stage("LinearQuantizer"), "dtype": "x"}}},
+            "unknown key: got 'global_config'",
+        ),
+        (
+            {**PALETTE, "op_type_configs": {"conv": {"config_type": "OpLinearQuantizerConfig"}}},
+            "does one thing.*linear_quantize_weights, palettize_weights",
+        ),
+        ([], "no stage"),
+        (["OpPalettizerConfig"], "a dictionary, or a list of them"),
+    ],
+)
+def test_what_is_no_configuration(value, text):
+    with pytest.raises(OptionError, match=text):
+        CoreMLBackend.generate_compile_specs(weight_compression=value)
+
+
+def test_an_unknown_key_of_the_linear_quantizer():
+    with pytest.raises(OptionError, match="got 'granulraity', expected perhaps granularity"):
+        CoreMLBackend.generate_compile_specs(op_linear_quantizer_config={"granulraity": "x"})
+
+
+def test_a_value_that_coremltools_refuses():
+    specs = fp32_specs(weight_compression=_stage("Palettizer", nbits=5))
+    with pytest.raises(
+        OptionError, match=r"weight_compression is not what coremltools takes.*nbits"
+    ):
+        lower(_network(), X, compile_specs=specs)
+
+
+def test_the_wire_format():
+    (spec,) = (
+        s
+        for s in CoreMLBackend.generate_compile_specs(weight_compression=PALETTE)
+        if s.key == "weight_compression"
+    )
+    assert bytes(spec.value) == (
+        b'[{"config_type": "OpPalettizerConfig", "global_config": {"nbits": 4}}]'
+    )
+    assert CompileOptions.from_specs([spec]).weight_compression == (PALETTE,)
+    with pytest.raises(OptionError, match="a JSON list"):
+        CompileOptions.from_specs([CompileSpec("weight_compression", b"{}")])
+
+
+_EXPORT = """
+import hashlib, sys, torch
+from coreml_delegate import CoreMLBackend, CoreMLPartitioner
+from executorch.exir import to_edge_transform_and_lower
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+exported = torch.export.export(model.eval(), (torch.rand(2, 64),))
+for config in (
+    {"config_type": "OpPalettizerConfig", "global_config": {"mode": "kmeans", "nbits": 3}},
+    {"config_type": "OpMagnitudePrunerConfig", "global_config": {"target_sparsity": 0.5}},
+):
+    specs = CoreMLBackend.generate_compile_specs(weight_compression=config)
+    program = to_edge_transform_and_lower(
+        exported, partitioner=[CoreMLPartitioner(compile_specs=specs)]
+    ).to_executorch()
+    sys.stdout.write(hashlib.sha256(program.buffer).hexdigest())
+"""
+
+
+@pytest.mark.xdist_group("reproducible")
+def test_two_processes_write_equal_bytes():
+    def export(seed):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", _EXPORT],
+            env=os.environ | {"PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    first = export(1)
+    assert len(first) == 2 * len(hashlib.sha256().hexdigest())
+    assert first == export(2)

@@ -18,7 +18,9 @@ from coreml_delegate.compile_options import (
     WeightSharing,
 )
 from coreml_delegate.errors import BlobFormatError, OptionError
+from coreml_delegate.shapes import EnumeratedInput, EnumeratedShapes, SymbolicSize
 from coreml_delegate.targets import Opset
+from coreml_delegate.weight_compression import KINDS, LINEAR, PALETTE, stages_of
 
 pytestmark = pytest.mark.property
 
@@ -33,6 +35,16 @@ FILES = st.dictionaries(
     st.binary(max_size=200),
     max_size=8,
 )
+
+
+def _enumerated(sizes):
+    """An input ``x`` of shape [s0, 3], each of the sizes for ``s0``."""
+    sizes_of_x = (SymbolicSize("s0", 1, 9), 3)
+    return EnumeratedShapes(
+        (EnumeratedInput(("x",), sizes_of_x, tuple((size, 3) for size in sizes)),)
+    )
+
+
 OPTIONS = st.builds(
     CompileOptions,
     compute_unit=st.sampled_from(ComputeUnit),
@@ -40,7 +52,15 @@ OPTIONS = st.builds(
     precision=st.sampled_from(Precision),
     model_type=st.sampled_from(ModelType),
     op_linear_quantizer_config=st.none()
-    | st.dictionaries(st.text(), st.none() | st.integers() | st.text(), max_size=3),
+    | st.dictionaries(
+        st.sampled_from(KINDS[LINEAR].keys), st.none() | st.integers() | st.text(), max_size=3
+    ),
+    weight_compression=st.none()
+    | st.dictionaries(st.sampled_from(KINDS[PALETTE].keys), st.none() | st.integers()).map(
+        lambda config: stages_of({"config_type": PALETTE, "global_config": config})
+    ),
+    enumerated_shapes=st.none()
+    | st.lists(st.integers(1, 9), min_size=2, max_size=4, unique=True).map(_enumerated),
     pass_names=st.none() | st.lists(st.text(), max_size=3).map(tuple),
     weight_sharing=st.none() | st.sampled_from(WeightSharing),
 )

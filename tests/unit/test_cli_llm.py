@@ -21,6 +21,13 @@ from coreml_delegate.scripts.llm.layout import CacheKind
 
 pytestmark = pytest.mark.xdist_group("checkpoints")
 
+
+@pytest.fixture(scope="module", autouse=True)
+def _torchao():
+    # It is logged about while it is imported, which is no output of the command.
+    import torchao.quantization  # noqa: F401
+
+
 BYTES = {**CONFIG, "model_type": "llama", "vocab_size": 256, "num_hidden_layers": 1}
 BYTES |= {"bos_token_id": None, "eos_token_id": None}
 

@@ -61,7 +61,7 @@ def lowered(request) -> Lowered:
         eager = model(example).numpy()
     buffers = {}
     for precision in Precision:
-        # Anew for each: lowering takes lifted constants out of the program it is given.
+        # Anew for each, as a user has it who lowers once.
         exported = torch.export.export(model, (example,))
         specs = CoreMLBackend.generate_compile_specs(compute_precision=precision)
         partitioner = CoreMLPartitioner(compile_specs=specs)

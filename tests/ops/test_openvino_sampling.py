@@ -129,7 +129,8 @@ def test_shapes_known_at_run_time(seed):
     for shape in ((2, 3), (40, 50), (0, 3)):
         for values in compiled({"shape": np.array(shape, np.int32)}).values():
             assert values.shape == shape
-            assert np.unique(values).size >= min(2, values.size)
+            # Six unseeded coins may well fall alike; two thousand never do.
+            assert values.size < 100 or np.unique(values).size >= 2
 
 
 @pytest.mark.parametrize("seed", [-1, 7])

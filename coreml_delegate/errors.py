@@ -6,6 +6,9 @@ caller can do about it. ``str(error)`` is one line, ready for a terminal.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class CoreMLDelegateError(Exception):
     """Base of every error raised by ``coreml_delegate``.
@@ -47,6 +50,21 @@ def _rebuild(
     Exception.__init__(error, message)
     error.__dict__.update(fields)
     return error
+
+
+def near_matches(given: object, known: Iterable[str], otherwise: str | None = None) -> str:
+    """What was ``expected`` in place of a misspelt name.
+
+    Args:
+        given: The name that is unknown.
+        known: Names that are known.
+        otherwise: What to say where nothing is like it; by default all known names are listed.
+    """
+    known = list(known)
+    near = difflib.get_close_matches(str(given), known, n=3, cutoff=0.5)
+    if near:
+        return f"perhaps {', '.join(near)}"
+    return ", ".join(known) if otherwise is None else otherwise
 
 
 class OptionError(CoreMLDelegateError, ValueError):

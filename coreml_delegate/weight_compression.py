@@ -13,13 +13,12 @@ Source: coremltools 9.0, ``coremltools.optimize.coreml``.
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, cast
 
-from coreml_delegate.errors import OptionError
+from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.targets import Opset
 
 Stage = Mapping[str, Any]
@@ -207,7 +206,7 @@ def _check_kind(kind: object) -> None:
         raise OptionError(
             f"{OPTION}: {_TYPE!r} is no kind of compression",
             got=repr(kind),
-            expected=_near(kind, tuple(KINDS)),
+            expected=near_matches(kind, tuple(KINDS)),
         )
 
 
@@ -217,10 +216,5 @@ def _check_keys(config: object, known: Sequence[str], where: str) -> None:
     for key in cast("Mapping[object, Any]", config):
         if key not in known:
             raise OptionError(
-                f"{where} has an unknown key", got=repr(key), expected=_near(key, known)
+                f"{where} has an unknown key", got=repr(key), expected=near_matches(key, known)
             )
-
-
-def _near(given: object, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(given), known, n=3)
-    return f"perhaps {', '.join(near)}" if near else ", ".join(known)

@@ -6,7 +6,6 @@ are never asked about: they follow it.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -15,7 +14,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from coreml_delegate.errors import OptionError
+from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.module_scope import ModulePattern, Scope, scopes_of
 from coreml_delegate.op_rules import Reason, ReasonCode
 from coreml_delegate.op_rules.rule import target_name
@@ -247,11 +246,10 @@ def _listed(given: Sequence[_Item], option: str) -> Sequence[_Item]:
 
 def _unknown_module(option: str, pattern: ModulePattern, seen: Collection[Scope]) -> OptionError:
     names = _names(seen)
-    near = difflib.get_close_matches(pattern.text, names, n=3, cutoff=0.5)
     return OptionError(
         f"{option} names no module of the program",
         got=repr(pattern.text),
-        expected=f"perhaps {', '.join(near)}" if near else "a path or class of its modules",
+        expected=near_matches(pattern.text, names, "a path or class of its modules"),
     )
 
 

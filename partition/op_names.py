@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coreml_delegate.errors import OptionError
+from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.op_rules.rule import target_name
 
 _NAMESPACES = ("aten", "dim_order_ops", "quantized_decomposed", "torchao")
@@ -70,12 +69,12 @@ def _normalize(name: str, option: str) -> str:
 
 def _unknown(option: str, kind: str, name: str, part: str, known: Iterable[str]) -> OptionError:
     candidates = sorted(known)
-    near = difflib.get_close_matches(part, candidates, n=3) or candidates
-    few = len(near) <= _FEW
+    few = len(candidates) <= _FEW
+    otherwise = f"perhaps {', '.join(candidates)}" if few else f"an {kind} PyTorch has"
     return OptionError(
         f"{option} names an unknown {kind}",
         got=repr(name),
-        expected=f"perhaps {', '.join(near)}" if few else f"an {kind} PyTorch has",
+        expected=near_matches(part, candidates, otherwise),
     )
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from coreml_delegate.errors import OptionError
+from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.scripts import arguments
 
 if TYPE_CHECKING:
@@ -123,11 +122,10 @@ def _check_inputs(source: Source, dims: Mapping[str, Mapping[int, Any]]) -> None
     }
     for name, chosen in dims.items():
         if name not in ranks:
-            near = difflib.get_close_matches(name, ranks, n=3)
             raise OptionError(
                 "the model has no such input",
                 got=repr(name),
-                expected=f"perhaps {', '.join(near)}" if near else ", ".join(ranks),
+                expected=near_matches(name, ranks),
             )
         for dim in chosen:
             if dim >= ranks[name]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from coreml_delegate.errors import CoreMLDelegateError, OptionError
+from coreml_delegate.errors import CoreMLDelegateError, OptionError, near_matches
 from coreml_delegate.quantization_modes import Method, QuantizationAssignment, QuantizationMode
 from coreml_delegate.quantization_modes.configs import quantizer_config_of, torchao_config
 from coreml_delegate.quantizer import CoreMLQuantizer, QuantizationReport
@@ -122,11 +121,10 @@ def _is_among(names: set[str]) -> Callable[[nn.Module, str], bool]:
 def _check_paths(assignment: QuantizationAssignment, paths: Mapping[str, nn.Module]) -> None:
     for path in assignment.modules:
         if path not in paths:
-            near = difflib.get_close_matches(path, paths, n=3)
             raise OptionError(
                 "the quantization config names a module that the model does not have",
                 got=repr(path),
-                expected=f"perhaps {' or '.join(map(repr, near))}" if near else None,
+                expected=near_matches(path, paths, ""),
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from coreml_delegate.html_pages import page_template
 from coreml_delegate.quantization_modes import QuantizationAssignment
 from coreml_delegate.scripts import sensitivity_chart as chart
 from coreml_delegate.scripts.quantize_report import decibels
@@ -32,15 +33,4 @@ def to_html(sensitivity: Sensitivity) -> str:
 
 @functools.cache
 def _template() -> Any:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("coreml_delegate.scripts", package_path=""),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    filters: Any = environment.filters
-    filters.update(decibels=decibels)
-    return environment.get_template(_TEMPLATE)
+    return page_template("coreml_delegate.scripts", _TEMPLATE, decibels=decibels)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from functools import cache
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from coreml_delegate.errors import OptionError
+from coreml_delegate.errors import OptionError, near_matches
 
 _DEFAULT_SIZE = 224  # pixels; what torchvision's classifiers without published weights take
 _VIDEO_FRAMES = 16
@@ -71,11 +70,10 @@ def build_model(name: str) -> nn.Module:
     models = import_torchvision().models
     known = models.list_models()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=3)
         raise OptionError(
             "torchvision has no such model",
             got=repr(name),
-            expected=f"perhaps {', '.join(near)}" if near else "one of its list_models()",
+            expected=near_matches(name, known, "one of its list_models()"),
         )
     keywords: dict[str, Any] = {"weights": None}
     if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:

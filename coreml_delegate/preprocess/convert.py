@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gc
 import logging
 import shutil
@@ -28,6 +27,7 @@ from coreml_delegate.errors import (
     LoweringError,
     OptionError,
     UnsupportedOperatorError,
+    near_matches,
 )
 from coreml_delegate.mlpackage import write_folder
 from coreml_delegate.preprocess.compression import passes_of
@@ -254,11 +254,10 @@ def _precision(ct: Any, options: CompileOptions, in_fp32: frozenset[int]) -> Any
     known = SSAOpRegistry.core_ops
     for name in keep.ops:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
             raise OptionError(
                 "keep_fp32 names an unknown MIL op",
                 got=repr(name),
-                expected=f"perhaps {', '.join(near)}" if near else None,
+                expected=near_matches(name, known, ""),
             )
     return ct.transform.FP16ComputePrecision(op_selector=selector(keep, in_fp32))
 
@@ -271,11 +270,10 @@ def _pipeline(ct: Any, options: CompileOptions) -> Any:
     known = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY.passes
     for name in options.pass_names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
             raise OptionError(
                 "unknown coremltools pass",
                 got=repr(name),
-                expected=f"perhaps {', '.join(near)}" if near else None,
+                expected=near_matches(name, known, ""),
             )
     return ct.PassPipeline(list(options.pass_names), pipeline_name="coreml_delegate")
 

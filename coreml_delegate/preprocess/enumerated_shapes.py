@@ -7,7 +7,6 @@ values, and these the part's input shapes.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -16,7 +15,7 @@ import sympy
 import torch
 from torch.export import ExportedProgram
 
-from coreml_delegate.errors import ContractError, OptionError
+from coreml_delegate.errors import ContractError, OptionError, near_matches
 from coreml_delegate.preprocess.symbolic_sizes import expression_of, input_tensors
 from coreml_delegate.shapes import (
     MAX_SHAPES,
@@ -201,11 +200,10 @@ def declare(spec: Any, inputs: Mapping[str, tuple[Shape, ...]]) -> None:
 def _check_names(shapes: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
     for name in shapes:
         if name not in tensors:
-            near = difflib.get_close_matches(str(name), tensors, n=3)
             raise OptionError(
                 "enumerated shapes of an input that the program does not have",
                 got=repr(name),
-                expected=f"perhaps {', '.join(near)}" if near else ", ".join(tensors),
+                expected=near_matches(name, tensors),
             )
 
 

@@ -190,12 +190,33 @@ def _where(node: Node) -> None:
     chosen = [cast(node, arguments[n], dtype) for n in ("self", "other")]
     condition = arguments["condition"]
     if value_of(node).dim():
-        become(node, node.target, condition, *chosen)
+        become(node, node.target, condition, *_spread(node, condition, chosen))
         return
     # Coremltools broadcasts the operands and cannot do it to scalars.
     condition = insert(node, ATEN.view_copy.default, condition, [1])
     whole = insert(node, node.target, condition, *chosen)
     become(node, ATEN.view_copy.default, whole, [])
+
+
+def _spread(node: Node, condition: Node, branches: list[Node]) -> list[Node]:
+    """The branches, one of them as large as the result where sizes are dynamic.
+
+    Coremltools broadcasts what is static; of the rest MIL declares the shape of the branches alone.
+    """
+    shape = value_of(node).shape
+    branch_shape = torch.broadcast_shapes(*(value_of(branch).shape for branch in branches))
+    if branch_shape == shape or all(isinstance(size, int) for size in shape):
+        return branches
+    first, second = branches
+    dtype = value_of(first).dtype
+    never = insert(node, ATEN.logical_not.default, condition)
+    never = insert(node, ATEN.logical_and.default, condition, never)
+    if dtype is torch.bool:
+        return [insert(node, ATEN.logical_or.default, first, never), second]
+    # Of floats a negative zero: added to, it leaves zeros of both signs as they are.
+    zero = insert(node, ATEN._to_copy.default, never, dtype=dtype)
+    zero = insert(node, ATEN.mul.Tensor, zero, -1.0) if dtype.is_floating_point else zero
+    return [insert(node, ATEN.add.Tensor, first, zero), second]
 
 
 def _masked_fill(node: Node) -> None:

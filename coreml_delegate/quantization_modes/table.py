@@ -5,14 +5,13 @@ A name is fixed (``int8-static``) or has a number in it (``int4-group32``), writ
 
 from __future__ import annotations
 
-import difflib
 import enum
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from coreml_delegate.errors import OptionError
+from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.targets import Opset
 
 
@@ -241,10 +240,8 @@ def mode_of(name: str) -> QuantizationMode:
         mode = row.read(name)
         if mode is not None:
             return mode
-    near = difflib.get_close_matches(re.sub(r"\d+$", "N", name), FORMS, n=3, cutoff=0.5)
-    near += difflib.get_close_matches(name, FORMS, n=2, cutoff=0.5)
     raise OptionError(
         "unknown quantization mode",
         got=repr(name),
-        expected=f"perhaps {' or '.join(dict.fromkeys(near))}" if near else ", ".join(FORMS),
+        expected=near_matches(re.sub(r"\d+$", "N", name), FORMS),
     )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
-from coreml_delegate.errors import OptionError
+from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.third_party import coremltools
 
 _Check = Callable[[str, Any], None]
@@ -99,11 +98,10 @@ def check(
     """
     for name in given:
         if name not in accepted:
-            near = difflib.get_close_matches(name, accepted, n=3, cutoff=0.5)
             raise OptionError(
                 f"{recipe} has no such keyword",
                 got=repr(name),
-                expected=f"perhaps {' or '.join(near)}" if near else ", ".join(accepted),
+                expected=near_matches(name, accepted),
             )
     missing = [name for name in required if name not in given]
     if missing:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from coreml_delegate.html_pages import page_template
 from coreml_delegate.partition.report.layout import BOX_HEIGHT, BOX_WIDTH, Drawing, draw
 from coreml_delegate.partition.report.quantities import quantity
 from coreml_delegate.partition.report.records import DelegationReport, NodeReport
@@ -78,19 +79,8 @@ def to_html(report: DelegationReport, title: str) -> str:
 
 @functools.cache
 def _template() -> Any:
-    # Imported here, because only this form of the report needs it.
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("coreml_delegate.partition.report", package_path=""),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    filters: Any = environment.filters
-    filters.update(quantity=quantity, label=_fitted)
-    return environment.get_template(_TEMPLATE)
+    package = "coreml_delegate.partition.report"
+    return page_template(package, _TEMPLATE, quantity=quantity, label=_fitted)
 
 
 def _fitted(text: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from executorch.exir import to_edge_transform_and_lower
 from support.lowering import fp32_specs
+from support.partitioned import delegate_functions
 from support.tolerances import ATOL_RTOL
 from torch import nn
 from torch.export import Dim
@@ -171,6 +172,16 @@ CASES = {
     "causal attention": computing(
         lambda x: nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
     ),
+    # MIL declares what is selected as large as the branches.
+    "chosen by a larger condition": computing(
+        lambda x: torch.where(x > 0, x[:1, :1] * 0, x[:, :1] * 2).flatten(0, 1)
+    ),
+    "chosen of whole numbers": computing(
+        lambda x: torch.where(x > 0, (x[:1] * 9).int(), torch.ones((), dtype=torch.int32)) + 1
+    ),
+    "chosen of truths": computing(
+        lambda x: torch.where(x > 0, x[:1] > 1, x[:1] > -1).logical_not()
+    ),
     # Used after an op of the CPU alone, a size is computed there.
     "in the second delegate": computing(
         lambda x: torch.asinh(x + 1).view(x.shape[0] * x.shape[1], 4).cos(),
@@ -212,14 +223,19 @@ CASES = {
 }
 
 
-def lowered(case):
+def edge_of(case):
     torch.manual_seed(0)
     module = Computing(case.forward).eval()
     example = tuple(torch.randn(shape) for shape in case.example)
     exported = torch.export.export(module, example, dynamic_shapes={"inputs": case.dynamic})
     partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
     edge = to_edge_transform_and_lower(exported, partitioner=[partitioner])
-    return module, partitioner.report, edge.to_executorch().buffer
+    return module, partitioner.report, edge
+
+
+def lowered(case):
+    module, report, edge = edge_of(case)
+    return module, report, edge.to_executorch().buffer
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -246,6 +262,13 @@ def test_every_size(name):
 
 def test_equal_bytes():
     assert lowered(CASES["derived"])[2] == lowered(CASES["derived"])[2]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("chosen")])
+def test_what_is_selected_is_declared_as_large_as_its_condition(name):
+    (function,) = delegate_functions(edge_of(CASES[name])[2])
+    (select,) = (op for op in function.block.ops if op.type == "select")
+    assert select.outputs[0].type.shape == (None, None, 4)
 
 
 def test_report_shows_ranges():

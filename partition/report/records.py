@@ -11,6 +11,8 @@ from coreml_delegate.op_rules import Reason
 from coreml_delegate.op_rules.rule import GETITEM
 from coreml_delegate.preprocess.kept import Sharing
 
+_STATE_DTYPE = "float16"
+
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
@@ -148,6 +150,20 @@ class BufferReport:
     def is_state(self) -> bool:
         """Whether it is a Core ML state."""
         return self.partition is not None
+
+    @property
+    def tensor(self) -> str:
+        """Its dtype and shape."""
+        return f"{self.dtype}[{', '.join(self.shape)}]"
+
+    @property
+    def fate(self) -> str:
+        """What becomes of it, as a reader is told."""
+        if not self.is_state:
+            return f"passed in and out: {self.reason}"
+        kept = "" if self.dtype == _STATE_DTYPE else f", kept as {_STATE_DTYPE}"
+        first = ", at first a constant" if self.initial == "constant" else ""
+        return f"state of {self.partition}{kept}{first}"
 
 
 @dataclass(frozen=True, slots=True)

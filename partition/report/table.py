@@ -15,7 +15,6 @@ from coreml_delegate.partition.report.records import (
 )
 
 _MOST_LIFTED = 3
-_STATE_DTYPE = "float16"
 _INDENT = " " * 4
 
 
@@ -70,15 +69,7 @@ def _buffers(buffers: Sequence[BufferReport]) -> Iterator[str]:
     """What becomes of the mutable buffers."""
     if buffers:
         yield "  mutable buffers:"
-        yield from _columns((b.name, f"{b.dtype}[{', '.join(b.shape)}]", _fate(b)) for b in buffers)
-
-
-def _fate(buffer: BufferReport) -> str:
-    if buffer.is_state:
-        kept = "" if buffer.dtype == _STATE_DTYPE else f", kept as {_STATE_DTYPE}"
-        first = ", at first a constant" if buffer.initial == "constant" else ""
-        return f"state of {buffer.partition}{kept}{first}"
-    return f"passed in and out: {buffer.reason}"
+        yield from _columns((b.name, b.tensor, b.fate) for b in buffers)
 
 
 def _on_the_cpu(nodes: Sequence[NodeReport]) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import html
 import json
 import re
 from html.parser import HTMLParser
@@ -12,6 +14,7 @@ from support.browser import needs_browser, rendered
 
 from coreml_delegate.op_rules import Reason, ReasonCode
 from coreml_delegate.partition import (
+    BufferReport,
     Coverage,
     DelegationReport,
     NodeReport,
@@ -134,6 +137,20 @@ def test_text_of_the_model_is_no_markup() -> None:
     page = SMALL.to_html()
     assert Document(page).count("script") == 2
     assert "<b>&" not in page
+
+
+def test_mutable_buffers_are_listed() -> None:
+    assert 'id="buffers"' not in SMALL.to_html()
+    state = BufferReport("cache", "float32", ("2", "8"), 64, "coreml_0", "", "constant")
+    passed = BufferReport("count", "int64", (), 8, None, f"it is {HOSTILE}", "zero")
+    page = dataclasses.replace(SMALL, buffers=(state, passed)).to_html()
+    ids = [attributes.get("id") for _, attributes in Document(page).elements]
+    assert "buffers" in ids
+    assert "<code>float32[2, 8]</code>" in page
+    assert "state of coreml_0, kept as float16, at first a constant</td>" in page
+    assert (
+        f"passed in and out: it is {html.escape(HOSTILE).replace('&#x27;', '&#39;')}</td>" in page
+    )
 
 
 def test_equal_reports_give_equal_pages() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
+import pytest
+
 from coreml_delegate.third_party import coremltools
 
 
@@ -13,3 +16,11 @@ def pytest_collection_finish() -> None:
     # goes to the objects of torch, which are never garbage.
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _the_same_values_in_any_order(request: pytest.FixtureRequest) -> None:
+    """Start a module's generator ``_RNG`` anew for each test: what it draws depends on no other."""
+    generator = getattr(request.module, "_RNG", None)
+    if generator is not None:
+        generator.bit_generator.state = np.random.default_rng(0).bit_generator.state

@@ -10,7 +10,7 @@ from coreml_delegate.op_rules.constraints import (
     static_argument,
     static_result,
 )
-from coreml_delegate.op_rules.rule import FLOAT, INTEGER, MAX_RANK, OpCall, OpRule, ReasonCode
+from coreml_delegate.op_rules.rule import ANY, FLOAT, INTEGER, MAX_RANK, OpCall, OpRule, ReasonCode
 
 _VALUES = FLOAT | INTEGER
 
@@ -50,11 +50,11 @@ _SORTED = argument_is("sorted", True)
 _KNOWN = holds(_known_parts, ReasonCode.SYMBOLIC, "the index spans a dynamic part of the data")
 
 RULES = (
-    OpRule("aten.index.Tensor", "indexing", dtypes={"self": _VALUES, "indices": INTEGER}),
+    OpRule("aten.index.Tensor", "indexing", dtypes={"self": ANY, "indices": INTEGER}),
     OpRule(
         "aten.index_select.default",
         "indexing",
-        dtypes={"self": _VALUES, "index": INTEGER},
+        dtypes={"self": ANY, "index": INTEGER},
         constraints=(rank_between("index", 1, 1),),
     ),
     OpRule(
@@ -69,7 +69,7 @@ RULES = (
     OpRule(
         "aten.gather.default",
         "indexing",
-        dtypes={"self": _VALUES, "index": INTEGER},
+        dtypes={"self": ANY, "index": INTEGER},
         constraints=(argument_is("sparse_grad", False), _KNOWN),
     ),
     *(

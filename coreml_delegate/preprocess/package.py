@@ -11,12 +11,18 @@ from torch.export import ExportedProgram
 
 from coreml_delegate import input_sizes, op_rules
 from coreml_delegate.blob import Content, chunks_of, flatten, size_of
-from coreml_delegate.compile_options import CompileOptions
+from coreml_delegate.compile_options import CompileOptions, Precision
 from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.metadata import FILE_NAME as METADATA
 from coreml_delegate.metadata import MethodMetadata, ModelMetadata
 from coreml_delegate.mlpackage import assemble, locate, map_folder
-from coreml_delegate.preprocess import contract, enumerated_shapes, precision, symbolic_sizes
+from coreml_delegate.preprocess import (
+    contract,
+    enumerated_shapes,
+    fp16_masks,
+    precision,
+    symbolic_sizes,
+)
 from coreml_delegate.preprocess.convert import Conversion, compiled, converted
 from coreml_delegate.preprocess.passes import prepare
 from coreml_delegate.shapes import Shape
@@ -73,6 +79,8 @@ def build_files(program: ExportedProgram, options: CompileOptions) -> Files:
     in_fp32 = precision.mark(program, options.keep_fp32)
     sizes = {} if inputs else symbolic_sizes.relations_of(program)
     prepare(program)
+    if options.precision is Precision.FLOAT16:
+        fp16_masks.protect(program, in_fp32, options.keep_fp32.ops)
     with converted(program, options, in_fp32) as conversion:
         names = contract.check_model(boundary, conversion.spec)
         # The features bear the names of the inputs, or others, in the same order.

@@ -18,6 +18,7 @@ from coreml_delegate.op_rules.rule import target_name
 from coreml_delegate.preprocess import (
     boundary,
     narrow_integers,
+    rewrite_attention,
     rewrite_compressed,
     rewrite_convolution,
     rewrite_elementwise,
@@ -39,6 +40,7 @@ from coreml_delegate.preprocess.states import make_states
 from coreml_delegate.preprocess.symbolic_sizes import declare_sizes
 
 _FAMILIES = (
+    rewrite_attention,
     rewrite_compressed,
     rewrite_convolution,
     rewrite_elementwise,

@@ -7,7 +7,7 @@ it was translated from by its debug handle, so every call that matters gets one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch.export import ExportedProgram
@@ -39,6 +39,18 @@ def mark(program: ExportedProgram, keep: KeepFp32) -> frozenset[int]:
         if node.name in keep.nodes or _covered(node, patterns):
             kept.add(handle)
     return frozenset(kept)
+
+
+def stays_fp32(node: Node, op: str, handles: Collection[int], ops: Collection[str]) -> bool:
+    """Whether a call keeps its precision.
+
+    Args:
+        node: A call of a subgraph that ``mark`` has numbered.
+        op: The MIL op it is translated to.
+        handles: What ``mark`` returned.
+        ops: The MIL ops that stay in fp32.
+    """
+    return op in ops or node.meta.get(_HANDLE) in handles
 
 
 def selector(keep: KeepFp32, handles: frozenset[int]) -> OpSelector:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import torch
 from torch.fx import Node
 
 from coreml_delegate.op_rules.indexing import leading
@@ -16,6 +17,7 @@ from coreml_delegate.preprocess.graph_edits import (
     cast,
     cast_after,
     insert,
+    set_arguments,
     shape_of,
     value_of,
 )
@@ -41,6 +43,22 @@ def _index_put(node: Node) -> None:
     values = insert(node, ATEN.expand_copy.default, values, shape)
     target = ATEN.scatter_add.default if arguments["accumulate"] else ATEN.scatter.src
     become(node, target, arguments["self"], dim, index, values)
+
+
+def _of_truths(rewrite: Rewrite | None = None) -> Rewrite:
+    """Gather truths as integers: MIL gathers none."""
+
+    def rewritten(node: Node) -> None:
+        data, dtype = arguments_of(node)["self"], value_of(node).dtype
+        if dtype is torch.bool:
+            set_arguments(node, self=cast(node, data, torch.int32))
+            taken = insert(node, node.target, *node.args, **node.kwargs)
+            become(node, ATEN._to_copy.default, taken, dtype=dtype)
+            node = taken
+        if rewrite is not None:
+            rewrite(node)
+
+    return rewritten
 
 
 def _cut(node: Node, x: Node, sizes: list[int], dim: int | None) -> Node:
@@ -96,8 +114,10 @@ def _searchsorted(node: Node) -> None:
 
 REWRITES: Mapping[str, Rewrite] = MappingProxyType(
     {
-        "aten.gather.default": _gather,
+        "aten.gather.default": _of_truths(_gather),
+        "aten.index.Tensor": _of_truths(),
         "aten.index_put.default": _index_put,
+        "aten.index_select.default": _of_truths(),
         "aten.scatter.src": _scatter,
         "aten.scatter.value": _scatter,
         "aten.scatter_add.default": _scatter,

@@ -226,9 +226,11 @@ def test_scaled_dot_product_attention(batch, mask):
         "key": _normal(*batch, 5, 8),
         "value": _normal(*batch, 5, 6),
     }
+    kept = _RNG.random((*batch, 4, 5)) > 0.3
+    kept[..., 0] = True  # of a row without any, MIL says nothing
     masks = {
         "float": _normal(*batch, 4, 5),
-        "bool": _RNG.random((*batch, 4, 5)) > 0.3,
+        "bool": kept,
         "shared": _normal(4, 5),
     }
     if mask in masks:

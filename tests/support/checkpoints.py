@@ -23,6 +23,14 @@ CONFIG: dict[str, Any] = {
 }
 
 
+def import_transformers() -> Any:
+    """The module transformers."""
+    import_torchvision()  # which transformers imports, and cannot by itself beside a CPU torch
+    import transformers
+
+    return transformers
+
+
 def save(
     folder: Path,
     model_type: str,
@@ -32,9 +40,7 @@ def save(
     **changes: Any,
 ) -> Any:
     """Save a model of transformers; returns it, in fp32 and eval mode."""
-    import_torchvision()  # which transformers imports, and cannot by itself beside a CPU torch
-    import transformers
-
+    transformers = import_transformers()
     transformers.utils.logging.disable_progress_bar()
     config = transformers.AutoConfig.for_model(model_type, **{**CONFIG, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()

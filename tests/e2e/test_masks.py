@@ -1,0 +1,183 @@
+"""Attention behind masks, padded tokens that see nothing included, against eager PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from executorch.exir import to_edge_transform_and_lower
+from support.checkpoints import import_transformers
+from support.partitioned import delegate_functions
+from support.tolerances import SQNR_FP16, SQNR_FP32, sqnr_db
+from torch import nn
+from torch.nn import functional as F
+
+from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
+from coreml_delegate.compile_options import Precision
+from coreml_delegate.targets import Opset
+
+LOWEST = torch.finfo(torch.float32).min
+SQNR = {Precision.FLOAT16: SQNR_FP16, Precision.FLOAT32: SQNR_FP32}
+TOKENS = 6
+
+precisions = pytest.mark.parametrize("precision", SQNR)
+
+
+def causal() -> torch.Tensor:
+    return torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+
+
+def allowed(tokens: torch.Tensor) -> torch.Tensor:
+    """Which key each query may see, of tokens that are there (1) or padding (0): [B, 1, L, S]."""
+    return causal() & tokens.bool()[:, None, None, :]
+
+
+def attend(scores: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(scores, -1) @ x
+
+
+def scores(x: torch.Tensor) -> torch.Tensor:
+    # Far from zero: the smallest number of fp16 has no room for what is added to it.
+    return x @ x.mT - 40
+
+
+Attention = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+ATTENTIONS: dict[str, Attention] = {
+    "chosen": lambda x, t: attend(torch.where(allowed(t), 0.0, LOWEST) + scores(x), x),
+    "filled": lambda x, t: attend(scores(x).masked_fill(~allowed(t), LOWEST), x),
+    "multiplied": lambda x, t: attend(scores(x) + (1.0 - allowed(t).float()) * LOWEST, x),
+    # What is hidden twice is infinite in fp32 as well; padded tokens then differ, and are left out.
+    "added twice": lambda x, t: attend(
+        scores(x)
+        + torch.full((TOKENS, TOKENS), LOWEST).triu(1)
+        + (1.0 - t.float())[:, None, None, :] * LOWEST,
+        x,
+    ).masked_fill(t[:, None, :, None] == 0, 1.0),
+    "truths": lambda x, t: F.scaled_dot_product_attention(x, x, x, allowed(t)),
+    "scaled": lambda x, t: F.scaled_dot_product_attention(x, x, x, allowed(t), scale=0.7),
+    "infinities": lambda x, t: F.scaled_dot_product_attention(
+        x, x, x, torch.where(allowed(t), 0.0, float("-inf"))
+    ),
+}
+
+
+class Attending(nn.Module):
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, tokens)
+
+
+def inputs(width: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two sequences, the second padded on the left: its first queries see nothing."""
+    torch.manual_seed(0)
+    tokens = torch.ones(2, TOKENS, dtype=torch.int32)
+    tokens[1, :2] = 0
+    return torch.randn(2, 3, TOKENS, width), tokens
+
+
+def lowered(module: nn.Module, example: tuple[Any, ...], precision: Precision, **options: Any):
+    partitioner = CoreMLPartitioner(
+        compile_specs=CoreMLBackend.generate_compile_specs(compute_precision=precision, **options),
+        lower_full_graph=True,
+    )
+    exported = torch.export.export(module.eval(), example)
+    return to_edge_transform_and_lower(exported, partitioner=[partitioner])
+
+
+def check(module: nn.Module, example: tuple[Any, ...], precision: Precision, **options: Any):
+    expected = module(*example).detach().numpy()
+    pte = lowered(module, example, precision, **options).to_executorch().buffer
+    for engine in ("openvino", "reference"):
+        (actual,) = runtime.load_program(pte, engine=engine).run("forward", list(example))
+        assert sqnr_db(expected, actual.numpy()) > SQNR[precision]
+
+
+@precisions
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_padded_tokens(name: str, precision: Precision) -> None:
+    check(Attending(ATTENTIONS[name]), inputs(), precision)
+
+
+@precisions
+def test_the_op_of_core_ml(precision: Precision) -> None:
+    check(
+        Attending(ATTENTIONS["truths"]),
+        inputs(),
+        precision,
+        minimum_deployment_target=Opset.iOS18,
+    )
+
+
+@precisions
+def test_a_mask_that_is_given(precision: Precision) -> None:
+    x, tokens = inputs()
+    mask = torch.where(allowed(tokens), 0.0, LOWEST)
+    check(Attending(lambda x, mask: attend(scores(x) + mask, x)), (x, mask), precision)
+
+
+def test_constant_masks_cost_nothing() -> None:
+    """Every query of a causal mask sees a key, itself, which is known before the program runs."""
+
+    class Causal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", causal())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(x, x, x, self.mask)
+
+    (function,) = delegate_functions(lowered(Causal(), inputs()[:1], Precision.FLOAT16))
+    assert not {"select", "reduce_max", "clip"} & {op.type for op in function.block.ops}
+
+
+def test_scores_without_a_mask_are_left_alone() -> None:
+    module = Attending(lambda x, y: attend(x @ y.mT, y))
+    x, _ = inputs()
+    (function,) = delegate_functions(lowered(module, (x, x), Precision.FLOAT16))
+    assert "clip" not in {op.type for op in function.block.ops}
+
+
+def test_what_stays_in_fp32_keeps_its_range() -> None:
+    """Scores beyond fp16, all of them, in a softmax that is kept in fp32."""
+    module = Attending(lambda x, bias: torch.softmax(x + bias, -1))
+    x, _ = inputs()
+    example = (x, torch.full((1,), -1e6))
+    expected = module(*example).numpy()
+    edge = lowered(module, example, Precision.FLOAT16, keep_fp32={"ops": ["softmax", "add"]})
+    pte = edge.to_executorch().buffer
+    (actual,) = runtime.load_program(pte, engine="reference").run("forward", list(example))
+    # What fp16 leaves of the input.
+    assert sqnr_db(expected, actual.numpy()) > 20
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_padded_batch_of_transformers(attention: str) -> None:
+    """In fp16, which has not the number it hides tokens with; in one partition."""
+    transformers = import_transformers()
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        attn_implementation=attention,
+    )
+
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = transformers.LlamaModel(config)
+
+        def forward(self, ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+            found = self.model(input_ids=ids, attention_mask=tokens, use_cache=False)
+            return found.last_hidden_state
+
+    _, tokens = inputs()
+    check(Hidden(), (torch.randint(64, (2, TOKENS)), tokens), Precision.FLOAT16)

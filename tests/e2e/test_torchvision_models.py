@@ -33,8 +33,17 @@ MODELS = {
 }
 HOSTS = ["python", pytest.param("stock", marks=needs_compiler)]
 ENGINES = ["openvino", "reference"]
-# One process keeps a model and its programs: building them is most of the work.
-CASES = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in MODELS]
+# Of each kind of network one: plain, depthwise, attention. The others take five minutes.
+QUICK = {"mobilenet_v2", "resnet18", "vit_b_16", "efficientnet_b0", "squeezenet1_1"}
+
+
+def _marks(name):
+    # One process keeps a model and its programs: building them is most of the work.
+    group = [pytest.mark.xdist_group(name)]
+    return group if name in QUICK else [*group, pytest.mark.slow]
+
+
+CASES = [pytest.param(name, marks=_marks(name)) for name in MODELS]
 
 
 @dataclass(frozen=True)

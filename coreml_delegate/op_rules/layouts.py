@@ -46,5 +46,20 @@ def _order(node: Node) -> tuple[int, ...] | None:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None
-    order = tuple(value.dim_order())
-    return None if order == tuple(range(len(order))) else order
+    return None if is_row_major(value) else tuple(value.dim_order())
+
+
+def is_row_major(value: torch.Tensor) -> bool:
+    """Whether the last dimension is the innermost, and so on, whatever strides have those of one.
+
+    A transposed dimension of one element moves nothing, but ``dim_order`` tells of it.
+    """
+    expected: int | torch.SymInt = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if isinstance(size, int) and size <= 1:
+            continue
+        # As text, because comparing symbolic sizes would fix them.
+        if str(stride) != str(expected):
+            return False
+        expected = expected * size
+    return True

@@ -12,6 +12,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from coreml_delegate.op_rules.layouts import is_row_major
 from coreml_delegate.op_rules.rule import BOUNDARY, target_name
 
 _CAST = "aten._to_copy.default"
@@ -31,6 +32,18 @@ def retype(program: ExportedProgram) -> None:
         elif node.op == "call_function" and target_name(node.target) == _CAST:
             node.kwargs = {**node.kwargs, "dtype": torch.float32}
             node.meta["val"] = node.meta["val"].to(torch.float32)
+
+
+def straighten(program: ExportedProgram) -> None:
+    """Give inputs the strides of a row-major tensor, which those that come here are.
+
+    Coremltools asks for their dim order, which dimensions of one element may make look transposed.
+    """
+    inputs = set(program.graph_signature.user_inputs)
+    for node in program.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if node.name in inputs and isinstance(value, torch.Tensor) and is_row_major(value):
+            node.meta["val"] = value.new_empty(value.shape)
 
 
 def _dtype(node: Node) -> torch.dtype | None:

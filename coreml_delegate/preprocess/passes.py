@@ -79,6 +79,7 @@ def prepare(program: ExportedProgram) -> None:
         if rewrite is not None:
             rewrite(node)
     boundary.retype(program)
+    boundary.straighten(program)
     narrow_integers.widen(program)
     # Of an op with several results, the one that is used may have been computed by itself.
     program.graph.eliminate_dead_code()

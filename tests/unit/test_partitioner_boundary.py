@@ -171,3 +171,15 @@ def test_rank_six_elsewhere_stays_outside() -> None:
     assert set(lowered.operators) == {"aten.view_copy.default", "aten.permute_copy.default"}
     assert all("rank 6" in why for why in reasons(lowered.report).values())
     assert_equal_eager(lowered.pte, module, inputs)
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 1, 3), (1, 1, 4, 5)])
+def test_transposed_dimensions_of_one_element_lie_as_they_would(shape: tuple[int, ...]) -> None:
+    """Their strides say that they were moved, which moves nothing."""
+    inputs = (torch.rand(shape).transpose(1, 2),)
+    assert inputs[0].is_contiguous()
+    asinh = Function(lambda x: torch.asinh(x.transpose(1, 2)).transpose(1, 2) * x)
+    for module, left in ((Function(lambda x: x * 2), ()), (asinh, ("aten.asinh.default",))):
+        lowered = lower(module, inputs)
+        assert lowered.operators == left
+        assert_equal_eager(lowered.pte, module, inputs)

@@ -1,6 +1,6 @@
 """Activations."""
 
-from coreml_delegate.op_rules.constraints import is_constant
+from coreml_delegate.op_rules.constraints import IsConstant
 from coreml_delegate.op_rules.rule import ANY, OpRule
 
 _PLAIN = (
@@ -26,5 +26,5 @@ _FLOATING = ("aten.sigmoid.default", "aten.tanh.default")
 RULES = (
     *(OpRule(target, "activation") for target in _PLAIN),
     *(OpRule(target, "activation", dtypes={"": ANY}) for target in _FLOATING),
-    OpRule("aten.prelu.default", "activation", constraints=(is_constant("weight"),)),
+    OpRule("aten.prelu.default", "activation", constraints=(IsConstant("weight"),)),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from coreml_delegate.op_rules.constraints import is_constant, rank_between
+from coreml_delegate.op_rules.constraints import IsConstant, rank_between
 from coreml_delegate.op_rules.rule import (
     DEQUANTIZE_AFFINE,
     DEQUANTIZE_CODEBOOK,
@@ -116,7 +116,7 @@ def _tables_fit(call: OpCall) -> Reason | None:
     return None
 
 
-_CONSTANTS: tuple[Constraint, ...] = tuple(map(is_constant, ("input", "scale", "zero_point")))
+_CONSTANTS: tuple[Constraint, ...] = tuple(map(IsConstant, ("input", "scale", "zero_point")))
 
 RULES = (
     OpRule(
@@ -141,7 +141,7 @@ RULES = (
             "codebook": frozenset({torch.float16, torch.float32, torch.float64}),
         },
         results=FLOAT,
-        constraints=(is_constant("codes"), is_constant("codebook"), _tables_fit),
+        constraints=(IsConstant("codes"), IsConstant("codebook"), _tables_fit),
         # A table, and the dimension that indexes it, are two more than the weight's.
         max_rank=MAX_RANK + 2,
         since=Opset.iOS18,

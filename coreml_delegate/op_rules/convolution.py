@@ -1,6 +1,6 @@
 """Convolutions."""
 
-from coreml_delegate.op_rules.constraints import holds, is_constant
+from coreml_delegate.op_rules.constraints import IsConstant, holds
 from coreml_delegate.op_rules.rule import OpCall, OpRule, ReasonCode
 
 
@@ -9,7 +9,7 @@ def _batched(call: OpCall) -> bool:
     return tensor is None or weight is None or tensor.dim() == weight.dim()
 
 
-_CONSTANTS = (is_constant("weight"), is_constant("bias"))
+_CONSTANTS = (IsConstant("weight"), IsConstant("bias"))
 _BATCHED = holds(_batched, ReasonCode.RANK, "the input has no batch dimension")
 _PLAIN = (
     "aten.conv1d.default",

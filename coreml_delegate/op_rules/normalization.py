@@ -1,14 +1,14 @@
 """Normalizations, as inference computes them."""
 
 from coreml_delegate.op_rules.constraints import (
+    IsConstant,
     argument_is,
-    is_constant,
     only_result_used,
     static_argument,
 )
 from coreml_delegate.op_rules.rule import OpCall, OpRule
 
-_STATISTICS = tuple(is_constant(n) for n in ("weight", "bias", "running_mean", "running_var"))
+_STATISTICS = tuple(IsConstant(n) for n in ("weight", "bias", "running_mean", "running_var"))
 _FOLDED_RANK = 4
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from coreml_delegate.op_rules.constraints import is_constant, is_known, rank_between
+from coreml_delegate.op_rules.constraints import IsConstant, is_known, rank_between
 from coreml_delegate.op_rules.rule import (
     DEQUANTIZE,
     FLOAT,
@@ -107,9 +107,9 @@ RULES = (
         results=FLOAT,
         constraints=(
             _made_inside,
-            is_constant("scales"),
+            IsConstant("scales"),
             _has_zero_points,
-            is_constant("zero_points"),
+            IsConstant("zero_points"),
         ),
         # coremltools casts the zero points to the type of the integers, for which iOS16 has no op.
         since=Opset.iOS17,

@@ -6,12 +6,8 @@ RULES = (
     OpRule("aten.mean.dim", "reduction"),
     OpRule("aten.mean.default", "reduction"),
     *(
-        OpRule(target, "reduction", dtypes={"": dtypes})
-        for target, dtypes in (
-            ("aten.sum.dim_IntList", ANY),
-            ("aten.sum.default", ANY),
-            ("aten.cumsum.default", NUMERIC),
-        )
+        OpRule(target, "reduction", dtypes={"": ANY})
+        for target in ("aten.sum.dim_IntList", "aten.sum.default", "aten.cumsum.default")
     ),
     *(
         OpRule(f"aten.{op}", "reduction", dtypes={"": NUMERIC})

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import torch
 from torch.fx import Node
 
 from coreml_delegate.preprocess.graph_edits import (
@@ -26,7 +27,8 @@ from coreml_delegate.preprocess.graph_edits import (
 def _sum(node: Node) -> None:
     """Cast before the sum, as PyTorch does, and after it, as coremltools does not."""
     source, dtype = arguments_of(node)["self"], value_of(node).dtype
-    if value_of(source).dtype.is_floating_point != dtype.is_floating_point:
+    given = value_of(source).dtype
+    if given is torch.bool or given.is_floating_point != dtype.is_floating_point:
         set_arguments(node, self=cast(node, source, dtype))
     cast_after(node)
 

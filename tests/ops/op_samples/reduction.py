@@ -71,6 +71,8 @@ ACCEPTED = (
     accept("aten.cumsum.default", x(2, 3), 1),
     accept("aten.cumsum.default", x(2, 3), 0, note="first"),
     accept("aten.cumsum.default", i(2, 3), -1, note="int64"),
+    accept("aten.cumsum.default", b(2, 3), 1, note="bool"),
+    accept("aten.cumsum.default", b(2, 3), 1, dtype=torch.float32, note="bool-to-floats"),
     accept("aten.cumsum.default", x(3), 0, note="rank1"),
     accept("aten.logsumexp.default", x(2, 3), [1]),
     accept("aten.logsumexp.default", x(2, 3), [0, 1], True, note="keep"),

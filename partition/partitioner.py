@@ -29,6 +29,7 @@ from coreml_delegate.partition.convertibility import Convertibility, parts_of
 from coreml_delegate.partition.cpu_kernels import register_kernels
 from coreml_delegate.partition.decision import decide
 from coreml_delegate.partition.filters import Filters, NodePredicate
+from coreml_delegate.partition.folding import folded
 from coreml_delegate.partition.full_graph import check_full_graph
 from coreml_delegate.partition.history import ReportHistory
 from coreml_delegate.partition.isolation import unguarded
@@ -235,9 +236,12 @@ class CoreMLPartitioner(Partitioner):
         )
 
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
-        """The program in fp32, with plain tensors for weights; ``widened``, ``spelled_out``."""
+        """The program in fp32, with plain tensors for weights.
+
+        See ``widened``, ``folded`` and ``spelled_out``.
+        """
         target, inside = self._options.deployment_target, self._ownership.constants
-        plain = widened(unwrapped(exported_program))
+        plain = folded(widened(unwrapped(exported_program)))
         return spelled_out(plain, target, veto=self._filters.refusal, constants_inside=inside)
 
     def ops_to_not_decompose(

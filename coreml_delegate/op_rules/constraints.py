@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tag
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from coreml_delegate.op_rules.rule import (
     CASTS,
     DECOMPRESS,
     DEQUANTIZE,
-    GETITEM,
     Constraint,
     OpCall,
     Reason,
     ReasonCode,
-    overload_of,
     target_name,
 )
-
-_FOLDED = frozenset({"aten", "dim_order_ops"})
-_MOST_GROWN = 2
 
 
 def argument_is(name: str, *accepted: Any, issue: str | None = None) -> Constraint:
@@ -72,8 +65,7 @@ def only_result_used(index: int) -> Constraint:
 class IsConstant:
     """The tensor argument is known when the model is converted.
 
-    That is a parameter, a buffer, a literal, such a one dequantized, or computed of such: the
-    weight that ``weight_norm`` makes of a direction and a length.
+    That is a parameter, a buffer, a literal, or such a one dequantized.
 
     Attributes:
         name: Of the argument.
@@ -89,56 +81,16 @@ class IsConstant:
         return Reason(ReasonCode.ARGUMENT, f"{self.name!r} is computed, Core ML takes a constant")
 
 
-def is_known(node: Node, constants: Collection[Node], seen: dict[Node, bool] | None = None) -> bool:
-    """Whether a value is known when the model is converted.
-
-    Args:
-        node: What results in it.
-        constants: Nodes whose values are.
-        seen: What is already found out, for values that are made of each other.
-    """
-    seen = {} if seen is None else seen
-    if node not in seen:
-        sources = node.all_input_nodes
-        seen[node] = (
-            node.op == "get_attr"
-            or node in constants
-            or (_keeps_known(node) and all(is_known(n, constants, seen) for n in sources))
-        )
-    return seen[node]
-
-
-def _keeps_known(node: Node) -> bool:
-    """Whether the result is known where all arguments are."""
-    if node.op != "call_function" or not node.all_input_nodes:
-        return False
-    compressed = target_name(node.target) in DEQUANTIZE | DECOMPRESS
-    return compressed or casts_codes(node) or is_folded(node)
-
-
-def is_folded(node: Node) -> bool:
-    """Whether a call on constants may be computed before the model is converted.
-
-    Floats alone, whose range is no matter, and nothing that would be much larger than what it is
-    made of.
-    """
-    overload, value = overload_of(node.target), node.meta.get("val")
-    values = list(value) if isinstance(value, list | tuple) else [value]
-    if not all(isinstance(v, torch.Tensor) and v.dtype is torch.float32 for v in values):
-        return False
-    if target_name(node.target) == GETITEM:
+def is_known(node: Node, constants: Collection[Node]) -> bool:
+    """Whether a value is known when the model is converted, ``constants`` being some that are."""
+    if node.op == "get_attr" or node in constants:
         return True
-    if not isinstance(overload, OpOverload) or overload.namespace not in _FOLDED:
+    if node.op != "call_function":
         return False
-    given = [n.meta.get("val") for n in node.all_input_nodes]
-    is_random = Tag.nondeterministic_seeded in overload.tags
-    return not is_random and _elements(values) <= _MOST_GROWN * _elements(given)
-
-
-def _elements(values: Iterable[object]) -> int:
-    """How many there are in all; none in what is no tensor, or has a dynamic shape."""
-    tensors = (v for v in values if isinstance(v, torch.Tensor))
-    return sum(v.numel() for v in tensors if all(isinstance(size, int) for size in v.shape))
+    makes_floats = target_name(node.target) in DEQUANTIZE | DECOMPRESS
+    return (makes_floats or casts_codes(node)) and all(
+        is_known(source, constants) for source in node.all_input_nodes
+    )
 
 
 def casts_codes(node: Node) -> bool:

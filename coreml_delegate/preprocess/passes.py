@@ -28,7 +28,6 @@ from coreml_delegate.preprocess import (
     rewrite_reduction,
     rewrite_shape,
 )
-from coreml_delegate.preprocess.folding import fold
 from coreml_delegate.preprocess.graph_edits import (
     ATEN,
     Rewrite,
@@ -73,7 +72,6 @@ def prepare(program: ExportedProgram) -> None:
         ContractError: See ``make_states``.
     """
     make_states(program)
-    fold(program)
     mark_constants(program)
     declare_sizes(program)
     for node in list(program.graph.nodes):

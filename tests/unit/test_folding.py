@@ -115,11 +115,22 @@ def test_weights_computed_of_inputs_stay_outside() -> None:
     assert str(left.reason) == "'weight' is computed, Core ML takes a constant"
 
 
-def test_weights_that_are_kept_outside() -> None:
-    """A call that makes the weight is skipped by the user's wish: its convolution goes with it."""
+@pytest.mark.parametrize(
+    "ops", [["aten.mul.Tensor"], ["aten.conv1d.default", "aten.convolution.default"]]
+)
+def test_what_is_kept_outside_has_its_weight_all_the_same(ops: list[str]) -> None:
+    """The calls that made it are gone; a convolution on the CPU takes the constant."""
     torch.manual_seed(0)
     module, x = weight_norm(nn.Conv1d(4, 6, 3)).eval(), torch.randn(LINE)
-    partitioner, edge = lowered(module, x, skip_ops_for_coreml_delegation=["aten.mul.Tensor"])
+    partitioner, edge = lowered(module, x, skip_ops_for_coreml_delegation=ops)
     left = {node.op for node in partitioner.report.undelegated}
-    assert {"aten.mul.Tensor", "aten.conv1d.default"} <= left
+    assert left == set(ops) & {"aten.convolution.default"}
     assert_equal_eager(edge.to_executorch().buffer, module, (x,))
+
+
+def test_what_nothing_reads_any_more_is_not_stored() -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Conv1d(32, 64, 9).eval(), torch.randn(1, 32, 32)
+    stored = len(lowered(plain, x)[1].to_executorch().buffer)
+    normed = len(lowered(weight_norm(plain), x)[1].to_executorch().buffer)
+    assert normed < 1.05 * stored

@@ -65,7 +65,7 @@ def lowered(*, in_parts):
 
 @pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize(
-    ("host", "engine"), [*itertools.product(("python", "stock"), ("auto", "reference"))]
+    ("host", "engine"), [*itertools.product(("python", "stock"), ("openvino", "reference"))]
 )
 def test_listed_shapes_and_no_others(in_parts, host, engine):
     model = Model(in_parts=in_parts)

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.xdist_group("multifunction")
 HOSTS = ["python", pytest.param("stock", marks=needs_compiler)]
 
 
-def assert_equal_eager(pte, methods, host="python", engine="auto"):
+def assert_equal_eager(pte, methods, host="python", engine="openvino"):
     program = runtime.load_program(pte, host=host, engine=engine)
     for name, (module, inputs) in methods.items():
         (actual,) = program.run(name, list(inputs))

@@ -97,7 +97,7 @@ def _compressed(value: Tensor) -> _Compressed | None:
             return None
         order = tuple(int(axis) for axis in source.get_data())
         node = node.input_value(0).get_node()
-        shape = tuple(node.get_output_shape(0))
+        shape = tuple(node.get_output_partial_shape(0).get_max_shape())
     if _is(node, "Reshape"):
         node = node.input_value(0).get_node()
     if not _is(node, "Multiply"):

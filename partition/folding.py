@@ -66,11 +66,10 @@ def _constants(program: ExportedProgram) -> dict[Node, Any]:
 def _demanded(node: Node) -> Iterator[Node]:
     """The arguments of a call that have to be constants, and are computed."""
     rule = rule_of(target_name(node.target)) if node.op == "call_function" else None
-    if rule is None:
-        return
-    arguments = OpCall.of(node).arguments
-    for constraint in rule.constraints:
-        argument = arguments.get(constraint.name) if isinstance(constraint, IsConstant) else None
+    names = [c.name for c in rule.constraints if isinstance(c, IsConstant)] if rule else []
+    arguments = OpCall.of(node).arguments if names else {}
+    for name in names:
+        argument = arguments.get(name)
         if isinstance(argument, Node) and argument.op == "call_function":
             yield argument
 

@@ -26,6 +26,7 @@ from support.digits import (  # noqa: E402
     BATCH,
     DigitsNet,
     accuracy,
+    all_images,
     digits,
     predictions,
     train,
@@ -66,7 +67,8 @@ class Row:
         model: Accuracy in PyTorch of what was quantized, 0 to 1.
         fp32: Of the program computing in fp32.
         fp16: Of the program computing in fp16.
-        flips: Images that the program (the worse of both) and the PyTorch model see differently.
+        flips: Images, of all there are, that the program (the worse of both) and the PyTorch model
+            see differently.
         size: Of the fp16 program in bytes.
     """
 
@@ -124,7 +126,7 @@ def _row(name: str, source: Source, keywords: dict[str, Any]) -> Row:
     if OPTION in keywords:  # the module knows nothing of it
         expected = _predictions(programs[Precision.FLOAT32], "reference")
     else:
-        expected = predictions(source.module)
+        expected = predictions(source.module, all_images())
     return Row(
         name,
         accuracy(expected),
@@ -145,7 +147,7 @@ def _program(source: Source, precision: Precision, keywords: dict[str, Any]) -> 
 
 def _predictions(pte: bytes, engine: str) -> np.ndarray:
     program = runtime.load_program(pte, engine=engine)
-    return predictions(lambda batch: program.run("forward", [batch])[0])
+    return predictions(lambda batch: program.run("forward", [batch])[0], all_images())
 
 
 def float_accuracy() -> dict[bool, float]:
@@ -161,8 +163,9 @@ def markdown(measured: Sequence[Row]) -> str:
         f"A network of two convolutions and a linear layer ({_parameters()} parameters) on "
         f"{images} images of scikit-learn's digits that it was not trained on; in float, eager "
         f"PyTorch recognizes {eager[True]:.2%} ({eager[False]:.2%} without batch norms, which the "
-        "trained row starts from). Flips are images that the program and the PyTorch model that "
-        "was lowered see differently, in fp32 or fp16, whichever are more. `palettize-4` is "
+        f"trained row starts from). Flips are those of all {len(all_images())} images that the "
+        "program and the PyTorch model that was lowered see differently, in fp32 or fp16, "
+        "whichever are more. `palettize-4` is "
         "applied after conversion: for it PyTorch is the reference engine, which runs the program "
         "op by op.",
         "",

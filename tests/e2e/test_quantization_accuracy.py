@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from benchmarks.quantization import rows
-from support.digits import digits
+from support.digits import all_images
 from support.tolerances import flips_allowed
 
 
@@ -25,5 +25,5 @@ def test_flips(mode):
     assert measured
     for row in measured:
         assert row.model > 0.95, "the comparison means something"
-        assert row.flips <= flips_allowed(len(digits().test)), row
+        assert row.flips <= flips_allowed(len(all_images())), row
         assert min(row.fp32, row.fp16) > row.model - 0.01

@@ -88,13 +88,23 @@ def trained(*, norms: bool = True) -> DigitsNet:
     return model.eval()
 
 
-def predictions(predict: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
-    """The digit that ``predict`` gives most weight, for every test image."""
+def predictions(
+    predict: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor | None = None
+) -> np.ndarray:
+    """The digit that ``predict`` gives most weight, for every test image, or all of ``images``."""
+    images = digits().test if images is None else images
     with torch.no_grad():
-        logits = torch.cat([predict(batch) for batch in digits().test.split(BATCH)])
+        logits = torch.cat([predict(batch) for batch in images.split(BATCH)])
     return logits.argmax(dim=1).numpy()
 
 
+def all_images() -> torch.Tensor:
+    """Whole batches of all images there are, those for testing first."""
+    images = torch.cat([digits().test, digits().train])
+    return images[: len(images) // BATCH * BATCH]
+
+
 def accuracy(predicted: np.ndarray) -> float:
-    """Share of test images that are recognized, 0 to 1."""
-    return float((predicted == digits().test_labels.numpy()).mean())
+    """Share of test images that are recognized, 0 to 1; what follows them does not count."""
+    labels = digits().test_labels.numpy()
+    return float((predicted[: len(labels)] == labels).mean())

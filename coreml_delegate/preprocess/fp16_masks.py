@@ -8,6 +8,7 @@ finite number in both places, so fp16 is given its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -29,7 +30,7 @@ from coreml_delegate.preprocess.precision import stays_fp32
 
 _LIMIT = torch.finfo(torch.float16).max
 _HUGE = 1e38
-"""Constants of fp32 from here on are meant to be infinite, or next to it."""
+"""Factors from here on would be infinite: with smaller ones coremltools multiplies in fp32."""
 _PRODUCTS = frozenset({"aten.mul.Tensor", "aten.mul.Scalar"})
 _SUMS = frozenset({"aten.add.Tensor", "aten.add.Scalar", "aten.sub.Tensor"})
 _SOFTMAX = frozenset({"aten.softmax.int", "aten._softmax.default"})
@@ -58,7 +59,7 @@ def _bound_factors(node: Node) -> None:
     bounded = {
         name: _bounded(node, argument)
         for name, argument in zip(("self", "other"), node.args, strict=False)
-        if _is_huge(argument)
+        if _exceeds(argument, _HUGE)
     }
     if bounded:
         set_arguments(node, **bounded)
@@ -103,11 +104,13 @@ def _hides(source: Any) -> bool:
     """Whether a source may have values that are minus infinity in fp16."""
     if not is_constant(source):
         return value_of(source).dtype.is_floating_point
-    return _is_huge(source)
+    return _exceeds(source, _LIMIT)
 
 
-def _is_huge(argument: Any) -> bool:
+def _exceeds(argument: Any, limit: float) -> bool:
+    """Whether a constant has finite values of that magnitude or more."""
     value = constant_value(argument)
     if value is None or not value.dtype.is_floating_point or not value.numel():
         return False
-    return any(_HUGE <= abs(float(limit)) < float("inf") for limit in torch.aminmax(value.detach()))
+    extremes = map(float, torch.aminmax(value.detach()))
+    return any(limit <= abs(extreme) < math.inf for extreme in extremes)

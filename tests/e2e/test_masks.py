@@ -39,8 +39,8 @@ def attend(scores: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def scores(x: torch.Tensor) -> torch.Tensor:
-    # Far from zero: the smallest number of fp16 has no room for what is added to it.
-    return x @ x.mT - 40
+    # The smallest number of fp16 has no room for them; a billion in fp32 is not changed by them.
+    return x @ x.mT - 20
 
 
 Attention = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -48,6 +48,8 @@ ATTENTIONS: dict[str, Attention] = {
     "chosen": lambda x, t: attend(torch.where(allowed(t), 0.0, LOWEST) + scores(x), x),
     "filled": lambda x, t: attend(scores(x).masked_fill(~allowed(t), LOWEST), x),
     "multiplied": lambda x, t: attend(scores(x) + (1.0 - allowed(t).float()) * LOWEST, x),
+    "filled by a billion": lambda x, t: attend(scores(x).masked_fill(~allowed(t), -1e9), x),
+    "a billion times": lambda x, t: attend(scores(x) + (1.0 - allowed(t).float()) * -1e9, x),
     # What is hidden twice is infinite in fp32 as well; padded tokens then differ, and are left out.
     "added twice": lambda x, t: attend(
         scores(x)

@@ -52,16 +52,23 @@ def _rebuild(
     return error
 
 
-def near_matches(given: object, known: Iterable[str], otherwise: str | None = None) -> str:
+def near_matches(
+    given: object,
+    known: Iterable[str],
+    otherwise: str | None = None,
+    *,
+    cutoff: float = 0.5,
+) -> str:
     """What was ``expected`` in place of a misspelt name.
 
     Args:
         given: The name that is unknown.
         known: Names that are known.
         otherwise: What to say where nothing is like it; by default all known names are listed.
+        cutoff: How alike names have to be, of 1; short ones are alike by chance.
     """
     known = list(known)
-    near = difflib.get_close_matches(str(given), known, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(str(given), known, n=3, cutoff=cutoff)
     if near:
         return f"perhaps {', '.join(near)}"
     return ", ".join(known) if otherwise is None else otherwise

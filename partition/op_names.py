@@ -74,7 +74,7 @@ def _unknown(option: str, kind: str, name: str, part: str, known: Iterable[str])
     return OptionError(
         f"{option} names an unknown {kind}",
         got=repr(name),
-        expected=near_matches(part, candidates, otherwise),
+        expected=near_matches(part, candidates, otherwise, cutoff=0.6),
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tag
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -22,6 +22,7 @@ from coreml_delegate.op_rules import rule_of
 from coreml_delegate.op_rules.constants import constants_of
 from coreml_delegate.op_rules.constraints import IsConstant
 from coreml_delegate.op_rules.rule import GETITEM, OpCall, target_name
+from coreml_delegate.preprocess.graph_edits import add_constant
 
 _PREFIX = "coreml_delegate_folded"
 _MOST_GROWN = 2
@@ -41,7 +42,8 @@ def folded(program: ExportedProgram) -> ExportedProgram:
     for argument in _foldable(copied):
         with torch.no_grad():
             value = _computed(argument, values)
-        argument.replace_all_uses_with(_add_constant(copied, argument, value))
+        constant = add_constant(copied, f"{_PREFIX}_{argument.name}", value, argument)
+        argument.replace_all_uses_with(constant)
     copied.graph.eliminate_dead_code()
     _remove_unused(copied)
     copied.graph_module.recompile()
@@ -127,19 +129,6 @@ def _computed(node: Node, values: dict[Node, Any]) -> Any:
                 args, kwargs = map_arg((call.args, call.kwargs), values.__getitem__)
                 values[call] = call.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
     return values[node]
-
-
-def _add_constant(program: ExportedProgram, like: Node, value: torch.Tensor) -> Node:
-    """A new first placeholder for a constant, with its specification."""
-    name = f"{_PREFIX}_{like.name}"
-    with program.graph.inserting_before(next(iter(program.graph.nodes))):
-        node = program.graph.placeholder(name)
-    node.meta = {"val": like.meta["val"]}
-    program.graph_signature.input_specs.insert(
-        0, InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(node.name), name)
-    )
-    program.constants[name] = value.detach().contiguous()
-    return node
 
 
 def _remove_unused(program: ExportedProgram) -> None:

@@ -16,6 +16,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -143,3 +144,28 @@ def positional(*names: str) -> Rewrite:
         become(node, node.target, *(cast(node, arguments[n], dtype) for n in names))
 
     return rewrite
+
+
+def add_constant(program: ExportedProgram, name: str, value: torch.Tensor, like: Node) -> Node:
+    """A new constant of a program, fp32, of the shape and with the origin of ``like``."""
+    constant = value.detach().to(torch.float32).reshape(like.meta["val"].shape).clone()
+    node = add_placeholder(program, name, constant, like)
+    program.graph_signature.input_specs.insert(
+        0, InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(node.name), name)
+    )
+    program.constants[name] = constant
+    return node
+
+
+def add_placeholder(program: ExportedProgram, name: str, value: torch.Tensor, like: Node) -> Node:
+    """A new first placeholder; its specification is to be the first, too."""
+    start = next(iter(program.graph.nodes))
+    with program.graph.inserting_before(start):
+        node = program.graph.placeholder(name)
+    node.meta = dict(like.meta)
+    mode = next(
+        (v.fake_mode for n in program.graph.nodes if hasattr(v := n.meta.get("val"), "fake_mode")),
+        None,
+    )
+    node.meta["val"] = value if mode is None else mode.from_tensor(value, static_shapes=True)
+    return node

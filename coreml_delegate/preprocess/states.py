@@ -27,7 +27,7 @@ from torch.export.graph_signature import (
 from torch.fx import Node
 
 from coreml_delegate.errors import ContractError
-from coreml_delegate.preprocess.graph_edits import ATEN, insert
+from coreml_delegate.preprocess.graph_edits import ATEN, add_constant, add_placeholder, insert
 
 HELD = frozenset({torch.float16, torch.float32, torch.bool, torch.uint8, torch.int8})
 """Dtypes whose values fp16 holds, floats as well as it holds what Core ML computes."""
@@ -113,7 +113,7 @@ def _read(program: ExportedProgram, buffer: _Buffer, first: Node, started: Node 
     _replace(program, buffer.name, lambda value: value.to(held).reshape(shape or [1]))
     value = node
     if initial is not None and started is not None:
-        constant = _constant(program, f"{_INITIAL}_{node.name}", initial, node)
+        constant = add_constant(program, f"{_INITIAL}_{node.name}", initial, node)
         value = insert(first, ATEN.where.self, started, value, constant)
     if not shape:
         value = insert(first, ATEN.view_copy.default, value, [])
@@ -148,7 +148,7 @@ def _started(program: ExportedProgram, first: Node) -> Node:
     """Whether a run has ended: a state that every run sets to one."""
     value = torch.zeros(1)
     # Coremltools has one scope for the names of states and of values.
-    node = _placeholder(program, f"b_{STARTED}", value, first)
+    node = add_placeholder(program, f"b_{STARTED}", value, first)
     signature = program.graph_signature
     signature.input_specs.insert(
         0, InputSpec(InputKind.BUFFER, TensorArgument(node.name), STARTED, persistent=True)
@@ -162,30 +162,6 @@ def _started(program: ExportedProgram, first: Node) -> Node:
         0, OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(one.name), STARTED)
     )
     return insert(first, ATEN.ne.Scalar, node, 0)
-
-
-def _constant(program: ExportedProgram, name: str, value: torch.Tensor, like: Node) -> Node:
-    constant = value.detach().to(torch.float32).reshape(like.meta["val"].shape).clone()
-    node = _placeholder(program, name, constant, like)
-    program.graph_signature.input_specs.insert(
-        0, InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(node.name), name)
-    )
-    program.constants[name] = constant
-    return node
-
-
-def _placeholder(program: ExportedProgram, name: str, value: torch.Tensor, like: Node) -> Node:
-    """A new first placeholder; its specification is to be the first, too."""
-    start = next(iter(program.graph.nodes))
-    with program.graph.inserting_before(start):
-        node = program.graph.placeholder(name)
-    node.meta = dict(like.meta)
-    mode = next(
-        (v.fake_mode for n in program.graph.nodes if hasattr(v := n.meta.get("val"), "fake_mode")),
-        None,
-    )
-    node.meta["val"] = value if mode is None else mode.from_tensor(value, static_shapes=True)
-    return node
 
 
 def _replace(

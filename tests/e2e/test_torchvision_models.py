@@ -33,7 +33,7 @@ MODELS = {
 }
 HOSTS = ["python", pytest.param("stock", marks=needs_compiler)]
 ENGINES = ["openvino", "reference"]
-# Of each kind of network one: plain, depthwise, attention. The others take five minutes.
+# Plain, depthwise and attention networks; the others take as long again.
 QUICK = {"mobilenet_v2", "resnet18", "vit_b_16", "efficientnet_b0", "squeezenet1_1"}
 
 

@@ -201,3 +201,33 @@ def test_a_strided_convolution_of_one_pixel_keeps_its_padding():
     (actual,) = compiled(mil.features(main, {"x": x})).values()
     padded = np.pad(x, ((0, 0), (0, 0), (1, 0), (1, 1)))
     np.testing.assert_array_equal(actual, 2 * padded[:, :, ::2, ::2])
+
+
+_ORDERS = [None, (0, 1, 3, 2), (0, 2, 1, 3), (0, 2, 3, 1), (0, 3, 1, 2)]
+
+
+@pytest.mark.parametrize("after", _ORDERS)
+@pytest.mark.parametrize("before", _ORDERS)
+def test_convolutions_of_one_pixel_between_transposes(before, after):
+    """Of compressed weights, which are of as many channels as any transpose puts there."""
+    size = 6
+    data = _RNG.integers(-8, 8, (size, size, 1, 1)).astype(np.int8)
+    scale = (2.0 ** _RNG.integers(-2, 2, size)).astype(np.float32)
+
+    def function(x):
+        weight = mb.constexpr_affine_dequantize(
+            quantized_data=data, scale=scale, zero_point=np.int8(0), axis=0
+        )
+        y = x if before is None else mb.transpose(x=x, perm=before)
+        y = mb.conv(x=y, weight=weight)
+        return y if after is None else mb.transpose(x=y, perm=after)
+
+    x = _RNG.integers(-8, 8, (1, size, size, size)).astype(np.float32)
+    main = mil.main(mil.build(function, {"x": x}, Opset.iOS17))
+    (actual,) = OPENVINO.compile(main, EngineOptions(cache=None))(
+        mil.features(main, {"x": x})
+    ).values()
+    same = (0, 1, 2, 3)
+    dense = data[:, :, 0, 0] * scale[:, None]
+    expected = np.einsum("nchw,oc->nohw", x.transpose(before or same), dense)
+    np.testing.assert_array_equal(actual, expected.transpose(after or same))

@@ -159,7 +159,82 @@ def _residual(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]
     return {"x": net.steps(1, channels, 6, 6)}, network
 
 
-_FAMILIES = (_convolution, _transposed, _linear, _matmul, _residual)
+def _pooled(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
+    # Windows of powers of two, whose means are exact.
+    kernel = net.one_of([2], [4], [2, 2], [4, 1], [2, 4])
+    axes, counted = len(kernel), net.one_of(True, True, False)
+    options = {
+        "kernel_sizes": kernel,
+        "strides": net.sizes(axes, 1, 2),
+        "exclude_padding_from_average": not counted,
+        "pad_type": net.one_of("custom", "custom", "same", "same_lower") if counted else "valid",
+    }
+    if options["pad_type"] == "custom":
+        options["pad"] = [net.one_of(0, size // 2) for size in kernel for _ in range(2)]
+
+    def network(x: Any) -> Any:
+        a, weight = net.quantized(x), net.weight([4, 2, *([1] * axes)], 0)
+        pooled = mb.avg_pool(x=a, **options)
+        if net.flip():
+            pooled = mb.avg_pool(x=pooled, **options)
+        # Every sixteenth of a step is a code of its own: what lies between is not rounded.
+        y = mb.conv(x=net.quantized(pooled, float(net.scale) / 16), weight=weight)
+        # A product of the same values: beside it the plugin takes codes without a sign.
+        product = mb.conv(x=a, weight=weight)
+        largest = mb.reduce_max(x=product, axes=list(range(2, axes + 2)), keep_dims=True)
+        return mb.add(x=y, y=largest)
+
+    return {"x": net.steps(1, 2, *([16] * axes))}, network
+
+
+def _between_codes(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
+    """What is computed of quantized values and lies between them goes on as it is."""
+    step = float(net.scale)
+    low, high = (net.kind(step * k) for k in (-1.375, 2.625))
+    pool = {"kernel_sizes": [2, 2], "pad_type": "custom", "pad": [1] * 4}
+    compute = net.one_of(
+        lambda a: mb.clip(x=a, alpha=low, beta=high),
+        lambda a: mb.maximum(x=a, y=low),
+        lambda a: mb.minimum(x=high, y=a),
+        lambda a: mb.add(x=a, y=high),
+        lambda a: mb.sub(x=low, y=mb.relu(x=a)),
+        lambda a: mb.avg_pool(x=a, **pool),
+        lambda a: mb.avg_pool(x=mb.max_pool(x=a, **pool), **pool),
+    )
+
+    def network(x: Any) -> Any:
+        a, weight = net.quantized(x), net.weight([4, 2, 1, 1], 0)
+        y = mb.conv(x=compute(a), weight=weight)
+        return mb.concat(values=[y, mb.conv(x=compute(a), weight=weight)], axis=1)
+
+    return {"x": net.steps(1, 2, 6, 6)}, network
+
+
+def _extrema(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
+    """What is between the steps is rounded once, after the extremum is found."""
+    reduce, axes = net.one_of(mb.reduce_max, mb.reduce_min), net.one_of([1], [3], [2, 3])
+    after = net.one_of(lambda y: y, lambda y: mb.relu(x=y), lambda y: mb.mul(x=y, y=net.kind(-0.5)))
+    # Never in the middle of two steps, where engines may round to either.
+    quarters = net.steps(1, 4, 4, 4) / 4 + net.scale / 32
+
+    def network(x: Any) -> Any:
+        given = net.quantized(x, float(net.scale) / 32) if net.flip() else x
+        y = net.quantized(after(reduce(x=given, axes=axes, keep_dims=True)))
+        return mb.reduce_sum(x=y, axes=[1, 2, 3], keep_dims=True)
+
+    return {"x": quarters.astype(net.kind)}, network
+
+
+_FAMILIES = (
+    _convolution,
+    _transposed,
+    _linear,
+    _matmul,
+    _residual,
+    _pooled,
+    _between_codes,
+    _extrema,
+)
 
 
 def _assert_equal(inputs: mil.Arrays, network: Callable[..., Any]) -> Any:
@@ -173,7 +248,7 @@ def _assert_equal(inputs: mil.Arrays, network: Callable[..., Any]) -> Any:
     return compiled
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("family", _FAMILIES, ids=lambda family: family.__name__[1:])
 def test_products_between_quantized_values_are_exact(family: Any, seed: int) -> None:
     _assert_equal(*family(_Network(seed)))

@@ -10,6 +10,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     dims,
     f32,
     ints,
+    known,
     per_channel,
     rank,
     reshape,
@@ -75,7 +76,7 @@ def conv(
         x, strides = _strided(x, begin, end, strides), tuple(ones)
         begin = end = [0] * len(ones)
     build = ops.convolution
-    if groups != 1:
+    if groups != 1 or _would_be_product(weight):
         build = ops.group_convolution
         out_channels, in_channels, *kernel = static_dims(weight, range(axes))
         weight = reshape(weight, (groups, out_channels // groups, in_channels, *kernel))
@@ -87,6 +88,17 @@ def conv(
 
 def _is_pointwise(weight: Tensor) -> bool:
     return all(size == 1 for size in dims(weight)[2:])
+
+
+def _would_be_product(weight: Tensor) -> bool:
+    """Whether OpenVINO 2026.4 may make a matrix product of the convolution.
+
+    It does so where weights are decompressed, and takes the transposes and reshapes beside for
+    those between channels first and channels last, whatever they are. Not so with groups, be it
+    one.
+    """
+    sizes = dims(weight)
+    return known(weight) is None and len(sizes) == 4 and sizes[2:] == (1, 1) and None not in sizes
 
 
 def _strided(x: Tensor, begin: Sequence[int], end: Sequence[int], strides: Sequence[int]) -> Tensor:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import openvino as ov
 from openvino import opset15 as ops
 from openvino.passes import AnyInput, Manager, Matcher, MatcherPass, WrapType
 
 from coreml_delegate.runtime.engines.openvino.graph import ints, known, known_ints, scalar
+from coreml_delegate.runtime.engines.openvino.quantized import keep_values
 
 # The epsilon of a MIL ``rsqrt`` that only guards against zero: 1e-12, which is 2**-24 in fp16.
 _LARGEST_GUARD = 2.0**-24
@@ -20,76 +20,7 @@ def fuse(model: Any) -> None:
     manager = Manager()
     manager.register_pass(_ScaledRmsNorm())
     manager.run_passes(model)
-    for node in model.get_ops():
-        if node.get_type_name() == "Concat":
-            _keep_apart(node)
-
-
-# What passes quantized values on as they are, by its first operand.
-_PASSING = frozenset(
-    {
-        "DepthToSpace",
-        "Gather",
-        "MaxPool",
-        "Pad",
-        "Relu",
-        "Reshape",
-        "Slice",
-        "SpaceToDepth",
-        "Split",
-        "Squeeze",
-        "StridedSlice",
-        "Transpose",
-        "Unsqueeze",
-        "VariadicSplit",
-    }
-)
-
-
-def _keep_apart(join: Any) -> None:
-    """Keep the plugin from joining quantized values of different steps as integers of the largest.
-
-    The values of the others would be rounded once more. It leaves alone what is spelled out.
-    """
-    grids = _grids(join)
-    bounds = [tuple(known(grid.input_value(end)) for end in (3, 4)) for grid in grids]
-    if all(_equal(pair, bounds[0]) for pair in bounds):
-        return
-    for grid in grids:
-        grid.output(0).replace(_spelled_out(grid))
-
-
-def _spelled_out(grid: Any) -> Any:
-    """A fake-quantize with constant bounds as the arithmetic it stands for."""
-    x, *ends = (grid.input_value(place) for place in range(5))
-    first, last, low, high = (np.asarray(known(end)) for end in ends)
-    steps = grid.get_attributes()["levels"] - 1
-    within = ops.minimum(ops.maximum(x, ops.constant(first)), ops.constant(last))
-    scaled = ops.divide(
-        ops.subtract(within, ops.constant(first)), ops.constant((last - first) / steps)
-    )
-    codes = ops.round(scaled, "half_to_even")
-    spread = ops.multiply(codes, ops.constant((high - low) / steps))
-    return ops.add(spread, ops.constant(low)).output(0)
-
-
-def _grids(node: Any) -> list[Any]:
-    """The fake-quantizes whose values a node joins or passes on."""
-    kind = node.get_type_name()
-    if kind == "FakeQuantize":
-        # Of others than those with constant bounds the plugin makes no integers.
-        return (
-            [node] if all(known(node.input_value(end)) is not None for end in range(1, 5)) else []
-        )
-    if kind != "Concat" and kind not in _PASSING:
-        return []
-    operands = node.input_values() if kind == "Concat" else [node.input_value(0)]
-    found = [grid for value in operands for grid in _grids(value.get_node())]
-    return list({grid.get_name(): grid for grid in found}.values())
-
-
-def _equal(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    keep_values(model)
 
 
 class _ScaledRmsNorm(MatcherPass):

@@ -1,0 +1,212 @@
+"""Quantized values where the CPU plugin of OpenVINO 2026.4 would compute with others.
+
+It carries the codes of a fake-quantize as far as it can and turns them into values behind. What it
+computes of the codes on the way lies between them, and is rounded wherever integers are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from openvino import opset15 as ops
+
+from coreml_delegate.runtime.engines.openvino.graph import ints, known, scalar
+
+_GRID = "FakeQuantize"
+
+# What gives elements of its first operand, whose codes are therefore those of the results.
+_PASSING = frozenset(
+    {
+        "BatchToSpace",
+        "Broadcast",
+        "DepthToSpace",
+        "Gather",
+        "MaxPool",
+        "Pad",
+        "ReduceMax",
+        "ReduceMin",
+        "Relu",
+        "Reshape",
+        "ShuffleChannels",
+        "Slice",
+        "SpaceToBatch",
+        "SpaceToDepth",
+        "Split",
+        "Squeeze",
+        "StridedSlice",
+        "Transpose",
+        "Unsqueeze",
+        "VariadicSplit",
+    }
+)
+
+# What the plugin computes in the loop of a reduction before it, element by element.
+_FUSED = frozenset(
+    {
+        "Abs",
+        "Add",
+        "Clamp",
+        "Divide",
+        "Elu",
+        "Exp",
+        "Gelu",
+        "HSigmoid",
+        "HSwish",
+        "Maximum",
+        "Minimum",
+        "Mish",
+        "Multiply",
+        "Negative",
+        "PRelu",
+        "Power",
+        "Relu",
+        "Sigmoid",
+        "SoftPlus",
+        "Sqrt",
+        "Subtract",
+        "Swish",
+        "Tanh",
+    }
+)
+
+
+def keep_values(model: Any) -> None:
+    """Rewrite ``model``, in place, where the plugin would give others than its values."""
+    nodes = list(model.get_ops())
+    if any(node.get_type_name() == _GRID for node in nodes):
+        for node in nodes:
+            mend = _MENDS.get(node.get_type_name())
+            if mend is not None:
+                mend(node)
+
+
+def _join(join: Any) -> None:
+    """Values of different steps: the plugin joins them as codes of the largest step."""
+    grids = [grid for value in join.input_values() for grid in _grids(value)]
+    bounds = [tuple(known(grid.input_value(end)) for end in (3, 4)) for grid in grids]
+    if any(not _equal(pair, bounds[0]) for pair in bounds):
+        for place in range(join.get_input_size()):
+            _turn_into_values(join, place)
+
+
+def _average(pool: Any) -> None:
+    """Means lie between the codes, and the zeros around them are no codes of value zero.
+
+    Where nothing but fake-quantizes follows, the plugin rounds to their codes at once.
+    """
+    if not _is_quantized_at_once(pool) and _grids(pool.input_value(0)):
+        _turn_into_values(pool, 0)
+        return
+    attributes = pool.get_attributes()
+    begin, end = attributes["pads_begin"], attributes["pads_end"]
+    is_fixed = attributes["auto_pad"] == "explicit"
+    if attributes["exclude-pad"] or (is_fixed and not any([*begin, *end])):
+        return
+    if not is_fixed and pool.get_input_partial_shape(0).is_dynamic:
+        _turn_into_values(pool, 0)
+        return
+    x = pool.input_value(0)
+    before, after = (ints([0, 0, *sizes]) for sizes in (begin, end))
+    padded = ops.pad(x, before, after, "constant", scalar(0, x))
+    pool.input(0).replace_source_output(padded.output(0))
+    for name, value in (("pads_begin", [0] * len(begin)), ("pads_end", [0] * len(end))):
+        pool.set_attribute(name, value)
+    pool.set_attribute("auto_pad", "explicit")
+
+
+def _shift(add: Any) -> None:
+    """A constant that is added: the plugin adds it to the zero point, a whole number."""
+    if not _is_quantized_at_once(add):
+        _clip(add)
+
+
+def _clip(node: Any) -> None:
+    """Bounds between the codes."""
+    places = range(node.get_input_size())
+    constants = [known(node.input_value(place)) is not None for place in places]
+    if len(constants) == 1 or any(constants):
+        for place in places:
+            if not constants[place] and _grids(node.input_value(place)):
+                _turn_into_values(node, place)
+
+
+def _quantize(grid: Any) -> None:
+    """The plugin looks for extrema among values that it has already made whole numbers."""
+    value = grid.input_value(0)
+    pending, seen = [value.get_node()], set[str]()
+    while pending:
+        node = pending.pop()
+        if node.get_type_name() in ("ReduceMax", "ReduceMin"):
+            if _has_fixed_bounds(grid):
+                _turn_into_values(grid, 0)
+                grid.output(0).replace(_spelled_out(grid))
+            return
+        if node.get_type_name() in _FUSED and node.get_name() not in seen:
+            seen.add(node.get_name())
+            pending += [operand.get_node() for operand in node.input_values()]
+
+
+_MENDS: dict[str, Callable[[Any], None]] = {
+    "Add": _shift,
+    "AvgPool": _average,
+    "Clamp": _clip,
+    "Concat": _join,
+    _GRID: _quantize,
+    "Maximum": _clip,
+    "Minimum": _clip,
+    "Subtract": _shift,
+}
+
+
+def _turn_into_values(node: Any, place: int) -> None:
+    """Put what changes no value, but carries no codes in the plugin, before an operand."""
+    x, bound = node.input_value(place), np.finfo(np.float32).max
+    # Beside a bound from the other side it would become a clamp.
+    if node.get_type_name() == "Minimum":
+        same = ops.minimum(x, scalar(bound, x))
+    else:
+        same = ops.maximum(x, scalar(-bound, x))
+    node.input(place).replace_source_output(same.output(0))
+
+
+def _spelled_out(grid: Any) -> Any:
+    """A fake-quantize with constant bounds as the arithmetic it stands for."""
+    x, *ends = (grid.input_value(place) for place in range(5))
+    first, last, low, high = (np.asarray(known(end)) for end in ends)
+    steps = grid.get_attributes()["levels"] - 1
+    within = ops.minimum(ops.maximum(x, ops.constant(first)), ops.constant(last))
+    scaled = ops.divide(
+        ops.subtract(within, ops.constant(first)), ops.constant((last - first) / steps)
+    )
+    codes = ops.round(scaled, "half_to_even")
+    spread = ops.multiply(codes, ops.constant((high - low) / steps))
+    return ops.add(spread, ops.constant(low)).output(0)
+
+
+def _is_quantized_at_once(node: Any) -> bool:
+    readers = node.output(0).get_target_inputs()
+    return all(reader.get_node().get_type_name() == _GRID for reader in readers)
+
+
+def _grids(value: Any) -> list[Any]:
+    """The fake-quantizes whose codes a value may have."""
+    node = value.get_node()
+    kind = node.get_type_name()
+    if kind == _GRID:
+        return [node] if _has_fixed_bounds(node) else []
+    if kind != "Concat" and kind not in _PASSING:
+        return []
+    operands = node.input_values() if kind == "Concat" else [node.input_value(0)]
+    found = [grid for operand in operands for grid in _grids(operand)]
+    return list({grid.get_name(): grid for grid in found}.values())
+
+
+def _has_fixed_bounds(grid: Any) -> bool:
+    """Whether the bounds are constants; of others the plugin makes no integers."""
+    return all(known(grid.input_value(end)) is not None for end in range(1, 5))
+
+
+def _equal(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))

@@ -188,7 +188,7 @@ def _pooled(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
 
 
 def _between_codes(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
-    """What is computed of quantized values and lies between them goes on as it is."""
+    """What is computed of quantized values and lies between or beyond them goes on as it is."""
     step = float(net.scale)
     low, high = (net.kind(step * k) for k in (-1.375, 2.625))
     pool = {"kernel_sizes": [2, 2], "pad_type": "custom", "pad": [1] * 4}
@@ -198,6 +198,8 @@ def _between_codes(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., 
         lambda a: mb.minimum(x=high, y=a),
         lambda a: mb.add(x=a, y=high),
         lambda a: mb.sub(x=low, y=mb.relu(x=a)),
+        lambda a: mb.pad(x=a, pad=[0, 1], mode="constant", constant_val=high),
+        lambda a: mb.pad(x=a, pad=[0, 1], mode="constant", constant_val=net.kind(999)),
         lambda a: mb.avg_pool(x=a, **pool),
         lambda a: mb.avg_pool(x=mb.max_pool(x=a, **pool), **pool),
     )

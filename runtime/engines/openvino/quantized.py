@@ -116,6 +116,14 @@ def _average(pool: Any) -> None:
     pool.set_attribute("auto_pad", "explicit")
 
 
+def _pad(pad: Any) -> None:
+    """A value around that is no code, or none that there is; zero always is one."""
+    if pad.get_attributes()["pad_mode"] == "constant" and pad.get_input_size() == 4:
+        around = known(pad.input_value(3))
+        if (around is None or around.any()) and _grids(pad.input_value(0)):
+            _turn_into_values(pad, 0)
+
+
 def _shift(add: Any) -> None:
     """A constant that is added: the plugin adds it to the zero point, a whole number."""
     if not _is_quantized_at_once(add):
@@ -156,6 +164,7 @@ _MENDS: dict[str, Callable[[Any], None]] = {
     _GRID: _quantize,
     "Maximum": _clip,
     "Minimum": _clip,
+    "Pad": _pad,
     "Subtract": _shift,
 }
 

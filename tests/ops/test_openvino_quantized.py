@@ -212,6 +212,30 @@ def _between_codes(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., 
     return {"x": net.steps(1, 2, 6, 6)}, network
 
 
+def _sums(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
+    """What convolutions give between the steps is rounded before it is added, and not after."""
+    channels, join = net.one_of(4, 8, 16), net.one_of(mb.add, mb.add, mb.sub)
+    step = float(net.scale)
+
+    def branch(a: Any, coarser: int) -> Any:
+        weight = mb.constexpr_affine_dequantize(
+            quantized_data=net.random.integers(-2, 3, [channels, channels, 1, 1]).astype(np.int8),
+            scale=net.kind(0.25),
+            zero_point=np.int8(0),
+            axis=0,
+        )
+        # Never in the middle of two steps.
+        y = mb.conv(x=a, weight=weight, bias=np.full(channels, step / 16, net.kind))
+        return net.quantized(y, step * coarser)
+
+    def network(x: Any) -> Any:
+        a = net.quantized(x)
+        total = join(x=branch(a, 1), y=branch(a, 2) if net.flip() else a)
+        return net.quantized(mb.relu(x=total) if net.flip() else total, step / 4)
+
+    return {"x": net.steps(1, channels, 6, 6)}, network
+
+
 def _extrema(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
     """What is between the steps is rounded once, after the extremum is found."""
     reduce, axes = net.one_of(mb.reduce_max, mb.reduce_min), net.one_of([1], [3], [2, 3])
@@ -236,6 +260,7 @@ _FAMILIES = (
     _pooled,
     _between_codes,
     _extrema,
+    _sums,
 )
 
 

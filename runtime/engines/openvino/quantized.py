@@ -124,10 +124,19 @@ def _pad(pad: Any) -> None:
             _turn_into_values(pad, 0)
 
 
-def _shift(add: Any) -> None:
-    """A constant that is added: the plugin adds it to the zero point, a whole number."""
-    if not _is_quantized_at_once(add):
-        _clip(add)
+def _add(add: Any) -> None:
+    """Sums of quantized values and of constants.
+
+    A constant the plugin adds to the zero point, a whole number. A sum it computes in the loop of a
+    convolution before it, whose own result it does not round then if integers leave the loop.
+    """
+    places = range(add.get_input_size())
+    if any(known(add.input_value(place)) is not None for place in places):
+        if not _is_quantized_at_once(add):
+            _clip(add)
+    elif all(_grids(add.input_value(place)) for place in places):
+        for place in places:
+            _turn_into_values(add, place)
 
 
 def _clip(node: Any) -> None:
@@ -157,7 +166,7 @@ def _quantize(grid: Any) -> None:
 
 
 _MENDS: dict[str, Callable[[Any], None]] = {
-    "Add": _shift,
+    "Add": _add,
     "AvgPool": _average,
     "Clamp": _clip,
     "Concat": _join,
@@ -165,7 +174,7 @@ _MENDS: dict[str, Callable[[Any], None]] = {
     "Maximum": _clip,
     "Minimum": _clip,
     "Pad": _pad,
-    "Subtract": _shift,
+    "Subtract": _add,
 }
 
 

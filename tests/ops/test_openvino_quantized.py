@@ -174,11 +174,11 @@ def _pooled(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
 
     def network(x: Any) -> Any:
         a, weight = net.quantized(x), net.weight([4, 2, *([1] * axes)], 0)
-        pooled = mb.avg_pool(x=a, **options)
+        pooled, parts = mb.avg_pool(x=a, **options), 8
         if net.flip():
-            pooled = mb.avg_pool(x=pooled, **options)
-        # Every sixteenth of a step is a code of its own: what lies between is not rounded.
-        y = mb.conv(x=net.quantized(pooled, float(net.scale) / 16), weight=weight)
+            pooled, parts = mb.avg_pool(x=pooled, **options), 64
+        # Every part of a step that there may be is a code of its own: nothing is rounded.
+        y = mb.conv(x=net.quantized(pooled, float(net.scale) / parts), weight=weight)
         # A product of the same values: beside it the plugin takes codes without a sign.
         product = mb.conv(x=a, weight=weight)
         largest = mb.reduce_max(x=product, axes=list(range(2, axes + 2)), keep_dims=True)
@@ -190,7 +190,7 @@ def _pooled(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
 def _between_codes(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
     """What is computed of quantized values and lies between or beyond them goes on as it is."""
     step = float(net.scale)
-    low, high = (net.kind(step * k) for k in (-1.375, 2.625))
+    low, zero, high = (net.kind(step * k) for k in (-1.375, 0, 2.625))
     pool = {"kernel_sizes": [2, 2], "pad_type": "custom", "pad": [1] * 4}
     compute = net.one_of(
         lambda a: mb.clip(x=a, alpha=low, beta=high),
@@ -200,16 +200,16 @@ def _between_codes(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., 
         lambda a: mb.sub(x=low, y=mb.relu(x=a)),
         lambda a: mb.pad(x=a, pad=[0, 1], mode="constant", constant_val=high),
         lambda a: mb.pad(x=a, pad=[0, 1], mode="constant", constant_val=net.kind(999)),
+        lambda a: mb.pad(x=a, pad=[0, 0, 1, 1, 0, 0, 0, 0], mode="constant", constant_val=zero),
         lambda a: mb.avg_pool(x=a, **pool),
         lambda a: mb.avg_pool(x=mb.max_pool(x=a, **pool), **pool),
     )
 
     def network(x: Any) -> Any:
-        a, weight = net.quantized(x), net.weight([4, 2, 1, 1], 0)
-        y = mb.conv(x=compute(a), weight=weight)
-        return mb.concat(values=[y, mb.conv(x=compute(a), weight=weight)], axis=1)
+        y, size = compute(net.quantized(x)), net.one_of(1, 3)
+        return mb.conv(x=y, weight=net.weight([4, y.shape[1], size, size], 0), pad_type="same")
 
-    return {"x": net.steps(1, 2, 6, 6)}, network
+    return {"x": net.steps(1, 4, 6, 6)}, network
 
 
 def _sums(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
@@ -293,3 +293,16 @@ def test_joined_values_keep_their_steps(scales: tuple[float, float]) -> None:
 
     x = (net.random.integers(-8, 8, (1, 4, 6, 6)) / 4).astype(net.kind)
     _assert_equal({"x": x}, network)
+
+
+def test_a_norm_of_quantized_values_has_the_epsilon_of_the_values():
+    """Of values whose variance is less than it."""
+    net = _Network(0)
+    net.kind, net.scale, net.shift = np.float32, np.float32(2**-7), {}
+    gamma = np.ones(4, np.float32)
+
+    def network(x: Any) -> Any:
+        norm = mb.instance_norm(x=net.quantized(x), gamma=gamma, beta=0 * gamma, epsilon=0.01)
+        return net.quantized(norm, 2**-8)
+
+    _assert_equal({"x": net.steps(1, 4, 6, 6)}, network)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from openvino import opset15 as ops
 
-from coreml_delegate.runtime.engines.openvino.graph import ints, known, scalar
+from coreml_delegate.runtime.engines.openvino.graph import ints, known, known_ints, scalar
 
 _GRID = "FakeQuantize"
 
@@ -117,11 +117,20 @@ def _average(pool: Any) -> None:
 
 
 def _pad(pad: Any) -> None:
-    """A value around that is no code, or none that there is; zero always is one."""
-    if pad.get_attributes()["pad_mode"] == "constant" and pad.get_input_size() == 4:
-        around = known(pad.input_value(3))
-        if (around is None or around.any()) and _grids(pad.input_value(0)):
-            _turn_into_values(pad, 0)
+    """Padding of channels, and with a value that has no code as zero always has."""
+    sizes = [known_ints(pad.input_value(place)) for place in (1, 2)]
+    fixed = [known(pad.input_value(place)) for place in range(3, pad.get_input_size())]
+    is_plain = all(size is not None and not any(size[:2]) for size in sizes) and all(
+        around is not None and not around.any() for around in fixed
+    )
+    if not is_plain and _grids(pad.input_value(0)):
+        _turn_into_values(pad, 0)
+
+
+def _normalize(norm: Any) -> None:
+    """A norm of codes: the plugin adds the epsilon to their variance instead of the values'."""
+    if _grids(norm.input_value(0)):
+        _turn_into_values(norm, 0)
 
 
 def _add(add: Any) -> None:
@@ -171,8 +180,10 @@ _MENDS: dict[str, Callable[[Any], None]] = {
     "Clamp": _clip,
     "Concat": _join,
     _GRID: _quantize,
+    "MVN": _normalize,
     "Maximum": _clip,
     "Minimum": _clip,
+    "NormalizeL2": _normalize,
     "Pad": _pad,
     "Subtract": _add,
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from coreml_delegate.op_rules.rule import Reason, ReasonCode
 
@@ -58,8 +59,8 @@ def is_row_major(value: torch.Tensor) -> bool:
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
         if isinstance(size, int) and size <= 1:
             continue
-        # As text, because comparing symbolic sizes would fix them.
-        if str(stride) != str(expected):
+        # A plain comparison of symbolic sizes would fix them.
+        if not statically_known_true(stride == expected):
             return False
         expected = expected * size
     return True

@@ -15,6 +15,7 @@ from support.partitioned import delegate_functions
 from support.tolerances import ATOL_RTOL
 from torch import nn
 from torch.export import Dim
+from torch.nn import functional
 
 from coreml_delegate import CoreMLPartitioner, runtime
 from coreml_delegate.errors import InputError
@@ -24,6 +25,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 S, T = Dim("s", min=2, max=8), Dim("t", min=2, max=9)
 EVEN = {2: 2 * Dim("h", min=3, max=12), 3: 2 * Dim("w", min=3, max=12)}
+ROWS = torch.contiguous_format
 IMAGES = (((1, 2, 6, 24),), ((1, 2, 16, 14),))
 X = ((3, 5, 4),)
 XS = (((2, 9, 4),), ((8, 8, 4),))
@@ -211,6 +213,8 @@ CASES = {
         left=frozenset({"aten.sym_size.int", "operator.mul", "aten.view_copy.default"}),
     ),
     # Windows that are placed at run time
+    # Strides of the copy are products of sums, written out.
+    "copied": pooled(lambda x: functional.max_pool2d(x, 3, 2).clone(memory_format=ROWS).relu()),
     "pooled rounding up": pooled(nn.MaxPool2d(3, 2, ceil_mode=True)),
     "pooled with padding": pooled(nn.MaxPool2d(3, 2, 1, ceil_mode=True)),
     "pooled to a size": pooled(nn.AdaptiveAvgPool2d((6, 1))),

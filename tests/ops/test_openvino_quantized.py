@@ -187,31 +187,6 @@ def _pooled(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
     return {"x": net.steps(1, 2, *([16] * axes))}, network
 
 
-def _between_codes(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
-    """What is computed of quantized values and lies between or beyond them goes on as it is."""
-    step = float(net.scale)
-    low, zero, high = (net.kind(step * k) for k in (-1.375, 0, 2.625))
-    pool = {"kernel_sizes": [2, 2], "pad_type": "custom", "pad": [1] * 4}
-    compute = net.one_of(
-        lambda a: mb.clip(x=a, alpha=low, beta=high),
-        lambda a: mb.maximum(x=a, y=low),
-        lambda a: mb.minimum(x=high, y=a),
-        lambda a: mb.add(x=a, y=high),
-        lambda a: mb.sub(x=low, y=mb.relu(x=a)),
-        lambda a: mb.pad(x=a, pad=[0, 1], mode="constant", constant_val=high),
-        lambda a: mb.pad(x=a, pad=[0, 1], mode="constant", constant_val=net.kind(999)),
-        lambda a: mb.pad(x=a, pad=[0, 0, 1, 1, 0, 0, 0, 0], mode="constant", constant_val=zero),
-        lambda a: mb.avg_pool(x=a, **pool),
-        lambda a: mb.avg_pool(x=mb.max_pool(x=a, **pool), **pool),
-    )
-
-    def network(x: Any) -> Any:
-        y, size = compute(net.quantized(x)), net.one_of(1, 3)
-        return mb.conv(x=y, weight=net.weight([4, y.shape[1], size, size], 0), pad_type="same")
-
-    return {"x": net.steps(1, 4, 6, 6)}, network
-
-
 def _sums(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
     """What convolutions give between the steps is rounded before it is added, and not after."""
     channels, join = net.one_of(4, 8, 16), net.one_of(mb.add, mb.add, mb.sub)
@@ -258,7 +233,6 @@ _FAMILIES = (
     _matmul,
     _residual,
     _pooled,
-    _between_codes,
     _extrema,
     _sums,
 )
@@ -281,6 +255,37 @@ def test_products_between_quantized_values_are_exact(family: Any, seed: int) -> 
     _assert_equal(*family(_Network(seed)))
 
 
+_POOL = {"kernel_sizes": [2, 2], "pad_type": "custom", "pad": [1] * 4}
+_CHANNELS = [0, 0, 1, 1, 0, 0, 0, 0]
+# Of quantized values, a number below zero and one above it; both lie between two steps.
+_BETWEEN_CODES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "bounds": lambda a, low, high: mb.clip(x=a, alpha=low, beta=high),
+    "lower bound": lambda a, low, _: mb.maximum(x=a, y=low),
+    "upper bound": lambda a, _, high: mb.minimum(x=high, y=a),
+    "shift": lambda a, _, high: mb.add(x=a, y=high),
+    "distance": lambda a, low, _: mb.sub(x=low, y=mb.relu(x=a)),
+    "padding": lambda a, _, high: mb.pad(x=a, pad=[0, 1], constant_val=high),
+    "far padding": lambda a, _, high: mb.pad(x=a, pad=[0, 1], constant_val=128 * high),
+    "padded channels": lambda a, low, _: mb.pad(x=a, pad=_CHANNELS, constant_val=0 * low),
+    "mean": lambda a, *_: mb.avg_pool(x=a, **_POOL),
+    "mean of largest": lambda a, *_: mb.avg_pool(x=mb.max_pool(x=a, **_POOL), **_POOL),
+}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", _BETWEEN_CODES)
+def test_what_lies_between_codes_or_beyond_them_stays(name: str, seed: int, size: int) -> None:
+    net = _Network(seed)
+    low, high = (net.kind(float(net.scale) * steps) for steps in (-1.375, 2.625))
+
+    def network(x: Any) -> Any:
+        y = _BETWEEN_CODES[name](net.quantized(x), low, high)
+        return mb.conv(x=y, weight=net.weight([4, y.shape[1], size, size], 0), pad_type="same")
+
+    _assert_equal({"x": net.steps(1, 4, 6, 6)}, network)
+
+
 @pytest.mark.parametrize("scales", [(0.25, 0.25), (0.25, 0.5)], ids=["one step", "two steps"])
 def test_joined_values_keep_their_steps(scales: tuple[float, float]) -> None:
     net = _Network(0)
@@ -289,7 +294,7 @@ def test_joined_values_keep_their_steps(scales: tuple[float, float]) -> None:
     def network(x: Any) -> Any:
         parts = [net.quantized(mb.mul(x=x, y=net.kind(k)), s) for k, s in enumerate(scales, 1)]
         joined = mb.concat(values=parts, axis=1)
-        return mb.conv(x=joined, weight=net.weight([4, 8, 1, 1], 0))
+        return mb.conv(x=joined, weight=net.weight([4, 8, 3, 3], 0))
 
     x = (net.random.integers(-8, 8, (1, 4, 6, 6)) / 4).astype(net.kind)
     _assert_equal({"x": x}, network)

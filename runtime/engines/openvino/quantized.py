@@ -6,7 +6,7 @@ computes of the codes on the way lies between them, and is rounded wherever inte
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -87,8 +87,11 @@ def _join(join: Any) -> None:
     grids = [grid for value in join.input_values() for grid in _grids(value)]
     bounds = [tuple(known(grid.input_value(end)) for end in (3, 4)) for grid in grids]
     if any(not _equal(pair, bounds[0]) for pair in bounds):
-        for place in range(join.get_input_size()):
-            _turn_into_values(join, place)
+        for grid in grids:
+            if _follows(grid, _FUSED | _PASSING, (_GRID,)):
+                _turn_into_values(grid, 0)
+            # Between a convolution and other values this is part of the convolution's loop.
+            grid.output(0).replace(_spelled_out(grid))
 
 
 def _average(pool: Any) -> None:
@@ -160,18 +163,9 @@ def _clip(node: Any) -> None:
 
 def _quantize(grid: Any) -> None:
     """The plugin looks for extrema among values that it has already made whole numbers."""
-    value = grid.input_value(0)
-    pending, seen = [value.get_node()], set[str]()
-    while pending:
-        node = pending.pop()
-        if node.get_type_name() in ("ReduceMax", "ReduceMin"):
-            if _has_fixed_bounds(grid):
-                _turn_into_values(grid, 0)
-                grid.output(0).replace(_spelled_out(grid))
-            return
-        if node.get_type_name() in _FUSED and node.get_name() not in seen:
-            seen.add(node.get_name())
-            pending += [operand.get_node() for operand in node.input_values()]
+    if _has_fixed_bounds(grid) and _follows(grid, _FUSED, ("ReduceMax", "ReduceMin")):
+        _turn_into_values(grid, 0)
+        grid.output(0).replace(_spelled_out(grid))
 
 
 _MENDS: dict[str, Callable[[Any], None]] = {
@@ -212,6 +206,19 @@ def _spelled_out(grid: Any) -> Any:
     codes = ops.round(scaled, "half_to_even")
     spread = ops.multiply(codes, ops.constant((high - low) / steps))
     return ops.add(spread, ops.constant(low)).output(0)
+
+
+def _follows(node: Any, kinds: Collection[str], wanted: Collection[str]) -> bool:
+    """Whether there are but nodes of ``kinds`` between ``node`` and one of those before it."""
+    pending, seen = [node.input_value(0).get_node()], set[str]()
+    while pending:
+        before = pending.pop()
+        if before.get_type_name() in wanted:
+            return True
+        if before.get_type_name() in kinds and before.get_name() not in seen:
+            seen.add(before.get_name())
+            pending += [operand.get_node() for operand in before.input_values()]
+    return False
 
 
 def _is_quantized_at_once(node: Any) -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
+import sys
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -24,3 +27,13 @@ def _the_same_values_in_any_order(request: pytest.FixtureRequest) -> None:
     generator = getattr(request.module, "_RNG", None)
     if generator is not None:
         generator.bit_generator.state = np.random.default_rng(0).bit_generator.state
+
+
+@pytest.fixture(autouse=True)
+def _logs_have_open_streams() -> Iterator[None]:
+    """Loggers of torch keep the stderr of the test that first used them, which it closes."""
+    yield
+    loggers = logging.Logger.manager.loggerDict.values()
+    for handler in (h for log in loggers for h in getattr(log, "handlers", ())):
+        if isinstance(handler, logging.StreamHandler) and getattr(handler.stream, "closed", False):
+            handler.stream = sys.__stderr__

@@ -212,9 +212,9 @@ CASES = {
         lambda x: (x.view(x.shape[0] * x.shape[1], 4).relu(), x.shape[0]),
         left=frozenset({"aten.sym_size.int", "operator.mul", "aten.view_copy.default"}),
     ),
-    # Windows that are placed at run time
     # Strides of the copy are products of sums, written out.
     "copied": pooled(lambda x: functional.max_pool2d(x, 3, 2).clone(memory_format=ROWS).relu()),
+    # Windows that are placed at run time
     "pooled rounding up": pooled(nn.MaxPool2d(3, 2, ceil_mode=True)),
     "pooled with padding": pooled(nn.MaxPool2d(3, 2, 1, ceil_mode=True)),
     "pooled to a size": pooled(nn.AdaptiveAvgPool2d((6, 1))),

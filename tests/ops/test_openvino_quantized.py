@@ -260,8 +260,8 @@ _CHANNELS = [0, 0, 1, 1, 0, 0, 0, 0]
 # Of quantized values, a number below zero and one above it; both lie between two steps.
 _BETWEEN_CODES: dict[str, Callable[[Any, Any, Any], Any]] = {
     "bounds": lambda a, low, high: mb.clip(x=a, alpha=low, beta=high),
-    "lower bound": lambda a, low, _: mb.maximum(x=a, y=low),
-    "upper bound": lambda a, _, high: mb.minimum(x=high, y=a),
+    "lower and upper bound": lambda a, low, high: mb.minimum(x=high, y=mb.maximum(x=a, y=low)),
+    "upper and lower bound": lambda a, low, high: mb.maximum(x=mb.minimum(x=high, y=a), y=low),
     "shift": lambda a, _, high: mb.add(x=a, y=high),
     "distance": lambda a, low, _: mb.sub(x=low, y=mb.relu(x=a)),
     "padding": lambda a, _, high: mb.pad(x=a, pad=[0, 1], constant_val=high),

@@ -97,8 +97,8 @@ def _would_be_product(weight: Tensor) -> bool:
     those between channels first and channels last, whatever they are. Not so with groups, be it
     one.
     """
-    sizes = dims(weight)
-    return known(weight) is None and len(sizes) == 4 and sizes[2:] == (1, 1) and None not in sizes
+    is_decompressed = known(weight) is None and None not in dims(weight)
+    return is_decompressed and rank(weight) == 4 and _is_pointwise(weight)
 
 
 def _strided(x: Tensor, begin: Sequence[int], end: Sequence[int], strides: Sequence[int]) -> Tensor:

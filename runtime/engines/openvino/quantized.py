@@ -84,7 +84,7 @@ def keep_values(model: Any) -> None:
 
 def _join(join: Any) -> None:
     """Values of different steps: the plugin joins them as codes of the largest step."""
-    grids = [grid for value in join.input_values() for grid in _grids(value)]
+    grids = _grids(join.output(0))
     bounds = [tuple(known(grid.input_value(end)) for end in (3, 4)) for grid in grids]
     if any(not _equal(pair, bounds[0]) for pair in bounds):
         for grid in grids:

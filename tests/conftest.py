@@ -9,8 +9,15 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
 from coreml_delegate.third_party import coremltools
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """What a module draws while it is imported, and its cases with it, is the same each time."""
+    if isinstance(collector, pytest.Module):
+        torch.manual_seed(0)
 
 
 def pytest_collection_finish() -> None:
@@ -23,7 +30,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _the_same_values_in_any_order(request: pytest.FixtureRequest) -> None:
-    """Start a module's generator ``_RNG`` anew for each test: what it draws depends on no other."""
+    """Start the generators anew for each test, torch's and a module's ``_RNG``."""
+    torch.manual_seed(0)
     generator = getattr(request.module, "_RNG", None)
     if generator is not None:
         generator.bit_generator.state = np.random.default_rng(0).bit_generator.state

@@ -12,7 +12,7 @@ from support.tolerances import SQNR_BF16, sqnr_db
 
 from coreml_delegate.errors import EngineUnavailableError, OptionError, UnsupportedOpError
 from coreml_delegate.runtime.engines.base import EngineOptions, Precision
-from coreml_delegate.runtime.engines.openvino import OPENVINO, compilation
+from coreml_delegate.runtime.engines.openvino import OPENVINO, compilation, processor
 from coreml_delegate.runtime.engines.openvino.engine import _core
 from coreml_delegate.runtime.engines.reference import REFERENCE
 from coreml_delegate.runtime.engines.selection import compile_function
@@ -24,7 +24,7 @@ _SIZE = 4096
 
 def _has_bf16():
     native = "BF16" in _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    return native or compilation._emulated("bf16")
+    return native or processor.emulates("bf16")
 
 
 needs_bf16 = pytest.mark.skipif(not _has_bf16(), reason="the CPU neither has nor emulates bf16")
@@ -83,7 +83,7 @@ def test_f32_is_the_default_wherever_it_runs():
 
 
 def test_emulation_is_said_once(monkeypatch, caplog):
-    monkeypatch.setattr(compilation, "_emulated", lambda hint: True)
+    monkeypatch.setattr(compilation, "emulates", lambda hint: True)
     compilation._say_emulated.cache_clear()
     mode = compilation._Mode("bf16", "no CPU has this")
     with caplog.at_level(logging.WARNING):
@@ -94,7 +94,7 @@ def test_emulation_is_said_once(monkeypatch, caplog):
 
 
 def test_a_precision_the_cpu_does_not_have(monkeypatch):
-    monkeypatch.setattr(compilation, "_emulated", lambda hint: False)
+    monkeypatch.setattr(compilation, "emulates", lambda hint: False)
     missing = compilation._Mode("bf16", "no CPU has this")
     monkeypatch.setattr(compilation, "_MODES", {Precision.BF16: missing})
     main, _ = _between_products(lambda x: x)

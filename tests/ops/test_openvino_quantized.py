@@ -6,7 +6,9 @@ not one step may differ.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -311,3 +313,33 @@ def test_a_norm_of_quantized_values_has_the_epsilon_of_the_values():
         return net.quantized(norm, 2**-8)
 
     _assert_equal({"x": net.steps(1, 4, 6, 6)}, network)
+
+
+def _assert_largest_products_are_summed() -> None:
+    """A matrix product and a convolution of the largest 8-bit integers."""
+    one, zero, low = np.float32(1), np.uint8(0), np.int8(0)
+
+    def network(x):
+        codes = mb.quantize(input=x, scale=one, zero_point=zero, output_dtype="uint8")
+        values = mb.dequantize(input=codes, scale=one, zero_point=zero)
+        weight = mb.constexpr_affine_dequantize(
+            quantized_data=np.full((16, 64), 127, np.int8), scale=one, zero_point=low, axis=0
+        )
+        pixels = mb.constexpr_affine_dequantize(
+            quantized_data=np.full((16, 64, 1, 1), -127, np.int8), scale=one, zero_point=low, axis=0
+        )
+        product = mb.linear(x=values, weight=weight)
+        image = mb.reshape(x=values, shape=(1, 64, 2, 2))
+        summed = mb.conv(x=image, weight=pixels, pad_type="valid")
+        return mb.add(x=product, y=mb.reshape(x=summed, shape=(4, 16)))
+
+    # Numbers up to 64 * 255 * 127 are exact in fp32.
+    values = np.random.default_rng(0).integers(200, 256, (4, 64)).astype(np.float32)
+    _assert_equal({"x": values}, network)
+
+
+@pytest.mark.parametrize("instructions", ["ALL", "AVX512_CORE"])
+def test_the_largest_products_are_summed_with_and_without_vnni(monkeypatch, instructions):
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", instructions)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as new_process:
+        new_process.submit(_assert_largest_products_are_summed).result()

@@ -65,8 +65,8 @@ def kolmogorov_bound(count: int) -> float:
 # activations of few large values keep little.
 SQNR_INT8 = 15.0
 # fp16 rounds a value next to the middle between two integers to either: results may be a step of
-# their grid apart, and another for the steps that come before.
-QUANTIZED_STEPS = 2.0
+# their grid apart, and another for the steps that come before; the half is for estimated steps.
+QUANTIZED_STEPS = 2.5
 
 
 def flips_allowed(images: int) -> int:

@@ -8,15 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import openvino as ov
-from openvino import opset15 as ops
-
 from coreml_delegate.errors import EngineUnavailableError, UnsupportedOpError
 from coreml_delegate.runtime.engines.base import CompiledFunction, EngineOptions, Precision
 from coreml_delegate.runtime.engines.openvino import fusion, translate
 from coreml_delegate.runtime.engines.openvino.compiled_cache import CompiledCache
 from coreml_delegate.runtime.engines.openvino.engine import DEVICE
 from coreml_delegate.runtime.engines.openvino.graph_memory import require_memory
+from coreml_delegate.runtime.engines.openvino.processor import (
+    PRECISION_HINT,
+    emulates,
+    saturates,
+)
 from coreml_delegate.runtime.engines.openvino.session import Interface, OpenVinoFunction
 from coreml_delegate.runtime.engines.openvino.specialisation import (
     EnumeratedFunction,
@@ -29,7 +31,8 @@ from coreml_delegate.runtime.mil.program import Function
 
 _logger = logging.getLogger(__name__)
 
-_PRECISION_HINT: Final = "INFERENCE_PRECISION_HINT"
+# Integer kernels for what lies between fake-quantizes.
+_INTEGER_KERNELS: Final = "LP_TRANSFORMS_MODE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ def compile_function(
     """
     mode = _MODES[Precision(options.precision)]
     _require_precision(core, mode)
-    config = _config(options, mode)
+    config = _config(options, mode, function)
     cache = CompiledCache.of(core, function, source, options.cache, config)
     build = functools.partial(_build, core, function, config, cache)
     shapes = default_shapes(function)
@@ -111,15 +114,18 @@ def _build(
     return made
 
 
-def _config(options: EngineOptions, mode: _Mode) -> dict[str, object]:
+def _config(options: EngineOptions, mode: _Mode, function: Function) -> dict[str, object]:
     config: dict[str, object] = {
-        _PRECISION_HINT: mode.hint,
+        PRECISION_HINT: mode.hint,
         "PERFORMANCE_HINT": "LATENCY",
         # Otherwise activations are quantized to int8 where weights are compressed integers.
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
     }
     if options.threads is not None:
         config["INFERENCE_NUM_THREADS"] = options.threads
+    if any(op.type == "quantize" for op in function.block.walk()) and saturates():
+        config[_INTEGER_KERNELS] = "NO"
+        _say_in_float(mode.hint)
     return config
 
 
@@ -132,7 +138,7 @@ def _require_precision(core: Any, mode: _Mode) -> None:
     capabilities = core.get_property(DEVICE, "OPTIMIZATION_CAPABILITIES")
     if mode.capability in capabilities:
         return
-    if not _emulated(mode.hint):
+    if not emulates(mode.hint):
         raise EngineUnavailableError(
             f"this CPU does not compute in {mode.hint}",
             got=", ".join(capabilities),
@@ -143,20 +149,16 @@ def _require_precision(core: Any, mode: _Mode) -> None:
 
 
 @functools.cache
-def _emulated(hint: str) -> bool:
-    """Whether OpenVINO computes in a precision that the CPU has no instructions for.
-
-    It does not tell but by what becomes of the hint: a CPU with AVX-512 emulates bf16.
-    """
-    parameter = ov.op.Parameter(ov.Type.f32, ov.PartialShape([1]))
-    make_model: Any = ov.Model
-    model = make_model([ops.result(parameter)], [parameter], "probe")
-    compiled = ov.Core().compile_model(model, DEVICE, {_PRECISION_HINT: hint})
-    return compiled.get_property(_PRECISION_HINT).to_string() == hint
-
-
-@functools.cache
 def _say_emulated(hint: str) -> None:
     _logger.warning(
         "this CPU has no instructions for %s: it is emulated, and slower than f32", hint
+    )
+
+
+@functools.cache
+def _say_in_float(hint: str) -> None:
+    _logger.info(
+        "this CPU cannot sum products of int8 without cutting them off (it has no VNNI): "
+        "quantized programs are computed in %s, exactly and more slowly",
+        hint,
     )

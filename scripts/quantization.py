@@ -14,7 +14,12 @@ from torch.fx import GraphModule
 
 from coreml_delegate.errors import CoreMLDelegateError, OptionError, near_matches
 from coreml_delegate.quantization_modes import Method, QuantizationAssignment, QuantizationMode
-from coreml_delegate.quantization_modes.configs import quantizer_config_of, torchao_config
+from coreml_delegate.quantization_modes.configs import (
+    has_rows,
+    is_weight_of_attention,
+    quantizer_config_of,
+    torchao_config,
+)
 from coreml_delegate.quantizer import CoreMLQuantizer, QuantizationReport
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.source import Source, blaming, dynamic_shapes_of
@@ -91,9 +96,9 @@ def quantize_modules(module: nn.Module, assignment: QuantizationAssignment) -> M
     in_float: dict[str, str] = {}
     for path, layer in paths.items():
         mode = assignment.mode_for(path)
-        if mode is None or not isinstance(layer, nn.Linear | nn.Embedding):
+        if mode is None or not has_rows(layer):
             continue
-        reason = obstacle(layer.weight, mode)
+        reason = obstacle(layer, mode)
         if reason is None:
             chosen.setdefault(mode, set()).add(path)
         else:
@@ -128,9 +133,12 @@ def _check_paths(assignment: QuantizationAssignment, paths: Mapping[str, nn.Modu
             )
 
 
-def obstacle(weight: torch.Tensor, mode: QuantizationMode) -> str | None:
-    """Why a weight of [rows, columns] cannot be quantized so, or None."""
+def obstacle(layer: Any, mode: QuantizationMode) -> str | None:
+    """Why a layer whose weight is [rows, columns] cannot be quantized so, or None."""
+    weight: torch.Tensor = layer.weight
     columns = weight.shape[-1]
+    if is_weight_of_attention(layer):
+        return "nn.MultiheadAttention multiplies by its weight itself"
     if not weight.dtype.is_floating_point:
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
     if mode.group_size is not None and columns % mode.group_size:

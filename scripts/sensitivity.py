@@ -21,7 +21,11 @@ from coreml_delegate.quantization_modes import (
     QuantizationMode,
     mode_of,
 )
-from coreml_delegate.quantization_modes.configs import linear_quantizer_config, quantizer_config_of
+from coreml_delegate.quantization_modes.configs import (
+    has_rows,
+    linear_quantizer_config,
+    quantizer_config_of,
+)
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.accuracy import Accuracy
 from coreml_delegate.scripts.quantization import (
@@ -238,9 +242,7 @@ class _Modules(_Layers):
         self._kinds = {
             path: type(layer).__name__
             for path, layer in self._module.named_modules()
-            if path
-            and isinstance(layer, nn.Linear | nn.Embedding)
-            and obstacle(layer.weight, mode) is None
+            if path and has_rows(layer) and obstacle(layer, mode) is None
         }
         if not self._kinds:
             raise OptionError(

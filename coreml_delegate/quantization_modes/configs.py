@@ -105,3 +105,20 @@ def _require(mode: QuantizationMode, method: Method) -> None:
         raise OptionError(
             f"{mode.name} is carried out otherwise", got=mode.method.value, expected=method.value
         )
+
+
+def has_rows(module: Any) -> bool:
+    """Whether a module is a linear layer or an embedding: a kind that torchao quantizes."""
+    from torch import nn
+
+    return isinstance(module, nn.Linear | nn.Embedding)
+
+
+def is_weight_of_attention(module: Any) -> bool:
+    """Whether a linear layer does but hold the weight that ``nn.MultiheadAttention`` multiplies by.
+
+    Quantized tensors of torchao know what layers do with them, and not what attention does.
+    """
+    from torch import nn
+
+    return isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)

@@ -22,7 +22,12 @@ from coreml_delegate.backend import CoreMLBackend
 from coreml_delegate.compile_options import Precision
 from coreml_delegate.partition import CoreMLPartitioner
 from coreml_delegate.quantization_modes import Method, QuantizationMode, mode_of
-from coreml_delegate.quantization_modes.configs import linear_quantizer_config, torchao_config
+from coreml_delegate.quantization_modes.configs import (
+    has_rows,
+    is_weight_of_attention,
+    linear_quantizer_config,
+    torchao_config,
+)
 from coreml_delegate.quantizer import CoreMLQuantizer
 from coreml_delegate.recipes import keywords
 from coreml_delegate.recipes.recipe_type import COREML_BACKEND, CoreMLRecipeType
@@ -141,7 +146,7 @@ def _quantization(mode: QuantizationMode, given: Mapping[str, Any]) -> Quantizat
     if mode.method is Method.PT2E:
         return QuantizationRecipe(quantizers=[CoreMLQuantizer(linear_quantizer_config(mode))])
     # None means torchao's own default, linear layers; its codebooks have none.
-    default = _has_rows if mode.codebook else None
+    default = _is_quantized if mode.codebook else None
     return QuantizationRecipe(
         ao_quantization_configs=[
             AOQuantizationConfig(
@@ -152,8 +157,8 @@ def _quantization(mode: QuantizationMode, given: Mapping[str, Any]) -> Quantizat
     )
 
 
-def _has_rows(module: nn.Module, _path: str) -> bool:
-    return isinstance(module, nn.Linear | nn.Embedding)
+def _is_quantized(module: nn.Module, _path: str) -> bool:
+    return has_rows(module) and not is_weight_of_attention(module)
 
 
 def _lowering(

@@ -129,6 +129,23 @@ def wide():
     return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)), torch.randn(2, 64)
 
 
+class Attending(nn.Module):
+    """PyTorch's own attention between linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(32, 32), nn.Linear(32, 8)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x):
+        x = self.before(x)
+        return self.after(self.attention(x, x, x, need_weights=False)[0])
+
+
+def attending():
+    return Attending(), (torch.rand(1, 6, 32),)
+
+
 def stalling_calibration():
     """A model whose calibration says that it has begun, by ``$STALLED``, and does not end."""
     from torchao.quantization.pt2e import quantize_pt2e

@@ -244,6 +244,20 @@ def test_calibration_in_vain_and_layers_in_float_are_said(capsys):
     ]
 
 
+def test_weights_of_attention_stay_in_float(capsys):
+    source = f"{MODELS}:attending"
+    assert export("--quantize", "int4-group32", "-o", "a.pte", source=source) == 0
+    stays = "attention.out_proj (nn.MultiheadAttention multiplies by its weight itself)"
+    assert capsys.readouterr().err.splitlines() == [
+        f"coreml-delegate: warning: in float stay: {stays}"
+    ]
+    capsys.readouterr()
+    schemes = [tensor["scheme"] for tensor in _weights(capsys)["tensors"]]
+    assert schemes.count("blockwise") == 2
+    assert main(["quantize-report", source, "--quantize", "int4-group32", "--json"]) == 0
+    assert {layer["path"] for layer in read(capsys)["layers"]} == {"before", "after"}
+
+
 @pytest.mark.parametrize(
     ("source", "mode", "message"),
     [

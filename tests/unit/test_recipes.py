@@ -114,6 +114,7 @@ def test_keywords_reach_the_quantization():
     assert config.ao_base_config.block_size == [-1, 16]
     assert config.filter_fn(nn.Embedding(3, 2), "")
     assert not config.filter_fn(nn.Conv2d(1, 1, 1), "")
+    assert not config.filter_fn(nn.MultiheadAttention(4, 1).out_proj, "")
 
 
 GROUP = R.TORCHAO_INT4_WEIGHT_ONLY_PER_GROUP

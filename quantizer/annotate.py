@@ -33,12 +33,14 @@ class Mark:
     Attributes:
         pattern: Name of the pattern with what was fused, ``conv-bn-act``.
         anchor: Name of the node that the pattern begins with.
+        weight: Name of the node that is its weight, or None.
         origin: The entry of the configuration that applied.
         settings: What that entry asks for.
     """
 
     pattern: str
     anchor: str
+    weight: str | None
     origin: str
     settings: LayerSettings
 
@@ -66,7 +68,8 @@ class Annotator:
             bias = match.call.arguments.get("bias")
             if isinstance(bias, Node):
                 inputs[bias] = None
-        mark = Mark(match.name, match.anchor.name, match.choice.origin, settings)
+        weight = None if match.weight is None else match.weight.name
+        mark = Mark(match.name, match.anchor.name, weight, match.choice.origin, settings)
         for node in match.nodes:
             _write(node, QuantizationAnnotation(_annotated=True), mark)
         _write(match.anchor, QuantizationAnnotation(input_qspec_map=inputs, _annotated=True), mark)

@@ -11,14 +11,13 @@ from torch.fx import Graph, Node
 from coreml_delegate.op_rules.rule import GETITEM, OpCall, target_name
 from coreml_delegate.quantizer.constants import constants_of
 from coreml_delegate.quantizer.patterns import (
-    BY_OP,
-    DATA_ARGUMENTS,
     FIXED_RANGES,
     TAILS,
     Output,
     Pattern,
     functional_name,
     is_not_negative,
+    pattern_of,
 )
 from coreml_delegate.quantizer.qspec import annotation_of
 from coreml_delegate.quantizer.selection import Choice, SettingsSelector
@@ -87,7 +86,7 @@ class Match:
         if self.tail or self.pattern.follows:
             return is_not_negative(self.last)
         keeps = self.pattern.keeps_sign or self.pattern.output is Output.OF_INPUT
-        numbers = [v for k, v in self.call.arguments.items() if k in DATA_ARGUMENTS]
+        numbers = [v for k, v in self.call.arguments.items() if k in self.pattern.data]
         constants = [v for v in numbers if isinstance(v, int | float)]
         return keeps and all(n in known for n in self.data) and all(c >= 0 for c in constants)
 
@@ -106,9 +105,10 @@ def find(graph: Graph, selector: SettingsSelector) -> Iterator[Match]:
     for node in graph.nodes:
         if node.op != "call_function" or node in fused or is_annotated(node):
             continue
-        pattern = BY_OP.get(functional_name(node))
+        call = OpCall.of(node)
+        pattern = pattern_of(call, constants)
         if pattern is not None:
-            found = _match(node, pattern, selector, constants)
+            found = _match(call, pattern, selector, constants)
             fused.update(found.tail)
             yield found
 
@@ -119,11 +119,11 @@ def is_annotated(node: Node) -> bool:
 
 
 def _match(
-    node: Node, pattern: Pattern, selector: SettingsSelector, constants: Collection[Node]
+    call: OpCall, pattern: Pattern, selector: SettingsSelector, constants: Collection[Node]
 ) -> Match:
+    node = call.node
     choice = selector.choose(node)
-    call = OpCall.of(node)
-    data = tuple(n for name in call.arguments for n in _nodes(call, name) if name in DATA_ARGUMENTS)
+    data = tuple(n for name in call.arguments for n in _nodes(call, name) if name in pattern.data)
     weight = call.arguments.get(pattern.weight or "")
     tail: list[Node] = []
     kinds: list[str] = []

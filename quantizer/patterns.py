@@ -6,7 +6,7 @@ Op names are those of ``functional_name``: in-place variants have the row of the
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +16,7 @@ from torch.fx import Node
 from coreml_delegate.op_rules.rule import OpCall, target_name
 
 DATA_ARGUMENTS = ("input", "self", "tensors", "other", "mat2")
-"""Schema names of the arguments that are activations, in every op of the table."""
+"""Schema names of the arguments that are activations, in ops without a pattern that names them."""
 
 BATCH_NORM = "aten.batch_norm.default"
 
@@ -41,6 +41,7 @@ class Pattern:
         ops: Functional names of the ops it stands for.
         weight: Schema name of the weight, or None.
         channel_axis: Axis of the weight's output channels.
+        data: Schema names of the arguments that are activations.
         tail: What may be fused behind it, in this order, each where it is the only user.
         output: How the range of the result is found.
         keeps_sign: Inputs that are not negative give a result that is not.
@@ -53,6 +54,7 @@ class Pattern:
     ops: tuple[str, ...]
     weight: str | None = None
     channel_axis: int = 0
+    data: tuple[str, ...] = DATA_ARGUMENTS
     tail: tuple[str, ...] = ()
     output: Output = Output.OBSERVED
     keeps_sign: bool = False
@@ -135,6 +137,12 @@ PATTERNS: tuple[Pattern, ...] = (
         tail=_FUSED,
     ),
     Pattern("linear", _aten("linear"), weight="weight", tail=_FUSED),
+    # Products by a matrix of parameters, whose columns give the outputs.
+    Pattern("linear", _aten("addmm"), weight="mat2", channel_axis=1, data=("mat1",), tail=("act",)),
+    Pattern("linear", _aten("mm"), weight="mat2", channel_axis=1, data=("self",), tail=("act",)),
+    Pattern(
+        "linear", _aten("matmul"), weight="other", channel_axis=1, data=("self",), tail=("act",)
+    ),
     Pattern("embedding", _aten("embedding"), weight="weight", output=Output.FLOAT),
     Pattern("matmul", _aten("matmul bmm mm"), tail=("act",)),
     Pattern("add", _aten("add.Tensor"), tail=("act",), keeps_sign=True),
@@ -170,15 +178,31 @@ PATTERNS: tuple[Pattern, ...] = (
 )
 
 
-def _by_op(patterns: Iterable[Pattern]) -> Mapping[str, Pattern]:
-    table: dict[str, Pattern] = {}
+def _by_op(patterns: Iterable[Pattern]) -> Mapping[str, tuple[Pattern, ...]]:
+    table: dict[str, tuple[Pattern, ...]] = {}
     for pattern in patterns:
         for op in pattern.ops:
-            if op in table:
-                raise ImportError(f"two patterns for {op}")
-            table[op] = pattern
+            table[op] = (*table.get(op, ()), pattern)
+            if any(earlier.weight is None for earlier in table[op][:-1]):
+                raise ImportError(f"no call of {op} is left for {pattern.name}")
     return MappingProxyType(table)
 
 
-BY_OP: Mapping[str, Pattern] = _by_op(PATTERNS)
-"""The pattern of each op by its functional name."""
+BY_OP: Mapping[str, tuple[Pattern, ...]] = _by_op(PATTERNS)
+"""The patterns of each op by its functional name: the last takes what those before it do not."""
+
+
+def pattern_of(call: OpCall, constants: Collection[Node]) -> Pattern | None:
+    """The pattern of a call; where there are several, those with a weight take a constant matrix.
+
+    Args:
+        call: The call.
+        constants: What of the graph is known before it runs.
+    """
+    patterns = BY_OP.get(functional_name(call.node), ())
+    fitting = (p for p in patterns[:-1] if _is_matrix(call.arguments[p.weight or ""], constants))
+    return next(fitting, patterns[-1] if patterns else None)
+
+
+def _is_matrix(value: Any, constants: Collection[Node]) -> bool:
+    return value in constants and value.meta["val"].dim() == 2

@@ -27,10 +27,9 @@ from torchao.quantization.pt2e.quantizer import (
 
 from coreml_delegate.errors import ProgramError
 from coreml_delegate.module_scope import scopes_of
-from coreml_delegate.op_rules.rule import GETITEM, OpCall, target_name
+from coreml_delegate.op_rules.rule import GETITEM, target_name
 from coreml_delegate.quantizer.annotate import mark_of
 from coreml_delegate.quantizer.matcher import is_annotated
-from coreml_delegate.quantizer.patterns import BY_OP, functional_name
 from coreml_delegate.quantizer.qspec import annotation_of, output_spec
 
 SCHEMA_VERSION = 1
@@ -157,7 +156,8 @@ def _record(node: Node, reasons: Mapping[Node, str]) -> NodeQuantization:
     edges = {} if annotation is None else annotation.input_qspec_map
     quantized = {n: spec for n, spec in edges.items() if spec is not None}
     is_anchor = mark is not None and mark.anchor == node.name
-    weights = [n for n in quantized if is_anchor and _is_weight(n, node)]
+    weight = mark.weight if mark is not None and is_anchor else None
+    weights = [n for n in quantized if n.name == weight]
     scopes = scopes_of(node)
     return NodeQuantization(
         name=node.name,
@@ -199,13 +199,6 @@ def _computes_float(node: Node) -> bool:
     value = node.meta.get("val")
     values = value if isinstance(value, list | tuple) else (value,)
     return any(isinstance(v, torch.Tensor) and v.dtype.is_floating_point for v in values)
-
-
-def _is_weight(source: Node, user: Node) -> bool:
-    pattern = BY_OP.get(functional_name(user))
-    if pattern is None or pattern.weight is None:
-        return False
-    return OpCall.of(user).arguments.get(pattern.weight) is source
 
 
 def _text(spec: QuantizationSpecBase) -> str:

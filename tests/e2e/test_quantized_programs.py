@@ -164,6 +164,18 @@ class Attention(nn.Module):
         return nn.functional.avg_pool1d(joined, 2).flatten(1)
 
 
+class Columns(nn.Module):
+    """Products by matrices whose columns give the outputs, as GPT-2 has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(s) / 3) for s in ((6, 8), (8, 5)))
+        self.bias = nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.first).relu() @ self.second
+
+
 SETTINGS = {
     "default": {},
     "affine": {
@@ -189,6 +201,8 @@ class Small(nn.Module):
 
 CASES = [
     pytest.param(Attention(), (torch.arange(10).reshape(2, 5),), {}, id="attention"),
+    pytest.param(Columns(), (torch.rand(4, 6),), {}, id="columns"),
+    pytest.param(Columns(), (torch.rand(4, 6),), WEIGHTS_ONLY, id="columns, weights alone"),
     *(pytest.param(Small(), (torch.rand(2, 2, 5, 5),), s, id=n) for n, s in SETTINGS.items()),
 ]
 

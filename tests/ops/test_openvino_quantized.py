@@ -127,6 +127,19 @@ def _linear(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
     return {"x": net.steps(*net.sizes(rank - 1, 1, 3), inputs)}, network
 
 
+def _chained(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
+    rank, inputs, *widths = net.one_of(2, 2, 3), *net.sizes(net.one_of(3, 4), 1, 8)
+
+    def network(x: Any) -> Any:
+        y = net.quantized(x)
+        for width in widths:
+            weight = net.weight([width, y.shape[-1]], 0)
+            y = net.quantized(net.between(mb.linear(x=y, weight=weight, **net.bias(width))))
+        return y
+
+    return {"x": net.steps(*net.sizes(rank - 1, 1, 8), inputs)}, network
+
+
 def _matmul(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
     rows, depth, columns, *batch = net.sizes(5, 1, 6)
     first, second = net.flip(), net.flip()
@@ -232,6 +245,7 @@ _FAMILIES = (
     _convolution,
     _transposed,
     _linear,
+    _chained,
     _matmul,
     _residual,
     _pooled,
@@ -255,6 +269,28 @@ def _assert_equal(inputs: mil.Arrays, network: Callable[..., Any]) -> Any:
 @pytest.mark.parametrize("family", _FAMILIES, ids=lambda family: family.__name__[1:])
 def test_products_between_quantized_values_are_exact(family: Any, seed: int) -> None:
     _assert_equal(*family(_Network(seed)))
+
+
+@pytest.mark.parametrize("between", [lambda y: y, lambda y: mb.relu(x=y)], ids=["bare", "relu"])
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_layers_without_bias_in_a_row(rows: int, between: Callable[[Any], Any]) -> None:
+    net = _Network(0)
+    net.kind, net.scale, net.stored, net.shift = np.float32, np.float32(0.25), "int8", {}
+
+    def network(x: Any) -> Any:
+        y = net.quantized(x)
+        for width in (8, 6, 5):
+            weight = mb.constexpr_affine_dequantize(
+                quantized_data=net.random.integers(-1, 2, (width, y.shape[-1])).astype(np.int8)
+                * np.int8(64),
+                scale=np.float32([1 / 64, 1 / 32] * width)[:width],
+                zero_point=np.zeros(width, np.int8),
+                axis=0,
+            )
+            y = net.quantized(between(mb.linear(x=y, weight=weight)))
+        return y
+
+    _assert_equal({"x": net.steps(rows, 6)}, network)
 
 
 _POOL = {"kernel_sizes": [2, 2], "pad_type": "custom", "pad": [1] * 4}

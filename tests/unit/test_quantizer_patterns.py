@@ -21,7 +21,14 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from coreml_delegate.quantizer import CoreMLQuantizer
 from coreml_delegate.quantizer.annotate import mark_of
 from coreml_delegate.quantizer.constants import constants_of
-from coreml_delegate.quantizer.patterns import ACTIVATIONS, BY_OP, FIXED_RANGES, NORMS, PATTERNS
+from coreml_delegate.quantizer.patterns import (
+    ACTIVATIONS,
+    BY_OP,
+    DATA_ARGUMENTS,
+    FIXED_RANGES,
+    NORMS,
+    PATTERNS,
+)
 from coreml_delegate.quantizer.qspec import annotation_of
 
 
@@ -389,12 +396,45 @@ def test_the_table_names_operators_that_exist():
         assert overload in getattr(torch.ops.aten, op).overloads()
 
 
-def test_weights_of_the_table_are_arguments():
+def test_weights_and_data_of_the_table_are_arguments():
     for pattern in PATTERNS:
         for name in pattern.ops:
             _, op, overload = name.split(".")
             schema = getattr(getattr(torch.ops.aten, op), overload)._schema
-            assert pattern.weight in (None, *(a.name for a in schema.arguments))
+            arguments = {a.name for a in schema.arguments}
+            assert pattern.weight is None or pattern.weight in arguments - set(pattern.data)
+            assert pattern.data == DATA_ARGUMENTS or arguments.issuperset(pattern.data)
+
+
+MATRIX = nn.Parameter(torch.rand(4, 3))
+STACK = nn.Parameter(torch.rand(2, 4, 3))
+PRODUCTS = {
+    "addmm": (lambda m, a: torch.addmm(a[0, :3], a, m.matrix).relu(), ROWS, "linear-act"),
+    "mm": (lambda m, a: torch.mm(a, m.matrix), ROWS, "linear"),
+    "matmul": (lambda m, a: a @ m.matrix, (x(2, 5, 4),), "linear"),
+    "of a transposed matrix": (lambda m, a: a @ m.matrix.T.clone().T, ROWS, "linear"),
+    "of a matrix in front": (lambda m, a: m.matrix @ a, (x(3, 5),), "matmul"),
+    "of several matrices": (lambda m, a: a @ m.stack, (x(2, 5, 4),), "matmul"),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_by_a_matrix_of_parameters(name):
+    function, inputs, pattern = PRODUCTS[name]
+    module = Call(function)
+    module.matrix, module.stack = MATRIX, STACK
+    report = annotated(module, inputs)[0].report
+    (record,) = (n for n in report.quantized if n.name in ("addmm", "mm", "matmul"))
+    assert record.pattern == pattern
+    of_columns = "int8 symmetric per channel of axis 1"
+    assert record.weight == (of_columns if pattern.startswith("linear") else None)
+    assert len(record.inputs) == (1 if pattern.startswith("linear") else 2)
+
+
+def test_columns_that_are_computed():
+    module = Call(lambda _, a: torch.addmm(a[0], a, a))
+    record = annotated(module, (x(4, 4),))[0].report.node("addmm")
+    assert record.reason == "its weight is computed, not a parameter"
 
 
 def test_constants_of_a_deep_graph():

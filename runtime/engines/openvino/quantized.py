@@ -71,6 +71,13 @@ _FUSED = frozenset(
     }
 )
 
+# What may stand between matrix products in one loop of the plugin.
+_IN_ONE_LOOP = (
+    _FUSED
+    | {_GRID, "Ceiling", "Convert", "Erf", "Floor", "FloorMod", "Mod", "Round", "Select"}
+    | {"Softmax", "SquaredDifference"}
+)
+
 
 def keep_values(model: Any) -> None:
     """Rewrite ``model``, in place, where the plugin would give others than its values."""
@@ -168,6 +175,25 @@ def _quantize(grid: Any) -> None:
         grid.output(0).replace(_spelled_out(grid))
 
 
+def _product(product: Any) -> None:
+    """Matrix products in a row: the plugin makes one loop of them, of integers a wrong one.
+
+    It does so with matrices, and leaves stacks of them as they are.
+    """
+    x = product.input_value(0)
+    if (
+        x.get_partial_shape().rank == 2
+        and _grids(x)
+        and _follows(product, _IN_ONE_LOOP, ("MatMul",))
+    ):
+        product.input(0).replace_source_output(ops.unsqueeze(x, ints(0)).output(0))
+        readers = product.output(0).get_target_inputs()
+        product.validate_and_infer_types()
+        whole = ops.squeeze(product, ints(0)).output(0)
+        for reader in readers:
+            reader.replace_source_output(whole)
+
+
 _MENDS: dict[str, Callable[[Any], None]] = {
     "Add": _add,
     "AvgPool": _average,
@@ -175,6 +201,7 @@ _MENDS: dict[str, Callable[[Any], None]] = {
     "Concat": _join,
     _GRID: _quantize,
     "MVN": _normalize,
+    "MatMul": _product,
     "Maximum": _clip,
     "Minimum": _clip,
     "NormalizeL2": _normalize,

@@ -293,6 +293,17 @@ def test_layers_without_bias_in_a_row(rows: int, between: Callable[[Any], Any]) 
     _assert_equal({"x": net.steps(rows, 6)}, network)
 
 
+def test_a_layer_before_products_by_a_stack() -> None:
+    net = _Network(0)
+    stack = net.steps(3, 5, 2) / net.scale
+
+    def network(x: Any) -> Any:
+        y = net.quantized(mb.linear(x=net.quantized(x), weight=net.weight([5, 6], 0)))
+        return mb.matmul(x=y, y=stack)
+
+    _assert_equal({"x": net.steps(4, 6)}, network)
+
+
 _POOL = {"kernel_sizes": [2, 2], "pad_type": "custom", "pad": [1] * 4}
 _CHANNELS = [0, 0, 1, 1, 0, 0, 0, 0]
 # Of quantized values, a number below zero and one above it; both lie between two steps.

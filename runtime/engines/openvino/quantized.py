@@ -180,12 +180,9 @@ def _product(product: Any) -> None:
 
     It does so with matrices, and leaves stacks of them as they are.
     """
-    x = product.input_value(0)
-    if (
-        x.get_partial_shape().rank == 2
-        and _grids(x)
-        and _follows(product, _IN_ONE_LOOP, ("MatMul",))
-    ):
+    x, y = product.input_values()
+    are_matrices = all(side.get_partial_shape().rank == 2 for side in (x, y))
+    if are_matrices and _grids(x) and _follows(product, _IN_ONE_LOOP, ("MatMul",)):
         product.input(0).replace_source_output(ops.unsqueeze(x, ints(0)).output(0))
         readers = product.output(0).get_target_inputs()
         product.validate_and_infer_types()

@@ -129,7 +129,7 @@ def _parts(files, **changes):
     function = program.functions[program.default_function]
     options = EngineOptions(cache=None, **changes)
     mode = compilation._MODES[options.precision]
-    config = compilation._config(options, mode)
+    config = compilation._config(options, mode, function)
     return compiled_cache.key_parts(core, function, ProgramSource.of_files(files), config)
 
 

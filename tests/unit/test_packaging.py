@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MAPPED = ("partition", "quantizer", "runtime", "scripts")
-SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+SETUPTOOLS = TOOLS["setuptools"]
 
 
 def _packages_in_tree() -> set[str]:
@@ -37,6 +38,11 @@ def test_links_are_relative_and_lead_home(name):
     assert link.is_symlink()
     assert link.readlink() == Path("..") / name
     assert importlib.import_module(f"coreml_delegate.{name}").__name__ == f"coreml_delegate.{name}"
+
+
+def test_types_are_checked_in_every_subpackage():
+    linked = {f"coreml_delegate/{name}" for name in MAPPED}
+    assert set(TOOLS["pyright"]["include"]) == {"coreml_delegate", *linked}
 
 
 @pytest.mark.parametrize("name", MAPPED)

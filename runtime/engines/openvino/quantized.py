@@ -209,7 +209,7 @@ _MENDS: dict[str, Callable[[Any], None]] = {
 
 def _turn_into_values(node: Any, place: int) -> None:
     """Put what changes no value, but carries no codes in the plugin, before an operand."""
-    x, bound = node.input_value(place), np.finfo(np.float32).max
+    x, bound = node.input_value(place), float(np.finfo(np.float32).max)
     # Beside a bound from the other side it would become a clamp.
     if node.get_type_name() == "Minimum":
         same = ops.minimum(x, scalar(bound, x))

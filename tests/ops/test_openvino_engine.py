@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -90,6 +91,57 @@ def test_weights_outlive_the_program():
     (result,) = compiled({"x": x}).values()
     atol, rtol = ATOL_RTOL["fp32"]
     np.testing.assert_allclose(result, x @ weight.T, atol=atol * 100, rtol=rtol)
+
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``. Source: mallinfo(3)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def _allocated_bytes():
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _MallocInfo
+    info = mallinfo()
+    return info.uordblks + info.hblkhd
+
+
+def _python_objects():
+    return len(gc.get_objects())
+
+
+@pytest.mark.parametrize(
+    ("measure", "limit"),
+    [
+        pytest.param(
+            _allocated_bytes,
+            4096,
+            marks=pytest.mark.skipif(
+                sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallinfo2"),
+                reason="counts what glibc has allocated",
+            ),
+        ),
+        (_python_objects, 1),
+    ],
+)
+def test_compilations_leave_nothing_behind(measure, limit):
+    x = np.ones((2, 3), np.float32)
+    main = mil.main(mil.build(_double, {"x": x}))
+
+    def cycles(count):
+        for _ in range(count):
+            OPENVINO.compile(main, EngineOptions())({"x": x})
+        gc.collect()
+        return measure()
+
+    before, count = cycles(5), 20
+    assert cycles(count) - before < limit * count
 
 
 def test_threads_call_at_the_same_time():

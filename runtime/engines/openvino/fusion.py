@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import openvino as ov
 from openvino import opset15 as ops
@@ -18,12 +18,13 @@ _LARGEST_GUARD = 2.0**-24
 def fuse(model: Any) -> None:
     """Apply every rewrite to ``model``, in place."""
     manager = Manager()
-    manager.register_pass(_ScaledRmsNorm())
+    matcher = Matcher(_SCALED_RMS_NORM.root, type(_SCALED_RMS_NORM).__name__)
+    manager.register_pass(MatcherPass(matcher, _SCALED_RMS_NORM.rewrite))
     manager.run_passes(model)
     keep_values(model)
 
 
-class _ScaledRmsNorm(MatcherPass):
+class _ScaledRmsNorm:
     """A root-mean-square norm without the scaling that keeps fp16 from overflowing.
 
     Lowering divides by the largest magnitude ``s`` before it squares, and takes the epsilon along:
@@ -31,10 +32,12 @@ class _ScaledRmsNorm(MatcherPass):
     fp16 holds are far from overflowing, and ``x / sqrt(mean(x ** 2) + root ** 2)`` is the same but
     for the guard inside MIL's ``rsqrt``, beside a mean of at least one over its number of elements.
     For the plain norm the plugin has a kernel: one pass over memory instead of five.
+
+    The pattern is no pass itself: OpenVINO never frees a pass whose callback holds it. Nor does it
+    free the nodes of a pattern, so there is one pattern for the process.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._x: Any = AnyInput()
         self._reduced: Any = AnyInput()
         self._averaged: Any = AnyInput()
@@ -51,10 +54,10 @@ class _ScaledRmsNorm(MatcherPass):
         total = WrapType("opset1.Add", [self._mean, WrapType("opset1.Multiply", [ratio, ratio])])
         deviation = WrapType("opset1.Sqrt", [WrapType("opset1.Add", [total, self._guard])])
         inverse = WrapType("opset1.Divide", [self._one, deviation])
-        norm = WrapType("opset1.Multiply", [scaled, inverse])
-        self.register_matcher(Matcher(norm, type(self).__name__), self._rewrite)
+        self.root: Any = WrapType("opset1.Multiply", [scaled, inverse])
 
-    def _rewrite(self, matcher: Any) -> bool:
+    def rewrite(self, matcher: Any) -> bool:
+        """Replace the norm that ``matcher`` has found; return whether it was replaced."""
         found = matcher.get_pattern_value_map()
         root, guard, one = (_number(found[p]) for p in (self._root, self._guard, self._one))
         axes = known_ints(found[self._averaged])
@@ -72,6 +75,9 @@ class _ScaledRmsNorm(MatcherPass):
         norm.set_friendly_name(replaced.get_friendly_name())
         ov.utils.replace_node(replaced, norm)
         return True
+
+
+_SCALED_RMS_NORM: Final = _ScaledRmsNorm()
 
 
 def _number(value: Any) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 if __name__ == "runtime":
@@ -11,24 +10,20 @@ if __name__ == "runtime":
 from coreml_delegate.blob import Buffer
 from coreml_delegate.errors import OptionError
 from coreml_delegate.mlpackage import map_folder
+from coreml_delegate.runtime import hosts
 from coreml_delegate.runtime.coremltools_patch import CoreMLToolsPatch, patch_coremltools
 from coreml_delegate.runtime.delegate import blob_files, delegate_loader
 from coreml_delegate.runtime.diagnosis import Diagnosis, Fault, ValueReport
 from coreml_delegate.runtime.engines.base import EngineOptions, Precision, State
 from coreml_delegate.runtime.engines.entry_cache import CacheOptions
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
+from coreml_delegate.runtime.hosts import HOSTS
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.runtime.program import stock
 from coreml_delegate.runtime.program.host import PythonProgram
-from coreml_delegate.runtime.program.ptd import ExternalData, Sources
+from coreml_delegate.runtime.program.ptd import Sources
 from coreml_delegate.runtime.program.stock import StockProgram
 from coreml_delegate.runtime.tracing import TracedValue
-
-HOSTS = (AUTO, "python", "stock")
-"""Hosts of ``.pte`` programs: the Python executor, or ExecuTorch's own runtime."""
-
-# Between registering a loader and loading with it, no other thread may register another.
-_STOCK_LOCK = threading.Lock()
 
 
 def load_mlpackage(
@@ -96,7 +91,9 @@ def load_program(
             host takes one.
         host: ``python`` (executes the ``.pte`` with torch's kernels), ``stock`` (ExecuTorch's own
             runtime) or ``auto``, which is ``python``: it needs no compiler, and torch's kernels are
-            faster than the portable ones for ops outside the delegates.
+            faster than the portable ones for ops outside the delegates. Where it cannot run the
+            program (delegates of other backends, ops that torch does not have) and the stock
+            host can, ``auto`` is that one, and logs why.
         engine: ``auto``, ``openvino`` or ``reference``.
         options: How to execute.
 
@@ -113,17 +110,7 @@ def load_program(
     for kind, name, known in (("host", host, HOSTS), ("engine", engine, (AUTO, *ENGINES))):
         if name not in known:
             raise OptionError(f"unknown {kind}", got=repr(name), expected=" | ".join(known))
-    loader = delegate_loader(engine, options)
-    if host != "stock":
-        external = None if data is None else ExternalData.open(data)
-        return PythonProgram.load(program, loader, external_data=external)
-    with _STOCK_LOCK:
-        stock.register(loader)
-        loaded = StockProgram.load(program, data=data)
-        # Delegates are loaded with a method: now, before another loader takes this one's place.
-        for name in loaded.method_names:
-            loaded.load_method(name)
-    return loaded
+    return hosts.load(program, delegate_loader(engine, options), data=data, host=host)
 
 
 def register(*, engine: str = AUTO, options: EngineOptions | None = None) -> None:

@@ -97,8 +97,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--host",
         choices=HOSTS,
         default="auto",
-        help="what executes the rest of a .pte: torch's kernels (python, the default) or "
-        "ExecuTorch's own runtime (stock)",
+        help="what executes the rest of a .pte: torch's kernels (python), ExecuTorch's own runtime "
+        "(stock), or python unless only stock can (auto, the default)",
     )
     parser.add_argument("--threads", type=positive, help="CPU threads (default: the engine's)")
     parser.add_argument(

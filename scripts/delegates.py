@@ -23,6 +23,7 @@ class CoreMLPartition:
     Attributes:
         method: Method it belongs to.
         index: Its number among the method's delegates.
+        name: For a reader and for file names, for example ``forward_0``.
         info: As the program has it.
         blob: Its own, or the shared one it refers to.
         reference: The reference, if the blob is shared.
@@ -30,14 +31,10 @@ class CoreMLPartition:
 
     method: str
     index: int
+    name: str
     info: DelegateInfo
     blob: Buffer
     reference: BlobReference | None
-
-    @property
-    def name(self) -> str:
-        """For a reader and for file names, for example ``forward_0``."""
-        return f"{self.method}_{self.index}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +50,23 @@ class BlobModel:
     files: Mapping[str, memoryview]
 
 
+def partition_names(method: MethodInfo) -> dict[int, str]:
+    """Names of the Core ML delegates of one method, by their number among its delegates."""
+    return {
+        index: f"{method.name}_{index}"
+        for index, info in enumerate(method.delegates)
+        if info.backend_id == COREML_BACKEND_ID
+    }
+
+
 def partitions_of(program: PteProgram, method: MethodInfo) -> Iterator[CoreMLPartition]:
     """The Core ML delegates of one method, in order.
 
     Raises:
         BlobFormatError: A reference that leads nowhere.
     """
-    for index, info in enumerate(method.delegates):
-        if info.backend_id != COREML_BACKEND_ID:
-            continue
+    for index, name in partition_names(method).items():
+        info = method.delegates[index]
         payload = DelegatePayload(
             backend_id=info.backend_id,
             processed=info.processed,
@@ -70,7 +75,8 @@ def partitions_of(program: PteProgram, method: MethodInfo) -> Iterator[CoreMLPar
             named_data=program.named_data,
         )
         blob, _ = resolve(payload)
-        yield CoreMLPartition(method.name, index, info, blob, BlobReference.decode(info.processed))
+        reference = BlobReference.decode(info.processed)
+        yield CoreMLPartition(method.name, index, name, info, blob, reference)
 
 
 def all_partitions(program: PteProgram) -> list[CoreMLPartition]:

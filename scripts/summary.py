@@ -25,7 +25,6 @@ from coreml_delegate.runtime.mil.program import (
 )
 from coreml_delegate.runtime.program.plan import (
     DelegateInfo,
-    KernelCall,
     MethodInfo,
     TensorSpec,
     ValueSpec,
@@ -87,15 +86,12 @@ def summarize_model(program: Program) -> dict[str, Any]:
 
 def _method(program: PteProgram, method: MethodInfo) -> dict[str, Any]:
     ours = {partition.index: partition for partition in partitions_of(program, method)}
-    kernels = Counter(
-        call.operator for chain in method.chains for call in chain if isinstance(call, KernelCall)
-    )
     return {
         "name": method.name,
         "inputs": [_value(spec) for spec in method.input_specs],
         "outputs": [_value(spec) for spec in method.output_specs],
         "planned_bytes": sum(method.arena_sizes),
-        "operators_outside": _ranked(kernels),
+        "operators_outside": _ranked(method.operators),
         "delegates": [
             _delegate(info) | (_core_ml(ours[index]) if index in ours else {})
             for index, info in enumerate(method.delegates)

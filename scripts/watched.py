@@ -10,10 +10,12 @@ import torch
 
 from coreml_delegate import runtime
 from coreml_delegate.errors import ProgramError
+from coreml_delegate.runtime import hosts
 from coreml_delegate.runtime.delegate import CoreMLDelegate, delegate_loader
 from coreml_delegate.runtime.diagnosis import Diagnosis
 from coreml_delegate.runtime.program.delegate import COREML_BACKEND_ID, DelegatePayload
-from coreml_delegate.runtime.program.host import PythonProgram
+from coreml_delegate.runtime.program.pte import PteProgram
+from coreml_delegate.scripts.delegates import partition_names
 from coreml_delegate.scripts.loaded import (
     Port,
     default_method,
@@ -76,15 +78,18 @@ class _Program:
         self._found: list[tuple[str, Diagnosis]] = []
         self._min_sqnr_db = min_sqnr_db
         self._load_delegate = delegate_loader(_ENGINE)
-        self._count = 0
-        self._program = PythonProgram.load(path, self._load)
-        self._method = method or default_method(self._program.method_names)
-        self.inputs = program_ports(self._program, self._method)
-        self._program.load_method(self._method)
-        if not self._count:
+        opened = PteProgram.open(path)
+        self._method = method or default_method(opened.method_names)
+        # Hosts load the delegates of a method in the order of the file.
+        names = {each.name: partition_names(each) for each in opened.methods}
+        self._names = {each: iter(found.values()) for each, found in names.items()}
+        if not partition_names(opened.method(self._method)):
             raise ProgramError(
                 f"method {self._method!r} has no {COREML_BACKEND_ID} delegate", got=path.name
             )
+        self._program = hosts.load(path, self._load)
+        self.inputs = program_ports(self._program, self._method)
+        self._program.load_method(self._method)
 
     def diagnose(self, inputs: Sequence[Any]) -> list[tuple[str, Diagnosis]]:
         self._found.clear()
@@ -92,8 +97,7 @@ class _Program:
         return list(self._found)
 
     def _load(self, payload: DelegatePayload) -> _WatchedDelegate:
-        name = f"{payload.method_name}_{self._count}"
-        self._count += 1
+        name = next(self._names[payload.method_name])
         loaded = self._load_delegate(payload)
         if not isinstance(loaded, CoreMLDelegate):
             raise ProgramError("the delegate cannot be traced", got=type(loaded).__name__)

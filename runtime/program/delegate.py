@@ -6,8 +6,9 @@ delegate once, and call what it returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, Protocol, TypeAlias
 
 import torch
@@ -74,6 +75,12 @@ class DelegatePayload:
 
 DelegateLoader: TypeAlias = Callable[[DelegatePayload], DelegateCallable]
 """Prepares a delegate for execution; raises an error of this package when it cannot."""
+
+
+PassedOver: TypeAlias = Mapping[str, tuple[str, ...]]
+"""Why hosts cannot run all methods of a program, by name of the host."""
+
+NOTHING_PASSED_OVER: Final[PassedOver] = MappingProxyType({})
 
 
 def fit_output(

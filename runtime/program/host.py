@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Final
 
 import torch
 
@@ -18,12 +19,15 @@ from coreml_delegate.errors import CoreMLDelegateError, ExecutionError, ProgramE
 from coreml_delegate.runtime.program import states
 from coreml_delegate.runtime.program.delegate import (
     COREML_BACKEND_ID,
+    NOTHING_PASSED_OVER,
     DelegateCallable,
     DelegateLoader,
     DelegatePayload,
+    PassedOver,
 )
 from coreml_delegate.runtime.program.inputs import Value, check_inputs, in_dim_order
 from coreml_delegate.runtime.program.instructions import bind_method, passed_by
+from coreml_delegate.runtime.program.kernels import find_kernel
 from coreml_delegate.runtime.program.memory import BufferState, ProgramMemory, fill
 from coreml_delegate.runtime.program.plan import (
     DelegateCall,
@@ -42,12 +46,42 @@ from coreml_delegate.runtime.snapshots import Array, Snapshot
 _logger = logging.getLogger(__name__)
 
 
+def check_support(method: MethodInfo, backend_id: str = COREML_BACKEND_ID) -> None:
+    """Check that this host has whatever a method needs, before anything of it is loaded.
+
+    Args:
+        method: The method.
+        backend_id: The one backend whose delegates there is a loader for.
+
+    Raises:
+        ProgramError: The method has a delegate of another backend.
+        UnsupportedOpError: An operator has no kernel.
+    """
+    for info in method.delegates:
+        if info.backend_id != backend_id:
+            raise ProgramError(
+                f"method {method.name!r} has a delegate of another backend",
+                got=info.backend_id,
+                expected=backend_id,
+                remedy="Run the program on the stock runtime, or lower it for one backend only.",
+            )
+    for operator in sorted(method.operators):
+        find_kernel(operator)
+
+
 class PythonProgram:
     """A ``.pte`` loaded for execution in Python. Calls from several threads take turns.
 
     Mutable buffers, and the states of its delegates, belong to the loaded program: they start at
     their exported values and persist from one call to the next.
+
+    Attributes:
+        host_name: Name of the host.
+        passed_over: Where the host was chosen by ``auto``: why hosts, by name, do not run all
+            methods; empty if the first one asked does.
     """
+
+    host_name: Final = "python"
 
     def __init__(
         self,
@@ -55,7 +89,9 @@ class PythonProgram:
         loader: DelegateLoader,
         *,
         backend_id: str,
+        passed_over: PassedOver,
     ) -> None:
+        self.passed_over = passed_over
         self._program = program
         self._loader = loader
         self._backend_id = backend_id
@@ -71,6 +107,7 @@ class PythonProgram:
         *,
         backend_id: str = COREML_BACKEND_ID,
         external_data: ExternalData | None = None,
+        passed_over: PassedOver = NOTHING_PASSED_OVER,
     ) -> PythonProgram:
         """Load a program; its methods are prepared when first run, or by ``load_method``.
 
@@ -79,6 +116,7 @@ class PythonProgram:
             loader: Prepares delegates.
             backend_id: The backend whose delegates ``loader`` takes.
             external_data: Tensors and named data stored outside the program.
+            passed_over: What the attribute is to say.
 
         Returns:
             The program.
@@ -91,7 +129,7 @@ class PythonProgram:
         check_complete(program, external_data)
         if external_data is not None:
             program = program.with_external(external_data.get)
-        return cls(program, loader, backend_id=backend_id)
+        return cls(program, loader, backend_id=backend_id, passed_over=passed_over)
 
     @property
     def method_names(self) -> tuple[str, ...]:
@@ -167,6 +205,7 @@ class PythonProgram:
         loaded = self._methods.get(name)
         if loaded is None:
             method = self._program.method(name)
+            check_support(method, self._backend_id)
             delegates = [self._load_delegate(method, info) for info in method.delegates]
             loaded = _LoadedMethod(method, self._memory, delegates)
             self._methods[name] = loaded
@@ -174,13 +213,6 @@ class PythonProgram:
         return loaded
 
     def _load_delegate(self, method: MethodInfo, info: DelegateInfo) -> DelegateCallable:
-        if info.backend_id != self._backend_id:
-            raise ProgramError(
-                f"method {method.name!r} has a delegate of another backend",
-                got=info.backend_id,
-                expected=self._backend_id,
-                remedy="Run the program on the stock runtime, or lower it for one backend only.",
-            )
         return self._loader(
             DelegatePayload(
                 backend_id=info.backend_id,

@@ -73,8 +73,7 @@ def bind_method(
         ProgramError: A delegate takes or gives something else than tensors.
     """
     instructions = [instruction for chain in method.chains for instruction in chain]
-    names = {call.operator for call in instructions if isinstance(call, KernelCall)}
-    kernels = {name: find_kernel(name) for name in sorted(names)}
+    kernels = {name: find_kernel(name) for name in sorted(method.operators)}
     moving = {*moving_inputs, *passed.outputs}
     for instruction in instructions:
         moving.update(_replaced(instruction, method, kernels))

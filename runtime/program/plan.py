@@ -7,6 +7,7 @@ instructions that name values by their index in it.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -208,6 +209,13 @@ class MethodInfo:
     def input_specs(self) -> tuple[ValueSpec, ...]:
         """Metadata of the inputs, in order."""
         return tuple(self.values[index] for index in self.inputs)
+
+    @property
+    def operators(self) -> Counter[str]:
+        """How many calls of each operator there are, outside of delegates."""
+        return Counter(
+            call.operator for chain in self.chains for call in chain if isinstance(call, KernelCall)
+        )
 
     @property
     def output_specs(self) -> tuple[ValueSpec, ...]:

@@ -24,11 +24,13 @@ from coreml_delegate.errors import (
 from coreml_delegate.runtime.program import shim_build, states
 from coreml_delegate.runtime.program.delegate import (
     COREML_BACKEND_ID,
+    NOTHING_PASSED_OVER,
     DelegateCallable,
     DelegateLoader,
+    PassedOver,
 )
 from coreml_delegate.runtime.program.inputs import Value, check_inputs, in_dim_order
-from coreml_delegate.runtime.program.plan import KernelCall, MethodInfo, TensorSpec
+from coreml_delegate.runtime.program.plan import MethodInfo, TensorSpec
 from coreml_delegate.runtime.program.ptd import ExternalData, Sources, check_complete, listed
 from coreml_delegate.runtime.program.pte import PteProgram, Source
 from coreml_delegate.runtime.program.shim import load_shim, loaded_shim
@@ -69,26 +71,76 @@ def register(loader: DelegateLoader, *, backend_id: str = COREML_BACKEND_ID) -> 
         load_shim().register(backend_id, loader)
 
 
+def check_support(method: MethodInfo, backend_id: str | None = None) -> None:
+    """Check that the runtime has whatever a method needs.
+
+    The runtime itself would put what it lacks into one number.
+
+    Args:
+        method: The method.
+        backend_id: A backend that will be registered before the method is loaded.
+
+    Raises:
+        ProgramError: The method has a delegate of a backend that the runtime does not have.
+        UnsupportedOpError: The runtime lacks an operator.
+        EngineUnavailableError: The runtime cannot be imported.
+    """
+    runtime = _runtime()
+    with _RUNTIME_LOCK:
+        backends = runtime.backend_registry
+        needed = {delegate.backend_id for delegate in method.delegates} - {backend_id}
+        absent = [name for name in sorted(needed) if not backends.is_available(name)]
+        registered = backends.registered_backend_names
+        known = runtime.operator_registry.operator_names
+    if absent:
+        raise ProgramError(
+            f"method {method.name!r} has a delegate whose backend the runtime does not have",
+            got=absent[0],
+            expected=", ".join(registered),
+            remedy="Register the backend first." if absent[0] == COREML_BACKEND_ID else None,
+        )
+    if missing := sorted(method.operators.keys() - known):
+        raise UnsupportedOpError(
+            "the stock runtime has no kernel for operators of the program",
+            got=", ".join(missing),
+            remedy="Import the library that registers them, or use the Python host.",
+        )
+
+
 class StockProgram:
     """A ``.pte`` loaded in the stock runtime. Calls from several threads take turns.
 
     Has the interface of ``PythonProgram``. Delegates run through what ``register`` was given.
+
+    Attributes:
+        host_name: Name of the host.
+        passed_over: Where the host was chosen by ``auto``: why hosts, by name, do not run all
+            methods; empty if the first one asked does.
     """
 
-    def __init__(self, program: PteProgram, runtime: Any, loaded: Any) -> None:
+    host_name: Final = "stock"
+
+    def __init__(self, program: PteProgram, loaded: Any, *, passed_over: PassedOver) -> None:
+        self.passed_over = passed_over
         self._program = program
-        self._runtime = runtime
         self._loaded = loaded
         self._methods: dict[str, Any] = {}
         self._delegates: dict[str, list[DelegateCallable]] = {}
 
     @classmethod
-    def load(cls, pte: Source, *, data: Sources | None = None) -> StockProgram:
+    def load(
+        cls,
+        pte: Source,
+        *,
+        data: Sources | None = None,
+        passed_over: PassedOver = NOTHING_PASSED_OVER,
+    ) -> StockProgram:
         """Load a program; its methods are prepared when first run, or by ``load_method``.
 
         Args:
             pte: Path of a ``.pte``, or its bytes.
             data: Path of a ``.ptd``, or its bytes: what the program keeps outside.
+            passed_over: What the attribute is to say.
 
         Raises:
             BlobFormatError: Not a ``.pte``, or a truncated or corrupt one.
@@ -109,7 +161,7 @@ class StockProgram:
                 raise ProgramError(
                     "the stock runtime refuses the program", got=_first_line(error)
                 ) from error
-        return cls(program, runtime, loaded)
+        return cls(program, loaded, passed_over=passed_over)
 
     @property
     def method_names(self) -> tuple[str, ...]:
@@ -219,37 +271,13 @@ class StockProgram:
     def _method(self, info: MethodInfo) -> Any:
         loaded = self._methods.get(info.name)
         if loaded is None:
-            self._check_support(info)
+            check_support(info)
             shim = loaded_shim()
             with nullcontext([]) if shim is None else shim.collecting() as delegates:
                 loaded = _call(lambda: self._loaded.load_method(info.name), info, "failed to load")
             self._methods[info.name] = loaded
             self._delegates[info.name] = list(delegates)
         return loaded
-
-    def _check_support(self, info: MethodInfo) -> None:
-        """Say what the runtime lacks, which it would put into one number."""
-        backends = self._runtime.backend_registry
-        for backend_id in sorted({delegate.backend_id for delegate in info.delegates}):
-            if not backends.is_available(backend_id):
-                raise ProgramError(
-                    f"method {info.name!r} has a delegate whose backend the runtime does not have",
-                    got=backend_id,
-                    expected=", ".join(backends.registered_backend_names),
-                    remedy="Register the backend first."
-                    if backend_id == COREML_BACKEND_ID
-                    else None,
-                )
-        known = self._runtime.operator_registry.operator_names
-        used = {
-            call.operator for chain in info.chains for call in chain if isinstance(call, KernelCall)
-        }
-        if missing := sorted(used - known):
-            raise UnsupportedOpError(
-                "the stock runtime has no kernel for operators of the program",
-                got=", ".join(missing),
-                remedy="Import the library that registers them, or use the Python host.",
-            )
 
 
 @contextmanager

@@ -1,0 +1,119 @@
+"""Which host executes a ``.pte``."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Final, TypeAlias
+
+from coreml_delegate.errors import EngineUnavailableError, ProgramError, UnsupportedOpError
+from coreml_delegate.runtime.engines.selection import AUTO
+from coreml_delegate.runtime.program import host as python
+from coreml_delegate.runtime.program import stock
+from coreml_delegate.runtime.program.delegate import (
+    COREML_BACKEND_ID,
+    NOTHING_PASSED_OVER,
+    DelegateLoader,
+    PassedOver,
+)
+from coreml_delegate.runtime.program.host import PythonProgram
+from coreml_delegate.runtime.program.plan import MethodInfo
+from coreml_delegate.runtime.program.ptd import ExternalData, Sources, listed
+from coreml_delegate.runtime.program.pte import PteProgram, Source
+from coreml_delegate.runtime.program.stock import StockProgram
+
+_logger = logging.getLogger(__name__)
+
+HostProgram: TypeAlias = PythonProgram | StockProgram
+"""A loaded program; both kinds have the same interface."""
+
+# Between registering a loader and loading with it, no other thread may register another.
+_STOCK_LOCK: Final = threading.Lock()
+
+
+def _python_obstacles(program: PteProgram, data: Sources | None) -> tuple[str, ...]:
+    del data  # takes any
+    return _refusals(program, python.check_support)
+
+
+def _stock_obstacles(program: PteProgram, data: Sources | None) -> tuple[str, ...]:
+    if (reason := stock.unavailable_reason()) is not None:
+        return (reason,)
+    if data is not None and len(listed(data)) != 1:
+        return ("it takes one file of external data",)
+    return _refusals(program, lambda method: stock.check_support(method, COREML_BACKEND_ID))
+
+
+def _refusals(program: PteProgram, check: Callable[[MethodInfo], None]) -> tuple[str, ...]:
+    """What ``check`` says of the methods it refuses."""
+    found: list[str] = []
+    for method in program.methods:
+        try:
+            check(method)
+        except (ProgramError, UnsupportedOpError, EngineUnavailableError) as error:
+            found.append(f"{error.what}: {error.got}")
+    return tuple(dict.fromkeys(found))
+
+
+_DEFAULT: Final = PythonProgram.host_name
+
+# Why a host does not run all methods of a program; the default host first.
+_OBSTACLES: Final[Mapping[str, Callable[[PteProgram, Sources | None], tuple[str, ...]]]] = {
+    _DEFAULT: _python_obstacles,
+    StockProgram.host_name: _stock_obstacles,
+}
+
+HOSTS: Final = (AUTO, *_OBSTACLES)
+"""Hosts of ``.pte`` programs: the Python executor, or ExecuTorch's own runtime."""
+
+
+def load(
+    pte: Source, loader: DelegateLoader, *, data: Sources | None = None, host: str = AUTO
+) -> HostProgram:
+    """Load a program on a host.
+
+    Args:
+        pte: Path of a ``.pte``, or its bytes.
+        loader: Prepares the Core ML delegates.
+        data: What the program keeps outside.
+        host: One of ``HOSTS``. ``auto`` is ``python``, or ``stock`` where that one alone runs all
+            methods, which is logged with the reason.
+
+    Raises:
+        CoreMLDelegateError: See ``runtime.load_program``.
+    """
+    program: Source | PteProgram = pte
+    passed_over = NOTHING_PASSED_OVER
+    if host == AUTO:
+        program = PteProgram.open(pte)
+        host, passed_over = _choose(program, data)
+    if host == _DEFAULT:
+        external = None if data is None else ExternalData.open(data)
+        return PythonProgram.load(program, loader, external_data=external, passed_over=passed_over)
+    with _STOCK_LOCK:
+        stock.register(loader)
+        loaded = StockProgram.load(pte, data=data, passed_over=passed_over)
+        # Delegates are loaded with a method: now, before another loader takes this one's place.
+        for name in loaded.method_names:
+            loaded.load_method(name)
+    return loaded
+
+
+def _choose(program: PteProgram, data: Sources | None) -> tuple[str, PassedOver]:
+    """The first host that runs all methods; if none does, the default, which may run some."""
+    passed_over: dict[str, tuple[str, ...]] = {}
+    for name, obstacles in _OBSTACLES.items():
+        reasons = obstacles(program, data)
+        if not reasons:
+            if passed_over:
+                _say(f"{program.origin} runs on the {name} host", passed_over)
+            return name, passed_over
+        passed_over[name] = reasons
+    _say(f"no host runs all of {program.origin}", passed_over)
+    return _DEFAULT, passed_over
+
+
+def _say(what: str, passed_over: PassedOver) -> None:
+    why = (f"the {name} host cannot ({', '.join(r)})" for name, r in passed_over.items())
+    _logger.warning("%s: %s", what, "; ".join(why))

@@ -17,9 +17,10 @@ ENGINE_PRECISIONS = ("f32", "bf16")
 HOSTS = ("auto", "python", "stock")
 
 _SOURCE_HELP = (
-    "torchvision:NAME; MODULE:FACTORY, where FACTORY() returns (nn.Module, example_inputs) or an "
-    "nn.Module (then pass --input-shape) and MODULE may lie in the current folder; or FILE.pt2 of "
-    "torch.export.save"
+    "torchvision:NAME; MODULE:FACTORY, where FACTORY() returns (nn.Module, example_inputs), the "
+    "inputs being a tensor, a tuple or a dict of keyword inputs, or (nn.Module, args, kwargs), or "
+    "an nn.Module (then pass --input-shape) and MODULE may lie in the current folder; or FILE.pt2 "
+    "of torch.export.save"
 )
 
 

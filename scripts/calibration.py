@@ -28,7 +28,7 @@ def read_calibration(where: str, source: Source, *, limit: int) -> list[list[Any
 
     Args:
         where: A folder of images or arrays, a ``.npz`` with an array for every input, or
-            ``MODULE:FACTORY``, whose result is iterated: tensors, or tuples of them.
+            ``MODULE:FACTORY``, whose result is iterated: tensors, or tuples or dicts of them.
         source: The model, whose example inputs say what a sample is.
         limit: Samples to read at most, the first in order of file names.
 
@@ -184,6 +184,10 @@ def _tensors_of(file: Path, names: Sequence[str]) -> list[Any]:
         if not isinstance(loaded, dict):
             return list(cast("Sequence[Any]", loaded)) if _is_list(loaded) else [loaded]
         held = cast("Mapping[str, Any]", loaded)
+    return _in_order(held, names)
+
+
+def _in_order(held: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
     return [held[name] for name in names] if set(names) == set(held) else list(held.values())
 
 
@@ -203,8 +207,13 @@ def _made(where: str, module: str, name: str, inputs: Inputs) -> Iterator[list[A
         factory = find_callable(module, name, FORMS)
         samples: Iterable[Any] = _called(where, factory)
         for number, sample in enumerate(samples):
-            tensors = sample if _is_list(sample) else [sample]
-            yield inputs.sample(list(tensors), f"sample {number} of {where}")
+            yield inputs.sample(_values(sample, inputs.names), f"sample {number} of {where}")
+
+
+def _values(sample: object, names: Sequence[str]) -> list[Any]:
+    if isinstance(sample, Mapping):
+        return _in_order(cast("Mapping[str, Any]", sample), names)
+    return list(cast("Sequence[Any]", sample)) if _is_list(sample) else [sample]
 
 
 def _called(where: str, factory: Any) -> Iterator[Any]:

@@ -85,6 +85,8 @@ def with_dynamic_shapes(
         return source
     from torch.export import Dim
 
+    from coreml_delegate.scripts.source import by_parameter
+
     dims: dict[str, dict[int, Any]] = {}
     for name, dim, low, high in ranges:
         if dim in dims.setdefault(name, {}):
@@ -97,8 +99,8 @@ def with_dynamic_shapes(
                 chosen[dim] = Dim.AUTO(min=min(sizes), max=max(sizes))
     _check_inputs(source, dims)
     leaves = [dims.get(name) for name in source.input_names]
-    args, kwargs = source.structured(leaves)
-    return replace(source, exported=source.export((*args, *kwargs.values())))
+    shapes = by_parameter(source.module, *source.structured(leaves))
+    return replace(source, exported=source.export(shapes))
 
 
 def enumerated(choices: Sequence[Choices]) -> dict[str, list[list[int]]]:

@@ -195,7 +195,7 @@ def _exported(model: nn.Module, original: ExportedProgram, source: Source) -> Ex
             model,
             source.args,
             dict(source.kwargs),
-            dynamic_shapes=dynamic_shapes_of(original, source.args, source.kwargs),
+            dynamic_shapes=dynamic_shapes_of(original, model, source.args, source.kwargs),
         )
 
 

@@ -129,12 +129,16 @@ def load_source(
 
 
 def dynamic_shapes_of(
-    program: ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    program: ExportedProgram,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     """What makes ``torch.export`` give a program's inputs the same dynamic sizes again.
 
     Args:
         program: Exported before.
+        module: To be exported, with the same inputs.
         args: Its positional inputs.
         kwargs: Its keyword inputs.
 
@@ -155,8 +159,17 @@ def dynamic_shapes_of(
         if name in inputs
     ]
     _, structure = pytree.tree_flatten((args, dict(kwargs)))
-    positional, named = pytree.tree_unflatten(shapes, structure)
-    return (*positional, *named.values())
+    return by_parameter(module, *pytree.tree_unflatten(shapes, structure))
+
+
+def by_parameter(
+    module: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a call gives each parameter: the form in which ``torch.export`` takes dynamic shapes.
+
+    Keyword inputs may come in any order, which is that of the program's inputs.
+    """
+    return dict(inspect.signature(_forward_of(module)).bind(*args, **kwargs).arguments)
 
 
 def _dynamic_sizes(value: Any, program: ExportedProgram) -> dict[int, Any] | None:
@@ -230,21 +243,42 @@ def find_callable(module_name: str, name: str, forms: str) -> Any:
 
 
 def _from_factory(source: str, made: Any) -> Source:
-    module, args = cast("Sequence[Any]", made) if _is_pair(made) else (made, ())
+    module, *inputs = _parts(made)
     if not isinstance(module, nn.Module):
         raise OptionError(
             f"{source} makes no model",
             got=type(made).__name__,
-            expected="an nn.Module, or (nn.Module, example_inputs)",
+            expected="an nn.Module, (nn.Module, example_inputs) or (nn.Module, args, kwargs)",
         )
-    inputs = (args,) if isinstance(args, torch.Tensor) else args
-    if not isinstance(inputs, list | tuple):
-        raise OptionError(
-            f"{source} makes no example inputs",
-            got=type(args).__name__,
-            expected="a tensor or a tuple of inputs",
-        )
-    return Source(module.eval(), tuple(cast("Sequence[Any]", inputs)), {}, None)
+    args, kwargs = _example_inputs(source, inputs)
+    return Source(module.eval(), args, kwargs, None)
+
+
+def _parts(made: object) -> Sequence[Any]:
+    """The parts of what a factory returns; a whole that has none is the only part."""
+    return (cast("Sequence[Any]", made) if isinstance(made, list | tuple) else ()) or (made,)
+
+
+def _example_inputs(source: str, inputs: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword inputs, from the parts that a factory returns behind the model."""
+    match inputs:
+        case []:
+            return (), {}
+        case [torch.Tensor() as tensor]:
+            return (tensor,), {}
+        case [list() | tuple() as args]:
+            return tuple(cast("Sequence[Any]", args)), {}
+        case [Mapping() as kwargs]:
+            return (), dict(cast("Mapping[str, Any]", kwargs))
+        case [list() | tuple() as args, Mapping() as kwargs]:
+            return tuple(cast("Sequence[Any]", args)), dict(cast("Mapping[str, Any]", kwargs))
+        case _:
+            raise OptionError(
+                f"{source} makes no example inputs",
+                got=", ".join(type(value).__name__ for value in inputs),
+                expected="a tensor, a tuple of inputs, a dict of keyword inputs, or such a tuple "
+                "and such a dict",
+            )
 
 
 def _forward_of(module: Callable[..., Any]) -> Callable[..., Any]:
@@ -259,16 +293,16 @@ def _input_name(path: Sequence[Any], parameters: Sequence[str]) -> str:
     return f"{name}{pytree.keystr(tuple(inner))}"
 
 
-def _is_pair(value: object) -> bool:
-    return isinstance(value, list | tuple) and len(cast("Sequence[object]", value)) == 2
-
-
 @contextmanager
 def importable_from_here() -> Generator[None]:
-    """Let modules in the current folder be imported, as ``python -m`` does."""
+    """Let a user's modules be imported: from the current folder, as ``python -m`` does.
+
+    They, or a library they use, may import torchvision.
+    """
     sys.path.insert(0, "")
     try:
-        yield
+        with vision.torchvision_importable():
+            yield
     finally:
         sys.path.remove("")
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from functools import cache
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,26 +33,64 @@ _SCHEMAS = (
 def import_torchvision() -> Any:
     """The ``torchvision`` module.
 
-    A wheel built for CUDA cannot load its operators next to a CPU-only torch, and its Python code
-    then fails because it describes operators that nobody declared. Exactly then they are declared
-    here; none of the models outside ``torchvision.models.detection`` calls them.
-
     Raises:
         OptionError: Torchvision is not installed.
     """
+    with torchvision_importable():
+        try:
+            return importlib.import_module("torchvision")
+        except ModuleNotFoundError as error:
+            if error.name != "torchvision":
+                raise
+            raise OptionError(
+                "torchvision is not installed", remedy="pip install 'coreml-delegate[vision]'"
+            ) from None
+
+
+@contextmanager
+def torchvision_importable() -> Generator[None]:
+    """Let whoever imports torchvision, in this block, have it next to a CPU-only torch.
+
+    A wheel built for CUDA cannot load its operators there, and its Python code then fails because
+    it describes operators that nobody declared. Exactly then they are declared here; none of the
+    models outside ``torchvision.models.detection`` calls them. Models of other libraries import
+    torchvision too, those of transformers for example.
+    """
+    finder = _TorchvisionFinder()
+    sys.meta_path.insert(0, finder)
     try:
-        return importlib.import_module("torchvision")
-    except ModuleNotFoundError as error:
-        if error.name != "torchvision":
-            raise
-        raise OptionError(
-            "torchvision is not installed", remedy="pip install 'coreml-delegate[vision]'"
-        ) from None
-    except RuntimeError as error:
-        if _MISSING_OPS not in str(error):
-            raise
-    _declare_operators()
-    return importlib.import_module("torchvision")
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _TorchvisionFinder(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Where torchvision is, with a loader that declares its operators if it has to."""
+        del target  # which is for reloading
+        spec = PathFinder.find_spec(fullname, path) if fullname == "torchvision" else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _TorchvisionLoader(spec, spec.loader)
+        return spec
+
+
+class _TorchvisionLoader(Loader):
+    def __init__(self, spec: ModuleSpec, loader: Loader) -> None:
+        self._spec = spec
+        self._loader = loader
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module as its own loader does, which is its loader from then on."""
+        self._spec.loader = module.__loader__ = self._loader
+        try:
+            self._loader.exec_module(module)
+        except RuntimeError as error:
+            if _MISSING_OPS not in str(error):
+                raise
+            _declare_operators()
+            self._loader.exec_module(module)
 
 
 @cache

@@ -146,6 +146,54 @@ def attending():
     return Attending(), (torch.rand(1, 6, 32),)
 
 
+class Keyworded(nn.Module):
+    """Inputs that are told apart by their effect on the result."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x, factor, *, rows, **unused):
+        return self.after(self.before(x) * factor) + rows.mean()
+
+
+def keyworded():
+    """Keyword inputs beside a positional one, in another order than that of ``forward``."""
+    keywords = {"rows": torch.randn(5, 4), "factor": torch.rand(2, 8)}
+    return Keyworded(), (torch.randn(2, 8),), keywords
+
+
+def keyword_samples():
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"factor": (2, 8), "rows": (5, 4), "x": (2, 8)}
+    for _ in range(100):
+        yield {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def unknown_keyword():
+    return Keyworded(), {"y": torch.randn(2, 8)}
+
+
+def two_positional():
+    return Keyworded(), torch.randn(2, 8), torch.rand(2, 8)
+
+
+def bert():
+    """A model of transformers, with what its tokenizers return."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=8,
+    )
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])
+    return BertModel(config), {"input_ids": torch.arange(8)[None], "attention_mask": mask}
+
+
 def stalling_calibration():
     """A model whose calibration says that it has begun, by ``$STALLED``, and does not end."""
     from torchao.quantization.pt2e import quantize_pt2e

@@ -183,7 +183,16 @@ REFUSED = {
     "no model": (
         [f"{MODELS}:number"],
         f"{MODELS}:number makes no model: got int, "
-        "expected an nn.Module, or (nn.Module, example_inputs)",
+        "expected an nn.Module, (nn.Module, example_inputs) or (nn.Module, args, kwargs)",
+    ),
+    "no keyword inputs": (
+        [f"{MODELS}:two_positional"],
+        f"{MODELS}:two_positional makes no example inputs: got Tensor, Tensor, expected a tensor, "
+        "a tuple of inputs, a dict of keyword inputs, or such a tuple and such a dict",
+    ),
+    "unknown keyword": (
+        [f"{MODELS}:unknown_keyword"],
+        "torch.export cannot capture the model: got TypeError: missing a required argument: 'x'",
     ),
     "no inputs": (
         [f"{MODELS}:classifier"],

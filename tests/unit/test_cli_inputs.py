@@ -156,15 +156,52 @@ def test_torchvision_models_need_no_download(name):
     assert not model.training
 
 
-def test_torchvision_is_patched_in_one_case_only():
+_FACTORY = """
+import torch, torchvision
+def make():
+    return torch.nn.Identity(), torchvision.INPUTS
+"""
+
+_LOADING = """
+import sys
+from coreml_delegate.errors import OptionError
+from coreml_delegate.scripts import source, vision
+finders = list(sys.meta_path)
+try:
+    loaded = source.load_source("factory:make", shapes=(), weights=None, seed=0)
+    import torchvision
+    print(loaded.input_names, type(torchvision.__spec__.loader).__name__, end=" ")
+except OptionError as error:
+    print(error, end=" ")
+print(vision._declare_operators.cache_info().misses, sys.meta_path == finders)
+"""
+
+
+@pytest.mark.parametrize(
+    ("torchvision", "result"),
+    [
+        (
+            "import torch\n"
+            "torch.library.register_fake('torchvision::nms')(lambda *boxes: None)\n"
+            "INPUTS = {'input': torch.ones(2)}",
+            "['input'] SourceFileLoader 1 True",
+        ),
+        (
+            "raise RuntimeError('something else')",
+            "cannot import factory: got RuntimeError: something else 0 True",
+        ),
+    ],
+    ids=["the operators are missing", "something else"],
+)
+def test_factories_import_a_torchvision_whose_library_does_not_load(torchvision, result, tmp_path):
     """In a fresh process, operators are declared only if the import fails for their want."""
-    code = (
-        "from coreml_delegate.scripts import vision\n"
-        "import importlib\n"
-        "def fail(name): raise RuntimeError('something else')\n"
-        "importlib.import_module = fail\n"
-        "try: vision.import_torchvision()\n"
-        "except RuntimeError as error: print(error, vision._declare_operators.cache_info().misses)"
+    (tmp_path / "torchvision.py").write_text(torchvision)
+    (tmp_path / "factory.py").write_text(_FACTORY)
+    done = subprocess.run(
+        [sys.executable, "-c", _LOADING],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "something else 0\n"
+    assert done.stdout.splitlines() == [result]

@@ -45,16 +45,24 @@ class Accuracy:
         """Share of rows that agree on the class, 0 to 1; None for outputs without classes."""
         return self.agreeing / self.rows if self.rows else None
 
-    def add(self, expected: torch.Tensor, actual: torch.Tensor) -> None:
+    def add(self, expected: torch.Tensor | None, actual: torch.Tensor | None) -> None:
         """Compare one sample.
 
         Args:
-            expected: Of any shape and dtype.
+            expected: Of any shape and dtype; or None, which equals None alone.
             actual: Of the same shape, except that ``[1]`` may stand for a scalar.
 
         Raises:
             ProgramError: The shapes differ.
         """
+        if expected is None and actual is None:
+            return
+        if expected is None or actual is None:
+            raise ProgramError(
+                "program and model give outputs of different kinds",
+                got=_kind(actual),
+                expected=_kind(expected),
+            )
         if expected.numel() != actual.numel() or (
             expected.dim() and expected.shape != actual.shape
         ):
@@ -73,6 +81,10 @@ class Accuracy:
             agree = expected.argmax(-1) == actual.reshape(expected.shape).argmax(-1)
             self.rows += agree.numel()
             self.agreeing += int(agree.sum())
+
+
+def _kind(output: torch.Tensor | None) -> str:
+    return "None" if output is None else f"a tensor or number of shape {list(output.shape)}"
 
 
 def is_class_scores(tensor: torch.Tensor) -> bool:

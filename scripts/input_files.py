@@ -23,7 +23,7 @@ FORMATS = ", ".join((_ARRAYS, _ARCHIVES, *sorted(images.SUFFIXES)))
 def random_inputs(ports: Sequence[Port], random: torch.Generator) -> list[Any]:
     """Random values for every input, see ``random_tensor``; fixed ones have theirs."""
     return [
-        port.fixed if port.fixed is not None else random_tensor(port.dtype, port.shape, random)
+        random_tensor(port.dtype, port.shape, random) if port.is_tensor else port.fixed
         for port in ports
     ]
 
@@ -41,7 +41,7 @@ def read_inputs(paths: Sequence[Path], ports: Sequence[Port]) -> list[Any]:
             that is none.
         OptionError: A file cannot be read.
     """
-    wanted = [port for port in ports if port.fixed is None]
+    wanted = [port for port in ports if port.is_tensor]
     named: dict[str, torch.Tensor] = {}
     for path in paths:
         remaining = [port for port in wanted if port.name not in named]
@@ -53,7 +53,7 @@ def read_inputs(paths: Sequence[Path], ports: Sequence[Port]) -> list[Any]:
             got=str(len(named)),
             expected=", ".join(f"{p.dtype}{list(p.shape)}" for p in wanted).replace("torch.", ""),
         )
-    return [named[port.name] if port.fixed is None else port.fixed for port in ports]
+    return [named[port.name] if port.is_tensor else port.fixed for port in ports]
 
 
 def _read(path: Path, remaining: Sequence[Port]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
 from coreml_delegate import runtime
-from coreml_delegate.errors import OptionError
+from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.runtime.mil.program import Feature
 from coreml_delegate.runtime.program.plan import TensorSpec
+from coreml_delegate.runtime.program.states import mutated_inputs
+
+if TYPE_CHECKING:
+    from coreml_delegate.scripts.source import Outcome
 
 PACKAGE_SUFFIX = ".mlpackage"
 
@@ -27,13 +32,19 @@ class Port:
         dtype: Element type.
         shape: Shape to choose when the caller gives none: the largest for a ``.pte``, the default
             for an ``.mlpackage``.
+        is_tensor: Whether the input is a tensor; its dtype and shape mean nothing otherwise.
         fixed: The value the program was exported for, if the input is no tensor.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    is_tensor: bool = True
     fixed: bool | float | str | None = None
+
+
+Output: TypeAlias = torch.Tensor | None
+"""A result of a program or its model: a number is a scalar."""
 
 
 class Loaded(Protocol):
@@ -44,8 +55,19 @@ class Loaded(Protocol):
         """Its inputs, in order."""
         ...
 
-    def run(self, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Run once; outputs by name, in order."""
+    def run(self, inputs: Sequence[Any]) -> dict[str, Output]:
+        """Run once.
+
+        Args:
+            inputs: As the model takes them; an ``.mlpackage`` takes the tensors alone.
+
+        Returns:
+            Outputs by name, in order.
+        """
+        ...
+
+    def expected_of(self, outcome: Outcome) -> list[Output]:
+        """What the outputs should be, in order, given a run of the model."""
         ...
 
 
@@ -104,10 +126,35 @@ class _Program:
         self._method = method
         self.inputs = program_ports(program, method)
         program.load_method(method)
+        self._mutated = mutated_inputs(program.program.method(method))
 
-    def run(self, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def run(self, inputs: Sequence[Any]) -> dict[str, Output]:
         results = self._program.run(self._method, inputs)
-        return {f"output_{index}": torch.as_tensor(result) for index, result in enumerate(results)}
+        returned = itertools.count()
+        return {
+            f"mutated_input_{self._mutated[position]}"
+            if position in self._mutated
+            else f"output_{next(returned)}": _output(result)
+            for position, result in enumerate(results)
+        }
+
+    def expected_of(self, outcome: Outcome) -> list[Output]:
+        mutated = [outcome.inputs[position] for position in self._mutated.values()]
+        return [_output(value) for value in (*mutated, *outcome.results)]
+
+
+def _output(value: object) -> Output:
+    if value is None or isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64)
+    if isinstance(value, int):
+        return torch.tensor(value)
+    raise ProgramError(
+        "the model returns something that no program does",
+        got=repr(value),
+        expected="tensors, numbers and None",
+    )
 
 
 def program_ports(
@@ -121,7 +168,7 @@ def program_ports(
 def _port(index: int, spec: Any) -> Port:
     if isinstance(spec, TensorSpec):
         return Port(str(index), spec.dtype, spec.shape)
-    return Port(str(index), torch.float32, (), fixed=spec)
+    return Port(str(index), torch.float32, (), is_tensor=False, fixed=spec)
 
 
 class _Package:
@@ -130,10 +177,14 @@ class _Package:
         self._state = model.make_state()
         self.inputs = tuple(feature_port(feature) for feature in model.function.inputs)
 
-    def run(self, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
-        arrays = {port.name: value.numpy() for port, value in zip(self.inputs, inputs, strict=True)}
+    def run(self, inputs: Sequence[Any]) -> dict[str, Output]:
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        arrays = {port.name: t.numpy() for port, t in zip(self.inputs, tensors, strict=True)}
         results = self._model.predict(arrays, self._state)
         return {name: torch.from_numpy(array) for name, array in results.items()}
+
+    def expected_of(self, outcome: Outcome) -> list[Output]:
+        return [value for value in outcome.results if isinstance(value, torch.Tensor)]
 
 
 def feature_port(feature: Feature) -> Port:

@@ -8,6 +8,7 @@ from typing import Any
 
 from executorch.exir import to_edge_transform_and_lower
 from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, TensorArgument
 
 from coreml_delegate.errors import CoreMLDelegateError, LoweringError
 from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
@@ -44,7 +45,28 @@ def plan(source: Source, partitioner: CoreMLPartitioner) -> DelegationReport:
 
 def _exported(source: Source) -> ExportedProgram:
     with console.step("Exporting with torch.export"):
-        return source.export()
+        program = source.export()
+    _check_outputs(program)
+    return program
+
+
+def _check_outputs(program: ExportedProgram) -> None:
+    """Refuse what ExecuTorch cannot emit, of which it says nothing that helps."""
+    outputs = [spec.arg for spec in program.graph_signature.output_specs]
+    constants = [arg.value for arg in outputs if isinstance(arg, ConstantArgument)]
+    if texts := [value for value in constants if isinstance(value, str)]:
+        raise LoweringError(
+            "the model returns text, which no .pte can",
+            got=", ".join(map(repr, texts)),
+            expected="tensors, numbers and None",
+            remedy="Leave it out of what forward returns",
+        )
+    if not any(isinstance(arg, TensorArgument) for arg in outputs):
+        raise LoweringError(
+            "the model returns no tensor, and ExecuTorch lowers no such program",
+            got=", ".join(map(repr, constants)) or f"{len(outputs)} outputs",
+            expected="a tensor among the outputs, or an input or buffer that is written",
+        )
 
 
 @contextmanager

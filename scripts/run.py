@@ -79,13 +79,17 @@ def _save(outputs: Mapping[str, Any], path: Path, *, force: bool) -> None:
     import numpy as np
 
     with new_file(path, force=force) as file:
-        arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in outputs.items()}
+        arrays: dict[str, Any] = {
+            name: tensor.numpy() for name, tensor in outputs.items() if tensor is not None
+        }
         np.savez(file, **arrays)
 
 
 def _summary(name: str, tensor: Any) -> dict[str, Any]:
     from coreml_delegate.scripts.accuracy import is_class_scores
 
+    if tensor is None:
+        return {"name": name, "dtype": None, "shape": None}
     values = tensor.double()
     summary: dict[str, Any] = {
         "name": name,
@@ -113,7 +117,8 @@ def _print(summaries: list[dict[str, Any]], latency: float, runs: int) -> None:
         statistics_ = (
             f"{summary[key]:.6g}" if key in summary else "-" for key in ("min", "mean", "max")
         )
-        rows.append((summary["name"], summary["dtype"], str(summary["shape"]), *statistics_))
+        kind = (str(summary["dtype"]), str(summary["shape"])) if summary["dtype"] else ("None", "-")
+        rows.append((summary["name"], *kind, *statistics_))
     console.write(console.columns(rows))
     for summary in summaries:
         if "top" in summary:

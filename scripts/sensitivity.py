@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.quantization_modes import (
@@ -35,7 +34,7 @@ from coreml_delegate.scripts.quantization import (
     quantize_graph,
     quantize_modules,
 )
-from coreml_delegate.scripts.source import Source, blaming
+from coreml_delegate.scripts.source import Source
 
 FLOAT_BITS = 16
 """Of a weight that stays in float, as Core ML stores it by default."""
@@ -331,10 +330,7 @@ def sqnr_db(
     """
     accuracies: dict[int, Accuracy] = {}
     for leaves, expected in zip(samples, reference, strict=True):
-        args, kwargs = source.structured(leaves)
-        with torch.no_grad(), blaming("the quantized model fails on these inputs"):
-            results = pytree.tree_leaves(model(*args, **kwargs))
-        actual = [result for result in results if isinstance(result, torch.Tensor)]
+        actual = replace(source, module=model).run(leaves)
         for place, (want, got) in enumerate(zip(expected, actual, strict=True)):
             accuracies.setdefault(place, Accuracy()).add(want, got)
     return min((accuracy.sqnr_db for accuracy in accuracies.values()), default=math.inf)

@@ -26,6 +26,19 @@ FORMS = "torchvision:NAME, MODULE:FACTORY or FILE.pt2"
 
 
 @dataclass(frozen=True, slots=True)
+class Outcome:
+    """One eager run.
+
+    Attributes:
+        results: What the model returned, flattened; not all of it need be tensors.
+        inputs: The inputs after the run, flattened: the model may have written them.
+    """
+
+    results: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """A model in PyTorch.
 
@@ -58,22 +71,28 @@ class Source:
         _, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
         return pytree.tree_unflatten(list(leaves), structure)
 
-    def run(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
-        """Run eagerly.
+    def execute(self, leaves: Sequence[Any]) -> Outcome:
+        """Run eagerly, on copies of the inputs.
 
         Args:
             leaves: Inputs, as many and in the order of ``leaves``.
 
-        Returns:
-            The tensors among the outputs, flattened.
-
         Raises:
             OptionError: The model refuses the inputs.
         """
-        args, kwargs = self.structured(leaves)
+        copies = copied(leaves)
+        args, kwargs = self.structured(copies)
         with torch.no_grad(), blaming("the model fails on these inputs"):
             results = self.module(*args, **kwargs)
-        return [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+        return Outcome(tuple(pytree.tree_leaves(results)), tuple(copies))
+
+    def run(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """Run eagerly; see ``execute``.
+
+        Returns:
+            The tensors among the outputs, flattened.
+        """
+        return [leaf for leaf in self.execute(leaves).results if isinstance(leaf, torch.Tensor)]
 
     def export(self, dynamic_shapes: Any = None) -> ExportedProgram:
         """The program, traced with the example inputs unless it was loaded.
@@ -93,6 +112,11 @@ class Source:
                 dict(self.kwargs),
                 dynamic_shapes=dynamic_shapes,
             )
+
+
+def copied(leaves: Sequence[Any]) -> list[Any]:
+    """Inputs that may be written."""
+    return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def load_source(

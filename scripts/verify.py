@@ -85,11 +85,12 @@ def compare(source: Source, program: Loaded, samples: list[list[Any]]) -> dict[s
         CoreMLDelegateError: Either refuses the inputs.
     """
     from coreml_delegate.scripts.accuracy import Accuracy
+    from coreml_delegate.scripts.source import copied
 
     results: dict[str, Accuracy] = {}
     for inputs in samples:
-        actual = program.run(inputs)
-        expected = source.run(inputs)
+        actual = program.run(copied(inputs))
+        expected = program.expected_of(source.execute(inputs))
         if len(actual) != len(expected):
             raise ProgramError(
                 "program and model have different numbers of outputs",
@@ -102,17 +103,22 @@ def compare(source: Source, program: Loaded, samples: list[list[Any]]) -> dict[s
 
 
 def _samples(args: argparse.Namespace, source: Source, program: Loaded) -> list[list[Any]]:
+    import torch
+
     from coreml_delegate.scripts.input_files import read_inputs
     from coreml_delegate.scripts.sampling import generator, resample
 
-    if len(source.leaves) != len(program.inputs):
+    ports = [port for port in program.inputs if port.is_tensor]
+    count = sum(isinstance(leaf, torch.Tensor) for leaf in source.leaves)
+    if count != len(ports):
         raise InputError(
             "program and model have different numbers of inputs",
-            got=str(len(program.inputs)),
-            expected=str(len(source.leaves)),
+            got=str(len(ports)),
+            expected=str(count),
         )
     if args.input:
-        return [read_inputs(args.input, program.inputs)]
+        read = iter(read_inputs(args.input, ports))
+        return [[next(read) if isinstance(n, torch.Tensor) else n for n in source.leaves]]
     random = generator(args.seed)
     return [[resample(leaf, random) for leaf in source.leaves] for _ in range(args.samples)]
 

@@ -40,8 +40,15 @@ def check_inputs(method: MethodInfo, inputs: Sequence[Value]) -> None:
     for index, (spec, value) in enumerate(zip(method.input_specs, inputs, strict=True)):
         if isinstance(spec, TensorSpec):
             _check_tensor(index, method, spec, value)
-        elif type(value) is not type(spec) or value != spec:
+        elif not _is_exported_value(spec, value):
             raise _wrong(index, method, "was fixed at export", _describe(value), spec)
+
+
+def _is_exported_value(spec: ValueSpec, value: object) -> bool:
+    """Whether ``value`` is the one that the program was exported for; programs hold no texts."""
+    if spec is None:
+        return value is None or isinstance(value, str)
+    return type(value) is type(spec) and value == spec
 
 
 def _check_tensor(index: int, method: MethodInfo, spec: TensorSpec, value: object) -> None:
@@ -104,4 +111,6 @@ def _describe(value: object) -> str:
 
 
 def _describe_spec(spec: ValueSpec) -> str:
+    if spec is None:
+        return "None, or the text that the model was exported with"
     return str(spec) if isinstance(spec, TensorSpec) else _describe(spec)

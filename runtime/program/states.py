@@ -91,18 +91,35 @@ def mutable_buffers(method: MethodInfo) -> dict[int, TensorSpec]:
 
     Exporters write them back in place, at the end of a run; nothing else is written in place.
     """
-    written = (
+    return {
+        index: spec
+        for index in sorted(_written_in_place(method))
+        if isinstance(spec := method.values[index], TensorSpec)
+        and spec.allocation is not None
+        and index not in method.inputs
+    }
+
+
+def mutated_inputs(method: MethodInfo) -> dict[int, int]:
+    """The outputs of a method that are the new value of one of its inputs.
+
+    Returns:
+        By the output's position the input's. Exporters put them before what the model returns.
+    """
+    written = _written_in_place(method)
+    return {
+        position: method.inputs.index(index)
+        for position, index in enumerate(method.outputs)
+        if index in written and index in method.inputs
+    }
+
+
+def _written_in_place(method: MethodInfo) -> set[int]:
+    return {
         call.args[0]
         for chain in method.chains
         for call in chain
         if isinstance(call, KernelCall) and _is_in_place(call.operator)
-    )
-    return {
-        index: spec
-        for index in sorted(set(written))
-        if isinstance(spec := method.values[index], TensorSpec)
-        and spec.allocation is not None
-        and index not in method.inputs
     }
 
 

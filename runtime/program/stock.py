@@ -204,7 +204,7 @@ class StockProgram:
         arranged = [
             in_dim_order(value.detach(), spec)
             if isinstance(spec, TensorSpec) and isinstance(value, torch.Tensor)
-            else value
+            else spec  # as checked; of a text the program has None
             for spec, value in zip(info.input_specs, inputs, strict=True)
         ]
         with _RUNTIME_LOCK:

@@ -94,6 +94,56 @@ def stalling():
     return tiny()
 
 
+class Assorted(nn.Module):
+    """Arguments and results of every kind, and an input that is written."""
+
+    def __init__(self, final=0.0):
+        super().__init__()
+        self._final = final
+
+    def forward(self, x, form, scale, absent, options):
+        x.add_(1)
+        y = nn.functional.gelu(x, approximate=form) * scale * options["factor"]
+        z = x - 1
+        x.add_(self._final)
+        return {"y": y, "none": absent, "rows": x.shape[0]}, [options["on"], 0.1, (z,)]
+
+
+def assorted(final=0.0):
+    options = {"on": True, "factor": 0.5}
+    return Assorted(final), (torch.randn(2, 3), "tanh", 3, None, options)
+
+
+def assorted_with_another_final():
+    return assorted(1.0)
+
+
+class Scaled(nn.Module):
+    def forward(self, x, scale):
+        return x * scale, scale
+
+
+def scaled():
+    return Scaled(), (torch.randn(2, 3), 2)
+
+
+class Returning(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self._value = value
+
+    def forward(self, x):
+        return self._value, x + 1 if isinstance(self._value, str) else None
+
+
+def returning_text():
+    return Returning("text"), torch.randn(3)
+
+
+def returning_a_number():
+    return Returning(3), torch.randn(3)
+
+
 class Sensitive(nn.Module):
     """Three layers, of which the middle one has a large weight, for an input of 0, in each row."""
 

@@ -106,6 +106,16 @@ def test_accuracy_of_other_shapes():
         accuracy.add(torch.zeros(2, 3), torch.zeros(3, 2))
 
 
+def test_accuracy_of_none():
+    accuracy = Accuracy()
+    accuracy.add(None, None)
+    assert accuracy.sqnr_db == math.inf
+    with pytest.raises(ProgramError, match=r"different kinds: got None, expected .* shape \[2\]"):
+        accuracy.add(torch.zeros(2), None)
+    with pytest.raises(ProgramError, match=r"different kinds: got .* shape \[\], expected None"):
+        accuracy.add(None, torch.tensor(3))
+
+
 def interrupted(path):
     with new_file(path, force=True) as file:
         file.write(b"new")

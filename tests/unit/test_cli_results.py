@@ -1,0 +1,146 @@
+"""``run`` and ``verify`` where arguments and results are no tensors, or inputs are written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.cli_models import assorted
+from support.command import MODELS
+from support.tolerances import ATOL_RTOL
+
+from coreml_delegate import runtime
+from coreml_delegate.errors import InputError
+from coreml_delegate.scripts.cli import main
+
+pytestmark = pytest.mark.xdist_group("cli")
+
+MODEL = f"{MODELS}:assorted"
+HOSTS = ("python", "stock")
+ATOL, RTOL = ATOL_RTOL["fp32"]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    path = tmp_path_factory.mktemp("assorted") / "a.pte"
+    assert main(["export", MODEL, "-o", str(path), "--precision", "float32"]) == 0
+    return path
+
+
+@pytest.fixture(autouse=True)
+def pte(exported, tmp_path, monkeypatch):
+    """``a.pte`` in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    path = Path("a.pte")
+    path.write_bytes(exported.read_bytes())
+    return path
+
+
+def eager(x):
+    """By name what the program should give."""
+    module, (_, *rest) = assorted()
+    written = x.clone()
+    results, (on, tenth, (z,)) = module(written, *rest)
+    return {
+        "mutated_input_0": written,
+        "output_0": results["y"],
+        "output_1": None,
+        "output_2": 2,
+        "output_3": on,
+        "output_4": tenth,
+        "output_5": z,
+    }
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_run(host, capsys):
+    x = torch.linspace(-2, 2, 6).reshape(2, 3)
+    np.save("x.npy", x.numpy())
+    options = ["--host", host, "--repeat", "2", "--input", "x.npy"]
+    assert main(["run", "a.pte", *options, "-o", "out.npz", "--json"]) == 0
+    expected = eager(x)
+    shown = {entry.pop("name"): entry for entry in json.loads(capsys.readouterr().out)["outputs"]}
+    assert list(shown) == list(expected)
+    assert shown["output_1"] == {"dtype": None, "shape": None}
+    assert (shown["output_2"]["dtype"], shown["output_2"]["max"]) == ("int64", 2)
+    with np.load("out.npz") as archive:
+        assert set(archive.files) == expected.keys() - {"output_1"}
+        for name in archive.files:
+            np.testing.assert_allclose(archive[name], expected[name], atol=ATOL, rtol=RTOL)
+
+
+def test_run_for_a_reader(capsys):
+    assert main(["run", "a.pte", "--repeat", "1"]) == 0
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+    assert ["output_1", "None", "-"] in rows
+    assert ["output_2", "int64", "[]"] in rows
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_verify(host, capsys):
+    assert main(["verify", MODEL, "a.pte", "--host", host, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == list(eager(torch.zeros(2, 3)))
+    assert all(found[f"output_{n}"]["sqnr_db"] == "inf" for n in (1, 2, 3, 4))
+
+
+def test_verify_of_a_file(capsys):
+    np.save("x.npy", np.zeros((2, 3), np.float32))
+    assert main(["verify", MODEL, "a.pte", "--input", "x.npy"]) == 0
+
+
+def test_verify_compares_the_inputs_that_are_written(capsys):
+    assert main(["verify", f"{MODELS}:assorted_with_another_final", "a.pte"]) == 1
+    assert "differs from its model: got mutated_input_0 at " in capsys.readouterr().err
+
+
+def test_verify_of_a_package(capsys):
+    """A package has the tensors alone."""
+    assert main(["export", f"{MODELS}:scaled", "-o", "b.pte"]) == 0
+    assert main(["extract", "b.pte"]) == 0
+    assert main(["verify", f"{MODELS}:scaled", "b_coreml/forward_0.mlpackage"]) == 0
+
+
+def test_trace(capsys):
+    assert main(["trace", "a.pte", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["first_bad"] is None
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_texts_among_the_arguments(host):
+    """ExecuTorch keeps None for a text, so that any may stand there and nothing else."""
+    program = runtime.load_program("a.pte", host=host)
+    x = torch.randn(2, 3)
+    given = [x, "tanh", 3, None, True, 0.5]
+    for inputs in (given, [x, None, *given[2:]]):
+        results = program.run("forward", inputs)
+        torch.testing.assert_close(results[1], eager(x)["output_0"], atol=ATOL, rtol=RTOL)
+        assert results[2] is None
+    with pytest.raises(InputError, match=r"input 1 .* fixed at export: got 4, expected None, or"):
+        program.run("forward", [x, 4, *given[2:]])
+    with pytest.raises(InputError, match=r"input 2 .* fixed at export: got 4, expected 3"):
+        program.run("forward", [x, "tanh", 4, *given[3:]])
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (
+            "returning_text",
+            "the model returns text, which no .pte can: got 'text', "
+            "expected tensors, numbers and None. Leave it out of what forward returns",
+        ),
+        (
+            "returning_a_number",
+            "the model returns no tensor, and ExecuTorch lowers no such program: got 3, None, "
+            "expected a tensor among the outputs, or an input or buffer that is written",
+        ),
+    ],
+)
+def test_models_that_no_program_can_be(factory, message, capsys):
+    assert main(["export", f"{MODELS}:{factory}", "-o", "b.pte"]) == 1
+    assert capsys.readouterr().err == f"coreml-delegate: error: {message}\n"
+    assert not Path("b.pte").exists()

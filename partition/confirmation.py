@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from executorch.exir.backend.utils import (
+    _maybe_duplicate_constant_nodes,  # pyright: ignore[reportPrivateUsage]  # no other access
+)
 from executorch.exir.lowered_backend_module import (
     create_exported_program_from_submodule,
     create_submodule_from_nodes,
@@ -153,6 +156,8 @@ class Confirmation:
         """The partitions, cut out of a copy of the program as ExecuTorch will cut them out."""
         owner = _copy(self.program, self._values())
         graph_module: Any = owner.graph_module
+        for tag in tags:
+            _maybe_duplicate_constant_nodes(owner, tag)
         found: dict[str, ExportedProgram] = {}
         for tag in tags:
             nodes = [n for n in graph_module.graph.nodes if n.meta.get(_TAG) == tag]

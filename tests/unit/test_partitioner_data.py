@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from executorch.exir import to_edge_transform_and_lower
+from support.failing_conversions import counted
 from support.lowering import fp32_specs, lower, reasons
 from support.partitioned import ATOL, RTOL, Network, assert_equal_eager, delegate_functions, example
 from torch import nn
@@ -38,6 +39,18 @@ class Shared(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.asinh(x @ self.weight) @ self.weight
+
+
+class SharedLayer(nn.Module):
+    """One convolution, which takes a constant for its weight, on both sides of such an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv1d(2, 2, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(torch.asinh(self.conv(x)))
 
 
 # Constants
@@ -76,10 +89,14 @@ def test_constants_go_to_the_delegates_that_use_them() -> None:
     assert_equal_eager(lowered.pte, module, inputs)
 
 
-def test_a_constant_shared_by_two_delegates_goes_to_both() -> None:
-    module, inputs = Shared(), example(2, 4)
+@pytest.mark.parametrize("kind", [Shared, SharedLayer])
+def test_a_constant_shared_by_two_delegates_goes_to_both(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = counted(monkeypatch)
+    module, inputs = kind(), example(2, 4)
     lowered = lower(module, inputs)
-    assert len(lowered.report.partitions) == 2
+    assert len(lowered.report.partitions) == counts["mlprogram"] == 2
     assert [len(f.inputs) for f in delegate_functions(lowered.edge)] == [1, 1]
     assert_equal_eager(lowered.pte, module, inputs)
 

@@ -92,16 +92,28 @@ def obstacles_in(
         veto: Reasons of the caller's own, which come first.
     """
     constants = constant_nodes(program) if constants_inside else frozenset[Node]()
-    around = WideConstants().obstacles(program) | layout_obstacles(program)
+    around = WideConstants().obstacles(program)
     if constants_inside:
         around |= narrow_constants(program)
+
+    def own_reason(node: Node) -> Reason | None:
+        reason = veto(node) if veto is not None else None
+        return reason or obstacle(node, target, constants) or around.get(node)
+
+    found = _with_parts(program, own_reason)
+    layouts = layout_obstacles(program, found)
+    return _with_parts(program, lambda node: found.get(node) or layouts.get(node))
+
+
+def _with_parts(
+    program: ExportedProgram, reason_of: Callable[[Node], Reason | None]
+) -> dict[Node, Reason]:
+    """The calls that have a reason; a result cannot be delegated without the op it is of."""
     found: dict[Node, Reason] = {}
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
-        reason = veto(node) if veto is not None else None
-        reason = reason or obstacle(node, target, constants) or around.get(node)
-        # A result cannot be delegated without the op it is of.
+        reason = reason_of(node)
         if reason is None and target_name(node.target) == GETITEM and node.args[0] in found:
             reason = part_of(node.args[0], found[node.args[0]])
         if reason is not None:

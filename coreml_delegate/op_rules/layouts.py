@@ -1,24 +1,29 @@
 """Tensors that do not lie row-major in memory, which Core ML does not take at a boundary.
 
-What counts is a layout that comes in from outside, or that a memory format demands. Views of ATen
-dialect have strides too, but ExecuTorch makes copies of them.
+What counts is a layout that comes in from outside, that a memory format demands, or that a call
+on the CPU gives its result. Views of ATen dialect have strides too, but ExecuTorch makes copies of
+them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from coreml_delegate.op_rules.rule import Reason, ReasonCode
+from coreml_delegate.op_rules.rule import Reason, ReasonCode, overload_of
 
 
-def layout_obstacles(program: ExportedProgram) -> dict[Node, Reason]:
+def layout_obstacles(program: ExportedProgram, on_cpu: Collection[Node] = ()) -> dict[Node, Reason]:
     """The calls on tensors in another layout, each with the reason.
 
     Args:
         program: In ATen or edge dialect.
+        on_cpu: The calls that are known not to be delegated.
     """
     inputs = set(program.graph_signature.user_inputs)
     strided: set[Node] = set()
@@ -29,12 +34,18 @@ def layout_obstacles(program: ExportedProgram) -> dict[Node, Reason]:
             found[node] = Reason(
                 ReasonCode.LAYOUT,
                 f"{sources[0].name!r} has dim order {_order(sources[0])}, Core ML is row-major",
-                remedy="Call .contiguous() on the model's inputs before the export",
+                remedy="Call .contiguous() on it, in the model or before the export",
             )
         comes_in = node.op == "placeholder" and node.name in inputs
-        if (comes_in or sources or _demands(node)) and _order(node) is not None:
+        from_cpu = node in on_cpu and not _is_view(node)
+        if (comes_in or sources or from_cpu or _demands(node)) and _order(node) is not None:
             strided.add(node)
     return found
+
+
+def _is_view(node: Node) -> bool:
+    overload = overload_of(node.target)
+    return isinstance(overload, OpOverload) and overload.is_view
 
 
 def _demands(node: Node) -> bool:

@@ -38,7 +38,7 @@ DECOMPRESS = frozenset({DEQUANTIZE_AFFINE, DEQUANTIZE_CODEBOOK})
 
 
 class ReasonCode(enum.StrEnum):
-    """Why a node is not delegated, for programs; ``Reason.text`` is for people."""
+    """Why a node is not delegated, or runs nowhere, for programs; ``Reason.text`` is for people."""
 
     NO_RULE = "no-rule"
     DTYPE = "dtype"
@@ -53,6 +53,10 @@ class ReasonCode(enum.StrEnum):
     CONVERSION = "conversion"
     PARTITION_SIZE = "partition-size"
     PARTITION_LIMIT = "partition-limit"
+    # Of calls on the CPU: ExecuTorch's runtime has no kernel, or ExecuTorch cannot lower the call.
+    KERNEL = "kernel"
+    OUT_VARIANT = "out-variant"
+    UNBOUNDED = "unbounded"
 
 
 @dataclass(frozen=True, slots=True)

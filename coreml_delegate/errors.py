@@ -36,7 +36,7 @@ class CoreMLDelegateError(Exception):
             f"{label} {text}" for label, text in (("got", got), ("expected", expected)) if text
         ]
         message = what + (f": {', '.join(details)}" if details else "")
-        super().__init__(f"{message}. {remedy}" if remedy else message)
+        super().__init__(f"{message.removesuffix('.')}. {remedy}" if remedy else message)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Keep the keyword fields across pickling (process pools, pytest-xdist)."""

@@ -1,17 +1,49 @@
-"""Kernels of calls on the CPU, where torch knows them only once a library has registered them."""
+"""Calls that stay on the CPU: the kernels that ExecuTorch's runtime has for them, or lacks.
+
+ExecuTorch calls out variants. Its compiler needs one for every call that is not delegated, its
+runtime a kernel of that name, which it has for little more than the core ATen operators. A call
+without one still runs on the Python host, by torch's own kernel.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
+
+import torch
+from executorch.exir.dialects.edge.op.api import to_variant
+from executorch.exir.passes.executorch_prim_ops_registry import is_sym_op
+from executorch.exir.sym_util import eval_upper_bound
+from executorch.runtime import Runtime
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+from torchgen.model import SchemaKind
+
+from coreml_delegate.op_rules import Reason, ReasonCode, rule_of
+from coreml_delegate.op_rules.rule import overload_of, target_name
+from coreml_delegate.partition.sizes import tensors_of
 
 logger = logging.getLogger(__name__)
+
+_ATEN: Any = torch.ops.aten
 
 # ExecuTorch's memory planning asks for the out variants that these register.
 _REGISTERED_BY: Mapping[str, str] = MappingProxyType(
     {"quantized_decomposed": "executorch.kernels.quantized"}
+)
+
+# Checks, which ExecuTorch takes out of every program.
+_ERASED = frozenset(
+    {
+        "aten._assert_async.msg",
+        "aten._assert_scalar.default",
+        "aten._assert_tensor_metadata.default",
+    }
 )
 
 
@@ -28,3 +60,141 @@ def register_kernels(ops: Iterable[str]) -> None:
             logger.warning(
                 "the kernels of %s that stay on the CPU are not registered: %s", namespace, error
             )
+
+
+def cpu_obstacles(on_cpu: Iterable[Node]) -> dict[Node, Reason]:
+    """Return why calls do not run on the CPU either, as far as they do not.
+
+    Args:
+        on_cpu: The calls of a program in edge dialect that stay on the CPU, in graph order.
+
+    Returns:
+        A reason for each call that ExecuTorch cannot lower (``OUT_VARIANT``, ``UNBOUNDED``), or
+        lowers and its runtime cannot load (``KERNEL``).
+    """
+    reasons = ((node, _unbounded(node) or _kernel_obstacle(node)) for node in on_cpu)
+    return {node: reason for node, reason in reasons if reason is not None}
+
+
+def _kernel_obstacle(node: Node) -> Reason | None:
+    if isinstance(node.target, HigherOrderOperator):
+        inner = (_kernel_obstacle(call) for call in _calls_inside(node))
+        return next(filter(None, inner), None) or _effect(node)
+    overload, name = overload_of(node.target), target_name(node.target)
+    if not isinstance(overload, OpOverload) or name in _ERASED or is_sym_op(overload):
+        return None
+    kernel = _out_variant(overload)
+    if kernel is None:
+        return Reason(
+            ReasonCode.OUT_VARIANT,
+            f"{name} has no out variant, which ExecuTorch calls",
+            remedy=_remedy_without_variant(name),
+        )
+    if kernel in Runtime.get().operator_registry.operator_names:
+        return None
+    return Reason(
+        ReasonCode.KERNEL,
+        f"ExecuTorch's runtime has no kernel {kernel}",
+        remedy=f"Register a kernel {kernel} with the app that runs the program, or write the model "
+        'with other operators; host="python" runs it as it is',
+    )
+
+
+@functools.cache
+def _out_variant(overload: OpOverload) -> str | None:
+    """Return the name of the kernel that ExecuTorch calls for an op; None if it finds none."""
+    try:
+        return to_variant(overload, SchemaKind.out).name()
+    except (RuntimeError, AssertionError):  # there is none, or it cannot read the op's schema
+        return None
+
+
+def _remedy_without_variant(name: str) -> str:
+    if rule_of(name) is not None:
+        # It was kept whole for Core ML, which does not take it after all.
+        return f"Pass skip_ops_for_coreml_delegation=[{name!r}] (--skip-op), to decompose it"
+    return "Write the model with other operators, or register one by torch.library"
+
+
+def _effect(node: Node) -> Reason | None:
+    """Why a call that is bound to its place by an effect token cannot be lowered."""
+    if node.target is not torch.ops.higher_order.with_effects:
+        return None
+    return Reason(
+        ReasonCode.OUT_VARIANT,
+        f"{node.args[1]} has an effect, which ExecuTorch cannot express",
+        remedy="Write the model without it; of functions of torch.linalg that check their result, "
+        "take the one that does not, as torch.linalg.inv_ex",
+    )
+
+
+def _calls_inside(node: Node) -> Iterator[Node]:
+    """The calls in the branches or the body of a control-flow op."""
+    for argument in node.all_input_nodes:
+        if argument.op == "get_attr":
+            module = getattr(argument.graph.owning_module, str(argument.target), None)
+            if isinstance(module, GraphModule):
+                yield from (n for n in module.graph.nodes if n.op == "call_function")
+
+
+def _unbounded(node: Node) -> Reason | None:
+    """Why memory cannot be planned for a call's result, unless an argument has the same fault."""
+    found = _unbounded_size(node)
+    if found is None or any(map(_unbounded_size, node.all_input_nodes)):
+        return None
+    return Reason(
+        ReasonCode.UNBOUNDED,
+        f"the size {found} of the result of {target_name(node.target)} depends on values, and "
+        "nothing bounds it",
+        remedy="Bound it in the model: torch._check(result.shape[0] <= 100)",
+    )
+
+
+def _unbounded_size(node: Node) -> str | None:
+    for tensor in tensors_of(node.meta.get("val")):
+        for size in tensor.shape:
+            try:
+                eval_upper_bound(size)
+            except RuntimeError:
+                return str(size)
+    return None
+
+
+# --- linear algebra that checks its results -----------------------------------------------------
+
+
+def without_checks(program: ExportedProgram) -> ExportedProgram:
+    """Return ``program`` with the functions of linear algebra that do not check their results.
+
+    A matrix that cannot be inverted gives infinities then. ExecuTorch takes other checks out by
+    itself, and has no way to express this one.
+
+    Args:
+        program: In ATen dialect; it is not changed.
+    """
+    targets = {node.target for node in program.graph.nodes}
+    table = {op: _first_results(op, of) for op, of in _UNCHECKED.items() if op in targets}
+    return program.run_decompositions(table) if table else program
+
+
+_UNCHECKED: Mapping[OpOverload, OpOverload] = MappingProxyType(
+    {
+        _ATEN.inverse.default: _ATEN.linalg_inv_ex.default,
+        _ATEN.linalg_cholesky.default: _ATEN.linalg_cholesky_ex.default,
+        _ATEN.linalg_inv.default: _ATEN.linalg_inv_ex.default,
+        _ATEN.linalg_ldl_factor.default: _ATEN.linalg_ldl_factor_ex.default,
+        _ATEN.linalg_lu_factor.default: _ATEN.linalg_lu_factor_ex.default,
+        _ATEN.linalg_solve.default: _ATEN.linalg_solve_ex.default,
+    }
+)
+
+
+def _first_results(op: OpOverload, unchecked: OpOverload) -> Callable[..., Any]:
+    """``op`` in terms of ``unchecked``, which gives whether it succeeded as a further result."""
+    count = len(op._schema.returns)
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        results = unchecked(*args, **keywords)
+        return results[0] if count == 1 else tuple(results[:count])
+
+    return call

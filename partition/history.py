@@ -20,14 +20,14 @@ class ReportHistory:
     """
 
     def __init__(self, *, is_final: bool = True) -> None:
-        self._is_final = is_final
+        self.is_final = is_final
         self._reports: list[DelegationReport] = []
         self._outcomes: list[Mapping[str, Outcome]] = []
 
     def add(self, report: DelegationReport, blobs: Mapping[str, KeptBlob]) -> None:
         """Add a report, with the blobs of its partitions by tag as far as they are made."""
         self._reports.append(report)
-        awaited = blobs if self._is_final else {}
+        awaited = blobs if self.is_final else {}
         self._outcomes.append({tag: blob.expect() for tag, blob in awaited.items()})
 
     @property

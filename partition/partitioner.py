@@ -25,8 +25,9 @@ from coreml_delegate.op_rules.rule import target_name
 from coreml_delegate.partition.buffers import check_target as check_target_of_states
 from coreml_delegate.partition.buffers import keep_initial_values, states_of
 from coreml_delegate.partition.compressed_weights import require_target, spelled_out, unwrapped
+from coreml_delegate.partition.containers import with_plain_containers
 from coreml_delegate.partition.convertibility import Convertibility, parts_of
-from coreml_delegate.partition.cpu_kernels import register_kernels
+from coreml_delegate.partition.cpu_kernels import register_kernels, without_checks
 from coreml_delegate.partition.decision import decide
 from coreml_delegate.partition.filters import Filters, NodePredicate
 from coreml_delegate.partition.folding import folded
@@ -35,7 +36,7 @@ from coreml_delegate.partition.history import ReportHistory
 from coreml_delegate.partition.isolation import unguarded
 from coreml_delegate.partition.operator_support import refused_calls
 from coreml_delegate.partition.rehearsal import rehearse
-from coreml_delegate.partition.report import DelegationReport, describe
+from coreml_delegate.partition.report import DelegationReport, NodeReport, describe
 from coreml_delegate.partition.selection import Selection
 from coreml_delegate.partition.tagging import DataOwnership, tag_of
 from coreml_delegate.partition.widening import widened
@@ -176,6 +177,7 @@ class CoreMLPartitioner(Partitioner):
         double = self._double()
         rehearse(program, double)
         self._keep(double._kept)
+        _warn_of_missing_kernels(double.report)
         return double.report
 
     @unguarded()
@@ -210,6 +212,7 @@ class CoreMLPartitioner(Partitioner):
         )
         self._keep(conversions.kept.values())
         keep_initial_values(exported_program, conversions.values)
+        register_kernels(target_name(node.target) for node in decision.refused)
         report = describe(
             exported_program,
             decision,
@@ -224,9 +227,10 @@ class CoreMLPartitioner(Partitioner):
         self._history.add(report, conversions.kept)
         if self._complete:
             report.require_complete()
-        register_kernels(node.op for node in report.undelegated)
         for node in report.undelegated:
             logger.info("%s (%s) stays on the CPU: %s", node.name, node.op, node.reason)
+        if self._history.is_final:
+            _warn_of_missing_kernels(report)
         return PartitionResult(
             tagged_exported_program=exported_program,
             partition_tags={
@@ -236,12 +240,14 @@ class CoreMLPartitioner(Partitioner):
         )
 
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
-        """The program in fp32, with plain tensors for weights.
+        """The program in fp32, with plain tensors and containers, and without checks of results.
 
-        See ``widened``, ``folded`` and ``spelled_out``.
+        See ``with_plain_containers``, ``unwrapped``, ``without_checks``, ``widened``, ``folded``
+        and ``spelled_out``.
         """
         target, inside = self._options.deployment_target, self._ownership.constants
-        plain = folded(widened(unwrapped(exported_program)))
+        named = with_plain_containers(exported_program)
+        plain = folded(widened(without_checks(unwrapped(named))))
         return spelled_out(plain, target, veto=self._filters.refusal, constants_inside=inside)
 
     def ops_to_not_decompose(
@@ -381,6 +387,18 @@ class CoreMLPartitioner(Partitioner):
         double._complete = False
         double._kept = []
         return double
+
+
+def _warn_of_missing_kernels(report: DelegationReport) -> None:
+    """Log, once for each operator, what runs neither on Core ML nor on ExecuTorch's runtime."""
+    first: dict[str, NodeReport] = {}
+    for node in report.without_kernel:
+        first.setdefault(node.op, node)
+    for op, node in first.items():
+        place = f" at {node.place}" if node.place else ""
+        obstacle = node.cpu_obstacle
+        remedy = "" if obstacle is None else obstacle.remedy
+        logger.warning("%s%s stays on the CPU, and %s. %s", op, place, obstacle, remedy)
 
 
 def _is_core(op: OpOverload) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+import torch
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from executorch.exir.backend.partitioner import Partitioner, PartitionResult
 from torch._ops import OpOverload
@@ -33,12 +34,13 @@ def rehearse(
         partitioner: Partitions it, and has the report afterwards.
         preserved: The ops to keep from decomposition; None for those that the partitioner names.
     """
-    to_edge_transform_and_lower(
-        program,
-        partitioner=[_Rehearsal(partitioner, preserved)],
-        # Ops that were kept for the delegate are left over here, which is no error.
-        compile_config=EdgeCompileConfig(_check_ir_validity=False),
-    )
+    with torch.no_grad():  # which some operators demand
+        to_edge_transform_and_lower(
+            program,
+            partitioner=[_Rehearsal(partitioner, preserved)],
+            # Ops that were kept for the delegate are left over here, which is no error.
+            compile_config=EdgeCompileConfig(_check_ir_validity=False),
+        )
 
 
 class _Rehearsal(Partitioner):

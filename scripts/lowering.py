@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from executorch.exir import to_edge_transform_and_lower
+import torch
+from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, TensorArgument
 
@@ -27,8 +28,39 @@ def lower(source: Source, partitioner: CoreMLPartitioner) -> Any:
         LoweringError: ExecuTorch fails; the cause is chained.
     """
     exported = _exported(source)
-    with _blaming_executorch("Lowering to Core ML"):
-        return to_edge_transform_and_lower(exported, partitioner=[partitioner]).to_executorch()
+    with console.step("Lowering to Core ML"):
+        return lower_methods({"forward": exported}, partitioner)
+
+
+def lower_methods(
+    methods: Mapping[str, ExportedProgram],
+    partitioner: CoreMLPartitioner,
+    constants: Mapping[str, Any] | None = None,
+) -> Any:
+    """Lower the methods of one program; the partitioner keeps the reports.
+
+    Args:
+        methods: By name, in ATen dialect.
+        partitioner: For all of them.
+        constants: Further methods by name, each with the value it returns; None for none.
+
+    Returns:
+        ExecuTorch's program manager, which writes the ``.pte``.
+
+    Raises:
+        CoreMLDelegateError: See ``lower``.
+    """
+    with _blaming_executorch(), torch.no_grad():
+        edge = to_edge_transform_and_lower(
+            dict(methods),
+            partitioner=[partitioner],
+            constant_methods=None if constants is None else dict(constants),
+            # Operators outside the core ATen opset stay on the CPU; the report says what runs them.
+            compile_config=EdgeCompileConfig(_check_ir_validity=False),
+        )
+        for report in partitioner.reports:
+            report.require_lowerable()
+        return edge.to_executorch()
 
 
 def plan(source: Source, partitioner: CoreMLPartitioner) -> DelegationReport:
@@ -39,7 +71,7 @@ def plan(source: Source, partitioner: CoreMLPartitioner) -> DelegationReport:
         LoweringError: ExecuTorch fails; the cause is chained.
     """
     exported = _exported(source)
-    with _blaming_executorch("Planning"):
+    with console.step("Planning"), _blaming_executorch():
         return partitioner.plan(exported)
 
 
@@ -70,9 +102,9 @@ def _check_outputs(program: ExportedProgram) -> None:
 
 
 @contextmanager
-def _blaming_executorch(step: str) -> Generator[None]:
+def _blaming_executorch() -> Generator[None]:
     try:
-        with console.step(step), console.captured():
+        with console.captured():
             yield
     except CoreMLDelegateError:
         raise

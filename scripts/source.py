@@ -7,8 +7,9 @@ import inspect
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,16 @@ from coreml_delegate.scripts import console, vision
 from coreml_delegate.scripts.sampling import generator, random_tensor
 from coreml_delegate.scripts.weights import load_weights
 
+_CAPTURE_REMEDIES: Mapping[str, str] = MappingProxyType(
+    {
+        "DynamicOutputShapeException": "The size of its result depends on values: write the model "
+        "without it, or keep it out of the model",
+        "DataDependentOutputException": "It gives Python what depends on values: write the model "
+        "without it, or keep it out of the model",
+        "GuardOnDataDependentSymNode": "Use torch.cond or torch.where for what depends on values; "
+        "torch.export.draft_export(model, inputs) names the line",
+    }
+)
 _UNBOUNDED = 2**31  # sizes beyond are what torch.export writes for none
 FORMS = "torchvision:NAME, MODULE:FACTORY or FILE.pt2"
 
@@ -84,6 +95,7 @@ class Source:
         args, kwargs = self.structured(copies)
         with torch.no_grad(), blaming("the model fails on these inputs"):
             results = self.module(*args, **kwargs)
+            register_dataclasses(results)
         return Outcome(tuple(pytree.tree_leaves(results)), tuple(copies))
 
     def run(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
@@ -105,13 +117,28 @@ class Source:
         """
         if self.exported is not None:
             return self.exported
-        with torch.no_grad(), blaming("torch.export cannot capture the model"):
-            return torch.export.export(
-                cast("nn.Module", self.module),
-                self.args,
-                dict(self.kwargs),
-                dynamic_shapes=dynamic_shapes,
-            )
+        with torch.no_grad(), blaming("torch.export cannot capture the model", _capture_remedy):
+            try:
+                return self._trace(dynamic_shapes)
+            except Exception:
+                if not self._registers_result():
+                    raise
+                return self._trace(dynamic_shapes)
+
+    def _trace(self, dynamic_shapes: Any) -> ExportedProgram:
+        return torch.export.export(
+            cast("nn.Module", self.module),
+            self.args,
+            dict(self.kwargs),
+            dynamic_shapes=dynamic_shapes,
+        )
+
+    def _registers_result(self) -> bool:
+        """Whether the result of the model has dataclasses that were unknown to torch."""
+        try:
+            return register_dataclasses(self.module(*self.args, **self.kwargs))
+        except Exception:  # noqa: BLE001 - what torch.export said is said, which has the line
+            return False
 
 
 def copied(leaves: Sequence[Any]) -> list[Any]:
@@ -275,6 +302,7 @@ def _from_factory(source: str, made: Any) -> Source:
             expected="an nn.Module, (nn.Module, example_inputs) or (nn.Module, args, kwargs)",
         )
     args, kwargs = _example_inputs(source, inputs)
+    register_dataclasses((args, kwargs))
     return Source(module.eval(), args, kwargs, None)
 
 
@@ -331,13 +359,42 @@ def importable_from_here() -> Generator[None]:
         sys.path.remove("")
 
 
+def register_dataclasses(tree: Any) -> bool:
+    """Let torch know the dataclasses that are in a model's inputs or results.
+
+    Args:
+        tree: The inputs or results.
+
+    Returns:
+        Whether there are any that it did not know.
+    """
+    unknown = {type(leaf) for leaf in pytree.tree_leaves(tree) if is_dataclass(leaf)} - {type}
+    for kind in unknown:
+        torch.export.register_dataclass(kind)
+    if unknown:
+        register_dataclasses(tree)  # now that it can be looked into
+    return bool(unknown)
+
+
+def _capture_remedy(error: Exception) -> str:
+    otherwise = "With -v the traceback names the line of the model"
+    return _CAPTURE_REMEDIES.get(type(error).__name__, otherwise)
+
+
 @contextmanager
-def blaming(what: str) -> Generator[None]:
-    """Turn whatever foreign code raises into one line that says whose failure it is."""
+def blaming(
+    what: str, remedy_of: Callable[[Exception], str | None] = lambda _: None
+) -> Generator[None]:
+    """Turn whatever foreign code raises into one line that says whose failure it is.
+
+    Args:
+        what: The failure.
+        remedy_of: What the user can do about an exception, or None.
+    """
     try:
         with console.captured():
             yield
     except CoreMLDelegateError:
         raise
     except Exception as error:
-        raise OptionError(what, got=console.first_line(error)) from error
+        raise OptionError(what, got=console.first_line(error), remedy=remedy_of(error)) from error

@@ -13,9 +13,11 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.module_scope import scopes_of
+from coreml_delegate.op_rules import Reason
 from coreml_delegate.op_rules.constants import constant_nodes
 from coreml_delegate.op_rules.rule import target_name
 from coreml_delegate.partition.buffers import mutable_buffers, obstacles_to_states, states_of
+from coreml_delegate.partition.cpu_kernels import cpu_obstacles
 from coreml_delegate.partition.decision import Decision
 from coreml_delegate.partition.deployment import Since, deployment_of
 from coreml_delegate.partition.flops import flops_of
@@ -73,8 +75,9 @@ def describe(
         program,
         enumerated,
     )
+    stuck = cpu_obstacles(node for node in calls if node in decision.refused)
     return DelegationReport(
-        nodes=tuple(_node(node, decision, constants) for node in calls),
+        nodes=tuple(_node(node, decision, constants, stuck.get(node)) for node in calls),
         partitions=tuple(starmap(partitions.describe, decision.partitions.items())),
         obstacles=obstacles(program.graph, decision),
         first_split=first_split(program.graph, decision),
@@ -112,7 +115,9 @@ def _initial(value: torch.Tensor | None, *, is_state: bool) -> str:
     return "constant" if is_state else "stored"
 
 
-def _node(node: Node, decision: Decision, constants: Collection[Node]) -> NodeReport:
+def _node(
+    node: Node, decision: Decision, constants: Collection[Node], cpu_obstacle: Reason | None
+) -> NodeReport:
     scopes = scopes_of(node)
     values = node.all_input_nodes
     return NodeReport(
@@ -128,6 +133,7 @@ def _node(node: Node, decision: Decision, constants: Collection[Node]) -> NodeRe
         reason=decision.refused.get(node),
         flops=flops_of(node),
         weight_bytes=_total(value for value in values if value in constants),
+        cpu_obstacle=cpu_obstacle,
     )
 
 

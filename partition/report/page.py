@@ -137,7 +137,7 @@ def _colour(number: int) -> str:
 
 def _details(node: NodeReport) -> dict[str, Any]:
     """What the side panel shows, by heading, as text."""
-    reason = node.reason
+    reason, obstacle = node.reason, node.cpu_obstacle
     found: dict[str, str | None] = {
         "op": node.op,
         "runs on": "Core ML" if node.delegated else "CPU",
@@ -145,6 +145,8 @@ def _details(node: NodeReport) -> dict[str, Any]:
         "why not": None if reason is None else str(reason),
         "reason code": None if reason is None else reason.code.value,
         "remedy": None if reason is None else reason.remedy,
+        "why not on the CPU": None if obstacle is None else str(obstacle),
+        "remedy on the CPU": None if obstacle is None else obstacle.remedy,
         "takes": "\n".join(node.arguments) or None,
         "gives": "\n".join(node.results) or None,
         "module": f"{node.module or 'root'} ({node.module_class})" if node.module_class else None,

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from coreml_delegate.errors import UnsupportedOperatorError
-from coreml_delegate.op_rules import Reason
+from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
+from coreml_delegate.op_rules import Reason, ReasonCode
 from coreml_delegate.op_rules.rule import GETITEM
 from coreml_delegate.preprocess.kept import Sharing
 
@@ -51,6 +51,7 @@ class NodeReport:
         reason: Why it stays on the CPU, or None if it is delegated.
         flops: Estimated operations, see ``partition.flops``.
         weight_bytes: Size of the parameters and constants that it takes.
+        cpu_obstacle: Why ExecuTorch's own runtime does not run it on the CPU either, or None.
     """
 
     name: str
@@ -65,6 +66,7 @@ class NodeReport:
     reason: Reason | None
     flops: int
     weight_bytes: int
+    cpu_obstacle: Reason | None = None
 
     @property
     def delegated(self) -> bool:
@@ -253,6 +255,11 @@ class DelegationReport:
         return tuple(n for n in self.nodes if not n.delegated)
 
     @property
+    def without_kernel(self) -> tuple[NodeReport, ...]:
+        """The operations that neither Core ML nor ExecuTorch's own runtime runs."""
+        return tuple(n for n in self.undelegated if n.cpu_obstacle is not None)
+
+    @property
     def coverage(self) -> float:
         """Share of operations that are delegated, 0 to 1 (1 for a graph without any)."""
         return Coverage(len(self.delegated), len(self.nodes)).ratio
@@ -296,9 +303,26 @@ class DelegationReport:
         if left:
             raise UnsupportedOperatorError(
                 f"Core ML cannot take {len(left)} node(s) of the graph",
-                got="; ".join(_listed(left)),
+                got="; ".join(_listed((node.name, node.reason) for node in left)),
                 remedy="Change the model, or lower with lower_full_graph=False and strict=False to "
                 "run them on the CPU",
+            )
+
+    def require_lowerable(self) -> None:
+        """Insist that ExecuTorch can lower what stays on the CPU.
+
+        Raises:
+            LoweringError: It cannot; lists every operator with cause and remedy.
+        """
+        left = [
+            node
+            for node in self.without_kernel
+            if node.cpu_obstacle is not None and node.cpu_obstacle.code is not ReasonCode.KERNEL
+        ]
+        if left:
+            raise LoweringError(
+                f"ExecuTorch cannot lower {len(left)} operation(s) that stay on the CPU",
+                got="; ".join(_listed((node.name, node.cpu_obstacle) for node in left)),
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -329,12 +353,12 @@ class DelegationReport:
         return self.to_table()
 
 
-def _listed(nodes: Iterable[NodeReport]) -> Iterable[str]:
-    """Every obstacle with the number and names of its nodes, and its remedy."""
+def _listed(obstacles: Iterable[tuple[str, Reason | None]]) -> Iterable[str]:
+    """Every reason with the number and names of the nodes that have it, and its remedy."""
     grouped: dict[tuple[str, str | None], list[str]] = {}
-    for node in nodes:
-        if node.reason is not None:
-            grouped.setdefault((str(node.reason), node.reason.remedy), []).append(node.name)
+    for name, reason in obstacles:
+        if reason is not None:
+            grouped.setdefault((str(reason), reason.remedy), []).append(name)
     ranked: Mapping[tuple[str, str | None], list[str]] = dict(
         sorted(grouped.items(), key=lambda item: (-len(item[1]), item[0][0]))
     )

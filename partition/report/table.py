@@ -86,8 +86,11 @@ def _on_the_cpu(nodes: Sequence[NodeReport]) -> Iterator[str]:
         node = first[key]
         if node.place:
             yield f"{_INDENT}  {'first ' if count > 1 else ''}at {node.place}"
-        if node.reason is not None and node.reason.remedy:
-            yield f"{_INDENT}  -> {node.reason.remedy}"
+        for reason in filter(None, (node.reason, node.cpu_obstacle)):
+            if reason is node.cpu_obstacle:
+                yield f"{_INDENT}  nor does the CPU run it: {reason}"
+            if reason.remedy:
+                yield f"{_INDENT}  -> {reason.remedy}"
 
 
 def _advice(report: DelegationReport) -> Iterator[str]:

@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from executorch.exir import to_edge_transform_and_lower
 from torch import nn
 from torch.export import ExportedProgram
 
-from coreml_delegate.errors import CoreMLDelegateError, LoweringError
 from coreml_delegate.partition import CoreMLPartitioner
-from coreml_delegate.scripts import console
 from coreml_delegate.scripts.llm.decoder import Decoder
 from coreml_delegate.scripts.llm.layout import DECODE, FORWARD, PREFILL, CacheKind, Layout
 from coreml_delegate.scripts.llm.methods import Decode, Forward, Prefill
+from coreml_delegate.scripts.lowering import lower_methods
 
 
 def export_methods(decoder: Decoder, layout: Layout) -> dict[str, ExportedProgram]:
@@ -64,15 +62,4 @@ def lower(
         CoreMLDelegateError: Our part of the lowering refuses the model.
         LoweringError: ExecuTorch fails; the cause is chained.
     """
-    try:
-        with console.captured():
-            edge = to_edge_transform_and_lower(
-                dict(methods), partitioner=[partitioner], constant_methods=layout.constants()
-            )
-            return edge.to_executorch()
-    except CoreMLDelegateError:
-        raise
-    except Exception as error:
-        raise LoweringError(
-            "ExecuTorch cannot lower the model", got=console.first_line(error)
-        ) from error
+    return lower_methods(methods, partitioner, layout.constants())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -72,15 +74,59 @@ def distances():
     return Distances(), torch.rand(5, 3)
 
 
-class Gamma(nn.Module):
-    """Nothing for ExecuTorch: not a core ATen op."""
+class Leaky(nn.Module):
+    """Nothing for ExecuTorch: the op has no out variant."""
 
     def forward(self, x):
-        return torch.lgamma(x)
+        return nn.functional.rrelu(x, training=True)
 
 
-def gamma():
-    return Gamma(), torch.rand(5)
+def leaky():
+    return Leaky(), torch.rand(5)
+
+
+class LeastSquares(nn.Module):
+    """Nothing for torch.export."""
+
+    def forward(self, x):
+        return torch.linalg.lstsq(x, x)[0]
+
+
+def least_squares():
+    return LeastSquares(), torch.rand(3, 3)
+
+
+class Named(NamedTuple):
+    first: torch.Tensor
+    others: tuple[torch.Tensor, ...]
+
+
+@dataclass
+class Result:
+    """A dataclass that torch does not know."""
+
+    named: Named
+    middle: Any
+    size: int
+    absent: torch.Tensor | None = None
+
+
+class Unusual(nn.Module):
+    """Operators outside the core ATen opset, and a result in many containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = torch.lgamma(self.before(x).exp())
+        x = x + torch.view_as_real(torch.view_as_complex(x.reshape(-1, 3, 2))).reshape(-1, 6)
+        x = self.after(x)
+        return Result(Named(x, (x + 1,)), (torch.median(x, 1), None), 7)
+
+
+def unusual():
+    return Unusual(), torch.rand(4, 6)
 
 
 def stalling():

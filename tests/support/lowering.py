@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from executorch.exir import EdgeProgramManager, to_edge, to_edge_transform_and_lower
+from executorch.exir import (
+    EdgeCompileConfig,
+    EdgeProgramManager,
+    to_edge,
+    to_edge_transform_and_lower,
+)
 from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner
@@ -56,9 +61,21 @@ def fp32_specs(**options: Any) -> list[Any]:
 
 def lower(module: nn.Module, inputs: Inputs, **options: Any) -> Lowered:
     """Lower by ``to_edge_transform_and_lower``; ``options`` are the partitioner's."""
+    return _lower(module, inputs, EdgeCompileConfig(), options)
+
+
+def lower_unchecked(module: nn.Module, inputs: tuple[Any, ...], **options: Any) -> Lowered:
+    """``lower``, operators outside the core ATen opset as well."""
+    with torch.no_grad():
+        return _lower(module, inputs, EdgeCompileConfig(_check_ir_validity=False), options)
+
+
+def _lower(
+    module: nn.Module, inputs: tuple[Any, ...], config: EdgeCompileConfig, options: dict[str, Any]
+) -> Lowered:
     partitioner = CoreMLPartitioner(**({"compile_specs": fp32_specs()} | options))
     exported = torch.export.export(module.eval(), inputs)
-    edge = to_edge_transform_and_lower(exported, partitioner=[partitioner])
+    edge = to_edge_transform_and_lower(exported, partitioner=[partitioner], compile_config=config)
     return Lowered.of(edge, partitioner)
 
 

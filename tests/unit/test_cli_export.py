@@ -123,6 +123,46 @@ def test_nothing_delegated_is_said(capsys):
     )
 
 
+@pytest.mark.parametrize("where", [("--dry-run",), ("-o", "a.pte")], ids=["planned", "written"])
+def test_operators_that_the_runtime_lacks_are_named(where, capsys):
+    assert export(f"{MODELS}:unusual", *where, "--precision", "float32", "--json") == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    obstacles = {n["op"]: n["cpu_obstacle"] for n in report["nodes"] if n["cpu_obstacle"]}
+    assert {op: o["code"] for op, o in obstacles.items()} == {
+        "aten.lgamma.default": "kernel",
+        "aten.median.dim": "kernel",
+        "aten.view_as_complex_copy.default": "kernel",
+    }
+    warnings = captured.err.splitlines()
+    assert len(warnings) == 3
+    assert warnings[0].startswith(
+        "coreml-delegate: warning: aten.lgamma.default at root (Unusual), cli_models.py:"
+    )
+    assert "no kernel aten::lgamma.out. Register a kernel aten::lgamma.out" in warnings[0]
+
+
+def test_operators_that_executorch_cannot_lower_are_an_error(folder, capsys):
+    assert export(f"{MODELS}:leaky", "-o", "a.pte", "--report", "a.json") == 1
+    warning, error = capsys.readouterr().err.splitlines()
+    obstacle = "aten.rrelu_with_noise_functional.default has no out variant"
+    assert obstacle in warning
+    assert error.startswith(
+        "coreml-delegate: error: ExecuTorch cannot lower 1 operation(s) that stay on the CPU: "
+        f"got 1 x {obstacle}, which ExecuTorch calls [Write the model with other operators, or "
+    )
+    assert leftovers(folder) == set()
+
+
+def test_results_in_any_container_are_written_and_compared(capsys):
+    source = f"{MODELS}:unusual"
+    assert export(source, "-o", "a.pte", "--precision", "float32") == 0
+    capsys.readouterr()
+    assert main(["verify", source, "a.pte", "--min-sqnr", "60", "--json"]) == 0
+    # Two of the named tuple, two of the median, and the size.
+    assert len(json.loads(capsys.readouterr().out)) == 5
+
+
 def test_dry_run_writes_the_report_and_nothing_else(folder, capsys):
     reports = ("--report", "a.html", "--report", "a.json", "--report", "a.txt")
     assert export(*TINY, "--dry-run", "-o", "a.pte", *reports) == 0
@@ -227,10 +267,11 @@ REFUSED = {
         [f"{MODELS}:distances", "--full-graph"],
         "Core ML cannot take 1 node(s) of the graph: got ",
     ),
-    "not for ExecuTorch": (
-        [f"{MODELS}:gamma"],
-        "ExecuTorch cannot lower the model: got SpecViolationError: Operator "
-        "torch._ops.aten.lgamma.default is not in Core ATen opset",
+    "not for torch.export": (
+        [f"{MODELS}:least_squares"],
+        "torch.export cannot capture the model: got DynamicOutputShapeException: "
+        "aten.linalg_lstsq.default. The size of its result depends on values: write the model "
+        "without it",
     ),
     "no weights": (
         [f"{MODELS}:tiny", "--weights", "gone.pt"],

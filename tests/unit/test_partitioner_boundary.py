@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.lowering import lower, reasons
+from executorch.exir import to_edge_transform_and_lower
+from support.lowering import fp32_specs, lower, lower_unchecked, reasons
 from support.tolerances import ATOL_RTOL
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from coreml_delegate import runtime
+from coreml_delegate import CoreMLPartitioner, runtime
 from coreml_delegate.errors import InputError
 from coreml_delegate.op_rules import ReasonCode
 
@@ -84,6 +86,66 @@ def test_channels_last_inputs_stay_outside() -> None:
     text = reasons(lowered.report)["aten.convolution.default"]
     assert text == "'x' has dim order (0, 2, 3, 1), Core ML is row-major"
     assert_equal_eager(lowered.pte, module, inputs)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_results_of_the_cpu_in_another_layout_stay_outside(copied: bool) -> None:
+    class Factor(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.conv = nn.Conv2d(1, 1, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            factor = torch.linalg.qr(self.conv(x))[1]  # column-major
+            return self.conv(factor.contiguous() if copied else factor.abs())
+
+    module, inputs = Factor(), (torch.rand(1, 1, 4, 4),)
+    lowered = lower_unchecked(module, inputs)
+    assert lowered.report.without_kernel[0].op == "aten.linalg_qr.default"
+    layouts = [n.op for n in lowered.report.undelegated if n.reason.code is ReasonCode.LAYOUT]
+    # A copy is where the layout ends; a composite op on the CPU is decomposed.
+    copy = "dim_order_ops._clone_dim_order.default"
+    assert layouts == ([copy] if copied else ["aten.abs.default", "aten.convolution.default"])
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda x: Pair(x.sin(), x.cos()), id="named tuple"),
+        pytest.param(lambda x: torch.max(x, 1), id="return type"),
+        pytest.param(lambda x: {"a": [Pair(x.sin(), torch.sort(x, 1))]}, id="nested"),
+    ],
+)
+def test_containers_that_a_pte_has_no_name_for(function: Callable[..., Any]) -> None:
+    module, inputs = Function(function), (torch.rand(2, 3),)
+    exported = torch.export.export(module, inputs)
+    partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
+    edge = to_edge_transform_and_lower(exported, partitioner=[partitioner])
+    results = runtime.load_program(edge.to_executorch().buffer).run("forward", list(inputs))
+    expected = tree_leaves(module(*inputs))
+    for actual, tensor in zip(results, expected, strict=True):
+        torch.testing.assert_close(actual, tensor, atol=ATOL, rtol=RTOL)
+    # The exported program is as it was.
+    again = exported.module()(*inputs)
+    assert type(again) is type(module(*inputs))
+
+
+def test_inputs_in_containers_that_a_pte_has_no_name_for() -> None:
+    class Sum(nn.Module):
+        def forward(self, pair: Pair) -> torch.Tensor:
+            return pair.first.sin() + pair.second
+
+    inputs = (torch.rand(2, 3), torch.rand(2, 3))
+    lowered = lower(Sum(), (Pair(*inputs),))
+    (actual,) = runtime.load_program(lowered.pte).run("forward", list(inputs))
+    torch.testing.assert_close(actual, Sum()(Pair(*inputs)), atol=ATOL, rtol=RTOL)
 
 
 def test_row_major_copies_of_channels_last_inputs_are_delegated() -> None:

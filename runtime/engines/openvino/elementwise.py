@@ -7,6 +7,7 @@ from collections.abc import Callable
 import openvino as ov
 from openvino import opset15 as ops
 
+from coreml_delegate.runtime.engines.openvino import integers
 from coreml_delegate.runtime.engines.openvino.graph import (
     GRAPH_TYPE,
     converted,
@@ -48,19 +49,18 @@ _UNARY: dict[str, Callable[[Tensor], Result]] = {
 
 _BINARY: dict[str, Callable[[Tensor, Tensor], Result]] = {
     "add": ops.add,
-    "equal": ops.equal,
-    "greater": ops.greater,
-    "greater_equal": ops.greater_equal,
-    "less": ops.less,
-    "less_equal": ops.less_equal,
+    "equal": integers.equality(ops.equal),
+    "greater": integers.order(ops.greater, ops.not_equal, first=False),
+    "greater_equal": integers.order(ops.greater_equal, ops.equal, first=True),
+    "less": integers.order(ops.less, ops.not_equal, first=True),
+    "less_equal": integers.order(ops.less_equal, ops.equal, first=False),
     "logical_and": ops.logical_and,
     "logical_or": ops.logical_or,
     "logical_xor": ops.logical_xor,
     "maximum": ops.maximum,
     "minimum": ops.minimum,
-    "mod": ops.floor_mod,
     "mul": ops.multiply,
-    "not_equal": ops.not_equal,
+    "not_equal": integers.equality(ops.not_equal),
     "sub": ops.subtract,
 }
 
@@ -87,17 +87,20 @@ for _op_type, _binary in _BINARY.items():
 
 @translation("real_div")
 def real_div(x: Tensor, y: Tensor) -> Result:
-    """``x / y``; integers divide as floats and are truncated by the declared result type."""
-    return ops.divide(f32(x), f32(y))
+    """``x / y``, of integers without its fraction."""
+    return ops.divide(x, y) if is_float(x) else integers.truncated_divide(x, y)
 
 
 @translation("floor_div")
 def floor_div(x: Tensor, y: Tensor) -> Result:
     """``x / y`` rounded towards negative infinity."""
-    if is_float(x):
-        return ops.floor(ops.divide(x, y))
-    # (x - x mod y) / y leaves no remainder, so it does not matter how integer division rounds.
-    return ops.divide(ops.subtract(x, ops.floor_mod(x, y)), y)
+    return ops.floor(ops.divide(x, y)) if is_float(x) else integers.floor_divide(x, y)
+
+
+@translation("mod")
+def modulo(x: Tensor, y: Tensor) -> Result:
+    """What remains of ``x / y``, with the sign of ``y``."""
+    return ops.floor_mod(x, y) if is_float(x) else integers.floor_modulo(x, y)
 
 
 @translation("pow")
@@ -150,19 +153,21 @@ def cast(x: Tensor, dtype: str) -> Result:
 
     Floats become integers by truncation and booleans by comparison with zero.
     """
-    destination = GRAPH_TYPE.get(DType.from_label(dtype))
+    target = DType.from_label(dtype)
+    destination = GRAPH_TYPE.get(target)
     if destination is None:
         raise refuse("cast to a type that has no place in the graph", dtype)
     if is_float(x) and destination in (ov.Type.i8, ov.Type.u8):
         # Out-of-range floats saturate in one step and wrap in two; integers everywhere wrap.
         x = ops.convert(x, "i32")
-    return converted(x, destination)
+    result = converted(x, destination)
+    return integers.wrapped(result, target) if target in (DType.INT16, DType.UINT16) else result
 
 
 @translation("select")
 def select(cond: Tensor, a: Tensor, b: Tensor) -> Result:
     """``a`` where ``cond`` holds, ``b`` elsewhere."""
-    return ops.select(converted(cond, ov.Type.boolean), a, b)
+    return integers.select(converted(cond, ov.Type.boolean), a, b)
 
 
 @translation("identity")

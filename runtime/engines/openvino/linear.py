@@ -8,6 +8,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset15 as ops
 
+from coreml_delegate.runtime.engines.openvino import integers
 from coreml_delegate.runtime.engines.openvino.decompression import expanded, multiplicable
 from coreml_delegate.runtime.engines.openvino.graph import (
     converted,
@@ -19,7 +20,6 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     is_float,
     rank,
     scalar,
-    static_dims,
 )
 from coreml_delegate.runtime.engines.openvino.registry import (
     Result,
@@ -50,21 +50,14 @@ def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = 
 
 
 def _integer_product(x: Tensor, y: Tensor, transpose_x: bool, transpose_y: bool) -> Result:
-    """As ``matmul``, exact: the plugin multiplies matrices and adds up axes as floats.
+    """As ``matmul``, exact: the plugin multiplies matrices as floats.
 
     Integers meet in index arithmetic, so the products are few.
     """
     rows = ops.unsqueeze(x, ints(0)) if rank(x) == 1 else _swapped(x) if transpose_x else x
     columns = ops.unsqueeze(y, ints(0)) if rank(y) == 1 else y if transpose_y else _swapped(y)
     products = ops.multiply(ops.unsqueeze(rows, ints(-2)), ops.unsqueeze(columns, ints(-3)))
-    (length,) = static_dims(products, (-1,))
-    while length > 1:
-        half = length // 2
-        sizes = (half, half, 1) if length % 2 else (half, half)
-        first, second, *odd = ops.variadic_split(products, ints(-1), ints(sizes)).outputs()
-        products = ops.concat([ops.add(first, second), *odd], -1)
-        length -= half
-    result = ops.squeeze(products, ints((-1,)))
+    result = integers.total(products, (-1,), False)
     dropped = [axis for axis, side in ((-2, x), (-1, y)) if rank(side) == 1]
     return ops.squeeze(result, ints(dropped)) if dropped else result
 

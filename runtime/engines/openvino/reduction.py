@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from openvino import opset15 as ops
 
+from coreml_delegate.runtime.engines.openvino import integers
 from coreml_delegate.runtime.engines.openvino.graph import f32, ints, is_float, rank
 from coreml_delegate.runtime.engines.openvino.registry import (
     Ints,
@@ -16,49 +16,58 @@ from coreml_delegate.runtime.engines.openvino.registry import (
     translation,
 )
 
-_Reduce = Callable[[Tensor, Any, bool], Result]
+_Reduce = Callable[[Tensor, Sequence[int], bool], Result]
 
 
-def _log_sum_exp(x: Tensor, axes: Any, keep_dims: bool) -> Result:
-    peak = ops.reduce_max(x, axes, True)
-    total = ops.reduce_sum(ops.exp(ops.subtract(x, peak)), axes, keep_dims)
-    return ops.add(ops.log(total), peak if keep_dims else ops.squeeze(peak, axes))
+def _plain(reduce: Callable[..., Result]) -> _Reduce:
+    return lambda x, axes, keep_dims: reduce(x, ints(axes), keep_dims)
 
 
-def _sum_square(x: Tensor, axes: Any, keep_dims: bool) -> Result:
-    return ops.reduce_sum(ops.multiply(x, x), axes, keep_dims)
+def _log_sum_exp(x: Tensor, axes: Sequence[int], keep_dims: bool) -> Result:
+    peak = ops.reduce_max(x, ints(axes), True)
+    total = ops.reduce_sum(ops.exp(ops.subtract(x, peak)), ints(axes), keep_dims)
+    return ops.add(ops.log(total), peak if keep_dims else ops.squeeze(peak, ints(axes)))
 
 
-def _log_sum(x: Tensor, axes: Any, keep_dims: bool) -> Result:
-    return ops.log(ops.reduce_sum(x, axes, keep_dims))
+def _log_sum(x: Tensor, axes: Sequence[int], keep_dims: bool) -> Result:
+    return ops.log(ops.reduce_sum(x, ints(axes), keep_dims))
 
 
-# op type -> (graph, whether integers must be reduced as floats)
-_REDUCTIONS: dict[str, tuple[_Reduce, bool]] = {
-    "reduce_l1_norm": (ops.reduce_l1, False),
-    "reduce_l2_norm": (ops.reduce_l2, True),
-    "reduce_log_sum": (_log_sum, True),
-    "reduce_log_sum_exp": (_log_sum_exp, True),
-    "reduce_max": (ops.reduce_max, False),
-    "reduce_mean": (ops.reduce_mean, True),
-    "reduce_min": (ops.reduce_min, False),
-    "reduce_prod": (ops.reduce_prod, False),
-    "reduce_sum": (ops.reduce_sum, False),
-    "reduce_sum_square": (_sum_square, False),
+def _of_squares(total: _Reduce) -> _Reduce:
+    return lambda x, axes, keep_dims: total(ops.multiply(x, x), axes, keep_dims)
+
+
+def _of_magnitudes(total: _Reduce) -> _Reduce:
+    return lambda x, axes, keep_dims: total(ops.abs(x), axes, keep_dims)
+
+
+# op type -> (graph, graph for integers or None to reduce them as floats)
+_REDUCTIONS: dict[str, tuple[_Reduce, _Reduce | None]] = {
+    "reduce_l1_norm": (_plain(ops.reduce_l1), _of_magnitudes(integers.total)),
+    "reduce_l2_norm": (_plain(ops.reduce_l2), None),
+    "reduce_log_sum": (_log_sum, None),
+    "reduce_log_sum_exp": (_log_sum_exp, None),
+    "reduce_max": (_plain(ops.reduce_max), integers.extremum("max")),
+    "reduce_mean": (_plain(ops.reduce_mean), None),
+    "reduce_min": (_plain(ops.reduce_min), integers.extremum("min")),
+    "reduce_prod": (_plain(ops.reduce_prod), _plain(ops.reduce_prod)),
+    "reduce_sum": (_plain(ops.reduce_sum), integers.total),
+    "reduce_sum_square": (_of_squares(_plain(ops.reduce_sum)), _of_squares(integers.total)),
 }
 
 
-def _register(op_type: str, build: _Reduce, as_float: bool) -> None:
+def _register(op_type: str, build: _Reduce, of_integers: _Reduce | None) -> None:
     def reduce(x: Tensor, axes: Ints | None = None, keep_dims: bool = False) -> Result:
-        if as_float and not is_float(x):
-            x = f32(x)
-        return build(x, ints(axes or tuple(range(rank(x)))), keep_dims)
+        over = axes or tuple(range(rank(x)))
+        if is_float(x) or of_integers is None:
+            return build(f32(x), over, keep_dims)
+        return of_integers(x, over, keep_dims)
 
     register(op_type, reduce)
 
 
-for _op_type, (_build, _as_float) in _REDUCTIONS.items():
-    _register(_op_type, _build, _as_float)
+for _op_type, (_build, _of_integers) in _REDUCTIONS.items():
+    _register(_op_type, _build, _of_integers)
 
 
 def _register_argument(op_type: str, mode: str) -> None:

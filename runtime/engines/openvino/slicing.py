@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from openvino import opset15 as ops
 
+from coreml_delegate.runtime.engines.openvino import integers
 from coreml_delegate.runtime.engines.openvino.graph import (
     INT_MAX,
     INT_MIN,
@@ -235,7 +236,7 @@ def band_part(x: Tensor, lower: int = -1, upper: int = -1) -> Result:
         ops.less_equal(below, ints(lower if lower >= 0 else INT_MAX)),
         ops.greater_equal(below, ints(-upper if upper >= 0 else INT_MIN)),
     )
-    return ops.select(keep, x, scalar(0, x))
+    return integers.select(keep, x, scalar(0, x))
 
 
 def _arange(x: Tensor, axis: int) -> Any:

@@ -41,13 +41,23 @@ _UNARY: dict[str, _Unary] = {
     "tanh": torch.tanh,
 }
 
+
+def _division(function: _Binary) -> _Binary:
+    """``function``, of integers in 64 bits: the least int32 by -1 would kill the process."""
+
+    def run(x: Tensor, y: Tensor) -> Tensor:
+        return function(x, y) if x.is_floating_point() else function(x.long(), y.long()).to(x.dtype)
+
+    return run
+
+
 # torch's fp16 kernels of the rest compute in fp32 and round once; these are an ulp off at times.
 _LOOSE_IN_FP16 = {"acos", "asin", "atan", "atanh", "erf"}
 
 _BINARY: dict[str, _Binary] = {
     "add": torch.add,
     "equal": torch.eq,
-    "floor_div": torch.floor_divide,
+    "floor_div": _division(torch.floor_divide),
     "greater": torch.gt,
     "greater_equal": torch.ge,
     "less": torch.lt,
@@ -57,13 +67,13 @@ _BINARY: dict[str, _Binary] = {
     "logical_xor": torch.logical_xor,
     "maximum": torch.maximum,
     "minimum": torch.minimum,
-    "mod": torch.remainder,  # the sign of the divisor
+    "mod": _division(torch.remainder),  # the sign of the divisor
     "mul": torch.mul,
     "not_equal": torch.ne,
     "pow": torch.pow,
     # The declared result of two integers is an integer: the quotient without its fraction.
-    "real_div": lambda x, y: torch.div(
-        x, y, rounding_mode=None if x.is_floating_point() else "trunc"
+    "real_div": _division(
+        lambda x, y: torch.div(x, y, rounding_mode=None if x.is_floating_point() else "trunc")
     ),
     "sub": torch.sub,
 }

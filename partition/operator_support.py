@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate import op_rules
 from coreml_delegate.op_rules import Reason
-from coreml_delegate.op_rules.constants import WideConstants
+from coreml_delegate.op_rules.integer_ranges import WideIntegers
 from coreml_delegate.partition.enumerated import undetermined_calls
 from coreml_delegate.partition.filters import Filters
 from coreml_delegate.shapes import EnumeratedShapes
@@ -19,7 +22,8 @@ def refused_calls(
     target: Opset | None,
     *,
     filters: Filters,
-    wide: WideConstants,
+    wide: WideIntegers,
+    values: Mapping[str, torch.Tensor],
     constants_inside: bool,
     enumerated: EnumeratedShapes | None = None,
 ) -> dict[Node, Reason]:
@@ -29,11 +33,12 @@ def refused_calls(
         program: In ATen or edge dialect.
         target: Opset of the deployment target, or None.
         filters: What the user keeps out; named before what Core ML cannot take.
-        wide: What is known about constants that Core ML cannot hold.
+        wide: What is known about integers that Core ML cannot hold.
+        values: Real values of parameters and buffers by name, as far as they are at hand.
         constants_inside: Whether Core ML is given the program's constants.
         enumerated: The shapes that the program's inputs are to have, or None.
     """
-    unfit = undetermined_calls(program, enumerated) | wide.obstacles(program)
+    unfit = undetermined_calls(program, enumerated) | wide.obstacles(program, values)
     return op_rules.obstacles_in(
         program,
         target,

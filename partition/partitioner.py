@@ -20,7 +20,8 @@ from coreml_delegate import op_rules
 from coreml_delegate.backend import CoreMLBackend, check_single_backend
 from coreml_delegate.compile_options import CompileOptions, WeightSharing
 from coreml_delegate.op_rules import Reason, rule_of
-from coreml_delegate.op_rules.constants import WideConstants, constant_nodes
+from coreml_delegate.op_rules.constants import constant_nodes
+from coreml_delegate.op_rules.integer_ranges import WideIntegers
 from coreml_delegate.op_rules.rule import target_name
 from coreml_delegate.partition.buffers import check_target as check_target_of_states
 from coreml_delegate.partition.buffers import keep_initial_values, states_of
@@ -117,7 +118,7 @@ class CoreMLPartitioner(Partitioner):
         self._complete = lower_full_graph or strict
         # Local verdicts foretell in ATen dialect what they will be in edge dialect; these do not.
         self._rehearses = node_filter is not None or not self._selection.is_open
-        self._wide = WideConstants()
+        self._wide = WideIntegers()
         self._history = ReportHistory()
         self._keep_fp32 = keep_fp32
         self._converts = True
@@ -200,7 +201,9 @@ class CoreMLPartitioner(Partitioner):
         self._filters.note(exported_program)
         self._filters.check_patterns()
         conversions = Convertibility(exported_program, inside=self._ownership.constants)
-        refused = self._tried(exported_program, self._refused(exported_program), conversions)
+        refused = self._tried(
+            exported_program, self._refused(exported_program, conversions), conversions
+        )
         require_target(refused)
         decision = decide(
             exported_program,
@@ -270,7 +273,7 @@ class CoreMLPartitioner(Partitioner):
     def _ops_to_preserve(self, ep: ExportedProgram) -> set[OpOverload]:
         self.note(ep)
         conversions = Convertibility(ep, inside=self._ownership.constants)
-        refused = self._tried(ep, self._refused(ep), conversions, only=_is_preserved)
+        refused = self._tried(ep, self._refused(ep, conversions), conversions, only=_is_preserved)
         verdicts: dict[OpOverload, bool] = {}
         for node in ep.graph.nodes:
             if node.op != "call_function" or not isinstance(node.target, OpOverload):
@@ -288,12 +291,13 @@ class CoreMLPartitioner(Partitioner):
         self._wide.note(program)
         self._filters.note(program)
 
-    def _refused(self, program: ExportedProgram) -> dict[Node, Reason]:
+    def _refused(self, program: ExportedProgram, conversions: Convertibility) -> dict[Node, Reason]:
         return refused_calls(
             program,
             self._options.deployment_target,
             filters=self._filters,
             wide=self._wide,
+            values=conversions.values,
             constants_inside=self._ownership.constants,
             enumerated=self._options.enumerated_shapes,
         )
@@ -381,7 +385,7 @@ class CoreMLPartitioner(Partitioner):
         """A partitioner of the same options that has seen no program and demands nothing."""
         double = copy.copy(self)
         double._filters = self._filters.anew()
-        double._wide = WideConstants()
+        double._wide = WideIntegers()
         double._history = ReportHistory(is_final=False)
         double._preserved = None
         double._complete = False

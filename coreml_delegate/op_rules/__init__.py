@@ -27,7 +27,8 @@ from coreml_delegate.op_rules import (
     shape,
     sizes,
 )
-from coreml_delegate.op_rules.constants import WideConstants, constant_nodes, narrow_constants
+from coreml_delegate.op_rules.constants import constant_nodes, narrow_constants
+from coreml_delegate.op_rules.integer_ranges import WideIntegers
 from coreml_delegate.op_rules.layouts import layout_obstacles
 from coreml_delegate.op_rules.refused import REFUSED
 from coreml_delegate.op_rules.rule import GETITEM, OpCall, OpRule, Reason, ReasonCode, target_name
@@ -92,7 +93,7 @@ def obstacles_in(
         veto: Reasons of the caller's own, which come first.
     """
     constants = constant_nodes(program) if constants_inside else frozenset[Node]()
-    around = WideConstants().obstacles(program)
+    around = WideIntegers().obstacles(program)
     if constants_inside:
         around |= narrow_constants(program)
 

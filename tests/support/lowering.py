@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,17 @@ from coreml_delegate.op_rules.rule import GETITEM, target_name
 from coreml_delegate.partition import DelegationReport
 
 Inputs = tuple[torch.Tensor, ...]
+
+
+class Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.function(*inputs)
 
 
 @dataclass(frozen=True)

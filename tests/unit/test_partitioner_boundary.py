@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from executorch.exir import to_edge_transform_and_lower
-from support.lowering import fp32_specs, lower, lower_unchecked, reasons
+from support.lowering import Function, fp32_specs, lower, lower_unchecked, reasons
 from support.tolerances import ATOL_RTOL
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -18,17 +18,6 @@ from coreml_delegate.errors import InputError
 from coreml_delegate.op_rules import ReasonCode
 
 ATOL, RTOL = ATOL_RTOL["fp32"]
-
-
-class Function(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.function(x)
 
 
 def assert_equal_eager(pte: bytes, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -188,16 +177,61 @@ def test_results_of_a_skipped_op_stay_outside_with_it() -> None:
     assert_equal_eager(lowered.pte, module, inputs)
 
 
-def test_numbers_beyond_int32_and_what_they_reach_stay_outside() -> None:
+@pytest.mark.parametrize("at_hand", [True, False], ids=["values", "no values"])
+def test_numbers_beyond_int32_and_what_they_reach_stay_outside(
+    at_hand: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not at_hand:
+        monkeypatch.setattr("coreml_delegate.partition.convertibility.real_values", lambda _: {})
     module = Function(lambda x: torch.relu((x + 2**32 + 1).float()) * 2.0)
     inputs = (torch.tensor([-5, 7]),)
     lowered = lower(module, inputs)
+    # The number is hidden in a constant of edge dialect; without values, so may the other one be.
     assert lowered.operators == (
         "aten.add.Tensor",
         "aten.add.Tensor",
         "dim_order_ops._to_dim_order_copy.default",
     )
-    assert "may be beyond int32" in reasons(lowered.report)["aten.add.Tensor"]
+    said = "has int64 values 4294967296 to 4294967296" if at_hand else "may be beyond int32"
+    assert said in reasons(lowered.report)["aten.add.Tensor"]
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
+@pytest.mark.parametrize(
+    ("function", "stays", "values"),
+    [
+        (lambda x: torch.arange(100000).sum() + x.argmax(), "sum.dim_IntList", "0 to 9999900000"),
+        (lambda x: x.argmax(-1) * 2**30, "mul.Tensor", "0 to 5368709120"),
+        (lambda x: (x > 0).cumsum(1) * 2**29, "mul.Tensor", "0 to 3221225472"),
+        (lambda x: -x.long().clamp(-5, 5) * 2**29, "mul.Tensor", "-2684354560 to 2684354560"),
+        (lambda x: (x.long() % 70000) ** 2, "pow.Tensor_Scalar", "0 to 4899860001"),
+        (lambda x: torch.topk(x, 2)[1].sum() * 2**28, "mul.Tensor", "0 to 2684354560"),
+    ],
+    ids=["arange", "argmax", "truths", "clamp", "remainder", "topk"],
+)
+def test_results_known_to_reach_beyond_int32_stay_outside(function, stays, values) -> None:
+    module, inputs = (
+        Function(function),
+        (torch.tensor([[-3.0, 4, 2, 9, -1, 90000]]),),
+    )
+    lowered = lower(module, inputs)
+    assert f"aten.{stays}" in lowered.operators
+    assert f"can have int64 values {values}, Core ML has int32" in " ".join(
+        reasons(lowered.report).values()
+    )
+    assert lowered.report.partitions
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
+def test_integers_that_fit_are_delegated() -> None:
+    def function(x: torch.Tensor, ids: torch.Tensor) -> Any:
+        near = x.argmax(-1) * 2**28, (torch.arange(6) * 2**40) % 1000 * 3, torch.arange(6).cumsum(0)
+        return *near, ids * 2**20  # of which nothing is known
+
+    module, inputs = Function(function), (torch.eye(6), torch.tensor([-2000, 7]))
+    lowered = lower(module, inputs)
+    # What is computed of a wide number, but fits, goes on inside.
+    assert lowered.operators == ("aten.mul.Tensor", "aten.remainder.Scalar")
     assert_equal_eager(lowered.pte, module, inputs)
 
 

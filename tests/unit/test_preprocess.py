@@ -13,7 +13,7 @@ import pytest
 import torch
 from executorch.exir import EdgeCompileConfig, to_edge
 from executorch.exir.backend.compile_spec_schema import CompileSpec
-from support.lowering import fp32_specs
+from support.lowering import Function, fp32_specs
 from support.tolerances import sqnr_db
 from torch import nn
 from torch.export import ExportedProgram
@@ -51,17 +51,6 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.linear(x))
-
-
-class Function(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        return self.function(*inputs)
 
 
 def edge_program(module: nn.Module, *inputs: torch.Tensor) -> ExportedProgram:

@@ -227,3 +227,27 @@ def test_floats_without_a_place_become_the_least_integer(engine):
     x = np.array([3e9, -3e9, 1e20, np.inf, -np.inf, np.nan, 2147483520, -1.9], np.float32)
     (result,) = run(engine, lambda x: mb.cast(x=x, dtype="int32"), {"x": x})
     np.testing.assert_array_equal(result, [_LIMITS.min] * 6 + [2147483520, -1])
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_magnitudes_of_what_is_made_of_constants_and_shapes(engine, dtype):
+    x = np.arange(4, dtype=dtype)
+
+    def add_up(x):
+        filled = mb.fill_like(ref_tensor=x, value=dtype(-3))
+        count = mb.sub(x=mb.shape(x=x), y=np.int32([9]))
+        return mb.add(
+            x=mb.add(x=x, y=mb.abs(x=filled)),
+            y=mb.cast(x=mb.abs(x=count), dtype=np.dtype(dtype).name.replace("float", "fp")),
+        )
+
+    (result,) = run(engine, add_up, {"x": x})
+    np.testing.assert_array_equal(result, x + 3 + 5)
+
+
+@pytest.mark.parametrize("op", _DIVISIONS)
+def test_divisions_by_a_number_filled_in(engine, op):
+    def divide(x):
+        return getattr(mb, op)(x=x, y=mb.fill_like(ref_tensor=x, value=np.int32(-3)))
+
+    _check(engine, divide, {"x": _FIRST}, _DIVISIONS[op](_FIRST, -3))

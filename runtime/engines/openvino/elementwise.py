@@ -13,6 +13,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     converted,
     f32,
     is_float,
+    magnitude,
     scalar,
 )
 from coreml_delegate.runtime.engines.openvino.registry import (
@@ -25,7 +26,7 @@ from coreml_delegate.runtime.engines.openvino.registry import (
 from coreml_delegate.runtime.mil.dtypes import DType
 
 _UNARY: dict[str, Callable[[Tensor], Result]] = {
-    "abs": ops.abs,
+    "abs": magnitude,
     "acos": ops.acos,
     "asin": ops.asin,
     "atan": ops.atan,

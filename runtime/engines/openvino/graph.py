@@ -162,6 +162,28 @@ def f32(value: Tensor) -> Any:
     return value if element_type(value) == ov.Type.f32 else ops.convert(value, "f32")
 
 
+def magnitude(value: Tensor) -> Any:
+    """Absolute values.
+
+    OpenVINO 2026.4 computes bounds of what is made of constants and shapes, and drops its ``Abs``
+    though they are negative.
+    """
+    return ops.abs(value) if _is_computed(value) else ops.maximum(value, ops.negative(value))
+
+
+def _is_computed(value: Tensor) -> bool:
+    """Whether the content of an input is part of what a value is made of."""
+    pending, seen = [output(value).get_node()], set[str]()
+    while pending:
+        node = pending.pop()
+        if node.get_type_name() in ("Parameter", "ReadValue"):
+            return True
+        if node.get_name() not in seen and node.get_type_name() != "ShapeOf":
+            seen.add(node.get_name())
+            pending += [source.get_node() for source in node.input_values()]
+    return False
+
+
 def converted(value: Tensor, destination: ov.Type) -> Any:
     """A value with element type ``destination``; booleans are tested against zero."""
     source = element_type(value)

@@ -20,6 +20,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     f32,
     ints,
     known,
+    magnitude,
     output,
     rank,
     scalar,
@@ -91,7 +92,7 @@ def floor_divide(x: Any, y: Any) -> Any:
     rest = ops.subtract(x, ops.multiply(quotient, y))
     quotient = ops.add(quotient, ops.convert(ops.floor(ops.divide(f32(rest), f32(y))), "i32"))
     rest = ops.multiply(ops.subtract(x, ops.multiply(quotient, y)), ops.sign(y))
-    size = ops.abs(y)
+    size = magnitude(y)
     below = _is_negative(rest)
     rest = ops.add(rest, ops.multiply(below, size))
     above = ops.subtract(ints(1), _is_negative(ops.subtract(rest, size)))
@@ -109,7 +110,7 @@ def truncated_divide(x: Any, y: Any) -> Any:
     rest = ops.subtract(x, ops.multiply(quotient, y))
     # Rounded down where it is negative and not whole.
     is_negative = ops.subtract(_is_negative(x), _is_negative(y))
-    unlike = ops.multiply(ops.multiply(is_negative, is_negative), ops.abs(ops.sign(rest)))
+    unlike = ops.multiply(ops.multiply(is_negative, is_negative), magnitude(ops.sign(rest)))
     return ops.add(quotient, unlike)
 
 

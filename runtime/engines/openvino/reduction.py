@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino import integers
-from coreml_delegate.runtime.engines.openvino.graph import f32, ints, is_float, rank
+from coreml_delegate.runtime.engines.openvino.graph import f32, ints, is_float, magnitude, rank
 from coreml_delegate.runtime.engines.openvino.registry import (
     Ints,
     Result,
@@ -38,7 +38,7 @@ def _of_squares(total: _Reduce) -> _Reduce:
 
 
 def _of_magnitudes(total: _Reduce) -> _Reduce:
-    return lambda x, axes, keep_dims: total(ops.abs(x), axes, keep_dims)
+    return lambda x, axes, keep_dims: total(magnitude(x), axes, keep_dims)
 
 
 # op type -> (graph, graph for integers or None to reduce them as floats)

@@ -17,6 +17,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     dims,
     f32,
     ints,
+    magnitude,
     rank,
     reshape,
     scalar,
@@ -303,7 +304,7 @@ def _grid_positions(
 def _folded(grid: Any) -> Any:
     """Coordinates reflected at -1 and 1 until they lie between."""
     one, half = scalar(1, grid), scalar(0.5, grid)
-    distance = ops.abs(ops.multiply(ops.add(grid, one), half))
+    distance = magnitude(ops.multiply(ops.add(grid, one), half))
     turns = ops.floor(distance)
     rest = ops.subtract(distance, turns)
     odd = ops.not_equal(ops.floor_mod(turns, scalar(2, turns)), scalar(0, turns))

@@ -17,6 +17,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     ints,
     is_float,
     known_ints,
+    magnitude,
     rank,
     reshape,
     scalar,
@@ -198,5 +199,5 @@ def _grid(mode: str, length: Any, size: Any) -> Any:
 def _matrix(grid: Any, length: Any) -> Any:
     """[outputs, inputs] weights of linear interpolation at ``grid``: one less the distance."""
     inputs = f32(ops.range(ints(0), length, ints(1), "i32"))
-    distance = ops.abs(ops.subtract(ops.unsqueeze(grid, ints(1)), ops.unsqueeze(inputs, ints(0))))
+    distance = magnitude(ops.subtract(ops.unsqueeze(grid, ints(1)), ops.unsqueeze(inputs, ints(0))))
     return ops.relu(ops.subtract(scalar(1, distance), distance))

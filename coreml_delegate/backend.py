@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Mapping, Sequence
-from typing import Any, final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast, final
 
 import torch
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
@@ -22,6 +22,7 @@ from coreml_delegate.compile_options import (
     ModelType,
     Precision,
     WeightSharing,
+    is_own,
 )
 from coreml_delegate.errors import LoweringError, OptionError
 from coreml_delegate.preprocess import kept
@@ -30,6 +31,8 @@ from coreml_delegate.preprocess.multifunction import lower_methods
 from coreml_delegate.preprocess.package import build_files
 from coreml_delegate.targets import Opset
 from coreml_delegate.weight_compression import Stage, checked_linear, stages_of
+
+_Item = TypeVar("_Item")
 
 MULTIMETHOD_WEIGHT_SHARING_STRATEGY = WeightSharing
 """``WeightSharing`` by the name it has in ExecuTorch's own backend."""
@@ -124,9 +127,12 @@ class CoreMLBackend(BackendDetails):
     def copy_exported_program_for_preprocess(
         cls,
         edge_program: ExportedProgram,
-        compile_specs: list[CompileSpec],  # noqa: ARG003 - ExecuTorch passes it by position
+        compile_specs: list[CompileSpec],
     ) -> ExportedProgram:
         """A copy to be passed to ``preprocess``, which changes no tensor: it has the same ones."""
+        owner = owner_of(compile_specs)
+        if owner is not cls:
+            return owner.copy_exported_program_for_preprocess(edge_program, compile_specs)
         held: list[Any] = [*edge_program.state_dict.values(), *edge_program.constants.values()]
         shared = {id(value): value for value in held if isinstance(value, torch.Tensor)}
         return copy.deepcopy(edge_program, shared)
@@ -143,9 +149,11 @@ class CoreMLBackend(BackendDetails):
                 ExecuTorch stores this very list in the ``.pte`` and the device reads no other form.
 
         Raises:
-            CoreMLDelegateError: See ``build_files``.
+            CoreMLDelegateError: See ``build_files`` and ``owner_of``.
         """
-        check_single_backend()
+        owner = owner_of(compile_specs)
+        if owner is not CoreMLBackend:
+            return owner.preprocess(edge_program, compile_specs)
         options = CompileOptions.from_specs(compile_specs)
         files = kept.take(edge_program, options) or build_files(edge_program, options)
         compile_specs[:] = options.to_specs()
@@ -164,10 +172,18 @@ class CoreMLBackend(BackendDetails):
             compile_specs: Of each subgraph; rewritten in place, see ``preprocess``.
 
         Raises:
-            CoreMLDelegateError: See ``lower_methods``.
+            CoreMLDelegateError: See ``lower_methods`` and ``owner_of``.
         """
-        check_single_backend()
-        return lower_methods(edge_programs, compile_specs)
+        results: dict[str, list[PreprocessResult | None]] = {
+            method: [None] * len(programs) for method, programs in edge_programs.items()
+        }
+        for owner, places in _places_by_owner(compile_specs).items():
+            lower = lower_methods if owner is cls else owner.preprocess_multimethod
+            lowered = lower(_chosen(edge_programs, places), _chosen(compile_specs, places))
+            for method, made in lowered.items():
+                for place, result in zip(places[method], made, strict=True):
+                    results[method][place] = result
+        return cast("dict[str, list[PreprocessResult]]", results)
 
 
 def _single(options: CompileOptions, key: str) -> CompileSpec:
@@ -175,26 +191,63 @@ def _single(options: CompileOptions, key: str) -> CompileSpec:
     return spec
 
 
-def check_single_backend() -> None:
-    """Refuse to lower next to another backend of the same name.
+class DeregisteredBackend(BackendDetails):
+    """Base of the backends that have our name and gave up being found by it.
 
-    ExecuTorch looks backends up by class name, taking the first match on one path and the last on
-    another; with two of them a partition of ours could reach the other's ``preprocess``.
+    ExecuTorch looks for a name among the direct subclasses of ``BackendDetails``, and takes the
+    first match on one path, the last on another. See ``claim_name``.
+    """
+
+
+def claim_name() -> None:
+    """Make ours the only backend that ExecuTorch finds by its name.
+
+    Any other loaded class of that name gets ``DeregisteredBackend`` between itself and
+    ``BackendDetails``. It works as before, and our backend hands it its subgraphs.
+    """
+    for backend in BackendDetails.__subclasses__():
+        if backend.__name__ == CoreMLBackend.__name__ and backend is not CoreMLBackend:
+            backend.__bases__ = tuple(
+                DeregisteredBackend if b is BackendDetails else b for b in backend.__bases__
+            )
+
+
+def owner_of(compile_specs: Iterable[CompileSpec]) -> type[BackendDetails]:
+    """The backend that lowers a subgraph with these compile specs.
+
+    Ours, unless another of its name is loaded and this package wrote none of them.
 
     Raises:
-        LoweringError: Another class named ``CoreMLBackend`` is loaded.
+        LoweringError: Several others are loaded.
     """
-    others = [
-        cls
-        for cls in BackendDetails.__subclasses__()
-        if cls.__name__ == CoreMLBackend.__name__ and cls is not CoreMLBackend
-    ]
-    if others:
+    claim_name()
+    others = DeregisteredBackend.__subclasses__()
+    if not others or is_own(compile_specs):
+        return CoreMLBackend
+    if len(others) > 1:
         raise LoweringError(
-            "two backends are named CoreMLBackend",
+            "several backends beside this one are named CoreMLBackend",
             got=", ".join(f"{cls.__module__}.{cls.__qualname__}" for cls in others),
-            remedy="Do not import it in the process that lowers with coreml_delegate",
+            expected="one at most, to lower the programs of other partitioners",
         )
+    return others[0]
+
+
+def _places_by_owner(
+    compile_specs: Mapping[str, Sequence[Sequence[CompileSpec]]],
+) -> dict[type[BackendDetails], dict[str, list[int]]]:
+    """The subgraphs of each backend, by method, as positions among those of the method."""
+    found: dict[type[BackendDetails], dict[str, list[int]]] = {}
+    for method, of_subgraphs in compile_specs.items():
+        for place, specs in enumerate(of_subgraphs):
+            found.setdefault(owner_of(specs), {}).setdefault(method, []).append(place)
+    return found
+
+
+def _chosen(
+    by_method: Mapping[str, Sequence[_Item]], places: Mapping[str, Sequence[int]]
+) -> dict[str, list[_Item]]:
+    return {name: [by_method[name][place] for place in chosen] for name, chosen in places.items()}
 
 
 def _member(kind: type[enum.Enum], value: Any, keyword: str) -> Any:
@@ -220,3 +273,6 @@ def _target(value: Any) -> Opset | None:
             got=str(value),
             expected=f"{Opset.iOS15.name} or later",
         ) from None
+
+
+claim_name()

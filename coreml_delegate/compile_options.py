@@ -78,6 +78,21 @@ class WeightSharing(enum.Enum):
     DISABLED = "disabled"
 
 
+class OwnKey(str):
+    """The key of a compile spec that this package wrote: a plain string to everyone else.
+
+    A ``.pte`` does not tell it from any other. In the process that lowers, its type tells our
+    backend which subgraphs are meant for it, if another backend has the same name.
+    """
+
+    __slots__ = ()
+
+
+def is_own(specs: Iterable[CompileSpec]) -> bool:
+    """Whether this package wrote any of the compile specs."""
+    return any(isinstance(spec.key, OwnKey) for spec in specs)
+
+
 WEIGHT_SHARING_KEY = "multimethod_weight_sharing_strategy"
 ENUMERATED_SHAPES_KEY = "enumerated_shapes"
 """Keys of the compile specs that are made by themselves, and added to the others."""
@@ -179,7 +194,9 @@ class CompileOptions:
         from executorch.exir.backend.compile_spec_schema import CompileSpec
 
         encoded = ((f.key, f.encode(getattr(self, f.attribute))) for f in _FIELDS)
-        return [CompileSpec(key, value.encode()) for key, value in encoded if value is not None]
+        return [
+            CompileSpec(OwnKey(key), value.encode()) for key, value in encoded if value is not None
+        ]
 
     @classmethod
     def from_specs(cls, specs: Iterable[CompileSpec]) -> CompileOptions:

@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate import op_rules
-from coreml_delegate.backend import CoreMLBackend, check_single_backend
+from coreml_delegate.backend import CoreMLBackend, claim_name
 from coreml_delegate.compile_options import CompileOptions, WeightSharing
 from coreml_delegate.op_rules import Reason, rule_of
 from coreml_delegate.op_rules.constants import constant_nodes
@@ -193,9 +193,8 @@ class CoreMLPartitioner(Partitioner):
                 the CPU; lists every one.
             OptionError: A module pattern that means no module of the program.
             ContractError: Mutable buffers would become states and the target has none.
-            LoweringError: Another backend named ``CoreMLBackend`` is loaded.
         """
-        check_single_backend()
+        claim_name()  # before ExecuTorch looks for it
         if not self._noted:
             logger.warning(_DECOMPOSED)
         self._filters.note(exported_program)

@@ -50,7 +50,7 @@ def test_every_upstream_keyword():
 
 @pytest.mark.parametrize("name", ["POSITIONAL", "DISABLED"])
 def test_every_strategy_to_share_weights(name):
-    # ExecuTorch's own enum cannot be imported beside our backend; it is told by its names.
+    # ExecuTorch's own enum takes seconds to import; it is told by its names.
     theirs = enum.Enum("MULTIMETHOD_WEIGHT_SHARING_STRATEGY", {name: name.lower()})[name]
     ours = MULTIMETHOD_WEIGHT_SHARING_STRATEGY[name]
     generate = CoreMLBackend.generate_multimethod_weight_sharing_strategy_compile_spec

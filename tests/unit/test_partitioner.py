@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import pickle
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from executorch.exir import to_edge, to_edge_transform_and_lower
 from executorch.exir.backend.backend_api import to_backend
-from executorch.exir.backend.backend_details import BackendDetails
+from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from support.lowering import fp32_specs, lower, lower_core_aten, reasons
 from support.partitioned import Network, assert_equal_eager, example
 from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner
+from coreml_delegate.backend import owner_of
 from coreml_delegate.compile_options import CompileOptions, ComputeUnit, Precision
 from coreml_delegate.errors import (
     LoweringError,
@@ -355,20 +359,52 @@ def test_whole_program_with_an_unsupported_op() -> None:
 # Another backend of the same name
 
 
-def test_two_backends_of_one_name() -> None:
-    other = type("CoreMLBackend", (BackendDetails,), {"__module__": "elsewhere"})
-    try:
-        with pytest.raises(LoweringError) as raised:
-            lower(Network(supported=True), example(2, 4))
-        assert "two backends are named CoreMLBackend: got elsewhere.CoreMLBackend" in str(
-            raised.value
-        )
-        edge = to_edge(torch.export.export(Network(supported=True).eval(), example(2, 4)))
-        with pytest.raises(LoweringError, match="two backends are named"):
-            CoreMLBackend.preprocess(edge.exported_program(), fp32_specs())
-    finally:
-        del other
-        del raised
-        gc.collect()
-    names = [cls for cls in BackendDetails.__subclasses__() if cls.__name__ == "CoreMLBackend"]
-    assert names == [CoreMLBackend]
+@pytest.fixture
+def others() -> Iterator[Callable[[], Any]]:
+    """Makes another backend of that name; all are gone after the test."""
+    made: list[Any] = []
+
+    def make() -> Any:
+        members = {
+            "preprocess": staticmethod(lambda *_: PreprocessResult(processed_bytes=b"other")),
+            "__module__": f"elsewhere{len(made)}",
+        }
+        made.append(type("CoreMLBackend", (BackendDetails,), members))
+        return made[-1]
+
+    yield make
+    made.clear()
+    gc.collect()
+
+
+def test_another_backend_lowers_what_we_did_not_write(others: Callable[[], Any]) -> None:
+    other = others()
+    module, inputs = Network(supported=True).eval(), example(2, 4)
+    lowered = lower(module, inputs)
+    assert_equal_eager(lowered.pte, module, inputs)
+    assert [cls for cls in BackendDetails.__subclasses__() if cls.__name__ == "CoreMLBackend"] == [
+        CoreMLBackend
+    ]
+    assert issubclass(other, BackendDetails)
+    program = to_edge(torch.export.export(module, inputs)).exported_program()
+    for specs, mine in (([], False), ([CompileSpec("a", b"")], False), (fp32_specs(), True)):
+        made = to_backend("CoreMLBackend", program, specs)
+        assert (made.processed_bytes != b"other") is mine
+        assert made.backend_id == "CoreMLBackend"
+    copies = pickle.loads(pickle.dumps(fp32_specs())), copy.deepcopy(fp32_specs())
+    assert all(owner_of(specs) is CoreMLBackend for specs in copies)
+    assert owner_of([]) is other
+
+
+def test_two_other_backends_of_one_name(others: Callable[[], Any]) -> None:
+    kept = others(), others()
+    module, inputs = Network(supported=True).eval(), example(2, 4)
+    assert lower(module, inputs).report.coverage == 1.0
+    program = to_edge(torch.export.export(module, inputs)).exported_program()
+    with pytest.raises(LoweringError) as raised:
+        to_backend("CoreMLBackend", program, [])
+    assert (
+        "several backends beside this one are named CoreMLBackend: "
+        "got elsewhere0.CoreMLBackend, elsewhere1.CoreMLBackend"
+    ) in str(raised.value)
+    del kept, raised

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import enum
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, cast, final
 
 import torch
@@ -13,24 +13,15 @@ from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
 
 from coreml_delegate.blob import flatten
-from coreml_delegate.compile_options import (
-    ENUMERATED_SHAPES_KEY,
-    WEIGHT_SHARING_KEY,
-    CompileOptions,
-    ComputeUnit,
-    KeepFp32,
-    ModelType,
-    Precision,
-    WeightSharing,
-    is_own,
-)
-from coreml_delegate.errors import LoweringError, OptionError
-from coreml_delegate.preprocess import kept
-from coreml_delegate.preprocess.enumerated_shapes import enumerate_inputs
+from coreml_delegate.compile_options import CompileOptions, ModelType, WeightSharing, is_own
+from coreml_delegate.compile_spec_methods import CompileSpecMethods, member_of
+from coreml_delegate.errors import LoweringError
+from coreml_delegate.metadata import FILE_NAME as METADATA
+from coreml_delegate.metadata import ModelMetadata
+from coreml_delegate.preprocess import kept, saved_models
 from coreml_delegate.preprocess.multifunction import lower_methods
 from coreml_delegate.preprocess.package import build_files
-from coreml_delegate.targets import Opset
-from coreml_delegate.weight_compression import Stage, checked_linear, stages_of
+from coreml_delegate.preprocess.saved_models import DebugInfo, OperationPath
 
 _Item = TypeVar("_Item")
 
@@ -39,89 +30,48 @@ MULTIMETHOD_WEIGHT_SHARING_STRATEGY = WeightSharing
 
 
 @final
-class CoreMLBackend(BackendDetails):
+class CoreMLBackend(CompileSpecMethods, BackendDetails):
     """The backend ExecuTorch knows by the name ``CoreMLBackend``."""
 
-    MODEL_TYPE = ModelType
-    MULTIMETHOD_WEIGHT_SHARING_STRATEGY = WeightSharing
-
     @staticmethod
-    def generate_compile_specs(
-        compute_unit: Any = ComputeUnit.ALL,
-        minimum_deployment_target: Any = None,
-        compute_precision: Any = Precision.FLOAT16,
-        model_type: Any = ModelType.MODEL,
-        op_linear_quantizer_config: Mapping[str, Any] | None = None,
-        pass_names: Sequence[str] | None = None,
-        keep_fp32: Mapping[str, Sequence[str]] | None = None,
-        weight_compression: Stage | Sequence[Stage] | None = None,
-    ) -> list[CompileSpec]:
-        """Compile specs for ``CoreMLPartitioner`` or ``to_backend``.
-
-        Args:
-            compute_unit: ``coremltools.ComputeUnit`` or our ``ComputeUnit``.
-            minimum_deployment_target: ``coremltools.target`` or ``Opset``; None for the smallest
-                that the model needs.
-            compute_precision: ``coremltools.precision`` or our ``Precision``.
-            model_type: ``CoreMLBackend.MODEL_TYPE``.
-            op_linear_quantizer_config: Keywords of coremltools' ``OpLinearQuantizerConfig``, to
-                quantize the weights after conversion; embedding tables keep theirs.
-            pass_names: Graph passes of coremltools to run instead of its default pipeline.
-            keep_fp32: What computes in fp32 all the same: types of MIL ops under ``"ops"``, paths
-                or class names of modules under ``"modules"``; see ``KeepFp32``.
-            weight_compression: Compression of the weights after conversion, by quantization,
-                palettization or pruning: the dictionary that coremltools'
-                ``OptimizationConfig.from_dict`` takes, or several, to be applied in turn.
+    def model_metadata_from_spec(model_spec: Any, identifier: str) -> ModelMetadata:
+        """The metadata of a model with this specification, to be saved beside it.
 
         Raises:
-            OptionError: A value that is not accepted.
+            ContractError: It has no output; or no input, and is for systems before iOS18.
         """
-        return CompileOptions(
-            compute_unit=_member(ComputeUnit, compute_unit, "compute_unit"),
-            deployment_target=_target(minimum_deployment_target),
-            precision=_member(Precision, compute_precision, "compute_precision"),
-            model_type=_member(ModelType, model_type, "model_type"),
-            op_linear_quantizer_config=checked_linear(op_linear_quantizer_config),
-            pass_names=None if pass_names is None else tuple(pass_names),
-            keep_fp32=KeepFp32.of(keep_fp32 or {}),
-            weight_compression=(
-                None if weight_compression is None else stages_of(weight_compression)
-            ),
-        ).to_specs()
+        return saved_models.metadata_of(model_spec, identifier)
 
     @staticmethod
-    def generate_multimethod_weight_sharing_strategy_compile_spec(strategy: Any) -> CompileSpec:
-        """The compile spec, to be added to the others, of how methods share weights.
-
-        Args:
-            strategy: ``WeightSharing``, or ExecuTorch's own enum of the same names.
-
-        Raises:
-            OptionError: Neither.
-        """
-        member = _member(WeightSharing, strategy, "strategy")
-        return _single(CompileOptions(weight_sharing=member), WEIGHT_SHARING_KEY)
+    def get_debug_symbol(operation_path: OperationPath) -> str | None:
+        """``output:operator`` of the operation a path leads to; None if it does not say that."""
+        return saved_models.debug_symbol(operation_path)
 
     @staticmethod
-    def generate_enumerated_shapes_compile_spec(
-        ep: ExportedProgram, enumerated_shapes: Mapping[str, Sequence[Sequence[int]]]
-    ) -> CompileSpec:
-        """The compile spec, to be added to the others, of input shapes to choose among.
+    def get_model_debug_info(model_package_dir: Path) -> DebugInfo | None:
+        """The debug info of an mlpackage that coremltools saved, or None."""
+        return saved_models.read_debug_info(Path(model_package_dir))
 
-        Any other shapes, and any other combination of them, are an error at run time. A program
-        may be delegated in part: shapes are carried to the inputs of each partition.
+    @staticmethod
+    def save_model_metadata(model_metadata: ModelMetadata, model_dir_path: Path) -> None:
+        """Write ``metadata.json``, which the device reads."""
+        (Path(model_dir_path) / METADATA).write_bytes(model_metadata.encode())
 
-        Args:
-            ep: From ``torch.export``, with every dimension dynamic in which the shapes differ.
-            enumerated_shapes: By input name its shapes; the n-th shapes of all inputs go together.
-                Several such inputs need iOS18.
+    @staticmethod
+    def save_model_debug_info(model_debug_info: DebugInfo, model_dir_path: Path) -> None:
+        """Write ``debug_info.json``, which profilers read."""
+        (Path(model_dir_path) / saved_models.DEBUG_INFO).write_bytes(model_debug_info.encode())
+
+    @staticmethod
+    def preprocess_model(mlmodel: Any, model_type: Any) -> PreprocessResult:
+        """The blob of a ``coremltools.models.MLModel``; equal models give equal bytes.
 
         Raises:
-            OptionError: The program does not have such an input, or does not take such a shape; an
-                input is left out; combinations are too few, too many, or listed twice.
+            ContractError: See ``model_metadata_from_spec``.
+            LoweringError: It is to be compiled, and there is no compiler.
+            OptionError: No model type.
         """
-        enumerated = enumerate_inputs(ep, enumerated_shapes)
-        return _single(CompileOptions(enumerated_shapes=enumerated), ENUMERATED_SHAPES_KEY)
+        return saved_models.lower_model(mlmodel, member_of(ModelType, model_type, "model_type"))
 
     @classmethod
     def copy_exported_program_for_preprocess(
@@ -186,11 +136,6 @@ class CoreMLBackend(BackendDetails):
         return cast("dict[str, list[PreprocessResult]]", results)
 
 
-def _single(options: CompileOptions, key: str) -> CompileSpec:
-    (spec,) = (spec for spec in options.to_specs() if spec.key == key)
-    return spec
-
-
 class DeregisteredBackend(BackendDetails):
     """Base of the backends that have our name and gave up being found by it.
 
@@ -248,31 +193,6 @@ def _chosen(
     by_method: Mapping[str, Sequence[_Item]], places: Mapping[str, Sequence[int]]
 ) -> dict[str, list[_Item]]:
     return {name: [by_method[name][place] for place in chosen] for name, chosen in places.items()}
-
-
-def _member(kind: type[enum.Enum], value: Any, keyword: str) -> Any:
-    """Our enum member for a member of ours or of coremltools' enum of the same names."""
-    if isinstance(value, kind):
-        return value
-    name = getattr(value, "name", None)
-    if isinstance(name, str) and name in kind.__members__ and isinstance(value, enum.Enum):
-        return kind[name]
-    raise OptionError(
-        f"{keyword} has an unknown value", got=repr(value), expected=" | ".join(kind.__members__)
-    )
-
-
-def _target(value: Any) -> Opset | None:
-    if value is None or isinstance(value, Opset):
-        return value
-    try:
-        return Opset(value)  # coremltools.target counts in specification versions, as Opset does
-    except ValueError:
-        raise OptionError(
-            "minimum_deployment_target has no ML Programs",
-            got=str(value),
-            expected=f"{Opset.iOS15.name} or later",
-        ) from None
 
 
 claim_name()

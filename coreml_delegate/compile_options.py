@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from coreml_delegate.errors import OptionError
+from coreml_delegate.option_checks import instance, list_of
 from coreml_delegate.shapes import EnumeratedShapes
 from coreml_delegate.targets import Opset
 from coreml_delegate.weight_compression import (
@@ -93,10 +94,6 @@ def is_own(specs: Iterable[CompileSpec]) -> bool:
     return any(isinstance(spec.key, OwnKey) for spec in specs)
 
 
-WEIGHT_SHARING_KEY = "multimethod_weight_sharing_strategy"
-ENUMERATED_SHAPES_KEY = "enumerated_shapes"
-"""Keys of the compile specs that are made by themselves, and added to the others."""
-
 _OLD_COMPUTE_UNITS = {
     "cpu": ComputeUnit.CPU_ONLY,
     "gpu": ComputeUnit.CPU_AND_GPU,
@@ -127,6 +124,7 @@ class KeepFp32:
             OptionError: An unknown kind, or something that is no list of names.
         """
         kinds = [f.name for f in fields(cls)]
+        instance(Mapping, "a dictionary of lists of names")("keep_fp32", value)
         for kind, names in value.items():
             if kind not in kinds or not _is_names(names):
                 raise OptionError(
@@ -135,6 +133,18 @@ class KeepFp32:
                     expected=", ".join(f"{k!r}: [...]" for k in kinds),
                 )
         return cls(**{kind: tuple(sorted(set(names))) for kind, names in value.items()})
+
+
+def checked_specs(specs: Iterable[CompileSpec]) -> Sequence[CompileSpec]:
+    """The compile specs, which are some.
+
+    Raises:
+        OptionError: They are not.
+    """
+    from executorch.exir.backend.compile_spec_schema import CompileSpec
+
+    list_of("CompileSpec", CompileSpec)("compile_specs", specs)
+    return cast("Sequence[CompileSpec]", specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +203,7 @@ class CompileOptions:
         # Importing exir takes seconds, which reading the options of a program need not cost.
         from executorch.exir.backend.compile_spec_schema import CompileSpec
 
-        encoded = ((f.key, f.encode(getattr(self, f.attribute))) for f in _FIELDS)
+        encoded = ((f.key, f.encoded(self)) for f in _FIELDS)
         return [
             CompileSpec(OwnKey(key), value.encode()) for key, value in encoded if value is not None
         ]
@@ -203,9 +213,28 @@ class CompileOptions:
         """Decode compile specs; what is absent has its default.
 
         Raises:
-            OptionError: A key that is unknown or comes twice, or a value that is not accepted.
+            OptionError: No list of compile specs; a key that is unknown or comes twice, or a value
+                that is not accepted.
         """
-        return cls.from_pairs((spec.key, spec.value) for spec in specs)
+        return cls.from_pairs((spec.key, spec.value) for spec in checked_specs(specs))
+
+    @classmethod
+    def value_in(cls, specs: Iterable[CompileSpec], attribute: str) -> Any:
+        """One option of those that compile specs state, whatever else they say; or its default.
+
+        Raises:
+            OptionError: No list of compile specs, or a value that is not accepted.
+        """
+        field = _BY_ATTRIBUTE[attribute]
+        for spec in checked_specs(specs):
+            if spec.key == field.key:
+                return field.decode(field.key, _text(field.key, spec.value))
+        return getattr(cls(), attribute)
+
+    def spec_of(self, attribute: str) -> CompileSpec:
+        """The compile spec of one option, which is set."""
+        (spec,) = (spec for spec in self.to_specs() if spec.key == _BY_ATTRIBUTE[attribute].key)
+        return spec
 
     @classmethod
     def from_pairs(cls, pairs: Iterable[tuple[str, bytes]]) -> CompileOptions:
@@ -236,6 +265,17 @@ class _Field:
     attribute: str
     encode: _Encode
     decode: Callable[[str, str], Any]
+
+    def encoded(self, options: CompileOptions) -> str | None:
+        value = getattr(options, self.attribute)
+        try:
+            return self.encode(value)
+        except (TypeError, ValueError) as error:
+            raise OptionError(
+                f"{self.attribute} has a value that a compile spec cannot hold",
+                got=repr(value),
+                expected=f"what JSON has ({error})",
+            ) from error
 
 
 def _text(key: str, value: bytes) -> str:
@@ -347,14 +387,16 @@ _FIELDS = (
     _Field(COMPRESSION_KEY, "weight_compression", _encode_json, _decode_compression),
     _Field("pass_pipeline", "pass_names", _encode_json, _decode_names),
     _Field("keep_fp32", "keep_fp32", _encode_keep, _decode_keep),
-    _Field(ENUMERATED_SHAPES_KEY, "enumerated_shapes", _encode_shapes, _decode_shapes),
+    _Field("enumerated_shapes", "enumerated_shapes", _encode_shapes, _decode_shapes),
     _Field(
-        WEIGHT_SHARING_KEY,
+        "multimethod_weight_sharing_strategy",
         "weight_sharing",
         lambda v: None if v is None else v.value,
         _decode_enum(WeightSharing, {}),
     ),
 )
 
-if {f.attribute for f in _FIELDS} != {f.name for f in fields(CompileOptions)}:
+_BY_ATTRIBUTE = {f.attribute: f for f in _FIELDS}
+
+if set(_BY_ATTRIBUTE) != {f.name for f in fields(CompileOptions)}:
     raise ImportError("every compile option needs exactly one wire field")

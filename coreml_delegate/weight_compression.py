@@ -107,7 +107,8 @@ def stages_of(value: Stage | Sequence[Stage]) -> tuple[Stage, ...]:
     Raises:
         OptionError: A key or kind that does not exist, names what is near; or no such structure.
     """
-    given = [value] if isinstance(value, Mapping) else list(value)
+    is_listed = isinstance(value, list | tuple)
+    given = list(cast("Sequence[Stage]", value)) if is_listed else [cast("Stage", value)]
     if not given:
         raise OptionError(f"{OPTION} has no stage", got=repr(value), expected="at least one")
     for stage in given:

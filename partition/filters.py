@@ -6,9 +6,9 @@ are never asked about: they follow it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from torch import nn
 from torch.export import ExportedProgram
@@ -25,7 +25,6 @@ MARK = "coreml_do_not_delegate"
 """Key below ``node.meta["custom"]``, which decompositions and ``torch.export.save`` keep."""
 
 NodePredicate = Callable[[Node], bool]
-_Item = TypeVar("_Item")
 
 
 def do_not_delegate(node: Node) -> None:
@@ -179,16 +178,16 @@ class Filters:
     def of(
         cls,
         *,
-        skip_ops: Sequence[str] | None,
-        only_ops: Sequence[str] | None,
-        skip_modules: Sequence[str | type[nn.Module]] | None,
-        only_modules: Sequence[str | type[nn.Module]] | None,
+        skip_ops: Collection[str] | None,
+        only_ops: Collection[str] | None,
+        skip_modules: Collection[str | type[nn.Module]] | None,
+        only_modules: Collection[str | type[nn.Module]] | None,
         node_filter: NodePredicate | None,
     ) -> Filters:
         """The filters for a partitioner's options.
 
         Raises:
-            OptionError: An unknown op name, no list, or what is no module pattern.
+            OptionError: An unknown op name, or what is no module pattern.
         """
         chosen: list[NodeFilter] = [Marked()]
         for ops, option, by_op in (
@@ -196,14 +195,14 @@ class Filters:
             (only_ops, "only_ops", OnlyOps),
         ):
             if ops is not None:
-                names = normalize_op_names(_listed(ops, option), option)
+                names = normalize_op_names(ops, option)
                 chosen.append(by_op(names, option))
         for modules, option, by_module in (
             (skip_modules, "skip_modules", SkippedModules),
             (only_modules, "only_modules", OnlyModules),
         ):
             if modules is not None:
-                patterns = tuple(ModulePattern.of(m, option) for m in _listed(modules, option))
+                patterns = tuple(ModulePattern.of(m, option) for m in modules)
                 chosen.append(by_module(patterns, option))
         if node_filter is not None:
             chosen.append(Predicate(node_filter, "node_filter"))
@@ -236,12 +235,6 @@ class Filters:
                 for pattern in condition.patterns:
                     if not pattern.covers(self.modules_seen):
                         raise _unknown_module(condition.option, pattern, self.modules_seen)
-
-
-def _listed(given: Sequence[_Item], option: str) -> Sequence[_Item]:
-    if isinstance(given, str | type):
-        raise OptionError(f"{option} is a list", got=repr(given), expected=f"[{given!r}]")
-    return given
 
 
 def _unknown_module(option: str, pattern: ModulePattern, seen: Collection[Scope]) -> OptionError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from coreml_delegate.errors import ProgramError
 from coreml_delegate.partition.report import DelegationReport
@@ -16,13 +16,14 @@ class ReportHistory:
     after the last has been reported on: it is added when a report is asked for.
 
     Args:
+        reports: To begin with, complete.
         is_final: Whether what is reported on is lowered next.
     """
 
-    def __init__(self, *, is_final: bool = True) -> None:
+    def __init__(self, reports: Iterable[DelegationReport] = (), *, is_final: bool = True) -> None:
         self.is_final = is_final
-        self._reports: list[DelegationReport] = []
-        self._outcomes: list[Mapping[str, Outcome]] = []
+        self._reports = list(reports)
+        self._outcomes: list[Mapping[str, Outcome]] = [{} for _ in self._reports]
 
     def add(self, report: DelegationReport, blobs: Mapping[str, KeptBlob]) -> None:
         """Add a report, with the blobs of its partitions by tag as far as they are made."""

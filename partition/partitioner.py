@@ -6,7 +6,8 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from executorch.exir.backend.compile_spec_schema import CompileSpec
@@ -18,7 +19,7 @@ from torch.fx import Node
 
 from coreml_delegate import op_rules
 from coreml_delegate.backend import CoreMLBackend, claim_name
-from coreml_delegate.compile_options import CompileOptions, WeightSharing
+from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.op_rules import Reason, rule_of
 from coreml_delegate.op_rules.constants import constant_nodes
 from coreml_delegate.op_rules.integer_ranges import WideIntegers
@@ -32,26 +33,49 @@ from coreml_delegate.partition.cpu_kernels import register_kernels, without_chec
 from coreml_delegate.partition.decision import decide
 from coreml_delegate.partition.filters import Filters, NodePredicate
 from coreml_delegate.partition.folding import folded
-from coreml_delegate.partition.full_graph import check_full_graph
 from coreml_delegate.partition.history import ReportHistory
 from coreml_delegate.partition.isolation import unguarded
 from coreml_delegate.partition.operator_support import refused_calls
+from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.rehearsal import rehearse
 from coreml_delegate.partition.report import DelegationReport, NodeReport, describe
-from coreml_delegate.partition.selection import Selection
-from coreml_delegate.partition.tagging import DataOwnership, tag_of
+from coreml_delegate.partition.tagging import tag_of
 from coreml_delegate.partition.widening import widened
 from coreml_delegate.preprocess.kept import KeptBlob
-from coreml_delegate.preprocess.multifunction import check_target
 from coreml_delegate.targets import STATE_OPSET
 
 logger = logging.getLogger(__name__)
 
 _EDGE = "EDGE"
+_REPORTS = "reports"
+_NOT_COPIED = frozenset({"_spec", "_work"})  # ExecuTorch's table, of a type that cannot be; ours
 _DECOMPOSED = (
     "DEPRECATION WARNING: to_edge() + to_backend() shows Core ML a program whose composite ops are "
     "decomposed already; to_edge_transform_and_lower() keeps those whole that it takes as one"
 )
+
+
+@dataclass(slots=True)
+class _Work:
+    """What a partitioner knows of the programs it has seen.
+
+    Attributes:
+        filters: Those of its options, with the modules seen.
+        history: Its reports.
+        converts: Whether it converts partitions to see that they convert.
+        wide: Constants that Core ML cannot hold.
+        kept: Blobs that wait for ``CoreMLBackend.preprocess``.
+        noted: Whether it was shown a program in ATen dialect.
+        preserved: The last one for which it was asked, and its ops that are not to be decomposed.
+    """
+
+    filters: Filters
+    history: ReportHistory = field(default_factory=ReportHistory)
+    converts: bool = True
+    wide: WideIntegers = field(default_factory=WideIntegers)
+    kept: list[KeptBlob] = field(default_factory=list[KeptBlob])
+    noted: bool = False
+    preserved: tuple[weakref.ref[ExportedProgram], set[OpOverload]] | None = None
 
 
 class CoreMLPartitioner(Partitioner):
@@ -59,6 +83,9 @@ class CoreMLPartitioner(Partitioner):
 
     Modules are named by path (``layers.0``, which covers all below it), by path with wildcards
     (``layers.*.norm``), or by class, itself or its name (``torch.nn.LayerNorm``).
+
+    A copy has the same options and reports. It knows nothing else of the programs its original has
+    seen: copy before lowering, or after.
 
     Args:
         skip_ops_for_coreml_delegation: Op names to leave to the CPU: ``aten.add.Tensor``,
@@ -81,7 +108,8 @@ class CoreMLPartitioner(Partitioner):
             the compile specs ask for fp16. They too can name what is kept.
 
     Raises:
-        OptionError: An unknown op name or compile spec, or options that exclude each other.
+        OptionError: A value of the wrong kind; an op, compile spec, graph pass or MIL op that is
+            unknown; or options that exclude each other.
     """
 
     def __init__(
@@ -102,50 +130,60 @@ class CoreMLPartitioner(Partitioner):
         keep_fp32: NodePredicate | None = None,
     ) -> None:
         super().__init__()
-        self._options = CompileOptions.from_specs(compile_specs or [])
-        check_target(self._options)
-        self._options.check_compression()
-        self._shares = self._options.weight_sharing is WeightSharing.POSITIONAL
-        self._filters = Filters.of(
-            skip_ops=skip_ops_for_coreml_delegation,
+        self._given = PartitionerOptions(
+            skip_ops_for_coreml_delegation=skip_ops_for_coreml_delegation,
+            compile_specs=compile_specs,
+            take_over_mutable_buffer=take_over_mutable_buffer,
+            take_over_constant_data=take_over_constant_data,
+            lower_full_graph=lower_full_graph,
             only_ops=only_ops,
             skip_modules=skip_modules,
             only_modules=only_modules,
             node_filter=node_filter,
+            min_partition_nodes=min_partition_nodes,
+            max_partitions=max_partitions,
+            strict=strict,
+            keep_fp32=keep_fp32,
         )
-        self._selection = Selection(min_partition_nodes, max_partitions)
-        self._ownership = DataOwnership(take_over_constant_data, take_over_mutable_buffer)
-        self._complete = lower_full_graph or strict
-        # Local verdicts foretell in ATen dialect what they will be in edge dialect; these do not.
-        self._rehearses = node_filter is not None or not self._selection.is_open
-        self._wide = WideIntegers()
-        self._history = ReportHistory()
-        self._keep_fp32 = keep_fp32
-        self._converts = True
-        # Their blobs wait for ``CoreMLBackend.preprocess``.
-        self._kept: list[KeptBlob] = []
-        self._noted = False
-        self._preserved: tuple[weakref.ref[ExportedProgram], set[OpOverload]] | None = None
-        if lower_full_graph:
-            check_full_graph(
-                {
-                    "skip_ops_for_coreml_delegation": not skip_ops_for_coreml_delegation,
-                    "take_over_mutable_buffer": take_over_mutable_buffer,
-                    "take_over_constant_data": take_over_constant_data,
-                    "only_ops": only_ops is None,
-                    "skip_modules": not skip_modules,
-                    "only_modules": only_modules is None,
-                    "node_filter": node_filter is None,
-                    "min_partition_nodes": min_partition_nodes == 1,
-                }
-            )
+        self._work = _Work(self._given.filters.anew())
         # Canonical and complete, so that a .pte tells how it was made.
-        self.delegation_spec = self._delegation(self._options)
+        self.delegation_spec = self._delegation(self.options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What ``pickle`` keeps.
+
+        Raises:
+            OptionError: A function among the options cannot be pickled.
+        """
+        self._given.check_pickles()
+        return self._state()
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        attributes = dict(state)
+        reports = attributes.pop(_REPORTS)
+        super().__init__()
+        self.__dict__.update(attributes)
+        self._work = _Work(self._given.filters.anew(), ReportHistory(reports))
+
+    def __copy__(self) -> Self:
+        made = type(self).__new__(type(self))
+        made.__setstate__(self._state())
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__setstate__(copy.deepcopy(self._state(), memo))
+        return made
+
+    def _state(self) -> dict[str, Any]:
+        """Options and reports; what belongs to programs that are being lowered stays here."""
+        kept = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
+        return {**kept, _REPORTS: self.reports}
 
     @property
     def options(self) -> CompileOptions:
         """The compile options, decoded."""
-        return self._options
+        return self._given.compiling
 
     @property
     def report(self) -> DelegationReport:
@@ -154,12 +192,12 @@ class CoreMLPartitioner(Partitioner):
         Raises:
             ProgramError: Nothing was partitioned yet.
         """
-        return self._history.latest
+        return self._work.history.latest
 
     @property
     def reports(self) -> tuple[DelegationReport, ...]:
         """The reports on every program partitioned so far: one per method, in order."""
-        return self._history.all
+        return self._work.history.all
 
     def plan(self, program: ExportedProgram) -> DelegationReport:
         """What lowering would report, without lowering.
@@ -177,7 +215,7 @@ class CoreMLPartitioner(Partitioner):
         """
         double = self._double()
         rehearse(program, double)
-        self._keep(double._kept)
+        self._keep(double._work.kept)
         _warn_of_missing_kernels(double.report)
         return double.report
 
@@ -195,11 +233,11 @@ class CoreMLPartitioner(Partitioner):
             ContractError: Mutable buffers would become states and the target has none.
         """
         claim_name()  # before ExecuTorch looks for it
-        if not self._noted:
+        if not self._work.noted:
             logger.warning(_DECOMPOSED)
-        self._filters.note(exported_program)
-        self._filters.check_patterns()
-        conversions = Convertibility(exported_program, inside=self._ownership.constants)
+        self._work.filters.note(exported_program)
+        self._work.filters.check_patterns()
+        conversions = Convertibility(exported_program, inside=self._given.ownership.constants)
         refused = self._tried(
             exported_program, self._refused(exported_program, conversions), conversions
         )
@@ -207,9 +245,9 @@ class CoreMLPartitioner(Partitioner):
         decision = decide(
             exported_program,
             refused,
-            constants=constant_nodes(exported_program) if self._ownership.constants else (),
-            selection=self._selection,
-            ownership=self._ownership,
+            constants=constant_nodes(exported_program) if self._given.ownership.constants else (),
+            selection=self._given.selection,
+            ownership=self._given.ownership,
             confirm=lambda tagged, tags: self._confirm(tagged, tags, conversions),
         )
         self._keep(conversions.kept.values())
@@ -218,20 +256,20 @@ class CoreMLPartitioner(Partitioner):
         report = describe(
             exported_program,
             decision,
-            ownership=self._ownership,
+            ownership=self._given.ownership,
             values=conversions.values,
-            given=self._options.deployment_target,
+            given=self.options.deployment_target,
             since=conversions.since,
-            is_shared=self._shares,
-            compression=self._options.compression_demand,
-            enumerated=self._options.enumerated_shapes,
+            is_shared=self._given.shares_weights,
+            compression=self.options.compression_demand,
+            enumerated=self.options.enumerated_shapes,
         )
-        self._history.add(report, conversions.kept)
-        if self._complete:
+        self._work.history.add(report, conversions.kept)
+        if self._given.is_complete:
             report.require_complete()
         for node in report.undelegated:
             logger.info("%s (%s) stays on the CPU: %s", node.name, node.op, node.reason)
-        if self._history.is_final:
+        if self._work.history.is_final:
             _warn_of_missing_kernels(report)
         return PartitionResult(
             tagged_exported_program=exported_program,
@@ -247,10 +285,10 @@ class CoreMLPartitioner(Partitioner):
         See ``with_plain_containers``, ``unwrapped``, ``without_checks``, ``widened``, ``folded``
         and ``spelled_out``.
         """
-        target, inside = self._options.deployment_target, self._ownership.constants
+        target, inside = self.options.deployment_target, self._given.ownership.constants
         named = with_plain_containers(exported_program)
         plain = folded(widened(without_checks(unwrapped(named))))
-        return spelled_out(plain, target, veto=self._filters.refusal, constants_inside=inside)
+        return spelled_out(plain, target, veto=self._work.filters.refusal, constants_inside=inside)
 
     def ops_to_not_decompose(
         self, ep: ExportedProgram
@@ -263,15 +301,15 @@ class CoreMLPartitioner(Partitioner):
         if ep.dialect == _EDGE:
             # ExecuTorch asks once more after lowering; what is left now is in the report.
             return [], None
-        if self._preserved is None or self._preserved[0]() is not ep:
+        if self._work.preserved is None or self._work.preserved[0]() is not ep:
             # ExecuTorch asks twice about the same program.
-            self._preserved = weakref.ref(ep), self._ops_to_preserve(ep)
-        return sorted(self._preserved[1], key=str), None
+            self._work.preserved = weakref.ref(ep), self._ops_to_preserve(ep)
+        return sorted(self._work.preserved[1], key=str), None
 
     @unguarded()
     def _ops_to_preserve(self, ep: ExportedProgram) -> set[OpOverload]:
         self.note(ep)
-        conversions = Convertibility(ep, inside=self._ownership.constants)
+        conversions = Convertibility(ep, inside=self._given.ownership.constants)
         refused = self._tried(ep, self._refused(ep, conversions), conversions, only=_is_preserved)
         verdicts: dict[OpOverload, bool] = {}
         for node in ep.graph.nodes:
@@ -280,25 +318,25 @@ class CoreMLPartitioner(Partitioner):
             keep = _is_preserved(node) and node not in refused
             verdicts[node.target] = verdicts.get(node.target, True) and keep
         preserved = {op for op, keep in verdicts.items() if keep}
-        if self._rehearses and preserved:
+        if self._given.depends_on_the_graph and preserved:
             preserved = self._delegated_when_preserved(ep, preserved)
         return preserved
 
     def note(self, program: ExportedProgram) -> None:
         """Remember of a program in ATen dialect what its edge dialect does not show."""
-        self._noted = True
-        self._wide.note(program)
-        self._filters.note(program)
+        self._work.noted = True
+        self._work.wide.note(program)
+        self._work.filters.note(program)
 
     def _refused(self, program: ExportedProgram, conversions: Convertibility) -> dict[Node, Reason]:
         return refused_calls(
             program,
-            self._options.deployment_target,
-            filters=self._filters,
-            wide=self._wide,
+            self.options.deployment_target,
+            filters=self._work.filters,
+            wide=self._work.wide,
             values=conversions.values,
-            constants_inside=self._ownership.constants,
-            enumerated=self._options.enumerated_shapes,
+            constants_inside=self._given.ownership.constants,
+            enumerated=self.options.enumerated_shapes,
         )
 
     def _tried(
@@ -315,15 +353,15 @@ class CoreMLPartitioner(Partitioner):
             for node in program.graph.nodes
             if node.op == "call_function" and node not in refused and only(node)
         ]
-        failed = conversions.failed(calls, self._options.deployment_target)
+        failed = conversions.failed(calls, self.options.deployment_target)
         return {**refused, **failed, **parts_of(failed)}
 
     def _confirm(
         self, program: ExportedProgram, tags: Sequence[str], conversions: Convertibility
     ) -> Mapping[Node, Reason]:
         """Calls in these partitions that prove not to be convertible after all."""
-        check_target_of_states(program, self._options.deployment_target)
-        if not self._converts:
+        check_target_of_states(program, self.options.deployment_target)
+        if not self._work.converts:
             return {}
         groups: dict[str, list[Node]] = {tag: [] for tag in tags}
         for node in program.graph.nodes:
@@ -343,7 +381,7 @@ class CoreMLPartitioner(Partitioner):
 
     def _keep(self, blobs: Iterable[KeptBlob]) -> None:
         """Hold blobs until they are taken, and no longer: they hold weights."""
-        self._kept = [kept for kept in self._kept if kept.files is not None] + list(blobs)
+        self._work.kept = [kept for kept in self._work.kept if kept.files is not None] + list(blobs)
 
     def _options_for(
         self,
@@ -353,16 +391,16 @@ class CoreMLPartitioner(Partitioner):
         conversions: Convertibility,
     ) -> CompileOptions:
         """The compile options of one partition."""
-        options = self._options
+        options = self.options
         tried = max((options.oldest_for_compression, *map(conversions.since, calls)))
         known = op_rules.required_opset(calls)
         # What the rules and the boundary demand, preprocess finds out by itself.
-        if options.deployment_target is None and (tried > known or self._shares):
-            newest = self._shares or tag in states_of(program)
+        if options.deployment_target is None and (tried > known or self._given.shares_weights):
+            newest = self._given.shares_weights or tag in states_of(program)
             demanded = max(tried, known, STATE_OPSET) if newest else tried
             options = replace(options, deployment_target=demanded)
-        if self._keep_fp32 is not None:
-            nodes = tuple(sorted(call.name for call in calls if self._keep_fp32(call)))
+        if self._given.keep_fp32 is not None:
+            nodes = tuple(sorted(call.name for call in calls if self._given.keep_fp32(call)))
             options = replace(options, keep_fp32=replace(options.keep_fp32, nodes=nodes))
         return options
 
@@ -371,8 +409,7 @@ class CoreMLPartitioner(Partitioner):
     ) -> set[OpOverload]:
         """``ops`` without those that would be left over, though nothing runs them on the CPU."""
         while True:
-            double = self._double()
-            double._converts = False
+            double = self._double(converts=False)
             rehearse(program, double, preserved=ops)
             left = {node.op for node in double.report.undelegated}
             stranded = {op for op in ops if target_name(op) in left and not _is_core(op)}
@@ -380,15 +417,12 @@ class CoreMLPartitioner(Partitioner):
                 return ops
             ops = ops - stranded
 
-    def _double(self) -> CoreMLPartitioner:
+    def _double(self, *, converts: bool = True) -> Self:
         """A partitioner of the same options that has seen no program and demands nothing."""
         double = copy.copy(self)
-        double._filters = self._filters.anew()
-        double._wide = WideIntegers()
-        double._history = ReportHistory(is_final=False)
-        double._preserved = None
-        double._complete = False
-        double._kept = []
+        double._given = replace(self._given, lower_full_graph=False, strict=False)
+        history = ReportHistory(is_final=False)
+        double._work = _Work(self._given.filters.anew(), history, converts=converts)
         return double
 
 

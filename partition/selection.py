@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from coreml_delegate.errors import OptionError
 from coreml_delegate.op_rules import Reason, ReasonCode
 from coreml_delegate.op_rules.rule import DECOMPRESS, target_name
 from coreml_delegate.partition.flops import flops_of
@@ -22,19 +21,10 @@ class Selection:
         min_nodes: Fewest operations of a partition; taking parts of results does not count.
         max_partitions: Most partitions, or None. Those of most estimated FLOPs are kept, of equal
             ones the larger, then the earlier.
-
-    Raises:
-        OptionError: A limit below 1.
     """
 
     min_nodes: int = 1
     max_partitions: int | None = None
-
-    def __post_init__(self) -> None:
-        limits = {"min_partition_nodes": self.min_nodes, "max_partitions": self.max_partitions}
-        for name, limit in limits.items():
-            if limit is not None and (isinstance(limit, bool) or limit < 1):
-                raise OptionError(f"{name} is a positive integer", got=repr(limit))
 
     @property
     def is_open(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.errors import OptionError
+from coreml_delegate.third_party import coremltools
 from coreml_delegate.weight_compression import KINDS, LINEAR, LINEAR_OPTION, OPTION, configs_in
 
 Apply = Callable[[Any], Any]
@@ -46,6 +47,16 @@ def passes_of(ct: Any, options: CompileOptions) -> list[Apply]:
         apply = getattr(optimize, KINDS[kind].function)
         found.append(partial(apply, config=_config(optimize, stage, OPTION), **joint))
     return found
+
+
+def linear_config(given: Mapping[str, Any]) -> Any:
+    """Coremltools' ``OpLinearQuantizerConfig`` of keywords.
+
+    Raises:
+        OptionError: See ``passes_of``.
+    """
+    stage = {"config_type": LINEAR, "global_config": given}
+    return _config(coremltools().optimize.coreml, stage, LINEAR_OPTION).global_config
 
 
 def _config(optimize: Any, stage: Mapping[str, Any], option: str) -> Any:

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -77,7 +77,7 @@ def converted(
     """
     if options.model_type is ModelType.COMPILED_MODEL:
         check_compiler()
-    with _temporary_folder() as folder:
+    with temporary_folder() as folder:
         yield _convert(program, options, in_fp32, folder)
 
 
@@ -95,7 +95,7 @@ def compiled(package: Mapping[str, Content]) -> Generator[Path]:
         LoweringError: There is no compiler, or it fails.
     """
     check_compiler()
-    with _temporary_folder() as folder:
+    with temporary_folder() as folder:
         source, destination = folder / "merged.mlpackage", folder / "merged.mlmodelc"
         write_folder(package, source)
         try:
@@ -109,7 +109,8 @@ def compiled(package: Mapping[str, Content]) -> Generator[Path]:
 
 
 @contextmanager
-def _temporary_folder() -> Generator[Path]:
+def temporary_folder() -> Generator[Path]:
+    """A folder that is always removed."""
     folder = Path(tempfile.mkdtemp(prefix="coreml-delegate-"))
     try:
         yield folder
@@ -163,6 +164,19 @@ def _convert(
             del model
             gc.collect()
         return conversion
+
+
+def check_accepted(options: CompileOptions) -> None:
+    """Check that coremltools takes what it would be given of the options.
+
+    Raises:
+        OptionError: A graph pass or MIL op that it does not know, or a compression of weights that
+            it does not take.
+    """
+    ct = coremltools()
+    _pipeline(ct, options)
+    _precision(ct, options, frozenset())
+    passes_of(ct, options)
 
 
 def is_about_the_graph(error: Exception) -> bool:
@@ -263,19 +277,29 @@ def _precision(ct: Any, options: CompileOptions, in_fp32: frozenset[int]) -> Any
 
 
 def _pipeline(ct: Any, options: CompileOptions) -> Any:
-    if options.pass_names is None:
-        pipeline = ct.PassPipeline.DEFAULT
-        pipeline.remove_passes(_LEFT_OUT)
-        return pipeline
+    if options.pass_names is not None:
+        return pipeline_of(options.pass_names)
+    pipeline = ct.PassPipeline.DEFAULT
+    pipeline.remove_passes(_LEFT_OUT)
+    return pipeline
+
+
+def pipeline_of(pass_names: Sequence[str]) -> Any:
+    """Coremltools' ``PassPipeline`` of these passes.
+
+    Raises:
+        OptionError: One is unknown.
+    """
+    ct = coremltools()
     known = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY.passes
-    for name in options.pass_names:
+    for name in pass_names:
         if name not in known:
             raise OptionError(
                 "unknown coremltools pass",
                 got=repr(name),
                 expected=near_matches(name, known, ""),
             )
-    return ct.PassPipeline(list(options.pass_names), pipeline_name="coreml_delegate")
+    return ct.PassPipeline(list(pass_names), pipeline_name="coreml_delegate")
 
 
 def check_compiler() -> None:

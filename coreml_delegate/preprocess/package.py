@@ -92,7 +92,7 @@ def build_files(program: ExportedProgram, options: CompileOptions) -> Files:
             conversion.spec.description.metadata.userDefined,
             {MAIN: {feature_of[name]: listed for name, listed in sizes.items()}},
         )
-        return identified(_model_files(conversion, is_declared=bool(inputs)), {"": names})[1]
+        return identified(model_files(conversion, is_declared=bool(inputs)), {"": names})[1]
 
 
 def identified(model: Files, methods: Mapping[str, MethodMetadata]) -> tuple[str, Files]:
@@ -170,7 +170,7 @@ def check_enumerated(
     return shapes
 
 
-def _model_files(conversion: Conversion, *, is_declared: bool) -> Files:
+def model_files(conversion: Conversion, *, is_declared: bool) -> Files:
     """The model's files.
 
     Args:

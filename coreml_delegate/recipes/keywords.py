@@ -2,93 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
 from coreml_delegate.errors import OptionError, near_matches
+from coreml_delegate.option_checks import (
+    Check,
+    check_all,
+    flag,
+    function,
+    instance,
+    integer,
+    list_of,
+    optional,
+    positive,
+    refused,
+)
 from coreml_delegate.third_party import coremltools
 
-_Check = Callable[[str, Any], None]
 _BITS = range(1, 9)
 WHOLE = -1
 
 
-def _flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        _refuse(name, "must be a bool", value)
-
-
-def _callable(name: str, value: Any) -> None:
-    if value is not None and not callable(value):
-        _refuse(name, "must be a function of a module and its path, or None", value)
-
-
-def _names(name: str, value: Any) -> None:
-    # A string would be taken for a list of one-letter names.
-    listed = isinstance(value, list | tuple | set | frozenset)
-    if value is None or (listed and _all(value, str)):
-        return
-    _refuse(name, "must be a list of operator names, or None", value)
-
-
-def _group_size(name: str, value: Any) -> None:
-    _integer(name, value)
-    if value <= 0:
-        _refuse(name, "must be positive", value)
-
-
 def _bits(name: str, value: Any) -> None:
-    _integer(name, value)
+    integer(name, value)
     if value not in _BITS:
-        _refuse(name, f"must be between {_BITS[0]} and {_BITS[-1]}", value)
+        raise refused(name, f"must be between {_BITS[0]} and {_BITS[-1]}", value)
 
 
 def _block_size(name: str, value: Any) -> None:
     if not isinstance(value, list):
-        _refuse(name, "must be a list", value)
+        raise refused(name, "must be a list", value)
     sizes = cast("list[Any]", value)
-    if len(sizes) != 2 or not _all(sizes, int) or not all(s == WHOLE or s > 0 for s in sizes):
-        _refuse(name, "must be a list of rows and columns that share a table, -1 for all", value)
+    if len(sizes) != 2 or not all(type(s) is int and (s == WHOLE or s > 0) for s in sizes):
+        what = "must be a list of rows and columns that share a table, -1 for all"
+        raise refused(name, what, value)
     if WHOLE not in sizes:
-        _refuse(name, "must leave rows or columns whole, by -1", value)
+        raise refused(name, "must leave rows or columns whole, by -1", value)
 
 
-def _target(name: str, value: Any) -> None:
-    if not isinstance(value, coremltools().target):
-        _refuse(name, "must be a coremltools.target", value)
+def _of_coremltools(kind: str) -> Check:
+    # Importing coremltools takes seconds.
+    return lambda name, value: instance(getattr(coremltools(), kind), f"a coremltools.{kind}")(
+        name, value
+    )
 
 
-def _compute_unit(name: str, value: Any) -> None:
-    if not isinstance(value, coremltools().ComputeUnit):
-        _refuse(name, "must be a coremltools.ComputeUnit", value)
-
-
-COMMON: Mapping[str, _Check] = MappingProxyType(
+COMMON: Mapping[str, Check] = MappingProxyType(
     {
-        "minimum_deployment_target": _target,
-        "compute_unit": _compute_unit,
-        "skip_ops_for_coreml_delegation": _names,
-        "lower_full_graph": _flag,
-        "take_over_constant_data": _flag,
+        "minimum_deployment_target": _of_coremltools("target"),
+        "compute_unit": _of_coremltools("ComputeUnit"),
+        "skip_ops_for_coreml_delegation": optional(list_of("operator names", str)),
+        "lower_full_graph": flag,
+        "take_over_constant_data": flag,
     }
 )
 """Keywords of every recipe."""
 
-FILTER: Mapping[str, _Check] = MappingProxyType({"filter_fn": _callable})
+FILTER: Mapping[str, Check] = MappingProxyType(
+    {"filter_fn": optional(function("a module and its path"))}
+)
 """Keyword of the recipes that quantize modules."""
 
-GROUP: Mapping[str, _Check] = MappingProxyType({"group_size": _group_size})
+GROUP: Mapping[str, Check] = MappingProxyType({"group_size": positive})
 """Keyword of the recipes by group."""
 
-CODEBOOK: Mapping[str, _Check] = MappingProxyType({"bits": _bits, "block_size": _block_size})
+CODEBOOK: Mapping[str, Check] = MappingProxyType({"bits": _bits, "block_size": _block_size})
 """Keywords, all required, of the codebook's recipe."""
 
 
 def check(
     recipe: str,
     given: Mapping[str, Any],
-    accepted: Mapping[str, _Check],
+    accepted: Mapping[str, Check],
     required: Collection[str] = (),
 ) -> None:
     """Check the keywords of a recipe.
@@ -106,18 +93,4 @@ def check(
     missing = [name for name in required if name not in given]
     if missing:
         raise OptionError(f"{recipe} requires {' and '.join(missing)}")
-    for name, value in given.items():
-        accepted[name](name, value)
-
-
-def _integer(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        _refuse(name, "must be an integer", value)
-
-
-def _all(values: Any, kind: type) -> bool:
-    return all(isinstance(v, kind) and not isinstance(v, bool) for v in values)
-
-
-def _refuse(name: str, what: str, value: Any) -> None:
-    raise OptionError(f"{name} {what}", got=f"{type(value).__name__} {value!r}")
+    check_all(given, accepted)

@@ -1,5 +1,6 @@
 import enum
 
+import numpy as np
 import pytest
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 
@@ -124,6 +125,23 @@ def test_duplicate_keys_are_an_error():
         {"model_type": None},
         {"minimum_deployment_target": ct.target.iOS14},
         {"minimum_deployment_target": "iOS17"},
+        {"pass_names": "common::const_elimination"},
+        {"pass_names": ["nope"]},
+        {"pass_names": [3]},
+        {"pass_names": 3},
+        {"keep_fp32": 3},
+        {"keep_fp32": [3]},
+        {"keep_fp32": {"ops": ["nope"]}},
+        {"op_linear_quantizer_config": 3},
+        {"op_linear_quantizer_config": {"mode": 3}},
+        {"op_linear_quantizer_config": {"weight_threshold": np.int64(3)}},
+        {"weight_compression": 3},
+        {
+            "weight_compression": {
+                "config_type": "OpPalettizerConfig",
+                "global_config": {"nbits": 9},
+            }
+        },
     ],
 )
 def test_keywords_of_the_wrong_kind_are_an_error(keywords):

@@ -164,7 +164,9 @@ def test_modules_are_checked_when_a_program_is_partitioned(program: ExportedProg
 @pytest.mark.parametrize("option", ["skip_modules", "only_modules", "only_ops"])
 def test_one_name_is_no_list(option: str) -> None:
     options: dict[str, Any] = {option: "head"}
-    with pytest.raises(OptionError, match=rf"{option} is a list: got 'head', expected \['head'\]"):
+    with pytest.raises(
+        OptionError, match=rf"{option} must be a list .* got str 'head', .*'head'\]"
+    ):
         CoreMLPartitioner(**options)
 
 
@@ -290,7 +292,7 @@ def test_the_most_valuable_partition_is_kept(program: ExportedProgram) -> None:
 @pytest.mark.parametrize("value", [0, True])
 def test_limits_are_positive(option: str, value: int) -> None:
     options: dict[str, Any] = {option: value}
-    with pytest.raises(OptionError, match=f"{option} is a positive integer: got {value}"):
+    with pytest.raises(OptionError, match=f"{option} must be .*: got .* {value}"):
         CoreMLPartitioner(**options)
 
 

@@ -1,0 +1,133 @@
+"""Models that coremltools converted for somebody else: their blobs, metadata and debug handles.
+
+``executorch_debug_handle_mapping.json``, which coremltools saves with a model converted from an
+ExecuTorch program, lists for each debug handle the paths of the operations made of its call::
+
+    {"version": {name: version}, "mapping": {handle: [[{"Output": name, "Operator": type}, ...]]}}
+
+Source: coremltools 9.0, ``MLModel.save``; ExecuTorch 1.5, ``ModelDebugInfo`` of the runtime.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from executorch.exir.backend.backend_details import PreprocessResult
+
+from coreml_delegate.blob import flatten
+from coreml_delegate.compile_options import ModelType
+from coreml_delegate.errors import ContractError
+from coreml_delegate.metadata import MethodMetadata, ModelMetadata
+from coreml_delegate.preprocess.convert import Conversion, check_compiler, temporary_folder
+from coreml_delegate.preprocess.package import identified, model_files
+from coreml_delegate.targets import STATE_OPSET
+
+DEBUG_INFO = "debug_info.json"
+_MAPPING = "executorch_debug_handle_mapping.json"
+
+OperationPath = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class DebugInfo:
+    """Which operations of a model come from which calls of the program.
+
+    Attributes:
+        versions: Of what made the mapping, by name.
+        paths: The path of an operation by its debug symbol.
+        handles: The debug handles of the calls by debug symbol.
+    """
+
+    versions: Mapping[str, str]
+    paths: Mapping[str, OperationPath]
+    handles: Mapping[str, Sequence[int]]
+
+    def encode(self) -> bytes:
+        """The content of ``debug_info.json``."""
+        body = {
+            "versionInfo": dict(self.versions),
+            "debugSymbolToOperationPath": dict(self.paths),
+            "debugSymbolToHandles": dict(self.handles),
+        }
+        return json.dumps(body).encode()
+
+
+def debug_symbol(operation_path: OperationPath) -> str | None:
+    """``output:operator`` of the operation a path leads to; None if the path does not say it."""
+    last = operation_path[-1] if operation_path else {}
+    output, operator = last.get("Output"), last.get("Operator")
+    return None if output is None or operator is None else f"{output}:{operator}"
+
+
+def read_debug_info(package: Path) -> DebugInfo | None:
+    """The debug info of a saved model; None if it has none, or none that can be read."""
+    try:
+        content: Any = json.loads((package / _MAPPING).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    mapping: Any = content.get("mapping") if isinstance(content, dict) else None
+    if mapping is None:
+        return None
+    paths: dict[str, OperationPath] = {}
+    handles: dict[str, list[int]] = {}
+    for handle, operation_paths in mapping.items():
+        if not handle.lstrip("-").isdecimal():
+            continue
+        for path in operation_paths:
+            symbol = debug_symbol(path)
+            if symbol is not None:
+                handles.setdefault(symbol, []).append(int(handle))
+                paths[symbol] = path
+    return DebugInfo(content.get("version", {}), paths, handles)
+
+
+def metadata_of(spec: Any, identifier: str) -> ModelMetadata:
+    """The metadata of the model with this specification.
+
+    Raises:
+        ContractError: It has no output; or no input, and is for systems before iOS18.
+    """
+    inputs, outputs = (
+        tuple(feature.name for feature in features)
+        for features in (spec.description.input, spec.description.output)
+    )
+    if not outputs:
+        raise ContractError("the model has no output", expected="at least one")
+    if not inputs and spec.specificationVersion < STATE_OPSET:
+        raise ContractError(
+            f"a model without inputs needs {STATE_OPSET.name} ({STATE_OPSET.platforms})",
+            got=f"specification version {spec.specificationVersion}",
+            remedy="Raise minimum_deployment_target",
+        )
+    return ModelMetadata(identifier, {"": MethodMetadata(inputs, outputs)})
+
+
+def lower_model(model: Any, model_type: ModelType) -> PreprocessResult:
+    """The blob of a ``coremltools.models.MLModel``; equal models give equal bytes.
+
+    Raises:
+        ContractError: See ``metadata_of``.
+        LoweringError: It is to be compiled, and there is no compiler.
+    """
+    is_compiled = model_type is ModelType.COMPILED_MODEL
+    if is_compiled:
+        check_compiler()
+    spec = model.get_spec()
+    names = metadata_of(spec, "").methods
+    with temporary_folder() as folder:
+        package = folder / "model.mlpackage"
+        model.save(str(package))
+        info = read_debug_info(package)
+        compiled = Path(model.get_compiled_model_path()) if is_compiled else None
+        _, files = identified(
+            model_files(Conversion(spec, package, compiled), is_declared=False), names
+        )
+        if info is not None:
+            files[DEBUG_INFO] = info.encode()
+        # ExecuTorch's annotation has but one handle for each.
+        handles: Any = None if info is None else {s: tuple(h) for s, h in info.handles.items()}
+        return PreprocessResult(processed_bytes=flatten(files), debug_handle_map=handles)

@@ -1,0 +1,157 @@
+"""``PartitionerOptions``: what a user asks of ``CoreMLPartitioner``, checked."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, cast
+
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from torch import nn
+
+from coreml_delegate.compile_options import CompileOptions, WeightSharing
+from coreml_delegate.errors import OptionError
+from coreml_delegate.option_checks import Check, check_all, flag, function, list_of, positive
+from coreml_delegate.option_checks import optional as or_none
+from coreml_delegate.partition.filters import Filters, NodePredicate
+from coreml_delegate.partition.selection import Selection
+from coreml_delegate.partition.tagging import DataOwnership
+from coreml_delegate.preprocess.convert import check_accepted
+from coreml_delegate.preprocess.multifunction import check_target
+
+_OPERATORS = or_none(list_of("operator names", str))
+_MODULES = or_none(list_of("paths and classes of modules"))
+_OF_A_NODE = or_none(function("a node of the graph"))
+_CHECKS: Mapping[str, Check] = MappingProxyType(
+    {
+        "skip_ops_for_coreml_delegation": _OPERATORS,
+        "take_over_mutable_buffer": or_none(flag),  # ExecuTorch's own takes None for False
+        "take_over_constant_data": flag,
+        "lower_full_graph": flag,
+        "only_ops": _OPERATORS,
+        "skip_modules": _MODULES,
+        "only_modules": _MODULES,
+        "node_filter": _OF_A_NODE,
+        "min_partition_nodes": positive,
+        "max_partitions": or_none(positive),
+        "strict": flag,
+        "keep_fp32": _OF_A_NODE,
+    }
+)
+_FUNCTIONS = ("node_filter", "keep_fp32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionerOptions:
+    """The keywords of ``CoreMLPartitioner``, and what they stand for.
+
+    Raises:
+        OptionError: A value that is not accepted, or options that exclude each other.
+    """
+
+    skip_ops_for_coreml_delegation: Collection[str] | None = None
+    compile_specs: Sequence[CompileSpec] | None = None
+    take_over_mutable_buffer: bool | None = True
+    take_over_constant_data: bool = True
+    lower_full_graph: bool = False
+    only_ops: Collection[str] | None = None
+    skip_modules: Collection[str | type[nn.Module]] | None = None
+    only_modules: Collection[str | type[nn.Module]] | None = None
+    node_filter: NodePredicate | None = None
+    min_partition_nodes: int = 1
+    max_partitions: int | None = None
+    strict: bool = False
+    keep_fp32: NodePredicate | None = None
+
+    def __post_init__(self) -> None:
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        check_all(given, _CHECKS)
+        check_target(self.compiling)
+        self.compiling.check_compression()
+        check_accepted(self.compiling)
+        _ = self.filters
+        if self.lower_full_graph:
+            self._check_full_graph()
+        for name, value in given.items():
+            if isinstance(value, Collection):  # the caller's, who may change it
+                object.__setattr__(self, name, tuple(cast("Collection[Any]", value)))
+
+    @cached_property
+    def compiling(self) -> CompileOptions:
+        """The compile options, decoded."""
+        return CompileOptions.from_specs([] if self.compile_specs is None else self.compile_specs)
+
+    @cached_property
+    def filters(self) -> Filters:
+        """The filters, which have seen no program."""
+        return Filters.of(
+            skip_ops=self.skip_ops_for_coreml_delegation,
+            only_ops=self.only_ops,
+            skip_modules=self.skip_modules,
+            only_modules=self.only_modules,
+            node_filter=self.node_filter,
+        )
+
+    @property
+    def selection(self) -> Selection:
+        """The limits on partitions."""
+        return Selection(self.min_partition_nodes, self.max_partitions)
+
+    @property
+    def ownership(self) -> DataOwnership:
+        """Which data Core ML is given."""
+        return DataOwnership(self.take_over_constant_data, bool(self.take_over_mutable_buffer))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is an error if any call stays on the CPU."""
+        return self.lower_full_graph or self.strict
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the n-th partitions of all methods have to become one model."""
+        return self.compiling.weight_sharing is WeightSharing.POSITIONAL
+
+    @property
+    def depends_on_the_graph(self) -> bool:
+        """Whether a call may be refused in edge dialect that is taken in ATen dialect."""
+        return self.node_filter is not None or not self.selection.is_open
+
+    def check_pickles(self) -> None:
+        """Name the function that cannot be pickled, which pickle itself does not.
+
+        Raises:
+            OptionError: There is one.
+        """
+        for name in _FUNCTIONS:
+            try:
+                pickle.dumps(getattr(self, name))
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise OptionError(
+                    f"a partitioner with this {name} cannot be pickled",
+                    got=str(error),
+                    remedy="Pass a function that is defined at the top of a module, or copy the "
+                    "partitioner by copy.deepcopy",
+                ) from error
+
+    def _check_full_graph(self) -> None:
+        leaves_nothing = {
+            "skip_ops_for_coreml_delegation": not self.skip_ops_for_coreml_delegation,
+            "take_over_mutable_buffer": self.take_over_mutable_buffer,
+            "take_over_constant_data": self.take_over_constant_data,
+            "only_ops": self.only_ops is None,
+            "skip_modules": not self.skip_modules,
+            "only_modules": self.only_modules is None,
+            "node_filter": self.node_filter is None,
+            "min_partition_nodes": self.min_partition_nodes == 1,
+        }
+        clashing = [name for name, fine in leaves_nothing.items() if not fine]
+        if clashing:
+            raise OptionError(
+                "lower_full_graph=True leaves nothing to the CPU",
+                got=f"together with {', '.join(clashing)}",
+                remedy="Drop these options, or set lower_full_graph=False",
+            )

@@ -3,7 +3,7 @@
 ``executorch_debug_handle_mapping.json``, which coremltools saves with a model converted from an
 ExecuTorch program, lists for each debug handle the paths of the operations made of its call::
 
-    {"version": {name: version}, "mapping": {handle: [[{"Output": name, "Operator": type}, ...]]}}
+    {"version": text, "mapping": {handle: [[{"Output": name, "Operator": type}, ...]]}}
 
 Source: coremltools 9.0, ``MLModel.save``; ExecuTorch 1.5, ``ModelDebugInfo`` of the runtime.
 """
@@ -37,19 +37,19 @@ class DebugInfo:
     """Which operations of a model come from which calls of the program.
 
     Attributes:
-        versions: Of what made the mapping, by name.
+        version: Of the form of the mapping, as the file has it.
         paths: The path of an operation by its debug symbol.
         handles: The debug handles of the calls by debug symbol.
     """
 
-    versions: Mapping[str, str]
+    version: Any
     paths: Mapping[str, OperationPath]
     handles: Mapping[str, Sequence[int]]
 
     def encode(self) -> bytes:
         """The content of ``debug_info.json``."""
         body = {
-            "versionInfo": dict(self.versions),
+            "versionInfo": self.version,
             "debugSymbolToOperationPath": dict(self.paths),
             "debugSymbolToHandles": dict(self.handles),
         }

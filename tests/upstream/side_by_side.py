@@ -1,7 +1,8 @@
 """Lower in one process with our backend and with ExecuTorch's own of the same name.
 
 Prints, as JSON, the largest error of each flow's program against eager torch, and which backend
-made each of its models. The argument says which of the two is imported first.
+made each of its models; further what their public names are and give. The argument says which of
+the two is imported first.
 """
 
 from __future__ import annotations
@@ -137,8 +138,24 @@ def main(first: str) -> int:
     module, inputs = Network().eval(), (torch.rand(2, 4),)
     with torch.no_grad():
         found = {n: _described(pte, module, inputs) for n, pte in _flows(module, inputs).items()}
-    sys.stdout.write(json.dumps(found, indent=1))
+    sys.stdout.write(json.dumps({"flows": found} | _compared()))
     return 0
+
+
+def _compared() -> dict[str, Any]:
+    from executorch.backends.apple.coreml.compiler import coreml_preprocess as theirs
+
+    from coreml_delegate import backend as ours
+    from tests.upstream.compared import names_of, results_of
+
+    modules = {"ours": ours, "theirs": theirs}
+    return {
+        "names": {who: names_of(m.CoreMLBackend) for who, m in modules.items()},
+        "results": {
+            who: results_of(m.CoreMLBackend, m.MULTIMETHOD_WEIGHT_SHARING_STRATEGY)
+            for who, m in modules.items()
+        },
+    }
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.tolerances import ATOL_RTOL
@@ -16,10 +17,15 @@ from tests.upstream.side_by_side import ORDERS
 _REPOSITORY = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("first", ORDERS)
-def test_each_partitioner_keeps_its_backend(first: str) -> None:
+# On one worker, so that each order runs once.
+pytestmark = pytest.mark.xdist_group("side-by-side")
+
+
+@pytest.fixture(scope="module", params=ORDERS)
+def found(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What ``tests.upstream.side_by_side`` prints, by the backend that is imported first."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.upstream.side_by_side", first],
+        [sys.executable, "-m", "tests.upstream.side_by_side", request.param],
         cwd=_REPOSITORY,
         env={**os.environ, "PYTHONPATH": os.pathsep.join((".", "tests"))},
         capture_output=True,
@@ -27,8 +33,11 @@ def test_each_partitioner_keeps_its_backend(first: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    flows = json.loads(done.stdout[done.stdout.index("{") :])
-    assert {name: flow["makers"] for name, flow in flows.items()} == {
+    return json.loads(done.stdout[done.stdout.index("{") :])
+
+
+def test_each_partitioner_keeps_its_backend(found: dict[str, Any]) -> None:
+    assert {name: flow["makers"] for name, flow in found["flows"].items()} == {
         "our partitioner": {"forward": ["ours"]},
         "our to_backend": {"forward": ["ours"]},
         "our specs": {"forward": ["ours"]},
@@ -40,4 +49,19 @@ def test_each_partitioner_keeps_its_backend(first: str) -> None:
         "both partitioners": {"ours": ["ours"], "theirs": ["theirs"], "forward": ["ours"]},
     }
     atol, _ = ATOL_RTOL["fp32"]
-    assert all(flow["error"] < atol for flow in flows.values())
+    assert all(flow["error"] < atol for flow in found["flows"].values())
+
+
+def test_every_public_name_of_theirs_is_ours_too(found: dict[str, Any]) -> None:
+    ours, theirs = (found["names"][who] for who in ("ours", "theirs"))
+    assert len(theirs) > 20
+    # Ours may take more.
+    assert {n: (ours[n] or [])[: len(p)] if p else ours[n] for n, p in theirs.items()} == theirs
+
+
+def test_both_give_the_same_for_the_same_arguments(found: dict[str, Any]) -> None:
+    ours, theirs = (found["results"][who] for who in ("ours", "theirs"))
+    functions = {name for name, parameters in found["names"]["theirs"].items() if parameters}
+    lowering = {name for name in functions if name.startswith(("preprocess", "copy_"))}
+    assert set(theirs) == functions - lowering | {"preprocess_model"}
+    assert ours == theirs

@@ -47,7 +47,7 @@ def _plain(spec: pytree.TreeSpec) -> pytree.TreeSpec:
 
 
 def _has_name(spec: pytree.TreeSpec) -> bool:
-    leaves = [pytree.treespec_leaf()] * spec.num_children
+    leaves: list[pytree.TreeSpec] = [pytree.treespec_leaf()] * spec.num_children
     try:
         pytree.treespec_dumps(pytree.TreeSpec(spec.type, spec.context, leaves))
     except (NotImplementedError, TypeError):  # no name, or keys that are not written

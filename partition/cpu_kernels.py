@@ -173,7 +173,9 @@ def without_checks(program: ExportedProgram) -> ExportedProgram:
         program: In ATen dialect; it is not changed.
     """
     targets = {node.target for node in program.graph.nodes}
-    table = {op: _first_results(op, of) for op, of in _UNCHECKED.items() if op in targets}
+    table: dict[Any, Callable[..., Any]] = {
+        op: _first_results(op, of) for op, of in _UNCHECKED.items() if op in targets
+    }
     return program.run_decompositions(table) if table else program
 
 
@@ -189,7 +191,7 @@ _UNCHECKED: Mapping[OpOverload, OpOverload] = MappingProxyType(
 )
 
 
-def _first_results(op: OpOverload, unchecked: OpOverload) -> Callable[..., Any]:
+def _first_results(op: Any, unchecked: OpOverload) -> Callable[..., Any]:
     """``op`` in terms of ``unchecked``, which gives whether it succeeded as a further result."""
     count = len(op._schema.returns)
 

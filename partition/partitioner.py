@@ -162,7 +162,8 @@ class CoreMLPartitioner(Partitioner):
         attributes = dict(state)
         reports = attributes.pop(_REPORTS)
         super().__init__()
-        self.__dict__.update(attributes)
+        for name, value in attributes.items():
+            setattr(self, name, value)
         self._work = _Work(self._given.filters.anew(), ReportHistory(reports))
 
     def __copy__(self) -> Self:

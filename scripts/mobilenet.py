@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -55,7 +55,7 @@ def demonstrate(folder: Path, *, seed: int, repeat: int) -> None:
     with console.step("Running on the photo"):
         program = load(path, method=None, host="auto", engine="auto", threads=None)
         (expected,) = source.run([image])
-        (actual,) = program.run([image]).values()
+        actual = _sole_tensor(program, image)
         accuracy = Accuracy()
         accuracy.add(expected, actual)
         ours, eager = _latencies(
@@ -138,10 +138,15 @@ def _extract(path: Path, folder: Path) -> Path:
     return package
 
 
+def _sole_tensor(loaded: Loaded, image: torch.Tensor) -> torch.Tensor:
+    (result,) = loaded.run([image]).values()
+    return cast("torch.Tensor", result)
+
+
 def _same(package: Path, image: torch.Tensor, expected: torch.Tensor) -> str:
     """Whether the extracted package alone gives what the whole program gives."""
     model: Loaded = load(package, method=None, host="auto", engine="auto", threads=None)
-    (actual,) = model.run([image]).values()
+    actual = _sole_tensor(model, image)
     same = torch.equal(actual.to(expected.dtype), expected)
     return "gives the same output as the .pte" if same else "gives another output than the .pte"
 

@@ -1,8 +1,9 @@
 """Where a program loses its numbers: the first NaN, the first overflow, the largest errors.
 
-The program runs twice on the reference engine: once as it is, once with fp32 for every fp16. The
-second run takes the first one's path through the control flow and draws the same random numbers,
-so that each value has its counterpart and the difference is rounding and overflow alone.
+The program runs twice on the reference engine: once as it is, once with fp32 for every fp16 and
+int64 for every int32. The second run takes the first one's path through the control flow and draws
+the same random numbers, so that each value has its counterpart and the difference is rounding and
+overflow alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from coreml_delegate.runtime.engines.reference import REFERENCE, ReferenceFuncti
 from coreml_delegate.runtime.engines.reference.interpreter import Operands
 from coreml_delegate.runtime.mil.location import Location
 from coreml_delegate.runtime.mil.program import Constant, Function
-from coreml_delegate.runtime.mil.widening import widened
+from coreml_delegate.runtime.mil.widening import widened, widened_array
 from coreml_delegate.runtime.tracing import TracedValue, trace
 
 MIN_SQNR_DB = 20.0
@@ -35,12 +36,15 @@ class Fault(enum.Enum):
     NAN = "NaN"
     OVERFLOW = "infinite, and finite in fp32"
     INFINITE = "infinite, in fp32 as well"
+    BEYOND_INT32 = "beyond int32"
     INACCURATE = "inaccurate"
 
 
 @dataclass(frozen=True, slots=True)
 class ValueReport:
-    """One floating-point value of the program against the same value computed in fp32.
+    """One value of the program against the same value computed in fp32, or in int64.
+
+    Integers are reported where they leave int32: ``max_abs`` is what int64 makes of them.
 
     Attributes:
         name: The output's name in the program.
@@ -87,7 +91,7 @@ class ValueReport:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Every floating-point value of one run, in the order of execution.
+    """Every floating-point value of one run, and integers at fault, in the order of execution.
 
     Attributes:
         function: Name of the function.
@@ -133,7 +137,7 @@ def diagnose(
     state: State | None = None,
     min_sqnr_db: float = MIN_SQNR_DB,
 ) -> Diagnosis:
-    """Compare every value of a run with the same value computed in fp32.
+    """Compare every value of a run with the same value computed in fp32 and int64.
 
     Holds every intermediate value of one run at a time in memory.
 
@@ -163,7 +167,7 @@ def diagnose(
     trace(
         wide,
         REFERENCE.compile(wide, EngineOptions()),
-        {name: _wide_array(array) for name, array in inputs.items()},
+        {name: widened_array(array) for name, array in inputs.items()},
         comparison.compare,
         state=state,
         decide=lambda _: next(follow),
@@ -181,6 +185,8 @@ class _Comparison:
 
     def compare(self, wide: TracedValue) -> None:
         narrow = self._values.pop()
+        if _leaves_int32(narrow, wide):
+            self.reports.append(_wrapped(narrow, wide))
         expected, actual = wide.tensor, narrow.tensor
         if expected is None or actual is None or not actual.is_floating_point():
             return
@@ -253,5 +259,38 @@ def _any(
     return False
 
 
-def _wide_array(array: Array) -> Array:
-    return array.astype("float32") if array.dtype == "float16" else array
+_INT32 = torch.iinfo(torch.int32)
+
+
+def _leaves_int32(narrow: TracedValue, wide: TracedValue) -> bool:
+    """Whether integers are beyond int32, and those that they are computed from are not."""
+    if narrow.tensor is None or narrow.tensor.dtype is not torch.int32:
+        return False
+    operands = (v for values in wide.computed.operands.values() for v in values)
+    return is_beyond_int32(wide.tensor) and not any(map(is_beyond_int32, operands))
+
+
+def is_beyond_int32(value: object) -> bool:
+    """Whether a tensor holds integers that int32, the widest integer of Core ML, does not."""
+    if not isinstance(value, Tensor) or value.dtype is not torch.int64 or not value.numel():
+        return False
+    low, high = torch.aminmax(value)
+    return int(low) < _INT32.min or int(high) > _INT32.max
+
+
+def _wrapped(narrow: TracedValue, wide: TracedValue) -> ValueReport:
+    """The report on int32 values that have wrapped around."""
+    expected, actual = (v.tensor.double() for v in (wide, narrow) if v.tensor is not None)
+    return ValueReport(
+        name=narrow.name,
+        op_type=narrow.op_type,
+        location=narrow.location,
+        turns=narrow.turns,
+        result=str(narrow.declared),
+        inputs=narrow.inputs,
+        nan=0,
+        infinite=0,
+        max_abs=float(expected.abs().max()),
+        sqnr_db=sqnr_db(expected, actual),
+        fault=Fault.BEYOND_INT32,
+    )

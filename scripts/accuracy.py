@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from coreml_delegate.errors import ProgramError
+from coreml_delegate.runtime.diagnosis import is_beyond_int32
 
 MIN_CLASSES = 5
 """The fewest elements in a row for its largest to be taken for a class."""
@@ -23,6 +27,8 @@ class Accuracy:
         max_abs_error: Largest absolute difference.
         rows: Rows of class scores compared.
         agreeing: Rows in which both have their largest value at the same place.
+        beyond_int32: The op at which the model's integers leave int32, in a sample whose outputs
+            differ; None if there is none.
     """
 
     signal: float = 0.0
@@ -30,6 +36,7 @@ class Accuracy:
     max_abs_error: float = 0.0
     rows: int = 0
     agreeing: int = 0
+    beyond_int32: str | None = None
 
     @property
     def sqnr_db(self) -> float:
@@ -45,12 +52,18 @@ class Accuracy:
         """Share of rows that agree on the class, 0 to 1; None for outputs without classes."""
         return self.agreeing / self.rows if self.rows else None
 
-    def add(self, expected: torch.Tensor | None, actual: torch.Tensor | None) -> None:
+    def add(
+        self,
+        expected: torch.Tensor | None,
+        actual: torch.Tensor | None,
+        beyond_int32: str | None = None,
+    ) -> None:
         """Compare one sample.
 
         Args:
             expected: Of any shape and dtype; or None, which equals None alone.
             actual: Of the same shape, except that ``[1]`` may stand for a scalar.
+            beyond_int32: What ``Int32Watch`` found while ``expected`` was computed.
 
         Raises:
             ProgramError: The shapes differ.
@@ -77,6 +90,8 @@ class Accuracy:
         self.max_abs_error = max(self.max_abs_error, math.inf if math.isnan(worst) else worst)
         self.signal += float(want.square().sum())
         self.noise += float(error.square().sum()) if math.isfinite(worst) else math.inf
+        if worst:
+            self.beyond_int32 = self.beyond_int32 or beyond_int32
         if is_class_scores(expected):
             agree = expected.argmax(-1) == actual.reshape(expected.shape).argmax(-1)
             self.rows += agree.numel()
@@ -95,3 +110,24 @@ def is_class_scores(tensor: torch.Tensor) -> bool:
         and tensor.shape[-1] >= MIN_CLASSES
         and tensor.numel() > 0
     )
+
+
+class Int32Watch(TorchDispatchMode):
+    """Looks for integers beyond int32, which Core ML does not hold, while a model runs.
+
+    Attributes:
+        first: Name of the first op that gives one, or None.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: str | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the op, and look at its results."""
+        results = func(*args, **(kwargs or {}))
+        if self.first is None and any(map(is_beyond_int32, pytree.tree_leaves(results))):
+            self.first = str(func)
+        return results

@@ -108,9 +108,9 @@ def _print(diagnoses: Sequence[tuple[str, Diagnosis]], worst: int) -> None:
 COMMAND = Command(
     name="trace",
     summary="find the op where a program loses its numbers",
-    description="Run the program op by op at its own dtypes and in fp32, and name the first value "
-    "that is NaN, overflows or is inaccurate, and the ops of largest error. The delegates of a "
-    ".pte are traced on the inputs that the program gives them.",
+    description="Run the program op by op at its own dtypes and in fp32 and int64, and name the "
+    "first value that is NaN, overflows, is beyond int32 or is inaccurate, and the ops of largest "
+    "error. The delegates of a .pte are traced on the inputs that the program gives them.",
     add_arguments=add_arguments,
     run=run,
 )

@@ -63,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
     if below:
         raise ProgramError(
             "the program differs from its model",
-            got=", ".join(f"{name} at {sqnr:.1f} dB" for name, sqnr in below.items()),
+            got=", ".join(
+                f"{name} at {sqnr:.1f} dB{_wide(results[name])}" for name, sqnr in below.items()
+            ),
             expected=f"at least {args.min_sqnr:g} dB",
         )
     return 0
@@ -84,13 +86,14 @@ def compare(source: Source, program: Loaded, samples: list[list[Any]]) -> dict[s
         ProgramError: They have other outputs, in number or in shape.
         CoreMLDelegateError: Either refuses the inputs.
     """
-    from coreml_delegate.scripts.accuracy import Accuracy
+    from coreml_delegate.scripts.accuracy import Accuracy, Int32Watch
     from coreml_delegate.scripts.source import copied
 
     results: dict[str, Accuracy] = {}
     for inputs in samples:
         actual = program.run(copied(inputs))
-        expected = program.expected_of(source.execute(inputs))
+        with Int32Watch() as watch:
+            expected = program.expected_of(source.execute(inputs))
         if len(actual) != len(expected):
             raise ProgramError(
                 "program and model have different numbers of outputs",
@@ -98,8 +101,14 @@ def compare(source: Source, program: Loaded, samples: list[list[Any]]) -> dict[s
                 expected=str(len(expected)),
             )
         for (name, got), want in zip(actual.items(), expected, strict=True):
-            results.setdefault(name, Accuracy()).add(want, got)
+            results.setdefault(name, Accuracy()).add(want, got, watch.first)
     return results
+
+
+def _wide(accuracy: Accuracy) -> str:
+    """Words for integers that Core ML does not hold, if that may be why an output differs."""
+    op = accuracy.beyond_int32
+    return "" if op is None else f" (beyond int32: int64 values of {op} in PyTorch)"
 
 
 def _samples(args: argparse.Namespace, source: Source, program: Loaded) -> list[list[Any]]:
@@ -131,6 +140,7 @@ def _print(results: dict[str, Accuracy], *, as_json: bool) -> None:
                     "sqnr_db": accuracy.sqnr_db,
                     "max_abs_error": accuracy.max_abs_error,
                     "top1_agreement": accuracy.top1_agreement,
+                    "beyond_int32": accuracy.beyond_int32,
                 }
                 for name, accuracy in results.items()
             }

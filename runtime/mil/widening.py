@@ -1,10 +1,12 @@
-"""The same program at a wider floating-point type: what its own rounding is measured against."""
+"""The same program at wider types: what its own rounding and wrapping are measured against."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import (
@@ -23,17 +25,16 @@ from coreml_delegate.runtime.mil.program import (
     ValueType,
 )
 
-_NARROW = (DType.FP16, DType.BF16)
-_WIDE = DType.FP32
+_WIDER = {DType.FP16: DType.FP32, DType.BF16: DType.FP32, DType.INT32: DType.INT64}
 # Ops take dtypes as strings (``cast``, ``make_list``); no op takes one of these for anything else.
-_NARROW_NAMES = {dtype.label for dtype in _NARROW}
+_WIDER_LABELS = {narrow.label: wide.label for narrow, wide in _WIDER.items()}
 
 
 def widened(function: Function) -> Function:
-    """``function`` with fp32 for every fp16: parameters, values, weights and states.
+    """``function`` with fp32 for every fp16 and int64 for every int32.
 
-    Names and structure stay, op by op, so that the values of both can be compared. Inputs and
-    outputs of the model are fp32 as well.
+    That holds for parameters, values, weights, states, and inputs and outputs of the model. Names
+    and structure stay, op by op, so that the values of both can be compared.
     """
     return replace(
         function,
@@ -75,12 +76,13 @@ def _binding(binding: Binding) -> Binding:
 
 
 def _constant(constant: Constant) -> Constant:
-    if isinstance(constant.data, str) and constant.data in _NARROW_NAMES:
-        return replace(constant, data=_WIDE.label)
+    if isinstance(constant.data, str) and constant.data in _WIDER_LABELS:
+        return replace(constant, data=_WIDER_LABELS[constant.data])
     declared = _type(constant.type)
     if declared == constant.type or not isinstance(constant.data, np.ndarray):
         return constant
-    return Constant(declared, constant.data.astype(_WIDE.numpy))
+    numpy = declared.dtype.numpy if isinstance(declared, TensorType) else constant.data.dtype
+    return Constant(declared, constant.data.astype(numpy))
 
 
 def _named(named: NamedType) -> NamedType:
@@ -92,7 +94,13 @@ def _feature(feature: Feature) -> Feature:
 
 
 def _tensor(declared: TensorType) -> TensorType:
-    return replace(declared, dtype=_WIDE) if declared.dtype in _NARROW else declared
+    return replace(declared, dtype=_WIDER.get(declared.dtype, declared.dtype))
+
+
+def widened_array(array: NDArray[Any]) -> NDArray[Any]:
+    """An input of a function as an input of the same function, widened."""
+    wide = {dtype.numpy: wide.numpy for dtype, wide in _WIDER.items() if dtype is not DType.BF16}
+    return array.astype(wide.get(array.dtype, array.dtype), copy=False)
 
 
 def _type(declared: ValueType) -> ValueType:

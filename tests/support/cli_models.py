@@ -207,6 +207,18 @@ class Sensitive(nn.Module):
         return self.last(torch.relu(self.middle(torch.relu(self.first(x)))))
 
 
+class Squares(nn.Module):
+    """Integers whose squares may be beyond int32, and what is left of them."""
+
+    def forward(self, x):
+        squares = x * x
+        return squares.sum(), torch.remainder(squares, 7) > 3, x + 1
+
+
+def squares():
+    return Squares(), torch.tensor([2, 3])
+
+
 def sensitive():
     return Sensitive(), torch.randn(2, 32)
 

@@ -275,6 +275,29 @@ def test_verify_refuses_another_model(capsys):
     )
 
 
+def test_integers_beyond_int32_are_named(capsys):
+    model = f"{MODELS}:squares"
+    assert main(["export", model, "-o", "squares.pte"]) == 0
+    for name, values in (("small.npy", [200, 3]), ("large.npy", [60000, 3])):
+        np.save(name, np.array(values))
+    capsys.readouterr()
+    verify = ["verify", model, "squares.pte", "--input"]
+    for engine in ("openvino", "reference"):
+        assert main([*verify, "small.npy", "--engine", engine, "--json"]) == 0
+        assert {accuracy["beyond_int32"] for accuracy in read(capsys).values()} == {None}
+        assert main([*verify, "large.npy", "--engine", engine, "--json"]) == 1
+        captured = capsys.readouterr()
+        found = {n: a["beyond_int32"] for n, a in json.loads(captured.out).items()}
+        # A truth says nothing of the integers it comes from; what is equal is not accused.
+        said = "aten.mul.Tensor"
+        assert found == {"output_0": said, "output_1": said, "output_2": None}
+        assert f"dB (beyond int32: int64 values of {said} in PyTorch)" in captured.err
+    assert main(["trace", "squares.pte", "--input", "large.npy"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("forward_0: first bad: mul ")
+    assert "beyond int32" in output
+
+
 # files that are no programs
 
 

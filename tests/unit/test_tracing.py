@@ -163,6 +163,22 @@ def test_an_overflowing_norm_names_the_square(engine):
     assert str(bad).startswith("square 'sq' at main op 0: infinite, and finite in fp32; 8 inf")
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_integers_beyond_int32_are_named_where_they_come_to_be(engine):
+    def function(x):
+        total = mb.reduce_sum(x=mb.mul(x=x, y=x, name="square"), axes=[0], keep_dims=True, name="t")
+        return mb.add(x=mb.mod(x=total, y=np.int32(7), name="rest"), y=mb.sub(x=x, y=x))
+
+    x = np.array([70000, 3], np.int32)
+    traced = model(function, {"x": x}, engine)
+    diagnosis = traced.diagnose({"x": x})
+    (bad,) = diagnosis.values  # what is computed of it goes without saying
+    assert (bad.name, bad.op_type, bad.fault) == ("square", "mul", Fault.BEYOND_INT32)
+    assert bad.max_abs == 4.9e9
+    assert "mul 'square' at main op 0: beyond int32; SQNR" in str(diagnosis)
+    assert not traced.diagnose({"x": x // 1000}).values
+
+
 def test_a_softmax_without_its_maximum_names_the_exponential_then_the_quotient():
     def function(x):
         exponential = mb.exp(x=x, name="e")

@@ -225,6 +225,7 @@ REFUSED = {
         f"{MODELS}:number makes no model: got int, "
         "expected an nn.Module, (nn.Module, example_inputs) or (nn.Module, args, kwargs)",
     ),
+    "nothing made": ([f"{MODELS}:no_samples"], f"{MODELS}:no_samples makes no model: got list, "),
     "no keyword inputs": (
         [f"{MODELS}:two_positional"],
         f"{MODELS}:two_positional makes no example inputs: got Tensor, Tensor, expected a tensor, "

@@ -7,7 +7,8 @@ caller can do about it. ``str(error)`` is one line, ready for a terminal.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 
 
 class CoreMLDelegateError(Exception):
@@ -50,6 +51,20 @@ def _rebuild(
     Exception.__init__(error, message)
     error.__dict__.update(fields)
     return error
+
+
+@contextmanager
+def naming(file: object) -> Generator[None]:
+    """Give an ``OSError`` raised meanwhile the name of the file, if it has none.
+
+    What fails on an open file, as writing to a full disk does, knows of no name.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(file)
+        raise
 
 
 def near_matches(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -15,6 +16,7 @@ PRECISIONS = ("float16", "float32")
 ENGINES = ("auto", "openvino", "reference")
 ENGINE_PRECISIONS = ("f32", "bf16")
 HOSTS = ("auto", "python", "stock")
+_LARGEST = 2**63 - 1
 
 _SOURCE_HELP = (
     "torchvision:NAME; MODULE:FACTORY, where FACTORY() returns (nn.Module, example_inputs), the "
@@ -46,7 +48,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 def add_seed(parser: argparse.ArgumentParser, what: str) -> None:
     """``--seed``."""
-    parser.add_argument("--seed", type=int, default=0, help=f"for {what} (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help=f"for {what} (default: 0)")
 
 
 def add_compilation(parser: argparse.ArgumentParser) -> None:
@@ -138,26 +140,48 @@ def add_force(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace outputs that exist")
 
 
+def integer(what: str, low: int, high: int = _LARGEST) -> Callable[[str], int]:
+    """Parse an integer of a range, called ``what`` in messages; by default of 64 bits."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = low - 1
+        if not low <= number <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return number
+
+    return parse
+
+
+natural = integer("a natural number of 64 bits", 0)
+"""Parse an integer of at least 0."""
+
+positive = integer("a positive integer of 64 bits", 1)
+"""Parse an integer of at least 1."""
+
+seed = integer("an integer of 64 bits, signed or unsigned", -_LARGEST - 1, 2 * _LARGEST + 1)
+"""Parse what torch takes for a seed."""
+
+
+def decibels(text: str) -> float:
+    """Parse a number, infinite or not."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if math.isnan(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return number
+
+
 def shape(text: str) -> tuple[int, ...]:
     """Parse ``1,3,224,224``."""
     try:
-        sizes = tuple(int(size) for size in text.split(","))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a shape such as 1,3,224,224")
-    return sizes
-
-
-def positive(text: str) -> int:
-    """Parse an integer of at least 1."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return number
+        return tuple(map(positive, text.split(",")))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape such as 1,3,224,224") from None
 
 
 def add_report(parser: argparse.ArgumentParser, forms: Collection[str], *, what: str) -> None:

@@ -50,6 +50,8 @@ COMMANDS = tuple(
     )
 )
 _DONE, _FAILED = 0, 1
+_ALLOCATOR = "DefaultCPUAllocator"
+"""In the message of the ``RuntimeError`` by which torch says that there is no memory."""
 
 
 def main_parser() -> argparse.ArgumentParser:
@@ -89,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: Wrong usage, help or version was asked for, or a signal to terminate arrived.
     """
+    console.open_closed_streams()
     with interruption.handled():
         try:
             args = _parse(argv)
@@ -105,24 +108,34 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     try:
         return main_parser().parse_args(argv)
     except SystemExit:
-        sys.stdout.flush()  # here, where a reader that left can be handled
+        console.flush()  # here, where a reader that left can be handled
         raise
 
 
 def _dispatch(args: argparse.Namespace) -> int:
     try:
         code: int = args.run(args)
-        sys.stdout.flush()
+        console.flush()
     except BrokenPipeError:
         raise
-    except (CoreMLDelegateError, OSError) as error:
+    except (CoreMLDelegateError, OSError, MemoryError, RuntimeError) as error:
+        message = _message(error)
+        if message is None:
+            raise
         logger.info("traceback of the error below", exc_info=True)
-        console.complain(_message(error))
+        console.complain(message)
         return _FAILED
     return code
 
 
-def _message(error: CoreMLDelegateError | OSError) -> str:
+def _message(error: Exception) -> str | None:
+    """What the user is told; None for an error of which we do not know that it is no fault."""
+    memory = isinstance(error, MemoryError) or _ALLOCATOR in str(error)
+    if memory and not isinstance(error, CoreMLDelegateError):
+        details = str(error).rpartition(_ALLOCATOR)[2].strip(": ")
+        return f"this machine has not the memory it takes{f': {details}' if details else ''}"
+    if not isinstance(error, CoreMLDelegateError | OSError):
+        return None
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error)

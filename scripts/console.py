@@ -5,24 +5,57 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
+
+from coreml_delegate.errors import naming
 
 logger = logging.getLogger(__name__)
 
 PROGRAM = "coreml-delegate"
 _PACKAGE = "coreml_delegate"
+_STDOUT = "stdout"
 _Item = TypeVar("_Item")
 _WARNING = f"{PROGRAM}: warning: %(message)s"
 _FORMAT = "%(levelname)s %(name)s: %(message)s"
 
 
+def open_closed_streams() -> None:
+    """Give a process that was started without stdout or stderr streams that can be written to.
+
+    What is written to stdout has no reader, as if it had left; stderr is silent. Both get the
+    numbers that are theirs: a file that got one would be written to by libraries.
+    """
+    if sys.stdout is None:
+        reader, writer = os.pipe()
+        sys.stdout = _stream(writer, 1)
+        if reader != 1:  # which is the stream's own by now
+            os.close(reader)
+    if sys.stderr is None:
+        sys.stderr = _stream(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def _stream(opened: int, number: int) -> TextIO:
+    if opened != number:
+        os.dup2(opened, number)
+        os.close(opened)
+    return open(number, "w", encoding="utf-8", closefd=False)
+
+
 def write(text: str) -> None:
     """Write ``text`` and a newline to stdout."""
-    sys.stdout.write(f"{text}\n")
+    with naming(_STDOUT):
+        sys.stdout.write(f"{text}\n")
+
+
+def flush() -> None:
+    """Write what is still buffered to stdout."""
+    with naming(_STDOUT):
+        sys.stdout.flush()
 
 
 def write_json(document: Any) -> None:

@@ -6,11 +6,12 @@ import argparse
 import hashlib
 import re
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coreml_delegate.errors import ProgramError
-from coreml_delegate.mlpackage import write_folder
+from coreml_delegate.mlpackage import new_folder
 from coreml_delegate.scripts import arguments, console, interruption
 from coreml_delegate.scripts.command import Command
 
@@ -45,9 +46,11 @@ def run(args: argparse.Namespace) -> int:
             target = folder / f"{_file_name(users[0].name)}{model.suffix}"
             planned[target] = (model, [_describe(user) for user in users])
     _check_targets(folder, planned, force=args.force)
-    for target, (model, _) in planned.items():
+    with ExitStack() as folders:
+        for target, (model, _) in planned.items():
+            interruption.check()
+            folders.enter_context(new_folder(model.files, target, overwrite=args.force))
         interruption.check()
-        write_folder(model.files, target, overwrite=args.force)
     _print(planned, as_json=args.json)
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,9 +48,12 @@ def add_flexible_shapes(parser: argparse.ArgumentParser) -> None:
 def dynamic_range(text: str) -> Range:
     """Parse ``x:0=1..8``."""
     found = re.fullmatch(r"(.+):(\d+)=(\d+)\.\.(\d+)", text)
-    if found is None or not 1 <= int(found[3]) <= int(found[4]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range such as x:0=1..8")
-    return found[1], int(found[2]), int(found[3]), int(found[4])
+    if found is not None:
+        with suppress(argparse.ArgumentTypeError):
+            dim, low, high = map(arguments.natural, found.groups()[1:])
+            if 1 <= low <= high:
+                return found[1], dim, low, high
+    raise argparse.ArgumentTypeError(f"{text!r} is not a range such as x:0=1..8")
 
 
 def shape_choices(text: str) -> Choices:

@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--stop",
+        type=_stop,
         action="append",
         default=[],
         metavar="ID|TEXT",
@@ -48,7 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="logits are divided by it; 0, the default, takes the likeliest token",
     )
-    group.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    group.add_argument(
+        "--top-k",
+        type=arguments.positive,
+        metavar="K",
+        help="draw from the K likeliest tokens",
+    )
     group.add_argument(
         "--top-p",
         type=float,
@@ -77,12 +83,12 @@ def run(args: argparse.Namespace) -> int:
         )
     layout = generator.layout
     tokenizer = load_tokenizer(args.tokenizer, vocabulary=layout.vocabulary, bos=layout.bos)
-    stream = TextStream(tokenizer, [stop for stop in args.stop if not _is_token(stop)])
+    stream = TextStream(tokenizer, [stop for stop in args.stop if isinstance(stop, str)])
     tokens = generator.generate(
         tokenizer.encode(args.prompt),
         sampler,
         limit=args.max_new_tokens,
-        stops=[int(stop) for stop in args.stop if _is_token(stop)],
+        stops=[stop for stop in args.stop if isinstance(stop, int)],
     )
     pieces = _pieces(tokens, stream)
     if args.json:
@@ -145,8 +151,9 @@ def _pace(pace: Pace) -> str:
     return f"{pace.tokens} tokens in {pace.seconds:.2f} s, {pace.rate:.1f} tokens/s"
 
 
-def _is_token(stop: str) -> bool:
-    return stop.isascii() and stop.isdigit()
+def _stop(text: str) -> int | str:
+    """Parse a token, if it is a number, or text."""
+    return arguments.natural(text) if text.isascii() and text.isdigit() else text
 
 
 COMMAND = Command(

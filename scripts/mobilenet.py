@@ -14,7 +14,7 @@ from torch import nn
 
 from coreml_delegate.backend import CoreMLBackend
 from coreml_delegate.errors import OptionError
-from coreml_delegate.mlpackage import write_folder
+from coreml_delegate.mlpackage import made, write_folder
 from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts import console, vision
@@ -43,7 +43,11 @@ def demonstrate(folder: Path, *, seed: int, repeat: int) -> None:
         CoreMLDelegateError: A step failed, or an optional dependency is missing.
         OSError: The folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with made(folder):
+        _demonstrate(folder, seed=seed, repeat=repeat)
+
+
+def _demonstrate(folder: Path, *, seed: int, repeat: int) -> None:
     photo = _photo()
     with console.step(f"Building {_MODEL} and calibrating its batch normalisation"):
         model = _calibrated(photo, seed)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from coreml_delegate.errors import OptionError
+from coreml_delegate.errors import OptionError, naming
 from coreml_delegate.scripts import interruption
 
 
@@ -41,7 +41,7 @@ def new_file(path: Path, *, force: bool) -> Generator[BinaryIO]:
     check_output(path, force=force)
     staging = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with staging.open("xb") as file:
+        with naming(path), staging.open("xb") as file:
             yield file
         interruption.check()
         check_output(path, force=force)

@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from coreml_delegate.errors import CoreMLDelegateError, OptionError, near_matches
+from coreml_delegate.partition.widening import widened
 from coreml_delegate.quantization_modes import Method, QuantizationAssignment, QuantizationMode
 from coreml_delegate.quantization_modes.configs import (
     has_rows,
@@ -147,7 +148,7 @@ def obstacle(layer: Any, mode: QuantizationMode) -> str | None:
 
 
 def _by_pt2e(source: Source, assignment: QuantizationAssignment, samples: Samples) -> Source:
-    program = source.export()
+    program = exported_in_float(source)
     graph: GraphModule = program.module()  # pyright: ignore[reportAssignmentType]
     calibration = [source.structured(leaves) for leaves in (samples or [source.leaves])]
     with console.progress(calibration, "Calibrating") as shown:
@@ -159,6 +160,14 @@ def _by_pt2e(source: Source, assignment: QuantizationAssignment, samples: Sample
             got="; ".join(list(reasons)[:_SHOWN]) or "no operations on floats",
         )
     return replace(source, module=quantized, exported=_exported(quantized, program, source))
+
+
+def exported_in_float(source: Source) -> ExportedProgram:
+    """The program of a source, to be quantized by PT2E, which knows fp32 alone.
+
+    A program in half precision gets an interior in fp32, as it gets when it is lowered.
+    """
+    return widened(source.export())
 
 
 def quantize_graph(

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--target-sqnr",
-        type=float,
+        type=arguments.decibels,
         default=_DEFAULT_TARGET,
         metavar="DB",
         help="ratio of signal to error, in dB, that the suggestion is to reach "

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from coreml_delegate.runtime.engines.memory import require
+
+_MADE_OF = 4  # bytes of an element, at least
 
 
 def generator(seed: int) -> torch.Generator:
@@ -24,8 +29,13 @@ def random_tensor(
         shape: Of the result.
         random: Source of randomness, advanced.
         high: Largest integer.
+
+    Raises:
+        ExecutionError: It does not fit into memory.
     """
     size = tuple(shape)
+    # Made in 4 or 8 bytes, and then cast.
+    require(math.prod(size) * _MADE_OF, f"a random {str(dtype).removeprefix('torch.')}{[*size]}")
     if dtype.is_floating_point:
         return torch.randn(size, generator=random).to(dtype)
     if dtype is torch.bool:

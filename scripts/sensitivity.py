@@ -29,6 +29,7 @@ from coreml_delegate.scripts import console
 from coreml_delegate.scripts.accuracy import Accuracy
 from coreml_delegate.scripts.quantization import (
     Samples,
+    exported_in_float,
     modules_of,
     obstacle,
     quantize_graph,
@@ -207,7 +208,7 @@ class _Graphs(_Layers):
 
     def __init__(self, source: Source, mode: QuantizationMode, samples: Samples) -> None:
         super().__init__(source, mode, samples)
-        self._graph: GraphModule = source.export().module()  # pyright: ignore[reportAttributeAccessIssue]
+        self._graph: GraphModule = exported_in_float(source).module()  # pyright: ignore[reportAttributeAccessIssue]
         _, report = self._quantized(linear_quantizer_config(mode))
         named = {n.module: n.op for n in reversed(report.nodes) if n.weight and n.module}
         self._kinds = dict(reversed(named.items()))

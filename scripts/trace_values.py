@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--min-sqnr",
-        type=float,
+        type=arguments.decibels,
         default=20.0,
         metavar="DB",
         help="a value is bad below this ratio of signal to error, in dB (default: 20)",

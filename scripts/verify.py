@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("program", type=Path, metavar="PROGRAM", help=".pte or .mlpackage")
     parser.add_argument(
         "--min-sqnr",
-        type=float,
+        type=arguments.decibels,
         default=30.0,
         metavar="DB",
         help="fail below this ratio of signal to error, in dB, for any output (default: 30)",

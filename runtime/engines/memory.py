@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from coreml_delegate.errors import ExecutionError
+from coreml_delegate.errors import ExecutionError, ProgramError
 
 _SHARE = 4
 _MEMORY_INFO = Path("/proc/meminfo")
@@ -36,6 +36,20 @@ def require(nbytes: int, what: str) -> None:
             f"{what} does not fit into memory",
             got=f"{nbytes} bytes",
             expected=f"at most {limit} bytes, a quarter of what is available",
+        )
+
+
+def require_room(nbytes: int, what: str) -> None:
+    """Refuse ``what`` if its ``nbytes`` are more than is available.
+
+    Raises:
+        ProgramError: They are more than is available.
+    """
+    if nbytes > (limit := _available()):
+        raise ProgramError(
+            f"{what} does not fit into memory",
+            got=f"{nbytes} bytes",
+            expected=f"at most {limit} bytes, which are available",
         )
 
 

@@ -21,6 +21,7 @@ from coreml_delegate.errors import (
     ProgramError,
     UnsupportedOpError,
 )
+from coreml_delegate.runtime.engines import memory
 from coreml_delegate.runtime.program import shim_build, states
 from coreml_delegate.runtime.program.delegate import (
     COREML_BACKEND_ID,
@@ -144,20 +145,22 @@ class StockProgram:
 
         Raises:
             BlobFormatError: Not a ``.pte``, or a truncated or corrupt one.
-            ProgramError: A file cannot be read, or the runtime refuses it; or tensors are missing
-                in ``data``.
+            ProgramError: A file cannot be read, or the runtime refuses it, or it takes more memory
+                than there is; or tensors are missing in ``data``.
             OptionError: ``data`` is several files, of which the runtime takes one.
             EngineUnavailableError: The runtime cannot be imported.
         """
         # Parsed here first: for the metadata, and because the runtime says little about bad bytes.
         program = PteProgram.open(pte)
         check_complete(program, None if data is None else ExternalData.open(data))
+        planned = max((sum(method.arena_sizes) for method in program.methods), default=0)
+        memory.require_room(planned, "the memory that the program plans")
         runtime = _runtime()
         content = bytes(pte) if isinstance(pte, bytes | bytearray | memoryview) else str(pte)
         with _RUNTIME_LOCK, _as_path(data) as data_path:
             try:
                 loaded = runtime.load_program(content, data_path=data_path)
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 raise ProgramError(
                     "the stock runtime refuses the program", got=_first_line(error)
                 ) from error
@@ -326,7 +329,7 @@ def _call(action: Callable[[], Any], info: MethodInfo, what: str) -> Any:
     with shim.keeping_errors() as kept:
         try:
             return action()
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             cause = kept()
             if cause is None:
                 raise _failure(info, what, error) from error
@@ -339,7 +342,7 @@ def _call(action: Callable[[], Any], info: MethodInfo, what: str) -> Any:
 def _call_plainly(action: Callable[[], Any], info: MethodInfo, what: str) -> Any:
     try:
         return action()
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         raise _failure(info, what, error) from error
 
 

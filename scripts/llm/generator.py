@@ -14,6 +14,7 @@ import torch
 
 from coreml_delegate import runtime
 from coreml_delegate.errors import InputError
+from coreml_delegate.runtime.engines.memory import require
 from coreml_delegate.runtime.program.plan import TensorSpec
 from coreml_delegate.scripts.llm.layout import DECODE, CacheKind, Layout
 
@@ -209,9 +210,7 @@ class Generator:
     def _empty_caches(self) -> list[torch.Tensor]:
         if self.layout.cache is CacheKind.STATE:
             return []
-        specs = self._program.program.method(DECODE).input_specs[2:]
-        return [
-            torch.zeros(spec.shape, dtype=spec.dtype)
-            for spec in specs
-            if isinstance(spec, TensorSpec)
-        ]
+        given = self._program.program.method(DECODE).input_specs[2:]
+        specs = [spec for spec in given if isinstance(spec, TensorSpec)]
+        require(sum(spec.nbytes for spec in specs), "the caches")
+        return [torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs]

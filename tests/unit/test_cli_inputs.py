@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from support.tolerances import sqnr_db
 
-from coreml_delegate.errors import InputError, OptionError, ProgramError
+from coreml_delegate.errors import ExecutionError, InputError, OptionError, ProgramError
 from coreml_delegate.scripts import images, vision
 from coreml_delegate.scripts.accuracy import Accuracy
 from coreml_delegate.scripts.output_file import new_file
@@ -56,6 +56,11 @@ def test_random_values_depend_on_the_seed_alone():
     torch.manual_seed(5)
     torch.testing.assert_close(random_tensor(torch.float32, (2, 3), generator(1)), first)
     assert not torch.equal(random_tensor(torch.float32, (2, 3), generator(2)), first)
+
+
+def test_what_does_not_fit_into_memory_is_not_made():
+    with pytest.raises(ExecutionError, match=r"a random float32\[1000000000000, 8\] does not fit"):
+        random_tensor(torch.float32, (1000000000000, 8), generator(0))
 
 
 def test_resampled_indices_stay_in_range():

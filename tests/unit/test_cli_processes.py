@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -81,3 +83,33 @@ def test_a_reader_that_left(tmp_path):
         assert (process.stderr.read(), process.wait(_PATIENCE)) == ("", 141)
         process.stderr.close()
     assert leftovers(tmp_path / "out") == {"forward_0.mlpackage", "forward_1.mlpackage"}
+
+
+@pytest.mark.parametrize(
+    ("closed", "args", "ending"),
+    [
+        (">&-", ["inspect", "x.pte", "--json"], ("", 141)),
+        (">&-", ["--help"], ("", 141)),
+        (">&-", ["extract", "x.pte", "--json"], ("", 141)),
+        (">&- 2>&- <&-", ["inspect", "x.pte"], ("", 141)),
+        ("2>&-", ["inspect", "nothing.pte"], ("", 1)),
+        (
+            ">/dev/full",
+            ["inspect", "x.pte", "--json"],
+            ("coreml-delegate: error: No space left on device: stdout\n", 1),
+        ),
+    ],
+)
+def test_streams_that_cannot_be_written_to(closed, args, ending, tmp_path):
+    (tmp_path / "x.pte").write_bytes(tiny_pte())
+    command = shlex.join([sys.executable, "-m", "coreml_delegate.scripts", *args])
+    done = subprocess.run(
+        ["sh", "-c", f"{command} {closed}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("", *ending)
+    made = {"forward_0.mlpackage", "forward_1.mlpackage"} if args[0] == "extract" else set()
+    assert {path.name for path in tmp_path.glob("x_coreml/*")} == made

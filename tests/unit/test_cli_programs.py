@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -135,6 +136,41 @@ def test_extract_overwrites_on_demand_only(capsys):
     assert main(["extract", "tiny.pte", "--force"]) == 0
     assert not stale.exists()
     assert leftovers(Path("tiny_coreml")) == {"forward_0.mlpackage", "forward_1.mlpackage"}
+
+
+@pytest.fixture
+def full_disk():
+    """A limit for the size of files in place of a full disk: writing fails alike."""
+    resource = pytest.importorskip("resource")
+
+    @contextmanager
+    def limited(nbytes):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limited
+
+
+def test_extract_on_a_full_disk_leaves_nothing(full_disk, capsys):
+    before = leftovers(Path())
+    with full_disk(64):
+        code = main(["extract", "tiny.pte", "-o", "new/out"])
+    assert code == 1
+    assert error(capsys) == "File too large: new/out/forward_0.mlpackage"
+    assert leftovers(Path()) == before
+
+
+def test_outputs_on_a_full_disk_are_named_and_not_left(full_disk, capsys):
+    before = leftovers(Path())
+    with full_disk(64):
+        code = main(["run", "tiny.pte", "-o", "o.npz", "--repeat", "1"])
+    assert code == 1
+    assert error(capsys) == "File too large: o.npz"
+    assert leftovers(Path()) == before
 
 
 def test_extract_needs_a_core_ml_delegate(capsys):

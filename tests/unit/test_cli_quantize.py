@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.cli_models import sensitive
 from support.command import MODELS, leftovers
-from support.tolerances import SQNR_INT8
+from support.tolerances import SQNR_INT8, sqnr_db
 
+from coreml_delegate import runtime
 from coreml_delegate.quantization_modes import QuantizationAssignment, mode_of
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts.cli import main
@@ -282,6 +284,25 @@ def test_exported_programs_are_quantized_too(capsys):
     assert method.input_specs[0].shape == (8, 8)  # the largest
     assert export("--quantize", "int8-channel", "-o", "b.pte", source="a.pt2") == 1
     assert "int8-channel quantizes modules, and a .pt2 has none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["int8-weight", "int8-static"])
+def test_half_precision_is_quantized(mode, dtype, capsys):
+    torch.manual_seed(0)
+    model = sensitive()[0].eval().to(dtype)
+    inputs = torch.randn(2, 32).to(dtype)
+    torch.export.save(torch.export.export(model, (inputs,)), "a.pt2")
+    torch.save(torch.randn(2, 32).to(dtype), "c.pt")
+    calibration = ("--calibration", "c.pt") if mode == "int8-static" else ()
+    assert export("--quantize", mode, *calibration, "-o", "a.pte", source="a.pt2") == 0
+    capsys.readouterr()
+    program = runtime.load_program("a.pte")
+    (actual,) = program.run("forward", [inputs])
+    assert actual.dtype is dtype
+    expected = model.float()(inputs.float()).detach()
+    assert sqnr_db(expected.numpy(), actual.float().numpy()) > SQNR_INT8
+    assert [tensor["scheme"] for tensor in _weights(capsys)["tensors"]].count("affine") == 3
 
 
 def report(*args: str) -> int:

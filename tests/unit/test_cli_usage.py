@@ -5,15 +5,18 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 
 from coreml_delegate import runtime
 from coreml_delegate.compile_options import ComputeUnit, Precision
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
-from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts import arguments, cli, console
 from coreml_delegate.scripts.cli import COMMANDS, main
 
 
@@ -70,6 +73,35 @@ def test_version(capsys):
             "argument --report: 'x.csv' ends in none of .html, .json, .png, .txt",
         ),
         (["run", "x.pte", "--repeat", "0"], "argument --repeat: '0' is not a positive integer"),
+        (
+            ["run", "x.pte", "--repeat", "99999999999999999999"],
+            "argument --repeat: '99999999999999999999' is not a positive integer of 64 bits",
+        ),
+        *(
+            (
+                [*command, "--seed", seed],
+                f"argument --seed: '{seed}' is not an integer of 64 bits, signed or unsigned",
+            )
+            for command in (["run", "x.pte"], ["export", "m:f", "--dry-run"])
+            for seed in ("18446744073709551616", "-9223372036854775809", "1.5")
+        ),
+        (
+            ["export", "m:f", "-o", "x", "--input-shape", "99999999999999999999,8"],
+            "argument --input-shape: '99999999999999999999,8' is not a shape such as",
+        ),
+        (
+            ["export", "m:f", "-o", "x", "--dynamic", "x:0=1..99999999999999999999"],
+            "argument --dynamic: 'x:0=1..99999999999999999999' is not a range such as",
+        ),
+        (["verify", "m:f", "x.pte", "--min-sqnr", "nan"], "--min-sqnr: 'nan' is not a number"),
+        (
+            ["generate", "x.pte", "--prompt", "a", "--top-k", "99999999999999999999"],
+            "argument --top-k: '99999999999999999999' is not a positive integer of 64 bits",
+        ),
+        (
+            ["generate", "x.pte", "--prompt", "a", "--stop", "99999999999999999999"],
+            "argument --stop: '99999999999999999999' is not a natural number of 64 bits",
+        ),
         (["run", "x.pte", "--engine", "gpu"], "argument --engine: invalid choice: 'gpu'"),
     ],
 )
@@ -85,6 +117,41 @@ def test_wrong_usage_is_exit_code_2(argv, message, capsys):
 def test_errors_are_one_line(capsys):
     console.complain("several\n  lines")
     assert capsys.readouterr().err == "coreml-delegate: error: several lines\n"
+
+
+@pytest.mark.parametrize("seed", [2**64 - 1, -(2**63), 0])
+def test_torch_takes_every_seed_that_is_accepted(seed):
+    assert arguments.seed(str(seed)) == seed
+    torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError("std::bad_alloc"), "this machine has not the memory it takes: std::bad_alloc"),
+        (MemoryError(), "this machine has not the memory it takes"),
+        (None, "this machine has not the memory it takes: .*36028797018963968 bytes"),
+    ],
+)
+def test_too_little_memory_is_one_line(error, message, monkeypatch, capsys):
+    def ask_for_much():
+        raise error or torch.empty(2**53)
+
+    command = [command for command in COMMANDS if command.name == "cache"]
+    monkeypatch.setattr(cli, "COMMANDS", [replace(command[0], run=lambda _: ask_for_much())])
+    assert main(["cache"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert re.match(f"coreml-delegate: error: {message}", err)
+
+
+def test_other_errors_of_torch_are_faults_of_ours(monkeypatch):
+    def fail(_):
+        raise RuntimeError("sizes do not match")
+
+    monkeypatch.setattr(cli, "COMMANDS", [replace(COMMANDS[0], name="cache", run=fail)])
+    with pytest.raises(RuntimeError, match="sizes do not match"):
+        main(["cache", "m:f"])
 
 
 @pytest.mark.parametrize(

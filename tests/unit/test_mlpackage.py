@@ -1,10 +1,18 @@
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from coreml_delegate.errors import BlobFormatError, ProgramError
-from coreml_delegate.mlpackage import MANIFEST, assemble, locate, map_folder, write_folder
+from coreml_delegate.mlpackage import (
+    MANIFEST,
+    assemble,
+    locate,
+    map_folder,
+    new_folder,
+    write_folder,
+)
 
 SPEC, WEIGHTS = b"spec", {"weight.bin": b"w" * 100}
 
@@ -58,6 +66,23 @@ def test_existing_output_is_kept_unless_told(tmp_path):
 def test_failure_in_the_middle_leaves_nothing(tmp_path):
     with pytest.raises(TypeError):
         write_folder({"a": b"1", "b": None}, tmp_path / "m.mlpackage")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_made_for_it_go_with_it(tmp_path):
+    (tmp_path / "there").mkdir()
+    for parent in ("there", "there/new", "new/deep"):
+        with pytest.raises(TypeError):
+            write_folder({"b": None}, tmp_path / parent / "m.mlpackage")
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+
+
+def test_several_folders_appear_together(tmp_path):
+    with pytest.raises(KeyError), ExitStack() as folders:  # noqa: PT012 - what is left is tested
+        for name in ("a", "b"):
+            folders.enter_context(new_folder({"f": b"1"}, tmp_path / "out" / name))
+        assert not (tmp_path / "out" / "a").exists()
+        raise KeyError
     assert list(tmp_path.iterdir()) == []
 
 

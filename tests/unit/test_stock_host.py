@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import os
+import struct
 import subprocess
 import sys
 import textwrap
@@ -33,6 +34,7 @@ from coreml_delegate.errors import (
 from coreml_delegate.runtime.program import stock
 from coreml_delegate.runtime.program.delegate import DelegatePayload
 from coreml_delegate.runtime.program.host import PythonProgram
+from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.runtime.program.stock import StockProgram
 
 
@@ -119,6 +121,17 @@ def test_refusals() -> None:
         program.run("forward", [])
     with pytest.raises(UnsupportedOpError, match=r"no kernel .* got aten::zz\.Tensor_out"):
         StockProgram.load(data.replace(b"aten::gt", b"aten::zz")).load_method()
+
+
+@pytest.mark.parametrize("nbytes", [2**45, 2**62])
+def test_more_memory_than_there_is(nbytes: int) -> None:
+    data = export_case("arithmetic")[1]
+    (sizes,) = (method.arena_sizes for method in PteProgram.open(data).methods)
+    planned = struct.pack(f"<I{len(sizes)}q", len(sizes), *sizes)
+    assert data.count(planned) == 1
+    damaged = data.replace(planned, struct.pack("<I2q", 2, 0, nbytes))
+    with pytest.raises(ProgramError, match=f"does not fit into memory: got {nbytes} bytes"):
+        StockProgram.load(damaged)
 
 
 def test_a_backend_that_is_not_registered() -> None:

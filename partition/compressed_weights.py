@@ -1,7 +1,7 @@
-"""Programs with weights that ``quantize_`` compressed, made ready for ExecuTorch.
+"""Programs with compressed weights, made ready for ExecuTorch.
 
-It has no kernel for the op that dequantizes them. Calls that are kept out of Core ML are therefore
-spelled out in ops that it has kernels for, before it sees the program.
+It has no kernel for the op that dequantizes what ``quantize_`` compressed. Calls that are kept out
+of Core ML are therefore spelled out in ops that it has kernels for, before it sees the program.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from coreml_delegate.errors import OptionError
 from coreml_delegate.op_rules import Reason, ReasonCode, obstacle
 from coreml_delegate.op_rules.compressed import blocks
 from coreml_delegate.op_rules.constants import constant_nodes
+from coreml_delegate.op_rules.constraints import is_known
 from coreml_delegate.op_rules.rule import DECOMPRESS, DEQUANTIZE_AFFINE, target_name
 from coreml_delegate.preprocess.graph_edits import arguments_of, become, insert, shape_of, value_of
 from coreml_delegate.targets import Opset
@@ -34,6 +35,33 @@ def unwrapped(program: ExportedProgram) -> ExportedProgram:
     if not any(map(is_traceable_wrapper_subclass, program.state_dict.values())):
         return program
     return program.run_decompositions({})
+
+
+def dequantized_per_use(program: ExportedProgram) -> ExportedProgram:
+    """``program`` with a call of its own for each use of dequantized weights.
+
+    Several partitions may use them: each then has the weights compressed, and as a constant.
+
+    Args:
+        program: In ATen dialect, unwrapped; it is not changed.
+    """
+    if not _reused(program):
+        return program
+    copied = program.run_decompositions({})
+    for node in _reused(copied):
+        _, *others = node.users
+        for user in others:
+            with node.graph.inserting_before(node):
+                again = node.graph.node_copy(node)
+            user.replace_input_with(node, again)
+    # What is dequantized may be made of constants itself.
+    return dequantized_per_use(copied)
+
+
+def _reused(program: ExportedProgram) -> list[Node]:
+    constants = constant_nodes(program)
+    calls = (node for node in program.graph.nodes if node.op == "call_function")
+    return [node for node in calls if len(node.users) > 1 and is_known(node, constants)]
 
 
 def spelled_out(

@@ -29,6 +29,7 @@ from coreml_delegate.errors import ConversionError
 from coreml_delegate.op_rules import Reason, ReasonCode
 from coreml_delegate.op_rules.rule import GETITEM, target_name
 from coreml_delegate.partition.subgraph import program_of, stand_in
+from coreml_delegate.partition.tagging import tag_constants, tag_of
 from coreml_delegate.preprocess import kept
 from coreml_delegate.preprocess.convert import check_translation, is_about_the_graph
 from coreml_delegate.preprocess.package import build_files, check_enumerated, required_opset
@@ -37,6 +38,7 @@ from coreml_delegate.preprocess.passes import prepare
 logger = logging.getLogger(__name__)
 
 _TAG = "delegation_tag"
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(slots=True)
@@ -69,6 +71,23 @@ class Confirmation:
         held = {**self.program.state_dict, **self.state}
         return {key: stand_in(held[key]) for key in self.program.state_dict}
 
+    def subgraphs(self, tags: Sequence[str]) -> dict[str, ExportedProgram]:
+        """The partitions by tag, cut out of a copy of the program as ExecuTorch will cut them."""
+        owner = _copy(self.program, self._values())
+        if self.constants:
+            _split_shared_constants(owner, tags)
+        graph_module: Any = owner.graph_module
+        found: dict[str, ExportedProgram] = {}
+        for tag in tags:
+            nodes = [n for n in graph_module.graph.nodes if n.meta.get(_TAG) == tag]
+            with graph_module._set_replace_hook(owner.graph_signature.get_replace_hook()):
+                submodule, call = create_submodule_from_nodes(graph_module, nodes, tag)
+            submodule.graph.output_node().meta = graph_module.graph.output_node().meta
+            found[tag], _, _ = create_exported_program_from_submodule(
+                submodule, owner, tag, call, False
+            )
+        return found
+
     def failures(self, partitions: Mapping[str, CompileOptions]) -> dict[Node, Reason]:
         """Convert every partition.
 
@@ -84,7 +103,7 @@ class Confirmation:
         """
         found: dict[Node, Reason] = {}
         nodes = {node.name: node for node in self.program.graph.nodes}
-        for tag, subgraph in self._subgraphs(list(partitions)).items():
+        for tag, subgraph in self.subgraphs(list(partitions)).items():
             check_enumerated(subgraph, partitions[tag])
             # Placeholders are left out: they have the names of calls outside of the partition.
             inside = {
@@ -149,25 +168,9 @@ class Confirmation:
         return [_call_of(calls[high - 1])]
 
     def _fails(self, calls: Sequence[Node], options: CompileOptions) -> bool:
-        part, _ = program_of(calls, self.program, constants=self.constants)
+        inside = {node: value for node, value in self.constants.items() if tag_of(node)}
+        part, _ = program_of(calls, self.program, constants=inside)
         return _failure(part, options, translate_only=self._stand_ins) is not None
-
-    def _subgraphs(self, tags: Sequence[str]) -> dict[str, ExportedProgram]:
-        """The partitions, cut out of a copy of the program as ExecuTorch will cut them out."""
-        owner = _copy(self.program, self._values())
-        graph_module: Any = owner.graph_module
-        for tag in tags:
-            _maybe_duplicate_constant_nodes(owner, tag)
-        found: dict[str, ExportedProgram] = {}
-        for tag in tags:
-            nodes = [n for n in graph_module.graph.nodes if n.meta.get(_TAG) == tag]
-            with graph_module._set_replace_hook(owner.graph_signature.get_replace_hook()):
-                submodule, call = create_submodule_from_nodes(graph_module, nodes, tag)
-            submodule.graph.output_node().meta = graph_module.graph.output_node().meta
-            found[tag], _, _ = create_exported_program_from_submodule(
-                submodule, owner, tag, call, False
-            )
-        return found
 
 
 def _failure(
@@ -201,6 +204,28 @@ def _copy(program: ExportedProgram, state: dict[str, torch.Tensor]) -> ExportedP
         constants=program.constants,
         verifiers=[program.verifier],
     )
+
+
+def _split_shared_constants(owner: ExportedProgram, tags: Sequence[str]) -> None:
+    """Give each user of a shared constant a placeholder of its own, as ExecuTorch will.
+
+    It copies the value for each of them, which nothing reads: here it is given hollow ones.
+    """
+    tables: Any = owner
+    state, constants = tables._state_dict, tables._constants
+    tables._state_dict, tables._constants = _hollow(state), _hollow(constants)
+    tag_constants(owner)  # the copy of a graph has the users in another order
+    for tag in tags:
+        _maybe_duplicate_constant_nodes(owner, tag)
+    tables._state_dict, tables._constants = state, constants
+
+
+def _hollow(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors of the same kind without elements; other values as they are."""
+    return {
+        key: type(value)(torch.empty(0)) if type(value) in _TENSORS else value
+        for key, value in values.items()
+    }
 
 
 def _origin(subgraph: ExportedProgram, inside: Mapping[str, Node], error: Exception) -> Node | None:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from executorch.exir.backend.utils import tag_constant_data
 from torch.export import ExportedProgram
 from torch.fx import Node
 
@@ -16,7 +15,7 @@ from coreml_delegate.partition.grouping import Group, group_calls
 from coreml_delegate.partition.isolation import own_tables
 from coreml_delegate.partition.selection import Selection
 from coreml_delegate.partition.symbolic_sizes import stranded_sizes
-from coreml_delegate.partition.tagging import DataOwnership, tag_groups
+from coreml_delegate.partition.tagging import DataOwnership, tag_constants, tag_groups
 
 
 class Confirm(Protocol):
@@ -70,7 +69,7 @@ def decide(
         groups, dropped = selection.apply(possible)
         tags = tag_groups(program, groups)
         if ownership.constants:
-            tag_constant_data(program)
+            tag_constants(program)
         if ownership.mutable_buffers:
             tag_states(program)
         more = confirm(program, tags)

@@ -115,11 +115,6 @@ class PartitionerOptions:
         """Whether the n-th partitions of all methods have to become one model."""
         return self.compiling.weight_sharing is WeightSharing.POSITIONAL
 
-    @property
-    def depends_on_the_graph(self) -> bool:
-        """Whether a call may be refused in edge dialect that is taken in ATen dialect."""
-        return self.node_filter is not None or not self.selection.is_open
-
     def check_pickles(self) -> None:
         """Name the function that cannot be pickled, which pickle itself does not.
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-import torch
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
 from torch import nn
@@ -26,7 +25,12 @@ from coreml_delegate.op_rules.integer_ranges import WideIntegers
 from coreml_delegate.op_rules.rule import target_name
 from coreml_delegate.partition.buffers import check_target as check_target_of_states
 from coreml_delegate.partition.buffers import keep_initial_values, states_of
-from coreml_delegate.partition.compressed_weights import require_target, spelled_out, unwrapped
+from coreml_delegate.partition.compressed_weights import (
+    dequantized_per_use,
+    require_target,
+    spelled_out,
+    unwrapped,
+)
 from coreml_delegate.partition.containers import with_plain_containers
 from coreml_delegate.partition.convertibility import Convertibility, parts_of
 from coreml_delegate.partition.cpu_kernels import register_kernels, without_checks
@@ -35,6 +39,7 @@ from coreml_delegate.partition.filters import Filters, NodePredicate
 from coreml_delegate.partition.folding import folded
 from coreml_delegate.partition.history import ReportHistory
 from coreml_delegate.partition.isolation import unguarded
+from coreml_delegate.partition.left_over import decompose_left_over
 from coreml_delegate.partition.operator_support import refused_calls
 from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.rehearsal import rehearse
@@ -62,20 +67,20 @@ class _Work:
     Attributes:
         filters: Those of its options, with the modules seen.
         history: Its reports.
-        converts: Whether it converts partitions to see that they convert.
         wide: Constants that Core ML cannot hold.
         kept: Blobs that wait for ``CoreMLBackend.preprocess``.
         noted: Whether it was shown a program in ATen dialect.
         preserved: The last one for which it was asked, and its ops that are not to be decomposed.
+        kept_whole: The ops of all programs that were not decomposed.
     """
 
     filters: Filters
     history: ReportHistory = field(default_factory=ReportHistory)
-    converts: bool = True
     wide: WideIntegers = field(default_factory=WideIntegers)
     kept: list[KeptBlob] = field(default_factory=list[KeptBlob])
     noted: bool = False
     preserved: tuple[weakref.ref[ExportedProgram], set[OpOverload]] | None = None
+    kept_whole: set[OpOverload] = field(default_factory=set[OpOverload])
 
 
 class CoreMLPartitioner(Partitioner):
@@ -283,12 +288,12 @@ class CoreMLPartitioner(Partitioner):
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
         """The program in fp32, with plain tensors and containers, and without checks of results.
 
-        See ``with_plain_containers``, ``unwrapped``, ``without_checks``, ``widened``, ``folded``
-        and ``spelled_out``.
+        See ``with_plain_containers``, ``unwrapped``, ``without_checks``, ``widened``, ``folded``,
+        ``dequantized_per_use`` and ``spelled_out``.
         """
         target, inside = self.options.deployment_target, self._given.ownership.constants
         named = with_plain_containers(exported_program)
-        plain = folded(widened(without_checks(unwrapped(named))))
+        plain = dequantized_per_use(folded(widened(without_checks(unwrapped(named)))))
         return spelled_out(plain, target, veto=self._work.filters.refusal, constants_inside=inside)
 
     def ops_to_not_decompose(
@@ -296,11 +301,11 @@ class CoreMLPartitioner(Partitioner):
     ) -> tuple[list[OpOverload], Callable[[Node], bool] | None]:
         """The composite ops that Core ML has as one op and takes at every call in this program.
 
-        An op some of whose calls are not supported is decomposed throughout: ExecuTorch would find
-        the others left over, neither decomposed nor delegated, and abort.
+        ExecuTorch asks once more after lowering. What no backend took then is in the report, has
+        perhaps no kernel, and is decomposed: ``ep`` is changed.
         """
         if ep.dialect == _EDGE:
-            # ExecuTorch asks once more after lowering; what is left now is in the report.
+            decompose_left_over(ep, self._work.kept_whole)
             return [], None
         if self._work.preserved is None or self._work.preserved[0]() is not ep:
             # ExecuTorch asks twice about the same program.
@@ -309,7 +314,10 @@ class CoreMLPartitioner(Partitioner):
 
     @unguarded()
     def _ops_to_preserve(self, ep: ExportedProgram) -> set[OpOverload]:
-        self.note(ep)
+        # Its edge dialect does not show all that is remembered here.
+        self._work.noted = True
+        self._work.wide.note(ep)
+        self._work.filters.note(ep)
         conversions = Convertibility(ep, inside=self._given.ownership.constants)
         refused = self._tried(ep, self._refused(ep, conversions), conversions, only=_is_preserved)
         verdicts: dict[OpOverload, bool] = {}
@@ -319,15 +327,8 @@ class CoreMLPartitioner(Partitioner):
             keep = _is_preserved(node) and node not in refused
             verdicts[node.target] = verdicts.get(node.target, True) and keep
         preserved = {op for op, keep in verdicts.items() if keep}
-        if self._given.depends_on_the_graph and preserved:
-            preserved = self._delegated_when_preserved(ep, preserved)
+        self._work.kept_whole |= preserved
         return preserved
-
-    def note(self, program: ExportedProgram) -> None:
-        """Remember of a program in ATen dialect what its edge dialect does not show."""
-        self._work.noted = True
-        self._work.wide.note(program)
-        self._work.filters.note(program)
 
     def _refused(self, program: ExportedProgram, conversions: Convertibility) -> dict[Node, Reason]:
         return refused_calls(
@@ -362,8 +363,6 @@ class CoreMLPartitioner(Partitioner):
     ) -> Mapping[Node, Reason]:
         """Calls in these partitions that prove not to be convertible after all."""
         check_target_of_states(program, self.options.deployment_target)
-        if not self._work.converts:
-            return {}
         groups: dict[str, list[Node]] = {tag: [] for tag in tags}
         for node in program.graph.nodes:
             if node.op == "call_function" and tag_of(node) in groups:
@@ -405,25 +404,12 @@ class CoreMLPartitioner(Partitioner):
             options = replace(options, keep_fp32=replace(options.keep_fp32, nodes=nodes))
         return options
 
-    def _delegated_when_preserved(
-        self, program: ExportedProgram, ops: set[OpOverload]
-    ) -> set[OpOverload]:
-        """``ops`` without those that would be left over, though nothing runs them on the CPU."""
-        while True:
-            double = self._double(converts=False)
-            rehearse(program, double, preserved=ops)
-            left = {node.op for node in double.report.undelegated}
-            stranded = {op for op in ops if target_name(op) in left and not _is_core(op)}
-            if not stranded:
-                return ops
-            ops = ops - stranded
-
-    def _double(self, *, converts: bool = True) -> Self:
+    def _double(self) -> Self:
         """A partitioner of the same options that has seen no program and demands nothing."""
         double = copy.copy(self)
         double._given = replace(self._given, lower_full_graph=False, strict=False)
         history = ReportHistory(is_final=False)
-        double._work = _Work(self._given.filters.anew(), history, converts=converts)
+        double._work = _Work(self._given.filters.anew(), history)
         return double
 
 
@@ -437,11 +423,6 @@ def _warn_of_missing_kernels(report: DelegationReport) -> None:
         obstacle = node.cpu_obstacle
         remedy = "" if obstacle is None else obstacle.remedy
         logger.warning("%s%s stays on the CPU, and %s. %s", op, place, obstacle, remedy)
-
-
-def _is_core(op: OpOverload) -> bool:
-    """Whether ExecuTorch takes the op as it is, without decomposing it."""
-    return torch.Tag.core in op.tags
 
 
 def _is_preserved(node: Node) -> bool:

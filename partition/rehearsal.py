@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,23 +20,17 @@ if TYPE_CHECKING:
     from coreml_delegate.partition.partitioner import CoreMLPartitioner
 
 
-def rehearse(
-    program: ExportedProgram,
-    partitioner: CoreMLPartitioner,
-    *,
-    preserved: Collection[OpOverload] | None = None,
-) -> None:
+def rehearse(program: ExportedProgram, partitioner: CoreMLPartitioner) -> None:
     """Let ExecuTorch take a program to the partitioner and no further.
 
     Args:
         program: In ATen dialect; it is left as it is.
         partitioner: Partitions it, and has the report afterwards.
-        preserved: The ops to keep from decomposition; None for those that the partitioner names.
     """
     with torch.no_grad():  # which some operators demand
         to_edge_transform_and_lower(
             program,
-            partitioner=[_Rehearsal(partitioner, preserved)],
+            partitioner=[_Rehearsal(partitioner)],
             # Ops that were kept for the delegate are left over here, which is no error.
             compile_config=EdgeCompileConfig(_check_ir_validity=False),
         )
@@ -46,17 +39,12 @@ def rehearse(
 class _Rehearsal(Partitioner):
     """Asks a partitioner everything that ExecuTorch asks, and delegates nothing."""
 
-    def __init__(
-        self, partitioner: CoreMLPartitioner, preserved: Collection[OpOverload] | None
-    ) -> None:
+    def __init__(self, partitioner: CoreMLPartitioner) -> None:
         super().__init__()
         self._partitioner = partitioner
-        self._preserved = preserved
         self._done = False
 
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
-        if self._preserved is not None:
-            return exported_program  # it comes from the partitioner, which has done so already
         return self._partitioner.transform_for_pre_decomposition(exported_program)
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
@@ -71,7 +59,4 @@ class _Rehearsal(Partitioner):
         if self._done:
             # Asked once more, to see that nothing was left over; here everything is.
             return [], None
-        if self._preserved is not None:
-            self._partitioner.note(ep)
-            return list(self._preserved), None
         return self._partitioner.ops_to_not_decompose(ep)

@@ -26,11 +26,6 @@ class Selection:
     min_nodes: int = 1
     max_partitions: int | None = None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether every partition passes."""
-        return self.min_nodes == 1 and self.max_partitions is None
-
     def apply(self, groups: Sequence[Group]) -> tuple[list[Group], dict[Node, Reason]]:
         """Choose among groups.
 

@@ -28,7 +28,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from coreml_delegate.op_rules.rule import GETITEM, target_name
+from coreml_delegate.op_rules.rule import GETITEM, overload_of, target_name
 from coreml_delegate.op_rules.sizes import is_size
 
 
@@ -38,6 +38,7 @@ def program_of(
     *,
     constants: Mapping[Node, torch.Tensor],
     apart: bool = False,
+    to_aten: bool = False,
 ) -> tuple[ExportedProgram, dict[str, Node]]:
     """A program of ``calls`` alone.
 
@@ -47,11 +48,12 @@ def program_of(
         owner: The program they are from.
         constants: Value of every placeholder that is a constant of ``owner``.
         apart: Give every call arguments of its own, so that none depends on another.
+        to_aten: Make it one in ATen dialect, whatever that of ``owner``.
 
     Returns:
         The program, and the original of every call in it by name.
     """
-    builder = _Builder(constants, apart=apart)
+    builder = _Builder(constants, apart=apart, to_aten=to_aten)
     chosen = _with_parts(calls)
     builder.placeholders(chosen)
     for node in chosen:
@@ -91,11 +93,14 @@ def _sizes_for(call: Node) -> Iterator[Node]:
 class _Builder:
     """State of one build; ``copies`` maps nodes of the owner to nodes of the new graph."""
 
-    def __init__(self, constants: Mapping[Node, torch.Tensor], *, apart: bool) -> None:
+    def __init__(
+        self, constants: Mapping[Node, torch.Tensor], *, apart: bool, to_aten: bool
+    ) -> None:
         self.graph = Graph()
         self.originals: dict[str, Node] = {}
         self._constants = constants
         self._apart = apart
+        self._to_aten = to_aten
         self._values: dict[str, Any] = {}
         self._inputs: list[InputSpec] = []
         self._outputs: list[OutputSpec] = []
@@ -118,7 +123,7 @@ class _Builder:
     def call(self, node: Node) -> None:
         """Copy one call."""
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: self._copy_for(n, node))
-        target: Any = node.target
+        target: Any = overload_of(node.target) if self._to_aten else node.target
         new = self.graph.call_function(target, args, kwargs)
         new.meta = dict(node.meta)
         self._copies[node] = new
@@ -143,6 +148,7 @@ class _Builder:
         signature = ExportGraphSignature(self._inputs, self._outputs)
         in_spec = pytree.tree_flatten((tuple(signature.user_inputs), {}))[1]
         out_spec = pytree.tree_flatten(signature.user_outputs)[1]
+        is_aten = self._to_aten or owner.dialect == "TRAINING"
         return ExportedProgram(
             root=torch.nn.Module(),
             graph=self.graph,
@@ -152,7 +158,7 @@ class _Builder:
             module_call_graph=[ModuleCallEntry("", ModuleCallSignature([], [], in_spec, out_spec))],
             constants=self._values,
             # Fresh from torch.export a program is in no dialect that coremltools takes.
-            verifiers=[load_verifier("ATEN") if owner.dialect == "TRAINING" else owner.verifier],
+            verifiers=[load_verifier("ATEN") if is_aten else owner.verifier],
         )
 
     def _is_inside(self, argument: Node, user: Node, inside: Collection[Node]) -> bool:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from torch.export import ExportedProgram
 from torch.fx import Node
+from torch.fx.node import map_arg
 
+from coreml_delegate.op_rules.constants import constant_nodes
 from coreml_delegate.partition.grouping import Group
 
 _TAG = "delegation_tag"
@@ -34,6 +36,35 @@ def tag_groups(program: ExportedProgram, groups: Sequence[Group]) -> list[str]:
         if len(users) == 1 and None not in users:
             node.meta[_TAG] = users.pop()
     return tags
+
+
+def tag_constants(program: ExportedProgram) -> None:
+    """Put every constant that partitions use into one of them, if each can have it to itself.
+
+    ExecuTorch leaves a constant to its first user and gives each other user a copy, but only where
+    the constant is an argument by itself. Users that have it in a list (``cat``, ``index``, control
+    flow, the output) keep the original: they come first, and have to be in one place. If they are
+    in several, the constant stays outside and is passed in: with users in two partitions it would
+    tie these together, perhaps in a cycle.
+
+    Args:
+        program: Its calls are tagged; the order of the users of constants may change.
+    """
+    for node in constant_nodes(program):
+        tags = [tag for user in node.users if (tag := tag_of(user)) is not None]
+        bound = [user for user in node.users if _has_in_a_list(user, node)]
+        if not tags or len({tag_of(user) for user in bound}) > 1:
+            continue
+        put_into(node, tags[0])
+        for user in [user for user in node.users if user not in bound] if bound else ():
+            node.users[user] = node.users.pop(user)
+
+
+def _has_in_a_list(user: Node, value: Node) -> bool:
+    held: list[Node] = []
+    lists = [a for a in (*user.args, *user.kwargs.values()) if not isinstance(a, Node)]
+    map_arg(lists, held.append)
+    return value in held
 
 
 def tag_of(node: Node) -> str | None:

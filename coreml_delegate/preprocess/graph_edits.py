@@ -169,3 +169,20 @@ def add_placeholder(program: ExportedProgram, name: str, value: torch.Tensor, li
     )
     node.meta["val"] = value if mode is None else mode.from_tensor(value, static_shapes=True)
     return node
+
+
+def unite_copies(program: ExportedProgram) -> None:
+    """Leave one placeholder of each constant.
+
+    ExecuTorch makes one for each use of a constant that several partitions have; coremltools stores
+    each, and fails at a buffer that it finds twice.
+    """
+    specs = program.graph_signature.input_specs
+    nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    first: dict[str, Node] = {}
+    for spec in list(specs):
+        node = nodes[spec.arg.name]
+        if spec.target is not None and first.setdefault(spec.target, node) is not node:
+            node.replace_all_uses_with(first[spec.target])
+            program.graph.erase_node(node)
+            specs.remove(spec)

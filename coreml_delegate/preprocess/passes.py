@@ -34,6 +34,7 @@ from coreml_delegate.preprocess.graph_edits import (
     become,
     insert,
     mark_constants,
+    unite_copies,
     value_of,
 )
 from coreml_delegate.preprocess.states import make_states
@@ -71,6 +72,7 @@ def prepare(program: ExportedProgram) -> None:
     Raises:
         ContractError: See ``make_states``.
     """
+    unite_copies(program)
     make_states(program)
     mark_constants(program)
     declare_sizes(program)

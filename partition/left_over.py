@@ -1,0 +1,125 @@
+"""Calls that were kept whole for Core ML and that no backend took, decomposed after lowering.
+
+ExecuTorch asks which ops to keep before anything is delegated, and has no kernels for many of them.
+Whether a call goes into a partition is certain only when all partitions are made: one may fail to
+convert or be dropped, and in branches of control flow there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from executorch.exir import EdgeCompileConfig, to_edge
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import GraphModule, Node
+
+from coreml_delegate.op_rules.rule import GETITEM, overload_of, target_name
+from coreml_delegate.partition.subgraph import program_of
+
+_PREFIX = "coreml_delegate_literal"
+
+
+def decompose_left_over(program: ExportedProgram, kept: Collection[OpOverload]) -> None:
+    """Replace every call of ops that were kept by what ExecuTorch decomposes it to.
+
+    Args:
+        program: In edge dialect, lowered; it is changed, the branches of control flow included.
+        kept: The ops that were kept from decomposition.
+    """
+    # ExecuTorch takes core ops as they are.
+    ops = {op for op in kept if torch.Tag.core not in op.tags}
+    for module in program.graph_module.modules():
+        if isinstance(module, GraphModule):
+            calls = [node for node in module.graph.nodes if overload_of(node.target) in ops]
+            if calls:
+                _decompose(calls, module, program)
+
+
+def _decompose(calls: Sequence[Node], module: GraphModule, program: ExportedProgram) -> None:
+    whole, originals = program_of(calls, program, constants={}, apart=True, to_aten=True)
+    arguments = _arguments(whole, originals)
+    results = [originals[str(name)] for name in whole.graph_signature.user_outputs]
+    config = EdgeCompileConfig(_check_ir_validity=False)
+    parts = to_edge(whole, compile_config=config).exported_program()
+    computed: Any = parts.graph.output_node().args[0]
+    places = _places(parts, dict(zip(computed, map(_call_of, results), strict=True)))
+    copies = dict(_inputs(parts, arguments, places, module))
+    for node in parts.graph.nodes:
+        if node.op == "call_function" and node in places:
+            with module.graph.inserting_before(places[node]):
+                copies[node] = module.graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = _meta(node, places[node])
+    is_main = module is program.graph_module
+    hook: Any = module
+    # The signature names the outputs.
+    with (
+        hook._set_replace_hook(program.graph_signature.get_replace_hook())
+        if is_main
+        else nullcontext()
+    ):
+        for result, node in zip(results, computed, strict=True):
+            result.replace_all_uses_with(copies[node])
+    for call in reversed(calls):
+        for unused in (*call.users, call):
+            module.graph.erase_node(unused)
+    module.recompile()
+
+
+def _arguments(whole: ExportedProgram, originals: Mapping[str, Node]) -> list[Node]:
+    """What the inputs of a program made of calls stand for, in order."""
+    found = {
+        copied: argument
+        for call in whole.graph.nodes
+        if call.name in originals
+        for copied, argument in zip(
+            call.all_input_nodes, originals[call.name].all_input_nodes, strict=True
+        )
+    }
+    return [found[node] for node in whole.graph.find_nodes(op="placeholder")]
+
+
+def _places(parts: ExportedProgram, ends: Mapping[Node, Node]) -> dict[Node, Node]:
+    """For every node that a result depends on the first of the calls that are to follow it."""
+    places = dict(ends)
+    for node in reversed(parts.graph.nodes):
+        if node in places:
+            places.update(dict.fromkeys(node.all_input_nodes, places[node]))
+    return places
+
+
+def _inputs(
+    parts: ExportedProgram,
+    arguments: Sequence[Node],
+    places: Mapping[Node, Node],
+    module: GraphModule,
+) -> Iterator[tuple[Node, Node]]:
+    """The placeholders, each with what it stands for; literals become attributes."""
+    passed = iter(arguments)
+    values = {**parts.state_dict, **parts.constants}
+    placeholders = parts.graph.find_nodes(op="placeholder")
+    for node, spec in zip(placeholders, parts.graph_signature.input_specs, strict=True):
+        if spec.kind is InputKind.USER_INPUT:
+            yield node, next(passed)
+        elif node in places:
+            name = next(n for i in range(10**9) if not hasattr(module, n := f"{_PREFIX}_{i}"))
+            module.register_buffer(name, values[str(spec.target)])
+            with module.graph.inserting_before(places[node]):
+                attribute = module.graph.get_attr(name)
+            attribute.meta = _meta(node, places[node])
+            yield node, attribute
+
+
+def _meta(node: Node, call: Node) -> dict[str, Any]:
+    """Origin of the call, value of the node."""
+    origin = {key: value for key, value in call.meta.items() if key != "tensor_meta"}
+    return origin | {"val": node.meta.get("val")}
+
+
+def _call_of(result: Node) -> Node:
+    source: Any = result.args[0] if result.args else None
+    return source if target_name(result.target) == GETITEM else result

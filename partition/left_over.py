@@ -100,7 +100,7 @@ def _inputs(
 ) -> Iterator[tuple[Node, Node]]:
     """The placeholders, each with what it stands for; literals become attributes."""
     passed = iter(arguments)
-    values = {**parts.state_dict, **parts.constants}
+    values: dict[str, Any] = {**parts.state_dict, **parts.constants}
     placeholders = parts.graph.find_nodes(op="placeholder")
     for node, spec in zip(placeholders, parts.graph_signature.input_specs, strict=True):
         if spec.kind is InputKind.USER_INPUT:

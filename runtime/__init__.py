@@ -132,6 +132,7 @@ def register(*, engine: str = AUTO, options: EngineOptions | None = None) -> Non
 
 
 __all__ = [
+    "AUTO",
     "HOSTS",
     "CacheOptions",
     "CoreMLToolsPatch",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from coreml_delegate.runtime.engines.base import Array, EngineOptions, State
 from coreml_delegate.runtime.engines.reference import REFERENCE, ReferenceFunction
-from coreml_delegate.runtime.engines.reference.interpreter import Operands
+from coreml_delegate.runtime.engines.reference.interpreter import Computed
+from coreml_delegate.runtime.engines.reference.values import Value
 from coreml_delegate.runtime.mil.location import Location
 from coreml_delegate.runtime.mil.program import Constant, Function
 from coreml_delegate.runtime.mil.widening import widened, widened_array
@@ -34,9 +35,11 @@ class Fault(enum.Enum):
     """What is wrong with a value."""
 
     NAN = "NaN"
+    NAN_GIVEN = "NaN, as in an input or a weight"
     OVERFLOW = "infinite, and finite in fp32"
     INFINITE = "infinite, in fp32 as well"
     BEYOND_INT32 = "beyond int32"
+    UNDERFLOW = "underflow"
     INACCURATE = "inaccurate"
 
 
@@ -55,11 +58,11 @@ class ValueReport:
         inputs: Dtype and shape of every operand by parameter name; short ones by value.
         nan: Elements that are NaN.
         infinite: Elements that are infinite.
-        max_abs: Largest finite magnitude, 0 if there is none.
-        sqnr_db: Signal to error in dB: inf for equal values, -inf where one is finite and the other
-            is not.
+        max_abs: Largest finite magnitude; nan or inf if no element is finite.
+        sqnr_db: Signal to error in dB: inf for equal values, NaN for NaN included; -inf where one
+            is finite and the other is not.
         fault: What is wrong, or None. NaN, and infinities that fp32 has as well, are faults only
-            where no operand has them already.
+            where they come into being, NaN also where it comes from outside.
     """
 
     name: str
@@ -162,7 +165,7 @@ def diagnose(
     with torch.random.fork_rng(devices=[]):  # the second run begins where this one did
         outputs = trace(function, compiled, inputs, values.append, state=state, decide=record)
     wide = widened(function)
-    comparison = _Comparison(values, min_sqnr_db)
+    comparison = _Comparison(values, _given(function), min_sqnr_db)
     follow = iter(path)
     trace(
         wide,
@@ -178,8 +181,11 @@ def diagnose(
 class _Comparison:
     """Takes the values of the fp32 run as they come and lets go of their counterparts."""
 
-    def __init__(self, values: list[TracedValue], min_sqnr_db: float) -> None:
+    def __init__(
+        self, values: list[TracedValue], given: Collection[str], min_sqnr_db: float
+    ) -> None:
         self._values = values[::-1]
+        self._given = given
         self._least = min_sqnr_db
         self.reports: list[ValueReport] = []
 
@@ -191,11 +197,12 @@ class _Comparison:
         if expected is None or actual is None or not actual.is_floating_point():
             return
         if expected.shape == actual.shape:
-            self.reports.append(self._report(narrow, actual.double(), expected.double()))
+            self.reports.append(self._report(narrow, actual, expected.double()))
 
-    def _report(self, value: TracedValue, actual: Tensor, expected: Tensor) -> ValueReport:
-        finite = actual.isfinite()
-        sqnr = sqnr_db(expected, actual)
+    def _report(self, value: TracedValue, narrow: Tensor, expected: Tensor) -> ValueReport:
+        actual = narrow.double()
+        signal, error = signal_and_error(expected, actual)
+        sqnr = ratio_db(signal, energy(error))
         return ValueReport(
             name=value.name,
             op_type=value.op_type,
@@ -205,49 +212,115 @@ class _Comparison:
             inputs=value.inputs,
             nan=int(actual.isnan().sum()),
             infinite=int(actual.isinf().sum()),
-            max_abs=float(actual[finite].abs().max()) if finite.any() else 0.0,
+            max_abs=_largest(actual),
             sqnr_db=sqnr,
-            fault=self._fault(value, actual, expected, sqnr),
+            fault=self._fault(value.computed, actual, expected)
+            if not actual.isfinite().all()
+            else _loss(narrow.dtype, signal, error, self._least),
         )
 
-    def _fault(
-        self, value: TracedValue, actual: Tensor, expected: Tensor, sqnr: float
-    ) -> Fault | None:
-        operands = value.computed.operands
+    def _fault(self, computed: Computed, actual: Tensor, expected: Tensor) -> Fault | None:
+        """What is wrong with a value that is not finite."""
         if actual.isnan().any():
-            return None if _any(operands, torch.isnan, np.isnan) else Fault.NAN
+            return self._nan(computed)
         if (actual.isinf() & expected.isfinite()).any():
             return Fault.OVERFLOW
-        if actual.isinf().any():
-            return None if _any(operands, torch.isinf, np.isinf) else Fault.INFINITE
-        return Fault.INACCURATE if sqnr < self._least else None
+        is_passed_on = any(
+            _any(values, torch.isinf, np.isinf) for values in computed.operands.values()
+        )
+        return None if is_passed_on else Fault.INFINITE
+
+    def _nan(self, computed: Computed) -> Fault | None:
+        """What is wrong with NaN: it comes into being or is given; None if it is passed on."""
+        sources = [
+            name
+            for name, values in computed.operands.items()
+            if _any(values, torch.isnan, np.isnan)
+        ]
+        if not sources:
+            return Fault.NAN
+        bindings = (binding for name in sources for binding in computed.op.inputs.get(name, ()))
+        is_given = all(isinstance(b, Constant) or b.name in self._given for b in bindings)
+        return Fault.NAN_GIVEN if is_given else None
 
 
-def sqnr_db(expected: Tensor, actual: Tensor) -> float:
-    """Signal to error in dB, over all elements.
+def _given(function: Function) -> set[str]:
+    """Names of what a function does not compute: its inputs and constants."""
+    constants = (op for op in function.block.walk() if op.type.startswith("const"))
+    return {param.name for param in function.params} | {
+        output.name for op in constants for output in op.outputs
+    }
+
+
+def _largest(actual: Tensor) -> float:
+    """The largest finite magnitude; of a value without finite elements nan or inf."""
+    magnitudes = actual.abs()
+    finite = magnitudes[magnitudes.isfinite()]
+    some = finite if finite.numel() else magnitudes
+    return float(some.max()) if some.numel() else 0.0
+
+
+def _loss(dtype: torch.dtype, signal: float, error: Tensor, least: float) -> Fault | None:
+    """What is wrong with a finite value.
+
+    Args:
+        dtype: The type it has in the program.
+        signal: Energy of what it should be.
+        error: Error of each element.
+        least: The ratio, in dB, below which it is inaccurate.
+    """
+    if ratio_db(signal, energy(error)) >= least:
+        return None
+    limits = torch.finfo(dtype)
+    # Numbers next to zero are this far apart: errors up to it are those of values too small.
+    step = limits.smallest_normal * limits.eps
+    large = error[~(error.abs() <= step)]
+    return Fault.UNDERFLOW if ratio_db(signal, energy(large)) >= least else Fault.INACCURATE
+
+
+def signal_and_error(expected: Tensor, actual: Tensor) -> tuple[float, Tensor]:
+    """The energy of the signal, and the error of each element.
 
     Args:
         expected: Any shape, fp64.
         actual: Of the same shape, fp64.
 
     Returns:
-        inf for equal values (equal infinities and NaNs included), -inf where one is finite and the
-        other is not, or where there is an error and no signal.
+        NaN agrees with NaN, and infinity with itself: there is no error there, and no signal.
     """
     equal = (expected == actual) | (expected.isnan() & actual.isnan())
     error = torch.where(equal, 0.0, expected - actual)
-    noise = float(error.square().sum())
+    return energy(torch.where(equal & ~expected.isfinite(), 0.0, expected)), error
+
+
+def energy(values: Tensor) -> float:
+    """The sum of the squares."""
+    return float(values.square().sum())
+
+
+def ratio_db(signal: float, noise: float) -> float:
+    """Signal to error in dB.
+
+    Args:
+        signal: The energy of the signal.
+        noise: The energy of the errors.
+
+    Returns:
+        inf for no error; -inf where one is finite and the other is not, or where there is an error
+        and no signal.
+    """
     if noise == 0:
         return math.inf
-    signal = float(torch.where(equal & ~expected.isfinite(), 0.0, expected).square().sum())
     return 10 * math.log10(signal / noise) if signal and math.isfinite(noise) else -math.inf
 
 
 def _any(
-    operands: Operands, in_tensor: Callable[[Tensor], Tensor], in_array: Callable[[Array], Any]
+    operands: Sequence[Value | Constant | None],
+    in_tensor: Callable[[Tensor], Tensor],
+    in_array: Callable[[Array], Any],
 ) -> bool:
     """Whether any floating-point operand has an element of a kind."""
-    for value in (value for values in operands.values() for value in values):
+    for value in operands:
         data = value.data if isinstance(value, Constant) else None
         found = False
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -281,6 +354,7 @@ def is_beyond_int32(value: object) -> bool:
 def _wrapped(narrow: TracedValue, wide: TracedValue) -> ValueReport:
     """The report on int32 values that have wrapped around."""
     expected, actual = (v.tensor.double() for v in (wide, narrow) if v.tensor is not None)
+    signal, error = signal_and_error(expected, actual)
     return ValueReport(
         name=narrow.name,
         op_type=narrow.op_type,
@@ -291,6 +365,6 @@ def _wrapped(narrow: TracedValue, wide: TracedValue) -> ValueReport:
         nan=0,
         infinite=0,
         max_abs=float(expected.abs().max()),
-        sqnr_db=sqnr_db(expected, actual),
+        sqnr_db=ratio_db(signal, energy(error)),
         fault=Fault.BEYOND_INT32,
     )

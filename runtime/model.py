@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from coreml_delegate import input_sizes
 from coreml_delegate.blob import Buffer
-from coreml_delegate.errors import InputError, ProgramError
+from coreml_delegate.errors import InputError
 from coreml_delegate.runtime import diagnosis, tracing
 from coreml_delegate.runtime.casting import cast
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
@@ -62,7 +62,7 @@ class Model:
         source: ProgramSource | None = None,
     ) -> None:
         self.program = program
-        self.function = _function(program, function_name)
+        self.function = program.function(function_name)
         self._selection = compile_function(
             engine, self.function, options or EngineOptions(), source
         )
@@ -254,16 +254,6 @@ class Model:
             array = array.reshape(1)
         check_shape(feature, array.shape)
         return _checked(feature, array, self._param_dtypes[feature.name])
-
-
-def _function(program: Program, name: str | None) -> Function:
-    wanted = program.default_function if name is None else name
-    try:
-        return program.functions[wanted]
-    except KeyError:
-        raise ProgramError(
-            "no such function", got=repr(wanted), expected=", ".join(program.functions)
-        ) from None
 
 
 def _state_bytes(function: Function) -> int:

@@ -11,7 +11,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coreml_delegate.errors import ProgramError
-from coreml_delegate.runtime.diagnosis import is_beyond_int32
+from coreml_delegate.runtime.diagnosis import (
+    energy,
+    is_beyond_int32,
+    ratio_db,
+    signal_and_error,
+)
 
 MIN_CLASSES = 5
 """The fewest elements in a row for its largest to be taken for a class."""
@@ -23,8 +28,9 @@ class Accuracy:
 
     Attributes:
         signal: Energy of the expected values.
-        noise: Energy of the differences; infinite once one is not finite.
-        max_abs_error: Largest absolute difference.
+        noise: Energy of the differences; not finite once one of two values is not.
+        max_abs_error: Largest absolute difference, 0 between values that both are NaN.
+        nan: Elements that both are NaN.
         rows: Rows of class scores compared.
         agreeing: Rows in which both have their largest value at the same place.
         beyond_int32: The op at which the model's integers leave int32, in a sample whose outputs
@@ -34,18 +40,15 @@ class Accuracy:
     signal: float = 0.0
     noise: float = 0.0
     max_abs_error: float = 0.0
+    nan: int = 0
     rows: int = 0
     agreeing: int = 0
     beyond_int32: str | None = None
 
     @property
     def sqnr_db(self) -> float:
-        """Signal to quantisation-noise ratio in dB: inf for equal values, -inf for nan."""
-        if self.noise == 0:
-            return math.inf
-        if self.signal == 0 or math.isinf(self.noise):
-            return -math.inf
-        return 10 * math.log10(self.signal / self.noise)
+        """Signal to quantisation-noise ratio in dB; see ``ratio_db``."""
+        return ratio_db(self.signal, self.noise)
 
     @property
     def top1_agreement(self) -> float | None:
@@ -85,11 +88,12 @@ class Accuracy:
                 expected=str(list(expected.shape)),
             )
         want, got = expected.double().reshape(-1), actual.double().reshape(-1)
-        error = torch.where(want == got, torch.zeros_like(want), (want - got).abs())
-        worst = float(error.max()) if error.numel() else 0.0
+        signal, error = signal_and_error(want, got)
+        worst = float(error.abs().max()) if error.numel() else 0.0
         self.max_abs_error = max(self.max_abs_error, math.inf if math.isnan(worst) else worst)
-        self.signal += float(want.square().sum())
-        self.noise += float(error.square().sum()) if math.isfinite(worst) else math.inf
+        self.nan += int((want.isnan() & got.isnan()).sum())
+        self.signal += signal
+        self.noise += energy(error)
         if worst:
             self.beyond_int32 = self.beyond_int32 or beyond_int32
         if is_class_scores(expected):

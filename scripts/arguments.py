@@ -73,9 +73,9 @@ def add_compilation(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_execution(parser: argparse.ArgumentParser) -> None:
-    """Where and how a program runs, and which of its methods."""
-    add_engine(parser)
+def add_execution(parser: argparse.ArgumentParser, *, judging: bool = False) -> None:
+    """Where and how a program runs, and which of its methods; see ``add_engine``."""
+    add_engine(parser, judging=judging)
     add_method(parser)
 
 
@@ -91,10 +91,22 @@ def add_data(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Where and how a program runs."""
+def add_engine(parser: argparse.ArgumentParser, *, judging: bool = False) -> None:
+    """Where and how a program runs.
+
+    Args:
+        parser: Gets the arguments.
+        judging: Whether the program is run for its numbers: the default engine is then none, which
+            leaves the choice to the program.
+    """
     parser.add_argument(
-        "--engine", choices=ENGINES, default="auto", help="what executes Core ML (default: auto)"
+        "--engine",
+        choices=ENGINES,
+        default=None if judging else "auto",
+        help="what executes Core ML (default: reference for a program that computes in fp16, auto "
+        "for others)"
+        if judging
+        else "what executes Core ML (default: auto)",
     )
     parser.add_argument(
         "--host",
@@ -109,6 +121,11 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         choices=ENGINE_PRECISIONS,
         default="f32",
         help="what the openvino engine computes in (default: f32)",
+    )
+    parser.add_argument(
+        "--exact-nan",
+        action="store_true",
+        help="let NaN pass through every op of the openvino engine, at the price of some speed",
     )
 
 

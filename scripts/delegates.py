@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from coreml_delegate.errors import BlobFormatError, ProgramError
 from coreml_delegate.runtime.delegate import resolve
 from coreml_delegate.runtime.program.delegate import COREML_BACKEND_ID, DelegatePayload
 from coreml_delegate.runtime.program.plan import DelegateInfo, MethodInfo
+from coreml_delegate.runtime.program.ptd import ExternalData, check_complete
 from coreml_delegate.runtime.program.pte import PteProgram
 
 _MODEL_SUFFIXES = (".mlpackage", ".mlmodelc")
@@ -57,6 +58,25 @@ def partition_names(method: MethodInfo) -> dict[int, str]:
         for index, info in enumerate(method.delegates)
         if info.backend_id == COREML_BACKEND_ID
     }
+
+
+def open_pte(path: Path, data: Sequence[Path] = ()) -> PteProgram:
+    """A ``.pte``, with what it keeps outside where the files are given.
+
+    Args:
+        path: The ``.pte``.
+        data: Its ``.ptd`` files.
+
+    Raises:
+        BlobFormatError: Not a ``.pte`` or ``.ptd``, or a part is malformed.
+        ProgramError: A file cannot be read, or tensors are missing in ``data``.
+    """
+    program = PteProgram.open(path)
+    if not data:
+        return program
+    external = ExternalData.open(data)
+    check_complete(program, external)
+    return program.with_external(external.get)
 
 
 def partitions_of(program: PteProgram, method: MethodInfo) -> Iterator[CoreMLPartition]:

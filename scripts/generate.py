@@ -70,16 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     with console.step("Importing torch"):
-        from coreml_delegate import runtime
         from coreml_delegate.scripts.llm.generator import Generator
         from coreml_delegate.scripts.llm.sampler import Sampler, Sampling
         from coreml_delegate.scripts.llm.tokenizer import TextStream, load_tokenizer
+        from coreml_delegate.scripts.loaded import engine_options
 
     sampler = Sampler(Sampling(args.temperature, args.top_k, args.top_p, args.seed))
-    options = runtime.EngineOptions(threads=args.threads, precision=args.engine_precision)
     with console.step(f"Loading {args.program}"):
         generator = Generator.load(
-            args.program, host=args.host, engine=args.engine, options=options
+            args.program, host=args.host, engine=args.engine, options=engine_options(args)
         )
     layout = generator.layout
     tokenizer = load_tokenizer(args.tokenizer, vocabulary=layout.vocabulary, bos=layout.bos)

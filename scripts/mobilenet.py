@@ -57,11 +57,12 @@ def _demonstrate(folder: Path, *, seed: int, repeat: int) -> None:
     report = _export(source, path)
     console.write(f"{report.to_table()}\n")
     with console.step("Running on the photo"):
-        program = load(path, method=None, host="auto", engine="auto", threads=None)
+        program = load(path, method=None)
+        judged = load(path, method=None, engine=None)
         (expected,) = source.run([image])
         actual = _sole_tensor(program, image)
         accuracy = Accuracy()
-        accuracy.add(expected, actual)
+        accuracy.add(expected, _sole_tensor(judged, image))
         ours, eager = _latencies(
             [lambda: program.run([image]), lambda: source.run([image])], repeat
         )
@@ -72,9 +73,9 @@ def _demonstrate(folder: Path, *, seed: int, repeat: int) -> None:
         (str(path), console.size(path.stat().st_size)),
         (str(package), console.size(_size(package))),
         ("extracted package", _same(package, image, actual)),
-        ("SQNR against eager PyTorch", f"{accuracy.sqnr_db:.1f} dB"),
+        ("SQNR against eager PyTorch", f"{accuracy.sqnr_db:.1f} dB ({judged.execution})"),
         ("same class", "yes" if accuracy.top1_agreement == 1 else "no"),
-        ("latency", f"{ours:.2f} ms (median of {repeat}, batch 1)"),
+        ("latency", f"{ours:.2f} ms (median of {repeat}, batch 1; {program.execution})"),
         ("latency of eager PyTorch", f"{eager:.2f} ms ({eager / ours:.1f} times ours)"),
     ]
     console.write(console.columns(rows))
@@ -149,7 +150,7 @@ def _sole_tensor(loaded: Loaded, image: torch.Tensor) -> torch.Tensor:
 
 def _same(package: Path, image: torch.Tensor, expected: torch.Tensor) -> str:
     """Whether the extracted package alone gives what the whole program gives."""
-    model: Loaded = load(package, method=None, host="auto", engine="auto", threads=None)
+    model: Loaded = load(package, method=None)
     actual = _sole_tensor(model, image)
     same = torch.equal(actual.to(expected.dtype), expected)
     return "gives the same output as the .pte" if same else "gives another output than the .pte"

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         check_output(args.output, force=args.force)
     from coreml_delegate.scripts.input_files import random_inputs, read_inputs
-    from coreml_delegate.scripts.loaded import load
+    from coreml_delegate.scripts.loaded import engine_options, load
     from coreml_delegate.scripts.sampling import generator
 
     with console.step(f"Loading {args.program}"):
@@ -47,8 +47,7 @@ def run(args: argparse.Namespace) -> int:
             method=args.method,
             host=args.host,
             engine=args.engine,
-            threads=args.threads,
-            precision=args.engine_precision,
+            options=engine_options(args),
             data=args.data,
         )
     if args.input:

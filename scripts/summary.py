@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,7 @@ from coreml_delegate.runtime.mil.package import read_mlpackage
 from coreml_delegate.runtime.mil.program import (
     Feature,
     Function,
-    Op,
     Program,
-    StateType,
-    TensorType,
 )
 from coreml_delegate.runtime.program.plan import (
     DelegateInfo,
@@ -29,9 +26,8 @@ from coreml_delegate.runtime.program.plan import (
     TensorSpec,
     ValueSpec,
 )
-from coreml_delegate.runtime.program.ptd import ExternalData, check_complete
 from coreml_delegate.runtime.program.pte import PteProgram
-from coreml_delegate.scripts.delegates import CoreMLPartition, partitions_of
+from coreml_delegate.scripts.delegates import CoreMLPartition, open_pte, partitions_of
 from coreml_delegate.scripts.weight_inventory import summarize_weights
 from coreml_delegate.targets import Opset
 
@@ -49,11 +45,7 @@ def summarize_pte(path: Path, data: Sequence[Path] = ()) -> dict[str, Any]:
         BlobFormatError: Not a ``.pte``, or a part of it is malformed.
         ProgramError: The file cannot be read.
     """
-    program = PteProgram.open(path)
-    if data:
-        external = ExternalData.open(data)
-        check_complete(program, external)
-        program = program.with_external(external.get)
+    program = open_pte(path, data)
     return {
         "file": str(path),
         "bytes": path.stat().st_size,
@@ -170,7 +162,9 @@ def _function(function: Function) -> dict[str, Any]:
         "outputs": [_feature(feature) for feature in function.outputs],
         "states": [_feature(feature) for feature in function.states],
         "ops": _ranked(Counter(op.type for op in ops)),
-        "computed_in": _ranked(Counter(_float_results(ops))),
+        "computed_in": _ranked(
+            Counter({dtype.label: count for dtype, count in function.computed_in().items()})
+        ),
         "engine": next((name for name, why in obstacles.items() if not why), None),
         "obstacles": {name: why for name, why in obstacles.items() if why},
     }
@@ -199,14 +193,6 @@ def _feature(feature: Feature) -> dict[str, Any]:
     if feature.bounds:
         summary["bounds"] = [list(bound) for bound in feature.bounds]
     return summary
-
-
-def _float_results(ops: Iterable[Op]) -> Iterable[str]:
-    for op in ops:
-        for output in op.outputs:
-            kind = output.type.wrapped if isinstance(output.type, StateType) else output.type
-            if isinstance(kind, TensorType) and kind.dtype.is_float:
-                yield kind.dtype.label
 
 
 def _ranked(counts: Counter[str]) -> Mapping[str, int]:

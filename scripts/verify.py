@@ -13,7 +13,7 @@ from coreml_delegate.scripts.command import Command
 
 if TYPE_CHECKING:
     from coreml_delegate.scripts.accuracy import Accuracy
-    from coreml_delegate.scripts.loaded import Loaded
+    from coreml_delegate.scripts.loaded import Execution, Loaded
     from coreml_delegate.scripts.source import Source
 
 
@@ -32,14 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--samples", type=arguments.positive, default=4, help="random inputs (default: 4)"
     )
     arguments.add_inputs(parser)
-    arguments.add_execution(parser)
+    arguments.add_execution(parser, judging=True)
     arguments.add_data(parser)
     arguments.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    from coreml_delegate.scripts.loaded import load
+    from coreml_delegate.scripts.loaded import engine_options, load
     from coreml_delegate.scripts.source import load_source
 
     with console.step(f"Loading {args.program}"):
@@ -48,8 +48,7 @@ def run(args: argparse.Namespace) -> int:
             method=args.method,
             host=args.host,
             engine=args.engine,
-            threads=args.threads,
-            precision=args.engine_precision,
+            options=engine_options(args),
             data=args.data,
         )
     with console.step(f"Loading {args.source}"):
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         )
     with console.step("Comparing"):
         results = compare(source, program, _samples(args, source, program))
-    _print(results, as_json=args.json)
+    _print(results, program.execution, as_json=args.json)
     below = {n: a.sqnr_db for n, a in results.items() if not a.sqnr_db >= args.min_sqnr}
     if below:
         raise ProgramError(
@@ -132,19 +131,19 @@ def _samples(args: argparse.Namespace, source: Source, program: Loaded) -> list[
     return [[resample(leaf, random) for leaf in source.leaves] for _ in range(args.samples)]
 
 
-def _print(results: dict[str, Accuracy], *, as_json: bool) -> None:
+def _print(results: dict[str, Accuracy], execution: Execution, *, as_json: bool) -> None:
     if as_json:
-        console.write_json(
-            {
-                name: {
-                    "sqnr_db": accuracy.sqnr_db,
-                    "max_abs_error": accuracy.max_abs_error,
-                    "top1_agreement": accuracy.top1_agreement,
-                    "beyond_int32": accuracy.beyond_int32,
-                }
-                for name, accuracy in results.items()
+        outputs = {
+            name: {
+                "sqnr_db": accuracy.sqnr_db,
+                "max_abs_error": accuracy.max_abs_error,
+                "top1_agreement": accuracy.top1_agreement,
+                "nan": accuracy.nan,
+                "beyond_int32": accuracy.beyond_int32,
             }
-        )
+            for name, accuracy in results.items()
+        }
+        console.write_json({"engines": execution.engines, "outputs": outputs})
         return
     rows = [("output", "SQNR", "max abs error", "top-1 agreement")]
     for name, accuracy in results.items():
@@ -159,6 +158,10 @@ def _print(results: dict[str, Accuracy], *, as_json: bool) -> None:
             )
         )
     console.write(console.columns(rows))
+    for name, accuracy in results.items():
+        if accuracy.nan:
+            console.write(f"{name}: {accuracy.nan} values are NaN in both")
+    console.write(f"computed by {execution}")
 
 
 COMMAND = Command(

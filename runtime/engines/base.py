@@ -32,6 +32,8 @@ class EngineOptions:
     Attributes:
         threads: CPU threads, or None for the engine's default.
         precision: A ``Precision`` or its value, ``"f32"`` or ``"bf16"``.
+        exact_nan: Whether NaN has to pass through every op, even where a fast engine's kernels lose
+            it and have to be replaced by slower ones.
         cache: Where compiled programs are kept between processes, or None to keep none. By default
             what the environment says; see ``CacheOptions.from_environment``.
 
@@ -42,6 +44,7 @@ class EngineOptions:
 
     threads: int | None = None
     precision: Precision | str = Precision.F32
+    exact_nan: bool = False
     cache: CacheOptions | None = field(default_factory=CacheOptions.from_environment)
 
     def __post_init__(self) -> None:

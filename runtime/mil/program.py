@@ -7,6 +7,7 @@ read-only views, of the mapped weight file wherever the value lives there.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -14,6 +15,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from coreml_delegate.errors import ProgramError
 from coreml_delegate.runtime.mil.dtypes import DType
 
 
@@ -99,6 +101,9 @@ class Ref:
 
     name: str
 
+
+# Read and write what is kept in the type of the state.
+_STATE_OPS = frozenset({"read_state", "write_state", "coreml_update_state"})
 
 Binding: TypeAlias = Ref | Constant
 """One element of an argument: a name in scope, or a literal."""
@@ -210,6 +215,30 @@ class Function:
     outputs: tuple[Feature, ...]
     states: tuple[Feature, ...] = ()
 
+    def computed_in(self) -> Counter[DType]:
+        """How many results the function computes in each floating-point type.
+
+        Weights are given, not computed. What only leaves the function or enters a state in a type
+        is kept in it, not computed in it.
+        """
+        ops = list(self.block.walk())
+        read = {
+            binding.name
+            for op in ops
+            if op.type not in _STATE_OPS
+            for bindings in op.inputs.values()
+            for binding in bindings
+            if isinstance(binding, Ref)
+        }
+        return Counter(
+            output.type.dtype
+            for op in ops
+            if not op.type.startswith("const") and op.type not in _STATE_OPS
+            for output in op.outputs
+            if isinstance(output.type, TensorType) and output.type.dtype.is_float
+            if op.type != "cast" or output.name in read
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
@@ -226,3 +255,17 @@ class Program:
     functions: Mapping[str, Function]
     default_function: str
     metadata: Mapping[str, str]
+
+    def function(self, name: str | None = None) -> Function:
+        """The function of a name, or the default function.
+
+        Raises:
+            ProgramError: No such function.
+        """
+        wanted = self.default_function if name is None else name
+        try:
+            return self.functions[wanted]
+        except KeyError:
+            raise ProgramError(
+                "no such function", got=repr(wanted), expected=", ".join(self.functions)
+            ) from None

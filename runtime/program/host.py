@@ -152,6 +152,11 @@ class PythonProgram:
         with self._lock:
             self._loaded(name)
 
+    def delegates(self, method: str) -> tuple[DelegateCallable, ...]:
+        """The delegates of a method, loaded; raises as ``load_method`` does."""
+        with self._lock:
+            return self._loaded(method).delegates
+
     def run(self, method: str, inputs: Sequence[Value]) -> list[Value]:
         """Run a method once.
 
@@ -232,7 +237,7 @@ class _LoadedMethod:
     ) -> None:
         self._method = method
         self._memory = memory
-        self._delegates = delegates
+        self.delegates = tuple(delegates)
         values = self._values = memory.materialise(method)
         for index in method.outputs:
             if isinstance(method.values[index], IndexList):
@@ -246,7 +251,7 @@ class _LoadedMethod:
 
     def states(self) -> Iterator[tuple[str, states.DelegateState]]:
         """What persists, with its names."""
-        yield from states.states_of(self._method.name, self._delegates)
+        yield from states.states_of(self._method.name, self.delegates)
         buffers = states.mutable_buffers(self._method)
         if buffers:
             tensors = {str(index): self._values[index] for index in buffers}

@@ -186,6 +186,11 @@ class StockProgram:
         with _RUNTIME_LOCK:
             self._method(self._program.method(name))
 
+    def delegates(self, method: str) -> tuple[DelegateCallable, ...]:
+        """The delegates of a method that run here, loaded; raises as ``load_method`` does."""
+        self.load_method(method)
+        return tuple(self._delegates[method])
+
     def run(self, method: str, inputs: Sequence[Value]) -> list[Value]:
         """Run a method once.
 

@@ -7,12 +7,13 @@ import logging
 import numpy as np
 import pytest
 from support import mil
+from support.gates import needs_bf16
 from support.mil import mb
 from support.tolerances import SQNR_BF16, sqnr_db
 
 from coreml_delegate.errors import EngineUnavailableError, OptionError, UnsupportedOpError
 from coreml_delegate.runtime.engines.base import EngineOptions, Precision
-from coreml_delegate.runtime.engines.openvino import OPENVINO, compilation, processor
+from coreml_delegate.runtime.engines.openvino import OPENVINO, compilation
 from coreml_delegate.runtime.engines.openvino.engine import _core
 from coreml_delegate.runtime.engines.reference import REFERENCE
 from coreml_delegate.runtime.engines.selection import compile_function
@@ -20,14 +21,6 @@ from coreml_delegate.runtime.mil.opset import Opset
 
 _RNG = np.random.default_rng(0)
 _SIZE = 4096
-
-
-def _has_bf16():
-    native = "BF16" in _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    return native or processor.emulates("bf16")
-
-
-needs_bf16 = pytest.mark.skipif(not _has_bf16(), reason="the CPU neither has nor emulates bf16")
 
 
 def _between_products(function):

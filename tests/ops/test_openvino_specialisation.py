@@ -59,9 +59,9 @@ def translations(monkeypatch):
     shapes: list[tuple[int | None, ...]] = []
     original = translate.translate
 
-    def spy(function):
+    def spy(function, **options):
         shapes.append(function.params[0].type.shape)
-        return original(function)
+        return original(function, **options)
 
     monkeypatch.setattr(translate, "translate", spy)
     return shapes

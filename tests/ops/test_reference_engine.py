@@ -298,6 +298,30 @@ def test_calls_from_several_threads():
         np.testing.assert_array_equal(result, np.maximum(_X * n * 2, 0))
 
 
+def test_an_infinite_cell_without_peepholes_is_no_nan():
+    random = np.random.default_rng(0)
+    x, w, r = (random.standard_normal(s).astype(np.float32) for s in ((2, 1, 3), (8, 3), (8, 2)))
+    h, c = np.zeros((1, 2), np.float32), np.array([[np.inf, 1]], np.float32)
+
+    def function(x, h, c):
+        return mb.lstm(
+            x=x, initial_h=h, initial_c=c, weight_ih=w, weight_hh=r, output_sequence=True
+        )
+
+    inputs = {"x": x, "h": h, "c": c}
+    hidden, _, cell = _compile(function, inputs)(inputs).values()
+    cells = torch.nn.LSTM(3, 2, bias=False)
+    order = [0, 1, 2, 3, 6, 7, 4, 5]  # torch's output gate comes last
+    with torch.no_grad():
+        cells.weight_ih_l0.copy_(torch.from_numpy(w[order]))
+        cells.weight_hh_l0.copy_(torch.from_numpy(r[order]))
+        states = (torch.from_numpy(h[None]), torch.from_numpy(c[None]))
+        expected, (_, last) = cells(torch.from_numpy(x), states)
+    np.testing.assert_allclose(hidden, expected, rtol=1e-5)
+    np.testing.assert_allclose(cell, last[0], rtol=1e-5)
+    assert np.isinf(cell[0, 0])
+
+
 def test_calling_leaves_no_trace_in_torch():
     before = torch.get_num_threads(), torch.is_grad_enabled()
     _compile(lambda x: mb.relu(x=x), {"x": _X})({"x": _X})

@@ -190,6 +190,18 @@ def returning_a_number():
     return Returning(3), torch.randn(3)
 
 
+class Overflowing(nn.Module):
+    """A root-mean-square norm whose squares overflow in fp16: zeros there."""
+
+    def forward(self, x):
+        x = x * 1000
+        return x * torch.rsqrt(torch.mean(x * x) + 1e-6)
+
+
+def overflowing():
+    return Overflowing(), torch.randn(4, 8)
+
+
 class Sensitive(nn.Module):
     """Three layers, of which the middle one has a large weight, for an input of 0, in each row."""
 

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from coreml_delegate.runtime.engines.openvino import processor
+from coreml_delegate.runtime.engines.openvino.engine import _core
 from coreml_delegate.runtime.program import stock
 
 needs_compiler = pytest.mark.skipif(
     stock.unavailable_reason() is not None, reason=str(stock.unavailable_reason())
 )
+
+
+def _has_bf16() -> bool:
+    native = "BF16" in _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    return native or processor.emulates("bf16")
+
+
+needs_bf16 = pytest.mark.skipif(not _has_bf16(), reason="the CPU neither has nor emulates bf16")

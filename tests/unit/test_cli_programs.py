@@ -264,6 +264,15 @@ def test_run_refuses_inputs(files, message, capsys):
     assert not Path("out.npz").exists()
 
 
+def test_run_with_exact_nan(capsys):
+    np.save("x.npy", np.full((1, 3, 16, 16), np.nan, np.float32))
+    for options, is_nan in (((), False), (("--exact-nan",), True)):
+        args = ["run", "tiny.pte", "--input", "x.npy", "--repeat", "1", "--json", *options]
+        assert main([*args, "--engine", "openvino"]) == 0
+        logits, _ = read(capsys)["outputs"]
+        assert (logits["max"] == "nan") is is_nan
+
+
 def test_run_refuses_methods(capsys):
     assert main(["run", "tiny.pte", "--method", "backward"]) == 1
     assert error(capsys) == "program has no such method: got 'backward', expected 'forward'"
@@ -274,7 +283,9 @@ def test_run_refuses_methods(capsys):
 
 def test_verify(capsys):
     assert main(["verify", f"{MODELS}:tiny", "tiny.pte", "--json", "--samples", "2"]) == 0
-    result = read(capsys)
+    document = read(capsys)
+    assert document["engines"] == {"reference": ["fp16"]}
+    result = document["outputs"]
     assert list(result) == ["output_0", "output_1"]
     assert result["output_0"]["top1_agreement"] == 1.0
     assert result["output_0"]["sqnr_db"] > 50
@@ -285,10 +296,11 @@ def test_verify_measures_what_it_says(capsys):
     np.save("x.npy", x)
     args = ["verify", f"{MODELS}:tiny", "tiny.pte", "--input", "x.npy", "--json"]
     assert main(args) == 0
-    result = read(capsys)
+    result = read(capsys)["outputs"]
     with torch.no_grad():
         expected = eager()(torch.from_numpy(x))[0].numpy()
-    actual = runtime.load_program("tiny.pte").run("forward", [torch.from_numpy(x)])[0].numpy()
+    program = runtime.load_program("tiny.pte", engine="reference")
+    actual = program.run("forward", [torch.from_numpy(x)])[0].numpy()
     assert result["output_0"]["sqnr_db"] == pytest.approx(sqnr_db(expected, actual), abs=1e-3)
     assert result["output_0"]["max_abs_error"] == pytest.approx(abs(expected - actual).max())
 

@@ -344,7 +344,7 @@ def _sqnr(capsys, *quantization):
     assert export(*quantization, "-o", "a.pte", "--force") == 0
     capsys.readouterr()
     assert main(["verify", SENSITIVE, "a.pte", "--min-sqnr", "0", "--json"]) == 0
-    return read(capsys)["output_0"]["sqnr_db"]
+    return read(capsys)["outputs"]["output_0"]["sqnr_db"]
 
 
 def test_the_report_on_static_quantization(capsys):

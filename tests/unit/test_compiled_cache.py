@@ -14,7 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.packages import long_accumulator, long_chain, long_chain_of_rows
+from support.mil import Opset, builder_program, mb
+from support.packages import (
+    long_accumulator,
+    long_chain,
+    long_chain_of_rows,
+    package_files,
+)
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.mlpackage import write_folder
@@ -46,9 +52,9 @@ def translations(monkeypatch):
     names: list[str] = []
     original = translate.translate
 
-    def spy(function):
+    def spy(function, **options):
         names.append(function.name)
-        return original(function)
+        return original(function, **options)
 
     monkeypatch.setattr(translate, "translate", spy)
     return names
@@ -130,7 +136,8 @@ def _parts(files, **changes):
     options = EngineOptions(cache=None, **changes)
     mode = compilation._MODES[options.precision]
     config = compilation._config(options, mode, function)
-    return compiled_cache.key_parts(core, function, ProgramSource.of_files(files), config)
+    source = ProgramSource.of_files(files)
+    return compiled_cache.key_parts(core, function, source, config, exact_nan=options.exact_nan)
 
 
 def test_every_part_of_the_key_counts(chain):
@@ -144,8 +151,23 @@ def test_every_part_of_the_key_counts(chain):
 
 
 def test_options_are_parts_of_the_key(chain):
-    variants = [{}, {"threads": 1}, {"threads": 2}, {"precision": "bf16"}]
-    assert len({compiled_cache.entry_key(_parts(chain, **v), {}) for v in variants}) == 4
+    variants = [{}, {"threads": 1}, {"threads": 2}, {"precision": "bf16"}, {"exact_nan": True}]
+    assert len({compiled_cache.entry_key(_parts(chain, **v), {}) for v in variants}) == 5
+
+
+def test_an_exact_program_is_not_found_as_a_fast_one(folder, translations):
+    def rectified(x):
+        for _ in range(30):
+            x = mb.relu(x=x)
+        return x
+
+    x = {"x": np.array([1, np.nan, -1], np.float32)}
+    files = package_files(builder_program(rectified, x, Opset.iOS18))
+    for _ in range(2):  # compiled, then found
+        np.testing.assert_array_equal(_output(_load(files, folder), x), [1, 0, 0])
+        exact = _load(files, folder, exact_nan=True)
+        np.testing.assert_array_equal(_output(exact, x), [1, np.nan, 0])
+    assert len(translations) == 2
 
 
 def test_a_source_is_known_by_its_bytes_alone():

@@ -33,9 +33,9 @@ def translations(monkeypatch):
     names: list[str] = []
     original = translate.translate
 
-    def spy(function):
+    def spy(function, **options):
         names.append(function.name)
-        return original(function)
+        return original(function, **options)
 
     monkeypatch.setattr(translate, "translate", spy)
     return names

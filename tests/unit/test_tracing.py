@@ -9,7 +9,7 @@ from support.mil import TARGETS, build, mb, serialized, types
 from support.tolerances import sqnr_db as independent_sqnr
 
 from coreml_delegate.errors import InputError
-from coreml_delegate.runtime.diagnosis import Fault, sqnr_db
+from coreml_delegate.runtime.diagnosis import Fault, energy, ratio_db, signal_and_error
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.location import Location, describe_op, location_of
 from coreml_delegate.runtime.mil.opset import Opset
@@ -225,6 +225,80 @@ def test_cancellation_is_inaccurate_and_leads_the_worst():
     assert diagnosis.first_bad.sqnr_db == pytest.approx(independent_sqnr(x, rounded), abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("x", "factor", "fault"),
+    [
+        pytest.param(1e-4, 1e-3, Fault.UNDERFLOW, id="few-bits-left"),
+        pytest.param(1e-4, 1e-4, Fault.UNDERFLOW, id="nothing-left"),
+        pytest.param(1e-4, 1e-1, None, id="small-and-accurate"),
+    ],
+)
+def test_underflow_is_told_apart(x, factor, fault):
+    values = np.array([1.0, 1.3, -1.7], np.float16) * np.float16(x)
+    product = model(lambda x: mb.mul(x=x, y=np.float16(factor), name="y"), {"x": values})
+    diagnosis = product.diagnose({"x": values})
+    (y,) = diagnosis.values
+    assert y.fault is fault
+    assert diagnosis.first_bad is (y if fault else None)
+
+
+def test_what_follows_from_underflow_is_inaccurate():
+    def function(x):
+        return mb.mul(x=mb.square(x=x, name="sq"), y=np.float16(60000), name="y")
+
+    x = np.full((1, 4), 1e-4, np.float16)
+    diagnosis = model(function, {"x": x}).diagnose({"x": x})
+    assert [value.fault for value in diagnosis.values] == [Fault.UNDERFLOW, Fault.INACCURATE]
+
+
+def test_fp32_values_do_not_underflow():
+    def function(x):
+        wide = mb.cast(x=mb.square(x=x, name="sq"), dtype="fp32", name="wide")
+        return mb.cast(x=wide, dtype="fp16", name="y")
+
+    x = np.full((1, 4), 1e-4, np.float16)
+    faults = {v.name: v.fault for v in model(function, {"x": x}).diagnose({"x": x}).values}
+    assert faults["wide"] is Fault.INACCURATE
+
+
+_NANS = np.full((1, 3), np.nan, np.float16)
+
+
+@pytest.mark.parametrize("where", ["input", "constant"])
+def test_nan_from_outside_is_a_fault_where_it_enters(where):
+    def function(x):
+        y = mb.add(x=x, y=_NANS if where == "constant" else np.float16(1), name="entered")
+        return mb.mul(x=y, y=np.float16(2), name="passed")
+
+    x = _NANS if where == "input" else np.ones_like(_NANS)
+    diagnosis = model(function, {"x": x}).diagnose({"x": x})
+    assert [value.fault for value in diagnosis.values] == [Fault.NAN_GIVEN, None]
+    assert diagnosis.first_bad.name == "entered"
+    for value in diagnosis.values:
+        assert (value.nan, value.sqnr_db) == (3, np.inf)
+        assert np.isnan(value.max_abs)
+    assert "3 NaN, SQNR inf dB, max nan" in str(diagnosis)
+
+
+def test_nan_of_both_runs_is_no_error_beside_it():
+    def function(x):
+        return mb.sqrt(x=mb.sub(x=x, y=np.float16(1), name="less"), name="y")
+
+    x = np.array([0.0, 5.0, 17.0], np.float16)
+    y = model(function, {"x": x}).diagnose({"x": x}).values[-1]
+    assert (y.fault, y.nan, y.sqnr_db, y.max_abs) == (Fault.NAN, 1, np.inf, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "largest"),
+    [([np.inf, -2.0], 2.0), ([np.inf, -np.inf], np.inf), ([np.nan, np.inf], np.nan)],
+)
+def test_the_largest_magnitude_is_finite_if_one_is(values, largest):
+    x = np.array(values, np.float16)
+    (y,) = model(lambda x: mb.abs(x=x), {"x": x}).diagnose({"x": x}).values
+    np.testing.assert_equal(y.max_abs, largest)
+
+
 def test_the_turn_of_a_loop_is_named_and_fp32_takes_the_same_path():
     inputs = {"x": _X, "n": np.zeros(1, np.int32)}
     diagnosis = model(growing, inputs).diagnose(inputs)
@@ -296,6 +370,7 @@ def test_the_function_asked_for_is_diagnosed():
     ],
 )
 def test_sqnr(expected, actual, ratio):
-    wide = torch.float64
-    result = sqnr_db(torch.tensor(expected, dtype=wide), torch.tensor(actual, dtype=wide))
-    assert result == pytest.approx(ratio)
+    signal, error = signal_and_error(
+        *(torch.tensor(values, dtype=torch.float64) for values in (expected, actual))
+    )
+    assert ratio_db(signal, energy(error)) == pytest.approx(ratio)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from openvino import opset15 as ops
 
+from coreml_delegate.runtime.engines.openvino import nan
 from coreml_delegate.runtime.engines.openvino.graph import per_channel, rank, scalar
 from coreml_delegate.runtime.engines.openvino.registry import (
     Result,
@@ -14,21 +15,22 @@ from coreml_delegate.runtime.engines.openvino.registry import (
 
 
 @translation("relu")
-def relu(x: Tensor) -> Result:
+def relu(x: Tensor, *, exact_nan: bool = False) -> Result:
     """``max(x, 0)``."""
-    return ops.relu(x)
+    return nan.kept(x, ops.relu(x)) if exact_nan else ops.relu(x)
 
 
 @translation("relu6")
-def relu6(x: Tensor) -> Result:
+def relu6(x: Tensor, *, exact_nan: bool = False) -> Result:
     """``min(max(x, 0), 6)``."""
-    return ops.clamp(x, 0.0, 6.0)
+    bounded = ops.clamp(x, 0.0, 6.0)
+    return nan.kept(x, bounded) if exact_nan else bounded
 
 
 @translation("clamped_relu")
 def clamped_relu(x: Tensor, alpha: float, beta: float) -> Result:
     """Leaky ReLU bounded above by ``beta``."""
-    return ops.minimum(leaky_relu(x, alpha), scalar(beta, x))
+    return nan.kept(x, ops.minimum(leaky_relu(x, alpha), scalar(beta, x)))
 
 
 @translation("leaky_relu")
@@ -69,7 +71,8 @@ def sigmoid(x: Tensor) -> Result:
 @translation("sigmoid_hard")
 def sigmoid_hard(x: Tensor, alpha: float, beta: float) -> Result:
     """``min(max(alpha * x + beta, 0), 1)``."""
-    return ops.hard_sigmoid(x, scalar(alpha, x), scalar(beta, x))
+    line = linear_activation(x, alpha, beta)
+    return nan.kept(line, ops.clamp(line, 0.0, 1.0))
 
 
 @translation("silu")
@@ -113,7 +116,7 @@ def softsign(x: Tensor) -> Result:
 @translation("softmax")
 def softmax(x: Tensor, axis: int = -1) -> Result:
     """Softmax along one axis."""
-    return ops.softmax(x, axis)
+    return nan.softmax(x, axis)
 
 
 @translation("thresholded_relu")

@@ -38,6 +38,7 @@ class BlockTranslator:
     Attributes:
         opset: Of the program.
         special: Ops that need the scope itself, by type.
+        exact_nan: Whether NaN has to pass through every op, even where that takes time.
         reasons: Collects errors if it is a list; values that could not be made are then stood in
             for, so that one pass finds all. With None the first error is raised.
         misdeclared: Values that have other shapes than the program says.
@@ -45,6 +46,7 @@ class BlockTranslator:
 
     opset: Opset
     special: Mapping[str, Special]
+    exact_nan: bool = False
     reasons: list[str] | None = None
     misdeclared: set[str] = field(default_factory=set[str])
 
@@ -93,7 +95,10 @@ class BlockTranslator:
         entry = registry.find(op.type, self.opset)
         if entry is None:
             raise refuse(f"no translation of this op in {self.opset.name}", op.type)
-        result = entry.function(**_arguments(op, entry, scope))
+        arguments = _arguments(op, entry, scope)
+        if entry.loses_nan:
+            arguments["exact_nan"] = self.exact_nan
+        result = entry.function(**arguments)
         return result if isinstance(result, tuple) else (result,)
 
     def _bind(self, op: Op, outputs: tuple[Value, ...], scope: Scope) -> None:

@@ -76,8 +76,8 @@ def compile_function(
     mode = _MODES[Precision(options.precision)]
     _require_precision(core, mode)
     config = _config(options, mode, function)
-    cache = CompiledCache.of(core, function, source, options.cache, config)
-    build = functools.partial(_build, core, function, config, cache)
+    cache = CompiledCache.of(core, function, source, options, config)
+    build = functools.partial(_build, core, function, options.exact_nan, config, cache)
     shapes = default_shapes(function)
     return EnumeratedFunction(function, build) if shapes else build(shapes)
 
@@ -85,6 +85,7 @@ def compile_function(
 def _build(
     core: Any,
     function: Function,
+    exact_nan: bool,
     config: Mapping[str, object],
     cache: CompiledCache | None,
     shapes: Shapes,
@@ -92,7 +93,7 @@ def _build(
     if cache is not None and (found := cache.find(core, shapes)) is not None:
         _logger.debug("found %s %s compiled", function.name, shapes or "")
         return found
-    translated = translate.translate(specialised(function, shapes))
+    translated = translate.translate(specialised(function, shapes), exact_nan=exact_nan)
     fusion.fuse(translated.model)
     require_memory(translated.model)
     try:

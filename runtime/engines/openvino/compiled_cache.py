@@ -21,7 +21,8 @@ from typing import Any, Final
 import numpy as np
 import openvino as ov
 
-from coreml_delegate.runtime.engines.entry_cache import CacheOptions, EntryCache
+from coreml_delegate.runtime.engines.base import EngineOptions
+from coreml_delegate.runtime.engines.entry_cache import EntryCache
 from coreml_delegate.runtime.engines.openvino.engine import DEVICE
 from coreml_delegate.runtime.engines.openvino.session import Interface, OpenVinoFunction
 from coreml_delegate.runtime.engines.source import ProgramSource
@@ -62,7 +63,7 @@ class CompiledCache:
         core: Any,
         function: Function,
         source: ProgramSource | None,
-        options: CacheOptions | None,
+        options: EngineOptions,
         config: Mapping[str, object],
     ) -> CompiledCache | None:
         """The cache for ``function``; None where there is none, or where it would save no time.
@@ -71,12 +72,13 @@ class CompiledCache:
             core: OpenVINO's ``Core``.
             function: The function to be compiled.
             source: The bytes it was read from, or None if they are not at hand.
-            options: Where the cache is, or None for no cache.
+            options: How it is executed, and where the cache is.
             config: The properties it is compiled with.
         """
-        if source is None or options is None or not worthwhile(function):
+        if source is None or options.cache is None or not worthwhile(function):
             return None
-        return cls(EntryCache(options), key_parts(core, function, source, config))
+        parts = key_parts(core, function, source, config, exact_nan=options.exact_nan)
+        return cls(EntryCache(options.cache), parts)
 
     def find(self, core: Any, shapes: Mapping[str, tuple[int, ...]]) -> OpenVinoFunction | None:
         """The function compiled earlier for these shapes of its inputs, or None."""
@@ -119,7 +121,12 @@ def worthwhile(function: Function) -> bool:
 
 
 def key_parts(
-    core: Any, function: Function, source: ProgramSource, config: Mapping[str, object]
+    core: Any,
+    function: Function,
+    source: ProgramSource,
+    config: Mapping[str, object],
+    *,
+    exact_nan: bool,
 ) -> dict[str, object]:
     """Everything that a compiled function depends on but the shapes of its inputs."""
     return {
@@ -131,6 +138,7 @@ def key_parts(
         "capabilities": sorted(core.get_property(DEVICE, "OPTIMIZATION_CAPABILITIES")),
         "machine": platform.machine(),
         "config": dict(config),
+        "exact_nan": exact_nan,
         "program": source.digest.hex(),
         "function": function.name,
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import openvino as ov
 from openvino import opset15 as ops
 
-from coreml_delegate.runtime.engines.openvino import integers
+from coreml_delegate.runtime.engines.openvino import integers, nan
 from coreml_delegate.runtime.engines.openvino.graph import (
     GRAPH_TYPE,
     converted,
@@ -35,7 +35,7 @@ _UNARY: dict[str, Callable[[Tensor], Result]] = {
     "cos": ops.cos,
     "cosh": ops.cosh,
     "erf": ops.erf,
-    "exp": ops.exp,
+    "exp": nan.exp,
     "floor": ops.floor,
     "logical_not": ops.logical_not,
     "round": lambda x: ops.round(x, "half_to_even"),
@@ -51,15 +51,15 @@ _UNARY: dict[str, Callable[[Tensor], Result]] = {
 _BINARY: dict[str, Callable[[Tensor, Tensor], Result]] = {
     "add": ops.add,
     "equal": integers.equality(ops.equal),
-    "greater": integers.order(ops.greater, ops.not_equal, first=False),
-    "greater_equal": integers.order(ops.greater_equal, ops.equal, first=True),
+    "greater": integers.order(nan.greater, ops.not_equal, first=False),
+    "greater_equal": integers.order(nan.greater_equal, ops.equal, first=True),
     "less": integers.order(ops.less, ops.not_equal, first=True),
     "less_equal": integers.order(ops.less_equal, ops.equal, first=False),
     "logical_and": ops.logical_and,
     "logical_or": ops.logical_or,
     "logical_xor": ops.logical_xor,
-    "maximum": ops.maximum,
-    "minimum": ops.minimum,
+    "maximum": nan.maximum,
+    "minimum": nan.minimum,
     "mul": ops.multiply,
     "not_equal": integers.equality(ops.not_equal),
     "sub": ops.subtract,
@@ -137,15 +137,16 @@ def rsqrt(x: Tensor, epsilon: float = 1e-12) -> Result:
 
 
 @translation("clip")
-def clip(x: Tensor, alpha: float, beta: float) -> Result:
+def clip(x: Tensor, alpha: float, beta: float, *, exact_nan: bool = False) -> Result:
     """``x`` bounded to [alpha, beta]."""
-    return ops.clamp(x, alpha, beta)
+    bounded = ops.clamp(x, alpha, beta)
+    return nan.kept(x, bounded) if exact_nan else bounded
 
 
 @translation("threshold")
 def threshold(x: Tensor, alpha: float) -> Result:
     """``x`` bounded below by ``alpha``."""
-    return ops.maximum(x, scalar(alpha, x))
+    return nan.maximum(x, scalar(alpha, x))
 
 
 @translation("cast")

@@ -8,7 +8,15 @@ import openvino as ov
 from openvino import opset15 as ops
 from openvino.passes import AnyInput, Manager, Matcher, MatcherPass, WrapType
 
-from coreml_delegate.runtime.engines.openvino.graph import ints, known, known_ints, scalar
+from coreml_delegate.runtime.engines.openvino.graph import (
+    dims,
+    ints,
+    known,
+    known_ints,
+    normalized,
+    rank,
+    scalar,
+)
 from coreml_delegate.runtime.engines.openvino.quantized import keep_values
 
 # The epsilon of a MIL ``rsqrt`` that only guards against zero: 1e-12, which is 2**-24 in fp16.
@@ -18,8 +26,9 @@ _LARGEST_GUARD = 2.0**-24
 def fuse(model: Any) -> None:
     """Apply every rewrite to ``model``, in place."""
     manager = Manager()
-    matcher = Matcher(_SCALED_RMS_NORM.root, type(_SCALED_RMS_NORM).__name__)
-    manager.register_pass(MatcherPass(matcher, _SCALED_RMS_NORM.rewrite))
+    for rewrite in _REWRITES:
+        matcher = Matcher(rewrite.root, type(rewrite).__name__)
+        manager.register_pass(MatcherPass(matcher, rewrite.rewrite))
     manager.run_passes(model)
     keep_values(model)
 
@@ -32,9 +41,6 @@ class _ScaledRmsNorm:
     fp16 holds are far from overflowing, and ``x / sqrt(mean(x ** 2) + root ** 2)`` is the same but
     for the guard inside MIL's ``rsqrt``, beside a mean of at least one over its number of elements.
     For the plain norm the plugin has a kernel: one pass over memory instead of five.
-
-    The pattern is no pass itself: OpenVINO never frees a pass whose callback holds it. Nor does it
-    free the nodes of a pattern, so there is one pattern for the process.
     """
 
     def __init__(self) -> None:
@@ -77,7 +83,59 @@ class _ScaledRmsNorm:
         return True
 
 
-_SCALED_RMS_NORM: Final = _ScaledRmsNorm()
+class _MultipliedSoftmax:
+    """A softmax without what spreads NaN over its rows, where a product sums over them.
+
+    The product spreads NaN itself, and for both alone the plugin has a kernel.
+    """
+
+    def __init__(self) -> None:
+        self._shares: Any = WrapType("opset8.Softmax", [AnyInput()])
+        self._axis: Any = AnyInput()
+        total = WrapType("opset1.ReduceSum", [self._shares, self._axis])
+        is_nan = WrapType("opset1.NotEqual", [total, total])
+        self.root: Any = WrapType("opset1.Select", [is_nan, total, self._shares])
+
+    def rewrite(self, matcher: Any) -> bool:
+        """Let the products read the softmax itself; return whether there are any."""
+        found = matcher.get_pattern_value_map()
+        axes, shares = known_ints(found[self._axis]), found[self._shares]
+        if axes is None:
+            return False
+        place = normalized(axes[0], rank(shares)) - rank(shares)
+        readers = matcher.get_match_root().output(0).get_target_inputs()
+        products = [reader for reader in readers if _sums_over(reader, place)]
+        for product in products:
+            product.replace_source_output(shares)
+        return bool(products)
+
+
+def _sums_over(reader: Any, axis: int) -> bool:
+    """Whether what reads a value is a product that sums over an axis of it.
+
+    Args:
+        reader: An input of a node.
+        axis: Counted from the end, so negative.
+    """
+    node = reader.get_node()
+    if node.get_type_name() == "MatMul":
+        attributes, side = node.get_attributes(), reader.get_index()
+        is_transposed = attributes[("transpose_a", "transpose_b")[side]]
+        return axis == (-1 if bool(side) is is_transposed else -2)
+    if node.get_type_name() != "Reshape" or axis != -1:
+        return False
+    width = dims(node.input_value(0))[-1]
+    readers = node.output(0).get_target_inputs()
+    return (
+        width is not None
+        and dims(node.output(0))[-1:] == (width,)
+        and all(_sums_over(reader, axis) for reader in readers)
+    )
+
+
+# None is a pass itself: OpenVINO never frees a pass whose callback holds it. Nor does it free the
+# nodes of a pattern, so there is one of each for the process.
+_REWRITES: Final = (_ScaledRmsNorm(), _MultipliedSoftmax())
 
 
 def _number(value: Any) -> float | None:

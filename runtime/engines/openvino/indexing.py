@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from openvino import opset15 as ops
 
+from coreml_delegate.runtime.engines.openvino import nan
 from coreml_delegate.runtime.engines.openvino.graph import (
     INT_MAX,
     converted,
@@ -36,6 +37,7 @@ from coreml_delegate.runtime.mil.opset import Opset
 
 # MIL scatter mode -> OpenVINO's reduction; the two others are a sum and a product of the inverse.
 _REDUCTIONS = {"update": "none", "add": "sum", "mul": "prod", "max": "max", "min": "min"}
+_EXTREMA = {"max": 1, "min": -1}
 
 
 def _reduction(mode: str, updates: Tensor) -> tuple[str, Any]:
@@ -47,6 +49,26 @@ def _reduction(mode: str, updates: Tensor) -> tuple[str, Any]:
     if mode not in _REDUCTIONS:
         raise refuse("scatter mode", mode, ", ".join((*_REDUCTIONS, "sub", "div")))
     return _REDUCTIONS[mode], updates
+
+
+def _reduced(
+    mode: str, data: Tensor, updates: Tensor, scatter: Callable[[Any, Any, str], Any], exact: bool
+) -> Result:
+    """``updates`` scattered into ``data`` under a mode.
+
+    Args:
+        mode: Of MIL.
+        data: What is written to.
+        updates: What is written.
+        scatter: Writes updates into data with a reduction of OpenVINO's.
+        exact: Whether an extremum is NaN where one of its values is.
+    """
+    reduction, values = _reduction(mode, updates)
+    if exact and mode in _EXTREMA:
+        return nan.spread(
+            lambda data, values: scatter(data, values, reduction), data, values, sign=_EXTREMA[mode]
+        )
+    return scatter(data, values, reduction)
 
 
 def _divided(data: Tensor, scatter: Callable[[Any], Any]) -> Any:
@@ -194,6 +216,8 @@ def _scatter_along_axis(
     axis: int = 0,
     mode: str = "add",
     validate_indices: bool = False,
+    *,
+    exact_nan: bool = False,
 ) -> Result:
     """``updates`` written into ``data`` at ``indices`` of ``axis``, place by place."""
     _unvalidated(indices, validate_indices)
@@ -203,9 +227,12 @@ def _scatter_along_axis(
     vector = _repeated(indices, axis)
     if vector is not None and mode == "update":
         return _write_slices(data, vector, updates, axis)
-    reduction, values = _reduction(mode, updates)
     wrapped = _refusable(_wrapped(_wide(indices), lambda: dim_of(data, axis)))
-    return ops.scatter_elements_update(data, wrapped, values, ints(axis), reduction)
+
+    def scatter(data: Tensor, values: Tensor, reduction: str) -> Result:
+        return ops.scatter_elements_update(data, wrapped, values, ints(axis), reduction)
+
+    return _reduced(mode, data, updates, scatter, exact_nan)
 
 
 def _refusable(indices: Tensor) -> Any:
@@ -250,6 +277,8 @@ def _scatter(
     axis: int = 0,
     mode: str = "add",
     validate_indices: bool = False,
+    *,
+    exact_nan: bool = False,
 ) -> Result:
     """Slices ``updates`` written into ``data`` at ``indices`` [C] of ``axis``."""
     _unvalidated(indices, validate_indices)
@@ -260,7 +289,7 @@ def _scatter(
     shape[axis] = -1
     column = ops.reshape(_wide(indices), ints(shape), special_zero=False)
     places = ops.broadcast(column, shape_of(updates))
-    return _scatter_along_axis(data, places, updates, axis, mode)
+    return _scatter_along_axis(data, places, updates, axis, mode, exact_nan=exact_nan)
 
 
 def _scatter_nd(
@@ -269,14 +298,19 @@ def _scatter_nd(
     updates: Tensor,
     mode: str = "add",
     validate_indices: bool = False,
+    *,
+    exact_nan: bool = False,
 ) -> Result:
     """Slices ``updates`` written into ``data`` at index vectors."""
     _unvalidated(indices, validate_indices)
     if mode == "div" and not is_float(data):
         return _divided(data, lambda ones: _scatter_nd(ones, indices, updates, "mul"))
-    reduction, values = _reduction(mode, updates)
     wrapped = _wrapped(_wide(indices), lambda: _leading_sizes(data, indices))
-    return ops.scatter_nd_update(data, wrapped, values, reduction)
+
+    def scatter(data: Tensor, values: Tensor, reduction: str) -> Result:
+        return ops.scatter_nd_update(data, wrapped, values, reduction)
+
+    return _reduced(mode, data, updates, scatter, exact_nan)
 
 
 register("scatter", _scatter)
@@ -299,26 +333,32 @@ def topk(
     All of them if ``k`` is -1.
     """
     count = ints(k) if k != -1 else dim_of(x, axis)
-    best = _ordered(x, count, axis, ascending, sort)
-    return tuple(best.outputs()) if return_indices else best.output(0)
+    best, places = _ordered(x, count, axis, ascending, sort)
+    return (best, places) if return_indices else best
 
 
 @translation("argsort")
 def argsort(x: Tensor, axis: int = -1, ascending: bool = False) -> Result:
     """Indices that sort ``x`` along ``axis``."""
-    return _ordered(x, dim_of(x, axis), axis, ascending, sort=True).output(1)
+    return _ordered(x, dim_of(x, axis), axis, ascending, sort=True)[1]
 
 
-def _ordered(x: Tensor, count: Any, axis: int, ascending: bool, sort: bool) -> Any:
-    return ops.topk(
-        x,
+def _ordered(
+    x: Tensor, count: Any, axis: int, ascending: bool, sort: bool
+) -> tuple[Result, Result]:
+    """The first ``count`` elements and their indices in an order whose largest element is NaN."""
+    axis = normalized(axis, rank(x))
+    best = ops.topk(
+        nan.sort_key(x) if is_float(x) else x,
         count,
-        normalized(axis, rank(x)),
+        axis,
         "min" if ascending else "max",
         "value" if sort else "none",
         index_element_type="i32",
         stable=sort,
     )
+    values, places = best.outputs()
+    return (ops.gather_elements(x, places, axis) if is_float(x) else values), places
 
 
 @translation("one_hot")

@@ -7,6 +7,7 @@ from typing import Any
 
 from openvino import opset15 as ops
 
+from coreml_delegate.runtime.engines.openvino import nan
 from coreml_delegate.runtime.engines.openvino.convolution import auto_pad, split_pad
 from coreml_delegate.runtime.engines.openvino.graph import ints, rank, scalar, static_dims
 from coreml_delegate.runtime.engines.openvino.registry import Ints, Result, Tensor, translation
@@ -20,20 +21,26 @@ def max_pool(
     strides: Ints | None = None,
     pad: Ints | None = None,
     ceil_mode: bool = False,
+    *,
+    exact_nan: bool = False,
 ) -> Result:
     """Maximum over windows of ``x`` [N, C, *spatial]."""
     spatial = rank(x) - 2
     begin, end = split_pad(pad_type, pad, spatial)
-    return ops.max_pool(
-        x,
-        list(strides or [1] * spatial),
-        [1] * spatial,
-        begin,
-        end,
-        list(kernel_sizes),
-        _rounding(ceil_mode),
-        _pool_pad(pad_type),
-    ).output(0)
+
+    def pool(x: Tensor) -> Any:
+        return ops.max_pool(
+            x,
+            list(strides or [1] * spatial),
+            [1] * spatial,
+            begin,
+            end,
+            list(kernel_sizes),
+            _rounding(ceil_mode),
+            _pool_pad(pad_type),
+        ).output(0)
+
+    return nan.spread(pool, x, sign=1) if exact_nan else pool(x)
 
 
 @translation("avg_pool")

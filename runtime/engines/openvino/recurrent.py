@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 from openvino import opset15 as ops
 
-from coreml_delegate.runtime.engines.openvino.graph import array_constant, ints, scalar
+from coreml_delegate.runtime.engines.openvino import nan
+from coreml_delegate.runtime.engines.openvino.activation import sigmoid_hard
+from coreml_delegate.runtime.engines.openvino.graph import array_constant, ints
 from coreml_delegate.runtime.engines.openvino.recurrence import (
     Direction,
     Layer,
@@ -52,7 +54,7 @@ class _Activation:
 
 
 _TANH = _Activation(ops.tanh, "tanh")
-_HARD_SIGMOID = _Activation(lambda x: ops.hard_sigmoid(x, scalar(0.2, x), scalar(0.5, x)))
+_HARD_SIGMOID = _Activation(lambda x: sigmoid_hard(x, 0.2, 0.5))
 
 _ACTIVATIONS = {
     "hard_sigmoid": _HARD_SIGMOID,
@@ -65,9 +67,15 @@ _ACTIVATIONS = {
 }
 
 
-def _activation(name: str) -> _Activation:
+# No kernel keeps it.
+_EXACT_RELU = _Activation(lambda x: nan.kept(x, ops.relu(x)))
+
+
+def _activation(name: str, exact_nan: bool = False) -> _Activation:
     if name.lower() not in _ACTIVATIONS:
         raise refuse("activation of a recurrent layer", name, ", ".join(_ACTIVATIONS))
+    if exact_nan and name.lower() == "relu":
+        return _EXACT_RELU
     return _ACTIVATIONS[name.lower()]
 
 
@@ -99,9 +107,11 @@ def rnn(
     direction: str = "forward",
     output_sequence: bool = False,
     activation: str = "tanh",
+    *,
+    exact_nan: bool = False,
 ) -> Result:
     """Elman layer; ``x``: [s, b, I], ``initial_h``: [b, H]."""
-    act = _activation(activation)
+    act = _activation(activation, exact_nan)
     only = (0,)
     weights = Direction(
         _reordered(weight_ih, only), _reordered(weight_hh, only), _bias(bias, only, weight_hh)
@@ -130,6 +140,8 @@ def gru_ios15(
     output_sequence: bool = False,
     recurrent_activation: str = "sigmoid",
     activation: str = "tanh",
+    *,
+    exact_nan: bool = False,
 ) -> Result:
     """Gated recurrent unit whose reset gate scales the state."""
     return gru(
@@ -142,6 +154,7 @@ def gru_ios15(
         output_sequence,
         recurrent_activation,
         activation,
+        exact_nan=exact_nan,
     )
 
 
@@ -158,13 +171,15 @@ def gru(
     activation: str = "tanh",
     reset_after: bool = False,
     input_bias: Array | None = None,
+    *,
+    exact_nan: bool = False,
 ) -> Result:
     """Gated recurrent unit whose reset gate scales the state, or its product if ``reset_after``.
 
     Gates are in the order reset, output, update. ``bias`` belongs to the recurrent product,
     ``input_bias`` to the input's. ``x``: [s, b, I], ``initial_h``: [b, H].
     """
-    gate, act = _activation(recurrent_activation), _activation(activation)
+    gate, act = (_activation(name, exact_nan) for name in (recurrent_activation, activation))
     biases = _gru_biases(
         _bias(input_bias, _GRU_GATES, weight_ih), _bias(bias, _GRU_GATES, weight_hh), reset_after
     )
@@ -229,13 +244,16 @@ def lstm(
     cell_activation: str = "tanh",
     activation: str = "tanh",
     clip: float | None = None,
+    *,
+    exact_nan: bool = False,
 ) -> Result:
     """LSTM, gates in the order input, forget, output, cell; ``x``: [s, b, I].
 
     With ``bidirectional`` the states are [b, 2 * H], forward half first, and the outputs of the
     reverse pass stand at the time steps they belong to. ``clip`` bounds the cell state.
     """
-    activations = tuple(map(_activation, (recurrent_activation, cell_activation, activation)))
+    names = (recurrent_activation, cell_activation, activation)
+    activations = tuple(_activation(name, exact_nan) for name in names)
     x = _in_order(x, direction, "bidirectional")
     directions = [_lstm_direction(weight_ih, weight_hh, bias, peephole)]
     if direction == "bidirectional":
@@ -282,5 +300,5 @@ def _lstm_step(
     kept = ops.multiply(opened(to_forget, c, 1), c)
     c = ops.add(kept, ops.multiply(opened(to_input, c, 0), cell.apply(to_cell)))
     if clip is not None:
-        c = ops.clamp(c, -clip, clip)
+        c = nan.kept(c, ops.clamp(c, -clip, clip))
     return ops.multiply(opened(to_output, c, 2), out.apply(c)), c

@@ -15,6 +15,9 @@ scalars        ``int``, ``float``, ``bool`` or ``str``, known at compile time
 
 It returns an OpenVINO node or output (a ``TensorList`` for ops on lists), or a tuple of those for
 ops with several results.
+
+A keyword-only parameter is no part of the schema: ``exact_nan`` says whether the result has to be
+right for NaN even where that takes time.
 """
 
 from __future__ import annotations
@@ -112,13 +115,24 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """One translation: from ``since`` on, until a newer one of the same op type."""
+    """One translation: from ``since`` on, until a newer one of the same op type.
+
+    Attributes:
+        op_type: MIL op type.
+        since: The opset it came with.
+        function: Adds the op to the graph.
+        parameters: Those of the op's schema.
+        loses_nan: Whether it is right for NaN only if ``exact_nan`` asks for that.
+    """
 
     op_type: str
     since: Opset
     function: Callable[..., Result]
     parameters: tuple[Parameter, ...]
+    loses_nan: bool
 
+
+_EXACT_NAN = "exact_nan"
 
 _TRANSLATIONS: dict[str, list[Translation]] = {}
 
@@ -134,7 +148,8 @@ def register(
     versions = _TRANSLATIONS.setdefault(op_type, [])
     if any(version.since is since for version in versions):
         raise ValueError(f"MIL op {op_type!r} has two translations since {since.mil_name}")
-    entry = Translation(op_type, since, function, _parameters(function))
+    loses_nan = _EXACT_NAN in inspect.signature(function).parameters
+    entry = Translation(op_type, since, function, _parameters(function), loses_nan)
     versions.append(entry)
     versions.sort(key=lambda version: version.since, reverse=True)
     return entry
@@ -173,6 +188,7 @@ def _parameters(function: Callable[..., Result]) -> tuple[Parameter, ...]:
     return tuple(
         Parameter(name, _form(hints[name]), parameter.default is inspect.Parameter.empty)
         for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY
     )
 
 

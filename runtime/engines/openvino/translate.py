@@ -87,13 +87,17 @@ class Translated:
     writes: tuple[Writes, ...]
 
 
-def translate(function: Function) -> Translated:
+def translate(function: Function, *, exact_nan: bool = False) -> Translated:
     """Translate ``function``.
+
+    Args:
+        function: The function.
+        exact_nan: Whether NaN has to pass through every op, even where that takes time.
 
     Raises:
         UnsupportedOpError: An op, or a mode or type of it, has no translation.
     """
-    return _translation(function, None).model()
+    return _translation(function, None, exact_nan=exact_nan).model()
 
 
 def unsupported(function: Function) -> list[str]:
@@ -176,7 +180,9 @@ class _Translation:
         return _exported(self.scope.tensor(self.values[name]), type_, name)
 
 
-def _translation(function: Function, reasons: list[str] | None) -> _Translation:
+def _translation(
+    function: Function, reasons: list[str] | None, *, exact_nan: bool = False
+) -> _Translation:
     scope = Scope()
     inputs: dict[str, Any] = {}
     states: dict[str, tuple[Any, Any, TensorType]] = {}
@@ -187,7 +193,7 @@ def _translation(function: Function, reasons: list[str] | None) -> _Translation:
             states[param.name] = (node, value, param.type.wrapped)
         else:
             inputs[param.name], scope.values[param.name] = stand_in(param.name, param.type)
-    translator = BlockTranslator(Opset.from_mil_name(function.opset), SPECIAL, reasons)
+    translator = BlockTranslator(Opset.from_mil_name(function.opset), SPECIAL, exact_nan, reasons)
     outputs = translator.block(function.block, scope)
     values = dict(zip(function.block.outputs, outputs, strict=True))
     return _Translation(function, scope, inputs, states, values)

@@ -200,13 +200,17 @@ def _lstm_pass(
     weight_ih, weight_hh, bias, peephole = weights
     gate, cell, out = activations
     size = h.shape[-1]
-    peep_i, peep_f, peep_o = c.new_zeros(3, size) if peephole is None else peephole.split(size)
+
+    def opened(inputs: Tensor, c: Tensor, index: int) -> Tensor:
+        # No peephole is not one of zeros: zero times infinity is NaN.
+        return gate(inputs if peephole is None else inputs + peephole.split(size)[index] * c)
+
     hidden: list[Tensor] = []
     for step in steps:
         gates = F.linear(step, weight_ih, bias) + F.linear(h, weight_hh)
         i, f, o, z = gates.split(size, dim=-1)
-        c_new = gate(f + peep_f * c) * c + gate(i + peep_i * c) * cell(z)
+        c_new = opened(f, c, 1) * c + opened(i, c, 0) * cell(z)
         c = c_new if clip is None else c_new.clamp(-clip, clip)
-        h = gate(o + peep_o * c) * out(c)
+        h = opened(o, c, 2) * out(c)
         hidden.append(h)
     return hidden, h, c

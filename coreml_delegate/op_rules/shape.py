@@ -6,6 +6,7 @@ from torch.fx import Node
 from coreml_delegate.op_rules.constraints import (
     contiguous_result,
     holds,
+    rank_between,
     static_argument,
 )
 from coreml_delegate.op_rules.rule import (
@@ -136,6 +137,12 @@ def _by_way_of_fp32(call: OpCall) -> Reason | None:
 
 
 _PADS_OF_TWO_DIMS = 4
+_BICUBIC = 2
+_INTERPOLATION = holds(
+    lambda call: call.arguments["interpolation_mode"] != _BICUBIC,
+    ReasonCode.ARGUMENT,
+    "Core ML samples a grid bilinear or nearest, not bicubic",
+)
 _CROPS_CONSTANT = holds(
     _crops_constant, ReasonCode.ARGUMENT, "negative padding crops what is reflected"
 )
@@ -220,6 +227,12 @@ RULES = (
             holds(_whole_sizes, ReasonCode.ARGUMENT, "scale_factors give a broken output size"),
         ),
     ),
+    OpRule(
+        "aten.grid_sampler.default",
+        "shape",
+        constraints=(rank_between("input", 4, 4), _INTERPOLATION),
+    ),
+    OpRule("aten.grid_sampler_2d.default", "shape", constraints=(_INTERPOLATION,)),
     OpRule("aten.pixel_shuffle.default", "shape"),
     OpRule("aten.pixel_unshuffle.default", "shape", since=Opset.iOS16),
     *(

@@ -113,6 +113,13 @@ def _pad(node: Node) -> None:
         _crop(node)
 
 
+def _grid_sampler(node: Node) -> None:
+    """The op that it is decomposed from, which coremltools translates."""
+    arguments = arguments_of(node)
+    modes = (arguments[n] for n in ("interpolation_mode", "padding_mode", "align_corners"))
+    become(node, ATEN.grid_sampler.default, arguments["input"], arguments["grid"], *modes)
+
+
 def _roll_flat(node: Node) -> None:
     """Without dimensions, the flattened tensor is rolled."""
     arguments = arguments_of(node)
@@ -141,6 +148,7 @@ REWRITES: Mapping[str, Rewrite] = MappingProxyType(
         "aten.fill.Tensor": _broadcast("value"),
         "aten.full.default": _full,
         "aten.full_like.default": cast_after,
+        "aten.grid_sampler_2d.default": _grid_sampler,
         "aten.lift_fresh_copy.default": _clone,
         "aten.new_zeros.default": cast_after,
         "aten.ones_like.default": cast_after,

@@ -177,6 +177,37 @@ ACCEPTED = (
     accept("aten.pad.default", x(4, 5), [-1, -1], note="crop"),
     accept("aten.constant_pad_nd.default", x(4, 5), [-1, 2], note="crop"),
     accept("aten.constant_pad_nd.default", x(4, 5), [1, -2, 0, -1], 0.5, note="crop-two"),
+    # Places inside, and far enough outside to be reflected twice.
+    *(
+        accept(
+            f"aten.{op}.default",
+            x(2, 3, 5, 6),
+            x(2, 4, 7, 2, low=-4.0, high=4.0),
+            mode,
+            padding,
+            align,
+            note=f"{mode}-{padding}-{align}",
+            fp16=False,  # whose places are some thousandths of a pixel apart
+        )
+        for op in ("grid_sampler", "grid_sampler_2d")
+        for mode in range(2)
+        for padding in range(3)
+        for align in (False, True)
+    ),
+    *(
+        accept(
+            "aten.grid_sampler.default",
+            x(1, 2, *size),
+            x(1, 3, 3, 2, low=-3.0, high=3.0),
+            0,
+            2,
+            align,
+            note=f"reflected-{size}-{align}",
+            fp16=False,
+        )
+        for size in ((1, 4), (4, 1))
+        for align in (False, True)
+    ),
     accept("aten.lift_fresh_copy.default", x(4, 5)),
     accept("aten.diagonal.default", x(4, 5)),
     accept("aten.diagonal.default", x(4, 5), 2, note="above"),
@@ -280,6 +311,31 @@ REJECTED = (
         [1, 2, 1, 1, 1, 0],
         "replicate",
         note="three",
+    ),
+    *(
+        reject(
+            ReasonCode.ARGUMENT,
+            "Core ML samples a grid bilinear or nearest, not bicubic",
+            f"aten.{op}.default",
+            x(*_IMAGE),
+            x(1, 2, 2, 2),
+            2,
+            0,
+            True,
+            note="bicubic",
+        )
+        for op in ("grid_sampler", "grid_sampler_2d")
+    ),
+    reject(
+        ReasonCode.RANK,
+        "'input' has rank 5, Core ML takes 4 here",
+        "aten.grid_sampler.default",
+        x(1, 2, 3, 4, 5),
+        x(1, 2, 2, 2, 3),
+        0,
+        0,
+        True,
+        note="volume",
     ),
     reject(
         ReasonCode.ARGUMENT,

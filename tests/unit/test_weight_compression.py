@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -119,9 +120,9 @@ def test_single_ops_may_be_left_out():
         ({"op_linear_quantizer_config": BLOCKS}, "weights of 4 bits"),
         ({"weight_compression": GROUPS}, "a table per group of channels"),
         ({"weight_compression": _stage("Palettizer", nbits=3)}, "indices of 3 bits"),
-        ({"weight_compression": _stage("Palettizer", cluster_dim=2)}, "tables of vectors"),
+        ({"weight_compression": _stage("Palettizer", nbits=4, cluster_dim=2)}, "tables of vectors"),
         (
-            {"weight_compression": _stage("Palettizer", enable_per_channel_scale=True)},
+            {"weight_compression": _stage("Palettizer", nbits=4, enable_per_channel_scale=True)},
             "a scale per channel",
         ),
         ({"weight_compression": [SPARSE, PALETTE]}, "several kinds for one weight"),
@@ -169,11 +170,16 @@ def test_an_unknown_key_of_the_linear_quantizer():
 
 
 def test_a_value_that_coremltools_refuses():
-    specs = fp32_specs(weight_compression=_stage("Palettizer", nbits=5))
-    with pytest.raises(
-        OptionError, match=r"weight_compression is not what coremltools takes.*nbits"
+    refused = _stage("Palettizer", nbits=5)
+    specs = [CompileSpec("weight_compression", json.dumps([refused]).encode())]
+    for make in (
+        lambda: CoreMLBackend.generate_compile_specs(weight_compression=refused),
+        lambda: CoreMLPartitioner(compile_specs=specs),
     ):
-        lower(_network(), X, compile_specs=specs)
+        with pytest.raises(
+            OptionError, match=r"weight_compression is not what coremltools takes.*nbits"
+        ):
+            make()
 
 
 def test_the_wire_format():

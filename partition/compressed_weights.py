@@ -76,7 +76,7 @@ def spelled_out(
     Args:
         program: In ATen dialect, unwrapped; it is not changed.
         target: Opset of the deployment target, or None.
-        veto: What the user keeps out.
+        veto: What is kept out, whatever Core ML takes.
         constants_inside: Whether Core ML is given the program's constants.
 
     Raises:

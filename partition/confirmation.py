@@ -27,8 +27,7 @@ from torch.fx import Node
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.errors import ConversionError
 from coreml_delegate.op_rules import Reason, ReasonCode
-from coreml_delegate.op_rules.rule import GETITEM, target_name
-from coreml_delegate.partition.subgraph import program_of, stand_in
+from coreml_delegate.partition.subgraph import call_of, program_of, stand_in
 from coreml_delegate.partition.tagging import tag_constants, tag_of
 from coreml_delegate.preprocess import kept
 from coreml_delegate.preprocess.convert import check_translation, is_about_the_graph
@@ -165,7 +164,7 @@ class Confirmation:
                 high = middle
             else:
                 low = middle
-        return [_call_of(calls[high - 1])]
+        return [call_of(calls[high - 1])]
 
     def _fails(self, calls: Sequence[Node], options: CompileOptions) -> bool:
         inside = {node: value for node, value in self.constants.items() if tag_of(node)}
@@ -237,13 +236,8 @@ def _origin(subgraph: ExportedProgram, inside: Mapping[str, Node], error: Except
         reached = reached or node.name == error.node
         original = inside.get(node.name)
         if reached and original is not None:
-            return _call_of(original)
+            return call_of(original)
     return None
-
-
-def _call_of(node: Node) -> Node:
-    source: Any = node.args[0] if node.args else None
-    return source if target_name(node.target) == GETITEM and isinstance(source, Node) else node
 
 
 def _said(error: Exception) -> str:

@@ -18,10 +18,13 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
-from coreml_delegate.op_rules.rule import GETITEM, overload_of, target_name
-from coreml_delegate.partition.subgraph import program_of
+from coreml_delegate.op_rules import Reason, ReasonCode
+from coreml_delegate.op_rules.rule import overload_of
+from coreml_delegate.partition.compressed_weights import spelled_out
+from coreml_delegate.partition.subgraph import call_of, program_of
 
 _PREFIX = "coreml_delegate_literal"
+_LEFT_OVER = Reason(ReasonCode.USE, "no backend took it")
 
 
 def decompose_left_over(program: ExportedProgram, kept: Collection[OpOverload]) -> None:
@@ -44,10 +47,11 @@ def _decompose(calls: Sequence[Node], module: GraphModule, program: ExportedProg
     whole, originals = program_of(calls, program, constants={}, apart=True, to_aten=True)
     arguments = _arguments(whole, originals)
     results = [originals[str(name)] for name in whole.graph_signature.user_outputs]
+    plain = spelled_out(whole, None, veto=lambda _: _LEFT_OVER)
     config = EdgeCompileConfig(_check_ir_validity=False)
-    parts = to_edge(whole, compile_config=config).exported_program()
+    parts = to_edge(plain, compile_config=config).exported_program()
     computed: Any = parts.graph.output_node().args[0]
-    places = _places(parts, dict(zip(computed, map(_call_of, results), strict=True)))
+    places = _places(parts, dict(zip(computed, map(call_of, results), strict=True)))
     copies = dict(_inputs(parts, arguments, places, module))
     for node in parts.graph.nodes:
         if node.op == "call_function" and node in places:
@@ -118,8 +122,3 @@ def _meta(node: Node, call: Node) -> dict[str, Any]:
     """Origin of the call, value of the node."""
     origin = {key: value for key, value in call.meta.items() if key != "tensor_meta"}
     return origin | {"val": node.meta.get("val")}
-
-
-def _call_of(result: Node) -> Node:
-    source: Any = result.args[0] if result.args else None
-    return source if target_name(result.target) == GETITEM else result

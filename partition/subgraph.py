@@ -72,6 +72,12 @@ def stand_in(value: torch.Tensor) -> torch.Tensor:
     return zeros
 
 
+def call_of(node: Node) -> Node:
+    """The call that a ``getitem`` takes a result of; other nodes as they are."""
+    source = node.args[0] if target_name(node.target) == GETITEM else None
+    return source if isinstance(source, Node) else node
+
+
 def _with_parts(calls: Sequence[Node]) -> list[Node]:
     """The calls, the ``getitem`` calls on their results, and what computes sizes for them."""
     chosen = dict.fromkeys(calls)

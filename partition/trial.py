@@ -29,8 +29,8 @@ from coreml_delegate import op_rules
 from coreml_delegate.cache_folder import cache_folder
 from coreml_delegate.errors import ConversionError
 from coreml_delegate.op_rules import Reason, ReasonCode
-from coreml_delegate.op_rules.rule import GETITEM, OpCall, target_name
-from coreml_delegate.partition.subgraph import program_of
+from coreml_delegate.op_rules.rule import OpCall, target_name
+from coreml_delegate.partition.subgraph import call_of, program_of
 from coreml_delegate.preprocess.convert import check_translation, is_about_the_graph
 from coreml_delegate.preprocess.passes import prepare
 from coreml_delegate.targets import Opset
@@ -188,7 +188,7 @@ class _Trial:
         """Which of the calls it was that made a translation fail, and which others fail."""
         if len(calls) == 1:
             return {calls[0]: message}
-        culprit = _call_of(failed_at)
+        culprit = None if failed_at is None else call_of(failed_at)
         if culprit is not None and culprit in calls:
             rest = [call for call in calls if call is not culprit]
             return {culprit: message} | self._errors(rest, opset)
@@ -206,13 +206,6 @@ def _origin(
         if reached and node.name in originals:
             return originals[node.name]
     return None
-
-
-def _call_of(node: Node | None) -> Node | None:
-    """The call whose part a ``getitem`` is; other nodes as they are."""
-    if node is not None and target_name(node.target) == GETITEM and isinstance(node.args[0], Node):
-        return node.args[0]
-    return node
 
 
 # Signatures

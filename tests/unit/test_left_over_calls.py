@@ -10,11 +10,13 @@ import torch
 from executorch.exir import to_edge_transform_and_lower
 from ops.op_samples import ACCEPTED
 from ops.op_samples.sample import Calls, Sample
+from support.compressed import IntxWeightOnlyConfig, PerAxis, PerGroup, compressed, tokens
 from support.failing_conversions import MESSAGE, fail_as_a_whole, fresh_trials
 from support.lowering import Lowered, fp32_specs, lower, reasons
 from support.partitioned import ATOL, RTOL, assert_equal_eager, example
 from torch import nn
 from torch._ops import OpOverload
+from torch.fx import Node
 from torch.nn import functional
 
 from coreml_delegate import CoreMLPartitioner, runtime
@@ -33,6 +35,11 @@ _UNKNOWN_TO_EXECUTORCH = frozenset(
 )
 
 
+def wanted_in_aten(node: Node) -> bool:
+    """Whether a call is in ATen dialect, in which it is asked what to keep; edge comes after."""
+    return isinstance(node.target, OpOverload)
+
+
 def composite_calls() -> tuple[Sample, ...]:
     """A call of every op that is kept whole and that core ATen lacks."""
     found: dict[str, Sample] = {}
@@ -47,10 +54,7 @@ def composite_calls() -> tuple[Sample, ...]:
 def test_every_op_that_is_kept_whole_has_a_form_for_the_cpu() -> None:
     samples = composite_calls()
     module = Calls(samples)
-    # Wanted in ATen dialect, where it is asked what to keep, and not in edge dialect.
-    lowered = lower(
-        module, module.inputs(), node_filter=lambda node: isinstance(node.target, OpOverload)
-    )
+    lowered = lower(module, module.inputs(), node_filter=wanted_in_aten)
     assert not lowered.report.partitions
     # Batch normalization has become another op before anybody is asked.
     targets = {sample.target for sample in samples} - {"aten.batch_norm.default"}
@@ -127,7 +131,22 @@ def test_results_of_the_program_keep_their_order() -> None:
             return functional.softplus(x), kept, *x.max(1), functional.softplus(kept)
 
     module, inputs = Returned(), example(2, 4)
-    lowered = lower(module, inputs, node_filter=lambda node: isinstance(node.target, OpOverload))
+    lowered = lower(module, inputs, node_filter=wanted_in_aten)
     results = runtime.load_program(lowered.pte).run("forward", list(inputs))
     for actual, expected in zip(results, module(*inputs), strict=True):
         torch.testing.assert_close(actual, expected, atol=ATOL, rtol=RTOL)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0)),
+        IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),
+    ],
+    ids=["channels", "groups"],
+)
+def test_compressed_weights(config: Any) -> None:
+    module, inputs = compressed(config), tokens()
+    lowered = lower(module, inputs, node_filter=wanted_in_aten)
+    assert not lowered.report.partitions
+    assert_equal_eager(lowered.pte, module, inputs)

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 PROGRAM = "coreml-delegate"
 _PACKAGE = "coreml_delegate"
 _STDOUT = "stdout"
+_ITEM = "- "
 _Item = TypeVar("_Item")
 _WARNING = f"{PROGRAM}: warning: %(message)s"
 _FORMAT = "%(levelname)s %(name)s: %(message)s"
@@ -84,9 +85,15 @@ def complain(message: str) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Class and first line of a foreign exception, whose message may be a page long."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """Class and first line of a foreign exception, whose message may be a page long.
+
+    Of a list that the first line announces, the first item belongs to it.
+    """
+    first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    items = [line for line in others if line.startswith(_ITEM)]
+    told = [first, *(items or (others if first.endswith(":") else []))[:1]]
+    told_in_one = " ".join(told).rstrip(".")
+    return f"{type(error).__name__}: {told_in_one}" if first else type(error).__name__
 
 
 def columns(rows: Iterable[Sequence[object]], *, indent: int = 0) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.scripts import arguments
@@ -51,7 +52,7 @@ def dynamic_range(text: str) -> Range:
     if found is not None:
         with suppress(argparse.ArgumentTypeError):
             dim, low, high = map(arguments.natural, found.groups()[1:])
-            if 1 <= low <= high:
+            if 1 <= low < high:
                 return found[1], dim, low, high
     raise argparse.ArgumentTypeError(f"{text!r} is not a range such as x:0=1..8")
 
@@ -87,24 +88,29 @@ def with_dynamic_shapes(
                 remedy="A .pt2 has the dimensions it was exported with",
             )
         return source
-    from torch.export import Dim
+    from coreml_delegate.scripts.dynamic_sizes import Place, Span, export_with_spans
 
-    from coreml_delegate.scripts.source import by_parameter
-
-    dims: dict[str, dict[int, Any]] = {}
+    spans: dict[Place, Span] = {}
     for name, dim, low, high in ranges:
-        if dim in dims.setdefault(name, {}):
+        if (name, dim) in spans:
             raise OptionError("--dynamic is given twice for a dimension", got=f"{name}:{dim}")
-        dims[name][dim] = Dim.DYNAMIC(min=low, max=high)
+        spans[name, dim] = Span(low, high)
+    traced = _traced_choice(choices)
     for name, shapes in choices:
-        chosen = dims.setdefault(name, {})
         for dim, sizes in enumerate(zip(*shapes, strict=False)):
-            if len(set(sizes)) > 1 and dim not in chosen:
-                chosen[dim] = Dim.AUTO(min=min(sizes), max=max(sizes))
-    _check_inputs(source, dims)
-    leaves = [dims.get(name) for name in source.input_names]
-    shapes = by_parameter(source.module, *source.structured(leaves))
-    return replace(source, exported=source.export(shapes))
+            if len(set(sizes)) > 1 and (name, dim) not in spans:
+                spans[name, dim] = Span(min(sizes), max(sizes), traced=sizes[traced])
+    _check_inputs(source, spans)
+    return replace(source, exported=export_with_spans(source, spans))
+
+
+def _traced_choice(choices: Sequence[Choices]) -> int:
+    """Which of the shapes to trace the model with: the largest."""
+    elements = [
+        sum(map(math.prod, together))
+        for together in zip(*(shapes for _, shapes in choices), strict=False)
+    ]
+    return elements.index(max(elements)) if elements else 0
 
 
 def enumerated(choices: Sequence[Choices]) -> dict[str, list[list[int]]]:
@@ -121,22 +127,21 @@ def enumerated(choices: Sequence[Choices]) -> dict[str, list[list[int]]]:
     return found
 
 
-def _check_inputs(source: Source, dims: Mapping[str, Mapping[int, Any]]) -> None:
+def _check_inputs(source: Source, places: Iterable[tuple[str, int]]) -> None:
     ranks = {
         name: getattr(leaf, "ndim", 0)
         for name, leaf in zip(source.input_names, source.leaves, strict=True)
     }
-    for name, chosen in dims.items():
+    for name, dim in places:
         if name not in ranks:
             raise OptionError(
                 "the model has no such input",
                 got=repr(name),
                 expected=near_matches(name, ranks),
             )
-        for dim in chosen:
-            if dim >= ranks[name]:
-                raise OptionError(
-                    f"input {name!r} has no such dimension",
-                    got=str(dim),
-                    expected=f"0 to {ranks[name] - 1}",
-                )
+        if dim >= ranks[name]:
+            raise OptionError(
+                f"input {name!r} has no such dimension",
+                got=str(dim),
+                expected=f"0 to {ranks[name] - 1}" if ranks[name] else "none",
+            )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
@@ -13,8 +13,11 @@ from torch.export.graph_signature import ConstantArgument, TensorArgument
 
 from coreml_delegate.errors import CoreMLDelegateError, LoweringError
 from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
+from coreml_delegate.preprocess.symbolic_sizes import bounds_of, input_tensors
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.source import Source
+
+Bounds: TypeAlias = Sequence[Sequence[tuple[int, int]]]
 
 
 def lower(source: Source, partitioner: CoreMLPartitioner) -> Any:
@@ -50,6 +53,8 @@ def lower_methods(
     Raises:
         CoreMLDelegateError: See ``lower``.
     """
+    # Lowering replaces sizes in the exported programs as well.
+    bounds = {name: _bounds(program) for name, program in methods.items()}
     with _blaming_executorch(), torch.no_grad():
         edge = to_edge_transform_and_lower(
             dict(methods),
@@ -60,6 +65,8 @@ def lower_methods(
         )
         for report in partitioner.reports:
             report.require_lowerable()
+        for name, before in bounds.items():
+            _check_bounds(before, _bounds(edge.exported_program(name)))
         return edge.to_executorch()
 
 
@@ -99,6 +106,35 @@ def _check_outputs(program: ExportedProgram) -> None:
             got=", ".join(map(repr, constants)) or f"{len(outputs)} outputs",
             expected="a tensor among the outputs, or an input or buffer that is written",
         )
+
+
+def _check_bounds(exported: Bounds, lowered: Bounds) -> None:
+    """Refuse a program whose inputs have lost sizes that they were exported with."""
+    for before, after in zip(exported, lowered, strict=True):
+        if before != after:
+            raise LoweringError(
+                "an operator of the model lets ExecuTorch take fewer sizes than were asked for",
+                got=_shape(after),
+                expected=_shape(before),
+                remedy="Export a program for each size",
+            )
+
+
+def _bounds(program: ExportedProgram) -> Bounds:
+    """The smallest and the largest size of every dimension of every input that is a tensor."""
+    return [
+        [
+            bounds_of(size, program.range_constraints)
+            if isinstance(size, torch.SymInt)
+            else (size, size)
+            for size in tensor.shape
+        ]
+        for tensor in input_tensors(program).values()
+    ]
+
+
+def _shape(bounds: Sequence[tuple[int, int]]) -> str:
+    return str([low if low == high else f"{low}..{high}" for low, high in bounds]).replace("'", "")
 
 
 @contextmanager

@@ -23,7 +23,8 @@ from coreml_delegate.quantization_modes.configs import (
 )
 from coreml_delegate.quantizer import CoreMLQuantizer, QuantizationReport
 from coreml_delegate.scripts import console
-from coreml_delegate.scripts.source import Source, blaming, dynamic_shapes_of
+from coreml_delegate.scripts.dynamic_sizes import dynamic_shapes_of
+from coreml_delegate.scripts.source import Source, blaming
 from coreml_delegate.third_party import quiet_import
 
 logger = logging.getLogger(__name__)
@@ -199,12 +200,13 @@ def quantize_graph(
 
 
 def _exported(model: nn.Module, original: ExportedProgram, source: Source) -> ExportedProgram:
+    args, kwargs = original.example_inputs or (source.args, source.kwargs)
     with torch.no_grad(), blaming("torch.export cannot capture the quantized model"):
         return torch.export.export(
             model,
-            source.args,
-            dict(source.kwargs),
-            dynamic_shapes=dynamic_shapes_of(original, model, source.args, source.kwargs),
+            tuple(args),
+            dict(kwargs),
+            dynamic_shapes=dynamic_shapes_of(original, model, args, kwargs),
         )
 
 

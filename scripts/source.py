@@ -32,7 +32,6 @@ _CAPTURE_REMEDIES: Mapping[str, str] = MappingProxyType(
         "torch.export.draft_export(model, inputs) names the line",
     }
 )
-_UNBOUNDED = 2**31  # sizes beyond are what torch.export writes for none
 FORMS = "torchvision:NAME, MODULE:FACTORY or FILE.pt2"
 
 
@@ -179,40 +178,6 @@ def load_source(
     return loaded
 
 
-def dynamic_shapes_of(
-    program: ExportedProgram,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """What makes ``torch.export`` give a program's inputs the same dynamic sizes again.
-
-    Args:
-        program: Exported before.
-        module: To be exported, with the same inputs.
-        args: Its positional inputs.
-        kwargs: Its keyword inputs.
-
-    Returns:
-        For ``torch.export.export``; None if all sizes are fixed.
-
-    Raises:
-        OptionError: A size is computed from another.
-    """
-    if not program.range_constraints:
-        return None
-    inputs = set(program.graph_signature.user_inputs)
-    values = [n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"]
-    names = [n.name for n in program.graph.nodes if n.op == "placeholder"]
-    shapes = [
-        _dynamic_sizes(value, program)
-        for name, value in zip(names, values, strict=True)
-        if name in inputs
-    ]
-    _, structure = pytree.tree_flatten((args, dict(kwargs)))
-    return by_parameter(module, *pytree.tree_unflatten(shapes, structure))
-
-
 def by_parameter(
     module: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -221,25 +186,6 @@ def by_parameter(
     Keyword inputs may come in any order, which is that of the program's inputs.
     """
     return dict(inspect.signature(_forward_of(module)).bind(*args, **kwargs).arguments)
-
-
-def _dynamic_sizes(value: Any, program: ExportedProgram) -> dict[int, Any] | None:
-    if not isinstance(value, torch.Tensor):
-        return None
-    sizes = {n: size for n, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}
-    return {n: _dimension(size.node.expr, program) for n, size in sizes.items()}
-
-
-def _dimension(expression: Any, program: ExportedProgram) -> Any:
-    bounds = program.range_constraints.get(expression)
-    if bounds is None:
-        raise OptionError(
-            "an input size is computed from another, which cannot be exported again",
-            got=str(expression),
-            remedy="Give the model itself instead of the .pt2",
-        )
-    high = None if bounds.upper > _UNBOUNDED else int(bounds.upper)
-    return torch.export.Dim(str(expression), min=int(bounds.lower), max=high)
 
 
 def _load_exported(path: Path) -> Source:

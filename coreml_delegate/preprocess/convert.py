@@ -7,7 +7,6 @@ import logging
 import shutil
 import tempfile
 import threading
-import traceback
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -231,8 +230,6 @@ def _conversion_errors() -> Generator[None]:
     except LoweringError:
         raise
     except (OSError, MemoryError) as error:
-        # Files that its callers hold open are removed before their folder is.
-        traceback.clear_frames(error.__traceback__)
         raise LoweringError(
             "this machine cannot convert the subgraph",
             got=f"{type(error).__name__}: {_first_line(error)}",

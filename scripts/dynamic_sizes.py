@@ -197,6 +197,7 @@ def _resized(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
 
 @contextmanager
 def _advising() -> Generator[None]:
+    """Say what to do about a failure of torch's, which tells its cause alone."""
     try:
         yield
     except OptionError as error:
@@ -235,11 +236,7 @@ def _forgotten_minimums(
     }
 
 
-def _check_ranges(
-    program: ExportedProgram,
-    source: Source,
-    spans: Mapping[Place, Span],
-) -> None:
+def _check_ranges(program: ExportedProgram, source: Source, spans: Mapping[Place, Span]) -> None:
     made = {
         place: Span(*bounds_of(size, program.range_constraints))
         for place, size in _sized_places(program, source)
@@ -272,10 +269,7 @@ class _Comparison:
     """
 
     def __init__(
-        self,
-        source: Source,
-        program: ExportedProgram,
-        spans: Mapping[Place, Span],
+        self, source: Source, program: ExportedProgram, spans: Mapping[Place, Span]
     ) -> None:
         self._source = source
         self._program = program

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from torch.fx import Graph, Node
 
 from coreml_delegate.op_rules.rule import DEQUANTIZE, GETITEM, target_name
-from coreml_delegate.op_rules.sizes import is_size
+from coreml_delegate.op_rules.sizes import is_check, is_size
 from coreml_delegate.partition.sizes import bytes_of
 
 Group = tuple[Node, ...]
@@ -59,12 +59,14 @@ def count_groups(graph: Graph, refused: Collection[Node]) -> int:
 def is_part(node: Node) -> bool:
     """Whether a node goes where the call goes that it takes the result of.
 
-    It takes one of several results, or makes floats of integers that leave no partition.
+    It takes one of several results, makes floats of integers that leave no partition, or checks a
+    number that leaves none.
     """
     if node.op != "call_function":
         return False
     name = target_name(node.target)
-    return name == GETITEM or (name in DEQUANTIZE and _is_call(node.args[0]))
+    together = name in DEQUANTIZE or is_check(node)
+    return name == GETITEM or (together and _is_call(node.args[0]))
 
 
 def _is_call(value: object) -> bool:

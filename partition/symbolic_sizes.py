@@ -1,4 +1,4 @@
-"""Numbers computed from shapes, which cross no boundary of a partition.
+"""Numbers computed from shapes and taken out of tensors, which cross no boundary of a partition.
 
 A delegate is passed tensors alone. Sizes that depend on each other stay together: all that compute
 them and all calls that use them are in one partition, or none is.
@@ -6,13 +6,15 @@ them and all calls that use them are in one partition, or none is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from coreml_delegate.op_rules import Reason, ReasonCode
 from coreml_delegate.op_rules.sizes import is_size
 from coreml_delegate.partition.grouping import Group
+from coreml_delegate.partition.sizes import tensors_of
 
 
 def stranded_sizes(graph: Graph, groups: Iterable[Group]) -> dict[Node, Reason]:
@@ -27,16 +29,41 @@ def stranded_sizes(graph: Graph, groups: Iterable[Group]) -> dict[Node, Reason]:
     for sizes in _related(node for node in graph.nodes if is_size(node)):
         users = [user for size in sizes for user in size.users]
         places = {home.get(node) for node in (*sizes, *users)}
-        if len(places) == 1:
-            continue
-        reason = Reason(
-            ReasonCode.SYMBOLIC,
-            f"size {sizes[0].name} is needed outside of the partition as well, "
-            f"by {_outsider(sizes, users, home)}",
-            remedy="Let one module use it alone, or export with fixed sizes",
+        reason = (
+            _outside(sizes, users, home)
+            if len(places) > 1
+            else _data_dependent(users) or _unused(sizes, users)
         )
-        found.update((node, reason) for node in (*sizes, *users) if node in home)
+        if reason is not None:
+            found.update((node, reason) for node in (*sizes, *users) if node in home)
     return found
+
+
+def _outside(sizes: Sequence[Node], users: Iterable[Node], home: dict[Node, int]) -> Reason:
+    return Reason(
+        ReasonCode.SYMBOLIC,
+        f"size {sizes[0].name} is needed outside of the partition as well, "
+        f"by {_outsider(sizes, users, home)}",
+        remedy="Let one module use it alone, or export with fixed sizes",
+    )
+
+
+def _data_dependent(users: Iterable[Node]) -> Reason | None:
+    """A number out of a tensor may say where something lies in another, and not how large it is."""
+    for user in users:
+        for tensor in tensors_of(user.meta.get("val")):
+            if free_unbacked_symbols(tensor.shape):
+                shape = ", ".join(map(str, tensor.shape))
+                return Reason(
+                    ReasonCode.SYMBOLIC, f"the shape [{shape}] of {user.name} depends on values"
+                )
+    return None
+
+
+def _unused(sizes: Sequence[Node], users: Iterable[Node]) -> Reason | None:
+    if any(True for user in users for _ in tensors_of(user.meta.get("val"))):
+        return None
+    return Reason(ReasonCode.USE, f"no tensor is computed from {sizes[0].name}")
 
 
 def _related(sizes: Iterable[Node]) -> Iterator[list[Node]]:

@@ -82,7 +82,12 @@ RULES = (
         dtypes={"weight": FLOAT, "indices": INTEGER},
         constraints=(argument_is("sparse", False),),
     ),
-    OpRule("aten.slice_scatter.default", "indexing", dtypes={"": _VALUES}),
+    OpRule(
+        "aten.slice_scatter.default",
+        "indexing",
+        dtypes={"": _VALUES},
+        symbolic=frozenset({"start", "end"}),
+    ),
     OpRule("aten.select_scatter.default", "indexing", dtypes={"": _VALUES}),
     OpRule("aten.topk.default", "indexing", constraints=(_SORTED,)),
     OpRule("aten.sort.default", "indexing"),

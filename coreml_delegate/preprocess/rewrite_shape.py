@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from torch.fx import Node
 
+from coreml_delegate.op_rules.sizes import CHECK
 from coreml_delegate.preprocess.graph_edits import (
     ATEN,
     Rewrite,
@@ -120,6 +121,34 @@ def _grid_sampler(node: Node) -> None:
     become(node, ATEN.grid_sampler.default, arguments["input"], arguments["grid"], *modes)
 
 
+def _slice(node: Node) -> None:
+    """Between bounds that are computed, a slice whose size is known says so.
+
+    It also fails at run time where the bounds lead out of the tensor, and Core ML's would be short.
+    """
+    sizes = shape_of(node)
+    if not any(isinstance(a, Node) for a in (*node.args[1:], *node.kwargs.values())):
+        return
+    if all(isinstance(size, int) for size in sizes):
+        with node.graph.inserting_before(node):
+            part = node.graph.create_node("call_function", node.target, node.args, node.kwargs)
+        part.meta = dict(node.meta)
+        become(node, ATEN.view_copy.default, part, sizes)
+
+
+def _item(node: Node) -> None:
+    """The number in a tensor, which coremltools takes for one where it has no dimensions."""
+    source = node.args[0]
+    if isinstance(source, Node) and value_of(source).dim():
+        vector = insert(node, ATEN.view_copy.default, source, [1])
+        node.args = (insert(node, ATEN.select_copy.int, vector, 0, 0),)
+
+
+def _drop(node: Node) -> None:
+    """A check, which ExecuTorch does not make either."""
+    node.graph.erase_node(node)
+
+
 def _roll_flat(node: Node) -> None:
     """Without dimensions, the flattened tensor is rolled."""
     arguments = arguments_of(node)
@@ -136,6 +165,8 @@ _END = (1 << 63) - 1
 
 REWRITES: Mapping[str, Rewrite] = MappingProxyType(
     {
+        CHECK: _drop,
+        "aten._local_scalar_dense.default": _item,
         "aten._to_copy.default": _to_copy,
         "aten.alias.default": _clone,
         "aten.arange.start_step": cast_after,
@@ -155,6 +186,7 @@ REWRITES: Mapping[str, Rewrite] = MappingProxyType(
         "aten.pad.default": _pad,
         "aten.roll.default": _roll_flat,
         "aten.scalar_tensor.default": cast_after,
+        "aten.slice.Tensor": _slice,
         "aten.stack.default": _join,
         "aten.view.default": _view,
         "aten.zeros_like.default": cast_after,

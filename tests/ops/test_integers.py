@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.engine_runs import run
+from support.gates import needs_x86
 from support.mil import mb
 
 from coreml_delegate.runtime.engines.openvino import OPENVINO
@@ -223,6 +224,7 @@ def test_narrower_integers_wrap(engine, dtype):
     _check(engine, narrow, {"x": _FIRST}, _FIRST.astype(dtype))
 
 
+@needs_x86
 def test_floats_without_a_place_become_the_least_integer(engine):
     x = np.array([3e9, -3e9, 1e20, np.inf, -np.inf, np.nan, 2147483520, -1.9], np.float32)
     (result,) = run(engine, lambda x: mb.cast(x=x, dtype="int32"), {"x": x})

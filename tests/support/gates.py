@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 
 from coreml_delegate.runtime.engines.openvino import processor
@@ -19,3 +21,7 @@ def _has_bf16() -> bool:
 
 
 needs_bf16 = pytest.mark.skipif(not _has_bf16(), reason="the CPU neither has nor emulates bf16")
+
+needs_x86 = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="other CPUs convert floats otherwise"
+)

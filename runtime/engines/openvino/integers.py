@@ -121,9 +121,8 @@ def _is_negative(x: Any) -> Any:
 
 def wrapped(x: Any, dtype: DType) -> Any:
     """int32 modulo the range of a narrower dtype that the graph holds as int32."""
-    numpy_type: Any = dtype.numpy
-    limits = np.iinfo(numpy_type)
-    least, span = ints(int(limits.min)), ints(int(limits.max) - int(limits.min))
+    is_signed = dtype.numpy.kind == "i"
+    least, span = ints(-(1 << (dtype.bits - 1)) if is_signed else 0), ints((1 << dtype.bits) - 1)
     return ops.add(ops.bitwise_and(ops.subtract(x, least), span), least)
 
 

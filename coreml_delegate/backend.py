@@ -12,13 +12,14 @@ from executorch.exir.backend.backend_details import BackendDetails, PreprocessRe
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
 
-from coreml_delegate.blob import flatten
 from coreml_delegate.compile_options import CompileOptions, ModelType, WeightSharing, is_own
 from coreml_delegate.compile_spec_methods import CompileSpecMethods, member_of
+from coreml_delegate.conversion import blob_cache
 from coreml_delegate.errors import LoweringError
-from coreml_delegate.metadata import FILE_NAME as METADATA
-from coreml_delegate.metadata import ModelMetadata
-from coreml_delegate.preprocess import kept, saved_models
+from coreml_delegate.formats.blob import flatten
+from coreml_delegate.formats.metadata import FILE_NAME as METADATA
+from coreml_delegate.formats.metadata import ModelMetadata
+from coreml_delegate.preprocess import saved_models
 from coreml_delegate.preprocess.multifunction import lower_methods
 from coreml_delegate.preprocess.package import build_files
 from coreml_delegate.preprocess.saved_models import DebugInfo, OperationPath
@@ -105,7 +106,7 @@ class CoreMLBackend(CompileSpecMethods, BackendDetails):
         if owner is not CoreMLBackend:
             return owner.preprocess(edge_program, compile_specs)
         options = CompileOptions.from_specs(compile_specs)
-        files = kept.take(edge_program, options) or build_files(edge_program, options)
+        files = blob_cache.take(edge_program, options) or build_files(edge_program, options)
         compile_specs[:] = options.to_specs()
         return PreprocessResult(processed_bytes=flatten(files))
 

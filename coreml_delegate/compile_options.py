@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
 from coreml_delegate.errors import OptionError
 from coreml_delegate.option_checks import instance, list_of
-from coreml_delegate.shapes import EnumeratedShapes
 from coreml_delegate.targets import Opset
 from coreml_delegate.weight_compression import (
     LINEAR_OPTION,

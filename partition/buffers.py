@@ -18,10 +18,10 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from coreml_delegate.conversion.states import HELD, largest_integer
 from coreml_delegate.errors import ContractError
-from coreml_delegate.op_rules.rule import target_name
+from coreml_delegate.ops.call import target_name
 from coreml_delegate.partition.tagging import put_into, tag_of
-from coreml_delegate.preprocess.states import HELD, largest_integer
 from coreml_delegate.targets import STATE_OPSET, Opset
 
 # What ExecuTorch's emitter looks for, and its InitializedMutableBufferPass sets.

@@ -25,14 +25,14 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.compile_options import CompileOptions
+from coreml_delegate.conversion import blob_cache
+from coreml_delegate.conversion.convert import check_translation, is_about_the_graph
+from coreml_delegate.conversion.prepare import prepare
+from coreml_delegate.conversion.subgraph import call_of, program_of, stand_in
 from coreml_delegate.errors import ConversionError
-from coreml_delegate.op_rules import Reason, ReasonCode
-from coreml_delegate.partition.subgraph import call_of, program_of, stand_in
+from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.partition.tagging import tag_constants, tag_of
-from coreml_delegate.preprocess import kept
-from coreml_delegate.preprocess.convert import check_translation, is_about_the_graph
 from coreml_delegate.preprocess.package import build_files, check_enumerated, required_opset
-from coreml_delegate.preprocess.passes import prepare
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Confirmation:
     program: ExportedProgram
     state: Mapping[str, torch.Tensor]
     constants: Mapping[Node, torch.Tensor]
-    records: dict[str, kept.KeptBlob] = field(default_factory=dict[str, kept.KeptBlob])
+    records: dict[str, blob_cache.KeptBlob] = field(default_factory=dict[str, blob_cache.KeptBlob])
 
     @property
     def _stand_ins(self) -> bool:
@@ -131,9 +131,9 @@ class Confirmation:
         """Convert one partition; what went wrong, or None."""
         if self._stand_ins:
             return _failure(subgraph, options, translate_only=True)
-        record = kept.find(subgraph, options)
+        record = blob_cache.find(subgraph, options)
         if record is None:
-            record = kept.keep(subgraph, options)
+            record = blob_cache.keep(subgraph, options)
             try:
                 record.files = build_files(subgraph, options)
             except Exception as error:

@@ -9,15 +9,15 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.op_rules import Reason, part_of, rule_of
-from coreml_delegate.op_rules.constants import constants_of
-from coreml_delegate.op_rules.constraints import is_known
-from coreml_delegate.op_rules.rule import GETITEM, target_name
+from coreml_delegate.conversion.blob_cache import KeptBlob
+from coreml_delegate.conversion.real_values import real_values
+from coreml_delegate.conversion.subgraph import stand_in
+from coreml_delegate.conversion.trial import TRIALS, reason_of
+from coreml_delegate.ops import Reason, part_of, record_of
+from coreml_delegate.ops.call import GETITEM, target_name
+from coreml_delegate.ops.constants import constants_of
+from coreml_delegate.ops.constraints import is_known
 from coreml_delegate.partition.confirmation import Confirmation
-from coreml_delegate.partition.real_values import real_values
-from coreml_delegate.partition.subgraph import stand_in
-from coreml_delegate.partition.trial import TRIALS, reason_of
-from coreml_delegate.preprocess.kept import KeptBlob
 from coreml_delegate.targets import Opset
 
 
@@ -80,7 +80,7 @@ class Convertibility:
 
 def _is_possible_alone(call: Node) -> bool:
     name = target_name(call.target)
-    rule = rule_of(name)
+    rule = record_of(name)
     return name != GETITEM and (rule is None or rule.alone)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -20,13 +20,12 @@ from executorch.exir.passes.executorch_prim_ops_registry import is_sym_op
 from executorch.exir.sym_util import eval_upper_bound
 from executorch.runtime import Runtime
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torchgen.model import SchemaKind
 
-from coreml_delegate.op_rules import Reason, ReasonCode, rule_of
-from coreml_delegate.op_rules.rule import overload_of, target_name
-from coreml_delegate.partition.sizes import tensors_of
+from coreml_delegate.ops import Reason, ReasonCode, record_of
+from coreml_delegate.ops.call import overload_of, target_name
+from coreml_delegate.ops.flops import tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +109,7 @@ def _out_variant(overload: OpOverload) -> str | None:
 
 
 def _remedy_without_variant(name: str) -> str:
-    if rule_of(name) is not None:
+    if record_of(name) is not None:
         # It was kept whole for Core ML, which does not take it after all.
         return f"Pass skip_ops_for_coreml_delegation=[{name!r}] (--skip-op), to decompose it"
     return "Write the model with other operators, or register one by torch.library"
@@ -158,45 +157,3 @@ def _unbounded_size(node: Node) -> str | None:
             except RuntimeError:
                 return str(size)
     return None
-
-
-# --- linear algebra that checks its results -----------------------------------------------------
-
-
-def without_checks(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with the functions of linear algebra that do not check their results.
-
-    A matrix that cannot be inverted gives infinities then. ExecuTorch takes other checks out by
-    itself, and has no way to express this one.
-
-    Args:
-        program: In ATen dialect; it is not changed.
-    """
-    targets = {node.target for node in program.graph.nodes}
-    table: dict[Any, Callable[..., Any]] = {
-        op: _first_results(op, of) for op, of in _UNCHECKED.items() if op in targets
-    }
-    return program.run_decompositions(table) if table else program
-
-
-_UNCHECKED: Mapping[OpOverload, OpOverload] = MappingProxyType(
-    {
-        _ATEN.inverse.default: _ATEN.linalg_inv_ex.default,
-        _ATEN.linalg_cholesky.default: _ATEN.linalg_cholesky_ex.default,
-        _ATEN.linalg_inv.default: _ATEN.linalg_inv_ex.default,
-        _ATEN.linalg_ldl_factor.default: _ATEN.linalg_ldl_factor_ex.default,
-        _ATEN.linalg_lu_factor.default: _ATEN.linalg_lu_factor_ex.default,
-        _ATEN.linalg_solve.default: _ATEN.linalg_solve_ex.default,
-    }
-)
-
-
-def _first_results(op: Any, unchecked: OpOverload) -> Callable[..., Any]:
-    """``op`` in terms of ``unchecked``, which gives whether it succeeded as a further result."""
-    count = len(op._schema.returns)
-
-    def call(*args: Any, **keywords: Any) -> Any:
-        results = unchecked(*args, **keywords)
-        return results[0] if count == 1 else tuple(results[:count])
-
-    return call

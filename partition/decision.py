@@ -9,7 +9,7 @@ from typing import Protocol
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from coreml_delegate.op_rules import Reason
+from coreml_delegate.ops import Reason
 from coreml_delegate.partition.buffers import tag_states
 from coreml_delegate.partition.grouping import Group, group_calls
 from coreml_delegate.partition.isolation import own_tables

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from coreml_delegate import op_rules
-from coreml_delegate.op_rules.rule import OpCall, target_name
+from coreml_delegate.ops import record_of, required_opset
+from coreml_delegate.ops.call import OpCall, target_name
 from coreml_delegate.preprocess.enumerated_shapes import SEVERAL_INPUTS_OPSET
 from coreml_delegate.targets import STATE_OPSET, Opset
 
@@ -61,7 +61,7 @@ def deployment_of(
     """
     if given is not None:
         return Deployment(given, (GIVEN,))
-    demands = [(_named(n), max(since(n), op_rules.required_opset([n]))) for n in calls]
+    demands = [(_named(n), max(since(n), required_opset([n]))) for n in calls]
     boundary = ((STATES, has_states), (NO_INPUTS, not has_inputs), (SHARED, is_shared))
     demands += [(what, STATE_OPSET) for what, applies in boundary if applies]
     if has_several_shapes:
@@ -78,6 +78,6 @@ def deployment_of(
 def _named(call: Node) -> str:
     """The op of a call, and what in the call demands more than others of that op do."""
     name = target_name(call.target)
-    rule = op_rules.rule_of(name)
-    demanded = None if rule is None else rule.demand(OpCall.of(call))
+    record = record_of(name)
+    demanded = None if record is None else record.demand(OpCall.of(call))
     return name if demanded is None else f"{name} with {demanded[1]}"

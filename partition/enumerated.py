@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
+from coreml_delegate.dynamic_shapes.symbols import input_tensors
 from coreml_delegate.errors import OptionError
-from coreml_delegate.op_rules import Reason, ReasonCode
-from coreml_delegate.partition.sizes import tensors_of
+from coreml_delegate.ops import Reason, ReasonCode
+from coreml_delegate.ops.flops import tensors_of
 from coreml_delegate.preprocess.enumerated_shapes import undetermined
-from coreml_delegate.preprocess.symbolic_sizes import input_tensors
-from coreml_delegate.shapes import EnumeratedShapes
 
 
 def undetermined_calls(

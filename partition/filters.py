@@ -16,8 +16,8 @@ from torch.fx import Node
 
 from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.module_scope import ModulePattern, Scope, scopes_of
-from coreml_delegate.op_rules import Reason, ReasonCode
-from coreml_delegate.op_rules.rule import target_name
+from coreml_delegate.ops import Reason, ReasonCode
+from coreml_delegate.ops.call import target_name
 from coreml_delegate.partition.grouping import is_part
 from coreml_delegate.partition.op_names import normalize_op_names, spellings
 

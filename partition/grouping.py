@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
-from coreml_delegate.op_rules.rule import DEQUANTIZE, GETITEM, target_name
-from coreml_delegate.op_rules.sizes import is_check, is_size
-from coreml_delegate.partition.sizes import bytes_of
+from coreml_delegate.ops.call import DEQUANTIZE, GETITEM, target_name
+from coreml_delegate.ops.flops import bytes_of
+from coreml_delegate.ops.sizes import is_check, is_size
 
 Group = tuple[Node, ...]
 """The calls of one partition, in graph order."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from coreml_delegate.conversion.blob_cache import KeptBlob, Outcome
 from coreml_delegate.errors import ProgramError
 from coreml_delegate.partition.report import DelegationReport
-from coreml_delegate.preprocess.kept import KeptBlob, Outcome
 
 
 class ReportHistory:

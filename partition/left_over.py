@@ -18,10 +18,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
-from coreml_delegate.op_rules import Reason, ReasonCode
-from coreml_delegate.op_rules.rule import overload_of
-from coreml_delegate.partition.compressed_weights import spelled_out
-from coreml_delegate.partition.subgraph import call_of, program_of
+from coreml_delegate.conversion.subgraph import call_of, program_of
+from coreml_delegate.ops import Reason, ReasonCode
+from coreml_delegate.ops.call import overload_of
+from coreml_delegate.transforms.compressed_weights import decompose_undelegated_dequantize
 
 _PREFIX = "coreml_delegate_literal"
 _LEFT_OVER = Reason(ReasonCode.USE, "no backend took it")
@@ -47,7 +47,7 @@ def _decompose(calls: Sequence[Node], module: GraphModule, program: ExportedProg
     whole, originals = program_of(calls, program, constants={}, apart=True, to_aten=True)
     arguments = _arguments(whole, originals)
     results = [originals[str(name)] for name in whole.graph_signature.user_outputs]
-    plain = spelled_out(whole, None, veto=lambda _: _LEFT_OVER)
+    plain = decompose_undelegated_dequantize(whole, None, veto=lambda _: _LEFT_OVER)
     config = EdgeCompileConfig(_check_ir_validity=False)
     parts = to_edge(plain, compile_config=config).exported_program()
     computed: Any = parts.graph.output_node().args[0]

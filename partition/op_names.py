@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from coreml_delegate.errors import OptionError, near_matches
-from coreml_delegate.op_rules.rule import target_name
+from coreml_delegate.ops.call import target_name
 
 _NAMESPACES = ("aten", "dim_order_ops", "quantized_decomposed", "torchao")
 _FEW = 12

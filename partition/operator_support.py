@@ -8,12 +8,11 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from coreml_delegate import op_rules
-from coreml_delegate.op_rules import Reason
-from coreml_delegate.op_rules.integer_ranges import WideIntegers
+from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
+from coreml_delegate.ops import Reason, obstacles_in
+from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.partition.enumerated import undetermined_calls
 from coreml_delegate.partition.filters import Filters
-from coreml_delegate.shapes import EnumeratedShapes
 from coreml_delegate.targets import Opset
 
 
@@ -39,7 +38,7 @@ def refused_calls(
         enumerated: The shapes that the program's inputs are to have, or None.
     """
     unfit = undetermined_calls(program, enumerated) | wide.obstacles(program, values)
-    return op_rules.obstacles_in(
+    return obstacles_in(
         program,
         target,
         constants_inside=constants_inside,

@@ -13,13 +13,13 @@ from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch import nn
 
 from coreml_delegate.compile_options import CompileOptions, WeightSharing
+from coreml_delegate.conversion.convert import check_accepted
 from coreml_delegate.errors import OptionError
 from coreml_delegate.option_checks import Check, check_all, flag, function, list_of, positive
 from coreml_delegate.option_checks import optional as or_none
 from coreml_delegate.partition.filters import Filters, NodePredicate
 from coreml_delegate.partition.selection import Selection
 from coreml_delegate.partition.tagging import DataOwnership
-from coreml_delegate.preprocess.convert import check_accepted
 from coreml_delegate.preprocess.multifunction import check_target
 
 _OPERATORS = or_none(list_of("operator names", str))

@@ -16,27 +16,19 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from coreml_delegate import op_rules
 from coreml_delegate.backend import CoreMLBackend, claim_name
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.op_rules import Reason, rule_of
-from coreml_delegate.op_rules.constants import constant_nodes
-from coreml_delegate.op_rules.integer_ranges import WideIntegers
-from coreml_delegate.op_rules.rule import target_name
+from coreml_delegate.conversion.blob_cache import KeptBlob
+from coreml_delegate.ops import Reason, record_of, required_opset
+from coreml_delegate.ops.call import target_name
+from coreml_delegate.ops.constants import constant_nodes
+from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.partition.buffers import check_target as check_target_of_states
 from coreml_delegate.partition.buffers import keep_initial_values, states_of
-from coreml_delegate.partition.compressed_weights import (
-    dequantized_per_use,
-    require_target,
-    spelled_out,
-    unwrapped,
-)
-from coreml_delegate.partition.containers import with_plain_containers
 from coreml_delegate.partition.convertibility import Convertibility, parts_of
-from coreml_delegate.partition.cpu_kernels import register_kernels, without_checks
+from coreml_delegate.partition.cpu_kernels import register_kernels
 from coreml_delegate.partition.decision import decide
 from coreml_delegate.partition.filters import Filters, NodePredicate
-from coreml_delegate.partition.folding import folded
 from coreml_delegate.partition.history import ReportHistory
 from coreml_delegate.partition.isolation import unguarded
 from coreml_delegate.partition.left_over import decompose_left_over
@@ -45,9 +37,17 @@ from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.rehearsal import rehearse
 from coreml_delegate.partition.report import DelegationReport, NodeReport, describe
 from coreml_delegate.partition.tagging import tag_of
-from coreml_delegate.partition.widening import widened
-from coreml_delegate.preprocess.kept import KeptBlob
 from coreml_delegate.targets import STATE_OPSET
+from coreml_delegate.transforms.compressed_weights import (
+    decompose_undelegated_dequantize,
+    dequantize_per_use,
+    require_target,
+    unwrap_tensor_subclasses,
+)
+from coreml_delegate.transforms.constant_arguments import fold_constant_arguments
+from coreml_delegate.transforms.containers import replace_unnamed_containers
+from coreml_delegate.transforms.half_precision import promote_half_to_fp32
+from coreml_delegate.transforms.linear_algebra import drop_linear_algebra_checks
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,17 @@ _DECOMPOSED = (
     "DEPRECATION WARNING: to_edge() + to_backend() shows Core ML a program whose composite ops are "
     "decomposed already; to_edge_transform_and_lower() keeps those whole that it takes as one"
 )
+
+
+_TRANSFORMS = (
+    replace_unnamed_containers,
+    unwrap_tensor_subclasses,
+    drop_linear_algebra_checks,
+    promote_half_to_fp32,
+    fold_constant_arguments,
+    dequantize_per_use,
+)
+"""What becomes of a program before it is decomposed, in this order."""
 
 
 @dataclass(slots=True)
@@ -288,13 +299,15 @@ class CoreMLPartitioner(Partitioner):
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
         """The program in fp32, with plain tensors and containers, and without checks of results.
 
-        See ``with_plain_containers``, ``unwrapped``, ``without_checks``, ``widened``, ``folded``,
-        ``dequantized_per_use`` and ``spelled_out``.
+        See the modules of ``transforms``.
         """
         target, inside = self.options.deployment_target, self._given.ownership.constants
-        named = with_plain_containers(exported_program)
-        plain = dequantized_per_use(folded(widened(without_checks(unwrapped(named)))))
-        return spelled_out(plain, target, veto=self._work.filters.refusal, constants_inside=inside)
+        program = exported_program
+        for transform in _TRANSFORMS:
+            program = transform(program)
+        return decompose_undelegated_dequantize(
+            program, target, veto=self._work.filters.refusal, constants_inside=inside
+        )
 
     def ops_to_not_decompose(
         self, ep: ExportedProgram
@@ -393,7 +406,7 @@ class CoreMLPartitioner(Partitioner):
         """The compile options of one partition."""
         options = self.options
         tried = max((options.oldest_for_compression, *map(conversions.since, calls)))
-        known = op_rules.required_opset(calls)
+        known = required_opset(calls)
         # What the rules and the boundary demand, preprocess finds out by itself.
         if options.deployment_target is None and (tried > known or self._given.shares_weights):
             newest = self._given.shares_weights or tag in states_of(program)
@@ -426,5 +439,5 @@ def _warn_of_missing_kernels(report: DelegationReport) -> None:
 
 
 def _is_preserved(node: Node) -> bool:
-    rule = rule_of(target_name(node.target)) if node.op == "call_function" else None
+    rule = record_of(target_name(node.target)) if node.op == "call_function" else None
     return rule is not None and rule.preserve

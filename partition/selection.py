@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from coreml_delegate.op_rules import Reason, ReasonCode
-from coreml_delegate.op_rules.rule import DECOMPRESS, target_name
-from coreml_delegate.partition.flops import flops_of
+from coreml_delegate.ops import Reason, ReasonCode, flops_of
+from coreml_delegate.ops.call import DECOMPRESS, target_name
 from coreml_delegate.partition.grouping import Group, is_part
 
 

@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from coreml_delegate.op_rules import Reason, ReasonCode
-from coreml_delegate.op_rules.sizes import is_size
+from coreml_delegate.ops import Reason, ReasonCode
+from coreml_delegate.ops.flops import tensors_of
+from coreml_delegate.ops.sizes import is_size
 from coreml_delegate.partition.grouping import Group
-from coreml_delegate.partition.sizes import tensors_of
 
 
 def stranded_sizes(graph: Graph, groups: Iterable[Group]) -> dict[Node, Reason]:

@@ -9,7 +9,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from coreml_delegate.op_rules.constants import constant_nodes
+from coreml_delegate.ops.constants import constant_nodes
 from coreml_delegate.partition.grouping import Group
 
 _TAG = "delegation_tag"

@@ -17,9 +17,9 @@ from torchao.quantization.pt2e.quantizer import (
 )
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
+from coreml_delegate.ops.quantization import Output
 from coreml_delegate.quantizer.config import LayerSettings
 from coreml_delegate.quantizer.matcher import Match
-from coreml_delegate.quantizer.patterns import Output
 from coreml_delegate.quantizer.qspec import SpecFactory, derived, output_spec
 
 MARK_KEY = "coreml_quantization"

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from coreml_delegate.op_rules.rule import MAX_RANK
+from coreml_delegate.ops.call import MAX_RANK
+from coreml_delegate.ops.quantization import Output
 from coreml_delegate.quantizer.matcher import Match
-from coreml_delegate.quantizer.patterns import Output
 from coreml_delegate.quantizer.qspec import output_spec
 
 

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from coreml_delegate.op_rules.rule import GETITEM, OpCall, target_name
+from coreml_delegate.ops.call import GETITEM, OpCall, target_name
+from coreml_delegate.ops.quantization import Output, Pattern, Tail
 from coreml_delegate.quantizer.constants import constants_of
 from coreml_delegate.quantizer.patterns import (
-    FIXED_RANGES,
-    TAILS,
-    Output,
-    Pattern,
-    functional_name,
     is_not_negative,
     pattern_of,
+    quantization_of,
+    tail_of,
 )
 from coreml_delegate.quantizer.qspec import annotation_of
 from coreml_delegate.quantizer.selection import Choice, SettingsSelector
@@ -72,7 +70,7 @@ class Match:
     @property
     def fixed_range(self) -> tuple[float, float] | None:
         """The range of the result, if it follows from what is computed."""
-        return FIXED_RANGES.get(functional_name(self.last))
+        return quantization_of(self.last).fixed_range
 
     @property
     def follows(self) -> bool:
@@ -126,10 +124,10 @@ def _match(
     data = tuple(n for name in call.arguments for n in _nodes(call, name) if name in pattern.data)
     weight = call.arguments.get(pattern.weight or "")
     tail: list[Node] = []
-    kinds: list[str] = []
+    kinds: list[Tail] = []
     for kind in pattern.tail:
         following = _sole_user(tail[-1] if tail else node)
-        if following is None or functional_name(following) not in TAILS[kind]:
+        if following is None or tail_of(following) is not kind:
             continue
         if choice.admits(selector.choose(following)) and not is_annotated(following):
             tail.append(following)

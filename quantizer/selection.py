@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.module_scope import ModulePattern, Scope, scopes_of
-from coreml_delegate.op_rules.rule import target_name
+from coreml_delegate.ops.call import target_name
 from coreml_delegate.quantizer.config import LayerSettings, ModuleType, QuantizerSettings
 
 

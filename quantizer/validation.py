@@ -14,9 +14,9 @@ from torchao.quantization.pt2e.quantizer import (
 )
 
 from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
-from coreml_delegate.op_rules.rule import GETITEM, target_name
+from coreml_delegate.ops.call import GETITEM, target_name
 from coreml_delegate.quantizer.constants import constants_of
-from coreml_delegate.quantizer.patterns import BY_OP, NORMS, functional_name
+from coreml_delegate.quantizer.patterns import BY_OP, functional_name
 from coreml_delegate.quantizer.qspec import Concrete, annotation_of, integer_range, resolve, spec_at
 
 _MOST = 5  # problems listed in a message
@@ -40,7 +40,7 @@ def validate(model: GraphModule) -> None:
         raise UnsupportedOperatorError(
             "annotated operators that Core ML does not run quantized",
             got=_listed([f"{n.name} ({target_name(n.target)})" for n in foreign]),
-            expected="operators of coreml_delegate.quantizer.patterns",
+            expected="operators whose records in coreml_delegate.ops have a quantization",
         )
     constants = constants_of(model.graph)
     problems = [
@@ -65,7 +65,7 @@ def _is_known(node: Node) -> bool:
     if node.op != "call_function":
         return False
     name = functional_name(node)
-    return name in BY_OP or name in NORMS or target_name(node.target) == GETITEM
+    return name in BY_OP or target_name(node.target) == GETITEM
 
 
 def _problems(

@@ -7,9 +7,9 @@ from pathlib import Path
 if __name__ == "runtime":
     raise ImportError("'runtime' is a subpackage; import coreml_delegate.runtime instead")
 
-from coreml_delegate.blob import Buffer
 from coreml_delegate.errors import OptionError
-from coreml_delegate.mlpackage import map_folder
+from coreml_delegate.formats.blob import Buffer
+from coreml_delegate.formats.mlpackage import map_folder
 from coreml_delegate.runtime import hosts
 from coreml_delegate.runtime.coremltools_patch import CoreMLToolsPatch, patch_coremltools
 from coreml_delegate.runtime.delegate import blob_files, delegate_loader

@@ -25,7 +25,7 @@ import numpy as np
 
 from coreml_delegate import third_party
 from coreml_delegate.errors import CoreMLDelegateError, InputError, OptionError
-from coreml_delegate.mlpackage import map_folder
+from coreml_delegate.formats.mlpackage import map_folder
 from coreml_delegate.runtime.engines.base import Array, EngineOptions, State
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
 from coreml_delegate.runtime.mil.opset import Opset

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from coreml_delegate.blob import BlobReference, Buffer, unflatten
 from coreml_delegate.errors import BlobFormatError, InputError, ProgramError
-from coreml_delegate.metadata import FILE_NAME as METADATA
-from coreml_delegate.metadata import MethodMetadata, ModelMetadata
+from coreml_delegate.formats.blob import BlobReference, Buffer, unflatten
+from coreml_delegate.formats.metadata import FILE_NAME as METADATA
+from coreml_delegate.formats.metadata import MethodMetadata, ModelMetadata
 from coreml_delegate.runtime.casting import cast
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
 from coreml_delegate.runtime.engines.base import EngineOptions, State

@@ -14,9 +14,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from coreml_delegate.errors import InputError, OptionError
-from coreml_delegate.scripts import console, images
-from coreml_delegate.scripts.input_files import load_archive, load_array, to_tensor
-from coreml_delegate.scripts.source import Source, blaming, find_callable, importable_from_here
+from coreml_delegate.scripts import console
+from coreml_delegate.scripts.inputs import images
+from coreml_delegate.scripts.inputs.input_files import load_archive, load_array, to_tensor
+from coreml_delegate.scripts.inputs.source import (
+    Source,
+    blaming,
+    find_callable,
+    importable_from_here,
+)
 
 FORMS = "a folder, FILE.npz or MODULE:FACTORY"
 _READ = frozenset({".npy", ".npz", ".pt", ".pth"})

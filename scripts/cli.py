@@ -15,16 +15,15 @@ import sys
 from collections.abc import Sequence
 
 from coreml_delegate.errors import CoreMLDelegateError
-from coreml_delegate.scripts import (
-    compiled_cache,
-    console,
+from coreml_delegate.scripts import console, interruption
+from coreml_delegate.scripts.commands import (
+    cache,
     demo,
     export,
     export_llm,
     extract,
     generate,
     inspect_program,
-    interruption,
     quantize_report,
     run,
     trace_values,
@@ -43,7 +42,7 @@ COMMANDS = tuple(
         run,
         verify,
         trace_values,
-        compiled_cache,
+        cache,
         export_llm,
         generate,
         demo,

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from coreml_delegate.blob import BlobReference, Buffer, unflatten
 from coreml_delegate.errors import BlobFormatError, ProgramError
+from coreml_delegate.formats.blob import BlobReference, Buffer, unflatten
 from coreml_delegate.runtime.delegate import resolve
 from coreml_delegate.runtime.program.delegate import COREML_BACKEND_ID, DelegatePayload
 from coreml_delegate.runtime.program.plan import DelegateInfo, MethodInfo

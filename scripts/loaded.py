@@ -24,7 +24,7 @@ from coreml_delegate.runtime.program.states import mutated_inputs
 from coreml_delegate.scripts.delegates import open_pte, partitions_of
 
 if TYPE_CHECKING:
-    from coreml_delegate.scripts.source import Outcome
+    from coreml_delegate.scripts.inputs.source import Outcome
 
 PACKAGE_SUFFIX = ".mlpackage"
 

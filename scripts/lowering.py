@@ -11,11 +11,11 @@ from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, TensorArgument
 
+from coreml_delegate.dynamic_shapes.symbols import bounds_of, input_tensors
 from coreml_delegate.errors import CoreMLDelegateError, LoweringError
 from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
-from coreml_delegate.preprocess.symbolic_sizes import bounds_of, input_tensors
 from coreml_delegate.scripts import console
-from coreml_delegate.scripts.source import Source
+from coreml_delegate.scripts.inputs.source import Source
 
 Bounds: TypeAlias = Sequence[Sequence[tuple[int, int]]]
 

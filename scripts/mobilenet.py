@@ -14,16 +14,17 @@ from torch import nn
 
 from coreml_delegate.backend import CoreMLBackend
 from coreml_delegate.errors import OptionError
-from coreml_delegate.mlpackage import made, write_folder
+from coreml_delegate.formats.mlpackage import made, write_folder
 from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
 from coreml_delegate.runtime.program.pte import PteProgram
-from coreml_delegate.scripts import console, vision
+from coreml_delegate.scripts import console
 from coreml_delegate.scripts.accuracy import Accuracy
 from coreml_delegate.scripts.delegates import all_partitions, models_of
+from coreml_delegate.scripts.inputs import vision
+from coreml_delegate.scripts.inputs.source import Source
 from coreml_delegate.scripts.loaded import Loaded, load
 from coreml_delegate.scripts.lowering import lower
 from coreml_delegate.scripts.output_file import new_file
-from coreml_delegate.scripts.source import Source
 
 _MODEL = "mobilenet_v2"
 _PHOTO = "china.jpg"

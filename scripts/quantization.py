@@ -13,7 +13,6 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from coreml_delegate.errors import CoreMLDelegateError, OptionError, near_matches
-from coreml_delegate.partition.widening import widened
 from coreml_delegate.quantization_modes import Method, QuantizationAssignment, QuantizationMode
 from coreml_delegate.quantization_modes.configs import (
     has_rows,
@@ -23,9 +22,10 @@ from coreml_delegate.quantization_modes.configs import (
 )
 from coreml_delegate.quantizer import CoreMLQuantizer, QuantizationReport
 from coreml_delegate.scripts import console
-from coreml_delegate.scripts.dynamic_sizes import dynamic_shapes_of
-from coreml_delegate.scripts.source import Source, blaming
+from coreml_delegate.scripts.inputs.dynamic_sizes import dynamic_shapes_of
+from coreml_delegate.scripts.inputs.source import Source, blaming
 from coreml_delegate.third_party import quiet_import
+from coreml_delegate.transforms.half_precision import promote_half_to_fp32
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ def exported_in_float(source: Source) -> ExportedProgram:
 
     A program in half precision gets an interior in fp32, as it gets when it is lowered.
     """
-    return widened(source.export())
+    return promote_half_to_fp32(source.export())
 
 
 def quantize_graph(

@@ -10,8 +10,8 @@ from coreml_delegate.runtime.delegate import read_blob
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.delegates import partitions_of
+from coreml_delegate.scripts.inputs.source import Source
 from coreml_delegate.scripts.quantization import weight_bytes
-from coreml_delegate.scripts.source import Source
 from coreml_delegate.scripts.weight_inventory import weights_of
 
 

@@ -27,6 +27,7 @@ from coreml_delegate.quantization_modes.configs import (
 )
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.accuracy import Accuracy
+from coreml_delegate.scripts.inputs.source import Source
 from coreml_delegate.scripts.quantization import (
     Samples,
     exported_in_float,
@@ -35,7 +36,6 @@ from coreml_delegate.scripts.quantization import (
     quantize_graph,
     quantize_modules,
 )
-from coreml_delegate.scripts.source import Source
 
 FLOAT_BITS = 16
 """Of a weight that stays in float, as Core ML stores it by default."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coreml_delegate.scripts.quantize_report import decibels
+from coreml_delegate.scripts.commands.quantize_report import decibels
 from coreml_delegate.scripts.sensitivity import Sensitivity
 
 ROW = 22

@@ -8,7 +8,7 @@ from typing import Any
 from coreml_delegate.html_pages import page_template
 from coreml_delegate.quantization_modes import QuantizationAssignment
 from coreml_delegate.scripts import sensitivity_chart as chart
-from coreml_delegate.scripts.quantize_report import decibels
+from coreml_delegate.scripts.commands.quantize_report import decibels
 from coreml_delegate.scripts.sensitivity import Sensitivity
 
 _TEMPLATE = "sensitivity.html.j2"

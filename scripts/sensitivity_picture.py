@@ -6,8 +6,8 @@ import io
 from typing import Any
 
 from coreml_delegate.scripts import sensitivity_chart as chart
-from coreml_delegate.scripts.images import import_pillow
-from coreml_delegate.scripts.quantize_report import decibels
+from coreml_delegate.scripts.commands.quantize_report import decibels
+from coreml_delegate.scripts.inputs.images import import_pillow
 from coreml_delegate.scripts.sensitivity import Sensitivity
 
 _MARGIN = 16

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coreml_delegate.blob import unflatten
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.errors import OptionError, ProgramError
-from coreml_delegate.metadata import FILE_NAME as METADATA
-from coreml_delegate.metadata import ModelMetadata
+from coreml_delegate.formats.blob import unflatten
+from coreml_delegate.formats.metadata import FILE_NAME as METADATA
+from coreml_delegate.formats.metadata import ModelMetadata
 from coreml_delegate.runtime.delegate import read_blob
 from coreml_delegate.runtime.engines.selection import ENGINES
 from coreml_delegate.runtime.mil.package import read_mlpackage

@@ -15,9 +15,7 @@ import sympy
 import torch
 from torch.export import ExportedProgram
 
-from coreml_delegate.errors import ContractError, OptionError, near_matches
-from coreml_delegate.preprocess.symbolic_sizes import expression_of, input_tensors
-from coreml_delegate.shapes import (
+from coreml_delegate.dynamic_shapes.enumerated import (
     MAX_SHAPES,
     EnumeratedInput,
     EnumeratedShapes,
@@ -25,6 +23,8 @@ from coreml_delegate.shapes import (
     Size,
     SymbolicSize,
 )
+from coreml_delegate.dynamic_shapes.symbols import expression_of, input_tensors
+from coreml_delegate.errors import ContractError, OptionError, near_matches
 from coreml_delegate.targets import Opset
 
 SEVERAL_INPUTS_OPSET = Opset.iOS18

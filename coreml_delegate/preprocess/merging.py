@@ -15,15 +15,15 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from coreml_delegate import input_sizes
-from coreml_delegate.blob import Pieces, chunks_of
+from coreml_delegate.dynamic_shapes import relations
 from coreml_delegate.errors import BlobFormatError
-from coreml_delegate.metadata import FILE_NAME as METADATA
-from coreml_delegate.metadata import MethodMetadata, ModelMetadata
-from coreml_delegate.mlpackage import assemble, locate
-from coreml_delegate.preprocess.package import MAIN, MODEL, Files
-from coreml_delegate.proto import model_pb2
-from coreml_delegate.weight_file import StoredWeight, read_weight, write_weights
+from coreml_delegate.formats.blob import Files, Pieces, chunks_of
+from coreml_delegate.formats.metadata import FILE_NAME as METADATA
+from coreml_delegate.formats.metadata import MethodMetadata, ModelMetadata
+from coreml_delegate.formats.mlpackage import assemble, locate
+from coreml_delegate.formats.protobuf import model_pb2
+from coreml_delegate.formats.weight_file import StoredWeight, read_weight, write_weights
+from coreml_delegate.preprocess.package import MAIN, MODEL
 
 _WEIGHT_FILE = "weight.bin"
 _MODEL_PATH = "@model_path/"
@@ -109,10 +109,10 @@ def _merged_spec(models: Mapping[str, FunctionModel]) -> Any:
     spec.specificationVersion = max(model.version for model in models.values())
     spec.description.metadata.CopyFrom(first.spec.description.metadata)
     single_sizes = {
-        name: input_sizes.stored(model.spec.description.metadata.userDefined).get(MAIN)
+        name: relations.stored(model.spec.description.metadata.userDefined).get(MAIN)
         for name, model in models.items()
     }
-    input_sizes.write(spec.description.metadata.userDefined, single_sizes)
+    relations.write(spec.description.metadata.userDefined, single_sizes)
     spec.description.defaultFunctionName = default
     spec.mlProgram.version = first.spec.mlProgram.version
     for key, value in first.spec.mlProgram.attributes.items():

@@ -22,12 +22,12 @@ from executorch.exir.backend.backend_details import PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
 
-from coreml_delegate.blob import ALIGNMENT, BlobReference, flatten, size_of
 from coreml_delegate.compile_options import CompileOptions, ModelType, WeightSharing
+from coreml_delegate.conversion import blob_cache
+from coreml_delegate.conversion.blob_cache import Outcome, Sharing
+from coreml_delegate.conversion.convert import check_compiler, compiled
 from coreml_delegate.errors import LoweringError, OptionError
-from coreml_delegate.preprocess import kept
-from coreml_delegate.preprocess.convert import check_compiler, compiled
-from coreml_delegate.preprocess.kept import Outcome, Sharing
+from coreml_delegate.formats.blob import ALIGNMENT, BlobReference, flatten, size_of
 from coreml_delegate.preprocess.merging import FunctionModel, merge
 from coreml_delegate.preprocess.method_states import check_methods
 from coreml_delegate.preprocess.package import (
@@ -165,7 +165,8 @@ def _strategy(options: Iterable[CompileOptions]) -> WeightSharing | None:
 def _lowered(partitions: Sequence[_Partition]) -> list[_Lowered]:
     """Lower partitions, each by itself."""
     found = [
-        (partition, kept.find(partition.program, partition.options)) for partition in partitions
+        (partition, blob_cache.find(partition.program, partition.options))
+        for partition in partitions
     ]
     records = {id(record): record for _, record in found if record is not None}
     # Methods with equal partitions have one record.

@@ -9,23 +9,20 @@ from pathlib import Path
 
 from torch.export import ExportedProgram
 
-from coreml_delegate import input_sizes, op_rules
-from coreml_delegate.blob import Content, chunks_of, flatten, size_of
 from coreml_delegate.compile_options import CompileOptions, Precision
+from coreml_delegate.conversion import fp16_masks, precision
+from coreml_delegate.conversion.convert import Conversion, compiled, converted
+from coreml_delegate.conversion.prepare import prepare
+from coreml_delegate.dynamic_shapes import relations, symbols
+from coreml_delegate.dynamic_shapes.enumerated import Shape
 from coreml_delegate.errors import UnsupportedOperatorError
-from coreml_delegate.metadata import FILE_NAME as METADATA
-from coreml_delegate.metadata import MethodMetadata, ModelMetadata
-from coreml_delegate.mlpackage import assemble, locate, map_folder
-from coreml_delegate.preprocess import (
-    contract,
-    enumerated_shapes,
-    fp16_masks,
-    precision,
-    symbolic_sizes,
-)
-from coreml_delegate.preprocess.convert import Conversion, compiled, converted
-from coreml_delegate.preprocess.passes import prepare
-from coreml_delegate.shapes import Shape
+from coreml_delegate.formats.blob import Content, Files, chunks_of, flatten, size_of
+from coreml_delegate.formats.metadata import FILE_NAME as METADATA
+from coreml_delegate.formats.metadata import MethodMetadata, ModelMetadata
+from coreml_delegate.formats.mlpackage import assemble, locate, map_folder
+from coreml_delegate.ops import obstacles_in
+from coreml_delegate.ops import required_opset as opset_of_calls
+from coreml_delegate.preprocess import contract, enumerated_shapes
 from coreml_delegate.targets import Opset
 
 MODEL = "model.mlpackage"
@@ -35,9 +32,6 @@ MAIN = "main"
 _COREMLTOOLS = "com.github.apple.coremltools"
 _MAPPED = 16 * 2**20
 """Files from this size on, in bytes, stay on disk as long as they are not in a blob."""
-
-Files = dict[str, Content]
-"""The files of a blob by their paths, before they are joined."""
 
 
 def build_blob(program: ExportedProgram, options: CompileOptions) -> bytes:
@@ -77,7 +71,7 @@ def build_files(program: ExportedProgram, options: CompileOptions) -> Files:
         # Left at None, coremltools itself starts from the oldest; only a demand above it is stated.
         options = replace(options, deployment_target=needed if needed > Opset.iOS15 else None)
     in_fp32 = precision.mark(program, options.keep_fp32)
-    sizes = {} if inputs else symbolic_sizes.relations_of(program)
+    sizes = {} if inputs else symbols.relations_of(program)
     prepare(program)
     if options.precision is Precision.FLOAT16:
         fp16_masks.protect(program, in_fp32, options.keep_fp32.ops)
@@ -88,7 +82,7 @@ def build_files(program: ExportedProgram, options: CompileOptions) -> Files:
         enumerated_shapes.declare(
             conversion.spec, {feature_of[name]: shapes for name, shapes in inputs.items()}
         )
-        input_sizes.write(
+        relations.write(
             conversion.spec.description.metadata.userDefined,
             {MAIN: {feature_of[name]: listed for name, listed in sizes.items()}},
         )
@@ -117,7 +111,7 @@ def check_supported(program: ExportedProgram, target: Opset | None) -> None:
         UnsupportedOperatorError: There is at least one.
     """
     obstacles: dict[str, list[str]] = {}
-    for node, reason in op_rules.obstacles_in(program, target).items():
+    for node, reason in obstacles_in(program, target).items():
         obstacles.setdefault(str(reason), []).append(node.name)
     if obstacles:
         raise unsupported_error(obstacles)
@@ -146,7 +140,7 @@ def required_opset(
         enumerated: Its inputs that have enumerated shapes.
     """
     boundary = contract.boundary_of(program)
-    calls = op_rules.required_opset(program.graph.nodes)
+    calls = opset_of_calls(program.graph.nodes)
     several = len(enumerated or ()) > 1
     shapes = enumerated_shapes.SEVERAL_INPUTS_OPSET if several else Opset.iOS15
     return max(calls, contract.required_opset(boundary), shapes)

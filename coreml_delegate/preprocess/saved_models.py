@@ -18,11 +18,11 @@ from typing import Any
 
 from executorch.exir.backend.backend_details import PreprocessResult
 
-from coreml_delegate.blob import flatten
 from coreml_delegate.compile_options import ModelType
+from coreml_delegate.conversion.convert import Conversion, check_compiler, temporary_folder
 from coreml_delegate.errors import ContractError
-from coreml_delegate.metadata import MethodMetadata, ModelMetadata
-from coreml_delegate.preprocess.convert import Conversion, check_compiler, temporary_folder
+from coreml_delegate.formats.blob import flatten
+from coreml_delegate.formats.metadata import MethodMetadata, ModelMetadata
 from coreml_delegate.preprocess.package import identified, model_files
 from coreml_delegate.targets import STATE_OPSET
 

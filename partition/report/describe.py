@@ -12,15 +12,16 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
 from coreml_delegate.module_scope import scopes_of
-from coreml_delegate.op_rules import Reason
-from coreml_delegate.op_rules.constants import constant_nodes
-from coreml_delegate.op_rules.rule import target_name
+from coreml_delegate.ops import Reason, flops_of
+from coreml_delegate.ops.call import target_name
+from coreml_delegate.ops.constants import constant_nodes
+from coreml_delegate.ops.flops import bytes_of, tensors_of
 from coreml_delegate.partition.buffers import mutable_buffers, obstacles_to_states, states_of
 from coreml_delegate.partition.cpu_kernels import cpu_obstacles
 from coreml_delegate.partition.decision import Decision
 from coreml_delegate.partition.deployment import Since, deployment_of
-from coreml_delegate.partition.flops import flops_of
 from coreml_delegate.partition.grouping import Group
 from coreml_delegate.partition.report.flexible import described, listed, ranges_of
 from coreml_delegate.partition.report.origin import source_of
@@ -32,9 +33,7 @@ from coreml_delegate.partition.report.records import (
     PartitionReport,
 )
 from coreml_delegate.partition.report.splits import first_split, obstacles
-from coreml_delegate.partition.sizes import bytes_of, tensors_of
 from coreml_delegate.partition.tagging import DataOwnership, tag_of
-from coreml_delegate.shapes import EnumeratedShapes
 from coreml_delegate.targets import Opset
 
 

@@ -8,9 +8,9 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes, Shape
+from coreml_delegate.dynamic_shapes.symbols import bounds_of, is_unbounded
 from coreml_delegate.preprocess.enumerated_shapes import enumerated_inputs, tensor_shapes
-from coreml_delegate.preprocess.symbolic_sizes import bounds_of, is_unbounded
-from coreml_delegate.shapes import EnumeratedShapes, Shape
 
 Flexible = tuple[tuple[str, str], ...]
 """Names of inputs, each with the shapes it may have."""

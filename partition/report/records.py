@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from coreml_delegate.conversion.blob_cache import Sharing
 from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
-from coreml_delegate.op_rules import Reason, ReasonCode
-from coreml_delegate.op_rules.rule import GETITEM
-from coreml_delegate.preprocess.kept import Sharing
+from coreml_delegate.ops import Reason, ReasonCode
+from coreml_delegate.ops.call import GETITEM
 
 _STATE_DTYPE = "float16"
 

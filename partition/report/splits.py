@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from coreml_delegate.op_rules import ReasonCode
-from coreml_delegate.op_rules.rule import target_name
+from coreml_delegate.ops import ReasonCode, flops_of
+from coreml_delegate.ops.call import target_name
 from coreml_delegate.partition.decision import Decision
-from coreml_delegate.partition.flops import flops_of
 from coreml_delegate.partition.grouping import count_groups, is_part
 from coreml_delegate.partition.report.records import Obstacle
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from coreml_delegate.op_rules.rule import GETITEM
+from coreml_delegate.ops.call import GETITEM
 from coreml_delegate.partition.report.quantities import quantity
 from coreml_delegate.partition.report.records import (
     BufferReport,

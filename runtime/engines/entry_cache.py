@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from coreml_delegate.blob import Buffer
-from coreml_delegate.cache_folder import cache_folder
+from coreml_delegate.caches import cache_folder
 from coreml_delegate.errors import OptionError
+from coreml_delegate.formats.blob import Buffer
 
 _logger = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from coreml_delegate.dynamic_shapes.expressions import SizeExpression
+from coreml_delegate.dynamic_shapes.relations import Sizes
 from coreml_delegate.errors import BlobFormatError, InputError, OptionError
-from coreml_delegate.input_sizes import Sizes
 from coreml_delegate.runtime.mil.program import Feature
-from coreml_delegate.size_expressions import SizeExpression
 
 Range = tuple[int, int | None]
 Shape = tuple[int, ...]
@@ -19,7 +19,8 @@ class InputShapes:
 
     Args:
         features: The inputs of the function.
-        sizes: How their sizes depend on each other, as far as it is known; see ``input_sizes``.
+        sizes: How their sizes depend on each other, as far as it is known; see
+            ``dynamic_shapes.relations``.
 
     Raises:
         BlobFormatError: Sizes of an input that there is not, or of another rank.

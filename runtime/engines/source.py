@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from coreml_delegate.blob import Buffer
-from coreml_delegate.mlpackage import locate
+from coreml_delegate.formats.blob import Buffer
+from coreml_delegate.formats.mlpackage import locate
 
 # Hashing one large buffer is bound by one core; pieces of this size, in bytes, are shared out.
 _PIECE = 4 << 20

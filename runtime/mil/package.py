@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from coreml_delegate.blob import Buffer
-from coreml_delegate.mlpackage import locate, map_folder
+from coreml_delegate.formats.blob import Buffer
+from coreml_delegate.formats.mlpackage import locate, map_folder
 from coreml_delegate.runtime.mil.program import Program
 from coreml_delegate.runtime.mil.reader import read_program
 from coreml_delegate.runtime.mil.weights import WeightFile

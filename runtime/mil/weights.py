@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coreml_delegate.errors import BlobFormatError
+from coreml_delegate.formats.weight_file import check_header, read_record
 from coreml_delegate.runtime.mil.dtypes import DType, packed_nbytes
-from coreml_delegate.weight_file import check_header, read_record
 
 _DTYPES = {
     1: DType.FP16,

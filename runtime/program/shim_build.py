@@ -23,7 +23,7 @@ from typing import Final
 
 import filelock
 
-from coreml_delegate.cache_folder import CACHE_VARIABLE, cache_folder
+from coreml_delegate.caches import CACHE_VARIABLE, cache_folder
 from coreml_delegate.errors import EngineUnavailableError
 
 _logger = logging.getLogger(__name__)

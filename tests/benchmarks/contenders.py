@@ -85,7 +85,7 @@ def _with_models(*names: str) -> Callable[[], None]:
     """The same, and the classes of pickled modules."""
 
     def imports() -> None:
-        from coreml_delegate.scripts.vision import import_torchvision
+        from coreml_delegate.scripts.inputs.vision import import_torchvision
 
         import_torchvision()
         _imports("benchmarks.models", *names)()

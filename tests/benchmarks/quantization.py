@@ -39,9 +39,9 @@ from coreml_delegate import CoreMLBackend, CoreMLPartitioner, CoreMLQuantizer, r
 from coreml_delegate.compile_options import Precision  # noqa: E402
 from coreml_delegate.quantization_modes import QuantizationAssignment, mode_of  # noqa: E402
 from coreml_delegate.quantization_modes.configs import compile_keywords  # noqa: E402
+from coreml_delegate.scripts.inputs.source import Source  # noqa: E402
 from coreml_delegate.scripts.lowering import lower  # noqa: E402
 from coreml_delegate.scripts.quantization import quantize  # noqa: E402
-from coreml_delegate.scripts.source import Source  # noqa: E402
 from coreml_delegate.weight_compression import OPTION  # noqa: E402
 
 _PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"

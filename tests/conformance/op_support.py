@@ -14,9 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from coreml_delegate.runtime.engines.openvino import control_flow
 from coreml_delegate.runtime.engines.openvino import registry as openvino
 from coreml_delegate.runtime.engines.openvino import translate as _translations
+from coreml_delegate.runtime.engines.openvino.translations import control_flow
 from coreml_delegate.runtime.engines.reference import compiler
 from coreml_delegate.runtime.engines.reference import engine as _kernels
 from coreml_delegate.runtime.engines.reference import registry as reference

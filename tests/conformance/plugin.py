@@ -33,7 +33,7 @@ from coreml_delegate.errors import UnsupportedOpError
 from coreml_delegate.runtime import patch_coremltools
 from coreml_delegate.runtime.coremltools_patch import ModelProxy
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
-from coreml_delegate.scripts.vision import import_torchvision
+from coreml_delegate.scripts.inputs.vision import import_torchvision
 
 COUNTED = ("passed", "failed", "unsupported")
 _PROPERTY = "conformance"

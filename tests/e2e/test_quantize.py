@@ -25,7 +25,7 @@ from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
 from coreml_delegate.errors import OptionError
-from coreml_delegate.op_rules.rule import DEQUANTIZE_AFFINE, DEQUANTIZE_CODEBOOK
+from coreml_delegate.ops.call import DEQUANTIZE_AFFINE, DEQUANTIZE_CODEBOOK
 from coreml_delegate.targets import Opset
 
 ENGINES = ("reference", "openvino")

@@ -9,9 +9,10 @@ from support.lowering import lower
 from support.tolerances import ATOL_RTOL
 from torch import nn
 
-from coreml_delegate import op_rules, runtime
-from coreml_delegate.op_rules.constants import constant_nodes
-from coreml_delegate.op_rules.rule import DECOMPRESS, target_name
+from coreml_delegate import runtime
+from coreml_delegate.ops import obstacle
+from coreml_delegate.ops.call import DECOMPRESS, target_name
+from coreml_delegate.ops.constants import constant_nodes
 from coreml_delegate.targets import Opset
 
 ATOL, RTOL = ATOL_RTOL["fp32"]
@@ -152,7 +153,7 @@ def test_weights_that_are_inputs_are_refused():
 def _reason(module, inputs):
     program = torch.export.export(module, inputs)
     call = next(n for n in program.graph.nodes if target_name(n.target) in DECOMPRESS)
-    reason = op_rules.obstacle(call, Opset.iOS26, constant_nodes(program))
+    reason = obstacle(call, Opset.iOS26, constant_nodes(program))
     assert reason is not None
     return reason.text
 

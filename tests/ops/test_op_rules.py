@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -18,12 +18,12 @@ from support.lowering import fp32_specs
 from support.tolerances import ATOL_RTOL
 from torch.fx import Node
 
-from coreml_delegate import CoreMLBackend, CoreMLPartitioner, op_rules, runtime
-from coreml_delegate.op_rules import RULES, Reason, rule_of
-from coreml_delegate.op_rules.constants import constant_nodes
-from coreml_delegate.op_rules.rule import OpCall
+from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
+from coreml_delegate.conversion import prepare
+from coreml_delegate.ops import RECORDS, Reason, obstacle, record_of
+from coreml_delegate.ops.call import OpCall
+from coreml_delegate.ops.constants import constant_nodes
 from coreml_delegate.partition import DelegationReport
-from coreml_delegate.preprocess import passes
 from coreml_delegate.targets import Opset
 
 # Calls are lowered together: most of a lowering's time does not depend on the size of the program.
@@ -189,7 +189,7 @@ def calls(samples: Sequence[Sample]) -> Iterator[tuple[Sample, Node, Reason | No
     constants = constant_nodes(exported)
     for sample in samples:
         node = nodes[sample.overload].pop(0)
-        yield sample, node, op_rules.obstacle(node, sample.target_opset, constants)
+        yield sample, node, obstacle(node, sample.target_opset, constants)
 
 
 @functools.cache
@@ -244,7 +244,7 @@ def test_ids_are_unique() -> None:
 
 def test_every_rule_has_an_accepted_call() -> None:
     called = {s.target for samples in ACCEPTED.values() for s in samples}
-    assert called == {target for target, rule in RULES.items() if rule.alone}
+    assert called == {target for target, rule in RECORDS.items() if rule.alone}
 
 
 def test_every_constraint_has_a_rejected_call() -> None:
@@ -252,7 +252,7 @@ def test_every_constraint_has_a_rejected_call() -> None:
     for family, group in REJECTED.items():
         for rejected in group:
             node, _ = verdicts(family)[rejected.id]
-            rule = rule_of(rejected.sample.target)
+            rule = record_of(rejected.sample.target)
             if rule is None:
                 continue
             call = OpCall.of(node)
@@ -261,7 +261,7 @@ def test_every_constraint_has_a_rejected_call() -> None:
             }
     missing = {
         rule.target: sorted(set(range(len(rule.constraints))) - broken[rule.target])
-        for rule in RULES.values()
+        for rule in RECORDS.values()
         if rule.alone and set(range(len(rule.constraints))) - broken[rule.target]
     }
     assert not missing
@@ -286,8 +286,12 @@ CITED = [
 
 @pytest.mark.parametrize("sample", CITED)
 def test_cited_issue_is_fixed_upstream(sample: Sample) -> None:
-    others = {k: v for k, v in passes._REWRITES.items() if k != sample.target}
-    with mock.patch.object(passes, "_REWRITES", others):
+    found = record_of(sample.target)
+    assert found is not None
+    bare = replace(found, rewrite=None)
+    with mock.patch.object(
+        prepare, "record_of", lambda name: bare if record_of(name) is found else record_of(name)
+    ):
         outcome = lower_and_run([sample], FLOWS[0], ("reference",))
     assert not outcome.report.undelegated
     assert_close(outcome, sample, "fp32")

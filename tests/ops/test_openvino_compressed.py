@@ -11,7 +11,7 @@ from support.tolerances import ATOL_RTOL
 
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO
-from coreml_delegate.runtime.engines.openvino.processor import saturates
+from coreml_delegate.runtime.engines.openvino.plugin.processor import saturates
 from coreml_delegate.runtime.mil.opset import Opset
 
 _RNG = np.random.default_rng(0)

@@ -13,8 +13,9 @@ from support.tolerances import SQNR_BF16, sqnr_db
 
 from coreml_delegate.errors import EngineUnavailableError, OptionError, UnsupportedOpError
 from coreml_delegate.runtime.engines.base import EngineOptions, Precision
-from coreml_delegate.runtime.engines.openvino import OPENVINO, compilation
+from coreml_delegate.runtime.engines.openvino import OPENVINO
 from coreml_delegate.runtime.engines.openvino.engine import _core
+from coreml_delegate.runtime.engines.openvino.session import compilation
 from coreml_delegate.runtime.engines.reference import REFERENCE
 from coreml_delegate.runtime.engines.selection import compile_function
 from coreml_delegate.runtime.mil.opset import Opset

@@ -14,8 +14,9 @@ from support.op_cases.recurrent import CASES
 
 from coreml_delegate.errors import UnsupportedOpError
 from coreml_delegate.runtime.engines.base import EngineOptions
-from coreml_delegate.runtime.engines.openvino import OPENVINO, recurrent
+from coreml_delegate.runtime.engines.openvino import OPENVINO
 from coreml_delegate.runtime.engines.openvino.translate import translate
+from coreml_delegate.runtime.engines.openvino.translations import recurrent
 
 _BY_ID = {case.id.removesuffix("-iOS18"): case for case in CASES}
 

@@ -13,8 +13,9 @@ import torch
 from support.mil import ct
 
 from coreml_delegate.errors import InputError
-from coreml_delegate.mlpackage import map_folder
-from coreml_delegate.runtime.engines.openvino import specialisation, translate
+from coreml_delegate.formats.mlpackage import map_folder
+from coreml_delegate.runtime.engines.openvino import translate
+from coreml_delegate.runtime.engines.openvino.session import specialisation
 from coreml_delegate.runtime.engines.shapes import check_shape, smallest_shape
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Feature, TensorType

@@ -11,9 +11,10 @@ from support.tolerances import ATOL_RTOL
 from torch import nn
 from torch.ao.quantization.fx import _decomposed  # noqa: F401 - registers the ops
 
-from coreml_delegate import CoreMLPartitioner, op_rules, runtime
-from coreml_delegate.op_rules.constants import constant_nodes
-from coreml_delegate.op_rules.rule import target_name
+from coreml_delegate import CoreMLPartitioner, runtime
+from coreml_delegate.ops import obstacle
+from coreml_delegate.ops.call import target_name
+from coreml_delegate.ops.constants import constant_nodes
 from coreml_delegate.targets import Opset
 
 Q = torch.ops.quantized_decomposed
@@ -173,7 +174,7 @@ def test_refused(name):
     program = torch.export.export(module, X)
     constants = constant_nodes(program)
     (call, *_) = (n for n in program.graph.nodes if target_name(n.target) == op)
-    reason = op_rules.obstacle(call, Opset.iOS17, constants)
+    reason = obstacle(call, Opset.iOS17, constants)
     assert reason is not None
     assert text in reason.text
 

@@ -40,14 +40,14 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.op_rules import Reason, ReasonCode
-from coreml_delegate.op_rules.constants import constant_nodes, constants_of
+from coreml_delegate.conversion.blob_cache import fingerprint
+from coreml_delegate.ops import Reason, ReasonCode
+from coreml_delegate.ops.constants import constant_nodes, constants_of
 from coreml_delegate.partition.confirmation import Confirmation
 from coreml_delegate.partition.convertibility import parts_of
 from coreml_delegate.partition.decision import decide
 from coreml_delegate.partition.selection import Selection
 from coreml_delegate.partition.tagging import DataOwnership, tag_of
-from coreml_delegate.preprocess.kept import fingerprint
 
 pytestmark = pytest.mark.property
 

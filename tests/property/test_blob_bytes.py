@@ -9,7 +9,6 @@ from executorch.exir.backend.compile_spec_schema import CompileSpec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coreml_delegate.blob import BlobReference, flatten, unflatten
 from coreml_delegate.compile_options import (
     CompileOptions,
     ComputeUnit,
@@ -17,8 +16,13 @@ from coreml_delegate.compile_options import (
     Precision,
     WeightSharing,
 )
+from coreml_delegate.dynamic_shapes.enumerated import (
+    EnumeratedInput,
+    EnumeratedShapes,
+    SymbolicSize,
+)
 from coreml_delegate.errors import BlobFormatError, OptionError
-from coreml_delegate.shapes import EnumeratedInput, EnumeratedShapes, SymbolicSize
+from coreml_delegate.formats.blob import BlobReference, flatten, unflatten
 from coreml_delegate.targets import Opset
 from coreml_delegate.weight_compression import KINDS, LINEAR, PALETTE, stages_of
 

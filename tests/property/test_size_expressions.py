@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod
 
+from coreml_delegate.dynamic_shapes.expressions import SizeExpression
 from coreml_delegate.errors import OptionError
-from coreml_delegate.size_expressions import SizeExpression
 
 pytestmark = pytest.mark.property
 

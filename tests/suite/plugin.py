@@ -32,7 +32,7 @@ import pytest
 import torch
 
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
-from coreml_delegate.scripts.vision import import_torchvision
+from coreml_delegate.scripts.inputs.vision import import_torchvision
 from tests.suite.flows import LOWERINGS, Source, SuiteTester, make_flow
 
 _PROPERTY = "suite"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from coreml_delegate.scripts.vision import import_torchvision
+from coreml_delegate.scripts.inputs.vision import import_torchvision
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 97,

@@ -16,7 +16,7 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 
 from coreml_delegate.errors import CoreMLDelegateError
-from coreml_delegate.proto import model_pb2
+from coreml_delegate.formats.protobuf import model_pb2
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.selection import ENGINES
 from coreml_delegate.runtime.mil.program import Program

@@ -6,8 +6,8 @@ import platform
 
 import pytest
 
-from coreml_delegate.runtime.engines.openvino import processor
 from coreml_delegate.runtime.engines.openvino.engine import _core
+from coreml_delegate.runtime.engines.openvino.plugin import processor
 from coreml_delegate.runtime.program import stock
 
 needs_compiler = pytest.mark.skipif(

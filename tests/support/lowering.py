@@ -17,7 +17,7 @@ from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner
 from coreml_delegate.compile_options import Precision
-from coreml_delegate.op_rules.rule import GETITEM, target_name
+from coreml_delegate.ops.call import GETITEM, target_name
 from coreml_delegate.partition import DelegationReport
 
 Inputs = tuple[torch.Tensor, ...]

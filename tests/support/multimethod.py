@@ -15,7 +15,7 @@ from coreml_delegate import (
     CoreMLBackend,
     CoreMLPartitioner,
 )
-from coreml_delegate.blob import BlobReference
+from coreml_delegate.formats.blob import BlobReference
 from coreml_delegate.partition import DelegationReport
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.targets import Opset

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from coreml_delegate.blob import Buffer
-from coreml_delegate.mlpackage import assemble
+from coreml_delegate.formats.blob import Buffer
+from coreml_delegate.formats.mlpackage import assemble
 from coreml_delegate.runtime.mil.opset import Opset
 from support import mil
 from support.mil import ct, mb, types

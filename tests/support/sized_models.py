@@ -79,7 +79,7 @@ def of_another_rank_for_one():
 
 
 def recurrent():
-    """ExecuTorch fixes the number of its rows."""
+    """ExecuTorch fixes the number of its rows where gradients are recorded."""
     return nn.GRU(4, 4, batch_first=True), torch.randn(1, 5, 4)
 
 

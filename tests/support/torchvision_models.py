@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from coreml_delegate.scripts.vision import import_torchvision
+from coreml_delegate.scripts.inputs.vision import import_torchvision
 
 # Their own initialisation is slow; the default of their layers serves as well.
 _NO_INIT = frozenset({"googlenet", "inception_v3"})

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from coreml_delegate import blob
-from coreml_delegate.blob import ALIGNMENT, BlobReference, flatten, unflatten
 from coreml_delegate.errors import BlobFormatError
+from coreml_delegate.formats import blob
+from coreml_delegate.formats.blob import ALIGNMENT, BlobReference, flatten, unflatten
 
 FILES = {
     "metadata.json": b"{}",

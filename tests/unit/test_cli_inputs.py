@@ -13,10 +13,10 @@ from PIL import Image
 from support.tolerances import sqnr_db
 
 from coreml_delegate.errors import ExecutionError, InputError, OptionError, ProgramError
-from coreml_delegate.scripts import images, vision
 from coreml_delegate.scripts.accuracy import Accuracy
+from coreml_delegate.scripts.inputs import images, vision
+from coreml_delegate.scripts.inputs.sampling import generator, random_tensor, resample
 from coreml_delegate.scripts.output_file import new_file
-from coreml_delegate.scripts.sampling import generator, random_tensor, resample
 
 
 @pytest.fixture
@@ -180,7 +180,8 @@ def make():
 _LOADING = """
 import sys
 from coreml_delegate.errors import OptionError
-from coreml_delegate.scripts import source, vision
+from coreml_delegate.scripts.inputs import vision
+from coreml_delegate.scripts.inputs import source
 finders = list(sys.meta_path)
 try:
     loaded = source.load_source("factory:make", shapes=(), weights=None, seed=0)

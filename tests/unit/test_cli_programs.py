@@ -332,10 +332,10 @@ def test_integers_beyond_int32_are_named(capsys):
     verify = ["verify", model, "squares.pte", "--input"]
     for engine in ("openvino", "reference"):
         assert main([*verify, "small.npy", "--engine", engine, "--json"]) == 0
-        assert {accuracy["beyond_int32"] for accuracy in read(capsys).values()} == {None}
+        assert {accuracy["beyond_int32"] for accuracy in read(capsys)["outputs"].values()} == {None}
         assert main([*verify, "large.npy", "--engine", engine, "--json"]) == 1
         captured = capsys.readouterr()
-        found = {n: a["beyond_int32"] for n, a in json.loads(captured.out).items()}
+        found = {n: a["beyond_int32"] for n, a in json.loads(captured.out)["outputs"].items()}
         # A truth says nothing of the integers it comes from; what is equal is not accused.
         said = "aten.mul.Tensor"
         assert found == {"output_0": said, "output_1": said, "output_2": None}

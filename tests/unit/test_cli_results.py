@@ -82,7 +82,7 @@ def test_run_for_a_reader(capsys):
 @pytest.mark.parametrize("host", HOSTS)
 def test_verify(host, capsys):
     assert main(["verify", MODEL, "a.pte", "--host", host, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)["outputs"]
     assert list(found) == list(eager(torch.zeros(2, 3)))
     assert all(found[f"output_{n}"]["sqnr_db"] == "inf" for n in (1, 2, 3, 4))
 

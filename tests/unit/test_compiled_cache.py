@@ -23,11 +23,12 @@ from support.packages import (
 )
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.mlpackage import write_folder
+from coreml_delegate.formats.mlpackage import write_folder
 from coreml_delegate.runtime import CacheOptions, EngineOptions
 from coreml_delegate.runtime.engines import entry_cache
 from coreml_delegate.runtime.engines.entry_cache import LIMIT_VARIABLE, EntryCache
-from coreml_delegate.runtime.engines.openvino import compilation, compiled_cache, engine, translate
+from coreml_delegate.runtime.engines.openvino import engine, translate
+from coreml_delegate.runtime.engines.openvino.session import compilation, compiled_cache
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.package import read_files
 from coreml_delegate.runtime.model import Model

@@ -23,11 +23,11 @@ from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner
 from coreml_delegate.compile_options import CompileOptions
+from coreml_delegate.conversion import blob_cache as kept
+from coreml_delegate.conversion.trial import TRIALS, Trials
 from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
-from coreml_delegate.op_rules import ReasonCode
+from coreml_delegate.ops import ReasonCode
 from coreml_delegate.partition.confirmation import Confirmation
-from coreml_delegate.partition.trial import TRIALS, Trials
-from coreml_delegate.preprocess import kept
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
 
@@ -322,7 +322,7 @@ def test_weights_changed_since_are_converted_anew(monkeypatch: pytest.MonkeyPatc
 def test_blobs_are_the_same_as_without_partitioner(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Network(supported=True)
     reused = lower(module, INPUTS).pte
-    monkeypatch.setattr("coreml_delegate.preprocess.kept.find", lambda program, options: None)
+    monkeypatch.setattr("coreml_delegate.conversion.blob_cache.find", lambda program, options: None)
     assert lower(module, INPUTS).pte == reused
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from coreml_delegate import CoreMLPartitioner, runtime
 from coreml_delegate.errors import LoweringError, UnsupportedOpError
-from coreml_delegate.op_rules import ReasonCode
+from coreml_delegate.ops import ReasonCode
 from coreml_delegate.partition import DelegationReport
 
 ATOL, RTOL = ATOL_RTOL["fp32"]

@@ -11,7 +11,7 @@ from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
 from coreml_delegate.errors import OptionError
-from coreml_delegate.partition.widening import widened
+from coreml_delegate.transforms.half_precision import promote_half_to_fp32
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -64,14 +64,14 @@ def test_widening_leaves_the_program_it_is_given(dtype: torch.dtype) -> None:
     module, inputs = Block().eval().to(dtype), _image(dtype)
     exported = torch.export.export(module, inputs)
     before = str(exported)
-    widened(exported)
+    promote_half_to_fp32(exported)
     assert str(exported) == before
     assert exported.module()(*inputs).dtype is dtype
 
 
 def test_widening_returns_fp32_programs_themselves() -> None:
     exported = torch.export.export(Block().eval(), _image(torch.float32))
-    assert widened(exported) is exported
+    assert promote_half_to_fp32(exported) is exported
 
 
 class Tied(nn.Module):
@@ -87,7 +87,7 @@ class Tied(nn.Module):
 
 def test_tied_weights_stay_one_tensor() -> None:
     exported = torch.export.export(Tied().half(), (torch.tensor([1, 2]),))
-    state = widened(exported).state_dict
+    state = promote_half_to_fp32(exported).state_dict
     assert state["table.weight"] is state["head.weight"]
     assert state["table.weight"].dtype is torch.float32
 
@@ -122,7 +122,7 @@ class Bits(nn.Module):
 
 def test_a_program_that_looks_at_bits_stays_as_it_is() -> None:
     exported = torch.export.export(Bits(), (torch.ones(4, dtype=torch.float16),))
-    assert widened(exported) is exported
+    assert promote_half_to_fp32(exported) is exported
 
 
 class Doubles(nn.Module):

@@ -20,8 +20,8 @@ from coreml_delegate.errors import (
     ProgramError,
     UnsupportedOpError,
 )
-from coreml_delegate.mlpackage import map_folder
-from coreml_delegate.proto import model_pb2
+from coreml_delegate.formats.mlpackage import map_folder
+from coreml_delegate.formats.protobuf import model_pb2
 from coreml_delegate.runtime.engines import limits, memory
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.limits import MAX_LIST

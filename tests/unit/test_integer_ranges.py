@@ -12,8 +12,8 @@ import torch
 from support.lowering import Function
 from torch.export import Dim
 
-from coreml_delegate.op_rules.integer_ranges import WideIntegers
-from coreml_delegate.op_rules.intervals import UNKNOWN, Interval
+from coreml_delegate.ops.integer_ranges import WideIntegers
+from coreml_delegate.ops.intervals import UNKNOWN, Interval
 
 
 def _fmod(a: int, b: int) -> int:

@@ -20,7 +20,7 @@ from torch.fx import Node
 from torch.nn import functional
 
 from coreml_delegate import CoreMLPartitioner, runtime
-from coreml_delegate.op_rules import rule_of
+from coreml_delegate.ops import record_of
 
 # ExecuTorch itself has neither kernels for these nor anything to make of them.
 _UNKNOWN_TO_EXECUTORCH = frozenset(
@@ -44,7 +44,7 @@ def composite_calls() -> tuple[Sample, ...]:
     """A call of every op that is kept whole and that core ATen lacks."""
     found: dict[str, Sample] = {}
     for sample in (s for samples in ACCEPTED.values() for s in samples):
-        rule = rule_of(sample.target)
+        rule = record_of(sample.target)
         kept = rule is not None and rule.preserve and torch.Tag.core not in sample.overload.tags
         if kept and sample.compare and sample.target not in _UNKNOWN_TO_EXECUTORCH:
             found.setdefault(sample.target, sample)

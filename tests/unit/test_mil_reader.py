@@ -7,7 +7,7 @@ import pytest
 from support.mil import builder_program
 
 from coreml_delegate.errors import BlobFormatError, ProgramError
-from coreml_delegate.proto import model_pb2
+from coreml_delegate.formats.protobuf import model_pb2
 from coreml_delegate.runtime.mil.dtypes import DType, packed_nbytes, unpack_bits
 from coreml_delegate.runtime.mil.package import read_mlpackage
 from coreml_delegate.runtime.mil.program import TensorType

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from coreml_delegate.errors import BlobFormatError, ProgramError
-from coreml_delegate.mlpackage import (
+from coreml_delegate.formats.mlpackage import (
     MANIFEST,
     assemble,
     locate,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from coreml_delegate.partition.flops import flops_of
+from coreml_delegate.ops import flops_of
 
 Function = Callable[..., torch.Tensor]
 

@@ -27,7 +27,7 @@ from coreml_delegate.errors import (
     ProgramError,
     UnsupportedOperatorError,
 )
-from coreml_delegate.op_rules import ReasonCode
+from coreml_delegate.ops import ReasonCode
 
 # Ops to skip
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from coreml_delegate import CoreMLPartitioner, runtime
 from coreml_delegate.errors import InputError
-from coreml_delegate.op_rules import ReasonCode
+from coreml_delegate.ops import ReasonCode
 
 ATOL, RTOL = ATOL_RTOL["fp32"]
 

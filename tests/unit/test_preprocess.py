@@ -19,8 +19,8 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from coreml_delegate import CoreMLBackend, runtime
-from coreml_delegate.blob import unflatten
 from coreml_delegate.compile_options import CompileOptions, ComputeUnit, ModelType, Precision
+from coreml_delegate.conversion import convert
 from coreml_delegate.errors import (
     ContractError,
     ConversionError,
@@ -28,8 +28,8 @@ from coreml_delegate.errors import (
     OptionError,
     UnsupportedOperatorError,
 )
-from coreml_delegate.metadata import FILE_NAME, ModelMetadata
-from coreml_delegate.preprocess import convert
+from coreml_delegate.formats.blob import unflatten
+from coreml_delegate.formats.metadata import FILE_NAME, ModelMetadata
 from coreml_delegate.preprocess.contract import BOUNDARY_DTYPES, boundary_of, check_program
 from coreml_delegate.preprocess.package import build_blob
 from coreml_delegate.runtime.delegate import read_blob

@@ -18,17 +18,11 @@ from torchao.quantization.pt2e.quantizer import (
 )
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
+from coreml_delegate.ops.quantization import DATA_ARGUMENTS
 from coreml_delegate.quantizer import CoreMLQuantizer
 from coreml_delegate.quantizer.annotate import mark_of
 from coreml_delegate.quantizer.constants import constants_of
-from coreml_delegate.quantizer.patterns import (
-    ACTIVATIONS,
-    BY_OP,
-    DATA_ARGUMENTS,
-    FIXED_RANGES,
-    NORMS,
-    PATTERNS,
-)
+from coreml_delegate.quantizer.patterns import BY_OP
 from coreml_delegate.quantizer.qspec import annotation_of
 
 
@@ -391,17 +385,18 @@ def test_what_another_quantizer_annotated_is_left_to_it():
 
 
 def test_the_table_names_operators_that_exist():
-    for name in {*BY_OP, *ACTIVATIONS, *NORMS, *FIXED_RANGES}:
+    for name in BY_OP:
         _, op, overload = name.split(".")
         assert overload in getattr(torch.ops.aten, op).overloads()
 
 
 def test_weights_and_data_of_the_table_are_arguments():
-    for pattern in PATTERNS:
-        for name in pattern.ops:
-            _, op, overload = name.split(".")
-            schema = getattr(getattr(torch.ops.aten, op), overload)._schema
-            arguments = {a.name for a in schema.arguments}
+    for name, quantization in BY_OP.items():
+        _, op, overload = name.split(".")
+        schema = getattr(getattr(torch.ops.aten, op), overload)._schema
+        arguments = {a.name for a in schema.arguments}
+        assert quantization.lower_bound in {None, 0.0, *arguments}
+        for pattern in quantization.patterns:
             assert pattern.weight is None or pattern.weight in arguments - set(pattern.data)
             assert pattern.data == DATA_ARGUMENTS or arguments.issuperset(pattern.data)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.browser import needs_browser, rendered
 
-from coreml_delegate.op_rules import Reason, ReasonCode
+from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.partition import (
     BufferReport,
     Coverage,

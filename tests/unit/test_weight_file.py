@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from coreml_delegate.errors import BlobFormatError
-from coreml_delegate.weight_file import ALIGNMENT, StoredWeight, read_weight, write_weights
+from coreml_delegate.formats.weight_file import ALIGNMENT, StoredWeight, read_weight, write_weights
 
 FP32, UINT4, INT32 = 2, 11, 14
 WEIGHTS = [

@@ -17,10 +17,10 @@ from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from coreml_delegate.metadata import ModelMetadata
+from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
+from coreml_delegate.formats.metadata import ModelMetadata
 from coreml_delegate.preprocess.saved_models import DebugInfo
 from coreml_delegate.runtime.delegate import blob_files
-from coreml_delegate.shapes import EnumeratedShapes
 
 LINEAR = {"mode": "linear_symmetric", "dtype": "int8", "weight_threshold": 9}
 _PASSES = ["common::const_elimination", "common::dead_code_elimination"]

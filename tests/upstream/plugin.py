@@ -17,7 +17,7 @@ import torch
 from executorch.runtime import Runtime
 
 from coreml_delegate import runtime
-from coreml_delegate.scripts.vision import import_torchvision
+from coreml_delegate.scripts.inputs.vision import import_torchvision
 
 _BACKEND = "executorch.backends.apple.coreml"
 # Theirs by module: ours by name.

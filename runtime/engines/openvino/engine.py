@@ -8,11 +8,9 @@ from typing import Any
 
 from coreml_delegate.errors import EngineUnavailableError
 from coreml_delegate.runtime.engines.base import CompiledFunction, Engine, EngineOptions
+from coreml_delegate.runtime.engines.openvino.plugin import DEVICE
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function
-
-DEVICE = "CPU"
-"""What OpenVINO runs on."""
 
 
 class OpenVinoEngine:
@@ -37,7 +35,7 @@ class OpenVinoEngine:
     def unsupported(self, function: Function) -> list[str]:
         """What in ``function`` has no translation: one reason each, naming op and output."""
         self._require()
-        from coreml_delegate.runtime.engines.openvino import compilation
+        from coreml_delegate.runtime.engines.openvino.session import compilation
 
         return compilation.unsupported(function)
 
@@ -56,7 +54,7 @@ class OpenVinoEngine:
             UnsupportedOpError: An op, or a mode or type of it, has no translation.
         """
         self._require()
-        from coreml_delegate.runtime.engines.openvino import compilation
+        from coreml_delegate.runtime.engines.openvino.session import compilation
 
         return compilation.compile_function(_core(), function, options, source)
 

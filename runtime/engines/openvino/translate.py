@@ -9,33 +9,33 @@ import openvino as ov
 from openvino import opset15 as ops
 
 from coreml_delegate.errors import UnsupportedOpError
-from coreml_delegate.runtime.engines.openvino import (
+from coreml_delegate.runtime.engines.openvino import graph, registry
+from coreml_delegate.runtime.engines.openvino.blocks import BlockTranslator
+from coreml_delegate.runtime.engines.openvino.registry import refuse
+from coreml_delegate.runtime.engines.openvino.row_writes import read_apart, row_writes
+from coreml_delegate.runtime.engines.openvino.scope import Scope, Value, stand_in
+from coreml_delegate.runtime.engines.openvino.session.states import StateTypes, Writes
+from coreml_delegate.runtime.engines.openvino.translations import (
     activation,
+    constexpr,
     convolution,
     detection,
     elementwise,
-    graph,
     indexing,
     linear,
     lists,
     normalization,
     pooling,
+    quantization,
     recurrent,
     reduction,
-    registry,
     resampling,
     reshaping,
     resizing,
     sampling,
     slicing,
-    weights,
 )
-from coreml_delegate.runtime.engines.openvino.blocks import BlockTranslator
-from coreml_delegate.runtime.engines.openvino.control_flow import SPECIAL
-from coreml_delegate.runtime.engines.openvino.registry import refuse
-from coreml_delegate.runtime.engines.openvino.row_writes import read_apart, row_writes
-from coreml_delegate.runtime.engines.openvino.scope import Scope, Value, stand_in
-from coreml_delegate.runtime.engines.openvino.states import StateTypes, Writes
+from coreml_delegate.runtime.engines.openvino.translations.control_flow import SPECIAL
 from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.program import (
     Feature,
@@ -47,6 +47,7 @@ from coreml_delegate.runtime.mil.program import (
 # Importing a family registers its translations.
 FAMILIES = (
     activation,
+    constexpr,
     convolution,
     detection,
     elementwise,
@@ -55,6 +56,7 @@ FAMILIES = (
     lists,
     normalization,
     pooling,
+    quantization,
     recurrent,
     reduction,
     resampling,
@@ -62,7 +64,6 @@ FAMILIES = (
     resizing,
     sampling,
     slicing,
-    weights,
 )
 
 __all__ = ["FAMILIES", "SPECIAL", "Translated", "registry", "translate", "unsupported"]

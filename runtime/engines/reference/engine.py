@@ -13,29 +13,29 @@ from torch import Tensor
 
 from coreml_delegate.errors import InputError, OptionError
 from coreml_delegate.runtime.engines.base import Array, EngineOptions, Precision, State
-from coreml_delegate.runtime.engines.reference import (
+from coreml_delegate.runtime.engines.reference import compiler
+from coreml_delegate.runtime.engines.reference.compiler import CompiledProgram
+from coreml_delegate.runtime.engines.reference.interpreter import Frame, KernelStep, Listener
+from coreml_delegate.runtime.engines.reference.kernels import (
     activation,
-    compiler,
     constexpr,
-    conv,
+    convolution,
     detection,
     elementwise,
-    image_resizing,
     indexing,
     linear,
     lists,
     normalization,
-    pool,
+    pooling,
     quantization,
     recurrent,
     reduction,
+    resampling,
+    reshaping,
+    resizing,
     sampling,
     slicing,
-    tensor_operation,
-    transformation,
 )
-from coreml_delegate.runtime.engines.reference.compiler import CompiledProgram
-from coreml_delegate.runtime.engines.reference.interpreter import Frame, KernelStep, Listener
 from coreml_delegate.runtime.engines.reference.values import (
     Value,
     array_of,
@@ -49,22 +49,22 @@ from coreml_delegate.runtime.snapshots import Snapshot, fitting, fitting_all
 FAMILIES: tuple[ModuleType, ...] = (
     activation,
     constexpr,
-    conv,
+    convolution,
     detection,
     elementwise,
-    image_resizing,
     indexing,
     linear,
     lists,
     normalization,
-    pool,
+    pooling,
     quantization,
     recurrent,
     reduction,
+    resampling,
+    reshaping,
+    resizing,
     sampling,
     slicing,
-    tensor_operation,
-    transformation,
 )
 """The modules whose import fills the registry."""
 

@@ -12,7 +12,7 @@ from ops.op_samples import (
     normalization,
     pooling,
     reduction,
-    sampling,
+    resizing,
     shape,
 )
 from ops.op_samples.sample import Rejected, Sample
@@ -27,7 +27,7 @@ _FAMILIES = (
     normalization,
     pooling,
     reduction,
-    sampling,
+    resizing,
     shape,
 )
 

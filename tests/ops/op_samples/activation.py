@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from ops.op_samples.sample import accept, i, reject, w, x
 
-from coreml_delegate.op_rules import ReasonCode
+from coreml_delegate.ops import ReasonCode
 
 _PLAIN = (
     "elu",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ops.op_samples.sample import accept, reject, w, x
 
-from coreml_delegate.op_rules import ReasonCode
+from coreml_delegate.ops import ReasonCode
 
 _CORE = "aten.convolution.default"
 _COMPUTED = "is computed, Core ML takes a constant"

@@ -1,4 +1,4 @@
-"""Calls of ops that make tensors."""
+"""Calls of ops that make tensors; what random ones draw is tested in ``test_random_numbers``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from ops.op_samples.sample import accept, b, i, reject, x
 
-from coreml_delegate.op_rules import ReasonCode
+from coreml_delegate.ops import ReasonCode
 
 _EMPTY = ("aten.empty.memory_format", "dim_order_ops._empty_dim_order.default")
 
@@ -54,6 +54,10 @@ ACCEPTED = (
         for op, more in zip(_EMPTY, ({}, {"dim_order": [0, 1]}), strict=True)
         for note, dtype in (("", torch.float32), ("int64", torch.int64))
     ),
+    accept("aten.randn.default", [3, 4], compare=False),
+    # Core ATen has neither, and nothing they decompose to.
+    accept("aten.randn_like.default", x(3, 4), compare=False, core=False),
+    accept("aten.rand_like.default", x(3, 4), compare=False, core=False),
 )
 
 REJECTED = (
@@ -124,5 +128,26 @@ REJECTED = (
         [0, 3],
         1.0,
         note="empty",
+    ),
+    *(
+        reject(
+            ReasonCode.SYMBOLIC,
+            "the result has dynamic shape",
+            f"aten.{op}.default",
+            x(3, 4),
+            dynamic=True,
+            compare=False,
+            note="dynamic",
+        )
+        for op in ("randn_like", "rand_like")
+    ),
+    reject(
+        ReasonCode.DTYPE,
+        "the result is float64",
+        "aten.rand_like.default",
+        x(3, 4),
+        dtype=torch.float64,
+        compare=False,
+        note="float64",
     ),
 )

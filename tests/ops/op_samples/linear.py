@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ops.op_samples.sample import accept, b, reject, w, x
 
-from coreml_delegate.op_rules import ReasonCode
+from coreml_delegate.ops import ReasonCode
 
 S = "aten.scaled_dot_product_attention.default"
 ACCEPTED = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ops.op_samples.sample import TensorArg, accept, reject, w, x
 
-from coreml_delegate.op_rules import ReasonCode
+from coreml_delegate.ops import ReasonCode
 
 P = {"low": 0.25, "high": 2.0}
 

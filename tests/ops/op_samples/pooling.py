@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ops.op_samples.sample import accept, reject, x
 
-from coreml_delegate.op_rules import ReasonCode
+from coreml_delegate.ops import ReasonCode
 
 MI = "aten.max_pool2d_with_indices.default"
 _MAX = (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from coreml_delegate.op_rules import ReasonCode
+from coreml_delegate.ops import ReasonCode
 from coreml_delegate.targets import Opset
 
 

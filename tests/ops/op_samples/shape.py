@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from ops.op_samples.sample import accept, b, i, reject, x
 
-from coreml_delegate.op_rules import ReasonCode
+from coreml_delegate.ops import ReasonCode
 from coreml_delegate.targets import Opset
 
 END = 2**63 - 1
@@ -79,19 +79,6 @@ _FLOAT_ONLY = (
     ("pad.default", (2, 4, 5), ([1, 2, 1, 0], "reflect"), "reflect2unbatched"),
     ("pad.default", (1, 2, 4, 5), ([1, 2, 2, 1], "replicate"), "replicate"),
     ("pad.default", (2, 4, 5), ([1, 2], "replicate"), "replicate1"),
-    ("upsample_nearest2d.vec", (1, 2, 3, 4), ([6, 8], None), "size"),
-    ("upsample_nearest2d.vec", (1, 2, 3, 4), ([5, 7], None), "oddsize"),
-    ("upsample_nearest2d.vec", (1, 2, 3, 4), (None, [2.0, 2.0]), "scale"),
-    ("upsample_nearest2d.vec", (1, 2, 3, 4), (None, [1.5, 2.5]), "oddscale"),
-    ("upsample_nearest2d.vec", (1, 2, 6, 8), (None, [0.5, 0.5]), "down"),
-    ("upsample_bilinear2d.vec", (1, 2, 3, 4), ([6, 8], False, None), "size"),
-    ("upsample_bilinear2d.vec", (1, 2, 3, 4), ([6, 8], True, None), "size-align"),
-    ("upsample_bilinear2d.vec", (1, 2, 3, 4), ([5, 7], False, None), "oddsize"),
-    ("upsample_bilinear2d.vec", (1, 2, 3, 4), ([5, 7], True, None), "oddsize-align"),
-    ("upsample_bilinear2d.vec", (1, 2, 3, 4), (None, False, [2.0, 2.0]), "scale"),
-    ("upsample_bilinear2d.vec", (1, 2, 3, 4), (None, True, [2.0, 2.0]), "scale-align"),
-    ("upsample_bilinear2d.vec", (1, 2, 6, 8), (None, False, [0.5, 0.5]), "down"),
-    ("upsample_bilinear2d.vec", (1, 2, 6, 8), ([3, 4], False, None), "downsize"),
 )
 _TO_COPY = "aten._to_copy.default"
 _TO_DIM_ORDER_COPY = "dim_order_ops._to_dim_order_copy.default"
@@ -178,36 +165,6 @@ ACCEPTED = (
     accept("aten.constant_pad_nd.default", x(4, 5), [-1, 2], note="crop"),
     accept("aten.constant_pad_nd.default", x(4, 5), [1, -2, 0, -1], 0.5, note="crop-two"),
     # Places inside, and far enough outside to be reflected twice.
-    *(
-        accept(
-            f"aten.{op}.default",
-            x(2, 3, 5, 6),
-            x(2, 4, 7, 2, low=-4.0, high=4.0),
-            mode,
-            padding,
-            align,
-            note=f"{mode}-{padding}-{align}",
-            fp16=False,  # whose places are some thousandths of a pixel apart
-        )
-        for op in ("grid_sampler", "grid_sampler_2d")
-        for mode in range(2)
-        for padding in range(3)
-        for align in (False, True)
-    ),
-    *(
-        accept(
-            "aten.grid_sampler.default",
-            x(1, 2, *size),
-            x(1, 3, 3, 2, low=-3.0, high=3.0),
-            0,
-            2,
-            align,
-            note=f"reflected-{size}-{align}",
-            fp16=False,
-        )
-        for size in ((1, 4), (4, 1))
-        for align in (False, True)
-    ),
     accept("aten.lift_fresh_copy.default", x(4, 5)),
     accept("aten.diagonal.default", x(4, 5)),
     accept("aten.diagonal.default", x(4, 5), 2, note="above"),
@@ -311,41 +268,6 @@ REJECTED = (
         [1, 2, 1, 1, 1, 0],
         "replicate",
         note="three",
-    ),
-    *(
-        reject(
-            ReasonCode.ARGUMENT,
-            "Core ML samples a grid bilinear or nearest, not bicubic",
-            f"aten.{op}.default",
-            x(*_IMAGE),
-            x(1, 2, 2, 2),
-            2,
-            0,
-            True,
-            note="bicubic",
-        )
-        for op in ("grid_sampler", "grid_sampler_2d")
-    ),
-    reject(
-        ReasonCode.RANK,
-        "'input' has rank 5, Core ML takes 4 here",
-        "aten.grid_sampler.default",
-        x(1, 2, 3, 4, 5),
-        x(1, 2, 2, 2, 3),
-        0,
-        0,
-        True,
-        note="volume",
-    ),
-    reject(
-        ReasonCode.ARGUMENT,
-        "scale_factors give a broken output size",
-        "aten.upsample_bilinear2d.vec",
-        x(*_IMAGE),
-        None,
-        False,
-        [1.5, 2.5],
-        note="broken",
     ),
     reject(
         ReasonCode.OPSET,

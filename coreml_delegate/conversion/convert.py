@@ -1,0 +1,382 @@
+"""The sole place where coremltools converts: an ExportedProgram to a specification and weights."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import shutil
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from torch.export import ExportedProgram
+
+from coreml_delegate.compile_options import CompileOptions, ModelType, Precision
+from coreml_delegate.conversion.compression import passes_of
+from coreml_delegate.conversion.fp16_range import chunked_overflow_check
+from coreml_delegate.conversion.precision import selector
+from coreml_delegate.errors import (
+    ContractError,
+    ConversionError,
+    LoweringError,
+    OptionError,
+    UnsupportedOperatorError,
+    near_matches,
+)
+from coreml_delegate.formats.blob import Content
+from coreml_delegate.formats.mlpackage import write_folder
+from coreml_delegate.targets import Opset
+from coreml_delegate.third_party import coremltools, quiet_import
+
+# With fp16 this pass narrows integers in gather, squeeze and top-k to 16 bits, signed or unsigned,
+# whatever their values: apple/coremltools#2222, apple/coremltools#2626.
+_LEFT_OUT = {"common::add_int16_cast"}
+
+# coremltools keeps global state while it converts, and tempfile.tempdir is global too.
+_LOCK = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What coremltools made of one subgraph.
+
+    Attributes:
+        spec: The ``Model`` message.
+        package: The mlpackage on disk; lives as long as the ``converted`` context.
+        compiled: The mlmodelc on disk, with ``ModelType.COMPILED_MODEL`` only.
+    """
+
+    spec: Any
+    package: Path
+    compiled: Path | None
+
+
+@contextmanager
+def converted(
+    program: ExportedProgram, options: CompileOptions, in_fp32: frozenset[int] = frozenset()
+) -> Generator[Conversion]:
+    """Convert ``program`` inside a temporary directory that is always removed.
+
+    Args:
+        program: A whole subgraph, in edge or ATen dialect; it may be modified.
+        options: How to lower.
+        in_fp32: Debug handles of calls that stay in fp32; see ``precision.mark``.
+
+    Raises:
+        OptionError: An option coremltools does not take (a pass or op type it does not know).
+        ConversionError: Coremltools failed; the cause is chained.
+        LoweringError: Ahead-of-time compilation was asked for where there is no compiler.
+    """
+    if options.model_type is ModelType.COMPILED_MODEL:
+        check_compiler()
+    with temporary_folder() as folder:
+        yield _convert(program, options, in_fp32, folder)
+
+
+@contextmanager
+def compiled(package: Mapping[str, Content]) -> Generator[Path]:
+    """Compile an mlpackage inside a temporary directory that is always removed.
+
+    Args:
+        package: Its files.
+
+    Yields:
+        The mlmodelc.
+
+    Raises:
+        LoweringError: There is no compiler, or it fails.
+    """
+    check_compiler()
+    with temporary_folder() as folder:
+        source, destination = folder / "merged.mlpackage", folder / "merged.mlmodelc"
+        write_folder(package, source)
+        try:
+            coremltools().models.utils.compile_model(str(source), str(destination))
+        except Exception as error:
+            raise LoweringError(
+                "Core ML's compiler fails on the model",
+                got=f"{type(error).__name__}: {_first_line(error)}",
+            ) from error
+        yield destination
+
+
+@contextmanager
+def temporary_folder() -> Generator[Path]:
+    """A folder that is always removed."""
+    folder = Path(tempfile.mkdtemp(prefix="coreml-delegate-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_translation(program: ExportedProgram, target: Opset | None) -> None:
+    """Let coremltools translate ``program`` to MIL, without optimizing or saving anything.
+
+    Much cheaper than a conversion, and where nearly all conversions that fail do so.
+
+    Args:
+        program: As ``converted`` takes it; constants may be stand-ins of the right shape and dtype.
+        target: Opset to translate to, or None for the oldest.
+
+    Raises:
+        ConversionError: Coremltools failed; the cause is chained.
+    """
+    ct = coremltools()
+    with _LOCK, _quiet(), _silent_log(), _conversion_errors():
+        ct.convert(
+            program,
+            source="pytorch",
+            convert_to="milinternal",
+            minimum_deployment_target=None if target is None else ct.target(int(target)),
+            pass_pipeline=ct.PassPipeline.EMPTY,
+        )
+
+
+def _convert(
+    program: ExportedProgram, options: CompileOptions, in_fp32: frozenset[int], folder: Path
+) -> Conversion:
+    ct = coremltools()
+    keywords = _keywords(ct, options) | {"compute_precision": _precision(ct, options, in_fp32)}
+    compression = passes_of(ct, options)
+    with _LOCK, _quiet(), mock.patch.object(tempfile, "tempdir", str(folder)):
+        with _conversion_errors(), chunked_overflow_check(), _collecting_new_objects_only():
+            model = ct.convert(program, package_dir=str(folder / "converted.mlpackage"), **keywords)
+            for compress in compression:
+                gc.collect()
+                model = compress(model)
+            compiled = None
+            if options.model_type is ModelType.COMPILED_MODEL:
+                # It is removed with the object.
+                compiled = shutil.copytree(
+                    model.get_compiled_model_path(), folder / "converted.mlmodelc"
+                )
+            conversion = Conversion(model.get_spec(), Path(model.package_path), compiled)
+            # The MIL program holds the weights, and itself in cycles.
+            del model
+            gc.collect()
+        return conversion
+
+
+def check_accepted(options: CompileOptions) -> None:
+    """Check that coremltools takes what it would be given of the options.
+
+    Raises:
+        OptionError: A graph pass or MIL op that it does not know, or a compression of weights that
+            it does not take.
+    """
+    ct = coremltools()
+    _pipeline(ct, options)
+    _precision(ct, options, frozenset())
+    passes_of(ct, options)
+
+
+def is_about_the_graph(error: Exception) -> bool:
+    """Whether a lowering failed by what is in the graph, so that less of it may succeed.
+
+    Options that are not accepted, and what the machine lacks (a compiler, memory, disk space), fail
+    whatever the graph.
+    """
+    about_the_graph = (UnsupportedOperatorError, ConversionError, ContractError)
+    about_the_rest = (OptionError, LoweringError, OSError, MemoryError)
+    return isinstance(error, about_the_graph) or not isinstance(error, about_the_rest)
+
+
+@contextmanager
+def _collecting_new_objects_only() -> Generator[None]:
+    """Keep the garbage collector off the objects that exist already.
+
+    A full collection by the objects of torch and ExecuTorch alone takes several times as long as
+    the conversion of a small subgraph. Coremltools' own, while the model is still there, is left to
+    the caller to do afterwards.
+    """
+    with mock.patch("coremltools.converters._converters_entry.gc"):
+        if gc.get_freeze_count():  # the caller's own arrangement, which unfreezing would undo
+            yield
+            return
+        gc.freeze()
+        try:
+            yield
+        finally:
+            gc.unfreeze()
+
+
+@contextmanager
+def _conversion_errors() -> Generator[None]:
+    """Turn what coremltools raises into ``ConversionError``, with the node it was at."""
+    from coremltools.converters.mil.frontend.torch import ops
+
+    failed_at: list[str] = []
+    translate = ops.convert_single_node
+
+    def watched(context: Any, node: Any) -> None:
+        try:
+            translate(context, node)
+        except Exception:
+            failed_at.append(str(node.name))
+            raise
+
+    try:
+        with mock.patch.object(ops, "convert_single_node", watched):
+            yield
+    except LoweringError:
+        raise
+    except (OSError, MemoryError) as error:
+        raise LoweringError(
+            "this machine cannot convert the subgraph",
+            got=f"{type(error).__name__}: {_first_line(error)}",
+            remedy="Free disk space or memory and lower again",
+        ) from error
+    except Exception as error:
+        failure = ConversionError(
+            "coremltools cannot convert the subgraph",
+            got=f"{type(error).__name__}: {_first_line(error)}",
+            remedy="Exclude the operator with skip_ops_for_coreml_delegation",
+        )
+        failure.node = failed_at[0] if failed_at else None
+        raise failure from error
+
+
+def _keywords(ct: Any, options: CompileOptions) -> dict[str, Any]:
+    target = options.deployment_target
+    return {
+        "source": "pytorch",
+        "convert_to": "mlprogram",
+        "minimum_deployment_target": None if target is None else ct.target(int(target)),
+        "compute_units": ct.ComputeUnit[options.compute_unit.name],
+        "pass_pipeline": _pipeline(ct, options),
+        # Loading is only needed, and only possible, where Core ML compiles ahead of time.
+        "skip_model_load": options.model_type is not ModelType.COMPILED_MODEL,
+    }
+
+
+def _precision(ct: Any, options: CompileOptions, in_fp32: frozenset[int]) -> Any:
+    """Coremltools' own precision, or where there are exceptions, the rule that makes them."""
+    keep = options.keep_fp32
+    if options.precision is not Precision.FLOAT16 or not (keep.ops or in_fp32):
+        return ct.precision(options.precision.value)
+    from coremltools.converters.mil.mil.ops.registry import SSAOpRegistry
+
+    known = SSAOpRegistry.core_ops
+    for name in keep.ops:
+        if name not in known:
+            raise OptionError(
+                "keep_fp32 names an unknown MIL op",
+                got=repr(name),
+                expected=near_matches(name, known, ""),
+            )
+    return ct.transform.FP16ComputePrecision(op_selector=selector(keep, in_fp32))
+
+
+def _pipeline(ct: Any, options: CompileOptions) -> Any:
+    if options.pass_names is not None:
+        return pipeline_of(options.pass_names)
+    pipeline = ct.PassPipeline.DEFAULT
+    pipeline.remove_passes(_LEFT_OUT)
+    return pipeline
+
+
+def pipeline_of(pass_names: Sequence[str]) -> Any:
+    """Coremltools' ``PassPipeline`` of these passes.
+
+    Raises:
+        OptionError: One is unknown.
+    """
+    ct = coremltools()
+    known = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY.passes
+    for name in pass_names:
+        if name not in known:
+            raise OptionError(
+                "unknown coremltools pass",
+                got=repr(name),
+                expected=near_matches(name, known, ""),
+            )
+    return ct.PassPipeline(list(pass_names), pipeline_name="coreml_delegate")
+
+
+def check_compiler() -> None:
+    """Check that this machine can compile ahead of time.
+
+    Raises:
+        LoweringError: It cannot.
+    """
+    if shutil.which("xcrun") is None:
+        raise LoweringError(
+            "model_type COMPILED_MODEL needs Core ML's compiler, which only macOS has",
+            remedy="Use MODEL_TYPE.MODEL (the device compiles at first load), or export on a Mac",
+        )
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Keep coremltools' progress bars and numpy's warnings off its caller's terminal.
+
+    It casts limits of fp32 to fp16, where they become infinite and are right.
+    """
+    import tqdm
+
+    silent = partial(tqdm.tqdm, disable=True)
+    frontend = "coremltools.converters.mil.frontend.torch.ops._tqdm"
+    passes = "coremltools.converters.mil.mil.passes.pass_pipeline.tqdm"
+    compression = "coremltools.optimize.coreml._quantization_passes.tqdm"
+    with (
+        quiet_import(),
+        _filtered_log(),
+        np.errstate(over="ignore"),
+        mock.patch(frontend, silent),
+        mock.patch(passes, silent),
+        mock.patch(compression, silent),
+        # Names count up over a process's life; each conversion's bytes are to be its own affair.
+        mock.patch("coremltools.converters.mil.mil.Builder.name_count", defaultdict(int)),
+    ):
+        yield
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether coremltools logs what its caller does not know otherwise.
+
+    What fails is in the error that is raised. Integers of the program become those of Core ML, of
+    32 bits, in every call that has any.
+    """
+    return (
+        not record.getMessage()
+        .lstrip()
+        .startswith(
+            ("ERROR - converting", "Saving value type of int64 into a builtin type of int32")
+        )
+    )
+
+
+@contextmanager
+def _filtered_log() -> Generator[None]:
+    logger = logging.getLogger("coremltools")
+    logger.addFilter(_is_news)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_news)
+
+
+@contextmanager
+def _silent_log() -> Generator[None]:
+    """Keep coremltools' warnings about a model that nobody will run out of its caller's log."""
+    logger = logging.getLogger("coremltools")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else "no message"

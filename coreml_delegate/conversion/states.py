@@ -1,0 +1,173 @@
+"""Mutable buffers as Core ML states, which are fp16, of rank 1 or more, and zero at first.
+
+A buffer of another dtype is cast where it is read and written, a scalar becomes one element. If
+any buffer of a subgraph has another initial value, the subgraph gets one state more: it is zero
+until the first run has ended, and as long as it is, reads give the initial values, which are
+constants of the model.
+
+Source: apple/coremltools#2826, ``TorchConverter`` of coremltools 9.0; ExecuTorch 1.0 to 1.5, Core
+ML runtime: ``MLState`` is made once for each loaded handle, and never written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import (
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.fx import Node
+
+from coreml_delegate.errors import ContractError
+from coreml_delegate.ops.edits import ATEN, add_constant, add_placeholder, insert
+
+HELD = frozenset({torch.float16, torch.float32, torch.bool, torch.uint8, torch.int8})
+"""Dtypes whose values fp16 holds, floats as well as it holds what Core ML computes."""
+
+STARTED = "coreml_delegate_started"
+"""Name of the state that tells the first run from the others."""
+
+_INITIAL = "coreml_delegate_initial"
+
+
+def largest_integer() -> int:
+    """Up to which fp16 has every integer."""
+    return round(2 / torch.finfo(torch.float16).eps)
+
+
+def initial_value(program: ExportedProgram, name: str) -> torch.Tensor | None:
+    """What a buffer has before the first run; None if that is zero, as a state is."""
+    value: Any = program.state_dict.get(name, program.constants.get(name))
+    return value if isinstance(value, torch.Tensor) and bool(value.any()) else None
+
+
+def make_states(program: ExportedProgram) -> None:
+    """Rewrite a subgraph, in place, so that coremltools makes states of its mutable buffers.
+
+    Raises:
+        ContractError: A mutable buffer has integers that fp16 may not hold.
+    """
+    buffers = list(_buffers(program))
+    if not buffers:
+        return
+    first = next(n for n in program.graph.nodes if n.op not in ("placeholder", "get_attr"))
+    starting = [b for b in buffers if initial_value(program, b.name) is not None]
+    started = _started(program, first) if starting else None
+    for buffer in buffers:
+        _check_dtype(buffer)
+        _read(program, buffer, first, started)
+        _written(program, buffer)
+    program.graph_module.recompile()
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """A mutable buffer of a subgraph: its name, and its place in signature and graph."""
+
+    name: str
+    spec: InputSpec
+    node: Node
+    mutation: OutputSpec
+    dtype: torch.dtype
+
+
+def _buffers(program: ExportedProgram) -> Iterator[_Buffer]:
+    signature = program.graph_signature
+    nodes = {node.name: node for node in program.graph.nodes}
+    mutations = {
+        s.target: s for s in signature.output_specs if s.kind is OutputKind.BUFFER_MUTATION
+    }
+    for spec in list(signature.input_specs):
+        if spec.kind is InputKind.BUFFER and spec.target in mutations:
+            node = nodes[spec.arg.name]
+            yield _Buffer(
+                str(spec.target), spec, node, mutations[spec.target], node.meta["val"].dtype
+            )
+
+
+def _check_dtype(buffer: _Buffer) -> None:
+    if buffer.dtype not in HELD:
+        raise ContractError(
+            f"mutable buffer {buffer.name!r} cannot be a Core ML state",
+            got=str(buffer.dtype),
+            expected=f"values that fp16 holds (of integers those up to {largest_integer()})",
+            remedy="Lower with CoreMLPartitioner, which passes it in and out, or make it float32",
+        )
+
+
+def _read(program: ExportedProgram, buffer: _Buffer, first: Node, started: Node | None) -> None:
+    """Let what reads the buffer read what it means."""
+    node, users = buffer.node, list(buffer.node.users)
+    shape = list(node.meta["val"].shape)
+    initial = initial_value(program, buffer.name)
+    held = torch.float32
+    node.meta["val"] = node.meta["val"].to(held).reshape(shape or [1])
+    _replace(program, buffer.name, lambda value: value.to(held).reshape(shape or [1]))
+    value = node
+    if initial is not None and started is not None:
+        constant = add_constant(program, f"{_INITIAL}_{node.name}", initial, node)
+        value = insert(first, ATEN.where.self, started, value, constant)
+    if not shape:
+        value = insert(first, ATEN.view_copy.default, value, [])
+    if buffer.dtype is torch.bool:
+        value = insert(first, ATEN.ne.Scalar, value, 0)
+    elif buffer.dtype is not held:
+        value = insert(first, ATEN._to_copy.default, value, dtype=buffer.dtype)
+    if value is not node:
+        for user in users:
+            user.replace_input_with(node, value)
+
+
+def _written(program: ExportedProgram, buffer: _Buffer) -> None:
+    """Let the new value be of the state's dtype and shape."""
+    output = program.graph.output_node()
+    value = next(n for n in program.graph.nodes if n.name == buffer.mutation.arg.name)
+    new = value
+    if buffer.dtype is not torch.float32:
+        new = insert(output, ATEN._to_copy.default, new, dtype=torch.float32)
+    if not value.meta["val"].dim():
+        new = insert(output, ATEN.view_copy.default, new, [1])
+    if new is not value:
+        position = program.graph_signature.output_specs.index(buffer.mutation)
+        returned: Any = output.args[0]
+        results: list[Any] = list(returned)
+        results[position] = new
+        output.args = (tuple(results),)
+        buffer.mutation.arg = TensorArgument(new.name)
+
+
+def _started(program: ExportedProgram, first: Node) -> Node:
+    """Whether a run has ended: a state that every run sets to one."""
+    value = torch.zeros(1)
+    # Coremltools has one scope for the names of states and of values.
+    node = add_placeholder(program, f"b_{STARTED}", value, first)
+    signature = program.graph_signature
+    signature.input_specs.insert(
+        0, InputSpec(InputKind.BUFFER, TensorArgument(node.name), STARTED, persistent=True)
+    )
+    program.state_dict[STARTED] = value
+    output = program.graph.output_node()
+    one = insert(output, ATEN.full.default, [1], 1.0, dtype=torch.float32)
+    results: Any = output.args[0]
+    output.args = ((one, *results),)
+    signature.output_specs.insert(
+        0, OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(one.name), STARTED)
+    )
+    return insert(first, ATEN.ne.Scalar, node, 0)
+
+
+def _replace(
+    program: ExportedProgram, name: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    state: dict[str, Any] = program.state_dict
+    constants: dict[str, Any] = program.constants
+    held: MutableMapping[str, Any] = state if name in state else constants
+    held[name] = change(held[name].detach())

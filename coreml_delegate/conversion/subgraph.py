@@ -1,0 +1,198 @@
+"""Programs made of calls picked out of another program, to try a conversion on.
+
+The calls keep their arguments; what they take from outside becomes an input, or a constant where it
+is one. Constants whose values are not at hand, because ExecuTorch shows partitioners fake ones, are
+stood in for by tensors of their shape and dtype that take no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._export.verifier import load_verifier
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    SymIntArgument,
+    TensorArgument,
+)
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from coreml_delegate.ops.call import GETITEM, overload_of, target_name
+from coreml_delegate.ops.sizes import is_size
+
+
+def program_of(
+    calls: Sequence[Node],
+    owner: ExportedProgram,
+    *,
+    constants: Mapping[Node, torch.Tensor],
+    apart: bool = False,
+    to_aten: bool = False,
+) -> tuple[ExportedProgram, dict[str, Node]]:
+    """A program of ``calls`` alone.
+
+    Args:
+        calls: Of the graph of ``owner``, in its order; the ``getitem`` calls on their results are
+            added where they are missing.
+        owner: The program they are from.
+        constants: Value of every placeholder that is a constant of ``owner``.
+        apart: Give every call arguments of its own, so that none depends on another.
+        to_aten: Make it one in ATen dialect, whatever that of ``owner``.
+
+    Returns:
+        The program, and the original of every call in it by name.
+    """
+    builder = _Builder(constants, apart=apart, to_aten=to_aten)
+    chosen = _with_parts(calls)
+    builder.placeholders(chosen)
+    for node in chosen:
+        builder.call(node)
+    builder.output(chosen)
+    return builder.program(owner), builder.originals
+
+
+def stand_in(value: torch.Tensor) -> torch.Tensor:
+    """A real tensor for a fake one: zeros of its shape and dtype that take no memory."""
+    if not isinstance(value, FakeTensor):
+        return value
+    zeros = torch.zeros((), dtype=value.dtype).expand(tuple(value.shape))
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(zeros, requires_grad=False)
+    return zeros
+
+
+def call_of(node: Node) -> Node:
+    """The call that a ``getitem`` takes a result of; other nodes as they are."""
+    source = node.args[0] if target_name(node.target) == GETITEM else None
+    return source if isinstance(source, Node) else node
+
+
+def _with_parts(calls: Sequence[Node]) -> list[Node]:
+    """The calls, the ``getitem`` calls on their results, and what computes sizes for them."""
+    chosen = dict.fromkeys(calls)
+    for node in calls:
+        chosen.update(dict.fromkeys(_sizes_for(node)))
+        if isinstance(node.meta.get("val"), list | tuple):
+            chosen.update(dict.fromkeys(u for u in node.users if target_name(u.target) == GETITEM))
+    order = {node: place for place, node in enumerate(calls[0].graph.nodes)} if calls else {}
+    return sorted(chosen, key=order.__getitem__)
+
+
+def _sizes_for(call: Node) -> Iterator[Node]:
+    for argument in call.all_input_nodes:
+        if argument.op == "call_function" and is_size(argument):
+            yield argument
+            yield from _sizes_for(argument)
+
+
+class _Builder:
+    """State of one build; ``copies`` maps nodes of the owner to nodes of the new graph."""
+
+    def __init__(
+        self, constants: Mapping[Node, torch.Tensor], *, apart: bool, to_aten: bool
+    ) -> None:
+        self.graph = Graph()
+        self.originals: dict[str, Node] = {}
+        self._constants = constants
+        self._apart = apart
+        self._to_aten = to_aten
+        self._values: dict[str, Any] = {}
+        self._inputs: list[InputSpec] = []
+        self._outputs: list[OutputSpec] = []
+        self._copies: dict[Node | tuple[Node, Node], Node] = {}
+
+    def placeholders(self, calls: Sequence[Node]) -> None:
+        """Placeholders for what the calls take from outside: first constants, then inputs."""
+        inside = set(calls)
+        wanted = dict.fromkeys(
+            (self._key(argument, node), argument)
+            for node in calls
+            for argument in node.all_input_nodes
+            if not self._is_inside(argument, node, inside)
+        )
+        for of_constants in (True, False):
+            for key, argument in wanted:
+                if (argument in self._constants) is of_constants:
+                    self._placeholder(key, argument)
+
+    def call(self, node: Node) -> None:
+        """Copy one call."""
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: self._copy_for(n, node))
+        target: Any = overload_of(node.target) if self._to_aten else node.target
+        new = self.graph.call_function(target, args, kwargs)
+        new.meta = dict(node.meta)
+        self._copies[node] = new
+        self.originals[new.name] = node
+
+    def output(self, calls: Sequence[Node]) -> None:
+        """Return every tensor that something outside uses, or nothing does."""
+        inside = set(calls)
+        results = [
+            self._copies[node]
+            for node in calls
+            if isinstance(node.meta.get("val"), torch.Tensor)
+            and (self._apart or not node.users or any(u not in inside for u in node.users))
+        ]
+        self.graph.output(tuple(results))
+        self._outputs = [
+            OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in results
+        ]
+
+    def program(self, owner: ExportedProgram) -> ExportedProgram:
+        """The finished program."""
+        signature = ExportGraphSignature(self._inputs, self._outputs)
+        in_spec = pytree.tree_flatten((tuple(signature.user_inputs), {}))[1]
+        out_spec = pytree.tree_flatten(signature.user_outputs)[1]
+        is_aten = self._to_aten or owner.dialect == "TRAINING"
+        return ExportedProgram(
+            root=torch.nn.Module(),
+            graph=self.graph,
+            graph_signature=signature,
+            state_dict={},
+            range_constraints=dict(owner.range_constraints),
+            module_call_graph=[ModuleCallEntry("", ModuleCallSignature([], [], in_spec, out_spec))],
+            constants=self._values,
+            # Fresh from torch.export a program is in no dialect that coremltools takes.
+            verifiers=[load_verifier("ATEN") if is_aten else owner.verifier],
+        )
+
+    def _is_inside(self, argument: Node, user: Node, inside: Collection[Node]) -> bool:
+        # Parts of a result, and sizes, belong to their call even where calls are kept apart.
+        together = target_name(user.target) == GETITEM or is_size(argument)
+        return argument in inside and (not self._apart or together)
+
+    def _key(self, argument: Node, user: Node) -> Node | tuple[Node, Node]:
+        return (argument, user) if self._apart else argument
+
+    def _copy_for(self, argument: Node, user: Node) -> Node:
+        found = self._copies.get(self._key(argument, user))
+        return self._copies[argument] if found is None else found
+
+    def _placeholder(self, key: Node | tuple[Node, Node], argument: Node) -> None:
+        node = self.graph.placeholder(f"argument_{len(self._inputs)}")
+        value: Any = argument.meta.get("val")
+        if isinstance(value, torch.Tensor) and argument not in self._constants:
+            # How it lies in memory is a matter of the whole partition, and judged there.
+            value = value.contiguous()
+        node.meta = {"val": value}
+        self._copies[key] = node
+        if argument in self._constants:
+            name = f"constant_{len(self._inputs)}"
+            self._values[name] = self._constants[argument]
+            spec = InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(node.name), name)
+        elif isinstance(value, torch.Tensor):
+            spec = InputSpec(InputKind.USER_INPUT, TensorArgument(node.name), None)
+        else:
+            spec = InputSpec(InputKind.USER_INPUT, SymIntArgument(node.name), None)
+        self._inputs.append(spec)

@@ -1,0 +1,290 @@
+"""Trial conversion: whether coremltools really translates a call that the rules accept.
+
+The rules say what Core ML can take; what coremltools makes of a call is tried. Every distinct
+signature (op, dtypes, shapes, arguments) is translated once, many in one program, without weights;
+the verdicts are kept in memory and on disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import filelock
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from coreml_delegate.caches import cache_folder, source_digest
+from coreml_delegate.conversion.convert import check_translation, is_about_the_graph
+from coreml_delegate.conversion.prepare import prepare
+from coreml_delegate.conversion.subgraph import call_of, program_of
+from coreml_delegate.errors import ConversionError
+from coreml_delegate.ops import Reason, ReasonCode, required_opset
+from coreml_delegate.ops.call import OpCall, target_name
+from coreml_delegate.targets import Opset
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a trial.
+
+    Attributes:
+        since: The oldest opset that translates the call, None if no opset does.
+        error: What coremltools said at the oldest opset that was tried, empty if it succeeded.
+    """
+
+    since: Opset | None
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Trials:
+    """Verdicts by signature and target, shared by all partitioners of a process."""
+
+    known: dict[str, Verdict] = field(default_factory=dict[str, Verdict])
+    loaded_from: Path | None = None
+
+    def verdicts(
+        self,
+        calls: Iterable[Node],
+        program: ExportedProgram,
+        constants: Mapping[Node, torch.Tensor],
+        target: Opset | None,
+    ) -> dict[Node, Verdict]:
+        """A verdict on every call.
+
+        Args:
+            calls: Of the graph of ``program``, accepted by the rules.
+            program: In edge dialect.
+            constants: Value, or stand-in, of every placeholder that is a constant.
+            target: Opset of the deployment target; None if any may be demanded.
+        """
+        self._load()
+        keys = {call: _key(call, constants, target) for call in calls}
+        new: dict[str, Node] = {}
+        for call, key in keys.items():
+            if key not in self.known:
+                new.setdefault(key, call)
+        if new:
+            made = _Trial(program, constants, target).run(list(new.values()))
+            self.known.update((key, made[call]) for key, call in new.items())
+            logger.debug("tried %d signatures, %d failed", len(new), _failed(made.values()))
+            self._save()
+        return {call: self.known[key] for call, key in keys.items()}
+
+    def _load(self) -> None:
+        path = _file()
+        if path == self.loaded_from:
+            return
+        self.loaded_from = path
+        self.known = _read(path) | self.known
+
+    def _save(self) -> None:
+        """Merge into the file; a cache that cannot be written is no error."""
+        path = _file()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with filelock.FileLock(path.with_suffix(".lock"), timeout=_LOCK_SECONDS):
+                self.known = _read(path) | self.known
+                _write(path, self.known)
+        except (OSError, filelock.Timeout) as error:
+            logger.info("trial conversions are not kept on disk: %s", error)
+
+
+TRIALS = Trials()
+"""The verdicts of this process."""
+
+_LOCK_SECONDS = 10.0
+
+
+def reason_of(call: Node, verdict: Verdict) -> Reason:
+    """Why a call whose trial failed is not delegated."""
+    return Reason(
+        ReasonCode.CONVERSION,
+        f"coremltools fails to convert this call of {target_name(call.target)}: {verdict.error}",
+    )
+
+
+def _failed(verdicts: Iterable[Verdict]) -> int:
+    return sum(verdict.since is None for verdict in verdicts)
+
+
+# Trying
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    program: ExportedProgram
+    constants: Mapping[Node, torch.Tensor]
+    target: Opset | None
+
+    def run(self, calls: Sequence[Node]) -> dict[Node, Verdict]:
+        """Translate every call, those of one opset together."""
+        verdicts: dict[Node, Verdict] = {}
+        by_opset: dict[Opset, list[Node]] = {}
+        for call in calls:
+            by_opset.setdefault(self._oldest(call), []).append(call)
+        for opset, group in sorted(by_opset.items()):
+            errors = self._errors(group, opset)
+            for call in group:
+                verdicts[call] = (
+                    self._later(call, opset, errors[call]) if call in errors else Verdict(opset)
+                )
+        return verdicts
+
+    def _oldest(self, call: Node) -> Opset:
+        return required_opset([call]) if self.target is None else self.target
+
+    def _later(self, call: Node, failed: Opset, error: str) -> Verdict:
+        """The verdict on a call that fails at an opset: perhaps a later one translates it."""
+        if self.target is None:
+            for opset in (opset for opset in Opset if opset > failed):
+                if not self._errors([call], opset):
+                    return Verdict(opset, error)
+        return Verdict(None, error)
+
+    def _errors(self, calls: Sequence[Node], opset: Opset) -> dict[Node, str]:
+        """The calls that fail at an opset, with what coremltools said."""
+        if not calls:
+            return {}
+        failed_at: Node | None = None
+        try:
+            program, originals = program_of(
+                calls, self.program, constants=self.constants, apart=True
+            )
+            prepare(program)
+            try:
+                # Stated only above the oldest, where coremltools starts of itself.
+                check_translation(program, opset if opset > Opset.iOS15 else None)
+            except ConversionError as error:
+                failed_at = _origin(program, originals, error.node)
+                raise
+        except Exception as error:
+            if not is_about_the_graph(error):
+                raise  # and no verdict, which would outlast the cause
+            message = (
+                (error.got or str(error)) if isinstance(error, ConversionError) else str(error)
+            )
+            return self._isolated(calls, opset, failed_at, message or type(error).__name__)
+        return {}
+
+    def _isolated(
+        self, calls: Sequence[Node], opset: Opset, failed_at: Node | None, message: str
+    ) -> dict[Node, str]:
+        """Which of the calls it was that made a translation fail, and which others fail."""
+        if len(calls) == 1:
+            return {calls[0]: message}
+        culprit = None if failed_at is None else call_of(failed_at)
+        if culprit is not None and culprit in calls:
+            rest = [call for call in calls if call is not culprit]
+            return {culprit: message} | self._errors(rest, opset)
+        half = len(calls) // 2
+        return self._errors(calls[:half], opset) | self._errors(calls[half:], opset)
+
+
+def _origin(
+    program: ExportedProgram, originals: Mapping[str, Node], name: str | None
+) -> Node | None:
+    """The original of the node named, or of the one it was inserted before by a rewrite."""
+    reached = False
+    for node in program.graph.nodes:
+        reached = reached or node.name == name
+        if reached and node.name in originals:
+            return originals[node.name]
+    return None
+
+
+# Signatures
+
+
+def _key(call: Node, constants: Mapping[Node, torch.Tensor], target: Opset | None) -> str:
+    parts = [target_name(call.target), "any" if target is None else target.name]
+    parts += [f"{name}={_described(value, constants)}" for name, value in _arguments(call)]
+    parts += [f"-> {_tensor(value)}" for value in _results(call)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _arguments(call: Node) -> list[tuple[str, Any]]:
+    return sorted(OpCall.of(call).arguments.items())
+
+
+def _results(call: Node) -> Iterator[torch.Tensor]:
+    return iter(OpCall.of(call).outputs())
+
+
+def _described(value: Any, constants: Mapping[Node, torch.Tensor]) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_described(item, constants) for item in value)}]"
+    if isinstance(value, Node):
+        found = value.meta.get("val")
+        text = _tensor(found) if isinstance(found, torch.Tensor) else repr(found)
+        return f"constant {text}" if value in constants else text
+    return repr(value)
+
+
+def _tensor(value: torch.Tensor) -> str:
+    return f"{value.dtype}[{', '.join(str(size) for size in value.shape)}]"
+
+
+# The file
+
+
+def _file() -> Path:
+    return cache_folder() / "trials" / f"{_version()}.json"
+
+
+# Where a call is made ready for its trial.
+_JUDGES = ("coreml_delegate.ops", "coreml_delegate.conversion", "coreml_delegate.dynamic_shapes")
+
+
+@functools.cache
+def _version() -> str:
+    """Digest of everything a verdict depends on beside the call."""
+    digest = hashlib.sha256()
+    for name in ("coremltools", "torch"):
+        digest.update(f"{name} {importlib.metadata.version(name)}\n".encode())
+    digest.update(source_digest(*_JUDGES).encode())
+    return digest.hexdigest()[:24]
+
+
+def _read(path: Path) -> dict[str, Verdict]:
+    """The verdicts in a file; none if it is missing or damaged."""
+    try:
+        content = json.loads(path.read_text())
+        return {
+            str(key): Verdict(None if since is None else Opset(since), str(error))
+            for key, (since, error) in content.items()
+        }
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        logger.info("trial conversions on disk are not readable: %s", error)
+        return {}
+
+
+def _write(path: Path, verdicts: Mapping[str, Verdict]) -> None:
+    """Replace the file as a whole, so that no reader sees half of one."""
+    content = {
+        key: (None if v.since is None else int(v.since), v.error)
+        for key, v in sorted(verdicts.items())
+    }
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(content, file)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

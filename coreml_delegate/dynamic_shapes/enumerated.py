@@ -1,0 +1,220 @@
+"""Enumerated shapes of a model's inputs, as the compile spec ``enumerated_shapes`` holds them.
+
+The spec is a JSON list with an entry for every symbolic shape: ``[{"shape": [size, ...]}, [shapes,
+names]]``. A size is an integer or ``{"key_name": expression, "low": int | null, "high": int |
+null}``; ``shapes`` are the shapes that inputs of this symbolic shape may take and ``names`` these
+inputs. The n-th shapes of all entries go together.
+
+Source: ExecuTorch 1.5, Core ML backend, ``enumerated_shape_utils``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from coreml_delegate.dynamic_shapes.expressions import SizeExpression
+from coreml_delegate.errors import OptionError
+
+Shape = tuple[int, ...]
+
+MAX_SHAPES = 128
+"""As many shapes as Core ML takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SymbolicSize:
+    """A dimension whose size is not fixed.
+
+    Attributes:
+        expression: In symbols of the exported program, ``s0`` or ``2*s0``.
+        low: Smallest size that the program was exported for, None if it says nothing.
+        high: Largest size, None likewise.
+    """
+
+    expression: str
+    low: int | None = None
+    high: int | None = None
+
+    def admits(self, size: int) -> bool:
+        """Whether the program was exported for this size.
+
+        Torch takes 1 for a special case and starts at 2, even where 1 was asked for.
+        """
+        low = 1 if self.low == 2 else self.low
+        return (low is None or size >= low) and (self.high is None or size <= self.high)
+
+    def __str__(self) -> str:
+        low = "" if self.low is None else self.low
+        return f"{self.expression} in {low}..{'' if self.high is None else self.high}"
+
+
+Size = int | SymbolicSize
+
+
+@dataclass(frozen=True, slots=True)
+class EnumeratedInput:
+    """The shapes that some inputs, alike in their symbolic shape, may take.
+
+    Attributes:
+        names: Names of the inputs in the exported program.
+        sizes: Their symbolic shape.
+        shapes: One for each combination.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[Size, ...]
+    shapes: tuple[Shape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EnumeratedShapes:
+    """The combinations of input shapes that a model may be called with.
+
+    Attributes:
+        inputs: The inputs of symbolic shape; all have equally many shapes, the n-th of which go
+            together.
+
+    Raises:
+        OptionError: There is none, their numbers differ, or sizes contradict each other.
+    """
+
+    inputs: tuple[EnumeratedInput, ...]
+
+    def __post_init__(self) -> None:
+        counts = {name: len(entry.shapes) for entry in self.inputs for name in entry.names}
+        if len(set(counts.values())) != 1:
+            raise OptionError(
+                "inputs have different numbers of enumerated shapes",
+                got=", ".join(f"{name!r} {count}" for name, count in counts.items()) or "no input",
+                remedy="List as many shapes for each: the n-th shapes of all inputs go together",
+            )
+        self.bindings()
+
+    @property
+    def count(self) -> int:
+        """How many combinations there are."""
+        return len(self.inputs[0].shapes)
+
+    def bindings(self) -> tuple[Mapping[str, int], ...]:
+        """The values of the symbols in each combination."""
+        return tuple(self._binding(index) for index in range(self.count))
+
+    def _binding(self, index: int) -> dict[str, int]:
+        known: dict[str, tuple[int, str]] = {}
+        sizes = list(self._sizes(index))
+        for expression, size, place in sizes:
+            if not expression.is_solvable:
+                continue
+            (symbol,) = expression.symbols
+            value = expression.solve(size)
+            if value is None or (symbol in known and known[symbol][0] != value):
+                raise _contradiction(index, expression, size, place, known)
+            known.setdefault(symbol, (value, place))
+        binding = {symbol: value for symbol, (value, _) in known.items()}
+        for expression, size, place in sizes:
+            if expression.symbols <= binding.keys() and expression.evaluate(binding) != size:
+                raise _contradiction(index, expression, size, place, known)
+        return binding
+
+    def _sizes(self, index: int) -> Iterator[tuple[SizeExpression, int, str]]:
+        for entry in self.inputs:
+            for dim, (size, value) in enumerate(zip(entry.sizes, entry.shapes[index], strict=True)):
+                if isinstance(size, SymbolicSize):
+                    place = f"dimension {dim} of {entry.names[0]!r}"
+                    yield SizeExpression.parse(size.expression), value, place
+
+    def encode(self) -> list[Any]:
+        """As plain data, ready for JSON."""
+        return [
+            [
+                {"shape": [_encode_size(size) for size in entry.sizes]},
+                [[list(shape) for shape in entry.shapes], list(entry.names)],
+            ]
+            for entry in self.inputs
+        ]
+
+    @classmethod
+    def decode(cls, content: Any) -> EnumeratedShapes:
+        """Read back what ``encode``, or ExecuTorch's own backend, made.
+
+        Raises:
+            OptionError: It has another form.
+        """
+        try:
+            entries = [_decode_input(key, shapes, names) for key, (shapes, names) in content]
+        except (TypeError, ValueError, KeyError) as error:
+            raise OptionError("not a list of enumerated shapes", got=str(error)) from error
+        return cls(tuple(entries))
+
+    def describe(self) -> str:
+        """The combinations, for a reader."""
+        listed = (
+            ", ".join(
+                f"{name} {list(entry.shapes[index])}"
+                for entry in self.inputs
+                for name in entry.names
+            )
+            for index in range(self.count)
+        )
+        return " | ".join(listed)
+
+
+def _contradiction(
+    index: int,
+    expression: SizeExpression,
+    size: int,
+    place: str,
+    known: Mapping[str, tuple[int, str]],
+) -> OptionError:
+    symbols = sorted(expression.symbols & known.keys())
+    given = "; ".join(f"{s} is {known[s][0]} by {known[s][1]}" for s in symbols)
+    return OptionError(
+        f"enumerated shapes number {index} do not go together",
+        got=f"{size} as {place}",
+        expected=f"{expression.text}{f', where {given}' if given else ''}",
+        remedy="The program was exported with sizes that depend on each other: list shapes that "
+        "do, or export with dimensions that are independent",
+    )
+
+
+def _encode_size(size: Size) -> Any:
+    if isinstance(size, int):
+        return size
+    return {"key_name": size.expression, "low": size.low, "high": size.high}
+
+
+def _decode_input(key: Any, shapes: Any, names: Any) -> EnumeratedInput:
+    entry = EnumeratedInput(
+        names=tuple(_text(name) for name in names),
+        sizes=tuple(_decode_size(size) for size in key["shape"]),
+        shapes=tuple(tuple(_whole(size) for size in shape) for shape in shapes),
+    )
+    if not entry.names or any(len(shape) != len(entry.sizes) for shape in entry.shapes):
+        raise ValueError("a shape of another rank, or of no input")
+    return entry
+
+
+def _decode_size(content: Any) -> Size:
+    if not isinstance(content, Mapping):
+        return _whole(content)
+    fields = cast("Mapping[str, Any]", content)
+    low, high = fields["low"], fields["high"]
+    return SymbolicSize(
+        SizeExpression.parse(_text(fields["key_name"])).text,
+        None if low is None else _whole(low),
+        None if high is None else _whole(high),
+    )
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{value!r} where an integer should be")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} where a text should be")
+    return value

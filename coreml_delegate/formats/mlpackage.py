@@ -1,0 +1,213 @@
+"""The mlpackage: a folder with a manifest, a model specification and its weight files.
+
+Files are handled as a mapping of relative POSIX path to bytes, whether they lie in a folder
+(mapped, not read) or inside a blob. Layout, with the manifest naming the root item::
+
+    Manifest.json
+    Data/com.apple.CoreML/model.mlmodel        protobuf, Model.proto
+    Data/com.apple.CoreML/weights/weight.bin   optional
+
+Source: coremltools' ``libmodelpackage`` (manifest version 1.0.0).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coreml_delegate.errors import BlobFormatError, ProgramError, naming
+from coreml_delegate.formats.blob import Buffer, Content, chunks_of
+
+MANIFEST = "Manifest.json"
+_AUTHOR = "com.apple.CoreML"
+_DATA = "Data"
+_SPEC = f"{_AUTHOR}/model.mlmodel"
+_WEIGHTS = f"{_AUTHOR}/weights"
+# Namespace of the identifiers derived from content; the value itself has no meaning.
+_NAMESPACE = uuid.UUID("6f6d5f0e-3d0c-5d0b-9f0e-c0de1de1e9a7")
+
+
+@dataclass(frozen=True, slots=True)
+class PackageParts:
+    """The parts of an mlpackage.
+
+    Attributes:
+        spec: Serialized ``Model`` message.
+        weights: Path relative to the specification's folder (``@model_path`` in MIL) to content.
+    """
+
+    spec: memoryview
+    weights: Mapping[str, memoryview]
+
+
+def map_folder(folder: Path, *, smallest: int = 1) -> dict[str, memoryview]:
+    """Map every file below ``folder`` into memory, read-only.
+
+    Args:
+        folder: Whose files may be removed while they are mapped, but not changed.
+        smallest: Files of fewer bytes are read: each that is mapped counts as an open file.
+
+    Returns:
+        Relative POSIX path to content, sorted. The views keep the mappings alive.
+
+    Raises:
+        ProgramError: No such folder.
+        BlobFormatError: A link in it leads out of it.
+    """
+    if not folder.is_dir():
+        raise ProgramError("no such mlpackage", got=str(folder), expected="a folder")
+    files: dict[str, memoryview] = {}
+    root = folder.resolve()
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() and not _inside(path, root):
+            raise BlobFormatError(
+                "a link leads out of the mlpackage",
+                got=path.relative_to(folder).as_posix(),
+                remedy="Copy the package with its links followed (cp -RL)",
+            )
+        if path.is_file():
+            files[path.relative_to(folder).as_posix()] = _map_file(path, smallest)
+    return files
+
+
+def locate(files: Mapping[str, Buffer]) -> PackageParts:
+    """Find the specification and weights through the manifest.
+
+    Raises:
+        BlobFormatError: The manifest is missing or malformed, or names a file that is not there.
+    """
+    spec_path = _root_item(files)
+    if spec_path not in files:
+        raise BlobFormatError("mlpackage lacks its specification", expected=spec_path)
+    base = spec_path.rpartition("/")[0] + "/"
+    weights = {
+        path.removeprefix(base): memoryview(content)
+        for path, content in files.items()
+        if path.startswith(base) and path != spec_path
+    }
+    return PackageParts(spec=memoryview(files[spec_path]), weights=weights)
+
+
+def assemble(spec: bytes, weights: Mapping[str, Content]) -> dict[str, Content]:
+    """The files of an mlpackage; equal arguments give equal bytes.
+
+    Args:
+        spec: Serialized ``Model`` message.
+        weights: Relative path below the weights folder to content; may be empty.
+    """
+    files: dict[str, Content] = {f"{_DATA}/{_SPEC}": spec}
+    items = {_item_id(_SPEC): _item("CoreML Model Specification", "model.mlmodel", _SPEC)}
+    if weights:
+        items[_item_id(_WEIGHTS)] = _item("CoreML Model Weights", "weights", _WEIGHTS)
+        files |= {f"{_DATA}/{_WEIGHTS}/{name}": content for name, content in weights.items()}
+    manifest = {
+        "fileFormatVersion": "1.0.0",
+        "itemInfoEntries": items,
+        "rootModelIdentifier": _item_id(_SPEC),
+    }
+    files[MANIFEST] = (json.dumps(manifest, indent=4, sort_keys=True) + "\n").encode()
+    return dict(sorted(files.items()))
+
+
+def write_folder(
+    files: Mapping[str, Content], destination: Path, *, overwrite: bool = False
+) -> None:
+    """Write files below ``destination``, which appears complete or not at all.
+
+    Raises:
+        ProgramError: ``destination`` exists and ``overwrite`` is false.
+        OSError: The parent folder cannot be written.
+    """
+    with new_folder(files, destination, overwrite=overwrite):
+        pass
+
+
+@contextmanager
+def new_folder(
+    files: Mapping[str, Content], destination: Path, *, overwrite: bool = False
+) -> Generator[None]:
+    """Write files below ``destination``, which appears when the block ends without an exception.
+
+    After one, nothing is left behind, nor any folder that was made for it.
+
+    Raises:
+        ProgramError: ``destination`` exists and ``overwrite`` is false.
+        OSError: The parent folder cannot be written.
+    """
+    if destination.exists() and not overwrite:
+        raise ProgramError(
+            "output exists", got=str(destination), remedy="Pass --force to replace it"
+        )
+    with ExitStack() as undoing, naming(destination):
+        undoing.enter_context(made(destination.parent))
+        staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+        undoing.callback(shutil.rmtree, staging, ignore_errors=True)
+        complete = staging / "new"
+        complete.mkdir()
+        for name, content in files.items():
+            target = complete / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("wb") as file:
+                file.writelines(chunks_of(content))
+        yield
+        if destination.exists():
+            os.replace(destination, staging / "old")
+        os.replace(complete, destination)
+
+
+@contextmanager
+def made(folder: Path) -> Generator[None]:
+    """A folder that exists meanwhile, with those above it; what was made and stays empty goes."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for path in missing:
+            with suppress(OSError):  # there is something in it, or it was not made
+                path.rmdir()
+
+
+def _inside(link: Path, root: Path) -> bool:
+    try:
+        return link.resolve(strict=True).is_relative_to(root)
+    except (OSError, RuntimeError):  # dangling, or a circle
+        return False
+
+
+def _map_file(path: Path, smallest: int) -> memoryview:
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size < max(1, smallest):  # nothing cannot be mapped
+            return memoryview(file.read())
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def _root_item(files: Mapping[str, Buffer]) -> str:
+    if MANIFEST not in files:
+        raise BlobFormatError("mlpackage lacks its manifest", expected=MANIFEST)
+    try:
+        manifest = json.loads(bytes(files[MANIFEST]))
+        path: Any = manifest["itemInfoEntries"][manifest["rootModelIdentifier"]]["path"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BlobFormatError("malformed mlpackage manifest", got=str(error)) from error
+    if not isinstance(path, str):
+        raise BlobFormatError("malformed mlpackage manifest", got=f"path {path!r}")
+    return f"{_DATA}/{path}"
+
+
+def _item_id(path: str) -> str:
+    # Identifiers need only be unique inside one manifest; the path makes them so.
+    return str(uuid.uuid5(_NAMESPACE, path)).upper()
+
+
+def _item(description: str, name: str, path: str) -> dict[str, str]:
+    return {"author": _AUTHOR, "description": description, "name": name, "path": path}

@@ -1,0 +1,154 @@
+"""MIL weight files: what their bytes mean, and how they are written.
+
+Layout (little endian)::
+
+    header, 64 bytes    u32 count, u32 version (2), zeros
+    per weight          64-byte record: u32 0xDEADBEEF, u32 data type, u64 size in bytes,
+                        u64 offset of the data, u64 padding in bits (sub-byte types), zeros
+                        data, at a multiple of 64 bytes
+
+A MIL value refers to a weight by the offset of its record.
+
+Source: coremltools' ``mlmodel/src/MILBlob/Blob/StorageFormat.hpp``, checked against files written
+by ``libmilstoragepython``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from coreml_delegate.errors import BlobFormatError
+from coreml_delegate.formats.blob import Buffer, Pieces
+
+ALIGNMENT = 64  # of records and data, in bytes
+
+_HEADER = struct.Struct("<II56x")
+_SHORT_HEADER = struct.Struct("<II")
+_RECORD = struct.Struct("<IIQQQ32x")
+_SENTINEL = 0xDEADBEEF
+_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRecord:
+    """Where a weight lies in its file.
+
+    Attributes:
+        dtype: The data type's number.
+        size: In bytes.
+        start: Offset of its first byte.
+        padding: Unused bits of its last byte.
+    """
+
+    dtype: int
+    size: int
+    start: int
+    padding: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A weight as a file holds it.
+
+    Attributes:
+        dtype: The data type's number.
+        padding: Unused bits of its last byte.
+        data: Its bytes.
+    """
+
+    dtype: int
+    padding: int
+    data: memoryview
+
+
+def check_header(name: str, buffer: memoryview) -> None:
+    """Check that a file is a weight file.
+
+    Args:
+        name: Of the file, for the message.
+        buffer: The whole file.
+
+    Raises:
+        BlobFormatError: It is too short, or of another version.
+    """
+    if len(buffer) < _SHORT_HEADER.size:
+        raise BlobFormatError("weight file is too short", got=f"{len(buffer)} bytes")
+    _, version = _SHORT_HEADER.unpack_from(buffer)
+    if version != _VERSION:
+        raise BlobFormatError(
+            f"weight file {name!r} has another version", got=str(version), expected="2"
+        )
+
+
+def read_record(name: str, buffer: memoryview, offset: int) -> WeightRecord:
+    """Read a record; whether its data lies inside the file is for the caller to check.
+
+    Args:
+        name: Of the file, for the message.
+        buffer: The whole file.
+        offset: Of the record, in bytes.
+
+    Raises:
+        BlobFormatError: There is no record.
+    """
+    if offset + _RECORD.size > len(buffer):
+        raise BlobFormatError(
+            f"weight file {name!r} at {offset}: record lies outside the file",
+            expected=f"below {len(buffer)}",
+        )
+    sentinel, dtype, size, start, padding = _RECORD.unpack_from(buffer, offset)
+    if sentinel != _SENTINEL:
+        raise BlobFormatError(
+            f"weight file {name!r} at {offset}: no record here", got=hex(sentinel)
+        )
+    return WeightRecord(dtype, size, start, padding)
+
+
+def read_weight(name: str, buffer: memoryview, offset: int) -> StoredWeight:
+    """Read a weight, without a copy.
+
+    Args:
+        name: Of the file, for the message.
+        buffer: The whole file.
+        offset: Of the weight's record, in bytes.
+
+    Raises:
+        BlobFormatError: The record or its data lies outside the file.
+    """
+    record = read_record(name, buffer, offset)
+    end = record.start + record.size
+    if end > len(buffer):
+        raise BlobFormatError(
+            f"weight file {name!r} at {offset}: data lies outside the file",
+            got=f"{record.size} bytes at {record.start} of {len(buffer)}",
+        )
+    return StoredWeight(record.dtype, record.padding, buffer[record.start : end])
+
+
+def write_weights(weights: Iterable[StoredWeight]) -> tuple[Pieces, list[int]]:
+    """Write a weight file.
+
+    Args:
+        weights: In the order in which they are to lie.
+
+    Returns:
+        The file, which refers to the weights' own bytes, and the offset of each weight's record.
+    """
+    parts: list[Buffer] = [b""]
+    offsets: list[int] = []
+    end = _HEADER.size
+    for weight in weights:
+        start = end + _RECORD.size
+        size = weight.data.nbytes
+        gap = -size % ALIGNMENT
+        offsets.append(end)
+        parts += [
+            _RECORD.pack(_SENTINEL, weight.dtype, size, start, weight.padding),
+            weight.data,
+            bytes(gap),
+        ]
+        end = start + size + gap
+    parts[0] = _HEADER.pack(len(offsets), _VERSION)
+    return Pieces(tuple(parts)), offsets

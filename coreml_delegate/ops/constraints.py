@@ -1,0 +1,167 @@
+"""Conditions that several rules share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from coreml_delegate.ops.call import (
+    CASTS,
+    DECOMPRESS,
+    DEQUANTIZE,
+    OpCall,
+    Reason,
+    ReasonCode,
+    target_name,
+)
+from coreml_delegate.ops.record import Constraint
+
+
+def argument_is(name: str, *accepted: Any, issue: str | None = None) -> Constraint:
+    """The argument has one of the values, its default counting as given."""
+
+    def check(call: OpCall) -> Reason | None:
+        value = call.arguments.get(name)
+        if any(value is a or value == a for a in accepted):
+            return None
+        wanted = " or ".join(repr(a) for a in accepted)
+        return Reason(ReasonCode.ARGUMENT, f"{name}={value!r}, Core ML takes {wanted}", issue=issue)
+
+    return check
+
+
+def rank_between(name: str, low: int, high: int) -> Constraint:
+    """The rank of a tensor argument lies in ``low .. high``."""
+
+    def check(call: OpCall) -> Reason | None:
+        tensor = call.tensor(name)
+        if tensor is None or low <= tensor.dim() <= high:
+            return None
+        wanted = str(low) if low == high else f"{low} to {high}"
+        return Reason(
+            ReasonCode.RANK, f"{name!r} has rank {tensor.dim()}, Core ML takes {wanted} here"
+        )
+
+    return check
+
+
+def only_result_used(index: int) -> Constraint:
+    """Of the op's results only ``index`` is used; Core ML does not compute the others."""
+
+    def check(call: OpCall) -> Reason | None:
+        others = [n for n in call.results_used() if n != index]
+        if not others:
+            return None
+        return Reason(ReasonCode.USE, f"result {others[0]} is used, Core ML has {index} alone")
+
+    return check
+
+
+@dataclass(frozen=True, slots=True)
+class IsConstant:
+    """The tensor argument is known when the model is converted.
+
+    That is a parameter, a buffer, a literal, or such a one dequantized.
+
+    Attributes:
+        name: Of the argument.
+    """
+
+    name: str
+
+    def __call__(self, call: OpCall, /) -> Reason | None:
+        """Why the call is refused, or None."""
+        node = call.arguments.get(self.name)
+        if not isinstance(node, Node) or is_known(node, call.constants):
+            return None
+        return Reason(ReasonCode.ARGUMENT, f"{self.name!r} is computed, Core ML takes a constant")
+
+
+def is_known(node: Node, constants: Collection[Node]) -> bool:
+    """Whether a value is known when the model is converted, ``constants`` being some that are."""
+    if node.op == "get_attr" or node in constants:
+        return True
+    if node.op != "call_function":
+        return False
+    makes_floats = target_name(node.target) in DEQUANTIZE | DECOMPRESS
+    return (makes_floats or casts_codes(node)) and all(
+        is_known(source, constants) for source in node.all_input_nodes
+    )
+
+
+def casts_codes(node: Node) -> bool:
+    """Whether a call does nothing but widen the indices of compressed weights."""
+    return (
+        node.op == "call_function"
+        and target_name(node.target) in CASTS
+        and bool(node.users)
+        and all(target_name(user.target) in DECOMPRESS for user in node.users)
+    )
+
+
+def floating_result(call: OpCall) -> Reason | None:
+    """The results are floats."""
+    return _result_kind(call, lambda dtype: dtype.is_floating_point, "floats")
+
+
+def numeric_result(call: OpCall) -> Reason | None:
+    """The results are numbers: Core ML does not compute with booleans."""
+    return _result_kind(call, lambda dtype: dtype is not torch.bool, "numbers")
+
+
+def _result_kind(
+    call: OpCall, accepts: Callable[[torch.dtype], bool], wanted: str
+) -> Reason | None:
+    for tensor in call.outputs():
+        if not accepts(tensor.dtype):
+            got = str(tensor.dtype).removeprefix("torch.")
+            return Reason(ReasonCode.DTYPE, f"the result is {got}, Core ML has {wanted} here")
+    return None
+
+
+def holds(predicate: Callable[[OpCall], bool], code: ReasonCode, text: str) -> Constraint:
+    """An ad hoc condition with a fixed reason."""
+
+    def check(call: OpCall) -> Reason | None:
+        return None if predicate(call) else Reason(code, text)
+
+    return check
+
+
+def contiguous_result(call: OpCall) -> Reason | None:
+    """The result is laid out row-major: Core ML knows no other memory format."""
+    order, memory_format = (call.arguments.get(n) for n in ("dim_order", "memory_format"))
+    if order is not None and list(order) != sorted(order):
+        return Reason(ReasonCode.LAYOUT, f"dim_order={list(order)}, Core ML is row-major")
+    if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
+        return Reason(ReasonCode.LAYOUT, f"{memory_format}, Core ML is row-major")
+    return None
+
+
+def static_result(call: OpCall) -> Reason | None:
+    """The result's shape is known when the model is converted."""
+    for tensor in call.outputs():
+        if not all(isinstance(d, int) for d in tensor.shape):
+            return Reason(
+                ReasonCode.SYMBOLIC, f"the result has dynamic shape {tuple(tensor.shape)}"
+            )
+    return None
+
+
+def static_argument(*names: str, when: Callable[[OpCall], bool] = lambda _: True) -> Constraint:
+    """The shapes of tensor arguments are known when the model is converted, where that matters."""
+
+    def check(call: OpCall) -> Reason | None:
+        for name in names:
+            tensor = call.tensor(name)
+            if tensor is None or all(isinstance(d, int) for d in tensor.shape) or not when(call):
+                continue
+            shape = tuple(tensor.shape)
+            return Reason(ReasonCode.SYMBOLIC, f"{name!r} has dynamic shape {shape}")
+        return None
+
+    return check

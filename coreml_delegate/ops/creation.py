@@ -1,0 +1,76 @@
+"""Ops that make tensors: of one number, of a range of numbers, of random numbers.
+
+Random numbers are drawn anew at every call, whatever generator the program names. ``rand`` fails in
+coremltools 9.0 (pytorch/executorch#11722); ``randint`` is rounded toward zero there, which makes
+the numbers around zero too frequent.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch.fx import Node
+
+from coreml_delegate.ops.call import ANY, FLOAT
+from coreml_delegate.ops.constraints import contiguous_result, static_result
+from coreml_delegate.ops.edits import (
+    ATEN,
+    arguments_of,
+    become,
+    cast,
+    cast_after,
+    number,
+    shape_of,
+    value_of,
+)
+from coreml_delegate.ops.flops import nothing
+from coreml_delegate.ops.record import MaskRole, OpRecord, Rewrite
+
+
+def _broadcast(source: str) -> Rewrite:
+    """The named argument, expanded to the shape of the first, which lends nothing but its shape."""
+
+    def rewrite(node: Node) -> None:
+        value = cast(node, arguments_of(node)[source], value_of(node).dtype)
+        become(node, ATEN.expand_copy.default, value, shape_of(node))
+
+    return rewrite
+
+
+def _full(node: Node) -> None:
+    # Without a dtype coremltools makes fp32, which has not every int32.
+    node.kwargs = {"dtype": value_of(node).dtype}
+    cast_after(node)
+
+
+def _empty(node: Node) -> None:
+    """Zeros, as good as any values."""
+    dtype = value_of(node).dtype
+    become(node, ATEN.full.default, shape_of(node), number(0, dtype), dtype=dtype)
+    cast_after(node)
+
+
+_op = partial(OpRecord, dtypes={"": ANY}, mask_role=MaskRole.CARRIES, flops=nothing)
+_decomposed = partial(_op, preserve=False)
+_random = partial(OpRecord, results=FLOAT, constraints=(static_result,))
+
+RECORDS = (
+    _decomposed("aten.full.default", symbolic=frozenset({"size"}), rewrite=_full),
+    _decomposed("aten.arange.start_step", symbolic=frozenset({"start", "end"}), rewrite=cast_after),
+    _decomposed("aten.scalar_tensor.default", symbolic=frozenset({"s"}), rewrite=cast_after),
+    *(
+        _decomposed(f"aten.{name}.default", rewrite=cast_after)
+        for name in ("full_like", "new_zeros", "zeros_like", "ones_like")
+    ),
+    *(
+        _decomposed(target, constraints=(contiguous_result,), rewrite=_empty)
+        for target in ("aten.empty.memory_format", "dim_order_ops._empty_dim_order.default")
+    ),
+    # Decomposed, a fill becomes a copy of a broadcast scalar.
+    _op("aten.fill.Tensor", constraints=(static_result,), rewrite=_broadcast("value")),
+    _op("aten.fill.Scalar", rewrite=cast_after),
+    _op("aten.copy.default", constraints=(static_result,), rewrite=_broadcast("src")),
+    OpRecord("aten.randn.default", results=FLOAT, flops=nothing),
+    _random("aten.randn_like.default"),
+    _random("aten.rand_like.default"),
+)

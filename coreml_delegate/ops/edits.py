@@ -1,0 +1,195 @@
+"""How rewrites edit a graph.
+
+A node keeps its identity, because the signature names the outputs: what has to be computed first is
+inserted before it, and then it becomes the last step itself.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from executorch.exir.dialects._ops import ops as exir_ops
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from coreml_delegate.ops.call import GETITEM, OpCall, overload_of, target_name
+from coreml_delegate.ops.constants import constants_of
+from coreml_delegate.ops.record import Rewrite
+
+_CONSTANT = "coreml_delegate_constant"
+
+ATEN: Any = exir_ops.edge.aten
+
+
+def insert(node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A new call before ``node``."""
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(target, args, kwargs)
+    new.meta = dict(node.meta)
+    operands = map_arg((args, kwargs), lambda n: n.meta["val"])
+    # Kernels in C++ would take symbolic sizes for the numbers they stand for, and fix them.
+    mode = detect_fake_mode(node.meta["val"])
+    with mode if mode is not None else nullcontext(), enable_python_dispatcher():
+        new.meta["val"] = overload_of(target)(*operands[0], **operands[1])
+    return new
+
+
+def become(node: Node, target: Any, *args: Any, **kwargs: Any) -> None:
+    """Turn ``node`` into another call with the same result."""
+    node.target, node.args, node.kwargs = target, args, kwargs
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    """The arguments of a call by name, defaults included."""
+    return dict(OpCall.of(node).arguments)
+
+
+def set_arguments(node: Node, **changes: Any) -> None:
+    """Give arguments of a call other values, each in the place it has, by position or by name."""
+    positions = {a.name: n for n, a in enumerate(overload_of(node.target)._schema.arguments)}
+    args, kwargs = list(node.args), dict(node.kwargs)
+    for name, value in changes.items():
+        position = positions[name]
+        if name not in kwargs and position < len(args):
+            args[position] = value
+        else:
+            kwargs[name] = value
+    node.args, node.kwargs = tuple(args), kwargs
+
+
+def mark_constants(program: ExportedProgram) -> None:
+    """Let ``is_constant`` tell the program's constants from its inputs, and keep their values."""
+    for node, _, value in constants_of(program):
+        node.meta[_CONSTANT] = value
+
+
+def is_constant(value: Any) -> bool:
+    """Whether an argument is a number, None or a tensor known when the model is converted."""
+    return not isinstance(value, Node) or value.op == "get_attr" or _CONSTANT in value.meta
+
+
+def constant_value(value: Any) -> torch.Tensor | None:
+    """What a constant is, a number as a scalar; None for what is not known before it runs."""
+    if isinstance(value, int | float):
+        return torch.tensor(value)
+    found = value.meta.get(_CONSTANT) if isinstance(value, Node) else None
+    return None if isinstance(found, FakeTensor) else found
+
+
+def only_result(node: Node) -> Node:
+    """The node of the one result that is used: the call itself, or the item that is taken of it.
+
+    Exported graphs name all results of a call; the items that nothing uses are dead.
+    """
+    if isinstance(node.meta["val"], torch.Tensor):
+        return node
+    return next(u for u in node.users if target_name(u.target) == GETITEM and u.users)
+
+
+def value_of(node: Node) -> torch.Tensor:
+    """The fake tensor a node results in."""
+    return node.meta["val"]
+
+
+def shape_of(node: Node) -> list[Any]:
+    """Sizes of a node's result; dynamic ones are symbolic."""
+    return list(value_of(node).shape)
+
+
+def cast(node: Node, value: Any, dtype: torch.dtype) -> Any:
+    """``value``, cast before ``node`` if it is a tensor of another dtype; numbers are converted."""
+    if isinstance(value, Node):
+        if value_of(value).dtype is dtype:
+            return value
+        return insert(node, ATEN._to_copy.default, value, dtype=dtype)
+    return number(value, dtype)
+
+
+def number(value: Any, dtype: torch.dtype) -> Any:
+    """``value``; an integer that goes with floats as a float."""
+    return float(value) if dtype.is_floating_point and type(value) in (int, bool) else value
+
+
+def truth(node: Node, value: Node) -> Node:
+    """Which elements of ``value`` are not zero, computed before ``node``."""
+    if value_of(value).dtype is torch.bool:
+        return value
+    return insert(node, ATEN.ne.Scalar, value, 0)
+
+
+def cast_after(node: Node) -> None:
+    """Cast the result to the dtype it has in PyTorch, where coremltools may choose another."""
+    before = insert(node, node.target, *node.args, **node.kwargs)
+    become(node, ATEN._to_copy.default, before, dtype=value_of(node).dtype)
+
+
+def promote(*names: str) -> Rewrite:
+    """Cast the named arguments to the dtype of the result: PyTorch promotes across kinds."""
+
+    def rewrite(node: Node) -> None:
+        dtype, arguments = value_of(node).dtype, arguments_of(node)
+        set_arguments(node, **{n: cast(node, arguments[n], dtype) for n in names})
+
+    return rewrite
+
+
+def positional(*names: str) -> Rewrite:
+    """All of the named arguments in place, and in the dtype of the result.
+
+    Coremltools overlooks some keywords and defaults, and does not promote numbers.
+    """
+
+    def rewrite(node: Node) -> None:
+        arguments, dtype = arguments_of(node), value_of(node).dtype
+        become(node, node.target, *(cast(node, arguments[n], dtype) for n in names))
+
+    return rewrite
+
+
+def add_constant(program: ExportedProgram, name: str, value: torch.Tensor, like: Node) -> Node:
+    """A new constant of a program, fp32, of the shape and with the origin of ``like``."""
+    constant = value.detach().to(torch.float32).reshape(like.meta["val"].shape).clone()
+    node = add_placeholder(program, name, constant, like)
+    program.graph_signature.input_specs.insert(
+        0, InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(node.name), name)
+    )
+    program.constants[name] = constant
+    return node
+
+
+def add_placeholder(program: ExportedProgram, name: str, value: torch.Tensor, like: Node) -> Node:
+    """A new first placeholder; its specification is to be the first, too."""
+    start = next(iter(program.graph.nodes))
+    with program.graph.inserting_before(start):
+        node = program.graph.placeholder(name)
+    node.meta = dict(like.meta)
+    mode = next(
+        (v.fake_mode for n in program.graph.nodes if hasattr(v := n.meta.get("val"), "fake_mode")),
+        None,
+    )
+    node.meta["val"] = value if mode is None else mode.from_tensor(value, static_shapes=True)
+    return node
+
+
+def unite_copies(program: ExportedProgram) -> None:
+    """Leave one placeholder of each constant.
+
+    ExecuTorch makes one for each use of a constant that several partitions have; coremltools stores
+    each, and fails at a buffer that it finds twice.
+    """
+    specs = program.graph_signature.input_specs
+    nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    first: dict[str, Node] = {}
+    for spec in list(specs):
+        node = nodes[spec.arg.name]
+        if spec.target is not None and first.setdefault(spec.target, node) is not node:
+            node.replace_all_uses_with(first[spec.target])
+            program.graph.erase_node(node)
+            specs.remove(spec)

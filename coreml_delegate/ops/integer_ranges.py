@@ -1,0 +1,424 @@
+"""int64 values of a program that int32, the widest integer of Core ML, cannot hold.
+
+The bounds of integers follow from those of what they are computed from: constants, sizes, places of
+elements, truths, numbers in the calls. Of an integer that the program is given nothing is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.fx import Node
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+from coreml_delegate.ops.call import INT32, NARROW, OpCall, Reason, ReasonCode, target_name
+from coreml_delegate.ops.constants import constants_of
+from coreml_delegate.ops.intervals import UNKNOWN, Interval, hull, product
+from coreml_delegate.ops.record import numbers_fit
+
+_REMEDY = "Keep its values within int32"
+_SHORT = NARROW | {torch.int8}
+_TRACED_MINIMUM = 2  # of every size to torch while it traces; smaller ones may come
+
+
+class WideIntegers:
+    """What is known about int64 values beyond int32.
+
+    ExecuTorch shows partitioners a program whose state is fake, without values; so what its earlier
+    form, in ATen dialect, tells of constants is remembered by their names in the state.
+    """
+
+    def __init__(self) -> None:
+        self._constants: dict[str, Interval] = {}
+        self._has_literals = False
+
+    def note(self, program: ExportedProgram) -> None:
+        """Look at the values in a program.
+
+        Args:
+            program: In ATen dialect, or edge dialect with its real state.
+        """
+        for _, key, value in constants_of(program):
+            self._constants[key] = self._constant(key, value)
+        calls = (node for node in program.graph.nodes if node.op == "call_function")
+        self._has_literals |= any(numbers_fit(OpCall.of(node)) is not None for node in calls)
+
+    def obstacles(
+        self, program: ExportedProgram, values: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[Node, Reason]:
+        """The calls in ``program`` that take or give an integer beyond int32, with the reason.
+
+        Args:
+            program: In ATen or edge dialect.
+            values: Real values of its parameters, buffers and constants by name, as far as they are
+                at hand.
+        """
+        values = values or {}
+        ranges = self.ranges(program, values)
+        wide: dict[Node, Reason] = {}
+        for node, key, value in constants_of(program):
+            reason = self._constant_reason(node, key, values.get(key, value), ranges.get(node))
+            if reason is not None:
+                wide[node] = reason
+        found: dict[Node, Reason] = {}
+        for node in program.graph.nodes:
+            if node.op != "call_function":
+                continue
+            reason = (
+                next((wide[source] for source in node.all_input_nodes if source in wide), None)
+                or _result_reason(node, ranges[node])
+                or numbers_fit(OpCall.of(node))
+            )
+            if reason is None:
+                continue
+            found[node] = reason
+            if _is_int64(node) and not _fits(ranges[node]):
+                wide[node] = reason
+        return found
+
+    def ranges(
+        self, program: ExportedProgram, values: Mapping[str, torch.Tensor]
+    ) -> dict[Node, Interval]:
+        """Bounds of the integers in every constant, if they are at hand, and result.
+
+        Args:
+            program: In ATen or edge dialect.
+            values: As for ``obstacles``.
+        """
+        found: dict[Node, Interval] = {}
+        for node, key, value in constants_of(program):
+            extent = self._constant(key, values.get(key, value))
+            if extent.is_known:
+                found[node] = extent
+        sizes = _size_ranges(program)
+        for node in program.graph.nodes:
+            if node.op == "call_function":
+                found[node] = _range_of(_Operands(OpCall.of(node), found, sizes))
+        return found
+
+    def _constant(self, key: str, value: torch.Tensor | None) -> Interval:
+        extent = _extent(value)
+        return extent if extent.is_known else self._constants.get(key, UNKNOWN)
+
+    def _constant_reason(
+        self, node: Node, key: str, value: torch.Tensor | None, extent: Interval | None
+    ) -> Reason | None:
+        if extent is not None and _is_beyond(extent):
+            text = f"constant {node.name!r} has int64 values {extent}"
+        elif self._has_literals and key not in self._constants and _is_hidden_integer(value):
+            # On the way to edge dialect, ExecuTorch made it of a number, perhaps of that one.
+            text = f"constant {node.name!r} is a number that may be beyond int32"
+        else:
+            return None
+        return _reason(text)
+
+
+def _reason(text: str) -> Reason:
+    return Reason(ReasonCode.DTYPE, f"{text}, Core ML has int32", remedy=_REMEDY)
+
+
+def _result_reason(node: Node, values: Interval) -> Reason | None:
+    if not _is_int64(node) or not _is_beyond(values):
+        return None
+    return _reason(f"{node.name!r} can have int64 values {values}")
+
+
+def _fits(values: Interval) -> bool:
+    return values.is_within(INT32.min, INT32.max)
+
+
+def _is_beyond(values: Interval) -> bool:
+    return values.is_known and not _fits(values)
+
+
+def _extent(value: torch.Tensor | None) -> Interval:
+    """Smallest and largest value of a tensor of integers; unknown for all others."""
+    if value is None or isinstance(value, FakeTensor) or not value.numel():
+        return UNKNOWN
+    if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
+        return UNKNOWN
+    low, high = (int(limit) for limit in torch.aminmax(value))
+    return Interval(low, high)
+
+
+def _is_int64(node: Node) -> bool:
+    return any(tensor.dtype is torch.int64 for tensor in _results(node))
+
+
+def _results(node: Node) -> Iterator[torch.Tensor]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else (value,)
+    yield from (v for v in values if isinstance(v, torch.Tensor))
+
+
+def _is_hidden_integer(value: torch.Tensor | None) -> bool:
+    return isinstance(value, FakeTensor) and value.dtype is torch.int64 and value.dim() == 0
+
+
+# Sizes
+
+
+_SizeRanges = Mapping[Any, ValueRanges[Any]]
+
+
+def _size_ranges(program: ExportedProgram) -> _SizeRanges:
+    """The range of every symbol, from 0 where tracing alone made it start at 2."""
+    return {
+        symbol: ValueRanges(0, given.upper) if given.lower == _TRACED_MINIMUM else given
+        for symbol, given in program.range_constraints.items()
+    }
+
+
+def _size_range(size: Any, ranges: _SizeRanges) -> Interval:
+    """Bounds of a number, or of one that is computed from sizes."""
+    if isinstance(size, int):
+        return Interval.point(int(size))
+    if not isinstance(size, torch.SymInt):
+        return UNKNOWN
+    found: Any = bound_sympy(size.node.expr, dict(ranges))
+    bounds = (found.lower, found.upper)
+    return Interval(*(int(b) if isinstance(b, sympy.Integer) else None for b in bounds))
+
+
+# Operations
+
+
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """Bounds of the arguments of a call.
+
+    Attributes:
+        call: The call.
+        ranges: Bounds of what precedes it.
+        sizes: Ranges of the symbols in sizes.
+    """
+
+    call: OpCall
+    ranges: Mapping[Node, Interval]
+    sizes: _SizeRanges
+
+    def of(self, name: str) -> Interval:
+        """Bounds of an argument; unknown if it is left out."""
+        return self._value(self.call.arguments.get(name))
+
+    def __getitem__(self, name: str) -> Any:
+        """An argument itself."""
+        return self.call.arguments.get(name)
+
+    def _value(self, value: Any) -> Interval:
+        if isinstance(value, list | tuple):
+            return hull(self._value(item) for item in value)
+        if not isinstance(value, Node):
+            return _size_range(value, self.sizes)
+        if value in self.ranges:
+            return self.ranges[value]
+        found = value.meta.get("val")
+        if isinstance(found, torch.Tensor):
+            return _of_dtype(found.dtype)
+        return _size_range(found, self.sizes)
+
+    def first(self) -> Interval:
+        """Bounds of the first argument."""
+        return self._value(next(iter(self.call.node.args), None))
+
+    def size(self, dim: Any, name: str = "self") -> Interval:
+        """Bounds of the number of elements of an argument along some dimensions, None for all."""
+        tensor = self.call.tensor(name)
+        if tensor is None:
+            return UNKNOWN
+        dims = range(tensor.dim()) if dim is None or dim == [] else dim
+        listed = [dims] if isinstance(dims, int) else dims
+        if not tensor.dim():
+            return Interval.point(1)
+        return product(_size_range(tensor.shape[d], self.sizes) for d in listed)
+
+
+_Transfer = Callable[[_Operands], Interval]
+
+
+def _place(tensor: str = "self") -> _Transfer:
+    """A place along ``dim`` of an argument, or among all its elements."""
+    return lambda o: Interval(0, (o.size(o["dim"], tensor) - Interval.point(1)).high)
+
+
+def _of(*names: str) -> _Transfer:
+    """Values of some arguments, moved or chosen."""
+    return lambda o: hull(o.of(name) for name in names if o[name] is not None)
+
+
+def _times_alpha(o: _Operands) -> Interval:
+    return o.of("other") if o["alpha"] is None else o.of("other") * o.of("alpha")
+
+
+def _arange(o: _Operands) -> Interval:
+    one = Interval.point(1)
+    start = Interval.point(0) if o["start"] is None else o.of("start")
+    step = one if o["step"] is None else o.of("step")
+    if step.low is not None and step.low > 0:
+        return Interval(start.low, start.maximum(o.of("end") - one).high)
+    if step.high is not None and step.high < 0:
+        return Interval(start.minimum(o.of("end") + one).low, start.high)
+    return UNKNOWN
+
+
+def _clamped(o: _Operands) -> Interval:
+    bounded = o.of("self")
+    if o["min"] is not None:
+        bounded = bounded.maximum(o.of("min"))
+    return bounded if o["max"] is None else bounded.minimum(o.of("max"))
+
+
+def _power(o: _Operands) -> Interval:
+    exponent = o["exponent"]
+    small = isinstance(exponent, int) and 0 <= exponent <= _HIGHEST_POWER
+    return o.of("self") ** exponent if small else UNKNOWN
+
+
+def _quotient(o: _Operands) -> Interval:
+    x, y = o.of("self"), o.of("other")
+    return x.truncated_divide(y) if o["rounding_mode"] == "trunc" else x // y
+
+
+def _sum(o: _Operands) -> Interval:
+    return o.of("self") * o.size(o["dim"])
+
+
+def _running_sum(o: _Operands) -> Interval:
+    return o.of("self") | _sum(o)
+
+
+def _scattered(o: _Operands) -> Interval:
+    return UNKNOWN if o["accumulate"] else o.of("self") | o.of("values")
+
+
+def _part(o: _Operands) -> Interval:
+    """One of several results."""
+    source, number = o["arg0"], o["arg1"]
+    name = target_name(source.target) if isinstance(source, Node) else ""
+    if not isinstance(source, Node) or name not in _SPLITS | _WITH_PLACES:
+        return UNKNOWN
+    of_source = _Operands(OpCall.of(source), o.ranges, o.sizes)
+    return _place()(of_source) if number == 1 and name in _WITH_PLACES else of_source.first()
+
+
+_HIGHEST_POWER = 8
+_NAMESPACES = ("aten", "dim_order_ops", "operator")
+# Ops of several results, all of values, or of values and their places.
+_SPLITS = frozenset(
+    f"aten.{op}"
+    for op in (
+        "split.Tensor",
+        "split_copy.Tensor",
+        "split_with_sizes.default",
+        "split_with_sizes_copy.default",
+        "unbind.int",
+        "unbind_copy.int",
+    )
+)
+_WITH_PLACES = frozenset(
+    f"aten.{op}" for op in ("max.dim", "min.dim", "sort.default", "sort.stable", "topk.default")
+)
+# The values of the first argument, moved or chosen among.
+_MOVES = """
+    _clone_dim_order _to _to_dim_order alias amax amin clone detach diagonal expand flip gather
+    index index_select lift_fresh permute repeat reshape roll select slice squeeze t to transpose
+    unsqueeze view
+"""
+_TRANSFERS: Mapping[str, _Transfer] = {
+    **dict.fromkeys(_MOVES.split(), _Operands.first),
+    "abs": lambda o: abs(o.of("self")),
+    "add": lambda o: o.of("self") + _times_alpha(o),
+    "arange": _arange,
+    "argmax": _place(),
+    "argmin": _place(),
+    "bitwise_and": lambda o: o.of("self").bitwise_and(o.of("other")),
+    "cat": _of("tensors"),
+    "clamp": _clamped,
+    "clamp_max": _clamped,
+    "clamp_min": _clamped,
+    "constant_pad_nd": _of("self", "value"),
+    "copy": _of("src"),
+    "cumsum": _running_sum,
+    "div": _quotient,
+    "fill": _of("value"),
+    "floor_divide": _quotient,
+    "fmod": lambda o: o.of("self").truncated_modulo(o.of("other")),
+    "full": _of("fill_value"),
+    "full_like": _of("fill_value"),
+    "getitem": _part,
+    "index_put": _scattered,
+    "masked_fill": _of("self", "value"),
+    "max": _of("self", "other"),
+    "maximum": lambda o: o.of("self").maximum(o.of("other")),
+    "min": _of("self", "other"),
+    "minimum": lambda o: o.of("self").minimum(o.of("other")),
+    "mul": lambda o: o.of("self") * o.of("other"),
+    "neg": lambda o: -o.of("self"),
+    "new_zeros": lambda _: Interval.point(0),
+    "ones_like": lambda _: Interval.point(1),
+    "pow": _power,
+    "remainder": lambda o: o.of("self") % o.of("other"),
+    "rsub": lambda o: o.of("other") - o.of("self") * o.of("alpha"),
+    "scalar_tensor": _of("s"),
+    "searchsorted": lambda o: Interval(0, o.size([-1], "sorted_sequence").high),
+    "select_scatter": _of("self", "src"),
+    "sign": lambda o: o.of("self").sign(),
+    "slice_scatter": _of("self", "src"),
+    "square": lambda o: o.of("self") ** 2,
+    "stack": _of("tensors"),
+    "sub": lambda o: o.of("self") - _times_alpha(o),
+    "sum": _sum,
+    "where": _of("self", "other"),
+    "zeros_like": lambda _: Interval.point(0),
+}
+"""What integers a call gives, by the op's name without namespace, overload and ``_copy``."""
+
+
+def _of_dtype(dtype: torch.dtype) -> Interval:
+    """What a tensor of truths or of short integers can hold; that of longer ones tells nothing."""
+    if dtype is torch.bool:
+        return Interval(0, 1)
+    if dtype not in _SHORT:
+        return UNKNOWN
+    limits = torch.iinfo(dtype)
+    return Interval(limits.min, limits.max)
+
+
+def _range_of(operands: _Operands) -> Interval:
+    """Bounds of the integers that a call gives, all its results together."""
+    node = operands.call.node
+    dtypes = {tensor.dtype for tensor in _results(node)}
+    if not dtypes:
+        return _size_range(node.meta.get("val"), operands.sizes)
+    dtype = next(iter(dtypes))
+    if len(dtypes) > 1 or dtype.is_floating_point or dtype.is_complex:
+        return UNKNOWN
+    transfer = _transfer_of(node)
+    if dtype is torch.bool or transfer is None:
+        return _of_dtype(dtype)
+    return _wrapped(transfer(operands), dtype)
+
+
+def _transfer_of(node: Node) -> _Transfer | None:
+    name = target_name(node.target)
+    namespace, _, rest = name.partition(".")
+    op, _, overload = rest.partition(".")
+    if namespace not in _NAMESPACES or (op.startswith("view") and overload == "dtype"):
+        return None
+    return _TRANSFERS.get(op.removesuffix("_copy"))
+
+
+def _wrapped(values: Interval, dtype: torch.dtype) -> Interval:
+    """What ``values`` become in a dtype: anything, where some are beyond it."""
+    limits = torch.iinfo(dtype)
+    if values.is_within(limits.min, limits.max):
+        return values
+    if dtype is torch.int64 and values.is_known:
+        return Interval(limits.min, limits.max)
+    return values if dtype is torch.int64 else _of_dtype(dtype)

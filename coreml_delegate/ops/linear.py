@@ -1,0 +1,135 @@
+"""Matrix products and attention.
+
+A query that the mask lets attend to nothing, as that of a padded token, gives zeros in PyTorch.
+Core ML's op divides zero by zero there, and coremltools' decomposition takes a mean; a nan in one
+token is a nan in all that follow.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch.fx import Node
+
+from coreml_delegate.ops.call import BOOL, FLOAT, MAX_RANK, OpCall, ReasonCode
+from coreml_delegate.ops.constraints import argument_is, holds, rank_between
+from coreml_delegate.ops.edits import (
+    ATEN,
+    arguments_of,
+    become,
+    constant_value,
+    insert,
+    value_of,
+)
+from coreml_delegate.ops.flops import SOFTMAX_FLOPS, contraction, elements, extent
+from coreml_delegate.ops.quantization import Pattern, Quantization, Tail
+from coreml_delegate.ops.record import OpRecord
+
+
+def _two_operands(call: OpCall) -> bool:
+    return sum(1 for _ in call.tensors("tensors")) == 2
+
+
+def _explicit(call: OpCall) -> bool:
+    equation = call.arguments["equation"]
+    return "->" in equation and "..." not in equation
+
+
+def _rewrite_attention(node: Node) -> None:
+    mask = arguments_of(node)["attn_mask"]
+    if not isinstance(mask, Node) or not value_of(mask).dim() or _leaves_something(mask):
+        return
+    result = insert(node, node.target, *node.args, **node.kwargs)
+    become(node, ATEN.masked_fill.Scalar, result, _nothing_left(node, mask), 0.0)
+
+
+def _nothing_left(node: Node, mask: Node) -> Node:
+    """Of each query, whether the mask takes all keys away from it."""
+    is_bool = value_of(mask).dtype is torch.bool
+    keeps = mask if is_bool else insert(node, ATEN.gt.Scalar, mask, -math.inf)
+    number = insert(node, ATEN._to_copy.default, keeps, dtype=value_of(node).dtype)
+    return insert(node, ATEN.le.Scalar, insert(node, ATEN.amax.default, number, [-1], True), 0.0)
+
+
+def _leaves_something(mask: Node) -> bool:
+    """Whether the mask is known, and leaves every query a key."""
+    value = constant_value(mask)
+    if value is None or not value.numel():
+        return False
+    kept = value if value.dtype is torch.bool else value > -math.inf
+    return bool(kept.any(-1).all())
+
+
+def _einsum_flops(call: OpCall) -> int:
+    """Two operations per combination of all the indices (one where there is a single operand)."""
+    equation = str(call.arguments.get("equation", "")).replace(" ", "")
+    operands = [term for term in equation.partition("->")[0].split(",") if "." not in term]
+    tensors = [tensor for _, tensor in call.tensors("tensors")]
+    extents: dict[str, int] = {}
+    for term, tensor in zip(operands, tensors, strict=False):
+        extents.update(zip(term, map(extent, tensor.shape), strict=False))
+    return max(len(tensors), 1) * math.prod(extents.values())
+
+
+def _attention_flops(call: OpCall) -> int:
+    """Queries by keys, a softmax, weights by values."""
+    query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
+    if query is None or key is None or value is None:
+        return 0
+    rows = elements(query) // max(extent(query.shape[-1]), 1)
+    weights = rows * extent(key.shape[-2])
+    return weights * (2 * extent(query.shape[-1]) + 2 * extent(value.shape[-1]) + SOFTMAX_FLOPS)
+
+
+_TAIL = (Tail.ACTIVATION,)
+_MATMUL = Pattern("matmul", tail=_TAIL)
+
+
+def _by_matrix(weight: str, data: str) -> Pattern:
+    """A product by a matrix of parameters, whose columns give the outputs."""
+    return Pattern("linear", weight=weight, channel_axis=1, data=(data,), tail=_TAIL)
+
+
+_op = partial(OpRecord, flops=contraction("self", -1))
+
+RECORDS = (
+    _op("aten.mm.default", quantization=Quantization((_by_matrix("mat2", "self"), _MATMUL))),
+    _op("aten.bmm.default", quantization=Quantization((_MATMUL,))),
+    _op(
+        "aten.matmul.default",
+        constraints=(rank_between("other", 2, MAX_RANK),),
+        quantization=Quantization((_by_matrix("other", "self"), _MATMUL)),
+    ),
+    _op(
+        "aten.addmm.default",
+        constraints=(argument_is("alpha", 1), argument_is("beta", 1)),
+        flops=contraction("mat1", -1, bias="self"),
+        quantization=Quantization((_by_matrix("mat2", "mat1"),)),
+    ),
+    _op(
+        "aten.linear.default",
+        constraints=(rank_between("weight", 2, 2),),
+        flops=contraction("input", -1, bias="bias"),
+        quantization=Quantization(
+            (Pattern("linear", weight="weight", tail=(Tail.NORM, Tail.ACTIVATION)),)
+        ),
+    ),
+    _op(
+        "aten.einsum.default",
+        constraints=(
+            holds(_two_operands, ReasonCode.ARGUMENT, "einsum takes two operands in Core ML"),
+            holds(_explicit, ReasonCode.ARGUMENT, "the equation has an ellipsis or no result"),
+            argument_is("path", None),
+        ),
+        flops=_einsum_flops,
+    ),
+    _op(
+        "aten.scaled_dot_product_attention.default",
+        dtypes={"": FLOAT, "attn_mask": FLOAT | BOOL},
+        constraints=(argument_is("dropout_p", 0.0), argument_is("enable_gqa", False)),
+        rewrite=_rewrite_attention,
+        flops=_attention_flops,
+    ),
+)

@@ -1,0 +1,174 @@
+"""Custom torch ops for MIL ops that coremltools' frontend does not emit.
+
+Rewrites put them into a subgraph, and coremltools is told how to translate them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from coreml_delegate.targets import Opset
+from coreml_delegate.third_party import coremltools
+
+_NAMESPACE = "coreml_delegate"
+_LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
+_LIBRARY.define("floor_divide(Tensor self, Tensor other) -> Tensor")
+# Nothing computes these two: they stand where an op with the same result stood.
+_LIBRARY.define(
+    "shift_scale(Tensor data, Tensor scale, Tensor? offset, int[] blocks, int low, int high)"
+    " -> Tensor"
+)
+_LIBRARY.define("look_up(Tensor indices, Tensor tables) -> Tensor")
+
+_Array = NDArray[Any]
+_INTEGERS = ("int4", "uint4", "int8", "uint8")
+_INDEX_BITS = (1, 2, 3, 4, 6, 8)
+
+
+def _floor_divide(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.div(x, y, rounding_mode="floor")
+
+
+_LIBRARY.impl("floor_divide", _floor_divide, "CompositeImplicitAutograd")
+
+
+def floor_divide() -> Any:
+    """Quotients rounded down, of integers as integers; coremltools' own passes them through floats.
+
+    Returns:
+        The operator, taking two tensors of one dtype.
+    """
+    _translate()
+    return torch.ops.coreml_delegate.floor_divide.default
+
+
+def shift_scale() -> Any:
+    """``scale * (data - offset)``, all constants, the data stored in as few bits as MIL has.
+
+    Returns:
+        The operator. It takes ``data``, integers of ``low`` to ``high``; ``scale`` and ``offset``,
+        a value for each of ``blocks``, the number of blocks along every dimension; the offset may
+        be None, which is 0.
+    """
+    _translate()
+    return torch.ops.coreml_delegate.shift_scale.default
+
+
+def look_up() -> Any:
+    """Numbers of lookup tables at indices, all constants, the indices in as few bits as MIL has.
+
+    Returns:
+        The operator, taking ``indices`` [*shape] and ``tables`` [*blocks, 2**bits, 1].
+    """
+    _translate()
+    return torch.ops.coreml_delegate.look_up.default
+
+
+@cache
+def _translate() -> None:
+    """Tell coremltools, once."""
+    coremltools()
+    from coremltools.converters.mil.frontend.torch.torch_op_registry import register_torch_op
+    from coremltools.converters.mil.mil import Builder
+
+    builder: Any = Builder
+
+    def coreml_delegate_floor_divide(context: Any, node: Any) -> None:
+        x, y = (context[name] for name in node.inputs)
+        context.add(builder.floor_div(x=x, y=y, name=node.name))
+
+    def coreml_delegate_shift_scale(context: Any, node: Any) -> None:
+        data, scale, offset, blocks, low, high = (_value(context, name) for name in node.inputs)
+        extent = int(low), int(high)
+        context.add(_shift_scaled(builder, data, scale, offset, blocks, extent, node.name))
+
+    def coreml_delegate_look_up(context: Any, node: Any) -> None:
+        indices, tables = (_value(context, name) for name in node.inputs)
+        bits = next(bits for bits in _INDEX_BITS if 2**bits >= tables.shape[-2])
+        spare = 2**bits - tables.shape[-2]
+        padding = [(0, 0)] * (tables.ndim - 2) + [(0, spare), (0, 0)]
+        tables = np.pad(tables.astype(np.float32), padding)
+        indices = indices.astype(_numpy_type(f"uint{bits}"))
+        context.add(builder.constexpr_lut_to_dense(indices=indices, lut=tables, name=node.name))
+
+    for translation in (
+        coreml_delegate_floor_divide,
+        coreml_delegate_shift_scale,
+        coreml_delegate_look_up,
+    ):
+        name = translation.__name__.removeprefix(f"{_NAMESPACE}_")
+        register_torch_op(translation, torch_alias=[f"{_NAMESPACE}::{name}"], override=True)
+
+
+def _value(context: Any, name: Any) -> Any:
+    """What an argument is, constants as numpy arrays."""
+    found = context[name] if isinstance(name, str) else name
+    return getattr(found, "val", found)
+
+
+def _shift_scaled(
+    builder: Any,
+    data: _Array,
+    scale: _Array,
+    offset: _Array | None,
+    blocks: Sequence[int],
+    extent: tuple[int, int],
+    name: str,
+) -> Any:
+    from coremltools.converters.mil.mil.block import is_current_opset_version_compatible_with
+
+    shape = tuple(int(count) for count in blocks)
+    scale = np.asarray(scale, np.float32).reshape(shape)
+    offset = None if offset is None or not np.any(offset) else np.reshape(offset, shape)
+    blockwise = is_current_opset_version_compatible_with(coremltools().target(int(Opset.iOS18)))
+    data, offset = _narrowed(data, offset, extent, _INTEGERS if blockwise else _INTEGERS[2:])
+    if blockwise:
+        given = {} if offset is None else {"offset": offset}
+        return builder.constexpr_blockwise_shift_scale(data=data, scale=scale, name=name, **given)
+    if offset is not None and not np.issubdtype(offset.dtype, np.integer):
+        raise ValueError("zero points that are no integers of the weights' type need iOS18")
+    axis = next((axis for axis, count in enumerate(shape) if count > 1), 0)
+    offset = np.zeros(shape, data.dtype) if offset is None else offset
+    scale, offset = (
+        parameter.reshape(-1) if parameter.size > 1 else parameter.reshape(())
+        for parameter in (scale, offset)
+    )
+    return builder.constexpr_affine_dequantize(
+        quantized_data=data, scale=scale[()], zero_point=offset[()], axis=np.int32(axis), name=name
+    )
+
+
+def _narrowed(
+    data: _Array, offset: _Array | None, extent: tuple[int, int], labels: Sequence[str]
+) -> tuple[_Array, _Array | None]:
+    """Data in the first of the types that holds it, and the offset in the same, or else floats."""
+    low, high = min(extent[0], int(data.min())), max(extent[1], int(data.max()))
+    for label in labels:
+        least, most = _limits(label)
+        if least <= low and high <= most:
+            kind = _numpy_type(label)
+            if offset is None:
+                return data.astype(kind), None
+            whole = np.array_equal(offset, np.round(offset))
+            fits = whole and least <= offset.min() and offset.max() <= most
+            return data.astype(kind), offset.astype(kind if fits else np.float32)
+    raise ValueError(f"weights of {low} .. {high}, Core ML has integers of at most 8 bits")
+
+
+def _limits(label: str) -> tuple[int, int]:
+    """Smallest and largest value of an integer type."""
+    sign, _, bits = label.rpartition("int")
+    count = 2 ** int(bits)
+    return (0, count - 1) if sign else (-count // 2, count // 2 - 1)
+
+
+def _numpy_type(label: str) -> Any:
+    from coremltools.converters.mil.mil import types
+
+    return types.nptype_from_builtin(types.string_to_builtin(label))

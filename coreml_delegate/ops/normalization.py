@@ -1,0 +1,165 @@
+"""Normalizations, as inference computes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch.fx import Node
+
+from coreml_delegate.ops.call import OpCall
+from coreml_delegate.ops.constraints import (
+    IsConstant,
+    argument_is,
+    only_result_used,
+    static_argument,
+)
+from coreml_delegate.ops.edits import (
+    ATEN,
+    arguments_of,
+    become,
+    insert,
+    is_constant,
+    only_result,
+    shape_of,
+    value_of,
+)
+from coreml_delegate.ops.flops import per_result
+from coreml_delegate.ops.quantization import Quantization, Tail
+from coreml_delegate.ops.record import OpRecord
+
+
+def _folded(call: OpCall) -> bool:
+    """Spatial dimensions become one."""
+    tensor = call.tensor("input")
+    return tensor is not None and tensor.dim() > _UNFOLDED_RANK
+
+
+def _rms_norm(node: Node) -> None:
+    """Divide by the root mean square, scaled so that nothing overflows in fp16.
+
+    Coremltools scales as well, but not the epsilon: apple/coremltools#2821.
+    """
+    arguments = arguments_of(node)
+    x, weight, eps = (arguments[n] for n in ("input", "weight", "eps"))
+    dims = list(range(-len(arguments["normalized_shape"]), 0))
+    epsilon = torch.finfo(value_of(node).dtype).eps if eps is None else eps
+    largest = insert(node, ATEN.amax.default, insert(node, ATEN.abs.default, x), dims, True)
+    # At least the root of epsilon, so that their ratio is at most one.
+    scale = insert(node, ATEN.clamp.default, largest, math.sqrt(epsilon))
+    scaled = insert(node, ATEN.div.Tensor, x, scale)
+    square = insert(node, ATEN.mul.Tensor, scaled, scaled)
+    mean = insert(node, ATEN.mean.dim, square, dims, True)
+    # (sqrt(eps) / scale) ** 2 is eps / scale ** 2 without its overflow.
+    floor = insert(node, ATEN.full_like.default, scale, math.sqrt(epsilon))
+    ratio = insert(node, ATEN.div.Tensor, floor, scale)
+    total = insert(node, ATEN.add.Tensor, mean, insert(node, ATEN.mul.Tensor, ratio, ratio))
+    root = insert(node, ATEN.rsqrt.default, total)
+    if weight is None:
+        become(node, ATEN.mul.Tensor, scaled, root)
+    else:
+        become(node, ATEN.mul.Tensor, insert(node, ATEN.mul.Tensor, scaled, root), weight)
+
+
+def _layer_norm(node: Node) -> None:
+    """Scale and shift apart, where MIL's op does not take them: computed, or a shift alone."""
+    arguments = arguments_of(node)
+    weight, bias = arguments["weight"], arguments["bias"]
+    if is_constant(weight) and is_constant(bias) and (bias is None or weight is not None):
+        return
+    x, shape, eps = (arguments[n] for n in ("input", "normalized_shape", "eps"))
+    result = only_result(node)
+    plain = insert(result, ATEN.layer_norm.default, x, shape, None, None, eps)
+    _scale_and_shift(result, plain, weight, bias)
+
+
+def _scale_and_shift(node: Node, x: Node, weight: Node | None, bias: Node | None) -> None:
+    if weight is not None and bias is not None:
+        become(node, ATEN.add.Tensor, insert(node, ATEN.mul.Tensor, x, weight), bias)
+    elif weight is not None:
+        become(node, ATEN.mul.Tensor, x, weight)
+    elif bias is not None:
+        become(node, ATEN.add.Tensor, x, bias)
+    else:
+        become(node, ATEN.clone.default, x)
+
+
+def _group_norm(node: Node) -> None:
+    """Three spatial dimensions as one: split into groups, an input has one dimension more."""
+    arguments = arguments_of(node)
+    x = arguments["input"]
+    if value_of(x).dim() <= _UNFOLDED_RANK:
+        return
+    result = only_result(node)
+    groups = arguments.get("num_groups", arguments.get("group"))
+    shape = shape_of(x)
+    flat = insert(result, ATEN.view_copy.default, x, [*shape[:2], math.prod(shape[2:])])
+    options = (groups, arguments["weight"], arguments["bias"], arguments["eps"])
+    normal = insert(result, ATEN.group_norm.default, flat, *options)
+    become(result, ATEN.view_copy.default, normal, shape)
+
+
+def _instance_norm(node: Node) -> None:
+    """Batch normalization with the statistics of the batch itself: mean and variance computed."""
+    arguments = arguments_of(node)
+    x, weight, bias = (arguments[n] for n in ("input", "weight", "bias"))
+    result = only_result(node)
+    dims = [d for d in range(value_of(x).dim()) if d != 1]
+    mean = insert(result, ATEN.mean.dim, x, dims, True)
+    centred = insert(result, ATEN.sub.Tensor, x, mean)
+    square = insert(result, ATEN.mul.Tensor, centred, centred)
+    variance = insert(result, ATEN.mean.dim, square, dims, True)
+    spread = insert(result, ATEN.add.Scalar, variance, arguments["eps"])
+    normal = insert(result, ATEN.mul.Tensor, centred, insert(result, ATEN.rsqrt.default, spread))
+    along = [-1 if d == 1 else 1 for d in range(value_of(x).dim())]
+    affine = (_aligned(result, parameter, along) for parameter in (weight, bias))
+    _scale_and_shift(result, normal, *affine)
+
+
+def _aligned(node: Node, parameter: Node | None, shape: Sequence[int]) -> Node | None:
+    if parameter is None:
+        return None
+    return insert(node, ATEN.view_copy.default, parameter, list(shape))
+
+
+_UNFOLDED_RANK = 4
+_STATISTICS = tuple(IsConstant(n) for n in ("weight", "bias", "running_mean", "running_var"))
+
+# Two passes for the moments, then scale and shift.
+_op = partial(OpRecord, flops=per_result(7))
+# Folded to one multiplication and one addition.
+_batch_norm = partial(OpRecord, flops=per_result(2))
+
+RECORDS = (
+    _batch_norm(
+        "aten.batch_norm.default",
+        constraints=(argument_is("training", False), *_STATISTICS),
+        quantization=Quantization(tail=Tail.NORM),
+    ),
+    _batch_norm("aten._native_batch_norm_legit_no_training.default", constraints=_STATISTICS),
+    _op(
+        "aten._native_batch_norm_legit.no_stats",
+        constraints=(only_result_used(0),),
+        rewrite=_instance_norm,
+    ),
+    _op("aten.layer_norm.default", rewrite=_layer_norm),
+    _op(
+        "aten.native_layer_norm.default",
+        constraints=(only_result_used(0),),
+        rewrite=_layer_norm,
+    ),
+    _op(
+        "aten.group_norm.default",
+        constraints=(static_argument("input", when=_folded),),
+        rewrite=_group_norm,
+    ),
+    # Its sizes are numbers.
+    _op(
+        "aten.native_group_norm.default",
+        constraints=(only_result_used(0),),
+        rewrite=_group_norm,
+    ),
+    _op("aten.rms_norm.default", rewrite=_rms_norm),
+)

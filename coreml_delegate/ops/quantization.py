@@ -1,0 +1,113 @@
+"""How the quantizer treats an op: part of the op's record.
+
+The quantizer works on the graph of ``torch.export``, before any decomposition. Ops that only it
+sees, because ExecuTorch decomposes them before a partitioner is asked, are ``CompositeOp``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from coreml_delegate.ops.call import OpCall
+
+DATA_ARGUMENTS = ("input", "self", "tensors", "other", "mat2")
+"""Schema names of the arguments that are activations, in ops without a pattern that names them."""
+
+
+class Output(enum.Enum):
+    """How the range of a pattern's result is found."""
+
+    OBSERVED = "observed"
+    OF_INPUT = "of its input"  # the op only moves data
+    FLOAT = "none"  # the result is not quantized
+
+
+class Tail(enum.StrEnum):
+    """A kind of op that is fused behind others; its value is the suffix of their pattern's name."""
+
+    NORM = "bn"
+    ACTIVATION = "act"
+
+
+Condition = Callable[["OpCall"], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """An op that is quantized, with what may be fused behind it.
+
+    Attributes:
+        name: For annotations and reports; several ops may share it.
+        weight: Schema name of the weight, or None.
+        channel_axis: Axis of the weight's output channels.
+        data: Schema names of the arguments that are activations.
+        tail: What may be fused behind it, in this order, each where it is the only user.
+        output: How the range of the result is found.
+        keeps_sign: Inputs that are not negative give a result that is not.
+        follows: Quantized only where its input already is. What moves data always follows, and what
+            has a fixed range never does.
+        condition: A further condition on the call: why it does not hold, or None.
+    """
+
+    name: str
+    weight: str | None = None
+    channel_axis: int = 0
+    data: tuple[str, ...] = DATA_ARGUMENTS
+    tail: tuple[Tail, ...] = ()
+    output: Output = Output.OBSERVED
+    keeps_sign: bool = False
+    follows: bool = False
+    condition: Condition | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What the quantizer needs to know of an op.
+
+    Attributes:
+        patterns: Its patterns; the last takes the calls that those before it do not, which take a
+            constant matrix as weight. An op without patterns is left in float.
+        fixed_range: The range of the result where it follows from what the op computes.
+        tail: The kind of op that it is when fused behind another, or None.
+        lower_bound: A number that no result is below, or the schema name of the argument that is
+            that number; None if there is none.
+    """
+
+    patterns: tuple[Pattern, ...] = ()
+    fixed_range: tuple[float, float] | None = None
+    tail: Tail | None = None
+    lower_bound: float | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompositeOp:
+    """An op that the quantizer meets, and no partitioner.
+
+    Attributes:
+        target: ``namespace.name.overload``.
+        quantization: How the quantizer treats it.
+    """
+
+    target: str
+    quantization: Quantization
+
+
+IN_FLOAT = Quantization()
+"""An op that is not quantized."""
+
+MOVE = Quantization(patterns=(Pattern("move", output=Output.OF_INPUT),))
+"""An op whose result has only values of its input."""
+
+AVERAGE_POOL = Quantization(patterns=(Pattern("average_pool", keeps_sign=True),))
+
+
+def activation(
+    *, fixed_range: tuple[float, float] | None = None, lower_bound: float | str | None = None
+) -> Quantization:
+    """An activation: fused behind other ops; elsewhere quantized for the sake of its neighbours."""
+    patterns = (Pattern("activation", follows=True),)
+    return Quantization(patterns, fixed_range, Tail.ACTIVATION, lower_bound)

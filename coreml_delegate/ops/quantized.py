@@ -1,0 +1,110 @@
+"""Quantized values between ``quantize`` and ``dequantize``, as PT2E quantization leaves them.
+
+Core ML fuses an op with what is around it: weights that are dequantized are stored as they are, and
+an op between dequantized inputs and a quantized result may compute in integers. These integers
+exist inside a delegate alone, since none of 8 bits crosses its boundary.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch.fx import Node
+
+from coreml_delegate.ops.call import (
+    DEQUANTIZE,
+    FLOAT,
+    INTEGER,
+    MAX_RANK,
+    OpCall,
+    Reason,
+    ReasonCode,
+    target_name,
+)
+from coreml_delegate.ops.constraints import IsConstant, is_known, rank_between
+from coreml_delegate.ops.record import Constraint, OpRecord
+from coreml_delegate.targets import Opset
+
+INT8 = frozenset({torch.int8, torch.uint8})
+
+_QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
+_DEQUANTIZE_CHANNELS, _DEQUANTIZE = sorted(DEQUANTIZE)
+
+
+def _whole_range(call: OpCall) -> Reason | None:
+    """Core ML clips to the range of the type, and to no other."""
+    dtype = call.arguments["dtype"]
+    if dtype not in INT8:
+        return None  # which the results tell
+    limits = torch.iinfo(dtype)
+    low, high = call.arguments["quant_min"], call.arguments["quant_max"]
+    if (low, high) == (limits.min, limits.max):
+        return None
+    text = f"it clips to {low} .. {high}, Core ML to {limits.min} .. {limits.max}"
+    return Reason(ReasonCode.ARGUMENT, text)
+
+
+_QUANTIZES: tuple[Constraint, ...] = (_whole_range, rank_between("input", 1, MAX_RANK))
+
+
+def _used_inside(call: OpCall) -> Reason | None:
+    """What is quantized is dequantized by calls that Core ML takes."""
+    for user in call.node.users:
+        dequantizes = target_name(user.target) in DEQUANTIZE
+        if not dequantizes or user.meta["val"].dtype not in FLOAT:
+            return Reason(
+                ReasonCode.USE, f"{user.name!r} takes its integers, which leave no delegate"
+            )
+    return None
+
+
+def _made_inside(call: OpCall) -> Reason | None:
+    """The integers are constants, or quantized by a call that Core ML takes."""
+    source = call.arguments["input"]
+    if not isinstance(source, Node) or is_known(source, call.constants):
+        return None
+    if source.op != "call_function" or target_name(source.target) != _QUANTIZE:
+        text = f"{source.name!r} is neither a constant nor quantized in the program"
+        return Reason(ReasonCode.ARGUMENT, text)
+    made = OpCall.of(source, call.constants)
+    for holds in (*_QUANTIZES, _used_inside):
+        reason = holds(made)
+        if reason is not None:
+            return Reason(reason.code, f"{source.name!r} is not quantized by Core ML: {reason}")
+    return None
+
+
+def _has_zero_points(call: OpCall) -> Reason | None:
+    if call.arguments["zero_points"] is not None:
+        return None
+    return Reason(ReasonCode.ARGUMENT, "zero_points=None, Core ML takes integers")
+
+
+# For iOS16, coremltools casts zero points per channel to the type of the integers, which has no op.
+_op = partial(OpRecord, since=Opset.iOS17, preserve=False, alone=False)
+
+RECORDS = (
+    _op(
+        _QUANTIZE,
+        results=INT8,
+        constraints=(*_QUANTIZES, _used_inside),
+    ),
+    _op(
+        _DEQUANTIZE,
+        dtypes={"": INT8},
+        results=FLOAT,
+        constraints=(_made_inside,),
+    ),
+    _op(
+        _DEQUANTIZE_CHANNELS,
+        dtypes={"": INT8, "scales": FLOAT, "zero_points": INTEGER | INT8},
+        results=FLOAT,
+        constraints=(
+            _made_inside,
+            IsConstant("scales"),
+            _has_zero_points,
+            IsConstant("zero_points"),
+        ),
+    ),
+)

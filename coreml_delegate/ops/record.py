@@ -1,0 +1,164 @@
+"""The record of one ATen op: all that this package knows of it, and the verdict on one call.
+
+The partitioner's verdicts, the rewrites before conversion, the estimated FLOPs, the protection of
+masks in fp16, the quantizer's patterns and the documentation's table derive from it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch.fx import Node
+
+from coreml_delegate.ops.call import (
+    ANY,
+    FLOAT,
+    INT32,
+    MAX_RANK,
+    Dtypes,
+    OpCall,
+    Reason,
+    ReasonCode,
+    flatten,
+    is_symbolic,
+    overload_of,
+)
+from coreml_delegate.ops.flops import ONE_PER_RESULT, Estimator
+from coreml_delegate.ops.quantization import IN_FLOAT, Quantization
+from coreml_delegate.targets import Opset
+
+
+class Constraint(Protocol):
+    """A condition on a call: None if it holds, else why not."""
+
+    def __call__(self, call: OpCall, /) -> Reason | None:
+        """Judge one call."""
+        ...
+
+
+Rewrite = Callable[[Node], None]
+"""Changes one call in place before conversion; its result keeps its value, shape and dtype."""
+
+
+class MaskRole(enum.Flag):
+    """How an op takes part in hiding values from a softmax: see ``preprocess.fp16_masks``."""
+
+    NONE = 0
+    CARRIES = enum.auto()  # values of its arguments may be among those of its result
+    ADDS = enum.auto()  # a mask may be one of its terms
+    SCALES = enum.auto()  # a mask may be one of its factors
+    NORMALIZES = enum.auto()  # it is the softmax
+
+
+@dataclass(frozen=True, slots=True)
+class OpRecord:
+    """What is known of one ATen op that Core ML can take.
+
+    Attributes:
+        target: ``namespace.name.overload`` as in ``aten.conv2d.default``; also stands for the
+            copying variant (``aten.view.default`` for ``aten.view_copy.default``).
+        dtypes: Accepted dtypes of the tensor arguments, by argument name; ``""`` for all others.
+        results: Accepted dtypes of the results.
+        constraints: Further conditions, tried in order.
+        symbolic: Arguments, by name, that may be computed from shapes.
+        max_rank: Highest rank of an argument or result.
+        since: First opset that can express it.
+        demand: The opset that a call needs beyond ``since``, and for what; None if it needs none.
+        preserve: Keep the op from ExecuTorch's decompositions, because Core ML has it as one.
+        alone: Whether a program may consist of one such call; its values may be such as cross no
+            boundary.
+        rewrite: Turns a call into others that coremltools translates rightly; None if it does so
+            with the call itself.
+        moves_data: The result has the elements of the first argument, as they are: coremltools may
+            translate a call that keeps the shape to its argument.
+        mask_role: How the op takes part in masking.
+        flops: Estimates the operations of a call.
+        quantization: How the quantizer treats the op.
+    """
+
+    target: str
+    dtypes: Mapping[str, Dtypes] = field(default_factory=lambda: {"": FLOAT})
+    results: Dtypes = ANY
+    constraints: tuple[Constraint, ...] = ()
+    symbolic: frozenset[str] = frozenset()
+    max_rank: int = MAX_RANK
+    since: Opset = Opset.iOS15
+    demand: Callable[[OpCall], tuple[Opset, str] | None] = lambda _: None
+    preserve: bool = True
+    alone: bool = True
+    rewrite: Rewrite | None = None
+    moves_data: bool = False
+    mask_role: MaskRole = MaskRole.NONE
+    flops: Estimator = ONE_PER_RESULT
+    quantization: Quantization = IN_FLOAT
+
+    def oldest(self, call: OpCall) -> Opset:
+        """The first opset that can express this call."""
+        demanded = self.demand(call)
+        return self.since if demanded is None else max(self.since, demanded[0])
+
+    def obstacle(self, call: OpCall) -> Reason | None:
+        """Why Core ML cannot take this call, or None if it can."""
+        checks = (self._symbolic, self._dtypes, self._shapes, numbers_fit, *self.constraints)
+        for check in checks:
+            reason = check(call)
+            if reason is not None:
+                return reason
+        return None
+
+    def _symbolic(self, call: OpCall) -> Reason | None:
+        for name, value in call.arguments.items():
+            if name not in self.symbolic and any(is_symbolic(v) for v in flatten(value)):
+                return Reason(ReasonCode.SYMBOLIC, f"argument {name!r} is computed from shapes")
+        return None
+
+    def _dtypes(self, call: OpCall) -> Reason | None:
+        for name, tensor in call.tensors():
+            accepted = self.dtypes.get(name, self.dtypes.get("", FLOAT))
+            if tensor.dtype not in accepted:
+                return Reason(
+                    ReasonCode.DTYPE,
+                    f"argument {name!r} is {_short(tensor.dtype)}, "
+                    f"Core ML takes {', '.join(sorted(map(_short, accepted)))} here",
+                    remedy="Cast it in the model",
+                )
+        for tensor in call.outputs():
+            if tensor.dtype not in self.results:
+                return Reason(
+                    ReasonCode.DTYPE, f"the result is {_short(tensor.dtype)}", remedy="Cast before"
+                )
+        return None
+
+    def _shapes(self, call: OpCall) -> Reason | None:
+        named = [*call.tensors(), *(("result", t) for t in call.outputs())]
+        for name, tensor in named:
+            if tensor.dim() > self.max_rank:
+                return Reason(
+                    ReasonCode.RANK,
+                    f"{name!r} has rank {tensor.dim()}, Core ML takes at most {self.max_rank}",
+                )
+            if any(isinstance(d, int) and d == 0 for d in tensor.shape):
+                return Reason(ReasonCode.SHAPE, f"{name!r} is empty: {tuple(tensor.shape)}")
+        return None
+
+
+def numbers_fit(call: OpCall) -> Reason | None:
+    """Integers to compute with fit int32; positions, as the end of a slice, need not."""
+    schema = getattr(overload_of(call.node.target), "_schema", None)
+    for argument in () if schema is None else schema.arguments:
+        value = call.arguments.get(argument.name)
+        counts = str(argument.type) in ("number", "Optional[number]", "Tensor")
+        if counts and isinstance(value, int) and not INT32.min <= value <= INT32.max:
+            return Reason(
+                ReasonCode.ARGUMENT,
+                f"{argument.name}={value} is beyond int32, the widest of Core ML",
+            )
+    return None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

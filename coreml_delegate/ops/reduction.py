@@ -1,0 +1,98 @@
+"""Reductions."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch.fx import Node
+
+from coreml_delegate.ops.call import ANY, NUMERIC
+from coreml_delegate.ops.edits import (
+    ATEN,
+    arguments_of,
+    become,
+    cast,
+    cast_after,
+    insert,
+    set_arguments,
+    shape_of,
+    truth,
+    value_of,
+)
+from coreml_delegate.ops.flops import per_input
+from coreml_delegate.ops.quantization import AVERAGE_POOL, MOVE
+from coreml_delegate.ops.record import OpRecord
+
+
+def _sum(node: Node) -> None:
+    """Cast before the sum, as PyTorch does, and after it, as coremltools does not."""
+    source, dtype = arguments_of(node)["self"], value_of(node).dtype
+    given = value_of(source).dtype
+    if given is torch.bool or given.is_floating_point != dtype.is_floating_point:
+        set_arguments(node, self=cast(node, source, dtype))
+    cast_after(node)
+
+
+def _any(node: Node) -> None:
+    set_arguments(node, self=truth(node, arguments_of(node)["self"]))
+
+
+def _flat_extremum(node: Node) -> None:
+    """The position in the flattened tensor: without a dimension MIL has none.
+
+    Source: pytorch/executorch#11715, the same rewrite that its remedy asks of models.
+    """
+    arguments = arguments_of(node)
+    if arguments["dim"] is not None:
+        return
+    flat = insert(node, ATEN.view_copy.default, arguments["self"], [-1])
+    if not value_of(node).dim():
+        become(node, node.target, flat, 0, False)
+        return
+    position = insert(node, node.target, flat, 0, True)
+    become(node, ATEN.view_copy.default, position, shape_of(node))
+
+
+def _variance(node: Node) -> None:
+    """Bessel's correction and none are MIL's; others scale the uncorrected variance."""
+    arguments = arguments_of(node)
+    x, dims, keep = (arguments[n] for n in ("self", "dim", "keepdim"))
+    correction = 1 if arguments["correction"] is None else arguments["correction"]
+    if correction in (0, 1):
+        become(node, node.target, x, dims, correction=int(correction), keepdim=keep)
+        return
+    shape = shape_of(x)
+    count = math.prod(shape[d] for d in (dims or range(len(shape))))
+    variance = insert(node, node.target, x, dims, correction=0, keepdim=keep)
+    become(node, ATEN.mul.Scalar, variance, count / (count - correction))
+
+
+_op = partial(OpRecord, flops=per_input(1))
+# Squares or exponentials, their sum, and a function of it.
+_of_powers = partial(OpRecord, flops=per_input(3))
+
+RECORDS = (
+    _op("aten.mean.dim", quantization=AVERAGE_POOL),
+    _op("aten.mean.default"),
+    *(
+        _op(f"aten.{name}", dtypes={"": ANY}, rewrite=_sum)
+        for name in ("sum.dim_IntList", "sum.default", "cumsum.default")
+    ),
+    _op("aten.amax.default", dtypes={"": NUMERIC}, quantization=MOVE),
+    *(_op(f"aten.{name}.default", dtypes={"": NUMERIC}) for name in ("amin", "max", "min")),
+    _op("aten.max.dim"),
+    _op("aten.min.dim"),
+    _of_powers("aten.logsumexp.default"),
+    _of_powers("aten.linalg_vector_norm.default", rewrite=cast_after),
+    _of_powers("aten.var.correction", rewrite=_variance),
+    *(
+        _op(f"aten.any.{overload}", dtypes={"": ANY}, rewrite=_any)
+        for overload in ("default", "dim", "dims")
+    ),
+    *(
+        _op(f"aten.{name}.default", dtypes={"": NUMERIC}, rewrite=_flat_extremum)
+        for name in ("argmax", "argmin")
+    ),
+)

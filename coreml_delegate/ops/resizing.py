@@ -1,0 +1,68 @@
+"""Resizing of images, and sampling them on a grid."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch.fx import Node
+
+from coreml_delegate.ops.call import OpCall, ReasonCode
+from coreml_delegate.ops.constraints import holds, rank_between
+from coreml_delegate.ops.edits import ATEN, arguments_of, become
+from coreml_delegate.ops.flops import nothing, per_result
+from coreml_delegate.ops.quantization import MOVE, CompositeOp
+from coreml_delegate.ops.record import MaskRole, OpRecord
+
+
+def _whole_sizes(call: OpCall) -> bool:
+    """The factors give whole output sizes; others coremltools does not convert."""
+    tensor, factors = call.tensor("input"), call.arguments["scale_factors"]
+    if tensor is None or factors is None or call.arguments.get("align_corners"):
+        return True
+    spatial = tensor.shape[2:]
+    return all(
+        isinstance(n, int) and (n * f).is_integer() for n, f in zip(spatial, factors, strict=True)
+    )
+
+
+def _grid_sampler(node: Node) -> None:
+    """The op that it is decomposed from, which coremltools translates."""
+    arguments = arguments_of(node)
+    modes = (arguments[n] for n in ("interpolation_mode", "padding_mode", "align_corners"))
+    become(node, ATEN.grid_sampler.default, arguments["input"], arguments["grid"], *modes)
+
+
+_BICUBIC = 2
+_INTERPOLATION = holds(
+    lambda call: call.arguments["interpolation_mode"] != _BICUBIC,
+    ReasonCode.ARGUMENT,
+    "Core ML samples a grid bilinear or nearest, not bicubic",
+)
+# Four neighbours with a weight each.
+_BILINEAR_FLOPS = per_result(8)
+_op = partial(OpRecord, mask_role=MaskRole.CARRIES)
+_WHOLE_SIZES = holds(_whole_sizes, ReasonCode.ARGUMENT, "scale_factors give a broken output size")
+
+RECORDS = (
+    _op("aten.upsample_nearest2d.vec", moves_data=True, flops=nothing, quantization=MOVE),
+    _op(
+        "aten.grid_sampler.default",
+        constraints=(rank_between("input", 4, 4), _INTERPOLATION),
+        flops=_BILINEAR_FLOPS,
+    ),
+    _op(
+        "aten.grid_sampler_2d.default",
+        constraints=(_INTERPOLATION,),
+        rewrite=_grid_sampler,
+        flops=_BILINEAR_FLOPS,
+    ),
+    _op("aten.upsample_bilinear2d.vec", constraints=(_WHOLE_SIZES,), flops=_BILINEAR_FLOPS),
+)
+
+COMPOSITES = tuple(
+    CompositeOp(f"aten.{name}", MOVE)
+    for name in (
+        *("upsample_nearest1d.default", "upsample_nearest2d.default", "upsample_nearest3d.default"),
+        *("upsample_nearest1d.vec", "upsample_nearest3d.vec"),
+    )
+)

@@ -1,0 +1,150 @@
+"""Programs with compressed weights, made ready for ExecuTorch.
+
+It has no kernel for the op that dequantizes what ``quantize_`` compressed. Calls that are kept out
+of Core ML are therefore spelled out in ops that it has kernels for, before it sees the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from coreml_delegate.errors import OptionError
+from coreml_delegate.ops import Reason, ReasonCode, obstacle
+from coreml_delegate.ops.call import DECOMPRESS, DEQUANTIZE_AFFINE, target_name
+from coreml_delegate.ops.compressed import blocks
+from coreml_delegate.ops.constants import constant_nodes
+from coreml_delegate.ops.constraints import is_known
+from coreml_delegate.ops.edits import arguments_of, become, insert, shape_of, value_of
+from coreml_delegate.targets import Opset
+
+_ATEN: Any = torch.ops.aten
+
+
+def unwrap_tensor_subclasses(program: ExportedProgram) -> ExportedProgram:
+    """``program`` with the tensors inside tensor subclasses as parameters of their own.
+
+    Args:
+        program: In ATen dialect; it is not changed.
+    """
+    if not any(map(is_traceable_wrapper_subclass, program.state_dict.values())):
+        return program
+    return program.run_decompositions({})
+
+
+def dequantize_per_use(program: ExportedProgram) -> ExportedProgram:
+    """``program`` with a call of its own for each use of dequantized weights.
+
+    Several partitions may use them: each then has the weights compressed, and as a constant.
+
+    Args:
+        program: In ATen dialect, unwrapped; it is not changed.
+    """
+    if not _reused(program):
+        return program
+    copied = program.run_decompositions({})
+    for node in _reused(copied):
+        _, *others = node.users
+        for user in others:
+            with node.graph.inserting_before(node):
+                again = node.graph.node_copy(node)
+            user.replace_input_with(node, again)
+    # What is dequantized may be made of constants itself.
+    return dequantize_per_use(copied)
+
+
+def _reused(program: ExportedProgram) -> list[Node]:
+    constants = constant_nodes(program)
+    calls = (node for node in program.graph.nodes if node.op == "call_function")
+    return [node for node in calls if len(node.users) > 1 and is_known(node, constants)]
+
+
+def decompose_undelegated_dequantize(
+    program: ExportedProgram,
+    target: Opset | None,
+    *,
+    veto: Callable[[Node], Reason | None],
+    constants_inside: bool = True,
+) -> ExportedProgram:
+    """``program`` with every ``dequantize_affine`` in plain arithmetic that Core ML does not take.
+
+    Args:
+        program: In ATen dialect, unwrapped; it is not changed.
+        target: Opset of the deployment target, or None.
+        veto: What is kept out, whatever Core ML takes.
+        constants_inside: Whether Core ML is given the program's constants.
+
+    Raises:
+        OptionError: Nothing but the deployment target stands in the way.
+    """
+    refused = _refused(program, target, veto, constants_inside)
+    require_target(refused)
+    if not any(target_name(node.target) == DEQUANTIZE_AFFINE for node in refused):
+        return program
+    copied = program.run_decompositions({})
+    for node in _refused(copied, target, veto, constants_inside):
+        if target_name(node.target) == DEQUANTIZE_AFFINE:
+            _spell_out(node)
+    copied.graph_module.recompile()
+    return copied
+
+
+def require_target(refused: Mapping[Node, Reason]) -> None:
+    """Refuse a deployment target that is too low for the weights of the model.
+
+    Raises:
+        OptionError: It is; no kernel could run on the CPU what is refused for it.
+    """
+    too_old = {
+        node: reason
+        for node, reason in refused.items()
+        if target_name(node.target) in DECOMPRESS and reason.code is ReasonCode.OPSET
+    }
+    if not too_old:
+        return
+    found = dict.fromkeys(f"{reason} ({reason.remedy})" for reason in too_old.values())
+    raise OptionError(
+        "the deployment target is too low for the model's compressed weights",
+        got="; ".join(found),
+        remedy="Pass compile_specs=CoreMLBackend.generate_compile_specs("
+        "minimum_deployment_target=ct.target.iOS18) to CoreMLPartitioner, or no target: the "
+        "smallest that the model needs is demanded then",
+    )
+
+
+def _refused(
+    program: ExportedProgram,
+    target: Opset | None,
+    veto: Callable[[Node], Reason | None],
+    constants_inside: bool,
+) -> dict[Node, Reason]:
+    constants = constant_nodes(program) if constants_inside else frozenset[Node]()
+    calls = (n for n in program.graph.nodes if target_name(n.target) in DECOMPRESS)
+    verdicts = ((node, veto(node) or obstacle(node, target, constants)) for node in calls)
+    return {node: reason for node, reason in verdicts if reason is not None}
+
+
+def _spell_out(node: Node) -> None:
+    """``scale * (input - zero_point)``, every block along dimensions of its own."""
+    arguments, shape = arguments_of(node), shape_of(node)
+    count = blocks(torch.Size(shape), list(arguments["block_size"]))
+    if count is None:
+        return  # which torch does not compute either
+    split = [n for whole, many in zip(shape, count, strict=True) for n in (many, whole // many)]
+    along = [n for many in count for n in (many, 1)]
+
+    def floats(name: str, sizes: list[int]) -> Node:
+        cast = insert(node, _ATEN._to_copy.default, arguments[name], dtype=torch.float32)
+        return insert(node, _ATEN.view.default, cast, sizes)
+
+    values = floats("input", split)
+    if arguments["zero_point"] is not None:
+        values = insert(node, _ATEN.sub.Tensor, values, floats("zero_point", along))
+    values = insert(node, _ATEN.mul.Tensor, values, floats("scale", along))
+    values = insert(node, _ATEN.view.default, values, shape)
+    become(node, _ATEN._to_copy.default, values, dtype=value_of(node).dtype)

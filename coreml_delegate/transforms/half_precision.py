@@ -1,0 +1,200 @@
+"""Half-precision programs in fp32, cast at their inputs and outputs.
+
+Core ML computes in the precision of the compile options, whatever the model's, and its rules are
+about fp32. bfloat16 it does not have at all. So the weights and the interior of an fp16 or bfloat16
+program become fp32 before anything else is done; its interface keeps its dtypes.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from coreml_delegate.ops.call import target_name
+
+logger = logging.getLogger(__name__)
+
+NARROW = frozenset({torch.float16, torch.bfloat16})
+
+# Ops that look at the bits of a number, or set the dtype of a region.
+_BOUND_TO_A_DTYPE = ("aten.view.dtype", "wrap_with_autocast")
+
+_CAST = torch.ops.aten._to_copy.default
+
+
+def promote_half_to_fp32(program: ExportedProgram) -> ExportedProgram:
+    """``program`` with an interior in fp32, or as it is if nothing in it is half precision.
+
+    Args:
+        program: In ATen dialect; it is not changed.
+
+    Returns:
+        A program of the same interface. Its results differ by the rounding that half precision
+        would have done. A program that cannot be rewritten is returned as it is.
+    """
+    if not any(value.dtype in NARROW for node in _nodes(program) for value in _tensors(node)):
+        return program
+    bound = [n.name for n in _nodes(program) if _is_bound(n)]
+    if bound:
+        logger.info("half precision stays as it is because of %s", ", ".join(bound))
+        return program
+    try:
+        return _Widening(program).run()
+    except Exception as error:  # noqa: BLE001 - the program lowers without, just less of it
+        logger.warning("half precision stays as it is: %s", error)
+        return program
+
+
+class _Widening:
+    def __init__(self, program: ExportedProgram) -> None:
+        self._program = program
+        self._root = copy.deepcopy(program.graph_module)
+        # The copy renames what is named as a builtin of Python is (``input``), the signature not.
+        for before, after in zip(program.graph.nodes, self._root.graph.nodes, strict=True):
+            after.name = before.name
+        self._signature = copy.deepcopy(program.graph_signature)
+        self._placeholders = [n for n in self._root.graph.nodes if n.op == "placeholder"]
+        self._kinds = [spec.kind for spec in self._signature.input_specs]
+        self._wide: dict[int, Any] = {}
+        self._mode = detect_fake_mode([n.meta["val"] for n in self._placeholders])
+
+    def run(self) -> ExportedProgram:
+        """The program in fp32."""
+        dtypes = [_dtype(node) for node in self._results()]
+        for module in self._root.modules():
+            if isinstance(module, GraphModule):
+                _widen_literals(module)
+                module.recompile()
+        self._cast_inputs()
+        self._propagate()
+        self._cast_outputs(dtypes)
+        self._root.graph.lint()
+        self._root.recompile()
+        program = self._program
+        return ExportedProgram(
+            root=self._root,
+            graph=self._root.graph,
+            graph_signature=self._signature,
+            state_dict=self._values(program.state_dict),
+            range_constraints=copy.deepcopy(program.range_constraints),
+            module_call_graph=copy.deepcopy(program.module_call_graph),
+            example_inputs=program.example_inputs,
+            constants=self._values(program.constants),
+            verifiers=[program.verifier],
+        )
+
+    def _values(self, held: Mapping[str, Any]) -> dict[str, Any]:
+        """Values in fp32; those that are one tensor under several names stay one."""
+        for value in held.values():
+            if id(value) not in self._wide:
+                self._wide[id(value)] = _wide(value)
+        return {key: self._wide[id(value)] for key, value in held.items()}
+
+    def _results(self) -> tuple[Any, ...]:
+        results: Any = self._root.graph.output_node().args[0]
+        return tuple(results)
+
+    def _cast_inputs(self) -> None:
+        graph = self._root.graph
+        for node, kind in zip(self._placeholders, self._kinds, strict=True):
+            if kind is not InputKind.USER_INPUT or _dtype(node) not in NARROW:
+                continue
+            users = [user for user in node.users if user.op != "output"]
+            if not users:
+                continue
+            with graph.inserting_before(_first_call(graph)):
+                cast = graph.call_function(_CAST, (node,), {"dtype": torch.float32})
+            cast.meta = {k: v for k, v in node.meta.items() if k != "val"}
+            for user in users:
+                user.replace_input_with(node, cast)
+
+    def _propagate(self) -> None:
+        """Recompute what every node gives; states and constants are fp32 from here on."""
+        values = [
+            _wide(value) if kind is not InputKind.USER_INPUT else value
+            for value, kind in zip(
+                (node.meta["val"] for node in self._placeholders), self._kinds, strict=True
+            )
+        ]
+        for node in self._root.graph.nodes:
+            node.meta.pop("tensor_meta", None)
+        FakeTensorProp(self._root, self._mode).propagate_dont_convert_inputs(*values)
+
+    def _cast_outputs(self, dtypes: list[torch.dtype | None]) -> None:
+        graph = self._root.graph
+        output = graph.output_node()
+        results: list[Any] = []
+        specs = self._signature.output_specs
+        for node, dtype, spec in zip(self._results(), dtypes, specs, strict=True):
+            if dtype in NARROW and _dtype(node) != dtype and spec.kind in _VISIBLE:
+                with graph.inserting_before(output):
+                    cast = graph.call_function(_CAST, (node,), {"dtype": dtype})
+                cast.meta = {**node.meta, "val": node.meta["val"].to(dtype)}
+                cast.meta.pop("tensor_meta", None)
+                spec.arg = TensorArgument(cast.name)
+                results.append(cast)
+            else:
+                results.append(node)
+        output.args = (tuple(results),)
+        output.meta["val"] = tuple(n.meta["val"] if isinstance(n, Node) else n for n in results)
+
+
+_VISIBLE = frozenset({OutputKind.USER_OUTPUT, OutputKind.USER_INPUT_MUTATION})
+
+
+def _widen_literals(module: GraphModule) -> None:
+    """Let every op that names a half-precision dtype name fp32."""
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            node.args = map_aggregate(node.args, _wide_dtype)
+            node.kwargs = map_aggregate(node.kwargs, _wide_dtype)
+
+
+def _wide_dtype(value: Any) -> Any:
+    return torch.float32 if isinstance(value, torch.dtype) and value in NARROW else value
+
+
+def _wide(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.dtype not in NARROW:
+        return value
+    wide = value.detach().to(torch.float32)
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(wide, requires_grad=value.requires_grad)
+    return wide
+
+
+def _nodes(program: ExportedProgram) -> Iterator[Node]:
+    for module in program.graph_module.modules():
+        if isinstance(module, GraphModule):
+            yield from module.graph.nodes
+
+
+def _is_bound(node: Node) -> bool:
+    name = target_name(node.target) if node.op == "call_function" else ""
+    return any(part in name for part in _BOUND_TO_A_DTYPE)
+
+
+def _tensors(node: Node) -> Iterator[torch.Tensor]:
+    value = node.meta.get("val")
+    for item in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(item, torch.Tensor):
+            yield item
+
+
+def _dtype(node: Any) -> torch.dtype | None:
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def _first_call(graph: torch.fx.Graph) -> Node:
+    return next(node for node in graph.nodes if node.op != "placeholder")

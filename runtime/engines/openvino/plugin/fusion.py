@@ -1,0 +1,147 @@
+"""Rewrites of a translated model: forms the plugin has a kernel for, and computes as meant."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import openvino as ov
+from openvino import opset15 as ops
+from openvino.passes import AnyInput, Manager, Matcher, MatcherPass, WrapType
+
+from coreml_delegate.runtime.engines.openvino.graph import (
+    dims,
+    ints,
+    known,
+    known_ints,
+    normalized,
+    rank,
+    scalar,
+)
+from coreml_delegate.runtime.engines.openvino.plugin.quantized import keep_values
+
+# The epsilon of a MIL ``rsqrt`` that only guards against zero: 1e-12, which is 2**-24 in fp16.
+_LARGEST_GUARD = 2.0**-24
+
+
+def fuse(model: Any) -> None:
+    """Apply every rewrite to ``model``, in place."""
+    manager = Manager()
+    for rewrite in _REWRITES:
+        matcher = Matcher(rewrite.root, type(rewrite).__name__)
+        manager.register_pass(MatcherPass(matcher, rewrite.rewrite))
+    manager.run_passes(model)
+    keep_values(model)
+
+
+class _ScaledRmsNorm:
+    """A root-mean-square norm without the scaling that keeps fp16 from overflowing.
+
+    Lowering divides by the largest magnitude ``s`` before it squares, and takes the epsilon along:
+    ``(x / s) / sqrt(mean((x / s) ** 2) + (root / s) ** 2 + guard)``. In f32 the squares of whatever
+    fp16 holds are far from overflowing, and ``x / sqrt(mean(x ** 2) + root ** 2)`` is the same but
+    for the guard inside MIL's ``rsqrt``, beside a mean of at least one over its number of elements.
+    For the plain norm the plugin has a kernel: one pass over memory instead of five.
+    """
+
+    def __init__(self) -> None:
+        self._x: Any = AnyInput()
+        self._reduced: Any = AnyInput()
+        self._averaged: Any = AnyInput()
+        self._root: Any = AnyInput()
+        self._guard: Any = AnyInput()
+        self._one: Any = AnyInput()
+        magnitude = WrapType("opset1.Abs", [self._x])
+        largest = WrapType("opset1.ReduceMax", [magnitude, self._reduced])
+        scale = WrapType("opset1.Clamp", [largest])
+        scaled = WrapType("opset1.Divide", [self._x, scale])
+        square = WrapType("opset1.Multiply", [scaled, scaled])
+        self._mean: Any = WrapType("opset1.ReduceMean", [square, self._averaged])
+        ratio = WrapType("opset1.Divide", [self._root, scale])
+        total = WrapType("opset1.Add", [self._mean, WrapType("opset1.Multiply", [ratio, ratio])])
+        deviation = WrapType("opset1.Sqrt", [WrapType("opset1.Add", [total, self._guard])])
+        inverse = WrapType("opset1.Divide", [self._one, deviation])
+        self.root: Any = WrapType("opset1.Multiply", [scaled, inverse])
+
+    def rewrite(self, matcher: Any) -> bool:
+        """Replace the norm that ``matcher`` has found; return whether it was replaced."""
+        found = matcher.get_pattern_value_map()
+        root, guard, one = (_number(found[p]) for p in (self._root, self._guard, self._one))
+        axes = known_ints(found[self._averaged])
+        if root is None or guard is None or axes is None or one != 1.0:
+            return False
+        if axes != known_ints(found[self._reduced]) or abs(guard) > _LARGEST_GUARD:
+            return False
+        if not found[self._mean].get_node().get_keep_dims():
+            return False
+        x = found[self._x]
+        mean = ops.reduce_mean(ops.multiply(x, x), ints(axes), True)
+        deviation = ops.sqrt(ops.add(mean, scalar(root * root, x)))
+        norm = ops.multiply(x, ops.divide(scalar(1.0, x), deviation))
+        replaced = matcher.get_match_root()
+        norm.set_friendly_name(replaced.get_friendly_name())
+        ov.utils.replace_node(replaced, norm)
+        return True
+
+
+class _MultipliedSoftmax:
+    """A softmax without what spreads NaN over its rows, where a product sums over them.
+
+    The product spreads NaN itself, and for both alone the plugin has a kernel.
+    """
+
+    def __init__(self) -> None:
+        self._shares: Any = WrapType("opset8.Softmax", [AnyInput()])
+        self._axis: Any = AnyInput()
+        total = WrapType("opset1.ReduceSum", [self._shares, self._axis])
+        is_nan = WrapType("opset1.NotEqual", [total, total])
+        self.root: Any = WrapType("opset1.Select", [is_nan, total, self._shares])
+
+    def rewrite(self, matcher: Any) -> bool:
+        """Let the products read the softmax itself; return whether there are any."""
+        found = matcher.get_pattern_value_map()
+        axes, shares = known_ints(found[self._axis]), found[self._shares]
+        if axes is None:
+            return False
+        place = normalized(axes[0], rank(shares)) - rank(shares)
+        readers = matcher.get_match_root().output(0).get_target_inputs()
+        products = [reader for reader in readers if _sums_over(reader, place)]
+        for product in products:
+            product.replace_source_output(shares)
+        return bool(products)
+
+
+def _sums_over(reader: Any, axis: int) -> bool:
+    """Whether what reads a value is a product that sums over an axis of it.
+
+    Args:
+        reader: An input of a node.
+        axis: Counted from the end, so negative.
+    """
+    node = reader.get_node()
+    if node.get_type_name() == "MatMul":
+        attributes, side = node.get_attributes(), reader.get_index()
+        is_transposed = attributes[("transpose_a", "transpose_b")[side]]
+        return axis == (-1 if bool(side) is is_transposed else -2)
+    if node.get_type_name() != "Reshape" or axis != -1:
+        return False
+    width = dims(node.input_value(0))[-1]
+    readers = node.output(0).get_target_inputs()
+    return (
+        width is not None
+        and dims(node.output(0))[-1:] == (width,)
+        and all(_sums_over(reader, axis) for reader in readers)
+    )
+
+
+# None is a pass itself: OpenVINO never frees a pass whose callback holds it. Nor does it free the
+# nodes of a pattern, so there is one of each for the process.
+_REWRITES: Final = (_ScaledRmsNorm(), _MultipliedSoftmax())
+
+
+def _number(value: Any) -> float | None:
+    """The number that every element of a constant, or of its repetition, is; None for the rest."""
+    node = value.get_node()
+    data = known(node.input_value(0) if node.get_type_name() == "Broadcast" else value)
+    if data is None or data.size == 0 or (data != data.flat[0]).any():
+        return None
+    return float(data.flat[0])

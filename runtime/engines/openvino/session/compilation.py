@@ -1,0 +1,195 @@
+"""From a function to a compiled model: found in the cache, or translated and compiled."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from coreml_delegate.errors import EngineUnavailableError, UnsupportedOpError
+from coreml_delegate.runtime.engines.base import CompiledFunction, EngineOptions, Precision
+from coreml_delegate.runtime.engines.memory import require
+from coreml_delegate.runtime.engines.openvino import translate
+from coreml_delegate.runtime.engines.openvino.plugin import DEVICE, fusion
+from coreml_delegate.runtime.engines.openvino.plugin.processor import (
+    PRECISION_HINT,
+    emulates,
+    saturates,
+)
+from coreml_delegate.runtime.engines.openvino.session.compiled_cache import CompiledCache
+from coreml_delegate.runtime.engines.openvino.session.session import Interface, OpenVinoFunction
+from coreml_delegate.runtime.engines.openvino.session.specialisation import (
+    EnumeratedFunction,
+    Shapes,
+    default_shapes,
+    specialised,
+)
+from coreml_delegate.runtime.engines.source import ProgramSource
+from coreml_delegate.runtime.mil.program import Function
+
+_logger = logging.getLogger(__name__)
+
+# Integer kernels for what lies between fake-quantizes.
+_INTEGER_KERNELS: Final = "LP_TRANSFORMS_MODE"
+
+
+@dataclass(frozen=True, slots=True)
+class _Mode:
+    """How OpenVINO spells a precision: the hint, and the capability of CPUs that have it."""
+
+    hint: str
+    capability: str
+
+
+_MODES: Final[Mapping[Precision, _Mode]] = {
+    # Said aloud: without a hint OpenVINO takes bf16 wherever the CPU has matrix units for it.
+    Precision.F32: _Mode("f32", "FP32"),
+    # Softmax and norms need no marking to stay accurate: their kernels read and write bf16 and
+    # compute in fp32.
+    Precision.BF16: _Mode("bf16", "BF16"),
+}
+
+
+# Nodes that touch no more are not looked at further.
+_FREE_BYTES: Final = 1 << 28
+
+
+def unsupported(function: Function) -> list[str]:
+    """What in ``function`` has no translation: one reason each."""
+    return translate.unsupported(specialised(function, default_shapes(function)))
+
+
+def compile_function(
+    core: Any, function: Function, options: EngineOptions, source: ProgramSource | None
+) -> CompiledFunction:
+    """Compile ``function``, or find it compiled.
+
+    Args:
+        core: OpenVINO's ``Core``.
+        function: The function.
+        options: How to execute.
+        source: The bytes it was read from, if at hand.
+
+    Raises:
+        UnsupportedOpError: An op, or a mode or type of it, has no translation.
+        EngineUnavailableError: The CPU has not the precision asked for.
+        ExecutionError: A node of the graph does not fit into memory.
+    """
+    mode = _MODES[Precision(options.precision)]
+    _require_precision(core, mode)
+    config = _config(options, mode, function)
+    cache = CompiledCache.of(core, function, source, options, config)
+    build = functools.partial(_build, core, function, options.exact_nan, config, cache)
+    shapes = default_shapes(function)
+    return EnumeratedFunction(function, build) if shapes else build(shapes)
+
+
+def _build(
+    core: Any,
+    function: Function,
+    exact_nan: bool,
+    config: Mapping[str, object],
+    cache: CompiledCache | None,
+    shapes: Shapes,
+) -> OpenVinoFunction:
+    if cache is not None and (found := cache.find(core, shapes)) is not None:
+        _logger.debug("found %s %s compiled", function.name, shapes or "")
+        return found
+    translated = translate.translate(specialised(function, shapes), exact_nan=exact_nan)
+    fusion.fuse(translated.model)
+    _require_memory(translated.model)
+    try:
+        compiled = core.compile_model(translated.model, DEVICE, config)
+    except RuntimeError as error:
+        raise UnsupportedOpError(
+            "OpenVINO cannot compile the function", got=str(error).strip().splitlines()[-1]
+        ) from error
+    _logger.debug(
+        "compiled %s %s: %d nodes", function.name, shapes or "", len(translated.model.get_ops())
+    )
+    # Not the translated model: the compiled one has its own copies of what it still needs.
+    interface = Interface(
+        translated.inputs, translated.outputs, translated.states, translated.writes
+    )
+    made = OpenVinoFunction(interface, compiled)
+    if cache is not None:
+        cache.keep(made, shapes)
+    return made
+
+
+def _config(options: EngineOptions, mode: _Mode, function: Function) -> dict[str, object]:
+    config: dict[str, object] = {
+        PRECISION_HINT: mode.hint,
+        "PERFORMANCE_HINT": "LATENCY",
+        # Otherwise activations are quantized to int8 where weights are compressed integers.
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+    }
+    if options.threads is not None:
+        config["INFERENCE_NUM_THREADS"] = options.threads
+    if any(op.type == "quantize" for op in function.block.walk()) and saturates():
+        config[_INTEGER_KERNELS] = "NO"
+        _say_in_float(mode.hint)
+    return config
+
+
+def _require_precision(core: Any, mode: _Mode) -> None:
+    """Refuse a precision that OpenVINO would silently replace by another.
+
+    Raises:
+        EngineUnavailableError: This CPU has not the precision.
+    """
+    capabilities = core.get_property(DEVICE, "OPTIMIZATION_CAPABILITIES")
+    if mode.capability in capabilities:
+        return
+    if not emulates(mode.hint):
+        raise EngineUnavailableError(
+            f"this CPU does not compute in {mode.hint}",
+            got=", ".join(capabilities),
+            expected=mode.capability,
+            remedy=f"Use precision={Precision.F32.value!r}",
+        )
+    _say_emulated(mode.hint)
+
+
+@functools.cache
+def _say_emulated(hint: str) -> None:
+    _logger.warning(
+        "this CPU has no instructions for %s: it is emulated, and slower than f32", hint
+    )
+
+
+@functools.cache
+def _say_in_float(hint: str) -> None:
+    _logger.info(
+        "this CPU cannot sum products of int8 without cutting them off (it has no VNNI): "
+        "quantized programs are computed in %s, exactly and more slowly",
+        hint,
+    )
+
+
+def _require_memory(model: Any) -> None:
+    """Refuse a model with a node whose operands and results do not fit into memory at once.
+
+    Sizes known only at run time are left to OpenVINO.
+
+    Args:
+        model: ``openvino.Model``.
+
+    Raises:
+        ExecutionError: There is such a node.
+    """
+    for node in model.get_ops():
+        values = [*node.outputs(), *(port.get_source_output() for port in node.inputs())]
+        needed = sum(map(_nbytes, values))
+        if needed > _FREE_BYTES:
+            require(needed, f"{node.get_type_name()} {node.get_friendly_name()!r}")
+
+
+def _nbytes(value: Any) -> int:
+    shape = value.get_partial_shape()
+    if shape.is_dynamic:
+        return 0
+    return math.prod(shape.to_shape()) * value.get_element_type().bitwidth // 8

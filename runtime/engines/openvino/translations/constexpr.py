@@ -1,0 +1,212 @@
+"""Compressed constants (``constexpr_*``).
+
+Integer weights stay integers in the graph, followed by the conversion, shift and scale that
+OpenVINO recognises as decompression. Lookup tables and sparse weights are expanded once, when
+compiling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from openvino import opset15 as ops
+
+from coreml_delegate.runtime.engines.openvino.graph import (
+    array_constant,
+    f32,
+    integer_constant,
+)
+from coreml_delegate.runtime.engines.openvino.registry import (
+    Array,
+    Result,
+    Weight,
+    refuse,
+    translation,
+)
+from coreml_delegate.runtime.mil.dtypes import DType, unpack_bits
+from coreml_delegate.runtime.mil.opset import Opset
+
+
+def _float32(array: NDArray[np.generic]) -> NDArray[np.float32]:
+    return array.astype(np.float32)
+
+
+def _blocks(
+    data_shape: Sequence[int], scale_shape: Sequence[int]
+) -> tuple[list[int], list[int]] | None:
+    """Shapes that give every block of ``data`` its own axis, and ``scale`` to match.
+
+    An axis along which each scale covers one element or all of them stays one axis: a row of
+    groups is then [rows, groups, group], the only form the plugin multiplies without expanding.
+    None when every axis does, so that plain broadcasting serves.
+    """
+    if all(count in (1, size) for size, count in zip(data_shape, scale_shape, strict=True)):
+        return None
+    data: list[int] = []
+    scale: list[int] = []
+    for size, count in zip(data_shape, scale_shape, strict=True):
+        whole = count in (1, size)
+        data += [size] if whole else [count, size // count]
+        scale += [count] if whole else [count, 1]
+    return data, scale
+
+
+def _shift_scale(
+    data: NDArray[np.generic], scale: NDArray[np.generic], offset: NDArray[np.generic] | None
+) -> Weight:
+    """``scale * (data - offset)`` with one scale and offset per block."""
+    shapes = _blocks(data.shape, scale.shape)
+    split_data, split_scale = shapes or (list(data.shape), list(scale.shape))
+
+    def dense() -> NDArray[np.generic]:
+        values = _float32(data.reshape(split_data))
+        if offset is not None:
+            values = values - _float32(offset.reshape(split_scale))
+        return (values * _float32(scale.reshape(split_scale))).reshape(data.shape)
+
+    def node() -> Any:
+        # No kernel of convolutions reads four bits; those between quantized values read eight.
+        constant = integer_constant if data.ndim <= 2 else array_constant
+        value = ops.convert(constant(data.reshape(split_data)), "f32")
+        if offset is not None:
+            shift = np.ascontiguousarray(offset.reshape(split_scale))
+            value = ops.subtract(value, f32(ops.constant(shift)))
+        value = ops.multiply(value, ops.constant(_float32(scale.reshape(split_scale))))
+        if shapes is not None:
+            value = ops.reshape(
+                value, ops.constant(np.asarray(data.shape, np.int32)), special_zero=False
+            )
+        return value.output(0)
+
+    return Weight(dense, node if np.issubdtype(data.dtype, np.integer) else None)
+
+
+@translation("constexpr_blockwise_shift_scale")
+def constexpr_blockwise_shift_scale(
+    data: Array, scale: Array, offset: Array | None = None
+) -> Result:
+    """``scale * (data - offset)``, one scale and offset per block of ``data``."""
+    return _shift_scale(data, scale, offset)
+
+
+@translation("constexpr_affine_dequantize")
+def constexpr_affine_dequantize(
+    quantized_data: Array, zero_point: Array, scale: Array, axis: int
+) -> Result:
+    """``scale * (quantized_data - zero_point)``, per tensor or along ``axis``."""
+    shape = [1] * quantized_data.ndim
+    if scale.size > 1 or zero_point.size > 1:
+        shape[axis] = quantized_data.shape[axis]
+    size = math.prod(shape)
+    return _shift_scale(
+        quantized_data,
+        np.broadcast_to(scale.reshape(-1), (size,)).reshape(shape),
+        np.broadcast_to(zero_point.reshape(-1), (size,)).reshape(shape),
+    )
+
+
+@translation("constexpr_cast")
+def constexpr_cast(source_val: Array, output_dtype: str) -> Result:
+    """``source_val`` as ``output_dtype``."""
+    destination = DType.from_label(output_dtype).numpy
+    return Weight(lambda: source_val.astype(destination))
+
+
+@translation("constexpr_lut_to_dense")
+def constexpr_lut_to_dense_ios16(indices: Array, lut: Array, shape: Array) -> Result:
+    """``lut`` at ``indices``, which are packed from the least significant bit on."""
+    bits = int(math.log2(lut.size))
+    widths = {dtype.bits: dtype for dtype in (DType.UINT1, DType.UINT2, DType.UINT4, DType.UINT6)}
+    sizes = tuple(int(size) for size in shape)
+
+    def dense() -> NDArray[np.generic]:
+        packed = indices.reshape(-1).astype(np.uint8)
+        count = math.prod(sizes)
+        places = unpack_bits(packed, widths[bits], count) if bits in widths else packed
+        return lut.reshape(-1)[places[:count].astype(np.intp)].reshape(sizes)
+
+    return Weight(dense)
+
+
+@translation("constexpr_lut_to_dense", since=Opset.iOS18)
+def constexpr_lut_to_dense(indices: Array, lut: Array, vector_axis: int | None = None) -> Result:
+    """``lut`` [*groups, palettes, vector] at ``indices``, one table per block of ``indices``."""
+    return Weight(lambda: _looked_up(indices, lut, vector_axis))
+
+
+def _looked_up(
+    indices: NDArray[np.generic], lut: NDArray[np.generic], vector_axis: int | None
+) -> NDArray[np.generic]:
+    groups, palettes, width = lut.shape[:-2], lut.shape[-2], lut.shape[-1]
+    # Number of the table that serves each element, row by row over the blocks of indices.
+    table = np.arange(math.prod(groups)).reshape(groups)
+    for axis, (size, count) in enumerate(zip(indices.shape, groups, strict=True)):
+        table = np.repeat(table, size // count, axis)
+    flat = lut.reshape(-1, palettes, width)
+    vectors = flat[table, indices.astype(np.intp)]
+    if width == 1:
+        return vectors[..., 0]
+    if vector_axis is None:
+        raise refuse("lookup table of vectors", "no vector_axis", "an axis")
+    axis = vector_axis % indices.ndim
+    shape = list(indices.shape)
+    shape[axis] *= width
+    return np.moveaxis(vectors, -1, axis + 1).reshape(shape)
+
+
+def _scattered(nonzero: NDArray[np.generic], mask: NDArray[np.generic]) -> NDArray[np.generic]:
+    result = np.zeros(mask.shape, dtype=nonzero.dtype)
+    result[mask != 0] = nonzero.reshape(-1)
+    return result
+
+
+@translation("constexpr_sparse_to_dense")
+def constexpr_sparse_to_dense_ios16(nonzero_data: Array, mask: Array, shape: Array) -> Result:
+    """Zeros with ``nonzero_data`` where the packed bits of ``mask`` are set."""
+    sizes = tuple(int(size) for size in shape)
+
+    def dense() -> NDArray[np.generic]:
+        bits = np.unpackbits(mask.reshape(-1).astype(np.uint8), bitorder="little")
+        return _scattered(nonzero_data, bits[: math.prod(sizes)].reshape(sizes))
+
+    return Weight(dense)
+
+
+@translation("constexpr_sparse_to_dense", since=Opset.iOS18)
+def constexpr_sparse_to_dense(nonzero_data: Array, mask: Array) -> Result:
+    """Zeros with ``nonzero_data`` where ``mask`` is set."""
+    return Weight(lambda: _scattered(nonzero_data, mask))
+
+
+@translation("constexpr_lut_to_sparse")
+def constexpr_lut_to_sparse(
+    indices_mask: Array, indices_nonzero_data: Array, lut: Array, vector_axis: int | None = None
+) -> Result:
+    """Mask and nonzero values of a sparse weight whose nonzero values are looked up."""
+    width = lut.shape[-1]
+    mask = indices_mask
+    if width > 1 and vector_axis is not None:
+        mask = np.repeat(mask, width, vector_axis)
+
+    def values() -> NDArray[np.generic]:
+        dense = _looked_up(_scattered(indices_nonzero_data, indices_mask), lut, vector_axis)
+        return dense[mask != 0].reshape(-1)
+
+    return Weight(lambda: mask), Weight(values)
+
+
+@translation("constexpr_sparse_blockwise_shift_scale")
+def constexpr_sparse_blockwise_shift_scale(
+    data_mask: Array, nonzero_data: Array, scale: Array, offset: Array | None = None
+) -> Result:
+    """Mask and nonzero values of a sparse weight whose nonzero values are quantized."""
+
+    def values() -> NDArray[np.generic]:
+        dense = _shift_scale(_scattered(nonzero_data, data_mask), scale, offset).dense()
+        return dense[data_mask != 0].reshape(-1)
+
+    return Weight(lambda: data_mask), Weight(values)

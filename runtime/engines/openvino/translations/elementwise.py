@@ -1,0 +1,178 @@
+"""Elementwise ops of one, two and three operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import openvino as ov
+from openvino import opset15 as ops
+
+from coreml_delegate.runtime.engines.openvino.graph import (
+    GRAPH_TYPE,
+    converted,
+    f32,
+    is_float,
+    magnitude,
+    scalar,
+)
+from coreml_delegate.runtime.engines.openvino.plugin import integers, nan
+from coreml_delegate.runtime.engines.openvino.registry import (
+    Result,
+    Tensor,
+    refuse,
+    register,
+    translation,
+)
+from coreml_delegate.runtime.mil.dtypes import DType
+
+_UNARY: dict[str, Callable[[Tensor], Result]] = {
+    "abs": magnitude,
+    "acos": ops.acos,
+    "asin": ops.asin,
+    "atan": ops.atan,
+    "atanh": ops.atanh,
+    "ceil": ops.ceiling,
+    "cos": ops.cos,
+    "cosh": ops.cosh,
+    "erf": ops.erf,
+    "exp": nan.exp,
+    "floor": ops.floor,
+    "logical_not": ops.logical_not,
+    "round": lambda x: ops.round(x, "half_to_even"),
+    "sign": ops.sign,
+    "sin": ops.sin,
+    "sinh": ops.sinh,
+    "sqrt": ops.sqrt,
+    "square": lambda x: ops.multiply(x, x),
+    "tan": ops.tan,
+    "tanh": ops.tanh,
+}
+
+_BINARY: dict[str, Callable[[Tensor, Tensor], Result]] = {
+    "add": ops.add,
+    "equal": integers.equality(ops.equal),
+    "greater": integers.order(nan.greater, ops.not_equal, first=False),
+    "greater_equal": integers.order(nan.greater_equal, ops.equal, first=True),
+    "less": integers.order(ops.less, ops.not_equal, first=True),
+    "less_equal": integers.order(ops.less_equal, ops.equal, first=False),
+    "logical_and": ops.logical_and,
+    "logical_or": ops.logical_or,
+    "logical_xor": ops.logical_xor,
+    "maximum": nan.maximum,
+    "minimum": nan.minimum,
+    "mul": ops.multiply,
+    "not_equal": integers.equality(ops.not_equal),
+    "sub": ops.subtract,
+}
+
+
+def _register_unary(op_type: str, build: Callable[[Tensor], Result]) -> None:
+    def unary(x: Tensor) -> Result:
+        return build(x)
+
+    register(op_type, unary)
+
+
+def _register_binary(op_type: str, build: Callable[[Tensor, Tensor], Result]) -> None:
+    def binary(x: Tensor, y: Tensor) -> Result:
+        return build(x, y)
+
+    register(op_type, binary)
+
+
+for _op_type, _unary in _UNARY.items():
+    _register_unary(_op_type, _unary)
+for _op_type, _binary in _BINARY.items():
+    _register_binary(_op_type, _binary)
+
+
+@translation("real_div")
+def real_div(x: Tensor, y: Tensor) -> Result:
+    """``x / y``, of integers without its fraction."""
+    return ops.divide(x, y) if is_float(x) else integers.truncated_divide(x, y)
+
+
+@translation("floor_div")
+def floor_div(x: Tensor, y: Tensor) -> Result:
+    """``x / y`` rounded towards negative infinity."""
+    return ops.floor(ops.divide(x, y)) if is_float(x) else integers.floor_divide(x, y)
+
+
+@translation("mod")
+def modulo(x: Tensor, y: Tensor) -> Result:
+    """What remains of ``x / y``, with the sign of ``y``."""
+    return ops.floor_mod(x, y) if is_float(x) else integers.floor_modulo(x, y)
+
+
+@translation("pow")
+def power(x: Tensor, y: Tensor) -> Result:
+    """``x`` to the power ``y``."""
+    if is_float(x):
+        return ops.power(x, y)
+    return ops.round(ops.power(f32(x), f32(y)), "half_to_even")
+
+
+@translation("exp2")
+def exp2(x: Tensor) -> Result:
+    """Two to the power ``x``."""
+    return ops.power(scalar(2, f32(x)), f32(x))
+
+
+@translation("inverse")
+def inverse(x: Tensor, epsilon: float = 1e-4) -> Result:
+    """``1 / (x + epsilon)``."""
+    return ops.divide(scalar(1, x), ops.add(x, scalar(epsilon, x)))
+
+
+@translation("log")
+def log(x: Tensor, epsilon: float = 1e-45) -> Result:
+    """``log(x + epsilon)``."""
+    return ops.log(ops.add(x, scalar(epsilon, x)))
+
+
+@translation("rsqrt")
+def rsqrt(x: Tensor, epsilon: float = 1e-12) -> Result:
+    """``1 / sqrt(x + epsilon)``."""
+    return ops.divide(scalar(1, x), ops.sqrt(ops.add(x, scalar(epsilon, x))))
+
+
+@translation("clip")
+def clip(x: Tensor, alpha: float, beta: float, *, exact_nan: bool = False) -> Result:
+    """``x`` bounded to [alpha, beta]."""
+    bounded = ops.clamp(x, alpha, beta)
+    return nan.kept(x, bounded) if exact_nan else bounded
+
+
+@translation("threshold")
+def threshold(x: Tensor, alpha: float) -> Result:
+    """``x`` bounded below by ``alpha``."""
+    return nan.maximum(x, scalar(alpha, x))
+
+
+@translation("cast")
+def cast(x: Tensor, dtype: str) -> Result:
+    """``x`` as ``dtype``; fp16 is f32 inside the graph, so a cast between the two is none.
+
+    Floats become integers by truncation and booleans by comparison with zero.
+    """
+    target = DType.from_label(dtype)
+    destination = GRAPH_TYPE.get(target)
+    if destination is None:
+        raise refuse("cast to a type that has no place in the graph", dtype)
+    if is_float(x) and destination in (ov.Type.i8, ov.Type.u8):
+        # Out-of-range floats saturate in one step and wrap in two; integers everywhere wrap.
+        x = ops.convert(x, "i32")
+    result = converted(x, destination)
+    return integers.wrapped(result, target) if target in (DType.INT16, DType.UINT16) else result
+
+
+@translation("select")
+def select(cond: Tensor, a: Tensor, b: Tensor) -> Result:
+    """``a`` where ``cond`` holds, ``b`` elsewhere."""
+    return integers.select(converted(cond, ov.Type.boolean), a, b)
+
+
+@translation("identity")
+def identity(x: Tensor) -> Result:
+    """``x`` itself."""
+    return x

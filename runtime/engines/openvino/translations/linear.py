@@ -1,0 +1,128 @@
+"""Matrix products and attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from openvino import opset15 as ops
+
+from coreml_delegate.runtime.engines.openvino.graph import (
+    converted,
+    dim_of,
+    dims,
+    element_type,
+    f32,
+    ints,
+    is_float,
+    rank,
+    scalar,
+)
+from coreml_delegate.runtime.engines.openvino.plugin import integers
+from coreml_delegate.runtime.engines.openvino.plugin.decompression import expanded, multiplicable
+from coreml_delegate.runtime.engines.openvino.registry import (
+    Result,
+    Tensor,
+    Tensors,
+    translation,
+)
+
+
+@translation("linear")
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Result:
+    """``x @ weight.T + bias``: ``x`` [*, D_in], ``weight`` [D_out, D_in], ``bias`` [D_out]."""
+    product = matmul(x, weight, transpose_y=True)
+    return product if bias is None else ops.add(product, converted(bias, element_type(product)))
+
+
+@translation("matmul")
+def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Result:
+    """Batched matrix product with numpy's broadcasting, of the element type of ``x``."""
+    y = converted(multiplicable(y, transposed=transpose_y), element_type(x))
+    if is_float(x) and rank(x) == 1 and rank(y) > 1:
+        # Between quantized values the plugin returns a matrix of a vector's product.
+        product = ops.matmul(ops.unsqueeze(x, ints(0)), y, False, transpose_y)
+        return ops.squeeze(product, ints(-2))
+    if is_float(x):
+        return ops.matmul(x, y, transpose_x, transpose_y)
+    return _integer_product(x, y, transpose_x, transpose_y)
+
+
+def _integer_product(x: Tensor, y: Tensor, transpose_x: bool, transpose_y: bool) -> Result:
+    """As ``matmul``, exact: the plugin multiplies matrices as floats.
+
+    Integers meet in index arithmetic, so the products are few.
+    """
+    rows = ops.unsqueeze(x, ints(0)) if rank(x) == 1 else _swapped(x) if transpose_x else x
+    columns = ops.unsqueeze(y, ints(0)) if rank(y) == 1 else y if transpose_y else _swapped(y)
+    products = ops.multiply(ops.unsqueeze(rows, ints(-2)), ops.unsqueeze(columns, ints(-3)))
+    result = integers.total(products, (-1,), False)
+    dropped = [axis for axis, side in ((-2, x), (-1, y)) if rank(side) == 1]
+    return ops.squeeze(result, ints(dropped)) if dropped else result
+
+
+def _swapped(x: Tensor) -> Any:
+    axes = list(range(rank(x)))
+    return ops.transpose(x, ints([*axes[:-2], axes[-1], axes[-2]]))
+
+
+@translation("einsum")
+def einsum(values: Tensors, equation: str) -> Result:
+    """Einstein summation.
+
+    MIL defines ``nchw,nwhu->nchu``, with or without ``n``: axis -3 of the second operand is
+    contracted with axis -1 of the first; the others are batch axes and broadcast.
+    """
+    values = tuple(map(expanded, values))
+    if len(values) != 2 or _canonical(equation) not in ("abcd,adce->abce", "abc,cbd->abd"):
+        return ops.einsum([f32(value) for value in values], equation)
+    x, y = values
+    axes = rank(x)
+    swap = list(range(axes))
+    swap[-3], swap[-2] = swap[-2], swap[-3]
+    product = ops.matmul(ops.transpose(x, ints(swap)), ops.transpose(y, ints(swap)), False, False)
+    return ops.transpose(product, ints(swap))
+
+
+def _canonical(equation: str) -> str:
+    """The equation with its letters renamed in order of appearance."""
+    names: dict[str, str] = {}
+    return "".join(
+        names.setdefault(char, chr(ord("a") + len(names))) if char.isalpha() else char
+        for char in equation.replace(" ", "")
+    )
+
+
+@translation("scaled_dot_product_attention")
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None
+) -> Result:
+    """``softmax(query @ key.T / sqrt(E) + attn_mask) @ value`` along the last two axes.
+
+    ``query`` [*, L, E], ``key`` [*, S, E], ``value`` [*, S, EV]. A boolean mask says what takes
+    part.
+
+    Spelled out, because OpenVINO's own op of that name has the plugin transpose every key in
+    memory first: measured on 8 heads of 64, one query on 256 keys takes 0.75 of its time this way,
+    128 queries 0.9, and the results are the same to the bit.
+    """
+    scores = ops.matmul(_scaled(query), key, False, True)
+    if attn_mask is not None:
+        scores = ops.add(scores, _bias(attn_mask, scores))
+    return ops.matmul(ops.softmax(scores, -1), value, False, False)
+
+
+def _scaled(query: Tensor) -> Result:
+    """``query`` [*, L, E] over the square root of E."""
+    width = dims(query)[-1]
+    if width is not None:
+        return ops.multiply(query, scalar(width**-0.5, query))
+    return ops.divide(query, ops.sqrt(converted(dim_of(query, -1), element_type(query))))
+
+
+def _bias(mask: Tensor, scores: Tensor) -> Result:
+    """What a mask adds to the scores: itself, or minus infinity where a boolean one is false."""
+    if element_type(mask) != ov.Type.boolean:
+        return converted(mask, element_type(scores))
+    return ops.select(mask, scalar(0.0, scores), scalar(-np.inf, scores))

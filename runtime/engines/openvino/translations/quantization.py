@@ -1,0 +1,122 @@
+"""Quantization of activations.
+
+Source: coremltools' MIL op reference, ``quantization_ops``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from openvino import opset15 as ops
+
+from coreml_delegate.runtime.engines.openvino.graph import (
+    GRAPH_TYPE,
+    element_type,
+    f32,
+    is_float,
+    known,
+    output,
+    per_channel,
+    rank,
+)
+from coreml_delegate.runtime.engines.openvino.registry import (
+    Result,
+    Tensor,
+    refuse,
+    translation,
+)
+from coreml_delegate.runtime.mil.dtypes import DType
+
+
+@translation("quantize")
+def quantize(
+    input: Tensor,
+    scale: Tensor,
+    output_dtype: str,
+    zero_point: Tensor | None = None,
+    axis: int | None = None,
+) -> Result:
+    """``clip(round(input / scale) + zero_point)``, as the fake-quantize OpenVINO makes int8 of."""
+    destination = GRAPH_TYPE.get(DType.from_label(output_dtype))
+    if destination not in (ov.Type.i8, ov.Type.u8):
+        raise refuse("quantize to another type", output_dtype, "int8 or uint8")
+    low, high = (-128.0, 127.0) if destination == ov.Type.i8 else (0.0, 255.0)
+    least, most = (ops.constant(np.float32(bound)) for bound in (low, high))
+    step = _aligned(_f32(scale), input, axis)
+    shift = None if zero_point is None else _aligned(_f32(zero_point), input, axis)
+    first, last = (_unquantized(bound, step, shift) for bound in (low, high))
+    grid = ops.fake_quantize(input, first, last, least, most, 256)
+    return ops.convert(grid, destination)
+
+
+@translation("dequantize")
+def dequantize(
+    input: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    axis: int | None = None,
+) -> Result:
+    """``scale * (input - zero_point)``, per tensor or along ``axis``."""
+    if is_float(input):
+        raise refuse("dequantize of floats", element_type(input), "int8 or uint8")
+    grid = _requantized(input, scale, zero_point, axis)
+    if grid is not None:
+        return grid
+    value = ops.convert(input, "f32")
+    if zero_point is not None:
+        value = ops.subtract(value, _aligned(_f32(zero_point), input, axis))
+    return ops.multiply(value, _aligned(scale, input, axis))
+
+
+def _requantized(
+    codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int | None
+) -> Any | None:
+    """What ``quantize`` made and constants turn back, as one fake-quantize; None for the rest.
+
+    Were the codes converted back, joining them with others would round the values behind to whole
+    numbers: the CPU plugin of OpenVINO 2026.4 moves the scale before the conversion to integers.
+    """
+    conversion = output(codes).get_node()
+    if conversion.get_type_name() != "Convert":
+        return None
+    grid = conversion.input_value(0).get_node()
+    if grid.get_type_name() != "FakeQuantize":
+        return None
+    source, first, last, *ends = (grid.input_value(place) for place in range(5))
+    bounds = [known(end) for end in ends]
+    step = _aligned(_f32(scale), codes, axis)
+    shift = None if zero_point is None else _aligned(_f32(zero_point), codes, axis)
+    if known(step) is None or (shift is not None and known(shift) is None):
+        return None
+    low, high = (_unquantized(float(bound), step, shift) for bound in bounds if bound is not None)
+    return ops.fake_quantize(source, first, last, low, high, 256)
+
+
+def _f32(parameter: Tensor) -> Any:
+    constant = known(parameter)
+    return f32(parameter) if constant is None else ops.constant(np.asarray(constant, np.float32))
+
+
+def _unquantized(bound: float, step: Tensor, shift: Tensor | None) -> Any:
+    """``step * (bound - shift)``, a constant where both are.
+
+    The plugin makes its integer kernels of fake-quantizes whose bounds are constants, and that
+    before it folds any.
+    """
+    scale, zero = known(step), np.zeros(()) if shift is None else known(shift)
+    if scale is not None and zero is not None:
+        return ops.constant(
+            np.asarray(scale, np.float32) * (np.float32(bound) - np.asarray(zero, np.float32))
+        )
+    end = ops.constant(np.float32(bound))
+    return ops.multiply(end if shift is None else ops.subtract(end, shift), step)
+
+
+def _aligned(parameter: Tensor, data: Tensor, axis: int | None) -> Any:
+    """A scalar as it is; a vector shaped to broadcast along ``axis`` of ``data``."""
+    total = rank(data)
+    if rank(parameter) == 0 or axis is None:
+        return parameter
+    return per_channel(parameter, total, axis % total)

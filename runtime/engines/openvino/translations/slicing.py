@@ -1,0 +1,243 @@
+"""Ops that take, pad or replace regions of a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from openvino import opset15 as ops
+
+from coreml_delegate.runtime.engines.openvino.graph import (
+    INT_MAX,
+    INT_MIN,
+    converted,
+    dim_of,
+    dims,
+    element_type,
+    ints,
+    known_ints,
+    normalized,
+    rank,
+    scalar,
+    shape_of,
+    static_dims,
+)
+from coreml_delegate.runtime.engines.openvino.plugin import integers
+from coreml_delegate.runtime.engines.openvino.registry import (
+    Bools,
+    Ints,
+    Result,
+    Tensor,
+    refuse,
+    translation,
+)
+
+_PAD_MODES = {"constant": "constant", "reflect": "reflect", "replicate": "edge"}
+
+
+def _flags(mask: Bools | None, size: int) -> list[int]:
+    return [int(flag) for flag in mask] if mask else [0] * size
+
+
+@translation("slice_by_index")
+def slice_by_index(
+    x: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    stride: Ints | None = None,
+    begin_mask: Bools | None = None,
+    end_mask: Bools | None = None,
+    squeeze_mask: Bools | None = None,
+) -> Result:
+    """``x[begin[0]:end[0]:stride[0], ...]``; a squeezed axis is indexed by its ``begin``."""
+    axes = rank(x)
+    squeezed = _flags(squeeze_mask, axes)
+    # An index takes one element whatever its stride; OpenVINO wants a positive one there.
+    steps = [1 if drop else step for drop, step in zip(squeezed, stride or [1] * axes, strict=True)]
+    masks = _flags(begin_mask, axes), _flags(end_mask, axes)
+    element = _sole_element(x, begin, end, steps, *masks, squeezed)
+    if element is not None:
+        axis, place = element
+        # The plugin makes a view of it where memory allows; a strided slice is always a copy.
+        return ops.gather(x, ints(place), ints(axis))
+    return ops.strided_slice(x, begin, end, ints(steps), *masks, [0] * axes, squeezed, [0] * axes)
+
+
+def _sole_element(
+    x: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    steps: list[int],
+    begin_mask: list[int],
+    end_mask: list[int],
+    squeezed: list[int],
+) -> tuple[int, int] | None:
+    """Axis and place of a slice that is one element of one axis and the whole of the others."""
+    first, last, sizes = known_ints(begin), known_ints(end), dims(x)
+    if first is None or last is None or squeezed.count(1) != 1:
+        return None
+
+    def whole(axis: int) -> bool:
+        size = sizes[axis]
+        from_start = begin_mask[axis] or first[axis] == 0
+        to_end = end_mask[axis] or (size is not None and last[axis] >= size)
+        return steps[axis] == 1 and bool(from_start and to_end)
+
+    axis = squeezed.index(1)
+    size, place = sizes[axis], first[axis]
+    if begin_mask[axis] or size is None or not -size <= place < size:
+        return None
+    others = (other for other in range(len(sizes)) if other != axis)
+    return (axis, place % size) if all(whole(other) for other in others) else None
+
+
+@translation("slice_by_size")
+def slice_by_size(x: Tensor, begin: Tensor, size: Tensor) -> Result:
+    """``size[i]`` elements of axis i from ``begin[i]``, or all that follow where it is -1."""
+    axes = rank(x)
+    start, count = known_ints(begin), known_ints(size)
+    lengths = dims(x)
+    counted = start is not None and all(
+        at >= 0 or length is not None for at, length in zip(start, lengths, strict=True)
+    )
+    if counted and start is not None and count is not None:
+        first = [
+            at + (length or 0) if at < 0 else at for at, length in zip(start, lengths, strict=True)
+        ]
+        stop = [INT_MAX if n == -1 else at + n for at, n in zip(first, count, strict=True)]
+        return ops.slice(x, ints(first), ints(stop), ints([1] * axes))
+    zero = ints(0)
+    # Places may be of 8 bits, which could not hold a sum with a size.
+    begin, size = (converted(value, element_type(zero)) for value in (begin, size))
+    first = ops.select(ops.less(begin, zero), ops.add(begin, shape_of(x)), begin)
+    stop = ops.select(ops.less(size, zero), ints(INT_MAX), ops.add(first, size))
+    return ops.slice(x, first, stop, ints([1] * axes))
+
+
+@translation("slice_update")
+def slice_update(
+    x: Tensor,
+    update: Tensor,
+    begin: Tensor,
+    end: Tensor,  # noqa: ARG001 - the shape of the update says where the region ends
+    stride: Ints | None = None,
+    begin_mask: Bools | None = None,
+    end_mask: Bools | None = None,  # noqa: ARG001 - likewise
+    squeeze_mask: Bools | None = None,
+) -> Result:
+    """``x`` with the region that ``slice_by_index`` would take replaced by ``update``.
+
+    One scatter per axis that the region does not span, on what the axes before it select. The CPU
+    plugin of OpenVINO 2026.4 crashes on SliceScatter with bounds known at run time only.
+    """
+    axes = rank(x)
+    squeezed = _flags(squeeze_mask, axes)
+    dropped = [axis for axis, drop in enumerate(squeezed) if drop]
+    if dropped:
+        update = ops.unsqueeze(update, ints(dropped))
+    steps = [1 if drop else step for drop, step in zip(squeezed, stride or [1] * axes, strict=True)]
+    first = _first_places(x, begin, steps, _flags(begin_mask, axes))
+    sizes, counts = static_dims(x, range(axes)), static_dims(update, range(axes))
+    places = [
+        (axis, _places(first, axis, steps[axis], counts[axis]))
+        for axis in range(axes)
+        if counts[axis] != sizes[axis] or steps[axis] < 0
+    ]
+    return _replaced(x, update, places)
+
+
+def _first_places(x: Tensor, begin: Tensor, steps: list[int], begin_mask: list[int]) -> Any:
+    """Index on every axis of the first element of a slice, by numpy's rules."""
+    begin = converted(begin, element_type(ints(0)))  # 8-bit ones could not hold a sum with a size
+    sizes = np.asarray(static_dims(x, range(rank(x))), dtype=np.int32)
+    forward = np.asarray(steps) > 0
+    default = np.where(forward, 0, sizes - 1).astype(np.int32)
+    start = ops.select(ops.less(begin, ints(0)), ops.add(begin, ops.constant(sizes)), begin)
+    last = ops.constant(np.where(forward, sizes, sizes - 1).astype(np.int32))
+    start = ops.minimum(ops.maximum(start, ints(0)), last)
+    return ops.select(ops.constant(np.asarray(begin_mask, bool)), ops.constant(default), start)
+
+
+def _places(first: Any, axis: int, step: int, count: int) -> Any:
+    """The ``count`` indices along ``axis`` of a slice."""
+    start = ops.gather(first, ints((axis,)), ints(0))
+    return ops.add(start, ints((np.arange(count) * step).tolist()))
+
+
+def _replaced(x: Tensor, update: Tensor, places: list[tuple[int, Any]]) -> Any:
+    """``x`` with ``update`` at the given places of some axes and the whole of the others."""
+    if not places:
+        return update
+    (axis, indices), rest = places[0], places[1:]
+    inner = _replaced(ops.gather(x, indices, ints(axis)), update, rest) if rest else update
+    return ops.scatter_update(x, indices, inner, ints(axis))
+
+
+@translation("crop")
+def crop(x: Tensor, crop_height: Ints, crop_width: Ints) -> Result:
+    """``x`` [*, H, W] without the given numbers of rows and columns at either end."""
+    stops = [-after if after else INT_MAX for after in (crop_height[1], crop_width[1])]
+    return ops.slice(
+        x, ints((crop_height[0], crop_width[0])), ints(stops), ints((1, 1)), ints((-2, -1))
+    )
+
+
+@translation("pad")
+def pad(x: Tensor, pad: Tensor, mode: str = "constant", constant_val: float = 0.0) -> Result:
+    """``x`` padded along its last axes: ``pad`` holds before and after of each."""
+    if mode not in _PAD_MODES:
+        raise refuse("unknown pad mode", mode, ", ".join(_PAD_MODES))
+    axes = rank(x)
+    amounts = known_ints(pad)
+    if amounts is None:
+        begin = ops.strided_slice(pad, ints((0,)), ints((0,)), ints((2,)), [0], [1])
+        end = ops.strided_slice(pad, ints((1,)), ints((0,)), ints((2,)), [0], [1])
+    else:
+        leading = [0] * (axes - len(amounts) // 2)
+        begin = ints([*leading, *amounts[0::2]])
+        end = ints([*leading, *amounts[1::2]])
+    fill = scalar(constant_val, x) if mode == "constant" else None
+    return ops.pad(x, begin, end, _PAD_MODES[mode], fill)
+
+
+@translation("reverse")
+def reverse(x: Tensor, axes: Ints | None = None) -> Result:
+    """``x`` with the order along ``axes`` reversed."""
+    over = ints(list(axes) if axes else list(range(rank(x))))
+    count = len(axes) if axes else rank(x)
+    return ops.slice(x, ints([-1] * count), ints([INT_MIN] * count), ints([-1] * count), over)
+
+
+@translation("reverse_sequence")
+def reverse_sequence(x: Tensor, lengths: Tensor, seq_axis: int = 0, batch_axis: int = 0) -> Result:
+    """``x`` with the first ``lengths[b]`` elements of each sequence reversed."""
+    axes = rank(x)
+    return ops.reverse_sequence(
+        x, lengths, normalized(batch_axis, axes), normalized(seq_axis, axes)
+    )
+
+
+@translation("sliding_windows")
+def sliding_windows(x: Tensor, axis: int, size: int, stride: int = 1) -> Result:
+    """Every window of ``size`` elements along ``axis``, as a new axis after it."""
+    axis = normalized(axis, rank(x))
+    (length,) = static_dims(x, (axis,))
+    starts = np.arange(0, length - size + 1, stride)
+    return ops.gather(x, ints((starts[:, None] + np.arange(size)).tolist()), ints(axis))
+
+
+@translation("band_part")
+def band_part(x: Tensor, lower: int = -1, upper: int = -1) -> Result:
+    """``x`` [*, M, N] with zeros outside a band of diagonals; a negative bound keeps that side."""
+    rows = ops.unsqueeze(_arange(x, -2), ints(1))
+    columns = ops.unsqueeze(_arange(x, -1), ints(0))
+    below = ops.subtract(rows, columns)
+    keep = ops.logical_and(
+        ops.less_equal(below, ints(lower if lower >= 0 else INT_MAX)),
+        ops.greater_equal(below, ints(-upper if upper >= 0 else INT_MIN)),
+    )
+    return integers.select(keep, x, scalar(0, x))
+
+
+def _arange(x: Tensor, axis: int) -> Any:
+    return ops.range(ints(0), dim_of(x, axis), ints(1), "i32")

@@ -1,0 +1,1 @@
+"""Kernels of MIL ops in torch, a module per family: the families of OpenVINO's translations."""

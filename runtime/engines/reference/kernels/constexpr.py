@@ -1,0 +1,146 @@
+"""Compressed weights: ops whose arguments are all constants, evaluated when a function is compiled.
+
+Source: coremltools' MIL op reference, ``constexpr_ops`` (iOS16) and ``compression`` (iOS18).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coreml_delegate.runtime.engines.reference.kernels.quantization import along_axis
+from coreml_delegate.runtime.engines.reference.registry import Ints, kernel
+from coreml_delegate.runtime.mil.dtypes import DType, unpack_bits
+from coreml_delegate.runtime.mil.opset import Opset
+
+_UNSIGNED = {
+    1: DType.UINT1,
+    2: DType.UINT2,
+    4: DType.UINT4,
+    6: DType.UINT6,
+    8: DType.UINT8,
+}
+
+
+def _unpacked(packed: Tensor, bits: int, count: int) -> Tensor:
+    return torch.from_numpy(unpack_bits(packed.numpy().view(np.uint8), _UNSIGNED[bits], count))
+
+
+def _blockwise(value: Tensor, shape: torch.Size) -> Tensor:
+    """``value`` with every element repeated over its block of ``shape``, or left to broadcast."""
+    for axis, (blocks, size) in enumerate(zip(value.shape, shape, strict=True)):
+        if size % blocks:
+            raise ValueError(f"{blocks} blocks do not divide a size of {size} (axis {axis})")
+        if blocks not in (1, size):
+            value = value.repeat_interleave(size // blocks, dim=axis)
+    return value
+
+
+@kernel("constexpr_cast", since=Opset.iOS16)
+@kernel("constexpr_cast", since=Opset.iOS18)
+def constexpr_cast(
+    source_val: Tensor,
+    output_dtype: str,  # noqa: ARG001 - the declared type of the output says the same
+) -> Tensor:
+    """``source_val`` in another floating-point type."""
+    return source_val
+
+
+@kernel("constexpr_affine_dequantize", since=Opset.iOS16, widen=True)
+def constexpr_affine_dequantize(
+    quantized_data: Tensor, zero_point: Tensor, scale: Tensor, axis: int
+) -> Tensor:
+    """``scale * (quantized_data - zero_point)``, one pair for all or per index of ``axis``."""
+    rank = quantized_data.dim()
+    shifted = quantized_data.float() - along_axis(zero_point, axis, rank).float()
+    return shifted * along_axis(scale, axis, rank)
+
+
+@kernel("constexpr_lut_to_dense", since=Opset.iOS16)
+def constexpr_lut_to_dense(indices: Tensor, lut: Tensor, shape: Ints) -> Tensor:
+    """Entries of ``lut`` at packed ``indices`` (least significant bits first), in ``shape``."""
+    bits = max(1, lut.numel().bit_length() - 1)
+    return lut[_unpacked(indices, bits, math.prod(shape)).long()].reshape(shape)
+
+
+@kernel("constexpr_sparse_to_dense", since=Opset.iOS16)
+def constexpr_sparse_to_dense(nonzero_data: Tensor, mask: Tensor, shape: Ints) -> Tensor:
+    """``nonzero_data`` where the packed ``mask`` has a 1, else 0, in ``shape``."""
+    return _dense(nonzero_data, _unpacked(mask, 1, math.prod(shape)).reshape(shape))
+
+
+@kernel("constexpr_blockwise_shift_scale", since=Opset.iOS18, widen=True)
+def constexpr_blockwise_shift_scale(
+    data: Tensor, scale: Tensor, offset: Tensor | None = None
+) -> Tensor:
+    """``scale * (data - offset)``, one pair per block; all of one rank."""
+    values = data.float()
+    if offset is not None:
+        values = values - _blockwise(offset, data.shape).float()
+    return values * _blockwise(scale, data.shape)
+
+
+@kernel("constexpr_lut_to_dense", since=Opset.iOS18)
+def constexpr_grouped_lut_to_dense(
+    indices: Tensor, lut: Tensor, vector_axis: int | None = None
+) -> Tensor:
+    """Entries of the table of each block at ``indices``.
+
+    Args:
+        indices: [*shape], unsigned.
+        lut: [*blocks, palettes, vector], one table per block of ``shape``.
+        vector_axis: Dimension along which the elements of a table's vectors follow each other;
+            needed if they have more than one.
+    """
+    vector = lut.shape[-1]
+    if vector > 1 and vector_axis is None:
+        raise ValueError(f"lut has vectors of {vector} elements but vector_axis is missing")
+    per_index = torch.Size((*indices.shape, *lut.shape[-2:]))
+    tables = _blockwise(lut, per_index).expand(per_index)
+    chosen = indices.long()[..., None, None].expand(*indices.shape, 1, vector)
+    entries = tables.gather(-2, chosen).squeeze(-2)
+    if vector_axis is None or vector == 1:
+        return entries.squeeze(-1)
+    axis = vector_axis % indices.dim()
+    return entries.movedim(-1, axis + 1).flatten(axis, axis + 1)
+
+
+@kernel("constexpr_sparse_to_dense", since=Opset.iOS18)
+def constexpr_masked_to_dense(nonzero_data: Tensor, mask: Tensor) -> Tensor:
+    """``nonzero_data`` where ``mask`` has a 1, else 0."""
+    return _dense(nonzero_data, mask)
+
+
+@kernel("constexpr_lut_to_sparse", since=Opset.iOS18)
+def constexpr_lut_to_sparse(
+    indices_mask: Tensor,
+    indices_nonzero_data: Tensor,
+    lut: Tensor,
+    vector_axis: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The mask and the non-zero values of ``constexpr_lut_to_dense`` on sparse indices."""
+    dense = constexpr_grouped_lut_to_dense(
+        _dense(indices_nonzero_data, indices_mask), lut, vector_axis
+    )
+    mask = indices_mask
+    if vector_axis is not None and lut.shape[-1] > 1:
+        mask = mask.repeat_interleave(lut.shape[-1], dim=vector_axis)
+    return mask, dense[mask != 0]
+
+
+@kernel("constexpr_sparse_blockwise_shift_scale", since=Opset.iOS18, widen=True)
+def constexpr_sparse_blockwise_shift_scale(
+    data_mask: Tensor, nonzero_data: Tensor, scale: Tensor, offset: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The mask and the non-zero values of ``constexpr_blockwise_shift_scale`` on sparse data."""
+    dense = constexpr_blockwise_shift_scale(_dense(nonzero_data, data_mask), scale, offset)
+    return data_mask, dense[data_mask != 0]
+
+
+def _dense(nonzero_data: Tensor, mask: Tensor) -> Tensor:
+    result = nonzero_data.new_zeros(mask.shape)
+    result[mask != 0] = nonzero_data
+    return result

@@ -1,0 +1,150 @@
+"""Elementwise arithmetic, comparison, logic and ``cast``.
+
+Source: coremltools' MIL op reference, ``elementwise_unary`` and ``elementwise_binary``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from coreml_delegate.runtime.engines.reference.registry import kernel
+from coreml_delegate.runtime.engines.reference.values import carrier_of
+from coreml_delegate.runtime.mil.dtypes import DType
+
+_Unary = Callable[[Tensor], Tensor]
+_Binary = Callable[[Tensor, Tensor], Tensor]
+
+_UNARY: dict[str, _Unary] = {
+    "abs": torch.abs,
+    "acos": torch.acos,
+    "asin": torch.asin,
+    "atan": torch.atan,
+    "atanh": torch.atanh,
+    "ceil": torch.ceil,
+    "cos": torch.cos,
+    "cosh": torch.cosh,
+    "erf": torch.erf,
+    "exp": torch.exp,
+    "exp2": lambda x: torch.exp2(x).to(x.dtype),  # of integers too: truncated
+    "floor": torch.floor,
+    "logical_not": torch.logical_not,
+    "round": torch.round,  # halves to even
+    "sign": torch.sign,
+    "sin": torch.sin,
+    "sinh": torch.sinh,
+    "sqrt": torch.sqrt,
+    "square": torch.square,
+    "tan": torch.tan,
+    "tanh": torch.tanh,
+}
+
+
+def _division(function: _Binary) -> _Binary:
+    """``function``, of integers in 64 bits: the least int32 by -1 would kill the process."""
+
+    def run(x: Tensor, y: Tensor) -> Tensor:
+        return function(x, y) if x.is_floating_point() else function(x.long(), y.long()).to(x.dtype)
+
+    return run
+
+
+# torch's fp16 kernels of the rest compute in fp32 and round once; these are an ulp off at times.
+_LOOSE_IN_FP16 = {"acos", "asin", "atan", "atanh", "erf"}
+
+_BINARY: dict[str, _Binary] = {
+    "add": torch.add,
+    "equal": torch.eq,
+    "floor_div": _division(torch.floor_divide),
+    "greater": torch.gt,
+    "greater_equal": torch.ge,
+    "less": torch.lt,
+    "less_equal": torch.le,
+    "logical_and": torch.logical_and,
+    "logical_or": torch.logical_or,
+    "logical_xor": torch.logical_xor,
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "mod": _division(torch.remainder),  # the sign of the divisor
+    "mul": torch.mul,
+    "not_equal": torch.ne,
+    "pow": torch.pow,
+    # The declared result of two integers is an integer: the quotient without its fraction.
+    "real_div": _division(
+        lambda x, y: torch.div(x, y, rounding_mode=None if x.is_floating_point() else "trunc")
+    ),
+    "sub": torch.sub,
+}
+
+
+def _unary(function: _Unary) -> Callable[..., Tensor]:
+    def run(x: Tensor) -> Tensor:
+        return function(x)
+
+    return run
+
+
+def _binary(function: _Binary) -> Callable[..., Tensor]:
+    def run(x: Tensor, y: Tensor) -> Tensor:
+        return function(x, y)
+
+    return run
+
+
+for _name, _unary_function in _UNARY.items():
+    kernel(_name, widen=_name in _LOOSE_IN_FP16)(_unary(_unary_function))
+for _name, _binary_function in _BINARY.items():
+    kernel(_name)(_binary(_binary_function))
+
+
+@kernel("inverse")
+def inverse(x: Tensor, epsilon: float = 1e-4) -> Tensor:
+    """``1 / (x + epsilon)``."""
+    return torch.reciprocal(x + epsilon)
+
+
+@kernel("log")
+def log(x: Tensor, epsilon: float = 1e-45) -> Tensor:
+    """Natural logarithm of ``x + epsilon``."""
+    return torch.log(x + epsilon)
+
+
+@kernel("rsqrt")
+def rsqrt(x: Tensor, epsilon: float = 1e-12) -> Tensor:
+    """``1 / sqrt(x + epsilon)``."""
+    return torch.rsqrt(x + epsilon)
+
+
+@kernel("clip")
+def clip(x: Tensor, alpha: float, beta: float) -> Tensor:
+    """``x`` bounded to [alpha, beta]."""
+    return torch.clamp(x, alpha, beta)
+
+
+@kernel("threshold")
+def threshold(x: Tensor, alpha: float) -> Tensor:
+    """``x`` bounded below by ``alpha``."""
+    return torch.clamp(x, min=alpha)
+
+
+@kernel("cast")
+def cast(x: Tensor, dtype: str) -> Tensor:
+    """``x`` converted: floats to integers towards zero, integers modulo 2**bits."""
+    target = DType.from_label(dtype)
+    if target in (DType.UINT16, DType.UINT32):
+        return x.to(torch.int64) % (1 << target.bits)
+    return x.to(carrier_of(target))
+
+
+@kernel("select")
+def select(cond: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``a`` where ``cond`` is true, else ``b``; all three broadcast."""
+    return torch.where(cond, a, b)
+
+
+@kernel("identity")
+def identity(x: Tensor) -> Tensor:
+    """``x``."""
+    return x

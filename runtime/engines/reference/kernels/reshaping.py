@@ -1,0 +1,169 @@
+"""Ops that rearrange a tensor without choosing among its elements.
+
+Source: coremltools' MIL op reference, ``tensor_transformation`` and ``tensor_operation``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from coreml_delegate.runtime.engines.reference.kernels.spatial import pad_spatial
+from coreml_delegate.runtime.engines.reference.registry import (
+    EachInt,
+    IntPairs,
+    Ints,
+    kernel,
+)
+from coreml_delegate.runtime.mil.opset import Opset
+
+
+@kernel("shape")
+def shape(x: Tensor) -> Tensor:
+    """The sizes of ``x``."""
+    return torch.tensor(x.shape, dtype=torch.int32)
+
+
+@kernel("reshape")
+def reshape(x: Tensor, shape: Ints) -> Tensor:
+    """``x`` in another shape; 0 keeps the size of the same dimension, -1 takes what remains."""
+    if 0 in shape and len(shape) != x.dim():
+        raise ValueError(f"reshape to {shape}: a 0 needs as many sizes as x has ({x.dim()})")
+    return x.reshape([size or x.shape[axis] for axis, size in enumerate(shape)])
+
+
+@kernel("reshape", since=Opset.iOS17)
+def reshape_right_aligned(x: Tensor, shape: Ints) -> Tensor:
+    """``x`` in another shape; 0 keeps the size of the dimension counted from the right, else 1."""
+    surplus = len(shape) - x.dim()
+    kept = [x.shape[axis - surplus] if axis >= surplus else 1 for axis in range(len(shape))]
+    return x.reshape([size or kept[axis] for axis, size in enumerate(shape)])
+
+
+@kernel("reshape_like", since=Opset.iOS16)
+def reshape_like(
+    x: Tensor,
+    ref_tensors: tuple[Tensor, ...],
+    begins: EachInt,
+    ends: EachInt,
+    end_masks: EachInt,
+) -> Tensor:
+    """``x`` in the shape that slices of the shapes of ``ref_tensors`` make when joined."""
+    sizes: list[int] = []
+    for ref, begin, end, masked in zip(ref_tensors, begins, ends, end_masks, strict=True):
+        sizes += ref.shape[begin : None if masked else end]
+    return x.reshape(sizes)
+
+
+@kernel("flatten2d")
+def flatten2d(x: Tensor, axis: int = 1) -> Tensor:
+    """``x`` as a matrix: dimensions before ``axis`` by the rest."""
+    return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
+
+
+@kernel("expand_dims")
+def expand_dims(x: Tensor, axes: Ints) -> Tensor:
+    """``x`` with dimensions of length 1 at ``axes`` of the result."""
+    for axis in sorted(axis % (x.dim() + len(axes)) for axis in axes):
+        x = x.unsqueeze(axis)
+    return x
+
+
+@kernel("squeeze")
+def squeeze(x: Tensor, axes: Ints | None = None) -> Tensor:
+    """``x`` without those ``axes`` (all by default) that have length 1."""
+    return x.squeeze() if axes is None else x.squeeze(axes)
+
+
+@kernel("transpose")
+def transpose(x: Tensor, perm: Ints) -> Tensor:
+    """``x`` with permuted dimensions."""
+    return x.permute(perm)
+
+
+@kernel("depth_to_space")
+def depth_to_space(x: Tensor, block_size: int) -> Tensor:
+    """Channels to blocks of pixels; within a channel index the block offset is the outer part."""
+    n, c, h, w = x.shape
+    b = block_size
+    blocks = x.reshape(n, b, b, c // (b * b), h, w).permute(0, 3, 4, 1, 5, 2)
+    return blocks.reshape(n, c // (b * b), h * b, w * b)
+
+
+@kernel("space_to_depth")
+def space_to_depth(x: Tensor, block_size: int) -> Tensor:
+    """Blocks of pixels to channels: the inverse of ``depth_to_space``."""
+    n, c, h, w = x.shape
+    b = block_size
+    blocks = x.reshape(n, c, h // b, b, w // b, b).permute(0, 3, 5, 1, 2, 4)
+    return blocks.reshape(n, c * b * b, h // b, w // b)
+
+
+@kernel("pixel_shuffle")
+def pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
+    """Channels to blocks of pixels; within a channel index the block offset is the inner part."""
+    return F.pixel_shuffle(x, upscale_factor)
+
+
+@kernel("pixel_unshuffle", since=Opset.iOS16)
+def pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
+    """Blocks of pixels to channels: the inverse of ``pixel_shuffle``."""
+    return F.pixel_unshuffle(x, downscale_factor)
+
+
+@kernel("space_to_batch")
+def space_to_batch(x: Tensor, block_shape: Ints, paddings: IntPairs) -> Tensor:
+    """Offsets within blocks of the padded ``x``: [N, C, H, W] to the outer part of the batch."""
+    n, c, h, w = (x := pad_spatial(x, paddings)).shape
+    rows, columns = block_shape
+    blocks = x.reshape(n, c, h // rows, rows, w // columns, columns).permute(3, 5, 0, 1, 2, 4)
+    return blocks.reshape(rows * columns * n, c, h // rows, w // columns)
+
+
+@kernel("batch_to_space")
+def batch_to_space(x: Tensor, block_shape: Ints, crops: IntPairs) -> Tensor:
+    """The inverse of ``space_to_batch``, with ``crops`` for its padding."""
+    n, c, h, w = x.shape
+    rows, columns = block_shape
+    batch = n // (rows * columns)
+    blocks = x.reshape(rows, columns, batch, c, h, w).permute(2, 3, 4, 0, 5, 1)
+    full = blocks.reshape(batch, c, h * rows, w * columns)
+    return pad_spatial(full, [(-before, -after) for before, after in crops])
+
+
+@kernel("concat")
+def concat(values: tuple[Tensor, ...], axis: int, interleave: bool = False) -> Tensor:
+    """``values`` joined along ``axis``, end to end or element by element; scalars stack."""
+    if values[0].dim() == 0:
+        return torch.stack(values)
+    if not interleave:
+        return torch.cat(values, dim=axis)
+    axis %= values[0].dim()
+    return torch.stack(values, dim=axis + 1).flatten(axis, axis + 1)
+
+
+@kernel("stack")
+def stack(values: tuple[Tensor, ...], axis: int) -> Tensor:
+    """``values`` along a new dimension ``axis``."""
+    return torch.stack(values, dim=axis)
+
+
+@kernel("split")
+def split(
+    x: Tensor, axis: int, num_splits: int | None = None, split_sizes: Ints | None = None
+) -> tuple[Tensor, ...]:
+    """``x`` in parts along ``axis``, of ``split_sizes`` or ``num_splits`` equal ones."""
+    if split_sizes is not None:
+        return x.split(split_sizes, dim=axis)
+    if not num_splits or x.shape[axis] % num_splits:
+        raise ValueError(f"cannot split a size of {x.shape[axis]} into {num_splits} equal parts")
+    return x.split(x.shape[axis] // num_splits, dim=axis)
+
+
+@kernel("tile")
+def tile(x: Tensor, reps: Ints) -> Tensor:
+    """``x`` repeated ``reps[i]`` times along dimension i."""
+    return x.repeat(reps)

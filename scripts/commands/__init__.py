@@ -1,0 +1,26 @@
+"""Commands: one thin module each, with its arguments and how it runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One subcommand.
+
+    Attributes:
+        name: As typed.
+        summary: One line for the list of commands, without a final full stop.
+        description: A sentence or two for its own help.
+        add_arguments: Declares its arguments.
+        run: Runs it and returns the exit code; may import what is slow to import.
+    """
+
+    name: str
+    summary: str
+    description: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]

@@ -1,0 +1,204 @@
+"""``coreml-delegate export``: from a PyTorch model to a ``.pte`` with Core ML delegates."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coreml_delegate.scripts import arguments, console, quantization_options
+from coreml_delegate.scripts.commands import Command
+from coreml_delegate.scripts.inputs import flexible_shapes
+from coreml_delegate.scripts.output_file import check_output, new_file
+
+if TYPE_CHECKING:
+    from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
+    from coreml_delegate.quantization_modes import QuantizationAssignment
+    from coreml_delegate.scripts.inputs.source import Source
+    from coreml_delegate.scripts.quantization_summary import QuantizationSummary
+
+_FORMS: Mapping[str, Callable[[DelegationReport], str]] = {
+    ".html": lambda report: report.to_html(),
+    ".json": lambda report: f"{report.to_json()}\n",
+    ".txt": lambda report: f"{report.to_table()}\n",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    arguments.add_source(parser)
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE.pte", help="required without --dry-run"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="report what would be delegated, without lowering; nothing but --report is written",
+    )
+    arguments.add_compilation(parser)
+    _add_filters(parser)
+    flexible_shapes.add_flexible_shapes(parser)
+    quantization_options.add_quantization(parser)
+    arguments.add_report(parser, _FORMS, what="the delegation report")
+    arguments.add_force(parser)
+    arguments.add_json(parser)
+    parser.set_defaults(refuse_usage=parser.error)
+
+
+def _add_filters(parser: argparse.ArgumentParser) -> None:
+    """What is delegated, of what Core ML takes."""
+    group = parser.add_argument_group("what to delegate")
+    module = "a path as layers.0, a path with wildcards, or a class as torch.nn.LayerNorm"
+    for option, meaning in (
+        ("--skip-op", "operator to leave to the CPU, for example aten.add.Tensor or add"),
+        ("--only-op", "operator to delegate, and no others"),
+        ("--skip-module", f"module to leave to the CPU: {module}"),
+        ("--only-module", "module to delegate, and nothing outside it"),
+    ):
+        group.add_argument(option, action="append", metavar="NAME", help=f"{meaning}; repeatable")
+    group.add_argument(
+        "--min-partition-nodes",
+        type=arguments.positive,
+        default=1,
+        metavar="N",
+        help="leave partitions of fewer operations to the CPU (default: 1)",
+    )
+    group.add_argument(
+        "--max-partitions",
+        type=arguments.positive,
+        metavar="N",
+        help="delegate at most so many partitions, those of most estimated FLOPs",
+    )
+    group.add_argument(
+        "--strict", action="store_true", help="fail if any operation stays on the CPU"
+    )
+    group.add_argument(
+        "--full-graph",
+        action="store_true",
+        help="as --strict, and refuse options that leave something to the CPU",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    output = _output(args)
+    assignment = quantization_options.assignment_of(args)
+    quantization_options.check(args, assignment)
+    with console.step("Importing ExecuTorch and coremltools"):
+        from coreml_delegate.scripts.inputs.source import load_source
+        from coreml_delegate.scripts.lowering import lower, plan
+    partitioner = _partitioner(args, assignment)
+    with console.step(f"Loading {args.source}"):
+        source = load_source(
+            args.source, shapes=args.input_shape, weights=args.weights, seed=args.seed
+        )
+    source = flexible_shapes.with_dynamic_shapes(source, args.dynamic, args.enumerated_shapes)
+    sizes: QuantizationSummary | None = None
+    if assignment is not None:
+        source, sizes = _quantized(args, source, assignment)
+    if args.enumerated_shapes:
+        partitioner = _partitioner(args, assignment, source)
+    program: Any = None if output is None else lower(source, partitioner)
+    report = plan(source, partitioner) if output is None else partitioner.report
+    with ExitStack() as files:
+        if output is not None:
+            program.write_to_file(files.enter_context(new_file(output, force=args.force)))
+        for path in args.report:
+            file = files.enter_context(new_file(path, force=args.force))
+            file.write(_FORMS[path.suffix](report).encode())
+    if sizes is not None and program is not None:
+        sizes = sizes.with_program(program.buffer)
+    _print(report, sizes, as_json=args.json)
+    if args.strict or args.full_graph:
+        report.require_complete()
+    if output is not None and not report.partitions:
+        console.warn(f"nothing was delegated to Core ML; {output} runs on the CPU")
+    return 0
+
+
+def _output(args: argparse.Namespace) -> Path | None:
+    """Where the program goes, if it is written; what would be in the way is refused here."""
+    if args.output is None and not args.dry_run:
+        args.refuse_usage("the following arguments are required: -o/--output, or --dry-run")
+    output: Path | None = None if args.dry_run else args.output
+    reports: list[Path] = args.report
+    for path in (output, *reports):
+        if path is not None:
+            check_output(path, force=args.force)
+    return output
+
+
+def _print(
+    report: DelegationReport, quantization: QuantizationSummary | None, *, as_json: bool
+) -> None:
+    if quantization is None:
+        console.write(report.to_json() if as_json else report.to_table())
+    elif as_json:
+        console.write_json(report.to_dict() | {"quantization": quantization.as_dict()})
+    else:
+        console.write(f"{report.to_table()}\n{quantization}")
+
+
+def _quantized(
+    args: argparse.Namespace, source: Source, assignment: QuantizationAssignment
+) -> tuple[Source, QuantizationSummary]:
+    from coreml_delegate.scripts.calibration import read_calibration
+    from coreml_delegate.scripts.quantization import describe_in_float, quantize
+    from coreml_delegate.scripts.quantization_summary import QuantizationSummary
+
+    samples: list[list[Any]] = []
+    if quantization_options.wants_calibration(args, assignment):
+        limit = args.calibration_samples or quantization_options.DEFAULT_SAMPLES
+        samples = read_calibration(args.calibration, source, limit=limit)
+    summary = QuantizationSummary.of(source, assignment)
+    with console.step(f"Quantizing by {assignment.mode.name}"):
+        quantized = quantize(source, assignment, samples)
+    describe_in_float(quantized.in_float)
+    return quantized.source, summary
+
+
+def _partitioner(
+    args: argparse.Namespace,
+    assignment: QuantizationAssignment | None,
+    source: Source | None = None,
+) -> CoreMLPartitioner:
+    from coreml_delegate.backend import CoreMLBackend
+    from coreml_delegate.compile_options import ComputeUnit, Precision
+    from coreml_delegate.partition import CoreMLPartitioner
+    from coreml_delegate.quantization_modes.configs import compile_keywords
+
+    target = args.deployment_target
+    if assignment is not None and target is None:
+        target = assignment.newest.lowering_target
+    specs = CoreMLBackend.generate_compile_specs(
+        compute_unit=ComputeUnit(args.compute_unit),
+        minimum_deployment_target=target,
+        compute_precision=Precision(args.precision),
+        **({} if assignment is None else compile_keywords(assignment.mode)),
+    )
+    if source is not None:
+        shapes = flexible_shapes.enumerated(args.enumerated_shapes)
+        specs.append(CoreMLBackend.generate_enumerated_shapes_compile_spec(source.export(), shapes))
+    return CoreMLPartitioner(
+        compile_specs=specs,
+        skip_ops_for_coreml_delegation=args.skip_op,
+        only_ops=args.only_op,
+        skip_modules=args.skip_module,
+        only_modules=args.only_module,
+        min_partition_nodes=args.min_partition_nodes,
+        max_partitions=args.max_partitions,
+        strict=args.strict,
+        lower_full_graph=args.full_graph,
+    )
+
+
+COMMAND = Command(
+    name="export",
+    summary="lower a PyTorch model to a .pte with Core ML delegates",
+    description="Lower a PyTorch model to a .pte with Core ML delegates and print, for every "
+    "operation, whether Core ML takes it and why not.",
+    add_arguments=add_arguments,
+    run=run,
+)

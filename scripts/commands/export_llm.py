@@ -1,0 +1,238 @@
+"""``coreml-delegate export-llm``: from a checkpoint to a ``.pte`` that generates text."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coreml_delegate.errors import OptionError
+from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts.commands import Command
+from coreml_delegate.scripts.output_file import check_output, new_file
+
+if TYPE_CHECKING:
+    from coreml_delegate.partition import CoreMLPartitioner
+    from coreml_delegate.scripts.llm.decoder import Decoder
+    from coreml_delegate.scripts.llm.layout import Layout
+
+_CONTEXT = 2048
+_CHUNK = {"io": 64, "state": 8}
+_GROUP = 32
+CACHES = ("io", "state")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        nargs="?",
+        metavar="CHECKPOINT",
+        help="folder with a config.json and *.safetensors, as transformers saves them",
+    )
+    parser.add_argument(
+        "--random",
+        type=Path,
+        metavar="CONFIG.json",
+        help="instead of a checkpoint: a configuration, to be given random weights",
+    )
+    arguments.add_seed(parser, "random weights")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.pte")
+    parser.add_argument(
+        "--context",
+        type=arguments.positive,
+        metavar="N",
+        help=f"tokens the caches hold (default: the model's own maximum, at most {_CONTEXT})",
+    )
+    parser.add_argument(
+        "--prefill-chunk",
+        type=arguments.positive,
+        metavar="N",
+        help="tokens that one call takes; with --cache state, which has no other, single tokens "
+        f"are padded to it (default: {_CHUNK['io']}, with --cache state {_CHUNK['state']})",
+    )
+    parser.add_argument(
+        "--cache",
+        choices=CACHES,
+        default="io",
+        help="where keys and values of earlier tokens are: inputs and outputs (the default), or a "
+        "Core ML state",
+    )
+    _add_quantization(parser)
+    arguments.add_compilation(parser)
+    arguments.add_force(parser)
+    arguments.add_json(parser)
+    parser.set_defaults(refuse_usage=parser.error)
+
+
+def _add_quantization(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("weights in few bits")
+    group.add_argument(
+        "--quantize",
+        choices=("none", "int4", "int8"),
+        default="none",
+        help="linear layers: int4 with a scale for each group of inputs, or int8 with one for each "
+        "output (default: none)",
+    )
+    group.add_argument(
+        "--group-size",
+        type=arguments.positive,
+        default=_GROUP,
+        metavar="N",
+        help=f"inputs that share a scale with --quantize int4 (default: {_GROUP})",
+    )
+    group.add_argument(
+        "--embedding-quantize",
+        choices=("none", "int8"),
+        default="none",
+        help="embeddings and a head tied to them: int8 with a scale for each token (default: none)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    if (args.checkpoint is None) == (args.random is None):
+        args.refuse_usage("exactly one is required: CHECKPOINT, or --random CONFIG.json")
+    check_output(args.output, force=args.force)
+    with console.step("Importing ExecuTorch and coremltools"):
+        from coreml_delegate.scripts.llm import lowering
+        from coreml_delegate.scripts.llm.quantize import quantize
+    with console.step("Loading the model"):
+        decoder, layout = _model(args)
+    parameters = sum(parameter.numel() for parameter in decoder.parameters())
+    with console.step("Quantizing the weights"):
+        quantize(
+            decoder,
+            linear=args.quantize,
+            embedding=args.embedding_quantize,
+            group=args.group_size,
+        )
+    partitioner = _partitioner(args)
+    with console.step("Exporting with torch.export"):
+        methods = lowering.export_methods(decoder, layout)
+    with console.step("Lowering to Core ML"):
+        program = lowering.lower(methods, layout, partitioner)
+    with new_file(args.output, force=args.force) as file:
+        program.write_to_file(file)
+    _report(args, parameters, decoder, layout, partitioner)
+    return 0
+
+
+def _model(args: argparse.Namespace) -> tuple[Decoder, Layout]:
+    from coreml_delegate.scripts.llm.checkpoint import (
+        CONFIG,
+        end_tokens,
+        load_decoder,
+        random_decoder,
+    )
+    from coreml_delegate.scripts.llm.config import Config
+    from coreml_delegate.scripts.llm.families import family_of, read_settings
+    from coreml_delegate.scripts.llm.layout import CacheKind, Layout
+
+    folder: Path | None = args.checkpoint
+    if folder is not None and not folder.is_dir():
+        raise OptionError("no such checkpoint folder", got=str(folder))
+    config = Config.load(args.random if folder is None else folder / CONFIG)
+    family = family_of(config)
+    settings = read_settings(config, family, args.context or _CONTEXT)
+    context = args.context or min(settings.max_context, _CONTEXT)
+    if context > settings.max_context:
+        raise OptionError(
+            "the context is longer than the model was made for",
+            got=f"--context {context}",
+            expected=f"at most {settings.max_context}",
+        )
+    chunk = min(args.prefill_chunk or _CHUNK[args.cache], context)
+    options = {"positions": context + chunk, "safe_norms": args.precision == "float16"}
+    decoder = (
+        random_decoder(settings, args.seed, **options)
+        if folder is None
+        else load_decoder(folder, settings, family, **options)
+    )
+    layout = Layout(
+        vocabulary=settings.vocabulary,
+        context=context,
+        chunk=chunk,
+        cache=CacheKind(args.cache),
+        bos=settings.bos,
+        eos=settings.eos if folder is None else end_tokens(folder, settings),
+    )
+    return decoder, layout
+
+
+def _partitioner(args: argparse.Namespace) -> CoreMLPartitioner:
+    from coreml_delegate.backend import CoreMLBackend
+    from coreml_delegate.compile_options import ComputeUnit, Precision
+    from coreml_delegate.partition import CoreMLPartitioner
+    from coreml_delegate.targets import Opset
+
+    return CoreMLPartitioner(
+        compile_specs=CoreMLBackend.generate_compile_specs(
+            compute_unit=ComputeUnit(args.compute_unit),
+            # Methods share weights from here on.
+            minimum_deployment_target=args.deployment_target or Opset.iOS18,
+            compute_precision=Precision(args.precision),
+        )
+    )
+
+
+def _report(
+    args: argparse.Namespace,
+    parameters: int,
+    decoder: Decoder,
+    layout: Layout,
+    partitioner: CoreMLPartitioner,
+) -> None:
+    """Print what was made; warn of what a device would not run as one model."""
+    reports = dict(zip(layout.methods, partitioner.reports, strict=True))
+    document = {
+        "parameters": parameters,
+        "bytes": args.output.stat().st_size,
+        "layout": layout.constants(),
+        "methods": {
+            name: {
+                "operations": len(report.nodes),
+                "delegated": len(report.delegated),
+                "partitions": len(report.partitions),
+            }
+            for name, report in reports.items()
+        },
+    }
+    if args.json:
+        console.write_json(document)
+    else:
+        _print(document, decoder, layout)
+    for name, report in reports.items():
+        if report.undelegated:
+            console.warn(f"{name} does not run on Core ML alone")
+            console.write(report.to_table())
+        for partition in report.partitions:
+            if partition.not_shared and len(reports) > 1:
+                console.warn(f"{name} does not share its weights: {partition.not_shared}")
+
+
+def _print(document: dict[str, Any], decoder: Decoder, layout: Layout) -> None:
+    settings = decoder.settings
+    rows: list[tuple[str, str]] = [
+        ("parameters", f"{document['parameters']:,} in {settings.layers} layers"),
+        ("vocabulary", f"{settings.vocabulary:,} tokens"),
+        ("context", f"{layout.context:,} tokens, caches as {layout.cache.value}"),
+        ("chunk", f"{layout.chunk:,} tokens a call"),
+        *(
+            (name, "{delegated} of {operations} operations on Core ML".format(**counts))
+            for name, counts in document["methods"].items()
+        ),
+        ("file", console.size(document["bytes"])),
+    ]
+    console.write(console.columns(rows))
+
+
+COMMAND = Command(
+    name="export-llm",
+    summary="lower a language model to a .pte that generates text",
+    description="Lower a decoder of the Llama, Mistral, Qwen, Gemma or Phi families, from a local "
+    "checkpoint folder or with random weights, to a .pte for coreml-delegate generate.",
+    add_arguments=add_arguments,
+    run=run,
+)

@@ -1,0 +1,109 @@
+"""``coreml-delegate extract``: the models inside the delegates of a ``.pte``."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coreml_delegate.errors import ProgramError
+from coreml_delegate.formats.mlpackage import new_folder
+from coreml_delegate.scripts import arguments, console, interruption
+from coreml_delegate.scripts.commands import Command
+
+if TYPE_CHECKING:
+    from coreml_delegate.scripts.delegates import BlobModel, CoreMLPartition
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("program", type=Path, metavar="FILE.pte")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="folder to write to (default: FILE_coreml, next to FILE.pte)",
+    )
+    arguments.add_force(parser)
+    arguments.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    from coreml_delegate.runtime.program.pte import PteProgram
+    from coreml_delegate.scripts.delegates import all_partitions, models_of
+
+    path: Path = args.program
+    folder: Path = args.output or path.with_name(f"{path.stem}_coreml")
+    planned: dict[Path, tuple[BlobModel, list[str]]] = {}
+    for users in _by_blob(all_partitions(PteProgram.open(path))):
+        for model in models_of(users[0].blob):
+            target = folder / f"{_file_name(users[0].name)}{model.suffix}"
+            planned[target] = (model, [_describe(user) for user in users])
+    _check_targets(folder, planned, force=args.force)
+    with ExitStack() as folders:
+        for target, (model, _) in planned.items():
+            interruption.check()
+            folders.enter_context(new_folder(model.files, target, overwrite=args.force))
+        interruption.check()
+    _print(planned, as_json=args.json)
+    return 0
+
+
+def _by_blob(partitions: list[CoreMLPartition]) -> list[list[CoreMLPartition]]:
+    """Partitions grouped by model: those that refer to the same data, or have equal bytes."""
+    groups: dict[bytes, list[CoreMLPartition]] = {}
+    for partition in partitions:
+        groups.setdefault(hashlib.sha256(partition.blob).digest(), []).append(partition)
+    return list(groups.values())
+
+
+def _check_targets(folder: Path, targets: Iterable[Path], *, force: bool) -> None:
+    """Refuse before the first folder is written, so that an error leaves nothing behind."""
+    if folder.exists() and not folder.is_dir():
+        raise ProgramError("output is not a folder", got=str(folder))
+    for target in targets:
+        if target.exists() and not force:
+            raise ProgramError(
+                "output exists", got=str(target), remedy="Pass --force to replace it"
+            )
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^\w.-]", "_", name)
+
+
+def _describe(partition: CoreMLPartition) -> str:
+    function = partition.reference.function_name if partition.reference else None
+    return f"{partition.name} (function {function})" if function else partition.name
+
+
+def _print(planned: dict[Path, tuple[BlobModel, list[str]]], *, as_json: bool) -> None:
+    rows = [
+        (path, sum(data.nbytes for data in model.files.values()), users)
+        for path, (model, users) in planned.items()
+    ]
+    if as_json:
+        console.write_json(
+            [{"path": str(p), "bytes": count, "delegates": users} for p, count, users in rows]
+        )
+        return
+    console.write(
+        console.columns((p, console.size(count), ", ".join(users)) for p, count, users in rows)
+    )
+
+
+COMMAND = Command(
+    name="extract",
+    summary="write the mlpackages inside a .pte to folders",
+    description="Write the model of every Core ML delegate of a .pte to a folder "
+    "METHOD_INDEX.mlpackage (.mlmodelc if it was compiled ahead of time). Delegates that share "
+    "one model give one folder, named after the first of them.",
+    add_arguments=add_arguments,
+    run=run,
+)

@@ -1,0 +1,165 @@
+"""``coreml-delegate generate``: text from a language model in a ``.pte``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts.commands import Command
+
+if TYPE_CHECKING:
+    from coreml_delegate.scripts.llm.generator import Generator, Pace
+    from coreml_delegate.scripts.llm.tokenizer import TextStream
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("program", type=Path, metavar="FILE.pte", help="of export-llm")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what to continue")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="tokenizer.json of the model (default: its tokens are bytes)",
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=arguments.positive,
+        metavar="N",
+        help="tokens to generate at most (default: what the context has room for)",
+    )
+    parser.add_argument(
+        "--stop",
+        type=_stop,
+        action="append",
+        default=[],
+        metavar="ID|TEXT",
+        help="token, if it is a number, or text that ends the output; repeatable (default: the "
+        "model's own end tokens, which always end it)",
+    )
+    group = parser.add_argument_group("choice of tokens")
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="logits are divided by it; 0, the default, takes the likeliest token",
+    )
+    group.add_argument(
+        "--top-k",
+        type=arguments.positive,
+        metavar="K",
+        help="draw from the K likeliest tokens",
+    )
+    group.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw from the fewest tokens whose probabilities sum up to P",
+    )
+    arguments.add_seed(parser, "the draws")
+    arguments.add_engine(parser)
+    arguments.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    with console.step("Importing torch"):
+        from coreml_delegate.scripts.llm.generator import Generator
+        from coreml_delegate.scripts.llm.sampler import Sampler, Sampling
+        from coreml_delegate.scripts.llm.tokenizer import TextStream, load_tokenizer
+        from coreml_delegate.scripts.loaded import engine_options
+
+    sampler = Sampler(Sampling(args.temperature, args.top_k, args.top_p, args.seed))
+    with console.step(f"Loading {args.program}"):
+        generator = Generator.load(
+            args.program, host=args.host, engine=args.engine, options=engine_options(args)
+        )
+    layout = generator.layout
+    tokenizer = load_tokenizer(args.tokenizer, vocabulary=layout.vocabulary, bos=layout.bos)
+    stream = TextStream(tokenizer, [stop for stop in args.stop if isinstance(stop, str)])
+    tokens = generator.generate(
+        tokenizer.encode(args.prompt),
+        sampler,
+        limit=args.max_new_tokens,
+        stops=[stop for stop in args.stop if isinstance(stop, int)],
+    )
+    pieces = _pieces(tokens, stream)
+    if args.json:
+        _write_json(generator, list(pieces), stream)
+    else:
+        _write(pieces)
+        console.note(f"prefill: {_pace(generator.prefill)}")
+        console.note(f"decode: {_pace(generator.decode)}")
+    if _ending(generator, stream) == "context":
+        console.warn(f"the context of {layout.context} tokens is full")
+    return 0
+
+
+def _pieces(tokens: Iterator[int], stream: TextStream) -> Iterator[tuple[int | None, str]]:
+    """Each token with the text that is certain by it; at the end, the rest of the text."""
+    for token in tokens:
+        yield token, stream.push(token)
+        if stream.stopped:
+            return
+    yield None, stream.end()
+
+
+def _write(pieces: Iterator[tuple[int | None, str]]) -> None:
+    """Stream to stdout; the line is ended whatever happens."""
+    try:
+        for _, text in pieces:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    finally:
+        sys.stdout.write("\n")
+
+
+def _ending(generator: Generator, stream: TextStream) -> str | None:
+    if stream.stopped:
+        return "stop"
+    return None if generator.ending is None else generator.ending.value
+
+
+def _write_json(
+    generator: Generator, pieces: Sequence[tuple[int | None, str]], stream: TextStream
+) -> None:
+    console.write_json(
+        {
+            "text": "".join(text for _, text in pieces),
+            "tokens": [token for token, _ in pieces if token is not None],
+            "ending": _ending(generator, stream),
+            **{
+                name: {
+                    "tokens": pace.tokens,
+                    "seconds": pace.seconds,
+                    "tokens_per_second": pace.rate,
+                }
+                for name, pace in (("prefill", generator.prefill), ("decode", generator.decode))
+            },
+        }
+    )
+
+
+def _pace(pace: Pace) -> str:
+    return f"{pace.tokens} tokens in {pace.seconds:.2f} s, {pace.rate:.1f} tokens/s"
+
+
+def _stop(text: str) -> int | str:
+    """Parse a token, if it is a number, or text."""
+    return arguments.natural(text) if text.isascii() and text.isdigit() else text
+
+
+COMMAND = Command(
+    name="generate",
+    summary="generate text with a language model in a .pte",
+    description="Continue a text with a language model that coreml-delegate export-llm made. The "
+    "text goes to stdout as it is made, tokens per second to stderr.",
+    add_arguments=add_arguments,
+    run=run,
+)

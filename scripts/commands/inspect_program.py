@@ -1,0 +1,166 @@
+"""``coreml-delegate inspect``: what is inside a ``.pte`` or an ``.mlpackage``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts.commands import Command
+
+_SUFFIX = ".mlpackage"
+_SHOWN = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("program", type=Path, metavar="PROGRAM", help=".pte or .mlpackage")
+    parser.add_argument(
+        "--weights",
+        action="store_true",
+        help=f"list every weight, not only the {_SHOWN} largest of each model (--json always does)",
+    )
+    arguments.add_data(parser)
+    arguments.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    from coreml_delegate.scripts.summary import summarize_package, summarize_pte
+
+    path: Path = args.program
+    is_package = path.suffix == _SUFFIX or path.is_dir()
+    summary = summarize_package(path) if is_package else summarize_pte(path, args.data)
+    if args.json:
+        console.write_json(summary)
+    else:
+        lines = _package_lines if is_package else _pte_lines
+        console.write("\n".join(lines(summary, every=args.weights)))
+    return 0
+
+
+def _pte_lines(summary: Mapping[str, Any], *, every: bool) -> Iterator[str]:
+    yield f"{summary['file']}: {console.size(summary['bytes'])}"
+    if summary["external_tensors"]:
+        yield f"tensors outside: {', '.join(summary['external_tensors'])}"
+    for method in summary["methods"]:
+        yield f"method {method['name']}"
+        yield f"  inputs: {', '.join(map(_value, method['inputs'])) or 'none'}"
+        yield f"  outputs: {', '.join(map(_value, method['outputs'])) or 'none'}"
+        yield f"  operators outside delegates: {_counts(method['operators_outside'])}"
+        for index, delegate in enumerate(method["delegates"]):
+            yield from _delegate_lines(index, delegate, every=every)
+
+
+def _delegate_lines(index: int, delegate: Mapping[str, Any], *, every: bool) -> Iterator[str]:
+    size = delegate.get("blob_bytes", delegate["bytes"])
+    yield f"  delegate {index}: {delegate['backend']}, {console.size(size)}"
+    options = delegate.get("options") or delegate["compile_specs"]
+    yield f"    options: {', '.join(f'{k} {v}' for k, v in options.items() if v) or 'none'}"
+    if "shared_as" in delegate:
+        yield f"    shared: {delegate['shared_as']}, function {delegate['function']}"
+    if "identifier" in delegate:
+        yield f"    identifier: {delegate['identifier']}"
+    if "unreadable" in delegate:
+        yield f"    {delegate['unreadable']}"
+    elif "model" in delegate:
+        yield from _model_lines(delegate["model"], "    ", every=every)
+
+
+def _package_lines(summary: Mapping[str, Any], *, every: bool) -> Iterator[str]:
+    yield f"{summary['file']}: {console.size(summary['bytes'])}"
+    yield from _model_lines(summary["model"], "  ", every=every)
+
+
+def _model_lines(model: Mapping[str, Any], indent: str, *, every: bool) -> Iterator[str]:
+    weights = model["weights"]
+    kinds = (
+        f"{dtype} {entry['count']} ({console.size(entry['bytes'])})"
+        for dtype, entry in weights["by_dtype"].items()
+    )
+    yield f"{indent}specification version {model['specification_version']}"
+    yield f"{indent}weights: {', '.join(kinds) or 'none'}"
+    yield from _weight_lines(weights, f"{indent}  ", every=every)
+    for function in model["functions"]:
+        target = function["deployment_target"] or "unknown target"
+        yield f"{indent}function {function['name']}: {function['opset']} ({target})"
+        for side in ("inputs", "outputs", "states"):
+            if function[side]:
+                listed = ", ".join(f"{f['name']} {_value(f)}" for f in function[side])
+                yield f"{indent}  {side}: {listed}"
+        yield f"{indent}  ops: {_counts(function['ops'])}"
+        yield f"{indent}  results computed in: {_counts(function['computed_in'])}"
+        yield f"{indent}  engine here: {function['engine'] or 'none'}"
+        for engine, reasons in function["obstacles"].items():
+            yield f"{indent}    not {engine}: {'; '.join(reasons)}"
+
+
+def _weight_lines(weights: Mapping[str, Any], indent: str, *, every: bool) -> Iterator[str]:
+    tensors = sorted(weights["tensors"], key=lambda tensor: -tensor["uncompressed_bytes"])
+    if not tensors:
+        return
+    stored, uncompressed = weights["bytes"], weights["uncompressed_bytes"]
+    if stored != uncompressed:
+        share = f"{stored / uncompressed:.0%}" if uncompressed else "all"
+        yield (
+            f"{indent}{console.size(stored)} stored, "
+            f"{console.size(uncompressed)} uncompressed ({share})"
+        )
+    shown = tensors if every else tensors[:_SHOWN]
+    rows = [("weight", "shape", "scheme", "stored as", "bits", "stored", "uncompressed")]
+    rows += [
+        (
+            tensor["name"],
+            "x".join(map(str, tensor["shape"])) or "1",
+            tensor["scheme"],
+            tensor["stored_as"],
+            f"{tensor['bits_per_weight']:.3g}",
+            console.size(tensor["stored_bytes"]),
+            console.size(tensor["uncompressed_bytes"]),
+        )
+        for tensor in shown
+    ]
+    yield console.columns(rows, indent=len(indent))
+    if len(shown) < len(tensors):
+        yield f"{indent}and {len(tensors) - len(shown)} smaller ones, which --weights lists"
+
+
+def _value(value: Mapping[str, Any]) -> str:
+    if "value" in value:
+        return str(value["value"])
+    if "enumerated_shapes" in value:
+        return f"{value['dtype']}{' | '.join(map(str, value['enumerated_shapes']))}"
+    if "bounds" in value:
+        return f"{value['dtype']}[{', '.join(map(_bound, value['bounds']))}]"
+    dims = "?" if value["shape"] is None else ", ".join(map(_dim, value["shape"]))
+    bound = {"bounded": " at most", "unbounded": " unbounded"}.get(value.get("dynamism", ""), "")
+    return f"{value['dtype']}[{dims}]{bound}"
+
+
+def _bound(bounds: Sequence[int | None]) -> str:
+    low, high = bounds
+    return str(low) if low == high else f"{low}..{'' if high is None else high}"
+
+
+def _dim(size: int | None) -> str:
+    return "?" if size is None else str(size)
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    total = sum(counts.values())
+    if not total:
+        return "none"
+    listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+    return f"{total} ({listed})"
+
+
+COMMAND = Command(
+    name="inspect",
+    summary="show methods, delegates, MIL operations and weights",
+    description="Show the methods and delegates of a .pte and the MIL functions, operations and "
+    "weights of the models inside, and which engine would run them here.",
+    add_arguments=add_arguments,
+    run=run,
+)

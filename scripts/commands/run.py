@@ -1,0 +1,136 @@
+"""``coreml-delegate run``: execute a program here."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts.commands import Command
+from coreml_delegate.scripts.output_file import check_output, new_file
+
+_TOP = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("program", type=Path, metavar="PROGRAM", help=".pte or .mlpackage")
+    arguments.add_inputs(parser)
+    arguments.add_execution(parser)
+    arguments.add_data(parser)
+    arguments.add_seed(parser, "random inputs")
+    parser.add_argument(
+        "--repeat", type=arguments.positive, default=10, help="timed runs (default: 10)"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="OUT.npz", help="write the outputs as arrays"
+    )
+    arguments.add_force(parser)
+    arguments.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    if args.output is not None:
+        check_output(args.output, force=args.force)
+    from coreml_delegate.scripts.inputs.input_files import random_inputs, read_inputs
+    from coreml_delegate.scripts.inputs.sampling import generator
+    from coreml_delegate.scripts.loaded import engine_options, load
+
+    with console.step(f"Loading {args.program}"):
+        program = load(
+            args.program,
+            method=args.method,
+            host=args.host,
+            engine=args.engine,
+            options=engine_options(args),
+            data=args.data,
+        )
+    if args.input:
+        inputs = read_inputs(args.input, program.inputs)
+    else:
+        inputs = random_inputs(program.inputs, generator(args.seed))
+    with console.step("Running"):
+        outputs = program.run(inputs)  # the first run; a stateful program is timed in later states
+        latency = statistics.median(_timed(program, inputs) for _ in range(args.repeat))
+    if args.output is not None:
+        _save(outputs, args.output, force=args.force)
+    summaries = [_summary(name, tensor) for name, tensor in outputs.items()]
+    if args.json:
+        console.write_json({"outputs": summaries, "latency_ms": latency, "runs": args.repeat})
+    else:
+        _print(summaries, latency, args.repeat)
+    return 0
+
+
+def _timed(program: Any, inputs: list[Any]) -> float:
+    """Milliseconds of one run."""
+    start = time.perf_counter()
+    program.run(inputs)
+    return (time.perf_counter() - start) * 1e3
+
+
+def _save(outputs: Mapping[str, Any], path: Path, *, force: bool) -> None:
+    import numpy as np
+
+    with new_file(path, force=force) as file:
+        arrays: dict[str, Any] = {
+            name: tensor.numpy() for name, tensor in outputs.items() if tensor is not None
+        }
+        np.savez(file, **arrays)
+
+
+def _summary(name: str, tensor: Any) -> dict[str, Any]:
+    from coreml_delegate.scripts.accuracy import is_class_scores
+
+    if tensor is None:
+        return {"name": name, "dtype": None, "shape": None}
+    values = tensor.double()
+    summary: dict[str, Any] = {
+        "name": name,
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+    }
+    if values.numel():
+        summary |= {
+            "min": float(values.min()),
+            "mean": float(values.mean()),
+            "max": float(values.max()),
+        }
+    if is_class_scores(tensor) and tensor.numel() == tensor.shape[-1]:
+        top = values.reshape(-1).topk(_TOP)
+        summary["top"] = [
+            {"class": int(index), "score": float(score)}
+            for score, index in zip(top.values, top.indices, strict=True)
+        ]
+    return summary
+
+
+def _print(summaries: list[dict[str, Any]], latency: float, runs: int) -> None:
+    rows: list[tuple[str, ...]] = [("output", "dtype", "shape", "min", "mean", "max")]
+    for summary in summaries:
+        statistics_ = (
+            f"{summary[key]:.6g}" if key in summary else "-" for key in ("min", "mean", "max")
+        )
+        kind = (str(summary["dtype"]), str(summary["shape"])) if summary["dtype"] else ("None", "-")
+        rows.append((summary["name"], *kind, *statistics_))
+    console.write(console.columns(rows))
+    for summary in summaries:
+        if "top" in summary:
+            ranked = ", ".join(f"{t['class']} ({t['score']:.6g})" for t in summary["top"])
+            console.write(f"{summary['name']} top {_TOP}: {ranked}")
+    console.write(f"latency: {latency:.3f} ms (median of {runs})")
+
+
+COMMAND = Command(
+    name="run",
+    summary="execute a .pte or .mlpackage on this machine",
+    description="Execute a .pte or .mlpackage on this machine and print its outputs and the "
+    "median latency.",
+    add_arguments=add_arguments,
+    run=run,
+)

@@ -1,0 +1,116 @@
+"""``coreml-delegate trace``: which op of a program loses its numbers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts.commands import Command
+
+if TYPE_CHECKING:
+    from coreml_delegate.runtime import Diagnosis, ValueReport
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("program", type=Path, metavar="PROGRAM", help=".pte or .mlpackage")
+    arguments.add_inputs(parser)
+    arguments.add_method(parser)
+    arguments.add_seed(parser, "random inputs")
+    parser.add_argument(
+        "--worst",
+        type=arguments.positive,
+        default=5,
+        metavar="N",
+        help="show the N ops of largest error (default: 5)",
+    )
+    parser.add_argument(
+        "--min-sqnr",
+        type=arguments.decibels,
+        default=20.0,
+        metavar="DB",
+        help="a value is bad below this ratio of signal to error, in dB (default: 20)",
+    )
+    arguments.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    from coreml_delegate.scripts.inputs.input_files import random_inputs, read_inputs
+    from coreml_delegate.scripts.inputs.sampling import generator
+    from coreml_delegate.scripts.watched import load_watched
+
+    with console.step(f"Loading {args.program}"):
+        program = load_watched(args.program, method=args.method, min_sqnr_db=args.min_sqnr)
+    if args.input:
+        inputs = read_inputs(args.input, program.inputs)
+    else:
+        inputs = random_inputs(program.inputs, generator(args.seed))
+    with console.step("Tracing"):
+        diagnoses = program.diagnose(inputs)
+    if args.json:
+        console.write_json([_record(name, d, args.worst) for name, d in diagnoses])
+    else:
+        _print(diagnoses, args.worst)
+    return 0
+
+
+def _record(name: str, diagnosis: Diagnosis, worst: int) -> dict[str, Any]:
+    bad = diagnosis.first_bad
+    return {
+        "model": name,
+        "function": diagnosis.function,
+        "values": len(diagnosis.values),
+        "first_bad": None if bad is None else _fields(bad),
+        "worst": [_fields(value) for value in diagnosis.worst(worst)],
+    }
+
+
+def _fields(value: ValueReport) -> dict[str, Any]:
+    return {
+        "op": value.op_type,
+        "output": value.name,
+        "location": str(value.location),
+        "turns": list(value.turns),
+        "fault": value.fault.value if value.fault else None,
+        "sqnr_db": value.sqnr_db,
+        "nan": value.nan,
+        "infinite": value.infinite,
+        "max_abs": value.max_abs,
+        "result": value.result,
+        "inputs": dict(value.inputs),
+    }
+
+
+def _print(diagnoses: Sequence[tuple[str, Diagnosis]], worst: int) -> None:
+    for name, diagnosis in diagnoses:
+        bad = diagnosis.first_bad
+        count = len(diagnosis.values)
+        console.write(f"{name}: {f'first bad: {bad}' if bad else f'{count} values, none bad'}")
+        rows = [("SQNR", "max", "op", "output", "location", "fault")]
+        rows += [
+            (
+                "equal" if value.sqnr_db == float("inf") else f"{value.sqnr_db:.1f} dB",
+                f"{value.max_abs:.4g}",
+                value.op_type,
+                value.name,
+                str(value.location),
+                value.fault.value if value.fault else "-",
+            )
+            for value in diagnosis.worst(worst)
+        ]
+        console.write(console.columns(rows, indent=2))
+
+
+COMMAND = Command(
+    name="trace",
+    summary="find the op where a program loses its numbers",
+    description="Run the program op by op at its own dtypes and in fp32 and int64, and name the "
+    "first value that is NaN, overflows, is beyond int32 or is inaccurate, and the ops of largest "
+    "error. The delegates of a .pte are traced on the inputs that the program gives them.",
+    add_arguments=add_arguments,
+    run=run,
+)

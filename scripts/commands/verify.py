@@ -1,0 +1,174 @@
+"""``coreml-delegate verify``: the program's outputs against the model's own."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coreml_delegate.errors import InputError, ProgramError
+from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts.commands import Command
+
+if TYPE_CHECKING:
+    from coreml_delegate.scripts.accuracy import Accuracy
+    from coreml_delegate.scripts.inputs.source import Source
+    from coreml_delegate.scripts.loaded import Execution, Loaded
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    arguments.add_source(parser)
+    parser.add_argument("program", type=Path, metavar="PROGRAM", help=".pte or .mlpackage")
+    parser.add_argument(
+        "--min-sqnr",
+        type=arguments.decibels,
+        default=30.0,
+        metavar="DB",
+        help="fail below this ratio of signal to error, in dB, for any output (default: 30)",
+    )
+    parser.add_argument(
+        "--samples", type=arguments.positive, default=4, help="random inputs (default: 4)"
+    )
+    arguments.add_inputs(parser)
+    arguments.add_execution(parser, judging=True)
+    arguments.add_data(parser)
+    arguments.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    from coreml_delegate.scripts.inputs.source import load_source
+    from coreml_delegate.scripts.loaded import engine_options, load
+
+    with console.step(f"Loading {args.program}"):
+        program = load(
+            args.program,
+            method=args.method,
+            host=args.host,
+            engine=args.engine,
+            options=engine_options(args),
+            data=args.data,
+        )
+    with console.step(f"Loading {args.source}"):
+        source = load_source(
+            args.source, shapes=args.input_shape, weights=args.weights, seed=args.seed
+        )
+    with console.step("Comparing"):
+        results = compare(source, program, _samples(args, source, program))
+    _print(results, program.execution, as_json=args.json)
+    below = {n: a.sqnr_db for n, a in results.items() if not a.sqnr_db >= args.min_sqnr}
+    if below:
+        raise ProgramError(
+            "the program differs from its model",
+            got=", ".join(
+                f"{name} at {sqnr:.1f} dB{_wide(results[name])}" for name, sqnr in below.items()
+            ),
+            expected=f"at least {args.min_sqnr:g} dB",
+        )
+    return 0
+
+
+def compare(source: Source, program: Loaded, samples: list[list[Any]]) -> dict[str, Accuracy]:
+    """Compare a program with its model.
+
+    Args:
+        source: The model.
+        program: The program.
+        samples: Inputs, flattened, one list per sample.
+
+    Returns:
+        Accuracy over all samples, by output name.
+
+    Raises:
+        ProgramError: They have other outputs, in number or in shape.
+        CoreMLDelegateError: Either refuses the inputs.
+    """
+    from coreml_delegate.scripts.accuracy import Accuracy, Int32Watch
+    from coreml_delegate.scripts.inputs.source import copied
+
+    results: dict[str, Accuracy] = {}
+    for inputs in samples:
+        actual = program.run(copied(inputs))
+        with Int32Watch() as watch:
+            expected = program.expected_of(source.execute(inputs))
+        if len(actual) != len(expected):
+            raise ProgramError(
+                "program and model have different numbers of outputs",
+                got=str(len(actual)),
+                expected=str(len(expected)),
+            )
+        for (name, got), want in zip(actual.items(), expected, strict=True):
+            results.setdefault(name, Accuracy()).add(want, got, watch.first)
+    return results
+
+
+def _wide(accuracy: Accuracy) -> str:
+    """Words for integers that Core ML does not hold, if that may be why an output differs."""
+    op = accuracy.beyond_int32
+    return "" if op is None else f" (beyond int32: int64 values of {op} in PyTorch)"
+
+
+def _samples(args: argparse.Namespace, source: Source, program: Loaded) -> list[list[Any]]:
+    import torch
+
+    from coreml_delegate.scripts.inputs.input_files import read_inputs
+    from coreml_delegate.scripts.inputs.sampling import generator, resample
+
+    ports = [port for port in program.inputs if port.is_tensor]
+    count = sum(isinstance(leaf, torch.Tensor) for leaf in source.leaves)
+    if count != len(ports):
+        raise InputError(
+            "program and model have different numbers of inputs",
+            got=str(len(ports)),
+            expected=str(count),
+        )
+    if args.input:
+        read = iter(read_inputs(args.input, ports))
+        return [[next(read) if isinstance(n, torch.Tensor) else n for n in source.leaves]]
+    random = generator(args.seed)
+    return [[resample(leaf, random) for leaf in source.leaves] for _ in range(args.samples)]
+
+
+def _print(results: dict[str, Accuracy], execution: Execution, *, as_json: bool) -> None:
+    if as_json:
+        outputs = {
+            name: {
+                "sqnr_db": accuracy.sqnr_db,
+                "max_abs_error": accuracy.max_abs_error,
+                "top1_agreement": accuracy.top1_agreement,
+                "nan": accuracy.nan,
+                "beyond_int32": accuracy.beyond_int32,
+            }
+            for name, accuracy in results.items()
+        }
+        console.write_json({"engines": execution.engines, "outputs": outputs})
+        return
+    rows = [("output", "SQNR", "max abs error", "top-1 agreement")]
+    for name, accuracy in results.items():
+        top1 = accuracy.top1_agreement
+        equal = accuracy.sqnr_db == math.inf
+        rows.append(
+            (
+                name,
+                "equal" if equal else f"{accuracy.sqnr_db:.1f} dB",
+                f"{accuracy.max_abs_error:.3g}",
+                "-" if top1 is None else f"{top1:.1%}",
+            )
+        )
+    console.write(console.columns(rows))
+    for name, accuracy in results.items():
+        if accuracy.nan:
+            console.write(f"{name}: {accuracy.nan} values are NaN in both")
+    console.write(f"computed by {execution}")
+
+
+COMMAND = Command(
+    name="verify",
+    summary="compare a program with the PyTorch model it was made from",
+    description="Run the PyTorch model and the program on the same inputs and compare every "
+    "output. Give SOURCE, --weights, --input-shape and --seed as they were given to export.",
+    add_arguments=add_arguments,
+    run=run,
+)

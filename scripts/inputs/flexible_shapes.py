@@ -1,0 +1,147 @@
+"""Inputs whose shape is not fixed, as the command line states them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from coreml_delegate.errors import OptionError, near_matches
+from coreml_delegate.scripts import arguments
+
+if TYPE_CHECKING:
+    from coreml_delegate.scripts.inputs.source import Source
+
+Range = tuple[str, int, int, int]
+"""Input, dimension, smallest and largest size."""
+
+Choices = tuple[str, list[list[int]]]
+"""Input, and its shapes."""
+
+
+def add_flexible_shapes(parser: argparse.ArgumentParser) -> None:
+    """``--dynamic`` and ``--enumerated-shapes``."""
+    group = parser.add_argument_group("shapes at run time")
+    group.add_argument(
+        "--dynamic",
+        type=dynamic_range,
+        action="append",
+        default=[],
+        metavar="INPUT:DIM=LOW..HIGH",
+        help="a dimension, counted from 0, that may have any size of a range, as x:0=1..8; "
+        "repeatable",
+    )
+    group.add_argument(
+        "--enumerated-shapes",
+        type=shape_choices,
+        action="append",
+        default=[],
+        metavar="INPUT=SHAPE/SHAPE",
+        help="shapes to choose among, as x=1,3,224,224/1,3,448,448; repeatable: the n-th shapes of "
+        "all inputs go together",
+    )
+
+
+def dynamic_range(text: str) -> Range:
+    """Parse ``x:0=1..8``."""
+    found = re.fullmatch(r"(.+):(\d+)=(\d+)\.\.(\d+)", text)
+    if found is not None:
+        with suppress(argparse.ArgumentTypeError):
+            dim, low, high = map(arguments.natural, found.groups()[1:])
+            if 1 <= low < high:
+                return found[1], dim, low, high
+    raise argparse.ArgumentTypeError(f"{text!r} is not a range such as x:0=1..8")
+
+
+def shape_choices(text: str) -> Choices:
+    """Parse ``x=1,3,224,224/1,3,448,448``."""
+    name, separator, shapes = text.partition("=")
+    if not (name and separator):
+        raise argparse.ArgumentTypeError(f"{text!r} is not shapes such as x=1,8/1,16")
+    return name, [list(arguments.shape(shape)) for shape in shapes.split("/")]
+
+
+def with_dynamic_shapes(
+    source: Source, ranges: Sequence[Range], choices: Sequence[Choices]
+) -> Source:
+    """The source, exported with these dimensions dynamic.
+
+    Args:
+        source: A module; a program that was exported has its dynamic dimensions already.
+        ranges: Dimensions that may have any size of a range.
+        choices: Shapes by input; dimensions in which they differ become dynamic.
+
+    Raises:
+        OptionError: No such input or dimension, an option given twice, or ``torch.export`` finds
+            that a size is fixed.
+    """
+    if not ranges and not choices:
+        return source
+    if source.exported is not None:
+        if ranges:
+            raise OptionError(
+                "--dynamic goes with a model",
+                remedy="A .pt2 has the dimensions it was exported with",
+            )
+        return source
+    from coreml_delegate.scripts.inputs.dynamic_sizes import Place, Span, export_with_spans
+
+    spans: dict[Place, Span] = {}
+    for name, dim, low, high in ranges:
+        if (name, dim) in spans:
+            raise OptionError("--dynamic is given twice for a dimension", got=f"{name}:{dim}")
+        spans[name, dim] = Span(low, high)
+    traced = _traced_choice(choices)
+    for name, shapes in choices:
+        for dim, sizes in enumerate(zip(*shapes, strict=False)):
+            if len(set(sizes)) > 1 and (name, dim) not in spans:
+                spans[name, dim] = Span(min(sizes), max(sizes), traced=sizes[traced])
+    _check_inputs(source, spans)
+    return replace(source, exported=export_with_spans(source, spans))
+
+
+def _traced_choice(choices: Sequence[Choices]) -> int:
+    """Which of the shapes to trace the model with: the largest."""
+    elements = [
+        sum(map(math.prod, together))
+        for together in zip(*(shapes for _, shapes in choices), strict=False)
+    ]
+    return elements.index(max(elements)) if elements else 0
+
+
+def enumerated(choices: Sequence[Choices]) -> dict[str, list[list[int]]]:
+    """Shapes by input.
+
+    Raises:
+        OptionError: An input is given twice.
+    """
+    found: dict[str, list[list[int]]] = {}
+    for name, shapes in choices:
+        if name in found:
+            raise OptionError("--enumerated-shapes is given twice for an input", got=repr(name))
+        found[name] = shapes
+    return found
+
+
+def _check_inputs(source: Source, places: Iterable[tuple[str, int]]) -> None:
+    ranks = {
+        name: getattr(leaf, "ndim", 0)
+        for name, leaf in zip(source.input_names, source.leaves, strict=True)
+    }
+    for name, dim in places:
+        if name not in ranks:
+            raise OptionError(
+                "the model has no such input",
+                got=repr(name),
+                expected=near_matches(name, ranks),
+            )
+        if dim >= ranks[name]:
+            raise OptionError(
+                f"input {name!r} has no such dimension",
+                got=str(dim),
+                expected=f"0 to {ranks[name] - 1}" if ranks[name] else "none",
+            )

@@ -1,0 +1,121 @@
+"""Program inputs from files: arrays and images."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from coreml_delegate.errors import InputError, OptionError
+from coreml_delegate.scripts.inputs import images
+from coreml_delegate.scripts.inputs.sampling import random_tensor
+from coreml_delegate.scripts.loaded import Port
+
+_ARRAYS = ".npy"
+_ARCHIVES = ".npz"
+FORMATS = ", ".join((_ARRAYS, _ARCHIVES, *sorted(images.SUFFIXES)))
+
+
+def random_inputs(ports: Sequence[Port], random: torch.Generator) -> list[Any]:
+    """Random values for every input, see ``random_tensor``; fixed ones have theirs."""
+    return [
+        random_tensor(port.dtype, port.shape, random) if port.is_tensor else port.fixed
+        for port in ports
+    ]
+
+
+def read_inputs(paths: Sequence[Path], ports: Sequence[Port]) -> list[Any]:
+    """Read the inputs of a program.
+
+    Args:
+        paths: In the order of the inputs. A ``.npz`` holds several: by name if its names are the
+            inputs', else in the order stored.
+        ports: The program's inputs; those with a fixed value are not read.
+
+    Raises:
+        InputError: Files hold more or fewer inputs than the program has, or an image meets an input
+            that is none.
+        OptionError: A file cannot be read.
+    """
+    wanted = [port for port in ports if port.is_tensor]
+    named: dict[str, torch.Tensor] = {}
+    for path in paths:
+        remaining = [port for port in wanted if port.name not in named]
+        named |= dict(_read(path, remaining))
+    missing = [port for port in wanted if port.name not in named]
+    if missing:
+        raise InputError(
+            "the files hold too few inputs",
+            got=str(len(named)),
+            expected=", ".join(f"{p.dtype}{list(p.shape)}" for p in wanted).replace("torch.", ""),
+        )
+    return [named[port.name] if port.is_tensor else port.fixed for port in ports]
+
+
+def _read(path: Path, remaining: Sequence[Port]) -> Iterator[tuple[str, torch.Tensor]]:
+    if not path.is_file():
+        raise OptionError("no such input file", got=str(path))
+    if path.suffix == _ARCHIVES:
+        arrays = load_archive(path)
+        names = {port.name for port in remaining}
+        if not set(arrays) <= names:
+            _require(path, len(arrays), remaining)
+            arrays = dict(zip((port.name for port in remaining), arrays.values(), strict=False))
+        yield from ((name, to_tensor(path, array)) for name, array in arrays.items())
+        return
+    _require(path, 1, remaining)
+    port = remaining[0]
+    if path.suffix == _ARRAYS:
+        yield port.name, to_tensor(path, load_array(path))
+    elif path.suffix.lower() in images.SUFFIXES:
+        yield port.name, images.read_image(path, port.shape, port.dtype)
+    else:
+        raise OptionError("unknown kind of input file", got=str(path), expected=FORMATS)
+
+
+def _require(path: Path, count: int, remaining: Sequence[Port]) -> None:
+    if count > len(remaining):
+        raise InputError(
+            f"{path} holds more inputs than are left", got=str(count), expected=str(len(remaining))
+        )
+
+
+def load_array(path: Path) -> Any:
+    """The array in a ``.npy``.
+
+    Raises:
+        OptionError: It cannot be read.
+    """
+    try:
+        return np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise OptionError(f"cannot read the array in {path}", got=str(error)) from error
+
+
+def load_archive(path: Path) -> Mapping[str, Any]:
+    """The arrays in a ``.npz``, by name.
+
+    Raises:
+        OptionError: They cannot be read.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+        raise OptionError(f"cannot read the arrays in {path}", got=str(error)) from error
+
+
+def to_tensor(path: Path, array: Any) -> torch.Tensor:
+    """An array of a file as a tensor.
+
+    Raises:
+        InputError: It has elements that torch has no type for.
+    """
+    try:
+        return torch.from_numpy(np.array(array, order="C"))
+    except TypeError as error:
+        raise InputError(f"{path} holds no tensor", got=str(array.dtype)) from error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +43,8 @@ class Flow:
         target: Deployment target of calls that name none.
         core: Decompose to core ATen first.
         engines: Engines to run on.
+        share: One in so many samples is part of the default run, chosen by a digest of its name;
+            the others are slow.
     """
 
     name: str
@@ -48,6 +52,10 @@ class Flow:
     target: Opset | None
     core: bool
     engines: tuple[str, ...]
+    share: int = 1
+
+    def is_slow(self, sample: Sample) -> bool:
+        return zlib.crc32(f"{self.name} {sample.id}".encode()) % self.share != 0
 
     def specs(self, target: Opset | None) -> list[Any]:
         options = {"minimum_deployment_target": target or self.target}
@@ -60,9 +68,9 @@ FLOWS = (
     # The oldest opset, everything that can be kept whole.
     Flow("oldest", "fp32", None, core=False, engines=("reference", "openvino")),
     # A new opset, decomposed to core ATen.
-    Flow("core", "fp32", Opset.iOS18, core=True, engines=("reference", "openvino")),
+    Flow("core", "fp32", Opset.iOS18, core=True, engines=("reference", "openvino"), share=4),
     # As devices compute.
-    Flow("fp16", "fp16", Opset.iOS17, core=False, engines=("reference",)),
+    Flow("fp16", "fp16", Opset.iOS17, core=False, engines=("reference",), share=2),
 )
 
 
@@ -143,13 +151,14 @@ def chosen(flow: Flow, samples: Sequence[Sample]) -> Iterator[Sample]:
 
 def cases(flow: Flow) -> list[Any]:
     found = []
-    for samples in ACCEPTED.values():
-        for batch in batches(list(chosen(flow, samples))):
+    for samples, slow in itertools.product(ACCEPTED.values(), (False, True)):
+        together = [s for s in chosen(flow, samples) if flow.is_slow(s) is slow]
+        for batch in batches(together):
             # One process lowers a batch, for all its samples.
-            together = pytest.mark.xdist_group(f"{flow.name}-{batch[0].id}")
+            marks = [pytest.mark.xdist_group(f"{flow.name}-{batch[0].id}")]
+            marks += [pytest.mark.slow] if slow else []
             found += [
-                pytest.param(flow, batch, s, id=f"{flow.name}-{s.id}", marks=together)
-                for s in batch
+                pytest.param(flow, batch, s, id=f"{flow.name}-{s.id}", marks=marks) for s in batch
             ]
     return found
 

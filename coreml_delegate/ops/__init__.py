@@ -1,4 +1,4 @@
-"""What is known of ATen ops: one record per op, a module per family.
+"""Records of ATen ops, one per op, in a module per family.
 
 ``RECORDS`` has every op that Core ML can take, ``REFUSED`` those that coremltools translates and
 that are not delegated all the same, ``COMPOSITES`` those that the quantizer alone meets.

@@ -31,7 +31,7 @@ CASTS = frozenset({CAST, "aten.to.dtype", "dim_order_ops._to_dim_order_copy.defa
 DEQUANTIZE_AFFINE = "torchao.dequantize_affine.default"
 DEQUANTIZE_CODEBOOK = "quant.dequantize_codebook.default"
 DECOMPRESS = frozenset({DEQUANTIZE_AFFINE, DEQUANTIZE_CODEBOOK})
-"""What makes floats of weights that ``quantize_`` compressed."""
+"""The ops that turn weights compressed by ``quantize_`` into floats."""
 
 
 class ReasonCode(enum.StrEnum):
@@ -122,7 +122,7 @@ class OpCall:
         return [t for i, item in enumerate(value) if i in taken for t in _tensors_in(item)]
 
     def results_used(self) -> list[int]:
-        """Which of several results are used; ``torch.export`` names even those that are not."""
+        """Indices of the results that are used; ``torch.export`` names unused ones too."""
         taken = (u for u in self.node.users if target_name(u.target) == GETITEM and u.users)
         return sorted({int(str(u.args[1])) for u in taken})
 

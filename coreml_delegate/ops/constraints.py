@@ -1,4 +1,4 @@
-"""Conditions that several rules share."""
+"""Constraints that several records share."""
 
 from __future__ import annotations
 

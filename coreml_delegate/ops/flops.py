@@ -39,7 +39,7 @@ def nothing(_: OpCall) -> int:
 
 
 def unknown(call: OpCall) -> int:
-    """An op without a rule: nothing for a view of its argument, else one operation per result."""
+    """An op without a record: nothing for a view of its argument, else one operation per result."""
     schema = getattr(overload_of(call.node.target), "_schema", None)
     is_view = any(r.alias_info is not None for r in (() if schema is None else schema.returns))
     return 0 if is_view else result_elements(call)

@@ -50,7 +50,7 @@ def _one_index(call: OpCall) -> bool:
 
 
 def _known_parts(call: OpCall) -> bool:
-    """Which part of the other dimensions the index spans is known when the model is converted."""
+    """The index spans a part of the other dimensions that is known when the model is converted."""
     data, index = call.tensor("self"), call.tensor("index")
     if data is None or index is None or not data.dim():
         return False

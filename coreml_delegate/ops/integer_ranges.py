@@ -28,7 +28,7 @@ _TRACED_MINIMUM = 2  # of every size to torch while it traces; smaller ones may 
 
 
 class WideIntegers:
-    """What is known about int64 values beyond int32.
+    """Finds the int64 values of a program that reach beyond int32.
 
     ExecuTorch shows partitioners a program whose state is fake, without values; so what its earlier
     form, in ATen dialect, tells of constants is remembered by their names in the state.
@@ -377,11 +377,11 @@ _TRANSFERS: Mapping[str, _Transfer] = {
     "where": _of("self", "other"),
     "zeros_like": lambda _: Interval.point(0),
 }
-"""What integers a call gives, by the op's name without namespace, overload and ``_copy``."""
+"""Bounds of a call's integers, by the op's name without namespace, overload and ``_copy``."""
 
 
 def _of_dtype(dtype: torch.dtype) -> Interval:
-    """What a tensor of truths or of short integers can hold; that of longer ones tells nothing."""
+    """Bounds of what a dtype can hold: of bool and short integers; unknown for longer ones."""
     if dtype is torch.bool:
         return Interval(0, 1)
     if dtype not in _SHORT:
@@ -415,7 +415,7 @@ def _transfer_of(node: Node) -> _Transfer | None:
 
 
 def _wrapped(values: Interval, dtype: torch.dtype) -> Interval:
-    """What ``values`` become in a dtype: anything, where some are beyond it."""
+    """Bounds of ``values`` cast to a dtype: unknown where some are beyond it."""
     limits = torch.iinfo(dtype)
     if values.is_within(limits.min, limits.max):
         return values

@@ -74,7 +74,7 @@ class Interval:
         return self._divided(other, operator.floordiv)
 
     def __mod__(self, other: Interval) -> Interval:
-        """What remains, with the sign of the divisor."""
+        """Bounds of the remainder that has the sign of the divisor."""
         if other.low is None or other.high is None:
             return UNKNOWN
         if other.low > 0 and self.is_within(0, other.low - 1):
@@ -86,7 +86,7 @@ class Interval:
         return self._divided(other, lambda a, b: abs(a) // abs(b) * (1 if a * b >= 0 else -1))
 
     def truncated_modulo(self, other: Interval) -> Interval:
-        """What remains of a quotient rounded towards zero: it has the sign of the dividend."""
+        """Bounds of the remainder that has the sign of the dividend."""
         size = abs(other).high
         if size is None:
             return UNKNOWN

@@ -46,7 +46,7 @@ def _rewrite_attention(node: Node) -> None:
 
 
 def _nothing_left(node: Node, mask: Node) -> Node:
-    """Of each query, whether the mask takes all keys away from it."""
+    """True for each query from which the mask hides all keys."""
     is_bool = value_of(mask).dtype is torch.bool
     keeps = mask if is_bool else insert(node, ATEN.gt.Scalar, mask, -math.inf)
     number = insert(node, ATEN._to_copy.default, keeps, dtype=value_of(node).dtype)

@@ -144,7 +144,7 @@ class _Windows:
     def ceil_padding(self, sizes: Sequence[Any]) -> list[int]:
         """Padding at the end that gives as many windows as rounding up, whatever the size.
 
-        The rules have seen to it that no window then begins beyond the input.
+        The constraints leave no call in which a window then begins beyond the input.
         """
         rows = zip(sizes, self.spans, self.stride, self.padding, strict=True)
         return [
@@ -230,7 +230,7 @@ def _become_dilated(node: Node, source: Node, batched: Node, windows: _Windows, 
 
 
 def _first_result(pool: Rewrite, target: Any) -> Rewrite:
-    """The pooled tensor alone; the rules have seen to it that the indices are not used."""
+    """The pooled tensor alone; a constraint leaves no call whose indices are used."""
 
     def rewrite(node: Node) -> None:
         arguments = arguments_of(node)

@@ -66,7 +66,7 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What the quantizer needs to know of an op.
+    """How an op is quantized.
 
     Attributes:
         patterns: Its patterns; the last takes the calls that those before it do not, which take a

@@ -1,6 +1,6 @@
 """Ops that coremltools translates, or says it does, and that are not delegated all the same.
 
-With the rules, this accounts for every op that coremltools has and that can reach a partitioner.
+With the records, this accounts for every op that coremltools has and that can reach a partitioner.
 The rest is decomposed before, or is arithmetic on Python numbers.
 """
 
@@ -36,7 +36,7 @@ _SLOW = Refusal("coremltools unrolls it over the dimension, an op per element")
 _REDUCED = Refusal("coremltools mixes up what is reduced where an index occurs twice")
 _SINGLE = Refusal("the number has another rank than the sequence")
 _ACCUMULATED = Refusal("Core ML does not choose the dtype of a product")
-_OTHER_FORM = Refusal("exported programs have another overload, which has a rule or decomposes")
+_OTHER_FORM = Refusal("exported programs have another overload, which has a record or decomposes")
 _TRAINING = Refusal("dropout at training draws random numbers")
 
 

@@ -134,7 +134,7 @@ def _by_way_of_fp32(call: OpCall) -> Reason | None:
 
 
 def _clone(node: Node) -> None:
-    # The rules have refused every memory format but row-major, so the dim order says nothing.
+    # Constraints leave row-major results alone, so the dim order says nothing.
     become(node, ATEN.clone.default, node.args[0])
 
 

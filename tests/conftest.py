@@ -4,14 +4,38 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from coreml_delegate.caches import CACHE_VARIABLE
 from coreml_delegate.third_party import coremltools
+
+_OWN_CACHE = pytest.StashKey[Path]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the session a cache of its own, which its workers inherit and share.
+
+    The user's is neither read, which would hide what a change does to trials, nor filled.
+    """
+    if CACHE_VARIABLE not in os.environ:
+        config.stash[_OWN_CACHE] = Path(tempfile.mkdtemp(prefix="coreml-delegate-tests-"))
+        os.environ[CACHE_VARIABLE] = str(config.stash[_OWN_CACHE])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    folder = config.stash.get(_OWN_CACHE, None)
+    if folder is not None:
+        del os.environ[CACHE_VARIABLE]
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:

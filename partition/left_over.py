@@ -75,7 +75,7 @@ def _decompose(calls: Sequence[Node], module: GraphModule, program: ExportedProg
 
 
 def _arguments(whole: ExportedProgram, originals: Mapping[str, Node]) -> list[Node]:
-    """What the inputs of a program made of calls stand for, in order."""
+    """The nodes that the inputs of a program made of calls stand for, in order."""
     found = {
         copied: argument
         for call in whole.graph.nodes

@@ -68,12 +68,12 @@ _TRANSFORMS = (
     fold_constant_arguments,
     dequantize_per_use,
 )
-"""What becomes of a program before it is decomposed, in this order."""
+"""Applied to a program, in this order, before ExecuTorch decomposes it."""
 
 
 @dataclass(slots=True)
 class _Work:
-    """What a partitioner knows of the programs it has seen.
+    """State that a partitioner gathers from the programs it has seen.
 
     Attributes:
         filters: Those of its options, with the modules seen.

@@ -1,4 +1,4 @@
-"""What is quantized: the patterns of the op records, by the ATen ops of ``torch.export``.
+"""Quantization patterns of the op records, by the ATen ops of ``torch.export``.
 
 Op names are those of ``functional_name``: in-place variants have the record of their op.
 """

@@ -45,7 +45,7 @@ Rewrite = Callable[[Node], None]
 
 
 class MaskRole(enum.Flag):
-    """How an op takes part in hiding values from a softmax: see ``preprocess.fp16_masks``."""
+    """How an op takes part in hiding values from a softmax: see ``conversion.fp16_masks``."""
 
     NONE = 0
     CARRIES = enum.auto()  # values of its arguments may be among those of its result
@@ -56,7 +56,7 @@ class MaskRole(enum.Flag):
 
 @dataclass(frozen=True, slots=True)
 class OpRecord:
-    """What is known of one ATen op that Core ML can take.
+    """The record of one ATen op that Core ML can take.
 
     Attributes:
         target: ``namespace.name.overload`` as in ``aten.conv2d.default``; also stands for the

@@ -49,7 +49,7 @@ class NodeReport:
         source: Innermost line of the user's own code that it comes from, or None if unknown.
         partition: Delegation tag, or None if it stays on the CPU.
         reason: Why it stays on the CPU, or None if it is delegated.
-        flops: Estimated operations, see ``partition.flops``.
+        flops: Estimated operations, see ``ops.flops``.
         weight_bytes: Size of the parameters and constants that it takes.
         cpu_obstacle: Why ExecuTorch's own runtime does not run it on the CPU either, or None.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -14,10 +15,12 @@ from coreml_delegate.formats.metadata import MethodMetadata, ModelMetadata
 from coreml_delegate.runtime.casting import cast
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
 from coreml_delegate.runtime.engines.base import EngineOptions, State
+from coreml_delegate.runtime.engines.reference import REFERENCE
 from coreml_delegate.runtime.mil.package import read_files
 from coreml_delegate.runtime.mil.program import Program
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.runtime.program.delegate import DelegateLoader, DelegatePayload
+from coreml_delegate.runtime.threads import all_torch_threads
 
 _PACKAGE = "model.mlpackage/"
 _COMPILED = "model.mlmodelc/"
@@ -35,6 +38,7 @@ class CoreMLDelegate:
         ranks = {f.name: f.type.shape for f in model.function.inputs}
         self._inputs = [(name, dtypes[name], ranks[name]) for name in names.input_names]
         self._state = model.make_state()
+        self._computes_with_torch = model.engine_name == REFERENCE.name
         # Shapes seldom change from call to call: those of the last one are known to fit.
         self._flexible = model.flexible_inputs
         self._fitting: tuple[tuple[int, ...], ...] | None = None
@@ -63,7 +67,9 @@ class CoreMLDelegate:
         arrays = self._arrays(inputs)
         if self._flexible:
             self._check_shapes(arrays)
-        results = self.model.run_unchecked(arrays, self._state)
+        # OpenVINO has threads of its own; the reference engine has those of torch.
+        with all_torch_threads() if self._computes_with_torch else nullcontext():
+            results = self.model.run_unchecked(arrays, self._state)
         return [torch.from_numpy(results[name]) for name in self._outputs]
 
     def diagnose(

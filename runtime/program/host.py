@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Final
 
 import torch
@@ -42,6 +43,7 @@ from coreml_delegate.runtime.program.plan import (
 from coreml_delegate.runtime.program.ptd import ExternalData, check_complete
 from coreml_delegate.runtime.program.pte import PteProgram, Source
 from coreml_delegate.runtime.snapshots import Array, Snapshot
+from coreml_delegate.runtime.threads import one_torch_thread
 
 _logger = logging.getLogger(__name__)
 
@@ -273,7 +275,7 @@ class _LoadedMethod:
 
     def run(self, inputs: Sequence[Value]) -> list[Value]:
         check_inputs(self._method, inputs)
-        with torch.no_grad():
+        with torch.no_grad(), one_torch_thread() if self.delegates else nullcontext():
             for index, value in self._initial:
                 self._values[index] = value
             for index, value in zip(self._method.inputs, inputs, strict=True):

@@ -20,7 +20,7 @@ from coreml_delegate.runtime.program.delegate import (
     check_output_count,
     fit_output,
 )
-from coreml_delegate.runtime.program.kernels import Kernel, find_kernel
+from coreml_delegate.runtime.program.kernels import Kernel, find_kernel, is_long
 from coreml_delegate.runtime.program.memory import fill
 from coreml_delegate.runtime.program.plan import (
     DelegateCall,
@@ -36,6 +36,7 @@ from coreml_delegate.runtime.program.plan import (
     TensorSpec,
     ValueSpec,
 )
+from coreml_delegate.runtime.threads import all_torch_threads
 
 Step: TypeAlias = Callable[[], "int | None"]
 
@@ -218,7 +219,16 @@ class _Binder:
                 patches.append((positional if isinstance(key, int) else keywords, key, read))
         result = _result_index(call, self._method, kernel)
         growing = self._growing(call, kernel)
-        return self._kernel_step(kernel.function, positional, keywords, patches, result, growing)
+        function = kernel.function
+        if self._delegates and is_long(kernel, self._shapes(call, kernel)):
+            function = all_torch_threads()(function)
+        return self._kernel_step(function, positional, keywords, patches, result, growing)
+
+    def _shapes(self, call: KernelCall, kernel: Kernel) -> dict[str, tuple[int, ...]]:
+        specs = zip(
+            kernel.parameters, map(self._method.values.__getitem__, call.args), strict=False
+        )
+        return {name: spec.shape for name, spec in specs if isinstance(spec, TensorSpec)}
 
     def _kernel_step(
         self,

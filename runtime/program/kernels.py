@@ -124,6 +124,33 @@ def _from_schema(name: str, overload: OpOverload) -> Kernel:
     )
 
 
+# Products that are summed for one element of the result, from the shapes of arguments by name.
+_PRODUCTS: Final[Mapping[str, Callable[[Mapping[str, Sequence[int]]], int]]] = {
+    "aten::addmm.out": lambda shapes: shapes["mat1"][-1],
+    "aten::baddbmm.out": lambda shapes: shapes["batch1"][-1],
+    "aten::bmm.out": lambda shapes: shapes["self"][-1],
+    "aten::convolution.out": lambda shapes: math.prod(shapes["weight"][1:]),
+    "aten::linear.out": lambda shapes: shapes["weight"][-1],
+    "aten::mm.out": lambda shapes: shapes["self"][-1],
+}
+# About 5 ms on one core of 2.5 GHz: less is not worth the time that idle threads spin afterwards.
+_LONG_ELEMENTS: Final = 1 << 21
+_LONG_PRODUCTS: Final = 1 << 27
+
+
+def is_long(kernel: Kernel, shapes: Mapping[str, Sequence[int]]) -> bool:
+    """Whether a call takes so long on one thread that it should have all of them.
+
+    Args:
+        kernel: The kernel.
+        shapes: Shapes of its tensor arguments by parameter, upper bounds where they vary.
+    """
+    if kernel.name not in _PRODUCTS:
+        return max(map(math.prod, shapes.values()), default=0) >= _LONG_ELEMENTS
+    results = max(math.prod(shapes.get(kernel.parameters[p], ())) for p in kernel.outputs)
+    return results * _PRODUCTS[kernel.name](shapes) >= _LONG_PRODUCTS
+
+
 # --- operators that torch does not have ---------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ from coreml_delegate.runtime.program.delegate import (
     check_output_count,
     fit_output,
 )
+from coreml_delegate.runtime.threads import one_torch_thread
 
 _logger = logging.getLogger(__name__)
 
@@ -238,6 +239,7 @@ class Shim:
     def _destroy(self, handle: int) -> None:
         self._delegates.pop(handle, None)
 
+    @one_torch_thread()
     def _call(self, delegate: _Delegate) -> None:
         function, arguments = delegate.callable, delegate.arguments
         count = function.input_count

@@ -1,0 +1,103 @@
+"""Torch's threads beside an engine that has threads of its own.
+
+After a parallel kernel torch's idle threads spin for milliseconds before they sleep, on the very
+cores that OpenVINO's threads need for the next delegate. So while a program with delegates runs,
+torch computes on the calling thread alone, and on all threads only for what takes long. On two
+cores, ten convolutions that OpenVINO runs with ten ``tanh`` of torch's between them took 45 ms a
+call without this, 52 ms on one thread in all, and 30 ms with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from threadpoolctl import ThreadpoolController
+
+_logger = logging.getLogger(__name__)
+
+_PAUSE_SOFT = 1  # omp_pause_soft of OpenMP 5.0, section 3.2.44
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenMp:
+    """The OpenMP runtime that torch was built with.
+
+    Its thread count belongs to the calling thread, where ``torch.set_num_threads`` is also what
+    threads begin with that start later.
+    """
+
+    library: Any  # ctypes.CDLL
+
+    def use(self, threads: int) -> None:
+        self.library.omp_set_num_threads(threads)
+
+    def release(self) -> None:
+        """End the idle threads of the calling thread's pool, which spin otherwise."""
+        pause = getattr(self.library, "omp_pause_resource_all", None)
+        if pause is not None:
+            pause(_PAUSE_SOFT)
+
+
+@functools.cache
+def _openmp() -> _OpenMp | None:
+    """The runtime of those loaded that torch heeds; None if torch was built without OpenMP."""
+    threads = torch.get_num_threads()
+    for library in ThreadpoolController().lib_controllers:
+        if library.user_api != "openmp":
+            continue
+        openmp = _OpenMp(library.dynlib)
+        openmp.use(threads + 1)
+        is_of_torch = torch.get_num_threads() == threads + 1
+        openmp.use(threads)
+        if is_of_torch:
+            return openmp
+    _logger.debug("torch heeds no OpenMP runtime: its threads are left as they are")
+    return None
+
+
+class _Caller(threading.local):
+    threads: int | None = None
+    """What the thread may use outside of ``one_torch_thread``; None outside of it."""
+
+
+_CALLER = _Caller()
+
+
+@contextmanager
+def one_torch_thread() -> Generator[None]:
+    """Let torch compute on the calling thread alone; other threads are left as they are."""
+    openmp = _openmp()
+    threads = torch.get_num_threads()
+    if openmp is None or threads == 1:
+        yield
+        return
+    _CALLER.threads = threads
+    openmp.use(1)
+    try:
+        yield
+    finally:
+        openmp.use(threads)
+        _CALLER.threads = None
+
+
+@contextmanager
+def all_torch_threads() -> Generator[None]:
+    """Inside of ``one_torch_thread``, let torch use as many threads as outside of it."""
+    openmp = _openmp()
+    threads = _CALLER.threads
+    if openmp is None or threads is None:
+        yield
+        return
+    openmp.use(threads)
+    try:
+        yield
+    finally:
+        openmp.use(1)
+        openmp.release()

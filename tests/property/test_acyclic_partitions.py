@@ -41,13 +41,12 @@ from torch.utils import _pytree as pytree
 
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.conversion.blob_cache import fingerprint
+from coreml_delegate.conversion.delegation_tags import cut_partitions, tag_of
 from coreml_delegate.ops import Reason, ReasonCode
-from coreml_delegate.ops.constants import constant_nodes, constants_of
-from coreml_delegate.partition.confirmation import Confirmation
-from coreml_delegate.partition.convertibility import parts_of
-from coreml_delegate.partition.decision import decide
-from coreml_delegate.partition.selection import Selection
-from coreml_delegate.partition.tagging import DataOwnership, tag_of
+from coreml_delegate.ops.constants import constant_nodes
+from coreml_delegate.partition.grouping.decision import DataOwnership, decide
+from coreml_delegate.partition.grouping.selection import Selection
+from coreml_delegate.partition.verdicts.parts import refuse_results
 
 pytestmark = pytest.mark.property
 
@@ -225,13 +224,13 @@ class Drawn(Partitioner):
         """The calls refused in this round."""
         reason = Reason(ReasonCode.SKIPPED, "drawn")
         nodes = [n for n in program.graph.nodes if self._refused_in.get(n.name, 9) <= self._round]
-        found = dict.fromkeys(nodes, reason)
-        return found | parts_of(found)
+        return refuse_results(dict.fromkeys(nodes, reason))
 
     def confirm(self, program: ExportedProgram, tags: Sequence[str]) -> dict[Node, Reason]:
         self._round += 1
-        constants = {n: v for n, _, v in constants_of(program)} if self._ownership.constants else {}
-        subgraphs = Confirmation(program, program.state_dict, constants).subgraphs(tags)
+        subgraphs = cut_partitions(
+            program, tags, program.state_dict, constants_inside=self._ownership.constants
+        )
         self.confirmed = [fingerprint(part, CompileOptions()) for part in subgraphs.values()]
         return {n: r for n, r in self.refused(program).items() if tag_of(n) in tags}
 

@@ -24,10 +24,10 @@ from torch import nn
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.conversion import blob_cache as kept
+from coreml_delegate.conversion.proof import ConversionProof
 from coreml_delegate.conversion.trial import TRIALS, Trials
 from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
 from coreml_delegate.ops import ReasonCode
-from coreml_delegate.partition.confirmation import Confirmation
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
 
@@ -241,7 +241,8 @@ def test_a_partition_does_not_fail_because_of_what_is_outside(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.sigmoid(torch.tanh(torch.asinh(x)) * 2.0)
 
-    monkeypatch.setattr(Confirmation, "failures", _at_most(5, Confirmation.failures))
+    confirm = _at_most(5, ConversionProof.unconvertible_calls)
+    monkeypatch.setattr(ConversionProof, "unconvertible_calls", confirm)
     for op in ("aten.asinh", "aten.tanh"):
         fail_as_a_whole(monkeypatch, op)
     lowered = lower(BehindTheCpu(), INPUTS, skip_ops_for_coreml_delegation=["aten.asinh.default"])
@@ -261,7 +262,7 @@ def _at_most(times: int, function: Callable[..., object]) -> Callable[..., objec
 
 
 def test_without_values_partitions_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coreml_delegate.partition.convertibility.real_values", lambda state: {})
+    monkeypatch.setattr("coreml_delegate.conversion.proof.real_values", lambda state: {})
     counts = counted(monkeypatch)
     module = Network(supported=True)
     lowered = lower(module, INPUTS)

@@ -15,10 +15,10 @@ from torch.export import ExportedProgram
 
 from coreml_delegate import CoreMLPartitioner
 from coreml_delegate.errors import OptionError, UnsupportedOperatorError
-from coreml_delegate.module_scope import ModulePattern, Scope
+from coreml_delegate.module_scope import ModulePattern, Scope, scopes_of
 from coreml_delegate.ops import ReasonCode
 from coreml_delegate.partition import DelegationReport, do_not_delegate
-from coreml_delegate.partition.filters import Filters
+from coreml_delegate.partition.verdicts.filters import Filters
 
 
 class Block(nn.Module):
@@ -148,9 +148,9 @@ def test_unknown_modules_are_refused(program: ExportedProgram, pattern: str, nea
         only_modules=None,
         node_filter=None,
     )
-    filters.note(program)
+    modules = {scope for node in program.graph.nodes for scope in scopes_of(node)}
     with pytest.raises(OptionError, match="skip_modules names no module of the program") as raised:
-        filters.check_patterns()
+        filters.check_patterns(modules)
     assert raised.value.got == repr(pattern)
     assert raised.value.expected is not None
     assert near in raised.value.expected

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
-from coreml_delegate.partition.grouping import Group, count_groups, group_calls
+from coreml_delegate.partition.grouping.stages import Group, count_groups, group_calls
 
 ADD = torch.ops.aten.add.Tensor
 RELU = torch.ops.aten.relu.default

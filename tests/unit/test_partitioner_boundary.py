@@ -182,7 +182,7 @@ def test_numbers_beyond_int32_and_what_they_reach_stay_outside(
     at_hand: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not at_hand:
-        monkeypatch.setattr("coreml_delegate.partition.convertibility.real_values", lambda _: {})
+        monkeypatch.setattr("coreml_delegate.conversion.proof.real_values", lambda _: {})
     module = Function(lambda x: torch.relu((x + 2**32 + 1).float()) * 2.0)
     inputs = (torch.tensor([-5, 7]),)
     lowered = lower(module, inputs)

@@ -22,8 +22,13 @@ from coreml_delegate.partition import (
     PartitionReport,
     SourceLine,
 )
-from coreml_delegate.partition.report.layout import BOX_HEIGHT, BOX_WIDTH, draw
-from coreml_delegate.partition.report.sections import MANY, sections
+from coreml_delegate.partition.report.drawing import (
+    BOX_HEIGHT,
+    BOX_WIDTH,
+    MANY,
+    draw,
+    sections,
+)
 
 HOSTILE = "</script><script>alert('x')</script><b>&"
 REASON = Reason(ReasonCode.NO_RULE, f"no translation of {HOSTILE}", remedy="Write <another> model")

@@ -1,4 +1,4 @@
-"""What splits a graph into several partitions, and what lifting it would give."""
+"""Obstacles: what splits a graph into partitions, and the gain if it were supported."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from torch.fx import Graph, Node
 
 from coreml_delegate.ops import ReasonCode, flops_of
 from coreml_delegate.ops.call import target_name
-from coreml_delegate.partition.decision import Decision
-from coreml_delegate.partition.grouping import count_groups, is_part
+from coreml_delegate.partition.grouping.decision import Decision
+from coreml_delegate.partition.grouping.stages import count_groups
 from coreml_delegate.partition.report.records import Obstacle
+from coreml_delegate.partition.verdicts.parts import is_part, whole_call
 
-# Calls refused for these reasons are in a partition that was possible and not wanted.
-_UNWANTED = frozenset({ReasonCode.PARTITION_SIZE, ReasonCode.PARTITION_LIMIT})
-# What the user asked for is one obstacle, whatever the ops.
-_ASKED_FOR = _UNWANTED | {ReasonCode.SKIPPED}
+# Calls refused for these reasons are in a partition that was possible, and beyond a limit.
+_BEYOND_LIMITS = frozenset({ReasonCode.PARTITION_SIZE, ReasonCode.PARTITION_LIMIT})
+# What the user asked for is one obstacle, of whatever ops the calls are.
+_ASKED_FOR = _BEYOND_LIMITS | {ReasonCode.SKIPPED}
 
 
 def first_split(graph: Graph, decision: Decision) -> str | None:
-    """The first node on the CPU, in graph order, on a path between two delegated ones."""
+    """Return the first node on the CPU, in graph order, on a path between two delegated ones."""
     delegated = {node for group in decision.partitions.values() for node in group}
     after: set[Node] = set()
     for node in graph.nodes:
@@ -31,19 +32,19 @@ def first_split(graph: Graph, decision: Decision) -> str | None:
     return next((node.name for node in between), None)
 
 
-def obstacles(graph: Graph, decision: Decision) -> tuple[Obstacle, ...]:
-    """What keeps calls on the CPU; first what it pays most to lift."""
+def find_obstacles(graph: Graph, decision: Decision) -> tuple[Obstacle, ...]:
+    """Return what keeps calls on the CPU, first the obstacle whose support would gain most."""
     grouped: dict[tuple[str, ReasonCode], list[Node]] = {}
     for node in graph.nodes:
         if node in decision.refused:
-            # A part of a refused result is refused for that result's reason, and lifted with it.
-            source = _whole(node)
+            # A part of a refused call is refused for that reason, and supported with the call.
+            source = whole_call(node)
             reason = decision.refused[source]
             asked_for = reason.code in _ASKED_FOR
             kind = reason.text if asked_for else target_name(source.target)
             grouped.setdefault((kind, reason.code), []).append(node)
     possible = decision.refused.keys() - {
-        node for node, reason in decision.refused.items() if reason.code in _UNWANTED
+        node for node, reason in decision.refused.items() if reason.code in _BEYOND_LIMITS
     }
     now = count_groups(graph, possible)
     found = [
@@ -53,19 +54,13 @@ def obstacles(graph: Graph, decision: Decision) -> tuple[Obstacle, ...]:
     return tuple(sorted(found, key=lambda o: (-o.partitions_merged, -o.flops, o.ops, o.code)))
 
 
-def _obstacle(nodes: list[Node], decision: Decision, lifted: int, now: int) -> Obstacle:
+def _obstacle(nodes: list[Node], decision: Decision, if_supported: int, now: int) -> Obstacle:
     whole = [node for node in nodes if not is_part(node)]
     return Obstacle(
         ops=tuple(dict.fromkeys(target_name(node.target) for node in whole)),
         reasons=tuple(dict.fromkeys(decision.refused[node] for node in whole)),
         nodes=tuple(node.name for node in whole),
         flops=sum(map(flops_of, whole)),
-        partitions_if_lifted=lifted,
-        partitions_merged=now - lifted,
+        partitions_if_lifted=if_supported,
+        partitions_merged=now - if_supported,
     )
-
-
-def _whole(node: Node) -> Node:
-    while is_part(node) and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node

@@ -76,7 +76,7 @@ class ReportHistory:
 
 
 class LoweringSession:
-    """What is remembered from one program, or one dialect of it, to the next.
+    """The programs of one partitioner, and the memory from one to the next.
 
     ExecuTorch shows every program (one per method) first in ATen dialect, then in edge dialect,
     without saying which belong together. The edge dialect lacks what was noted in ATen dialect.

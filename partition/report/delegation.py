@@ -34,7 +34,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class DelegationReport(ProgramRecord):
-    """What was delegated of one program, what was not, and why.
+    """The report on one program: the delegated calls, the others, and why they stay on the CPU.
 
     For its attributes see ``ProgramRecord``.
     """

@@ -1,9 +1,8 @@
-"""Ahead-of-time partitioning: which nodes of a program Core ML takes, and why not the rest."""
+"""Ahead-of-time partitioning: the nodes of a program that Core ML takes, and why not the others."""
 
 if __name__ == "partition":
     raise ImportError("'partition' is a subpackage; import coreml_delegate.partition instead")
 
-from coreml_delegate.partition.filters import do_not_delegate
 from coreml_delegate.partition.partitioner import CoreMLPartitioner
 from coreml_delegate.partition.report import (
     BufferReport,
@@ -14,6 +13,7 @@ from coreml_delegate.partition.report import (
     PartitionReport,
     SourceLine,
 )
+from coreml_delegate.partition.verdicts.filters import do_not_delegate
 
 __all__ = [
     "BufferReport",

@@ -1,4 +1,4 @@
-"""Calls that were kept whole for Core ML and that no backend took, decomposed after lowering.
+"""Left-over calls, kept whole for Core ML but taken by no backend: decomposed after lowering.
 
 ExecuTorch asks which ops to keep before anything is delegated, and has no kernels for many of them.
 Whether a call goes into a partition is certain only when all partitions are made: one may fail to
@@ -27,15 +27,15 @@ _PREFIX = "coreml_delegate_literal"
 _LEFT_OVER = Reason(ReasonCode.USE, "no backend took it")
 
 
-def decompose_left_over(program: ExportedProgram, kept: Collection[OpOverload]) -> None:
-    """Replace every call of ops that were kept by what ExecuTorch decomposes it to.
+def decompose_left_over(program: ExportedProgram, preserved: Collection[OpOverload]) -> None:
+    """Replace every call of preserved ops by the calls that ExecuTorch decomposes it to.
 
     Args:
         program: In edge dialect, lowered; it is changed, the branches of control flow included.
-        kept: The ops that were kept from decomposition.
+        preserved: The ops that were kept from decomposition.
     """
     # ExecuTorch takes core ops as they are.
-    ops = {op for op in kept if torch.Tag.core not in op.tags}
+    ops = {op for op in preserved if torch.Tag.core not in op.tags}
     for module in program.graph_module.modules():
         if isinstance(module, GraphModule):
             calls = [node for node in module.graph.nodes if overload_of(node.target) in ops]
@@ -75,7 +75,7 @@ def _decompose(calls: Sequence[Node], module: GraphModule, program: ExportedProg
 
 
 def _arguments(whole: ExportedProgram, originals: Mapping[str, Node]) -> list[Node]:
-    """The nodes that the inputs of a program made of calls stand for, in order."""
+    """Return the nodes in place of which a program made of calls has inputs, in their order."""
     found = {
         copied: argument
         for call in whole.graph.nodes
@@ -88,7 +88,7 @@ def _arguments(whole: ExportedProgram, originals: Mapping[str, Node]) -> list[No
 
 
 def _places(parts: ExportedProgram, ends: Mapping[Node, Node]) -> dict[Node, Node]:
-    """For every node that a result depends on the first of the calls that are to follow it."""
+    """Return for every node that a result depends on the first call that is to follow it."""
     places = dict(ends)
     for node in reversed(parts.graph.nodes):
         if node in places:
@@ -102,7 +102,7 @@ def _inputs(
     places: Mapping[Node, Node],
     module: GraphModule,
 ) -> Iterator[tuple[Node, Node]]:
-    """The placeholders, each with what it stands for; literals become attributes."""
+    """Yield the placeholders, each with the node it stands for; literals become attributes."""
     passed = iter(arguments)
     values: dict[str, Any] = {**parts.state_dict, **parts.constants}
     placeholders = parts.graph.find_nodes(op="placeholder")
@@ -119,6 +119,6 @@ def _inputs(
 
 
 def _meta(node: Node, call: Node) -> dict[str, Any]:
-    """Origin of the call, value of the node."""
+    """Return the metadata of the call, with the value of the node."""
     origin = {key: value for key, value in call.meta.items() if key != "tensor_meta"}
     return origin | {"val": node.meta.get("val")}

@@ -1,13 +1,14 @@
-"""``PartitionerOptions``: what a user asks of ``CoreMLPartitioner``, checked."""
+"""``PartitionerOptions``: the checked keywords of ``CoreMLPartitioner``."""
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch import nn
@@ -17,9 +18,9 @@ from coreml_delegate.conversion.convert import check_accepted
 from coreml_delegate.errors import OptionError
 from coreml_delegate.option_checks import Check, check_all, flag, function, list_of, positive
 from coreml_delegate.option_checks import optional as or_none
-from coreml_delegate.partition.filters import Filters, NodePredicate
-from coreml_delegate.partition.selection import Selection
-from coreml_delegate.partition.tagging import DataOwnership
+from coreml_delegate.partition.grouping.decision import DataOwnership
+from coreml_delegate.partition.grouping.selection import Selection
+from coreml_delegate.partition.verdicts.filters import Filters, NodePredicate
 from coreml_delegate.preprocess.multifunction import check_target
 
 _OPERATORS = or_none(list_of("operator names", str))
@@ -46,7 +47,7 @@ _FUNCTIONS = ("node_filter", "keep_fp32")
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionerOptions:
-    """The keywords of ``CoreMLPartitioner``, and what they stand for.
+    """The keywords of ``CoreMLPartitioner``, and the settings that they amount to.
 
     Raises:
         OptionError: A value that is not accepted, or options that exclude each other.
@@ -86,7 +87,7 @@ class PartitionerOptions:
 
     @cached_property
     def filters(self) -> Filters:
-        """The filters, which have seen no program."""
+        """The user's filters."""
         return Filters.of(
             skip_ops=self.skip_ops_for_coreml_delegation,
             only_ops=self.only_ops,
@@ -102,12 +103,12 @@ class PartitionerOptions:
 
     @property
     def ownership(self) -> DataOwnership:
-        """Which data Core ML is given."""
+        """The data that Core ML has inside."""
         return DataOwnership(self.take_over_constant_data, bool(self.take_over_mutable_buffer))
 
     @property
-    def is_complete(self) -> bool:
-        """Whether it is an error if any call stays on the CPU."""
+    def demands_everything(self) -> bool:
+        """Whether it is an error if a call stays on the CPU."""
         return self.lower_full_graph or self.strict
 
     @property
@@ -115,11 +116,11 @@ class PartitionerOptions:
         """Whether the n-th partitions of all methods have to become one model."""
         return self.compiling.weight_sharing is WeightSharing.POSITIONAL
 
-    def check_pickles(self) -> None:
-        """Name the function that cannot be pickled, which pickle itself does not.
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes for ``pickle``, which itself does not name what it cannot pickle.
 
         Raises:
-            OptionError: There is one.
+            OptionError: A function among the options cannot be pickled.
         """
         for name in _FUNCTIONS:
             try:
@@ -131,9 +132,15 @@ class PartitionerOptions:
                     remedy="Pass a function that is defined at the top of a module, or copy the "
                     "partitioner by copy.deepcopy",
                 ) from error
+        return vars(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # Only the functions can have a state of their own.
+        functions = {name: copy.deepcopy(getattr(self, name), memo) for name in _FUNCTIONS}
+        return replace(self, **functions)
 
     def _check_full_graph(self) -> None:
-        leaves_nothing = {
+        leaves_nothing_to_the_cpu = {
             "skip_ops_for_coreml_delegation": not self.skip_ops_for_coreml_delegation,
             "take_over_mutable_buffer": self.take_over_mutable_buffer,
             "take_over_constant_data": self.take_over_constant_data,
@@ -143,7 +150,7 @@ class PartitionerOptions:
             "node_filter": self.node_filter is None,
             "min_partition_nodes": self.min_partition_nodes == 1,
         }
-        clashing = [name for name, fine in leaves_nothing.items() if not fine]
+        clashing = [name for name, fine in leaves_nothing_to_the_cpu.items() if not fine]
         if clashing:
             raise OptionError(
                 "lower_full_graph=True leaves nothing to the CPU",

@@ -159,7 +159,7 @@ class _Trial:
         """The calls that fail at an opset, with what coremltools said."""
         if not calls:
             return {}
-        failed_at: Node | None = None
+        blamed: Node | None = None
         try:
             program, originals = program_of(
                 calls, self.program, constants=self.constants, apart=True
@@ -169,41 +169,52 @@ class _Trial:
                 # Stated only above the oldest, where coremltools starts of itself.
                 check_translation(program, opset if opset > Opset.iOS15 else None)
             except ConversionError as error:
-                failed_at = _origin(program, originals, error.node)
+                blamed = blamed_call(program, originals, error)
                 raise
         except Exception as error:
             if not is_about_the_graph(error):
                 raise  # and no verdict, which would outlast the cause
-            message = (
-                (error.got or str(error)) if isinstance(error, ConversionError) else str(error)
-            )
-            return self._isolated(calls, opset, failed_at, message or type(error).__name__)
+            return self._isolated(calls, opset, blamed, message_of(error))
         return {}
 
     def _isolated(
-        self, calls: Sequence[Node], opset: Opset, failed_at: Node | None, message: str
+        self, calls: Sequence[Node], opset: Opset, blamed: Node | None, message: str
     ) -> dict[Node, str]:
-        """Which of the calls it was that made a translation fail, and which others fail."""
+        """Find the call that made a translation of several fail, and the others that fail."""
         if len(calls) == 1:
             return {calls[0]: message}
-        culprit = None if failed_at is None else call_of(failed_at)
-        if culprit is not None and culprit in calls:
-            rest = [call for call in calls if call is not culprit]
-            return {culprit: message} | self._errors(rest, opset)
+        if blamed is not None and blamed in calls:
+            rest = [call for call in calls if call is not blamed]
+            return {blamed: message} | self._errors(rest, opset)
         half = len(calls) // 2
         return self._errors(calls[:half], opset) | self._errors(calls[half:], opset)
 
 
-def _origin(
-    program: ExportedProgram, originals: Mapping[str, Node], name: str | None
+def blamed_call(
+    program: ExportedProgram, originals: Mapping[str, Node], error: Exception
 ) -> Node | None:
-    """The original of the node named, or of the one it was inserted before by a rewrite."""
+    """Return the call that coremltools failed at, or whose rewriting made the call it failed at.
+
+    Args:
+        program: It was translated, and rewritten for that.
+        originals: The original of each of its calls by name.
+        error: What came of it; None is returned if it names no call.
+    """
+    if not isinstance(error, ConversionError) or error.node is None:
+        return None
     reached = False
     for node in program.graph.nodes:
-        reached = reached or node.name == name
+        reached = reached or node.name == error.node
+        # Rewrites insert calls before the one that they rewrite.
         if reached and node.name in originals:
-            return originals[node.name]
+            return call_of(originals[node.name])
     return None
+
+
+def message_of(error: Exception) -> str:
+    """Return what coremltools said when a conversion failed."""
+    got = error.got if isinstance(error, ConversionError) else None
+    return got or str(error) or type(error).__name__
 
 
 # Signatures

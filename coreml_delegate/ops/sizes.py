@@ -2,8 +2,8 @@
 
 They are numbers that are known at run time. None can cross the boundary of a partition, where all
 are tensors: what is computed from them is computed inside the partition that uses it; see
-``partition.symbolic_sizes``. Checks of such numbers go where the numbers go, and are dropped, as
-ExecuTorch drops them from all that it runs.
+``partition.grouping.symbolic_sizes``. Checks of such numbers go where the numbers go, and are
+dropped, as ExecuTorch drops them from all that it runs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What the partitioner reports: records, and their forms as table, JSON and HTML page."""
+"""The report of the partitioner: records, and their forms as table, JSON and HTML page."""
 
+from coreml_delegate.partition.report.delegation import DelegationReport
 from coreml_delegate.partition.report.describe import describe
 from coreml_delegate.partition.report.records import (
     BufferReport,
     Coverage,
-    DelegationReport,
     NodeReport,
     Obstacle,
     PartitionReport,

@@ -1,91 +1,100 @@
-"""From a tagged program to its report."""
+"""The report on a tagged program: its nodes, partitions, mutable buffers and obstacles."""
 
 from __future__ import annotations
 
+import re
+import site
+import sysconfig
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import starmap
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
+from coreml_delegate.conversion.delegation_tags import tag_of
+from coreml_delegate.conversion.proof import ConversionProof
+from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes, Shape
+from coreml_delegate.dynamic_shapes.symbols import bounds_of, is_unbounded
 from coreml_delegate.module_scope import scopes_of
-from coreml_delegate.ops import Reason, flops_of
+from coreml_delegate.ops import Reason, ReasonCode, flops_of
 from coreml_delegate.ops.call import target_name
 from coreml_delegate.ops.constants import constant_nodes
 from coreml_delegate.ops.flops import bytes_of, tensors_of
-from coreml_delegate.partition.buffers import mutable_buffers, obstacles_to_states, states_of
-from coreml_delegate.partition.cpu_kernels import cpu_obstacles
-from coreml_delegate.partition.decision import Decision
-from coreml_delegate.partition.deployment import Since, deployment_of
-from coreml_delegate.partition.grouping import Group
-from coreml_delegate.partition.report.flexible import described, listed, ranges_of
-from coreml_delegate.partition.report.origin import source_of
+from coreml_delegate.partition.grouping.decision import Decision
+from coreml_delegate.partition.grouping.deployment import deployment_of
+from coreml_delegate.partition.grouping.mutable_buffers import (
+    mutable_buffers,
+    obstacles_to_states,
+    states_by_tag,
+)
+from coreml_delegate.partition.grouping.stages import Group, count_groups
+from coreml_delegate.partition.options import PartitionerOptions
+from coreml_delegate.partition.report.delegation import DelegationReport
 from coreml_delegate.partition.report.records import (
     BufferReport,
     Coverage,
-    DelegationReport,
     NodeReport,
+    Obstacle,
     PartitionReport,
+    SourceLine,
 )
-from coreml_delegate.partition.report.splits import first_split, obstacles
-from coreml_delegate.partition.tagging import DataOwnership, tag_of
-from coreml_delegate.targets import Opset
+from coreml_delegate.partition.verdicts.cpu_kernels import cpu_obstacles
+from coreml_delegate.partition.verdicts.parts import is_part, whole_call
+from coreml_delegate.preprocess.enumerated_shapes import enumerated_inputs, tensor_shapes
+
+_FRAME = re.compile(
+    r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n?(?P<code>.*)', re.MULTILINE
+)
+
+# Calls refused for these reasons are in a partition that was possible, and beyond a limit.
+_BEYOND_LIMITS = frozenset({ReasonCode.PARTITION_SIZE, ReasonCode.PARTITION_LIMIT})
+# What the user asked for is one obstacle, of whatever ops the calls are.
+_ASKED_FOR = _BEYOND_LIMITS | {ReasonCode.SKIPPED}
 
 
 def describe(
     program: ExportedProgram,
     decision: Decision,
-    *,
-    ownership: DataOwnership,
-    values: Mapping[str, torch.Tensor],
-    given: Opset | None,
-    since: Since,
-    is_shared: bool = False,
-    compression: tuple[Opset, str] | None = None,
-    enumerated: EnumeratedShapes | None = None,
+    options: PartitionerOptions,
+    proof: ConversionProof,
 ) -> DelegationReport:
-    """Report on a program.
+    """Return the report on a program.
 
     Args:
         program: In edge dialect, tagged, data included.
-        decision: What became of its calls.
-        ownership: Which data delegates have inside.
-        values: Real values of buffers by name, as far as they are at hand.
-        given: Deployment target asked for, or None.
-        since: The oldest opset at which a call was translated.
-        is_shared: Whether partitions are to share weights with those of other methods.
-        compression: What the compression of weights after conversion needs, and what for.
-        enumerated: The shapes that the program's inputs are to have, or None.
+        decision: Its partitions and refused calls.
+        options: The partitioner's.
+        proof: Has converted the partitions.
     """
     constants = constant_nodes(program)
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     partitions = _Partitions(
-        constants if ownership.constants else frozenset(),
-        states_of(program),
-        given,
-        since,
-        is_shared,
-        compression,
         program,
-        enumerated,
+        options,
+        proof,
+        inside=constants if options.ownership.constants else frozenset(),
+        states=states_by_tag(program),
     )
     stuck = cpu_obstacles(node for node in calls if node in decision.refused)
     return DelegationReport(
         nodes=tuple(_node(node, decision, constants, stuck.get(node)) for node in calls),
         partitions=tuple(starmap(partitions.describe, decision.partitions.items())),
-        obstacles=obstacles(program.graph, decision),
-        first_split=first_split(program.graph, decision),
+        obstacles=_obstacles(program.graph, decision),
+        first_split=_first_split(program.graph, decision),
         weights=Coverage(
-            _total(n for n in constants if any(tag_of(user) for user in n.users)),
-            _total(n for n in constants if n.users),
+            _total_bytes(n for n in constants if any(tag_of(user) for user in n.users)),
+            _total_bytes(n for n in constants if n.users),
         ),
-        buffers=tuple(_buffers(program, values, wanted=ownership.mutable_buffers)),
+        buffers=tuple(_buffers(program, proof.values, wanted=options.ownership.mutable_buffers)),
     )
+
+
+# Mutable buffers
 
 
 def _buffers(
@@ -114,6 +123,9 @@ def _initial(value: torch.Tensor | None, *, is_state: bool) -> str:
     return "constant" if is_state else "stored"
 
 
+# Nodes
+
+
 def _node(
     node: Node, decision: Decision, constants: Collection[Node], cpu_obstacle: Reason | None
 ) -> NodeReport:
@@ -123,21 +135,21 @@ def _node(
         name=node.name,
         op=target_name(node.target),
         inputs=tuple(value.name for value in values if value.op == "call_function"),
-        arguments=tuple(text for value in values for text in _texts(value)),
-        results=tuple(_texts(node)),
+        arguments=tuple(text for value in values for text in _dtypes_and_shapes(value)),
+        results=tuple(_dtypes_and_shapes(node)),
         module=scopes[-1].path if scopes else "",
         module_class=scopes[-1].class_name if scopes else "",
         source=source_of(node),
         partition=tag_of(node),
         reason=decision.refused.get(node),
         flops=flops_of(node),
-        weight_bytes=_total(value for value in values if value in constants),
+        weight_bytes=_total_bytes(value for value in values if value in constants),
         cpu_obstacle=cpu_obstacle,
     )
 
 
-def _texts(node: Node) -> Iterator[str]:
-    """Dtype and shape of every tensor a node gives, the class of anything else."""
+def _dtypes_and_shapes(node: Node) -> Iterator[str]:
+    """Yield dtype and shape of every tensor that a node gives, the class of any other value."""
     value: Any = node.meta.get("val")
     tensors = list(tensors_of(value))
     for tensor in tensors:
@@ -147,32 +159,58 @@ def _texts(node: Node) -> Iterator[str]:
         yield type(value).__name__
 
 
+def source_of(node: Node) -> SourceLine | None:
+    """Return the innermost line of the user's own code in the recorded stack of a node.
+
+    Installed packages and the standard library are not the user's; where nothing else is in the
+    stack, as in a model of torchvision's, the innermost line that is not torch's own counts.
+
+    Source: ``stack_trace``, which ``torch.export`` records.
+    """
+    frames = list(_frames(str(node.meta.get("stack_trace") or "")))
+    own = [frame for frame in frames if not frame.file.startswith(_installed())]
+    rest = [frame for frame in frames if "/torch/" not in frame.file.replace("\\", "/")]
+    return next((found[-1] for found in (own, rest, frames) if found), None)
+
+
+def _frames(trace: str) -> Iterator[SourceLine]:
+    for match in _FRAME.finditer(trace):
+        yield SourceLine(
+            match["file"], int(match["line"]), match["function"].strip(), match["code"].strip()
+        )
+
+
+@cache
+def _installed() -> tuple[str, ...]:
+    """Return the folders of installed packages and of the standard library."""
+    paths = sysconfig.get_paths()
+    folders = {paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return tuple(sorted({*folders, *site.getsitepackages(), site.getusersitepackages()}))
+
+
+# Partitions
+
+
 @dataclass(frozen=True, slots=True)
 class _Partitions:
-    """What describes one partition after the other.
+    """The data from which each partition of a program is described.
 
     Attributes:
+        program: The tagged program.
+        options: The partitioner's.
+        proof: Has converted the partitions.
         inside: Constants that every partition has of its own.
-        states: By tag the mutable buffers that a partition keeps, each with its new value.
-        given: Deployment target asked for, or None.
-        since: The oldest opset at which a call was translated.
-        is_shared: Whether partitions are to share weights with those of other methods.
-        compression: What the compression of weights after conversion needs, and what for.
-        program: The program.
-        enumerated: The shapes that its inputs are to have, or None.
+        states: By tag the mutable buffers that are states of a partition, each with its new value.
     """
 
+    program: ExportedProgram
+    options: PartitionerOptions
+    proof: ConversionProof
     inside: Collection[Node]
     states: Mapping[str, Mapping[Node, Node]]
-    given: Opset | None
-    since: Since
-    is_shared: bool
-    compression: tuple[Opset, str] | None
-    program: ExportedProgram
-    enumerated: EnumeratedShapes | None
 
     def describe(self, tag: str, group: Group) -> PartitionReport:
-        """Sum up one partition."""
+        """Return the report on one partition."""
         members = set(group)
         values = dict.fromkeys(value for node in group for value in node.all_input_nodes)
         states = self.states.get(tag, {})
@@ -182,52 +220,148 @@ class _Partitions:
         leaving = [
             node
             for node in group
-            if not _has_parts(node)
+            if not _has_several_results(node)
             and any(user not in members for user in node.users)
             and node not in private
         ]
-        shapes = {} if self.enumerated is None else listed(entering, self.enumerated)
+        compiling = self.options.compiling
+        enumerated = compiling.enumerated_shapes
+        shapes = {} if enumerated is None else _enumerated_shapes(entering, enumerated)
         deployment = deployment_of(
             group,
-            given=self.given,
-            since=self.since,
+            given=compiling.deployment_target,
+            since=self.proof.since,
             has_states=bool(states),
             has_inputs=bool(entering),
             has_several_shapes=len(shapes) > 1,
-            is_shared=self.is_shared,
-            compression=self.compression,
+            is_shared=self.options.shares_weights,
+            compression=compiling.compression_demand,
         )
         return PartitionReport(
             tag=tag,
             target=deployment.target.name,
             demanded_by=deployment.demanded_by,
             nodes=len(group),
-            ops=tuple(ranked(Counter(target_name(node.target) for node in group))),
+            ops=tuple(_most_frequent_first(Counter(target_name(node.target) for node in group))),
             flops=sum(map(flops_of, group)),
-            weight_bytes=_total(value for value in values if value in self.inside),
-            state_bytes=_total(states),
+            weight_bytes=_total_bytes(value for value in values if value in self.inside),
+            state_bytes=_total_bytes(states),
             inputs=len(entering),
-            input_bytes=_total(entering),
+            input_bytes=_total_bytes(entering),
             outputs=len(leaving),
-            output_bytes=_total(leaving),
-            flexible=ranges_of(entering, self.program)
-            if self.enumerated is None
-            else described(shapes),
+            output_bytes=_total_bytes(leaving),
+            flexible=tuple(
+                _ranges(entering, self.program) if enumerated is None else _choices(shapes)
+            ),
         )
 
     def _is_data(self, value: Node) -> bool:
         return value in self.inside or value.op == "get_attr"
 
 
-def ranked(counts: Counter[str]) -> list[tuple[str, int]]:
-    """Most frequent first, equal ones by name."""
+def _most_frequent_first(counts: Counter[str]) -> list[tuple[str, int]]:
+    """Return counts in descending order, equal ones by name."""
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
-def _has_parts(node: Node) -> bool:
-    """Whether a call gives several results, which leave a partition one by one."""
+def _has_several_results(node: Node) -> bool:
+    """Return whether a call has several results, which leave a partition one by one."""
     return isinstance(node.meta.get("val"), list | tuple)
 
 
-def _total(nodes: Iterable[Node]) -> int:
+def _total_bytes(nodes: Iterable[Node]) -> int:
     return sum(bytes_of(node) for node in nodes)
+
+
+# Shapes of inputs that are not fixed
+
+
+def _ranges(entering: Iterable[Node], program: ExportedProgram) -> Iterator[tuple[str, str]]:
+    """Yield the inputs with the range of every dimension that is not fixed."""
+    for node, tensor in _with_open_sizes(entering):
+        yield node.name, f"[{', '.join(_range(size, program) for size in tensor.shape)}]"
+
+
+def _range(size: int | torch.SymInt, program: ExportedProgram) -> str:
+    if not isinstance(size, torch.SymInt):
+        return str(size)
+    low, high = bounds_of(size, program.range_constraints)
+    given = "" if not is_unbounded(size, program.range_constraints) else " (of the example)"
+    return f"{low}..{high}{given}"
+
+
+def _enumerated_shapes(
+    entering: Iterable[Node], enumerated: EnumeratedShapes
+) -> dict[str, tuple[Shape, ...]]:
+    """Return the enumerated shapes of inputs by name."""
+    bindings = enumerated.bindings()
+    return enumerated_inputs(
+        {node.name: tensor_shapes(node.name, t, bindings) for node, t in _with_open_sizes(entering)}
+    )
+
+
+def _choices(shapes: Mapping[str, tuple[Shape, ...]]) -> Iterator[tuple[str, str]]:
+    """Yield the inputs with their enumerated shapes as text."""
+    for name, choices in shapes.items():
+        yield name, " | ".join(str(list(shape)) for shape in choices)
+
+
+def _with_open_sizes(entering: Iterable[Node]) -> Iterator[tuple[Node, torch.Tensor]]:
+    for node in entering:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and any(
+            isinstance(s, torch.SymInt) for s in value.shape
+        ):
+            yield node, value
+
+
+# Obstacles
+
+
+def _first_split(graph: Graph, decision: Decision) -> str | None:
+    """Return the first node on the CPU, in graph order, on a path between two delegated ones."""
+    delegated = {node for group in decision.partitions.values() for node in group}
+    after: set[Node] = set()
+    for node in graph.nodes:
+        if any(n in delegated or n in after for n in node.all_input_nodes):
+            after.add(node)
+    before: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if any(n in delegated or n in before for n in node.users):
+            before.add(node)
+    between = (n for n in graph.nodes if n in decision.refused and n in after and n in before)
+    return next((node.name for node in between), None)
+
+
+def _obstacles(graph: Graph, decision: Decision) -> tuple[Obstacle, ...]:
+    """Return what keeps calls on the CPU, first the obstacle whose support would gain most."""
+    grouped: dict[tuple[str, ReasonCode], list[Node]] = {}
+    for node in graph.nodes:
+        if node in decision.refused:
+            # A part of a refused call is refused for that reason, and supported with the call.
+            source = whole_call(node)
+            reason = decision.refused[source]
+            asked_for = reason.code in _ASKED_FOR
+            kind = reason.text if asked_for else target_name(source.target)
+            grouped.setdefault((kind, reason.code), []).append(node)
+    possible = decision.refused.keys() - {
+        node for node, reason in decision.refused.items() if reason.code in _BEYOND_LIMITS
+    }
+    now = count_groups(graph, possible)
+    found = [
+        _obstacle(nodes, decision, count_groups(graph, possible - set(nodes)), now)
+        for nodes in grouped.values()
+    ]
+    return tuple(sorted(found, key=lambda o: (-o.partitions_merged, -o.flops, o.ops, o.code)))
+
+
+def _obstacle(nodes: list[Node], decision: Decision, if_supported: int, now: int) -> Obstacle:
+    whole = [node for node in nodes if not is_part(node)]
+    return Obstacle(
+        ops=tuple(dict.fromkeys(target_name(node.target) for node in whole)),
+        reasons=tuple(dict.fromkeys(decision.refused[node] for node in whole)),
+        nodes=tuple(node.name for node in whole),
+        flops=sum(map(flops_of, whole)),
+        partitions_if_lifted=if_supported,
+        partitions_merged=now - if_supported,
+    )

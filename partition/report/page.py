@@ -8,10 +8,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from coreml_delegate.html_pages import page_template
-from coreml_delegate.partition.report.layout import BOX_HEIGHT, BOX_WIDTH, Drawing, draw
-from coreml_delegate.partition.report.quantities import quantity
-from coreml_delegate.partition.report.records import DelegationReport, NodeReport
-from coreml_delegate.partition.report.sections import Section, sections
+from coreml_delegate.partition.report.drawing import (
+    BOX_HEIGHT,
+    BOX_WIDTH,
+    Drawing,
+    Section,
+    draw,
+    sections,
+)
+from coreml_delegate.partition.report.records import NodeReport, ProgramRecord
+from coreml_delegate.partition.report.table import quantity
 
 _TEMPLATE = "page.html.j2"
 _WHOLE = 300  # nodes that are drawn in one picture
@@ -21,7 +27,7 @@ _GOLDEN_ANGLE = 137.508  # degrees: neighbouring partitions get hues far apart
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is in a box.
+    """The contents of a box.
 
     Attributes:
         anchor: Fragment of the page that a click leads to.
@@ -55,8 +61,8 @@ class Panel:
     picture: Picture
 
 
-def to_html(report: DelegationReport, title: str) -> str:
-    """See ``DelegationReport.to_html``."""
+def to_html(report: ProgramRecord, title: str) -> str:
+    """Return the page."""
     anchors = {node.name: f"node-{n}" for n, node in enumerate(report.nodes)}
     divided = sections(report.nodes) if len(report.nodes) > _WHOLE else []
     panels = [
@@ -84,7 +90,7 @@ def _template() -> Any:
 
 
 def _fitted(text: str) -> str:
-    """``text`` cut to the width of a box."""
+    """Return ``text`` cut to the width of a box."""
     return text if len(text) <= _LABEL else f"{text[: _LABEL - 1]}…"
 
 
@@ -125,7 +131,7 @@ def _overview(panels: Sequence[Panel]) -> Picture:
 
 
 def _short(op: str) -> str:
-    """``conv2d`` for ``aten.conv2d.default``."""
+    """Return ``conv2d`` for ``aten.conv2d.default``."""
     namespace, _, rest = op.partition(".")
     name = rest if namespace in ("aten", "operator") else op
     return name.removesuffix(".default")
@@ -136,7 +142,7 @@ def _colour(number: int) -> str:
 
 
 def _details(node: NodeReport) -> dict[str, Any]:
-    """What the side panel shows, by heading, as text."""
+    """Return the facts that the side panel shows, by heading."""
     reason, obstacle = node.reason, node.cpu_obstacle
     found: dict[str, str | None] = {
         "op": node.op,

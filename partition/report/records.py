@@ -1,15 +1,10 @@
-"""``DelegationReport``: what was delegated, what was not, and why."""
+"""The records of a report, as plain data: nodes, partitions, mutable buffers, obstacles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-from coreml_delegate.conversion.blob_cache import Sharing
-from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
-from coreml_delegate.ops import Reason, ReasonCode
-from coreml_delegate.ops.call import GETITEM
+from coreml_delegate.ops import Reason
 
 _STATE_DTYPE = "float16"
 
@@ -36,7 +31,7 @@ class SourceLine:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """The verdict on one operation.
+    """One operation, and where it runs.
 
     Attributes:
         name: Node name in the graph.
@@ -75,7 +70,7 @@ class NodeReport:
 
     @property
     def place(self) -> str:
-        """Where in the user's model it comes from, for a reader; empty if unknown."""
+        """Its module and source line in the user's model, as text; empty if unknown."""
         module = f"{self.module or 'root'} ({self.module_class.rpartition('.')[2]})"
         return ", ".join(
             text for text in (module if self.module_class else "", str(self.source or "")) if text
@@ -88,8 +83,8 @@ class PartitionReport:
 
     Attributes:
         tag: Delegation tag, numbered in the order in which the delegates run.
-        target: Its deployment target, ``iOS17`` or as it may be.
-        demanded_by: What needs no less; see ``partition.deployment``.
+        target: Its deployment target, for example ``iOS17``.
+        demanded_by: The causes of that target; see ``grouping.deployment``.
         nodes: How many operations it has.
         ops: How many of each op, most frequent first.
         flops: Estimated operations.
@@ -99,7 +94,7 @@ class PartitionReport:
         input_bytes: Their size.
         outputs: How many values leave it.
         output_bytes: Their size.
-        flexible: What enters in other than one shape, each with its sizes, as ``[1..8, 4]``, or
+        flexible: The inputs that may have several shapes, each with its sizes, as ``[1..8, 4]``, or
             its enumerated shapes.
         shared_by: With several methods, those that store its weights once, its own among them.
             Empty before it is lowered, and if it is a model by itself.
@@ -125,10 +120,10 @@ class PartitionReport:
 
 @dataclass(frozen=True, slots=True)
 class BufferReport:
-    """What becomes of one mutable buffer.
+    """One mutable buffer: a Core ML state, or passed in and out.
 
     Attributes:
-        name: In the module.
+        name: Its name in the module.
         dtype: Its dtype, for example ``float32``.
         shape: Its sizes.
         nbytes: Its size in bytes, in its own dtype.
@@ -160,7 +155,7 @@ class BufferReport:
 
     @property
     def fate(self) -> str:
-        """What becomes of it, as a reader is told."""
+        """Where it is kept, as text for a reader."""
         if not self.is_state:
             return f"passed in and out: {self.reason}"
         kept = "" if self.dtype == _STATE_DTYPE else f", kept as {_STATE_DTYPE}"
@@ -170,15 +165,15 @@ class BufferReport:
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """Calls that stay on the CPU alike: of one op for one kind of reason, or at the user's wish.
+    """Calls that stay on the CPU: of one op for one kind of reason, or by one option of the user.
 
     Attributes:
         ops: Op targets, each once, in graph order.
         reasons: The reasons, all of one kind, each once, in graph order.
         nodes: The calls, by name.
         flops: Estimated operations of these calls.
-        partitions_if_lifted: How many partitions would be possible, were these calls accepted.
-        partitions_merged: How many fewer that is than are possible now.
+        partitions_if_lifted: How many partitions would be possible if these calls were supported.
+        partitions_merged: By how many partitions that is fewer than are possible now.
     """
 
     ops: tuple[str, ...]
@@ -201,11 +196,11 @@ class Obstacle:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How much of something is delegated.
+    """The share that is delegated of bytes or FLOPs.
 
     Attributes:
-        delegated: The amount that is.
-        total: All of it.
+        delegated: The delegated amount.
+        total: The whole amount.
     """
 
     delegated: int
@@ -218,14 +213,14 @@ class Coverage:
 
 
 @dataclass(frozen=True, slots=True)
-class DelegationReport:
-    """The verdicts on every operation of one program.
+class ProgramRecord:
+    """All operations of one program, and its partitions.
 
     Attributes:
-        nodes: In graph order.
-        partitions: In the order in which they run.
-        obstacles: What keeps nodes on the CPU; first what, lifted, would merge most partitions and
-            delegate most estimated FLOPs.
+        nodes: The operations in graph order.
+        partitions: The partitions in the order in which they run.
+        obstacles: What keeps nodes on the CPU; first the obstacle that, if supported, would merge
+            most partitions and delegate most estimated FLOPs.
         first_split: The first node in graph order that stays on the CPU between delegated ones, by
             name; None if nothing splits the graph.
         weights: Bytes of parameters and constants that delegates take.
@@ -261,7 +256,7 @@ class DelegationReport:
 
     @property
     def coverage(self) -> float:
-        """Share of operations that are delegated, 0 to 1 (1 for a graph without any)."""
+        """The share of operations that are delegated, 0 to 1 (1 for a graph without any)."""
         return Coverage(len(self.delegated), len(self.nodes)).ratio
 
     @property
@@ -270,7 +265,7 @@ class DelegationReport:
         return Coverage(sum(n.flops for n in self.delegated), sum(n.flops for n in self.nodes))
 
     def node(self, name: str) -> NodeReport:
-        """The verdict on the operation of that name.
+        """Return the operation with this name.
 
         Raises:
             KeyError: There is none.
@@ -279,89 +274,3 @@ class DelegationReport:
             if node.name == name:
                 return node
         raise KeyError(name)
-
-    def with_sharing(self, sharing: Mapping[str, Sharing]) -> DelegationReport:
-        """The report with what became of its partitions' weights; itself if that is nothing new.
-
-        Args:
-            sharing: By delegation tag.
-        """
-        partitions = tuple(
-            replace(p, shared_by=s.methods, not_shared=s.reason) if (s := sharing.get(p.tag)) else p
-            for p in self.partitions
-        )
-        return self if partitions == self.partitions else replace(self, partitions=partitions)
-
-    def require_complete(self) -> None:
-        """Insist that nothing stays on the CPU.
-
-        Raises:
-            UnsupportedOperatorError: Something does; lists every obstacle.
-        """
-        # Parts of results share the fate and the reason of the call they are of.
-        left = [node for node in self.undelegated if node.op != GETITEM]
-        if left:
-            raise UnsupportedOperatorError(
-                f"Core ML cannot take {len(left)} node(s) of the graph",
-                got="; ".join(_listed((node.name, node.reason) for node in left)),
-                remedy="Change the model, or lower with lower_full_graph=False and strict=False to "
-                "run them on the CPU",
-            )
-
-    def require_lowerable(self) -> None:
-        """Insist that ExecuTorch can lower what stays on the CPU.
-
-        Raises:
-            LoweringError: It cannot; lists every operator with cause and remedy.
-        """
-        left = [
-            node
-            for node in self.without_kernel
-            if node.cpu_obstacle is not None and node.cpu_obstacle.code is not ReasonCode.KERNEL
-        ]
-        if left:
-            raise LoweringError(
-                f"ExecuTorch cannot lower {len(left)} operation(s) that stay on the CPU",
-                got="; ".join(_listed((node.name, node.cpu_obstacle) for node in left)),
-            )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON; see ``report.document``."""
-        from coreml_delegate.partition.report.document import to_dict
-
-        return to_dict(self)
-
-    def to_json(self) -> str:
-        """The report as JSON; equal reports give equal text."""
-        from coreml_delegate.partition.report.document import to_json
-
-        return to_json(self)
-
-    def to_table(self) -> str:
-        """The report for a terminal: a summary, partitions by op, then every obstacle."""
-        from coreml_delegate.partition.report.table import to_table
-
-        return to_table(self)
-
-    def to_html(self, title: str = "Delegation to Core ML") -> str:
-        """The report as one HTML page that needs nothing else, with the graph to click through."""
-        from coreml_delegate.partition.report.page import to_html
-
-        return to_html(self, title)
-
-    def __str__(self) -> str:
-        return self.to_table()
-
-
-def _listed(obstacles: Iterable[tuple[str, Reason | None]]) -> Iterable[str]:
-    """Every reason with the number and names of the nodes that have it, and its remedy."""
-    grouped: dict[tuple[str, str | None], list[str]] = {}
-    for name, reason in obstacles:
-        if reason is not None:
-            grouped.setdefault((str(reason), reason.remedy), []).append(name)
-    ranked: Mapping[tuple[str, str | None], list[str]] = dict(
-        sorted(grouped.items(), key=lambda item: (-len(item[1]), item[0][0]))
-    )
-    for (text, remedy), names in ranked.items():
-        advice = f" [{remedy}]" if remedy else ""
-        yield f"{len(names)} x {text}{advice}: {', '.join(names)}"

@@ -6,24 +6,32 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from coreml_delegate.ops.call import GETITEM
-from coreml_delegate.partition.report.quantities import quantity
 from coreml_delegate.partition.report.records import (
     BufferReport,
-    DelegationReport,
     NodeReport,
     PartitionReport,
+    ProgramRecord,
 )
 
-_MOST_LIFTED = 3
+_MOST_GAINS = 3  # obstacles that are listed at the end
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _INDENT = " " * 4
 
 
-def to_table(report: DelegationReport) -> str:
-    """See ``DelegationReport.to_table``."""
+def quantity(count: int, unit: str) -> str:
+    """Return a number with its unit in decimal prefixes: ``2.4 MB``, ``12 FLOPs``."""
+    for factor, prefix in _PREFIXES:
+        if count >= factor:
+            return f"{count / factor:.1f} {prefix}{unit}"
+    return f"{count} {unit}"
+
+
+def to_table(report: ProgramRecord) -> str:
+    """Return the report for a terminal."""
     return "\n".join(_lines(report))
 
 
-def _lines(report: DelegationReport) -> Iterator[str]:
+def _lines(report: ProgramRecord) -> Iterator[str]:
     yield (
         f"{len(report.delegated)} of {len(report.nodes)} nodes delegated "
         f"({report.coverage:.1%}) in {len(report.partitions)} partition(s)"
@@ -66,7 +74,7 @@ def _partition(partition: PartitionReport) -> str:
 
 
 def _buffers(buffers: Sequence[BufferReport]) -> Iterator[str]:
-    """What becomes of the mutable buffers."""
+    """Yield where the mutable buffers are kept."""
     if buffers:
         yield "  mutable buffers:"
         yield from _columns((b.name, b.tensor, b.fate) for b in buffers)
@@ -74,7 +82,7 @@ def _buffers(buffers: Sequence[BufferReport]) -> Iterator[str]:
 
 def _on_the_cpu(nodes: Sequence[NodeReport]) -> Iterator[str]:
     first: dict[tuple[str, str], NodeReport] = {}
-    # Parts of results share the fate and the reason of the call they are of.
+    # A part of a result stays where its call stays, for the same reason.
     whole = [node for node in nodes if node.op != GETITEM]
     for node in whole:
         first.setdefault((node.op, str(node.reason)), node)
@@ -88,19 +96,19 @@ def _on_the_cpu(nodes: Sequence[NodeReport]) -> Iterator[str]:
             yield f"{_INDENT}  {'first ' if count > 1 else ''}at {node.place}"
         for reason in filter(None, (node.reason, node.cpu_obstacle)):
             if reason is node.cpu_obstacle:
-                yield f"{_INDENT}  nor does the CPU run it: {reason}"
+                yield f"{_INDENT}  the CPU does not run it either: {reason}"
             if reason.remedy:
                 yield f"{_INDENT}  -> {reason.remedy}"
 
 
-def _advice(report: DelegationReport) -> Iterator[str]:
+def _advice(report: ProgramRecord) -> Iterator[str]:
     if report.first_split is not None:
         node = report.node(report.first_split)
         where = f" at {node.place}" if node.place else ""
         yield f"  first split by {node.name}{where}"
-    gains = [o for o in report.obstacles if o.partitions_merged > 0][:_MOST_LIFTED]
+    gains = [o for o in report.obstacles if o.partitions_merged > 0][:_MOST_GAINS]
     if gains:
-        yield "  what would merge most partitions, if Core ML took it:"
+        yield "  most partitions would merge if these were supported:"
         yield from _columns(
             (
                 obstacle.title,

@@ -1,8 +1,8 @@
-"""Whatever a graph looks like and whatever is refused, ExecuTorch can cut the partitions out of it.
+"""ExecuTorch can cut the partitions out of any graph, whichever calls are refused.
 
 Partitions could depend on each other in a circle by their calls, and by constants and buffers that
 several of them use. So graphs are drawn with all of these, and cut by ExecuTorch's own
-``to_backend``; what is left of them computes what they did.
+``to_backend``; the graph with delegates computes the same as before.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ from torch.utils import _pytree as pytree
 
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.conversion.blob_cache import fingerprint
+from coreml_delegate.conversion.delegation_tags import cut_partitions, tag_of
 from coreml_delegate.ops import Reason, ReasonCode
-from coreml_delegate.ops.constants import constant_nodes, constants_of
-from coreml_delegate.partition.confirmation import Confirmation
-from coreml_delegate.partition.convertibility import parts_of
-from coreml_delegate.partition.decision import decide
-from coreml_delegate.partition.selection import Selection
-from coreml_delegate.partition.tagging import DataOwnership, tag_of
+from coreml_delegate.ops.constants import constant_nodes
+from coreml_delegate.partition.grouping.decision import DataOwnership, decide
+from coreml_delegate.partition.grouping.selection import Selection
+from coreml_delegate.partition.verdicts.parts import refuse_results
 
 pytestmark = pytest.mark.property
 
@@ -143,17 +142,17 @@ class Sketch:
         return self.call(ATEN.add.Tensor, a, b)
 
     def joined(self, a: Node, b: Node) -> Node:
-        """Has its operands in a list."""
+        """Take the operands in a list."""
         return self.call(ATEN.slice_copy.Tensor, self.call(ATEN.cat.default, [a, b]), 0, 2, 6)
 
     def swapped(self, a: Node, _: Node) -> Node:
-        """Has several results."""
+        """Split a value into two results and join them in reverse order."""
         pieces = self.call(ATEN.split_copy.Tensor, a, 2)
         one, two = (self.call(operator.getitem, pieces, n) for n in (0, 1))
         return self.call(ATEN.cat.default, [two, one])
 
     def chosen(self, a: Node, b: Node) -> Node:
-        """Control flow, whose branches are graphs of their own."""
+        """Choose by control flow, whose branches are graphs of their own."""
         branches = []
         for n in (0, 1):
             graph = Graph()
@@ -198,7 +197,7 @@ OPS = {
 
 
 class CutOut(BackendDetails):
-    """Takes every subgraph and tells its fingerprint; ExecuTorch keeps the graph itself."""
+    """A backend that returns the fingerprint of every subgraph; ExecuTorch keeps the graph."""
 
     @staticmethod
     def preprocess(
@@ -209,7 +208,7 @@ class CutOut(BackendDetails):
 
 
 class Drawn(Partitioner):
-    """Partitions by verdicts that are given by the names of calls."""
+    """A partitioner whose verdicts are given by the names of calls."""
 
     def __init__(
         self, refused_in: Mapping[str, int], selection: Selection, ownership: DataOwnership
@@ -222,16 +221,16 @@ class Drawn(Partitioner):
         self.confirmed: list[str] = []
 
     def refused(self, program: ExportedProgram) -> dict[Node, Reason]:
-        """The calls refused in this round."""
+        """Return the calls refused in this round."""
         reason = Reason(ReasonCode.SKIPPED, "drawn")
         nodes = [n for n in program.graph.nodes if self._refused_in.get(n.name, 9) <= self._round]
-        found = dict.fromkeys(nodes, reason)
-        return found | parts_of(found)
+        return refuse_results(dict.fromkeys(nodes, reason))
 
     def confirm(self, program: ExportedProgram, tags: Sequence[str]) -> dict[Node, Reason]:
         self._round += 1
-        constants = {n: v for n, _, v in constants_of(program)} if self._ownership.constants else {}
-        subgraphs = Confirmation(program, program.state_dict, constants).subgraphs(tags)
+        subgraphs = cut_partitions(
+            program, tags, program.state_dict, constants_inside=self._ownership.constants
+        )
         self.confirmed = [fingerprint(part, CompileOptions()) for part in subgraphs.values()]
         return {n: r for n, r in self.refused(program).items() if tag_of(n) in tags}
 
@@ -250,7 +249,7 @@ class Drawn(Partitioner):
 
 
 class Evaluation(Interpreter):
-    """Runs a graph, delegates included."""
+    """An interpreter of graphs, delegates included."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is not executorch_call_delegate:
@@ -260,7 +259,7 @@ class Evaluation(Interpreter):
 
 
 def evaluated(program: ExportedProgram, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """All that the graph of a program results in."""
+    """Return all results of a program's graph."""
     held, passed = {**program.state_dict, **program.constants}, iter(inputs)
     given = [
         next(passed) if spec.target is None else held[spec.target]
@@ -271,7 +270,7 @@ def evaluated(program: ExportedProgram, inputs: Sequence[torch.Tensor]) -> list[
 
 
 def returned(program: ExportedProgram, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What a program returns to its user."""
+    """Return the results that a program gives to its user."""
     specs = program.graph_signature.output_specs
     pairs = zip(specs, evaluated(program, inputs), strict=True)
     return [value for spec, value in pairs if spec.kind is OutputKind.USER_OUTPUT]

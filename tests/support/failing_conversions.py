@@ -1,4 +1,4 @@
-"""coremltools made to fail at an op, and its conversions counted."""
+"""Make coremltools fail at an op, and count its conversions."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MESSAGE = "made to fail"
 
 
 def fresh_trials(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Verdicts of trial conversions kept in ``folder`` and known to nobody yet."""
+    """Start without verdicts of trial conversions, and cache new ones in ``folder``."""
     monkeypatch.setenv("COREML_DELEGATE_CACHE", str(folder))
     monkeypatch.setattr(trial.TRIALS, "known", {})
     monkeypatch.setattr(trial.TRIALS, "loaded_from", None)
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, op: str, *, before: Any = None) -> None:
-    """Let coremltools' translation of ``op`` raise, at targets older than ``before`` alone."""
+    """Let coremltools' translation of ``op`` raise; with ``before`` at older targets only."""
     coremltools()
     from coremltools.converters.mil.frontend.torch.torch_op_registry import _TORCH_OPS_REGISTRY
     from coremltools.converters.mil.mil.block import (
@@ -40,7 +40,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, op: str, *, before: Any = None) -> 
 
 
 def fail_as_a_whole(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
-    """Let full conversions, not translations, of programs with ``op`` raise, naming no node."""
+    """Let conversions of programs with ``op`` raise, naming no node; translations succeed."""
     ct = coremltools()
     convert = ct.convert
 

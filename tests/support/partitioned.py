@@ -1,4 +1,4 @@
-"""Modules that are delegated in part, and what the partitioner's tests ask of the result."""
+"""Modules that are delegated in part, and checks on the result for the partitioner's tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ATOL, RTOL = ATOL_RTOL["fp32"]
 
 
 class Network(nn.Module):
-    """Linear layers around an operator Core ML has not (asinh)."""
+    """Linear layers around an operator that Core ML lacks (asinh)."""
 
     def __init__(self, *, supported: bool = False) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def assert_equal_eager(pte: bytes, module: nn.Module, inputs: tuple[torch.Tensor
 
 
 def delegate_functions(edge: Any) -> list[Function]:
-    """The main function of every delegate of a lowered edge program."""
+    """Return the main function of every delegate of a lowered edge program."""
     modules = edge.exported_program().graph_module
     blobs = [
         getattr(modules, n.target).processed_bytes

@@ -1,4 +1,4 @@
-"""What coremltools fails to convert stays on the CPU, and nothing is converted twice."""
+"""Calls that coremltools fails to convert stay on the CPU, and nothing is converted twice."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from torch import nn
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.conversion import blob_cache as kept
+from coreml_delegate.conversion.proof import ConversionProof
 from coreml_delegate.conversion.trial import TRIALS, Trials
 from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
 from coreml_delegate.ops import ReasonCode
-from coreml_delegate.partition.confirmation import Confirmation
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
 
@@ -49,7 +49,7 @@ class Chain(nn.Module):
 # Trial conversion
 
 
-def test_what_fails_or_has_integers_is_told_by_the_report_alone(
+def test_failed_trials_and_integers_are_reported_without_log_output(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Clamped(nn.Module):
@@ -77,7 +77,7 @@ def test_an_op_that_fails_in_trial_stays_on_the_cpu(
     assert_equal_eager(lowered.pte, Chain(), INPUTS)
 
 
-def test_several_ops_that_fail_in_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ops_that_fail_in_trial_stay_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for op in ("tanh", "exp"):
         fail_at(monkeypatch, op)
     lowered = lower(Chain(), INPUTS)
@@ -100,7 +100,7 @@ def test_lower_full_graph_lists_every_op_that_fails(monkeypatch: pytest.MonkeyPa
         lower(Chain(), INPUTS, lower_full_graph=True)
 
 
-def test_verdicts_are_kept_in_memory_and_on_disk(
+def test_trial_verdicts_are_cached_in_memory_and_on_disk(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     counts = counted(monkeypatch)
@@ -121,7 +121,7 @@ def test_verdicts_are_kept_in_memory_and_on_disk(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": 1}', '{"a": [99, ""]}'])
-def test_a_damaged_file_of_verdicts_is_replaced(
+def test_a_damaged_verdict_cache_is_replaced(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str
 ) -> None:
     lower(Chain(), INPUTS)
@@ -134,7 +134,7 @@ def test_a_damaged_file_of_verdicts_is_replaced(
     assert kept.read_text() == whole
 
 
-def test_a_folder_that_cannot_be_written_is_no_obstacle(
+def test_lowering_works_without_a_writable_cache_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     blocked = tmp_path / "file"
@@ -143,7 +143,9 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(
     assert lower(Chain(), INPUTS).operators == ()
 
 
-def test_an_op_that_needs_a_later_target_demands_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_op_that_needs_a_later_target_raises_that_of_its_partition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ct = coremltools()
     fail_at(monkeypatch, "tanh", before=ct.target.iOS17)
     partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
@@ -160,7 +162,7 @@ def test_an_op_that_needs_a_later_target_demands_it(monkeypatch: pytest.MonkeyPa
     assert (partition.target, partition.demanded_by) == ("iOS17", ("aten.tanh.default",))
 
 
-def test_an_op_that_needs_a_later_target_can_stand_beside_a_state(
+def test_an_op_that_needs_a_later_target_shares_a_partition_with_a_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Total(nn.Module):
@@ -180,7 +182,7 @@ def test_an_op_that_needs_a_later_target_can_stand_beside_a_state(
     assert partition.demanded_by == ("mutable buffers as states",)
 
 
-def test_a_target_given_is_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_given_target_is_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     ct = coremltools()
     fail_at(monkeypatch, "tanh", before=ct.target.iOS17)
     specs = fp32_specs(minimum_deployment_target=ct.target.iOS16)
@@ -188,7 +190,7 @@ def test_a_target_given_is_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(28, "No space left on device")], ids=repr)
-def test_what_the_machine_lacks_is_no_verdict(
+def test_a_failure_of_the_machine_is_an_error_and_not_cached(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     with monkeypatch.context() as broken:
@@ -201,14 +203,14 @@ def test_what_the_machine_lacks_is_no_verdict(
 # Conversion of partitions
 
 
-def test_an_option_of_another_machine_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_that_needs_macos_is_an_error_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     specs = fp32_specs(model_type=CoreMLBackend.MODEL_TYPE.COMPILED_MODEL)
     with pytest.raises(LoweringError, match="only macOS has"):
         lower(Chain(), INPUTS, compile_specs=specs)
 
 
-def test_blobs_that_were_taken_hold_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_blob_that_was_handed_over_holds_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     records: list[kept.KeptBlob] = []
     keep = kept.keep
 
@@ -222,7 +224,7 @@ def test_blobs_that_were_taken_hold_no_weights(monkeypatch: pytest.MonkeyPatch) 
     assert [(record.files, record.constants) for record in records] == [(None, {})]
 
 
-def test_the_op_that_keeps_a_partition_from_converting_is_found(
+def test_the_call_that_keeps_a_partition_from_converting_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fail_as_a_whole(monkeypatch, "aten.tanh")
@@ -234,14 +236,15 @@ def test_the_op_that_keeps_a_partition_from_converting_is_found(
     assert_equal_eager(lowered.pte, Chain(), INPUTS)
 
 
-def test_a_partition_does_not_fail_because_of_what_is_outside(
+def test_calls_outside_are_not_blamed_for_a_partition_that_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class BehindTheCpu(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.sigmoid(torch.tanh(torch.asinh(x)) * 2.0)
 
-    monkeypatch.setattr(Confirmation, "failures", _at_most(5, Confirmation.failures))
+    confirm = _at_most(5, ConversionProof.unconvertible_calls)
+    monkeypatch.setattr(ConversionProof, "unconvertible_calls", confirm)
     for op in ("aten.asinh", "aten.tanh"):
         fail_as_a_whole(monkeypatch, op)
     lowered = lower(BehindTheCpu(), INPUTS, skip_ops_for_coreml_delegation=["aten.asinh.default"])
@@ -260,8 +263,8 @@ def _at_most(times: int, function: Callable[..., object]) -> Callable[..., objec
     return limited
 
 
-def test_without_values_partitions_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coreml_delegate.partition.convertibility.real_values", lambda state: {})
+def test_partitions_without_values_are_only_translated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coreml_delegate.conversion.proof.real_values", lambda state: {})
     counts = counted(monkeypatch)
     module = Network(supported=True)
     lowered = lower(module, INPUTS)
@@ -291,7 +294,9 @@ def test_several_methods_are_converted_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert counts["mlprogram"] == 2
 
 
-def test_a_plan_is_reused_by_the_lowering_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lowering_takes_over_the_blobs_of_the_plan_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     counts = counted(monkeypatch)
     module = Network()
     partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
@@ -305,7 +310,7 @@ def test_a_plan_is_reused_by_the_lowering_after_it(monkeypatch: pytest.MonkeyPat
     assert_equal_eager(edge.to_executorch().buffer, module, INPUTS)
 
 
-def test_weights_changed_since_are_converted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_changed_after_a_plan_are_converted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = counted(monkeypatch)
     module = Network(supported=True)
     partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
@@ -319,14 +324,14 @@ def test_weights_changed_since_are_converted_anew(monkeypatch: pytest.MonkeyPatc
     assert_equal_eager(edge.to_executorch().buffer, module, INPUTS)
 
 
-def test_blobs_are_the_same_as_without_partitioner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blobs_are_equal_with_and_without_the_blob_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Network(supported=True)
     reused = lower(module, INPUTS).pte
     monkeypatch.setattr("coreml_delegate.conversion.blob_cache.find", lambda program, options: None)
     assert lower(module, INPUTS).pte == reused
 
 
-def test_preprocess_by_itself_needs_no_partitioner() -> None:
+def test_preprocess_works_without_a_partitioner() -> None:
     program = torch.export.export(Chain(), INPUTS).run_decompositions({})
     result = CoreMLBackend.preprocess(program, fp32_specs())
     assert result.processed_bytes

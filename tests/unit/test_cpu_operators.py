@@ -1,4 +1,4 @@
-"""What stays on the CPU: operators outside the core ATen opset, their kernels, and what is said."""
+"""Calls on the CPU: operators outside the core ATen opset, their kernels, report and warnings."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def lacking() -> tuple[Between, bytes, DelegationReport]:
     return module, lowered.pte, lowered.report
 
 
-def test_operators_without_kernels_cost_no_export(
+def test_operators_without_kernels_do_not_fail_the_export(
     lacking: tuple[Between, bytes, DelegationReport],
 ) -> None:
     module, pte, report = lacking
@@ -84,7 +84,7 @@ def test_operators_without_kernels_cost_no_export(
 
 
 @needs_compiler
-def test_the_report_names_the_kernels_that_the_runtime_lacks(
+def test_the_report_names_missing_kernels(
     lacking: tuple[Between, bytes, DelegationReport],
 ) -> None:
     _, pte, report = lacking
@@ -97,19 +97,19 @@ def test_the_report_names_the_kernels_that_the_runtime_lacks(
     assert {n.cpu_obstacle.code for n in report.without_kernel} == {ReasonCode.KERNEL}
 
 
-def test_every_form_of_the_report_names_them(
+def test_every_form_of_the_report_names_missing_kernels(
     lacking: tuple[Between, bytes, DelegationReport],
 ) -> None:
     report = lacking[2]
     obstacle = "ExecuTorch's runtime has no kernel aten::cumprod.out"
-    assert f"nor does the CPU run it: {obstacle}\n" in report.to_table()
+    assert f"the CPU does not run it either: {obstacle}\n" in report.to_table()
     found = {n["op"]: n["cpu_obstacle"] for n in report.to_dict()["nodes"] if n["cpu_obstacle"]}
     assert found["aten.cumprod.default"]["text"] == obstacle
     assert "aten::cumprod.out" in report.to_html()
 
 
 @needs_compiler
-def test_operators_with_kernels_are_not_named() -> None:
+def test_operators_with_kernels_are_not_reported() -> None:
     module = Between(
         lambda x: x + x.nonzero().sum() * 0.01,
         lambda x: torch.fft.rfft(x).abs().sum(-1, keepdim=True),
@@ -128,12 +128,12 @@ class Branches(nn.Module):
         return torch.cond(x.sum() > 0, lambda v: v.cumprod(2), lambda v: v.sin(), (x,))
 
 
-def test_kernels_are_looked_for_in_branches() -> None:
+def test_missing_kernels_in_branches_are_reported() -> None:
     (node,) = lower_unchecked(Branches(), (INPUT,)).report.without_kernel
     assert str(node.cpu_obstacle).endswith("no kernel aten::cumprod.out")
 
 
-def test_plans_and_lowerings_warn_once_for_each_operator(
+def test_plan_and_lowering_warn_once_for_each_operator(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     module = Between(lambda x: x.cumprod(2), lambda x: x.cumprod(3))
@@ -187,7 +187,7 @@ UNLOWERABLE: dict[str, tuple[nn.Module, str, str, str]] = {
 @pytest.mark.parametrize(
     ("module", "cause", "remedy", "theirs"), UNLOWERABLE.values(), ids=UNLOWERABLE
 )
-def test_what_executorch_cannot_lower_is_named(
+def test_calls_that_executorch_cannot_lower_are_reported(
     module: nn.Module, cause: str, remedy: str, theirs: str
 ) -> None:
     lowered = lower_unchecked(module, (INPUT[0, 0],))
@@ -200,7 +200,7 @@ def test_what_executorch_cannot_lower_is_named(
         lowered.edge.to_executorch()
 
 
-def test_the_remedies_for_sizes_help() -> None:
+def test_the_remedy_for_unbounded_sizes_helps() -> None:
     def bounded(x: torch.Tensor) -> torch.Tensor:
         counts = torch.bincount((x.abs() * 3).long().flatten())
         torch._check(counts.shape[0] <= 100)
@@ -213,7 +213,7 @@ def test_the_remedies_for_sizes_help() -> None:
     torch.testing.assert_close(actual, module(INPUT), atol=ATOL, rtol=RTOL)
 
 
-def test_a_composite_op_that_was_kept_in_vain_is_named(
+def test_an_op_preserved_in_vain_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     fresh_trials(monkeypatch, tmp_path)

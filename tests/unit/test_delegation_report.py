@@ -1,4 +1,4 @@
-"""``DelegationReport``: what it says of nodes, partitions and obstacles, and in which forms."""
+"""``DelegationReport``: its nodes, partitions and obstacles, and its forms."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.export import ExportedProgram
 
 from coreml_delegate import CoreMLPartitioner
 from coreml_delegate.partition import DelegationReport
-from coreml_delegate.partition.report.origin import source_of
-from coreml_delegate.partition.report.quantities import quantity
+from coreml_delegate.partition.report.describe import source_of
+from coreml_delegate.partition.report.table import quantity
 from coreml_delegate.third_party import coremltools
 
 
@@ -47,7 +47,7 @@ def report() -> DelegationReport:
     ],
     ids=lambda options: ", ".join(options) or "defaults",
 )
-def test_the_plan_is_what_lowering_reports(options: dict[str, Any]) -> None:
+def test_a_plan_equals_the_report_of_the_lowering(options: dict[str, Any]) -> None:
     program = exported(Network(), 2, 4)
     before = str(program), {k: v.clone() for k, v in program.state_dict.items()}
     partitioner = CoreMLPartitioner(compile_specs=fp32_specs(), **options)
@@ -62,14 +62,14 @@ def test_the_plan_is_what_lowering_reports(options: dict[str, Any]) -> None:
     assert partitioner.reports == (planned,)
 
 
-def test_a_plan_demands_nothing() -> None:
+def test_a_plan_does_not_raise_for_calls_on_the_cpu() -> None:
     assert len(plan(exported(Network(), 2, 4), lower_full_graph=True).undelegated) == 1
 
 
 # Nodes
 
 
-def test_nodes_know_where_they_are_from(report: DelegationReport) -> None:
+def test_nodes_have_module_source_arguments_and_costs(report: DelegationReport) -> None:
     linear, _, asinh, _ = report.nodes
     assert (linear.module, linear.module_class) == ("first", "torch.nn.modules.linear.Linear")
     assert linear.source is not None
@@ -96,7 +96,9 @@ FRAME = '  File "{}", line {}, in forward\n    {}\n'
         ([], None),
     ],
 )
-def test_source_is_the_innermost_line_of_the_users(files: list[str], expected: str | None) -> None:
+def test_the_source_is_the_innermost_line_of_the_users_code(
+    files: list[str], expected: str | None
+) -> None:
     node = torch.fx.Graph().placeholder("x")
     node.meta["stack_trace"] = "".join(
         FRAME.format(file, n, "y = f(x)") for n, file in enumerate(files, start=1)
@@ -108,7 +110,7 @@ def test_source_is_the_innermost_line_of_the_users(files: list[str], expected: s
 # Partitions
 
 
-def test_partitions_are_measured(report: DelegationReport) -> None:
+def test_partitions_have_sizes_and_flops(report: DelegationReport) -> None:
     first, second = report.partitions
     assert (first.tag, first.nodes) == ("coreml_0", 2)
     assert first.ops == (("aten.linear.default", 1), ("aten.tanh.default", 1))
@@ -121,7 +123,7 @@ def test_partitions_are_measured(report: DelegationReport) -> None:
     assert report.weights.ratio == 1.0
 
 
-def test_constants_left_outside_cross_the_boundary() -> None:
+def test_constants_outside_are_inputs_of_the_partition() -> None:
     (only,) = plan(
         exported(Network(supported=True), 2, 4), take_over_constant_data=False
     ).partitions
@@ -129,7 +131,7 @@ def test_constants_left_outside_cross_the_boundary() -> None:
     assert (only.inputs, only.input_bytes) == (5, 4 * (8 + 20 + 15))
 
 
-def test_states_cross_no_boundary() -> None:
+def test_states_are_neither_inputs_nor_outputs_of_the_partition() -> None:
     class Total(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -160,7 +162,7 @@ def test_states_cross_no_boundary() -> None:
     ],
     ids=["base", "given", "op", "no inputs"],
 )
-def test_what_demands_the_target_is_named(
+def test_the_cause_of_the_deployment_target_is_named(
     function: Callable[[torch.Tensor], Any],
     given: str | None,
     target: str,
@@ -180,7 +182,7 @@ def test_what_demands_the_target_is_named(
     assert f"<td>{target}" in found.to_html()
 
 
-def test_a_graph_without_operations() -> None:
+def test_the_report_of_a_graph_without_operations() -> None:
     class Identity(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
@@ -191,11 +193,11 @@ def test_a_graph_without_operations() -> None:
     assert "<svg" in empty.to_html()
 
 
-# What splits
+# Obstacles
 
 
 class Twice(nn.Module):
-    """Two operators Core ML has not; one splits, the other is last."""
+    """Two operators that Core ML lacks; one splits, the other is last."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = torch.tanh(torch.asinh(torch.relu(x)))
@@ -203,7 +205,7 @@ class Twice(nn.Module):
         return z, torch.acosh(z)
 
 
-def test_obstacles_are_ranked_by_what_lifting_them_gives() -> None:
+def test_obstacles_are_ranked_by_the_gain_if_supported() -> None:
     found = plan(exported(Twice(), 6), skip_ops_for_coreml_delegation=["acosh"])
     assert len(found.partitions) == 3
     assert found.first_split == "aten_asinh_default"
@@ -215,7 +217,7 @@ def test_obstacles_are_ranked_by_what_lifting_them_gives() -> None:
     assert (acosh.code, acosh.partitions_if_lifted, acosh.partitions_merged) == ("skipped", 3, 0)
 
 
-def test_what_is_asked_for_is_one_obstacle() -> None:
+def test_calls_kept_out_by_one_option_are_one_obstacle() -> None:
     found = plan(exported(Network(supported=True), 2, 4), only_modules=["first"])
     # Linear is decomposed: two calls of different ops, one wish.
     titles = {(o.title, len(o.nodes)) for o in found.obstacles}
@@ -223,7 +225,7 @@ def test_what_is_asked_for_is_one_obstacle() -> None:
     assert found.first_split is None
 
 
-def test_nothing_splits_a_graph_whose_refused_calls_are_last() -> None:
+def test_refused_calls_at_the_end_do_not_split_the_graph() -> None:
     class Last(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.asinh(torch.relu(x))
@@ -236,7 +238,7 @@ def test_nothing_splits_a_graph_whose_refused_calls_are_last() -> None:
 # Forms
 
 
-def test_json_is_complete(report: DelegationReport) -> None:
+def test_the_json_form_is_complete(report: DelegationReport) -> None:
     content = json.loads(report.to_json())
     sections = {"summary", "partitions", "obstacles", "buffers", "nodes"}
     assert set(content) == {"schema_version", *sections}
@@ -248,7 +250,7 @@ def test_json_is_complete(report: DelegationReport) -> None:
     assert set(source) == {"file", "line", "function", "code"}
 
 
-def test_table_names_sizes_and_remedies() -> None:
+def test_the_table_names_sizes_and_remedies() -> None:
     text = str(plan(exported(Network(), 2, 4), skip_modules=["second"]))
     assert "  coreml_0: 3 nodes, 80 FLOPs, 80 B of weights, 32 B in, 32 B out, iOS15" in text
     assert "      -> Remove it from the list" in text
@@ -259,5 +261,5 @@ def test_table_names_sizes_and_remedies() -> None:
     ("count", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (2_450_000, "2.5 MB"), (3 * 10**12, "3.0 TB")],
 )
-def test_quantities(count: int, text: str) -> None:
+def test_quantities_have_decimal_prefixes(count: int, text: str) -> None:
     assert quantity(count, "B") == text

@@ -1,4 +1,4 @@
-"""Ops that are kept whole for Core ML: a call that ends up on the CPU is decomposed after all."""
+"""Ops preserved for Core ML: a call that ends up on the CPU is decomposed after lowering."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _UNKNOWN_TO_EXECUTORCH = frozenset(
 
 
 def wanted_in_aten(node: Node) -> bool:
-    """Whether a call is in ATen dialect, in which it is asked what to keep; edge comes after."""
+    """Return whether a call is in ATen dialect, in which ops to preserve are asked for."""
     return isinstance(node.target, OpOverload)
 
 
 def composite_calls() -> tuple[Sample, ...]:
-    """A call of every op that is kept whole and that core ATen lacks."""
+    """Return a call of every preserved op that core ATen lacks."""
     found: dict[str, Sample] = {}
     for sample in (s for samples in ACCEPTED.values() for s in samples):
         rule = record_of(sample.target)
@@ -51,7 +51,7 @@ def composite_calls() -> tuple[Sample, ...]:
     return tuple(found.values())
 
 
-def test_every_op_that_is_kept_whole_has_a_form_for_the_cpu() -> None:
+def test_every_preserved_op_is_decomposed_for_the_cpu() -> None:
     samples = composite_calls()
     module = Calls(samples)
     lowered = lower(module, module.inputs(), node_filter=wanted_in_aten)
@@ -80,7 +80,7 @@ class Layers(nn.Module):
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("op", ["linear", "layer_norm", "hardswish", "scaled_dot_product"])
-def test_a_call_that_keeps_its_partition_from_converting(
+def test_a_preserved_call_that_fails_to_convert_is_decomposed(
     op: str, dynamic: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fresh_trials(monkeypatch, tmp_path)
@@ -116,7 +116,7 @@ class Branch(nn.Module):
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_branch_of_control_flow(sign: int) -> None:
+def test_a_preserved_call_in_a_branch_is_decomposed(sign: int) -> None:
     module, inputs = Branch(), tuple(sign * 9 * x for x in example(2, 4, 5))
     lowered = lower(module, inputs)
     delegated = [op for partition in lowered.report.partitions for op, _ in partition.ops]
@@ -124,7 +124,7 @@ def test_a_branch_of_control_flow(sign: int) -> None:
     assert_equal_eager(lowered.pte, module, inputs)
 
 
-def test_results_of_the_program_keep_their_order() -> None:
+def test_decomposed_results_of_the_program_keep_their_order() -> None:
     class Returned(nn.Module):
         def forward(self, x: torch.Tensor) -> Any:
             kept = functional.pad(x, (0, 0))
@@ -145,7 +145,7 @@ def test_results_of_the_program_keep_their_order() -> None:
     ],
     ids=["channels", "groups"],
 )
-def test_compressed_weights(config: Any) -> None:
+def test_left_over_calls_on_compressed_weights_are_decomposed(config: Any) -> None:
     module, inputs = compressed(config), tokens()
     lowered = lower(module, inputs, node_filter=wanted_in_aten)
     assert not lowered.report.partitions

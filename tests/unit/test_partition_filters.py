@@ -1,4 +1,4 @@
-"""What users keep out of Core ML: by op, module, node, mark, and by the size of partitions."""
+"""The user's filters and limits: by op, module, node, mark, and by the size of partitions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.export import ExportedProgram
 
 from coreml_delegate import CoreMLPartitioner
 from coreml_delegate.errors import OptionError, UnsupportedOperatorError
-from coreml_delegate.module_scope import ModulePattern, Scope
+from coreml_delegate.module_scope import ModulePattern, Scope, scopes_of
 from coreml_delegate.ops import ReasonCode
 from coreml_delegate.partition import DelegationReport, do_not_delegate
-from coreml_delegate.partition.filters import Filters
+from coreml_delegate.partition.verdicts.filters import Filters
 
 
 class Block(nn.Module):
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Two blocks, an operator Core ML has not (asinh), and a head."""
+    """Two blocks, an operator that Core ML lacks (asinh), and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ NORM = Scope("layers.0.norm", "torch.nn.modules.normalization.LayerNorm")
         nn.LayerNorm,
     ],
 )
-def test_patterns_that_mean_a_module(pattern: str | type[nn.Module]) -> None:
+def test_a_module_is_named_by_path_wildcard_or_class(pattern: str | type[nn.Module]) -> None:
     assert ModulePattern.of(pattern, "skip_modules").covers([Scope("", "Stack"), NORM])
 
 
@@ -94,12 +94,12 @@ def test_patterns_that_mean_a_module(pattern: str | type[nn.Module]) -> None:
         *("Norm", "torch.nn.functional.LayerNorm", "torch.n.LayerNorm", "layernorm", nn.Linear),
     ],
 )
-def test_patterns_that_mean_another(pattern: str | type[nn.Module]) -> None:
+def test_a_pattern_covers_no_other_module(pattern: str | type[nn.Module]) -> None:
     assert not ModulePattern.of(pattern, "skip_modules").covers([Scope("", "Stack"), NORM])
 
 
 @pytest.mark.parametrize("pattern", ["", " ", 3, int, nn.ReLU()])
-def test_what_is_no_pattern(pattern: Any) -> None:
+def test_a_value_that_is_no_module_pattern_is_an_error(pattern: Any) -> None:
     with pytest.raises(OptionError, match="only_modules takes paths and classes of modules: got"):
         CoreMLPartitioner(only_modules=[pattern])
 
@@ -111,7 +111,9 @@ def test_what_is_no_pattern(pattern: Any) -> None:
         ("only_modules", ["layers.0", Block], {"head"}),
     ],
 )
-def test_modules(program: ExportedProgram, option: str, value: list[Any], left: set[str]) -> None:
+def test_modules_are_skipped_or_delegated_alone(
+    program: ExportedProgram, option: str, value: list[Any], left: set[str]
+) -> None:
     report = plan(program, **{option: value})
     found = modules_left(report) - {""}  # asinh, in the root
     assert all(any(f"{m}.".startswith(f"{stem}.") for stem in left) for m in found)
@@ -121,7 +123,7 @@ def test_modules(program: ExportedProgram, option: str, value: list[Any], left: 
     assert codes == {ReasonCode.SKIPPED}
 
 
-def test_reasons_name_option_and_module(program: ExportedProgram) -> None:
+def test_the_reason_names_the_option_and_the_module(program: ExportedProgram) -> None:
     skipped = plan(program, skip_modules=["head"]).undelegated[-1]
     assert str(skipped.reason) == "'head' is in skip_modules"
     assert skipped.reason is not None
@@ -140,7 +142,9 @@ def test_reasons_name_option_and_module(program: ExportedProgram) -> None:
         ("q*", "a path or class of its modules"),
     ],
 )
-def test_unknown_modules_are_refused(program: ExportedProgram, pattern: str, near: str) -> None:
+def test_an_unknown_module_is_an_error_with_near_matches(
+    program: ExportedProgram, pattern: str, near: str
+) -> None:
     filters = Filters.of(
         skip_ops=None,
         only_ops=None,
@@ -148,21 +152,23 @@ def test_unknown_modules_are_refused(program: ExportedProgram, pattern: str, nea
         only_modules=None,
         node_filter=None,
     )
-    filters.note(program)
+    modules = {scope for node in program.graph.nodes for scope in scopes_of(node)}
     with pytest.raises(OptionError, match="skip_modules names no module of the program") as raised:
-        filters.check_patterns()
+        filters.check_patterns(modules)
     assert raised.value.got == repr(pattern)
     assert raised.value.expected is not None
     assert near in raised.value.expected
 
 
-def test_modules_are_checked_when_a_program_is_partitioned(program: ExportedProgram) -> None:
+def test_module_patterns_are_checked_when_a_program_is_partitioned(
+    program: ExportedProgram,
+) -> None:
     with pytest.raises(OptionError, match="only_modules names no module of the program: got 'x'"):
         plan(program, only_modules=["x"])
 
 
 @pytest.mark.parametrize("option", ["skip_modules", "only_modules", "only_ops"])
-def test_one_name_is_no_list(option: str) -> None:
+def test_one_name_is_not_accepted_as_a_list(option: str) -> None:
     options: dict[str, Any] = {option: "head"}
     with pytest.raises(
         OptionError, match=rf"{option} must be a list .* got str 'head', .*'head'\]"
@@ -173,20 +179,20 @@ def test_one_name_is_no_list(option: str) -> None:
 # Ops and nodes
 
 
-def test_only_ops(program: ExportedProgram) -> None:
+def test_only_ops_delegates_no_other_ops(program: ExportedProgram) -> None:
     report = plan(program, only_ops=["tanh", "aten.linear"])
     assert {n.op for n in report.delegated} == {"aten.tanh.default", "aten.linear.default"}
     reasons = {str(n.reason) for n in report.undelegated if "layer_norm" in n.op}
     assert reasons == {"aten.native_layer_norm.default is not in only_ops"}
 
 
-def test_unknown_op_in_an_allow_list() -> None:
+def test_an_unknown_name_in_only_ops_is_an_error() -> None:
     with pytest.raises(OptionError, match="only_ops names an unknown operator") as raised:
         CoreMLPartitioner(only_ops=["aten.tahn"])
     assert "tanh" in str(raised.value)
 
 
-def test_node_filter_sees_both_dialects_and_lowers() -> None:
+def test_node_filter_is_asked_in_both_dialects() -> None:
     seen: set[str] = set()
 
     def wanted(node: torch.fx.Node) -> bool:
@@ -201,8 +207,8 @@ def test_node_filter_sees_both_dialects_and_lowers() -> None:
     assert_equal_eager(lowered.pte, Stack().eval(), INPUTS)
 
 
-def test_a_node_filter_that_knows_edge_names_alone() -> None:
-    """Foretold by no verdict in ATen dialect: the op is decomposed all the same."""
+def test_a_node_filter_by_edge_names_decomposes_the_op_after_lowering() -> None:
+    """The filter refuses nothing in ATen dialect, so the op is preserved at first."""
     lowered = lower(Stack(), INPUTS, node_filter=lambda node: node.name != "aten_linear_default_1")
     assert "aten.linear.default" not in lowered.operators
     assert_equal_eager(lowered.pte, Stack().eval(), INPUTS)
@@ -211,7 +217,7 @@ def test_a_node_filter_that_knows_edge_names_alone() -> None:
 # Marks
 
 
-def test_marked_calls_stay_outside() -> None:
+def test_calls_marked_do_not_delegate_stay_on_the_cpu() -> None:
     exported = torch.export.export(Stack().eval(), INPUTS)
     (tanh, _) = exported.graph.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)
     *_, head = exported.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
@@ -230,7 +236,7 @@ def test_marked_calls_stay_outside() -> None:
     assert_equal_eager(edge.to_executorch().buffer, Stack().eval(), INPUTS)
 
 
-def test_a_mark_on_a_part_is_a_mark_on_the_whole() -> None:
+def test_a_mark_on_a_result_marks_the_whole_call() -> None:
     class Halves(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             a, b = torch.split(x, 2, dim=1)
@@ -246,13 +252,13 @@ def test_a_mark_on_a_part_is_a_mark_on_the_whole() -> None:
     }
 
 
-def test_only_calls_are_marked(program: ExportedProgram) -> None:
+def test_marking_a_node_that_is_no_call_is_an_error(program: ExportedProgram) -> None:
     placeholder = next(iter(program.graph.nodes))
     with pytest.raises(OptionError, match=r"only calls are delegated: got .*kind placeholder"):
         do_not_delegate(placeholder)
 
 
-def test_marks_are_on_one_node_alone() -> None:
+def test_a_mark_is_on_one_node_only() -> None:
     exported = torch.export.export(Stack().eval(), INPUTS)
     calls = [n for n in exported.graph.nodes if n.op == "call_function"]
     shared: dict[str, Any] = {"mine": 1}
@@ -267,7 +273,7 @@ def test_marks_are_on_one_node_alone() -> None:
 # Partitions
 
 
-def test_small_partitions_are_dropped_and_decomposed() -> None:
+def test_small_partitions_stay_on_the_cpu_decomposed() -> None:
     module = Stack().eval()
     lowered = lower(module, INPUTS, min_partition_nodes=3)
     assert lowered.report.tags == ("coreml_0",)
@@ -278,7 +284,7 @@ def test_small_partitions_are_dropped_and_decomposed() -> None:
     assert_equal_eager(lowered.pte, module, INPUTS)
 
 
-def test_the_most_valuable_partition_is_kept(program: ExportedProgram) -> None:
+def test_max_partitions_keeps_the_partition_of_most_flops(program: ExportedProgram) -> None:
     report = plan(program, max_partitions=1)
     # The head does 1024 multiplications and additions; both blocks together, fewer.
     assert {n.module for n in report.delegated} == {"head"}
@@ -290,7 +296,7 @@ def test_the_most_valuable_partition_is_kept(program: ExportedProgram) -> None:
 
 @pytest.mark.parametrize("option", ["min_partition_nodes", "max_partitions"])
 @pytest.mark.parametrize("value", [0, True])
-def test_limits_are_positive(option: str, value: int) -> None:
+def test_limits_on_partitions_must_be_positive(option: str, value: int) -> None:
     options: dict[str, Any] = {option: value}
     with pytest.raises(OptionError, match=f"{option} must be .*: got .* {value}"):
         CoreMLPartitioner(**options)
@@ -299,7 +305,7 @@ def test_limits_are_positive(option: str, value: int) -> None:
 # Strict
 
 
-def test_strict_refuses_whatever_stays_outside() -> None:
+def test_strict_raises_if_any_call_stays_on_the_cpu() -> None:
     partitioner = CoreMLPartitioner(strict=True, skip_modules=["head"])
     exported = torch.export.export(Stack().eval(), INPUTS)
     with pytest.raises(UnsupportedOperatorError) as raised:
@@ -320,7 +326,7 @@ def test_strict_refuses_whatever_stays_outside() -> None:
         ("min_partition_nodes", 2),
     ],
 )
-def test_full_graph_excludes_filters(option: str, value: Any) -> None:
+def test_lower_full_graph_excludes_filters(option: str, value: Any) -> None:
     options: dict[str, Any] = {option: value}
     with pytest.raises(OptionError, match=f"leaves nothing to the CPU: got together with {option}"):
         CoreMLPartitioner(lower_full_graph=True, **options)

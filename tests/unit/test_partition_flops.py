@@ -1,4 +1,4 @@
-"""Estimated FLOPs: matrix products against torch's own counter, the rest by the definition."""
+"""Estimated FLOPs: of products as torch's counter has them, of other ops by the definition."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize(("function", "first", "second"), PRODUCTS.values(), ids=PRODUCTS)
-def test_products_as_torch_counts_them(
+def test_flops_of_products_agree_with_torch(
     function: Function, first: tuple[int, ...], second: tuple[int, ...]
 ) -> None:
     with FlopCounterMode(display=False) as counter:
@@ -52,13 +52,13 @@ def test_products_as_torch_counts_them(
     assert estimated(function, first, second) == counter.get_total_flops()
 
 
-def test_attention_is_its_products_and_a_softmax() -> None:
+def test_flops_of_attention_are_its_products_and_a_softmax() -> None:
     shape = (1, 2, 5, 8)
     products = 2 * 2 * (2 * 5 * 5 * 8)
     assert estimated(F.scaled_dot_product_attention, shape, shape, shape) == products + 5 * 2 * 25
 
 
-def test_einsum_sums_over_every_index() -> None:
+def test_flops_of_einsum_count_every_index() -> None:
     function: Function = lambda a, b: torch.einsum("bij,bjk->bik", a, b)  # noqa: E731
     assert estimated(function, (2, 3, 5), (2, 5, 7)) == 2 * 2 * 3 * 5 * 7
 
@@ -78,7 +78,7 @@ OTHERS: dict[str, tuple[Function, tuple[int, ...], int]] = {
 
 
 @pytest.mark.parametrize(("function", "shape", "expected"), OTHERS.values(), ids=OTHERS)
-def test_the_rest(function: Function, shape: tuple[int, ...], expected: int) -> None:
+def test_flops_of_other_ops(function: Function, shape: tuple[int, ...], expected: int) -> None:
     assert estimated(function, shape) == expected
 
 

@@ -1,4 +1,4 @@
-"""Grouping of accepted calls, against torch's own partitioner and where the answer is known."""
+"""Grouping of accepted calls, compared with torch's partitioner and with known answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
-from coreml_delegate.partition.grouping import Group, count_groups, group_calls
+from coreml_delegate.partition.grouping.stages import Group, count_groups, group_calls
 
 ADD = torch.ops.aten.add.Tensor
 RELU = torch.ops.aten.relu.default
@@ -23,7 +23,7 @@ GETITEM = operator.getitem
 
 
 class Sketch:
-    """A graph written down by hand; the calls of ``asinh`` are the refused ones."""
+    """A graph made by hand; the calls of ``asinh`` are refused."""
 
     def __init__(self) -> None:
         self.graph = Graph()
@@ -65,7 +65,7 @@ def random_sketch(seed: int, size: int = 40) -> Sketch:
 
 
 def is_acyclic(graph: Graph, groups: list[Group]) -> bool:
-    """Whether the graph is still acyclic when every group is one node, by Kahn's algorithm."""
+    """Return whether the graph is acyclic with every group as one node, by Kahn's algorithm."""
     unit = {node: -1 - n for n, group in enumerate(groups) for node in group}
     unit |= {node: n for n, node in enumerate(graph.nodes) if node not in unit}
     edges = {(unit[i], unit[n]) for n in graph.nodes for i in n.all_input_nodes}
@@ -77,7 +77,7 @@ def is_acyclic(graph: Graph, groups: list[Group]) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_random_graphs_against_torch(seed: int) -> None:
+def test_random_graphs_have_no_more_groups_than_by_torch(seed: int) -> None:
     sketch = random_sketch(seed)
     refused = sketch.refused
     groups = group_calls(sketch.graph, refused)
@@ -96,7 +96,7 @@ def test_random_graphs_against_torch(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_no_partitioning_has_fewer(seed: int) -> None:
+def test_no_acyclic_grouping_has_fewer_groups(seed: int) -> None:
     """A path with n stretches of accepted calls needs n partitions."""
     sketch = random_sketch(seed)
     refused, changes = sketch.refused, {}
@@ -109,7 +109,7 @@ def test_no_partitioning_has_fewer(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_groups_stay_in_graph_order_and_run_in_theirs(seed: int) -> None:
+def test_calls_are_in_graph_order_and_groups_in_run_order(seed: int) -> None:
     sketch = random_sketch(seed)
     place = {node: n for n, node in enumerate(sketch.graph.nodes)}
     groups = group_calls(sketch.graph, sketch.refused)
@@ -130,14 +130,14 @@ def test_independent_branches_share_a_group() -> None:
     assert sketch.groups(direct, around) == [(direct, around)]
 
 
-def test_a_refused_call_between_splits() -> None:
+def test_a_refused_call_in_between_splits_the_graph() -> None:
     sketch = Sketch()
     before = sketch.call(RELU, sketch.input())
     after = sketch.call(ADD, sketch.call(ASINH, before), before)
     assert sketch.groups(after) == [(before,), (after,)]
 
 
-def test_calls_on_constants_run_where_they_are_used() -> None:
+def test_calls_on_constants_join_the_group_that_uses_them() -> None:
     sketch = Sketch()
     x, weight = sketch.input(), sketch.input(1000)
     before = sketch.call(RELU, x)
@@ -148,7 +148,7 @@ def test_calls_on_constants_run_where_they_are_used() -> None:
     assert second == (turned.args[0], turned, after)
 
 
-def test_what_is_cheaper_to_pass_on_is_computed_early() -> None:
+def test_a_call_stays_early_if_its_result_has_fewer_bytes() -> None:
     sketch = Sketch()
     before = sketch.call(RELU, sketch.input(1000), elements=1000)
     small = sketch.call(RELU, before, elements=1)
@@ -156,7 +156,7 @@ def test_what_is_cheaper_to_pass_on_is_computed_early() -> None:
     assert sketch.groups(after) == [(before, small), (after,)]
 
 
-def test_parts_of_a_result_go_with_it() -> None:
+def test_parts_of_a_call_join_its_group() -> None:
     sketch = Sketch()
     x, table = sketch.input(), sketch.input(1)
     pieces = sketch.call(SPLIT, table, 1)
@@ -167,8 +167,8 @@ def test_parts_of_a_result_go_with_it() -> None:
     assert sketch.groups(later, constants=(table,)) == [(before,), (pieces, one, two, late, later)]
 
 
-def test_long_chains_take_linear_time() -> None:
-    """Torch's partitioner, quadratic, would not end within the test run."""
+def test_grouping_a_long_chain_takes_linear_time() -> None:
+    """Torch's partitioner takes quadratic time, and would not end within the test run."""
     sketch = Sketch()
     value = sketch.input()
     for n in range(20_000):
@@ -176,7 +176,7 @@ def test_long_chains_take_linear_time() -> None:
     assert len(sketch.groups(value)) == 400
 
 
-def test_nothing_accepted() -> None:
+def test_a_graph_without_accepted_calls_has_no_groups() -> None:
     sketch = Sketch()
     assert sketch.groups(sketch.call(ASINH, sketch.input())) == []
     assert count_groups(sketch.graph, sketch.refused) == 0

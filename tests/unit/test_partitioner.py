@@ -45,7 +45,7 @@ from coreml_delegate.ops import ReasonCode
         " aten.tanh ",
     ],
 )
-def test_every_spelling_skips(name: str) -> None:
+def test_an_op_is_skipped_by_every_spelling_of_its_name(name: str) -> None:
     lowered = lower(Network(supported=True), example(2, 4), skip_ops_for_coreml_delegation=[name])
     assert lowered.operators == ("aten.tanh.default",)
     assert reasons(lowered.report) == {
@@ -56,7 +56,7 @@ def test_every_spelling_skips(name: str) -> None:
     assert node.reason.code is ReasonCode.SKIPPED
 
 
-def test_skipping_a_view_skips_its_copy() -> None:
+def test_the_name_of_a_view_skips_its_copying_variant() -> None:
     class Permuted(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.permute(1, 0) + 1.0
@@ -67,7 +67,7 @@ def test_skipping_a_view_skips_its_copy() -> None:
     assert lowered.operators == ("aten.permute_copy.default",)
 
 
-def test_skipping_a_composite_op_decomposes_it_for_the_rest() -> None:
+def test_a_skipped_composite_op_is_decomposed_and_its_parts_delegated() -> None:
     module, inputs = Network(supported=True), example(2, 4)
     lowered = lower(module, inputs, skip_ops_for_coreml_delegation=["aten.linear.default"])
     # What linear is made of is not skipped.
@@ -80,7 +80,7 @@ def test_skipping_a_composite_op_decomposes_it_for_the_rest() -> None:
     ("name", "near"),
     [("aten.tahn.default", "tanh"), ("reluu", "relu"), ("zzzz", "an operator PyTorch has")],
 )
-def test_unknown_names_are_refused(name: str, near: str) -> None:
+def test_an_unknown_op_name_is_an_error_with_near_matches(name: str, near: str) -> None:
     with pytest.raises(OptionError, match="names an unknown operator") as raised:
         CoreMLPartitioner(skip_ops_for_coreml_delegation=[name])
     assert raised.value.got == repr(name)
@@ -88,13 +88,13 @@ def test_unknown_names_are_refused(name: str, near: str) -> None:
     assert near in raised.value.expected
 
 
-def test_unknown_overload_is_refused() -> None:
+def test_an_unknown_overload_is_an_error_with_near_matches() -> None:
     with pytest.raises(OptionError, match="names an unknown overload") as raised:
         CoreMLPartitioner(skip_ops_for_coreml_delegation=["aten.add.Tensr"])
     assert raised.value.expected == "perhaps tensor"
 
 
-def test_a_string_is_no_list_of_names() -> None:
+def test_a_string_is_not_accepted_as_a_list_of_op_names() -> None:
     with pytest.raises(OptionError, match=r"a list of .*: got str 'aten.add', expected \['aten"):
         CoreMLPartitioner(skip_ops_for_coreml_delegation="aten.add")
 
@@ -102,12 +102,12 @@ def test_a_string_is_no_list_of_names() -> None:
 # Decomposition
 
 
-def test_composite_ops_are_kept_where_core_ml_takes_every_call() -> None:
+def test_a_composite_op_is_preserved_if_core_ml_takes_every_call() -> None:
     lowered = lower(Network(supported=True), example(2, 4))
     assert [n.op for n in lowered.report.nodes].count("aten.linear.default") == 2
 
 
-def test_an_op_with_one_unsupported_call_is_decomposed_throughout() -> None:
+def test_one_unsupported_call_decomposes_every_call_of_its_op() -> None:
     class TwoConvolutions(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -131,7 +131,7 @@ def test_an_op_with_one_unsupported_call_is_decomposed_throughout() -> None:
 # The full graph
 
 
-def test_full_graph_lowers_to_one_delegate() -> None:
+def test_a_full_graph_is_lowered_to_one_delegate() -> None:
     module, inputs = Network(supported=True), example(2, 4)
     lowered = lower(module, inputs, lower_full_graph=True)
     assert not lowered.operators
@@ -140,7 +140,7 @@ def test_full_graph_lowers_to_one_delegate() -> None:
     assert_equal_eager(lowered.pte, module, inputs)
 
 
-def test_full_graph_error_lists_every_obstacle() -> None:
+def test_the_full_graph_error_lists_every_obstacle() -> None:
     class Several(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.asinh(torch.asinh(x)) + torch.tanh(x.double()).float()
@@ -168,7 +168,7 @@ def test_full_graph_error_lists_every_obstacle() -> None:
 # The report
 
 
-def test_report_says_what_and_why() -> None:
+def test_the_report_lists_delegated_and_undelegated_nodes_with_reasons() -> None:
     report = lower(Network(), example(2, 4)).report
     assert [n.op for n in report.undelegated] == ["aten.asinh.default"]
     assert len(report.delegated) + len(report.undelegated) == len(report.nodes)
@@ -185,7 +185,7 @@ def test_report_says_what_and_why() -> None:
     assert asinh.reason.code is ReasonCode.NO_RULE
 
 
-def test_report_as_json() -> None:
+def test_the_report_as_json() -> None:
     report = lower(Network(), example(2, 4)).report
     text = report.to_json()
     assert text == lower(Network(), example(2, 4)).report.to_json()
@@ -215,7 +215,7 @@ def test_report_as_json() -> None:
     }
 
 
-def test_report_as_table() -> None:
+def test_the_report_as_table() -> None:
     report = lower(Network(), example(2, 4)).report
     lines = str(report).splitlines()
     delegated, nodes = len(report.delegated), len(report.nodes)
@@ -233,14 +233,14 @@ def test_report_as_table() -> None:
     assert lines[-1].split() == ["aten.asinh.default", "1", *["1", "fewer,", "8", "FLOPs", "more"]]
 
 
-def test_no_report_before_lowering() -> None:
+def test_asking_for_a_report_before_lowering_is_an_error() -> None:
     partitioner = CoreMLPartitioner()
     assert partitioner.reports == ()
     with pytest.raises(ProgramError, match="no report yet"):
         _ = partitioner.report
 
 
-def test_one_report_per_method() -> None:
+def test_every_method_has_its_report() -> None:
     module, inputs = Network(supported=True).eval(), example(2, 4)
     partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
     exported = torch.export.export(module, inputs)
@@ -256,7 +256,9 @@ def test_one_report_per_method() -> None:
 # Flows
 
 
-def test_to_edge_then_to_backend(caplog: pytest.LogCaptureFixture) -> None:
+def test_to_edge_and_to_backend_work_with_a_deprecation_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     module, inputs = Network(), example(2, 4)
     lower(module, inputs)
     assert "DEPRECATION WARNING" not in caplog.text
@@ -271,7 +273,9 @@ def test_to_edge_then_to_backend(caplog: pytest.LogCaptureFixture) -> None:
     ("value", "canonical"),
     [(b"cpu", b"cpu_only"), (b"gpu", b"cpu_and_gpu"), (b"ane", b"cpu_and_ne"), (b"all", b"all")],
 )
-def test_whole_program_to_backend_by_name(value: bytes, canonical: bytes) -> None:
+def test_a_whole_program_is_lowered_by_the_name_of_the_backend(
+    value: bytes, canonical: bytes
+) -> None:
     module, inputs = Network(supported=True).eval(), example(2, 4)
     edge = to_edge(torch.export.export(module, inputs))
     specs = [
@@ -296,7 +300,7 @@ class Wrapper(nn.Module):
         return self.lowered(x)
 
 
-def test_whole_program_with_an_unsupported_op() -> None:
+def test_a_whole_program_with_an_unsupported_op_is_an_error() -> None:
     edge = to_edge(torch.export.export(Network().eval(), example(2, 4)))
     with pytest.raises(UnsupportedOperatorError, match=r"no Core ML translation of aten\.asinh"):
         to_backend("CoreMLBackend", edge.exported_program(), fp32_specs())
@@ -323,7 +327,7 @@ def others() -> Iterator[Callable[[], Any]]:
     gc.collect()
 
 
-def test_another_backend_lowers_what_we_did_not_write(others: Callable[[], Any]) -> None:
+def test_compile_specs_of_another_backend_of_this_name_go_to_it(others: Callable[[], Any]) -> None:
     other = others()
     module, inputs = Network(supported=True).eval(), example(2, 4)
     lowered = lower(module, inputs)
@@ -342,7 +346,7 @@ def test_another_backend_lowers_what_we_did_not_write(others: Callable[[], Any])
     assert owner_of([]) is other
 
 
-def test_two_other_backends_of_one_name(others: Callable[[], Any]) -> None:
+def test_two_other_backends_of_this_name_are_an_error(others: Callable[[], Any]) -> None:
     kept = others(), others()
     module, inputs = Network(supported=True).eval(), example(2, 4)
     assert lower(module, inputs).report.coverage == 1.0

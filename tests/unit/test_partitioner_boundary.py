@@ -1,4 +1,4 @@
-"""What crosses the boundary of a delegate: layouts, identities, names, several results, ranks."""
+"""The boundary of a delegate: layouts, identities, names, containers, integers and ranks."""
 
 from __future__ import annotations
 
@@ -40,15 +40,17 @@ def assert_equal_eager(pte: bytes, module: nn.Module, inputs: tuple[torch.Tensor
         pytest.param(lambda x: (lambda y: (y, y.clone()))(torch.cat([x, x])), id="result"),
     ],
 )
-def test_results_that_are_arguments(function: Callable[..., Any], dtype: torch.dtype) -> None:
-    """Coremltools gives both one name; two features cannot share it."""
+def test_an_argument_can_be_returned_as_a_result(
+    function: Callable[..., Any], dtype: torch.dtype
+) -> None:
+    """Coremltools gives both the same name, which two features cannot share."""
     module, inputs = Function(function), (torch.ones(2, 3).to(dtype),)
     lowered = lower(module, inputs)
     assert not lowered.operators
     assert_equal_eager(lowered.pte, module, inputs)
 
 
-def test_a_scalar_result_that_is_an_argument() -> None:
+def test_a_scalar_argument_can_be_returned_as_a_result() -> None:
     module, inputs = Function(lambda x: (x.sum(), x.sum().clone())), (torch.ones(2, 3),)
     lowered = lower(module, inputs)
     assert not lowered.operators
@@ -56,7 +58,7 @@ def test_a_scalar_result_that_is_an_argument() -> None:
 
 
 class Image(nn.Module):
-    """A convolution and what follows it."""
+    """A convolution, an activation after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +69,7 @@ class Image(nn.Module):
         return torch.relu(self.conv(x))
 
 
-def test_channels_last_inputs_stay_outside() -> None:
+def test_calls_on_channels_last_inputs_stay_on_the_cpu() -> None:
     module = Image()
     inputs = (torch.rand(1, 3, 5, 6).to(memory_format=torch.channels_last),)
     lowered = lower(module, inputs)
@@ -78,7 +80,7 @@ def test_channels_last_inputs_stay_outside() -> None:
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_results_of_the_cpu_in_another_layout_stay_outside(copied: bool) -> None:
+def test_calls_on_cpu_results_of_another_layout_stay_on_the_cpu(copied: bool) -> None:
     class Factor(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -112,7 +114,7 @@ class Pair(NamedTuple):
         pytest.param(lambda x: {"a": [Pair(x.sin(), torch.sort(x, 1))]}, id="nested"),
     ],
 )
-def test_containers_that_a_pte_has_no_name_for(function: Callable[..., Any]) -> None:
+def test_results_in_containers_that_a_pte_cannot_name(function: Callable[..., Any]) -> None:
     module, inputs = Function(function), (torch.rand(2, 3),)
     exported = torch.export.export(module, inputs)
     partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
@@ -126,7 +128,7 @@ def test_containers_that_a_pte_has_no_name_for(function: Callable[..., Any]) -> 
     assert type(again) is type(module(*inputs))
 
 
-def test_inputs_in_containers_that_a_pte_has_no_name_for() -> None:
+def test_inputs_in_containers_that_a_pte_cannot_name() -> None:
     class Sum(nn.Module):
         def forward(self, pair: Pair) -> torch.Tensor:
             return pair.first.sin() + pair.second
@@ -154,7 +156,7 @@ def test_channels_last_weights_are_delegated() -> None:
     assert_equal_eager(lowered.pte, module, inputs)
 
 
-def test_inputs_named_like_constants_are_inputs() -> None:
+def test_inputs_with_names_like_constants_stay_inputs() -> None:
     class Named(nn.Module):
         def forward(
             self, x: torch.Tensor, p_weight: torch.Tensor, b_bias: torch.Tensor
@@ -167,7 +169,7 @@ def test_inputs_named_like_constants_are_inputs() -> None:
     assert_equal_eager(lowered.pte, module, inputs)
 
 
-def test_results_of_a_skipped_op_stay_outside_with_it() -> None:
+def test_results_of_a_skipped_op_stay_on_the_cpu_with_it() -> None:
     module = Function(lambda x: torch.split(x, [1, 2], dim=1)[1] * 2.0)
     inputs = (torch.rand(2, 3),)
     lowered = lower(module, inputs, skip_ops_for_coreml_delegation=["split_with_sizes"])
@@ -178,11 +180,11 @@ def test_results_of_a_skipped_op_stay_outside_with_it() -> None:
 
 
 @pytest.mark.parametrize("at_hand", [True, False], ids=["values", "no values"])
-def test_numbers_beyond_int32_and_what_they_reach_stay_outside(
+def test_numbers_beyond_int32_keep_dependent_calls_on_the_cpu(
     at_hand: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not at_hand:
-        monkeypatch.setattr("coreml_delegate.partition.convertibility.real_values", lambda _: {})
+        monkeypatch.setattr("coreml_delegate.conversion.proof.real_values", lambda _: {})
     module = Function(lambda x: torch.relu((x + 2**32 + 1).float()) * 2.0)
     inputs = (torch.tensor([-5, 7]),)
     lowered = lower(module, inputs)
@@ -209,7 +211,7 @@ def test_numbers_beyond_int32_and_what_they_reach_stay_outside(
     ],
     ids=["arange", "argmax", "truths", "clamp", "remainder", "topk"],
 )
-def test_results_known_to_reach_beyond_int32_stay_outside(function, stays, values) -> None:
+def test_calls_with_results_known_beyond_int32_stay_on_the_cpu(function, stays, values) -> None:
     module, inputs = (
         Function(function),
         (torch.tensor([[-3.0, 4, 2, 9, -1, 90000]]),),
@@ -236,7 +238,7 @@ def test_integers_that_fit_are_delegated() -> None:
 
 
 @pytest.mark.parametrize("host", ["python", "stock"])
-def test_an_input_beyond_int32_is_an_error_not_cut(host: str) -> None:
+def test_an_input_beyond_int32_is_an_error_at_run_time(host: str) -> None:
     lowered = lower(Function(lambda x: x * 2 + 1), (torch.tensor([-5, 7]),))
     assert not lowered.operators
     program = runtime.load_program(lowered.pte, host=host)
@@ -260,7 +262,7 @@ def test_rank_six_between_reshapes_is_delegated() -> None:
     assert_equal_eager(lowered.pte, module, inputs)
 
 
-def test_rank_six_elsewhere_stays_outside() -> None:
+def test_other_calls_of_rank_six_stay_on_the_cpu() -> None:
     module = Function(lambda x: x.reshape(1, 2, 1, 2, 1, 3).permute(5, 4, 3, 2, 1, 0))
     inputs = (torch.rand(4, 3),)
     lowered = lower(module, inputs)
@@ -270,8 +272,8 @@ def test_rank_six_elsewhere_stays_outside() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 1, 3), (1, 1, 4, 5)])
-def test_transposed_dimensions_of_one_element_lie_as_they_would(shape: tuple[int, ...]) -> None:
-    """Their strides say that they were moved, which moves nothing."""
+def test_transposing_dimensions_of_one_element_keeps_the_layout(shape: tuple[int, ...]) -> None:
+    """Their strides look transposed, although no element moves."""
     inputs = (torch.rand(shape).transpose(1, 2),)
     assert inputs[0].is_contiguous()
     asinh = Function(lambda x: torch.asinh(x.transpose(1, 2)).transpose(1, 2) * x)

@@ -1,4 +1,4 @@
-"""``CoreMLPartitioner``: constants and mutable buffers it takes over."""
+"""``CoreMLPartitioner``: the constants and mutable buffers that it takes over."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Accumulator(nn.Module):
 
 
 class Shared(nn.Module):
-    """One weight used on both sides of an operator Core ML has not."""
+    """One weight used on both sides of an operator that Core ML lacks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_constants_left_outside_become_inputs() -> None:
     assert_equal_eager(lowered.pte, module, inputs)
 
 
-def test_ops_that_need_constants_stay_outside_with_them() -> None:
+def test_ops_that_need_constants_stay_on_the_cpu_if_constants_do() -> None:
     class Convolution(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -128,7 +128,7 @@ def test_ops_that_need_constants_stay_outside_with_them() -> None:
 
 
 @pytest.mark.parametrize("value", [2**31, -(2**31) - 1])
-def test_int64_constants_beyond_int32_stay_outside(value: int) -> None:
+def test_calls_on_int64_constants_beyond_int32_stay_on_the_cpu(value: int) -> None:
     class Offset(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -166,7 +166,7 @@ def test_mutable_buffers_become_states() -> None:
     run_thrice(lowered.pte)
 
 
-def test_mutable_buffers_outside_become_inputs_and_outputs() -> None:
+def test_mutable_buffers_not_taken_over_become_inputs_and_outputs() -> None:
     lowered = lower(
         Accumulator(),
         example(3),
@@ -179,7 +179,7 @@ def test_mutable_buffers_outside_become_inputs_and_outputs() -> None:
     run_thrice(lowered.pte)
 
 
-def test_states_raise_a_free_deployment_target() -> None:
+def test_states_raise_the_deployment_target_if_none_is_given() -> None:
     lowered = lower(Accumulator(), example(3))
     (function,) = delegate_functions(lowered.edge)
     assert function.opset == Opset.iOS18.mil_name
@@ -221,7 +221,7 @@ class SeenState(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [SplitState, SeenState])
-def test_buffers_that_are_not_private_to_a_delegate_stay_outside(kind: type[nn.Module]) -> None:
+def test_buffers_used_outside_of_one_delegate_are_no_states(kind: type[nn.Module]) -> None:
     lowered = lower(kind(), example(3))
     assert lowered.operators == ("aten.asinh.default",)
     assert not any(f.states for f in delegate_functions(lowered.edge))
@@ -231,7 +231,7 @@ def test_buffers_that_are_not_private_to_a_delegate_stay_outside(kind: type[nn.M
         torch.testing.assert_close(actual, reference(*example(3)), atol=ATOL, rtol=RTOL)
 
 
-def test_states_read_as_their_initial_values_at_first() -> None:
+def test_states_have_their_initial_values_in_the_first_run() -> None:
     module = Accumulator()
     module.total.fill_(1.5)
     lowered = lower(module, example(3))
@@ -245,7 +245,7 @@ def test_states_read_as_their_initial_values_at_first() -> None:
         torch.testing.assert_close(actual, reference(*inputs), atol=ATOL, rtol=RTOL)
 
 
-def test_states_need_their_opset() -> None:
+def test_states_below_ios18_are_an_error() -> None:
     with pytest.raises(ContractError) as raised:
         lower(
             Accumulator(),

@@ -19,7 +19,7 @@ from coreml_delegate.compile_options import CompileOptions, ComputeUnit, Precisi
 from coreml_delegate.errors import OptionError
 
 
-def test_defaults_of_the_documented_options() -> None:
+def test_documented_options_have_their_defaults() -> None:
     partitioner = CoreMLPartitioner()
     assert partitioner.options == CompileOptions()
     assert partitioner.options.compute_unit is ComputeUnit.ALL
@@ -34,7 +34,7 @@ def test_options_are_keywords_only() -> None:
         CoreMLPartitioner(["aten.add.Tensor"])  # pyright: ignore[reportCallIssue]
 
 
-def test_compile_specs_reach_the_program_in_canonical_form() -> None:
+def test_compile_specs_are_recorded_in_canonical_form() -> None:
     partitioner = CoreMLPartitioner(compile_specs=[CompileSpec("compute_units", b"ane")])
     written = {s.key: s.value for s in partitioner.delegation_spec.compile_specs}
     assert written["compute_units"] == b"cpu_and_ne"
@@ -53,7 +53,7 @@ def test_compile_specs_reach_the_program_in_canonical_form() -> None:
         ),
     ],
 )
-def test_full_graph_excludes_what_would_leave_work_to_the_cpu(
+def test_lower_full_graph_excludes_options_that_leave_calls_to_the_cpu(
     options: dict[str, Any], clash: str
 ) -> None:
     with pytest.raises(OptionError) as raised:
@@ -64,7 +64,7 @@ def test_full_graph_excludes_what_would_leave_work_to_the_cpu(
     )
 
 
-def test_unknown_compile_spec() -> None:
+def test_an_unknown_compile_spec_is_an_error() -> None:
     with pytest.raises(OptionError, match="unknown compile spec: got 'units'"):
         CoreMLPartitioner(compile_specs=[CompileSpec("units", b"all")])
 
@@ -98,12 +98,12 @@ def test_unknown_compile_spec() -> None:
         ),
     ],
 )
-def test_values_of_the_wrong_kind(options: dict[str, Any], message: str) -> None:
+def test_option_values_of_the_wrong_kind_are_errors(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=re.escape(message)):
         CoreMLPartitioner(**options)
 
 
-def test_the_lists_of_the_caller_may_change() -> None:
+def test_options_do_not_change_with_the_lists_of_the_caller() -> None:
     specs, skipped = fp32_specs(), ["tanh"]
     partitioner = CoreMLPartitioner(compile_specs=specs, skip_ops_for_coreml_delegation=skipped)
     specs[:] = [CompileSpec("units", b"all")]
@@ -158,7 +158,7 @@ def test_a_copy_has_the_same_options_and_reports(kind: str) -> None:
 
 
 @pytest.mark.parametrize("option", ["node_filter", "keep_fp32"])
-def test_lambdas_are_copied_and_not_pickled(option: str) -> None:
+def test_a_partitioner_with_a_lambda_can_be_copied_but_not_pickled(option: str) -> None:
     options: dict[str, Any] = {option: lambda _: True}
     partitioner = CoreMLPartitioner(**options)
     assert copy.deepcopy(partitioner).options == partitioner.options

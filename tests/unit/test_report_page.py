@@ -1,4 +1,4 @@
-"""The report's HTML page: complete, self-contained, and alive in a browser without a network."""
+"""The report's HTML page: complete, self-contained, and interactive in a browser, offline."""
 
 from __future__ import annotations
 
@@ -22,8 +22,13 @@ from coreml_delegate.partition import (
     PartitionReport,
     SourceLine,
 )
-from coreml_delegate.partition.report.layout import BOX_HEIGHT, BOX_WIDTH, draw
-from coreml_delegate.partition.report.sections import MANY, sections
+from coreml_delegate.partition.report.drawing import (
+    BOX_HEIGHT,
+    BOX_WIDTH,
+    MANY,
+    draw,
+    sections,
+)
 
 HOSTILE = "</script><script>alert('x')</script><b>&"
 REASON = Reason(ReasonCode.NO_RULE, f"no translation of {HOSTILE}", remedy="Write <another> model")
@@ -64,7 +69,7 @@ def report_of(nodes: list[NodeReport]) -> DelegationReport:
 
 
 def chain(length: int) -> DelegationReport:
-    """Every tenth call on the CPU; modules of fifty calls."""
+    """Return a chain of calls: every tenth on the CPU, fifty in each module."""
     return report_of(
         [
             node(
@@ -82,7 +87,7 @@ SMALL = report_of([node(0, "coreml_0"), node(1, None, 0), node(2, "coreml_1", 0,
 
 
 class Document(HTMLParser):
-    """Elements with their attributes; complains of tags that do not match."""
+    """Parses elements with their attributes; fails if tags do not match."""
 
     VOID = frozenset({"meta", "input", "option", "br"})
 
@@ -109,7 +114,7 @@ class Document(HTMLParser):
         return sum(found == tag for found, _ in self.elements)
 
 
-def test_the_page_needs_nothing_else() -> None:
+def test_the_page_refers_to_no_other_resource() -> None:
     page = SMALL.to_html()
     for _, attributes in Document(page).elements:
         assert "src" not in attributes
@@ -133,7 +138,7 @@ def test_every_node_is_drawn_and_described() -> None:
     assert "why not" not in dict(details["node-0"]["facts"])
 
 
-def test_text_of_the_model_is_no_markup() -> None:
+def test_text_of_the_model_is_escaped() -> None:
     page = SMALL.to_html()
     assert Document(page).count("script") == 2
     assert "<b>&" not in page
@@ -160,7 +165,7 @@ def test_equal_reports_give_equal_pages() -> None:
 # Drawing
 
 
-def test_boxes_stand_below_what_they_depend_on_and_apart() -> None:
+def test_boxes_stand_apart_and_below_the_boxes_they_depend_on() -> None:
     inputs = {"a": [], "b": ["a"], "c": ["a"], "d": ["b", "c"], "e": ["a", "d", "outside"]}
     drawing = draw(inputs)
     boxes = {box.key: box for box in drawing.boxes}
@@ -181,14 +186,14 @@ def test_neighbours_stand_in_the_same_order() -> None:
     assert (boxes["a"].x < boxes["b"].x) is (boxes["under a"].x < boxes["under b"].x)
 
 
-def test_nothing_to_draw() -> None:
+def test_an_empty_graph_is_drawn_without_boxes() -> None:
     assert draw({}).boxes == ()
 
 
 # Sections
 
 
-def test_sections_run_one_after_the_other() -> None:
+def test_sections_depend_only_on_earlier_sections() -> None:
     long = chain(1000)
     found = sections(long.nodes)
     seen: set[str] = set()
@@ -202,7 +207,7 @@ def test_sections_run_one_after_the_other() -> None:
     assert sum(len(s.nodes) for s in found) == 1000
 
 
-def test_a_partition_beside_the_cpu_is_not_torn_apart() -> None:
+def test_a_partition_beside_calls_on_the_cpu_is_one_section() -> None:
     nodes = [node(0, "coreml_0"), node(1, None), node(2, "coreml_0", 0), node(3, None, 1, 2)]
     found = [(s.partition, [n.name for n in s.nodes]) for s in sections(nodes)]
     assert found == [
@@ -212,7 +217,7 @@ def test_a_partition_beside_the_cpu_is_not_torn_apart() -> None:
     ]
 
 
-def test_long_stretches_are_divided_by_module() -> None:
+def test_long_stretches_are_split_into_sections_by_module() -> None:
     nodes = [
         node(n, "coreml_0", *([n - 1] if n else []), module=f"net.block{n // 50}.part")
         for n in range(200)
@@ -250,7 +255,7 @@ def test_a_click_shows_the_reason(small_page: Path) -> None:
 
 
 @needs_browser
-def test_a_long_graph_opens_where_the_address_says(tmp_path: Path) -> None:
+def test_the_section_in_the_address_is_opened(tmp_path: Path) -> None:
     path = tmp_path / "long.html"
     path.write_text(chain(2000).to_html(), encoding="utf-8")
     document = rendered(path, "node-1205")

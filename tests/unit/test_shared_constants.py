@@ -1,4 +1,4 @@
-"""Constants that several partitions use, or a partition and the CPU: each use has its own."""
+"""Constants that several partitions use, or a partition and the CPU: each user has a copy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LINE, IMAGE, VOLUME = (2, 4, 5), (2, 4, 5, 3), (1, 4, 3, 3, 3)
 
 
 class Repeated(nn.Module):
-    """One layer several times, with an operator between that Core ML has not."""
+    """One layer several times, with an operator between them that Core ML lacks."""
 
     def __init__(self, layer: nn.Module, times: int = 2) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Repeated(nn.Module):
 
 
 class Computed(nn.Module):
-    """Results of a function of the input and of a weight."""
+    """A function of the input and of a weight."""
 
     def __init__(self, function: Callable[..., Any], *shape: int, **buffer: bool) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def twice(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def tied() -> nn.Module:
-    """Two layers of one weight."""
+    """Return two layers with one weight."""
     first, second = nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 1)
     second.weight = first.weight
     return nn.Sequential(first, Asinh(), second)
@@ -108,7 +108,9 @@ def assert_equal_eager(lowered: Lowered, module: nn.Module, inputs: tuple[torch.
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_each_partition_has_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_partition_has_its_own_copy_of_a_shared_constant(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     make, shape = MODULES[name]
     counts, module, inputs = counted(monkeypatch), make(), example(*shape)
@@ -121,14 +123,14 @@ def test_each_partition_has_its_own(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", ["conv2d", "prelu", "batch norm", "linear"])
-def test_constants_outside_are_passed_to_each(name: str) -> None:
+def test_results_are_right_with_shared_constants_outside(name: str) -> None:
     torch.manual_seed(0)
     make, shape = MODULES[name]
     module, inputs = make(), example(*shape)
     assert_equal_eager(lower(module, inputs, take_over_constant_data=False), module, inputs)
 
 
-def test_an_operator_that_is_skipped_parts_them_as_well() -> None:
+def test_a_skipped_op_separates_partitions_as_well() -> None:
     module, inputs = Computed(lambda x, w: twice(x.sin(), w).sin(), 4, 4, 1, 1), example(*IMAGE)
     for route in (lower, lower_core_aten):
         lowered = route(module, inputs, skip_ops_for_coreml_delegation=["asinh", "sin"])
@@ -151,7 +153,7 @@ USES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", USES)
-def test_other_users_do_not_keep_a_convolution_out(name: str) -> None:
+def test_other_users_of_a_weight_do_not_keep_a_convolution_out(name: str) -> None:
     torch.manual_seed(0)
     module, inputs = Computed(USES[name], 4, 4, 1, 1), example(*IMAGE)
     lowered = lower(module, inputs)
@@ -160,7 +162,7 @@ def test_other_users_do_not_keep_a_convolution_out(name: str) -> None:
     assert_equal_eager(lowered, module, inputs)
 
 
-def test_what_several_partitions_have_in_lists_is_passed_to_them() -> None:
+def test_a_constant_that_several_partitions_take_in_lists_is_an_input() -> None:
     def lists(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.relu(torch.cat([torch.asinh(torch.relu(torch.cat([x, w]))), w]))
 
@@ -171,7 +173,7 @@ def test_what_several_partitions_have_in_lists_is_passed_to_them() -> None:
     assert_equal_eager(lowered, module, inputs)
 
 
-def test_a_convolution_by_what_is_in_two_lists_runs_on_the_cpu() -> None:
+def test_a_convolution_by_a_constant_in_two_lists_runs_on_the_cpu() -> None:
     def lists(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         x = torch.asinh(torch.relu(torch.cat([x, w])))
         return torch.relu(functional.conv1d(torch.cat([x, w]), w))
@@ -199,7 +201,7 @@ class Dequantized(nn.Module):
         return functional.conv1d(torch.asinh(functional.conv1d(x, w)), w)
 
 
-def test_weights_are_dequantized_in_each_partition() -> None:
+def test_each_partition_dequantizes_its_copy_of_a_weight() -> None:
     torch.manual_seed(0)
     module, inputs = Dequantized(), example(*LINE)
     lowered = lower(module, inputs)

@@ -1,30 +1,61 @@
-"""Enumerated shapes in a program that is delegated in part."""
+"""Operator support: the calls that stay on the CPU by the rules or by the user's filters."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
 from coreml_delegate.dynamic_shapes.symbols import input_tensors
 from coreml_delegate.errors import OptionError
-from coreml_delegate.ops import Reason, ReasonCode
+from coreml_delegate.ops import Reason, ReasonCode, obstacles_in
 from coreml_delegate.ops.flops import tensors_of
+from coreml_delegate.ops.integer_ranges import WideIntegers
+from coreml_delegate.partition.verdicts.filters import Filters
 from coreml_delegate.preprocess.enumerated_shapes import undetermined
+from coreml_delegate.targets import Opset
 
 
-def undetermined_calls(
-    program: ExportedProgram, enumerated: EnumeratedShapes | None
+def refused_calls(
+    program: ExportedProgram,
+    target: Opset | None,
+    *,
+    filters: Filters,
+    wide: WideIntegers,
+    values: Mapping[str, torch.Tensor],
+    constants_inside: bool,
+    enumerated: EnumeratedShapes | None = None,
 ) -> dict[Node, Reason]:
-    """The calls on tensors, or with results, whose size the enumerated shapes leave open.
+    """Return the calls of a program that are not delegated, each with the reason.
 
     Args:
         program: In ATen or edge dialect.
-        enumerated: Of the program; None if there are none.
+        target: Opset of the deployment target, or None.
+        filters: The user's; their reasons come before those of Core ML.
+        wide: Integers that Core ML cannot hold, as far as they are known.
+        values: Real values of parameters and buffers by name, as far as they are at hand.
+        constants_inside: Whether Core ML is given the program's constants.
+        enumerated: The shapes that the program's inputs are to have, or None.
 
     Raises:
-        OptionError: They are of another program.
+        OptionError: The enumerated shapes are of another program.
     """
+    unfit = _calls_of_open_size(program, enumerated) | wide.obstacles(program, values)
+    return obstacles_in(
+        program,
+        target,
+        constants_inside=constants_inside,
+        veto=lambda node: filters.refusal(node) or unfit.get(node),
+    )
+
+
+def _calls_of_open_size(
+    program: ExportedProgram, enumerated: EnumeratedShapes | None
+) -> dict[Node, Reason]:
+    """Return the calls with an argument or a result whose size the enumerated shapes leave open."""
     if enumerated is None:
         return {}
     _check_inputs(program, enumerated)
@@ -43,6 +74,7 @@ def undetermined_calls(
 
 
 def _check_inputs(program: ExportedProgram, enumerated: EnumeratedShapes) -> None:
+    """Check that the inputs of a program have the sizes for which shapes are enumerated."""
     tensors = input_tensors(program)
     fixed = all(isinstance(size, int) for tensor in tensors.values() for size in tensor.shape)
     for entry in () if fixed else enumerated.inputs:

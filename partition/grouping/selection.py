@@ -1,4 +1,4 @@
-"""Which of the possible partitions are worth one: large enough, and among the most valuable."""
+"""Selection of groups: those that are large enough, and among the most valuable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch.fx import Node
 
 from coreml_delegate.ops import Reason, ReasonCode, flops_of
 from coreml_delegate.ops.call import DECOMPRESS, target_name
-from coreml_delegate.partition.grouping import Group, is_part
+from coreml_delegate.partition.grouping.stages import Group
+from coreml_delegate.partition.verdicts.parts import is_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class Selection:
     """The user's limits on partitions.
 
     Attributes:
-        min_nodes: Fewest operations of a partition; taking parts of results does not count.
+        min_nodes: Fewest operations of a partition, parts of calls not counted.
         max_partitions: Most partitions, or None. Those of most estimated FLOPs are kept, of equal
             ones the larger, then the earlier.
     """
@@ -28,11 +29,11 @@ class Selection:
     def apply(self, groups: Sequence[Group]) -> tuple[list[Group], dict[Node, Reason]]:
         """Choose among groups.
 
-        One that dequantizes compressed weights passes whatever the limits, and counts: nothing
+        A group that dequantizes compressed weights passes whatever the limits, and counts: nothing
         runs it on the CPU.
 
         Returns:
-            Those that pass, in their order, and why the calls of the others stay on the CPU.
+            The groups that pass, in their order, and why the calls of the others stay on the CPU.
         """
         bound = {n for n, group in enumerate(groups) if any(map(_decompresses, group))}
         large = {n for n, group in enumerate(groups) if operations(group) >= self.min_nodes}
@@ -69,7 +70,7 @@ def _decompresses(call: Node) -> bool:
 
 
 def operations(group: Group) -> int:
-    """The calls of a group that do not merely take a part of a result."""
+    """Return how many calls of a group are no parts of others."""
     return sum(not is_part(node) for node in group)
 
 

@@ -1,4 +1,4 @@
-"""Calls that stay on the CPU: the kernels that ExecuTorch's runtime has for them, or lacks.
+"""CPU kernels: which calls that stay on the CPU ExecuTorch can lower, and its runtime can run.
 
 ExecuTorch calls out variants. Its compiler needs one for every call that is not delegated, its
 runtime a kernel of that name, which it has for little more than the core ATen operators. A call
@@ -116,7 +116,7 @@ def _remedy_without_variant(name: str) -> str:
 
 
 def _effect(node: Node) -> Reason | None:
-    """Why a call that is bound to its place by an effect token cannot be lowered."""
+    """Return why a call cannot be lowered that an effect token binds to its place."""
     if node.target is not torch.ops.higher_order.with_effects:
         return None
     return Reason(
@@ -128,7 +128,7 @@ def _effect(node: Node) -> Reason | None:
 
 
 def _calls_inside(node: Node) -> Iterator[Node]:
-    """The calls in the branches or the body of a control-flow op."""
+    """Yield the calls in the branches or the body of a control-flow op."""
     for argument in node.all_input_nodes:
         if argument.op == "get_attr":
             module = getattr(argument.graph.owning_module, str(argument.target), None)
@@ -137,7 +137,7 @@ def _calls_inside(node: Node) -> Iterator[Node]:
 
 
 def _unbounded(node: Node) -> Reason | None:
-    """Why memory cannot be planned for a call's result, unless an argument has the same fault."""
+    """Return why memory cannot be planned for a result, unless an argument has the same fault."""
     found = _unbounded_size(node)
     if found is None or any(map(_unbounded_size, node.all_input_nodes)):
         return None

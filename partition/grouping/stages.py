@@ -1,4 +1,4 @@
-"""From verdicts to partitions: the fewest subgraphs of accepted calls that keep the graph acyclic.
+"""Grouping by stages: the fewest groups of accepted calls that keep the graph acyclic.
 
 Two accepted calls cannot share a partition if a path between them leads through a refused one: the
 partition would have to run both before and after it. So every call gets a stage, the largest number
@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
-from coreml_delegate.ops.call import DEQUANTIZE, GETITEM, target_name
 from coreml_delegate.ops.flops import bytes_of
-from coreml_delegate.ops.sizes import is_check, is_size
+from coreml_delegate.ops.sizes import is_size
+from coreml_delegate.partition.verdicts.parts import is_part
 
 Group = tuple[Node, ...]
 """The calls of one partition, in graph order."""
@@ -31,7 +31,7 @@ Group = tuple[Node, ...]
 def group_calls(
     graph: Graph, refused: Collection[Node], *, constants: Collection[Node] = ()
 ) -> list[Group]:
-    """Group the accepted calls of a graph, in the order in which the groups run.
+    """Group the accepted calls of a graph; return the groups in the order in which they run.
 
     Args:
         graph: In topological order, as every fx graph.
@@ -51,30 +51,13 @@ def group_calls(
 
 
 def count_groups(graph: Graph, refused: Collection[Node]) -> int:
-    """How many groups ``group_calls`` makes."""
+    """Return how many groups ``group_calls`` makes."""
     earliest = _earliest(graph, refused)
     return len({stage for node, stage in earliest.items() if _is_accepted(node, refused)})
 
 
-def is_part(node: Node) -> bool:
-    """Whether a node goes where the call goes that it takes the result of.
-
-    It takes one of several results, makes floats of integers that leave no partition, or checks a
-    number that leaves none.
-    """
-    if node.op != "call_function":
-        return False
-    name = target_name(node.target)
-    together = name in DEQUANTIZE or is_check(node)
-    return name == GETITEM or (together and _is_call(node.args[0]))
-
-
-def _is_call(value: object) -> bool:
-    return isinstance(value, Node) and value.op == "call_function"
-
-
 def _earliest(graph: Graph, refused: Collection[Node]) -> dict[Node, int]:
-    """The stage of every accepted call; of a refused one, the first that may come after it."""
+    """Return the stage of every accepted call; of a refused one the first that may follow it."""
     stages: dict[Node, int] = {}
     for node in graph.nodes:
         if _is_accepted(node, refused):
@@ -91,7 +74,7 @@ def _is_accepted(node: Node, refused: Collection[Node]) -> bool:
 
 @dataclass(slots=True)
 class _Stages:
-    """The stage of every node, and which values each stage reads from outside.
+    """The stage of every node, and the values that each stage reads from outside.
 
     Attributes:
         refused: Calls that are in no partition.
@@ -111,7 +94,7 @@ class _Stages:
                 self.readers.update((value, self.of[node]) for value in node.all_input_nodes)
 
     def is_accepted(self, node: Node) -> bool:
-        """Whether a node is a call that goes into a partition."""
+        """Return whether a node is a call that goes into a partition."""
         return _is_accepted(node, self.refused)
 
     def delay(self, call: Node) -> None:
@@ -124,7 +107,7 @@ class _Stages:
         late = min((self.of[u] - (u in self.refused) for u in users), default=early)
         if late <= early:
             return
-        if is_size(call):  # cannot cross to where it is used
+        if is_size(call):  # a size cannot cross from another partition to its users
             self._move(unit, early, late)
             return
         if not any(self.readers[node, late] for node in unit):

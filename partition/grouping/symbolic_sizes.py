@@ -1,7 +1,7 @@
-"""Numbers computed from shapes and taken out of tensors, which cross no boundary of a partition.
+"""Symbolic sizes, computed from shapes or taken out of tensors: they cross no partition boundary.
 
-A delegate is passed tensors alone. Sizes that depend on each other stay together: all that compute
-them and all calls that use them are in one partition, or none is.
+A delegate is passed tensors alone. Sizes that depend on each other stay together: all calls that
+compute them and all calls that use them are in one partition, or none is.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.ops.flops import tensors_of
 from coreml_delegate.ops.sizes import is_size
-from coreml_delegate.partition.grouping import Group
+from coreml_delegate.partition.grouping.stages import Group
 
 
 def stranded_sizes(graph: Graph, groups: Iterable[Group]) -> dict[Node, Reason]:
-    """The calls that would need a size across the boundary of a group, each with the reason.
+    """Return the calls that need a size across the boundary of a group, each with the reason.
 
     Args:
         graph: The whole graph.
-        groups: Of calls that can be delegated.
+        groups: The groups of calls that can be delegated.
     """
     home = {node: number for number, group in enumerate(groups) for node in group}
     found: dict[Node, Reason] = {}
-    for sizes in _related(node for node in graph.nodes if is_size(node)):
+    for sizes in _related_sizes(node for node in graph.nodes if is_size(node)):
         users = [user for size in sizes for user in size.users]
         places = {home.get(node) for node in (*sizes, *users)}
         reason = (
@@ -49,7 +49,7 @@ def _outside(sizes: Sequence[Node], users: Iterable[Node], home: dict[Node, int]
 
 
 def _data_dependent(users: Iterable[Node]) -> Reason | None:
-    """A number out of a tensor may say where something lies in another, and not how large it is."""
+    """Return why a number out of a tensor that says how large another is cannot be inside."""
     for user in users:
         for tensor in tensors_of(user.meta.get("val")):
             if free_unbacked_symbols(tensor.shape):
@@ -66,8 +66,8 @@ def _unused(sizes: Sequence[Node], users: Iterable[Node]) -> Reason | None:
     return Reason(ReasonCode.USE, f"no tensor is computed from {sizes[0].name}")
 
 
-def _related(sizes: Iterable[Node]) -> Iterator[list[Node]]:
-    """Sizes, in groups of those that are computed from each other."""
+def _related_sizes(sizes: Iterable[Node]) -> Iterator[list[Node]]:
+    """Yield the sizes in lists, those together that are computed from each other."""
     group_of: dict[Node, list[Node]] = {}
     for node in sizes:
         merged = [node]
@@ -78,7 +78,7 @@ def _related(sizes: Iterable[Node]) -> Iterator[list[Node]]:
 
 
 def _outsider(sizes: Collection[Node], users: Iterable[Node], home: dict[Node, int]) -> str:
-    """A name for what keeps them apart."""
+    """Return the name of a node outside of the group that needs one of the sizes."""
     first = next((home[node] for node in (*users, *sizes) if node in home), None)
     other = next(node for node in (*users, *sizes) if home.get(node) != first)
     return "the caller" if other.op == "output" else other.name

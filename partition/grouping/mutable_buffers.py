@@ -1,4 +1,4 @@
-"""Mutable buffers: which become Core ML states, and why the others do not.
+"""Mutable buffers: the ones that become Core ML states, and why the others do not.
 
 A state is private to one partition: nothing else reads or writes it, and its new value is no
 output. It is fp16, so it takes the place of a buffer whose values fp16 holds as Core ML computes
@@ -18,10 +18,10 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from coreml_delegate.conversion.delegation_tags import set_tag, tag_of
 from coreml_delegate.conversion.states import HELD, largest_integer
 from coreml_delegate.errors import ContractError
 from coreml_delegate.ops.call import target_name
-from coreml_delegate.partition.tagging import put_into, tag_of
 from coreml_delegate.targets import STATE_OPSET, Opset
 
 # What ExecuTorch's emitter looks for, and its InitializedMutableBufferPass sets.
@@ -38,8 +38,8 @@ class MutableBuffer:
 
     Attributes:
         name: Its name in the module.
-        node: Its placeholder: the value it has when a run begins.
-        new_value: What it has when the run ends.
+        node: Its placeholder: its value when a run begins.
+        new_value: Its value when the run ends.
     """
 
     name: str
@@ -48,7 +48,7 @@ class MutableBuffer:
 
 
 def mutable_buffers(program: ExportedProgram) -> Iterator[MutableBuffer]:
-    """The mutable buffers, in the order of the placeholders."""
+    """Yield the mutable buffers in the order of the placeholders."""
     signature = program.graph_signature
     nodes = {node.name: node for node in program.graph.nodes}
     new_values = {name: nodes[value] for value, name in signature.buffers_to_mutate.items()}
@@ -58,15 +58,15 @@ def mutable_buffers(program: ExportedProgram) -> Iterator[MutableBuffer]:
 
 
 def tag_states(program: ExportedProgram) -> None:
-    """Give every buffer that can be a state to the partition that it is private to."""
+    """Put every buffer that can be a state into the one partition that uses it."""
     returned = _times_returned(program)
     for buffer in mutable_buffers(program):
         if _obstacle(buffer, returned) is None:
-            put_into(buffer.node, str(tag_of(buffer.new_value)))
+            set_tag(buffer.node, str(tag_of(buffer.new_value)))
 
 
-def states_of(program: ExportedProgram) -> dict[str, dict[Node, Node]]:
-    """By tag the mutable buffers that a partition keeps, each with its new value."""
+def states_by_tag(program: ExportedProgram) -> dict[str, dict[Node, Node]]:
+    """Return by tag the mutable buffers that are states of a partition, each with its new value."""
     found: dict[str, dict[Node, Node]] = {}
     for buffer in mutable_buffers(program):
         tag = tag_of(buffer.node)
@@ -76,13 +76,14 @@ def states_of(program: ExportedProgram) -> dict[str, dict[Node, Node]]:
 
 
 def keep_initial_values(program: ExportedProgram, values: Mapping[str, torch.Tensor]) -> None:
-    """Let ExecuTorch start buffers outside of partitions at the values they have.
+    """Let ExecuTorch start the buffers outside of partitions at their initial values.
 
     By itself it starts every mutable buffer at zero.
 
     Args:
         program: Tagged, data included.
-        values: Real values of buffers by name; one whose value is not at hand is kept.
+        values: Real values of buffers by name; a buffer whose value is missing is
+            marked, too.
     """
     for buffer in mutable_buffers(program):
         value = values.get(buffer.name)
@@ -90,15 +91,15 @@ def keep_initial_values(program: ExportedProgram, values: Mapping[str, torch.Ten
             buffer.node.meta[_KEEP_INITIAL_VALUE] = True
 
 
-def check_target(program: ExportedProgram, target: Opset | None) -> None:
-    """Check that the deployment target of a tagged program has the states in it.
+def check_state_target(program: ExportedProgram, target: Opset | None) -> None:
+    """Check that the deployment target of a tagged program has states, if it needs any.
 
     Raises:
-        ContractError: It has not.
+        ContractError: It needs some, and the target has none.
     """
     if target is None or target >= STATE_OPSET:
         return
-    states = {node for held in states_of(program).values() for node in held}
+    states = {node for held in states_by_tag(program).values() for node in held}
     if states:
         names = sorted(b.name for b in mutable_buffers(program) if b.node in states)
         raise ContractError(
@@ -109,7 +110,7 @@ def check_target(program: ExportedProgram, target: Opset | None) -> None:
 
 
 def obstacles_to_states(program: ExportedProgram, *, wanted: bool) -> dict[str, str]:
-    """Why mutable buffers of a tagged program are no states, by name.
+    """Return by name why mutable buffers of a tagged program are no states.
 
     Args:
         program: Tagged, data included.
@@ -128,7 +129,7 @@ def _times_returned(program: ExportedProgram) -> Counter[str]:
 
 
 def _obstacle(buffer: MutableBuffer, returned: Counter[str]) -> str | None:
-    """Why a buffer cannot be a state; None if it can."""
+    """Return why a buffer cannot be a state; None if it can."""
     node, new_value = buffer.node, buffer.new_value
     readers = [user for user in node.users if user.op != "output"]
     if returned[node.name]:
@@ -140,13 +141,14 @@ def _obstacle(buffer: MutableBuffer, returned: Counter[str]) -> str | None:
     writers = [user for user in new_value.users if user.op != "output"]
     involved = dict.fromkeys([*readers, new_value, *writers])
     return (
-        _torn_by(list(involved))
+        _shared_use(list(involved))
         or ("its new value is also returned" if returned[new_value.name] > 1 else None)
-        or _unfit(node)
+        or _unfit_dtype(node)
     )
 
 
-def _torn_by(involved: list[Node]) -> str | None:
+def _shared_use(involved: list[Node]) -> str | None:
+    """Return why a buffer is not private to one partition."""
     outside = next((node for node in involved if tag_of(node) is None), None)
     if outside is not None:
         return f"{target_name(outside.target)} ({outside.name}), on the CPU, reads or writes it"
@@ -154,8 +156,8 @@ def _torn_by(involved: list[Node]) -> str | None:
     return f"several partitions use it ({', '.join(tags)})" if len(tags) > 1 else None
 
 
-def _unfit(node: Node) -> str | None:
-    """Why fp16 does not hold what the buffer may have."""
+def _unfit_dtype(node: Node) -> str | None:
+    """Return why fp16 does not hold the values that the buffer may have."""
     dtype = node.meta["val"].dtype
     if dtype in HELD:
         return None

@@ -1,30 +1,32 @@
-"""What the user keeps out of Core ML: by op, by module, by node, or by a mark on a node.
+"""The user's filters: calls kept out of Core ML by op, by module, by node or by a mark.
 
-A filter says of one call why it stays on the CPU. Calls that only take a part of another's results
-are never asked about: they follow it.
+A filter says why a call stays on the CPU. No filter is asked about a part of a call: it follows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import torch
 from torch import nn
-from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.module_scope import ModulePattern, Scope, scopes_of
 from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.ops.call import target_name
-from coreml_delegate.partition.grouping import is_part
-from coreml_delegate.partition.op_names import normalize_op_names, spellings
+from coreml_delegate.partition.verdicts.parts import is_part, whole_call
 
 MARK = "coreml_do_not_delegate"
 """Key below ``node.meta["custom"]``, which decompositions and ``torch.export.save`` keep."""
 
 NodePredicate = Callable[[Node], bool]
+
+_NAMESPACES = ("aten", "dim_order_ops", "quantized_decomposed", "torchao")
+_FEW = 12  # names that an error lists in full
 
 
 def do_not_delegate(node: Node) -> None:
@@ -40,8 +42,7 @@ def do_not_delegate(node: Node) -> None:
     """
     if node.op != "call_function":
         raise OptionError("only calls are delegated", got=f"{node.name}, a node of kind {node.op}")
-    while is_part(node) and isinstance(node.args[0], Node):
-        node = node.args[0]
+    node = whole_call(node)
     # A new dictionary: tracing gives the same one to many nodes.
     node.meta["custom"] = {**(node.meta.get("custom") or {}), MARK: True}
 
@@ -50,7 +51,7 @@ class NodeFilter(Protocol):
     """One condition of the user's."""
 
     def refusal(self, node: Node, /) -> Reason | None:
-        """Why a call is kept out, or None if this filter lets it pass."""
+        """Return why a call is kept out, or None if this filter lets it pass."""
         ...
 
 
@@ -71,7 +72,7 @@ class SkippedOps:
 
     Attributes:
         names: From ``normalize_op_names``.
-        option: What the list is called.
+        option: The name of the option, for the reason.
     """
 
     names: frozenset[str]
@@ -100,11 +101,11 @@ class OnlyOps:
 
 @dataclass(frozen=True, slots=True)
 class SkippedModules:
-    """Refuses what was traced in certain modules.
+    """Refuses calls that were traced in certain modules.
 
     Attributes:
         patterns: The modules.
-        option: What the list is called.
+        option: The name of the option, for the reason.
     """
 
     patterns: tuple[ModulePattern, ...]
@@ -121,7 +122,7 @@ class SkippedModules:
 
 @dataclass(frozen=True, slots=True)
 class OnlyModules:
-    """Refuses what was traced outside certain modules; see ``SkippedModules``."""
+    """Refuses calls that were traced outside certain modules; see ``SkippedModules``."""
 
     patterns: tuple[ModulePattern, ...]
     option: str
@@ -137,11 +138,11 @@ class OnlyModules:
 
 @dataclass(frozen=True, slots=True)
 class Predicate:
-    """Refuses the calls that a function of the user's does not want.
+    """Refuses the calls for which a function of the user's is false.
 
     Attributes:
-        wanted: True for a call that may be delegated.
-        option: What the function is given as.
+        wanted: Returns true for a call that may be delegated.
+        option: The name of the option, for the reason.
     """
 
     wanted: NodePredicate
@@ -162,17 +163,11 @@ def _kept_out(text: str, remedy: str) -> Reason:
     return Reason(ReasonCode.SKIPPED, text, remedy=remedy)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Filters:
-    """All filters of one partitioner, in the order in which they are asked.
-
-    Attributes:
-        filters: The conditions.
-        modules_seen: Modules of the programs shown so far: a pattern has to mean one of them.
-    """
+    """All filters of one partitioner, in the order in which they are asked."""
 
     filters: tuple[NodeFilter, ...]
-    modules_seen: set[Scope] = field(default_factory=set[Scope])
 
     @classmethod
     def of(
@@ -184,10 +179,10 @@ class Filters:
         only_modules: Collection[str | type[nn.Module]] | None,
         node_filter: NodePredicate | None,
     ) -> Filters:
-        """The filters for a partitioner's options.
+        """Return the filters for a partitioner's options.
 
         Raises:
-            OptionError: An unknown op name, or what is no module pattern.
+            OptionError: An unknown op name, or a value that is no module pattern.
         """
         chosen: list[NodeFilter] = [Marked()]
         for ops, option, by_op in (
@@ -208,37 +203,31 @@ class Filters:
             chosen.append(Predicate(node_filter, "node_filter"))
         return cls(tuple(chosen))
 
-    def anew(self) -> Filters:
-        """The same filters, which have seen no program yet."""
-        return Filters(self.filters)
-
     def refusal(self, node: Node) -> Reason | None:
-        """Why the user keeps a call out, or None."""
+        """Return why the user keeps a call out, or None."""
         if is_part(node):
             return None
         reasons = (condition.refusal(node) for condition in self.filters)
         return next((reason for reason in reasons if reason is not None), None)
 
-    def note(self, program: ExportedProgram) -> None:
-        """Learn which modules a program has."""
-        for node in program.graph.nodes:
-            self.modules_seen.update(scopes_of(node))
+    def check_patterns(self, modules: Collection[Scope]) -> None:
+        """Check that every pattern names a module.
 
-    def check_patterns(self) -> None:
-        """Refuse a pattern that means no module of any program noted.
+        Args:
+            modules: Those of the programs shown so far.
 
         Raises:
-            OptionError: There is one; names near matches.
+            OptionError: A pattern names none; the error has near matches.
         """
         for condition in self.filters:
             if isinstance(condition, SkippedModules | OnlyModules):
                 for pattern in condition.patterns:
-                    if not pattern.covers(self.modules_seen):
-                        raise _unknown_module(condition.option, pattern, self.modules_seen)
+                    if not pattern.covers(modules):
+                        raise _unknown_module(condition.option, pattern, modules)
 
 
-def _unknown_module(option: str, pattern: ModulePattern, seen: Collection[Scope]) -> OptionError:
-    names = _names(seen)
+def _unknown_module(option: str, pattern: ModulePattern, modules: Collection[Scope]) -> OptionError:
+    names = _names(modules)
     return OptionError(
         f"{option} names no module of the program",
         got=repr(pattern.text),
@@ -250,3 +239,79 @@ def _names(scopes: Iterable[Scope]) -> list[str]:
     found = {scope.path for scope in scopes} | {scope.class_name for scope in scopes}
     found |= {scope.class_name.rpartition(".")[2] for scope in scopes}
     return sorted(found - {""})
+
+
+# Names of operators, as users write them
+
+
+def normalize_op_names(names: Iterable[str], option: str) -> frozenset[str]:
+    """Check the op names that a user gives, and bring them to one form.
+
+    Args:
+        names: Any of ``aten.add.Tensor``, ``aten::add.Tensor``, ``add.Tensor``, ``aten.add`` (every
+            overload) and ``add``; upper and lower case alike.
+        option: The option they are given to, for the message.
+
+    Returns:
+        Lower-case names, each of them among the ``spellings`` of the calls that it means.
+
+    Raises:
+        OptionError: A name that no operator has; the error has near matches.
+    """
+    return frozenset(_normalize_op_name(name, option) for name in names)
+
+
+def spellings(node: Node) -> frozenset[str]:
+    """Return every name, in lower case, by which a user may mean the op of a call.
+
+    The name of a view stands for its copying variant too, which ExecuTorch puts in its place.
+    """
+    return _spellings(target_name(node.target).lower())
+
+
+@functools.cache
+def _spellings(full: str) -> frozenset[str]:
+    namespace, _, rest = full.partition(".")
+    op, _, overload = rest.partition(".")
+    found = {full, rest, op, f"{namespace}.{op}"}
+    if op.endswith("_copy"):
+        view = op.removesuffix("_copy")
+        found |= {f"{namespace}.{view}.{overload}", f"{view}.{overload}"}
+        found |= {view, f"{namespace}.{view}"}
+    return frozenset(found)
+
+
+def _normalize_op_name(name: str, option: str) -> str:
+    dotted = name.strip().replace("::", ".").lower()
+    namespace, _, rest = dotted.partition(".")
+    if namespace not in _NAMESPACES:
+        namespace, rest = "aten", dotted
+    op, _, overload = rest.partition(".")
+    known = _overloads_of(namespace)
+    if op not in known:
+        raise _unknown_op(option, "operator", name, op, known)
+    if overload and overload not in known[op]:
+        raise _unknown_op(option, "overload", name, overload, known[op])
+    return dotted
+
+
+def _unknown_op(option: str, kind: str, name: str, part: str, known: Iterable[str]) -> OptionError:
+    candidates = sorted(known)
+    few = len(candidates) <= _FEW
+    otherwise = f"perhaps {', '.join(candidates)}" if few else f"an {kind} PyTorch has"
+    return OptionError(
+        f"{option} names an unknown {kind}",
+        got=repr(name),
+        expected=near_matches(part, candidates, otherwise, cutoff=0.6),
+    )
+
+
+def _overloads_of(namespace: str) -> Mapping[str, set[str]]:
+    """Return the operators of a namespace with their overloads, all in lower case."""
+    found: dict[str, set[str]] = {}
+    schemas: Any = torch._C._jit_get_all_schemas()  # pyright: ignore[reportPrivateUsage]
+    for schema in schemas:
+        prefix, _, op = schema.name.partition("::")
+        if prefix == namespace:
+            found.setdefault(op.lower(), set()).add(schema.overload_name.lower() or "default")
+    return found

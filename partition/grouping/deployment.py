@@ -27,9 +27,9 @@ class Deployment:
 
     Attributes:
         target: Opset of the deployment target.
-        demanded_by: What needs no less: ``minimum_deployment_target`` if it was given; otherwise op
-            targets, each once, in graph order, then what of the boundary does. Empty for iOS15,
-            which everything needs.
+        demanded_by: The causes: ``minimum_deployment_target`` if it was given; otherwise the op
+            targets that need it, each once, in graph order, then the properties of the partition
+            that need it. Empty for iOS15, the oldest there is.
     """
 
     target: Opset
@@ -47,17 +47,17 @@ def deployment_of(
     is_shared: bool = False,
     compression: tuple[Opset, str] | None = None,
 ) -> Deployment:
-    """The deployment target of one partition.
+    """Return the deployment target of one partition.
 
     Args:
-        calls: Of the partition, in graph order.
-        given: The one asked for, or None for the oldest that can be.
-        since: The oldest opset at which a call was translated.
+        calls: The calls of the partition, in graph order.
+        given: The target asked for, or None for the oldest possible.
+        since: Returns the oldest opset at which a call was translated.
         has_states: Whether mutable buffers are inside.
-        has_inputs: Whether anything enters.
+        has_inputs: Whether it has inputs.
         has_several_shapes: Whether several inputs have enumerated shapes.
         is_shared: Whether it is to be one model with partitions of other methods.
-        compression: What the compression of its weights needs, and what for.
+        compression: The opset that the compression of its weights needs, and the cause to name.
     """
     if given is not None:
         return Deployment(given, (GIVEN,))
@@ -76,7 +76,7 @@ def deployment_of(
 
 
 def _named(call: Node) -> str:
-    """The op of a call, and what in the call demands more than others of that op do."""
+    """Return the op of a call, with the property of this call that raises its opset, if any."""
     name = target_name(call.target)
     record = record_of(name)
     demanded = None if record is None else record.demand(OpCall.of(call))

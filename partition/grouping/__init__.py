@@ -1,0 +1,1 @@
+"""From verdicts on calls to tagged partitions of a program."""

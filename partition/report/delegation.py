@@ -1,0 +1,137 @@
+"""``DelegationReport``: the records of one program, its checks, and its forms.
+
+``DelegationReport.to_dict`` and ``to_json`` give one object::
+
+    schema_version  1; raised when a field is removed or changes its meaning, not when one is added
+    summary         nodes, delegated, coverage (of nodes, 0 to 1), partitions (tags in the order in
+                    which they run), first_split (name of a node, or null), weights and flops (each
+                    delegated, total, coverage)
+    partitions      list of PartitionReport; ops as an object of counts
+    obstacles       list of Obstacle, most rewarding first; code beside its fields
+    buffers         list of BufferReport, one for each mutable buffer
+    nodes           list of NodeReport in graph order; delegated beside its fields
+
+Sizes are in bytes. Reasons have code, text, remedy and issue.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from coreml_delegate.conversion.blob_cache import Sharing
+from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
+from coreml_delegate.ops import Reason, ReasonCode
+from coreml_delegate.ops.call import GETITEM
+from coreml_delegate.partition.report.page import to_html
+from coreml_delegate.partition.report.records import Coverage, ProgramRecord
+from coreml_delegate.partition.report.table import to_table
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DelegationReport(ProgramRecord):
+    """The report on one program: the delegated calls, the others, and why they stay on the CPU.
+
+    For its attributes see ``ProgramRecord``.
+    """
+
+    def with_sharing(self, sharing: Mapping[str, Sharing]) -> DelegationReport:
+        """Return the report with the methods that share weights; itself if that changes nothing.
+
+        Args:
+            sharing: By delegation tag, of the partitions that are lowered.
+        """
+        partitions = tuple(
+            replace(p, shared_by=s.methods, not_shared=s.reason) if (s := sharing.get(p.tag)) else p
+            for p in self.partitions
+        )
+        return self if partitions == self.partitions else replace(self, partitions=partitions)
+
+    def require_complete(self) -> None:
+        """Check that nothing stays on the CPU.
+
+        Raises:
+            UnsupportedOperatorError: A call does; lists every obstacle.
+        """
+        # A part of a result stays where its call stays, for the same reason.
+        left = [node for node in self.undelegated if node.op != GETITEM]
+        if left:
+            raise UnsupportedOperatorError(
+                f"Core ML cannot take {len(left)} node(s) of the graph",
+                got="; ".join(_listed((node.name, node.reason) for node in left)),
+                remedy="Change the model, or lower with lower_full_graph=False and strict=False to "
+                "run them on the CPU",
+            )
+
+    def require_lowerable(self) -> None:
+        """Check that ExecuTorch can lower the calls that stay on the CPU.
+
+        Raises:
+            LoweringError: It cannot lower one; lists every operator with cause and remedy.
+        """
+        left = [
+            node
+            for node in self.without_kernel
+            if node.cpu_obstacle is not None and node.cpu_obstacle.code is not ReasonCode.KERNEL
+        ]
+        if left:
+            raise LoweringError(
+                f"ExecuTorch cannot lower {len(left)} operation(s) that stay on the CPU",
+                got="; ".join(_listed((node.name, node.cpu_obstacle) for node in left)),
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data, ready for JSON."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "summary": {
+                "nodes": len(self.nodes),
+                "delegated": len(self.delegated),
+                "coverage": round(self.coverage, 6),
+                "partitions": list(self.tags),
+                "first_split": self.first_split,
+                "weights": _coverage(self.weights),
+                "flops": _coverage(self.flops),
+            },
+            "partitions": [asdict(p) | {"ops": dict(p.ops)} for p in self.partitions],
+            "obstacles": [asdict(o) | {"code": o.code} for o in self.obstacles],
+            "buffers": [asdict(b) for b in self.buffers],
+            "nodes": [asdict(n) | {"delegated": n.delegated} for n in self.nodes],
+        }
+
+    def to_json(self) -> str:
+        """Return the report as JSON; equal reports give equal text."""
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True)
+
+    def to_table(self) -> str:
+        """Return the report for a terminal: a summary, partitions by op, then every obstacle."""
+        return to_table(self)
+
+    def to_html(self, title: str = "Delegation to Core ML") -> str:
+        """Return the report as one HTML page that works offline, its graph open to clicks."""
+        return to_html(self, title)
+
+    def __str__(self) -> str:
+        return self.to_table()
+
+
+def _coverage(coverage: Coverage) -> dict[str, Any]:
+    return asdict(coverage) | {"coverage": round(coverage.ratio, 6)}
+
+
+def _listed(obstacles: Iterable[tuple[str, Reason | None]]) -> Iterable[str]:
+    """Yield every reason with the number and names of the nodes that have it, and its remedy."""
+    grouped: dict[tuple[str, str | None], list[str]] = {}
+    for name, reason in obstacles:
+        if reason is not None:
+            grouped.setdefault((str(reason), reason.remedy), []).append(name)
+    ranked: Mapping[tuple[str, str | None], list[str]] = dict(
+        sorted(grouped.items(), key=lambda item: (-len(item[1]), item[0][0]))
+    )
+    for (text, remedy), names in ranked.items():
+        advice = f" [{remedy}]" if remedy else ""
+        yield f"{len(names)} x {text}{advice}: {', '.join(names)}"

@@ -1,0 +1,236 @@
+"""``PartitionRun``: the partitioning of one program, from verdicts on its calls to the report."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from unittest import mock
+
+from torch._ops import OpOverload
+from torch.export import ExportedProgram, exported_program
+from torch.fx import Node
+
+from coreml_delegate.compile_options import CompileOptions
+from coreml_delegate.conversion.blob_cache import KeptBlob
+from coreml_delegate.conversion.convert import check_translation
+from coreml_delegate.conversion.delegation_tags import tag_of
+from coreml_delegate.conversion.prepare import prepare
+from coreml_delegate.conversion.proof import ConversionProof, SubgraphLowering
+from coreml_delegate.ops import Reason, record_of, required_opset
+from coreml_delegate.ops.call import target_name
+from coreml_delegate.ops.constants import constant_nodes
+from coreml_delegate.ops.integer_ranges import WideIntegers
+from coreml_delegate.partition.grouping.decision import decide
+from coreml_delegate.partition.grouping.mutable_buffers import (
+    check_state_target,
+    keep_initial_values,
+    states_by_tag,
+)
+from coreml_delegate.partition.options import PartitionerOptions
+from coreml_delegate.partition.report import DelegationReport, describe
+from coreml_delegate.partition.verdicts.cpu_kernels import register_kernels
+from coreml_delegate.partition.verdicts.operator_support import refused_calls
+from coreml_delegate.partition.verdicts.parts import refuse_results
+from coreml_delegate.preprocess import package
+from coreml_delegate.targets import STATE_OPSET
+from coreml_delegate.transforms.compressed_weights import (
+    decompose_undelegated_dequantize,
+    dequantize_per_use,
+    require_target,
+    unwrap_tensor_subclasses,
+)
+from coreml_delegate.transforms.constant_arguments import fold_constant_arguments
+from coreml_delegate.transforms.containers import replace_unnamed_containers
+from coreml_delegate.transforms.half_precision import promote_half_to_fp32
+from coreml_delegate.transforms.linear_algebra import drop_linear_algebra_checks
+
+_TRANSFORMS = (
+    replace_unnamed_containers,
+    unwrap_tensor_subclasses,
+    drop_linear_algebra_checks,
+    promote_half_to_fp32,
+    fold_constant_arguments,
+    dequantize_per_use,
+)
+"""Applied to a program, in this order, before ExecuTorch decomposes it."""
+
+_LOCK = threading.RLock()
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionedProgram:
+    """The result of a run.
+
+    Attributes:
+        report: The report on every call of the program.
+        compile_options: By tag the options with which each partition is to be lowered.
+        blobs: By tag the blobs that were made of partitions; they wait for ``preprocess`` as long
+            as they are held.
+    """
+
+    report: DelegationReport
+    compile_options: Mapping[str, CompileOptions]
+    blobs: Mapping[str, KeptBlob]
+
+
+def transform(program: ExportedProgram, options: PartitionerOptions) -> ExportedProgram:
+    """Return a program in fp32, with plain tensors and containers, without checks of results.
+
+    Args:
+        program: In ATen dialect, before decomposition; it is left as it is.
+        options: The partitioner's.
+    """
+    for step in _TRANSFORMS:
+        program = step(program)
+    return decompose_undelegated_dequantize(
+        program,
+        options.compiling.deployment_target,
+        veto=options.filters.refusal,
+        constants_inside=options.ownership.constants,
+    )
+
+
+@contextmanager
+def _without_shape_guards() -> Generator[None]:
+    """Let no program that is made meanwhile spell out the guards of its shapes.
+
+    Each does so when it is made, for its ``module()`` alone, which programs that are only converted
+    have no use for. Measured on two blocks of Swin V2 with dynamic height and width: 440 guards,
+    0.4 s for each of hundreds of programs.
+    """
+    # The function is one of the whole process: patches of several threads are not to interleave.
+    with _LOCK, mock.patch.object(exported_program, "_convert_guards_to_code", return_value=[]):
+        yield
+
+
+class PartitionRun:
+    """The partitioning of one program.
+
+    Args:
+        program: In ATen dialect to ask for ops to preserve, in edge dialect to partition.
+        options: The partitioner's.
+        wide: Integers that Core ML cannot hold, noted from the program in ATen dialect.
+    """
+
+    def __init__(
+        self, program: ExportedProgram, options: PartitionerOptions, wide: WideIntegers
+    ) -> None:
+        self._program = program
+        self._options = options
+        self._target = options.compiling.deployment_target
+        self._wide = wide
+        self._proof = ConversionProof(
+            program, _LOWERING, constants_inside=options.ownership.constants
+        )
+
+    @_without_shape_guards()
+    def ops_to_preserve(self) -> set[OpOverload]:
+        """Return the composite ops that Core ML has as one op and takes at every call."""
+        refused = self._refused_calls(_is_preserved)
+        verdicts: dict[OpOverload, bool] = {}
+        for node in self._program.graph.nodes:
+            if node.op == "call_function" and isinstance(node.target, OpOverload):
+                keep = _is_preserved(node) and node not in refused
+                verdicts[node.target] = verdicts.get(node.target, True) and keep
+        return {op for op, keep in verdicts.items() if keep}
+
+    @_without_shape_guards()
+    def partition(self) -> PartitionedProgram:
+        """Tag the calls that Core ML takes.
+
+        Raises:
+            OptionError: The enumerated shapes are of another program.
+            ContractError: Mutable buffers would become states and the target has none.
+        """
+        program, ownership = self._program, self._options.ownership
+        refused = self._refused_calls()
+        require_target(refused)
+        decision = decide(
+            program,
+            refused,
+            constants=constant_nodes(program) if ownership.constants else (),
+            selection=self._options.selection,
+            ownership=ownership,
+            confirm=self._confirm,
+        )
+        keep_initial_values(program, self._proof.values)
+        register_kernels(target_name(node.target) for node in decision.refused)
+        return PartitionedProgram(
+            report=describe(program, decision, self._options, self._proof),
+            compile_options=self._compile_options(decision.partitions),
+            blobs=self._proof.blobs,
+        )
+
+    def _refused_calls(self, only: Callable[[Node], bool] | None = None) -> dict[Node, Reason]:
+        """Return the calls refused by the rules and the user, or by a trial, with the reasons.
+
+        Args:
+            only: Returns true for the calls to try; None if all are.
+        """
+        refused = refused_calls(
+            self._program,
+            self._target,
+            filters=self._options.filters,
+            wide=self._wide,
+            values=self._proof.values,
+            constants_inside=self._options.ownership.constants,
+            enumerated=self._options.compiling.enumerated_shapes,
+        )
+        accepted = [
+            node
+            for node in self._program.graph.nodes
+            if node.op == "call_function" and node not in refused and (only is None or only(node))
+        ]
+        failed = self._proof.untranslatable_calls(accepted, self._target)
+        return {**refused, **refuse_results(failed)}
+
+    def _confirm(self, program: ExportedProgram, tags: Sequence[str]) -> Mapping[Node, Reason]:
+        """Return the calls that keep these partitions from being converted."""
+        check_state_target(program, self._target)
+        groups: dict[str, list[Node]] = {tag: [] for tag in tags}
+        for node in program.graph.nodes:
+            if node.op == "call_function" and tag_of(node) in groups:
+                groups[str(tag_of(node))].append(node)
+        return refuse_results(self._proof.unconvertible_calls(self._compile_options(groups)))
+
+    def _compile_options(
+        self, partitions: Mapping[str, Sequence[Node]]
+    ) -> dict[str, CompileOptions]:
+        """Return the compile options of each partition of the tagged program."""
+        with_states = states_by_tag(self._program).keys()
+        return {
+            tag: self._options_for(calls, has_states=tag in with_states)
+            for tag, calls in partitions.items()
+        }
+
+    def _options_for(self, calls: Sequence[Node], *, has_states: bool) -> CompileOptions:
+        options, keep_fp32 = self._options.compiling, self._options.keep_fp32
+        is_shared = self._options.shares_weights
+        tried = max((options.oldest_for_compression, *map(self._proof.since, calls)))
+        known = required_opset(calls)
+        # What the rules and the boundary demand, preprocess finds out by itself.
+        if options.deployment_target is None and (tried > known or is_shared):
+            demanded = max(tried, known, STATE_OPSET) if is_shared or has_states else tried
+            options = replace(options, deployment_target=demanded)
+        if keep_fp32 is not None:
+            nodes = tuple(sorted(call.name for call in calls if keep_fp32(call)))
+            options = replace(options, keep_fp32=replace(options.keep_fp32, nodes=nodes))
+        return options
+
+
+def _is_preserved(node: Node) -> bool:
+    record = record_of(target_name(node.target)) if node.op == "call_function" else None
+    return record is not None and record.preserve
+
+
+def _translate(program: ExportedProgram, options: CompileOptions) -> None:
+    target = options.deployment_target or package.required_opset(program)
+    prepare(program)
+    check_translation(program, target)
+
+
+_LOWERING = SubgraphLowering(
+    check=package.check_enumerated, build=package.build_files, translate=_translate
+)

@@ -1,0 +1,210 @@
+"""``LoweringSession``: the programs that ExecuTorch shows one partitioner, and their reports."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+from executorch.exir.backend.partitioner import Partitioner, PartitionResult
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from coreml_delegate.compile_options import CompileOptions
+from coreml_delegate.conversion.blob_cache import KeptBlob, Outcome
+from coreml_delegate.conversion.delegation_tags import remove_tags
+from coreml_delegate.errors import ProgramError
+from coreml_delegate.module_scope import Scope, scopes_of
+from coreml_delegate.ops.integer_ranges import WideIntegers
+from coreml_delegate.partition.left_over import decompose_left_over
+from coreml_delegate.partition.options import PartitionerOptions
+from coreml_delegate.partition.report import DelegationReport, NodeReport
+from coreml_delegate.partition.run import PartitionRun, transform
+
+logger = logging.getLogger(__name__)
+
+EDGE = "EDGE"
+"""The dialect of a program that ExecuTorch has decomposed."""
+_DECOMPOSED = (
+    "DEPRECATION WARNING: to_edge() + to_backend() shows Core ML a program whose composite ops are "
+    "decomposed already; to_edge_transform_and_lower() keeps those whole that it takes as one"
+)
+
+
+class ReportHistory:
+    """Reports in the order in which programs were partitioned.
+
+    Whether partitions share weights with those of other methods is known only when all are lowered,
+    after the last has been reported on: it is added when a report is asked for.
+
+    Args:
+        reports: Complete reports to begin with.
+    """
+
+    def __init__(self, reports: Iterable[DelegationReport] = ()) -> None:
+        self._reports = list(reports)
+        self._outcomes: list[Mapping[str, Outcome]] = [{} for _ in self._reports]
+
+    def add(self, report: DelegationReport, awaited: Mapping[str, KeptBlob]) -> None:
+        """Add a report, with those blobs of its partitions by tag that are lowered next."""
+        self._reports.append(report)
+        self._outcomes.append({tag: blob.expect() for tag, blob in awaited.items()})
+
+    @property
+    def all(self) -> tuple[DelegationReport, ...]:
+        """Every report."""
+        for index, outcomes in enumerate(self._outcomes):
+            known = {tag: o.sharing for tag, o in outcomes.items() if o.sharing is not None}
+            self._reports[index] = self._reports[index].with_sharing(known)
+        return tuple(self._reports)
+
+    @property
+    def latest(self) -> DelegationReport:
+        """The last report.
+
+        Raises:
+            ProgramError: There is none.
+        """
+        if not self._reports:
+            raise ProgramError(
+                "no report yet", remedy="Lower a program with this partitioner first"
+            )
+        return self.all[-1]
+
+
+class LoweringSession:
+    """The programs of one partitioner, and the memory from one to the next.
+
+    ExecuTorch shows every program (one per method) first in ATen dialect, then in edge dialect,
+    without saying which belong together. The edge dialect lacks what was noted in ATen dialect.
+
+    Args:
+        options: The partitioner's.
+        reports: Of earlier sessions.
+        is_plan: Whether no lowering follows, so that no report awaits one.
+
+    Attributes:
+        reports: The reports of this session, after those given.
+        blobs: Blobs that wait for ``CoreMLBackend.preprocess``.
+    """
+
+    def __init__(
+        self,
+        options: PartitionerOptions,
+        reports: Iterable[DelegationReport] = (),
+        *,
+        is_plan: bool = False,
+    ) -> None:
+        self.reports = ReportHistory(reports)
+        self.blobs: list[KeptBlob] = []
+        self._options = options
+        self._is_plan = is_plan
+        self._wide = WideIntegers()
+        self._modules: set[Scope] = set()
+        self._has_seen_aten = False
+        self._preserved: tuple[weakref.ref[ExportedProgram], set[OpOverload]] | None = None
+        self._all_preserved: set[OpOverload] = set()
+
+    def transform(self, program: ExportedProgram) -> ExportedProgram:
+        """See ``run.transform``."""
+        return transform(program, self._options)
+
+    def ops_to_preserve(self, program: ExportedProgram) -> list[OpOverload]:
+        """See ``PartitionRun.ops_to_preserve``; ExecuTorch asks twice about the same program."""
+        if self._preserved is None or self._preserved[0]() is not program:
+            self._has_seen_aten = True
+            self._wide.note(program)
+            self._note_modules(program)
+            preserved = PartitionRun(program, self._options, self._wide).ops_to_preserve()
+            self._preserved = weakref.ref(program), preserved
+            self._all_preserved |= preserved
+        return sorted(self._preserved[1], key=str)
+
+    def partition(self, program: ExportedProgram) -> Mapping[str, CompileOptions]:
+        """Tag a program and report on it; return the compile options of its partitions by tag.
+
+        Raises:
+            UnsupportedOperatorError: A call stays on the CPU, and the options forbid it.
+            OptionError: A module pattern that names no module of the programs shown.
+            ContractError: See ``PartitionRun.partition``.
+        """
+        if not self._has_seen_aten:
+            logger.warning(_DECOMPOSED)
+        self._note_modules(program)
+        self._options.filters.check_patterns(self._modules)
+        result = PartitionRun(program, self._options, self._wide).partition()
+        self.keep(result.blobs.values())
+        report = result.report
+        self.reports.add(report, {} if self._is_plan else result.blobs)
+        if self._options.demands_everything:
+            report.require_complete()
+        for node in report.undelegated:
+            logger.info("%s (%s) stays on the CPU: %s", node.name, node.op, node.reason)
+        _warn_of_missing_kernels(report)
+        return result.compile_options
+
+    def decompose_left_over(self, program: ExportedProgram) -> None:
+        """Decompose the calls of preserved ops that no backend took, in a lowered program."""
+        decompose_left_over(program, self._all_preserved)
+
+    def keep(self, blobs: Iterable[KeptBlob]) -> None:
+        """Hold blobs until they are handed over, and no longer: they hold weights."""
+        self.blobs = [blob for blob in self.blobs if blob.files is not None] + list(blobs)
+
+    def _note_modules(self, program: ExportedProgram) -> None:
+        for node in program.graph.nodes:
+            self._modules.update(scopes_of(node))
+
+
+def _warn_of_missing_kernels(report: DelegationReport) -> None:
+    """Log, once for each operator, the calls that neither Core ML nor ExecuTorch's runtime runs."""
+    first: dict[str, NodeReport] = {}
+    for node in report.without_kernel:
+        first.setdefault(node.op, node)
+    for op, node in first.items():
+        place = f" at {node.place}" if node.place else ""
+        obstacle = node.cpu_obstacle
+        remedy = "" if obstacle is None else obstacle.remedy
+        logger.warning("%s%s stays on the CPU, and %s. %s", op, place, obstacle, remedy)
+
+
+def plan(program: ExportedProgram, session: LoweringSession) -> DelegationReport:
+    """Let ExecuTorch show a program to a session, and return the report without lowering.
+
+    Args:
+        program: In ATen dialect; it is left as it is.
+        session: It has the blobs afterwards that were made to find out.
+    """
+    with torch.no_grad():  # which some operators demand
+        to_edge_transform_and_lower(
+            program,
+            partitioner=[_PlanningPartitioner(session)],
+            # Ops that were kept for the delegate are left over here, which is no error.
+            compile_config=EdgeCompileConfig(_check_ir_validity=False),
+        )
+    return session.reports.latest
+
+
+class _PlanningPartitioner(Partitioner):
+    """Shows a session every program that ExecuTorch shows, and delegates nothing."""
+
+    def __init__(self, session: LoweringSession) -> None:
+        super().__init__()
+        self._session = session
+
+    def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
+        return self._session.transform(exported_program)
+
+    def partition(self, exported_program: ExportedProgram) -> PartitionResult:
+        self._session.partition(exported_program)
+        remove_tags(exported_program)
+        return PartitionResult(tagged_exported_program=exported_program, partition_tags={})
+
+    def ops_to_not_decompose(
+        self, ep: ExportedProgram
+    ) -> tuple[list[OpOverload], Callable[[Node], bool] | None]:
+        # Asked once more in edge dialect, to see that nothing was left over; here everything is.
+        return [] if ep.dialect == EDGE else self._session.ops_to_preserve(ep), None

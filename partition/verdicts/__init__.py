@@ -1,0 +1,1 @@
+"""Verdicts on calls: whether Core ML takes one, and whether the CPU runs one that stays there."""

@@ -32,7 +32,7 @@ from coreml_delegate.errors import (
     near_matches,
 )
 from coreml_delegate.formats.blob import Content
-from coreml_delegate.formats.mlpackage import write_folder
+from coreml_delegate.formats.files import write_folder
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools, quiet_import
 

@@ -12,8 +12,6 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +27,7 @@ from coreml_delegate.conversion.convert import check_translation, is_about_the_g
 from coreml_delegate.conversion.prepare import prepare
 from coreml_delegate.conversion.subgraph import call_of, program_of
 from coreml_delegate.errors import ConversionError
+from coreml_delegate.formats.files import new_file
 from coreml_delegate.ops import Reason, ReasonCode, required_opset
 from coreml_delegate.ops.call import OpCall, target_name
 from coreml_delegate.targets import Opset
@@ -280,11 +279,5 @@ def _write(path: Path, verdicts: Mapping[str, Verdict]) -> None:
         key: (None if v.since is None else int(v.since), v.error)
         for key, v in sorted(verdicts.items())
     }
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(content, file)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with new_file(path, permissions=0o600) as file:
+        file.write(json.dumps(content).encode())

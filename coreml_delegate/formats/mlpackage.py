@@ -15,17 +15,14 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import shutil
-import tempfile
 import uuid
-from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coreml_delegate.errors import BlobFormatError, ProgramError, naming
-from coreml_delegate.formats.blob import Buffer, Content, chunks_of
+from coreml_delegate.errors import BlobFormatError, ProgramError
+from coreml_delegate.formats.blob import Buffer, Content
 
 MANIFEST = "Manifest.json"
 _AUTHOR = "com.apple.CoreML"
@@ -116,65 +113,6 @@ def assemble(spec: bytes, weights: Mapping[str, Content]) -> dict[str, Content]:
     }
     files[MANIFEST] = (json.dumps(manifest, indent=4, sort_keys=True) + "\n").encode()
     return dict(sorted(files.items()))
-
-
-def write_folder(
-    files: Mapping[str, Content], destination: Path, *, overwrite: bool = False
-) -> None:
-    """Write files below ``destination``, which appears complete or not at all.
-
-    Raises:
-        ProgramError: ``destination`` exists and ``overwrite`` is false.
-        OSError: The parent folder cannot be written.
-    """
-    with new_folder(files, destination, overwrite=overwrite):
-        pass
-
-
-@contextmanager
-def new_folder(
-    files: Mapping[str, Content], destination: Path, *, overwrite: bool = False
-) -> Generator[None]:
-    """Write files below ``destination``, which appears when the block ends without an exception.
-
-    After one, nothing is left behind, nor any folder that was made for it.
-
-    Raises:
-        ProgramError: ``destination`` exists and ``overwrite`` is false.
-        OSError: The parent folder cannot be written.
-    """
-    if destination.exists() and not overwrite:
-        raise ProgramError(
-            "output exists", got=str(destination), remedy="Pass --force to replace it"
-        )
-    with ExitStack() as undoing, naming(destination):
-        undoing.enter_context(made(destination.parent))
-        staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
-        undoing.callback(shutil.rmtree, staging, ignore_errors=True)
-        complete = staging / "new"
-        complete.mkdir()
-        for name, content in files.items():
-            target = complete / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("wb") as file:
-                file.writelines(chunks_of(content))
-        yield
-        if destination.exists():
-            os.replace(destination, staging / "old")
-        os.replace(complete, destination)
-
-
-@contextmanager
-def made(folder: Path) -> Generator[None]:
-    """A folder that exists meanwhile, with those above it; what was made and stays empty goes."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-    finally:
-        for path in missing:
-            with suppress(OSError):  # there is something in it, or it was not made
-                path.rmdir()
 
 
 def _inside(link: Path, root: Path) -> bool:

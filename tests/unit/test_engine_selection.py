@@ -11,8 +11,8 @@ from support.packages import long_chain, package_files
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.blob import flatten
+from coreml_delegate.formats.files import write_folder
 from coreml_delegate.formats.metadata import FILE_NAME, MethodMetadata, ModelMetadata
-from coreml_delegate.formats.mlpackage import write_folder
 from coreml_delegate.runtime import EngineOptions, load_mlpackage
 from coreml_delegate.runtime.delegate import delegate_loader
 from coreml_delegate.runtime.engines import selection

@@ -17,12 +17,16 @@ from coreml_delegate.compile_spec_methods import CompileSpecMethods, member_of
 from coreml_delegate.conversion import blob_cache
 from coreml_delegate.errors import LoweringError
 from coreml_delegate.formats.blob import flatten
-from coreml_delegate.formats.metadata import FILE_NAME as METADATA
-from coreml_delegate.formats.metadata import ModelMetadata
+from coreml_delegate.formats.blob_layout import (
+    DEBUG_INFO,
+    METADATA,
+    DebugInfo,
+    ModelMetadata,
+    OperationPath,
+)
 from coreml_delegate.preprocess import saved_models
 from coreml_delegate.preprocess.multifunction import lower_methods
 from coreml_delegate.preprocess.package import build_files
-from coreml_delegate.preprocess.saved_models import DebugInfo, OperationPath
 
 _Item = TypeVar("_Item")
 
@@ -61,7 +65,7 @@ class CoreMLBackend(CompileSpecMethods, BackendDetails):
     @staticmethod
     def save_model_debug_info(model_debug_info: DebugInfo, model_dir_path: Path) -> None:
         """Write ``debug_info.json``, which profilers read."""
-        (Path(model_dir_path) / saved_models.DEBUG_INFO).write_bytes(model_debug_info.encode())
+        (Path(model_dir_path) / DEBUG_INFO).write_bytes(model_debug_info.encode())
 
     @staticmethod
     def preprocess_model(mlmodel: Any, model_type: Any) -> PreprocessResult:

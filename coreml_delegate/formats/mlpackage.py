@@ -25,10 +25,18 @@ from coreml_delegate.errors import BlobFormatError, ProgramError
 from coreml_delegate.formats.blob import Buffer, Content
 
 MANIFEST = "Manifest.json"
+WEIGHTS = "weights"
+"""Folder of the weight files, beside the specification."""
+WEIGHT_FILE = "weight.bin"
+MODEL_PATH = "@model_path/"
+"""How MIL names the folder of the specification."""
+MAIN = "main"
+"""Name of the function of a model with one function."""
+
 _AUTHOR = "com.apple.CoreML"
 _DATA = "Data"
 _SPEC = f"{_AUTHOR}/model.mlmodel"
-_WEIGHTS = f"{_AUTHOR}/weights"
+_WEIGHTS = f"{_AUTHOR}/{WEIGHTS}"
 # Namespace of the identifiers derived from content; the value itself has no meaning.
 _NAMESPACE = uuid.UUID("6f6d5f0e-3d0c-5d0b-9f0e-c0de1de1e9a7")
 

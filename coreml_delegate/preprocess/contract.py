@@ -16,7 +16,7 @@ import torch
 from torch.export import ExportedProgram
 
 from coreml_delegate.errors import ContractError
-from coreml_delegate.formats.metadata import MethodMetadata
+from coreml_delegate.formats.blob_layout import MethodMetadata
 from coreml_delegate.targets import STATE_OPSET, Opset
 
 BOUNDARY_DTYPES = frozenset(

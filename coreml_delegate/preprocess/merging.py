@@ -18,15 +18,18 @@ from google.protobuf.message import Message
 from coreml_delegate.dynamic_shapes import relations
 from coreml_delegate.errors import BlobFormatError
 from coreml_delegate.formats.blob import Files, Pieces, chunks_of
-from coreml_delegate.formats.metadata import FILE_NAME as METADATA
-from coreml_delegate.formats.metadata import MethodMetadata, ModelMetadata
-from coreml_delegate.formats.mlpackage import assemble, locate
+from coreml_delegate.formats.blob_layout import PACKAGE, MethodMetadata, metadata_in, models_in
+from coreml_delegate.formats.mlpackage import (
+    MAIN,
+    MODEL_PATH,
+    WEIGHT_FILE,
+    WEIGHTS,
+    assemble,
+    locate,
+)
 from coreml_delegate.formats.protobuf import model_pb2
 from coreml_delegate.formats.weight_file import StoredWeight, read_weight, write_weights
-from coreml_delegate.preprocess.package import MAIN, MODEL
 
-_WEIGHT_FILE = "weight.bin"
-_MODEL_PATH = "@model_path/"
 # What a weight is told by: data type, padding, SHA-256 of its bytes.
 WeightKey = tuple[int, int, bytes]
 
@@ -57,11 +60,8 @@ class FunctionModel:
         Raises:
             BlobFormatError: A file is missing or malformed.
         """
-        inside = f"{MODEL}/"
         whole = {p: b"".join(c.parts) if isinstance(c, Pieces) else c for p, c in files.items()}
-        parts = locate(
-            {p.removeprefix(inside): data for p, data in whole.items() if p.startswith(inside)}
-        )
+        parts = locate(models_in(whole).get(PACKAGE, {}))
         spec: Any = model_pb2().Model.FromString(bytes(parts.spec))
         values = list(_file_values(spec.mlProgram))
         places = sorted({(v.fileName, v.offset) for v in values})
@@ -69,7 +69,7 @@ class FunctionModel:
         keys = {place: _key(weight) for place, weight in stored.items()}
         return cls(
             spec=spec,
-            names=ModelMetadata.decode(whole[METADATA]).method(""),
+            names=metadata_in(whole).method(""),
             weights={keys[place]: weight for place, weight in stored.items()},
             references=tuple((v, keys[v.fileName, v.offset]) for v in values),
         )
@@ -96,11 +96,11 @@ def merge(models: Mapping[str, FunctionModel]) -> Files:
     offset_of = dict(zip(merged, offsets, strict=True))
     for model in models.values():
         for value, key in model.references:
-            value.fileName = f"{_MODEL_PATH}weights/{_WEIGHT_FILE}"
+            value.fileName = f"{MODEL_PATH}{WEIGHTS}/{WEIGHT_FILE}"
             value.offset = offset_of[key]
     # Map entries have no order in protobuf; deterministic serialization gives them one.
     spec = _merged_spec(models).SerializeToString(deterministic=True)
-    return assemble(spec, {_WEIGHT_FILE: data} if merged else {})
+    return assemble(spec, {WEIGHT_FILE: data} if merged else {})
 
 
 def _merged_spec(models: Mapping[str, FunctionModel]) -> Any:
@@ -148,7 +148,7 @@ def _file_values(message: Message) -> Iterator[Any]:
 
 
 def _stored(files: Mapping[str, memoryview], name: str, offset: int) -> StoredWeight:
-    path = name.removeprefix(_MODEL_PATH)
+    path = name.removeprefix(MODEL_PATH)
     if path not in files:
         raise BlobFormatError("weight file is missing", got=repr(name), expected=", ".join(files))
     return read_weight(path, files[path], offset)

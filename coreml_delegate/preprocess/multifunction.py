@@ -27,18 +27,11 @@ from coreml_delegate.conversion import blob_cache
 from coreml_delegate.conversion.blob_cache import Outcome, Sharing
 from coreml_delegate.conversion.convert import check_compiler, compiled
 from coreml_delegate.errors import LoweringError, OptionError
-from coreml_delegate.formats.blob import ALIGNMENT, BlobReference, flatten, size_of
+from coreml_delegate.formats.blob import ALIGNMENT, BlobReference, Files, flatten, size_of
+from coreml_delegate.formats.blob_layout import PACKAGE, identify, in_folder
 from coreml_delegate.preprocess.merging import FunctionModel, merge
 from coreml_delegate.preprocess.method_states import check_methods
-from coreml_delegate.preprocess.package import (
-    MODEL,
-    Files,
-    below,
-    build_files,
-    compiled_files,
-    identified,
-    required_opset,
-)
+from coreml_delegate.preprocess.package import build_files, compiled_files, required_opset
 from coreml_delegate.targets import STATE_OPSET, Opset
 
 logger = logging.getLogger(__name__)
@@ -338,7 +331,7 @@ def _together(
     functions = _function_names(methods)
     names = {method: model.names for method, model in zip(methods, models, strict=True)}
     package = merge(dict(zip(functions, models, strict=True)))
-    key, files = identified(_model_files(package, kind), names)
+    key, files = identify(_model_files(package, kind), names)
     blob = flatten(files)
     store = NamedDataStore()
     store.add_named_data(key, blob, alignment=ALIGNMENT)
@@ -358,7 +351,7 @@ def _together(
 
 def _model_files(package: Files, kind: ModelType) -> Files:
     if kind is ModelType.MODEL:
-        return below(MODEL, package)
+        return in_folder(PACKAGE, package)
     with compiled(package) as folder:
         return compiled_files(folder)
 

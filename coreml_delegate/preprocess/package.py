@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,19 +15,14 @@ from coreml_delegate.conversion.prepare import prepare
 from coreml_delegate.dynamic_shapes import relations, symbols
 from coreml_delegate.dynamic_shapes.enumerated import Shape
 from coreml_delegate.errors import UnsupportedOperatorError
-from coreml_delegate.formats.blob import Content, Files, chunks_of, flatten, size_of
-from coreml_delegate.formats.metadata import FILE_NAME as METADATA
-from coreml_delegate.formats.metadata import MethodMetadata, ModelMetadata
-from coreml_delegate.formats.mlpackage import assemble, locate, map_folder
+from coreml_delegate.formats.blob import Files, flatten
+from coreml_delegate.formats.blob_layout import COMPILED, PACKAGE, identify, in_folder
+from coreml_delegate.formats.mlpackage import MAIN, WEIGHTS, assemble, locate, map_folder
 from coreml_delegate.ops import obstacles_in
 from coreml_delegate.ops import required_opset as opset_of_calls
 from coreml_delegate.preprocess import contract, enumerated_shapes
 from coreml_delegate.targets import Opset
 
-MODEL = "model.mlpackage"
-COMPILED_MODEL = "model.mlmodelc"
-MAIN = "main"
-"""The one function of a model that is not merged of others."""
 _COREMLTOOLS = "com.github.apple.coremltools"
 _MAPPED = 16 * 2**20
 """Files from this size on, in bytes, stay on disk as long as they are not in a blob."""
@@ -86,22 +80,7 @@ def build_files(program: ExportedProgram, options: CompileOptions) -> Files:
             conversion.spec.description.metadata.userDefined,
             {MAIN: {feature_of[name]: listed for name, listed in sizes.items()}},
         )
-        return identified(model_files(conversion, is_declared=bool(inputs)), {"": names})[1]
-
-
-def identified(model: Files, methods: Mapping[str, MethodMetadata]) -> tuple[str, Files]:
-    """Add the metadata to a model.
-
-    Args:
-        model: The model's files, in a folder by the name that the device looks for.
-        methods: See ``ModelMetadata``.
-
-    Returns:
-        The model's identifier, and the files of its blob; equal arguments give equal bytes.
-    """
-    identifier = _identifier(model)
-    metadata = ModelMetadata(identifier, methods)
-    return identifier, {**model, METADATA: metadata.encode()}
+        return identify(model_files(conversion, is_declared=bool(inputs)), {"": names})[1]
 
 
 def check_supported(program: ExportedProgram, target: Opset | None) -> None:
@@ -174,13 +153,13 @@ def model_files(conversion: Conversion, *, is_declared: bool) -> Files:
     if conversion.compiled is not None and not is_declared:
         return compiled_files(conversion.compiled)
     parts = locate(map_folder(conversion.package, smallest=_MAPPED))
-    weights = {name.removeprefix("weights/"): data for name, data in parts.weights.items()}
+    weights = {name.removeprefix(f"{WEIGHTS}/"): data for name, data in parts.weights.items()}
     _forget_circumstances(conversion.spec.description.metadata.userDefined)
     # Map entries have no order in protobuf; deterministic serialization gives them one.
     spec = conversion.spec.SerializeToString(deterministic=True)
     package = assemble(spec, weights)
     if conversion.compiled is None:
-        return below(MODEL, package)
+        return in_folder(PACKAGE, package)
     with compiled(package) as path:
         return compiled_files(path)
 
@@ -198,18 +177,4 @@ def _forget_circumstances(metadata: MutableMapping[str, str]) -> None:
 
 def compiled_files(folder: Path) -> Files:
     """The files of a model that was compiled; the folder may then be removed."""
-    return below(COMPILED_MODEL, map_folder(folder, smallest=_MAPPED))
-
-
-def below(folder: str, files: Mapping[str, Content]) -> Files:
-    """Files, moved into a folder."""
-    return {f"{folder}/{name}": content for name, content in files.items()}
-
-
-def _identifier(files: Files) -> str:
-    digest = hashlib.sha256()
-    for name, content in sorted(files.items()):
-        digest.update(f"{name}\0{size_of(content)}\0".encode())
-        for chunk in chunks_of(content):
-            digest.update(chunk)
-    return f"coreml_delegate_{digest.hexdigest()[:32]}"
+    return in_folder(COMPILED, map_folder(folder, smallest=_MAPPED))

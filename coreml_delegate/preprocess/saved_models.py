@@ -11,8 +11,6 @@ Source: coremltools 9.0, ``MLModel.save``; ExecuTorch 1.5, ``ModelDebugInfo`` of
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +20,19 @@ from coreml_delegate.compile_options import ModelType
 from coreml_delegate.conversion.convert import Conversion, check_compiler, temporary_folder
 from coreml_delegate.errors import ContractError
 from coreml_delegate.formats.blob import flatten
-from coreml_delegate.formats.metadata import MethodMetadata, ModelMetadata
-from coreml_delegate.preprocess.package import identified, model_files
+from coreml_delegate.formats.blob_layout import (
+    DEBUG_INFO,
+    PACKAGE,
+    DebugInfo,
+    MethodMetadata,
+    ModelMetadata,
+    OperationPath,
+    identify,
+)
+from coreml_delegate.preprocess.package import model_files
 from coreml_delegate.targets import STATE_OPSET
 
-DEBUG_INFO = "debug_info.json"
 _MAPPING = "executorch_debug_handle_mapping.json"
-
-OperationPath = Sequence[Mapping[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class DebugInfo:
-    """Which operations of a model come from which calls of the program.
-
-    Attributes:
-        version: Of the form of the mapping, as the file has it.
-        paths: The path of an operation by its debug symbol.
-        handles: The debug handles of the calls by debug symbol.
-    """
-
-    version: Any
-    paths: Mapping[str, OperationPath]
-    handles: Mapping[str, Sequence[int]]
-
-    def encode(self) -> bytes:
-        """The content of ``debug_info.json``."""
-        body = {
-            "versionInfo": self.version,
-            "debugSymbolToOperationPath": dict(self.paths),
-            "debugSymbolToHandles": dict(self.handles),
-        }
-        return json.dumps(body).encode()
 
 
 def debug_symbol(operation_path: OperationPath) -> str | None:
@@ -119,11 +98,11 @@ def lower_model(model: Any, model_type: ModelType) -> PreprocessResult:
     spec = model.get_spec()
     names = metadata_of(spec, "").methods
     with temporary_folder() as folder:
-        package = folder / "model.mlpackage"
+        package = folder / PACKAGE
         model.save(str(package))
         info = read_debug_info(package)
         compiled = Path(model.get_compiled_model_path()) if is_compiled else None
-        _, files = identified(
+        _, files = identify(
             model_files(Conversion(spec, package, compiled), is_declared=False), names
         )
         if info is not None:

@@ -15,8 +15,7 @@ from coreml_delegate.conversion.subgraph import stand_in
 from coreml_delegate.conversion.trial import TRIALS, reason_of
 from coreml_delegate.ops import Reason, part_of, record_of
 from coreml_delegate.ops.call import GETITEM, target_name
-from coreml_delegate.ops.constants import constants_of
-from coreml_delegate.ops.constraints import is_known
+from coreml_delegate.ops.constants import is_derived, stored_constants
 from coreml_delegate.partition.confirmation import Confirmation
 from coreml_delegate.targets import Opset
 
@@ -34,13 +33,13 @@ class Convertibility:
         self._state = real_values(program.state_dict)
         self._constants = {
             node: stand_in(self._state.get(key, node.meta["val"] if value is None else value))
-            for node, key, value in (constants_of(program) if inside else ())
+            for node, key, value in (stored_constants(program) if inside else ())
         }
         # A call alone is given dequantized weights as the floats that they stand for.
         self._known = self._constants | {
             node: stand_in(node.meta["val"])
             for node in program.graph.nodes
-            if node.op == "call_function" and is_known(node, self._constants)
+            if node.op == "call_function" and is_derived(node, self._constants)
         }
         self._since: dict[Node, Opset] = {}
         self.kept: Mapping[str, KeptBlob] = {}

@@ -21,7 +21,7 @@ from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.conversion.blob_cache import KeptBlob
 from coreml_delegate.ops import Reason, record_of, required_opset
 from coreml_delegate.ops.call import target_name
-from coreml_delegate.ops.constants import constant_nodes
+from coreml_delegate.ops.constants import stored_nodes
 from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.partition.buffers import check_target as check_target_of_states
 from coreml_delegate.partition.buffers import keep_initial_values, states_of
@@ -262,7 +262,7 @@ class CoreMLPartitioner(Partitioner):
         decision = decide(
             exported_program,
             refused,
-            constants=constant_nodes(exported_program) if self._given.ownership.constants else (),
+            constants=stored_nodes(exported_program) if self._given.ownership.constants else (),
             selection=self._given.selection,
             ownership=self._given.ownership,
             confirm=lambda tagged, tags: self._confirm(tagged, tags, conversions),

@@ -19,14 +19,8 @@ from torch.fx import Node
 from coreml_delegate.conversion.precision import stays_fp32
 from coreml_delegate.ops import record_of
 from coreml_delegate.ops.call import target_name
-from coreml_delegate.ops.edits import (
-    ATEN,
-    constant_value,
-    insert,
-    is_constant,
-    set_arguments,
-    value_of,
-)
+from coreml_delegate.ops.constants import is_stored, stored_value
+from coreml_delegate.ops.edits import ATEN, insert, set_arguments, value_of
 from coreml_delegate.ops.record import MaskRole
 
 _LIMIT = torch.finfo(torch.float16).max
@@ -89,7 +83,7 @@ def _sources(scores: Node) -> Iterator[Any]:
             continue
         seen.add(node)
         if node.op != "call_function":
-            if is_added or is_constant(node):
+            if is_added or is_stored(node):
                 yield node
             continue
         role = _role(node)
@@ -102,14 +96,14 @@ def _sources(scores: Node) -> Iterator[Any]:
 
 def _hides(source: Any) -> bool:
     """Whether a source may have values that are minus infinity in fp16."""
-    if not is_constant(source):
+    if not is_stored(source):
         return value_of(source).dtype.is_floating_point
     return _exceeds(source, _LIMIT)
 
 
 def _exceeds(argument: Any, limit: float) -> bool:
     """Whether a constant has finite values of that magnitude or more."""
-    value = constant_value(argument)
+    value = stored_value(argument)
     if value is None or not value.dtype.is_floating_point or not value.numel():
         return False
     extremes = map(float, torch.aminmax(value.detach()))

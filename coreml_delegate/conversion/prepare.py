@@ -17,7 +17,8 @@ from coreml_delegate.conversion.states import make_states
 from coreml_delegate.dynamic_shapes.symbols import declare_sizes
 from coreml_delegate.ops import record_of
 from coreml_delegate.ops.call import target_name
-from coreml_delegate.ops.edits import ATEN, become, insert, mark_constants, unite_copies, value_of
+from coreml_delegate.ops.constants import mark_stored
+from coreml_delegate.ops.edits import ATEN, become, insert, unite_copies, value_of
 from coreml_delegate.ops.record import OpRecord
 
 
@@ -29,7 +30,7 @@ def prepare(program: ExportedProgram) -> None:
     """
     unite_copies(program)
     make_states(program)
-    mark_constants(program)
+    mark_stored(program)
     declare_sizes(program)
     for node in list(program.graph.nodes):
         record = _record(node)

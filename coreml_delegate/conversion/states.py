@@ -27,6 +27,7 @@ from torch.export.graph_signature import (
 from torch.fx import Node
 
 from coreml_delegate.errors import ContractError
+from coreml_delegate.ops.constants import state_value
 from coreml_delegate.ops.edits import ATEN, add_constant, add_placeholder, insert
 
 HELD = frozenset({torch.float16, torch.float32, torch.bool, torch.uint8, torch.int8})
@@ -45,8 +46,8 @@ def largest_integer() -> int:
 
 def initial_value(program: ExportedProgram, name: str) -> torch.Tensor | None:
     """What a buffer has before the first run; None if that is zero, as a state is."""
-    value: Any = program.state_dict.get(name, program.constants.get(name))
-    return value if isinstance(value, torch.Tensor) and bool(value.any()) else None
+    value = state_value(program, name)
+    return value if value is not None and bool(value.any()) else None
 
 
 def make_states(program: ExportedProgram) -> None:

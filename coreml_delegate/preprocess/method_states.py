@@ -16,6 +16,7 @@ import torch
 from torch.export import ExportedProgram
 
 from coreml_delegate.errors import ContractError
+from coreml_delegate.ops.constants import state_value
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,6 @@ def _buffers(program: ExportedProgram) -> Iterator[tuple[str, torch.Tensor, bool
     signature = program.graph_signature
     written = set(signature.buffers_to_mutate.values())
     for name in signature.inputs_to_buffers.values():
-        value = program.state_dict.get(name, program.constants.get(name))
-        if isinstance(value, torch.Tensor):
+        value = state_value(program, name)
+        if value is not None:
             yield name, value, name in written

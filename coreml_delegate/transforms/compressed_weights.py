@@ -18,8 +18,7 @@ from coreml_delegate.errors import OptionError
 from coreml_delegate.ops import Reason, ReasonCode, obstacle
 from coreml_delegate.ops.call import DECOMPRESS, DEQUANTIZE_AFFINE, target_name
 from coreml_delegate.ops.compressed import blocks
-from coreml_delegate.ops.constants import constant_nodes
-from coreml_delegate.ops.constraints import is_known
+from coreml_delegate.ops.constants import is_derived, stored_nodes
 from coreml_delegate.ops.edits import arguments_of, become, insert, shape_of, value_of
 from coreml_delegate.targets import Opset
 
@@ -59,9 +58,9 @@ def dequantize_per_use(program: ExportedProgram) -> ExportedProgram:
 
 
 def _reused(program: ExportedProgram) -> list[Node]:
-    constants = constant_nodes(program)
+    constants = stored_nodes(program)
     calls = (node for node in program.graph.nodes if node.op == "call_function")
-    return [node for node in calls if len(node.users) > 1 and is_known(node, constants)]
+    return [node for node in calls if len(node.users) > 1 and is_derived(node, constants)]
 
 
 def decompose_undelegated_dequantize(
@@ -123,7 +122,7 @@ def _refused(
     veto: Callable[[Node], Reason | None],
     constants_inside: bool,
 ) -> dict[Node, Reason]:
-    constants = constant_nodes(program) if constants_inside else frozenset[Node]()
+    constants = stored_nodes(program) if constants_inside else frozenset[Node]()
     calls = (n for n in program.graph.nodes if target_name(n.target) in DECOMPRESS)
     verdicts = ((node, veto(node) or obstacle(node, target, constants)) for node in calls)
     return {node: reason for node, reason in verdicts if reason is not None}

@@ -16,7 +16,7 @@ from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
 from coreml_delegate.module_scope import scopes_of
 from coreml_delegate.ops import Reason, flops_of
 from coreml_delegate.ops.call import target_name
-from coreml_delegate.ops.constants import constant_nodes
+from coreml_delegate.ops.constants import stored_nodes
 from coreml_delegate.ops.flops import bytes_of, tensors_of
 from coreml_delegate.partition.buffers import mutable_buffers, obstacles_to_states, states_of
 from coreml_delegate.partition.cpu_kernels import cpu_obstacles
@@ -62,7 +62,7 @@ def describe(
         compression: What the compression of weights after conversion needs, and what for.
         enumerated: The shapes that the program's inputs are to have, or None.
     """
-    constants = constant_nodes(program)
+    constants = stored_nodes(program)
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     partitions = _Partitions(
         constants if ownership.constants else frozenset(),

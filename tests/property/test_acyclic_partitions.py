@@ -42,7 +42,7 @@ from torch.utils import _pytree as pytree
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.conversion.blob_cache import fingerprint
 from coreml_delegate.ops import Reason, ReasonCode
-from coreml_delegate.ops.constants import constant_nodes, constants_of
+from coreml_delegate.ops.constants import stored_constants, stored_nodes
 from coreml_delegate.partition.confirmation import Confirmation
 from coreml_delegate.partition.convertibility import parts_of
 from coreml_delegate.partition.decision import decide
@@ -230,13 +230,15 @@ class Drawn(Partitioner):
 
     def confirm(self, program: ExportedProgram, tags: Sequence[str]) -> dict[Node, Reason]:
         self._round += 1
-        constants = {n: v for n, _, v in constants_of(program)} if self._ownership.constants else {}
+        constants = (
+            {n: v for n, _, v in stored_constants(program)} if self._ownership.constants else {}
+        )
         subgraphs = Confirmation(program, program.state_dict, constants).subgraphs(tags)
         self.confirmed = [fingerprint(part, CompileOptions()) for part in subgraphs.values()]
         return {n: r for n, r in self.refused(program).items() if tag_of(n) in tags}
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
-        constants = constant_nodes(exported_program) if self._ownership.constants else ()
+        constants = stored_nodes(exported_program) if self._ownership.constants else ()
         decision = decide(
             exported_program,
             self.refused(exported_program),

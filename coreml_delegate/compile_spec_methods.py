@@ -17,8 +17,11 @@ from coreml_delegate.compile_options import (
     Precision,
     WeightSharing,
 )
-from coreml_delegate.conversion.compression import linear_config
-from coreml_delegate.conversion.convert import check_accepted, pipeline_of
+from coreml_delegate.conversion.coremltools_options import (
+    check_accepted,
+    linear_config,
+    pass_pipeline,
+)
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
 from coreml_delegate.errors import OptionError
 from coreml_delegate.option_checks import instance, list_of, optional
@@ -216,7 +219,7 @@ class CompileSpecMethods:
     def pass_pipeline_from_compile_specs(compile_specs: Iterable[CompileSpec]) -> Any:
         """The ``coremltools.PassPipeline``, its default one by default."""
         names = CompileOptions.value_in(compile_specs, "pass_names")
-        return coremltools().PassPipeline.DEFAULT if names is None else pipeline_of(names)
+        return coremltools().PassPipeline.DEFAULT if names is None else pass_pipeline(names)
 
 
 def member_of(kind: type[enum.Enum], value: Any, keyword: str) -> Any:

@@ -45,9 +45,11 @@ from coreml_delegate.transforms.compressed_weights import (
     unwrap_tensor_subclasses,
 )
 from coreml_delegate.transforms.constant_arguments import fold_constant_arguments
-from coreml_delegate.transforms.containers import replace_unnamed_containers
+from coreml_delegate.transforms.executorch_gaps import (
+    drop_linear_algebra_checks,
+    replace_unnamed_containers,
+)
 from coreml_delegate.transforms.half_precision import promote_half_to_fp32
-from coreml_delegate.transforms.linear_algebra import drop_linear_algebra_checks
 
 logger = logging.getLogger(__name__)
 

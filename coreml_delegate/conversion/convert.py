@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,26 +19,20 @@ from unittest import mock
 import numpy as np
 from torch.export import ExportedProgram
 
-from coreml_delegate.compile_options import CompileOptions, ModelType, Precision
-from coreml_delegate.conversion.compression import passes_of
-from coreml_delegate.conversion.fp16_range import chunked_overflow_check
-from coreml_delegate.conversion.precision import selector
+from coreml_delegate.compile_options import CompileOptions, ModelType
+from coreml_delegate.conversion.coremltools_options import compression_passes, convert_keywords
+from coreml_delegate.conversion.fp16 import chunked_overflow_check
 from coreml_delegate.errors import (
     ContractError,
     ConversionError,
     LoweringError,
     OptionError,
     UnsupportedOperatorError,
-    near_matches,
 )
 from coreml_delegate.formats.blob import Content
 from coreml_delegate.formats.files import write_folder
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools, quiet_import
-
-# With fp16 this pass narrows integers in gather, squeeze and top-k to 16 bits, signed or unsigned,
-# whatever their values: apple/coremltools#2222, apple/coremltools#2626.
-_LEFT_OUT = {"common::add_int16_cast"}
 
 # coremltools keeps global state while it converts, and tempfile.tempdir is global too.
 _LOCK = threading.Lock()
@@ -68,7 +62,7 @@ def converted(
     Args:
         program: A whole subgraph, in edge or ATen dialect; it may be modified.
         options: How to lower.
-        in_fp32: Debug handles of calls that stay in fp32; see ``precision.mark``.
+        in_fp32: Debug handles of calls that stay in fp32; see ``fp16.mark_fp32_calls``.
 
     Raises:
         OptionError: An option coremltools does not take (a pass or op type it does not know).
@@ -145,8 +139,8 @@ def _convert(
     program: ExportedProgram, options: CompileOptions, in_fp32: frozenset[int], folder: Path
 ) -> Conversion:
     ct = coremltools()
-    keywords = _keywords(ct, options) | {"compute_precision": _precision(ct, options, in_fp32)}
-    compression = passes_of(ct, options)
+    keywords = convert_keywords(ct, options, in_fp32)
+    compression = compression_passes(ct, options)
     with _LOCK, _quiet(), mock.patch.object(tempfile, "tempdir", str(folder)):
         with _conversion_errors(), chunked_overflow_check(), _collecting_new_objects_only():
             model = ct.convert(program, package_dir=str(folder / "converted.mlpackage"), **keywords)
@@ -164,19 +158,6 @@ def _convert(
             del model
             gc.collect()
         return conversion
-
-
-def check_accepted(options: CompileOptions) -> None:
-    """Check that coremltools takes what it would be given of the options.
-
-    Raises:
-        OptionError: A graph pass or MIL op that it does not know, or a compression of weights that
-            it does not take.
-    """
-    ct = coremltools()
-    _pipeline(ct, options)
-    _precision(ct, options, frozenset())
-    passes_of(ct, options)
 
 
 def is_about_the_graph(error: Exception) -> bool:
@@ -243,63 +224,6 @@ def _conversion_errors() -> Generator[None]:
         )
         failure.node = failed_at[0] if failed_at else None
         raise failure from error
-
-
-def _keywords(ct: Any, options: CompileOptions) -> dict[str, Any]:
-    target = options.deployment_target
-    return {
-        "source": "pytorch",
-        "convert_to": "mlprogram",
-        "minimum_deployment_target": None if target is None else ct.target(int(target)),
-        "compute_units": ct.ComputeUnit[options.compute_unit.name],
-        "pass_pipeline": _pipeline(ct, options),
-        # Loading is only needed, and only possible, where Core ML compiles ahead of time.
-        "skip_model_load": options.model_type is not ModelType.COMPILED_MODEL,
-    }
-
-
-def _precision(ct: Any, options: CompileOptions, in_fp32: frozenset[int]) -> Any:
-    """Coremltools' own precision, or where there are exceptions, the rule that makes them."""
-    keep = options.keep_fp32
-    if options.precision is not Precision.FLOAT16 or not (keep.ops or in_fp32):
-        return ct.precision(options.precision.value)
-    from coremltools.converters.mil.mil.ops.registry import SSAOpRegistry
-
-    known = SSAOpRegistry.core_ops
-    for name in keep.ops:
-        if name not in known:
-            raise OptionError(
-                "keep_fp32 names an unknown MIL op",
-                got=repr(name),
-                expected=near_matches(name, known, ""),
-            )
-    return ct.transform.FP16ComputePrecision(op_selector=selector(keep, in_fp32))
-
-
-def _pipeline(ct: Any, options: CompileOptions) -> Any:
-    if options.pass_names is not None:
-        return pipeline_of(options.pass_names)
-    pipeline = ct.PassPipeline.DEFAULT
-    pipeline.remove_passes(_LEFT_OUT)
-    return pipeline
-
-
-def pipeline_of(pass_names: Sequence[str]) -> Any:
-    """Coremltools' ``PassPipeline`` of these passes.
-
-    Raises:
-        OptionError: One is unknown.
-    """
-    ct = coremltools()
-    known = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY.passes
-    for name in pass_names:
-        if name not in known:
-            raise OptionError(
-                "unknown coremltools pass",
-                got=repr(name),
-                expected=near_matches(name, known, ""),
-            )
-    return ct.PassPipeline(list(pass_names), pipeline_name="coreml_delegate")
 
 
 def check_compiler() -> None:

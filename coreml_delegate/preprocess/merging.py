@@ -15,7 +15,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from coreml_delegate.dynamic_shapes import relations
+from coreml_delegate.dynamic_shapes import input_sizes
 from coreml_delegate.errors import BlobFormatError
 from coreml_delegate.formats.blob import Files, Pieces, chunks_of
 from coreml_delegate.formats.blob_layout import PACKAGE, MethodMetadata, metadata_in, models_in
@@ -27,8 +27,8 @@ from coreml_delegate.formats.mlpackage import (
     assemble,
     locate,
 )
-from coreml_delegate.formats.protobuf import model_pb2
 from coreml_delegate.formats.weight_file import StoredWeight, read_weight, write_weights
+from coreml_delegate.third_party import model_pb2
 
 # What a weight is told by: data type, padding, SHA-256 of its bytes.
 WeightKey = tuple[int, int, bytes]
@@ -109,10 +109,10 @@ def _merged_spec(models: Mapping[str, FunctionModel]) -> Any:
     spec.specificationVersion = max(model.version for model in models.values())
     spec.description.metadata.CopyFrom(first.spec.description.metadata)
     single_sizes = {
-        name: relations.stored(model.spec.description.metadata.userDefined).get(MAIN)
+        name: input_sizes.read_all(model.spec.description.metadata.userDefined).get(MAIN)
         for name, model in models.items()
     }
-    relations.write(spec.description.metadata.userDefined, single_sizes)
+    input_sizes.write(spec.description.metadata.userDefined, single_sizes)
     spec.description.defaultFunctionName = default
     spec.mlProgram.version = first.spec.mlProgram.version
     for key, value in first.spec.mlProgram.attributes.items():

@@ -8,6 +8,8 @@ iOS18. By strategy:
   model if they are lowered for the same target, iOS18 or later. The others are models by
   themselves, and the reason is kept with their blobs.
 - ``disabled``: every partition is a model by itself.
+
+Source: ExecuTorch 1.0 to 1.5, Core ML runtime: one ``MLState`` for each loaded handle.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.backend_details import PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
@@ -26,11 +29,11 @@ from coreml_delegate.compile_options import CompileOptions, ModelType, WeightSha
 from coreml_delegate.conversion import blob_cache
 from coreml_delegate.conversion.blob_cache import Outcome, Sharing
 from coreml_delegate.conversion.convert import check_compiler, compiled
-from coreml_delegate.errors import LoweringError, OptionError
+from coreml_delegate.errors import ContractError, LoweringError, OptionError
 from coreml_delegate.formats.blob import ALIGNMENT, BlobReference, Files, flatten, size_of
 from coreml_delegate.formats.blob_layout import PACKAGE, identify, in_folder
+from coreml_delegate.ops.constants import state_value
 from coreml_delegate.preprocess.merging import FunctionModel, merge
-from coreml_delegate.preprocess.method_states import check_methods
 from coreml_delegate.preprocess.package import build_files, compiled_files, required_opset
 from coreml_delegate.targets import STATE_OPSET, Opset
 
@@ -130,9 +133,9 @@ def _results(partitions: _Partitions, strategy: WeightSharing | None) -> _Result
     everything = [partition for listed in partitions.values() for partition in listed]
     if len(partitions) < 2:
         return _alone(_lowered(everything))
-    check_methods(
+    _check_shared_buffers(
         {m: [p.program for p in listed] for m, listed in partitions.items()},
-        demand=strategy is not WeightSharing.DISABLED,
+        are_independent=strategy is WeightSharing.DISABLED,
     )
     if strategy is WeightSharing.DISABLED:
         lowered = _lowered(everything)
@@ -361,3 +364,81 @@ def _function_names(methods: Sequence[str]) -> Sequence[str]:
     if all(name.isascii() and name.isidentifier() for name in methods):
         return methods
     return [f"function_{index}" for index in range(len(methods))]
+
+
+# Buffers that methods share
+
+_PASS_THROUGH = "Pass the buffer in and out of every method"
+# ExecuTorch shares the buffers that methods write; one that a method only reads is a constant.
+_LEAVE_TO_EXECUTORCH = (
+    "Set take_over_mutable_buffer=False and let ExecuTorch share the buffer, with "
+    "MemoryPlanningPass(share_mutable_buffers=True), or pass it in and out of every method"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _BufferUse:
+    """How a method uses a buffer inside its delegates."""
+
+    method: str
+    written: bool
+
+    def __str__(self) -> str:
+        return f"{'written' if self.written else 'read'} by {self.method!r}"
+
+
+def _check_shared_buffers(
+    programs: Mapping[str, Sequence[ExportedProgram]], *, are_independent: bool
+) -> None:
+    """Check that no method has a state of its own for a buffer that another method uses.
+
+    A module's methods share its buffers, but Core ML shares no state between delegates: what one
+    method writes, the others would not see. Buffers are the same if they have the same name, shape
+    and dtype.
+
+    Args:
+        programs: The subgraphs of each method.
+        are_independent: Only warn, because methods are known not to see each other's buffers.
+
+    Raises:
+        ContractError: There is such a buffer, and methods are not known to be independent.
+    """
+    uses: dict[tuple[str, torch.Size, torch.dtype], dict[str, _BufferUse]] = {}
+    for method, subgraphs in programs.items():
+        for program in subgraphs:
+            for name, tensor, written in _buffers(program):
+                by_method = uses.setdefault((name, tensor.shape, tensor.dtype), {})
+                before = by_method.get(method)
+                by_method[method] = _BufferUse(
+                    method, written or (before is not None and before.written)
+                )
+    divided = {
+        name: by_method.values()
+        for (name, _, _), by_method in uses.items()
+        if len(by_method) > 1 and any(use.written for use in by_method.values())
+    }
+    if not divided:
+        return
+    listed = "; ".join(f"{name} ({', '.join(map(str, found))})" for name, found in divided.items())
+    if are_independent:
+        logger.warning(
+            "Core ML states are not shared between methods; each has its own of: %s", listed
+        )
+        return
+    all_write = all(use.written for found in divided.values() for use in found)
+    raise ContractError(
+        "Core ML states are not shared between methods",
+        got=listed,
+        remedy=f"{_LEAVE_TO_EXECUTORCH if all_write else _PASS_THROUGH}. "
+        "Strategy DISABLED gives each method a buffer of its own",
+    )
+
+
+def _buffers(program: ExportedProgram) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield name and value of each buffer inside a delegate, and whether the delegate writes it."""
+    signature = program.graph_signature
+    written = set(signature.buffers_to_mutate.values())
+    for name in signature.inputs_to_buffers.values():
+        value = state_value(program, name)
+        if value is not None:
+            yield name, value, name in written

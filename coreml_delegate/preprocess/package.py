@@ -9,10 +9,10 @@ from pathlib import Path
 from torch.export import ExportedProgram
 
 from coreml_delegate.compile_options import CompileOptions, Precision
-from coreml_delegate.conversion import fp16_masks, precision
+from coreml_delegate.conversion import fp16
 from coreml_delegate.conversion.convert import Conversion, compiled, converted
 from coreml_delegate.conversion.prepare import prepare
-from coreml_delegate.dynamic_shapes import relations, symbols
+from coreml_delegate.dynamic_shapes import input_sizes, symbols
 from coreml_delegate.dynamic_shapes.enumerated import Shape
 from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.formats.blob import Files, flatten
@@ -64,11 +64,11 @@ def build_files(program: ExportedProgram, options: CompileOptions) -> Files:
         needed = max(required_opset(program, inputs), options.oldest_for_compression)
         # Left at None, coremltools itself starts from the oldest; only a demand above it is stated.
         options = replace(options, deployment_target=needed if needed > Opset.iOS15 else None)
-    in_fp32 = precision.mark(program, options.keep_fp32)
+    in_fp32 = fp16.mark_fp32_calls(program, options.keep_fp32)
     sizes = {} if inputs else symbols.relations_of(program)
     prepare(program)
     if options.precision is Precision.FLOAT16:
-        fp16_masks.protect(program, in_fp32, options.keep_fp32.ops)
+        fp16.bound_masks(program, in_fp32, options.keep_fp32.ops)
     with converted(program, options, in_fp32) as conversion:
         names = contract.check_model(boundary, conversion.spec)
         # The features bear the names of the inputs, or others, in the same order.
@@ -76,7 +76,7 @@ def build_files(program: ExportedProgram, options: CompileOptions) -> Files:
         enumerated_shapes.declare(
             conversion.spec, {feature_of[name]: shapes for name, shapes in inputs.items()}
         )
-        relations.write(
+        input_sizes.write(
             conversion.spec.description.metadata.userDefined,
             {MAIN: {feature_of[name]: listed for name, listed in sizes.items()}},
         )

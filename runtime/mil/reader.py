@@ -10,8 +10,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
+from coreml_delegate import third_party
 from coreml_delegate.errors import BlobFormatError, ProgramError
-from coreml_delegate.formats import protobuf
 from coreml_delegate.formats.mlpackage import MAIN, MODEL_PATH
 from coreml_delegate.runtime.mil import features
 from coreml_delegate.runtime.mil.dtypes import DType, packed_nbytes, unpack_bits
@@ -50,7 +50,7 @@ def read_program(spec: bytes | memoryview, weights: Mapping[str, WeightFile]) ->
         BlobFormatError: The bytes do not parse, or are inconsistent.
         ProgramError: The model is of another type than ML Program.
     """
-    model = protobuf.model_pb2().Model()
+    model = third_party.model_pb2().Model()
     try:
         model.ParseFromString(bytes(spec))
     except DecodeError as error:

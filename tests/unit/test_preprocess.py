@@ -347,7 +347,7 @@ def test_an_unknown_quantizer_option_is_named() -> None:
     options = CompileOptions(op_linear_quantizer_config={"mood": "linear"})
     with pytest.raises(OptionError) as raised:
         build_blob(linear(), options)
-    assert "op_linear_quantizer_config is not what coremltools takes" in str(raised.value)
+    assert "coremltools does not accept op_linear_quantizer_config" in str(raised.value)
     assert "mood" in str(raised.value)
 
 

@@ -1,4 +1,7 @@
-"""The sole place where coremltools converts: an ExportedProgram to a specification and weights."""
+"""Conversion of a subgraph by coremltools, to a model specification and weights.
+
+Nothing else in the package calls ``coremltools.convert``.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +43,11 @@ _LOCK = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What coremltools made of one subgraph.
+    """A subgraph as coremltools converted it.
 
     Attributes:
         spec: The ``Model`` message.
-        package: The mlpackage on disk; lives as long as the ``converted`` context.
+        package: The mlpackage on disk; it is removed at the end of ``convert_program``.
         compiled: The mlmodelc on disk, with ``ModelType.COMPILED_MODEL`` only.
     """
 
@@ -54,7 +57,7 @@ class Conversion:
 
 
 @contextmanager
-def converted(
+def convert_program(
     program: ExportedProgram, options: CompileOptions, in_fp32: frozenset[int] = frozenset()
 ) -> Generator[Conversion]:
     """Convert ``program`` inside a temporary directory that is always removed.
@@ -65,7 +68,7 @@ def converted(
         in_fp32: Debug handles of calls that stay in fp32; see ``fp16.mark_fp32_calls``.
 
     Raises:
-        OptionError: An option coremltools does not take (a pass or op type it does not know).
+        OptionError: An option that coremltools does not accept, as an unknown pass or op type.
         ConversionError: Coremltools failed; the cause is chained.
         LoweringError: Ahead-of-time compilation was asked for where there is no compiler.
     """
@@ -76,7 +79,7 @@ def converted(
 
 
 @contextmanager
-def compiled(package: Mapping[str, Content]) -> Generator[Path]:
+def compile_package(package: Mapping[str, Content]) -> Generator[Path]:
     """Compile an mlpackage inside a temporary directory that is always removed.
 
     Args:
@@ -104,7 +107,7 @@ def compiled(package: Mapping[str, Content]) -> Generator[Path]:
 
 @contextmanager
 def temporary_folder() -> Generator[Path]:
-    """A folder that is always removed."""
+    """Create a temporary folder that is always removed."""
     folder = Path(tempfile.mkdtemp(prefix="coreml-delegate-"))
     try:
         yield folder
@@ -115,10 +118,11 @@ def temporary_folder() -> Generator[Path]:
 def check_translation(program: ExportedProgram, target: Opset | None) -> None:
     """Let coremltools translate ``program`` to MIL, without optimizing or saving anything.
 
-    Much cheaper than a conversion, and where nearly all conversions that fail do so.
+    This is much cheaper than a conversion, and nearly all conversions that fail, fail here.
 
     Args:
-        program: As ``converted`` takes it; constants may be stand-ins of the right shape and dtype.
+        program: As for ``convert_program``; stand-ins of the right shape and
+            dtype will do for constants.
         target: Opset to translate to, or None for the oldest.
 
     Raises:
@@ -149,7 +153,7 @@ def _convert(
                 model = compress(model)
             compiled = None
             if options.model_type is ModelType.COMPILED_MODEL:
-                # It is removed with the object.
+                # coremltools removes its compiled model with the object.
                 compiled = shutil.copytree(
                     model.get_compiled_model_path(), folder / "converted.mlmodelc"
                 )
@@ -161,10 +165,10 @@ def _convert(
 
 
 def is_about_the_graph(error: Exception) -> bool:
-    """Whether a lowering failed by what is in the graph, so that less of it may succeed.
+    """Return whether the graph made a lowering fail, so that a part of the graph may succeed.
 
-    Options that are not accepted, and what the machine lacks (a compiler, memory, disk space), fail
-    whatever the graph.
+    Options that are not accepted, and a lack of memory, disk space or a compiler, make every graph
+    fail.
     """
     about_the_graph = (UnsupportedOperatorError, ConversionError, ContractError)
     about_the_rest = (OptionError, LoweringError, OSError, MemoryError)
@@ -175,9 +179,9 @@ def is_about_the_graph(error: Exception) -> bool:
 def _collecting_new_objects_only() -> Generator[None]:
     """Keep the garbage collector off the objects that exist already.
 
-    A full collection by the objects of torch and ExecuTorch alone takes several times as long as
-    the conversion of a small subgraph. Coremltools' own, while the model is still there, is left to
-    the caller to do afterwards.
+    A full collection takes several times as long as the conversion of a small subgraph, because of
+    the objects of torch and ExecuTorch. coremltools collects while it still holds the model; the
+    caller does so afterwards instead.
     """
     with mock.patch("coremltools.converters._converters_entry.gc"):
         if gc.get_freeze_count():  # the caller's own arrangement, which unfreezing would undo
@@ -192,7 +196,7 @@ def _collecting_new_objects_only() -> Generator[None]:
 
 @contextmanager
 def _conversion_errors() -> Generator[None]:
-    """Turn what coremltools raises into ``ConversionError``, with the node it was at."""
+    """Raise coremltools' errors as ``ConversionError``, with the node that it was translating."""
     from coremltools.converters.mil.frontend.torch import ops
 
     failed_at: list[str] = []
@@ -241,9 +245,9 @@ def check_compiler() -> None:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Keep coremltools' progress bars and numpy's warnings off its caller's terminal.
+    """Silence coremltools' progress bars and numpy's warnings of overflow.
 
-    It casts limits of fp32 to fp16, where they become infinite and are right.
+    coremltools casts limits of fp32 to fp16, where infinity is the right result.
     """
     import tqdm
 
@@ -258,17 +262,16 @@ def _quiet() -> Generator[None]:
         mock.patch(frontend, silent),
         mock.patch(passes, silent),
         mock.patch(compression, silent),
-        # Names count up over a process's life; each conversion's bytes are to be its own affair.
+        # Numbers in names count up over a process's life; equal models need equal bytes.
         mock.patch("coremltools.converters.mil.mil.Builder.name_count", defaultdict(int)),
     ):
         yield
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether coremltools logs what its caller does not know otherwise.
+    """Return whether a log record of coremltools says something that its caller does not know.
 
-    What fails is in the error that is raised. Integers of the program become those of Core ML, of
-    32 bits, in every call that has any.
+    Failures are in the error that is raised, and integers of 64 bits always become 32 bits wide.
     """
     return (
         not record.getMessage()
@@ -291,7 +294,7 @@ def _filtered_log() -> Generator[None]:
 
 @contextmanager
 def _silent_log() -> Generator[None]:
-    """Keep coremltools' warnings about a model that nobody will run out of its caller's log."""
+    """Silence coremltools' warnings about a model that nobody will run."""
     logger = logging.getLogger("coremltools")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

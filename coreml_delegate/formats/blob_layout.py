@@ -58,7 +58,7 @@ class ModelMetadata:
     methods: Mapping[str, MethodMetadata]
 
     def method(self, name: str) -> MethodMetadata:
-        """The metadata of a method.
+        """Return the metadata of a method.
 
         Raises:
             BlobFormatError: The blob is shared and has no such method.
@@ -71,7 +71,7 @@ class ModelMetadata:
         return found
 
     def encode(self) -> bytes:
-        """The file's content; equal metadata gives equal bytes."""
+        """Return the content of ``metadata.json``; equal metadata gives equal bytes."""
         body: dict[str, object] = {"identifier": self.identifier}
         if set(self.methods) == {""}:
             body |= _names(self.methods[""])
@@ -81,7 +81,7 @@ class ModelMetadata:
 
     @classmethod
     def decode(cls, data: Buffer) -> ModelMetadata:
-        """Read the file's content.
+        """Read the content of ``metadata.json``.
 
         Raises:
             BlobFormatError: Not JSON, or a field is missing or of the wrong type.

@@ -58,15 +58,16 @@ def map_folder(folder: Path, *, smallest: int = 1) -> dict[str, memoryview]:
     """Map every file below ``folder`` into memory, read-only.
 
     Args:
-        folder: Whose files may be removed while they are mapped, but not changed.
-        smallest: Files of fewer bytes are read: each that is mapped counts as an open file.
+        folder: Its files may be removed while they are mapped, but not changed.
+        smallest: Size in bytes from which files are mapped, and smaller ones read: each mapped file
+            counts as an open one.
 
     Returns:
         Relative POSIX path to content, sorted. The views keep the mappings alive.
 
     Raises:
         ProgramError: No such folder.
-        BlobFormatError: A link in it leads out of it.
+        BlobFormatError: A link in the folder leads out of it.
     """
     if not folder.is_dir():
         raise ProgramError("no such mlpackage", got=str(folder), expected="a folder")
@@ -103,7 +104,7 @@ def locate(files: Mapping[str, Buffer]) -> PackageParts:
 
 
 def assemble(spec: bytes, weights: Mapping[str, Content]) -> dict[str, Content]:
-    """The files of an mlpackage; equal arguments give equal bytes.
+    """Return the files of an mlpackage; equal arguments give equal bytes.
 
     Args:
         spec: Serialized ``Model`` message.

@@ -1,7 +1,7 @@
-"""Models of one function each, made into one model with all of them, each weight stored once.
+"""Merging of models with one function each into one model, which stores equal weights once.
 
-Nothing is converted again: a function stays as it was but for the places of its weights. Two
-weights are one if they have the same type and the same bytes.
+Nothing is converted again: in a function only the places of its weights change. Two weights are
+equal if they have the same type and the same bytes.
 
 Source: coremltools' ``Model.proto`` (``FunctionDescription``) and ``MIL.proto``.
 """
@@ -30,8 +30,8 @@ from coreml_delegate.formats.mlpackage import (
 from coreml_delegate.formats.weight_file import StoredWeight, read_weight, write_weights
 from coreml_delegate.third_party import model_pb2
 
-# What a weight is told by: data type, padding, SHA-256 of its bytes.
 WeightKey = tuple[int, int, bytes]
+"""Data type, padding, and SHA-256 of the bytes: equal for equal weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class FunctionModel:
 
     Attributes:
         spec: The ``Model`` message.
-        names: Of the partition's arguments.
-        weights: In the order in which they lie in its file.
+        names: Names of the partition's arguments.
+        weights: The weights in the order in which they lie in the model's file.
         references: The ``BlobFileValue`` messages in ``spec``, each with the weight it refers to.
     """
 
@@ -52,10 +52,10 @@ class FunctionModel:
 
     @classmethod
     def of(cls, files: Files) -> FunctionModel:
-        """Read the model of a blob that one method uses, an mlpackage.
+        """Read the mlpackage in a blob that one method uses.
 
         Args:
-            files: Of the blob; weights are views of them.
+            files: The files of the blob; weights are views of them.
 
         Raises:
             BlobFormatError: A file is missing or malformed.
@@ -65,7 +65,7 @@ class FunctionModel:
         spec: Any = model_pb2().Model.FromString(bytes(parts.spec))
         values = list(_file_values(spec.mlProgram))
         places = sorted({(v.fileName, v.offset) for v in values})
-        stored = {place: _stored(parts.weights, *place) for place in places}
+        stored = {place: _read_weight(parts.weights, *place) for place in places}
         keys = {place: _key(weight) for place, weight in stored.items()}
         return cls(
             spec=spec,
@@ -76,7 +76,7 @@ class FunctionModel:
 
     @property
     def version(self) -> int:
-        """Its specification version."""
+        """The specification version of the model."""
         return int(self.spec.specificationVersion)
 
 
@@ -84,8 +84,8 @@ def merge(models: Mapping[str, FunctionModel]) -> Files:
     """Make one model of several.
 
     Args:
-        models: By the name that its function gets; the first is the default function. They are
-            used up: their weights get new places.
+        models: The models by the name that each one's function gets; the first is the default
+            function. They cannot be used afterwards: their weights get new places.
 
     Returns:
         The files of its mlpackage, which refer to the weights' own bytes; equal arguments give
@@ -128,7 +128,7 @@ def _merged_spec(models: Mapping[str, FunctionModel]) -> Any:
 
 
 def _file_values(message: Message) -> Iterator[Any]:
-    """Every ``BlobFileValue`` inside a message."""
+    """Yield every ``BlobFileValue`` inside a message."""
     pending: list[Any] = [message]
     while pending:
         current = pending.pop()
@@ -147,7 +147,7 @@ def _file_values(message: Message) -> Iterator[Any]:
                 pending += value.values()
 
 
-def _stored(files: Mapping[str, memoryview], name: str, offset: int) -> StoredWeight:
+def _read_weight(files: Mapping[str, memoryview], name: str, offset: int) -> StoredWeight:
     path = name.removeprefix(MODEL_PATH)
     if path not in files:
         raise BlobFormatError("weight file is missing", got=repr(name), expected=", ".join(files))

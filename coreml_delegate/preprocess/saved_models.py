@@ -1,4 +1,4 @@
-"""Models that coremltools converted for somebody else: their blobs, metadata and debug handles.
+"""Blobs, metadata and debug handles of models that were converted elsewhere.
 
 ``executorch_debug_handle_mapping.json``, which coremltools saves with a model converted from an
 ExecuTorch program, lists for each debug handle the paths of the operations made of its call::
@@ -36,14 +36,14 @@ _MAPPING = "executorch_debug_handle_mapping.json"
 
 
 def debug_symbol(operation_path: OperationPath) -> str | None:
-    """``output:operator`` of the operation a path leads to; None if the path does not say it."""
+    """Return ``output:operator`` of the last operation of a path; None if the path lacks it."""
     last = operation_path[-1] if operation_path else {}
     output, operator = last.get("Output"), last.get("Operator")
     return None if output is None or operator is None else f"{output}:{operator}"
 
 
 def read_debug_info(package: Path) -> DebugInfo | None:
-    """The debug info of a saved model; None if it has none, or none that can be read."""
+    """Return the debug info of a saved model; None if it is missing or unreadable."""
     try:
         content: Any = json.loads((package / _MAPPING).read_bytes())
     except (FileNotFoundError, ValueError):
@@ -65,10 +65,10 @@ def read_debug_info(package: Path) -> DebugInfo | None:
 
 
 def metadata_of(spec: Any, identifier: str) -> ModelMetadata:
-    """The metadata of the model with this specification.
+    """Return the metadata of the model with this specification.
 
     Raises:
-        ContractError: It has no output; or no input, and is for systems before iOS18.
+        ContractError: The model has no output; or no input, and is for systems before iOS18.
     """
     inputs, outputs = (
         tuple(feature.name for feature in features)
@@ -86,11 +86,11 @@ def metadata_of(spec: Any, identifier: str) -> ModelMetadata:
 
 
 def lower_model(model: Any, model_type: ModelType) -> PreprocessResult:
-    """The blob of a ``coremltools.models.MLModel``; equal models give equal bytes.
+    """Return the blob of a ``coremltools.models.MLModel``; equal models give equal bytes.
 
     Raises:
         ContractError: See ``metadata_of``.
-        LoweringError: It is to be compiled, and there is no compiler.
+        LoweringError: A compiled model was asked for, and there is no compiler.
     """
     is_compiled = model_type is ModelType.COMPILED_MODEL
     if is_compiled:
@@ -107,6 +107,6 @@ def lower_model(model: Any, model_type: ModelType) -> PreprocessResult:
         )
         if info is not None:
             files[DEBUG_INFO] = info.encode()
-        # ExecuTorch's annotation has but one handle for each.
+        # ExecuTorch annotates one handle for each symbol, but takes several.
         handles: Any = None if info is None else {s: tuple(h) for s, h in info.handles.items()}
         return PreprocessResult(processed_bytes=flatten(files), debug_handle_map=handles)

@@ -1,7 +1,7 @@
-"""Arguments that Core ML wants constant, computed of constants before the program is partitioned.
+"""Folding of arguments that Core ML needs as constants, before the program is partitioned.
 
-Convolutions take weights that are known: so are those that ``weight_norm``, spectral norms and
-weight standardization make of parameters, and nothing has to make them again in every run.
+Convolutions need constant weights. Weights that ``weight_norm``, spectral norms and weight
+standardization compute from parameters are constant, too, once they are computed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PREFIX = "coreml_delegate_folded"
 
 
 def fold_constant_arguments(program: ExportedProgram) -> ExportedProgram:
-    """``program`` with such arguments as constants.
+    """Return ``program`` with foldable arguments computed where a rule demands a constant.
 
     Args:
         program: In ATen dialect, with its real state; it is not changed.
@@ -37,7 +37,7 @@ def fold_constant_arguments(program: ExportedProgram) -> ExportedProgram:
     values: dict[Node, Any] = _constants(copied)
     for argument in _to_fold(copied):
         with torch.no_grad():
-            value = _computed(argument, values)
+            value = _compute(argument, values)
         constant = add_constant(copied, f"{_PREFIX}_{argument.name}", value, argument)
         argument.replace_all_uses_with(constant)
     copied.graph.eliminate_dead_code()
@@ -61,7 +61,7 @@ def _constants(program: ExportedProgram) -> dict[Node, Any]:
 
 
 def _demanded(node: Node) -> Iterator[Node]:
-    """The arguments of a call that have to be constants, and are computed."""
+    """Yield the arguments of a call that have to be constants and are results of calls."""
     rule = record_of(target_name(node.target)) if node.op == "call_function" else None
     names = [c.name for c in rule.constraints if isinstance(c, IsConstant)] if rule else []
     arguments = OpCall.of(node).arguments if names else {}
@@ -71,8 +71,8 @@ def _demanded(node: Node) -> Iterator[Node]:
             yield argument
 
 
-def _computed(node: Node, values: dict[Node, Any]) -> Any:
-    """The result of a call on constants, and of those it is made of."""
+def _compute(node: Node, values: dict[Node, Any]) -> Any:
+    """Compute a foldable call, and the calls it depends on; results are added to ``values``."""
     pending = [node]
     while pending:
         call = pending[-1]
@@ -87,7 +87,7 @@ def _computed(node: Node, values: dict[Node, Any]) -> Any:
 
 
 def _remove_unused(program: ExportedProgram) -> None:
-    """Take out the parameters and buffers that nothing reads any more."""
+    """Remove the parameters and buffers that have no users left."""
     kinds = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
     specs = program.graph_signature.input_specs
     unused = {

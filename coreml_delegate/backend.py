@@ -1,4 +1,4 @@
-"""``CoreMLBackend``: the ahead-of-time half of the delegate, as ExecuTorch calls it."""
+"""``CoreMLBackend``: the backend that ExecuTorch calls to lower subgraphs to blobs."""
 
 from __future__ import annotations
 
@@ -17,40 +17,44 @@ from coreml_delegate.compile_spec_methods import CompileSpecMethods, member_of
 from coreml_delegate.conversion import blob_cache
 from coreml_delegate.errors import LoweringError
 from coreml_delegate.formats.blob import flatten
-from coreml_delegate.formats.metadata import FILE_NAME as METADATA
-from coreml_delegate.formats.metadata import ModelMetadata
+from coreml_delegate.formats.blob_layout import (
+    DEBUG_INFO,
+    METADATA,
+    DebugInfo,
+    ModelMetadata,
+    OperationPath,
+)
 from coreml_delegate.preprocess import saved_models
 from coreml_delegate.preprocess.multifunction import lower_methods
 from coreml_delegate.preprocess.package import build_files
-from coreml_delegate.preprocess.saved_models import DebugInfo, OperationPath
 
 _Item = TypeVar("_Item")
 
 MULTIMETHOD_WEIGHT_SHARING_STRATEGY = WeightSharing
-"""``WeightSharing`` by the name it has in ExecuTorch's own backend."""
+"""The name of ``WeightSharing`` in ExecuTorch's own backend."""
 
 
 @final
 class CoreMLBackend(CompileSpecMethods, BackendDetails):
-    """The backend ExecuTorch knows by the name ``CoreMLBackend``."""
+    """The backend that ExecuTorch finds by the name ``CoreMLBackend``."""
 
     @staticmethod
     def model_metadata_from_spec(model_spec: Any, identifier: str) -> ModelMetadata:
-        """The metadata of a model with this specification, to be saved beside it.
+        """Return the metadata of a model with this specification.
 
         Raises:
-            ContractError: It has no output; or no input, and is for systems before iOS18.
+            ContractError: The model has no output; or no input, and is for systems before iOS18.
         """
         return saved_models.metadata_of(model_spec, identifier)
 
     @staticmethod
     def get_debug_symbol(operation_path: OperationPath) -> str | None:
-        """``output:operator`` of the operation a path leads to; None if it does not say that."""
+        """Return ``output:operator`` of the last operation of a path; None if the path lacks it."""
         return saved_models.debug_symbol(operation_path)
 
     @staticmethod
     def get_model_debug_info(model_package_dir: Path) -> DebugInfo | None:
-        """The debug info of an mlpackage that coremltools saved, or None."""
+        """Return the debug info of an mlpackage that coremltools saved, or None."""
         return saved_models.read_debug_info(Path(model_package_dir))
 
     @staticmethod
@@ -61,16 +65,16 @@ class CoreMLBackend(CompileSpecMethods, BackendDetails):
     @staticmethod
     def save_model_debug_info(model_debug_info: DebugInfo, model_dir_path: Path) -> None:
         """Write ``debug_info.json``, which profilers read."""
-        (Path(model_dir_path) / saved_models.DEBUG_INFO).write_bytes(model_debug_info.encode())
+        (Path(model_dir_path) / DEBUG_INFO).write_bytes(model_debug_info.encode())
 
     @staticmethod
     def preprocess_model(mlmodel: Any, model_type: Any) -> PreprocessResult:
-        """The blob of a ``coremltools.models.MLModel``; equal models give equal bytes.
+        """Return the blob of a ``coremltools.models.MLModel``; equal models give equal bytes.
 
         Raises:
             ContractError: See ``model_metadata_from_spec``.
-            LoweringError: It is to be compiled, and there is no compiler.
-            OptionError: No model type.
+            LoweringError: A compiled model was asked for, and there is no compiler.
+            OptionError: ``model_type`` is not a model type.
         """
         return saved_models.lower_model(mlmodel, member_of(ModelType, model_type, "model_type"))
 
@@ -80,7 +84,7 @@ class CoreMLBackend(CompileSpecMethods, BackendDetails):
         edge_program: ExportedProgram,
         compile_specs: list[CompileSpec],
     ) -> ExportedProgram:
-        """A copy to be passed to ``preprocess``, which changes no tensor: it has the same ones."""
+        """Return a copy for ``preprocess``; it shares the tensors, which ``preprocess`` keeps."""
         owner = owner_of(compile_specs)
         if owner is not cls:
             return owner.copy_exported_program_for_preprocess(edge_program, compile_specs)
@@ -120,7 +124,8 @@ class CoreMLBackend(CompileSpecMethods, BackendDetails):
 
         Args:
             edge_programs: The subgraphs of each method; ExecuTorch passes copies.
-            compile_specs: Of each subgraph; rewritten in place, see ``preprocess``.
+            compile_specs: The compile specs of each subgraph; rewritten in place, see
+                ``preprocess``.
 
         Raises:
             CoreMLDelegateError: See ``lower_methods`` and ``owner_of``.
@@ -130,7 +135,7 @@ class CoreMLBackend(CompileSpecMethods, BackendDetails):
         }
         for owner, places in _places_by_owner(compile_specs).items():
             lower = lower_methods if owner is cls else owner.preprocess_multimethod
-            lowered = lower(_chosen(edge_programs, places), _chosen(compile_specs, places))
+            lowered = lower(_at_places(edge_programs, places), _at_places(compile_specs, places))
             for method, made in lowered.items():
                 for place, result in zip(places[method], made, strict=True):
                     results[method][place] = result
@@ -138,7 +143,7 @@ class CoreMLBackend(CompileSpecMethods, BackendDetails):
 
 
 class DeregisteredBackend(BackendDetails):
-    """Base of the backends that have our name and gave up being found by it.
+    """Base of other backends of our name, which hides them from ExecuTorch's search.
 
     ExecuTorch looks for a name among the direct subclasses of ``BackendDetails``, and takes the
     first match on one path, the last on another. See ``claim_name``.
@@ -159,9 +164,10 @@ def claim_name() -> None:
 
 
 def owner_of(compile_specs: Iterable[CompileSpec]) -> type[BackendDetails]:
-    """The backend that lowers a subgraph with these compile specs.
+    """Return the backend that lowers a subgraph with these compile specs.
 
-    Ours, unless another of its name is loaded and this package wrote none of them.
+    It is ours, unless another backend of the same name is loaded and this package wrote none of the
+    specs.
 
     Raises:
         LoweringError: Several others are loaded.
@@ -182,7 +188,7 @@ def owner_of(compile_specs: Iterable[CompileSpec]) -> type[BackendDetails]:
 def _places_by_owner(
     compile_specs: Mapping[str, Sequence[Sequence[CompileSpec]]],
 ) -> dict[type[BackendDetails], dict[str, list[int]]]:
-    """The subgraphs of each backend, by method, as positions among those of the method."""
+    """Return the positions of each backend's subgraphs among those of their method."""
     found: dict[type[BackendDetails], dict[str, list[int]]] = {}
     for method, of_subgraphs in compile_specs.items():
         for place, specs in enumerate(of_subgraphs):
@@ -190,7 +196,7 @@ def _places_by_owner(
     return found
 
 
-def _chosen(
+def _at_places(
     by_method: Mapping[str, Sequence[_Item]], places: Mapping[str, Sequence[int]]
 ) -> dict[str, list[_Item]]:
     return {name: [by_method[name][place] for place in chosen] for name, chosen in places.items()}

@@ -1,4 +1,4 @@
-"""Where caches lie, and what tells that their entries are outdated."""
+"""The folder of all caches, and the digest of sources that invalidates their entries."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ CACHE_VARIABLE: Final = "COREML_DELEGATE_CACHE"
 
 
 def cache_folder() -> Path:
-    """The folder that holds all caches; it need not exist. Each has a folder of its own below."""
+    """Return the folder of all caches, which need not exist; each has a folder of its own below."""
     named = os.environ.get(CACHE_VARIABLE)
     return Path(named) if named else platformdirs.user_cache_path("coreml-delegate")
 
 
 @functools.cache
 def source_digest(*packages: str) -> str:
-    """Digest of the Python sources of packages and of all packages below them.
+    """Return a digest of the Python sources of packages and of all packages below them.
 
     Args:
-        packages: Full names.
+        packages: Full names of the packages.
 
     Returns:
         32 hexadecimal digits; the digest of nothing where sources are not installed.

@@ -1,4 +1,4 @@
-"""``CompileOptions``: how a subgraph is lowered, and the only codec of its compile specs.
+"""``CompileOptions``: how a subgraph is lowered, and how compile specs encode it.
 
 Wire format, one ``CompileSpec(key, value)`` each, all values UTF-8::
 
@@ -60,14 +60,14 @@ class Precision(enum.Enum):
 
 
 class ModelType(enum.Enum):
-    """What the blob holds: an mlpackage, or an mlmodelc compiled ahead of time (macOS only)."""
+    """The kind of model in a blob: an mlpackage, or an mlmodelc compiled ahead of time on macOS."""
 
     MODEL = "model"
     COMPILED_MODEL = "compiled_model"
 
 
 class WeightSharing(enum.Enum):
-    """How partitions of several methods share weights; without a strategy, where it is safe.
+    """How partitions of several methods share weights; without a strategy they do where it is safe.
 
     Attributes:
         POSITIONAL: The n-th partitions of all methods become one model with a function per method;
@@ -82,15 +82,15 @@ class WeightSharing(enum.Enum):
 class OwnKey(str):
     """The key of a compile spec that this package wrote: a plain string to everyone else.
 
-    A ``.pte`` does not tell it from any other. In the process that lowers, its type tells our
-    backend which subgraphs are meant for it, if another backend has the same name.
+    In a ``.pte`` it is a key like any other. In the process that lowers, its type tells our backend
+    which subgraphs are meant for it, if another backend has the same name.
     """
 
     __slots__ = ()
 
 
 def is_own(specs: Iterable[CompileSpec]) -> bool:
-    """Whether this package wrote any of the compile specs."""
+    """Return whether this package wrote any of the compile specs."""
     return any(isinstance(spec.key, OwnKey) for spec in specs)
 
 
@@ -103,7 +103,7 @@ _OLD_COMPUTE_UNITS = {
 
 @dataclass(frozen=True, slots=True)
 class KeepFp32:
-    """What computes in fp32 in a model that otherwise computes in fp16.
+    """Ops, modules and calls that compute in fp32 in a model that computes in fp16.
 
     Attributes:
         ops: Types of MIL ops, for example ``softmax``.
@@ -118,10 +118,10 @@ class KeepFp32:
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> KeepFp32:
-        """Read lists of names by kind.
+        """Check and return names given as lists by kind.
 
         Raises:
-            OptionError: An unknown kind, or something that is no list of names.
+            OptionError: A kind is unknown, or a value is not a list of names.
         """
         kinds = [f.name for f in fields(cls)]
         instance(Mapping, "a dictionary of lists of names")("keep_fp32", value)
@@ -136,10 +136,10 @@ class KeepFp32:
 
 
 def checked_specs(specs: Iterable[CompileSpec]) -> Sequence[CompileSpec]:
-    """The compile specs, which are some.
+    """Return the compile specs, after a check that they are.
 
     Raises:
-        OptionError: They are not.
+        OptionError: They are not a list of compile specs.
     """
     from executorch.exir.backend.compile_spec_schema import CompileSpec
 
@@ -153,7 +153,7 @@ class CompileOptions:
 
     Attributes:
         compute_unit: Where the model may run.
-        deployment_target: Oldest system to support, or None for the oldest that converts.
+        deployment_target: Oldest opset to support, or None for the oldest that converts.
         precision: Floating-point type to compute in.
         model_type: Whether to compile ahead of time.
         op_linear_quantizer_config: Keywords of coremltools' ``OpLinearQuantizerConfig``, to
@@ -161,10 +161,10 @@ class CompileOptions:
         weight_compression: Configurations of coremltools' compression, applied in turn after
             conversion; None for none.
         pass_names: Names of the coremltools graph passes to run, or None for its default pipeline.
-        keep_fp32: What computes in fp32 though ``precision`` is fp16.
-        weight_sharing: How methods share weights, or None for what is safe.
-        enumerated_shapes: The combinations of input shapes to support, of all that the program was
-            exported for; None for all.
+        keep_fp32: Parts of the model that compute in fp32 though ``precision`` is fp16.
+        weight_sharing: How methods share weights, or None to share where it is safe.
+        enumerated_shapes: The combinations of input shapes to support; None for all that the
+            program was exported for.
     """
 
     compute_unit: ComputeUnit = ComputeUnit.ALL
@@ -180,7 +180,7 @@ class CompileOptions:
 
     @property
     def compression_demand(self) -> tuple[Opset, str] | None:
-        """The oldest opset that the compression of weights needs, and what of it does."""
+        """The oldest opset that the compression of weights needs, and the part that needs it."""
         return demand(self.op_linear_quantizer_config, self.weight_compression)
 
     @property
@@ -189,18 +189,18 @@ class CompileOptions:
         return (self.compression_demand or (Opset.iOS15, ""))[0]
 
     def check_compression(self) -> None:
-        """Check that the deployment target has what the compression of weights makes.
+        """Check that the deployment target supports the compression of weights.
 
         Raises:
-            OptionError: It has not.
+            OptionError: The target is too old.
         """
         needed = self.compression_demand
         if needed is not None and self.deployment_target is not None:
             require_target(self.deployment_target, *needed)
 
     def to_specs(self) -> list[CompileSpec]:
-        """The compile specs, in a fixed order; options left at None are not written."""
-        # Importing exir takes seconds, which reading the options of a program need not cost.
+        """Return the compile specs in a fixed order; options left at None are not written."""
+        # Importing exir takes seconds, which a reader of options need not wait for.
         from executorch.exir.backend.compile_spec_schema import CompileSpec
 
         encoded = ((f.key, f.encoded(self)) for f in _FIELDS)
@@ -210,20 +210,20 @@ class CompileOptions:
 
     @classmethod
     def from_specs(cls, specs: Iterable[CompileSpec]) -> CompileOptions:
-        """Decode compile specs; what is absent has its default.
+        """Decode compile specs; options without a spec have their defaults.
 
         Raises:
-            OptionError: No list of compile specs; a key that is unknown or comes twice, or a value
-                that is not accepted.
+            OptionError: This is not a list of compile specs, a key is unknown or comes twice, or a
+                value is not accepted.
         """
         return cls.from_pairs((spec.key, spec.value) for spec in checked_specs(specs))
 
     @classmethod
     def value_in(cls, specs: Iterable[CompileSpec], attribute: str) -> Any:
-        """One option of those that compile specs state, whatever else they say; or its default.
+        """Return one option of compile specs, or its default; other specs are not looked at.
 
         Raises:
-            OptionError: No list of compile specs, or a value that is not accepted.
+            OptionError: This is not a list of compile specs, or the value is not accepted.
         """
         field = _BY_ATTRIBUTE[attribute]
         for spec in checked_specs(specs):
@@ -232,13 +232,13 @@ class CompileOptions:
         return getattr(cls(), attribute)
 
     def spec_of(self, attribute: str) -> CompileSpec:
-        """The compile spec of one option, which is set."""
+        """Return the compile spec of one option; it must not be None."""
         (spec,) = (spec for spec in self.to_specs() if spec.key == _BY_ATTRIBUTE[attribute].key)
         return spec
 
     @classmethod
     def from_pairs(cls, pairs: Iterable[tuple[str, bytes]]) -> CompileOptions:
-        """Decode compile specs given as keys and values, as a ``.pte`` has them.
+        """Decode compile specs given as pairs of key and value, as in a ``.pte``.
 
         Raises:
             OptionError: See ``from_specs``.
@@ -274,7 +274,7 @@ class _Field:
             raise OptionError(
                 f"{self.attribute} has a value that a compile spec cannot hold",
                 got=repr(value),
-                expected=f"what JSON has ({error})",
+                expected=f"a value that JSON can hold ({error})",
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""The methods of ``CoreMLBackend`` that make and read compile specs, one by one or all at once."""
+"""Methods of ``CoreMLBackend`` that make and read compile specs, one by one or all at once."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from coreml_delegate.compile_options import (
     Precision,
     WeightSharing,
 )
-from coreml_delegate.conversion.compression import linear_config
-from coreml_delegate.conversion.convert import check_accepted, pipeline_of
+from coreml_delegate.conversion.coremltools_options import (
+    check_accepted,
+    linear_config,
+    pass_pipeline,
+)
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
 from coreml_delegate.errors import OptionError
 from coreml_delegate.option_checks import instance, list_of, optional
@@ -29,9 +32,9 @@ from coreml_delegate.weight_compression import Stage, checked_linear, stages_of
 
 
 class CompileSpecMethods:
-    """Makes compile specs, and reads what they say; what they do not say has its default.
+    """Makes and reads compile specs; options without a spec have their defaults.
 
-    Readers take the first spec of their kind, and return what coremltools calls it.
+    Readers take the first spec of their kind, and return coremltools' own object for its value.
     """
 
     MODEL_TYPE = ModelType
@@ -57,16 +60,16 @@ class CompileSpecMethods:
             compute_precision: ``coremltools.precision`` or our ``Precision``.
             model_type: ``CoreMLBackend.MODEL_TYPE``.
             op_linear_quantizer_config: Keywords of coremltools' ``OpLinearQuantizerConfig``, to
-                quantize the weights after conversion; embedding tables keep theirs.
+                quantize the weights after conversion, except embedding tables.
             pass_names: Graph passes of coremltools to run instead of its default pipeline.
-            keep_fp32: What computes in fp32 all the same: types of MIL ops under ``"ops"``, paths
-                or class names of modules under ``"modules"``; see ``KeepFp32``.
+            keep_fp32: Parts of the model that compute in fp32 even so: types of MIL ops under
+                ``"ops"``, paths or class names of modules under ``"modules"``; see ``KeepFp32``.
             weight_compression: Compression of the weights after conversion, by quantization,
                 palettization or pruning: the dictionary that coremltools'
                 ``OptimizationConfig.from_dict`` takes, or several, to be applied in turn.
 
         Raises:
-            OptionError: A value that is not accepted.
+            OptionError: A value is not accepted.
         """
         optional(list_of("names of graph passes", str))("pass_names", pass_names)
         options = CompileOptions(
@@ -86,13 +89,13 @@ class CompileSpecMethods:
 
     @staticmethod
     def generate_multimethod_weight_sharing_strategy_compile_spec(strategy: Any) -> CompileSpec:
-        """The compile spec, to be added to the others, of how methods share weights.
+        """Return the compile spec of how methods share weights, to be added to the others.
 
         Args:
             strategy: ``WeightSharing``, or ExecuTorch's own enum of the same names.
 
         Raises:
-            OptionError: Neither.
+            OptionError: The strategy is neither.
         """
         member = member_of(WeightSharing, strategy, "strategy")
         return CompileOptions(weight_sharing=member).spec_of("weight_sharing")
@@ -101,7 +104,7 @@ class CompileSpecMethods:
     def generate_enumerated_shapes_compile_spec(
         ep: ExportedProgram, enumerated_shapes: Mapping[str, Sequence[Sequence[int]]]
     ) -> CompileSpec:
-        """The compile spec, to be added to the others, of input shapes to choose among.
+        """Return the compile spec of enumerated input shapes, to be added to the others.
 
         Any other shapes, and any other combination of them, are an error at run time. A program
         may be delegated in part: shapes are carried to the inputs of each partition.
@@ -112,8 +115,8 @@ class CompileSpecMethods:
                 Several such inputs need iOS18.
 
         Raises:
-            OptionError: The program does not have such an input, or does not take such a shape; an
-                input is left out; combinations are too few, too many, or listed twice.
+            OptionError: An input is unknown or left out, the program does not take a shape, or
+                there are too few, too many or repeated combinations.
         """
         instance(ExportedProgram, "a program from torch.export")("ep", ep)
         shapes = "a dictionary of input names to lists of shapes"
@@ -125,14 +128,14 @@ class CompileSpecMethods:
     def enumerated_shapes_from_compile_specs(
         compile_specs: Iterable[CompileSpec],
     ) -> EnumeratedShapes | None:
-        """The input shapes to choose among; None for any."""
+        """Return the enumerated input shapes; None if there are none."""
         return CompileOptions.value_in(compile_specs, "enumerated_shapes")
 
     @staticmethod
     def multimethod_weight_sharing_strategy_from_compile_specs(
         compile_specs: Iterable[CompileSpec],
     ) -> WeightSharing:
-        """How methods share weights.
+        """Return how methods share weights.
 
         ``POSITIONAL`` by default, as in ExecuTorch's own backend; ours then shares where it can.
         """
@@ -141,56 +144,56 @@ class CompileSpecMethods:
 
     @staticmethod
     def generate_compute_unit_compile_spec(compute_unit: Any) -> CompileSpec:
-        """The compile spec of a ``coremltools.ComputeUnit``."""
+        """Return the compile spec of a ``coremltools.ComputeUnit``."""
         unit = member_of(ComputeUnit, compute_unit, "compute_unit")
         return CompileOptions(compute_unit=unit).spec_of("compute_unit")
 
     @staticmethod
     def compute_unit_from_compile_specs(compile_specs: Iterable[CompileSpec]) -> Any:
-        """The ``coremltools.ComputeUnit``, ``ALL`` by default."""
+        """Return the ``coremltools.ComputeUnit``, ``ALL`` by default."""
         unit = CompileOptions.value_in(compile_specs, "compute_unit")
         return coremltools().ComputeUnit[unit.name]
 
     @staticmethod
     def generate_minimum_deployment_target_compile_spec(min_deployment_target: Any) -> CompileSpec:
-        """The compile spec of a ``coremltools.target``; None for the smallest that will do."""
+        """Return the compile spec of a ``coremltools.target``; None for the oldest possible."""
         target = _target(min_deployment_target)
         return CompileOptions(deployment_target=target).spec_of("deployment_target")
 
     @staticmethod
     def min_deployment_target_from_compile_specs(compile_specs: Iterable[CompileSpec]) -> Any:
-        """The ``coremltools.target``, None by default."""
+        """Return the ``coremltools.target``, None by default."""
         target = CompileOptions.value_in(compile_specs, "deployment_target")
         return None if target is None else coremltools().target(int(target))
 
     @staticmethod
     def generate_compute_precision_compile_spec(compute_precision: Any) -> CompileSpec:
-        """The compile spec of a ``coremltools.precision``."""
+        """Return the compile spec of a ``coremltools.precision``."""
         precision = member_of(Precision, compute_precision, "compute_precision")
         return CompileOptions(precision=precision).spec_of("precision")
 
     @staticmethod
     def model_compute_precision_from_compile_specs(compile_specs: Iterable[CompileSpec]) -> Any:
-        """The ``coremltools.precision``, ``FLOAT16`` by default."""
+        """Return the ``coremltools.precision``, ``FLOAT16`` by default."""
         precision = CompileOptions.value_in(compile_specs, "precision")
         return coremltools().precision(precision.value)
 
     @staticmethod
     def generate_model_type_compile_spec(model_type: Any) -> CompileSpec:
-        """The compile spec of a ``MODEL_TYPE``."""
+        """Return the compile spec of a ``MODEL_TYPE``."""
         kind = member_of(ModelType, model_type, "model_type")
         return CompileOptions(model_type=kind).spec_of("model_type")
 
     @staticmethod
     def model_type_from_compile_specs(compile_specs: Iterable[CompileSpec]) -> ModelType:
-        """The ``MODEL_TYPE``, ``MODEL`` by default."""
+        """Return the ``MODEL_TYPE``, ``MODEL`` by default."""
         return CompileOptions.value_in(compile_specs, "model_type")
 
     @staticmethod
     def generate_op_linear_quantizer_config_compile_spec(
         op_linear_quantizer_config: Mapping[str, Any],
     ) -> CompileSpec:
-        """The compile spec of keywords of coremltools' ``OpLinearQuantizerConfig``."""
+        """Return the compile spec of keywords of coremltools' ``OpLinearQuantizerConfig``."""
         instance(Mapping, "a dictionary")("op_linear_quantizer_config", op_linear_quantizer_config)
         options = CompileOptions(
             op_linear_quantizer_config=checked_linear(op_linear_quantizer_config)
@@ -200,13 +203,13 @@ class CompileSpecMethods:
 
     @staticmethod
     def op_linear_quantizer_config_from_compile_specs(compile_specs: Iterable[CompileSpec]) -> Any:
-        """Coremltools' ``OpLinearQuantizerConfig``, None by default."""
+        """Return coremltools' ``OpLinearQuantizerConfig``, None by default."""
         given = CompileOptions.value_in(compile_specs, "op_linear_quantizer_config")
         return None if given is None else linear_config(given)
 
     @staticmethod
     def generate_pass_pipeline_compile_spec(pass_names: Sequence[str]) -> CompileSpec:
-        """The compile spec of names of graph passes."""
+        """Return the compile spec of names of graph passes."""
         list_of("names of graph passes", str)("pass_names", pass_names)
         options = CompileOptions(pass_names=tuple(pass_names))
         check_accepted(options)
@@ -214,13 +217,17 @@ class CompileSpecMethods:
 
     @staticmethod
     def pass_pipeline_from_compile_specs(compile_specs: Iterable[CompileSpec]) -> Any:
-        """The ``coremltools.PassPipeline``, its default one by default."""
+        """Return the ``coremltools.PassPipeline``, its default one by default."""
         names = CompileOptions.value_in(compile_specs, "pass_names")
-        return coremltools().PassPipeline.DEFAULT if names is None else pipeline_of(names)
+        return coremltools().PassPipeline.DEFAULT if names is None else pass_pipeline(names)
 
 
 def member_of(kind: type[enum.Enum], value: Any, keyword: str) -> Any:
-    """Our enum member for a member of ours or of coremltools' enum of the same names."""
+    """Return our enum member for a member of ours, or of coremltools' enum of the same names.
+
+    Raises:
+        OptionError: It is neither.
+    """
     if isinstance(value, kind):
         return value
     name = getattr(value, "name", None)

@@ -1,4 +1,4 @@
-"""The exception tree: every error this package raises on purpose descends from one class.
+"""The exceptions of this package: all that it raises on purpose descend from one class.
 
 A message answers four questions: what went wrong, what was got, what was expected, and what the
 caller can do about it. ``str(error)`` is one line, ready for a terminal.
@@ -55,9 +55,9 @@ def _rebuild(
 
 @contextmanager
 def naming(file: object) -> Generator[None]:
-    """Give an ``OSError`` raised meanwhile the name of the file, if it has none.
+    """Set the file name of an ``OSError`` that has none.
 
-    What fails on an open file, as writing to a full disk does, knows of no name.
+    An error of an open file, such as a write to a full disk, has none.
     """
     try:
         yield
@@ -74,13 +74,13 @@ def near_matches(
     *,
     cutoff: float = 0.5,
 ) -> str:
-    """What was ``expected`` in place of a misspelt name.
+    """Return the text for ``expected`` when a name is unknown: similar names that are known.
 
     Args:
-        given: The name that is unknown.
-        known: Names that are known.
-        otherwise: What to say where nothing is like it; by default all known names are listed.
-        cutoff: How alike names have to be, of 1; short ones are alike by chance.
+        given: The unknown name.
+        known: The known names.
+        otherwise: Text if no name is similar; None to list all known names.
+        cutoff: Similarity from 0 to 1 that names must have; short names are similar by chance.
     """
     known = list(known)
     near = difflib.get_close_matches(str(given), known, n=3, cutoff=cutoff)

@@ -31,10 +31,10 @@ class Scope:
 
 
 def scopes_of(node: Node) -> tuple[Scope, ...]:
-    """The modules around a node, outermost first; empty where tracing recorded none.
+    """Return the modules around a node, outermost first; empty if tracing recorded none.
 
-    Source: ``nn_module_stack`` of ``torch.export``: by call, path and class, or its name. The path
-    of a module's second call ends in ``@1``.
+    Source: ``nn_module_stack`` of ``torch.export``, which has path and class, or the class's name,
+    by call. The path of a module's second call ends in ``@1``.
     """
     entries = (node.meta.get("nn_module_stack") or {}).values()
     return tuple(Scope(_CALL.sub("", str(path)), _class_name(kind)) for path, kind in entries)
@@ -42,7 +42,7 @@ def scopes_of(node: Node) -> tuple[Scope, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ModulePattern:
-    """Modules named by the user, each standing for everything below it.
+    """A pattern of the user's that names modules, each with everything below it.
 
     Attributes:
         text: A path (``layers.0``), a path with wildcards (``layers.*.norm``), or a class by its
@@ -55,10 +55,10 @@ class ModulePattern:
 
     @classmethod
     def of(cls, pattern: str | type[nn.Module], option: str) -> ModulePattern:
-        """Read what a user gives.
+        """Return the pattern for a string or class.
 
         Raises:
-            OptionError: It is neither a string nor a class of modules, or it is empty.
+            OptionError: ``pattern`` is neither a string nor a class of modules, or it is empty.
         """
         if isinstance(pattern, str) and pattern.strip():
             return cls(pattern.strip())
@@ -69,7 +69,7 @@ class ModulePattern:
         )
 
     def covers(self, scopes: Iterable[Scope]) -> bool:
-        """Whether one of the modules around a node is meant."""
+        """Return whether the pattern names one of the modules around a node."""
         return any(_matches(self, scope) for scope in scopes)
 
 
@@ -87,14 +87,14 @@ def _matches(pattern: ModulePattern, scope: Scope) -> bool:
 
 
 def _upwards(path: str) -> Iterator[str]:
-    """A path and those of its containers, of which some, as ``nn.ModuleList``, are never called."""
+    """Yield a path and those of its containers; some, as ``nn.ModuleList``, are never called."""
     while path:
         yield path
         path = path.rpartition(".")[0]
 
 
 def _names_class(text: str, class_name: str) -> bool:
-    """Whether ``text`` is the class's name, without any of the modules it lies in or with some."""
+    """Return whether ``text`` is the class's name, bare or after the end of its module's name."""
     package, _, name = text.rpartition(".")
     if class_name.rpartition(".")[2] != name:
         return False

@@ -1,4 +1,4 @@
-"""Checks of the values of options: a table says for each option which check it has to pass."""
+"""Checks of option values. A caller lists a check for each option and applies them together."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, cast
 from coreml_delegate.errors import OptionError
 
 Check = Callable[[str, Any], None]
-"""Takes the name of an option and its value; raises ``OptionError`` if it is not accepted."""
+"""Takes name and value of an option; raises ``OptionError`` if the value is not accepted."""
 
 
 def check_all(given: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
-    """Check each option by the check of its name; those that have none pass.
+    """Apply to each option the check of its name, if there is one.
 
     Raises:
         OptionError: A value is not accepted.
@@ -23,12 +23,12 @@ def check_all(given: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
 
 
 def refused(name: str, what: str, value: Any, *, expected: str | None = None) -> OptionError:
-    """The error for a value; ``what`` begins with *must*."""
+    """Return the error for a value; ``what`` begins with *must*."""
     return OptionError(f"{name} {what}", got=f"{type(value).__name__} {value!r}", expected=expected)
 
 
 def optional(check: Check) -> Check:
-    """None passes, and what passes ``check``."""
+    """Return a check that accepts None, and every value that ``check`` accepts."""
 
     def check_unless_none(name: str, value: Any) -> None:
         if value is not None:
@@ -38,26 +38,26 @@ def optional(check: Check) -> Check:
 
 
 def flag(name: str, value: Any) -> None:
-    """True or False."""
+    """Check that the value is True or False."""
     if not isinstance(value, bool):
         raise refused(name, "must be a bool", value)
 
 
 def integer(name: str, value: Any) -> None:
-    """An ``int``, but no ``bool``."""
+    """Check that the value is an ``int`` and not a ``bool``."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise refused(name, "must be an integer", value)
 
 
 def positive(name: str, value: Any) -> None:
-    """An integer of at least 1."""
+    """Check that the value is an integer of at least 1."""
     integer(name, value)
     if value < 1:
         raise refused(name, "must be positive", value)
 
 
 def function(of: str) -> Check:
-    """Something to call with ``of``."""
+    """Return a check that the value is a function; ``of`` names its argument in messages."""
 
     def check(name: str, value: Any) -> None:
         if not callable(value):
@@ -67,7 +67,7 @@ def function(of: str) -> Check:
 
 
 def instance(kind: type, called: str) -> Check:
-    """An instance of ``kind``, which the user knows as ``called``."""
+    """Return a check that the value is a ``kind``, which messages call ``called``."""
 
     def check(name: str, value: Any) -> None:
         if not isinstance(value, kind):
@@ -77,7 +77,10 @@ def instance(kind: type, called: str) -> Check:
 
 
 def list_of(what: str, kinds: type | tuple[type, ...] = object) -> Check:
-    """A list, or other collection, of ``kinds``; a string would be one of one-letter names."""
+    """Return a check that the value is a list, or other collection, of ``kinds``.
+
+    A string is not accepted: it would be a collection of one-letter names.
+    """
 
     def check(name: str, value: Any) -> None:
         must = f"must be a list of {what}"

@@ -1,4 +1,4 @@
-"""Deployment targets, MIL opsets and Core ML specification versions: one table for all three.
+"""Table of deployment targets, MIL opsets and Core ML specification versions.
 
 Each iOS release that ships a new opset has exactly one specification version; the macOS, watchOS
 and tvOS releases of the same year are aliases of it.
@@ -29,15 +29,15 @@ class Opset(enum.IntEnum):
 
     @property
     def platforms(self) -> str:
-        """The operating systems that have it, for a reader."""
+        """The operating systems that have the opset, as text for a person."""
         return _PLATFORMS[self]
 
     @classmethod
     def from_mil_name(cls, name: str) -> Opset:
-        """The opset a serialized function names.
+        """Return the opset that a serialized function names.
 
         Raises:
-            OptionError: No such opset.
+            OptionError: There is no such opset.
         """
         for opset in cls:
             if opset.mil_name == name:
@@ -48,13 +48,13 @@ class Opset(enum.IntEnum):
 
     @classmethod
     def from_target_name(cls, name: str) -> Opset:
-        """The opset of a deployment target given by name.
+        """Return the opset of a deployment target given by name.
 
         Args:
             name: ``iOS17``, ``macOS14``, ``watchOS10``, ``tvOS17`` ...; case does not matter.
 
         Raises:
-            OptionError: Not a target with ML Programs.
+            OptionError: The name is not that of a target with ML Programs.
         """
         opset = _BY_TARGET.get(name.lower())
         if opset is None:

@@ -14,7 +14,7 @@ from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch import nn
 
 from coreml_delegate.compile_options import CompileOptions, WeightSharing
-from coreml_delegate.conversion.convert import check_accepted
+from coreml_delegate.conversion.coremltools_options import check_accepted
 from coreml_delegate.errors import OptionError
 from coreml_delegate.option_checks import Check, check_all, flag, function, list_of, positive
 from coreml_delegate.option_checks import optional as or_none

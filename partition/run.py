@@ -20,7 +20,7 @@ from coreml_delegate.conversion.prepare import prepare
 from coreml_delegate.conversion.proof import ConversionProof, SubgraphLowering
 from coreml_delegate.ops import Reason, record_of, required_opset
 from coreml_delegate.ops.call import target_name
-from coreml_delegate.ops.constants import constant_nodes
+from coreml_delegate.ops.constants import stored_nodes
 from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.partition.grouping.decision import decide
 from coreml_delegate.partition.grouping.mutable_buffers import (
@@ -42,9 +42,11 @@ from coreml_delegate.transforms.compressed_weights import (
     unwrap_tensor_subclasses,
 )
 from coreml_delegate.transforms.constant_arguments import fold_constant_arguments
-from coreml_delegate.transforms.containers import replace_unnamed_containers
+from coreml_delegate.transforms.executorch_gaps import (
+    drop_linear_algebra_checks,
+    replace_unnamed_containers,
+)
 from coreml_delegate.transforms.half_precision import promote_half_to_fp32
-from coreml_delegate.transforms.linear_algebra import drop_linear_algebra_checks
 
 _TRANSFORMS = (
     replace_unnamed_containers,
@@ -150,7 +152,7 @@ class PartitionRun:
         decision = decide(
             program,
             refused,
-            constants=constant_nodes(program) if ownership.constants else (),
+            constants=stored_nodes(program) if ownership.constants else (),
             selection=self._options.selection,
             ownership=ownership,
             confirm=self._confirm,

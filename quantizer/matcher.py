@@ -9,8 +9,8 @@ import torch
 from torch.fx import Graph, Node
 
 from coreml_delegate.ops.call import GETITEM, OpCall, target_name
+from coreml_delegate.ops.constants import attribute_constants
 from coreml_delegate.ops.quantization import Output, Pattern, Tail
-from coreml_delegate.quantizer.constants import constants_of
 from coreml_delegate.quantizer.patterns import (
     is_not_negative,
     pattern_of,
@@ -98,7 +98,7 @@ def find(graph: Graph, selector: SettingsSelector) -> Iterator[Match]:
         graph: In ATen dialect as ``torch.export`` gives it, with ``meta["val"]``.
         selector: Chooses the settings.
     """
-    constants = constants_of(graph)
+    constants = attribute_constants(graph)
     fused: set[Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or node in fused or is_annotated(node):

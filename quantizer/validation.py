@@ -15,7 +15,7 @@ from torchao.quantization.pt2e.quantizer import (
 
 from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
 from coreml_delegate.ops.call import GETITEM, target_name
-from coreml_delegate.quantizer.constants import constants_of
+from coreml_delegate.ops.constants import attribute_constants
 from coreml_delegate.quantizer.patterns import BY_OP, functional_name
 from coreml_delegate.quantizer.qspec import Concrete, annotation_of, integer_range, resolve, spec_at
 
@@ -42,7 +42,7 @@ def validate(model: GraphModule) -> None:
             got=_listed([f"{n.name} ({target_name(n.target)})" for n in foreign]),
             expected="operators whose records in coreml_delegate.ops have a quantization",
         )
-    constants = constants_of(model.graph)
+    constants = attribute_constants(model.graph)
     problems = [
         p for n in annotated for place in _specs(n) for p in _problems(n, *place, constants)
     ]

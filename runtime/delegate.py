@@ -10,8 +10,14 @@ import torch
 
 from coreml_delegate.errors import BlobFormatError, InputError, ProgramError
 from coreml_delegate.formats.blob import BlobReference, Buffer, unflatten
-from coreml_delegate.formats.metadata import FILE_NAME as METADATA
-from coreml_delegate.formats.metadata import MethodMetadata, ModelMetadata
+from coreml_delegate.formats.blob_layout import (
+    COMPILED,
+    PACKAGE,
+    MethodMetadata,
+    ModelMetadata,
+    metadata_in,
+    models_in,
+)
 from coreml_delegate.runtime.casting import cast
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
 from coreml_delegate.runtime.engines.base import EngineOptions, State
@@ -21,9 +27,6 @@ from coreml_delegate.runtime.mil.program import Program
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.runtime.program.delegate import DelegateLoader, DelegatePayload
 from coreml_delegate.runtime.threads import all_torch_threads
-
-_PACKAGE = "model.mlpackage/"
-_COMPILED = "model.mlmodelc/"
 
 
 class CoreMLDelegate:
@@ -157,32 +160,14 @@ def blob_files(blob: Buffer) -> tuple[dict[str, memoryview], ModelMetadata]:
         ProgramError: The blob holds a model compiled for Apple devices.
     """
     files = unflatten(blob)
-    if METADATA not in files:
-        raise BlobFormatError("blob lacks its metadata", expected=METADATA)
-    return package_files(files), ModelMetadata.decode(files[METADATA])
-
-
-def package_files(files: Mapping[str, memoryview]) -> dict[str, memoryview]:
-    """The files of the mlpackage inside an unflattened blob.
-
-    Raises:
-        BlobFormatError: There is no model.
-        ProgramError: The model is compiled.
-    """
-    package = {
-        path.removeprefix(_PACKAGE): data
-        for path, data in files.items()
-        if path.startswith(_PACKAGE)
-    }
-    if package:
-        return package
-    if any(path.startswith(_COMPILED) for path in files):
+    metadata, models = metadata_in(files), models_in(files)
+    if PACKAGE not in models:
         raise ProgramError(
             "blob holds a compiled model, which only Apple devices read",
-            got="model.mlmodelc",
+            got=COMPILED,
             remedy="Export with MODEL_TYPE.MODEL",
         )
-    raise BlobFormatError("blob holds no model", got=", ".join(files), expected="model.mlpackage")
+    return models[PACKAGE], metadata
 
 
 def _array(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coreml_delegate.dynamic_shapes import relations
+from coreml_delegate.dynamic_shapes import input_sizes
 from coreml_delegate.errors import InputError
 from coreml_delegate.formats.blob import Buffer
 from coreml_delegate.runtime import diagnosis, tracing
@@ -68,7 +68,7 @@ class Model:
         )
         self._compiled = self._selection.compiled
         self._shapes = InputShapes(
-            self.function.inputs, relations.read(program.metadata, self.function.name)
+            self.function.inputs, input_sizes.read(program.metadata, self.function.name)
         )
         params = {p.name: p.type for p in self.function.params}
         self._param_dtypes = {

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from coreml_delegate.errors import OptionError
+from coreml_delegate.formats.files import new_file
+from coreml_delegate.scripts import interruption
 from coreml_delegate.targets import Opset
 
 # Spelled out, because importing their owners takes seconds; a test holds them together.
@@ -155,6 +159,39 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def add_force(parser: argparse.ArgumentParser) -> None:
     """``--force``."""
     parser.add_argument("--force", action="store_true", help="replace outputs that exist")
+
+
+def check_output(path: Path, *, force: bool) -> None:
+    """Refuse an output path before the work whose result could not be written.
+
+    Raises:
+        OptionError: Its folder does not exist, it is no regular file, or it exists and ``force`` is
+            false.
+    """
+    if not path.parent.is_dir():
+        raise OptionError("no such folder for the output", got=str(path.parent))
+    if path.exists() and not path.is_file():
+        raise OptionError("output is not a regular file", got=str(path))
+    if path.exists() and not force:
+        raise OptionError("output exists", got=str(path), remedy="Pass --force to replace it")
+
+
+@contextmanager
+def new_output(path: Path, *, force: bool) -> Generator[BinaryIO]:
+    """Open an output file that takes the name ``path`` when the block ends without an exception.
+
+    Args:
+        path: The user's output path.
+        force: Replace a file that is already there, even if it came after the first check.
+
+    Raises:
+        OptionError: See ``check_output``.
+    """
+    check_output(path, force=force)
+    with new_file(path) as file:
+        yield file
+        interruption.check()
+        check_output(path, force=force)
 
 
 def integer(what: str, low: int, high: int = _LARGEST) -> Callable[[str], int]:

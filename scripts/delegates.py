@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from coreml_delegate.errors import BlobFormatError, ProgramError
+from coreml_delegate.errors import ProgramError
 from coreml_delegate.formats.blob import BlobReference, Buffer, unflatten
+from coreml_delegate.formats.blob_layout import models_in
 from coreml_delegate.runtime.delegate import resolve
 from coreml_delegate.runtime.program.delegate import COREML_BACKEND_ID, DelegatePayload
 from coreml_delegate.runtime.program.plan import DelegateInfo, MethodInfo
 from coreml_delegate.runtime.program.ptd import ExternalData, check_complete
 from coreml_delegate.runtime.program.pte import PteProgram
-
-_MODEL_SUFFIXES = (".mlpackage", ".mlmodelc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,17 +121,5 @@ def models_of(blob: Buffer) -> list[BlobModel]:
     Raises:
         BlobFormatError: The bytes are no blob, or it holds no model.
     """
-    files = unflatten(blob)
-    models = [BlobModel(suffix, _below(f"model{suffix}/", files)) for suffix in _MODEL_SUFFIXES]
-    found = [model for model in models if model.files]
-    if not found:
-        raise BlobFormatError(
-            "blob holds no model",
-            got=", ".join(files) or "no file",
-            expected=" or ".join(f"model{suffix}" for suffix in _MODEL_SUFFIXES),
-        )
-    return found
-
-
-def _below(folder: str, files: Mapping[str, memoryview]) -> dict[str, memoryview]:
-    return {p.removeprefix(folder): data for p, data in files.items() if p.startswith(folder)}
+    models = models_in(unflatten(blob))
+    return [BlobModel(PurePosixPath(folder).suffix, files) for folder, files in models.items()]

@@ -14,17 +14,17 @@ from torch import nn
 
 from coreml_delegate.backend import CoreMLBackend
 from coreml_delegate.errors import OptionError
-from coreml_delegate.formats.mlpackage import made, write_folder
+from coreml_delegate.formats.files import provisional_folder, write_folder
 from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.accuracy import Accuracy
+from coreml_delegate.scripts.arguments import new_output
 from coreml_delegate.scripts.delegates import all_partitions, models_of
 from coreml_delegate.scripts.inputs import vision
 from coreml_delegate.scripts.inputs.source import Source
 from coreml_delegate.scripts.loaded import Loaded, load
 from coreml_delegate.scripts.lowering import lower
-from coreml_delegate.scripts.output_file import new_file
 
 _MODEL = "mobilenet_v2"
 _PHOTO = "china.jpg"
@@ -44,7 +44,7 @@ def demonstrate(folder: Path, *, seed: int, repeat: int) -> None:
         CoreMLDelegateError: A step failed, or an optional dependency is missing.
         OSError: The folder cannot be written.
     """
-    with made(folder):
+    with provisional_folder(folder):
         _demonstrate(folder, seed=seed, repeat=repeat)
 
 
@@ -131,7 +131,7 @@ def _calibrated(photo: Any, seed: int) -> nn.Module:
 def _export(source: Source, path: Path) -> DelegationReport:
     partitioner = CoreMLPartitioner(compile_specs=CoreMLBackend.generate_compile_specs())
     program = lower(source, partitioner)
-    with new_file(path, force=True) as file:
+    with new_output(path, force=True) as file:
         program.write_to_file(file)
     return partitioner.report
 

@@ -10,8 +10,7 @@ from typing import Any
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.formats.blob import unflatten
-from coreml_delegate.formats.metadata import FILE_NAME as METADATA
-from coreml_delegate.formats.metadata import ModelMetadata
+from coreml_delegate.formats.blob_layout import metadata_in
 from coreml_delegate.runtime.delegate import read_blob
 from coreml_delegate.runtime.engines.selection import ENGINES
 from coreml_delegate.runtime.mil.package import read_mlpackage
@@ -128,8 +127,7 @@ def _core_ml(partition: CoreMLPartition) -> dict[str, Any]:
 
 
 def _identified(partition: CoreMLPartition) -> dict[str, Any]:
-    files = unflatten(partition.blob)
-    return {"identifier": ModelMetadata.decode(files[METADATA]).identifier}
+    return {"identifier": metadata_in(unflatten(partition.blob)).identifier}
 
 
 def _options(info: DelegateInfo) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
-"""Blobs made while partitioning, kept for ``preprocess``, so that nothing is converted twice.
+"""Cache by which a blob made while partitioning reaches ``preprocess``: nothing is converted twice.
 
-A partitioner converts each partition to see that it converts. ExecuTorch then cuts the same
+A partitioner converts each partition to prove that it converts. ExecuTorch then cuts the same
 partition out of the program, copies it, and asks the backend for its blob. A blob is handed over
-only for the very same subgraph: same graph, same options, equal constants.
+only for the same subgraph: same graph, same options, equal constants.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Sharing:
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """What became of a partition, for those who no longer hold its blob.
+    """How a partition was lowered in the end, for the report.
 
     Attributes:
-        sharing: None as long as it was not handed over, and where there is but one method.
+        sharing: None until its blob is handed over, and if there is only one method.
     """
 
     sharing: Sharing | None = None
@@ -47,13 +47,13 @@ class Outcome:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class KeptBlob:
-    """A blob waiting for its subgraph; it waits as long as somebody holds this record.
+    """A blob in the cache, which keeps it as long as somebody holds this record.
 
     Attributes:
-        files: Of the blob; None as long as they are not made, and once they are handed over.
-        constants: Of the subgraph, each with its version.
-        outcomes: One for each partition that the blob waits for, in the order in which they will
-            be lowered: methods may have equal ones.
+        files: The files of the blob; None before it is made and after it is handed over.
+        constants: The constants of the subgraph, each with its version.
+        outcomes: One for each partition that the blob is for, in the order in which they will be
+            lowered: methods may have equal partitions.
     """
 
     files: Files | None
@@ -61,20 +61,20 @@ class KeptBlob:
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
 
     def expect(self) -> Outcome:
-        """Await what becomes of one more partition."""
+        """Add a partition that the blob is for, and return its outcome, filled in later."""
         self.outcomes.append(Outcome())
         return self.outcomes[-1]
 
     def latest(self, count: int) -> list[Outcome]:
-        """The outcomes of the ``count`` partitions that are lowered now, in order.
+        """Return the outcomes of the ``count`` partitions that are lowered now, in order.
 
-        Those before them are of lowerings that were given up.
+        Earlier outcomes belong to lowerings that were given up.
         """
         missing = [Outcome() for _ in range(count - len(self.outcomes))]
         return [*missing, *self.outcomes[max(0, len(self.outcomes) - count) :]]
 
     def hand_over(self) -> Files | None:
-        """The files, which the record no longer holds, nor the constants; None the second time."""
+        """Return the files and drop them from the record; None the second time."""
         files, self.files, self.constants = self.files, None, {}
         return files
 
@@ -84,26 +84,26 @@ _KEPT: dict[str, weakref.WeakSet[KeptBlob]] = {}
 
 
 def fingerprint(program: ExportedProgram, options: CompileOptions) -> str:
-    """Digest of a subgraph, values of constants aside, and of how it is to be lowered."""
+    """Return a digest of a subgraph, without the values of constants, and of its options."""
     lines = [f"{spec.key}={bytes(spec.value)!r}" for spec in options.to_specs()]
     lines += [str(spec) for spec in program.graph_signature.input_specs]
     lines += [str(spec) for spec in program.graph_signature.output_specs]
     for node in program.graph.nodes:
         lines.append(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}")
-        if node.op == "placeholder":  # from which, and from the calls, all others follow
+        if node.op == "placeholder":  # the values of calls follow from these
             lines.append(_described(node.meta.get("val")))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def keep(program: ExportedProgram, options: CompileOptions) -> KeptBlob:
-    """A place for a blob.
+    """Add a record for a blob that is about to be made.
 
     Args:
-        program: The subgraph, not yet converted, which may change it.
-        options: How it is to be lowered.
+        program: The subgraph, before the conversion, which may change it.
+        options: How it is lowered.
 
     Returns:
-        A record to put the blob into, and to hold for as long as it may be wanted.
+        A record to put the files into, and to hold for as long as they may be needed.
     """
     for key in [key for key, records in _KEPT.items() if not records]:
         del _KEPT[key]
@@ -113,7 +113,7 @@ def keep(program: ExportedProgram, options: CompileOptions) -> KeptBlob:
 
 
 def find(program: ExportedProgram, options: CompileOptions) -> KeptBlob | None:
-    """The record of this very subgraph whose blob is waiting, or None."""
+    """Return the record of this subgraph, if it has its blob, or None."""
     if not _KEPT:
         return None
     constants = _tensors(program)
@@ -124,13 +124,13 @@ def find(program: ExportedProgram, options: CompileOptions) -> KeptBlob | None:
 
 
 def take(program: ExportedProgram, options: CompileOptions) -> Files | None:
-    """Hand a blob over, once; None if there is none for this subgraph."""
+    """Return the files of this subgraph's blob and drop them from the cache; None if missing."""
     record = find(program, options)
     return None if record is None else record.hand_over()
 
 
 def _constants(program: ExportedProgram) -> dict[str, tuple[torch.Tensor, int]]:
-    """The constants of a subgraph; the version of a tensor counts the changes made in place."""
+    """Return the constants of a subgraph; a tensor's version counts the changes made in place."""
     return {name: (tensor, tensor._version) for name, tensor in _tensors(program).items()}
 
 

@@ -1,4 +1,7 @@
-"""The sole place where coremltools converts: an ExportedProgram to a specification and weights."""
+"""Conversion of a subgraph by coremltools, to a model specification and weights.
+
+Nothing else in the package calls ``coremltools.convert``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import shutil
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,26 +22,20 @@ from unittest import mock
 import numpy as np
 from torch.export import ExportedProgram
 
-from coreml_delegate.compile_options import CompileOptions, ModelType, Precision
-from coreml_delegate.conversion.compression import passes_of
-from coreml_delegate.conversion.fp16_range import chunked_overflow_check
-from coreml_delegate.conversion.precision import selector
+from coreml_delegate.compile_options import CompileOptions, ModelType
+from coreml_delegate.conversion.coremltools_options import compression_passes, convert_keywords
+from coreml_delegate.conversion.fp16 import chunked_overflow_check
 from coreml_delegate.errors import (
     ContractError,
     ConversionError,
     LoweringError,
     OptionError,
     UnsupportedOperatorError,
-    near_matches,
 )
 from coreml_delegate.formats.blob import Content
-from coreml_delegate.formats.mlpackage import write_folder
+from coreml_delegate.formats.files import write_folder
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools, quiet_import
-
-# With fp16 this pass narrows integers in gather, squeeze and top-k to 16 bits, signed or unsigned,
-# whatever their values: apple/coremltools#2222, apple/coremltools#2626.
-_LEFT_OUT = {"common::add_int16_cast"}
 
 # coremltools keeps global state while it converts, and tempfile.tempdir is global too.
 _LOCK = threading.Lock()
@@ -46,11 +43,11 @@ _LOCK = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What coremltools made of one subgraph.
+    """A subgraph as coremltools converted it.
 
     Attributes:
         spec: The ``Model`` message.
-        package: The mlpackage on disk; lives as long as the ``converted`` context.
+        package: The mlpackage on disk; it is removed at the end of ``convert_program``.
         compiled: The mlmodelc on disk, with ``ModelType.COMPILED_MODEL`` only.
     """
 
@@ -60,7 +57,7 @@ class Conversion:
 
 
 @contextmanager
-def converted(
+def convert_program(
     program: ExportedProgram, options: CompileOptions, in_fp32: frozenset[int] = frozenset()
 ) -> Generator[Conversion]:
     """Convert ``program`` inside a temporary directory that is always removed.
@@ -68,10 +65,10 @@ def converted(
     Args:
         program: A whole subgraph, in edge or ATen dialect; it may be modified.
         options: How to lower.
-        in_fp32: Debug handles of calls that stay in fp32; see ``precision.mark``.
+        in_fp32: Debug handles of calls that stay in fp32; see ``fp16.mark_fp32_calls``.
 
     Raises:
-        OptionError: An option coremltools does not take (a pass or op type it does not know).
+        OptionError: An option that coremltools does not accept, as an unknown pass or op type.
         ConversionError: Coremltools failed; the cause is chained.
         LoweringError: Ahead-of-time compilation was asked for where there is no compiler.
     """
@@ -82,7 +79,7 @@ def converted(
 
 
 @contextmanager
-def compiled(package: Mapping[str, Content]) -> Generator[Path]:
+def compile_package(package: Mapping[str, Content]) -> Generator[Path]:
     """Compile an mlpackage inside a temporary directory that is always removed.
 
     Args:
@@ -110,7 +107,7 @@ def compiled(package: Mapping[str, Content]) -> Generator[Path]:
 
 @contextmanager
 def temporary_folder() -> Generator[Path]:
-    """A folder that is always removed."""
+    """Create a temporary folder that is always removed."""
     folder = Path(tempfile.mkdtemp(prefix="coreml-delegate-"))
     try:
         yield folder
@@ -121,10 +118,11 @@ def temporary_folder() -> Generator[Path]:
 def check_translation(program: ExportedProgram, target: Opset | None) -> None:
     """Let coremltools translate ``program`` to MIL, without optimizing or saving anything.
 
-    Much cheaper than a conversion, and where nearly all conversions that fail do so.
+    This is much cheaper than a conversion, and nearly all conversions that fail, fail here.
 
     Args:
-        program: As ``converted`` takes it; constants may be stand-ins of the right shape and dtype.
+        program: As for ``convert_program``; stand-ins of the right shape and
+            dtype will do for constants.
         target: Opset to translate to, or None for the oldest.
 
     Raises:
@@ -145,8 +143,8 @@ def _convert(
     program: ExportedProgram, options: CompileOptions, in_fp32: frozenset[int], folder: Path
 ) -> Conversion:
     ct = coremltools()
-    keywords = _keywords(ct, options) | {"compute_precision": _precision(ct, options, in_fp32)}
-    compression = passes_of(ct, options)
+    keywords = convert_keywords(ct, options, in_fp32)
+    compression = compression_passes(ct, options)
     with _LOCK, _quiet(), mock.patch.object(tempfile, "tempdir", str(folder)):
         with _conversion_errors(), chunked_overflow_check(), _collecting_new_objects_only():
             model = ct.convert(program, package_dir=str(folder / "converted.mlpackage"), **keywords)
@@ -155,7 +153,7 @@ def _convert(
                 model = compress(model)
             compiled = None
             if options.model_type is ModelType.COMPILED_MODEL:
-                # It is removed with the object.
+                # coremltools removes its compiled model with the object.
                 compiled = shutil.copytree(
                     model.get_compiled_model_path(), folder / "converted.mlmodelc"
                 )
@@ -166,24 +164,11 @@ def _convert(
         return conversion
 
 
-def check_accepted(options: CompileOptions) -> None:
-    """Check that coremltools takes what it would be given of the options.
-
-    Raises:
-        OptionError: A graph pass or MIL op that it does not know, or a compression of weights that
-            it does not take.
-    """
-    ct = coremltools()
-    _pipeline(ct, options)
-    _precision(ct, options, frozenset())
-    passes_of(ct, options)
-
-
 def is_about_the_graph(error: Exception) -> bool:
-    """Whether a lowering failed by what is in the graph, so that less of it may succeed.
+    """Return whether the graph made a lowering fail, so that a part of the graph may succeed.
 
-    Options that are not accepted, and what the machine lacks (a compiler, memory, disk space), fail
-    whatever the graph.
+    Options that are not accepted, and a lack of memory, disk space or a compiler, make every graph
+    fail.
     """
     about_the_graph = (UnsupportedOperatorError, ConversionError, ContractError)
     about_the_rest = (OptionError, LoweringError, OSError, MemoryError)
@@ -194,9 +179,9 @@ def is_about_the_graph(error: Exception) -> bool:
 def _collecting_new_objects_only() -> Generator[None]:
     """Keep the garbage collector off the objects that exist already.
 
-    A full collection by the objects of torch and ExecuTorch alone takes several times as long as
-    the conversion of a small subgraph. Coremltools' own, while the model is still there, is left to
-    the caller to do afterwards.
+    A full collection takes several times as long as the conversion of a small subgraph, because of
+    the objects of torch and ExecuTorch. coremltools collects while it still holds the model; the
+    caller does so afterwards instead.
     """
     with mock.patch("coremltools.converters._converters_entry.gc"):
         if gc.get_freeze_count():  # the caller's own arrangement, which unfreezing would undo
@@ -211,7 +196,7 @@ def _collecting_new_objects_only() -> Generator[None]:
 
 @contextmanager
 def _conversion_errors() -> Generator[None]:
-    """Turn what coremltools raises into ``ConversionError``, with the node it was at."""
+    """Raise coremltools' errors as ``ConversionError``, with the node that it was translating."""
     from coremltools.converters.mil.frontend.torch import ops
 
     failed_at: list[str] = []
@@ -245,63 +230,6 @@ def _conversion_errors() -> Generator[None]:
         raise failure from error
 
 
-def _keywords(ct: Any, options: CompileOptions) -> dict[str, Any]:
-    target = options.deployment_target
-    return {
-        "source": "pytorch",
-        "convert_to": "mlprogram",
-        "minimum_deployment_target": None if target is None else ct.target(int(target)),
-        "compute_units": ct.ComputeUnit[options.compute_unit.name],
-        "pass_pipeline": _pipeline(ct, options),
-        # Loading is only needed, and only possible, where Core ML compiles ahead of time.
-        "skip_model_load": options.model_type is not ModelType.COMPILED_MODEL,
-    }
-
-
-def _precision(ct: Any, options: CompileOptions, in_fp32: frozenset[int]) -> Any:
-    """Coremltools' own precision, or where there are exceptions, the rule that makes them."""
-    keep = options.keep_fp32
-    if options.precision is not Precision.FLOAT16 or not (keep.ops or in_fp32):
-        return ct.precision(options.precision.value)
-    from coremltools.converters.mil.mil.ops.registry import SSAOpRegistry
-
-    known = SSAOpRegistry.core_ops
-    for name in keep.ops:
-        if name not in known:
-            raise OptionError(
-                "keep_fp32 names an unknown MIL op",
-                got=repr(name),
-                expected=near_matches(name, known, ""),
-            )
-    return ct.transform.FP16ComputePrecision(op_selector=selector(keep, in_fp32))
-
-
-def _pipeline(ct: Any, options: CompileOptions) -> Any:
-    if options.pass_names is not None:
-        return pipeline_of(options.pass_names)
-    pipeline = ct.PassPipeline.DEFAULT
-    pipeline.remove_passes(_LEFT_OUT)
-    return pipeline
-
-
-def pipeline_of(pass_names: Sequence[str]) -> Any:
-    """Coremltools' ``PassPipeline`` of these passes.
-
-    Raises:
-        OptionError: One is unknown.
-    """
-    ct = coremltools()
-    known = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY.passes
-    for name in pass_names:
-        if name not in known:
-            raise OptionError(
-                "unknown coremltools pass",
-                got=repr(name),
-                expected=near_matches(name, known, ""),
-            )
-    return ct.PassPipeline(list(pass_names), pipeline_name="coreml_delegate")
-
-
 def check_compiler() -> None:
     """Check that this machine can compile ahead of time.
 
@@ -317,9 +245,9 @@ def check_compiler() -> None:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Keep coremltools' progress bars and numpy's warnings off its caller's terminal.
+    """Silence coremltools' progress bars and numpy's warnings of overflow.
 
-    It casts limits of fp32 to fp16, where they become infinite and are right.
+    coremltools casts limits of fp32 to fp16, where infinity is the right result.
     """
     import tqdm
 
@@ -334,17 +262,16 @@ def _quiet() -> Generator[None]:
         mock.patch(frontend, silent),
         mock.patch(passes, silent),
         mock.patch(compression, silent),
-        # Names count up over a process's life; each conversion's bytes are to be its own affair.
+        # Numbers in names count up over a process's life; equal models need equal bytes.
         mock.patch("coremltools.converters.mil.mil.Builder.name_count", defaultdict(int)),
     ):
         yield
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether coremltools logs what its caller does not know otherwise.
+    """Return whether a log record of coremltools says something that its caller does not know.
 
-    What fails is in the error that is raised. Integers of the program become those of Core ML, of
-    32 bits, in every call that has any.
+    Failures are in the error that is raised, and integers of 64 bits always become 32 bits wide.
     """
     return (
         not record.getMessage()
@@ -367,7 +294,7 @@ def _filtered_log() -> Generator[None]:
 
 @contextmanager
 def _silent_log() -> Generator[None]:
-    """Keep coremltools' warnings about a model that nobody will run out of its caller's log."""
+    """Silence coremltools' warnings about a model that nobody will run."""
     logger = logging.getLogger("coremltools")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

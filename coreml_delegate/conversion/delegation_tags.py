@@ -23,7 +23,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from coreml_delegate.conversion.subgraph import stand_in
-from coreml_delegate.ops.constants import constant_nodes
+from coreml_delegate.ops.constants import stored_nodes
 
 _TAG = "delegation_tag"
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -57,7 +57,7 @@ def tag_constants(program: ExportedProgram) -> None:
     Args:
         program: Its calls are tagged; the order of the users of constants may change.
     """
-    for node in constant_nodes(program):
+    for node in stored_nodes(program):
         tags = [tag for user in node.users if (tag := tag_of(user)) is not None]
         bound = [user for user in node.users if _takes_in_a_list(user, node)]
         if not tags or len({tag_of(user) for user in bound}) > 1:

@@ -1,7 +1,14 @@
-"""Rewrites of a subgraph that make it palatable to coremltools, before it converts.
+"""Rewrites of a subgraph that coremltools needs before it converts.
 
 The rewrite of an op stands in its record: where Core ML has the op, perhaps as several, and
 coremltools translates it wrongly or not in the form it comes in.
+
+Tensors cross the boundary of a delegate in their own dtype. The device runtime, as ours, casts them
+to and from the dtype of the model's features: fp16 and fp64 to fp32, integers of 8 and 16 bits to
+int32. Inside, such floats do not occur, and such integers are only moved, or cast: there the values
+wrap around as they do in PyTorch.
+
+Source: ExecuTorch 1.0 to 1.5, Core ML runtime: ``multiarray`` conversion.
 """
 
 from __future__ import annotations
@@ -12,12 +19,13 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from coreml_delegate.conversion import boundary
 from coreml_delegate.conversion.states import make_states
 from coreml_delegate.dynamic_shapes.symbols import declare_sizes
 from coreml_delegate.ops import record_of
-from coreml_delegate.ops.call import target_name
-from coreml_delegate.ops.edits import ATEN, become, insert, mark_constants, unite_copies, value_of
+from coreml_delegate.ops.call import BOUNDARY, CAST, NARROW, target_name
+from coreml_delegate.ops.constants import mark_stored
+from coreml_delegate.ops.edits import ATEN, become, insert, unite_copies, value_of
+from coreml_delegate.ops.layouts import is_row_major
 from coreml_delegate.ops.record import OpRecord
 
 
@@ -29,21 +37,21 @@ def prepare(program: ExportedProgram) -> None:
     """
     unite_copies(program)
     make_states(program)
-    mark_constants(program)
+    mark_stored(program)
     declare_sizes(program)
     for node in list(program.graph.nodes):
         record = _record(node)
         if record is not None and record.rewrite is not None:
             record.rewrite(node)
-    boundary.retype_floats(program)
-    boundary.set_row_major_strides(program)
-    boundary.widen_integers(program)
-    # Of an op with several results, the one that is used may have been computed by itself.
+    _retype_floats(program)
+    _set_row_major_strides(program)
+    _widen_integers(program)
+    # A rewrite may compute one of an op's results by itself and leave the op without users.
     program.graph.eliminate_dead_code()
     outputs: Any = program.graph.output_node().args[0]
     for output in dict.fromkeys(outputs):
-        if isinstance(output, Node) and _may_vanish(output):
-            _keep(output)
+        if isinstance(output, Node) and _may_be_skipped(output):
+            _add_identity(output)
     program.graph_module.recompile()
 
 
@@ -51,10 +59,10 @@ def _record(node: Node) -> OpRecord | None:
     return record_of(target_name(node.target)) if node.op == "call_function" else None
 
 
-def _may_vanish(node: Node) -> bool:
-    """Whether the node may return its argument as it is.
+def _may_be_skipped(node: Node) -> bool:
+    """Return whether coremltools may translate the node to its argument, because nothing changes.
 
-    Coremltools then gives the argument's name to the output, and two features bear one name.
+    The output would then have the name of the argument, and two features one name.
     """
     record = _record(node)
     if record is None or not record.moves_data:
@@ -69,11 +77,67 @@ def _may_vanish(node: Node) -> bool:
     )
 
 
-def _keep(node: Node) -> None:
-    """Put an identity after the node that coremltools does not take for its argument."""
+def _add_identity(node: Node) -> None:
+    """Put an identity after the node, which coremltools translates to an op with a name."""
     dims = value_of(node).dim()
     before = insert(node, node.target, *node.args, **node.kwargs)
     if dims:
         become(node, ATEN.permute_copy.default, before, list(range(dims)))
     else:
         become(node, ATEN.view_copy.default, before, [])
+
+
+# Dtypes and strides at the boundary
+
+
+def _retype_floats(program: ExportedProgram) -> None:
+    """Make fp16 and fp64 inputs, and casts to such outputs, fp32.
+
+    The rules let nothing else in a subgraph have these dtypes.
+    """
+    inputs = set(program.graph_signature.user_inputs)
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.dtype not in BOUNDARY:
+            continue
+        if node.op == "placeholder" and node.name in inputs:
+            node.meta["val"] = value.to(torch.float32)
+        elif node.op == "call_function" and target_name(node.target) == CAST:
+            node.kwargs = {**node.kwargs, "dtype": torch.float32}
+            node.meta["val"] = value.to(torch.float32)
+
+
+def _set_row_major_strides(program: ExportedProgram) -> None:
+    """Give row-major inputs the strides of a contiguous tensor.
+
+    Coremltools asks for the dim order, which looks transposed for some strides of dimensions of one
+    element.
+    """
+    inputs = set(program.graph_signature.user_inputs)
+    for node in program.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if node.name in inputs and isinstance(value, torch.Tensor) and is_row_major(value):
+            node.meta["val"] = value.new_empty(value.shape)
+
+
+def _widen_integers(program: ExportedProgram) -> None:
+    """Make integers of 8 and 16 bits int32; the rules let them be moved and cast, nothing else."""
+    for node in list(program.graph.nodes):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.dtype not in NARROW:
+            continue
+        if node.op == "call_function" and target_name(node.target) == CAST:
+            _wrap_around(node, node.args[0], torch.iinfo(value.dtype))
+        node.meta["val"] = value.to(torch.int32)
+
+
+def _wrap_around(node: Node, source: Node, limits: torch.iinfo) -> None:
+    """Cast to int32 and bring the values into the narrow range, as a cast to it does."""
+    whole = insert(node, ATEN._to_copy.default, source, dtype=torch.int32)
+    count = limits.max - limits.min + 1
+    if limits.min:
+        whole = insert(node, ATEN.sub.Tensor, whole, limits.min)
+    rest = insert(node, ATEN.remainder.Scalar, whole, count)
+    if limits.min:
+        rest = insert(node, ATEN.add.Tensor, rest, limits.min)
+    become(node, ATEN._to_copy.default, rest, dtype=torch.int32)

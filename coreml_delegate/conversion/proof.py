@@ -27,8 +27,7 @@ from coreml_delegate.conversion.trial import TRIALS, blamed_call, message_of, re
 from coreml_delegate.formats.blob import Files
 from coreml_delegate.ops import Reason, ReasonCode, record_of
 from coreml_delegate.ops.call import GETITEM, target_name
-from coreml_delegate.ops.constants import constants_of
-from coreml_delegate.ops.constraints import is_known
+from coreml_delegate.ops.constants import is_derived, stored_constants
 from coreml_delegate.targets import Opset
 
 logger = logging.getLogger(__name__)
@@ -75,13 +74,13 @@ class ConversionProof:
         self._lowering = lowering
         self._constants = {
             node: stand_in(self.values.get(key, node.meta["val"] if value is None else value))
-            for node, key, value in (constants_of(program) if constants_inside else ())
+            for node, key, value in (stored_constants(program) if constants_inside else ())
         }
         # A call alone is given dequantized weights as the floats that they stand for.
         self._known = self._constants | {
             node: stand_in(node.meta["val"])
             for node in program.graph.nodes
-            if node.op == "call_function" and is_known(node, self._constants)
+            if node.op == "call_function" and is_derived(node, self._constants)
         }
         self._since: dict[Node, Opset] = {}
 

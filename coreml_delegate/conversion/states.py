@@ -1,9 +1,8 @@
 """Mutable buffers as Core ML states, which are fp16, of rank 1 or more, and zero at first.
 
-A buffer of another dtype is cast where it is read and written, a scalar becomes one element. If
-any buffer of a subgraph has another initial value, the subgraph gets one state more: it is zero
-until the first run has ended, and as long as it is, reads give the initial values, which are
-constants of the model.
+A buffer of another dtype is cast where it is read and written; a scalar becomes one element. If a
+buffer does not start at zero, its subgraph gets one more state. It is zero until the first run has
+ended, and as long as it is zero, reads give the initial values, which are constants of the model.
 
 Source: apple/coremltools#2826, ``TorchConverter`` of coremltools 9.0; ExecuTorch 1.0 to 1.5, Core
 ML runtime: ``MLState`` is made once for each loaded handle, and never written.
@@ -27,26 +26,27 @@ from torch.export.graph_signature import (
 from torch.fx import Node
 
 from coreml_delegate.errors import ContractError
+from coreml_delegate.ops.constants import state_value
 from coreml_delegate.ops.edits import ATEN, add_constant, add_placeholder, insert
 
 HELD = frozenset({torch.float16, torch.float32, torch.bool, torch.uint8, torch.int8})
-"""Dtypes whose values fp16 holds, floats as well as it holds what Core ML computes."""
+"""Dtypes that a state can hold: integers exactly, floats rounded to fp16."""
 
 STARTED = "coreml_delegate_started"
-"""Name of the state that tells the first run from the others."""
+"""Name of the state that is zero in the first run only."""
 
 _INITIAL = "coreml_delegate_initial"
 
 
 def largest_integer() -> int:
-    """Up to which fp16 has every integer."""
+    """Return the integer up to which fp16 has all integers."""
     return round(2 / torch.finfo(torch.float16).eps)
 
 
 def initial_value(program: ExportedProgram, name: str) -> torch.Tensor | None:
-    """What a buffer has before the first run; None if that is zero, as a state is."""
-    value: Any = program.state_dict.get(name, program.constants.get(name))
-    return value if isinstance(value, torch.Tensor) and bool(value.any()) else None
+    """Return the value of a buffer before the first run; None if it is zero, as a state's is."""
+    value = state_value(program, name)
+    return value if value is not None and bool(value.any()) else None
 
 
 def make_states(program: ExportedProgram) -> None:
@@ -60,11 +60,11 @@ def make_states(program: ExportedProgram) -> None:
         return
     first = next(n for n in program.graph.nodes if n.op not in ("placeholder", "get_attr"))
     starting = [b for b in buffers if initial_value(program, b.name) is not None]
-    started = _started(program, first) if starting else None
+    started = _add_started_state(program, first) if starting else None
     for buffer in buffers:
         _check_dtype(buffer)
-        _read(program, buffer, first, started)
-        _written(program, buffer)
+        _rewrite_reads(program, buffer, first, started)
+        _rewrite_write(program, buffer)
     program.graph_module.recompile()
 
 
@@ -103,8 +103,10 @@ def _check_dtype(buffer: _Buffer) -> None:
         )
 
 
-def _read(program: ExportedProgram, buffer: _Buffer, first: Node, started: Node | None) -> None:
-    """Let what reads the buffer read what it means."""
+def _rewrite_reads(
+    program: ExportedProgram, buffer: _Buffer, first: Node, started: Node | None
+) -> None:
+    """Replace reads of the buffer by reads of the state, cast and with the initial value."""
     node, users = buffer.node, list(buffer.node.users)
     shape = list(node.meta["val"].shape)
     initial = initial_value(program, buffer.name)
@@ -126,8 +128,8 @@ def _read(program: ExportedProgram, buffer: _Buffer, first: Node, started: Node 
             user.replace_input_with(node, value)
 
 
-def _written(program: ExportedProgram, buffer: _Buffer) -> None:
-    """Let the new value be of the state's dtype and shape."""
+def _rewrite_write(program: ExportedProgram, buffer: _Buffer) -> None:
+    """Cast and reshape the buffer's new value to the state's dtype and shape."""
     output = program.graph.output_node()
     value = next(n for n in program.graph.nodes if n.name == buffer.mutation.arg.name)
     new = value
@@ -144,10 +146,10 @@ def _written(program: ExportedProgram, buffer: _Buffer) -> None:
         buffer.mutation.arg = TensorArgument(new.name)
 
 
-def _started(program: ExportedProgram, first: Node) -> Node:
-    """Whether a run has ended: a state that every run sets to one."""
+def _add_started_state(program: ExportedProgram, first: Node) -> Node:
+    """Add a state that every run sets to one, and return whether it is set."""
     value = torch.zeros(1)
-    # Coremltools has one scope for the names of states and of values.
+    # Coremltools has one namespace for states and values.
     node = add_placeholder(program, f"b_{STARTED}", value, first)
     signature = program.graph_signature
     signature.input_specs.insert(

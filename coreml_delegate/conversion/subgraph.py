@@ -1,8 +1,8 @@
-"""Programs made of calls picked out of another program, to try a conversion on.
+"""Programs made of some calls of another program, to try a conversion on.
 
-The calls keep their arguments; what they take from outside becomes an input, or a constant where it
-is one. Constants whose values are not at hand, because ExecuTorch shows partitioners fake ones, are
-stood in for by tensors of their shape and dtype that take no memory.
+The calls keep their arguments; a value from outside becomes an input, or a constant if it is one.
+Where the values of constants are not at hand, because ExecuTorch shows partitioners fake ones,
+tensors of their shape and dtype that take no memory stand in for them.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ def program_of(
     apart: bool = False,
     to_aten: bool = False,
 ) -> tuple[ExportedProgram, dict[str, Node]]:
-    """A program of ``calls`` alone.
+    """Return a program of ``calls`` alone.
 
     Args:
-        calls: Of the graph of ``owner``, in its order; the ``getitem`` calls on their results are
-            added where they are missing.
-        owner: The program they are from.
+        calls: Calls of ``owner``, in the order of its graph; missing ``getitem`` calls on their
+            results are added.
+        owner: The program that has the calls.
         constants: Value of every placeholder that is a constant of ``owner``.
         apart: Give every call arguments of its own, so that none depends on another.
-        to_aten: Make it one in ATen dialect, whatever that of ``owner``.
+        to_aten: Return a program in ATen dialect, whatever the dialect of ``owner``.
 
     Returns:
-        The program, and the original of every call in it by name.
+        The program, and the original of every call in it, by the name of the copy.
     """
     builder = _Builder(constants, apart=apart, to_aten=to_aten)
     chosen = _with_parts(calls)
@@ -63,7 +63,7 @@ def program_of(
 
 
 def stand_in(value: torch.Tensor) -> torch.Tensor:
-    """A real tensor for a fake one: zeros of its shape and dtype that take no memory."""
+    """Return zeros of the shape and dtype of a fake tensor that take no memory; others as is."""
     if not isinstance(value, FakeTensor):
         return value
     zeros = torch.zeros((), dtype=value.dtype).expand(tuple(value.shape))
@@ -73,13 +73,13 @@ def stand_in(value: torch.Tensor) -> torch.Tensor:
 
 
 def call_of(node: Node) -> Node:
-    """The call that a ``getitem`` takes a result of; other nodes as they are."""
+    """Return the call whose result a ``getitem`` takes; other nodes as they are."""
     source = node.args[0] if target_name(node.target) == GETITEM else None
     return source if isinstance(source, Node) else node
 
 
 def _with_parts(calls: Sequence[Node]) -> list[Node]:
-    """The calls, the ``getitem`` calls on their results, and what computes sizes for them."""
+    """Return the calls, the ``getitem`` calls on their results, and calls that compute sizes."""
     chosen = dict.fromkeys(calls)
     for node in calls:
         chosen.update(dict.fromkeys(_sizes_for(node)))
@@ -113,7 +113,7 @@ class _Builder:
         self._copies: dict[Node | tuple[Node, Node], Node] = {}
 
     def placeholders(self, calls: Sequence[Node]) -> None:
-        """Placeholders for what the calls take from outside: first constants, then inputs."""
+        """Add placeholders for values from outside: first constants, then inputs."""
         inside = set(calls)
         wanted = dict.fromkeys(
             (self._key(argument, node), argument)
@@ -136,7 +136,7 @@ class _Builder:
         self.originals[new.name] = node
 
     def output(self, calls: Sequence[Node]) -> None:
-        """Return every tensor that something outside uses, or nothing does."""
+        """Make results of the tensors that are used outside, or nowhere."""
         inside = set(calls)
         results = [
             self._copies[node]
@@ -150,7 +150,7 @@ class _Builder:
         ]
 
     def program(self, owner: ExportedProgram) -> ExportedProgram:
-        """The finished program."""
+        """Return the finished program."""
         signature = ExportGraphSignature(self._inputs, self._outputs)
         in_spec = pytree.tree_flatten((tuple(signature.user_inputs), {}))[1]
         out_spec = pytree.tree_flatten(signature.user_outputs)[1]
@@ -183,7 +183,7 @@ class _Builder:
         node = self.graph.placeholder(f"argument_{len(self._inputs)}")
         value: Any = argument.meta.get("val")
         if isinstance(value, torch.Tensor) and argument not in self._constants:
-            # How it lies in memory is a matter of the whole partition, and judged there.
+            # Memory layouts are judged for the whole partition.
             value = value.contiguous()
         node.meta = {"val": value}
         self._copies[key] = node

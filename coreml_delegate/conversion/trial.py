@@ -1,8 +1,7 @@
-"""Trial conversion: whether coremltools really translates a call that the rules accept.
+"""Trial translation of calls: whether coremltools really translates what the rules accept.
 
-The rules say what Core ML can take; what coremltools makes of a call is tried. Every distinct
-signature (op, dtypes, shapes, arguments) is translated once, many in one program, without weights;
-the verdicts are kept in memory and on disk.
+Every distinct signature (op, dtypes, shapes, arguments) is translated once, many in one program,
+without weights. The verdicts are kept in memory and on disk.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +26,7 @@ from coreml_delegate.conversion.convert import check_translation, is_about_the_g
 from coreml_delegate.conversion.prepare import prepare
 from coreml_delegate.conversion.subgraph import call_of, program_of
 from coreml_delegate.errors import ConversionError
+from coreml_delegate.formats.files import new_file
 from coreml_delegate.ops import Reason, ReasonCode, required_opset
 from coreml_delegate.ops.call import OpCall, target_name
 from coreml_delegate.targets import Opset
@@ -38,11 +36,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of a trial.
+    """The result of a trial.
 
     Attributes:
         since: The oldest opset that translates the call, None if no opset does.
-        error: What coremltools said at the oldest opset that was tried, empty if it succeeded.
+        error: Message of coremltools at the oldest opset that was tried, empty if it succeeded.
     """
 
     since: Opset | None
@@ -63,11 +61,11 @@ class Trials:
         constants: Mapping[Node, torch.Tensor],
         target: Opset | None,
     ) -> dict[Node, Verdict]:
-        """A verdict on every call.
+        """Return a verdict on every call.
 
         Args:
-            calls: Of the graph of ``program``, accepted by the rules.
-            program: In edge dialect.
+            calls: Calls of ``program`` that the rules accept.
+            program: A program in edge dialect.
             constants: Value, or stand-in, of every placeholder that is a constant.
             target: Opset of the deployment target; None if any may be demanded.
         """
@@ -92,7 +90,7 @@ class Trials:
         self.known = _read(path) | self.known
 
     def _save(self) -> None:
-        """Merge into the file; a cache that cannot be written is no error."""
+        """Merge the verdicts into the file; a cache that cannot be written is not an error."""
         path = _file()
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -110,7 +108,7 @@ _LOCK_SECONDS = 10.0
 
 
 def reason_of(call: Node, verdict: Verdict) -> Reason:
-    """Why a call whose trial failed is not delegated."""
+    """Return the reason not to delegate a call whose trial failed."""
     return Reason(
         ReasonCode.CONVERSION,
         f"coremltools fails to convert this call of {target_name(call.target)}: {verdict.error}",
@@ -131,7 +129,7 @@ class _Trial:
     target: Opset | None
 
     def run(self, calls: Sequence[Node]) -> dict[Node, Verdict]:
-        """Translate every call, those of one opset together."""
+        """Translate every call; calls for the same opset go into one program."""
         verdicts: dict[Node, Verdict] = {}
         by_opset: dict[Opset, list[Node]] = {}
         for call in calls:
@@ -140,15 +138,15 @@ class _Trial:
             errors = self._errors(group, opset)
             for call in group:
                 verdicts[call] = (
-                    self._later(call, opset, errors[call]) if call in errors else Verdict(opset)
+                    self._try_later(call, opset, errors[call]) if call in errors else Verdict(opset)
                 )
         return verdicts
 
     def _oldest(self, call: Node) -> Opset:
         return required_opset([call]) if self.target is None else self.target
 
-    def _later(self, call: Node, failed: Opset, error: str) -> Verdict:
-        """The verdict on a call that fails at an opset: perhaps a later one translates it."""
+    def _try_later(self, call: Node, failed: Opset, error: str) -> Verdict:
+        """Return the verdict on a call that fails at an opset: a later one may translate it."""
         if self.target is None:
             for opset in (opset for opset in Opset if opset > failed):
                 if not self._errors([call], opset):
@@ -156,7 +154,7 @@ class _Trial:
         return Verdict(None, error)
 
     def _errors(self, calls: Sequence[Node], opset: Opset) -> dict[Node, str]:
-        """The calls that fail at an opset, with what coremltools said."""
+        """Return the calls that fail at an opset, with coremltools' message."""
         if not calls:
             return {}
         blamed: Node | None = None
@@ -166,18 +164,18 @@ class _Trial:
             )
             prepare(program)
             try:
-                # Stated only above the oldest, where coremltools starts of itself.
+                # Without a target coremltools takes the oldest.
                 check_translation(program, opset if opset > Opset.iOS15 else None)
             except ConversionError as error:
                 blamed = blamed_call(program, originals, error)
                 raise
         except Exception as error:
             if not is_about_the_graph(error):
-                raise  # and no verdict, which would outlast the cause
-            return self._isolated(calls, opset, blamed, message_of(error))
+                raise  # a verdict would be kept on disk and outlast the cause
+            return self._isolate(calls, opset, blamed, message_of(error))
         return {}
 
-    def _isolated(
+    def _isolate(
         self, calls: Sequence[Node], opset: Opset, blamed: Node | None, message: str
     ) -> dict[Node, str]:
         """Find the call that made a translation of several fail, and the others that fail."""
@@ -256,13 +254,13 @@ def _file() -> Path:
     return cache_folder() / "trials" / f"{_version()}.json"
 
 
-# Where a call is made ready for its trial.
+# The sources that decide how a call is rewritten and translated.
 _JUDGES = ("coreml_delegate.ops", "coreml_delegate.conversion", "coreml_delegate.dynamic_shapes")
 
 
 @functools.cache
 def _version() -> str:
-    """Digest of everything a verdict depends on beside the call."""
+    """Return a digest of everything that a verdict depends on, except the call."""
     digest = hashlib.sha256()
     for name in ("coremltools", "torch"):
         digest.update(f"{name} {importlib.metadata.version(name)}\n".encode())
@@ -271,7 +269,7 @@ def _version() -> str:
 
 
 def _read(path: Path) -> dict[str, Verdict]:
-    """The verdicts in a file; none if it is missing or damaged."""
+    """Return the verdicts in a file; none if it is missing or damaged."""
     try:
         content = json.loads(path.read_text())
         return {
@@ -286,16 +284,9 @@ def _read(path: Path) -> dict[str, Verdict]:
 
 
 def _write(path: Path, verdicts: Mapping[str, Verdict]) -> None:
-    """Replace the file as a whole, so that no reader sees half of one."""
     content = {
         key: (None if v.since is None else int(v.since), v.error)
         for key, v in sorted(verdicts.items())
     }
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(content, file)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with new_file(path, permissions=0o600) as file:
+        file.write(json.dumps(content).encode())

@@ -20,7 +20,7 @@ from coreml_delegate.errors import OptionError
 Shape = tuple[int, ...]
 
 MAX_SHAPES = 128
-"""As many shapes as Core ML takes."""
+"""The largest number of shapes that Core ML takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class SymbolicSize:
 
     Attributes:
         expression: In symbols of the exported program, ``s0`` or ``2*s0``.
-        low: Smallest size that the program was exported for, None if it says nothing.
-        high: Largest size, None likewise.
+        low: Smallest size that the program was exported for, None if it has no lower bound.
+        high: Largest size, None if it has no upper bound.
     """
 
     expression: str
@@ -38,7 +38,7 @@ class SymbolicSize:
     high: int | None = None
 
     def admits(self, size: int) -> bool:
-        """Whether the program was exported for this size.
+        """Return whether the program was exported for this size.
 
         Torch takes 1 for a special case and starts at 2, even where 1 was asked for.
         """
@@ -55,12 +55,12 @@ Size = int | SymbolicSize
 
 @dataclass(frozen=True, slots=True)
 class EnumeratedInput:
-    """The shapes that some inputs, alike in their symbolic shape, may take.
+    """The shapes of all inputs that have the same symbolic shape.
 
     Attributes:
         names: Names of the inputs in the exported program.
-        sizes: Their symbolic shape.
-        shapes: One for each combination.
+        sizes: The symbolic shape.
+        shapes: The shape in each combination.
     """
 
     names: tuple[str, ...]
@@ -77,7 +77,7 @@ class EnumeratedShapes:
             together.
 
     Raises:
-        OptionError: There is none, their numbers differ, or sizes contradict each other.
+        OptionError: There is no input, numbers of shapes differ, or sizes contradict each other.
     """
 
     inputs: tuple[EnumeratedInput, ...]
@@ -94,11 +94,11 @@ class EnumeratedShapes:
 
     @property
     def count(self) -> int:
-        """How many combinations there are."""
+        """Number of combinations."""
         return len(self.inputs[0].shapes)
 
     def bindings(self) -> tuple[Mapping[str, int], ...]:
-        """The values of the symbols in each combination."""
+        """Return the values of the symbols in each combination, by name."""
         return tuple(self._binding(index) for index in range(self.count))
 
     def _binding(self, index: int) -> dict[str, int]:
@@ -126,7 +126,7 @@ class EnumeratedShapes:
                     yield SizeExpression.parse(size.expression), value, place
 
     def encode(self) -> list[Any]:
-        """As plain data, ready for JSON."""
+        """Return the shapes as lists and dictionaries, for JSON."""
         return [
             [
                 {"shape": [_encode_size(size) for size in entry.sizes]},
@@ -137,10 +137,10 @@ class EnumeratedShapes:
 
     @classmethod
     def decode(cls, content: Any) -> EnumeratedShapes:
-        """Read back what ``encode``, or ExecuTorch's own backend, made.
+        """Read what ``encode``, or ExecuTorch's own backend, returned.
 
         Raises:
-            OptionError: It has another form.
+            OptionError: The content has another form.
         """
         try:
             entries = [_decode_input(key, shapes, names) for key, (shapes, names) in content]
@@ -149,7 +149,7 @@ class EnumeratedShapes:
         return cls(tuple(entries))
 
     def describe(self) -> str:
-        """The combinations, for a reader."""
+        """Return the combinations as text for a person."""
         listed = (
             ", ".join(
                 f"{name} {list(entry.shapes[index])}"

@@ -1,6 +1,6 @@
-"""Sizes given as expressions of symbols, read from text, evaluated and solved.
+"""Sizes as expressions of symbols: parsed from text, evaluated and solved.
 
-A dimension that depends on others is written as torch prints it: ``2*s0``, ``((s0 - 1)//2) + 1``,
+A size that depends on others is written as torch prints it: ``2*s0``, ``((s0 - 1)//2) + 1``,
 ``Max(1, s0)``. The text may come out of a file, so it is parsed, never run.
 """
 
@@ -59,11 +59,11 @@ _FUNCTIONS: Mapping[str, Callable[..., _Number]] = {
 
 @dataclass(frozen=True, slots=True)
 class SizeExpression:
-    """A size, or a number, that depends on symbols.
+    """A size, or another number, that depends on symbols.
 
     Attributes:
-        text: As it was written.
-        symbols: Names it depends on.
+        text: The expression as it was written.
+        symbols: Names of the symbols in it.
     """
 
     text: str
@@ -75,19 +75,19 @@ class SizeExpression:
         """Read an expression.
 
         Args:
-            text: In Python's notation; integers, names, ``+ - * / // % **``, and the functions that
-                torch prints.
+            text: An expression in Python's notation, of integers, names, ``+ - * / // % **``, and
+                the functions that torch prints.
 
         Raises:
-            OptionError: Anything else.
+            OptionError: The text is something else.
         """
         return _parse(text)
 
     def evaluate(self, values: _Values) -> int:
-        """The size for given values of the symbols.
+        """Return the size for given values of the symbols.
 
         Raises:
-            OptionError: A symbol has no value, or the result is no whole number.
+            OptionError: A symbol has no value, or the result is not an integer.
         """
         try:
             result = _evaluate(self._tree, values)
@@ -96,7 +96,7 @@ class SizeExpression:
         except (ValueError, ArithmeticError) as error:
             raise self._no_value(values, str(error)) from None
         if result.denominator != 1:
-            raise self._no_value(values, f"{result}, no whole number")
+            raise self._no_value(values, f"{result}, which is not an integer")
         return int(result)
 
     def _no_value(self, values: _Values, got: str) -> OptionError:
@@ -104,9 +104,9 @@ class SizeExpression:
         return OptionError(f"size {self.text} has no value for {known}", got=got)
 
     def solve(self, size: int) -> int | None:
-        """The value of its one symbol that makes it ``size``; None if there is none, or no way.
+        """Return the value of the only symbol for which the expression has the value ``size``.
 
-        There is a way where the expression is linear.
+        None if there is no such value, or the expression is not linear in one symbol.
         """
         linear = self._linear()
         if linear is None:
@@ -117,11 +117,11 @@ class SizeExpression:
 
     @property
     def is_solvable(self) -> bool:
-        """Whether a size determines the value of its one symbol."""
+        """Whether ``solve`` can work: the expression is linear in one symbol."""
         return self._linear() is not None
 
     def _linear(self) -> tuple[Fraction, Fraction] | None:
-        """Factor and constant of ``factor * symbol + constant``."""
+        """Return factor and constant of ``factor * symbol + constant``, None if not linear."""
         if len(self.symbols) != 1:
             return None
         found = _affine(self._tree)
@@ -133,7 +133,7 @@ class SizeExpression:
 def _parse(text: str) -> SizeExpression:
     if len(text) > _LONGEST:
         raise OptionError(
-            "the expression of a size is too long",
+            "expression of a size is too long",
             got=f"{len(text)} characters",
             expected=f"at most {_LONGEST}",
         )
@@ -142,15 +142,15 @@ def _parse(text: str) -> SizeExpression:
         symbols = frozenset(_symbols(tree))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise OptionError(
-            "not the expression of a size",
+            "not an expression of a size",
             got=f"{text[:80]!r} ({error})",
-            expected="2*s0, or alike",
+            expected="for example 2*s0",
         ) from None
     return SizeExpression(text, symbols, tree)
 
 
 def _symbols(tree: ast.expr) -> set[str]:
-    """The names in an expression; ``ValueError`` if anything is in it that cannot be evaluated."""
+    """Return the names in an expression; ``ValueError`` if a part of it cannot be evaluated."""
     match tree:
         case ast.Name(id=name):
             return {name}
@@ -191,7 +191,7 @@ def _evaluate(tree: ast.expr, values: _Values) -> _Number:
 
 
 def _affine(tree: ast.expr) -> tuple[Fraction, Fraction] | None:
-    """Factor and constant, taking all names for one; None if the tree is not linear."""
+    """Return factor and constant of a tree with one symbol; None if it is not linear."""
     match tree:
         case ast.Name():
             return Fraction(1), Fraction(0)

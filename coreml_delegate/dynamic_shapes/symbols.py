@@ -1,15 +1,14 @@
-"""Sizes of inputs that are not fixed: their ranges, for coremltools, and how they are related.
+"""Dynamic sizes of inputs: their ranges, for coremltools, and the relations between them.
 
-Coremltools takes an input size that is a symbol with a range, or a number. Of an expression, as
-``16*s0`` is, it needs no more than the range either: sizes inside the model follow from those of
-its inputs.
+Coremltools takes a number or a symbol with a range as an input size. For an expression such as
+``16*s0`` it needs the range only: sizes inside the model follow from those of its inputs.
 
-Core ML wants an upper bound. Where the program has none, it is the size of the example that it was
-exported with, which is also what ExecuTorch plans memory for.
+Core ML needs an upper bound. If the program has none, it is the size of the example that the
+program was exported with, which is also the size that ExecuTorch plans memory for.
 
-Torch takes a size for 2 or more while it traces, whatever the program was exported for, and does
-not check that when the program runs. ExecuTorch takes what was traced for the program's bounds; the
-bounds that were given remain with the traced inputs.
+While torch traces, it assumes that a size is 2 or more, whatever bounds the program was exported
+with, and does not check that when the program runs. ExecuTorch takes this assumption for the
+program's bound; the bounds that were given remain with the traced inputs.
 """
 
 from __future__ import annotations
@@ -30,28 +29,28 @@ _TRACED_MINIMUM = 2  # of every size, to torch while it traces
 
 
 def declare_sizes(program: ExportedProgram) -> None:
-    """Give every input size that is not fixed the range that its input gets."""
+    """Set the range constraint of every dynamic input size to the range that its input gets."""
     ranges = program.range_constraints
     declared: dict[Any, ValueRanges[Any]] = {}
-    for _, size in _open_sizes(program):
+    for _, size in _dynamic_sizes(program):
         low, high = bounds_of(size, ranges)
         declared[expression_of(size)] = ValueRanges(low, high)
     ranges.update(declared)
 
 
 def bounds_of(size: torch.SymInt, ranges: Mapping[Any, ValueRanges[Any]]) -> tuple[int, int]:
-    """The smallest and the largest value of a size, at least 1 and never infinite."""
-    found: Any = bound_sympy(expression_of(size), _as_given(size, ranges))
+    """Return the smallest and the largest value of a size, at least 1 and never infinite."""
+    found: Any = bound_sympy(expression_of(size), _with_given_minimums(size, ranges))
     low = max(1, int(found.lower)) if found.lower not in (-int_oo, -sympy.oo) else 1
     if found.upper in (int_oo, sympy.oo):
         return low, max(low, hint_of(size) or _LARGEST)
     return low, max(low, min(int(found.upper), _LARGEST))
 
 
-def _as_given(
+def _with_given_minimums(
     size: torch.SymInt, ranges: Mapping[Any, ValueRanges[Any]]
 ) -> dict[Any, ValueRanges[Any]]:
-    """The ranges, with those that start at 2 only because of the tracing as they were given."""
+    """Return the ranges; those that tracing alone made start at 2 start where they were given."""
     given = _given_minimums(size.node.shape_env)
     return {
         symbol: ValueRanges(max(1, given[symbol]), found.upper)
@@ -62,7 +61,7 @@ def _as_given(
 
 
 def _given_minimums(shape_env: Any) -> dict[Any, int]:
-    """By symbol the lower bound that its ``Dim`` has; loaded programs have none here."""
+    """Return the lower bound of each symbol's ``Dim``; programs loaded from a file have none."""
     return {
         expression_of(size): int(constraint.vr.lower)
         for source in shape_env.tracked_fakes or ()
@@ -75,24 +74,24 @@ def _given_minimums(shape_env: Any) -> dict[Any, int]:
 
 
 def is_unbounded(size: torch.SymInt, ranges: Mapping[Any, ValueRanges[Any]]) -> bool:
-    """Whether the program says nothing about how large a size may be."""
+    """Return whether the program has no upper bound for a size."""
     found: Any = bound_sympy(expression_of(size), dict(ranges))
     return found.upper in (int_oo, sympy.oo)
 
 
 def expression_of(size: torch.SymInt) -> Any:
-    """The sympy expression of a size."""
+    """Return the sympy expression of a size."""
     return size.node.expr
 
 
 def hint_of(size: torch.SymInt) -> int | None:
-    """The size that the program was traced with, None if it depends on data."""
+    """Return the size that the program was traced with, None if it depends on data."""
     hint = size.node.hint if size.node.has_hint() else None
     return int(hint) if isinstance(hint, int) else None
 
 
 def input_tensors(program: ExportedProgram) -> dict[str, torch.Tensor]:
-    """The fake tensors of the inputs that are tensors, by name, in order."""
+    """Return the fake tensors of the inputs that are tensors, by name, in order."""
     nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     found = {
         str(n): nodes[str(n)].meta.get("val")
@@ -103,21 +102,23 @@ def input_tensors(program: ExportedProgram) -> dict[str, torch.Tensor]:
 
 
 def relations_of(program: ExportedProgram) -> dict[str, list[int | str]]:
-    """The sizes of the inputs, if they say more than the range of each does.
+    """Return the sizes of the inputs, if some depend on others or are not plain symbols.
 
     Returns:
-        By input name the expressions of its sizes, in symbols ``s0``, ``s1`` and so on, numbered in
-        the order of the inputs. Empty if every size is free of all others.
+        Sizes by input name: numbers, and expressions in symbols ``s0``, ``s1`` and so on, numbered
+        in the order of the inputs. Empty if the range of each size says everything.
     """
     tensors = input_tensors(program)
-    open_sizes = [expression_of(size) for _, size in _open_sizes(program)]
-    used = Counter(symbol for expression in open_sizes for symbol in expression.free_symbols)
-    if all(e.is_Symbol for e in open_sizes) and all(count == 1 for count in used.values()):
+    dynamic_sizes = [expression_of(size) for _, size in _dynamic_sizes(program)]
+    used = Counter(symbol for expression in dynamic_sizes for symbol in expression.free_symbols)
+    if all(e.is_Symbol for e in dynamic_sizes) and all(count == 1 for count in used.values()):
         return {}
     ordered = dict.fromkeys(
-        symbol for expression in open_sizes for symbol in sorted(expression.free_symbols, key=str)
+        symbol
+        for expression in dynamic_sizes
+        for symbol in sorted(expression.free_symbols, key=str)
     )
-    # Symbols of the same assumptions, or the expressions would be simplified in another way.
+    # New symbols keep the assumptions of the old; sympy would simplify otherwise.
     names = {old: sympy.Symbol(f"s{i}", **old.assumptions0) for i, old in enumerate(ordered)}
     return {
         name: [
@@ -128,6 +129,6 @@ def relations_of(program: ExportedProgram) -> dict[str, list[int | str]]:
     }
 
 
-def _open_sizes(program: ExportedProgram) -> Iterator[tuple[str, torch.SymInt]]:
+def _dynamic_sizes(program: ExportedProgram) -> Iterator[tuple[str, torch.SymInt]]:
     for name, tensor in input_tensors(program).items():
         yield from ((name, size) for size in tensor.shape if isinstance(size, torch.SymInt))

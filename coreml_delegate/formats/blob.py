@@ -1,4 +1,4 @@
-"""The flattened directory that Core ML's delegate reads, and the reference to a shared one.
+"""The bytes of a blob: a flattened directory, or a reference to a blob shared by several methods.
 
 Layout of a blob (offsets from its first byte)::
 
@@ -34,7 +34,7 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The content of a file in pieces that follow each other, wherever they lie in memory."""
+    """The content of a file as parts that follow each other, but need not do so in memory."""
 
     parts: tuple[Buffer, ...]
 
@@ -42,7 +42,7 @@ class Pieces:
 Content = Buffer | Pieces
 
 Files = dict[str, Content]
-"""The files of a blob by their paths, before they are joined."""
+"""Content of each file of a blob by relative POSIX path; see ``formats.blob_layout``."""
 
 ALIGNMENT = (
     64  # fixed, so that bytes do not depend on the host; 64 keeps weights SIMD-aligned in place
@@ -54,7 +54,7 @@ REFERENCE_VERSION = 1
 
 _FILE, _DIRECTORY = 0, 1
 _FIRST_TRAILER_CHUNK = 64 * 1024
-_CHUNK = 16 * 2**20  # bytes of a file to be looked at at once
+_CHUNK = 16 * 2**20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class BlobReference:
     function_name: str
 
     def encode(self) -> bytes:
-        """The bytes that stand in for a blob."""
+        """Return the bytes that a delegate has in place of a blob."""
         body = {
             "functionName": self.function_name,
             "key": self.key,
@@ -107,19 +107,19 @@ class BlobReference:
 
 
 def pieces_of(content: Content) -> tuple[Buffer, ...]:
-    """What a file's content consists of, in order."""
+    """Return the parts of a file's content, in order."""
     return content.parts if isinstance(content, Pieces) else (content,)
 
 
 def size_of(content: Content) -> int:
-    """How long a file is, in bytes."""
+    """Return the size of a file's content in bytes."""
     return sum(memoryview(part).nbytes for part in pieces_of(content))
 
 
 def chunks_of(content: Content) -> Iterator[memoryview]:
-    """What a file consists of, bit by bit; of one that is mapped, memory holds no more than that.
+    """Yield the content in chunks, without keeping a mapped file in memory.
 
-    Pages that were looked at are let go of, and read again when they are looked at again.
+    After each chunk of a mapped file its pages are released; they are read again when needed.
     """
     for part in pieces_of(content):
         view = memoryview(part).cast("B")
@@ -233,7 +233,7 @@ class _Layout:
         self._end = 0
 
     def directory(self, folder: dict[str, Any], name: str) -> int:
-        """Append a folder depth first; returns the index of its node."""
+        """Append a folder depth first and return the index of its node."""
         children: dict[str, int] = {}
         for child, content in sorted(folder.items()):
             if isinstance(content, dict):

@@ -15,23 +15,28 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import shutil
-import tempfile
 import uuid
-from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coreml_delegate.errors import BlobFormatError, ProgramError, naming
-from coreml_delegate.formats.blob import Buffer, Content, chunks_of
+from coreml_delegate.errors import BlobFormatError, ProgramError
+from coreml_delegate.formats.blob import Buffer, Content
 
 MANIFEST = "Manifest.json"
+WEIGHTS = "weights"
+"""Folder of the weight files, beside the specification."""
+WEIGHT_FILE = "weight.bin"
+MODEL_PATH = "@model_path/"
+"""How MIL names the folder of the specification."""
+MAIN = "main"
+"""Name of the function of a model with one function."""
+
 _AUTHOR = "com.apple.CoreML"
 _DATA = "Data"
 _SPEC = f"{_AUTHOR}/model.mlmodel"
-_WEIGHTS = f"{_AUTHOR}/weights"
+_WEIGHTS = f"{_AUTHOR}/{WEIGHTS}"
 # Namespace of the identifiers derived from content; the value itself has no meaning.
 _NAMESPACE = uuid.UUID("6f6d5f0e-3d0c-5d0b-9f0e-c0de1de1e9a7")
 
@@ -53,15 +58,16 @@ def map_folder(folder: Path, *, smallest: int = 1) -> dict[str, memoryview]:
     """Map every file below ``folder`` into memory, read-only.
 
     Args:
-        folder: Whose files may be removed while they are mapped, but not changed.
-        smallest: Files of fewer bytes are read: each that is mapped counts as an open file.
+        folder: Its files may be removed while they are mapped, but not changed.
+        smallest: Size in bytes from which files are mapped, and smaller ones read: each mapped file
+            counts as an open one.
 
     Returns:
         Relative POSIX path to content, sorted. The views keep the mappings alive.
 
     Raises:
         ProgramError: No such folder.
-        BlobFormatError: A link in it leads out of it.
+        BlobFormatError: A link in the folder leads out of it.
     """
     if not folder.is_dir():
         raise ProgramError("no such mlpackage", got=str(folder), expected="a folder")
@@ -98,7 +104,7 @@ def locate(files: Mapping[str, Buffer]) -> PackageParts:
 
 
 def assemble(spec: bytes, weights: Mapping[str, Content]) -> dict[str, Content]:
-    """The files of an mlpackage; equal arguments give equal bytes.
+    """Return the files of an mlpackage; equal arguments give equal bytes.
 
     Args:
         spec: Serialized ``Model`` message.
@@ -116,65 +122,6 @@ def assemble(spec: bytes, weights: Mapping[str, Content]) -> dict[str, Content]:
     }
     files[MANIFEST] = (json.dumps(manifest, indent=4, sort_keys=True) + "\n").encode()
     return dict(sorted(files.items()))
-
-
-def write_folder(
-    files: Mapping[str, Content], destination: Path, *, overwrite: bool = False
-) -> None:
-    """Write files below ``destination``, which appears complete or not at all.
-
-    Raises:
-        ProgramError: ``destination`` exists and ``overwrite`` is false.
-        OSError: The parent folder cannot be written.
-    """
-    with new_folder(files, destination, overwrite=overwrite):
-        pass
-
-
-@contextmanager
-def new_folder(
-    files: Mapping[str, Content], destination: Path, *, overwrite: bool = False
-) -> Generator[None]:
-    """Write files below ``destination``, which appears when the block ends without an exception.
-
-    After one, nothing is left behind, nor any folder that was made for it.
-
-    Raises:
-        ProgramError: ``destination`` exists and ``overwrite`` is false.
-        OSError: The parent folder cannot be written.
-    """
-    if destination.exists() and not overwrite:
-        raise ProgramError(
-            "output exists", got=str(destination), remedy="Pass --force to replace it"
-        )
-    with ExitStack() as undoing, naming(destination):
-        undoing.enter_context(made(destination.parent))
-        staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
-        undoing.callback(shutil.rmtree, staging, ignore_errors=True)
-        complete = staging / "new"
-        complete.mkdir()
-        for name, content in files.items():
-            target = complete / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("wb") as file:
-                file.writelines(chunks_of(content))
-        yield
-        if destination.exists():
-            os.replace(destination, staging / "old")
-        os.replace(complete, destination)
-
-
-@contextmanager
-def made(folder: Path) -> Generator[None]:
-    """A folder that exists meanwhile, with those above it; what was made and stays empty goes."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-    finally:
-        for path in missing:
-            with suppress(OSError):  # there is something in it, or it was not made
-                path.rmdir()
 
 
 def _inside(link: Path, root: Path) -> bool:

@@ -1,4 +1,4 @@
-"""MIL weight files: what their bytes mean, and how they are written.
+"""Reader and writer of MIL weight files.
 
 Layout (little endian)::
 
@@ -33,7 +33,7 @@ _VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class WeightRecord:
-    """Where a weight lies in its file.
+    """Type and place of a weight in its file.
 
     Attributes:
         dtype: The data type's number.
@@ -131,10 +131,11 @@ def write_weights(weights: Iterable[StoredWeight]) -> tuple[Pieces, list[int]]:
     """Write a weight file.
 
     Args:
-        weights: In the order in which they are to lie.
+        weights: The weights in the order in which to write them.
 
     Returns:
-        The file, which refers to the weights' own bytes, and the offset of each weight's record.
+        The file, which refers to the weights' own bytes, and the offset of each weight's record in
+        bytes.
     """
     parts: list[Buffer] = [b""]
     offsets: list[int] = []

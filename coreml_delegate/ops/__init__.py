@@ -29,7 +29,7 @@ from coreml_delegate.ops import (
     sizes,
 )
 from coreml_delegate.ops.call import GETITEM, OpCall, Reason, ReasonCode, target_name
-from coreml_delegate.ops.constants import constant_nodes, narrow_constants
+from coreml_delegate.ops.constants import narrow_constants, stored_nodes
 from coreml_delegate.ops.flops import WITHOUT_RECORD, Estimator, unknown
 from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.ops.layouts import layout_obstacles
@@ -103,7 +103,7 @@ def obstacles_in(
             inputs like others.
         veto: Reasons of the caller's own, which come first.
     """
-    constants = constant_nodes(program) if constants_inside else frozenset[Node]()
+    constants = stored_nodes(program) if constants_inside else frozenset[Node]()
     around = WideIntegers().obstacles(program)
     if constants_inside:
         around |= narrow_constants(program)

@@ -23,7 +23,8 @@ from coreml_delegate.ops.call import (
     Reason,
     ReasonCode,
 )
-from coreml_delegate.ops.constraints import IsConstant, casts_codes, rank_between
+from coreml_delegate.ops.constants import casts_codes
+from coreml_delegate.ops.constraints import IsConstant, rank_between
 from coreml_delegate.ops.edits import arguments_of, become, value_of
 from coreml_delegate.ops.record import Constraint, OpRecord
 from coreml_delegate.targets import Opset

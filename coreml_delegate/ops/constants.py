@@ -1,56 +1,70 @@
-"""Constants of a program: parameters, buffers that nothing mutates, lifted literals."""
+"""Which values of a program are constants: the three answers that this package tells apart.
+
+stored
+    The program has the value: a parameter, a buffer that nothing mutates, a lifted literal.
+derived
+    Stored, or dequantized from derived values. Core ML stores what is quantized and dequantizes it
+    itself, so a rule that demands a constant takes a derived one.
+foldable
+    Stored, or computed in fp32 from foldable values alone. Where a rule demands a constant, a
+    foldable one is computed before the program is partitioned.
+
+The quantizer works on modules, whose constants are attributes: see ``attribute_constants``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import torch
+from torch import Tag
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from coreml_delegate.ops.call import (
+    CASTS,
     DECOMPRESS,
     DEQUANTIZE,
+    GETITEM,
     NARROW,
     Reason,
     ReasonCode,
     target_name,
 )
-from coreml_delegate.ops.constraints import casts_codes
+
+_MARK = "coreml_delegate_constant"
+_LARGEST_GROWTH = 2
+"""How many times as many elements as its arguments a folded result may have."""
 
 
-def constant_nodes(program: ExportedProgram) -> frozenset[Node]:
-    """The placeholders of parameters, of buffers that nothing mutates and of lifted constants."""
-    return frozenset(node for node, _ in _constants(program))
+# Stored
 
 
-def constants_of(program: ExportedProgram) -> Iterator[tuple[Node, str, torch.Tensor | None]]:
-    """Placeholder, name in the state and value, perhaps a fake one, of every constant."""
-    for node, key in _constants(program):
-        yield node, key, _value(program, key)
+def stored_nodes(program: ExportedProgram) -> frozenset[Node]:
+    """Return the placeholders of stored constants."""
+    return frozenset(node for node, _ in _stored(program))
 
 
-def narrow_constants(program: ExportedProgram) -> dict[Node, Reason]:
-    """The calls on constants of 8 or 16 bits, which would be stored as they are, not as int32.
+def stored_constants(program: ExportedProgram) -> Iterator[tuple[Node, str, torch.Tensor | None]]:
+    """Yield placeholder, name in the state and value of every stored constant.
 
-    Quantized weights are meant to be.
+    The value may be a fake tensor; it is None where the program does not have it.
     """
-    found: dict[Node, Reason] = {}
-    for node, _ in _constants(program):
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.dtype in NARROW:
-            dtype = str(value.dtype).removeprefix("torch.")
-            text = f"constant {node.name!r} is {dtype}, Core ML computes with int32"
-            reason = Reason(ReasonCode.DTYPE, text, remedy="Store it as int32")
-            found |= dict.fromkeys((u for u in node.users if not _takes_bytes(u)), reason)
-    return found
+    for node, key in _stored(program):
+        yield node, key, state_value(program, key)
 
 
-def _takes_bytes(user: Node) -> bool:
-    return target_name(user.target) in DEQUANTIZE | DECOMPRESS or casts_codes(user)
+def state_value(program: ExportedProgram, key: str) -> torch.Tensor | None:
+    """Return a parameter, buffer or lifted constant by its name in the state, None if missing."""
+    # Non-persistent buffers and lifted literals are not part of the state dict.
+    value = program.state_dict.get(key, program.constants.get(key))
+    return value if isinstance(value, torch.Tensor) else None
 
 
-def _constants(program: ExportedProgram) -> Iterator[tuple[Node, str]]:
+def _stored(program: ExportedProgram) -> Iterator[tuple[Node, str]]:
     signature = program.graph_signature
     lifted = {
         **signature.inputs_to_parameters,
@@ -64,7 +78,134 @@ def _constants(program: ExportedProgram) -> Iterator[tuple[Node, str]]:
             yield node, key
 
 
-def _value(program: ExportedProgram, key: str) -> torch.Tensor | None:
-    # Non-persistent buffers and lifted literals are not part of the state dict.
-    value = program.state_dict.get(key, program.constants.get(key))
-    return value if isinstance(value, torch.Tensor) else None
+def mark_stored(program: ExportedProgram) -> None:
+    """Note in the graph which placeholders are stored, for rewrites, which see one node each."""
+    for node, _, value in stored_constants(program):
+        node.meta[_MARK] = value
+
+
+def is_stored(argument: Any) -> bool:
+    """Return whether an argument is a number, None or a constant that ``mark_stored`` marked."""
+    return not isinstance(argument, Node) or argument.op == "get_attr" or _MARK in argument.meta
+
+
+def stored_value(argument: Any) -> torch.Tensor | None:
+    """Return the value of a stored argument, a number as a scalar; None if it is not at hand."""
+    if isinstance(argument, int | float):
+        return torch.tensor(argument)
+    found = argument.meta.get(_MARK) if isinstance(argument, Node) else None
+    return None if isinstance(found, FakeTensor) else found
+
+
+def attribute_constants(graph: Graph) -> frozenset[Node]:
+    """Return the attributes of a module's graph, and the calls computed from attributes alone."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        sources = node.all_input_nodes
+        is_computed = node.op == "call_function" and bool(sources)
+        if node.op == "get_attr" or (is_computed and found.issuperset(sources)):
+            found.add(node)
+    return frozenset(found)
+
+
+# Derived
+
+
+def is_derived(node: Node, constants: Collection[Node]) -> bool:
+    """Return whether a node is one of ``constants``, an attribute, or dequantized from these."""
+    if node.op == "get_attr" or node in constants:
+        return True
+    if node.op != "call_function":
+        return False
+    dequantizes = target_name(node.target) in DEQUANTIZE | DECOMPRESS
+    return (dequantizes or casts_codes(node)) and all(
+        is_derived(source, constants) for source in node.all_input_nodes
+    )
+
+
+def casts_codes(node: Node) -> bool:
+    """Return whether a call only widens the indices of compressed weights."""
+    return (
+        node.op == "call_function"
+        and target_name(node.target) in CASTS
+        and bool(node.users)
+        and all(target_name(user.target) in DECOMPRESS for user in node.users)
+    )
+
+
+# Foldable
+
+
+def foldable(nodes: Iterable[Node], constants: Collection[Node]) -> list[Node]:
+    """Return those of ``nodes`` that can be computed from ``constants`` alone, each once.
+
+    Args:
+        nodes: Calls of one graph.
+        constants: Nodes whose real values are at hand.
+    """
+    known = dict.fromkeys(constants, True)
+    return [node for node in dict.fromkeys(nodes) if _is_foldable(node, known)]
+
+
+def _is_foldable(node: Node, known: dict[Node, bool]) -> bool:
+    """Return whether a node is foldable; answers for all that it depends on go to ``known``."""
+    pending = [node]
+    while pending:
+        call = pending[-1]
+        missing = [n for n in call.all_input_nodes if n not in known] if _may_fold(call) else []
+        pending += missing
+        if not missing:
+            pending.pop()
+            known[call] = _may_fold(call) and all(known[n] for n in call.all_input_nodes)
+    return known[node]
+
+
+def _may_fold(node: Node) -> bool:
+    """Return whether a call may be computed here if its arguments are known.
+
+    Its results are fp32, because integers may exceed the range of Core ML's, and are not much
+    larger than its arguments, because they are stored.
+    """
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    value = node.meta.get("val")
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(v, torch.Tensor) and v.dtype is torch.float32 for v in values):
+        return False
+    if target_name(node.target) == GETITEM:
+        return True
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+        return False
+    given = [n.meta.get("val") for n in node.all_input_nodes]
+    is_random = Tag.nondeterministic_seeded in node.target.tags
+    return not is_random and _elements(values) <= _LARGEST_GROWTH * _elements(given)
+
+
+def _elements(values: Iterable[object]) -> int:
+    """Return how many elements tensors have together; those of dynamic shape count as none."""
+    tensors = (v for v in values if isinstance(v, torch.Tensor))
+    return sum(v.numel() for v in tensors if all(isinstance(size, int) for size in v.shape))
+
+
+# Refused
+
+
+def narrow_constants(program: ExportedProgram) -> dict[Node, Reason]:
+    """Return the calls on stored constants of 8 or 16 bits, each with the reason to refuse it.
+
+    Core ML would store them as they are, and compute with int32. Quantized weights, which are meant
+    to be stored like that, are not refused.
+    """
+    found: dict[Node, Reason] = {}
+    for node, _ in _stored(program):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype in NARROW:
+            dtype = str(value.dtype).removeprefix("torch.")
+            text = f"constant {node.name!r} is {dtype}, Core ML computes with int32"
+            reason = Reason(ReasonCode.DTYPE, text, remedy="Store it as int32")
+            found |= dict.fromkeys((u for u in node.users if not _dequantizes(u)), reason)
+    return found
+
+
+def _dequantizes(user: Node) -> bool:
+    return target_name(user.target) in DEQUANTIZE | DECOMPRESS or casts_codes(user)

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from coreml_delegate.ops.call import (
-    CASTS,
-    DECOMPRESS,
-    DEQUANTIZE,
-    OpCall,
-    Reason,
-    ReasonCode,
-    target_name,
-)
+from coreml_delegate.ops.call import OpCall, Reason, ReasonCode
+from coreml_delegate.ops.constants import is_derived
 from coreml_delegate.ops.record import Constraint
 
 
@@ -63,9 +56,7 @@ def only_result_used(index: int) -> Constraint:
 
 @dataclass(frozen=True, slots=True)
 class IsConstant:
-    """The tensor argument is known when the model is converted.
-
-    That is a parameter, a buffer, a literal, or such a one dequantized.
+    """The tensor argument is a derived constant; see ``ops.constants``.
 
     Attributes:
         name: Of the argument.
@@ -76,31 +67,9 @@ class IsConstant:
     def __call__(self, call: OpCall, /) -> Reason | None:
         """Why the call is refused, or None."""
         node = call.arguments.get(self.name)
-        if not isinstance(node, Node) or is_known(node, call.constants):
+        if not isinstance(node, Node) or is_derived(node, call.constants):
             return None
         return Reason(ReasonCode.ARGUMENT, f"{self.name!r} is computed, Core ML takes a constant")
-
-
-def is_known(node: Node, constants: Collection[Node]) -> bool:
-    """Whether a value is known when the model is converted, ``constants`` being some that are."""
-    if node.op == "get_attr" or node in constants:
-        return True
-    if node.op != "call_function":
-        return False
-    makes_floats = target_name(node.target) in DEQUANTIZE | DECOMPRESS
-    return (makes_floats or casts_codes(node)) and all(
-        is_known(source, constants) for source in node.all_input_nodes
-    )
-
-
-def casts_codes(node: Node) -> bool:
-    """Whether a call does nothing but widen the indices of compressed weights."""
-    return (
-        node.op == "call_function"
-        and target_name(node.target) in CASTS
-        and bool(node.users)
-        and all(target_name(user.target) in DECOMPRESS for user in node.users)
-    )
 
 
 def floating_result(call: OpCall) -> Reason | None:

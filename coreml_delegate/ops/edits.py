@@ -13,17 +13,13 @@ import torch
 from executorch.exir.dialects._ops import ops as exir_ops
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from coreml_delegate.ops.call import GETITEM, OpCall, overload_of, target_name
-from coreml_delegate.ops.constants import constants_of
 from coreml_delegate.ops.record import Rewrite
-
-_CONSTANT = "coreml_delegate_constant"
 
 ATEN: Any = exir_ops.edge.aten
 
@@ -62,25 +58,6 @@ def set_arguments(node: Node, **changes: Any) -> None:
         else:
             kwargs[name] = value
     node.args, node.kwargs = tuple(args), kwargs
-
-
-def mark_constants(program: ExportedProgram) -> None:
-    """Let ``is_constant`` tell the program's constants from its inputs, and keep their values."""
-    for node, _, value in constants_of(program):
-        node.meta[_CONSTANT] = value
-
-
-def is_constant(value: Any) -> bool:
-    """Whether an argument is a number, None or a tensor known when the model is converted."""
-    return not isinstance(value, Node) or value.op == "get_attr" or _CONSTANT in value.meta
-
-
-def constant_value(value: Any) -> torch.Tensor | None:
-    """What a constant is, a number as a scalar; None for what is not known before it runs."""
-    if isinstance(value, int | float):
-        return torch.tensor(value)
-    found = value.meta.get(_CONSTANT) if isinstance(value, Node) else None
-    return None if isinstance(found, FakeTensor) else found
 
 
 def only_result(node: Node) -> Node:

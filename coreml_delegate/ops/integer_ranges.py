@@ -18,7 +18,7 @@ from torch.fx import Node
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from coreml_delegate.ops.call import INT32, NARROW, OpCall, Reason, ReasonCode, target_name
-from coreml_delegate.ops.constants import constants_of
+from coreml_delegate.ops.constants import stored_constants
 from coreml_delegate.ops.intervals import UNKNOWN, Interval, hull, product
 from coreml_delegate.ops.record import numbers_fit
 
@@ -44,7 +44,7 @@ class WideIntegers:
         Args:
             program: In ATen dialect, or edge dialect with its real state.
         """
-        for _, key, value in constants_of(program):
+        for _, key, value in stored_constants(program):
             self._constants[key] = self._constant(key, value)
         calls = (node for node in program.graph.nodes if node.op == "call_function")
         self._has_literals |= any(numbers_fit(OpCall.of(node)) is not None for node in calls)
@@ -62,7 +62,7 @@ class WideIntegers:
         values = values or {}
         ranges = self.ranges(program, values)
         wide: dict[Node, Reason] = {}
-        for node, key, value in constants_of(program):
+        for node, key, value in stored_constants(program):
             reason = self._constant_reason(node, key, values.get(key, value), ranges.get(node))
             if reason is not None:
                 wide[node] = reason
@@ -92,7 +92,7 @@ class WideIntegers:
             values: As for ``obstacles``.
         """
         found: dict[Node, Interval] = {}
-        for node, key, value in constants_of(program):
+        for node, key, value in stored_constants(program):
             extent = self._constant(key, values.get(key, value))
             if extent.is_known:
                 found[node] = extent

@@ -14,15 +14,9 @@ import torch
 from torch.fx import Node
 
 from coreml_delegate.ops.call import BOOL, FLOAT, MAX_RANK, OpCall, ReasonCode
+from coreml_delegate.ops.constants import stored_value
 from coreml_delegate.ops.constraints import argument_is, holds, rank_between
-from coreml_delegate.ops.edits import (
-    ATEN,
-    arguments_of,
-    become,
-    constant_value,
-    insert,
-    value_of,
-)
+from coreml_delegate.ops.edits import ATEN, arguments_of, become, insert, value_of
 from coreml_delegate.ops.flops import SOFTMAX_FLOPS, contraction, elements, extent
 from coreml_delegate.ops.quantization import Pattern, Quantization, Tail
 from coreml_delegate.ops.record import OpRecord
@@ -55,7 +49,7 @@ def _nothing_left(node: Node, mask: Node) -> Node:
 
 def _leaves_something(mask: Node) -> bool:
     """Whether the mask is known, and leaves every query a key."""
-    value = constant_value(mask)
+    value = stored_value(mask)
     if value is None or not value.numel():
         return False
     kept = value if value.dtype is torch.bool else value > -math.inf

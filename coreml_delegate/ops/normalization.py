@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from coreml_delegate.ops.call import OpCall
+from coreml_delegate.ops.constants import is_stored
 from coreml_delegate.ops.constraints import (
     IsConstant,
     argument_is,
@@ -21,7 +22,6 @@ from coreml_delegate.ops.edits import (
     arguments_of,
     become,
     insert,
-    is_constant,
     only_result,
     shape_of,
     value_of,
@@ -67,7 +67,7 @@ def _layer_norm(node: Node) -> None:
     """Scale and shift apart, where MIL's op does not take them: computed, or a shift alone."""
     arguments = arguments_of(node)
     weight, bias = arguments["weight"], arguments["bias"]
-    if is_constant(weight) and is_constant(bias) and (bias is None or weight is not None):
+    if is_stored(weight) and is_stored(bias) and (bias is None or weight is not None):
         return
     x, shape, eps = (arguments[n] for n in ("input", "normalized_shape", "eps"))
     result = only_result(node)

@@ -22,7 +22,8 @@ from coreml_delegate.ops.call import (
     ReasonCode,
     target_name,
 )
-from coreml_delegate.ops.constraints import IsConstant, is_known, rank_between
+from coreml_delegate.ops.constants import is_derived
+from coreml_delegate.ops.constraints import IsConstant, rank_between
 from coreml_delegate.ops.record import Constraint, OpRecord
 from coreml_delegate.targets import Opset
 
@@ -62,7 +63,7 @@ def _used_inside(call: OpCall) -> Reason | None:
 def _made_inside(call: OpCall) -> Reason | None:
     """The integers are constants, or quantized by a call that Core ML takes."""
     source = call.arguments["input"]
-    if not isinstance(source, Node) or is_known(source, call.constants):
+    if not isinstance(source, Node) or is_derived(source, call.constants):
         return None
     if source.op != "call_function" or target_name(source.target) != _QUANTIZE:
         text = f"{source.name!r} is neither a constant nor quantized in the program"

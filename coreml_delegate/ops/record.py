@@ -45,7 +45,7 @@ Rewrite = Callable[[Node], None]
 
 
 class MaskRole(enum.Flag):
-    """How an op takes part in hiding values from a softmax: see ``conversion.fp16_masks``."""
+    """How an op takes part in hiding values from a softmax: see ``conversion.fp16``."""
 
     NONE = 0
     CARRIES = enum.auto()  # values of its arguments may be among those of its result

@@ -1,1 +1,1 @@
-"""From a tagged subgraph to the bytes of a blob."""
+"""Lowering of subgraphs to blobs: one at a time, or those of several methods together."""

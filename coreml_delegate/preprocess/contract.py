@@ -1,6 +1,6 @@
-"""What the device checks when it loads a blob, checked when the blob is made.
+"""Checks of the device runtime's contract when a blob is made, rather than when it is loaded.
 
-Every failure on the device is one and the same ``InvalidProgram``; here each has its own message.
+On the device every failure is one and the same ``InvalidProgram``; here each has its own message.
 
 Source: ExecuTorch 1.0 to 1.5, Core ML runtime: ``ETCoreMLModel``, ``backend_delegate``.
 """
@@ -16,7 +16,7 @@ import torch
 from torch.export import ExportedProgram
 
 from coreml_delegate.errors import ContractError
-from coreml_delegate.formats.metadata import MethodMetadata
+from coreml_delegate.formats.blob_layout import MethodMetadata
 from coreml_delegate.targets import STATE_OPSET, Opset
 
 BOUNDARY_DTYPES = frozenset(
@@ -31,7 +31,7 @@ BOUNDARY_DTYPES = frozenset(
         torch.float64,
     }
 )
-"""Element types the device runtime converts at a delegate's boundary."""
+"""Dtypes that the device runtime converts at a delegate's boundary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,11 @@ def boundary_of(program: ExportedProgram) -> Boundary:
 
 
 def check_program(boundary: Boundary, target: Opset | None) -> None:
-    """Check what can be known before converting.
+    """Check a subgraph before it is converted.
 
     Args:
-        boundary: Of the subgraph.
-        target: Opset asked for, or None if it is free.
+        boundary: The boundary of the subgraph.
+        target: Opset of the deployment target, or None if any may be demanded.
 
     Raises:
         ContractError: The device would refuse the program; the message says which rule.
@@ -93,7 +93,7 @@ def check_program(boundary: Boundary, target: Opset | None) -> None:
 
 
 def required_opset(boundary: Boundary) -> Opset:
-    """The oldest opset the boundary allows."""
+    """Return the oldest opset that can express the boundary."""
     return STATE_OPSET if boundary.states or not boundary.inputs else Opset.iOS15
 
 
@@ -101,8 +101,8 @@ def check_model(boundary: Boundary, spec: Any) -> MethodMetadata:
     """Check a converted model against the subgraph it came from.
 
     Args:
-        boundary: Of the subgraph.
-        spec: The ``Model`` message.
+        boundary: The boundary of the subgraph.
+        spec: The ``Model`` message of the converted model.
 
     Returns:
         The names for the blob's metadata, in the order of the delegate's arguments.
@@ -124,7 +124,7 @@ def _check_side(
 ) -> None:
     if len(expected) != len(features):
         raise ContractError(
-            f"converted model has another number of {side}s than the subgraph",
+            f"converted model has a different number of {side}s than the subgraph",
             got=_listed(feature.name for feature in features),
             expected=_listed(name for name, _ in expected),
         )
@@ -133,7 +133,7 @@ def _check_side(
         # Outputs are often described without a shape; a scalar travels as one element.
         if shape and len(shape) != max(tensor.dim(), 1):
             raise ContractError(
-                f"{side} {name!r} has another rank in the converted model",
+                f"{side} {name!r} has a different rank in the converted model",
                 got=f"{feature.name}: {shape}",
                 expected=str(tuple(tensor.shape)),
             )

@@ -1,8 +1,8 @@
-"""Enumerated input shapes: checked against a program, and carried to the inputs of its parts.
+"""Enumerated input shapes: checked against a program, and carried to the inputs of partitions.
 
-A part of a program, lowered by itself, has inputs that are not the program's. Their sizes are
-expressions of the same symbols; every combination of the program's input shapes gives the symbols
-values, and these the part's input shapes.
+The inputs of a partition are not those of the program, but their sizes are expressions of the same
+symbols: every combination of the program's input shapes gives the symbols values, and these give
+the input shapes of the partition.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from coreml_delegate.errors import ContractError, OptionError, near_matches
 from coreml_delegate.targets import Opset
 
 SEVERAL_INPUTS_OPSET = Opset.iOS18
-"""First opset that takes enumerated shapes of several inputs, which it ties to each other."""
+"""First opset with enumerated shapes for several inputs, the n-th of which go together."""
 
 
 def enumerate_inputs(
     program: ExportedProgram, shapes: Mapping[str, Sequence[Sequence[int]]]
 ) -> EnumeratedShapes:
-    """Check enumerated shapes against a program.
+    """Check the shapes given for a program's inputs and bind them to its symbols.
 
     Args:
-        program: Exported with these dimensions dynamic.
-        shapes: By input name; the n-th shapes of all inputs go together.
+        program: A program exported with these dimensions dynamic.
+        shapes: Shapes by input name; the n-th shapes of all inputs go together.
 
     Raises:
-        OptionError: An input that is unknown or left out, a shape that the program was not exported
-            for, or combinations that are too few, too many or repeated.
+        OptionError: An input is unknown or left out, the program was not exported for a shape, or
+            there are too few, too many or repeated combinations.
     """
     tensors = input_tensors(program)
     _check_names(shapes, tensors)
@@ -97,11 +97,11 @@ def enumerate_inputs(
 def boundary_shapes(
     program: ExportedProgram, enumerated: EnumeratedShapes
 ) -> dict[str, tuple[Shape, ...]]:
-    """The shapes of every input of a part of the program, one for each combination.
+    """Return the shapes of every input of a partition, one for each combination.
 
     Args:
-        program: The part, or the whole.
-        enumerated: Of the whole program.
+        program: The partition, or the whole program.
+        enumerated: Enumerated shapes of the whole program.
 
     Raises:
         ContractError: The size of an input depends on more than the sizes of the program's inputs.
@@ -116,16 +116,21 @@ def boundary_shapes(
 def tensor_shapes(
     name: str, tensor: torch.Tensor, bindings: Sequence[Mapping[str, int]]
 ) -> tuple[Shape, ...]:
-    """The shapes of a tensor for given values of the symbols; see ``EnumeratedShapes.bindings``.
+    """Return the shape of a tensor for each binding of the symbols to values.
+
+    Args:
+        name: Name of the tensor, for messages.
+        tensor: A tensor with symbolic sizes.
+        bindings: See ``EnumeratedShapes.bindings``.
 
     Raises:
-        ContractError: A size depends on something else.
+        ContractError: A size depends on more than these symbols.
     """
     return tuple(tuple(_value(name, size, b) for size in tensor.shape) for b in bindings)
 
 
 def undetermined(tensor: torch.Tensor, enumerated: EnumeratedShapes) -> str | None:
-    """The first size of a tensor that the enumerated shapes leave open, None if there is none."""
+    """Return the first size of a tensor that the enumerated shapes do not determine, or None."""
     known = enumerated.bindings()[0].keys()
     for size in tensor.shape:
         if isinstance(size, torch.SymInt):
@@ -136,11 +141,11 @@ def undetermined(tensor: torch.Tensor, enumerated: EnumeratedShapes) -> str | No
 
 
 def fix_sizes(program: ExportedProgram, shapes: Mapping[str, tuple[Shape, ...]]) -> None:
-    """Make fixed what is the same in every combination.
+    """Make input sizes fixed that are the same in every combination.
 
     Args:
-        program: Whose inputs they are; changed in place.
-        shapes: See ``boundary_shapes``.
+        program: The partition; changed in place.
+        shapes: Shapes of its inputs; see ``boundary_shapes``.
     """
     for node in program.graph.find_nodes(op="placeholder"):
         if node.name not in shapes:
@@ -153,9 +158,9 @@ def fix_sizes(program: ExportedProgram, shapes: Mapping[str, tuple[Shape, ...]])
 
 
 def enumerated_inputs(shapes: Mapping[str, tuple[Shape, ...]]) -> dict[str, tuple[Shape, ...]]:
-    """Of these inputs those whose shape differs between combinations.
+    """Return the inputs whose shape differs between combinations, with their shapes.
 
-    Where there is one alone, each of its shapes counts once.
+    The shapes of a single such input are listed once each.
     """
     open_inputs = {name: listed for name, listed in shapes.items() if len(set(listed)) > 1}
     if len(open_inputs) == 1:
@@ -164,10 +169,10 @@ def enumerated_inputs(shapes: Mapping[str, tuple[Shape, ...]]) -> dict[str, tupl
 
 
 def check_target(inputs: Mapping[str, tuple[Shape, ...]], target: Opset | None) -> None:
-    """Refuse enumerated shapes of several inputs where the target takes those of one alone.
+    """Check that the deployment target takes enumerated shapes of so many inputs.
 
     Raises:
-        ContractError: It is so.
+        ContractError: There are several, and the target is older than iOS18.
     """
     if len(inputs) > 1 and target is not None and target < SEVERAL_INPUTS_OPSET:
         raise ContractError(
@@ -183,7 +188,7 @@ def declare(spec: Any, inputs: Mapping[str, tuple[Shape, ...]]) -> None:
 
     Args:
         spec: The ``Model`` message.
-        inputs: By name of the feature.
+        inputs: Shapes by name of the feature.
     """
     for feature in spec.description.input:
         shapes = inputs.get(feature.name)
@@ -201,7 +206,7 @@ def _check_names(shapes: Mapping[str, Any], tensors: Mapping[str, torch.Tensor])
     for name in shapes:
         if name not in tensors:
             raise OptionError(
-                "enumerated shapes of an input that the program does not have",
+                "enumerated shapes are given for an input that the program does not have",
                 got=repr(name),
                 expected=near_matches(name, tensors),
             )
@@ -229,7 +234,7 @@ def _check_count(listed: Mapping[str, tuple[Shape, ...]]) -> None:
 def _read(name: str, shapes: Any) -> tuple[Shape, ...]:
     if not isinstance(shapes, list | tuple):
         raise OptionError(
-            f"enumerated shapes of input {name!r} are no list",
+            f"enumerated shapes of input {name!r} are not a list",
             got=repr(shapes),
             expected="[[1, 8]]",
         )
@@ -240,9 +245,9 @@ def _shape(name: str, shape: Any) -> Shape:
     sizes = tuple(cast("Sequence[Any]", shape)) if isinstance(shape, list | tuple) else ()
     if not sizes or any(type(size) is not int or size < 1 for size in sizes):
         raise OptionError(
-            f"enumerated shape of input {name!r} is no list of integers from 1",
+            f"enumerated shape of input {name!r} is not a list of positive integers",
             got=repr(shape),
-            expected="[1, 8], or alike",
+            expected="for example [1, 8]",
         )
     return sizes
 
@@ -250,7 +255,7 @@ def _shape(name: str, shape: Any) -> Shape:
 def _check_shape(name: str, shape: Shape, sizes: Sequence[Size]) -> None:
     if len(shape) != len(sizes):
         raise OptionError(
-            f"enumerated shape of input {name!r} has another rank than the input",
+            f"enumerated shape of input {name!r} has a different rank than the input",
             got=f"{len(shape)} ({list(shape)})",
             expected=f"{len(sizes)} ({_described(sizes)})",
         )

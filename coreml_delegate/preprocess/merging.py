@@ -1,7 +1,7 @@
-"""Models of one function each, made into one model with all of them, each weight stored once.
+"""Merging of models with one function each into one model, which stores equal weights once.
 
-Nothing is converted again: a function stays as it was but for the places of its weights. Two
-weights are one if they have the same type and the same bytes.
+Nothing is converted again: in a function only the places of its weights change. Two weights are
+equal if they have the same type and the same bytes.
 
 Source: coremltools' ``Model.proto`` (``FunctionDescription``) and ``MIL.proto``.
 """
@@ -15,20 +15,23 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from coreml_delegate.dynamic_shapes import relations
+from coreml_delegate.dynamic_shapes import input_sizes
 from coreml_delegate.errors import BlobFormatError
 from coreml_delegate.formats.blob import Files, Pieces, chunks_of
-from coreml_delegate.formats.metadata import FILE_NAME as METADATA
-from coreml_delegate.formats.metadata import MethodMetadata, ModelMetadata
-from coreml_delegate.formats.mlpackage import assemble, locate
-from coreml_delegate.formats.protobuf import model_pb2
+from coreml_delegate.formats.blob_layout import PACKAGE, MethodMetadata, metadata_in, models_in
+from coreml_delegate.formats.mlpackage import (
+    MAIN,
+    MODEL_PATH,
+    WEIGHT_FILE,
+    WEIGHTS,
+    assemble,
+    locate,
+)
 from coreml_delegate.formats.weight_file import StoredWeight, read_weight, write_weights
-from coreml_delegate.preprocess.package import MAIN, MODEL
+from coreml_delegate.third_party import model_pb2
 
-_WEIGHT_FILE = "weight.bin"
-_MODEL_PATH = "@model_path/"
-# What a weight is told by: data type, padding, SHA-256 of its bytes.
 WeightKey = tuple[int, int, bytes]
+"""Data type, padding, and SHA-256 of the bytes: equal for equal weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +40,8 @@ class FunctionModel:
 
     Attributes:
         spec: The ``Model`` message.
-        names: Of the partition's arguments.
-        weights: In the order in which they lie in its file.
+        names: Names of the partition's arguments.
+        weights: The weights in the order in which they lie in the model's file.
         references: The ``BlobFileValue`` messages in ``spec``, each with the weight it refers to.
     """
 
@@ -49,34 +52,31 @@ class FunctionModel:
 
     @classmethod
     def of(cls, files: Files) -> FunctionModel:
-        """Read the model of a blob that one method uses, an mlpackage.
+        """Read the mlpackage in a blob that one method uses.
 
         Args:
-            files: Of the blob; weights are views of them.
+            files: The files of the blob; weights are views of them.
 
         Raises:
             BlobFormatError: A file is missing or malformed.
         """
-        inside = f"{MODEL}/"
         whole = {p: b"".join(c.parts) if isinstance(c, Pieces) else c for p, c in files.items()}
-        parts = locate(
-            {p.removeprefix(inside): data for p, data in whole.items() if p.startswith(inside)}
-        )
+        parts = locate(models_in(whole).get(PACKAGE, {}))
         spec: Any = model_pb2().Model.FromString(bytes(parts.spec))
         values = list(_file_values(spec.mlProgram))
         places = sorted({(v.fileName, v.offset) for v in values})
-        stored = {place: _stored(parts.weights, *place) for place in places}
+        stored = {place: _read_weight(parts.weights, *place) for place in places}
         keys = {place: _key(weight) for place, weight in stored.items()}
         return cls(
             spec=spec,
-            names=ModelMetadata.decode(whole[METADATA]).method(""),
+            names=metadata_in(whole).method(""),
             weights={keys[place]: weight for place, weight in stored.items()},
             references=tuple((v, keys[v.fileName, v.offset]) for v in values),
         )
 
     @property
     def version(self) -> int:
-        """Its specification version."""
+        """The specification version of the model."""
         return int(self.spec.specificationVersion)
 
 
@@ -84,8 +84,8 @@ def merge(models: Mapping[str, FunctionModel]) -> Files:
     """Make one model of several.
 
     Args:
-        models: By the name that its function gets; the first is the default function. They are
-            used up: their weights get new places.
+        models: The models by the name that each one's function gets; the first is the default
+            function. They cannot be used afterwards: their weights get new places.
 
     Returns:
         The files of its mlpackage, which refer to the weights' own bytes; equal arguments give
@@ -96,11 +96,11 @@ def merge(models: Mapping[str, FunctionModel]) -> Files:
     offset_of = dict(zip(merged, offsets, strict=True))
     for model in models.values():
         for value, key in model.references:
-            value.fileName = f"{_MODEL_PATH}weights/{_WEIGHT_FILE}"
+            value.fileName = f"{MODEL_PATH}{WEIGHTS}/{WEIGHT_FILE}"
             value.offset = offset_of[key]
     # Map entries have no order in protobuf; deterministic serialization gives them one.
     spec = _merged_spec(models).SerializeToString(deterministic=True)
-    return assemble(spec, {_WEIGHT_FILE: data} if merged else {})
+    return assemble(spec, {WEIGHT_FILE: data} if merged else {})
 
 
 def _merged_spec(models: Mapping[str, FunctionModel]) -> Any:
@@ -109,10 +109,10 @@ def _merged_spec(models: Mapping[str, FunctionModel]) -> Any:
     spec.specificationVersion = max(model.version for model in models.values())
     spec.description.metadata.CopyFrom(first.spec.description.metadata)
     single_sizes = {
-        name: relations.stored(model.spec.description.metadata.userDefined).get(MAIN)
+        name: input_sizes.read_all(model.spec.description.metadata.userDefined).get(MAIN)
         for name, model in models.items()
     }
-    relations.write(spec.description.metadata.userDefined, single_sizes)
+    input_sizes.write(spec.description.metadata.userDefined, single_sizes)
     spec.description.defaultFunctionName = default
     spec.mlProgram.version = first.spec.mlProgram.version
     for key, value in first.spec.mlProgram.attributes.items():
@@ -128,7 +128,7 @@ def _merged_spec(models: Mapping[str, FunctionModel]) -> Any:
 
 
 def _file_values(message: Message) -> Iterator[Any]:
-    """Every ``BlobFileValue`` inside a message."""
+    """Yield every ``BlobFileValue`` inside a message."""
     pending: list[Any] = [message]
     while pending:
         current = pending.pop()
@@ -147,8 +147,8 @@ def _file_values(message: Message) -> Iterator[Any]:
                 pending += value.values()
 
 
-def _stored(files: Mapping[str, memoryview], name: str, offset: int) -> StoredWeight:
-    path = name.removeprefix(_MODEL_PATH)
+def _read_weight(files: Mapping[str, memoryview], name: str, offset: int) -> StoredWeight:
+    path = name.removeprefix(MODEL_PATH)
     if path not in files:
         raise BlobFormatError("weight file is missing", got=repr(name), expected=", ".join(files))
     return read_weight(path, files[path], offset)

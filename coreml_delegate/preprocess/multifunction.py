@@ -1,13 +1,15 @@
-"""Several methods: which of their partitions become functions of one model that share weights.
+"""Lowering of several methods: partitions that share weights become functions of one model.
 
 Such a model is stored once, in the program's named data, and each delegate refers to it. It needs
 iOS18. By strategy:
 
 - ``positional``: the n-th partitions of all methods are one model, or it is an error.
-- none: of methods with equally many partitions, the n-th ones that have weights in common are one
-  model if they are lowered for the same target, iOS18 or later. The others are models by
-  themselves, and the reason is kept with their blobs.
+- none: in methods with equally many partitions, the n-th ones become one model if they have
+  weights in common and the same target, iOS18 or later. The others are models by themselves, and
+  the reason is kept with their blobs.
 - ``disabled``: every partition is a model by itself.
+
+Source: ExecuTorch 1.0 to 1.5, Core ML runtime: one ``MLState`` for each loaded handle.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.backend_details import PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
@@ -25,30 +28,23 @@ from torch.export import ExportedProgram
 from coreml_delegate.compile_options import CompileOptions, ModelType, WeightSharing
 from coreml_delegate.conversion import blob_cache
 from coreml_delegate.conversion.blob_cache import Outcome, Sharing
-from coreml_delegate.conversion.convert import check_compiler, compiled
-from coreml_delegate.errors import LoweringError, OptionError
-from coreml_delegate.formats.blob import ALIGNMENT, BlobReference, flatten, size_of
+from coreml_delegate.conversion.convert import check_compiler, compile_package
+from coreml_delegate.errors import ContractError, LoweringError, OptionError
+from coreml_delegate.formats.blob import ALIGNMENT, BlobReference, Files, flatten, size_of
+from coreml_delegate.formats.blob_layout import PACKAGE, identify, in_folder
+from coreml_delegate.ops.constants import state_value
 from coreml_delegate.preprocess.merging import FunctionModel, merge
-from coreml_delegate.preprocess.method_states import check_methods
-from coreml_delegate.preprocess.package import (
-    MODEL,
-    Files,
-    below,
-    build_files,
-    compiled_files,
-    identified,
-    required_opset,
-)
+from coreml_delegate.preprocess.package import build_files, compiled_files, required_opset
 from coreml_delegate.targets import STATE_OPSET, Opset
 
 logger = logging.getLogger(__name__)
 
-_LOWER = "Use strategy DISABLED to make every partition a model by itself"
+_OR_DISABLE = "Use strategy DISABLED to make every partition a model by itself"
 
 
 @dataclass(frozen=True, slots=True)
 class _Partition:
-    """One subgraph, and how it is lowered."""
+    """One subgraph, and the options to lower it with."""
 
     method: str
     index: int
@@ -79,14 +75,14 @@ def lower_methods(
 
     Args:
         programs: The subgraphs of each method, in order.
-        specs: Of each subgraph; rewritten in place to the canonical form.
+        specs: The compile specs of each subgraph; rewritten in place to the canonical form.
 
     Returns:
         By method the blob of each subgraph, or a reference to one in the named data.
 
     Raises:
         OptionError: Options of different methods, or a strategy and a target, exclude each other.
-        ContractError: Methods would each have a state of what is one buffer.
+        ContractError: Several methods would each have a state of their own for one buffer.
         LoweringError: ``positional``, and the methods have different numbers of partitions; or what
             ``build_files`` raises.
     """
@@ -99,7 +95,9 @@ def lower_methods(
     }
     strategy = _strategy(each.options for listed in partitions.values() for each in listed)
     if strategy is WeightSharing.POSITIONAL and len(partitions) > 1:
-        partitions = {method: list(map(_on_target, each)) for method, each in partitions.items()}
+        partitions = {
+            method: list(map(_with_sharing_target, each)) for method, each in partitions.items()
+        }
     results = _results(partitions, strategy)
     for method, listed in partitions.items():
         for partition, each in zip(listed, specs[method], strict=True):
@@ -111,7 +109,7 @@ def lower_methods(
 
 
 def check_target(options: CompileOptions) -> None:
-    """Check that a strategy can be followed on the target asked for.
+    """Check that the deployment target allows the strategy of sharing weights.
 
     Raises:
         OptionError: ``positional`` below iOS18.
@@ -125,7 +123,7 @@ def check_target(options: CompileOptions) -> None:
         raise OptionError(
             f"methods share weights from {STATE_OPSET.name} ({STATE_OPSET.platforms}) on",
             got=f"strategy POSITIONAL and minimum_deployment_target {target.name}",
-            remedy=f"Raise it. {_LOWER}",
+            remedy=f"Raise it. {_OR_DISABLE}",
         )
 
 
@@ -136,19 +134,19 @@ _Partitions = Mapping[str, Sequence[_Partition]]
 def _results(partitions: _Partitions, strategy: WeightSharing | None) -> _Results:
     everything = [partition for listed in partitions.values() for partition in listed]
     if len(partitions) < 2:
-        return _alone(_lowered(everything))
-    check_methods(
+        return _own_blobs(_lower_each(everything))
+    _check_shared_buffers(
         {m: [p.program for p in listed] for m, listed in partitions.items()},
-        demand=strategy is not WeightSharing.DISABLED,
+        are_independent=strategy is WeightSharing.DISABLED,
     )
     if strategy is WeightSharing.DISABLED:
-        lowered = _lowered(everything)
+        lowered = _lower_each(everything)
         for each in lowered:
             each.outcome.sharing = Sharing(reason="strategy DISABLED was asked for")
-        return _alone(lowered)
+        return _own_blobs(lowered)
     if strategy is WeightSharing.POSITIONAL:
-        return _positional(partitions)
-    return _where_safe(partitions)
+        return _share_by_position(partitions)
+    return _share_where_safe(partitions)
 
 
 def _strategy(options: Iterable[CompileOptions]) -> WeightSharing | None:
@@ -162,8 +160,8 @@ def _strategy(options: Iterable[CompileOptions]) -> WeightSharing | None:
     return given.pop() if given else None
 
 
-def _lowered(partitions: Sequence[_Partition]) -> list[_Lowered]:
-    """Lower partitions, each by itself."""
+def _lower_each(partitions: Sequence[_Partition]) -> list[_Lowered]:
+    """Lower each partition by itself, or take its blob from the cache."""
     found = [
         (partition, blob_cache.find(partition.program, partition.options))
         for partition in partitions
@@ -189,7 +187,7 @@ def _by_method(lowered: Iterable[_Lowered]) -> dict[str, list[_Lowered]]:
     return found
 
 
-def _alone(lowered: Iterable[_Lowered]) -> _Results:
+def _own_blobs(lowered: Iterable[_Lowered]) -> _Results:
     return {
         (each.partition.method, each.partition.index): PreprocessResult(
             processed_bytes=flatten(each.files)
@@ -198,14 +196,14 @@ def _alone(lowered: Iterable[_Lowered]) -> _Results:
     }
 
 
-def _positional(partitions: _Partitions) -> _Results:
-    """The n-th partitions of all methods are one model."""
+def _share_by_position(partitions: _Partitions) -> _Results:
+    """Make one model of the n-th partitions of all methods."""
     counts = {method: len(listed) for method, listed in partitions.items()}
     if len(set(counts.values())) > 1:
         raise LoweringError(
             "strategy POSITIONAL needs equally many partitions in all methods",
             got=", ".join(f"{count} in {method!r}" for method, count in counts.items()),
-            remedy=f"See partitioner.reports for what divides them. {_LOWER}",
+            remedy=f"See partitioner.reports for what divides them. {_OR_DISABLE}",
         )
     everything = [partition for listed in partitions.values() for partition in listed]
     kinds = {partition.options.model_type for partition in everything}
@@ -216,8 +214,8 @@ def _positional(partitions: _Partitions) -> _Results:
         )
     if ModelType.COMPILED_MODEL in kinds:
         check_compiler()
-    # What is compiled is the model made of them all.
-    lowered = _by_method(_lowered([_as_package(partition) for partition in everything]))
+    # Only the merged model is compiled.
+    lowered = _by_method(_lower_each([_as_package(partition) for partition in everything]))
     results: _Results = {}
     for row in zip(*lowered.values(), strict=True):
         models = [FunctionModel.of(each.files) for each in row]
@@ -226,17 +224,17 @@ def _positional(partitions: _Partitions) -> _Results:
             raise LoweringError(
                 "partitions cannot be one model",
                 got=f"{', '.join(map(str, row))}: {reason}",
-                remedy=f"Give the latest as minimum_deployment_target. {_LOWER}",
+                remedy=f"Give the latest as minimum_deployment_target. {_OR_DISABLE}",
             )
-        results |= _together(row, models, kinds.copy().pop())
+        results |= _share_model(row, models, kinds.copy().pop())
     return results
 
 
-def _on_target(partition: _Partition) -> _Partition:
-    """A partition that is lowered for a target that has multifunction models.
+def _with_sharing_target(partition: _Partition) -> _Partition:
+    """Return the partition with a deployment target that has multifunction models.
 
     Raises:
-        OptionError: It was asked to be lowered for another.
+        OptionError: An older deployment target was asked for.
     """
     options = replace(partition.options, weight_sharing=WeightSharing.POSITIONAL)
     check_target(options)
@@ -250,9 +248,9 @@ def _as_package(partition: _Partition) -> _Partition:
     return replace(partition, options=replace(partition.options, model_type=ModelType.MODEL))
 
 
-def _where_safe(partitions: _Partitions) -> _Results:
-    """What can be one model and has weights in common is one; the rest is not, with the reason."""
-    lowered = _by_method(_lowered([each for listed in partitions.values() for each in listed]))
+def _share_where_safe(partitions: _Partitions) -> _Results:
+    """Make one model of partitions that have weights in common; record why others are apart."""
+    lowered = _by_method(_lower_each([each for listed in partitions.values() for each in listed]))
     by_count: dict[int, list[str]] = {}
     for method, listed in lowered.items():
         by_count.setdefault(len(listed), []).append(method)
@@ -264,36 +262,36 @@ def _where_safe(partitions: _Partitions) -> _Results:
                 others = ", ".join(
                     f"{m!r} {len(p)}" for m, p in partitions.items() if m != methods[0]
                 )
-                results |= _apart(row, f"no other method has as many partitions ({others})")
+                results |= _keep_apart(row, f"no other method has as many partitions ({others})")
             else:
-                results |= _row(row)
+                results |= _share_at_position(row)
     return results
 
 
-def _row(row: Sequence[_Lowered]) -> _Results:
-    """Partitions at one position, one in each of several methods."""
+def _share_at_position(row: Sequence[_Lowered]) -> _Results:
+    """Share weights among the partitions at one position, one in each of several methods."""
     by_kind: dict[ModelType, list[_Lowered]] = {kind: [] for kind in ModelType}
     for each in row:
         by_kind[each.partition.options.model_type].append(each)
     packages = by_kind[ModelType.MODEL]
-    results = _apart(
+    results = _keep_apart(
         by_kind[ModelType.COMPILED_MODEL],
         "a model compiled ahead of time is shared with strategy POSITIONAL only",
     )
     models = [FunctionModel.of(each.files) for each in packages]
-    for group in _with_common_weights(models):
+    for group in _group_by_common_weights(models):
         members, theirs = [packages[i] for i in group], [models[i] for i in group]
         if len(members) == 1:
-            results |= _apart(members, "no other method has a weight in common with it here")
+            results |= _keep_apart(members, "no other method has a weight in common with it here")
         elif reason := _target_reason(theirs):
-            results |= _apart(members, reason)
+            results |= _keep_apart(members, reason)
         else:
-            results |= _together(members, theirs, ModelType.MODEL)
+            results |= _share_model(members, theirs, ModelType.MODEL)
     return results
 
 
-def _with_common_weights(models: Sequence[FunctionModel]) -> list[list[int]]:
-    """Positions of models, grouped so that weights in common lie in one group."""
+def _group_by_common_weights(models: Sequence[FunctionModel]) -> list[list[int]]:
+    """Group the positions of models so that those with a weight in common are in one group."""
     groups: list[tuple[set[object], list[int]]] = []
     for index, model in enumerate(models):
         keys: set[object] = set(model.weights)
@@ -311,7 +309,7 @@ def _members(groups: Iterable[tuple[set[object], list[int]]]) -> Iterator[int]:
 
 
 def _target_reason(models: Sequence[FunctionModel]) -> str:
-    """Why these models cannot be one on their targets; empty if they can."""
+    """Return why the targets of these models keep them from being one; empty if they do not."""
     versions = sorted({model.version for model in models})
     if versions[0] < STATE_OPSET:
         return (
@@ -323,22 +321,22 @@ def _target_reason(models: Sequence[FunctionModel]) -> str:
     return ""
 
 
-def _apart(lowered: Sequence[_Lowered], reason: str) -> _Results:
+def _keep_apart(lowered: Sequence[_Lowered], reason: str) -> _Results:
     for each in lowered:
         each.outcome.sharing = Sharing(reason=reason)
         logger.info("%s is a model by itself: %s", each, reason)
-    return _alone(lowered)
+    return _own_blobs(lowered)
 
 
-def _together(
+def _share_model(
     row: Sequence[_Lowered], models: Sequence[FunctionModel], kind: ModelType
 ) -> _Results:
-    """One model with a function for each of these partitions."""
+    """Make one model with a function for each of these partitions."""
     methods = tuple(each.partition.method for each in row)
     functions = _function_names(methods)
     names = {method: model.names for method, model in zip(methods, models, strict=True)}
     package = merge(dict(zip(functions, models, strict=True)))
-    key, files = identified(_model_files(package, kind), names)
+    key, files = identify(_model_files(package, kind), names)
     blob = flatten(files)
     store = NamedDataStore()
     store.add_named_data(key, blob, alignment=ALIGNMENT)
@@ -358,13 +356,91 @@ def _together(
 
 def _model_files(package: Files, kind: ModelType) -> Files:
     if kind is ModelType.MODEL:
-        return below(MODEL, package)
-    with compiled(package) as folder:
+        return in_folder(PACKAGE, package)
+    with compile_package(package) as folder:
         return compiled_files(folder)
 
 
 def _function_names(methods: Sequence[str]) -> Sequence[str]:
-    """Names of the methods' functions: their own, unless one is no name in MIL."""
+    """Return a function name for each method: its own, unless one is not a name in MIL."""
     if all(name.isascii() and name.isidentifier() for name in methods):
         return methods
     return [f"function_{index}" for index in range(len(methods))]
+
+
+# Buffers that methods share
+
+_PASS_THROUGH = "Pass the buffer in and out of every method"
+# ExecuTorch shares the buffers that methods write; one that a method only reads is a constant.
+_LEAVE_TO_EXECUTORCH = (
+    "Set take_over_mutable_buffer=False and let ExecuTorch share the buffer, with "
+    "MemoryPlanningPass(share_mutable_buffers=True), or pass it in and out of every method"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _BufferUse:
+    """How a method uses a buffer inside its delegates."""
+
+    method: str
+    written: bool
+
+    def __str__(self) -> str:
+        return f"{'written' if self.written else 'read'} by {self.method!r}"
+
+
+def _check_shared_buffers(
+    programs: Mapping[str, Sequence[ExportedProgram]], *, are_independent: bool
+) -> None:
+    """Check that no method has a state of its own for a buffer that another method uses.
+
+    A module's methods share its buffers, but Core ML shares no state between delegates: what one
+    method writes, the others would not see. Buffers are the same if they have the same name, shape
+    and dtype.
+
+    Args:
+        programs: The subgraphs of each method.
+        are_independent: Only warn, because methods are known not to see each other's buffers.
+
+    Raises:
+        ContractError: There is such a buffer, and methods are not known to be independent.
+    """
+    uses: dict[tuple[str, torch.Size, torch.dtype], dict[str, _BufferUse]] = {}
+    for method, subgraphs in programs.items():
+        for program in subgraphs:
+            for name, tensor, written in _buffers(program):
+                by_method = uses.setdefault((name, tensor.shape, tensor.dtype), {})
+                before = by_method.get(method)
+                by_method[method] = _BufferUse(
+                    method, written or (before is not None and before.written)
+                )
+    divided = {
+        name: by_method.values()
+        for (name, _, _), by_method in uses.items()
+        if len(by_method) > 1 and any(use.written for use in by_method.values())
+    }
+    if not divided:
+        return
+    listed = "; ".join(f"{name} ({', '.join(map(str, found))})" for name, found in divided.items())
+    if are_independent:
+        logger.warning(
+            "Core ML states are not shared between methods; each has its own of: %s", listed
+        )
+        return
+    all_write = all(use.written for found in divided.values() for use in found)
+    raise ContractError(
+        "Core ML states are not shared between methods",
+        got=listed,
+        remedy=f"{_LEAVE_TO_EXECUTORCH if all_write else _PASS_THROUGH}. "
+        "Strategy DISABLED gives each method a buffer of its own",
+    )
+
+
+def _buffers(program: ExportedProgram) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield name and value of each buffer inside a delegate, and whether the delegate writes it."""
+    signature = program.graph_signature
+    written = set(signature.buffers_to_mutate.values())
+    for name in signature.inputs_to_buffers.values():
+        value = state_value(program, name)
+        if value is not None:
+            yield name, value, name in written

@@ -1,8 +1,7 @@
-"""From a subgraph to the bytes of its blob."""
+"""Lowering of one subgraph to the files of its blob."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,28 +9,23 @@ from pathlib import Path
 from torch.export import ExportedProgram
 
 from coreml_delegate.compile_options import CompileOptions, Precision
-from coreml_delegate.conversion import fp16_masks, precision
-from coreml_delegate.conversion.convert import Conversion, compiled, converted
+from coreml_delegate.conversion import fp16
+from coreml_delegate.conversion.convert import Conversion, compile_package, convert_program
 from coreml_delegate.conversion.prepare import prepare
-from coreml_delegate.dynamic_shapes import relations, symbols
+from coreml_delegate.dynamic_shapes import input_sizes, symbols
 from coreml_delegate.dynamic_shapes.enumerated import Shape
 from coreml_delegate.errors import UnsupportedOperatorError
-from coreml_delegate.formats.blob import Content, Files, chunks_of, flatten, size_of
-from coreml_delegate.formats.metadata import FILE_NAME as METADATA
-from coreml_delegate.formats.metadata import MethodMetadata, ModelMetadata
-from coreml_delegate.formats.mlpackage import assemble, locate, map_folder
+from coreml_delegate.formats.blob import Files, flatten
+from coreml_delegate.formats.blob_layout import COMPILED, PACKAGE, identify, in_folder
+from coreml_delegate.formats.mlpackage import MAIN, WEIGHTS, assemble, locate, map_folder
 from coreml_delegate.ops import obstacles_in
 from coreml_delegate.ops import required_opset as opset_of_calls
 from coreml_delegate.preprocess import contract, enumerated_shapes
 from coreml_delegate.targets import Opset
 
-MODEL = "model.mlpackage"
-COMPILED_MODEL = "model.mlmodelc"
-MAIN = "main"
-"""The one function of a model that is not merged of others."""
 _COREMLTOOLS = "com.github.apple.coremltools"
 _MAPPED = 16 * 2**20
-"""Files from this size on, in bytes, stay on disk as long as they are not in a blob."""
+"""Size in bytes from which files are mapped, not read, until they are joined to a blob."""
 
 
 def build_blob(program: ExportedProgram, options: CompileOptions) -> bytes:
@@ -42,15 +36,15 @@ def build_blob(program: ExportedProgram, options: CompileOptions) -> bytes:
 def build_files(program: ExportedProgram, options: CompileOptions) -> Files:
     """Lower a whole subgraph.
 
-    Large files are mapped: they take up disk space, of files that are removed already, until they
-    are no longer held.
+    Large files are mapped: the files are removed from disk already, but take up its space until the
+    last reference is gone.
 
     Args:
         program: The subgraph, in edge or ATen dialect; it may be modified, its tensors are not.
         options: How to lower.
 
     Returns:
-        The files of the blob; equal arguments give equal bytes.
+        The files of the blob; see ``formats.blob_layout``. Equal arguments give equal bytes.
 
     Raises:
         UnsupportedOperatorError: An operator has no translation; lists every one.
@@ -61,47 +55,31 @@ def build_files(program: ExportedProgram, options: CompileOptions) -> Files:
     options.check_compression()
     shapes = check_enumerated(program, options)
     inputs = enumerated_shapes.enumerated_inputs(shapes)
-    # What is the same in every combination becomes fixed.
     enumerated_shapes.fix_sizes(program, shapes)
     boundary = contract.boundary_of(program)
     contract.check_program(boundary, options.deployment_target)
     check_supported(program, options.deployment_target)
     if options.deployment_target is None:
         needed = max(required_opset(program, inputs), options.oldest_for_compression)
-        # Left at None, coremltools itself starts from the oldest; only a demand above it is stated.
+        # With None coremltools itself starts from the oldest; only a later one is stated.
         options = replace(options, deployment_target=needed if needed > Opset.iOS15 else None)
-    in_fp32 = precision.mark(program, options.keep_fp32)
+    in_fp32 = fp16.mark_fp32_calls(program, options.keep_fp32)
     sizes = {} if inputs else symbols.relations_of(program)
     prepare(program)
     if options.precision is Precision.FLOAT16:
-        fp16_masks.protect(program, in_fp32, options.keep_fp32.ops)
-    with converted(program, options, in_fp32) as conversion:
+        fp16.bound_masks(program, in_fp32, options.keep_fp32.ops)
+    with convert_program(program, options, in_fp32) as conversion:
         names = contract.check_model(boundary, conversion.spec)
-        # The features bear the names of the inputs, or others, in the same order.
+        # Features may be named otherwise than inputs, but are in the same order.
         feature_of = {name: names.input_names[i] for i, (name, _) in enumerate(boundary.inputs)}
         enumerated_shapes.declare(
             conversion.spec, {feature_of[name]: shapes for name, shapes in inputs.items()}
         )
-        relations.write(
+        input_sizes.write(
             conversion.spec.description.metadata.userDefined,
             {MAIN: {feature_of[name]: listed for name, listed in sizes.items()}},
         )
-        return identified(model_files(conversion, is_declared=bool(inputs)), {"": names})[1]
-
-
-def identified(model: Files, methods: Mapping[str, MethodMetadata]) -> tuple[str, Files]:
-    """Add the metadata to a model.
-
-    Args:
-        model: The model's files, in a folder by the name that the device looks for.
-        methods: See ``ModelMetadata``.
-
-    Returns:
-        The model's identifier, and the files of its blob; equal arguments give equal bytes.
-    """
-    identifier = _identifier(model)
-    metadata = ModelMetadata(identifier, methods)
-    return identifier, {**model, METADATA: metadata.encode()}
+        return identify(model_files(conversion, is_declared=bool(inputs)), {"": names})[1]
 
 
 def check_supported(program: ExportedProgram, target: Opset | None) -> None:
@@ -118,7 +96,7 @@ def check_supported(program: ExportedProgram, target: Opset | None) -> None:
 
 
 def unsupported_error(obstacles: Mapping[str, list[str]]) -> UnsupportedOperatorError:
-    """The error that lists every obstacle with the nodes it concerns."""
+    """Return the error that lists every obstacle with the nodes that have it."""
     listed = "; ".join(
         f"{', '.join(nodes[:3])}{f' and {len(nodes) - 3} more' if len(nodes) > 3 else ''}: {why}"
         for why, nodes in sorted(obstacles.items())
@@ -133,11 +111,11 @@ def unsupported_error(obstacles: Mapping[str, list[str]]) -> UnsupportedOperator
 def required_opset(
     program: ExportedProgram, enumerated: Mapping[str, tuple[Shape, ...]] | None = None
 ) -> Opset:
-    """The oldest opset that can express a whole subgraph, its boundary and states included.
+    """Return the oldest opset that can express a whole subgraph, with its boundary and states.
 
     Args:
         program: The subgraph.
-        enumerated: Its inputs that have enumerated shapes.
+        enumerated: Enumerated shapes of its inputs, by name of those that have some.
     """
     boundary = contract.boundary_of(program)
     calls = opset_of_calls(program.graph.nodes)
@@ -149,7 +127,7 @@ def required_opset(
 def check_enumerated(
     program: ExportedProgram, options: CompileOptions
 ) -> dict[str, tuple[Shape, ...]]:
-    """The shapes that each input is to have, one for each combination; empty for any shapes.
+    """Return the shapes of each input, one for each combination; empty if none are enumerated.
 
     Raises:
         ContractError: The target does not take enumerated shapes of several inputs, or the shape of
@@ -165,30 +143,31 @@ def check_enumerated(
 
 
 def model_files(conversion: Conversion, *, is_declared: bool) -> Files:
-    """The model's files.
+    """Return the files of a converted model, in the folder that they have in a blob.
 
     Args:
-        conversion: What coremltools made.
-        is_declared: Whether its description changed in what Core ML's compiler looks at.
+        conversion: The converted model.
+        is_declared: Whether enumerated shapes were declared after the conversion, which a model
+            compiled by then does not have.
     """
     if conversion.compiled is not None and not is_declared:
         return compiled_files(conversion.compiled)
     parts = locate(map_folder(conversion.package, smallest=_MAPPED))
-    weights = {name.removeprefix("weights/"): data for name, data in parts.weights.items()}
-    _forget_circumstances(conversion.spec.description.metadata.userDefined)
+    weights = {name.removeprefix(f"{WEIGHTS}/"): data for name, data in parts.weights.items()}
+    _drop_circumstances(conversion.spec.description.metadata.userDefined)
     # Map entries have no order in protobuf; deterministic serialization gives them one.
     spec = conversion.spec.SerializeToString(deterministic=True)
     package = assemble(spec, weights)
     if conversion.compiled is None:
-        return below(MODEL, package)
-    with compiled(package) as path:
+        return in_folder(PACKAGE, package)
+    with compile_package(package) as path:
         return compiled_files(path)
 
 
-def _forget_circumstances(metadata: MutableMapping[str, str]) -> None:
-    """Drop what coremltools notes of the day, and of torch's build (as in ``2.13.0+cpu``).
+def _drop_circumstances(metadata: MutableMapping[str, str]) -> None:
+    """Drop the date of the conversion, and torch's build (``+cpu`` in ``2.13.0+cpu``).
 
-    The bytes of equal models, and with them their identifiers, would differ by it.
+    With them, equal models would differ in their bytes, and so in their identifiers.
     """
     metadata.pop(f"{_COREMLTOOLS}.conversion_date", None)
     source = f"{_COREMLTOOLS}.source"
@@ -197,19 +176,5 @@ def _forget_circumstances(metadata: MutableMapping[str, str]) -> None:
 
 
 def compiled_files(folder: Path) -> Files:
-    """The files of a model that was compiled; the folder may then be removed."""
-    return below(COMPILED_MODEL, map_folder(folder, smallest=_MAPPED))
-
-
-def below(folder: str, files: Mapping[str, Content]) -> Files:
-    """Files, moved into a folder."""
-    return {f"{folder}/{name}": content for name, content in files.items()}
-
-
-def _identifier(files: Files) -> str:
-    digest = hashlib.sha256()
-    for name, content in sorted(files.items()):
-        digest.update(f"{name}\0{size_of(content)}\0".encode())
-        for chunk in chunks_of(content):
-            digest.update(chunk)
-    return f"coreml_delegate_{digest.hexdigest()[:32]}"
+    """Return the files of a compiled model; the folder may be removed afterwards."""
+    return in_folder(COMPILED, map_folder(folder, smallest=_MAPPED))

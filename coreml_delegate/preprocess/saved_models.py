@@ -1,4 +1,4 @@
-"""Models that coremltools converted for somebody else: their blobs, metadata and debug handles.
+"""Blobs, metadata and debug handles of models that were converted elsewhere.
 
 ``executorch_debug_handle_mapping.json``, which coremltools saves with a model converted from an
 ExecuTorch program, lists for each debug handle the paths of the operations made of its call::
@@ -11,8 +11,6 @@ Source: coremltools 9.0, ``MLModel.save``; ExecuTorch 1.5, ``ModelDebugInfo`` of
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,49 +20,30 @@ from coreml_delegate.compile_options import ModelType
 from coreml_delegate.conversion.convert import Conversion, check_compiler, temporary_folder
 from coreml_delegate.errors import ContractError
 from coreml_delegate.formats.blob import flatten
-from coreml_delegate.formats.metadata import MethodMetadata, ModelMetadata
-from coreml_delegate.preprocess.package import identified, model_files
+from coreml_delegate.formats.blob_layout import (
+    DEBUG_INFO,
+    PACKAGE,
+    DebugInfo,
+    MethodMetadata,
+    ModelMetadata,
+    OperationPath,
+    identify,
+)
+from coreml_delegate.preprocess.package import model_files
 from coreml_delegate.targets import STATE_OPSET
 
-DEBUG_INFO = "debug_info.json"
 _MAPPING = "executorch_debug_handle_mapping.json"
-
-OperationPath = Sequence[Mapping[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class DebugInfo:
-    """Which operations of a model come from which calls of the program.
-
-    Attributes:
-        version: Of the form of the mapping, as the file has it.
-        paths: The path of an operation by its debug symbol.
-        handles: The debug handles of the calls by debug symbol.
-    """
-
-    version: Any
-    paths: Mapping[str, OperationPath]
-    handles: Mapping[str, Sequence[int]]
-
-    def encode(self) -> bytes:
-        """The content of ``debug_info.json``."""
-        body = {
-            "versionInfo": self.version,
-            "debugSymbolToOperationPath": dict(self.paths),
-            "debugSymbolToHandles": dict(self.handles),
-        }
-        return json.dumps(body).encode()
 
 
 def debug_symbol(operation_path: OperationPath) -> str | None:
-    """``output:operator`` of the operation a path leads to; None if the path does not say it."""
+    """Return ``output:operator`` of the last operation of a path; None if the path lacks it."""
     last = operation_path[-1] if operation_path else {}
     output, operator = last.get("Output"), last.get("Operator")
     return None if output is None or operator is None else f"{output}:{operator}"
 
 
 def read_debug_info(package: Path) -> DebugInfo | None:
-    """The debug info of a saved model; None if it has none, or none that can be read."""
+    """Return the debug info of a saved model; None if it is missing or unreadable."""
     try:
         content: Any = json.loads((package / _MAPPING).read_bytes())
     except (FileNotFoundError, ValueError):
@@ -86,10 +65,10 @@ def read_debug_info(package: Path) -> DebugInfo | None:
 
 
 def metadata_of(spec: Any, identifier: str) -> ModelMetadata:
-    """The metadata of the model with this specification.
+    """Return the metadata of the model with this specification.
 
     Raises:
-        ContractError: It has no output; or no input, and is for systems before iOS18.
+        ContractError: The model has no output; or no input, and is for systems before iOS18.
     """
     inputs, outputs = (
         tuple(feature.name for feature in features)
@@ -107,11 +86,11 @@ def metadata_of(spec: Any, identifier: str) -> ModelMetadata:
 
 
 def lower_model(model: Any, model_type: ModelType) -> PreprocessResult:
-    """The blob of a ``coremltools.models.MLModel``; equal models give equal bytes.
+    """Return the blob of a ``coremltools.models.MLModel``; equal models give equal bytes.
 
     Raises:
         ContractError: See ``metadata_of``.
-        LoweringError: It is to be compiled, and there is no compiler.
+        LoweringError: A compiled model was asked for, and there is no compiler.
     """
     is_compiled = model_type is ModelType.COMPILED_MODEL
     if is_compiled:
@@ -119,15 +98,15 @@ def lower_model(model: Any, model_type: ModelType) -> PreprocessResult:
     spec = model.get_spec()
     names = metadata_of(spec, "").methods
     with temporary_folder() as folder:
-        package = folder / "model.mlpackage"
+        package = folder / PACKAGE
         model.save(str(package))
         info = read_debug_info(package)
         compiled = Path(model.get_compiled_model_path()) if is_compiled else None
-        _, files = identified(
+        _, files = identify(
             model_files(Conversion(spec, package, compiled), is_declared=False), names
         )
         if info is not None:
             files[DEBUG_INFO] = info.encode()
-        # ExecuTorch's annotation has but one handle for each.
+        # ExecuTorch annotates one handle for each symbol, but takes several.
         handles: Any = None if info is None else {s: tuple(h) for s, h in info.handles.items()}
         return PreprocessResult(processed_bytes=flatten(files), debug_handle_map=handles)

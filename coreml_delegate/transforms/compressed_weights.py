@@ -1,7 +1,7 @@
-"""Programs with compressed weights, made ready for ExecuTorch.
+"""Rewrites of programs with compressed weights that ExecuTorch needs.
 
-It has no kernel for the op that dequantizes what ``quantize_`` compressed. Calls that are kept out
-of Core ML are therefore spelled out in ops that it has kernels for, before it sees the program.
+ExecuTorch has no kernel for the op that dequantizes weights compressed by ``quantize_``. Calls that
+stay out of Core ML are therefore decomposed into ops that it has kernels for.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from coreml_delegate.errors import OptionError
 from coreml_delegate.ops import Reason, ReasonCode, obstacle
 from coreml_delegate.ops.call import DECOMPRESS, DEQUANTIZE_AFFINE, target_name
 from coreml_delegate.ops.compressed import blocks
-from coreml_delegate.ops.constants import constant_nodes
-from coreml_delegate.ops.constraints import is_known
+from coreml_delegate.ops.constants import is_derived, stored_nodes
 from coreml_delegate.ops.edits import arguments_of, become, insert, shape_of, value_of
 from coreml_delegate.targets import Opset
 
@@ -27,7 +26,7 @@ _ATEN: Any = torch.ops.aten
 
 
 def unwrap_tensor_subclasses(program: ExportedProgram) -> ExportedProgram:
-    """``program`` with the tensors inside tensor subclasses as parameters of their own.
+    """Return ``program`` with the tensors inside tensor subclasses as parameters of their own.
 
     Args:
         program: In ATen dialect; it is not changed.
@@ -38,9 +37,9 @@ def unwrap_tensor_subclasses(program: ExportedProgram) -> ExportedProgram:
 
 
 def dequantize_per_use(program: ExportedProgram) -> ExportedProgram:
-    """``program`` with a call of its own for each use of dequantized weights.
+    """Return ``program`` with a dequantizing call for each use of dequantized weights.
 
-    Several partitions may use them: each then has the weights compressed, and as a constant.
+    If several partitions use them, each then has the compressed weights as a constant.
 
     Args:
         program: In ATen dialect, unwrapped; it is not changed.
@@ -54,14 +53,14 @@ def dequantize_per_use(program: ExportedProgram) -> ExportedProgram:
             with node.graph.inserting_before(node):
                 again = node.graph.node_copy(node)
             user.replace_input_with(node, again)
-    # What is dequantized may be made of constants itself.
+    # The arguments of the copied calls may be dequantized themselves.
     return dequantize_per_use(copied)
 
 
 def _reused(program: ExportedProgram) -> list[Node]:
-    constants = constant_nodes(program)
+    constants = stored_nodes(program)
     calls = (node for node in program.graph.nodes if node.op == "call_function")
-    return [node for node in calls if len(node.users) > 1 and is_known(node, constants)]
+    return [node for node in calls if len(node.users) > 1 and is_derived(node, constants)]
 
 
 def decompose_undelegated_dequantize(
@@ -71,16 +70,16 @@ def decompose_undelegated_dequantize(
     veto: Callable[[Node], Reason | None],
     constants_inside: bool = True,
 ) -> ExportedProgram:
-    """``program`` with every ``dequantize_affine`` in plain arithmetic that Core ML does not take.
+    """Return ``program`` with every ``dequantize_affine`` that Core ML refuses in plain arithmetic.
 
     Args:
         program: In ATen dialect, unwrapped; it is not changed.
         target: Opset of the deployment target, or None.
-        veto: What is kept out, whatever Core ML takes.
+        veto: Returns the reason to keep a call out of Core ML, or None.
         constants_inside: Whether Core ML is given the program's constants.
 
     Raises:
-        OptionError: Nothing but the deployment target stands in the way.
+        OptionError: Only the deployment target keeps Core ML from taking a call.
     """
     refused = _refused(program, target, veto, constants_inside)
     require_target(refused)
@@ -89,16 +88,19 @@ def decompose_undelegated_dequantize(
     copied = program.run_decompositions({})
     for node in _refused(copied, target, veto, constants_inside):
         if target_name(node.target) == DEQUANTIZE_AFFINE:
-            _spell_out(node)
+            _decompose(node)
     copied.graph_module.recompile()
     return copied
 
 
 def require_target(refused: Mapping[Node, Reason]) -> None:
-    """Refuse a deployment target that is too low for the weights of the model.
+    """Check that the deployment target is high enough for the weights of the model.
+
+    Args:
+        refused: The calls that Core ML refuses, each with the reason.
 
     Raises:
-        OptionError: It is; no kernel could run on the CPU what is refused for it.
+        OptionError: It is too low; the CPU has no kernel for such weights either.
     """
     too_old = {
         node: reason
@@ -123,18 +125,18 @@ def _refused(
     veto: Callable[[Node], Reason | None],
     constants_inside: bool,
 ) -> dict[Node, Reason]:
-    constants = constant_nodes(program) if constants_inside else frozenset[Node]()
+    constants = stored_nodes(program) if constants_inside else frozenset[Node]()
     calls = (n for n in program.graph.nodes if target_name(n.target) in DECOMPRESS)
     verdicts = ((node, veto(node) or obstacle(node, target, constants)) for node in calls)
     return {node: reason for node, reason in verdicts if reason is not None}
 
 
-def _spell_out(node: Node) -> None:
-    """``scale * (input - zero_point)``, every block along dimensions of its own."""
+def _decompose(node: Node) -> None:
+    """Replace a call by ``scale * (input - zero_point)``, with dimensions split into blocks."""
     arguments, shape = arguments_of(node), shape_of(node)
     count = blocks(torch.Size(shape), list(arguments["block_size"]))
     if count is None:
-        return  # which torch does not compute either
+        return  # torch cannot compute such blocks either
     split = [n for whole, many in zip(shape, count, strict=True) for n in (many, whole // many)]
     along = [n for many in count for n in (many, 1)]
 

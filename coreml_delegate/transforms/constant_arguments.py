@@ -1,17 +1,15 @@
-"""Arguments that Core ML wants constant, computed of constants before the program is partitioned.
+"""Folding of arguments that Core ML needs as constants, before the program is partitioned.
 
-Convolutions take weights that are known: so are those that ``weight_norm``, spectral norms and
-weight standardization make of parameters, and nothing has to make them again in every run.
+Convolutions need constant weights. Weights that ``weight_norm``, spectral norms and weight
+standardization compute from parameters are constant, too, once they are computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tag
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
@@ -19,29 +17,27 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from coreml_delegate.ops import record_of
-from coreml_delegate.ops.call import GETITEM, OpCall, target_name
-from coreml_delegate.ops.constants import constants_of
+from coreml_delegate.ops.call import OpCall, target_name
+from coreml_delegate.ops.constants import foldable, stored_constants
 from coreml_delegate.ops.constraints import IsConstant
 from coreml_delegate.ops.edits import add_constant
 
 _PREFIX = "coreml_delegate_folded"
-_MOST_GROWN = 2
-"""How much larger than its arguments a result may be."""
 
 
 def fold_constant_arguments(program: ExportedProgram) -> ExportedProgram:
-    """``program`` with such arguments as constants.
+    """Return ``program`` with foldable arguments computed where a rule demands a constant.
 
     Args:
         program: In ATen dialect, with its real state; it is not changed.
     """
-    if not _foldable(program):
+    if not _to_fold(program):
         return program
     copied = program.run_decompositions({})
     values: dict[Node, Any] = _constants(copied)
-    for argument in _foldable(copied):
+    for argument in _to_fold(copied):
         with torch.no_grad():
-            value = _computed(argument, values)
+            value = _compute(argument, values)
         constant = add_constant(copied, f"{_PREFIX}_{argument.name}", value, argument)
         argument.replace_all_uses_with(constant)
     copied.graph.eliminate_dead_code()
@@ -50,23 +46,22 @@ def fold_constant_arguments(program: ExportedProgram) -> ExportedProgram:
     return copied
 
 
-def _foldable(program: ExportedProgram) -> list[Node]:
-    """The calls on constants alone whose results have to be constants, each once."""
-    wanted = [argument for node in program.graph.nodes for argument in _demanded(node)]
-    known: dict[Node, bool] = dict.fromkeys(_constants(program), True) if wanted else {}
-    return [argument for argument in dict.fromkeys(wanted) if _is_known(argument, known)]
+def _to_fold(program: ExportedProgram) -> list[Node]:
+    """Return the foldable calls whose results have to be constants, each once."""
+    demanded = [argument for node in program.graph.nodes for argument in _demanded(node)]
+    return foldable(demanded, _constants(program)) if demanded else []
 
 
 def _constants(program: ExportedProgram) -> dict[Node, Any]:
     return {
         node: value
-        for node, _, value in constants_of(program)
+        for node, _, value in stored_constants(program)
         if value is not None and not isinstance(value, FakeTensor)
     }
 
 
 def _demanded(node: Node) -> Iterator[Node]:
-    """The arguments of a call that have to be constants, and are computed."""
+    """Yield the arguments of a call that have to be constants and are results of calls."""
     rule = record_of(target_name(node.target)) if node.op == "call_function" else None
     names = [c.name for c in rule.constraints if isinstance(c, IsConstant)] if rule else []
     arguments = OpCall.of(node).arguments if names else {}
@@ -76,48 +71,8 @@ def _demanded(node: Node) -> Iterator[Node]:
             yield argument
 
 
-def _is_known(node: Node, known: dict[Node, bool]) -> bool:
-    """Whether a call, and all that it depends on, is one on constants that may be folded."""
-    pending = [node]
-    while pending:
-        call = pending[-1]
-        missing = [n for n in call.all_input_nodes if n not in known] if _may_fold(call) else []
-        pending += missing
-        if not missing:
-            pending.pop()
-            known[call] = _may_fold(call) and all(known[n] for n in call.all_input_nodes)
-    return known[node]
-
-
-def _may_fold(node: Node) -> bool:
-    """Whether a call on constants may be computed here.
-
-    Floats alone, whose range is no matter, and nothing that would be much larger than what it is
-    made of.
-    """
-    if node.op != "call_function" or not node.all_input_nodes:
-        return False
-    value = node.meta.get("val")
-    values = list(value) if isinstance(value, list | tuple) else [value]
-    if not all(isinstance(v, torch.Tensor) and v.dtype is torch.float32 for v in values):
-        return False
-    if target_name(node.target) == GETITEM:
-        return True
-    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
-        return False
-    given = [n.meta.get("val") for n in node.all_input_nodes]
-    is_random = Tag.nondeterministic_seeded in node.target.tags
-    return not is_random and _elements(values) <= _MOST_GROWN * _elements(given)
-
-
-def _elements(values: Iterable[object]) -> int:
-    """How many there are in all; none in what is no tensor, or has a dynamic shape."""
-    tensors = (v for v in values if isinstance(v, torch.Tensor))
-    return sum(v.numel() for v in tensors if all(isinstance(size, int) for size in v.shape))
-
-
-def _computed(node: Node, values: dict[Node, Any]) -> Any:
-    """The result of a call on constants, and of those it is made of."""
+def _compute(node: Node, values: dict[Node, Any]) -> Any:
+    """Compute a foldable call, and the calls it depends on; results are added to ``values``."""
     pending = [node]
     while pending:
         call = pending[-1]
@@ -132,7 +87,7 @@ def _computed(node: Node, values: dict[Node, Any]) -> Any:
 
 
 def _remove_unused(program: ExportedProgram) -> None:
-    """Take out the parameters and buffers that nothing reads any more."""
+    """Remove the parameters and buffers that have no users left."""
     kinds = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
     specs = program.graph_signature.input_specs
     unused = {

@@ -33,7 +33,7 @@ _CAST = torch.ops.aten._to_copy.default
 
 
 def promote_half_to_fp32(program: ExportedProgram) -> ExportedProgram:
-    """``program`` with an interior in fp32, or as it is if nothing in it is half precision.
+    """Return ``program`` computing in fp32, or as it is if nothing in it is half precision.
 
     Args:
         program: In ATen dialect; it is not changed.
@@ -69,7 +69,7 @@ class _Widening:
         self._mode = detect_fake_mode([n.meta["val"] for n in self._placeholders])
 
     def run(self) -> ExportedProgram:
-        """The program in fp32."""
+        """Return the program in fp32."""
         dtypes = [_dtype(node) for node in self._results()]
         for module in self._root.modules():
             if isinstance(module, GraphModule):
@@ -94,7 +94,7 @@ class _Widening:
         )
 
     def _values(self, held: Mapping[str, Any]) -> dict[str, Any]:
-        """Values in fp32; those that are one tensor under several names stay one."""
+        """Return values in fp32; one tensor under several names stays one."""
         for value in held.values():
             if id(value) not in self._wide:
                 self._wide[id(value)] = _wide(value)
@@ -119,7 +119,7 @@ class _Widening:
                 user.replace_input_with(node, cast)
 
     def _propagate(self) -> None:
-        """Recompute what every node gives; states and constants are fp32 from here on."""
+        """Recompute the value of every node, with states and constants in fp32."""
         values = [
             _wide(value) if kind is not InputKind.USER_INPUT else value
             for value, kind in zip(
@@ -153,7 +153,7 @@ _VISIBLE = frozenset({OutputKind.USER_OUTPUT, OutputKind.USER_INPUT_MUTATION})
 
 
 def _widen_literals(module: GraphModule) -> None:
-    """Let every op that names a half-precision dtype name fp32."""
+    """Replace half-precision dtypes in the arguments of calls by fp32."""
     for node in module.graph.nodes:
         if node.op == "call_function":
             node.args = map_aggregate(node.args, _wide_dtype)

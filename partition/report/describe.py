@@ -23,7 +23,7 @@ from coreml_delegate.dynamic_shapes.symbols import bounds_of, is_unbounded
 from coreml_delegate.module_scope import scopes_of
 from coreml_delegate.ops import Reason, ReasonCode, flops_of
 from coreml_delegate.ops.call import target_name
-from coreml_delegate.ops.constants import constant_nodes
+from coreml_delegate.ops.constants import stored_nodes
 from coreml_delegate.ops.flops import bytes_of, tensors_of
 from coreml_delegate.partition.grouping.decision import Decision
 from coreml_delegate.partition.grouping.deployment import deployment_of
@@ -71,7 +71,7 @@ def describe(
         options: The partitioner's.
         proof: Has converted the partitions.
     """
-    constants = constant_nodes(program)
+    constants = stored_nodes(program)
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     partitions = _Partitions(
         program,

@@ -23,7 +23,6 @@ import mmap
 import os
 import re
 import struct
-import tempfile
 import time
 import zlib
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from typing import Any, Final
 from coreml_delegate.caches import cache_folder
 from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.blob import Buffer
+from coreml_delegate.formats.files import UNFINISHED, new_file
 
 _logger = logging.getLogger(__name__)
 
@@ -54,7 +54,6 @@ _PAYLOAD: Final = 4096
 _KEY_BYTES: Final = 32
 
 _SUFFIX: Final = ".entry"
-_UNFINISHED: Final = ".unfinished"
 # What a killed writer left is swept when no living one can still be at it, in seconds.
 _ABANDONED: Final = 3600.0
 
@@ -170,7 +169,8 @@ class EntryCache:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             _swept(self._folder)
             self._make_room(size)
-            self._write(self._path(key), (start, rest, data, described))
+            with new_file(self._path(key), permissions=0o600) as file:
+                file.writelines((start, rest, data, described))
         except OSError as error:
             _say_unusable(self._folder, "write", error.strerror or str(error))
 
@@ -185,7 +185,7 @@ class EntryCache:
             How many entries were dropped.
         """
         dropped = sum(_unlinked(file.path) for file in self._files())
-        for path in _listed(self._folder, _UNFINISHED):
+        for path in _listed(self._folder, UNFINISHED):
             _unlinked(path)
         return dropped
 
@@ -206,16 +206,6 @@ class EntryCache:
                 return
             _unlinked(file.path)
             excess -= file.size
-
-    def _write(self, path: Path, parts: tuple[Buffer, ...]) -> None:
-        handle, name = tempfile.mkstemp(dir=self._folder, suffix=_UNFINISHED)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.writelines(parts)
-            os.replace(name, path)
-        except BaseException:
-            _unlinked(Path(name))
-            raise
 
 
 def _parsed(content: memoryview, key: bytes) -> Entry:
@@ -253,7 +243,7 @@ def _unlinked(path: Path) -> bool:
 def _swept(folder: Path) -> None:
     """Remove, once in a process, what killed writers have left."""
     now = time.time()
-    for path in _listed(folder, _UNFINISHED):
+    for path in _listed(folder, UNFINISHED):
         with contextlib.suppress(OSError):
             if now - path.stat().st_mtime > _ABANDONED:
                 path.unlink()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from coreml_delegate.dynamic_shapes.expressions import SizeExpression
-from coreml_delegate.dynamic_shapes.relations import Sizes
+from coreml_delegate.dynamic_shapes.input_sizes import Sizes
 from coreml_delegate.errors import BlobFormatError, InputError, OptionError
 from coreml_delegate.runtime.mil.program import Feature
 
@@ -20,7 +20,7 @@ class InputShapes:
     Args:
         features: The inputs of the function.
         sizes: How their sizes depend on each other, as far as it is known; see
-            ``dynamic_shapes.relations``.
+            ``dynamic_shapes.input_sizes``.
 
     Raises:
         BlobFormatError: Sizes of an input that there is not, or of another rank.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from coreml_delegate import third_party
 from coreml_delegate.errors import BlobFormatError, ProgramError
-from coreml_delegate.formats import protobuf
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import (
     ColorSpace,
@@ -97,7 +97,7 @@ def _feature(message: Any, types: Mapping[str, ValueType], function: str) -> Fea
 
 def _image(message: Any, declared: ValueType) -> Feature:
     image = message.type.imageType
-    spaces = protobuf.feature_types_pb2().ImageFeatureType.ColorSpace
+    spaces = third_party.feature_types_pb2().ImageFeatureType.ColorSpace
     label = spaces.Name(image.colorSpace) if image.colorSpace in spaces.values() else "unknown"
     if label not in ColorSpace.__members__:
         raise BlobFormatError(
@@ -129,7 +129,7 @@ def _image(message: Any, declared: ValueType) -> Feature:
 
 
 def _array_dtype(name: str, array: Any) -> DType:
-    enum = protobuf.feature_types_pb2().ArrayFeatureType.ArrayDataType
+    enum = third_party.feature_types_pb2().ArrayFeatureType.ArrayDataType
     number = array.dataType
     label = enum.Name(number) if number in enum.values() else str(number)
     try:

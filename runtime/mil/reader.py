@@ -10,8 +10,9 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
+from coreml_delegate import third_party
 from coreml_delegate.errors import BlobFormatError, ProgramError
-from coreml_delegate.formats import protobuf
+from coreml_delegate.formats.mlpackage import MAIN, MODEL_PATH
 from coreml_delegate.runtime.mil import features
 from coreml_delegate.runtime.mil.dtypes import DType, packed_nbytes, unpack_bits
 from coreml_delegate.runtime.mil.program import (
@@ -34,9 +35,7 @@ from coreml_delegate.runtime.mil.program import (
 from coreml_delegate.runtime.mil.validation import check_function, check_tensor_type
 from coreml_delegate.runtime.mil.weights import WeightFile
 
-_MODEL_PATH = "@model_path/"
 _MAX_DEPTH = 64  # nesting of blocks, types and values; programs of coremltools stay below ten
-_MAIN = "main"
 
 
 def read_program(spec: bytes | memoryview, weights: Mapping[str, WeightFile]) -> Program:
@@ -51,7 +50,7 @@ def read_program(spec: bytes | memoryview, weights: Mapping[str, WeightFile]) ->
         BlobFormatError: The bytes do not parse, or are inconsistent.
         ProgramError: The model is of another type than ML Program.
     """
-    model = protobuf.model_pb2().Model()
+    model = third_party.model_pb2().Model()
     try:
         model.ParseFromString(bytes(spec))
     except DecodeError as error:
@@ -71,7 +70,7 @@ def read_program(spec: bytes | memoryview, weights: Mapping[str, WeightFile]) ->
     }
     if not functions:
         raise BlobFormatError("ML Program has no function")
-    default = model.description.defaultFunctionName or _MAIN
+    default = model.description.defaultFunctionName or MAIN
     if default not in functions:
         if model.description.defaultFunctionName or len(functions) > 1:
             raise BlobFormatError(
@@ -171,7 +170,7 @@ class _Reader:
     def stored(self, declared: ValueType, value: Any) -> Constant:
         if not isinstance(declared, TensorType):
             raise BlobFormatError("only tensors can lie in a weight file", got=str(declared))
-        name = value.fileName.removeprefix(_MODEL_PATH)
+        name = value.fileName.removeprefix(MODEL_PATH)
         if name not in self._weights:
             raise BlobFormatError(
                 "weight file is missing",

@@ -17,7 +17,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +24,7 @@ import filelock
 
 from coreml_delegate.caches import CACHE_VARIABLE, cache_folder
 from coreml_delegate.errors import EngineUnavailableError
+from coreml_delegate.formats.files import new_path
 
 _logger = logging.getLogger(__name__)
 
@@ -140,10 +140,9 @@ def _cached(root: Path) -> Path:
 
 
 def _compile(compiler: list[str], root: Path, target: Path) -> None:
-    """Compile into a temporary directory and move the result into place."""
-    # Beside the target, so that the move is a rename.
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
-        source, output = Path(folder, _SOURCE), Path(folder, target.name)
+    """Compile the shim to ``target``."""
+    with new_path(target) as output:
+        source = output.with_name(_SOURCE)
         source.write_bytes(_source())
         headers = root / "include"
         command = [
@@ -166,4 +165,3 @@ def _compile(compiler: list[str], root: Path, target: Path) -> None:
                 got=f"exit code {result.returncode}:\n" + "\n".join(lines),
                 remedy="Try another compiler (set CXX), or use the Python host.",
             )
-        os.replace(output, target)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.scripts import arguments, console, quantization_options
+from coreml_delegate.scripts.arguments import check_output, new_output
 from coreml_delegate.scripts.commands import Command
 from coreml_delegate.scripts.inputs import flexible_shapes
-from coreml_delegate.scripts.output_file import check_output, new_file
 
 if TYPE_CHECKING:
     from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
@@ -104,9 +104,9 @@ def run(args: argparse.Namespace) -> int:
     report = plan(source, partitioner) if output is None else partitioner.report
     with ExitStack() as files:
         if output is not None:
-            program.write_to_file(files.enter_context(new_file(output, force=args.force)))
+            program.write_to_file(files.enter_context(new_output(output, force=args.force)))
         for path in args.report:
-            file = files.enter_context(new_file(path, force=args.force))
+            file = files.enter_context(new_output(path, force=args.force))
             file.write(_FORMS[path.suffix](report).encode())
     if sizes is not None and program is not None:
         sizes = sizes.with_program(program.buffer)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts.arguments import check_output, new_output
 from coreml_delegate.scripts.commands import Command
-from coreml_delegate.scripts.output_file import check_output, new_file
 
 if TYPE_CHECKING:
     from coreml_delegate.partition import CoreMLPartitioner
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         methods = lowering.export_methods(decoder, layout)
     with console.step("Lowering to Core ML"):
         program = lowering.lower(methods, layout, partitioner)
-    with new_file(args.output, force=args.force) as file:
+    with new_output(args.output, force=args.force) as file:
         program.write_to_file(file)
     _report(args, parameters, decoder, layout, partitioner)
     return 0

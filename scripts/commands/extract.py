@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coreml_delegate.errors import ProgramError
-from coreml_delegate.formats.mlpackage import new_folder
+from coreml_delegate.formats.files import new_folder
 from coreml_delegate.scripts import arguments, console, interruption
 from coreml_delegate.scripts.commands import Command
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.scripts import arguments, console, quantization_options
+from coreml_delegate.scripts.arguments import check_output, new_output
 from coreml_delegate.scripts.commands import Command
-from coreml_delegate.scripts.output_file import check_output, new_file
 
 if TYPE_CHECKING:
     from coreml_delegate.scripts.inputs.source import Source
@@ -96,10 +96,10 @@ def run(args: argparse.Namespace) -> int:
     found = examine(source, args.quantize.mode, samples, target_db=args.target_sqnr)
     with ExitStack() as files:
         for path in reports:
-            file = files.enter_context(new_file(path, force=args.force))
+            file = files.enter_context(new_output(path, force=args.force))
             file.write(_FORMS[path.suffix](found))
         if suggestion is not None:
-            file = files.enter_context(new_file(suggestion, force=args.force))
+            file = files.enter_context(new_output(suggestion, force=args.force))
             file.write(f"{found.suggestion.to_json()}\n".encode())
     if args.json:
         console.write_json(found.as_dict())

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts.arguments import check_output, new_output
 from coreml_delegate.scripts.commands import Command
-from coreml_delegate.scripts.output_file import check_output, new_file
 
 _TOP = 5
 
@@ -77,7 +77,7 @@ def _timed(program: Any, inputs: list[Any]) -> float:
 def _save(outputs: Mapping[str, Any], path: Path, *, force: bool) -> None:
     import numpy as np
 
-    with new_file(path, force=force) as file:
+    with new_output(path, force=force) as file:
         arrays: dict[str, Any] = {
             name: tensor.numpy() for name, tensor in outputs.items() if tensor is not None
         }

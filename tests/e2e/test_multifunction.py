@@ -26,7 +26,8 @@ from support.tolerances import ATOL_RTOL
 
 from coreml_delegate import CoreMLPartitioner, runtime
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.formats.mlpackage import locate, write_folder
+from coreml_delegate.formats.files import write_folder
+from coreml_delegate.formats.mlpackage import locate
 from coreml_delegate.runtime.delegate import blob_files, read_blob
 from coreml_delegate.scripts.cli import main
 from coreml_delegate.targets import Opset

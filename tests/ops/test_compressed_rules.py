@@ -12,7 +12,7 @@ from torch import nn
 from coreml_delegate import runtime
 from coreml_delegate.ops import obstacle
 from coreml_delegate.ops.call import DECOMPRESS, target_name
-from coreml_delegate.ops.constants import constant_nodes
+from coreml_delegate.ops.constants import stored_nodes
 from coreml_delegate.targets import Opset
 
 ATOL, RTOL = ATOL_RTOL["fp32"]
@@ -153,7 +153,7 @@ def test_weights_that_are_inputs_are_refused():
 def _reason(module, inputs):
     program = torch.export.export(module, inputs)
     call = next(n for n in program.graph.nodes if target_name(n.target) in DECOMPRESS)
-    reason = obstacle(call, Opset.iOS26, constant_nodes(program))
+    reason = obstacle(call, Opset.iOS26, stored_nodes(program))
     assert reason is not None
     return reason.text
 

@@ -24,7 +24,7 @@ from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
 from coreml_delegate.conversion import prepare
 from coreml_delegate.ops import RECORDS, Reason, obstacle, record_of
 from coreml_delegate.ops.call import OpCall
-from coreml_delegate.ops.constants import constant_nodes
+from coreml_delegate.ops.constants import stored_nodes
 from coreml_delegate.partition import DelegationReport
 from coreml_delegate.targets import Opset
 
@@ -195,7 +195,7 @@ def calls(samples: Sequence[Sample]) -> Iterator[tuple[Sample, Node, Reason | No
     nodes: dict[Any, list[Node]] = defaultdict(list)
     for node in exported.graph.nodes:
         nodes[node.target].append(node)
-    constants = constant_nodes(exported)
+    constants = stored_nodes(exported)
     for sample in samples:
         node = nodes[sample.overload].pop(0)
         yield sample, node, obstacle(node, sample.target_opset, constants)

@@ -14,7 +14,7 @@ from torch.ao.quantization.fx import _decomposed  # noqa: F401 - registers the o
 from coreml_delegate import CoreMLPartitioner, runtime
 from coreml_delegate.ops import obstacle
 from coreml_delegate.ops.call import target_name
-from coreml_delegate.ops.constants import constant_nodes
+from coreml_delegate.ops.constants import stored_nodes
 from coreml_delegate.targets import Opset
 
 Q = torch.ops.quantized_decomposed
@@ -172,7 +172,7 @@ REFUSED = {
 def test_refused(name):
     module, op, text = REFUSED[name]
     program = torch.export.export(module, X)
-    constants = constant_nodes(program)
+    constants = stored_nodes(program)
     (call, *_) = (n for n in program.graph.nodes if target_name(n.target) == op)
     reason = obstacle(call, Opset.iOS17, constants)
     assert reason is not None

@@ -16,13 +16,13 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 
 from coreml_delegate.errors import CoreMLDelegateError
-from coreml_delegate.formats.protobuf import model_pb2
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.selection import ENGINES
 from coreml_delegate.runtime.mil.program import Program
 from coreml_delegate.runtime.mil.reader import read_program
 from coreml_delegate.runtime.mil.weights import WeightFile
 from coreml_delegate.runtime.model import Model
+from coreml_delegate.third_party import model_pb2
 
 Choose = Callable[[int], int]
 

@@ -14,9 +14,9 @@ from support.tolerances import sqnr_db
 
 from coreml_delegate.errors import ExecutionError, InputError, OptionError, ProgramError
 from coreml_delegate.scripts.accuracy import Accuracy
+from coreml_delegate.scripts.arguments import new_output
 from coreml_delegate.scripts.inputs import images, vision
 from coreml_delegate.scripts.inputs.sampling import generator, random_tensor, resample
-from coreml_delegate.scripts.output_file import new_file
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_accuracy_of_none():
 
 
 def interrupted(path):
-    with new_file(path, force=True) as file:
+    with new_output(path, force=True) as file:
         file.write(b"new")
         raise KeyboardInterrupt
 
@@ -137,7 +137,7 @@ def test_an_unfinished_file_vanishes(tmp_path):
 
 
 def overtaken(path):
-    with new_file(path, force=False) as file:
+    with new_output(path, force=False) as file:
         file.write(b"ours")
         path.write_text("theirs")
 

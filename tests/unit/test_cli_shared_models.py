@@ -9,7 +9,7 @@ import pytest
 from support.command import leftovers, tiny_pte
 
 from coreml_delegate.formats.blob import BlobReference, flatten, unflatten
-from coreml_delegate.formats.metadata import MethodMetadata, ModelMetadata
+from coreml_delegate.formats.blob_layout import MethodMetadata, ModelMetadata
 from coreml_delegate.runtime.program.plan import DelegateInfo, MethodInfo
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts.cli import main

@@ -16,7 +16,7 @@ from support.packages import package_files
 from support.tolerances import SQNR_FP32
 
 from coreml_delegate import runtime
-from coreml_delegate.formats.mlpackage import write_folder
+from coreml_delegate.formats.files import write_folder
 from coreml_delegate.scripts.accuracy import Accuracy
 from coreml_delegate.scripts.cli import main
 from coreml_delegate.scripts.loaded import load

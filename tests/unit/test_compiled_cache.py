@@ -23,7 +23,7 @@ from support.packages import (
 )
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.formats.mlpackage import write_folder
+from coreml_delegate.formats.files import write_folder
 from coreml_delegate.runtime import CacheOptions, EngineOptions
 from coreml_delegate.runtime.engines import entry_cache
 from coreml_delegate.runtime.engines.entry_cache import LIMIT_VARIABLE, EntryCache
@@ -306,7 +306,7 @@ def test_a_killed_writer_leaves_nothing_that_is_read(folder, monkeypatch):
     while not left and time.monotonic() < deadline:
         # Held still, it cannot finish between the look and the kill.
         writer.send_signal(signal.SIGSTOP)
-        left = list(folder.glob(f"*{entry_cache._UNFINISHED}"))
+        left = list(folder.glob(f"*{entry_cache.UNFINISHED}"))
         if not left:
             writer.send_signal(signal.SIGCONT)
             time.sleep(0.0001)
@@ -358,7 +358,7 @@ def test_clearing(folder):
     cache = EntryCache(CacheOptions(folder))
     assert cache.clear() == 0
     cache.write(_key(0), {}, b"1")
-    (folder / f"x{entry_cache._UNFINISHED}").touch()
+    (folder / f"x{entry_cache.UNFINISHED}").touch()
     (folder / "mine.txt").touch()
     assert cache.clear() == 1
     assert [path.name for path in folder.iterdir()] == ["mine.txt"]
@@ -374,10 +374,10 @@ def test_a_folder_that_cannot_be_written_is_said_once(chain, tmp_path, caplog):
 
 
 def test_a_full_disk_fails_no_load(chain, folder, monkeypatch, caplog):
-    def full(self, path, parts):
+    def full(path, permissions):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(EntryCache, "_write", full)
+    monkeypatch.setattr(entry_cache, "new_file", full)
     _output(_load(chain, folder))
     assert "No space left on device" in caplog.text
 

@@ -11,8 +11,8 @@ from support.packages import long_chain, package_files
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.blob import flatten
-from coreml_delegate.formats.metadata import FILE_NAME, MethodMetadata, ModelMetadata
-from coreml_delegate.formats.mlpackage import write_folder
+from coreml_delegate.formats.blob_layout import METADATA, MethodMetadata, ModelMetadata
+from coreml_delegate.formats.files import write_folder
 from coreml_delegate.runtime import EngineOptions, load_mlpackage
 from coreml_delegate.runtime.delegate import delegate_loader
 from coreml_delegate.runtime.engines import selection
@@ -120,7 +120,7 @@ def test_methods_that_share_a_delegate_share_its_compilation(translations):
     names = MethodMetadata(model.input_names, model.output_names)
     blob = flatten(
         {f"model.mlpackage/{name}": data for name, data in files.items()}
-        | {FILE_NAME: ModelMetadata("id", {"": names}).encode()}
+        | {METADATA: ModelMetadata("id", {"": names}).encode()}
     )
     load = delegate_loader("openvino", _OPTIONS)
     first, second = (load(_payload(blob, method)) for method in ("forward", "other"))

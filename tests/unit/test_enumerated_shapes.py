@@ -83,7 +83,7 @@ def test_derived_sizes_that_go_together():
         ("free", {"x": LISTED["x"]}, "'y' has dynamic dimensions and no enumerated shapes.*List a"),
         ("free", {**LISTED, "y": [[3, 11]]}, "different numbers of.*'x' 2, 'y' 1. List as many"),
         ("free", {"x": [[1, 5, 10]], "y": [[3, 11]]}, "wrong number.*got 1, expected 2 to 128"),
-        ("free", {**LISTED, "y": [[3], [5, 11]]}, "another rank than the input: got 1"),
+        ("free", {**LISTED, "y": [[3], [5, 11]]}, "a different rank than the input: got 1"),
         (
             "free",
             {**LISTED, "y": [[3, 12], [5, 11]]},
@@ -94,7 +94,7 @@ def test_derived_sizes_that_go_together():
         ("free", {"x": [[1, 5, 10]] * 2, "y": [[3, 11]] * 2}, "listed twice"),
         ("free", {**LISTED, "y": [[3.0, 11], [5, 11]]}, "no list of integers from 1"),
         ("free", {**LISTED, "y": [[0, 11], [5, 11]]}, "no list of integers from 1"),
-        ("free", {**LISTED, "y": 3}, "are no list"),
+        ("free", {**LISTED, "y": 3}, "are not a list"),
         (
             "shared",
             {"x": [[2, 6, 10], [3, 6, 10]], "y": [[2, 11], [4, 11]]},

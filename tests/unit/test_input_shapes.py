@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from coreml_delegate.dynamic_shapes import relations
+from coreml_delegate.dynamic_shapes import input_sizes
 from coreml_delegate.errors import BlobFormatError, InputError
 from coreml_delegate.runtime.engines.shapes import InputShapes
 from coreml_delegate.runtime.mil.dtypes import DType
@@ -24,8 +24,8 @@ Y = feature("y", bounds=((2, 32),))
 
 def shapes_of(sizes):
     metadata = {}
-    relations.write(metadata, {"main": sizes})
-    return InputShapes([X, Y], relations.read(metadata, "main"))
+    input_sizes.write(metadata, {"main": sizes})
+    return InputShapes([X, Y], input_sizes.read(metadata, "main"))
 
 
 @pytest.mark.parametrize(
@@ -92,16 +92,16 @@ def test_enumerated_shapes_go_together():
 )
 def test_malformed_metadata(content):
     with pytest.raises(BlobFormatError, match=r"malformed metadata coreml_delegate\.input_sizes"):
-        relations.read({relations.METADATA_KEY: content}, "main")
+        input_sizes.read({input_sizes.METADATA_KEY: content}, "main")
 
 
 def test_sizes_of_an_input_that_is_not():
-    metadata = {relations.METADATA_KEY: json.dumps({"main": {"z": ["s0"]}})}
+    metadata = {input_sizes.METADATA_KEY: json.dumps({"main": {"z": ["s0"]}})}
     with pytest.raises(BlobFormatError, match="'z'"):
-        InputShapes([X], relations.read(metadata, "main"))
+        InputShapes([X], input_sizes.read(metadata, "main"))
 
 
 def test_nothing_is_stored_of_free_sizes():
     metadata = {}
-    relations.write(metadata, {"main": {}})
+    input_sizes.write(metadata, {"main": {}})
     assert metadata == {}

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from coreml_delegate.errors import BlobFormatError
-from coreml_delegate.formats.metadata import MethodMetadata, ModelMetadata
+from coreml_delegate.formats.blob_layout import MethodMetadata, ModelMetadata
 
 ONE = ModelMetadata("id", {"": MethodMetadata(("x",), ("y", "z"))})
 TWO = ModelMetadata(

@@ -5,14 +5,8 @@ from pathlib import Path
 import pytest
 
 from coreml_delegate.errors import BlobFormatError, ProgramError
-from coreml_delegate.formats.mlpackage import (
-    MANIFEST,
-    assemble,
-    locate,
-    map_folder,
-    new_folder,
-    write_folder,
-)
+from coreml_delegate.formats.files import new_folder, write_folder
+from coreml_delegate.formats.mlpackage import MANIFEST, assemble, locate, map_folder
 
 SPEC, WEIGHTS = b"spec", {"weight.bin": b"w" * 100}
 

@@ -29,7 +29,7 @@ from coreml_delegate.errors import (
     UnsupportedOperatorError,
 )
 from coreml_delegate.formats.blob import unflatten
-from coreml_delegate.formats.metadata import FILE_NAME, ModelMetadata
+from coreml_delegate.formats.blob_layout import METADATA, ModelMetadata
 from coreml_delegate.preprocess.contract import BOUNDARY_DTYPES, boundary_of, check_program
 from coreml_delegate.preprocess.package import build_blob
 from coreml_delegate.runtime.delegate import read_blob
@@ -78,7 +78,7 @@ def temporary(tmp_path: Path) -> Iterator[Path]:
 
 def test_metadata_names_the_features_of_the_model() -> None:
     files = unflatten(build_blob(linear(), FP32))
-    metadata = ModelMetadata.decode(files[FILE_NAME])
+    metadata = ModelMetadata.decode(files[METADATA])
     program, _ = read_blob(build_blob(linear(), FP32))
     function = program.functions[program.default_function]
     names = metadata.method("forward")
@@ -347,7 +347,7 @@ def test_an_unknown_quantizer_option_is_named() -> None:
     options = CompileOptions(op_linear_quantizer_config={"mood": "linear"})
     with pytest.raises(OptionError) as raised:
         build_blob(linear(), options)
-    assert "op_linear_quantizer_config is not what coremltools takes" in str(raised.value)
+    assert "coremltools does not accept op_linear_quantizer_config" in str(raised.value)
     assert "mood" in str(raised.value)
 
 

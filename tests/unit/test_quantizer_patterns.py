@@ -18,10 +18,10 @@ from torchao.quantization.pt2e.quantizer import (
 )
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 
+from coreml_delegate.ops.constants import attribute_constants
 from coreml_delegate.ops.quantization import DATA_ARGUMENTS
 from coreml_delegate.quantizer import CoreMLQuantizer
 from coreml_delegate.quantizer.annotate import mark_of
-from coreml_delegate.quantizer.constants import constants_of
 from coreml_delegate.quantizer.patterns import BY_OP
 from coreml_delegate.quantizer.qspec import annotation_of
 
@@ -439,7 +439,7 @@ def test_constants_of_a_deep_graph():
     for _ in range(3000):
         known = graph.call_function(torch.ops.aten.tanh.default, (known,))
         given = graph.call_function(torch.ops.aten.tanh.default, (given,))
-    found = constants_of(graph)
+    found = attribute_constants(graph)
     assert len(found) == 3001
     assert {first, known} <= found
     assert given not in found

@@ -177,7 +177,7 @@ def test_a_value_that_coremltools_refuses():
         lambda: CoreMLPartitioner(compile_specs=specs),
     ):
         with pytest.raises(
-            OptionError, match=r"weight_compression is not what coremltools takes.*nbits"
+            OptionError, match=r"coremltools does not accept weight_compression.*nbits"
         ):
             make()
 

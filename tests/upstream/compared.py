@@ -18,8 +18,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
-from coreml_delegate.formats.metadata import ModelMetadata
-from coreml_delegate.preprocess.saved_models import DebugInfo
+from coreml_delegate.formats.blob_layout import DebugInfo, ModelMetadata
 from coreml_delegate.runtime.delegate import blob_files
 
 LINEAR = {"mode": "linear_symmetric", "dtype": "int8", "weight_threshold": 9}

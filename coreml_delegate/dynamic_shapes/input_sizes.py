@@ -1,9 +1,11 @@
-"""How the sizes of a model's inputs depend on each other, kept in the model's own metadata.
+"""Relations between the sizes of a model's inputs, stored in the model's user-defined metadata.
 
-Core ML knows a range for each dimension, and nothing of two that must be equal, or of one
-that is twice another. The user-defined entry ``coreml_delegate.input_sizes``, which Core ML passes
-over, is a JSON object: by function an object, by input a list of sizes, each an integer or an
-expression in symbols.
+Core ML has a range for each dimension, and cannot say that two must be equal, or that one is twice
+another. The entry ``coreml_delegate.input_sizes``, which Core ML ignores, is a JSON object::
+
+    {function: {input: [size, ...]}}
+
+A size is an integer, or a string with an expression in symbols.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ Sizes = tuple[int | SizeExpression, ...]
 
 
 def write(metadata: MutableMapping[str, str], functions: Mapping[str, Any]) -> None:
-    """Store sizes.
+    """Store the sizes of inputs.
 
     Args:
-        metadata: User-defined metadata of a model.
-        functions: By function and input the sizes; functions without any are left out.
+        metadata: User-defined metadata of a model; changed in place.
+        functions: Sizes by function and input; functions without sizes are left out.
     """
     given = {name: sizes for name, sizes in functions.items() if sizes}
     if given:
@@ -34,11 +36,11 @@ def write(metadata: MutableMapping[str, str], functions: Mapping[str, Any]) -> N
         metadata.pop(METADATA_KEY, None)
 
 
-def stored(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """What ``write`` stored, by function.
+def read_all(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return what ``write`` stored, by function, without parsing the sizes.
 
     Raises:
-        BlobFormatError: It is no JSON object.
+        BlobFormatError: The entry is not a JSON object.
     """
     try:
         content = json.loads(metadata.get(METADATA_KEY, "{}"))
@@ -50,7 +52,7 @@ def stored(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def read(metadata: Mapping[str, str], function: str) -> dict[str, Sizes]:
-    """The sizes of a function's inputs; empty where they are free of each other.
+    """Return the sizes of a function's inputs; empty if they do not depend on each other.
 
     Raises:
         BlobFormatError: The entry has another form.
@@ -58,7 +60,7 @@ def read(metadata: Mapping[str, str], function: str) -> dict[str, Sizes]:
     try:
         return {
             name: tuple(_size(size) for size in sizes)
-            for name, sizes in stored(metadata).get(function, {}).items()
+            for name, sizes in read_all(metadata).get(function, {}).items()
         }
     except (AttributeError, TypeError, OptionError) as error:
         raise _malformed(str(error)) from error

@@ -1,0 +1,165 @@
+"""Compile options as coremltools takes them: keywords of ``convert``, and compression passes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from coreml_delegate.compile_options import CompileOptions, ModelType, Precision
+from coreml_delegate.conversion.fp16 import fp16_selector
+from coreml_delegate.errors import OptionError, near_matches
+from coreml_delegate.third_party import coremltools
+from coreml_delegate.weight_compression import KINDS, LINEAR, LINEAR_OPTION, OPTION, configs_in
+
+Compress = Callable[[Any], Any]
+"""Takes an ``MLModel`` and returns it with compressed weights."""
+
+# With fp16 this pass narrows integers in gather, squeeze and top-k to 16 bits, signed or unsigned,
+# whatever their values: apple/coremltools#2222, apple/coremltools#2626.
+_EXCLUDED_PASSES = {"common::add_int16_cast"}
+
+
+def check_accepted(options: CompileOptions) -> None:
+    """Check that coremltools accepts the options it would be given.
+
+    Raises:
+        OptionError: A graph pass or MIL op that it does not know, or a compression of weights that
+            it does not take.
+    """
+    ct = coremltools()
+    _pipeline(ct, options)
+    _precision(ct, options, frozenset())
+    compression_passes(ct, options)
+
+
+def convert_keywords(ct: Any, options: CompileOptions, in_fp32: frozenset[int]) -> dict[str, Any]:
+    """Return the keywords for ``coremltools.convert``.
+
+    Args:
+        ct: Coremltools.
+        options: How to lower.
+        in_fp32: Debug handles of the calls that stay in fp32.
+
+    Raises:
+        OptionError: A graph pass or MIL op that coremltools does not know.
+    """
+    target = options.deployment_target
+    return {
+        "source": "pytorch",
+        "convert_to": "mlprogram",
+        "minimum_deployment_target": None if target is None else ct.target(int(target)),
+        "compute_units": ct.ComputeUnit[options.compute_unit.name],
+        "pass_pipeline": _pipeline(ct, options),
+        "compute_precision": _precision(ct, options, in_fp32),
+        # Loading is only needed, and only possible, where Core ML compiles ahead of time.
+        "skip_model_load": options.model_type is not ModelType.COMPILED_MODEL,
+    }
+
+
+def _precision(ct: Any, options: CompileOptions, in_fp32: frozenset[int]) -> Any:
+    """Return coremltools' precision; with ops that stay in fp32, the transform that knows them."""
+    keep = options.keep_fp32
+    if options.precision is not Precision.FLOAT16 or not (keep.ops or in_fp32):
+        return ct.precision(options.precision.value)
+    from coremltools.converters.mil.mil.ops.registry import SSAOpRegistry
+
+    known = SSAOpRegistry.core_ops
+    for name in keep.ops:
+        if name not in known:
+            raise OptionError(
+                "keep_fp32 names an unknown MIL op",
+                got=repr(name),
+                expected=near_matches(name, known, ""),
+            )
+    return ct.transform.FP16ComputePrecision(op_selector=fp16_selector(keep, in_fp32))
+
+
+def _pipeline(ct: Any, options: CompileOptions) -> Any:
+    if options.pass_names is not None:
+        return pass_pipeline(options.pass_names)
+    pipeline = ct.PassPipeline.DEFAULT
+    pipeline.remove_passes(_EXCLUDED_PASSES)
+    return pipeline
+
+
+def pass_pipeline(pass_names: Sequence[str]) -> Any:
+    """Return coremltools' ``PassPipeline`` with these passes.
+
+    Raises:
+        OptionError: One is unknown.
+    """
+    ct = coremltools()
+    known = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY.passes
+    for name in pass_names:
+        if name not in known:
+            raise OptionError(
+                "unknown coremltools pass",
+                got=repr(name),
+                expected=near_matches(name, known, ""),
+            )
+    return ct.PassPipeline(list(pass_names), pipeline_name="coreml_delegate")
+
+
+def compression_passes(ct: Any, options: CompileOptions) -> list[Compress]:
+    """Return the compression passes to apply to a converted model, in order.
+
+    Args:
+        ct: Coremltools.
+        options: How to lower.
+
+    Raises:
+        OptionError: A value that coremltools does not take.
+    """
+    optimize = ct.optimize.coreml
+    found: list[Compress] = []
+    if options.op_linear_quantizer_config is not None:
+        # Embedding tables (gather) keep their precision, as in ExecuTorch's own backend.
+        stage = {
+            "config_type": LINEAR,
+            "global_config": options.op_linear_quantizer_config,
+            "op_type_configs": {"gather": None},
+        }
+        found.append(
+            partial(
+                optimize.linear_quantize_weights, config=_config(optimize, stage, LINEAR_OPTION)
+            )
+        )
+    for stage in options.weight_compression or ():
+        kind, _ = next(configs_in(stage))
+        # What an earlier stage left is compressed further, not skipped.
+        joint = {"joint_compression": True} if found else {}
+        apply = getattr(optimize, KINDS[kind].function)
+        found.append(partial(apply, config=_config(optimize, stage, OPTION), **joint))
+    return found
+
+
+def linear_config(given: Mapping[str, Any]) -> Any:
+    """Return coremltools' ``OpLinearQuantizerConfig`` with these keywords.
+
+    Raises:
+        OptionError: See ``compression_passes``.
+    """
+    stage = {"config_type": LINEAR, "global_config": given}
+    return _config(coremltools().optimize.coreml, stage, LINEAR_OPTION).global_config
+
+
+def _config(optimize: Any, stage: Mapping[str, Any], option: str) -> Any:
+    given = copy.deepcopy(dict(stage))  # coremltools takes it apart
+    try:
+        return optimize.OptimizationConfig.from_dict(given)
+    except Exception as error:
+        raise OptionError(
+            f"coremltools does not accept {option}",
+            got=f"{dict(stage)} ({'; '.join(_messages(error))})",
+        ) from error
+
+
+def _messages(error: BaseException) -> Iterator[str]:
+    """Yield the messages of an error, or of the errors that it groups."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _messages(inner)
+    else:
+        yield f"{type(error).__name__}: {error}"

@@ -1,0 +1,226 @@
+"""Precautions in a model that computes in fp16, whose numbers end at 65504.
+
+**Calls that stay in fp32.** Some values need the range of fp32: the sum of squares in a norm over
+large activations, the scores before a softmax. coremltools decides op by op, and can be asked. An
+op is traced back to the call it was translated from by its debug handle, so every call that matters
+gets one of its own.
+
+**Masks.** Models hide scores from a softmax by adding the smallest number of fp32. In fp16 that is
+minus infinity: where a row is hidden altogether, as that of a padded token, softmax divides zero by
+zero, and where it is multiplied by a mask of ones and zeros, every zero becomes a nan. fp32 has a
+finite number in both places, so fp16 is given its own.
+
+**Constants beyond fp16.** Coremltools keeps an op in fp32 if one of its constants overflows. Its
+own check indexes each constant with integers of 64 bits, which takes several times the memory of
+the constant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from coreml_delegate.compile_options import KeepFp32
+from coreml_delegate.module_scope import ModulePattern, scopes_of
+from coreml_delegate.ops import record_of
+from coreml_delegate.ops.call import target_name
+from coreml_delegate.ops.constants import is_stored, stored_value
+from coreml_delegate.ops.edits import ATEN, insert, set_arguments, value_of
+from coreml_delegate.ops.record import MaskRole
+from coreml_delegate.third_party import quiet_import
+
+# Calls that stay in fp32
+
+OpSelector = Callable[[Any], bool]
+"""Returns whether coremltools may cast a MIL op to fp16."""
+
+_HANDLE = "debug_handle"
+_OPTION = "keep_fp32"
+
+
+def mark_fp32_calls(program: ExportedProgram, keep: KeepFp32) -> frozenset[int]:
+    """Give every call of a subgraph a debug handle of its own, before calls are rewritten.
+
+    Returns:
+        The handles of the calls that stay in fp32.
+    """
+    if not keep.modules and not keep.nodes:
+        return frozenset()
+    patterns = [ModulePattern.of(text, _OPTION) for text in keep.modules]
+    kept: set[int] = set()
+    calls = (node for node in program.graph.nodes if node.op == "call_function")
+    for handle, node in enumerate(calls, start=1):
+        node.meta[_HANDLE] = handle
+        if node.name in keep.nodes or _is_covered(node, patterns):
+            kept.add(handle)
+    return frozenset(kept)
+
+
+def _stays_fp32(node: Node, op: str, handles: Collection[int], ops: Collection[str]) -> bool:
+    """Return whether a call, translated to MIL op ``op``, stays in fp32."""
+    return op in ops or node.meta.get(_HANDLE) in handles
+
+
+def fp16_selector(keep: KeepFp32, handles: frozenset[int]) -> OpSelector:
+    """Return the function that coremltools asks about each op of the translated program.
+
+    Args:
+        keep: Names the MIL ops that stay in fp32.
+        handles: Debug handles of the calls that do; see ``mark_fp32_calls``.
+    """
+    from coremltools.converters.mil.mil.scope import ScopeSource
+
+    ops = frozenset(keep.ops)
+
+    def may_cast(op: Any) -> bool:
+        found: Iterable[Any] = op.scopes.get(ScopeSource.EXIR_DEBUG_HANDLE) or ()
+        return op.op_type not in ops and handles.isdisjoint(found)
+
+    return may_cast
+
+
+def _is_covered(node: Node, patterns: Iterable[ModulePattern]) -> bool:
+    scopes = scopes_of(node)
+    return any(pattern.covers(scopes) for pattern in patterns)
+
+
+# Masks
+
+_LARGEST = float(torch.finfo(torch.float16).max)
+_INFINITE = 1e38
+"""Coremltools takes constants of this magnitude for infinity; with smaller ones it uses fp32."""
+
+
+def bound_masks(program: ExportedProgram, in_fp32: Collection[int], ops: Collection[str]) -> None:
+    """Clamp masks and scores that are finite in fp32, so that they are finite in fp16.
+
+    Args:
+        program: A prepared subgraph; edited in place.
+        in_fp32: Debug handles of the calls that stay in fp32.
+        ops: The MIL ops that stay in fp32.
+    """
+    for node in list(program.graph.nodes):
+        role = _role(node)
+        if MaskRole.SCALES in role and not _stays_fp32(node, "mul", in_fp32, ops):
+            _bound_factors(node)
+        elif MaskRole.NORMALIZES in role and not _stays_fp32(node, "softmax", in_fp32, ops):
+            _bound_scores(node)
+    program.graph_module.recompile()
+
+
+def _role(node: Node) -> MaskRole:
+    record = record_of(target_name(node.target)) if node.op == "call_function" else None
+    return MaskRole.NONE if record is None else record.mask_role
+
+
+def _bound_factors(node: Node) -> None:
+    """Clamp the constant factors of a product."""
+    bounded = {
+        name: _clamp(node, argument)
+        for name, argument in zip(("self", "other"), node.args, strict=False)
+        if _exceeds(argument, _INFINITE)
+    }
+    if bounded:
+        set_arguments(node, **bounded)
+
+
+def _clamp(node: Node, factor: Any) -> Any:
+    if isinstance(factor, Node):
+        return insert(node, ATEN.clamp.default, factor, -_LARGEST, _LARGEST)
+    return max(-_LARGEST, min(_LARGEST, float(factor)))
+
+
+def _bound_scores(node: Node) -> None:
+    """Clamp the scores of a softmax, if a mask may be among their terms."""
+    scores = node.args[0]
+    if isinstance(scores, Node) and any(_hides(source) for source in _sources(scores)):
+        bounded = insert(node, ATEN.clamp.default, scores, -_LARGEST, _LARGEST)
+        node.args = (bounded, *node.args[1:])
+
+
+def _sources(scores: Node) -> Iterator[Any]:
+    """Yield where values of ``scores`` may come from: numbers, constants, and added inputs."""
+    seen: set[Node] = set()
+    open_ends = [(scores, False)]
+    while open_ends:
+        node, is_added = open_ends.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op != "call_function":
+            if is_added or is_stored(node):
+                yield node
+            continue
+        role = _role(node)
+        if MaskRole.CARRIES not in role:
+            continue
+        yield from (a for a in node.args if isinstance(a, float | int))
+        adds = is_added or MaskRole.ADDS in role
+        open_ends += [(source, adds) for source in node.all_input_nodes]
+
+
+def _hides(source: Any) -> bool:
+    """Return whether a source may have values that are infinite in fp16."""
+    if not is_stored(source):
+        return value_of(source).dtype.is_floating_point
+    return _exceeds(source, _LARGEST)
+
+
+def _exceeds(argument: Any, limit: float) -> bool:
+    """Return whether a constant has finite values of magnitude ``limit`` or more."""
+    value = stored_value(argument)
+    if value is None or not value.dtype.is_floating_point or not value.numel():
+        return False
+    extremes = map(float, torch.aminmax(value.detach()))
+    return any(limit <= abs(extreme) < math.inf for extreme in extremes)
+
+
+# Constants beyond fp16
+
+_CHUNK = 2**20  # elements
+
+
+@contextmanager
+def chunked_overflow_check() -> Generator[None]:
+    """Make coremltools' fp16 pass use ``overflows``, which looks at constants in chunks."""
+    with quiet_import():
+        from coremltools.converters.mil.mil.passes.defs.quantization import FP16ComputePrecision
+
+    with mock.patch.object(FP16ComputePrecision, "fp16_overflow", staticmethod(overflows)):
+        yield
+
+
+def overflows(op: Any) -> bool:
+    """Return whether an op takes a constant that is finite and beyond fp16.
+
+    Args:
+        op: A MIL operation.
+    """
+    return any(_exceeds_fp16(np.asarray(value)) for value in _fp32_constants(op))
+
+
+def _fp32_constants(op: Any) -> Iterator[Any]:
+    for given in op.inputs.values():
+        for var in given if isinstance(given, list | tuple) else (given,):
+            if var.op is None or var.op.op_type != "const":
+                continue
+            if var.is_tensor_or_scalar_of(dtype="fp32"):
+                yield var.op.val.val
+
+
+def _exceeds_fp16(values: np.ndarray[Any, Any]) -> bool:
+    # Buffered, because a constant may be transposed, and flattening it would copy it.
+    flags: Any = ["external_loop", "buffered", "zerosize_ok"]
+    for chunk in np.nditer(values, flags=flags, order="K", buffersize=_CHUNK):
+        magnitudes = np.abs(chunk)
+        if ((magnitudes > _LARGEST) & (magnitudes < _INFINITE)).any():
+            return True
+    return False

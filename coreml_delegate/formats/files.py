@@ -1,0 +1,141 @@
+"""Files and folders that appear whole or not at all.
+
+Each is written under a temporary name in the folder where it will lie, and renamed at the end. On
+an error or interrupt the temporary file is removed and an existing target stays as it is. Nothing
+is flushed to disk: a power failure may lose or truncate what was written last.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from coreml_delegate.errors import ProgramError, naming
+from coreml_delegate.formats.blob import Content, chunks_of
+
+UNFINISHED: Final = ".unfinished"
+"""Suffix of a file that is being written; only a killed process leaves one behind."""
+
+
+@contextmanager
+def new_file(path: Path, *, permissions: int = 0o666) -> Generator[BinaryIO]:
+    """Open a file that takes the name ``path`` when the block ends without an exception.
+
+    Args:
+        path: Final name; a file of that name is replaced.
+        permissions: Mode bits of the file, less those that the umask takes away.
+
+    Raises:
+        OSError: The folder cannot be written; ``filename`` is set.
+    """
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{UNFINISHED}")
+
+    def create(name: str, flags: int) -> int:
+        return os.open(name, flags, permissions)
+
+    try:
+        with naming(path), open(unfinished, "xb", opener=create) as file:
+            yield file
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_path(path: Path) -> Generator[Path]:
+    """Yield a path for another program to write; that file is renamed to ``path`` at the end.
+
+    It lies in a temporary folder of its own, beside ``path``, which is removed with all in it.
+
+    Raises:
+        OSError: The folder of ``path`` cannot be written, or no file was written.
+    """
+    with _temporary_folder(path) as folder:
+        unfinished = folder / path.name
+        yield unfinished
+        os.replace(unfinished, path)
+
+
+def write_folder(
+    files: Mapping[str, Content], destination: Path, *, overwrite: bool = False
+) -> None:
+    """Write files below a new folder; see ``new_folder``.
+
+    Args:
+        files: Relative POSIX path to content.
+        destination: The folder to create.
+        overwrite: Replace a folder that is already there.
+
+    Raises:
+        ProgramError: ``destination`` exists and ``overwrite`` is false.
+        OSError: The parent folder cannot be written.
+    """
+    with new_folder(files, destination, overwrite=overwrite):
+        pass
+
+
+@contextmanager
+def new_folder(
+    files: Mapping[str, Content], destination: Path, *, overwrite: bool = False
+) -> Generator[None]:
+    """Write files below a folder that appears when the block ends without an exception.
+
+    Several folders appear together if their blocks are nested. Parent folders are created, and
+    removed again after an exception.
+
+    Args:
+        files: Relative POSIX path to content.
+        destination: The folder to create.
+        overwrite: Replace a folder that is already there.
+
+    Raises:
+        ProgramError: ``destination`` exists and ``overwrite`` is false.
+        OSError: The parent folder cannot be written.
+    """
+    if destination.exists() and not overwrite:
+        raise ProgramError(
+            "output exists", got=str(destination), remedy="Pass overwrite=True to replace it"
+        )
+    with ExitStack() as undoing, naming(destination):
+        undoing.enter_context(provisional_folder(destination.parent))
+        temporary = undoing.enter_context(_temporary_folder(destination))
+        complete = temporary / "new"
+        complete.mkdir()
+        for name, content in files.items():
+            target = complete / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("wb") as file:
+                file.writelines(chunks_of(content))
+        yield
+        if destination.exists():
+            os.replace(destination, temporary / "old")
+        os.replace(complete, destination)
+
+
+@contextmanager
+def provisional_folder(folder: Path) -> Generator[None]:
+    """Create a folder and its parents; at the end remove those created that are still empty."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for path in missing:
+            with suppress(OSError):  # it is not empty, or was not created
+                path.rmdir()
+
+
+@contextmanager
+def _temporary_folder(target: Path) -> Generator[Path]:
+    """Create a folder beside ``target``, so that moving from one to the other is a rename."""
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from typing import Any, TextIO, TypeVar
 
 from coreml_delegate.errors import naming
 
-logger = logging.getLogger(__name__)
-
 PROGRAM = "coreml-delegate"
 _PACKAGE = "coreml_delegate"
 _STDOUT = "stdout"
-_ITEM = "- "
 _Item = TypeVar("_Item")
 _WARNING = f"{PROGRAM}: warning: %(message)s"
 _FORMAT = "%(levelname)s %(name)s: %(message)s"
@@ -84,18 +80,6 @@ def complain(message: str) -> None:
     _complain("error", message)
 
 
-def first_line(error: Exception) -> str:
-    """Class and first line of a foreign exception, whose message may be a page long.
-
-    Of a list that the first line announces, the first item belongs to it.
-    """
-    first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    items = [line for line in others if line.startswith(_ITEM)]
-    told = [first, *(items or (others if first.endswith(":") else []))[:1]]
-    told_in_one = " ".join(told).rstrip(".")
-    return f"{type(error).__name__}: {told_in_one}" if first else type(error).__name__
-
-
 def columns(rows: Iterable[Sequence[object]], *, indent: int = 0) -> str:
     """Rows as left-aligned columns, two spaces apart; no line ends in spaces."""
     table = [[str(cell) for cell in row] for row in rows]
@@ -138,18 +122,6 @@ def progress(items: Sequence[_Item], description: str) -> Generator[Iterable[_It
 
     with Progress(console=Console(file=sys.stderr), transient=True) as bar:
         yield bar.track(items, description=description)
-
-
-@contextmanager
-def captured() -> Generator[None]:
-    """Turn what foreign code prints meanwhile, on either stream, into a debugging log record."""
-    printed = io.StringIO()
-    try:
-        with redirect_stdout(printed), redirect_stderr(printed):
-            yield
-    finally:
-        if printed.getvalue():
-            logger.debug("printed meanwhile: %s", printed.getvalue())
 
 
 @contextmanager

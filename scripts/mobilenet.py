@@ -15,16 +15,16 @@ from torch import nn
 from coreml_delegate.backend import CoreMLBackend
 from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.mlpackage import made, write_folder
+from coreml_delegate.lowering import export_model, lower_methods
 from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
+from coreml_delegate.runtime.accuracy import Accuracy
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts import console
-from coreml_delegate.scripts.accuracy import Accuracy
 from coreml_delegate.scripts.delegates import all_partitions, models_of
 from coreml_delegate.scripts.inputs import vision
-from coreml_delegate.scripts.inputs.source import Source
-from coreml_delegate.scripts.loaded import Loaded, load
-from coreml_delegate.scripts.lowering import lower
 from coreml_delegate.scripts.output_file import new_file
+from coreml_delegate.scripts.programs import LoadedProgram, load
+from coreml_delegate.source_model import SourceModel
 
 _MODEL = "mobilenet_v2"
 _PHOTO = "china.jpg"
@@ -53,7 +53,7 @@ def _demonstrate(folder: Path, *, seed: int, repeat: int) -> None:
     with console.step(f"Building {_MODEL} and calibrating its batch normalisation"):
         model = _calibrated(photo, seed)
         image = _preset()(photo).unsqueeze(0).contiguous()  # decoded photos are channels-last
-    source = Source(model, (image,), {}, None)
+    source = SourceModel(model, (image,), {}, None)
     path = folder / "mv2.pte"
     report = _export(source, path)
     console.write(f"{report.to_table()}\n")
@@ -128,9 +128,12 @@ def _calibrated(photo: Any, seed: int) -> nn.Module:
     return model.eval()
 
 
-def _export(source: Source, path: Path) -> DelegationReport:
+def _export(source: SourceModel, path: Path) -> DelegationReport:
     partitioner = CoreMLPartitioner(compile_specs=CoreMLBackend.generate_compile_specs())
-    program = lower(source, partitioner)
+    with console.step("Exporting with torch.export"):
+        exported = export_model(source)
+    with console.step("Lowering to Core ML"):
+        program = lower_methods({"forward": exported}, partitioner)
     with new_file(path, force=True) as file:
         program.write_to_file(file)
     return partitioner.report
@@ -144,14 +147,14 @@ def _extract(path: Path, folder: Path) -> Path:
     return package
 
 
-def _sole_tensor(loaded: Loaded, image: torch.Tensor) -> torch.Tensor:
+def _sole_tensor(loaded: LoadedProgram, image: torch.Tensor) -> torch.Tensor:
     (result,) = loaded.run([image]).values()
     return cast("torch.Tensor", result)
 
 
 def _same(package: Path, image: torch.Tensor, expected: torch.Tensor) -> str:
     """Whether the extracted package alone gives what the whole program gives."""
-    model: Loaded = load(package, method=None)
+    model: LoadedProgram = load(package, method=None)
     actual = _sole_tensor(model, image)
     same = torch.equal(actual.to(expected.dtype), expected)
     return "gives the same output as the .pte" if same else "gives another output than the .pte"

@@ -12,6 +12,7 @@ from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.formats.blob import unflatten
 from coreml_delegate.formats.metadata import FILE_NAME as METADATA
 from coreml_delegate.formats.metadata import ModelMetadata
+from coreml_delegate.quantization.weight_inventory import summarize_weights
 from coreml_delegate.runtime.delegate import read_blob
 from coreml_delegate.runtime.engines.selection import ENGINES
 from coreml_delegate.runtime.mil.package import read_mlpackage
@@ -28,7 +29,6 @@ from coreml_delegate.runtime.program.plan import (
 )
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts.delegates import CoreMLPartition, open_pte, partitions_of
-from coreml_delegate.scripts.weight_inventory import summarize_weights
 from coreml_delegate.targets import Opset
 
 _CONST = "const"

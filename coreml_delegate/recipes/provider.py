@@ -21,8 +21,8 @@ from torch import nn
 from coreml_delegate.backend import CoreMLBackend
 from coreml_delegate.compile_options import Precision
 from coreml_delegate.partition import CoreMLPartitioner
-from coreml_delegate.quantization_modes import Method, QuantizationMode, mode_of
-from coreml_delegate.quantization_modes.configs import (
+from coreml_delegate.quantization import Method, QuantizationMode, mode_of
+from coreml_delegate.quantization.configs import (
     has_rows,
     is_weight_of_attention,
     linear_quantizer_config,

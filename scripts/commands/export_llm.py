@@ -12,9 +12,9 @@ from coreml_delegate.scripts.commands import Command
 from coreml_delegate.scripts.output_file import check_output, new_file
 
 if TYPE_CHECKING:
+    from coreml_delegate.llm.decoder import Decoder
+    from coreml_delegate.llm.layout import Layout
     from coreml_delegate.partition import CoreMLPartitioner
-    from coreml_delegate.scripts.llm.decoder import Decoder
-    from coreml_delegate.scripts.llm.layout import Layout
 
 _CONTEXT = 2048
 _CHUNK = {"io": 64, "state": 8}
@@ -96,13 +96,12 @@ def run(args: argparse.Namespace) -> int:
         args.refuse_usage("exactly one is required: CHECKPOINT, or --random CONFIG.json")
     check_output(args.output, force=args.force)
     with console.step("Importing ExecuTorch and coremltools"):
-        from coreml_delegate.scripts.llm import lowering
-        from coreml_delegate.scripts.llm.quantize import quantize
+        from coreml_delegate.llm.export import export_methods, lower, quantize_weights
     with console.step("Loading the model"):
         decoder, layout = _model(args)
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
     with console.step("Quantizing the weights"):
-        quantize(
+        quantize_weights(
             decoder,
             linear=args.quantize,
             embedding=args.embedding_quantize,
@@ -110,9 +109,9 @@ def run(args: argparse.Namespace) -> int:
         )
     partitioner = _partitioner(args)
     with console.step("Exporting with torch.export"):
-        methods = lowering.export_methods(decoder, layout)
+        methods = export_methods(decoder, layout)
     with console.step("Lowering to Core ML"):
-        program = lowering.lower(methods, layout, partitioner)
+        program = lower(methods, layout, partitioner)
     with new_file(args.output, force=args.force) as file:
         program.write_to_file(file)
     _report(args, parameters, decoder, layout, partitioner)
@@ -120,15 +119,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model(args: argparse.Namespace) -> tuple[Decoder, Layout]:
-    from coreml_delegate.scripts.llm.checkpoint import (
+    from coreml_delegate.llm.checkpoint import (
         CONFIG,
         end_tokens,
         load_decoder,
         random_decoder,
     )
-    from coreml_delegate.scripts.llm.config import Config
-    from coreml_delegate.scripts.llm.families import family_of, read_settings
-    from coreml_delegate.scripts.llm.layout import CacheKind, Layout
+    from coreml_delegate.llm.config import Config
+    from coreml_delegate.llm.families import family_of, read_settings
+    from coreml_delegate.llm.layout import CacheKind, Layout
 
     folder: Path | None = args.checkpoint
     if folder is not None and not folder.is_dir():

@@ -12,8 +12,8 @@ from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.commands import Command
 
 if TYPE_CHECKING:
-    from coreml_delegate.scripts.llm.generator import Generator, Pace
-    from coreml_delegate.scripts.llm.tokenizer import TextStream
+    from coreml_delegate.llm.generator import Generator, Pace
+    from coreml_delegate.llm.tokenizer import TextStream
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,10 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     with console.step("Importing torch"):
-        from coreml_delegate.scripts.llm.generator import Generator
-        from coreml_delegate.scripts.llm.sampler import Sampler, Sampling
-        from coreml_delegate.scripts.llm.tokenizer import TextStream, load_tokenizer
-        from coreml_delegate.scripts.loaded import engine_options
+        from coreml_delegate.llm.generator import Generator, Sampler, Sampling
+        from coreml_delegate.llm.tokenizer import TextStream, load_tokenizer
+        from coreml_delegate.scripts.programs import engine_options
 
     sampler = Sampler(Sampling(args.temperature, args.top_k, args.top_p, args.seed))
     with console.step(f"Loading {args.program}"):

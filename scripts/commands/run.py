@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         check_output(args.output, force=args.force)
     from coreml_delegate.scripts.inputs.input_files import random_inputs, read_inputs
     from coreml_delegate.scripts.inputs.sampling import generator
-    from coreml_delegate.scripts.loaded import engine_options, load
+    from coreml_delegate.scripts.programs import engine_options, load
 
     with console.step(f"Loading {args.program}"):
         program = load(
@@ -85,7 +85,7 @@ def _save(outputs: Mapping[str, Any], path: Path, *, force: bool) -> None:
 
 
 def _summary(name: str, tensor: Any) -> dict[str, Any]:
-    from coreml_delegate.scripts.accuracy import is_class_scores
+    from coreml_delegate.runtime.accuracy import is_class_scores
 
     if tensor is None:
         return {"name": name, "dtype": None, "shape": None}

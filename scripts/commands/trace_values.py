@@ -41,10 +41,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     from coreml_delegate.scripts.inputs.input_files import random_inputs, read_inputs
     from coreml_delegate.scripts.inputs.sampling import generator
-    from coreml_delegate.scripts.watched import load_watched
+    from coreml_delegate.scripts.programs import load_traceable
 
     with console.step(f"Loading {args.program}"):
-        program = load_watched(args.program, method=args.method, min_sqnr_db=args.min_sqnr)
+        program = load_traceable(args.program, method=args.method, min_sqnr_db=args.min_sqnr)
     if args.input:
         inputs = read_inputs(args.input, program.inputs)
     else:

@@ -12,9 +12,9 @@ from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.commands import Command
 
 if TYPE_CHECKING:
-    from coreml_delegate.scripts.accuracy import Accuracy
-    from coreml_delegate.scripts.inputs.source import Source
-    from coreml_delegate.scripts.loaded import Execution, Loaded
+    from coreml_delegate.runtime.accuracy import Accuracy
+    from coreml_delegate.scripts.programs import Execution, LoadedProgram
+    from coreml_delegate.source_model import SourceModel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     from coreml_delegate.scripts.inputs.source import load_source
-    from coreml_delegate.scripts.loaded import engine_options, load
+    from coreml_delegate.scripts.programs import engine_options, load
 
     with console.step(f"Loading {args.program}"):
         program = load(
@@ -70,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def compare(source: Source, program: Loaded, samples: list[list[Any]]) -> dict[str, Accuracy]:
+def compare(
+    source: SourceModel, program: LoadedProgram, samples: list[list[Any]]
+) -> dict[str, Accuracy]:
     """Compare a program with its model.
 
     Args:
@@ -85,12 +87,12 @@ def compare(source: Source, program: Loaded, samples: list[list[Any]]) -> dict[s
         ProgramError: They have other outputs, in number or in shape.
         CoreMLDelegateError: Either refuses the inputs.
     """
-    from coreml_delegate.scripts.accuracy import Accuracy, Int32Watch
-    from coreml_delegate.scripts.inputs.source import copied
+    from coreml_delegate.runtime.accuracy import Accuracy, Int32Watch
+    from coreml_delegate.source_model import copy_inputs
 
     results: dict[str, Accuracy] = {}
     for inputs in samples:
-        actual = program.run(copied(inputs))
+        actual = program.run(copy_inputs(inputs))
         with Int32Watch() as watch:
             expected = program.expected_of(source.execute(inputs))
         if len(actual) != len(expected):
@@ -110,7 +112,9 @@ def _wide(accuracy: Accuracy) -> str:
     return "" if op is None else f" (beyond int32: int64 values of {op} in PyTorch)"
 
 
-def _samples(args: argparse.Namespace, source: Source, program: Loaded) -> list[list[Any]]:
+def _samples(
+    args: argparse.Namespace, source: SourceModel, program: LoadedProgram
+) -> list[list[Any]]:
     import torch
 
     from coreml_delegate.scripts.inputs.input_files import read_inputs

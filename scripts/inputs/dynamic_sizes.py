@@ -9,7 +9,7 @@ from 1 as named dimensions; and the program is compared with the model at the si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
@@ -18,21 +18,25 @@ import sympy
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
-from torch.utils import _pytree as pytree
+from torch.export.graph_signature import OutputKind
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from coreml_delegate.dynamic_shapes.symbols import bounds_of, expression_of, hint_of
 from coreml_delegate.errors import OptionError
 from coreml_delegate.runtime.diagnosis import energy, ratio_db, signal_and_error
 from coreml_delegate.scripts import console
-from coreml_delegate.scripts.inputs.source import Outcome, Source, by_parameter
+from coreml_delegate.source_model import (
+    SMALLEST_TRACED,
+    Outcome,
+    SourceModel,
+    by_parameter,
+    dynamic_shapes_of,
+    dynamic_sizes,
+)
 
 Place: TypeAlias = tuple[str, int]
 """Name of an input, and a dimension of it."""
 
-_SMALLEST_TRACED = 2  # smaller sizes of an example become constants
-_UNBOUNDED = 2**31  # sizes beyond are what torch.export writes for none
 _TRIED = 64  # sizes of a range for which guards are evaluated, from the smallest on
 _SAME_DB = 60.0  # one graph of the same kernels
 
@@ -61,7 +65,7 @@ class Span:
         return f"{self.low}..{self.high}"
 
 
-def export_with_spans(source: Source, spans: Mapping[Place, Span]) -> ExportedProgram:
+def export_with_spans(source: SourceModel, spans: Mapping[Place, Span]) -> ExportedProgram:
     """Export a model with dimensions that may have several sizes.
 
     Args:
@@ -77,7 +81,7 @@ def export_with_spans(source: Source, spans: Mapping[Place, Span]) -> ExportedPr
         {dim: span.hint for (of, dim), span in spans.items() if of == name} or None
         for name in source.input_names
     ]
-    shapes = by_parameter(source.module, *source.structured(by_leaf))
+    shapes = by_parameter(source.module, *source.unflatten(by_leaf))
     with _advising():
         program = traced.export(shapes)
         forgotten = _forgotten_minimums(program, source, spans)
@@ -90,82 +94,10 @@ def export_with_spans(source: Source, spans: Mapping[Place, Span]) -> ExportedPr
     return program
 
 
-def dynamic_shapes_of(
-    program: ExportedProgram,
-    module: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """What makes ``torch.export`` give a program's inputs the same dynamic sizes again.
-
-    Args:
-        program: Exported before.
-        module: To be exported, with the same inputs.
-        args: Its positional inputs.
-        kwargs: Its keyword inputs.
-
-    Returns:
-        For ``torch.export.export``; None if all sizes are fixed.
-
-    Raises:
-        OptionError: A size is computed from others in a way that cannot be said to torch.
-    """
-    ranges = program.range_constraints
-    if not ranges:
-        return None
-    shapes = [
-        sizes and {n: _dimension(expression_of(size), ranges) for n, size in sizes.items()}
-        for sizes in open_sizes(program)
-    ]
-    _, structure = pytree.tree_flatten((args, dict(kwargs)))
-    return by_parameter(module, *pytree.tree_unflatten(shapes, structure))
-
-
-def _dimension(expression: Any, ranges: Mapping[Any, ValueRanges[Any]]) -> Any:
-    """What torch is told of a size: a name where the range begins below 2, else a hint will do."""
-    named = [
-        symbol for symbol in expression.free_symbols if ranges[symbol].lower < _SMALLEST_TRACED
-    ]
-    if not named:
-        return Dim.DYNAMIC(**_limits(bound_sympy(expression, dict(ranges))))
-    (symbol, *others) = named
-    factor, offset = expression.coeff(symbol, 1), expression.coeff(symbol, 0)
-    if others or not (factor.is_Integer and offset.is_Integer):
-        raise OptionError(
-            "an input size is computed from another, which cannot be exported again",
-            got=str(expression),
-            expected="a whole multiple of it, and a constant",
-        )
-    root = Dim(str(symbol), **_limits(ranges[symbol]))
-    scaled = root if factor == 1 else int(factor) * root
-    return scaled + int(offset) if offset else scaled
-
-
-def _limits(bounds: ValueRanges[Any]) -> dict[str, int | None]:
-    high = None if bounds.upper > _UNBOUNDED else int(bounds.upper)
-    return {"min": int(bounds.lower), "max": high}
-
-
-def open_sizes(program: ExportedProgram) -> list[dict[int, torch.SymInt] | None]:
-    """The sizes of each flattened input that are not fixed, by dimension; None for no tensor."""
-    values = {n.name: n.meta["val"] for n in program.graph.find_nodes(op="placeholder")}
-    inputs = [
-        values[spec.arg.name]
-        for spec in program.graph_signature.input_specs
-        if spec.kind is InputKind.USER_INPUT
-    ]
-    return [
-        {n: size for n, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}
-        if isinstance(value, torch.Tensor)
-        else None
-        for value in inputs
-    ]
-
-
 # --- the example ----------------------------------------------------------------------------------
 
 
-def _traced(source: Source, spans: Mapping[Place, Span]) -> Source:
+def _traced(source: SourceModel, spans: Mapping[Place, Span]) -> SourceModel:
     """The source with an example whose sizes are within the spans and not 1.
 
     Where a range's example is 1, those of all ranges are doubled: proportions stay.
@@ -175,9 +107,9 @@ def _traced(source: Source, spans: Mapping[Place, Span]) -> Source:
     factor = 2 if any(examples[name].shape[dim] == 1 for name, dim in ranged) else 1
     for (name, dim), span in spans.items():
         size = span.traced or factor * examples[name].shape[dim]
-        size = min(max(size, span.low, _SMALLEST_TRACED), span.high)
+        size = min(max(size, span.low, SMALLEST_TRACED), span.high)
         examples[name] = _resized(examples[name], {dim: size})
-    args, kwargs = source.structured([*examples.values()])
+    args, kwargs = source.unflatten([*examples.values()])
     return replace(source, args=args, kwargs=kwargs)
 
 
@@ -211,13 +143,15 @@ def _advising() -> Generator[None]:
         ) from error
 
 
-def _sized_places(program: ExportedProgram, source: Source) -> Iterator[tuple[Place, torch.SymInt]]:
-    for name, sizes in zip(source.input_names, open_sizes(program), strict=True):
+def _sized_places(
+    program: ExportedProgram, source: SourceModel
+) -> Iterator[tuple[Place, torch.SymInt]]:
+    for name, sizes in zip(source.input_names, dynamic_sizes(program), strict=True):
         yield from (((name, dim), size) for dim, size in (sizes or {}).items())
 
 
 def _forgotten_minimums(
-    program: ExportedProgram, source: Source, spans: Mapping[Place, Span]
+    program: ExportedProgram, source: SourceModel, spans: Mapping[Place, Span]
 ) -> dict[Any, ValueRanges[Any]]:
     """The ranges that begin below 2, which torch forgets of hints, by symbol and by expression."""
     ranges = program.range_constraints
@@ -226,7 +160,7 @@ def _forgotten_minimums(
         for place, size in _sized_places(program, source)
         if expression_of(size).is_Symbol
         and spans[place].traced is None
-        and spans[place].low < ranges[expression_of(size)].lower == _SMALLEST_TRACED
+        and spans[place].low < ranges[expression_of(size)].lower == SMALLEST_TRACED
     }
     known = {**ranges, **given}
     return given | {
@@ -236,7 +170,9 @@ def _forgotten_minimums(
     }
 
 
-def _check_ranges(program: ExportedProgram, source: Source, spans: Mapping[Place, Span]) -> None:
+def _check_ranges(
+    program: ExportedProgram, source: SourceModel, spans: Mapping[Place, Span]
+) -> None:
     made = {
         place: Span(*bounds_of(size, program.range_constraints))
         for place, size in _sized_places(program, source)
@@ -269,11 +205,11 @@ class _Comparison:
     """
 
     def __init__(
-        self, source: Source, program: ExportedProgram, spans: Mapping[Place, Span]
+        self, source: SourceModel, program: ExportedProgram, spans: Mapping[Place, Span]
     ) -> None:
         self._source = source
         self._program = program
-        self._sizes = open_sizes(program)
+        self._sizes = dynamic_sizes(program)
         symbols = {
             place: size
             for place, size in _sized_places(program, source)
@@ -368,7 +304,7 @@ def _holds(guard: Any, symbol: Any, size: int) -> bool:
         return False
 
 
-def _outcome(source: Source, leaves: Sequence[Any]) -> Outcome:
+def _outcome(source: SourceModel, leaves: Sequence[Any]) -> Outcome:
     """A run that changes no buffer and draws the same random numbers each time."""
     module = cast("nn.Module", source.module)
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}

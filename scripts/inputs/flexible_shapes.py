@@ -14,7 +14,7 @@ from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.scripts import arguments
 
 if TYPE_CHECKING:
-    from coreml_delegate.scripts.inputs.source import Source
+    from coreml_delegate.source_model import SourceModel
 
 Range = tuple[str, int, int, int]
 """Input, dimension, smallest and largest size."""
@@ -66,8 +66,8 @@ def shape_choices(text: str) -> Choices:
 
 
 def with_dynamic_shapes(
-    source: Source, ranges: Sequence[Range], choices: Sequence[Choices]
-) -> Source:
+    source: SourceModel, ranges: Sequence[Range], choices: Sequence[Choices]
+) -> SourceModel:
     """The source, exported with these dimensions dynamic.
 
     Args:
@@ -127,7 +127,7 @@ def enumerated(choices: Sequence[Choices]) -> dict[str, list[list[int]]]:
     return found
 
 
-def _check_inputs(source: Source, places: Iterable[tuple[str, int]]) -> None:
+def _check_inputs(source: SourceModel, places: Iterable[tuple[str, int]]) -> None:
     ranks = {
         name: getattr(leaf, "ndim", 0)
         for name, leaf in zip(source.input_names, source.leaves, strict=True)

@@ -13,7 +13,7 @@ import torch
 from coreml_delegate.errors import InputError, OptionError
 from coreml_delegate.scripts.inputs import images
 from coreml_delegate.scripts.inputs.sampling import random_tensor
-from coreml_delegate.scripts.loaded import Port
+from coreml_delegate.scripts.programs import Port
 
 _ARRAYS = ".npy"
 _ARCHIVES = ".npz"

@@ -21,13 +21,11 @@ from support.tolerances import (
 from coreml_delegate import CoreMLPartitioner
 from coreml_delegate.compile_options import Precision
 from coreml_delegate.errors import InputError, ProgramError
+from coreml_delegate.llm.decoder import Decoder
+from coreml_delegate.llm.export import export_methods, lower, quantize_weights
+from coreml_delegate.llm.generator import Ending, Generator, Sampler, Sampling
+from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.runtime.program.pte import PteProgram
-from coreml_delegate.scripts.llm.decoder import Decoder
-from coreml_delegate.scripts.llm.generator import Ending, Generator
-from coreml_delegate.scripts.llm.layout import CacheKind, Layout
-from coreml_delegate.scripts.llm.lowering import export_methods, lower
-from coreml_delegate.scripts.llm.quantize import quantize
-from coreml_delegate.scripts.llm.sampler import Sampler, Sampling
 from coreml_delegate.targets import Opset
 
 # On one worker, so that the model is trained and lowered once.
@@ -46,7 +44,7 @@ def lowered(precision: Precision, layout: Layout = LAYOUT, *, linear: str = "non
     decoder.load_state_dict(trained().state_dict())
     decoder.requires_grad_(False)
     if linear != "none":
-        quantize(decoder, linear=linear, embedding="int8", group=32)
+        quantize_weights(decoder, linear=linear, embedding="int8", group=32)
     specs = fp32_specs(compute_precision=precision, minimum_deployment_target=Opset.iOS18)
     partitioner = CoreMLPartitioner(compile_specs=specs, lower_full_graph=True)
     return lower(export_methods(decoder, layout), layout, partitioner).buffer

@@ -13,7 +13,7 @@ from PIL import Image
 from support.tolerances import sqnr_db
 
 from coreml_delegate.errors import ExecutionError, InputError, OptionError, ProgramError
-from coreml_delegate.scripts.accuracy import Accuracy
+from coreml_delegate.runtime.accuracy import Accuracy
 from coreml_delegate.scripts.inputs import images, vision
 from coreml_delegate.scripts.inputs.sampling import generator, random_tensor, resample
 from coreml_delegate.scripts.output_file import new_file

@@ -14,11 +14,11 @@ import torch
 from support.checkpoints import CONFIG, save
 from support.command import leftovers, start, tiny_pte
 
+from coreml_delegate.llm.generator import Generator
+from coreml_delegate.llm.layout import CacheKind
 from coreml_delegate.scripts import arguments
 from coreml_delegate.scripts.cli import main
 from coreml_delegate.scripts.commands import export_llm
-from coreml_delegate.scripts.llm.generator import Generator
-from coreml_delegate.scripts.llm.layout import CacheKind
 
 pytestmark = pytest.mark.xdist_group("checkpoints")
 

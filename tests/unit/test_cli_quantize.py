@@ -14,7 +14,7 @@ from support.command import MODELS, leftovers
 from support.tolerances import SQNR_INT8, sqnr_db
 
 from coreml_delegate import runtime
-from coreml_delegate.quantization_modes import QuantizationAssignment, mode_of
+from coreml_delegate.quantization import QuantizationAssignment, mode_of
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts.cli import main
 
@@ -241,8 +241,8 @@ def test_calibration_in_vain_and_layers_in_float_are_said(capsys):
     given = ("--quantize", "int4-group64", "--calibration", "nothing", "-o", "a.pte")
     assert export(*given, source=f"{MODELS}:wide") == 0
     assert capsys.readouterr().err.splitlines() == [
-        "coreml-delegate: warning: int4-group64 quantizes weights alone: --calibration is not read",
-        "coreml-delegate: warning: in float stay: 2 (96 columns are no multiple of 64)",
+        "coreml-delegate: warning: int4-group64 quantizes only weights: --calibration is not read",
+        "coreml-delegate: warning: modules left in float: 2 (96 columns are no multiple of 64)",
     ]
 
 
@@ -251,7 +251,7 @@ def test_weights_of_attention_stay_in_float(capsys):
     assert export("--quantize", "int4-group32", "-o", "a.pte", source=source) == 0
     stays = "attention.out_proj (nn.MultiheadAttention multiplies by its weight itself)"
     assert capsys.readouterr().err.splitlines() == [
-        f"coreml-delegate: warning: in float stay: {stays}"
+        f"coreml-delegate: warning: modules left in float: {stays}"
     ]
     capsys.readouterr()
     schemes = [tensor["scheme"] for tensor in _weights(capsys)["tensors"]]
@@ -361,7 +361,7 @@ def test_the_report_on_static_quantization(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--quantize", "palettize-4"], "palettize-4 is carried out after conversion"),
+        (["--quantize", "palettize-4"], "palettize-4 is applied after conversion"),
         (["--quantize", "int8-static"], "int8-static quantizes activations and needs calibration"),
         (["--quantize", "int4-group64"], "no layer of the model has anything to quantize by"),
     ],

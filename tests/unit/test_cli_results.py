@@ -130,12 +130,12 @@ def test_texts_among_the_arguments(host):
     [
         (
             "returning_text",
-            "the model returns text, which no .pte can: got 'text', "
+            "the model returns text, which a .pte cannot: got 'text', "
             "expected tensors, numbers and None. Leave it out of what forward returns",
         ),
         (
             "returning_a_number",
-            "the model returns no tensor, and ExecuTorch lowers no such program: got 3, None, "
+            "the model returns no tensor, which ExecuTorch requires: got 3, None, "
             "expected a tensor among the outputs, or an input or buffer that is written",
         ),
     ],

@@ -10,11 +10,10 @@ from support.command import MODELS, leftovers
 from support.tolerances import ATOL_RTOL
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from coreml_delegate import runtime
+from coreml_delegate import lowering, runtime
 from coreml_delegate.errors import InputError
-from coreml_delegate.scripts import lowering
 from coreml_delegate.scripts.cli import main
-from coreml_delegate.scripts.console import first_line
+from coreml_delegate.third_party import describe_error
 
 pytestmark = pytest.mark.xdist_group("cli")
 
@@ -176,10 +175,10 @@ def test_recurrent_layers_take_a_range():
 def test_messages_of_torch_have_their_cause():
     """The first line of some only announces it."""
     announced = ValueError("Found conflicts from tracing:\n- x is 1.\n- y is 2.\n")
-    assert first_line(announced) == "ValueError: Found conflicts from tracing: - x is 1"
-    assert first_line(ValueError("Because:\n  x\nmore")) == "ValueError: Because: x"
-    assert first_line(ValueError("One.\nTwo.")) == "ValueError: One"
-    assert first_line(ValueError()) == "ValueError"
+    assert describe_error(announced) == "ValueError: Found conflicts from tracing: - x is 1"
+    assert describe_error(ValueError("Because:\n  x\nmore")) == "ValueError: Because: x"
+    assert describe_error(ValueError("One.\nTwo.")) == "ValueError: One"
+    assert describe_error(ValueError()) == "ValueError"
 
 
 def test_enumerated_shapes_whose_first_is_the_example(capsys):

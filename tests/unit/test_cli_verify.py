@@ -17,9 +17,9 @@ from support.tolerances import SQNR_FP32
 
 from coreml_delegate import runtime
 from coreml_delegate.formats.mlpackage import write_folder
-from coreml_delegate.scripts.accuracy import Accuracy
+from coreml_delegate.runtime.accuracy import Accuracy
 from coreml_delegate.scripts.cli import main
-from coreml_delegate.scripts.loaded import load
+from coreml_delegate.scripts.programs import load
 
 pytestmark = pytest.mark.xdist_group("cli")
 

@@ -7,10 +7,8 @@ import torch
 from support.tolerances import ATOL_RTOL
 from torch import nn
 
-from coreml_delegate.scripts.llm.checkpoint import random_decoder
-from coreml_delegate.scripts.llm.decoder import RMSNorm
-from coreml_delegate.scripts.llm.rotary import rotate, tables
-from coreml_delegate.scripts.llm.settings import DecoderSettings, Rotary
+from coreml_delegate.llm.checkpoint import random_decoder
+from coreml_delegate.llm.decoder import DecoderSettings, RMSNorm, Rotary, rotate, tables
 
 SETTINGS = DecoderSettings(
     vocabulary=31,

@@ -11,9 +11,9 @@ from support.checkpoints import CONFIG, save
 from support.tolerances import ATOL_RTOL_LOGITS
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.scripts.llm.checkpoint import end_tokens, load_decoder, random_decoder
-from coreml_delegate.scripts.llm.config import Config
-from coreml_delegate.scripts.llm.families import FAMILIES, family_of, read_settings
+from coreml_delegate.llm.checkpoint import end_tokens, load_decoder, random_decoder
+from coreml_delegate.llm.config import Config
+from coreml_delegate.llm.families import FAMILIES, family_of, read_settings
 
 pytestmark = pytest.mark.xdist_group("checkpoints")
 

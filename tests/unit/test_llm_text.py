@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from coreml_delegate.errors import OptionError, ProgramError
-from coreml_delegate.scripts.llm.layout import CacheKind, Layout
-from coreml_delegate.scripts.llm.sampler import Sampler, Sampling
-from coreml_delegate.scripts.llm.tokenizer import (
+from coreml_delegate.llm.generator import Sampler, Sampling
+from coreml_delegate.llm.layout import CacheKind, Layout
+from coreml_delegate.llm.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
     TextStream,

@@ -10,14 +10,14 @@ import torch
 from support.quantization import LinearQuantizerConfig
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.quantization_modes import FORMS, Method, QuantizationAssignment, mode_of
-from coreml_delegate.quantization_modes.configs import (
+from coreml_delegate.quantization import FORMS, Method, QuantizationAssignment, mode_of
+from coreml_delegate.quantization.configs import (
     compile_keywords,
     linear_quantizer_config,
     quantizer_config_of,
     torchao_config,
 )
-from coreml_delegate.quantization_modes.table import example_of
+from coreml_delegate.quantization.modes import example_of
 from coreml_delegate.quantizer.config import read_config
 from coreml_delegate.targets import Opset
 

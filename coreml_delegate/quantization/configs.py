@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.quantization_modes.assignment import QuantizationAssignment
-from coreml_delegate.quantization_modes.table import Method, QuantizationMode
+from coreml_delegate.quantization.assignment import QuantizationAssignment
+from coreml_delegate.quantization.modes import Method, QuantizationMode
 from coreml_delegate.third_party import coremltools, quiet_import
 from coreml_delegate.weight_compression import MAGNITUDE, OPTION, PALETTE
 

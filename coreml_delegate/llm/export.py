@@ -1,22 +1,108 @@
-"""The methods of an exported decoder: what each takes and returns.
+"""A decoder's way into a ``.pte``: quantized weights, exported methods, lowering.
 
 ``decode`` takes one token, ``prefill`` a chunk of them, padded at its end. Both take the position
 of their first token and the caches, and return logits and the keys and values of their own tokens
-alone, which the caller writes into the caches: a step thus moves no cache out of the model.
+only, which the caller writes into the caches: a step thus moves no cache out of the model.
 
-``forward`` keeps the caches itself, as buffers that become states, and else takes what ``prefill``
-does. It is the only method, because methods share no state on a device; a single token is a chunk
-with one token in it.
+``forward`` keeps the caches itself, as buffers that become states, and otherwise takes the inputs
+of ``prefill``. It is the only method, because methods share no state on a device; a single token is
+a chunk with one token in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
-from coreml_delegate.scripts.llm.decoder import MASKED, Decoder, Segment
+from coreml_delegate.errors import OptionError
+from coreml_delegate.llm.decoder import MASKED, Decoder, Segment
+from coreml_delegate.llm.layout import DECODE, FORWARD, PREFILL, CacheKind, Layout
+from coreml_delegate.lowering import lower_methods
+from coreml_delegate.partition import CoreMLPartitioner
+from coreml_delegate.third_party import quiet_import
+
+# torch's stubs do not know the former.
+_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("int4", "int8")}
+
+
+def quantize_weights(decoder: Decoder, *, linear: str, embedding: str, group: int) -> None:
+    """Quantize weights in place; activations stay in floating point.
+
+    A head that shares the embedding's weight is quantized as the embedding is.
+
+    Args:
+        decoder: Changed.
+        linear: ``int4``, a scale for each group of inputs of each output; ``int8``, a scale for
+            each output; or ``none``.
+        embedding: ``int8``, a scale for each token; or ``none``.
+        group: Inputs of a group; divides the inputs of every linear layer.
+
+    Raises:
+        OptionError: Groups do not divide a layer.
+    """
+    tied = decoder.settings.tied
+
+    def is_linear(module: nn.Module) -> bool:
+        return isinstance(module, nn.Linear) and not (tied and module is decoder.head)
+
+    def is_embedding(module: nn.Module) -> bool:
+        return module is decoder.embedding or (tied and module is decoder.head)
+
+    if linear != "none":
+        size = group if linear == "int4" else 0
+        if size:
+            _check_groups(decoder, is_linear, size)
+        _quantize(decoder, linear, size, is_linear)
+    if embedding != "none":
+        _quantize(decoder, embedding, 0, is_embedding)
+
+
+def export_methods(decoder: Decoder, layout: Layout) -> dict[str, ExportedProgram]:
+    """The methods in ATen dialect, which share the decoder's weights.
+
+    Args:
+        decoder: In eval mode.
+        layout: What the methods take.
+    """
+    # One each: torch.export takes inputs that are the same object for one input.
+    position, last = torch.tensor([0]), torch.tensor([0])
+    chunk = torch.zeros(1, layout.chunk, dtype=torch.long)
+    methods: dict[str, tuple[nn.Module, tuple[Any, ...]]]
+    if layout.cache is CacheKind.STATE:
+        forward = Forward(decoder, layout.chunk, layout.context)
+        methods = {FORWARD: (forward, (chunk, position, last))}
+    else:
+        caches = _caches(decoder, layout.context)
+        token = torch.zeros(1, 1, dtype=torch.long)
+        methods = {
+            DECODE: (Decode(decoder), (token, position, caches)),
+            PREFILL: (Prefill(decoder, layout.chunk), (chunk, position, last, caches)),
+        }
+    with torch.no_grad():
+        return {
+            name: torch.export.export(module.eval(), inputs)
+            for name, (module, inputs) in methods.items()
+        }
+
+
+def lower(
+    methods: Mapping[str, ExportedProgram], layout: Layout, partitioner: CoreMLPartitioner
+) -> Any:
+    """Lower the methods, and put the layout beside them.
+
+    Returns:
+        ExecuTorch's program manager, which writes the ``.pte``.
+
+    Raises:
+        CoreMLDelegateError: Our part of the lowering refuses the model.
+        LoweringError: ExecuTorch fails; the cause is chained.
+    """
+    return lower_methods(methods, partitioner, layout.constants())
 
 
 class PassedCaches:
@@ -160,3 +246,32 @@ class Forward(nn.Module):
         mask = later.to(keys.dtype) * MASKED
         hidden = self.decoder.hidden(tokens, positions, mask, KeptCaches(self, positions))
         return self.decoder.logits(hidden.index_select(1, last)[:, 0])
+
+
+def _caches(decoder: Decoder, context: int) -> list[torch.Tensor]:
+    settings = decoder.settings
+    shape = (1, settings.kv_heads, context, settings.head_dim)
+    return [torch.zeros(shape) for _ in range(2 * settings.layers)]
+
+
+def _quantize(
+    decoder: Decoder, dtype: str, group: int, chosen: Callable[[nn.Module], bool]
+) -> None:
+    with quiet_import():
+        torchao: Any = importlib.import_module("torchao.quantization")
+        granularity: Any = importlib.import_module("torchao.quantization.granularity")
+    config = torchao.IntxWeightOnlyConfig(
+        weight_dtype=_DTYPES[dtype],
+        granularity=granularity.PerGroup(group) if group else granularity.PerAxis(0),
+    )
+    torchao.quantize_(decoder, config, lambda module, _: chosen(module))
+
+
+def _check_groups(decoder: Decoder, chosen: Callable[[nn.Module], bool], group: int) -> None:
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.Linear) and chosen(module) and module.in_features % group:
+            raise OptionError(
+                f"groups of weights do not divide {name}",
+                got=f"groups of {group} for {module.in_features} inputs",
+                remedy="Choose another --group-size",
+            )

@@ -6,15 +6,15 @@ Keys and values of earlier tokens are no business of the layers: they hand what 
 
 from __future__ import annotations
 
+import enum
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional
-
-from coreml_delegate.scripts.llm.rotary import Rotation, rotate, tables
-from coreml_delegate.scripts.llm.settings import Activation, DecoderSettings, Norm
 
 Segment = tuple[torch.Tensor, torch.Tensor]
 """Keys and values [B, kv_heads, S, head_dim] of S tokens."""
@@ -22,6 +22,117 @@ Segment = tuple[torch.Tensor, torch.Tensor]
 MASKED = -3e4
 """Score of a token that must not be seen: its share is zero in fp32 and fp16 alike, and unlike
 infinity it is a number to every kernel."""
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and signed sines, each [L, 1, R] for L positions and R rotated channels."""
+
+
+class Norm(enum.Enum):
+    """How activations are normalised."""
+
+    RMS = "rms"
+    LAYER = "layer"
+
+
+class Activation(enum.Enum):
+    """Non-linearity of the feed-forward network."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class LongContext:
+    """Rotary frequencies stretched to a longer context, as Llama 3.1 does.
+
+    Wavelengths beyond ``original_context / low`` grow by ``factor``, those below
+    ``original_context / high`` stay, and those between are interpolated.
+
+    Attributes:
+        factor: How much longer the context is.
+        low: Rotations within the original context below which a frequency is scaled in full.
+        high: Rotations above which it is kept.
+        original_context: Tokens the model was trained for at first.
+    """
+
+    factor: float
+    low: float
+    high: float
+    original_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary position embedding of queries and keys.
+
+    Attributes:
+        theta: Base of the frequencies.
+        channels: Channels of each head that are rotated, the first ones; an even number.
+        linear_factor: Positions are divided by it.
+        long_context: Further scaling of the frequencies.
+    """
+
+    theta: float
+    channels: int
+    linear_factor: float = 1.0
+    long_context: LongContext | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSettings:
+    """Architecture of a decoder of Llama's kind and its variants.
+
+    Attributes:
+        vocabulary: Number of tokens V.
+        dim: Width D of the residual stream.
+        layers: Number of layers.
+        heads: Query heads of a layer.
+        kv_heads: Key and value heads of a layer; divides ``heads``.
+        head_dim: Width of a head.
+        hidden: Inner width of the feed-forward network.
+        max_context: Tokens the model was made for.
+        norm_eps: Added to the mean square.
+        rotary: Position embedding.
+        norm: Kind of the norms.
+        activation: Of the feed-forward network.
+        gated: Whether the activation of one projection gates another.
+        parallel: Whether attention and feed-forward network have the same input, one norm before.
+        query_key_norm: Whether each head's queries and keys are normalised.
+        qkv_bias: Whether the query, key and value projections have biases.
+        out_bias: Whether the attention's output projection has one.
+        feed_bias: Whether the feed-forward projections have them.
+        head_bias: Whether the projection to logits has one.
+        embedding_scale: Factor of the token embeddings.
+        tied: Whether logits are computed with the embedding's weight.
+        bos: Token that begins a text, or None.
+        eos: Tokens that end one.
+    """
+
+    vocabulary: int
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    max_context: int
+    norm_eps: float
+    rotary: Rotary
+    norm: Norm = Norm.RMS
+    activation: Activation = Activation.SILU
+    gated: bool = True
+    parallel: bool = False
+    query_key_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    feed_bias: bool = False
+    head_bias: bool = False
+    embedding_scale: float = 1.0
+    tied: bool = False
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+
 
 _ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: functional.silu,
@@ -244,3 +355,55 @@ def _norm(settings: DecoderSettings, width: int, *, safe: bool) -> nn.Module:
     if settings.norm is Norm.LAYER:
         return nn.LayerNorm(width, eps=settings.norm_eps)
     return RMSNorm(width, settings.norm_eps, safe=safe)
+
+
+def tables(rotary: Rotary, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of all positions, to be looked up.
+
+    Computed here, in fp32, because a position times a frequency does not fit fp16.
+
+    Args:
+        rotary: Settings.
+        positions: Number of rows.
+
+    Returns:
+        Two tensors [positions, R], fp32. The sines of the first half of the channels are negated,
+        so that the rotation is two products and a sum.
+    """
+    frequencies = _frequencies(rotary) / rotary.linear_factor
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Turn pairs of channels, half the rotated width apart, by the angles of their positions.
+
+    Args:
+        x: Queries or keys [B, L, H, head_dim].
+        rotation: Of the L positions.
+    """
+    cos, sin = rotation
+    channels = cos.shape[-1]
+    first, second, rest = x.split((channels // 2, channels // 2, x.shape[-1] - channels), dim=-1)
+    turned = torch.cat((first, second), dim=-1) * cos + torch.cat((second, first), dim=-1) * sin
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+def _frequencies(rotary: Rotary) -> torch.Tensor:
+    """Radians per position, [R / 2]."""
+    exponents = torch.arange(0, rotary.channels, 2, dtype=torch.float32) / rotary.channels
+    frequencies = 1.0 / (rotary.theta**exponents)
+    if rotary.long_context is None:
+        return frequencies
+    return _stretched(frequencies, rotary.long_context)
+
+
+def _stretched(frequencies: torch.Tensor, long: LongContext) -> torch.Tensor:
+    """Frequencies for a longer context.
+
+    Source: the ``llama3`` rope type of the configurations of Llama 3.1 and later.
+    """
+    rotations = long.original_context * frequencies / (2 * math.pi)
+    kept = ((rotations - long.low) / (long.high - long.low)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / long.factor)

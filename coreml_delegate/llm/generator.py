@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from coreml_delegate import runtime
-from coreml_delegate.errors import InputError
+from coreml_delegate.errors import InputError, OptionError
+from coreml_delegate.llm.layout import DECODE, CacheKind, Layout
 from coreml_delegate.runtime.engines.memory import require
 from coreml_delegate.runtime.program.plan import TensorSpec
-from coreml_delegate.scripts.llm.layout import DECODE, CacheKind, Layout
 
 Choose = Callable[[torch.Tensor], int]
 
@@ -45,6 +45,58 @@ class Pace:
     def rate(self) -> float:
         """Tokens per second; 0 without any."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose.
+
+    Attributes:
+        temperature: Logits are divided by it; 0 takes the likeliest token.
+        top_k: Only the so many likeliest tokens are drawn from, or None for all.
+        top_p: Only the fewest likeliest tokens whose probabilities sum up to it are drawn from.
+        seed: Of the draws.
+
+    Raises:
+        OptionError: A value out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", 0 <= self.temperature < float("inf"), "a number of at least 0"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "an integer of at least 1"),
+            ("top_p", 0 < self.top_p <= 1, "a number above 0, up to 1"),
+        )
+        for name, holds, expected in checks:
+            if not holds:
+                raise OptionError(
+                    f"{name} is out of range", got=str(getattr(self, name)), expected=expected
+                )
+
+
+class Sampler:
+    """Chooses tokens; equal settings and logits give equal tokens."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._random = torch.Generator().manual_seed(sampling.seed)
+
+    def __call__(self, logits: torch.Tensor) -> int:
+        """``logits`` [V], any floating-point type."""
+        if self._sampling.temperature == 0:
+            return int(logits.argmax())
+        scores, tokens = logits.double().sort(descending=True, stable=True)
+        kept = scores[: self._sampling.top_k]
+        shares = torch.softmax((kept - kept[0]) / self._sampling.temperature, dim=0)
+        if self._sampling.top_p < 1:
+            before = shares.cumsum(0) - shares
+            shares = shares[before < self._sampling.top_p]
+        return int(tokens[torch.multinomial(shares, 1, generator=self._random)])
 
 
 class Generator:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.quantization_modes.table import Method, QuantizationMode, mode_of
+from coreml_delegate.quantization.modes import Method, QuantizationMode, mode_of
 
 SCHEMA_VERSION = 1
 _KEYS = ("schema_version", "mode", "modules")

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.scripts.llm.config import Config
-from coreml_delegate.scripts.llm.decoder import Decoder, RMSNorm
-from coreml_delegate.scripts.llm.families import Family, Stacked
-from coreml_delegate.scripts.llm.settings import DecoderSettings
+from coreml_delegate.llm.config import Config
+from coreml_delegate.llm.decoder import Decoder, DecoderSettings, RMSNorm
+from coreml_delegate.llm.families import Family, Stacked
 
 CONFIG = "config.json"
 _GENERATION = "generation_config.json"

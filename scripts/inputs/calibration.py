@@ -17,19 +17,16 @@ from coreml_delegate.errors import InputError, OptionError
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.inputs import images
 from coreml_delegate.scripts.inputs.input_files import load_archive, load_array, to_tensor
-from coreml_delegate.scripts.inputs.source import (
-    Source,
-    blaming,
-    find_callable,
-    importable_from_here,
-)
+from coreml_delegate.scripts.inputs.source import find_callable, importable_from_here
+from coreml_delegate.source_model import SourceModel
+from coreml_delegate.third_party import describe_error, wrap_errors
 
 FORMS = "a folder, FILE.npz or MODULE:FACTORY"
 _READ = frozenset({".npy", ".npz", ".pt", ".pth"})
 _FORMATS = ", ".join(sorted(_READ | images.SUFFIXES))
 
 
-def read_calibration(where: str, source: Source, *, limit: int) -> list[list[Any]]:
+def read_calibration(where: str, source: SourceModel, *, limit: int) -> list[list[Any]]:
     """Read calibration samples.
 
     Args:
@@ -72,7 +69,7 @@ class Inputs:
         source: The model.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: SourceModel) -> None:
         self._leaves = source.leaves
         self._structure = pytree.tree_structure((source.args, dict(source.kwargs)))
         self._tensors = [n for n, leaf in enumerate(self._leaves) if _is_tensor(leaf)]
@@ -203,7 +200,7 @@ def _load_torch(file: Path) -> object:
     except Exception as error:  # its reader fails on foreign bytes with whatever comes first
         raise OptionError(
             f"cannot read tensors from {file}",
-            got=console.first_line(error),
+            got=describe_error(error),
             expected="a tensor, or several in a tuple or dict, saved by torch.save",
         ) from error
 
@@ -224,11 +221,11 @@ def _values(sample: object, names: Sequence[str]) -> list[Any]:
 
 def _called(where: str, factory: Any) -> Iterator[Any]:
     """What a user's function returns, item by item; it may be a generator, and may print."""
-    with blaming(f"{where} fails"):
+    with wrap_errors(f"{where} fails"):
         made = iter(factory())
     end = object()
     while True:
-        with blaming(f"{where} fails"):
+        with wrap_errors(f"{where} fails"):
             item = next(made, end)
         if item is end:
             return

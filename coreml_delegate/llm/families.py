@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.scripts.llm.config import Config
-from coreml_delegate.scripts.llm.settings import (
+from coreml_delegate.llm.config import Config
+from coreml_delegate.llm.decoder import (
     Activation,
     DecoderSettings,
     LongContext,

@@ -1,7 +1,7 @@
-"""A decoder in torch whose every shape is static once the number of tokens is.
+"""The decoder in torch: settings, layers and rotary embedding.
 
-Keys and values of earlier tokens are no business of the layers: they hand what they compute to a
-``Memory`` and attend to what it returns.
+All shapes are static once the number of tokens is. Layers do not store keys and values of earlier
+tokens: they pass their own to a ``Memory`` and attend to the keys and values it returns.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Segment = tuple[torch.Tensor, torch.Tensor]
 """Keys and values [B, kv_heads, S, head_dim] of S tokens."""
 
 MASKED = -3e4
-"""Score of a token that must not be seen: its share is zero in fp32 and fp16 alike, and unlike
-infinity it is a number to every kernel."""
+"""Score of a hidden token: softmax makes it zero in fp32 and fp16, and unlike infinity every kernel
+takes it."""
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosines and signed sines, each [L, 1, R] for L positions and R rotated channels."""
 
 
 class Norm(enum.Enum):
-    """How activations are normalised."""
+    """Kind of normalisation."""
 
     RMS = "rms"
     LAYER = "layer"
@@ -44,7 +44,7 @@ class Activation(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LongContext:
-    """Rotary frequencies stretched to a longer context, as Llama 3.1 does.
+    """Rotary frequencies scaled to a longer context, as in Llama 3.1.
 
     Wavelengths beyond ``original_context / low`` grow by ``factor``, those below
     ``original_context / high`` stay, and those between are interpolated.
@@ -142,15 +142,15 @@ _ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Memory(Protocol):
-    """Where keys and values are kept while a call passes through the layers."""
+    """Stores keys and values while a call passes through the layers."""
 
     def extend(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Sequence[Segment]:
-        """Take the call's own keys and values; return all that may be attended to, in order."""
+        """Take the call's own keys and values; return all segments to attend to, in order."""
         ...
 
 
 class NoMemory:
-    """Every token is in the call: training, and the logits of a whole text."""
+    """No stored tokens: every token is in the call, as in training."""
 
     def extend(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Sequence[Segment]:
         """See ``Memory``."""
@@ -161,10 +161,10 @@ class NoMemory:
 class RMSNorm(nn.Module):
     """Root-mean-square norm, optionally safe from overflow in fp16.
 
-    fp16 ends at 65504, so that the square of an activation of 256 overflows. The safe form first
-    divides by the largest magnitude, or by the root of ``eps`` if that is larger: the result is the
-    same whatever the divisor, and no intermediate value is above 1. On devices that beats an island
-    of fp32, which the neural engine does not run.
+    The largest fp16 number is 65504, so the square of an activation of 256 overflows. The safe form
+    first divides by the largest magnitude, or by the root of ``eps`` if that is larger: the divisor
+    cancels out, and no intermediate value is above 1. On devices that beats an island of fp32,
+    which the neural engine does not run.
     """
 
     def __init__(self, width: int, eps: float, *, safe: bool) -> None:
@@ -185,7 +185,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention of grouped queries."""
+    """Causal self-attention with grouped queries."""
 
     def __init__(self, settings: DecoderSettings, *, safe_norms: bool) -> None:
         super().__init__()
@@ -219,9 +219,9 @@ class Attention(nn.Module):
         return self.out(attended.view(groups).permute(0, 3, 1, 2, 4).reshape(batch, length, -1))
 
     def _grouped(self, query: torch.Tensor) -> torch.Tensor:
-        """[B, L, heads, head_dim] as [B, kv_heads, group * L, head_dim].
+        """Reshape [B, L, heads, head_dim] to [B, kv_heads, group * L, head_dim].
 
-        Keys and values are thus multiplied as they are, not repeated for each head of a group.
+        Keys and values then need not be repeated for each head of a group.
         """
         batch, length = query.shape[:2]
         grouped = query.view(batch, length, self.kv_heads, -1, self.head_dim)
@@ -229,7 +229,7 @@ class Attention(nn.Module):
 
 
 def _attend(query: torch.Tensor, segments: Sequence[Segment], mask: torch.Tensor) -> torch.Tensor:
-    """Attention over segments that lie apart, so that no cache is copied to join them."""
+    """Attend to separate segments, so that no cache is copied to join them."""
     scores = torch.cat([query @ keys.transpose(-1, -2) for keys, _ in segments], dim=-1)
     shares = torch.softmax(scores + mask, dim=-1)
     parts = shares.split([keys.shape[2] for keys, _ in segments], dim=-1)
@@ -240,7 +240,7 @@ def _attend(query: torch.Tensor, segments: Sequence[Segment], mask: torch.Tensor
 
 
 class FeedForward(nn.Module):
-    """Two or, gated, three linear layers."""
+    """Feed-forward network of two linear layers, or three if gated."""
 
     def __init__(self, settings: DecoderSettings) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward network, beside shortcuts."""
+    """Attention and a feed-forward network with residual connections."""
 
     def __init__(self, settings: DecoderSettings, *, safe_norms: bool) -> None:
         super().__init__()
@@ -282,12 +282,12 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens in, logits out.
+    """Language model from tokens to logits.
 
     Args:
         settings: Architecture.
         positions: Rows of the position tables: one more than the largest position ever passed.
-        safe_norms: Norms that cannot overflow in fp16, at the price of a few operations each.
+        safe_norms: Use norms that cannot overflow in fp16; each costs a few operations more.
     """
 
     cos: torch.Tensor
@@ -306,20 +306,20 @@ class Decoder(nn.Module):
         self.head = nn.Linear(settings.dim, settings.vocabulary, bias=settings.head_bias)
         if settings.tied:
             self.head.weight = self.embedding.weight
-        with torch.device("cpu"):  # not part of any checkpoint, so never left to be filled
-            cos, sin = tables(settings.rotary, positions)
+        with torch.device("cpu"):  # checkpoints do not have them, so they are computed now
+            cos, sin = rotary_tables(settings.rotary, positions)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
     @property
     def group(self) -> int:
-        """Query heads that share a key head."""
+        """Number of query heads that share a key head."""
         return self.settings.heads // self.settings.kv_heads
 
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, memory: Memory
     ) -> torch.Tensor:
-        """What the last layer makes of tokens.
+        """Return the output of the last layer.
 
         Args:
             tokens: [B, L], integers.
@@ -340,11 +340,11 @@ class Decoder(nn.Module):
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., D] to [..., V]."""
+        """Return logits [..., V], given the output of the last layer [..., D]."""
         return self.head(self.norm(hidden))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of every token of whole texts: [B, L] to [B, L, V]."""
+        """Return the logits [B, L, V] of all tokens of whole texts [B, L]."""
         length = tokens.shape[1]
         positions = torch.arange(length)
         mask = torch.full((length, length), MASKED).triu(1)
@@ -357,10 +357,10 @@ def _norm(settings: DecoderSettings, width: int, *, safe: bool) -> nn.Module:
     return RMSNorm(width, settings.norm_eps, safe=safe)
 
 
-def tables(rotary: Rotary, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of all positions, to be looked up.
+def rotary_tables(rotary: Rotary, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cosines and sines of all positions.
 
-    Computed here, in fp32, because a position times a frequency does not fit fp16.
+    They are tables in fp32, because a position times a frequency does not fit fp16.
 
     Args:
         rotary: Settings.
@@ -377,11 +377,11 @@ def tables(rotary: Rotary, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Turn pairs of channels, half the rotated width apart, by the angles of their positions.
+    """Rotate pairs of channels, half the rotated width apart, by the angles of their positions.
 
     Args:
         x: Queries or keys [B, L, H, head_dim].
-        rotation: Of the L positions.
+        rotation: Cosines and sines of the L positions.
     """
     cos, sin = rotation
     channels = cos.shape[-1]
@@ -391,16 +391,16 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 
 
 def _frequencies(rotary: Rotary) -> torch.Tensor:
-    """Radians per position, [R / 2]."""
+    """Return radians per position, [R / 2]."""
     exponents = torch.arange(0, rotary.channels, 2, dtype=torch.float32) / rotary.channels
     frequencies = 1.0 / (rotary.theta**exponents)
     if rotary.long_context is None:
         return frequencies
-    return _stretched(frequencies, rotary.long_context)
+    return _scale_frequencies(frequencies, rotary.long_context)
 
 
-def _stretched(frequencies: torch.Tensor, long: LongContext) -> torch.Tensor:
-    """Frequencies for a longer context.
+def _scale_frequencies(frequencies: torch.Tensor, long: LongContext) -> torch.Tensor:
+    """Scale frequencies for a longer context.
 
     Source: the ``llama3`` rope type of the configurations of Llama 3.1 and later.
     """

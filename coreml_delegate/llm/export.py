@@ -26,7 +26,7 @@ from coreml_delegate.lowering import lower_methods
 from coreml_delegate.partition import CoreMLPartitioner
 from coreml_delegate.third_party import quiet_import
 
-# torch's stubs do not know the former.
+# The stubs of torch do not have int4.
 _DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("int4", "int8")}
 
 
@@ -37,10 +37,10 @@ def quantize_weights(decoder: Decoder, *, linear: str, embedding: str, group: in
 
     Args:
         decoder: Changed.
-        linear: ``int4``, a scale for each group of inputs of each output; ``int8``, a scale for
-            each output; or ``none``.
-        embedding: ``int8``, a scale for each token; or ``none``.
-        group: Inputs of a group; divides the inputs of every linear layer.
+        linear: ``int4`` with a scale per group of inputs of each output, ``int8`` with a scale per
+            output, or ``none``.
+        embedding: ``int8`` with a scale per token, or ``none``.
+        group: Number of inputs in a group; divides the inputs of every linear layer.
 
     Raises:
         OptionError: Groups do not divide a layer.
@@ -63,13 +63,13 @@ def quantize_weights(decoder: Decoder, *, linear: str, embedding: str, group: in
 
 
 def export_methods(decoder: Decoder, layout: Layout) -> dict[str, ExportedProgram]:
-    """The methods in ATen dialect, which share the decoder's weights.
+    """Export the methods in ATen dialect; they share the decoder's weights.
 
     Args:
         decoder: In eval mode.
-        layout: What the methods take.
+        layout: Kind of the caches, chunk and context.
     """
-    # One each: torch.export takes inputs that are the same object for one input.
+    # Two tensors, because torch.export takes inputs that are the same object for one input.
     position, last = torch.tensor([0]), torch.tensor([0])
     chunk = torch.zeros(1, layout.chunk, dtype=torch.long)
     methods: dict[str, tuple[nn.Module, tuple[Any, ...]]]
@@ -93,20 +93,20 @@ def export_methods(decoder: Decoder, layout: Layout) -> dict[str, ExportedProgra
 def lower(
     methods: Mapping[str, ExportedProgram], layout: Layout, partitioner: CoreMLPartitioner
 ) -> Any:
-    """Lower the methods, and put the layout beside them.
+    """Lower the methods, and add the layout as constant methods.
 
     Returns:
         ExecuTorch's program manager, which writes the ``.pte``.
 
     Raises:
-        CoreMLDelegateError: Our part of the lowering refuses the model.
+        CoreMLDelegateError: The partitioner or the backend refuses the model.
         LoweringError: ExecuTorch fails; the cause is chained.
     """
     return lower_methods(methods, partitioner, layout.constants())
 
 
 class PassedCaches:
-    """Caches that came with the call; what is new is collected to be returned.
+    """Memory in caches that are inputs of the call; collects new keys and values as outputs.
 
     Args:
         past: Keys and values of each layer in turn, each [1, kv_heads, S, head_dim].
@@ -149,7 +149,7 @@ class _Method(nn.Module):
 
 
 class Decode(_Method):
-    """One token."""
+    """Method ``decode``: one token."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder, 1)
@@ -157,7 +157,7 @@ class Decode(_Method):
     def forward(
         self, tokens: torch.Tensor, position: torch.Tensor, caches: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """Logits [1, V], then keys and values [1, kv_heads, 1, head_dim] of each layer.
+        """Return logits [1, V], then keys and values [1, kv_heads, 1, head_dim] of each layer.
 
         Args:
             tokens: [1, 1], int64.
@@ -169,7 +169,7 @@ class Decode(_Method):
 
 
 class Prefill(_Method):
-    """A chunk of tokens."""
+    """Method ``prefill``: a chunk of tokens."""
 
     def forward(
         self,
@@ -178,7 +178,7 @@ class Prefill(_Method):
         last: torch.Tensor,
         caches: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Logits [1, V] of one token, then keys and values [1, kv_heads, L, head_dim] of all.
+        """Return logits [1, V] of one token, and keys and values [1, kv_heads, L, head_dim].
 
         Args:
             tokens: [1, L], int64; what follows the last token is ignored.
@@ -191,11 +191,11 @@ class Prefill(_Method):
 
 
 class KeptCaches:
-    """Caches that a module keeps; what is new is written at its positions.
+    """Memory in buffers of a module; writes new keys and values at their positions.
 
     Args:
         module: Has the buffers.
-        positions: [L], integers.
+        positions: Positions of the call's tokens, [L], integers.
     """
 
     def __init__(self, module: Forward, positions: torch.Tensor) -> None:
@@ -211,10 +211,10 @@ class KeptCaches:
 
 
 class Forward(nn.Module):
-    """A chunk of tokens whose keys and values stay.
+    """Method ``forward``: a chunk of tokens whose keys and values stay in buffers.
 
-    What the padding writes into the caches is never seen: the tokens that come at its positions
-    write there first. The caches have room for padding behind the last token of the context.
+    No token attends to keys that padding wrote: the tokens at those positions overwrite them
+    first. The caches have room for padding behind the last token of the context.
     """
 
     def __init__(self, decoder: Decoder, length: int, context: int) -> None:
@@ -227,13 +227,13 @@ class Forward(nn.Module):
                 self.register_buffer(f"{kind}_{layer}", torch.zeros(shape))
 
     def caches(self, layer: int) -> Segment:
-        """Keys and values of a layer."""
+        """Return the keys and values of a layer."""
         return self.get_buffer(f"keys_{layer}"), self.get_buffer(f"values_{layer}")
 
     def forward(
         self, tokens: torch.Tensor, position: torch.Tensor, last: torch.Tensor
     ) -> torch.Tensor:
-        """Logits [1, V] of one token.
+        """Return logits [1, V] of one token.
 
         Args:
             tokens: [1, L], int64; what follows the last token is ignored.

@@ -1,4 +1,4 @@
-"""``Generator``: a language model in a ``.pte``, fed with tokens and asked for the next."""
+"""Run a language model in a ``.pte`` token by token, and choose the next token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Choose = Callable[[torch.Tensor], int]
 
 
 class Ending(enum.Enum):
-    """Why a text ends."""
+    """Why a text ended: an end token, the limit given, or a full context."""
 
     STOP = "stop"
     LIMIT = "limit"
@@ -31,11 +31,11 @@ class Ending(enum.Enum):
 
 @dataclass(slots=True)
 class Pace:
-    """How many tokens were computed in how much time.
+    """Number of tokens computed, and the time it took.
 
     Attributes:
-        tokens: Tokens.
-        seconds: Of computing them.
+        tokens: Number of tokens.
+        seconds: Time of computing them.
     """
 
     tokens: int = 0
@@ -43,19 +43,19 @@ class Pace:
 
     @property
     def rate(self) -> float:
-        """Tokens per second; 0 without any."""
+        """Tokens per second; 0 if there are none."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to choose.
+    """How to choose the next token.
 
     Attributes:
-        temperature: Logits are divided by it; 0 takes the likeliest token.
-        top_k: Only the so many likeliest tokens are drawn from, or None for all.
-        top_p: Only the fewest likeliest tokens whose probabilities sum up to it are drawn from.
-        seed: Of the draws.
+        temperature: Divides the logits; 0 takes the most probable token.
+        top_k: Draw from this many most probable tokens; None for all.
+        top_p: Draw from the fewest most probable tokens whose probabilities sum to it.
+        seed: Seed of the draws.
 
     Raises:
         OptionError: A value out of range.
@@ -80,14 +80,14 @@ class Sampling:
 
 
 class Sampler:
-    """Chooses tokens; equal settings and logits give equal tokens."""
+    """Chooses tokens from logits; equal settings and logits give equal tokens."""
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
         self._random = torch.Generator().manual_seed(sampling.seed)
 
     def __call__(self, logits: torch.Tensor) -> int:
-        """``logits`` [V], any floating-point type."""
+        """Return the token chosen from ``logits`` [V] of any floating-point type."""
         if self._sampling.temperature == 0:
             return int(logits.argmax())
         scores, tokens = logits.double().sort(descending=True, stable=True)
@@ -100,19 +100,19 @@ class Sampler:
 
 
 class Generator:
-    """A loaded language model with the tokens it has seen.
+    """A loaded language model, its caches and its position.
 
     Args:
-        program: As ``runtime.load_program`` gives it.
+        program: A program of ``runtime.load_program``.
 
     Attributes:
-        layout: What the program says of itself.
-        prefill: Pace of tokens that were given.
+        layout: Methods and sizes that the program declares.
+        prefill: Pace of tokens fed in chunks.
         decode: Pace of tokens fed one by one.
-        ending: Why the text generated last ended, once it did.
+        ending: Why the last generated text ended; None before.
 
     Raises:
-        ProgramError: It is no language model exported by this package.
+        ProgramError: The program is no language model exported by this package.
     """
 
     def __init__(self, program: runtime.PythonProgram | runtime.StockProgram) -> None:
@@ -125,7 +125,7 @@ class Generator:
 
     @classmethod
     def load(cls, path: Path | str | bytes, **options: Any) -> Generator:
-        """Load a ``.pte``, and compile its methods.
+        """Load a ``.pte`` and compile its methods.
 
         Args:
             path: The file, or its bytes.
@@ -142,32 +142,32 @@ class Generator:
 
     @property
     def position(self) -> int:
-        """How many tokens it has seen."""
+        """Number of tokens in the context."""
         return self._position
 
     @property
     def room(self) -> int:
-        """How many more it can see."""
+        """Number of tokens that still fit into the context."""
         return self.layout.context - self._position
 
     def reset(self) -> None:
-        """Forget all tokens.
+        """Begin a new text.
 
-        What the caches hold stays there: no token sees beyond the position it has itself.
+        The caches keep their values: no token attends to positions beyond its own.
         """
         self._position = 0
 
     def feed(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Let the model see tokens.
+        """Append tokens to the context.
 
         Args:
-            tokens: At least one.
+            tokens: One token at least.
 
         Returns:
-            Logits [V] of the token that comes next.
+            Logits [V] of the next token.
 
         Raises:
-            InputError: No token, one that the model has not, or more than the context has room for.
+            InputError: There is no token, one is not in the vocabulary, or they do not fit.
         """
         self._check(tokens)
         logits = torch.empty(0)
@@ -187,16 +187,16 @@ class Generator:
         limit: int | None = None,
         stops: Collection[int] = (),
     ) -> Iterator[int]:
-        """Tokens that follow a prompt, as they are chosen.
+        """Generate tokens after a prompt.
 
         Args:
-            prompt: Tokens, after those seen already.
-            choose: The next token of logits [V].
-            limit: Most tokens to generate; None for as many as the context has room for.
+            prompt: Tokens appended to the context first.
+            choose: Returns the next token, given logits [V]; a ``Sampler`` for example.
+            limit: Most tokens to generate; None for as many as fit into the context.
             stops: Tokens that end the text, besides the model's own; they are not yielded.
 
         Yields:
-            Tokens.
+            Each token as it is chosen.
 
         Raises:
             InputError: See ``feed``; or ``limit`` tokens do not fit behind the prompt.
@@ -219,12 +219,12 @@ class Generator:
 
     def _check(self, tokens: Sequence[int]) -> None:
         if not tokens:
-            raise InputError("no token to begin with", remedy="Give a prompt that is not empty")
-        strangers = [token for token in tokens if not 0 <= token < self.layout.vocabulary]
-        if strangers:
+            raise InputError("there is no token", remedy="Give a prompt that is not empty")
+        unknown = [token for token in tokens if not 0 <= token < self.layout.vocabulary]
+        if unknown:
             raise InputError(
-                "the model has no such token",
-                got=str(strangers[0]),
+                "the token is not in the model's vocabulary",
+                got=str(unknown[0]),
                 expected=f"0 to {self.layout.vocabulary - 1}",
                 remedy="Check that the tokenizer is the model's own",
             )
@@ -232,7 +232,7 @@ class Generator:
 
     def _check_room(self, count: int, what: str) -> None:
         if count > self.room:
-            seen = f"{self._position} tokens seen, " if self._position else ""
+            seen = f"{self._position} tokens in it, " if self._position else ""
             raise InputError(
                 f"the context of {self.layout.context} tokens is too short",
                 got=f"{seen}{what}",
@@ -241,7 +241,7 @@ class Generator:
             )
 
     def _step(self, tokens: list[int]) -> torch.Tensor:
-        """One call; what is new is written into the caches, by the model itself if it has them."""
+        """Call the model once, and write the new keys and values into caches passed as inputs."""
         count, at = len(tokens), torch.tensor([self._position])
         if count == 1 and DECODE in self.layout.methods:
             results = self._run(DECODE, [torch.tensor([tokens]), at, *self._caches])

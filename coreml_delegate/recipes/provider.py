@@ -1,4 +1,4 @@
-"""``CoreMLRecipeProvider``: what ``executorch.export`` asks for our recipes."""
+"""``CoreMLRecipeProvider``: makes our recipes when ``executorch.export`` asks for one."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _DEFAULT_GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """A recipe.
+    """How to make a recipe.
 
     Attributes:
-        mode: Name of the quantization mode for given keywords; None for none.
-        precision: What Core ML computes in.
-        keywords: Accepted besides those of every recipe.
-        required: Of them.
+        mode: Returns the name of the quantization mode for given keywords, or None.
+        precision: Precision that Core ML computes in.
+        keywords: Checks of the keywords besides those of every recipe.
+        required: Keywords that must be given.
     """
 
     mode: Callable[[Mapping[str, Any]], str | None] = lambda _: None
@@ -97,21 +97,21 @@ _RECIPES = MappingProxyType(
 class CoreMLRecipeProvider(BackendRecipeProvider):
     """Makes the recipes of ``CoreMLRecipeType``.
 
-    All take ``minimum_deployment_target`` (None given: the smallest that the model needs),
-    ``compute_unit``, and of ``CoreMLPartitioner`` ``skip_ops_for_coreml_delegation``,
-    ``lower_full_graph`` and ``take_over_constant_data``. Those by torchao take ``filter_fn(module,
-    path)``, which says what is quantized: linear layers by default, and for a codebook embeddings
-    too. Those per group take ``group_size`` (32); the codebook's requires ``bits`` and
-    ``block_size``, the rows and columns that share a table.
+    All take ``minimum_deployment_target`` (by default the oldest that the model needs),
+    ``compute_unit``, and three options of ``CoreMLPartitioner``:
+    ``skip_ops_for_coreml_delegation``, ``lower_full_graph``, ``take_over_constant_data``. The
+    recipes by torchao take ``filter_fn(module, path)``, which says what is quantized: linear layers
+    by default, and for a codebook embeddings too. Those by groups take ``group_size`` (32); the
+    codebook recipe requires ``bits`` and ``block_size``, the rows and columns that share a table.
     """
 
     @property
     def backend_name(self) -> str:
-        """The backend in the registry."""
+        """Name of the backend in the registry."""
         return COREML_BACKEND
 
     def get_supported_recipes(self) -> Sequence[RecipeType]:
-        """Every ``CoreMLRecipeType``."""
+        """Return every ``CoreMLRecipeType``."""
         return list(_RECIPES)
 
     def create_recipe(self, recipe_type: RecipeType, **kwargs: Any) -> ExportRecipe | None:
@@ -125,8 +125,8 @@ class CoreMLRecipeProvider(BackendRecipeProvider):
             The recipe; None for a type that is not ours, as the registry expects.
 
         Raises:
-            OptionError: A keyword that is unknown, missing or not accepted, or a deployment target
-                that is too old for the recipe.
+            OptionError: A keyword is unknown, missing or not accepted, or the deployment target is
+                too old for the recipe.
         """
         if not isinstance(recipe_type, CoreMLRecipeType):
             return None
@@ -177,7 +177,7 @@ def _lowering(
         take_over_mutable_buffer=target is None or target >= STATE_OPSET,
         **{k: given[k] for k in _PARTITIONER_KEYWORDS if k in given},
     )
-    # The same as that of ExecuTorch's other backends, so that recipes combine.
+    # The configuration of ExecuTorch's other backends, so that recipes can be combined.
     return LoweringRecipe(
         partitioners=[partitioner],
         edge_compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=False),

@@ -1,4 +1,4 @@
-"""``CoreMLRecipeType``: the names of the recipes, those of ExecuTorch's own backend."""
+"""``CoreMLRecipeType``: names of the recipes, the same as in ExecuTorch's own backend."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ class CoreMLRecipeType(RecipeType):
 
     @classmethod
     def get_backend_name(cls) -> str:
-        """The backend that the registry asks for these."""
+        """Return the backend that provides these recipes."""
         return COREML_BACKEND

@@ -185,7 +185,7 @@ def test_layout_of_a_program(fp32):
 
 
 def test_a_program_that_is_no_language_model():
-    with pytest.raises(ProgramError, match="does not say how to generate text"):
+    with pytest.raises(ProgramError, match="is not a language model exported by this package"):
         Generator.load(tiny_pte())
 
 
@@ -196,7 +196,7 @@ def test_the_context_is_a_limit(fp32):
     with pytest.raises(InputError, match=r"a prompt of 13 and 117 more, expected at most 128 more"):
         next(generator.generate(PROMPT, GREEDY, limit=117))
     generator.feed([1] * 100)
-    with pytest.raises(InputError, match=r"100 tokens seen, 29 more, expected at most 28 more"):
+    with pytest.raises(InputError, match=r"100 tokens in it, 29 more, expected at most 28 more"):
         generator.feed([1] * 29)
     tokens = list(generator.generate([1] * 20, lambda _: 1))
     assert (len(tokens), generator.ending, generator.room) == (9, Ending.CONTEXT, 0)
@@ -218,7 +218,10 @@ def test_tokens_that_end_a_text(fp32):
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
-    [([], "no token to begin with"), ([256], "no such token: got 256, expected 0 to 255")],
+    [
+        ([], "there is no token"),
+        ([256], "not in the model's vocabulary: got 256, expected 0 to 255"),
+    ],
 )
 def test_tokens_that_the_model_has_not(fp32, tokens, message):
     with pytest.raises(InputError, match=message):

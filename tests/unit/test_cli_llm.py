@@ -129,7 +129,7 @@ def test_stops(program, capsys):
         (["--max-new-tokens", "99"], "a prompt of 2 and 99 more, expected at most 32 more"),
         (["--temperature", "-1"], "temperature is out of range: got -1.0"),
         (["--tokenizer", "none.json"], "no such tokenizer: got none.json"),
-        (["--prompt", ""], "no token to begin with. Give a prompt that is not empty"),
+        (["--prompt", ""], "there is no token. Give a prompt that is not empty"),
         (["--prompt", "x" * 33], "the context of 32 tokens is too short: got 33 more"),
     ],
 )
@@ -144,7 +144,7 @@ def test_what_cannot_be_generated(program, options, message, capsys):
 def test_programs_that_generate_no_text(folder, capsys):
     (folder / "tiny.pte").write_bytes(tiny_pte())
     assert generate(folder / "tiny.pte") == 1
-    assert "does not say how to generate text" in capsys.readouterr().err
+    assert "is not a language model exported by this package" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from support.tolerances import ATOL_RTOL
 from torch import nn
 
 from coreml_delegate.llm.checkpoint import random_decoder
-from coreml_delegate.llm.decoder import DecoderSettings, RMSNorm, Rotary, rotate, tables
+from coreml_delegate.llm.decoder import DecoderSettings, RMSNorm, Rotary, rotary_tables, rotate
 
 SETTINGS = DecoderSettings(
     vocabulary=31,
@@ -51,7 +51,7 @@ def test_no_token_sees_those_after_it():
 
 
 def test_rotation_depends_on_distance_alone():
-    cos, sin = tables(Rotary(100.0, 8), 64)
+    cos, sin = rotary_tables(Rotary(100.0, 8), 64)
     query, key = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0))
 
     def score(at: int, other: int) -> torch.Tensor:

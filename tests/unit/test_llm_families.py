@@ -149,10 +149,10 @@ def test_weights_must_fit(tmp_path):
         return load(tmp_path)
 
     with pytest.raises(
-        OptionError, match=r"another shape .* got \[48, 32\] for layers.0.feed.gate"
+        OptionError, match=r"shape differs .* got \[48, 32\] for layers.0.feed.gate"
     ):
         claim(intermediate_size=64)
-    with pytest.raises(OptionError, match=r"no place for: got model.layers.1.input_layernorm"):
+    with pytest.raises(OptionError, match=r"does not have: got model.layers.1.input_layernorm"):
         claim(num_hidden_layers=1)
     with pytest.raises(
         OptionError, match=r"lacks a weight: expected model.layers.2.input_layernorm"
@@ -162,7 +162,11 @@ def test_weights_must_fit(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"{", "is not JSON"), (b"[]", "is not a configuration: got list"), (None, "no such config")],
+    [
+        (b"{", "is not JSON"),
+        (b"[]", "is not a model configuration: got list"),
+        (None, "no such model config"),
+    ],
 )
 def test_files_that_are_no_configuration(content, message, tmp_path):
     path = tmp_path / "config.json"
@@ -184,7 +188,7 @@ def test_files_that_are_no_weights(tmp_path):
     with pytest.raises(OptionError, match="cannot read weights from"):
         load(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(OptionError, match="is not an index of weights"):
+    with pytest.raises(OptionError, match="is not a checkpoint index"):
         load(tmp_path)
 
 

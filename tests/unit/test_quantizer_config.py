@@ -194,12 +194,12 @@ def test_a_name_precedes_a_type():
         ({"module_name_configs": {"third": None}}, "got 'third', expected modules such as 'first'"),
         (
             {"module_type_configs": {nn.Conv2d: None}},
-            "module_type_configs means nothing .*'Conv2d'",
+            "module_type_configs names nothing .*'Conv2d'",
         ),
         ({"module_type_configs": {torch.matmul: None}}, "'matmul'"),
     ],
 )
-def test_an_entry_that_means_nothing_is_refused(given, message):
+def test_entries_that_name_nothing_in_the_model_are_refused(given, message):
     with pytest.raises(OptionError, match=message):
         annotated(Branches(), X, LinearQuantizerConfig(layer(), **given))
 

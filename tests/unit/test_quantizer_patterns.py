@@ -21,8 +21,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from coreml_delegate.ops.quantization import DATA_ARGUMENTS
 from coreml_delegate.quantizer import CoreMLQuantizer
 from coreml_delegate.quantizer.annotate import mark_of
-from coreml_delegate.quantizer.constants import constants_of
-from coreml_delegate.quantizer.patterns import BY_OP
+from coreml_delegate.quantizer.patterns import BY_OP, constants_of
 from coreml_delegate.quantizer.qspec import annotation_of
 
 
@@ -160,7 +159,7 @@ def test_found(name):
 
 # Node names and why they are not quantized.
 LEFT = {
-    "integers": (Call(lambda _, a: (a + a).float()), (torch.arange(4),), {"to": "no pattern has"}),
+    "integers": (Call(lambda _, a: (a + a).float()), (torch.arange(4),), {"to": "no pattern for"}),
     "half": (
         nn.Linear(4, 3, dtype=torch.float16),
         (x(2, 4).half(),),
@@ -196,7 +195,7 @@ LEFT = {
             "reshape_1": "'permute' has rank 6",
         },
     ),
-    "norm alone": (nn.LayerNorm(4), ROWS, {"layer_norm": "no pattern has aten.layer_norm.default"}),
+    "norm alone": (nn.LayerNorm(4), ROWS, {"layer_norm": "no pattern for aten.layer_norm.default"}),
 }
 
 

@@ -46,7 +46,7 @@ def test_records(report):
     assert report.node("sigmoid").output == "uint8 fixed, scale 0.00390625, zero point 0"
     norm = report.node("layer_norm")
     assert not norm.quantized
-    assert norm.reason == "no pattern has aten.layer_norm.default"
+    assert norm.reason == "no pattern for aten.layer_norm.default"
 
 
 def test_summaries(report):
@@ -83,7 +83,7 @@ def test_table(report):
     )
     assert rows["relu"] == "relu conv-act act result uint8 affine per tensor"
     assert rows["max_pool2d"] == "max_pool2d move pool result as relu"
-    assert rows["layer_norm"] == "layer_norm - norm no pattern has aten.layer_norm.default"
+    assert rows["layer_norm"] == "layer_norm - norm no pattern for aten.layer_norm.default"
 
 
 def test_bits_of_weights():

@@ -138,7 +138,7 @@ CODEBOOK = R.CODEBOOK_WEIGHT_ONLY
         (GROUP, {"group_size": "32"}, "group_size must be an integer: got str '32'"),
         (GROUP, {"group_size": True}, "group_size must be an integer"),
         (GROUP, {"group_size": -1}, "group_size must be positive"),
-        (GROUP, {"group_size": 1}, "int4-groupN has no such number"),
+        (GROUP, {"group_size": 1}, "int4-groupN does not take this number"),
         (GROUP, {"filter_fn": 3}, "filter_fn must be a function of a module and its path"),
         (CODEBOOK, {"bits": 9}, "bits must be between 1 and 8: got int 9"),
         (CODEBOOK, {"bits": 3.0}, "bits must be an integer"),

@@ -138,7 +138,7 @@ def load(
     if is_package(path):
         for option, given in (("--host", host != runtime.AUTO), ("--data", bool(data))):
             if given:
-                raise OptionError(f"{option} goes with a .pte", got=str(path))
+                raise OptionError(f"{option} is for a .pte", got=str(path))
         return _LoadedPackage(
             runtime.load_mlpackage(path, function_name=method, engine=engine, options=options),
             options,

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="report what would be delegated, without lowering; nothing but --report is written",
+        help="report what would be delegated, without lowering; only --report is written",
     )
     arguments.add_compilation(parser)
     _add_filters(parser)
@@ -48,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_filters(parser: argparse.ArgumentParser) -> None:
-    """What is delegated, of what Core ML takes."""
+    """Declare the options that leave operations to the CPU."""
     group = parser.add_argument_group("what to delegate")
-    module = "a path as layers.0, a path with wildcards, or a class as torch.nn.LayerNorm"
+    module = "a path like layers.0, a path with wildcards, or a class like torch.nn.LayerNorm"
     for option, meaning in (
         ("--skip-op", "operator to leave to the CPU, for example aten.add.Tensor or add"),
         ("--only-op", "operator to delegate, and no others"),
@@ -69,7 +69,7 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
         "--max-partitions",
         type=arguments.positive,
         metavar="N",
-        help="delegate at most so many partitions, those of most estimated FLOPs",
+        help="delegate at most N partitions, those with the most estimated FLOPs",
     )
     group.add_argument(
         "--strict", action="store_true", help="fail if any operation stays on the CPU"
@@ -77,13 +77,13 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--full-graph",
         action="store_true",
-        help="as --strict, and refuse options that leave something to the CPU",
+        help="like --strict, and refuse options that leave operations to the CPU",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    output = _output(args)
+    output = _check_outputs(args)
     assignment = quantization.assignment_of(args)
     quantization.check(args, assignment)
     with console.step("Importing ExecuTorch and coremltools"):
@@ -125,8 +125,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _output(args: argparse.Namespace) -> Path | None:
-    """Where the program goes, if it is written; what would be in the way is refused here."""
+def _check_outputs(args: argparse.Namespace) -> Path | None:
+    """Return the path of the program, or None in a dry run; check all output paths."""
     if args.output is None and not args.dry_run:
         args.refuse_usage("the following arguments are required: -o/--output, or --dry-run")
     output: Path | None = None if args.dry_run else args.output

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--random",
         type=Path,
         metavar="CONFIG.json",
-        help="instead of a checkpoint: a configuration, to be given random weights",
+        help="instead of a checkpoint: a configuration that gets random weights",
     )
     arguments.add_seed(parser, "random weights")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.pte")
@@ -43,21 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--context",
         type=arguments.positive,
         metavar="N",
-        help=f"tokens the caches hold (default: the model's own maximum, at most {_CONTEXT})",
+        help=f"tokens that the caches hold (default: the model's own maximum, at most {_CONTEXT})",
     )
     parser.add_argument(
         "--prefill-chunk",
         type=arguments.positive,
         metavar="N",
-        help="tokens that one call takes; with --cache state, which has no other, single tokens "
-        f"are padded to it (default: {_CHUNK['io']}, with --cache state {_CHUNK['state']})",
+        help="tokens that one call takes; with --cache state single tokens are padded to it, too "
+        f"(default: {_CHUNK['io']}, with --cache state {_CHUNK['state']})",
     )
     parser.add_argument(
         "--cache",
         choices=CACHES,
         default="io",
-        help="where keys and values of earlier tokens are: inputs and outputs (the default), or a "
-        "Core ML state",
+        help="where keys and values of earlier tokens are kept: in inputs and outputs (io, the "
+        "default), or in a Core ML state",
     )
     _add_quantization(parser)
     arguments.add_compilation(parser)
@@ -72,7 +72,7 @@ def _add_quantization(parser: argparse.ArgumentParser) -> None:
         "--quantize",
         choices=("none", "int4", "int8"),
         default="none",
-        help="linear layers: int4 with a scale for each group of inputs, or int8 with one for each "
+        help="linear layers: int4 with a scale per group of inputs, or int8 with a scale per "
         "output (default: none)",
     )
     group.add_argument(
@@ -86,7 +86,7 @@ def _add_quantization(parser: argparse.ArgumentParser) -> None:
         "--embedding-quantize",
         choices=("none", "int8"),
         default="none",
-        help="embeddings and a head tied to them: int8 with a scale for each token (default: none)",
+        help="embeddings and a head tied to them: int8 with a scale per token (default: none)",
     )
 
 
@@ -183,7 +183,7 @@ def _report(
     layout: Layout,
     partitioner: CoreMLPartitioner,
 ) -> None:
-    """Print what was made; warn of what a device would not run as one model."""
+    """Print a summary; warn of operations on the CPU and of weights that are not shared."""
     reports = dict(zip(layout.methods, partitioner.reports, strict=True))
     document = {
         "parameters": parameters,

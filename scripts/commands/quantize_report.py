@@ -1,4 +1,4 @@
-"""``coreml-delegate quantize-report``: which layers suffer from quantization, and a remedy."""
+"""``coreml-delegate quantize-report``: rank layers by sensitivity, and suggest modes."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=arguments.decibels,
         default=_DEFAULT_TARGET,
         metavar="DB",
-        help="ratio of signal to error, in dB, that the suggestion is to reach "
+        help="ratio of signal to error, in dB, that the suggestion should reach "
         f"(default: {_DEFAULT_TARGET:g})",
     )
     parser.add_argument(
         "--suggest",
         type=Path,
         metavar="FILE.json",
-        help="write the suggested mixture, for export --quantize-config",
+        help="write the suggested modes, for export --quantize-config",
     )
     arguments.add_report(parser, _FORMS, what="the ranking")
     arguments.add_force(parser)
@@ -132,9 +132,9 @@ def _samples(args: argparse.Namespace, source: SourceModel) -> list[list[Any]]:
 
 COMMAND = Command(
     name="quantize-report",
-    summary="rank the layers by what quantizing each costs, and suggest a mixture",
+    summary="rank layers by the accuracy that quantizing each costs; suggest modes",
     description="Quantize each layer of a PyTorch model alone, compare the model's outputs with "
-    "those of the float model, rank the layers by what is lost, and suggest which of them to "
+    "those of the float model, rank the layers by the loss, and suggest which of them to "
     "quantize less.",
     add_arguments=add_arguments,
     run=run,

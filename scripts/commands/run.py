@@ -1,4 +1,4 @@
-"""``coreml-delegate run``: execute a program here."""
+"""``coreml-delegate run``: run a program on this machine."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def _print(summaries: list[dict[str, Any]], latency: float, runs: int) -> None:
 
 COMMAND = Command(
     name="run",
-    summary="execute a .pte or .mlpackage on this machine",
-    description="Execute a .pte or .mlpackage on this machine and print its outputs and the "
+    summary="run a .pte or .mlpackage on this machine",
+    description="Run a .pte or .mlpackage on this machine and print its outputs and the "
     "median latency.",
     add_arguments=add_arguments,
     run=run,

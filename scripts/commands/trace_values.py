@@ -1,4 +1,4 @@
-"""``coreml-delegate trace``: which op of a program loses its numbers."""
+"""``coreml-delegate trace``: find the first op of a program whose result is bad."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _print(diagnoses: Sequence[tuple[str, Diagnosis]], worst: int) -> None:
 
 COMMAND = Command(
     name="trace",
-    summary="find the op where a program loses its numbers",
+    summary="find the first op whose result is NaN, overflows or is inaccurate",
     description="Run the program op by op at its own dtypes and in fp32 and int64, and name the "
     "first value that is NaN, overflows, is beyond int32 or is inaccurate, and the ops of largest "
     "error. The delegates of a .pte are traced on the inputs that the program gives them.",

@@ -1,4 +1,4 @@
-"""``coreml-delegate verify``: the program's outputs against the model's own."""
+"""``coreml-delegate verify``: compare a program's outputs with the model's."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
         raise ProgramError(
             "the program differs from its model",
             got=", ".join(
-                f"{name} at {sqnr:.1f} dB{_wide(results[name])}" for name, sqnr in below.items()
+                f"{name} at {sqnr:.1f} dB{_int32_remark(results[name])}"
+                for name, sqnr in below.items()
             ),
             expected=f"at least {args.min_sqnr:g} dB",
         )
@@ -84,7 +85,7 @@ def compare(
         Accuracy over all samples, by output name.
 
     Raises:
-        ProgramError: They have other outputs, in number or in shape.
+        ProgramError: Their outputs differ in number or in shape.
         CoreMLDelegateError: Either refuses the inputs.
     """
     from coreml_delegate.runtime.accuracy import Accuracy, Int32Watch
@@ -106,8 +107,8 @@ def compare(
     return results
 
 
-def _wide(accuracy: Accuracy) -> str:
-    """Words for integers that Core ML does not hold, if that may be why an output differs."""
+def _int32_remark(accuracy: Accuracy) -> str:
+    """Return a remark if integers beyond int32 may explain the difference."""
     op = accuracy.beyond_int32
     return "" if op is None else f" (beyond int32: int64 values of {op} in PyTorch)"
 
@@ -172,7 +173,7 @@ COMMAND = Command(
     name="verify",
     summary="compare a program with the PyTorch model it was made from",
     description="Run the PyTorch model and the program on the same inputs and compare every "
-    "output. Give SOURCE, --weights, --input-shape and --seed as they were given to export.",
+    "output. Give SOURCE, --weights, --input-shape and --seed the values that export got.",
     add_arguments=add_arguments,
     run=run,
 )

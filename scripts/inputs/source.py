@@ -29,16 +29,16 @@ def load_source(
 
     Args:
         source: ``torchvision:NAME``, ``MODULE:FACTORY`` or ``FILE.pt2``.
-        shapes: Input shapes that replace the source's own example inputs by random float32 ones.
+        shapes: Input shapes of random float32 inputs that replace the source's example inputs.
         weights: State dict to load, or None.
-        seed: For random weights and inputs.
+        seed: Seed of random weights and inputs.
 
     Raises:
-        OptionError: No such source, or it cannot be loaded, or it needs a shape.
+        OptionError: The source does not exist, cannot be loaded, or needs a shape.
     """
     if source.endswith(".pt2"):
         if weights is not None:
-            raise OptionError("--weights goes with a model, and a .pt2 has its weights inside")
+            raise OptionError("--weights is for a model; a .pt2 has its own weights")
         loaded = _load_exported(Path(source))
     else:
         with torch.random.fork_rng(devices=[]):
@@ -51,7 +51,7 @@ def load_source(
         args = tuple(random_tensor(torch.float32, shape, random) for shape in shapes)
         return SourceModel(loaded.module, args, {}, loaded.exported)
     if not loaded.leaves:
-        raise OptionError(f"{source} brings no example inputs", remedy="Pass --input-shape")
+        raise OptionError(f"{source} has no example inputs", remedy="Pass --input-shape")
     return loaded
 
 
@@ -81,15 +81,15 @@ def _build(source: str, shapes: Sequence[tuple[int, ...]]) -> SourceModel:
 
 
 def find_callable(module_name: str, name: str, forms: str) -> Any:
-    """What ``MODULE:NAME`` names.
+    """Return the callable that ``MODULE:NAME`` names.
 
     Args:
-        module_name: To import.
-        name: In it, with dots for what is inside.
-        forms: What the user could have meant instead, for messages.
+        module_name: Module to import.
+        name: Name in the module; dots lead to attributes.
+        forms: Accepted forms, for messages.
 
     Raises:
-        OptionError: It cannot be imported, or is not there, or cannot be called.
+        OptionError: The module cannot be imported, or the name does not exist or is not callable.
     """
     try:
         found: Any = importlib.import_module(module_name)
@@ -110,7 +110,7 @@ def _from_factory(source: str, made: Any) -> SourceModel:
     module, *inputs = _parts(made)
     if not isinstance(module, nn.Module):
         raise OptionError(
-            f"{source} makes no model",
+            f"{source} returns no model",
             got=type(made).__name__,
             expected="an nn.Module, (nn.Module, example_inputs) or (nn.Module, args, kwargs)",
         )
@@ -120,12 +120,12 @@ def _from_factory(source: str, made: Any) -> SourceModel:
 
 
 def _parts(made: object) -> Sequence[Any]:
-    """The parts of what a factory returns; a whole that has none is the only part."""
+    """Return the parts of a factory's result; a result that is not a sequence is one part."""
     return (cast("Sequence[Any]", made) if isinstance(made, list | tuple) else ()) or (made,)
 
 
 def _example_inputs(source: str, inputs: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword inputs, from the parts that a factory returns behind the model."""
+    """Return positional and keyword inputs, the parts of a factory's result after the model."""
     match inputs:
         case []:
             return (), {}
@@ -139,16 +139,16 @@ def _example_inputs(source: str, inputs: list[Any]) -> tuple[tuple[Any, ...], di
             return tuple(cast("Sequence[Any]", args)), dict(cast("Mapping[str, Any]", kwargs))
         case _:
             raise OptionError(
-                f"{source} makes no example inputs",
+                f"{source} returns no example inputs",
                 got=", ".join(type(value).__name__ for value in inputs),
-                expected="a tensor, a tuple of inputs, a dict of keyword inputs, or such a tuple "
-                "and such a dict",
+                expected="a tensor, a tuple of inputs, a dict of keyword inputs, or a tuple and "
+                "a dict",
             )
 
 
 @contextmanager
 def importable_from_here() -> Generator[None]:
-    """Let a user's modules be imported: from the current folder, as ``python -m`` does.
+    """Make modules of the current folder importable, as ``python -m`` does.
 
     They, or a library they use, may import torchvision.
     """

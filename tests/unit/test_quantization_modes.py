@@ -1,4 +1,4 @@
-"""The table of quantization modes, assignments of them to modules, and their files."""
+"""The table of quantization modes, and assignments of modes to modules with their files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from coreml_delegate.targets import Opset
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_mode_is_carried_out_by_one_method(form):
+def test_every_mode_has_a_configuration_of_one_method(form):
     mode = mode_of(example_of(form))
     assert mode.name == example_of(form)
     made = {
@@ -39,7 +39,7 @@ def test_every_mode_is_carried_out_by_one_method(form):
         assert mode_of(mode.relief).bits >= mode.bits
 
 
-def test_numbers_in_names_count():
+def test_numbers_in_names_set_attributes():
     assert mode_of("int4-group64").group_size == 64
     assert mode_of("codebook-3").bits == 3
     assert mode_of("palettize-6").bits == 6
@@ -69,7 +69,7 @@ def test_unknown_modes_are_refused(name, message):
         mode_of(name)
 
 
-def test_targets():
+def test_targets_are_required_or_defaulted():
     mode = mode_of("int8-static")
     mode.require_target(None, "target")
     mode.require_target(Opset.iOS26, "target")
@@ -92,7 +92,7 @@ def test_the_longest_path_counts():
     assert QuantizationAssignment(mode_of("int8-static")).activations
 
 
-def test_a_file_says_the_same_again(tmp_path):
+def test_assignments_round_trip_through_files(tmp_path):
     path = tmp_path / "config.json"
     given = QuantizationAssignment(
         mode_of("int4-group32"), {"b": None, "a": mode_of("int8-channel")}
@@ -127,7 +127,7 @@ def test_a_file_says_the_same_again(tmp_path):
         ),
     ],
 )
-def test_files_that_are_refused(text, message, tmp_path):
+def test_invalid_files_are_refused(text, message, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(OptionError, match=re.escape(message)) as raised:
@@ -140,7 +140,7 @@ def test_a_missing_file_is_refused(tmp_path):
         QuantizationAssignment.read(tmp_path / "none.json")
 
 
-def test_modules_are_meant_literally():
+def test_module_paths_are_no_regular_expressions():
     config = quantizer_config_of(
         QuantizationAssignment(mode_of("int4-weight"), {"a.0": None, "b": mode_of("int8-weight")})
     )
@@ -154,7 +154,7 @@ def test_modules_are_meant_literally():
     )
 
 
-def test_methods_do_not_take_each_others_modes():
+def test_configurations_refuse_modes_of_other_methods():
     with pytest.raises(OptionError, match="int8-weight has another method"):
         torchao_config(mode_of("int8-weight"))
     with pytest.raises(OptionError, match="int8-channel has another method"):

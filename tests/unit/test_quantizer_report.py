@@ -1,4 +1,4 @@
-"""The report on what was quantized, with what, and what was not and why."""
+"""The quantizer's report: which calls are quantized and how, and why others are not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def report():
     return annotated(Net(), (torch.rand(1, 1, 8, 8),))[0].report
 
 
-def test_records(report):
+def test_records_describe_each_call(report):
     conv, act, pool = (report.node(name) for name in ("conv2d", "relu", "max_pool2d"))
     assert conv.op == "aten.conv2d.default"
     assert conv.module == "conv"
@@ -55,7 +55,7 @@ def test_summaries(report):
     assert len(report.quantized) + len(report.unquantized) == len(report.nodes)
 
 
-def test_unknown_node(report):
+def test_an_unknown_node_is_an_error(report):
     with pytest.raises(ProgramError, match="no such node in the report: got 'nothing'"):
         report.node("nothing")
 

@@ -48,7 +48,7 @@ def to_table(sensitivity: Sensitivity) -> str:
             console.columns(rows),
             f"all by {sensitivity.mode.name}: {format_decibels(sensitivity.uniform_db)}, "
             f"{sensitivity.bits(uniform):.2f} bits per weight",
-            f"suggested, {relieved} of {len(sensitivity.layers)} layers otherwise: "
+            f"suggested, {relieved} of {len(sensitivity.layers)} layers in other modes: "
             f"{format_decibels(sensitivity.suggested_db)}, "
             f"{sensitivity.bits(sensitivity.suggestion):.2f} bits per weight",
         )
@@ -106,7 +106,7 @@ def _heading(pen: _Pen, sensitivity: Sensitivity) -> None:
     title = f"SQNR with one layer quantized by {sensitivity.mode.name}"
     facts = (
         f"all: {format_decibels(sensitivity.uniform_db)}   "
-        f"suggested, {len(sensitivity.suggestion.modules)} layers otherwise: "
+        f"suggested, {len(sensitivity.suggestion.modules)} layers in other modes: "
         f"{format_decibels(sensitivity.suggested_db)}   "
         f"line: {format_decibels(sensitivity.target_db)}"
     )

@@ -1,4 +1,4 @@
-"""``CoreMLRecipeProvider``: makes our recipes when ``executorch.export`` asks for one."""
+"""The names of the recipes, and the provider that makes them for ``executorch.export``."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ from coreml_delegate.quantization.configs import (
 )
 from coreml_delegate.quantizer import CoreMLQuantizer
 from coreml_delegate.recipes import keywords
-from coreml_delegate.recipes.recipe_type import COREML_BACKEND, CoreMLRecipeType
 from coreml_delegate.targets import STATE_OPSET, Opset
+
+COREML_BACKEND = "coreml_delegate"
+"""The backend in ExecuTorch's recipe registry; its own Core ML backend is ``coreml`` there."""
 
 _PARTITIONER_KEYWORDS = (
     "skip_ops_for_coreml_delegation",
@@ -39,6 +41,28 @@ _PARTITIONER_KEYWORDS = (
     "take_over_constant_data",
 )
 _DEFAULT_GROUP = 32
+
+
+class CoreMLRecipeType(RecipeType):
+    """Names of the recipes, the same as in ExecuTorch's own backend.
+
+    ``ExportRecipe.get_recipe`` takes them; ``CoreMLRecipeProvider`` documents the keywords.
+    """
+
+    FP32 = "coreml_fp32"
+    FP16 = "coreml_fp16"
+    PT2E_INT8_STATIC = "coreml_pt2e_int8_static"
+    PT2E_INT8_WEIGHT_ONLY = "coreml_pt2e_int8_weight_only"
+    TORCHAO_INT4_WEIGHT_ONLY_PER_CHANNEL = "coreml_torchao_int4_weight_only_per_channel"
+    TORCHAO_INT4_WEIGHT_ONLY_PER_GROUP = "coreml_torchao_int4_weight_only_per_group"
+    TORCHAO_INT8_WEIGHT_ONLY_PER_CHANNEL = "coreml_torchao_int8_weight_only_per_channel"
+    TORCHAO_INT8_WEIGHT_ONLY_PER_GROUP = "coreml_torchao_int8_weight_only_per_group"
+    CODEBOOK_WEIGHT_ONLY = "coreml_codebook_weight_only"
+
+    @classmethod
+    def get_backend_name(cls) -> str:
+        """Return the backend that provides these recipes."""
+        return COREML_BACKEND
 
 
 @dataclass(frozen=True, slots=True)

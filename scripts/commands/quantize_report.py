@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         console.write(_as_text(found).removesuffix("\n"))
     if not found.reached:
         console.warn(
-            f"no mixture reaches {found.target_db:g} dB; the one suggested has "
+            f"no mixture of modes reaches {found.target_db:g} dB; the one suggested has "
             f"{found.suggested_db:.1f} dB"
         )
     return 0

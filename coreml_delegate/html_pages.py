@@ -1,4 +1,4 @@
-"""HTML pages of reports: templates that lie beside the code, filled in with everything escaped."""
+"""Jinja templates of HTML reports; every value is escaped."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 
 def page_template(package: str, name: str, **filters: Callable[..., str]) -> Any:
-    """A Jinja template of a package.
+    """Load a Jinja template of a package.
 
     Args:
-        package: Package in whose folder the template lies.
-        name: Its file name.
+        package: Package whose folder has the template.
+        name: File name of the template.
         **filters: Functions that the template uses.
 
     Returns:
         The template, whose ``render`` raises if a name is missing.
     """
-    # Imported here, because only these forms of reports need it.
+    # Imported here, because only HTML reports need it.
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(

@@ -1,4 +1,4 @@
-"""Imports of coremltools and ExecuTorch's runtime, without their noise and delays.
+"""Other people's code: importing it quietly, and reporting what it prints and raises.
 
 On anything but macOS the import of coremltools warns about missing native proxies, and everywhere
 about versions of torch and scikit-learn it was not tested with; none of that concerns a user of
@@ -14,20 +14,24 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import logging
 import re
 import sys
 import warnings
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from coreml_delegate.errors import EngineUnavailableError
+from coreml_delegate.errors import CoreMLDelegateError, EngineUnavailableError, OptionError
+
+logger = logging.getLogger(__name__)
 
 _PROTO_ALIAS = "_coreml_delegate_proto"
+_ITEM = "- "
 
 # logger -> messages of its import that are dropped
 _NOISE = {
@@ -108,3 +112,53 @@ def mil_pb2() -> ModuleType:
 def feature_types_pb2() -> ModuleType:
     """``coremltools.proto.FeatureTypes_pb2``."""
     return importlib.import_module(f"{_proto_package()}.FeatureTypes_pb2")
+
+
+def describe_error(error: Exception) -> str:
+    """Return the class and the first line of a foreign exception, whose message may be a page long.
+
+    If the first line announces a list, the list's first item is added.
+    """
+    first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    items = [line for line in others if line.startswith(_ITEM)]
+    told = [first, *(items or (others if first.endswith(":") else []))[:1]]
+    told_in_one = " ".join(told).rstrip(".")
+    return f"{type(error).__name__}: {told_in_one}" if first else type(error).__name__
+
+
+@contextmanager
+def log_prints() -> Generator[None]:
+    """Log what foreign code prints meanwhile, on either stream, at DEBUG."""
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed), redirect_stderr(printed):
+            yield
+    finally:
+        if printed.getvalue():
+            logger.debug("printed meanwhile: %s", printed.getvalue())
+
+
+@contextmanager
+def wrap_errors(
+    what: str,
+    remedy_of: Callable[[Exception], str | None] = lambda _: None,
+    *,
+    kind: type[CoreMLDelegateError] = OptionError,
+) -> Generator[None]:
+    """Replace whatever foreign code raises by one line that says whose failure it is.
+
+    Args:
+        what: The failure.
+        remedy_of: Returns what the user can do about an exception, or None.
+        kind: Class of the error raised instead.
+
+    Raises:
+        CoreMLDelegateError: Of the class ``kind``; errors of this package pass unchanged.
+    """
+    try:
+        with log_prints():
+            yield
+    except CoreMLDelegateError:
+        raise
+    except Exception as error:
+        raise kind(what, got=describe_error(error), remedy=remedy_of(error)) from error

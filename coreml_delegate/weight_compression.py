@@ -1,11 +1,11 @@
-"""Compression of weights after conversion, as data: coremltools' ``OptimizationConfig`` in JSON.
+"""Weight compression after conversion, as data: coremltools' ``OptimizationConfig`` in JSON.
 
 One stage is the dictionary that ``OptimizationConfig.from_dict`` takes::
 
     {"config_type": "OpPalettizerConfig", "global_config": {"nbits": 4},
      "op_type_configs": {"gather": None}, "op_name_configs": {...}}
 
-Several stages are applied in turn to the same weights, sparse ones quantized for instance.
+Several stages are applied in turn to the same weights: sparse weights can be quantized.
 
 Source: coremltools 9.0, ``coremltools.optimize.coreml``.
 """
@@ -40,9 +40,9 @@ class Kind:
     """One kind of compression.
 
     Attributes:
-        function: Of ``coremltools.optimize.coreml``, that applies it.
-        keys: Its parameters, as far as they are data.
-        newer: What of its parameters came with iOS18, if any; all else with iOS16.
+        function: Function of ``coremltools.optimize.coreml`` that applies it.
+        keys: Its parameters that can be written as data.
+        newer: Yields the features of a configuration that need iOS18; all others need iOS16.
     """
 
     function: str
@@ -102,10 +102,10 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 
 def stages_of(value: Stage | Sequence[Stage]) -> tuple[Stage, ...]:
-    """Check and copy a stage, or several.
+    """Check and copy one stage or several.
 
     Raises:
-        OptionError: A key or kind that does not exist, names what is near; or no such structure.
+        OptionError: The structure is wrong, or a key or kind does not exist.
     """
     is_listed = isinstance(value, list | tuple)
     given = list(cast("Sequence[Stage]", value)) if is_listed else [cast("Stage", value)]
@@ -120,7 +120,7 @@ def checked_linear(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None
     """Check the keys of an ``op_linear_quantizer_config``.
 
     Raises:
-        OptionError: One does not exist; names what is near.
+        OptionError: A key does not exist; near matches are named.
     """
     if config is not None:
         _check_keys(config, KINDS[LINEAR].keys, LINEAR_OPTION)
@@ -130,11 +130,11 @@ def checked_linear(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None
 def demand(
     linear: Mapping[str, Any] | None, stages: Sequence[Stage] | None
 ) -> tuple[Opset, str] | None:
-    """The oldest opset that can express the compression, and what demands it.
+    """Return the oldest opset that can express the compression, and the feature that needs it.
 
     Args:
-        linear: ``op_linear_quantizer_config``.
-        stages: ``weight_compression``.
+        linear: Value of ``op_linear_quantizer_config``.
+        stages: Stages of ``weight_compression``.
     """
     found = [] if linear is None else [(LINEAR_OPTION, list(_newer_linear(linear)))]
     newer = [text for stage in stages or () for text in _newer_of(stage)]
@@ -151,10 +151,10 @@ def demand(
 
 
 def require_target(target: Opset, needed: Opset, what: str) -> None:
-    """Refuse a deployment target that has not what the compression makes.
+    """Refuse a deployment target that cannot express the compression.
 
     Raises:
-        OptionError: It has not.
+        OptionError: The target is too old.
     """
     if needed > target:
         raise OptionError(
@@ -166,7 +166,7 @@ def require_target(target: Opset, needed: Opset, what: str) -> None:
 
 
 def configs_in(stage: Stage) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Kind and parameters of every configuration in a stage; those that are None left out."""
+    """Yield kind and parameters of every configuration in a stage that is not None."""
     tables = (cast("Mapping[str, Any]", stage.get(name) or {}) for name in _TABLES)
     for config in (stage.get(_GLOBAL), *(c for table in tables for c in table.values())):
         if config is not None:

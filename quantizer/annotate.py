@@ -1,7 +1,7 @@
-"""Writes torchao's annotations for matches.
+"""Annotates matches for torchao.
 
-A tensor is quantized once: whoever computes it says how, and all that take it share that. Only
-tensors that come from float are quantized as their users say.
+A tensor is quantized once: the pattern that computes it decides how, and its users share that. Only
+a tensor that is computed in float is quantized as its user asks.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ MARK_KEY = "coreml_quantization"
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What made an annotation.
+    """The match that annotated a node.
 
     Attributes:
-        pattern: Name of the pattern with what was fused, ``conv-bn-act``.
+        pattern: Name of the pattern with the ops fused behind it, ``conv-bn-act``.
         anchor: Name of the node that the pattern begins with.
-        weight: Name of the node that is its weight, or None.
+        weight: Name of the weight's node, or None.
         origin: The entry of the configuration that applied.
-        settings: What that entry asks for.
+        settings: Settings of that entry.
     """
 
     pattern: str
@@ -46,7 +46,7 @@ class Mark:
 
 
 def mark_of(node: Node) -> Mark | None:
-    """What annotated a node, or None."""
+    """Return the mark of an annotated node, or None."""
     return node.meta.get(MARK_KEY)
 
 
@@ -59,7 +59,7 @@ class Annotator:
     def annotate(self, match: Match, settings: LayerSettings) -> None:
         """Annotate a match that has passed the checker."""
         specs = SpecFactory(settings)
-        # torchao's folding of batch norms counts on the order: data, weight, bias.
+        # torchao's folding of batch norms relies on the order: data, weight, bias.
         inputs: dict[Node, QuantizationSpecBase | None] = {
             node: self._input(node, specs, match) for node in match.data
         }
@@ -90,7 +90,7 @@ class Annotator:
             return None
         if output_spec(node) is not None:
             return SharedQuantizationSpec(node)
-        # Softmax and sigmoid of a float need it no narrower: their own range is known.
+        # Softmax and sigmoid of a float tensor leave it in float: their range is known anyway.
         if match.pattern.weight is None and match.fixed_range is not None and not match.tail:
             return None
         return specs.activation(not_negative=node in self._not_negative)

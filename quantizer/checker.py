@@ -1,4 +1,4 @@
-"""Why a match is left in float, if it is."""
+"""The conditions under which a match is left in float."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from coreml_delegate.quantizer.qspec import output_spec
 
 
 def refusal(match: Match) -> str | None:
-    """Why a match is not quantized, or None if it is.
+    """Return why a match is left in float, or None if it is quantized.
 
-    What comes before it in the graph must be annotated already.
+    The calls before it in the graph must be annotated already.
     """
     for check in _CHECKS:
         reason = check(match)
@@ -24,7 +24,7 @@ def refusal(match: Match) -> str | None:
     return None
 
 
-def _asked_for(match: Match) -> str | None:
+def _settings_quantize(match: Match) -> str | None:
     settings = match.choice.settings
     if settings is None:
         return f"{match.choice.origin} leaves it in float"
@@ -48,7 +48,7 @@ def _computes_float32(match: Match) -> str | None:
 
 
 def _has_rank_of_core_ml(match: Match) -> str | None:
-    """Core ML has higher ranks between reshapes alone, where nothing else may come between."""
+    """Core ML takes higher ranks only between two reshapes, with no quantize op between."""
     for node in (*match.data, *match.results):
         if node.meta["val"].dim() > MAX_RANK:
             return f"{node.name!r} has rank {node.meta['val'].dim()}, Core ML takes {MAX_RANK}"
@@ -75,17 +75,17 @@ def _follows_quantized(match: Match) -> str | None:
     return None
 
 
-def _holds(match: Match) -> str | None:
+def _condition_holds(match: Match) -> str | None:
     condition = match.pattern.condition
     return None if condition is None else condition(match.call)
 
 
 _CHECKS: tuple[Callable[[Match], str | None], ...] = (
-    _asked_for,
+    _settings_quantize,
     _computes_float32,
     _has_rank_of_core_ml,
     _has_constant_weight,
     _takes_tensors,
     _follows_quantized,
-    _holds,
+    _condition_holds,
 )

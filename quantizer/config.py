@@ -1,4 +1,4 @@
-"""What coremltools' ``LinearQuantizerConfig`` asks for, checked: every setting counts or raises.
+"""Reads and checks coremltools' ``LinearQuantizerConfig``: every setting takes effect or raises.
 
 Source: coremltools/optimize/torch/quantization/quantization_config.py.
 """
@@ -29,14 +29,14 @@ _WEIGHT_DTYPES = _ACTIVATION_DTYPES
 _WEIGHT_BITS = (4, 8)
 _OBSERVERS = ("moving_average_min_max", "min_max")
 _SCHEMES = ("symmetric", "affine")
-# Of ``LinearQuantizerConfig``, for models that are traced by coremltools.
+# Settings of ``LinearQuantizerConfig`` for models that coremltools traces.
 _UNUSED = ("non_traceable_module_names", "preserved_attributes")
 _MILESTONES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Milestones:
-    """The training steps, from 0, at which something is switched; None for never.
+    """Training steps, from 0, at which a part of quantization is switched; None for never.
 
     Attributes:
         observe: Ranges begin to be observed.
@@ -53,17 +53,17 @@ class Milestones:
 
 @dataclass(frozen=True, slots=True)
 class LayerSettings:
-    """How the layers of one configuration are quantized.
+    """Settings of one entry of a configuration.
 
     Attributes:
         weight: int8 or uint8, or None to leave weights in float.
         weight_bits: 4 or 8.
-        per_channel: A scale for each output channel of a weight.
+        per_channel: Whether each output channel of a weight has its own scale.
         weight_observer: ``min_max`` or ``moving_average_min_max``.
         activation: int8 or uint8, or None to leave activations in float.
-        activation_observer: As ``weight_observer``.
-        symmetric: Zero points are 0, or mid-range of unsigned values; else they are free.
-        milestones: Of training, or None.
+        activation_observer: One of the same observers.
+        symmetric: Whether zero points are 0, or mid-range of unsigned values; else they are free.
+        milestones: Milestones of training, or None.
     """
 
     weight: torch.dtype | None
@@ -77,7 +77,7 @@ class LayerSettings:
 
     @property
     def quantizes(self) -> bool:
-        """Whether anything is to be quantized at all."""
+        """Whether weights or activations are quantized."""
         return self.weight is not None or self.activation is not None
 
 
@@ -86,12 +86,12 @@ ModuleType = str | type | Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class QuantizerSettings:
-    """A whole configuration; None stands for layers that are left in float.
+    """A whole configuration; None leaves layers in float.
 
     Attributes:
-        everywhere: For what no other entry means.
-        by_type: By module class, its name, or function.
-        by_name: By regular expression over module paths.
+        everywhere: Settings of calls that no other entry covers.
+        by_type: Settings by module class, its name, or function.
+        by_name: Settings by regular expression over module paths.
     """
 
     everywhere: LayerSettings | None
@@ -109,7 +109,8 @@ def read_config(config: Any) -> QuantizerSettings:
     """Check a ``LinearQuantizerConfig``.
 
     Raises:
-        OptionError: It is none, or has a setting that would have no effect on an exported program.
+        OptionError: It is no such configuration, or has a setting that would have no effect on an
+            exported program.
     """
     coremltools()
     with quiet_import():

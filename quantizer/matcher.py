@@ -1,4 +1,4 @@
-"""Finds the calls the table has a pattern for, and matches what is fused behind each."""
+"""Finds the calls that have a quantization pattern, with the calls fused behind each."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Match:
     """A call with a pattern, and the calls fused behind it.
 
     Attributes:
-        pattern: Its row of the table.
-        name: The pattern's name with what is fused: ``conv-bn-act``.
+        pattern: The pattern of the op's record.
+        name: Name of the pattern with the ops fused behind it: ``conv-bn-act``.
         call: The call itself.
         choice: The settings that apply to it.
         data: The activations it takes, in the order of the schema.
         weight: Its weight, or None.
-        has_constant_weight: Whether that is known before the graph runs.
+        has_constant_weight: Whether the weight is known before the graph runs.
         tail: The calls fused behind it, in order.
     """
 
@@ -57,30 +57,30 @@ class Match:
 
     @property
     def last(self) -> Node:
-        """The call that gives the result."""
+        """The call whose result is that of the match."""
         return self.nodes[-1]
 
     @property
     def results(self) -> tuple[Node, ...]:
-        """The nodes that stand for the result's tensors: the calls of ``getitem`` for several."""
+        """Nodes of the result's tensors: calls of ``getitem`` if there are several tensors."""
         if isinstance(self.last.meta.get("val"), list | tuple):
             return tuple(u for u in self.last.users if target_name(u.target) == GETITEM)
         return (self.last,)
 
     @property
     def fixed_range(self) -> tuple[float, float] | None:
-        """The range of the result, if it follows from what is computed."""
+        """Range of the result if the op determines it, or None."""
         return quantization_of(self.last).fixed_range
 
     @property
     def follows(self) -> bool:
-        """Whether it is quantized only where its input already is."""
+        """Whether it is quantized only if its input already is."""
         if self.pattern.output is Output.OF_INPUT:
             return True
         return self.pattern.follows and self.fixed_range is None
 
     def is_not_negative(self, known: set[Node]) -> bool:
-        """Whether the result has no negative values, ``known`` being tensors that have none."""
+        """Whether the result has no negative values, given tensors that are ``known`` not to."""
         if self.tail or self.pattern.follows:
             return is_not_negative(self.last)
         keeps = self.pattern.keeps_sign or self.pattern.output is Output.OF_INPUT
@@ -90,9 +90,9 @@ class Match:
 
 
 def find(graph: Graph, selector: SettingsSelector) -> Iterator[Match]:
-    """The matches of a graph in its order, each call in one at most.
+    """Yield the matches of a graph in its order; each call is in one match at most.
 
-    Calls that have an annotation already are passed over.
+    Calls that are annotated already are skipped.
 
     Args:
         graph: In ATen dialect as ``torch.export`` gives it, with ``meta["val"]``.
@@ -112,7 +112,7 @@ def find(graph: Graph, selector: SettingsSelector) -> Iterator[Match]:
 
 
 def is_annotated(node: Node) -> bool:
-    """Whether a quantizer has dealt with a node: this one, or one before it."""
+    """Whether this quantizer, or one before it, has annotated a node."""
     return annotation_of(node) is not None
 
 
@@ -155,7 +155,7 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _sole_user(node: Node) -> Node | None:
-    """The only call that takes a node's result, and takes it as its data."""
+    """Return the only user of a node if the node is its first argument, or None."""
     users = list(node.users)
     if len(users) != 1 or not users[0].args or users[0].args[0] is not node:
         return None

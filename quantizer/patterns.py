@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from coreml_delegate.ops import COMPOSITES, RECORDS
 from coreml_delegate.ops.call import OpCall, target_name
@@ -28,35 +28,35 @@ BATCH_NORM = "aten.batch_norm.default"
 
 
 def functional_name(node: Node) -> str:
-    """``aten.relu.default`` for a call of it or of ``aten.relu_.default``."""
+    """Return ``aten.relu.default`` for a call of it or of ``aten.relu_.default``."""
     namespace, _, rest = target_name(node.target).partition(".")
     op, _, overload = rest.partition(".")
     return f"{namespace}.{op.rstrip('_') or op}.{overload}"
 
 
 def quantization_of(node: Node) -> Quantization:
-    """How the op of a call is quantized."""
+    """Return how the op of a call is quantized."""
     return BY_OP.get(functional_name(node), IN_FLOAT)
 
 
 def tail_of(node: Node) -> Tail | None:
-    """The kind of op that a call is when it is fused behind another, or None."""
+    """Return the kind of op that a call is when fused behind another, or None."""
     return quantization_of(node).tail
 
 
 def is_not_negative(node: Node) -> bool:
-    """Whether the op's result is never negative, whatever it is given."""
+    """Whether the op's result is never negative, whatever its input."""
     bound = quantization_of(node).lower_bound
     value = OpCall.of(node).arguments.get(bound) if isinstance(bound, str) else bound
     return isinstance(value, int | float) and value >= 0
 
 
 def pattern_of(call: OpCall, constants: Collection[Node]) -> Pattern | None:
-    """The pattern of a call; where there are several, those with a weight take a constant matrix.
+    """Return the pattern of a call, or None; of several, the first takes a constant matrix.
 
     Args:
         call: The call.
-        constants: What of the graph is known before it runs.
+        constants: Nodes of the graph that are known before it runs.
     """
     patterns = quantization_of(call.node).patterns
     fitting = (p for p in patterns[:-1] if _is_matrix(call.arguments[p.weight or ""], constants))
@@ -65,3 +65,14 @@ def pattern_of(call: OpCall, constants: Collection[Node]) -> Pattern | None:
 
 def _is_matrix(value: Any, constants: Collection[Node]) -> bool:
     return value in constants and value.meta["val"].dim() == 2
+
+
+def constants_of(graph: Graph) -> frozenset[Node]:
+    """Return the parameters and buffers of a graph, and nodes computed from them only."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        sources = node.all_input_nodes
+        computed = node.op == "call_function" and bool(sources)
+        if node.op == "get_attr" or (computed and found.issuperset(sources)):
+            found.add(node)
+    return frozenset(found)

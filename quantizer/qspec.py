@@ -1,4 +1,4 @@
-"""Quantization specs: settings as torchao takes them."""
+"""Quantization specs of torchao, made from settings."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ Concrete = QuantizationSpec | FixedQParamsQuantizationSpec | DerivedQuantization
 
 @dataclass(frozen=True, slots=True)
 class SpecFactory:
-    """Makes the specs of one layer's settings.
+    """Makes specs by the settings of a layer.
 
     Attributes:
-        settings: Which must quantize what is asked for.
+        settings: The settings.
     """
 
     settings: LayerSettings
 
     def activation(self, *, not_negative: bool = False) -> QuantizationSpec | None:
-        """An activation's, or None if they stay in float.
+        """Return the spec of an activation, or None if activations stay in float.
 
         Args:
-            not_negative: The tensor has no negative values. Then, symmetric or not, all of the
-                integers are for its positive ones.
+            not_negative: Whether the tensor has no negative values. If so, all integers are used
+                for its positive values, in either scheme.
         """
         dtype = self.settings.activation
         if dtype is None:
@@ -74,17 +74,17 @@ class SpecFactory:
         )
 
     def weight(self, axis: int) -> QuantizationSpec | None:
-        """A weight's, or None if it stays in float.
+        """Return the spec of a weight, or None if weights stay in float.
 
         Args:
-            axis: That of its output channels.
+            axis: Axis of its output channels.
         """
         dtype = self.settings.weight
         if dtype is None:
             return None
         low, high = integer_range(dtype, self.settings.weight_bits)
         if self.settings.symmetric and low < 0:
-            low = -high  # so that the largest value of either sign has a number of its own
+            low = -high  # so that the largest value of either sign is representable
         return _spec(
             dtype,
             (low, high),
@@ -94,7 +94,7 @@ class SpecFactory:
         )
 
     def fixed(self, low: float, high: float) -> FixedQParamsQuantizationSpec | None:
-        """Of an activation whose range, ``low`` to ``high``, is known; 0 is on the grid."""
+        """Return the spec of an activation with the known range ``low`` to ``high``, 0 exact."""
         dtype = self.settings.activation
         if dtype is None:
             return None
@@ -112,11 +112,11 @@ class SpecFactory:
 
 
 def derived(source: Node, like: Concrete) -> DerivedQuantizationSpec:
-    """Of a tensor whose values are some of those of ``source``, which has the spec ``like``."""
+    """Return the spec of a tensor with values of ``source`` only, whose spec is ``like``."""
     low, high = integer_range(like.dtype)
     return DerivedQuantizationSpec(
         derived_from=[source],
-        derive_qparams_fn=_of_source,
+        derive_qparams_fn=_source_qparams,
         dtype=like.dtype,
         quant_min=low if like.quant_min is None else like.quant_min,
         quant_max=high if like.quant_max is None else like.quant_max,
@@ -126,18 +126,18 @@ def derived(source: Node, like: Concrete) -> DerivedQuantizationSpec:
 
 
 def annotation_of(node: Node) -> QuantizationAnnotation | None:
-    """The annotation of a node, or None."""
+    """Return the annotation of a node, or None."""
     return node.meta.get(Q_ANNOTATION_KEY)
 
 
 def output_spec(node: Node) -> Concrete | None:
-    """What a node's result is quantized by, once all sharing is resolved; None if it is not."""
+    """Return the spec of a node's result with sharing resolved; None if it stays in float."""
     annotation = annotation_of(node)
     return None if annotation is None else resolve(annotation.output_qspec)
 
 
 def resolve(spec: QuantizationSpecBase | None) -> Concrete | None:
-    """The spec that one stands for; None for none, or if sharing leads nowhere or in a circle."""
+    """Return the spec that a shared spec refers to; None if it leads nowhere or in a circle."""
     seen: set[EdgeOrNode] = set()
     while isinstance(spec, SharedQuantizationSpec):
         if spec.edge_or_node in seen:
@@ -148,7 +148,7 @@ def resolve(spec: QuantizationSpecBase | None) -> Concrete | None:
 
 
 def spec_at(place: EdgeOrNode) -> QuantizationSpecBase | None:
-    """The spec of a node's result, or of the edge from a node to its user; None if it has none."""
+    """Return the spec of a node's result, or of the edge from a node to its user, or None."""
     if isinstance(place, Node):
         annotation = annotation_of(place)
         return None if annotation is None else annotation.output_qspec
@@ -158,7 +158,7 @@ def spec_at(place: EdgeOrNode) -> QuantizationSpecBase | None:
 
 
 def integer_range(dtype: torch.dtype, bits: int = 8) -> tuple[int, int]:
-    """Smallest and largest integer of so many bits."""
+    """Return the smallest and largest integer of a dtype with this many bits."""
     if dtype is torch.uint8:
         return 0, 2**bits - 1
     return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
@@ -168,10 +168,10 @@ def _spec(
     dtype: torch.dtype, limits: tuple[int, int], observer: str, *, symmetric: bool, axis: int | None
 ) -> QuantizationSpec:
     per_channel = axis is not None
-    # Any range that is given counts as one of the user's own to observers, and moves zero points.
+    # Observers take a given range for one of the user's own, and move zero points.
     low, high = (None, None) if limits == integer_range(dtype) else limits
     kind = _OBSERVERS[observer, per_channel]
-    # torchao hands the axis on to observers, not to fake quantization around them.
+    # torchao passes the axis to observers, not to the fake quantization around them.
     watched = kind.with_args(ch_axis=axis) if per_channel else kind
     return QuantizationSpec(
         dtype=dtype,
@@ -183,6 +183,6 @@ def _spec(
     )
 
 
-def _of_source(sources: list[ObserverOrFakeQuantize]) -> tuple[Tensor, Tensor]:
+def _source_qparams(sources: list[ObserverOrFakeQuantize]) -> tuple[Tensor, Tensor]:
     found: Any = sources[0]
     return found.calculate_qparams()

@@ -23,16 +23,16 @@ logger = logging.getLogger(__name__)
 
 
 class CoreMLQuantizer(Quantizer):
-    """Annotates what Core ML runs quantized, by a configuration of coremltools.
+    """Annotates the ops that Core ML runs quantized, as a configuration of coremltools asks.
 
     Args:
         config: ``coremltools.optimize.torch.quantization.LinearQuantizerConfig``. Entries of
             ``module_name_configs`` are regular expressions over module paths; they precede
-            ``module_type_configs``, whose keys are module classes, their names, or functions; what
-            no entry means has ``global_config``. An entry that is None leaves its modules in float.
+            ``module_type_configs``, whose keys are module classes, their names, or functions;
+            ``global_config`` is for all others. An entry that is None leaves its modules in float.
 
     Raises:
-        OptionError: A setting that would have no effect, or is not accepted.
+        OptionError: A setting is not accepted or would have no effect.
     """
 
     def __init__(self, config: Any) -> None:
@@ -42,17 +42,17 @@ class CoreMLQuantizer(Quantizer):
 
     @property
     def report(self) -> QuantizationReport:
-        """The report on the graph that was annotated last.
+        """Report on the graph that was annotated last.
 
         Raises:
-            ProgramError: Nothing was annotated yet.
+            ProgramError: No graph was annotated yet.
         """
         if not self._reports:
             raise ProgramError("no report yet", remedy="Prepare a model with this quantizer first")
         return self._reports[-1]
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        """Annotate every pattern that is found, in place.
+        """Annotate every matching call, in place.
 
         Args:
             model: ``torch.export.export(...).module()``.
@@ -61,7 +61,7 @@ class CoreMLQuantizer(Quantizer):
             The same model.
 
         Raises:
-            OptionError: An entry of the configuration that means nothing in this model.
+            OptionError: An entry of the configuration covers no call of this model.
         """
         selector = SettingsSelector(self._settings)
         selector.check_entries(model.graph.nodes)
@@ -84,7 +84,7 @@ class CoreMLQuantizer(Quantizer):
 
         Raises:
             UnsupportedOperatorError: An op is annotated that Core ML does not run quantized.
-            LoweringError: Annotations that cannot be prepared, converted or lowered.
+            LoweringError: An annotation cannot be prepared, converted or lowered.
         """
         validate(model)
 
@@ -93,11 +93,11 @@ class CoreMLQuantizer(Quantizer):
         model: GraphModule,  # noqa: ARG002 - of torchao's interface
         edge_or_node_to_obs_or_fq: dict[EdgeOrNode, ObserverOrFakeQuantize],
     ) -> None:
-        """Note the milestones of each layer at its fake quantization; torchao calls this."""
+        """Store the milestones of each layer in its fake-quantize modules; torchao calls this."""
         attach(edge_or_node_to_obs_or_fq)
 
     def schedule(self, model: GraphModule) -> MilestoneSchedule:
-        """The milestones of a model in training; call ``step`` of it before each training step.
+        """Return the schedule of a model in training; call its ``step`` before each training step.
 
         Args:
             model: From ``prepare_qat_pt2e`` with this quantizer.

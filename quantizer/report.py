@@ -1,4 +1,4 @@
-"""``QuantizationReport``: what was quantized, with what, and what was not and why.
+"""``QuantizationReport``: which calls were quantized and how, and why others were not.
 
 As JSON one object::
 
@@ -37,14 +37,14 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class NodeQuantization:
-    """What became of one call.
+    """Whether and how one call is quantized.
 
     Attributes:
         name: Node name in the graph that was annotated.
         op: Op target, for example ``aten.conv2d.default``.
         module: Path of the module it comes from, empty for the root or if unknown.
-        pattern: The pattern that made its annotation, ``conv-bn-act``; None if it has none.
-        fused_into: Name of the node that the pattern begins with, if that is another.
+        pattern: Pattern that annotated it, ``conv-bn-act``; None if there is none.
+        fused_into: Name of the node that the pattern begins with, if that is another node.
         config: The entry of the configuration that applied, or None.
         inputs: How each activation that it takes is quantized, by node name.
         weight: How its weight is quantized, or None.
@@ -69,21 +69,21 @@ class NodeQuantization:
         return self.pattern is not None
 
     def __str__(self) -> str:
-        # Where it takes a quantized tensor as it is, that tensor's own record says how.
+        # An input that keeps its own quantization is left out: its own record says how.
         how = [f"{name} {spec}" for name, spec in self.inputs.items() if spec != f"as {name}"]
         how += [f"weight {self.weight}"] if self.weight else []
         how += [f"result {self.output}"] if self.output else []
         if not how and self.fused_into is not None:
             how = [f"fused into {self.fused_into}"]
-        return "; ".join(how) or self.reason or "takes what is quantized"
+        return "; ".join(how) or self.reason or "takes quantized tensors"
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationReport:
-    """What became of every call of a graph.
+    """Whether and how every call of a graph is quantized.
 
     Attributes:
-        nodes: In graph order; calls that compute no tensor of floats are left out.
+        nodes: Records in graph order, without calls that compute no floating-point tensor.
     """
 
     nodes: tuple[NodeQuantization, ...]
@@ -100,12 +100,12 @@ class QuantizationReport:
 
     @property
     def patterns(self) -> Mapping[str, int]:
-        """How many of each pattern there are, most frequent first."""
+        """Number of matches by pattern, most frequent first."""
         counts = Counter(n.pattern for n in self.nodes if n.pattern and n.fused_into is None)
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
     def node(self, name: str) -> NodeQuantization:
-        """The record of one node.
+        """Return the record of a node.
 
         Raises:
             ProgramError: There is no such node.
@@ -116,7 +116,7 @@ class QuantizationReport:
         raise ProgramError("no such node in the report", got=repr(name))
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data; see this module."""
+        """Return the report as plain data; the module docstring has the schema."""
         return {
             "schema_version": SCHEMA_VERSION,
             "summary": {
@@ -128,11 +128,11 @@ class QuantizationReport:
         }
 
     def to_json(self) -> str:
-        """The report as JSON; see this module."""
+        """Return the report as JSON; the module docstring has the schema."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True)
 
     def to_table(self) -> str:
-        """The report for a terminal."""
+        """Return the report for a terminal."""
         return "\n".join(_lines(self))
 
     def __str__(self) -> str:
@@ -143,8 +143,8 @@ def describe(graph: Graph, reasons: Mapping[Node, str]) -> QuantizationReport:
     """Report on an annotated graph.
 
     Args:
-        graph: As the annotator left it.
-        reasons: Why calls that the table has a pattern for are not quantized.
+        graph: The annotated graph.
+        reasons: Why calls with a pattern are not quantized.
     """
     calls = (n for n in graph.nodes if n.op == "call_function")
     told = (n for n in calls if _computes_float(n) and not _is_part(n))
@@ -178,7 +178,7 @@ def _reason(node: Node, reasons: Mapping[Node, str]) -> str:
         return reasons[node]
     if is_annotated(node):
         return "another quantizer annotated it"
-    return f"no pattern has {target_name(node.target)}"
+    return f"no pattern for {target_name(node.target)}"
 
 
 def _result_text(node: Node) -> str | None:
@@ -191,7 +191,7 @@ def _parts(node: Node) -> list[Node]:
 
 
 def _is_part(node: Node) -> bool:
-    """Whether a node is one of several results, which the op's own record stands for."""
+    """Whether a node is one of several results; the record of its op covers it."""
     return target_name(node.target) == GETITEM
 
 

@@ -1,4 +1,4 @@
-"""Milestones of quantization-aware training, switched step by step.
+"""Switches quantization-aware training on and off at milestones.
 
 Source: ``LinearQuantizer.step`` of coremltools/optimize/torch/quantization/quantizer.py.
 """
@@ -22,10 +22,10 @@ _TRAINING = 5  # position of that argument of batch_norm
 
 
 def attach(quantizers: Mapping[EdgeOrNode, Any]) -> None:
-    """Note at each fake-quantize module the milestones of the layer it belongs to.
+    """Store in each fake-quantize module the milestones of its layer.
 
     Args:
-        quantizers: What torchao made for each edge and result that is annotated.
+        quantizers: The module that torchao made for each annotated edge and result.
     """
     for place, module in quantizers.items():
         mark = mark_of(place if isinstance(place, Node) else place[1])
@@ -38,8 +38,7 @@ def attach(quantizers: Mapping[EdgeOrNode, Any]) -> None:
 class MilestoneSchedule:
     """Follows the milestones of a prepared model.
 
-    Of the layers that have milestones, ranges are not observed and quantization is not simulated
-    until they say so.
+    Layers that have milestones observe no ranges and simulate no quantization before they are due.
 
     Args:
         model: From ``prepare_qat_pt2e`` (or a copy of it).
@@ -63,11 +62,11 @@ class MilestoneSchedule:
 
     @property
     def steps(self) -> int:
-        """How many steps were begun."""
+        """Number of steps begun."""
         return self._steps
 
     def step(self) -> None:
-        """Begin the next training step: reach the milestones that are due."""
+        """Begin the next training step: switch what its milestones say."""
         for module, due in self._modules:
             if due.observe == self._steps:
                 module.enable_observer(True)
@@ -80,7 +79,7 @@ class MilestoneSchedule:
         self._steps += 1
 
     def _freeze_norms(self) -> None:
-        # Looked for only now: torchao replaces them whenever it changes between modes.
+        # Searched only now: torchao replaces them whenever it switches modes.
         for node in self._model.graph.nodes:
             if node.op != "call_function" or functional_name(node) != BATCH_NORM:
                 continue
@@ -98,7 +97,7 @@ def _modules(model: GraphModule) -> Iterator[tuple[FakeQuantizeBase, Milestones]
 
 
 def _milestones_of(norm: Node) -> Milestones | None:
-    """Those of the layer it is fused behind, which is the nearest marked one before it."""
+    """Return the milestones of the layer that a norm is fused behind, the nearest marked one."""
     node: object = norm
     while isinstance(node, Node):
         mark = mark_of(node)

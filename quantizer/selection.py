@@ -1,4 +1,4 @@
-"""Which settings apply to a call: those by name first, then by type, then the global ones."""
+"""Chooses the settings of a call: by module name first, then by type, then the global ones."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Choice:
     """The settings of one call.
 
     Attributes:
-        settings: None to leave it in float.
+        settings: The settings; None leaves the call in float.
         origin: The entry of the configuration that they come from.
-        explicit: Whether that entry means this call, rather than all.
+        explicit: Whether the entry names the call's module or function, rather than all.
     """
 
     settings: LayerSettings | None
@@ -31,12 +31,12 @@ class Choice:
     explicit: bool
 
     def admits(self, other: Choice) -> bool:
-        """Whether a call with ``other`` may be fused behind a call with this."""
+        """Whether a call with the choice ``other`` may be fused behind a call with this one."""
         return not other.explicit or other.settings == self.settings
 
 
 class SettingsSelector:
-    """Chooses settings, and remembers which entries of the configuration were of use.
+    """Chooses settings, and records which entries of the configuration covered a call.
 
     The path of a module, or the name of a class, stands for everything inside that module. Of
     several, the entry for the innermost module counts.
@@ -52,7 +52,7 @@ class SettingsSelector:
         self._met: set[Any] = set()
 
     def choose(self, node: Node) -> Choice:
-        """The settings of a call."""
+        """Return the settings of a call."""
         scopes = scopes_of(node)
         name = self._innermost(self._depths_by_name(scopes))
         kind = self._innermost(self._depths_by_type(node, scopes))
@@ -65,10 +65,10 @@ class SettingsSelector:
         return Choice(self._settings.everywhere, "global_config", explicit=False)
 
     def check_entries(self, nodes: Iterable[Node]) -> None:
-        """Check that every entry means some call.
+        """Check that every entry covers a call.
 
         Raises:
-            OptionError: An entry for a module or function that is not in the graph.
+            OptionError: An entry names a module or function that is not in the graph.
         """
         calls = [node for node in nodes if node.op == "call_function"]
         for node in calls:
@@ -81,7 +81,7 @@ class SettingsSelector:
             if missing:
                 paths = sorted({s.path for n in calls for s in scopes_of(n) if s.path})
                 raise OptionError(
-                    f"{option} means nothing in this program",
+                    f"{option} names nothing in this program",
                     got=", ".join(map(repr, missing)),
                     expected=f"modules such as {', '.join(map(repr, paths[:5]))}"
                     if paths
@@ -112,7 +112,7 @@ class SettingsSelector:
 
 
 class _TypeMatcher:
-    """Finds the calls that a key of ``module_type_configs`` means."""
+    """Finds the calls that a key of ``module_type_configs`` covers."""
 
     def __init__(self, kind: ModuleType) -> None:
         is_module = isinstance(kind, str) or (
@@ -122,7 +122,7 @@ class _TypeMatcher:
         self._function = None if is_module else _function_name(kind)
 
     def depth(self, node: Node, scopes: tuple[Scope, ...]) -> int:
-        """How far inside the call is meant, counted from 1 at the root; 0 if it is not meant."""
+        """Return the depth of the covered scope around a call, 1 at the root; 0 for none."""
         if self._function is not None:
             return len(scopes) + 1 if self._function == _op_name(node) else 0
         pattern = self._module
@@ -141,7 +141,7 @@ def _op_name(node: Node) -> str:
 
 
 def _function_name(function: Any) -> str:
-    """The name of the ATen op a function calls; those of ``operator`` have in-place twins."""
+    """Return the name of the ATen op that a function calls, in-place forms of ``operator`` too."""
     name = str(getattr(function, "__name__", "")).strip("_")
     if getattr(function, "__module__", "") == "_operator" and name in ("iadd", "imul", "imatmul"):
         return name[1:]

@@ -1,4 +1,4 @@
-"""Checks an annotated graph against what torchao can prepare and Core ML can run."""
+"""Checks that torchao can prepare an annotated graph and Core ML can run it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Place = tuple[EdgeOrNode, QuantizationSpecBase]
 
 
 def validate(model: GraphModule) -> None:
-    """Check every annotation of a graph, whoever made it.
+    """Check every annotation of a graph, those of other quantizers included.
 
     Args:
-        model: Annotated, in ATen dialect.
+        model: Annotated graph in ATen dialect.
 
     Raises:
         UnsupportedOperatorError: An op is annotated that Core ML does not run quantized.
-        LoweringError: Other annotations that cannot be prepared, converted or lowered; lists them.
+        LoweringError: Annotations cannot be prepared, converted or lowered; it lists them.
     """
     annotated = [n for n in model.graph.nodes if annotation_of(n) is not None]
     foreign = [n for n in annotated if any(_specs(n)) and not _is_known(n)]
@@ -90,7 +90,7 @@ def _problems(
 
 
 def _reference_problems(place: EdgeOrNode, spec: QuantizationSpecBase) -> Iterator[str]:
-    """What is wrong with where a spec refers to: it leads nowhere, or in a circle."""
+    """Yield why the reference of a shared spec is wrong: it leads nowhere, or in a circle."""
     path, current = [place], spec
     while True:
         following = _referred(current)
@@ -123,7 +123,7 @@ def _is_static(_: Node, spec: Concrete, _known: bool) -> str | None:
     return "Core ML has no dynamic quantization" if spec.is_dynamic else None
 
 
-def _fits(_: Node, spec: Concrete, _known: bool) -> str | None:
+def _fits_dtype(_: Node, spec: Concrete, _known: bool) -> str | None:
     if spec.dtype not in (torch.int8, torch.uint8):
         return None
     low, high = integer_range(spec.dtype)
@@ -132,8 +132,8 @@ def _fits(_: Node, spec: Concrete, _known: bool) -> str | None:
     return None if inside else f"{given} is beyond {str(spec.dtype).removeprefix('torch.')}"
 
 
-def _fills(_: Node, spec: Concrete, known: bool) -> str | None:
-    """Core ML quantizes an activation to all values of its type: narrower, it would not clip."""
+def _fills_dtype(_: Node, spec: Concrete, known: bool) -> str | None:
+    """Core ML quantizes an activation to all values of its dtype; it cannot clip to fewer."""
     if known or spec.dtype not in (torch.int8, torch.uint8):
         return None
     given, whole = (spec.quant_min, spec.quant_max), integer_range(spec.dtype)
@@ -152,12 +152,12 @@ def _has_axis(source: Node, spec: Concrete, known: bool) -> str | None:
     return None if axis < rank else f"axis {axis} of a tensor of rank {rank}"
 
 
-# Each is told the tensor, its spec, and whether the tensor is a constant.
+# Each takes the tensor, its spec, and whether the tensor is a constant.
 _CHECKS: tuple[Callable[[Node, Concrete, bool], str | None], ...] = (
     _has_dtype,
     _is_static,
-    _fits,
-    _fills,
+    _fits_dtype,
+    _fills_dtype,
     _has_axis,
 )
 

@@ -1,4 +1,4 @@
-"""Arguments that several commands share, each declared once. Imports nothing heavy."""
+"""Arguments that several commands share, and parsers of values. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coreml_delegate.formats.files import new_file
 from coreml_delegate.scripts import interruption
 from coreml_delegate.targets import Opset
 
-# Spelled out, because importing their owners takes seconds; a test holds them together.
+# Copies, because importing the enums takes seconds; a test compares them.
 COMPUTE_UNITS = ("all", "cpu_and_gpu", "cpu_and_ne", "cpu_only")
 PRECISIONS = ("float16", "float32")
 ENGINES = ("auto", "openvino", "reference")
@@ -23,15 +23,15 @@ HOSTS = ("auto", "python", "stock")
 _LARGEST = 2**63 - 1
 
 _SOURCE_HELP = (
-    "torchvision:NAME; MODULE:FACTORY, where FACTORY() returns (nn.Module, example_inputs), the "
-    "inputs being a tensor, a tuple or a dict of keyword inputs, or (nn.Module, args, kwargs), or "
-    "an nn.Module (then pass --input-shape) and MODULE may lie in the current folder; or FILE.pt2 "
-    "of torch.export.save"
+    "torchvision:NAME; or MODULE:FACTORY, where MODULE may be in the current folder and FACTORY() "
+    "returns (nn.Module, example_inputs) with a tensor, a tuple or a dict of keyword inputs, or "
+    "(nn.Module, args, kwargs), or an nn.Module (then pass --input-shape); or FILE.pt2 of "
+    "torch.export.save"
 )
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """SOURCE and what determines its weights and inputs."""
+    """Declare SOURCE and the options for its weights and inputs."""
     parser.add_argument("source", metavar="SOURCE", help=_SOURCE_HELP)
     parser.add_argument(
         "--weights",
@@ -51,23 +51,23 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def add_seed(parser: argparse.ArgumentParser, what: str) -> None:
-    """``--seed``."""
+    """Declare ``--seed``."""
     parser.add_argument("--seed", type=seed, default=0, help=f"for {what} (default: 0)")
 
 
 def add_compilation(parser: argparse.ArgumentParser) -> None:
-    """What Core ML computes in, where, and from which system on."""
+    """Declare compute unit, precision and deployment target."""
     parser.add_argument(
         "--compute-unit",
         choices=COMPUTE_UNITS,
         default="all",
-        help="where the device may run it (default: all)",
+        help="processors that the device may use (default: all)",
     )
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,
         default="float16",
-        help="what Core ML computes in (default: float16)",
+        help="floating-point type that Core ML computes in (default: float16)",
     )
     parser.add_argument(
         "--deployment-target",
@@ -78,68 +78,68 @@ def add_compilation(parser: argparse.ArgumentParser) -> None:
 
 
 def add_execution(parser: argparse.ArgumentParser, *, judging: bool = False) -> None:
-    """Where and how a program runs, and which of its methods; see ``add_engine``."""
+    """Declare ``--method`` and the options of ``add_engine``."""
     add_engine(parser, judging=judging)
     add_method(parser)
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:
-    """``--data``."""
+    """Declare ``--data``."""
     parser.add_argument(
         "--data",
         type=Path,
         action="append",
         default=[],
         metavar="FILE.ptd",
-        help="what a .pte keeps outside, repeatable",
+        help="external data of a .pte, repeatable",
     )
 
 
 def add_engine(parser: argparse.ArgumentParser, *, judging: bool = False) -> None:
-    """Where and how a program runs.
+    """Declare engine, host and engine options.
 
     Args:
         parser: Gets the arguments.
-        judging: Whether the program is run for its numbers: the default engine is then none, which
-            leaves the choice to the program.
+        judging: Whether the program is run for its accuracy; then the default is None, and the
+            types of the program decide the engine.
     """
     parser.add_argument(
         "--engine",
         choices=ENGINES,
         default=None if judging else "auto",
-        help="what executes Core ML (default: reference for a program that computes in fp16, auto "
-        "for others)"
+        help="engine that runs the Core ML parts (default: reference for a program that computes "
+        "in fp16, auto for others)"
         if judging
-        else "what executes Core ML (default: auto)",
+        else "engine that runs the Core ML parts (default: auto)",
     )
     parser.add_argument(
         "--host",
         choices=HOSTS,
         default="auto",
-        help="what executes the rest of a .pte: torch's kernels (python), ExecuTorch's own runtime "
-        "(stock), or python unless only stock can (auto, the default)",
+        help="runner of the other parts of a .pte: torch's kernels (python), ExecuTorch's own "
+        "runtime (stock), or python unless only stock can (auto, the default)",
     )
     parser.add_argument("--threads", type=positive, help="CPU threads (default: the engine's)")
     parser.add_argument(
         "--engine-precision",
         choices=ENGINE_PRECISIONS,
         default="f32",
-        help="what the openvino engine computes in (default: f32)",
+        help="floating-point type that the openvino engine computes in (default: f32)",
     )
     parser.add_argument(
         "--exact-nan",
         action="store_true",
-        help="let NaN pass through every op of the openvino engine, at the price of some speed",
+        help="propagate NaN through every op of the openvino engine, which costs some speed",
     )
 
 
 def add_method(parser: argparse.ArgumentParser) -> None:
-    """``--method``."""
+    """Declare ``--method``."""
     parser.add_argument("--method", help="method of the program (default: forward)")
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """``--input``."""
+    """Declare ``--input``."""
     parser.add_argument(
         "--input",
         type=Path,
@@ -152,12 +152,12 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """``--json``."""
+    """Declare ``--json``."""
     parser.add_argument("--json", action="store_true", help="write JSON to stdout")
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
-    """``--force``."""
+    """Declare ``--force``."""
     parser.add_argument("--force", action="store_true", help="replace outputs that exist")
 
 
@@ -195,7 +195,7 @@ def new_output(path: Path, *, force: bool) -> Generator[BinaryIO]:
 
 
 def integer(what: str, low: int, high: int = _LARGEST) -> Callable[[str], int]:
-    """Parse an integer of a range, called ``what`` in messages; by default of 64 bits."""
+    """Return a parser of integers from ``low`` to ``high``, called ``what`` in messages."""
 
     def parse(text: str) -> int:
         try:
@@ -216,11 +216,11 @@ positive = integer("a positive integer of 64 bits", 1)
 """Parse an integer of at least 1."""
 
 seed = integer("an integer of 64 bits, signed or unsigned", -_LARGEST - 1, 2 * _LARGEST + 1)
-"""Parse what torch takes for a seed."""
+"""Parse a seed that torch accepts."""
 
 
 def decibels(text: str) -> float:
-    """Parse a number, infinite or not."""
+    """Parse a finite or infinite number."""
     try:
         number = float(text)
     except ValueError:
@@ -239,7 +239,7 @@ def shape(text: str) -> tuple[int, ...]:
 
 
 def add_report(parser: argparse.ArgumentParser, forms: Collection[str], *, what: str) -> None:
-    """``--report``: files that get ``what`` in the form their suffix says."""
+    """Declare ``--report``: files that get ``what`` in the format of their suffix."""
     *first, last = sorted(forms)
     parser.add_argument(
         "--report",
@@ -247,13 +247,13 @@ def add_report(parser: argparse.ArgumentParser, forms: Collection[str], *, what:
         action="append",
         default=[],
         metavar="FILE",
-        help=f"write {what} too, in the form its suffix says: {', '.join(first)} or {last}; "
+        help=f"also write {what}, in the format of the suffix: {', '.join(first)} or {last}; "
         "repeatable",
     )
 
 
 def _file_in(suffixes: Collection[str]) -> Callable[[str], Path]:
-    """Parse the name of a file that ends in one of the suffixes."""
+    """Return a parser of file names that end in one of the suffixes."""
 
     def parse(text: str) -> Path:
         path = Path(text)

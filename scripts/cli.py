@@ -1,6 +1,6 @@
 """The ``coreml-delegate`` command: parser, dispatch and the one error handler.
 
-Exit codes: 0 done, 1 the input or the environment does not allow it (one line on stderr says why),
+Exit codes: 0 done, 1 failed because of the input or the machine (one line on stderr says why),
 2 wrong usage, 128 + n stopped by signal n.
 """
 
@@ -50,14 +50,14 @@ COMMANDS = tuple(
 )
 _DONE, _FAILED = 0, 1
 _ALLOCATOR = "DefaultCPUAllocator"
-"""In the message of the ``RuntimeError`` by which torch says that there is no memory."""
+"""Part of the message of the ``RuntimeError`` that torch raises if it runs out of memory."""
 
 
 def main_parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog=console.PROGRAM,
-        description="Lower PyTorch models to Core ML delegates for ExecuTorch; look into them and "
+        description="Lower PyTorch models to Core ML delegates for ExecuTorch, inspect them, and "
         "run them on any machine.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
@@ -107,7 +107,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     try:
         return main_parser().parse_args(argv)
     except SystemExit:
-        console.flush()  # here, where a reader that left can be handled
+        console.flush()  # here, where a closed pipe is handled
         raise
 
 
@@ -128,11 +128,11 @@ def _dispatch(args: argparse.Namespace) -> int:
 
 
 def _message(error: Exception) -> str | None:
-    """What the user is told; None for an error of which we do not know that it is no fault."""
+    """Return the message for the user; None for an error that may be a bug of ours."""
     memory = isinstance(error, MemoryError) or _ALLOCATOR in str(error)
     if memory and not isinstance(error, CoreMLDelegateError):
         details = str(error).rpartition(_ALLOCATOR)[2].strip(": ")
-        return f"this machine has not the memory it takes{f': {details}' if details else ''}"
+        return f"this machine does not have enough memory{f': {details}' if details else ''}"
     if not isinstance(error, CoreMLDelegateError | OSError):
         return None
     if isinstance(error, OSError) and error.strerror:
@@ -141,7 +141,7 @@ def _message(error: Exception) -> str | None:
 
 
 def _reader_left() -> int:
-    # What is still buffered would raise once more when the interpreter flushes at exit.
+    # Text that is still buffered would raise again when the interpreter flushes at exit.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)

@@ -1,35 +1,31 @@
-"""The command's only way to the terminal: data on stdout, everything else on stderr."""
+"""Output of the command: data on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from typing import Any, TextIO, TypeVar
 
 from coreml_delegate.errors import naming
 
-logger = logging.getLogger(__name__)
-
 PROGRAM = "coreml-delegate"
 _PACKAGE = "coreml_delegate"
 _STDOUT = "stdout"
-_ITEM = "- "
 _Item = TypeVar("_Item")
 _WARNING = f"{PROGRAM}: warning: %(message)s"
 _FORMAT = "%(levelname)s %(name)s: %(message)s"
 
 
 def open_closed_streams() -> None:
-    """Give a process that was started without stdout or stderr streams that can be written to.
+    """Open stdout and stderr if the process was started without them.
 
-    What is written to stdout has no reader, as if it had left; stderr is silent. Both get the
-    numbers that are theirs: a file that got one would be written to by libraries.
+    Writing to stdout then fails as if its reader had left; stderr discards. Both get their own file
+    numbers, because libraries would write to any other file that got one of them.
     """
     if sys.stdout is None:
         reader, writer = os.pipe()
@@ -54,23 +50,23 @@ def write(text: str) -> None:
 
 
 def flush() -> None:
-    """Write what is still buffered to stdout."""
+    """Write buffered text to stdout."""
     with naming(_STDOUT):
         sys.stdout.flush()
 
 
 def write_json(document: Any) -> None:
-    """Write ``document`` to stdout as JSON, in which inf and nan are strings."""
+    """Write ``document`` to stdout as JSON, with inf and nan as strings."""
     write(as_json(document))
 
 
 def as_json(document: Any) -> str:
-    """``document`` as JSON, in which inf and nan are strings."""
+    """Return ``document`` as JSON, with inf and nan as strings."""
     return json.dumps(_finite(document), indent=2, allow_nan=False)
 
 
 def note(message: str) -> None:
-    """Write a line to stderr that is neither data nor trouble."""
+    """Write a line of information to stderr."""
     sys.stderr.write(f"{message}\n")
 
 
@@ -84,20 +80,8 @@ def complain(message: str) -> None:
     _complain("error", message)
 
 
-def first_line(error: Exception) -> str:
-    """Class and first line of a foreign exception, whose message may be a page long.
-
-    Of a list that the first line announces, the first item belongs to it.
-    """
-    first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    items = [line for line in others if line.startswith(_ITEM)]
-    told = [first, *(items or (others if first.endswith(":") else []))[:1]]
-    told_in_one = " ".join(told).rstrip(".")
-    return f"{type(error).__name__}: {told_in_one}" if first else type(error).__name__
-
-
 def columns(rows: Iterable[Sequence[object]], *, indent: int = 0) -> str:
-    """Rows as left-aligned columns, two spaces apart; no line ends in spaces."""
+    """Return rows as left-aligned columns, two spaces apart; no line ends in spaces."""
     table = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = (
@@ -108,7 +92,7 @@ def columns(rows: Iterable[Sequence[object]], *, indent: int = 0) -> str:
 
 
 def size(count: int) -> str:
-    """A number of bytes for a reader, in decimal units."""
+    """Return a number of bytes for a reader, in decimal units."""
     for power, unit in ((3, "GB"), (2, "MB"), (1, "kB")):
         if count >= 1000**power:
             return f"{count / 1000**power:.1f} {unit}"
@@ -129,7 +113,7 @@ def step(description: str) -> Generator[None]:
 
 @contextmanager
 def progress(items: Sequence[_Item], description: str) -> Generator[Iterable[_Item]]:
-    """Show, if stderr is a terminal, how many items have been taken."""
+    """Show, if stderr is a terminal, how many items have been processed."""
     if not sys.stderr.isatty():
         yield items
         return
@@ -138,18 +122,6 @@ def progress(items: Sequence[_Item], description: str) -> Generator[Iterable[_It
 
     with Progress(console=Console(file=sys.stderr), transient=True) as bar:
         yield bar.track(items, description=description)
-
-
-@contextmanager
-def captured() -> Generator[None]:
-    """Turn what foreign code prints meanwhile, on either stream, into a debugging log record."""
-    printed = io.StringIO()
-    try:
-        with redirect_stdout(printed), redirect_stderr(printed):
-            yield
-    finally:
-        if printed.getvalue():
-            logger.debug("printed meanwhile: %s", printed.getvalue())
 
 
 @contextmanager
@@ -186,9 +158,9 @@ def session(verbosity: int) -> Generator[None]:
 
 @contextmanager
 def _quiet_torch(*, enabled: bool) -> Generator[None]:
-    """Torch's loggers have handlers of their own, on stderr: raise them beyond errors.
+    """Silence torch's loggers, which have handlers of their own on stderr.
 
-    What torch logs as an error it also raises, and the command reports it once.
+    Torch also raises the errors that it logs, and the command reports them once.
     """
     if not enabled:
         yield

@@ -1,4 +1,4 @@
-"""The Core ML delegates of a ``.pte``, with their blobs found and opened."""
+"""The Core ML delegates of a ``.pte``: their names, blobs and models."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class CoreMLPartition:
     """One Core ML delegate.
 
     Attributes:
-        method: Method it belongs to.
+        method: Name of its method.
         index: Its number among the method's delegates.
-        name: For a reader and for file names, for example ``forward_0``.
-        info: As the program has it.
-        blob: Its own, or the shared one it refers to.
-        reference: The reference, if the blob is shared.
+        name: Name for a reader and for files, for example ``forward_0``.
+        info: The delegate as the program declares it.
+        blob: Its own blob, or the shared one it refers to.
+        reference: The reference to a shared blob, or None.
     """
 
     method: str
@@ -39,11 +39,11 @@ class CoreMLPartition:
 
 @dataclass(frozen=True, slots=True)
 class BlobModel:
-    """The model inside a blob.
+    """A model inside a blob.
 
     Attributes:
         suffix: ``.mlpackage``, or ``.mlmodelc`` for a compiled one.
-        files: Its files: relative POSIX path to content.
+        files: Contents of its files by relative POSIX path.
     """
 
     suffix: str
@@ -51,7 +51,7 @@ class BlobModel:
 
 
 def partition_names(method: MethodInfo) -> dict[int, str]:
-    """Names of the Core ML delegates of one method, by their number among its delegates."""
+    """Return the names of a method's Core ML delegates by their number among its delegates."""
     return {
         index: f"{method.name}_{index}"
         for index, info in enumerate(method.delegates)
@@ -60,15 +60,15 @@ def partition_names(method: MethodInfo) -> dict[int, str]:
 
 
 def open_pte(path: Path, data: Sequence[Path] = ()) -> PteProgram:
-    """A ``.pte``, with what it keeps outside where the files are given.
+    """Open a ``.pte``, with its external data if the files are given.
 
     Args:
         path: The ``.pte``.
         data: Its ``.ptd`` files.
 
     Raises:
-        BlobFormatError: Not a ``.pte`` or ``.ptd``, or a part is malformed.
-        ProgramError: A file cannot be read, or tensors are missing in ``data``.
+        BlobFormatError: A file is no ``.pte`` or ``.ptd``, or malformed.
+        ProgramError: A file cannot be read, or ``data`` lacks tensors.
     """
     program = PteProgram.open(path)
     if not data:
@@ -79,10 +79,10 @@ def open_pte(path: Path, data: Sequence[Path] = ()) -> PteProgram:
 
 
 def partitions_of(program: PteProgram, method: MethodInfo) -> Iterator[CoreMLPartition]:
-    """The Core ML delegates of one method, in order.
+    """Yield the Core ML delegates of one method, in order.
 
     Raises:
-        BlobFormatError: A reference that leads nowhere.
+        BlobFormatError: A reference leads nowhere.
     """
     for index, name in partition_names(method).items():
         info = method.delegates[index]
@@ -99,11 +99,11 @@ def partitions_of(program: PteProgram, method: MethodInfo) -> Iterator[CoreMLPar
 
 
 def all_partitions(program: PteProgram) -> list[CoreMLPartition]:
-    """The Core ML delegates of every method.
+    """List the Core ML delegates of all methods.
 
     Raises:
         ProgramError: There is none.
-        BlobFormatError: A reference that leads nowhere.
+        BlobFormatError: A reference leads nowhere.
     """
     found = [p for method in program.methods for p in partitions_of(program, method)]
     if not found:
@@ -116,7 +116,7 @@ def all_partitions(program: PteProgram) -> list[CoreMLPartition]:
 
 
 def models_of(blob: Buffer) -> list[BlobModel]:
-    """The models of a blob: one, unless it was written to serve old and new runtimes.
+    """List the models of a blob: one, or two if it was written for old and new runtimes.
 
     Raises:
         BlobFormatError: The bytes are no blob, or it holds no model.

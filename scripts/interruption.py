@@ -1,7 +1,7 @@
-"""Signals as exceptions, so that everything a command opened is closed and removed.
+"""Raises exceptions for signals, so that a command closes and removes its files.
 
-An exception raised by a signal can be swallowed where Python code is called from C; what arrived is
-therefore remembered as well, and asked for before anything is published.
+An exception that a signal raises can get lost where C code calls Python. The signal is therefore
+recorded too, and checked before a file gets its final name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def handled() -> Generator[None]:
 
 
 def check() -> None:
-    """Raise again what a signal raised, in case it got lost.
+    """Raise the exception of a recorded signal, in case it got lost.
 
     Raises:
         KeyboardInterrupt: SIGINT arrived.

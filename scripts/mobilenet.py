@@ -1,4 +1,4 @@
-"""The demonstration: MobileNetV2 on a photograph."""
+"""The demonstration: MobileNetV2 is exported, run on a photograph, compared and extracted."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch import nn
 from coreml_delegate.backend import CoreMLBackend
 from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.files import provisional_folder, write_folder
+from coreml_delegate.lowering import export_model, lower_methods
 from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
+from coreml_delegate.runtime.accuracy import Accuracy
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts import console
-from coreml_delegate.scripts.accuracy import Accuracy
 from coreml_delegate.scripts.arguments import new_output
 from coreml_delegate.scripts.delegates import all_partitions, models_of
 from coreml_delegate.scripts.inputs import vision
-from coreml_delegate.scripts.inputs.source import Source
-from coreml_delegate.scripts.loaded import Loaded, load
-from coreml_delegate.scripts.lowering import lower
+from coreml_delegate.scripts.programs import LoadedProgram, load
+from coreml_delegate.source_model import SourceModel
 
 _MODEL = "mobilenet_v2"
 _PHOTO = "china.jpg"
@@ -33,12 +33,12 @@ _CALIBRATION_BATCH = 8
 
 
 def demonstrate(folder: Path, *, seed: int, repeat: int) -> None:
-    """Export, report, run, compare, extract, and sum up on stdout.
+    """Export, report, run, compare and extract; print a summary on stdout.
 
     Args:
         folder: Created if needed; ``mv2.pte`` and ``mv2.mlpackage`` in it are replaced.
-        seed: For the random weights.
-        repeat: Timed runs of the program and of eager PyTorch each.
+        seed: Seed of the random weights.
+        repeat: Number of timed runs, of the program and of eager PyTorch each.
 
     Raises:
         CoreMLDelegateError: A step failed, or an optional dependency is missing.
@@ -51,9 +51,9 @@ def demonstrate(folder: Path, *, seed: int, repeat: int) -> None:
 def _demonstrate(folder: Path, *, seed: int, repeat: int) -> None:
     photo = _photo()
     with console.step(f"Building {_MODEL} and calibrating its batch normalisation"):
-        model = _calibrated(photo, seed)
+        model = _build_calibrated(photo, seed)
         image = _preset()(photo).unsqueeze(0).contiguous()  # decoded photos are channels-last
-    source = Source(model, (image,), {}, None)
+    source = SourceModel(model, (image,), {}, None)
     path = folder / "mv2.pte"
     report = _export(source, path)
     console.write(f"{report.to_table()}\n")
@@ -73,7 +73,7 @@ def _demonstrate(folder: Path, *, seed: int, repeat: int) -> None:
         ("partitions", len(report.partitions)),
         (str(path), console.size(path.stat().st_size)),
         (str(package), console.size(_size(package))),
-        ("extracted package", _same(package, image, actual)),
+        ("extracted package", _compare_package(package, image, actual)),
         ("SQNR against eager PyTorch", f"{accuracy.sqnr_db:.1f} dB ({judged.execution})"),
         ("same class", "yes" if accuracy.top1_agreement == 1 else "no"),
         ("latency", f"{ours:.2f} ms (median of {repeat}, batch 1; {program.execution})"),
@@ -83,7 +83,7 @@ def _demonstrate(folder: Path, *, seed: int, repeat: int) -> None:
 
 
 def _photo() -> Any:
-    """A photograph that comes with scikit-learn, as a PIL image."""
+    """Return a photograph that scikit-learn contains, as a PIL image."""
     try:
         datasets = importlib.import_module("sklearn.datasets")
         pillow = importlib.import_module("PIL.Image")
@@ -95,14 +95,14 @@ def _photo() -> Any:
 
 
 def _preset() -> Any:
-    """Torchvision's own preprocessing for this model."""
+    """Return torchvision's own preprocessing for this model."""
     return vision.import_torchvision().models.get_model_weights(_MODEL).DEFAULT.transforms()
 
 
-def _calibrated(photo: Any, seed: int) -> nn.Module:
-    """The model with random weights and the batch statistics of crops of the photo.
+def _build_calibrated(photo: Any, seed: int) -> nn.Module:
+    """Build the model with random weights and the batch statistics of crops of the photo.
 
-    Without them activations shrink from layer to layer until fp16 has nothing left of them.
+    Without the statistics activations shrink from layer to layer until they underflow in fp16.
     """
     transforms = vision.import_torchvision().transforms
     preset = _preset()
@@ -128,37 +128,40 @@ def _calibrated(photo: Any, seed: int) -> nn.Module:
     return model.eval()
 
 
-def _export(source: Source, path: Path) -> DelegationReport:
+def _export(source: SourceModel, path: Path) -> DelegationReport:
     partitioner = CoreMLPartitioner(compile_specs=CoreMLBackend.generate_compile_specs())
-    program = lower(source, partitioner)
+    with console.step("Exporting with torch.export"):
+        exported = export_model(source)
+    with console.step("Lowering to Core ML"):
+        program = lower_methods({"forward": exported}, partitioner)
     with new_output(path, force=True) as file:
         program.write_to_file(file)
     return partitioner.report
 
 
 def _extract(path: Path, folder: Path) -> Path:
-    """Write the first partition's model; MobileNetV2 has no other."""
+    """Write the model of the first partition; MobileNetV2 has only one."""
     package = folder / "mv2.mlpackage"
     partition = all_partitions(PteProgram.open(path))[0]
     write_folder(models_of(partition.blob)[0].files, package, overwrite=True)
     return package
 
 
-def _sole_tensor(loaded: Loaded, image: torch.Tensor) -> torch.Tensor:
+def _sole_tensor(loaded: LoadedProgram, image: torch.Tensor) -> torch.Tensor:
     (result,) = loaded.run([image]).values()
     return cast("torch.Tensor", result)
 
 
-def _same(package: Path, image: torch.Tensor, expected: torch.Tensor) -> str:
-    """Whether the extracted package alone gives what the whole program gives."""
-    model: Loaded = load(package, method=None)
+def _compare_package(package: Path, image: torch.Tensor, expected: torch.Tensor) -> str:
+    """Compare the output of the extracted package with that of the whole program."""
+    model: LoadedProgram = load(package, method=None)
     actual = _sole_tensor(model, image)
     same = torch.equal(actual.to(expected.dtype), expected)
     return "gives the same output as the .pte" if same else "gives another output than the .pte"
 
 
 def _latencies(actions: Sequence[Callable[[], object]], repeat: int) -> list[float]:
-    """Median milliseconds of each; interleaved, so that all meet the machine in the same moods."""
+    """Return median milliseconds of each; interleaved, so that the machine's load affects all."""
     times: list[list[float]] = [[] for _ in actions]
     for _ in range(repeat):
         for action, taken in zip(actions, times, strict=True):

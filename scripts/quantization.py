@@ -1,225 +1,212 @@
-"""Quantizing the model of a source, by each of the methods there are."""
+"""The quantization options of a command: their checks, calibration data, and the summary of sizes.
+
+Imports nothing slow: the options are declared when the command line is parsed.
+"""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from coreml_delegate.errors import CoreMLDelegateError, OptionError
+from coreml_delegate.quantization import FORMS, QuantizationAssignment, mode_of
+from coreml_delegate.scripts import arguments, console
 
-from coreml_delegate.errors import CoreMLDelegateError, OptionError, near_matches
-from coreml_delegate.quantization_modes import Method, QuantizationAssignment, QuantizationMode
-from coreml_delegate.quantization_modes.configs import (
-    has_rows,
-    is_weight_of_attention,
-    quantizer_config_of,
-    torchao_config,
+if TYPE_CHECKING:
+    from coreml_delegate.source_model import SourceModel
+
+_CALIBRATION = (
+    "data to calibrate with: a folder of images (.png, .jpg) or arrays (.npy, .npz, .pt), a .npz "
+    "with an array for each input, or MODULE:FACTORY, which returns samples to iterate over"
 )
-from coreml_delegate.quantizer import CoreMLQuantizer, QuantizationReport
-from coreml_delegate.scripts import console
-from coreml_delegate.scripts.inputs.dynamic_sizes import dynamic_shapes_of
-from coreml_delegate.scripts.inputs.source import Source, blaming
-from coreml_delegate.third_party import quiet_import
-from coreml_delegate.transforms.half_precision import promote_half_to_fp32
-
-logger = logging.getLogger(__name__)
-
-Samples = Sequence[Sequence[Any]]
-_SHOWN = 3
+_DEFAULT_SAMPLES = 128
+_SHOWN = 3  # modules listed in a warning
 
 
-@dataclass(frozen=True, slots=True)
-class Quantized:
-    """A source after quantization.
-
-    Attributes:
-        source: The same model, quantized.
-        in_float: Modules that stay in float though the assignment means them, each with the reason.
-    """
-
-    source: Source
-    in_float: Mapping[str, str]
-
-
-def quantize(source: Source, assignment: QuantizationAssignment, samples: Samples) -> Quantized:
-    """Quantize a model.
-
-    Args:
-        source: Its module may be modified.
-        assignment: How.
-        samples: To calibrate with, flattened as ``source.leaves``; without any the example inputs
-            are taken, whose values do not matter to weights.
-
-    Raises:
-        OptionError: It cannot be quantized so, or nothing of it can.
-    """
-    if assignment.mode.method is Method.PT2E:
-        return Quantized(_by_pt2e(source, assignment, samples), {})
-    if assignment.mode.method is Method.MODULES:
-        module = modules_of(source, assignment.mode)
-        in_float = quantize_modules(module, assignment)
-        if source.exported is not None:
-            source = replace(source, exported=_exported(module, source.exported, source))
-        return Quantized(source, in_float)
-    return Quantized(source, {})  # the compile options say it
+def add_quantization(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--quantize``, ``--quantize-config`` and the calibration options."""
+    group = parser.add_argument_group(
+        "quantization", "; ".join(f"{form}: {meaning}" for form, meaning in FORMS.items())
+    )
+    choice = group.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--quantize", type=_assignment, metavar="MODE", help=f"mode: {', '.join(FORMS)}"
+    )
+    choice.add_argument(
+        "--quantize-config",
+        type=Path,
+        metavar="FILE.json",
+        help="a mode for each module, as quantize-report --suggest writes",
+    )
+    _add_calibration(group)
 
 
-def modules_of(source: Source, mode: QuantizationMode) -> nn.Module:
-    """The module of a source that has modules.
+def add_mode(parser: argparse.ArgumentParser) -> None:
+    """Declare a required ``--quantize`` and the calibration options."""
+    parser.add_argument(
+        "--quantize",
+        type=_assignment,
+        metavar="MODE",
+        required=True,
+        help=f"the mode to examine: {', '.join(FORMS)}",
+    )
+    _add_calibration(parser)
+
+
+def _add_calibration(parser: argparse._ActionsContainer) -> None:  # pyright: ignore[reportPrivateUsage] - groups have no public type
+    parser.add_argument("--calibration", metavar="DATA", help=_CALIBRATION)
+    parser.add_argument(
+        "--calibration-samples",
+        type=arguments.positive,
+        metavar="N",
+        help=f"samples to read at most (default: {_DEFAULT_SAMPLES})",
+    )
+
+
+def assignment_of(args: argparse.Namespace) -> QuantizationAssignment | None:
+    """Return the assignment that the options name, or None.
 
     Raises:
-        OptionError: It has none, being a program.
+        OptionError: The file of ``--quantize-config`` cannot be read.
     """
-    if isinstance(source.module, GraphModule) or not isinstance(source.module, nn.Module):
-        raise OptionError(
-            f"{mode.name} quantizes modules, and a .pt2 has none",
-            remedy="Give the model itself, or use int8-weight or int4-weight",
-        )
-    return source.module
+    if args.quantize_config is not None:
+        return QuantizationAssignment.read(args.quantize_config)
+    assignment: QuantizationAssignment | None = args.quantize
+    return assignment
 
 
-def quantize_modules(module: nn.Module, assignment: QuantizationAssignment) -> Mapping[str, str]:
-    """Quantize linear layers and embeddings in place.
-
-    Returns:
-        Those that stay in float though they are meant, with the reason.
+def check(args: argparse.Namespace, assignment: QuantizationAssignment | None) -> None:
+    """Check the options against each other.
 
     Raises:
-        OptionError: The assignment names a module that is not there, or nothing can be quantized.
+        OptionError: The deployment target is too old for the quantization; calibration data is
+            missing, or given without a quantization.
     """
-    paths = dict(module.named_modules())
-    _check_paths(assignment, paths)
-    chosen: dict[QuantizationMode, set[str]] = {}
-    in_float: dict[str, str] = {}
-    for path, layer in paths.items():
-        mode = assignment.mode_for(path)
-        if mode is None or not has_rows(layer):
-            continue
-        reason = obstacle(layer, mode)
-        if reason is None:
-            chosen.setdefault(mode, set()).add(path)
-        else:
-            in_float[path] = reason
-    if not chosen:
-        raise OptionError(
-            f"nothing to quantize by {assignment.mode.name}",
-            got="; ".join(f"{path}: {why}" for path, why in list(in_float.items())[:_SHOWN])
-            or "no linear layer or embedding",
-            remedy="int8-weight and int4-weight quantize every kind of layer",
-        )
-    with quiet_import():
-        from torchao.quantization import quantize_
-
-    for mode, names in chosen.items():
-        with blaming(f"torchao cannot quantize by {mode.name}"):
-            quantize_(module, torchao_config(mode), filter_fn=_is_among(names))
-    return in_float
-
-
-def _is_among(names: set[str]) -> Callable[[nn.Module, str], bool]:
-    return lambda _, path: path in names
-
-
-def _check_paths(assignment: QuantizationAssignment, paths: Mapping[str, nn.Module]) -> None:
-    for path in assignment.modules:
-        if path not in paths:
+    if assignment is None:
+        if args.calibration is not None or args.calibration_samples is not None:
             raise OptionError(
-                "the quantization config names a module that the model does not have",
-                got=repr(path),
-                expected=near_matches(path, paths, ""),
+                "there is nothing to calibrate",
+                remedy="Pass --quantize or --quantize-config, or leave --calibration out",
             )
-
-
-def obstacle(layer: Any, mode: QuantizationMode) -> str | None:
-    """Why a layer whose weight is [rows, columns] cannot be quantized so, or None."""
-    weight: torch.Tensor = layer.weight
-    columns = weight.shape[-1]
-    if is_weight_of_attention(layer):
-        return "nn.MultiheadAttention multiplies by its weight itself"
-    if not weight.dtype.is_floating_point:
-        return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
-    if mode.group_size is not None and columns % mode.group_size:
-        return f"{columns} columns are no multiple of {mode.group_size}"
-    return None
-
-
-def _by_pt2e(source: Source, assignment: QuantizationAssignment, samples: Samples) -> Source:
-    program = exported_in_float(source)
-    graph: GraphModule = program.module()  # pyright: ignore[reportAssignmentType]
-    calibration = [source.structured(leaves) for leaves in (samples or [source.leaves])]
-    with console.progress(calibration, "Calibrating") as shown:
-        quantized, report = quantize_graph(graph, quantizer_config_of(assignment), shown)
-    if not report.quantized:
-        reasons = dict.fromkeys(str(node.reason) for node in report.unquantized)
+        return
+    newest = assignment.newest
+    newest.require_target(getattr(args, "deployment_target", None), "--deployment-target")
+    if assignment.activations and args.calibration is None:
         raise OptionError(
-            f"nothing to quantize by {assignment.mode.name}",
-            got="; ".join(list(reasons)[:_SHOWN]) or "no operations on floats",
+            f"{assignment.mode.name} quantizes activations and needs calibration data",
+            remedy="Pass --calibration DIR, FILE.npz or MODULE:FACTORY",
         )
-    return replace(source, module=quantized, exported=_exported(quantized, program, source))
 
 
-def exported_in_float(source: Source) -> ExportedProgram:
-    """The program of a source, to be quantized by PT2E, which knows fp32 alone.
-
-    A program in half precision gets an interior in fp32, as it gets when it is lowered.
-    """
-    return promote_half_to_fp32(source.export())
-
-
-def quantize_graph(
-    graph: GraphModule, config: Any, calibration: Any
-) -> tuple[GraphModule, QuantizationReport]:
-    """Prepare, calibrate and convert.
-
-    Args:
-        graph: ``torch.export.export(...).module()``; modified.
-        config: coremltools' ``LinearQuantizerConfig``.
-        calibration: Iterated over once: positional and keyword inputs.
-
-    Returns:
-        The quantized graph, and what of it is quantized.
+def calibration_samples(
+    args: argparse.Namespace, source: SourceModel, assignment: QuantizationAssignment
+) -> list[list[Any]]:
+    """Read the calibration samples that an assignment needs; warn if they are given in vain.
 
     Raises:
-        OptionError: The configuration does not go with the model, or the model fails on a sample.
-        LoweringError: What results could not be lowered.
+        OptionError: The data cannot be read or do not fit the model.
     """
-    with quiet_import():
-        from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
-
-    quantizer = CoreMLQuantizer(config)
-    with blaming("PT2E cannot quantize the model"), torch.no_grad():
-        prepared = prepare_pt2e(graph, quantizer)
-        for args, kwargs in calibration:
-            prepared(*args, **kwargs)
-        return convert_pt2e(prepared), quantizer.report
+    if assignment.activations:
+        return read_samples(args, source)
+    if args.calibration is not None:
+        console.warn(f"{assignment.mode.name} quantizes only weights: --calibration is not read")
+    return []
 
 
-def _exported(model: nn.Module, original: ExportedProgram, source: Source) -> ExportedProgram:
-    args, kwargs = original.example_inputs or (source.args, source.kwargs)
-    with torch.no_grad(), blaming("torch.export cannot capture the quantized model"):
-        return torch.export.export(
-            model,
-            tuple(args),
-            dict(kwargs),
-            dynamic_shapes=dynamic_shapes_of(original, model, args, kwargs),
-        )
+def read_samples(args: argparse.Namespace, source: SourceModel) -> list[list[Any]]:
+    """Read the data of ``--calibration``, at most ``--calibration-samples`` of it.
+
+    Raises:
+        OptionError: The data cannot be read or do not fit the model.
+    """
+    from coreml_delegate.scripts.inputs.calibration import read_calibration
+
+    limit = args.calibration_samples or _DEFAULT_SAMPLES
+    return read_calibration(args.calibration, source, limit=limit)
 
 
-def describe_in_float(in_float: Mapping[str, str]) -> None:
-    """Warn of the modules that stay in float."""
+def warn_of_float(in_float: Mapping[str, str]) -> None:
+    """Warn of the modules that stay in float, given with their reasons."""
     listed = [f"{path} ({why})" for path, why in in_float.items()]
     if listed:
         more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-        console.warn(f"in float stay: {', '.join(listed[:_SHOWN])}{more}")
+        console.warn(f"modules left in float: {', '.join(listed[:_SHOWN])}{more}")
 
 
-def weight_bytes(source: Source) -> int:
-    """Size of the parameters and buffers of a model; shared ones count once."""
+def _assignment(text: str) -> QuantizationAssignment:
+    try:
+        return QuantizationAssignment(mode_of(text))
+    except OptionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationSummary:
+    """Sizes of a model before and after quantization, in bytes.
+
+    Attributes:
+        assignment: How the model is quantized.
+        before: Size of the parameters and buffers of the model.
+        after: Size of the weights in the Core ML delegates; None before lowering.
+        program: Size of the ``.pte``; None before lowering.
+    """
+
+    assignment: QuantizationAssignment
+    before: int
+    after: int | None = None
+    program: int | None = None
+
+    @classmethod
+    def of(cls, source: SourceModel, assignment: QuantizationAssignment) -> QuantizationSummary:
+        """Begin the summary of a model that is not quantized yet."""
+        return cls(assignment, _weight_bytes(source))
+
+    def with_program(self, pte: bytes) -> QuantizationSummary:
+        """Return the summary with the sizes of the lowered program."""
+        from coreml_delegate.quantization.weight_inventory import weights_of
+        from coreml_delegate.runtime.delegate import read_blob
+        from coreml_delegate.runtime.program.pte import PteProgram
+        from coreml_delegate.scripts.delegates import partitions_of
+
+        program = PteProgram.open(pte)
+        blobs = [
+            partition.blob
+            for method in program.methods
+            for partition in partitions_of(program, method)
+        ]
+        models = [read_blob(blob)[0] for blob in blobs]
+        stored = sum(weight.stored_bytes for model in models for weight in weights_of(model))
+        return replace(self, after=stored, program=len(pte))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "config": self.assignment.as_dict(),
+            "model_weight_bytes": self.before,
+            "delegate_weight_bytes": self.after,
+            "program_bytes": self.program,
+        }
+
+    def __str__(self) -> str:
+        mixed = f" and modes for {len(self.assignment.modules)} modules"
+        mode = f"{self.assignment.mode.name}{mixed if self.assignment.modules else ''}"
+        text = f"quantized by {mode}: weights {console.size(self.before)}"
+        if self.after is None or self.program is None:
+            return text
+        share = f" ({self.after / self.before:.0%})" if self.before else ""
+        return (
+            f"{text} before, {console.size(self.after)} after{share}; "
+            f"program {console.size(self.program)}"
+        )
+
+
+def _weight_bytes(source: SourceModel) -> int:
+    """Return the size of a model's parameters and buffers; shared ones count once."""
+    from torch import nn
+
     if source.exported is not None:
         tensors = list(source.exported.state_dict.values())
     elif isinstance(source.module, nn.Module):

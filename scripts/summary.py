@@ -1,4 +1,4 @@
-"""What is inside a program, as plain data ready for JSON."""
+"""The contents of a ``.pte`` or ``.mlpackage`` as plain data for JSON."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.formats.blob import unflatten
 from coreml_delegate.formats.blob_layout import metadata_in
+from coreml_delegate.quantization.weight_inventory import summarize_weights
 from coreml_delegate.runtime.delegate import read_blob
 from coreml_delegate.runtime.engines.selection import ENGINES
 from coreml_delegate.runtime.mil.package import read_mlpackage
@@ -27,21 +28,20 @@ from coreml_delegate.runtime.program.plan import (
 )
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts.delegates import CoreMLPartition, open_pte, partitions_of
-from coreml_delegate.scripts.weight_inventory import summarize_weights
 from coreml_delegate.targets import Opset
 
 _CONST = "const"
 
 
 def summarize_pte(path: Path, data: Sequence[Path] = ()) -> dict[str, Any]:
-    """Methods, delegates, and the models inside the Core ML ones.
+    """Summarize methods, delegates, and the models inside Core ML delegates.
 
     Args:
         path: The ``.pte``.
-        data: The ``.ptd`` files of what it keeps outside.
+        data: Its ``.ptd`` files.
 
     Raises:
-        BlobFormatError: Not a ``.pte``, or a part of it is malformed.
+        BlobFormatError: The file is no ``.pte``, or malformed.
         ProgramError: The file cannot be read.
     """
     program = open_pte(path, data)
@@ -55,18 +55,18 @@ def summarize_pte(path: Path, data: Sequence[Path] = ()) -> dict[str, Any]:
 
 
 def summarize_package(path: Path) -> dict[str, Any]:
-    """The model of an mlpackage.
+    """Summarize the model of an mlpackage.
 
     Raises:
         BlobFormatError: A part is missing or malformed.
-        ProgramError: No such package, or not an ML Program.
+        ProgramError: The package does not exist, or is not an ML Program.
     """
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     return {"file": str(path), "bytes": size, "model": summarize_model(read_mlpackage(path))}
 
 
 def summarize_model(program: Program) -> dict[str, Any]:
-    """Functions, operations, weights, and which engine runs them here."""
+    """Summarize functions, operations, weights, and which engine runs them here."""
     return {
         "specification_version": program.specification_version,
         "functions": [_function(function) for function in program.functions.values()],
@@ -118,7 +118,7 @@ def _core_ml(partition: CoreMLPartition) -> dict[str, Any]:
         summary["function"] = partition.reference.function_name
     try:
         program, metadata = read_blob(partition.blob)
-    except ProgramError as error:  # compiled ahead of time: only Apple devices can say more
+    except ProgramError as error:  # compiled ahead of time: only Apple devices can read it
         return summary | _identified(partition) | {"model": None, "unreadable": str(error)}
     return summary | {
         "identifier": metadata.identifier,
@@ -131,7 +131,7 @@ def _identified(partition: CoreMLPartition) -> dict[str, Any]:
 
 
 def _options(info: DelegateInfo) -> dict[str, Any] | None:
-    """Compile options by name; None for specs of other exporters that ours do not know."""
+    """Return compile options by name; None for specs of other exporters that are unknown here."""
     try:
         options = CompileOptions.from_pairs(info.compile_specs)
     except OptionError:

@@ -5,8 +5,11 @@ from coreml_delegate.third_party import quiet_import
 with quiet_import():
     from executorch.export import recipe_registry
 
-    from coreml_delegate.recipes.provider import CoreMLRecipeProvider
-    from coreml_delegate.recipes.recipe_type import COREML_BACKEND, CoreMLRecipeType
+    from coreml_delegate.recipes.provider import (
+        COREML_BACKEND,
+        CoreMLRecipeProvider,
+        CoreMLRecipeType,
+    )
 
 recipe_registry.register_backend_recipe_provider(CoreMLRecipeProvider())
 

@@ -1,4 +1,4 @@
-"""The keywords of recipes, each checked: none is ignored, and no value is bent."""
+"""Checks of the recipes' keywords: none is ignored, and no value is changed."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ FILTER: Mapping[str, Check] = MappingProxyType(
 """Keyword of the recipes that quantize modules."""
 
 GROUP: Mapping[str, Check] = MappingProxyType({"group_size": positive})
-"""Keyword of the recipes by group."""
+"""Keyword of the recipes that quantize by groups."""
 
 CODEBOOK: Mapping[str, Check] = MappingProxyType({"bits": _bits, "block_size": _block_size})
-"""Keywords, all required, of the codebook's recipe."""
+"""Keywords of the codebook recipe; all are required."""
 
 
 def check(

@@ -1,4 +1,4 @@
-"""``CoreMLRecipeProvider``: what ``executorch.export`` asks for our recipes."""
+"""The names of the recipes, and the provider that makes them for ``executorch.export``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torch import nn
 from coreml_delegate.backend import CoreMLBackend
 from coreml_delegate.compile_options import Precision
 from coreml_delegate.partition import CoreMLPartitioner
-from coreml_delegate.quantization_modes import Method, QuantizationMode, mode_of
-from coreml_delegate.quantization_modes.configs import (
+from coreml_delegate.quantization import Method, QuantizationMode, mode_of
+from coreml_delegate.quantization.configs import (
     has_rows,
     is_weight_of_attention,
     linear_quantizer_config,
@@ -30,8 +30,10 @@ from coreml_delegate.quantization_modes.configs import (
 )
 from coreml_delegate.quantizer import CoreMLQuantizer
 from coreml_delegate.recipes import keywords
-from coreml_delegate.recipes.recipe_type import COREML_BACKEND, CoreMLRecipeType
 from coreml_delegate.targets import STATE_OPSET, Opset
+
+COREML_BACKEND = "coreml_delegate"
+"""The backend in ExecuTorch's recipe registry; its own Core ML backend is ``coreml`` there."""
 
 _PARTITIONER_KEYWORDS = (
     "skip_ops_for_coreml_delegation",
@@ -41,15 +43,37 @@ _PARTITIONER_KEYWORDS = (
 _DEFAULT_GROUP = 32
 
 
+class CoreMLRecipeType(RecipeType):
+    """Names of the recipes, the same as in ExecuTorch's own backend.
+
+    ``ExportRecipe.get_recipe`` takes them; ``CoreMLRecipeProvider`` documents the keywords.
+    """
+
+    FP32 = "coreml_fp32"
+    FP16 = "coreml_fp16"
+    PT2E_INT8_STATIC = "coreml_pt2e_int8_static"
+    PT2E_INT8_WEIGHT_ONLY = "coreml_pt2e_int8_weight_only"
+    TORCHAO_INT4_WEIGHT_ONLY_PER_CHANNEL = "coreml_torchao_int4_weight_only_per_channel"
+    TORCHAO_INT4_WEIGHT_ONLY_PER_GROUP = "coreml_torchao_int4_weight_only_per_group"
+    TORCHAO_INT8_WEIGHT_ONLY_PER_CHANNEL = "coreml_torchao_int8_weight_only_per_channel"
+    TORCHAO_INT8_WEIGHT_ONLY_PER_GROUP = "coreml_torchao_int8_weight_only_per_group"
+    CODEBOOK_WEIGHT_ONLY = "coreml_codebook_weight_only"
+
+    @classmethod
+    def get_backend_name(cls) -> str:
+        """Return the backend that provides these recipes."""
+        return COREML_BACKEND
+
+
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """A recipe.
+    """How to make a recipe.
 
     Attributes:
-        mode: Name of the quantization mode for given keywords; None for none.
-        precision: What Core ML computes in.
-        keywords: Accepted besides those of every recipe.
-        required: Of them.
+        mode: Returns the name of the quantization mode for given keywords, or None.
+        precision: Precision that Core ML computes in.
+        keywords: Checks of the keywords besides those of every recipe.
+        required: Keywords that must be given.
     """
 
     mode: Callable[[Mapping[str, Any]], str | None] = lambda _: None
@@ -97,21 +121,21 @@ _RECIPES = MappingProxyType(
 class CoreMLRecipeProvider(BackendRecipeProvider):
     """Makes the recipes of ``CoreMLRecipeType``.
 
-    All take ``minimum_deployment_target`` (None given: the smallest that the model needs),
-    ``compute_unit``, and of ``CoreMLPartitioner`` ``skip_ops_for_coreml_delegation``,
-    ``lower_full_graph`` and ``take_over_constant_data``. Those by torchao take ``filter_fn(module,
-    path)``, which says what is quantized: linear layers by default, and for a codebook embeddings
-    too. Those per group take ``group_size`` (32); the codebook's requires ``bits`` and
-    ``block_size``, the rows and columns that share a table.
+    All take ``minimum_deployment_target`` (by default the oldest that the model needs),
+    ``compute_unit``, and three options of ``CoreMLPartitioner``:
+    ``skip_ops_for_coreml_delegation``, ``lower_full_graph``, ``take_over_constant_data``. The
+    recipes by torchao take ``filter_fn(module, path)``, which says what is quantized: linear layers
+    by default, and for a codebook embeddings too. Those by groups take ``group_size`` (32); the
+    codebook recipe requires ``bits`` and ``block_size``, the rows and columns that share a table.
     """
 
     @property
     def backend_name(self) -> str:
-        """The backend in the registry."""
+        """Name of the backend in the registry."""
         return COREML_BACKEND
 
     def get_supported_recipes(self) -> Sequence[RecipeType]:
-        """Every ``CoreMLRecipeType``."""
+        """Return every ``CoreMLRecipeType``."""
         return list(_RECIPES)
 
     def create_recipe(self, recipe_type: RecipeType, **kwargs: Any) -> ExportRecipe | None:
@@ -125,8 +149,8 @@ class CoreMLRecipeProvider(BackendRecipeProvider):
             The recipe; None for a type that is not ours, as the registry expects.
 
         Raises:
-            OptionError: A keyword that is unknown, missing or not accepted, or a deployment target
-                that is too old for the recipe.
+            OptionError: A keyword is unknown, missing or not accepted, or the deployment target is
+                too old for the recipe.
         """
         if not isinstance(recipe_type, CoreMLRecipeType):
             return None
@@ -177,7 +201,7 @@ def _lowering(
         take_over_mutable_buffer=target is None or target >= STATE_OPSET,
         **{k: given[k] for k in _PARTITIONER_KEYWORDS if k in given},
     )
-    # The same as that of ExecuTorch's other backends, so that recipes combine.
+    # The configuration of ExecuTorch's other backends, so that recipes can be combined.
     return LoweringRecipe(
         partitioners=[partitioner],
         edge_compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=False),

@@ -1,4 +1,4 @@
-"""Commands: one thin module each, with its arguments and how it runs."""
+"""Commands: one module each, which declares its arguments and runs it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Command:
         name: As typed.
         summary: One line for the list of commands, without a final full stop.
         description: A sentence or two for its own help.
-        add_arguments: Declares its arguments.
-        run: Runs it and returns the exit code; may import what is slow to import.
+        add_arguments: Declares its arguments; imports nothing slow.
+        run: Runs it and returns the exit code; slow imports belong here.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""``coreml-delegate cache``: the compiled programs kept on this machine."""
+"""``coreml-delegate cache``: show or clear the compiled programs on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     from coreml_delegate.runtime.engines.entry_cache import CacheOptions, EntryCache
 
     configured = CacheOptions.from_environment()
-    # Switched off, it may still hold what was kept before.
+    # Switched off, it may still hold entries of before.
     options = CacheOptions() if configured is None else configured
     cache = EntryCache(options)
     removed = cache.clear() if args.clear else 0

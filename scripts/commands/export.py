@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coreml_delegate.scripts import arguments, console, quantization_options
+from coreml_delegate.scripts import arguments, console, quantization
 from coreml_delegate.scripts.arguments import check_output, new_output
 from coreml_delegate.scripts.commands import Command
 from coreml_delegate.scripts.inputs import flexible_shapes
 
 if TYPE_CHECKING:
     from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
-    from coreml_delegate.quantization_modes import QuantizationAssignment
-    from coreml_delegate.scripts.inputs.source import Source
-    from coreml_delegate.scripts.quantization_summary import QuantizationSummary
+    from coreml_delegate.quantization import QuantizationAssignment
+    from coreml_delegate.scripts.quantization import QuantizationSummary
+    from coreml_delegate.source_model import SourceModel
 
 _FORMS: Mapping[str, Callable[[DelegationReport], str]] = {
     ".html": lambda report: report.to_html(),
@@ -35,12 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="report what would be delegated, without lowering; nothing but --report is written",
+        help="report what would be delegated, without lowering; only --report is written",
     )
     arguments.add_compilation(parser)
     _add_filters(parser)
     flexible_shapes.add_flexible_shapes(parser)
-    quantization_options.add_quantization(parser)
+    quantization.add_quantization(parser)
     arguments.add_report(parser, _FORMS, what="the delegation report")
     arguments.add_force(parser)
     arguments.add_json(parser)
@@ -48,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_filters(parser: argparse.ArgumentParser) -> None:
-    """What is delegated, of what Core ML takes."""
+    """Declare the options that leave operations to the CPU."""
     group = parser.add_argument_group("what to delegate")
-    module = "a path as layers.0, a path with wildcards, or a class as torch.nn.LayerNorm"
+    module = "a path like layers.0, a path with wildcards, or a class like torch.nn.LayerNorm"
     for option, meaning in (
         ("--skip-op", "operator to leave to the CPU, for example aten.add.Tensor or add"),
         ("--only-op", "operator to delegate, and no others"),
@@ -69,7 +69,7 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
         "--max-partitions",
         type=arguments.positive,
         metavar="N",
-        help="delegate at most so many partitions, those of most estimated FLOPs",
+        help="delegate at most N partitions, those with the most estimated FLOPs",
     )
     group.add_argument(
         "--strict", action="store_true", help="fail if any operation stays on the CPU"
@@ -77,18 +77,18 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--full-graph",
         action="store_true",
-        help="as --strict, and refuse options that leave something to the CPU",
+        help="like --strict, and refuse options that leave operations to the CPU",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    output = _output(args)
-    assignment = quantization_options.assignment_of(args)
-    quantization_options.check(args, assignment)
+    output = _check_outputs(args)
+    assignment = quantization.assignment_of(args)
+    quantization.check(args, assignment)
     with console.step("Importing ExecuTorch and coremltools"):
+        from coreml_delegate.lowering import export_model, lower_methods, plan
         from coreml_delegate.scripts.inputs.source import load_source
-        from coreml_delegate.scripts.lowering import lower, plan
     partitioner = _partitioner(args, assignment)
     with console.step(f"Loading {args.source}"):
         source = load_source(
@@ -100,8 +100,15 @@ def run(args: argparse.Namespace) -> int:
         source, sizes = _quantized(args, source, assignment)
     if args.enumerated_shapes:
         partitioner = _partitioner(args, assignment, source)
-    program: Any = None if output is None else lower(source, partitioner)
-    report = plan(source, partitioner) if output is None else partitioner.report
+    with console.step("Exporting with torch.export"):
+        exported = export_model(source)
+    program: Any = None
+    with console.step("Planning" if output is None else "Lowering to Core ML"):
+        if output is None:
+            report = plan(exported, partitioner)
+        else:
+            program = lower_methods({"forward": exported}, partitioner)
+            report = partitioner.report
     with ExitStack() as files:
         if output is not None:
             program.write_to_file(files.enter_context(new_output(output, force=args.force)))
@@ -118,8 +125,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _output(args: argparse.Namespace) -> Path | None:
-    """Where the program goes, if it is written; what would be in the way is refused here."""
+def _check_outputs(args: argparse.Namespace) -> Path | None:
+    """Return the path of the program, or None in a dry run; check all output paths."""
     if args.output is None and not args.dry_run:
         args.refuse_usage("the following arguments are required: -o/--output, or --dry-run")
     output: Path | None = None if args.dry_run else args.output
@@ -130,44 +137,38 @@ def _output(args: argparse.Namespace) -> Path | None:
     return output
 
 
-def _print(
-    report: DelegationReport, quantization: QuantizationSummary | None, *, as_json: bool
-) -> None:
-    if quantization is None:
+def _print(report: DelegationReport, sizes: QuantizationSummary | None, *, as_json: bool) -> None:
+    if sizes is None:
         console.write(report.to_json() if as_json else report.to_table())
     elif as_json:
-        console.write_json(report.to_dict() | {"quantization": quantization.as_dict()})
+        console.write_json(report.to_dict() | {"quantization": sizes.as_dict()})
     else:
-        console.write(f"{report.to_table()}\n{quantization}")
+        console.write(f"{report.to_table()}\n{sizes}")
 
 
 def _quantized(
-    args: argparse.Namespace, source: Source, assignment: QuantizationAssignment
-) -> tuple[Source, QuantizationSummary]:
-    from coreml_delegate.scripts.calibration import read_calibration
-    from coreml_delegate.scripts.quantization import describe_in_float, quantize
-    from coreml_delegate.scripts.quantization_summary import QuantizationSummary
+    args: argparse.Namespace, source: SourceModel, assignment: QuantizationAssignment
+) -> tuple[SourceModel, QuantizationSummary]:
+    from coreml_delegate.quantization.apply import quantize_model
 
-    samples: list[list[Any]] = []
-    if quantization_options.wants_calibration(args, assignment):
-        limit = args.calibration_samples or quantization_options.DEFAULT_SAMPLES
-        samples = read_calibration(args.calibration, source, limit=limit)
-    summary = QuantizationSummary.of(source, assignment)
-    with console.step(f"Quantizing by {assignment.mode.name}"):
-        quantized = quantize(source, assignment, samples)
-    describe_in_float(quantized.in_float)
+    samples = quantization.calibration_samples(args, source, assignment)
+    summary = quantization.QuantizationSummary.of(source, assignment)
+    progress = console.progress(samples, "Calibrating") if samples else nullcontext(samples)
+    with console.step(f"Quantizing by {assignment.mode.name}"), progress as shown:
+        quantized = quantize_model(source, assignment, shown)
+    quantization.warn_of_float(quantized.in_float)
     return quantized.source, summary
 
 
 def _partitioner(
     args: argparse.Namespace,
     assignment: QuantizationAssignment | None,
-    source: Source | None = None,
+    source: SourceModel | None = None,
 ) -> CoreMLPartitioner:
     from coreml_delegate.backend import CoreMLBackend
     from coreml_delegate.compile_options import ComputeUnit, Precision
     from coreml_delegate.partition import CoreMLPartitioner
-    from coreml_delegate.quantization_modes.configs import compile_keywords
+    from coreml_delegate.quantization.configs import compile_keywords
 
     target = args.deployment_target
     if assignment is not None and target is None:

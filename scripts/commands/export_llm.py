@@ -12,9 +12,9 @@ from coreml_delegate.scripts.arguments import check_output, new_output
 from coreml_delegate.scripts.commands import Command
 
 if TYPE_CHECKING:
+    from coreml_delegate.llm.decoder import Decoder
+    from coreml_delegate.llm.layout import Layout
     from coreml_delegate.partition import CoreMLPartitioner
-    from coreml_delegate.scripts.llm.decoder import Decoder
-    from coreml_delegate.scripts.llm.layout import Layout
 
 _CONTEXT = 2048
 _CHUNK = {"io": 64, "state": 8}
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--random",
         type=Path,
         metavar="CONFIG.json",
-        help="instead of a checkpoint: a configuration, to be given random weights",
+        help="instead of a checkpoint: a configuration that gets random weights",
     )
     arguments.add_seed(parser, "random weights")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.pte")
@@ -43,21 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--context",
         type=arguments.positive,
         metavar="N",
-        help=f"tokens the caches hold (default: the model's own maximum, at most {_CONTEXT})",
+        help=f"tokens that the caches hold (default: the model's own maximum, at most {_CONTEXT})",
     )
     parser.add_argument(
         "--prefill-chunk",
         type=arguments.positive,
         metavar="N",
-        help="tokens that one call takes; with --cache state, which has no other, single tokens "
-        f"are padded to it (default: {_CHUNK['io']}, with --cache state {_CHUNK['state']})",
+        help="tokens that one call takes; with --cache state single tokens are padded to it, too "
+        f"(default: {_CHUNK['io']}, with --cache state {_CHUNK['state']})",
     )
     parser.add_argument(
         "--cache",
         choices=CACHES,
         default="io",
-        help="where keys and values of earlier tokens are: inputs and outputs (the default), or a "
-        "Core ML state",
+        help="where keys and values of earlier tokens are kept: in inputs and outputs (io, the "
+        "default), or in a Core ML state",
     )
     _add_quantization(parser)
     arguments.add_compilation(parser)
@@ -72,7 +72,7 @@ def _add_quantization(parser: argparse.ArgumentParser) -> None:
         "--quantize",
         choices=("none", "int4", "int8"),
         default="none",
-        help="linear layers: int4 with a scale for each group of inputs, or int8 with one for each "
+        help="linear layers: int4 with a scale per group of inputs, or int8 with a scale per "
         "output (default: none)",
     )
     group.add_argument(
@@ -86,7 +86,7 @@ def _add_quantization(parser: argparse.ArgumentParser) -> None:
         "--embedding-quantize",
         choices=("none", "int8"),
         default="none",
-        help="embeddings and a head tied to them: int8 with a scale for each token (default: none)",
+        help="embeddings and a head tied to them: int8 with a scale per token (default: none)",
     )
 
 
@@ -96,13 +96,12 @@ def run(args: argparse.Namespace) -> int:
         args.refuse_usage("exactly one is required: CHECKPOINT, or --random CONFIG.json")
     check_output(args.output, force=args.force)
     with console.step("Importing ExecuTorch and coremltools"):
-        from coreml_delegate.scripts.llm import lowering
-        from coreml_delegate.scripts.llm.quantize import quantize
+        from coreml_delegate.llm.export import export_methods, lower, quantize_weights
     with console.step("Loading the model"):
         decoder, layout = _model(args)
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
     with console.step("Quantizing the weights"):
-        quantize(
+        quantize_weights(
             decoder,
             linear=args.quantize,
             embedding=args.embedding_quantize,
@@ -110,9 +109,9 @@ def run(args: argparse.Namespace) -> int:
         )
     partitioner = _partitioner(args)
     with console.step("Exporting with torch.export"):
-        methods = lowering.export_methods(decoder, layout)
+        methods = export_methods(decoder, layout)
     with console.step("Lowering to Core ML"):
-        program = lowering.lower(methods, layout, partitioner)
+        program = lower(methods, layout, partitioner)
     with new_output(args.output, force=args.force) as file:
         program.write_to_file(file)
     _report(args, parameters, decoder, layout, partitioner)
@@ -120,15 +119,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model(args: argparse.Namespace) -> tuple[Decoder, Layout]:
-    from coreml_delegate.scripts.llm.checkpoint import (
+    from coreml_delegate.llm.checkpoint import (
         CONFIG,
         end_tokens,
         load_decoder,
         random_decoder,
     )
-    from coreml_delegate.scripts.llm.config import Config
-    from coreml_delegate.scripts.llm.families import family_of, read_settings
-    from coreml_delegate.scripts.llm.layout import CacheKind, Layout
+    from coreml_delegate.llm.config import Config
+    from coreml_delegate.llm.families import family_of, read_settings
+    from coreml_delegate.llm.layout import CacheKind, Layout
 
     folder: Path | None = args.checkpoint
     if folder is not None and not folder.is_dir():
@@ -184,7 +183,7 @@ def _report(
     layout: Layout,
     partitioner: CoreMLPartitioner,
 ) -> None:
-    """Print what was made; warn of what a device would not run as one model."""
+    """Print a summary; warn of operations on the CPU and of weights that are not shared."""
     reports = dict(zip(layout.methods, partitioner.reports, strict=True))
     document = {
         "parameters": parameters,

@@ -1,4 +1,4 @@
-"""``coreml-delegate extract``: the models inside the delegates of a ``.pte``."""
+"""``coreml-delegate extract``: write the models inside the delegates of a ``.pte``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     path: Path = args.program
     folder: Path = args.output or path.with_name(f"{path.stem}_coreml")
     planned: dict[Path, tuple[BlobModel, list[str]]] = {}
-    for users in _by_blob(all_partitions(PteProgram.open(path))):
+    for users in _group_by_blob(all_partitions(PteProgram.open(path))):
         for model in models_of(users[0].blob):
             target = folder / f"{_file_name(users[0].name)}{model.suffix}"
             planned[target] = (model, [_describe(user) for user in users])
@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _by_blob(partitions: list[CoreMLPartition]) -> list[list[CoreMLPartition]]:
-    """Partitions grouped by model: those that refer to the same data, or have equal bytes."""
+def _group_by_blob(partitions: list[CoreMLPartition]) -> list[list[CoreMLPartition]]:
+    """Group partitions whose blobs have equal bytes."""
     groups: dict[bytes, list[CoreMLPartition]] = {}
     for partition in partitions:
         groups.setdefault(hashlib.sha256(partition.blob).digest(), []).append(partition)
@@ -64,7 +64,7 @@ def _by_blob(partitions: list[CoreMLPartition]) -> list[list[CoreMLPartition]]:
 
 
 def _check_targets(folder: Path, targets: Iterable[Path], *, force: bool) -> None:
-    """Refuse before the first folder is written, so that an error leaves nothing behind."""
+    """Check all targets before the first is written, so that an error leaves nothing behind."""
     if folder.exists() and not folder.is_dir():
         raise ProgramError("output is not a folder", got=str(folder))
     for target in targets:

@@ -12,25 +12,25 @@ from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.commands import Command
 
 if TYPE_CHECKING:
-    from coreml_delegate.scripts.llm.generator import Generator, Pace
-    from coreml_delegate.scripts.llm.tokenizer import TextStream
+    from coreml_delegate.llm.generator import Generator, Pace
+    from coreml_delegate.llm.tokenizer import TextStream
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("program", type=Path, metavar="FILE.pte", help="of export-llm")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what to continue")
+    parser.add_argument("program", type=Path, metavar="FILE.pte", help="written by export-llm")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
     parser.add_argument(
         "--tokenizer",
         type=Path,
         metavar="FILE",
-        help="tokenizer.json of the model (default: its tokens are bytes)",
+        help="tokenizer.json of the model (default: tokens are bytes)",
     )
     parser.add_argument(
         "--max-new-tokens",
         type=arguments.positive,
         metavar="N",
-        help="tokens to generate at most (default: what the context has room for)",
+        help="tokens to generate at most (default: as many as fit into the context)",
     )
     parser.add_argument(
         "--stop",
@@ -47,20 +47,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="T",
-        help="logits are divided by it; 0, the default, takes the likeliest token",
+        help="divides the logits; 0, the default, takes the most probable token",
     )
     group.add_argument(
         "--top-k",
         type=arguments.positive,
         metavar="K",
-        help="draw from the K likeliest tokens",
+        help="draw from the K most probable tokens",
     )
     group.add_argument(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
-        help="draw from the fewest tokens whose probabilities sum up to P",
+        help="draw from the fewest most probable tokens whose probabilities sum to P",
     )
     arguments.add_seed(parser, "the draws")
     arguments.add_engine(parser)
@@ -70,10 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     with console.step("Importing torch"):
-        from coreml_delegate.scripts.llm.generator import Generator
-        from coreml_delegate.scripts.llm.sampler import Sampler, Sampling
-        from coreml_delegate.scripts.llm.tokenizer import TextStream, load_tokenizer
-        from coreml_delegate.scripts.loaded import engine_options
+        from coreml_delegate.llm.generator import Generator, Sampler, Sampling
+        from coreml_delegate.llm.tokenizer import TextStream, load_tokenizer
+        from coreml_delegate.scripts.programs import engine_options
 
     sampler = Sampler(Sampling(args.temperature, args.top_k, args.top_p, args.seed))
     with console.step(f"Loading {args.program}"):
@@ -102,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _pieces(tokens: Iterator[int], stream: TextStream) -> Iterator[tuple[int | None, str]]:
-    """Each token with the text that is certain by it; at the end, the rest of the text."""
+    """Yield each token with the text that has become certain, then the rest of the text."""
     for token in tokens:
         yield token, stream.push(token)
         if stream.stopped:
@@ -111,7 +110,7 @@ def _pieces(tokens: Iterator[int], stream: TextStream) -> Iterator[tuple[int | N
 
 
 def _write(pieces: Iterator[tuple[int | None, str]]) -> None:
-    """Stream to stdout; the line is ended whatever happens."""
+    """Stream to stdout; end the line in any case."""
     try:
         for _, text in pieces:
             sys.stdout.write(text)
@@ -159,7 +158,7 @@ COMMAND = Command(
     name="generate",
     summary="generate text with a language model in a .pte",
     description="Continue a text with a language model that coreml-delegate export-llm made. The "
-    "text goes to stdout as it is made, tokens per second to stderr.",
+    "text goes to stdout as it is generated, tokens per second to stderr.",
     add_arguments=add_arguments,
     run=run,
 )

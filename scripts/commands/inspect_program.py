@@ -1,4 +1,4 @@
-"""``coreml-delegate inspect``: what is inside a ``.pte`` or an ``.mlpackage``."""
+"""``coreml-delegate inspect``: show the contents of a ``.pte`` or an ``.mlpackage``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 def _pte_lines(summary: Mapping[str, Any], *, every: bool) -> Iterator[str]:
     yield f"{summary['file']}: {console.size(summary['bytes'])}"
     if summary["external_tensors"]:
-        yield f"tensors outside: {', '.join(summary['external_tensors'])}"
+        yield f"external tensors: {', '.join(summary['external_tensors'])}"
     for method in summary["methods"]:
         yield f"method {method['name']}"
         yield f"  inputs: {', '.join(map(_value, method['inputs'])) or 'none'}"
@@ -124,7 +124,7 @@ def _weight_lines(weights: Mapping[str, Any], indent: str, *, every: bool) -> It
     ]
     yield console.columns(rows, indent=len(indent))
     if len(shown) < len(tensors):
-        yield f"{indent}and {len(tensors) - len(shown)} smaller ones, which --weights lists"
+        yield f"{indent}and {len(tensors) - len(shown)} smaller ones; --weights lists them"
 
 
 def _value(value: Mapping[str, Any]) -> str:

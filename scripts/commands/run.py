@@ -1,4 +1,4 @@
-"""``coreml-delegate run``: execute a program here."""
+"""``coreml-delegate run``: run a program on this machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         check_output(args.output, force=args.force)
     from coreml_delegate.scripts.inputs.input_files import random_inputs, read_inputs
     from coreml_delegate.scripts.inputs.sampling import generator
-    from coreml_delegate.scripts.loaded import engine_options, load
+    from coreml_delegate.scripts.programs import engine_options, load
 
     with console.step(f"Loading {args.program}"):
         program = load(
@@ -85,7 +85,7 @@ def _save(outputs: Mapping[str, Any], path: Path, *, force: bool) -> None:
 
 
 def _summary(name: str, tensor: Any) -> dict[str, Any]:
-    from coreml_delegate.scripts.accuracy import is_class_scores
+    from coreml_delegate.runtime.accuracy import is_class_scores
 
     if tensor is None:
         return {"name": name, "dtype": None, "shape": None}
@@ -128,8 +128,8 @@ def _print(summaries: list[dict[str, Any]], latency: float, runs: int) -> None:
 
 COMMAND = Command(
     name="run",
-    summary="execute a .pte or .mlpackage on this machine",
-    description="Execute a .pte or .mlpackage on this machine and print its outputs and the "
+    summary="run a .pte or .mlpackage on this machine",
+    description="Run a .pte or .mlpackage on this machine and print its outputs and the "
     "median latency.",
     add_arguments=add_arguments,
     run=run,

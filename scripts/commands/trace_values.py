@@ -1,4 +1,4 @@
-"""``coreml-delegate trace``: which op of a program loses its numbers."""
+"""``coreml-delegate trace``: find the first op of a program whose result is bad."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     from coreml_delegate.scripts.inputs.input_files import random_inputs, read_inputs
     from coreml_delegate.scripts.inputs.sampling import generator
-    from coreml_delegate.scripts.watched import load_watched
+    from coreml_delegate.scripts.programs import load_traceable
 
     with console.step(f"Loading {args.program}"):
-        program = load_watched(args.program, method=args.method, min_sqnr_db=args.min_sqnr)
+        program = load_traceable(args.program, method=args.method, min_sqnr_db=args.min_sqnr)
     if args.input:
         inputs = read_inputs(args.input, program.inputs)
     else:
@@ -107,7 +107,7 @@ def _print(diagnoses: Sequence[tuple[str, Diagnosis]], worst: int) -> None:
 
 COMMAND = Command(
     name="trace",
-    summary="find the op where a program loses its numbers",
+    summary="find the first op whose result is NaN, overflows or is inaccurate",
     description="Run the program op by op at its own dtypes and in fp32 and int64, and name the "
     "first value that is NaN, overflows, is beyond int32 or is inaccurate, and the ops of largest "
     "error. The delegates of a .pte are traced on the inputs that the program gives them.",

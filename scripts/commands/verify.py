@@ -1,4 +1,4 @@
-"""``coreml-delegate verify``: the program's outputs against the model's own."""
+"""``coreml-delegate verify``: compare a program's outputs with the model's."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.commands import Command
 
 if TYPE_CHECKING:
-    from coreml_delegate.scripts.accuracy import Accuracy
-    from coreml_delegate.scripts.inputs.source import Source
-    from coreml_delegate.scripts.loaded import Execution, Loaded
+    from coreml_delegate.runtime.accuracy import Accuracy
+    from coreml_delegate.scripts.programs import Execution, LoadedProgram
+    from coreml_delegate.source_model import SourceModel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     from coreml_delegate.scripts.inputs.source import load_source
-    from coreml_delegate.scripts.loaded import engine_options, load
+    from coreml_delegate.scripts.programs import engine_options, load
 
     with console.step(f"Loading {args.program}"):
         program = load(
@@ -63,14 +63,17 @@ def run(args: argparse.Namespace) -> int:
         raise ProgramError(
             "the program differs from its model",
             got=", ".join(
-                f"{name} at {sqnr:.1f} dB{_wide(results[name])}" for name, sqnr in below.items()
+                f"{name} at {sqnr:.1f} dB{_int32_remark(results[name])}"
+                for name, sqnr in below.items()
             ),
             expected=f"at least {args.min_sqnr:g} dB",
         )
     return 0
 
 
-def compare(source: Source, program: Loaded, samples: list[list[Any]]) -> dict[str, Accuracy]:
+def compare(
+    source: SourceModel, program: LoadedProgram, samples: list[list[Any]]
+) -> dict[str, Accuracy]:
     """Compare a program with its model.
 
     Args:
@@ -82,15 +85,15 @@ def compare(source: Source, program: Loaded, samples: list[list[Any]]) -> dict[s
         Accuracy over all samples, by output name.
 
     Raises:
-        ProgramError: They have other outputs, in number or in shape.
+        ProgramError: Their outputs differ in number or in shape.
         CoreMLDelegateError: Either refuses the inputs.
     """
-    from coreml_delegate.scripts.accuracy import Accuracy, Int32Watch
-    from coreml_delegate.scripts.inputs.source import copied
+    from coreml_delegate.runtime.accuracy import Accuracy, Int32Watch
+    from coreml_delegate.source_model import copy_inputs
 
     results: dict[str, Accuracy] = {}
     for inputs in samples:
-        actual = program.run(copied(inputs))
+        actual = program.run(copy_inputs(inputs))
         with Int32Watch() as watch:
             expected = program.expected_of(source.execute(inputs))
         if len(actual) != len(expected):
@@ -104,13 +107,15 @@ def compare(source: Source, program: Loaded, samples: list[list[Any]]) -> dict[s
     return results
 
 
-def _wide(accuracy: Accuracy) -> str:
-    """Words for integers that Core ML does not hold, if that may be why an output differs."""
+def _int32_remark(accuracy: Accuracy) -> str:
+    """Return a remark if integers beyond int32 may explain the difference."""
     op = accuracy.beyond_int32
     return "" if op is None else f" (beyond int32: int64 values of {op} in PyTorch)"
 
 
-def _samples(args: argparse.Namespace, source: Source, program: Loaded) -> list[list[Any]]:
+def _samples(
+    args: argparse.Namespace, source: SourceModel, program: LoadedProgram
+) -> list[list[Any]]:
     import torch
 
     from coreml_delegate.scripts.inputs.input_files import read_inputs
@@ -168,7 +173,7 @@ COMMAND = Command(
     name="verify",
     summary="compare a program with the PyTorch model it was made from",
     description="Run the PyTorch model and the program on the same inputs and compare every "
-    "output. Give SOURCE, --weights, --input-shape and --seed as they were given to export.",
+    "output. Give SOURCE, --weights, --input-shape and --seed the values that export got.",
     add_arguments=add_arguments,
     run=run,
 )

@@ -1,15 +1,15 @@
-"""Exporting with sizes that may vary: the range asked for is the range made, or an error.
+"""Exports with dynamic sizes: the program has exactly the range asked for, or there is an error.
 
-``torch.export`` fixes a size that is 1 in the example. It begins a range at 2 unless a named
-dimension has it, and may narrow it, without a word, to the sizes for which the model takes the same
-branch. Where it does not narrow it, the other sizes get the results of the wrong branch. So the
-example gets sizes of 2 or more; torch finds which sizes depend on each other, and then gets ranges
-from 1 as named dimensions; and the program is compared with the model at the sizes in doubt.
+``torch.export`` fixes a size that is 1 in the example. It begins a range at 2 unless the dimension
+is named, and may silently narrow the range to the sizes for which the model takes the same branch.
+Where it does not narrow the range, other sizes get the results of the wrong branch. So the example
+gets sizes of 2 or more; torch finds which sizes depend on each other, and then gets ranges from 1
+as named dimensions; and the program is compared with the model at the sizes that may differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
@@ -18,23 +18,27 @@ import sympy
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
-from torch.utils import _pytree as pytree
+from torch.export.graph_signature import OutputKind
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from coreml_delegate.dynamic_shapes.symbols import bounds_of, expression_of, hint_of
 from coreml_delegate.errors import OptionError
 from coreml_delegate.runtime.diagnosis import energy, ratio_db, signal_and_error
 from coreml_delegate.scripts import console
-from coreml_delegate.scripts.inputs.source import Outcome, Source, by_parameter
+from coreml_delegate.source_model import (
+    SMALLEST_TRACED,
+    Outcome,
+    SourceModel,
+    by_parameter,
+    dynamic_shapes_of,
+    dynamic_sizes,
+)
 
 Place: TypeAlias = tuple[str, int]
 """Name of an input, and a dimension of it."""
 
-_SMALLEST_TRACED = 2  # smaller sizes of an example become constants
-_UNBOUNDED = 2**31  # sizes beyond are what torch.export writes for none
 _TRIED = 64  # sizes of a range for which guards are evaluated, from the smallest on
-_SAME_DB = 60.0  # one graph of the same kernels
+_SAME_DB = 60.0  # both run the same kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class Span:
 
     @property
     def hint(self) -> Any:
-        """What ``torch.export`` is told."""
+        """The hint for ``torch.export``."""
         kind = Dim.DYNAMIC if self.traced is None else Dim.AUTO
         return kind(min=self.low, max=self.high)
 
@@ -61,7 +65,7 @@ class Span:
         return f"{self.low}..{self.high}"
 
 
-def export_with_spans(source: Source, spans: Mapping[Place, Span]) -> ExportedProgram:
+def export_with_spans(source: SourceModel, spans: Mapping[Place, Span]) -> ExportedProgram:
     """Export a model with dimensions that may have several sizes.
 
     Args:
@@ -69,16 +73,16 @@ def export_with_spans(source: Source, spans: Mapping[Place, Span]) -> ExportedPr
         spans: Sizes by place.
 
     Raises:
-        OptionError: ``torch.export`` fails; or the model does not take the whole of a range, or the
-            program would not compute what the model does for a size of it.
+        OptionError: ``torch.export`` fails; or the model does not accept a whole range, or the
+            program would compute other results for a size in it.
     """
-    traced = _traced(source, spans)
+    traced = _with_traceable_example(source, spans)
     by_leaf = [
         {dim: span.hint for (of, dim), span in spans.items() if of == name} or None
         for name in source.input_names
     ]
-    shapes = by_parameter(source.module, *source.structured(by_leaf))
-    with _advising():
+    shapes = by_parameter(source.module, *source.unflatten(by_leaf))
+    with _add_remedy():
         program = traced.export(shapes)
         forgotten = _forgotten_minimums(program, source, spans)
         program.range_constraints.update(forgotten)
@@ -90,99 +94,27 @@ def export_with_spans(source: Source, spans: Mapping[Place, Span]) -> ExportedPr
     return program
 
 
-def dynamic_shapes_of(
-    program: ExportedProgram,
-    module: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """What makes ``torch.export`` give a program's inputs the same dynamic sizes again.
-
-    Args:
-        program: Exported before.
-        module: To be exported, with the same inputs.
-        args: Its positional inputs.
-        kwargs: Its keyword inputs.
-
-    Returns:
-        For ``torch.export.export``; None if all sizes are fixed.
-
-    Raises:
-        OptionError: A size is computed from others in a way that cannot be said to torch.
-    """
-    ranges = program.range_constraints
-    if not ranges:
-        return None
-    shapes = [
-        sizes and {n: _dimension(expression_of(size), ranges) for n, size in sizes.items()}
-        for sizes in open_sizes(program)
-    ]
-    _, structure = pytree.tree_flatten((args, dict(kwargs)))
-    return by_parameter(module, *pytree.tree_unflatten(shapes, structure))
-
-
-def _dimension(expression: Any, ranges: Mapping[Any, ValueRanges[Any]]) -> Any:
-    """What torch is told of a size: a name where the range begins below 2, else a hint will do."""
-    named = [
-        symbol for symbol in expression.free_symbols if ranges[symbol].lower < _SMALLEST_TRACED
-    ]
-    if not named:
-        return Dim.DYNAMIC(**_limits(bound_sympy(expression, dict(ranges))))
-    (symbol, *others) = named
-    factor, offset = expression.coeff(symbol, 1), expression.coeff(symbol, 0)
-    if others or not (factor.is_Integer and offset.is_Integer):
-        raise OptionError(
-            "an input size is computed from another, which cannot be exported again",
-            got=str(expression),
-            expected="a whole multiple of it, and a constant",
-        )
-    root = Dim(str(symbol), **_limits(ranges[symbol]))
-    scaled = root if factor == 1 else int(factor) * root
-    return scaled + int(offset) if offset else scaled
-
-
-def _limits(bounds: ValueRanges[Any]) -> dict[str, int | None]:
-    high = None if bounds.upper > _UNBOUNDED else int(bounds.upper)
-    return {"min": int(bounds.lower), "max": high}
-
-
-def open_sizes(program: ExportedProgram) -> list[dict[int, torch.SymInt] | None]:
-    """The sizes of each flattened input that are not fixed, by dimension; None for no tensor."""
-    values = {n.name: n.meta["val"] for n in program.graph.find_nodes(op="placeholder")}
-    inputs = [
-        values[spec.arg.name]
-        for spec in program.graph_signature.input_specs
-        if spec.kind is InputKind.USER_INPUT
-    ]
-    return [
-        {n: size for n, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}
-        if isinstance(value, torch.Tensor)
-        else None
-        for value in inputs
-    ]
-
-
 # --- the example ----------------------------------------------------------------------------------
 
 
-def _traced(source: Source, spans: Mapping[Place, Span]) -> Source:
-    """The source with an example whose sizes are within the spans and not 1.
+def _with_traceable_example(source: SourceModel, spans: Mapping[Place, Span]) -> SourceModel:
+    """Return the source with an example whose sizes are within the spans and not 1.
 
-    Where a range's example is 1, those of all ranges are doubled: proportions stay.
+    If the example of one range is 1, the sizes of all ranges are doubled to keep proportions.
     """
     examples = dict(zip(source.input_names, source.leaves, strict=True))
     ranged = [place for place, span in spans.items() if span.traced is None]
     factor = 2 if any(examples[name].shape[dim] == 1 for name, dim in ranged) else 1
     for (name, dim), span in spans.items():
         size = span.traced or factor * examples[name].shape[dim]
-        size = min(max(size, span.low, _SMALLEST_TRACED), span.high)
-        examples[name] = _resized(examples[name], {dim: size})
-    args, kwargs = source.structured([*examples.values()])
+        size = min(max(size, span.low, SMALLEST_TRACED), span.high)
+        examples[name] = _resize(examples[name], {dim: size})
+    args, kwargs = source.unflatten([*examples.values()])
     return replace(source, args=args, kwargs=kwargs)
 
 
-def _resized(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
-    """The tensor, cut, or repeated from its beginning, to sizes by dimension."""
+def _resize(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
+    """Cut a tensor, or repeat it from its beginning, to sizes by dimension."""
     for dim, size in sizes.items():
         present = tensor.shape[dim]
         if not present:
@@ -196,8 +128,8 @@ def _resized(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
 
 
 @contextmanager
-def _advising() -> Generator[None]:
-    """Say what to do about a failure of torch's, which tells its cause alone."""
+def _add_remedy() -> Generator[None]:
+    """Add a remedy to an error of ``torch.export``, which only tells the cause."""
     try:
         yield
     except OptionError as error:
@@ -211,22 +143,24 @@ def _advising() -> Generator[None]:
         ) from error
 
 
-def _sized_places(program: ExportedProgram, source: Source) -> Iterator[tuple[Place, torch.SymInt]]:
-    for name, sizes in zip(source.input_names, open_sizes(program), strict=True):
+def _sized_places(
+    program: ExportedProgram, source: SourceModel
+) -> Iterator[tuple[Place, torch.SymInt]]:
+    for name, sizes in zip(source.input_names, dynamic_sizes(program), strict=True):
         yield from (((name, dim), size) for dim, size in (sizes or {}).items())
 
 
 def _forgotten_minimums(
-    program: ExportedProgram, source: Source, spans: Mapping[Place, Span]
+    program: ExportedProgram, source: SourceModel, spans: Mapping[Place, Span]
 ) -> dict[Any, ValueRanges[Any]]:
-    """The ranges that begin below 2, which torch forgets of hints, by symbol and by expression."""
+    """Return the ranges below 2 that torch drops from hints, by symbol and by expression."""
     ranges = program.range_constraints
     given = {
         expression_of(size): ValueRanges(spans[place].low, ranges[expression_of(size)].upper)
         for place, size in _sized_places(program, source)
         if expression_of(size).is_Symbol
         and spans[place].traced is None
-        and spans[place].low < ranges[expression_of(size)].lower == _SMALLEST_TRACED
+        and spans[place].low < ranges[expression_of(size)].lower == SMALLEST_TRACED
     }
     known = {**ranges, **given}
     return given | {
@@ -236,7 +170,9 @@ def _forgotten_minimums(
     }
 
 
-def _check_ranges(program: ExportedProgram, source: Source, spans: Mapping[Place, Span]) -> None:
+def _check_ranges(
+    program: ExportedProgram, source: SourceModel, spans: Mapping[Place, Span]
+) -> None:
     made = {
         place: Span(*bounds_of(size, program.range_constraints))
         for place, size in _sized_places(program, source)
@@ -244,10 +180,10 @@ def _check_ranges(program: ExportedProgram, source: Source, spans: Mapping[Place
     for place, span in spans.items():
         if span.traced is None and made.get(place) != span:
             raise OptionError(
-                "the model does not compute alike in the whole range of --dynamic",
+                "the model does not compute the same way in the whole range of --dynamic",
                 got=_option(place, span),
                 expected=_option(place, made.get(place, "one size")),
-                remedy="Give the range that it takes, or export several programs",
+                remedy="Give the range that it accepts, or export several programs",
             )
 
 
@@ -269,11 +205,11 @@ class _Comparison:
     """
 
     def __init__(
-        self, source: Source, program: ExportedProgram, spans: Mapping[Place, Span]
+        self, source: SourceModel, program: ExportedProgram, spans: Mapping[Place, Span]
     ) -> None:
         self._source = source
         self._program = program
-        self._sizes = open_sizes(program)
+        self._sizes = dynamic_sizes(program)
         symbols = {
             place: size
             for place, size in _sized_places(program, source)
@@ -287,16 +223,15 @@ class _Comparison:
         }
 
     def check(self) -> None:
-        """Compare at the sizes in doubt.
+        """Compare at the sizes where results may differ.
 
         Raises:
-            OptionError: The program computes something else, or the model refuses the first or the
-                last size of a range.
+            OptionError: The results differ, or the model fails at a bound of a range.
         """
-        in_doubt = [{symbol: 1 for symbol in self._places if self._range(symbol)[0] == 1}]
+        suspects = [{symbol: 1 for symbol in self._places if self._range(symbol)[0] == 1}]
         for symbol in self._places:
-            in_doubt += [{symbol: size} for size in sorted(self._outside_of_guards(symbol))]
-        refused = [sizes for sizes in in_doubt if sizes and not self._is_taken(sizes)]
+            suspects += [{symbol: size} for size in sorted(self._outside_of_guards(symbol))]
+        refused = [sizes for sizes in suspects if sizes and not self._is_taken(sizes)]
         if refused:
             console.warn(f"the model fails at some sizes of --dynamic: {self._text(refused[0])}")
 
@@ -305,7 +240,7 @@ class _Comparison:
         return int(found.lower), int(found.upper)
 
     def _outside_of_guards(self, symbol: Any) -> set[int]:
-        """Sizes for which something that torch relied on is not so: the first, and the bounds."""
+        """Return the first size that breaks a guard of torch, and bounds that break one."""
         low, high = self._range(symbol)
         tried = [*range(low, min(low + _TRIED, high)), high]
         found: set[int] = set()
@@ -323,7 +258,7 @@ class _Comparison:
         return ", ".join(_option(self._places[symbol], size) for symbol, size in chosen.items())
 
     def _is_taken(self, chosen: Mapping[Any, int]) -> bool:
-        """Whether the model takes these sizes; if so, the program computes the same."""
+        """Whether the model accepts these sizes; raises if the program computes other results."""
         where = self._text(chosen)
         leaves = self._inputs_of(chosen)
         try:
@@ -354,7 +289,7 @@ class _Comparison:
     def _inputs_of(self, chosen: Mapping[Any, int]) -> list[Any]:
         sizes = {**self._traced, **chosen}
         return [
-            _resized(leaf, {n: int(expression_of(s).xreplace(sizes)) for n, s in found.items()})
+            _resize(leaf, {n: int(expression_of(s).xreplace(sizes)) for n, s in found.items()})
             if found
             else leaf
             for leaf, found in zip(self._source.leaves, self._sizes, strict=True)
@@ -364,12 +299,12 @@ class _Comparison:
 def _holds(guard: Any, symbol: Any, size: int) -> bool:
     try:
         return guard.xreplace({symbol: sympy.Integer(size)}) != sympy.false
-    except ZeroDivisionError:  # of a size that was 1 or more for the example
+    except ZeroDivisionError:  # a size of 0, where the example has 1 or more
         return False
 
 
-def _outcome(source: Source, leaves: Sequence[Any]) -> Outcome:
-    """A run that changes no buffer and draws the same random numbers each time."""
+def _outcome(source: SourceModel, leaves: Sequence[Any]) -> Outcome:
+    """Run without changing buffers, with the same random numbers each time."""
     module = cast("nn.Module", source.module)
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
 
@@ -382,7 +317,7 @@ def _outcome(source: Source, leaves: Sequence[Any]) -> Outcome:
 
 
 def _equal(expected: Outcome, actual: Outcome, program: ExportedProgram) -> bool:
-    """Whether both are the same, of the ranks that ExecuTorch will have them of."""
+    """Whether two runs have equal results, of the ranks that the program declares."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     declared = [
         values.get(spec.arg.name)

@@ -1,4 +1,4 @@
-"""Inputs whose shape is not fixed, as the command line states them."""
+"""The options ``--dynamic`` and ``--enumerated-shapes``, and their effect on a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.scripts import arguments
 
 if TYPE_CHECKING:
-    from coreml_delegate.scripts.inputs.source import Source
+    from coreml_delegate.source_model import SourceModel
 
 Range = tuple[str, int, int, int]
 """Input, dimension, smallest and largest size."""
@@ -24,7 +24,7 @@ Choices = tuple[str, list[list[int]]]
 
 
 def add_flexible_shapes(parser: argparse.ArgumentParser) -> None:
-    """``--dynamic`` and ``--enumerated-shapes``."""
+    """Declare ``--dynamic`` and ``--enumerated-shapes``."""
     group = parser.add_argument_group("shapes at run time")
     group.add_argument(
         "--dynamic",
@@ -32,7 +32,7 @@ def add_flexible_shapes(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="INPUT:DIM=LOW..HIGH",
-        help="a dimension, counted from 0, that may have any size of a range, as x:0=1..8; "
+        help="a dimension, counted from 0, that may have any size of a range, like x:0=1..8; "
         "repeatable",
     )
     group.add_argument(
@@ -41,8 +41,8 @@ def add_flexible_shapes(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="INPUT=SHAPE/SHAPE",
-        help="shapes to choose among, as x=1,3,224,224/1,3,448,448; repeatable: the n-th shapes of "
-        "all inputs go together",
+        help="shapes that an input may have, like x=1,3,224,224/1,3,448,448; repeatable: the n-th "
+        "shapes of all inputs go together",
     )
 
 
@@ -66,12 +66,12 @@ def shape_choices(text: str) -> Choices:
 
 
 def with_dynamic_shapes(
-    source: Source, ranges: Sequence[Range], choices: Sequence[Choices]
-) -> Source:
-    """The source, exported with these dimensions dynamic.
+    source: SourceModel, ranges: Sequence[Range], choices: Sequence[Choices]
+) -> SourceModel:
+    """Return the source, exported with these dimensions dynamic.
 
     Args:
-        source: A module; a program that was exported has its dynamic dimensions already.
+        source: A module; an exported program has its dynamic dimensions already.
         ranges: Dimensions that may have any size of a range.
         choices: Shapes by input; dimensions in which they differ become dynamic.
 
@@ -84,7 +84,7 @@ def with_dynamic_shapes(
     if source.exported is not None:
         if ranges:
             raise OptionError(
-                "--dynamic goes with a model",
+                "--dynamic is for a model",
                 remedy="A .pt2 has the dimensions it was exported with",
             )
         return source
@@ -105,7 +105,7 @@ def with_dynamic_shapes(
 
 
 def _traced_choice(choices: Sequence[Choices]) -> int:
-    """Which of the shapes to trace the model with: the largest."""
+    """Return the index of the shapes to trace the model with: the largest."""
     elements = [
         sum(map(math.prod, together))
         for together in zip(*(shapes for _, shapes in choices), strict=False)
@@ -114,7 +114,7 @@ def _traced_choice(choices: Sequence[Choices]) -> int:
 
 
 def enumerated(choices: Sequence[Choices]) -> dict[str, list[list[int]]]:
-    """Shapes by input.
+    """Return shapes by input.
 
     Raises:
         OptionError: An input is given twice.
@@ -127,7 +127,7 @@ def enumerated(choices: Sequence[Choices]) -> dict[str, list[list[int]]]:
     return found
 
 
-def _check_inputs(source: Source, places: Iterable[tuple[str, int]]) -> None:
+def _check_inputs(source: SourceModel, places: Iterable[tuple[str, int]]) -> None:
     ranks = {
         name: getattr(leaf, "ndim", 0)
         for name, leaf in zip(source.input_names, source.leaves, strict=True)

@@ -1,4 +1,4 @@
-"""Images as network inputs, prepared as ImageNet classifiers were trained."""
+"""Reads images as inputs, with the preprocessing of ImageNet classifiers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from coreml_delegate.errors import InputError, OptionError
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
 MEAN = (0.485, 0.456, 0.406)
-"""Per channel (RGB), of ImageNet's pixels in [0, 1]."""
+"""Of ImageNet's pixels in [0, 1], per channel (RGB)."""
 STD = (0.229, 0.224, 0.225)
-"""Per channel (RGB), of ImageNet's pixels in [0, 1]."""
+"""Of ImageNet's pixels in [0, 1], per channel (RGB)."""
 
 _CROPPED = 0.875  # share of the resized shorter side that the crop keeps: 224 of 256
 
@@ -33,12 +33,12 @@ def read_image(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.
         dtype: Floating-point type of the result.
 
     Raises:
-        InputError: The input is not an image's.
+        InputError: The input does not have the shape or dtype of images.
         OptionError: The file cannot be read, or Pillow is not installed.
     """
     if len(shape) != 4 or shape[1] != 3 or not dtype.is_floating_point:
         raise InputError(
-            f"{path} is an image, and the input is not",
+            f"{path} is an image, but the input does not take one",
             got=f"{str(dtype).removeprefix('torch.')}{list(shape)}",
             expected="floating point, [N, 3, H, W]",
         )
@@ -60,7 +60,7 @@ def _pixels(path: Path, height: int, width: int) -> NDArray[np.uint8]:
 
 
 def _resized(image: tuple[int, int], target: tuple[int, int]) -> tuple[int, int]:
-    """Width and height that cover ``target``, in the image's proportions, before the crop."""
+    """Return width and height before the crop: they cover ``target`` and keep proportions."""
     width, height = (round(side / _CROPPED) for side in target)
     if height * image[0] >= width * image[1]:
         return int(height * image[0] / image[1]), height
@@ -77,7 +77,7 @@ def _open(path: Path) -> Any:
 
 
 def import_pillow() -> Any:
-    """The ``PIL`` package, with what draws.
+    """Import the ``PIL`` package with its drawing modules.
 
     Raises:
         OptionError: Pillow is not installed.
@@ -88,5 +88,5 @@ def import_pillow() -> Any:
         return importlib.import_module("PIL")
     except ModuleNotFoundError:
         raise OptionError(
-            "pictures need Pillow", remedy="pip install 'coreml-delegate[vision]'"
+            "images need Pillow", remedy="pip install 'coreml-delegate[vision]'"
         ) from None

@@ -13,7 +13,7 @@ import torch
 from coreml_delegate.errors import InputError, OptionError
 from coreml_delegate.scripts.inputs import images
 from coreml_delegate.scripts.inputs.sampling import random_tensor
-from coreml_delegate.scripts.loaded import Port
+from coreml_delegate.scripts.programs import Port
 
 _ARRAYS = ".npy"
 _ARCHIVES = ".npz"
@@ -21,7 +21,7 @@ FORMATS = ", ".join((_ARRAYS, _ARCHIVES, *sorted(images.SUFFIXES)))
 
 
 def random_inputs(ports: Sequence[Port], random: torch.Generator) -> list[Any]:
-    """Random values for every input, see ``random_tensor``; fixed ones have theirs."""
+    """Return random values for every input (see ``random_tensor``); fixed ones keep theirs."""
     return [
         random_tensor(port.dtype, port.shape, random) if port.is_tensor else port.fixed
         for port in ports
@@ -37,8 +37,8 @@ def read_inputs(paths: Sequence[Path], ports: Sequence[Port]) -> list[Any]:
         ports: The program's inputs; those with a fixed value are not read.
 
     Raises:
-        InputError: Files hold more or fewer inputs than the program has, or an image meets an input
-            that is none.
+        InputError: Files hold more or fewer inputs than the program has, or an input does not take
+            an image.
         OptionError: A file cannot be read.
     """
     wanted = [port for port in ports if port.is_tensor]
@@ -85,10 +85,10 @@ def _require(path: Path, count: int, remaining: Sequence[Port]) -> None:
 
 
 def load_array(path: Path) -> Any:
-    """The array in a ``.npy``.
+    """Read the array of a ``.npy``.
 
     Raises:
-        OptionError: It cannot be read.
+        OptionError: The file cannot be read.
     """
     try:
         return np.load(path, allow_pickle=False)
@@ -97,10 +97,10 @@ def load_array(path: Path) -> Any:
 
 
 def load_archive(path: Path) -> Mapping[str, Any]:
-    """The arrays in a ``.npz``, by name.
+    """Read the arrays of a ``.npz`` by name.
 
     Raises:
-        OptionError: They cannot be read.
+        OptionError: The file cannot be read.
     """
     try:
         with np.load(path, allow_pickle=False) as archive:
@@ -110,10 +110,10 @@ def load_archive(path: Path) -> Mapping[str, Any]:
 
 
 def to_tensor(path: Path, array: Any) -> torch.Tensor:
-    """An array of a file as a tensor.
+    """Convert an array of a file to a tensor.
 
     Raises:
-        InputError: It has elements that torch has no type for.
+        InputError: Torch does not have the element type.
     """
     try:
         return torch.from_numpy(np.array(array, order="C"))

@@ -14,14 +14,14 @@ _MADE_OF = 4  # bytes of an element, at least
 
 
 def generator(seed: int) -> torch.Generator:
-    """A generator of its own, so that inputs do not depend on what else drew random numbers."""
+    """Return a generator of its own, so that inputs do not depend on other random numbers."""
     return torch.Generator().manual_seed(seed)
 
 
 def random_tensor(
     dtype: torch.dtype, shape: Sequence[int], random: torch.Generator, *, high: int = 1
 ) -> torch.Tensor:
-    """A random tensor.
+    """Return a random tensor.
 
     Args:
         dtype: Standard normal values for a floating-point type, 0 to ``high`` for integers, either
@@ -31,7 +31,7 @@ def random_tensor(
         high: Largest integer.
 
     Raises:
-        ExecutionError: It does not fit into memory.
+        ExecutionError: The tensor does not fit into memory.
     """
     size = tuple(shape)
     # Made in 4 or 8 bytes, and then cast.
@@ -44,9 +44,9 @@ def random_tensor(
 
 
 def resample(example: Any, random: torch.Generator) -> Any:
-    """A random value like ``example``; integers stay within 0 and its largest (token indices do).
+    """Return a random value like ``example``, integers from 0 to its largest, for token indices.
 
-    What is no tensor is kept: a program is specialised to it.
+    A value that is no tensor is kept, because a program is specialised to it.
     """
     if not isinstance(example, torch.Tensor):
         return example

@@ -1,4 +1,4 @@
-"""Torchvision: importing it next to a CPU-only torch, its models, and the inputs they expect."""
+"""Torchvision: its import next to a CPU-only torch, its models, and their input shapes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SCHEMAS = (
 
 @cache
 def import_torchvision() -> Any:
-    """The ``torchvision`` module.
+    """Import the ``torchvision`` module.
 
     Raises:
         OptionError: Torchvision is not installed.
@@ -49,11 +49,11 @@ def import_torchvision() -> Any:
 
 @contextmanager
 def torchvision_importable() -> Generator[None]:
-    """Let whoever imports torchvision, in this block, have it next to a CPU-only torch.
+    """Make torchvision importable next to a CPU-only torch, for all imports in this block.
 
     A wheel built for CUDA cannot load its operators there, and its Python code then fails because
-    it describes operators that nobody declared. Exactly then they are declared here; none of the
-    models outside ``torchvision.models.detection`` calls them. Models of other libraries import
+    the operators it refers to are not declared. Only in that case they are declared here; no model
+    outside ``torchvision.models.detection`` calls them. Models of other libraries import
     torchvision too, those of transformers for example.
     """
     finder = _TorchvisionFinder()
@@ -68,7 +68,7 @@ class _TorchvisionFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Where torchvision is, with a loader that declares its operators if it has to."""
+        """Find torchvision, with a loader that declares its operators if necessary."""
         del target  # which is for reloading
         spec = PathFinder.find_spec(fullname, path) if fullname == "torchvision" else None
         if spec is not None and spec.loader is not None:
@@ -82,7 +82,7 @@ class _TorchvisionLoader(Loader):
         self._loader = loader
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module as its own loader does, which is its loader from then on."""
+        """Execute the module by its own loader, which it keeps from then on."""
         self._spec.loader = module.__loader__ = self._loader
         try:
             self._loader.exec_module(module)
@@ -103,13 +103,13 @@ def _declare_operators() -> torch.library.Library:
 
 
 def build_model(name: str) -> nn.Module:
-    """A torchvision model with random weights, in eval mode.
+    """Build a torchvision model with random weights, in eval mode.
 
     Args:
         name: As in ``torchvision.models.list_models()``.
 
     Raises:
-        OptionError: No such model; names near matches.
+        OptionError: There is no such model; the error names near matches.
     """
     models = import_torchvision().models
     known = models.list_models()
@@ -128,7 +128,7 @@ def build_model(name: str) -> nn.Module:
 
 
 def input_shape(name: str) -> tuple[int, ...]:
-    """The input shape a torchvision model was trained with, batch size 1.
+    """Return the input shape that a torchvision model was trained with, batch size 1.
 
     Returns:
         [1, 3, H, W] in pixels (224 where torchvision publishes no weights); for video models

@@ -31,8 +31,8 @@ from rich.table import Table  # noqa: E402
 
 from benchmarks.footprint import resident  # noqa: E402
 from benchmarks.timing import Turn, race  # noqa: E402
-from coreml_delegate.scripts.llm.layout import DECODE, PREFILL, CacheKind, Layout  # noqa: E402
-from coreml_delegate.scripts.llm.settings import DecoderSettings, Rotary  # noqa: E402
+from coreml_delegate.llm.decoder import DecoderSettings, Rotary  # noqa: E402
+from coreml_delegate.llm.layout import DECODE, PREFILL, CacheKind, Layout  # noqa: E402
 
 SETTINGS = DecoderSettings(
     vocabulary=16384,
@@ -72,7 +72,7 @@ class Contender:
 
 def decoder(*, safe_norms: bool = False) -> Any:
     """The model, the same every time."""
-    from coreml_delegate.scripts.llm.checkpoint import random_decoder
+    from coreml_delegate.llm.checkpoint import random_decoder
 
     positions = LAYOUT.context + LAYOUT.chunk
     return random_decoder(SETTINGS, 0, positions=positions, safe_norms=safe_norms)
@@ -92,7 +92,7 @@ def inputs() -> Mapping[str, list[torch.Tensor]]:
 
 def modules() -> Mapping[str, torch.nn.Module]:
     """The methods as modules."""
-    from coreml_delegate.scripts.llm.methods import Decode, Prefill
+    from coreml_delegate.llm.export import Decode, Prefill
 
     shared = decoder()
     return {DECODE: Decode(shared).eval(), PREFILL: Prefill(shared, LAYOUT.chunk).eval()}
@@ -172,13 +172,12 @@ def _core_ml(
 
     from coreml_delegate import CoreMLPartitioner
     from coreml_delegate.compile_options import Precision
-    from coreml_delegate.scripts.llm.lowering import export_methods, lower
-    from coreml_delegate.scripts.llm.quantize import quantize
+    from coreml_delegate.llm.export import export_methods, lower, quantize_weights
     from coreml_delegate.targets import Opset
 
     model = decoder(safe_norms=precision == "float16")
     if linear != "none":
-        quantize(model, linear=linear, embedding="int8", group=32)
+        quantize_weights(model, linear=linear, embedding="int8", group=32)
     options = {
         "compute_precision": Precision(precision),
         "minimum_deployment_target": Opset.iOS18,
@@ -192,7 +191,7 @@ def _xnnpack(path: Path) -> None:
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
 
-    from coreml_delegate.scripts.llm.lowering import export_methods
+    from coreml_delegate.llm.export import export_methods
 
     edge = to_edge_transform_and_lower(
         export_methods(decoder(), LAYOUT), partitioner=[XnnpackPartitioner()]
@@ -260,7 +259,7 @@ def _probe(name: str, folder: Path, threads: int) -> int:
 
 def _imports(contender: Contender) -> None:
     """What loading imports, which does not count."""
-    names = ["coreml_delegate.scripts.llm.checkpoint", "coreml_delegate.scripts.llm.methods"]
+    names = ["coreml_delegate.llm.checkpoint", "coreml_delegate.llm.export"]
     if contender.file == "xnnpack.pte":
         names.append("executorch.runtime")
     elif contender.file:

@@ -37,11 +37,11 @@ from torch import nn  # noqa: E402
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, CoreMLQuantizer, runtime  # noqa: E402
 from coreml_delegate.compile_options import Precision  # noqa: E402
-from coreml_delegate.quantization_modes import QuantizationAssignment, mode_of  # noqa: E402
-from coreml_delegate.quantization_modes.configs import compile_keywords  # noqa: E402
-from coreml_delegate.scripts.inputs.source import Source  # noqa: E402
-from coreml_delegate.scripts.lowering import lower  # noqa: E402
-from coreml_delegate.scripts.quantization import quantize  # noqa: E402
+from coreml_delegate.lowering import export_model, lower_methods  # noqa: E402
+from coreml_delegate.quantization import QuantizationAssignment, mode_of  # noqa: E402
+from coreml_delegate.quantization.apply import quantize_model  # noqa: E402
+from coreml_delegate.quantization.configs import compile_keywords  # noqa: E402
+from coreml_delegate.source_model import SourceModel  # noqa: E402
 from coreml_delegate.weight_compression import OPTION  # noqa: E402
 
 _PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"
@@ -93,12 +93,12 @@ def rows(chosen: Sequence[str] = ()) -> Iterator[Row]:
 
 def _by_mode(name: str, mode_name: str | None) -> Row:
     data = digits()
-    source = Source(copy.deepcopy(trained()), (data.test[:BATCH],), {}, None)
+    source = SourceModel(copy.deepcopy(trained()), (data.test[:BATCH],), {}, None)
     if mode_name is None:
         return _row(name, source, {})
     mode = mode_of(mode_name)
     samples = [[batch] for batch in data.train.split(BATCH)[:6]]
-    quantized = quantize(source, QuantizationAssignment(mode), samples).source
+    quantized = quantize_model(source, QuantizationAssignment(mode), samples).source
     keywords = compile_keywords(mode)
     if mode.lowering_target is not None:
         keywords["minimum_deployment_target"] = mode.lowering_target
@@ -117,10 +117,10 @@ def _trained() -> Row:
 
     converted = convert_pt2e(move_exported_model_to_eval(prepared))
     program = torch.export.export(converted, inputs)
-    return _row("int8-static, trained (QAT)", Source(converted, inputs, {}, program), {})
+    return _row("int8-static, trained (QAT)", SourceModel(converted, inputs, {}, program), {})
 
 
-def _row(name: str, source: Source, keywords: dict[str, Any]) -> Row:
+def _row(name: str, source: SourceModel, keywords: dict[str, Any]) -> Row:
     programs = {precision: _program(source, precision, keywords) for precision in Precision}
     actual = {p: _predictions(buffer, "openvino") for p, buffer in programs.items()}
     if OPTION in keywords:  # the module knows nothing of it
@@ -137,12 +137,12 @@ def _row(name: str, source: Source, keywords: dict[str, Any]) -> Row:
     )
 
 
-def _program(source: Source, precision: Precision, keywords: dict[str, Any]) -> bytes:
+def _program(source: SourceModel, precision: Precision, keywords: dict[str, Any]) -> bytes:
     partitioner = CoreMLPartitioner(
         compile_specs=CoreMLBackend.generate_compile_specs(compute_precision=precision, **keywords),
         strict=True,
     )
-    return lower(source, partitioner).buffer
+    return lower_methods({"forward": export_model(source)}, partitioner).buffer
 
 
 def _predictions(pte: bytes, engine: str) -> np.ndarray:

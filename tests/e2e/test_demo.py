@@ -11,7 +11,7 @@ from coreml_delegate.scripts.cli import main
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("demo")
-def test_demo_twice(tmp_path, capsys):
+def test_demo_runs_and_replaces_its_outputs(tmp_path, capsys):
     folder = tmp_path / "out"
     contents = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""A trained language model from torch to text: the same tokens, and as good a guess of the next."""
+"""A trained language model from torch to text: equal tokens and a perplexity close to torch's."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ from support.tolerances import (
 from coreml_delegate import CoreMLPartitioner
 from coreml_delegate.compile_options import Precision
 from coreml_delegate.errors import InputError, ProgramError
+from coreml_delegate.llm.decoder import Decoder
+from coreml_delegate.llm.export import export_methods, lower, quantize_weights
+from coreml_delegate.llm.generator import Ending, Generator, Sampler, Sampling
+from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.runtime.program.pte import PteProgram
-from coreml_delegate.scripts.llm.decoder import Decoder
-from coreml_delegate.scripts.llm.generator import Ending, Generator
-from coreml_delegate.scripts.llm.layout import CacheKind, Layout
-from coreml_delegate.scripts.llm.lowering import export_methods, lower
-from coreml_delegate.scripts.llm.quantize import quantize
-from coreml_delegate.scripts.llm.sampler import Sampler, Sampling
 from coreml_delegate.targets import Opset
 
 # On one worker, so that the model is trained and lowered once.
@@ -46,7 +44,7 @@ def lowered(precision: Precision, layout: Layout = LAYOUT, *, linear: str = "non
     decoder.load_state_dict(trained().state_dict())
     decoder.requires_grad_(False)
     if linear != "none":
-        quantize(decoder, linear=linear, embedding="int8", group=32)
+        quantize_weights(decoder, linear=linear, embedding="int8", group=32)
     specs = fp32_specs(compute_precision=precision, minimum_deployment_target=Opset.iOS18)
     partitioner = CoreMLPartitioner(compile_specs=specs, lower_full_graph=True)
     return lower(export_methods(decoder, layout), layout, partitioner).buffer
@@ -74,7 +72,7 @@ def int4():
 
 @torch.no_grad()
 def eager_tokens(count: int) -> list[int]:
-    """Greedy tokens, by whole texts without any cache."""
+    """Greedy tokens of torch, computed on whole texts without a cache."""
     tokens = list(PROMPT)
     for _ in range(count):
         tokens.append(int(trained()(torch.tensor([tokens]))[0, -1].argmax()))
@@ -83,7 +81,7 @@ def eager_tokens(count: int) -> list[int]:
 
 @torch.no_grad()
 def stepwise_perplexity(generator: Generator, rows: torch.Tensor) -> float:
-    """Of a generator that is fed one token at a time."""
+    """Perplexity of a generator that is fed one token at a time."""
     logits = []
     for row in rows.tolist():
         generator.reset()
@@ -91,7 +89,7 @@ def stepwise_perplexity(generator: Generator, rows: torch.Tensor) -> float:
     return perplexity(torch.stack(logits), rows)
 
 
-def test_the_model_has_learnt_something():
+def test_the_model_is_trained():
     rows = held_out_rows(16)
     learnt = perplexity(trained()(rows[:, :-1]), rows)
     frequencies = torch.bincount(torch.tensor(list(texts()[0])), minlength=256) + 1.0
@@ -107,7 +105,7 @@ def test_the_model_has_learnt_something():
         pytest.param("openvino", "stock", marks=needs_compiler),
     ],
 )
-def test_greedy_tokens_are_those_of_eager(fp32, engine, host):
+def test_greedy_tokens_equal_those_of_torch(fp32, engine, host):
     generator = Generator.load(fp32, engine=engine, host=host)
     assert list(generator.generate(PROMPT, GREEDY, limit=64)) == eager_tokens(64)
     assert generator.ending is Ending.LIMIT
@@ -116,7 +114,7 @@ def test_greedy_tokens_are_those_of_eager(fp32, engine, host):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_perplexity_in_fp16(fp16, engine):
+def test_perplexity_in_fp16_is_close_to_torch(fp16, engine):
     rows = held_out_rows(8, 64)
     eager = perplexity(trained()(rows[:, :-1]), rows)
     generator = Generator.load(fp16, engine=engine)
@@ -124,7 +122,7 @@ def test_perplexity_in_fp16(fp16, engine):
 
 
 @pytest.mark.parametrize("length", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1, CONTEXT])
-def test_chunks_of_any_length_are_the_whole_text(fp32, length):
+def test_chunks_of_any_length_give_the_logits_of_the_whole_text(fp32, length):
     (row,) = held_out_rows(1)
     generator = Generator.load(fp32)
     generator.feed([1, 2, 3])
@@ -136,7 +134,7 @@ def test_chunks_of_any_length_are_the_whole_text(fp32, length):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_perplexity_in_4_bits(int4, engine):
+def test_perplexity_with_4_bit_weights_is_close_to_torch(int4, engine):
     rows = held_out_rows(8, 64)
     eager = perplexity(trained()(rows[:, :-1]), rows)
     generator = Generator.load(int4, engine=engine)
@@ -144,7 +142,7 @@ def test_perplexity_in_4_bits(int4, engine):
 
 
 @pytest.mark.slow
-def test_4_bits_take_4_bits(int4, fp16):
+def test_4_bit_weights_are_stored_in_4_bits(int4, fp16):
     """A scale for each 32 weights, and all functions' operations, come on top."""
     assert len(int4) < 0.6 * len(fp16)
 
@@ -152,7 +150,7 @@ def test_4_bits_take_4_bits(int4, fp16):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("length", [1, 3, 4, 9, CONTEXT])
-def test_caches_in_a_state(stateful, engine, length):
+def test_caches_in_a_state_give_the_same_tokens(stateful, engine, length):
     """States are fp16, whatever the model computes in."""
     (row,) = held_out_rows(1)
     generator = Generator.load(stateful, engine=engine)
@@ -166,7 +164,7 @@ def test_caches_in_a_state(stateful, engine, length):
 
 
 @pytest.mark.slow
-def test_a_state_belongs_to_a_generator(stateful):
+def test_each_generator_has_its_own_state(stateful):
     one, other = (Generator.load(stateful) for _ in range(2))
     one.feed(PROMPT)
     other.feed([1] * len(PROMPT))
@@ -182,12 +180,12 @@ def test_weights_are_stored_once(fp32, fp16):
         assert constants < len(pte) < constants + 250_000  # two functions of a hundred operations
 
 
-def test_layout_of_a_program(fp32):
+def test_a_program_declares_its_layout(fp32):
     assert Generator.load(fp32).layout == LAYOUT
 
 
-def test_a_program_that_is_no_language_model():
-    with pytest.raises(ProgramError, match="does not say how to generate text"):
+def test_a_program_without_a_language_model_is_refused():
+    with pytest.raises(ProgramError, match="is not a language model exported by this package"):
         Generator.load(tiny_pte())
 
 
@@ -198,7 +196,7 @@ def test_the_context_is_a_limit(fp32):
     with pytest.raises(InputError, match=r"a prompt of 13 and 117 more, expected at most 128 more"):
         next(generator.generate(PROMPT, GREEDY, limit=117))
     generator.feed([1] * 100)
-    with pytest.raises(InputError, match=r"100 tokens seen, 29 more, expected at most 28 more"):
+    with pytest.raises(InputError, match=r"100 tokens in it, 29 more, expected at most 28 more"):
         generator.feed([1] * 29)
     tokens = list(generator.generate([1] * 20, lambda _: 1))
     assert (len(tokens), generator.ending, generator.room) == (9, Ending.CONTEXT, 0)
@@ -220,8 +218,11 @@ def test_tokens_that_end_a_text(fp32):
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
-    [([], "no token to begin with"), ([256], "no such token: got 256, expected 0 to 255")],
+    [
+        ([], "there is no token"),
+        ([256], "not in the model's vocabulary: got 256, expected 0 to 255"),
+    ],
 )
-def test_tokens_that_the_model_has_not(fp32, tokens, message):
+def test_tokens_outside_the_vocabulary_are_refused(fp32, tokens, message):
     with pytest.raises(InputError, match=message):
         Generator.load(fp32).feed(tokens)

@@ -1,4 +1,4 @@
-"""Peak memory of exporting a language model, beside what its weights take up."""
+"""Peak memory of exporting a language model, relative to its weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def config(path: Path, width: int, vocabulary: int) -> Path:
 
 
 @pytest.mark.slow
-def test_peak(tmp_path: Path) -> None:
+def test_peak_memory_of_export(tmp_path: Path) -> None:
     small, large = config(tmp_path / "small", 64, 256), config(tmp_path / "large", 1024, 16384)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", EXPORT, str(small), str(large)],

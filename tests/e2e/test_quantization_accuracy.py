@@ -1,4 +1,4 @@
-"""On real data a program recognizes what the quantized PyTorch model recognizes."""
+"""On real data a program gives the classes of the quantized PyTorch model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.tolerances import flips_allowed
         pytest.param("int8", marks=pytest.mark.slow),
     ],
 )
-def test_flips(mode):
+def test_programs_classify_like_the_quantized_model(mode):
     measured = list(rows([mode]))
     assert measured
     for row in measured:

@@ -81,7 +81,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_weights_are_stored_as_they_are(name):
+def test_weights_stay_compressed(name):
     config, bits, target = TAKEN[name]
     module = compressed(config)
     lowered = lower(module, tokens())
@@ -95,7 +95,7 @@ def test_weights_are_stored_as_they_are(name):
     assert sum(sizes[2:]) < 2 * WEIGHTS
 
 
-def test_the_report_says_what_demands_the_target():
+def test_the_report_names_the_op_that_needs_the_target():
     lowered = lower(compressed(_int(4, GROUPS)), tokens())
     assert lowered.report.partitions[0].demanded_by == (
         f"{DEQUANTIZE_AFFINE} with weights of 4 bits",
@@ -133,7 +133,7 @@ def test_a_target_that_is_too_low_is_an_error_with_a_remedy(config, text):
 
 
 @pytest.mark.parametrize(("dtype", "kept"), [(torch.float16, 11), (torch.bfloat16, 8)])
-def test_half_precision(dtype, kept):
+def test_half_precision_models_are_lowered(dtype, kept):
     module = compressed(_int(4, GROUPS), words().to(dtype))
     lowered = lower(module, tokens())
     assert stored_sizes(lowered.edge)[:2] == [WEIGHTS // 2] * 2
@@ -183,7 +183,7 @@ def test_tied_weights_are_stored_once(config, again):
     assert sum(sizes[1:]) < WEIGHTS // 2
 
 
-def test_what_is_kept_on_the_cpu_is_spelled_out():
+def test_dequantization_on_the_cpu_is_decomposed():
     module = compressed(_int(4, GROUPS, MappingType.ASYMMETRIC))
     lowered = lower(module, tokens(), skip_modules=["1"])
     assert DEQUANTIZE_AFFINE not in lowered.operators
@@ -192,7 +192,7 @@ def test_what_is_kept_on_the_cpu_is_spelled_out():
     _assert_runs(lowered, module, tokens())
 
 
-def test_limits_on_partitions_spare_what_nothing_else_runs():
+def test_partition_limits_keep_ops_that_only_core_ml_runs():
     module = compressed(_int(4, GROUPS))
     lowered = lower(module, tokens(), min_partition_nodes=100, skip_modules=["1"])
     assert [p.tag for p in lowered.report.partitions]

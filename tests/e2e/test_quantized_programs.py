@@ -81,7 +81,7 @@ def test_digits_are_recognized_as_by_the_quantized_model(digits_model, precision
         assert int((actual != expected).sum()) <= flips_allowed(len(expected))
 
 
-def test_integers_are_stored_and_computed_with(digits_model):
+def test_weights_are_stored_as_integers_and_static_ops_quantized(digits_model):
     quantizer, model = digits_model
     (main,) = delegate_functions(_lowered(model, (digits().test[:BATCH],)))
     ops = [op.type for op in main.block.ops]
@@ -90,7 +90,7 @@ def test_integers_are_stored_and_computed_with(digits_model):
     assert ("quantize" in ops) == is_static
 
 
-def test_four_bits_are_stored_as_such():
+def test_4_bit_weights_are_stored_in_4_bits():
     quantizer = CoreMLQuantizer(config(weight_dtype="qint4", **WEIGHTS_ONLY))
     prepared = prepare_pt2e(exported(nn.Linear(64, 64).eval(), (torch.rand(1, 64),)), quantizer)
     prepared(torch.rand(1, 64))
@@ -208,7 +208,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("module", "inputs", "settings"), CASES)
-def test_the_program_computes_what_the_quantized_model_does(module, inputs, settings):
+def test_the_program_equals_the_quantized_model(module, inputs, settings):
     _, model = quantized(module, inputs, config(**settings))
     expected = model(*inputs).detach()
     assert sqnr_db(module(*inputs).detach().numpy(), expected.numpy()) > SQNR_INT8
@@ -270,7 +270,7 @@ def test_the_example_of_the_documentation():
     assert_within_steps(actual, expected)
 
 
-def test_the_target_is_demanded_where_none_is_given():
+def test_a_missing_target_is_chosen():
     inputs = (torch.rand(1, 4),)
     _, model = quantized(nn.Linear(4, 3), inputs, config())
     edge = _lowered(model, inputs, target=None)

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from coreml_delegate.scripts.llm.checkpoint import random_decoder
-from coreml_delegate.scripts.llm.decoder import Decoder
-from coreml_delegate.scripts.llm.settings import DecoderSettings, Rotary
+from coreml_delegate.llm.checkpoint import random_decoder
+from coreml_delegate.llm.decoder import Decoder, DecoderSettings, Rotary
 
 END = 0
 """The byte that ends a text."""

@@ -18,11 +18,11 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.delenv(LIMIT_VARIABLE, raising=False)
 
 
-def test_precisions_are_those_of_the_library():
+def test_engine_precisions_equal_the_enum():
     assert {precision.value for precision in Precision} == set(arguments.ENGINE_PRECISIONS)
 
 
-def test_shows_and_clears(tmp_path, capsys):
+def test_cache_is_shown_and_cleared(tmp_path, capsys):
     EntryCache(CacheOptions()).write(bytes(32), {}, bytes(10))
     assert main(["cache", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
@@ -43,7 +43,7 @@ def test_shows_and_clears(tmp_path, capsys):
     ]
 
 
-def test_switched_off_it_is_still_shown(tmp_path, monkeypatch, capsys):
+def test_a_disabled_cache_is_shown(tmp_path, monkeypatch, capsys):
     EntryCache(CacheOptions()).write(bytes(32), {}, b"")
     monkeypatch.setenv(LIMIT_VARIABLE, "off")
     assert main(["cache"]) == 0
@@ -52,7 +52,7 @@ def test_switched_off_it_is_still_shown(tmp_path, monkeypatch, capsys):
     assert "entries  1" in printed
 
 
-def test_an_environment_that_is_not_understood(monkeypatch, capsys):
+def test_an_invalid_environment_variable_is_an_error(monkeypatch, capsys):
     monkeypatch.setenv(LIMIT_VARIABLE, "much")
     assert main(["cache"]) == 1
     assert "COREML_DELEGATE_COMPILED_CACHE is not understood: got 'much'" in capsys.readouterr().err

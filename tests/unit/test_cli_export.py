@@ -1,4 +1,4 @@
-"""``coreml-delegate export``: what it writes, what it refuses, and what it leaves behind."""
+"""``coreml-delegate export``: its files, its errors, and that nothing else is left behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def export(*args: str) -> int:
     return main(["export", *args])
 
 
-def test_report_and_program(folder, capsys):
+def test_export_writes_the_program_and_prints_the_report(folder, capsys):
     assert export(*TINY, "-o", "a.pte", "--report", "a.json") == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -87,7 +87,7 @@ def test_factory_in_the_current_folder_and_force(folder, capsys):
     assert leftovers(folder) - {"__pycache__"} == {"a.pte", "my_model_here.py"}
 
 
-def test_exported_program(capsys):
+def test_a_pt2_is_exported_without_weights(capsys):
     torch.manual_seed(0)
     program = torch.export.export(Tiny().eval(), (torch.randn(1, 3, 16, 16),))
     torch.export.save(program, "tiny.pt2")
@@ -95,11 +95,11 @@ def test_exported_program(capsys):
     assert main(["verify", "tiny.pt2", "a.pte"]) == 0
     assert export("tiny.pt2", "-o", "b.pte", "--weights", "w.pt") == 1
     assert capsys.readouterr().err == (
-        "coreml-delegate: error: --weights goes with a model, and a .pt2 has its weights inside\n"
+        "coreml-delegate: error: --weights is for a model; a .pt2 has its own weights\n"
     )
 
 
-def test_weights(capsys):
+def test_weights_are_loaded(capsys):
     torch.manual_seed(1)
     torch.save(Tiny().state_dict(), "w.pt")
     assert export(*TINY, "-o", "a.pte", "--weights", "w.pt") == 0
@@ -116,7 +116,7 @@ def test_what_a_model_prints_does_not_reach_the_terminal(capsys):
     assert captured.err == ""
 
 
-def test_nothing_delegated_is_said(capsys):
+def test_warns_if_nothing_is_delegated(capsys):
     assert export(f"{MODELS}:distances", "-o", "a.pte") == 0
     assert capsys.readouterr().err == (
         "coreml-delegate: warning: nothing was delegated to Core ML; a.pte runs on the CPU\n"
@@ -175,7 +175,7 @@ def test_dry_run_writes_the_report_and_nothing_else(folder, capsys):
     assert capsys.readouterr().out == planned
 
 
-def test_dry_run_for_continuous_integration(folder, capsys):
+def test_a_strict_dry_run_reports_then_fails(folder, capsys):
     assert export(*TINY, "--dry-run", "--strict", "--report", "a.json") == 1
     captured = capsys.readouterr()
     assert " nodes delegated " in captured.out
@@ -183,7 +183,7 @@ def test_dry_run_for_continuous_integration(folder, capsys):
     assert leftovers(folder) == {"a.json"}
 
 
-def test_filters(capsys):
+def test_filters_choose_what_is_delegated(capsys):
     filters = ("--only-module", "torch.nn.Conv2d", "--only-module", "linear")
     limits = ("--skip-module", "linear", "--min-partition-nodes", "1", "--max-partitions", "1")
     dry_run = (f"{MODELS}:tiny", "--dry-run", "--json")
@@ -203,7 +203,7 @@ def test_filters(capsys):
         (["--dry-run", "--max-partitions", "0"], "'0' is not a positive integer"),
     ],
 )
-def test_wrong_usage(args, message, capsys):
+def test_invalid_options_are_wrong_usage(args, message, capsys):
     with pytest.raises(SystemExit) as raised:
         export(f"{MODELS}:tiny", *args)
     assert raised.value.code == 2
@@ -222,14 +222,14 @@ REFUSED = {
     ),
     "no model": (
         [f"{MODELS}:number"],
-        f"{MODELS}:number makes no model: got int, "
+        f"{MODELS}:number returns no model: got int, "
         "expected an nn.Module, (nn.Module, example_inputs) or (nn.Module, args, kwargs)",
     ),
-    "nothing made": ([f"{MODELS}:no_samples"], f"{MODELS}:no_samples makes no model: got list, "),
+    "nothing made": ([f"{MODELS}:no_samples"], f"{MODELS}:no_samples returns no model: got list, "),
     "no keyword inputs": (
         [f"{MODELS}:two_positional"],
-        f"{MODELS}:two_positional makes no example inputs: got Tensor, Tensor, expected a tensor, "
-        "a tuple of inputs, a dict of keyword inputs, or such a tuple and such a dict",
+        f"{MODELS}:two_positional returns no example inputs: got Tensor, Tensor, expected a "
+        "tensor, a tuple of inputs, a dict of keyword inputs, or a tuple and a dict",
     ),
     "unknown keyword": (
         [f"{MODELS}:unknown_keyword"],
@@ -237,7 +237,7 @@ REFUSED = {
     ),
     "no inputs": (
         [f"{MODELS}:classifier"],
-        f"{MODELS}:classifier brings no example inputs. Pass --input-shape",
+        f"{MODELS}:classifier has no example inputs. Pass --input-shape",
     ),
     "unknown torchvision model": (
         ["torchvision:mobilnet_v2"],
@@ -311,7 +311,7 @@ def weight_files(folder):
 
 
 @pytest.mark.parametrize(("args", "message"), REFUSED.values(), ids=REFUSED)
-def test_refusals(args, message, weight_files, folder, capsys):
+def test_sources_and_options_that_are_refused(args, message, weight_files, folder, capsys):
     assert export(*args, "-o", "a.pte") == 1
     captured = capsys.readouterr()
     assert captured.err.startswith(f"coreml-delegate: error: {message}")
@@ -320,7 +320,7 @@ def test_refusals(args, message, weight_files, folder, capsys):
     assert leftovers(folder) == weight_files
 
 
-def test_output_is_checked_first(folder, capsys):
+def test_output_path_is_checked_before_the_source(folder, capsys):
     Path("a.pte").mkdir()
     assert export("no_such:f", "-o", "a.pte", "--force") == 1
     assert capsys.readouterr().err == (

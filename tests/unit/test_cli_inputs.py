@@ -13,7 +13,7 @@ from PIL import Image
 from support.tolerances import sqnr_db
 
 from coreml_delegate.errors import ExecutionError, InputError, OptionError, ProgramError
-from coreml_delegate.scripts.accuracy import Accuracy
+from coreml_delegate.runtime.accuracy import Accuracy
 from coreml_delegate.scripts.arguments import new_output
 from coreml_delegate.scripts.inputs import images, vision
 from coreml_delegate.scripts.inputs.sampling import generator, random_tensor, resample
@@ -46,19 +46,19 @@ def test_images_are_prepared_as_torchvision_does(name, rotate, photo):
     ("shape", "dtype"),
     [((1, 3, 8), torch.float32), ((1, 1, 8, 8), torch.float32), ((1, 3, 8, 8), torch.int32)],
 )
-def test_images_for_other_inputs(shape, dtype, photo):
-    with pytest.raises(InputError, match="is an image, and the input is not"):
+def test_images_for_inputs_that_take_none_are_refused(shape, dtype, photo):
+    with pytest.raises(InputError, match="is an image, but the input does not take one"):
         images.read_image(photo, shape, dtype)
 
 
-def test_random_values_depend_on_the_seed_alone():
+def test_random_values_depend_only_on_the_seed():
     first = random_tensor(torch.float32, (2, 3), generator(1))
     torch.manual_seed(5)
     torch.testing.assert_close(random_tensor(torch.float32, (2, 3), generator(1)), first)
     assert not torch.equal(random_tensor(torch.float32, (2, 3), generator(2)), first)
 
 
-def test_what_does_not_fit_into_memory_is_not_made():
+def test_tensors_larger_than_memory_are_refused():
     with pytest.raises(ExecutionError, match=r"a random float32\[1000000000000, 8\] does not fit"):
         random_tensor(torch.float32, (1000000000000, 8), generator(0))
 
@@ -104,14 +104,14 @@ def test_accuracy_of_special_values(expected, actual, sqnr):
     assert accuracy.top1_agreement is None
 
 
-def test_accuracy_of_other_shapes():
+def test_accuracy_refuses_different_shapes():
     accuracy = Accuracy()
     accuracy.add(torch.tensor(1.0), torch.tensor([1.0]))
     with pytest.raises(ProgramError, match="outputs of different shapes"):
         accuracy.add(torch.zeros(2, 3), torch.zeros(3, 2))
 
 
-def test_accuracy_of_none():
+def test_accuracy_takes_none_only_on_both_sides():
     accuracy = Accuracy()
     accuracy.add(None, None)
     assert accuracy.sqnr_db == math.inf
@@ -127,7 +127,7 @@ def interrupted(path):
         raise KeyboardInterrupt
 
 
-def test_an_unfinished_file_vanishes(tmp_path):
+def test_an_unfinished_file_is_removed(tmp_path):
     path = tmp_path / "a"
     path.write_text("old")
     with pytest.raises(KeyboardInterrupt):
@@ -142,7 +142,7 @@ def overtaken(path):
         path.write_text("theirs")
 
 
-def test_a_file_that_came_meanwhile_is_kept(tmp_path):
+def test_a_file_created_meanwhile_is_kept(tmp_path):
     path = tmp_path / "a"
     with pytest.raises(OptionError, match="output exists"):
         overtaken(path)

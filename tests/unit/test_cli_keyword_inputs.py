@@ -47,26 +47,26 @@ def test_inputs_are_in_the_order_of_the_example(capsys):
     np.testing.assert_allclose(np.load("out.npz")["output_0"], expected, atol=atol, rtol=rtol)
 
 
-def test_dimensions_go_by_name(capsys):
+def test_dynamic_dimensions_are_given_by_input_name(capsys):
     assert export(KEYWORDED, "--dynamic", "rows:0=1..9") == 0
     assert shapes() == [(2, 8), (9, 4), (2, 8)]
     assert main(["verify", KEYWORDED, "a.pte", "--min-sqnr", "100"]) == 0
 
 
-def test_static_quantization_keeps_them_dynamic(capsys):
+def test_static_quantization_keeps_dynamic_sizes(capsys):
     options = ("--quantize", "int8-static", "--calibration", f"{MODELS}:keyword_samples")
     assert export(KEYWORDED, "--dynamic", "rows:0=1..9", *options) == 0
     assert shapes() == [(2, 8), (9, 4), (2, 8)]
     assert main(["verify", KEYWORDED, "a.pte", "--min-sqnr", str(SQNR_INT8)]) == 0
 
 
-def test_layers_are_ranked(capsys):
+def test_quantize_report_takes_keyword_inputs(capsys):
     assert main(["quantize-report", KEYWORDED, "--quantize", "int8-weight", "--json"]) == 0
     ranking = json.loads(capsys.readouterr().out)["layers"]
     assert {layer["path"] for layer in ranking} == {"before", "after"}
 
 
-def test_a_model_of_transformers(capsys):
+def test_a_transformers_model_is_exported_and_verified(capsys):
     assert export(BERT) == 0
     assert main(["verify", BERT, "a.pte", "--min-sqnr", "80"]) == 0
     assert main(["trace", "a.pte"]) == 0

@@ -1,4 +1,4 @@
-"""``coreml-delegate export-llm`` and ``generate``: what they write, print and refuse."""
+"""``coreml-delegate export-llm`` and ``generate``: files, output and errors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from support.checkpoints import CONFIG, save
 from support.command import leftovers, start, tiny_pte
 
+from coreml_delegate.llm.generator import Generator
+from coreml_delegate.llm.layout import CacheKind
 from coreml_delegate.scripts import arguments
 from coreml_delegate.scripts.cli import main
 from coreml_delegate.scripts.commands import export_llm
-from coreml_delegate.scripts.llm.generator import Generator
-from coreml_delegate.scripts.llm.layout import CacheKind
 
 pytestmark = pytest.mark.xdist_group("checkpoints")
 
@@ -58,7 +58,7 @@ def generate(program: Path, *options: str) -> int:
     return main(["generate", str(program), "--prompt", "ab", *options])
 
 
-def test_choices_are_those_of_the_library():
+def test_cache_choices_equal_the_enum():
     assert set(export_llm.CACHES) == {kind.value for kind in CacheKind}
     assert arguments.PRECISIONS[0] == "float16"
 
@@ -105,7 +105,7 @@ def test_equal_seeds_give_equal_texts(program, capsys):
     assert texts(1) == texts(1) != texts(2)
 
 
-def test_the_context_fills_up(program, capsys):
+def test_a_full_context_is_a_warning(program, capsys):
     assert generate(program, "--json") == 0
     captured = capsys.readouterr()
     assert captured.err == "coreml-delegate: warning: the context of 32 tokens is full\n"
@@ -113,7 +113,7 @@ def test_the_context_fills_up(program, capsys):
     assert (document["ending"], len(document["tokens"])) == ("context", 31)
 
 
-def test_stops(program, capsys):
+def test_stop_tokens_and_texts_end_the_output(program, capsys):
     def made(*stop: str) -> dict:
         assert generate(program, "--max-new-tokens", "9", "--json", *stop) == 0
         return json.loads(capsys.readouterr().out)
@@ -129,11 +129,11 @@ def test_stops(program, capsys):
         (["--max-new-tokens", "99"], "a prompt of 2 and 99 more, expected at most 32 more"),
         (["--temperature", "-1"], "temperature is out of range: got -1.0"),
         (["--tokenizer", "none.json"], "no such tokenizer: got none.json"),
-        (["--prompt", ""], "no token to begin with. Give a prompt that is not empty"),
+        (["--prompt", ""], "there is no token. Give a prompt that is not empty"),
         (["--prompt", "x" * 33], "the context of 32 tokens is too short: got 33 more"),
     ],
 )
-def test_what_cannot_be_generated(program, options, message, capsys):
+def test_invalid_prompts_and_options_are_one_line(program, options, message, capsys):
     assert generate(program, *options) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith("coreml-delegate: error: ")
@@ -141,10 +141,10 @@ def test_what_cannot_be_generated(program, options, message, capsys):
     assert captured.err.count("\n") == 1
 
 
-def test_programs_that_generate_no_text(folder, capsys):
+def test_programs_without_a_language_model_are_refused(folder, capsys):
     (folder / "tiny.pte").write_bytes(tiny_pte())
     assert generate(folder / "tiny.pte") == 1
-    assert "does not say how to generate text" in capsys.readouterr().err
+    assert "is not a language model exported by this package" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_programs_that_generate_no_text(folder, capsys):
         ({}, ["--quantize", "int4", "--group-size", "5"], "groups of weights do not divide"),
     ],
 )
-def test_what_cannot_be_exported(changes, options, message, tmp_path, capsys):
+def test_invalid_export_options_are_refused(changes, options, message, tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**BYTES, **changes}))
     output = tmp_path / "model.pte"
@@ -165,21 +165,21 @@ def test_what_cannot_be_exported(changes, options, message, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("sources", [[], ["folder", "--random", "config.json"]])
-def test_exactly_one_source(sources, capsys):
+def test_checkpoint_and_random_exclude_each_other(sources, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["export-llm", *sources, "-o", "model.pte"])
     assert exit_.value.code == 2
     assert "exactly one is required" in capsys.readouterr().err
 
 
-def test_a_checkpoint_that_is_not_there(capsys):
+def test_a_missing_checkpoint_is_an_error(capsys):
     assert main(["export-llm", "nowhere", "-o", "model.pte"]) == 1
     assert "no such checkpoint folder: got nowhere" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-def test_an_interrupt_ends_the_text(folder, config):
+def test_an_interrupt_ends_generation(folder, config):
     """A long context, so that the text is certainly not done."""
     path = folder / "long.pte"
     config.with_name("long.json").write_text(

@@ -1,4 +1,4 @@
-"""The command as a process: signals, closed pipes, and what is left after them."""
+"""The command as a process: signals and closed pipes leave no files behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
     ],
     ids=["SIGINT", "SIGTERM"],
 )
-def test_a_signal_in_the_middle_of_converting(number, code, message, tmp_path):
+def test_a_signal_during_conversion_leaves_nothing(number, code, message, tmp_path):
     here, temporary = tmp_path / "here", tmp_path / "temporary"
     here.mkdir()
     temporary.mkdir()
@@ -55,7 +55,7 @@ def test_a_signal_in_the_middle_of_converting(number, code, message, tmp_path):
     assert (here / "a.pte").read_text() == "old"
 
 
-def test_an_interrupt_in_the_middle_of_calibrating(tmp_path):
+def test_an_interrupt_during_calibration_leaves_nothing(tmp_path):
     here, temporary, stalled = (tmp_path / name for name in ("here", "temporary", "stalled"))
     here.mkdir()
     temporary.mkdir()
@@ -73,7 +73,7 @@ def test_an_interrupt_in_the_middle_of_calibrating(tmp_path):
     assert leftovers(here) == set()
 
 
-def test_a_reader_that_left(tmp_path):
+def test_a_closed_pipe_ends_quietly(tmp_path):
     (tmp_path / "x.pte").write_bytes(tiny_pte())
     for args in (["--help"], ["extract", tmp_path / "x.pte", "-o", tmp_path / "out"]):
         process = start(*args)
@@ -100,7 +100,7 @@ def test_a_reader_that_left(tmp_path):
         ),
     ],
 )
-def test_streams_that_cannot_be_written_to(closed, args, ending, tmp_path):
+def test_closed_streams_end_with_their_exit_code(closed, args, ending, tmp_path):
     (tmp_path / "x.pte").write_bytes(tiny_pte())
     command = shlex.join([sys.executable, "-m", "coreml_delegate.scripts", *args])
     done = subprocess.run(

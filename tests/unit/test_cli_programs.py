@@ -79,7 +79,7 @@ def test_inspect(capsys):
     assert weights["by_dtype"].keys() == {"fp16"}
 
 
-def test_inspect_for_a_reader(capsys):
+def test_inspect_prints_text(capsys):
     assert main(["inspect", "tiny.pte"]) == 0
     out = capsys.readouterr().out
     assert "  inputs: float32[1, 3, 16, 16]\n" in out
@@ -97,7 +97,7 @@ def test_inspect_package(capsys):
     assert read(capsys)["methods"][0]["delegates"][0]["model"] == package["model"]
 
 
-def test_inspect_undelegated(capsys):
+def test_inspect_a_program_without_delegates(capsys):
     Path("plain.pte").write_bytes(export_case("arithmetic")[1])
     assert main(["inspect", "plain.pte", "--json"]) == 0
     (method,) = read(capsys)["methods"]
@@ -124,7 +124,7 @@ def test_extract(capsys):
     np.testing.assert_allclose(features, expected, atol=atol, rtol=rtol)
 
 
-def test_extract_overwrites_on_demand_only(capsys):
+def test_extract_overwrites_only_with_force(capsys):
     stale = Path("tiny_coreml/forward_1.mlpackage/stale")
     stale.parent.mkdir(parents=True)
     stale.touch()
@@ -164,7 +164,7 @@ def test_extract_on_a_full_disk_leaves_nothing(full_disk, capsys):
     assert leftovers(Path()) == before
 
 
-def test_outputs_on_a_full_disk_are_named_and_not_left(full_disk, capsys):
+def test_outputs_on_a_full_disk_are_named_and_removed(full_disk, capsys):
     before = leftovers(Path())
     with full_disk(64):
         code = main(["run", "tiny.pte", "-o", "o.npz", "--repeat", "1"])
@@ -224,7 +224,7 @@ def test_run_package(capsys):
     assert main(["run", "tiny_coreml/forward_0.mlpackage", "--threads", "1"]) == 0
     assert "fp" not in capsys.readouterr().err
     assert main(["run", "tiny_coreml/forward_0.mlpackage", "--host", "python"]) == 1
-    assert error(capsys) == "--host goes with a .pte: got tiny_coreml/forward_0.mlpackage"
+    assert error(capsys) == "--host is for a .pte: got tiny_coreml/forward_0.mlpackage"
 
 
 INPUTS = {
@@ -291,7 +291,7 @@ def test_verify(capsys):
     assert result["output_0"]["sqnr_db"] > 50
 
 
-def test_verify_measures_what_it_says(capsys):
+def test_verify_reports_the_true_error(capsys):
     x = np.random.default_rng(1).standard_normal((1, 3, 16, 16), dtype=np.float32)
     np.save("x.npy", x)
     args = ["verify", f"{MODELS}:tiny", "tiny.pte", "--input", "x.npy", "--json"]
@@ -359,7 +359,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("command", ["inspect", "extract", "run"])
 @pytest.mark.parametrize(("content", "message"), BROKEN.values(), ids=BROKEN)
-def test_no_program(command, content, message, capsys):
+def test_a_missing_program_is_an_error(command, content, message, capsys):
     if content is not None:
         Path("x.pte").write_bytes(tiny_pte()[:content] if isinstance(content, int) else content)
     before = leftovers(Path())
@@ -369,7 +369,7 @@ def test_no_program(command, content, message, capsys):
 
 
 @pytest.mark.parametrize("command", ["inspect", "extract", "run"])
-def test_corrupt_blob(command, capsys):
+def test_a_corrupt_blob_is_an_error(command, capsys):
     spoiled = bytearray(tiny_pte())
     # A blob ends in its directory, written backwards: '{"nodes":' reversed.
     end = spoiled.index(b'"sedon"{') + len(b'"sedon"{')
@@ -381,7 +381,7 @@ def test_corrupt_blob(command, capsys):
 
 
 @pytest.mark.parametrize("command", ["inspect", "run"])
-def test_no_package(command, capsys):
+def test_a_missing_package_is_an_error(command, capsys):
     Path("x.mlpackage").mkdir()
     assert main([command, "x.mlpackage"]) == 1
     assert error(capsys) == "mlpackage lacks its manifest: expected Manifest.json"

@@ -1,4 +1,4 @@
-"""``export --quantize``, ``inspect`` of what it stores, and ``quantize-report``."""
+"""``export --quantize``, ``inspect`` of the quantized weights, and ``quantize-report``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.command import MODELS, leftovers
 from support.tolerances import SQNR_INT8, sqnr_db
 
 from coreml_delegate import runtime
-from coreml_delegate.quantization_modes import QuantizationAssignment, mode_of
+from coreml_delegate.quantization import QuantizationAssignment, mode_of
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts.cli import main
 
@@ -58,7 +58,7 @@ def _weights(capsys, path="a.pte"):
         ("palettize-4", "lut", "uint4"),
     ],
 )
-def test_weights_are_stored_as_the_mode_says(mode, scheme, stored_as, capsys):
+def test_weights_are_stored_by_the_mode(mode, scheme, stored_as, capsys):
     source = f"{MODELS}:wide" if mode.startswith("palettize") else SENSITIVE
     assert export("--quantize", mode, "-o", "a.pte", "--json", source=source) == 0
     captured = capsys.readouterr()
@@ -90,7 +90,7 @@ def test_sparse_weights_are_stored_without_their_zeros(capsys):
     assert all(abs(t["bits_per_weight"] - 5) < 0.1 for t in matrices)
 
 
-def test_inspect_for_a_reader(capsys):
+def test_inspect_prints_the_weights(capsys):
     assert export("--quantize", "int8-weight", "-o", "a.pte") == 0
     summary = capsys.readouterr().out.splitlines()[-1]
     assert summary.startswith("quantized by int8-weight: weights 9.5 kB before, ")
@@ -142,7 +142,7 @@ def test_calibration_decides_the_ranges(capsys):
         (["--quantize-config", "none.json"], "cannot read none.json"),
     ],
 )
-def test_what_cannot_be_is_said_before_the_work(arguments, message, folder, capsys):
+def test_invalid_quantization_options_are_refused_early(arguments, message, folder, capsys):
     assert export(*arguments, "-o", "a.pte", source="no:such") == 1
     assert capsys.readouterr().err.startswith(f"{ERROR}{message}")
     assert leftovers(folder) == set()
@@ -176,7 +176,7 @@ def _files(**contents):
     ("files", "message"),
     [
         ({}, "the folder of calibration data is empty: got data"),
-        ({"a_txt": b""}, "the folder of calibration data has other files in it: got a.txt"),
+        ({"a_txt": b""}, "the folder of calibration data has files of other formats: got a.txt"),
         (
             {"a_npy": np.zeros((2, 31), np.float32)},
             "data/a.npy does not fit input x: got float32[2, 31], expected float32[2, 32]",
@@ -186,13 +186,16 @@ def _files(**contents):
             "sample 0 of data/a.npy does not fit input x: got float64[2, 32], "
             "expected float32[2, 32]",
         ),
-        ({"a_png": b"none"}, "data/a.png is an image, and the input is not: got float32[2, 32]"),
+        (
+            {"a_png": b"none"},
+            "data/a.png is an image, but the input does not take one: got float32[2, 32]",
+        ),
         ({"a_npy": b"none"}, "cannot read the array in data/a.npy"),
         ({"a_npz": b"none"}, "cannot read the arrays in data/a.npz"),
         ({"a_pt": b"none"}, "cannot read tensors from data/a.pt"),
     ],
 )
-def test_calibration_that_does_not_fit(files, message, capsys):
+def test_calibration_data_that_do_not_fit_are_refused(files, message, capsys):
     _files(**files)
     assert export("--quantize", "int8-static", "--calibration", "data", "-o", "a.pte") == 1
     assert capsys.readouterr().err.startswith(ERROR + message)
@@ -213,19 +216,19 @@ def test_calibration_that_does_not_fit(files, message, capsys):
         ),
     ],
 )
-def test_calibration_that_is_not_there(where, message, capsys):
+def test_missing_calibration_data_are_an_error(where, message, capsys):
     assert export("--quantize", "int8-static", "--calibration", where, "-o", "a.pte") == 1
     assert capsys.readouterr().err.startswith(ERROR + message)
 
 
-def test_an_image_that_cannot_be_read(capsys):
+def test_an_unreadable_image_is_an_error(capsys):
     _files(a_png=b"none")
     given = ("--quantize", "int8-static", "--calibration", "data", "-o", "a.pte")
     assert export(*given, source=f"{MODELS}:tiny") == 1
     assert capsys.readouterr().err.startswith(f"{ERROR}cannot read the image: got data/a.png")
 
 
-def test_images_calibrate(capsys):
+def test_images_are_calibration_data(capsys):
     from PIL import Image
 
     Path("data").mkdir()
@@ -237,12 +240,12 @@ def test_images_calibrate(capsys):
     assert captured.out.splitlines()[-1].startswith("quantized by int8-static: weights ")
 
 
-def test_calibration_in_vain_and_layers_in_float_are_said(capsys):
+def test_warns_of_unused_calibration_and_layers_in_float(capsys):
     given = ("--quantize", "int4-group64", "--calibration", "nothing", "-o", "a.pte")
     assert export(*given, source=f"{MODELS}:wide") == 0
     assert capsys.readouterr().err.splitlines() == [
-        "coreml-delegate: warning: int4-group64 quantizes weights alone: --calibration is not read",
-        "coreml-delegate: warning: in float stay: 2 (96 columns are no multiple of 64)",
+        "coreml-delegate: warning: int4-group64 quantizes only weights: --calibration is not read",
+        "coreml-delegate: warning: modules left in float: 2 (96 columns are no multiple of 64)",
     ]
 
 
@@ -251,7 +254,7 @@ def test_weights_of_attention_stay_in_float(capsys):
     assert export("--quantize", "int4-group32", "-o", "a.pte", source=source) == 0
     stays = "attention.out_proj (nn.MultiheadAttention multiplies by its weight itself)"
     assert capsys.readouterr().err.splitlines() == [
-        f"coreml-delegate: warning: in float stay: {stays}"
+        f"coreml-delegate: warning: modules left in float: {stays}"
     ]
     capsys.readouterr()
     schemes = [tensor["scheme"] for tensor in _weights(capsys)["tensors"]]
@@ -268,7 +271,7 @@ def test_weights_of_attention_stay_in_float(capsys):
         (SENSITIVE, "int4-group64", "nothing to quantize by int4-group64: got first: 32 columns"),
     ],
 )
-def test_nothing_to_quantize(source, mode, message, capsys):
+def test_a_model_with_nothing_to_quantize_is_an_error(source, mode, message, capsys):
     shape = ("--input-shape", "1,3,8,8") if source.endswith("classifier") else ()
     assert export("--quantize", mode, "-o", "a.pte", *shape, source=source) == 1
     assert ERROR + message in capsys.readouterr().err
@@ -288,7 +291,7 @@ def test_exported_programs_are_quantized_too(capsys):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["int8-weight", "int8-static"])
-def test_half_precision_is_quantized(mode, dtype, capsys):
+def test_half_precision_models_are_quantized(mode, dtype, capsys):
     torch.manual_seed(0)
     model = sensitive()[0].eval().to(dtype)
     inputs = torch.randn(2, 32).to(dtype)
@@ -309,7 +312,7 @@ def report(*args: str) -> int:
     return main(["quantize-report", SENSITIVE, *args])
 
 
-def test_the_report_finds_the_sensitive_layer_and_a_remedy(folder, capsys):
+def test_the_report_ranks_layers_and_suggests_modes(folder, capsys):
     files = [f"r{suffix}" for suffix in (".html", ".json", ".png", ".txt")]
     asked = [argument for file in files for argument in ("--report", file)]
     given = ("--quantize", "int4-channel", "--target-sqnr", "15", "--suggest", "s.json")
@@ -351,7 +354,7 @@ def test_the_report_on_static_quantization(capsys):
     given = ("--quantize", "int8-static", "--calibration", SAMPLES, "--target-sqnr", "200")
     assert report(*given, "--json") == 0
     captured = capsys.readouterr()
-    assert "warning: no mixture reaches 200 dB; the one suggested has " in captured.err
+    assert "warning: no mixture of modes reaches 200 dB; the one suggested has " in captured.err
     document = json.loads(captured.out)
     assert {layer["kind"] for layer in document["layers"]} == {"linear"}
     assert document["uniform"]["sqnr_db"] > SQNR_INT8
@@ -361,12 +364,12 @@ def test_the_report_on_static_quantization(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--quantize", "palettize-4"], "palettize-4 is carried out after conversion"),
+        (["--quantize", "palettize-4"], "palettize-4 is applied after conversion"),
         (["--quantize", "int8-static"], "int8-static quantizes activations and needs calibration"),
         (["--quantize", "int4-group64"], "no layer of the model has anything to quantize by"),
     ],
 )
-def test_reports_that_are_refused(arguments, message, capsys):
+def test_modes_and_models_that_cannot_be_reported_are_refused(arguments, message, capsys):
     assert report(*arguments) == 1
     assert capsys.readouterr().err.startswith(ERROR + message)
 

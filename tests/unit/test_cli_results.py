@@ -1,4 +1,4 @@
-"""``run`` and ``verify`` where arguments and results are no tensors, or inputs are written."""
+"""``run`` and ``verify`` with arguments and results that are no tensors, and written inputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pte(exported, tmp_path, monkeypatch):
 
 
 def eager(x):
-    """By name what the program should give."""
+    """Expected outputs of the program by name."""
     module, (_, *rest) = assorted()
     written = x.clone()
     results, (on, tenth, (z,)) = module(written, *rest)
@@ -72,7 +72,7 @@ def test_run(host, capsys):
             np.testing.assert_allclose(archive[name], expected[name], atol=ATOL, rtol=RTOL)
 
 
-def test_run_for_a_reader(capsys):
+def test_run_prints_text(capsys):
     assert main(["run", "a.pte", "--repeat", "1"]) == 0
     rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
     assert ["output_1", "None", "-"] in rows
@@ -87,7 +87,7 @@ def test_verify(host, capsys):
     assert all(found[f"output_{n}"]["sqnr_db"] == "inf" for n in (1, 2, 3, 4))
 
 
-def test_verify_of_a_file(capsys):
+def test_verify_takes_inputs_of_a_file(capsys):
     np.save("x.npy", np.zeros((2, 3), np.float32))
     assert main(["verify", MODEL, "a.pte", "--input", "x.npy"]) == 0
 
@@ -97,8 +97,8 @@ def test_verify_compares_the_inputs_that_are_written(capsys):
     assert "differs from its model: got mutated_input_0 at " in capsys.readouterr().err
 
 
-def test_verify_of_a_package(capsys):
-    """A package has the tensors alone."""
+def test_verify_a_package_of_tensors(capsys):
+    """A package has only the tensors."""
     assert main(["export", f"{MODELS}:scaled", "-o", "b.pte"]) == 0
     assert main(["extract", "b.pte"]) == 0
     assert main(["verify", f"{MODELS}:scaled", "b_coreml/forward_0.mlpackage"]) == 0
@@ -110,8 +110,8 @@ def test_trace(capsys):
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_texts_among_the_arguments(host):
-    """ExecuTorch keeps None for a text, so that any may stand there and nothing else."""
+def test_text_arguments_are_accepted(host):
+    """ExecuTorch stores None for a text, so any text is accepted there, and nothing else."""
     program = runtime.load_program("a.pte", host=host)
     x = torch.randn(2, 3)
     given = [x, "tanh", 3, None, True, 0.5]
@@ -130,17 +130,17 @@ def test_texts_among_the_arguments(host):
     [
         (
             "returning_text",
-            "the model returns text, which no .pte can: got 'text', "
+            "the model returns text, which a .pte cannot: got 'text', "
             "expected tensors, numbers and None. Leave it out of what forward returns",
         ),
         (
             "returning_a_number",
-            "the model returns no tensor, and ExecuTorch lowers no such program: got 3, None, "
+            "the model returns no tensor, which ExecuTorch requires: got 3, None, "
             "expected a tensor among the outputs, or an input or buffer that is written",
         ),
     ],
 )
-def test_models_that_no_program_can_be(factory, message, capsys):
+def test_models_without_tensor_results_are_refused(factory, message, capsys):
     assert main(["export", f"{MODELS}:{factory}", "-o", "b.pte"]) == 1
     assert capsys.readouterr().err == f"coreml-delegate: error: {message}\n"
     assert not Path("b.pte").exists()

@@ -1,4 +1,4 @@
-"""``coreml-delegate export`` with dynamic and enumerated shapes, and what ``inspect`` shows."""
+"""``coreml-delegate export`` with dynamic and enumerated shapes, and ``inspect`` of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from support.command import MODELS, leftovers
 from support.tolerances import ATOL_RTOL
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from coreml_delegate import runtime
+from coreml_delegate import lowering, runtime
 from coreml_delegate.errors import InputError
-from coreml_delegate.scripts import lowering
 from coreml_delegate.scripts.cli import main
-from coreml_delegate.scripts.console import first_line
+from coreml_delegate.third_party import describe_error
 
 pytestmark = pytest.mark.xdist_group("cli")
 
@@ -52,7 +51,7 @@ def test_dynamic(capsys):
 
 
 @pytest.mark.parametrize("name", ["one_row", "many_rows"])
-def test_a_range_is_made_as_asked_for_whatever_the_example(name, capsys):
+def test_a_range_does_not_depend_on_the_example(name, capsys):
     assert export_sized(name, "--dynamic", "x:0=1..8") == 0
     assert "takes x [1..8, 4]" in capsys.readouterr().out
     assert main(["inspect", "a.pte"]) == 0
@@ -73,7 +72,7 @@ def test_ranges_of_sizes_that_depend_on_each_other(name, multiple):
         equals_eager(name, (rows, 4), (rows * multiple, 4))
 
 
-def test_a_range_with_sizes_that_the_model_refuses(capsys):
+def test_warns_of_sizes_at_which_the_model_fails(capsys):
     assert export_sized("pairs", "--dynamic", "x:0=2..8") == 0
     assert capsys.readouterr().err.endswith(
         "coreml-delegate: warning: the model fails at some sizes of --dynamic: x:0=3\n"
@@ -82,13 +81,13 @@ def test_a_range_with_sizes_that_the_model_refuses(capsys):
         equals_eager("pairs", (rows, 4))
 
 
-def test_comparing_leaves_buffers_as_they_were():
+def test_the_comparison_does_not_change_buffers():
     assert export_sized("counting", "--dynamic", "x:0=1..8") == 0
     for rows in (1, 8):
         equals_eager("counting", (rows, 4))
 
 
-def test_a_range_of_a_quantized_model(capsys):
+def test_a_quantized_model_keeps_its_range(capsys):
     np.save("x.npy", np.ones((2, 3, 6, 6), np.float32))
     quantize = ("--quantize", "int8-static", "--calibration", "x.npy")
     assert export_sized("convolving", "--dynamic", "input:0=1..8", *quantize) == 0
@@ -115,8 +114,9 @@ NOT_CAPTURED = (
         (
             "otherwise_beyond_five",
             "x:0=1..8",
-            "the model does not compute alike in the whole range of --dynamic: got x:0=1..8, "
-            "expected x:0=1..5. Give the range that it takes, or export several programs",
+            "the model does not compute the same way in the whole range of --dynamic: got "
+            "x:0=1..8, expected x:0=1..5. Give the range that it accepts, or export several "
+            "programs",
         ),
         (
             "pairs",
@@ -134,7 +134,7 @@ NOT_CAPTURED = (
         ),
     ],
 )
-def test_a_range_that_cannot_be_made(name, sizes, message, tmp_path, capsys):
+def test_ranges_that_cannot_be_exported_are_refused(name, sizes, message, tmp_path, capsys):
     assert export_sized(name, "--dynamic", sizes) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"coreml-delegate: error: {message}")
@@ -142,8 +142,8 @@ def test_a_range_that_cannot_be_made(name, sizes, message, tmp_path, capsys):
     assert leftovers(tmp_path) == set()
 
 
-def test_sizes_that_executorch_fixes(monkeypatch, tmp_path, capsys):
-    """A decomposition of ExecuTorch may fix a size; here one that does is stood in for."""
+def test_sizes_that_executorch_fixes_are_an_error(monkeypatch, tmp_path, capsys):
+    """A decomposition of ExecuTorch may fix a size; a patched lowering does so here."""
     lower = lowering.to_edge_transform_and_lower
 
     def narrow(*args, **kwargs):
@@ -173,13 +173,13 @@ def test_recurrent_layers_take_a_range():
         torch.testing.assert_close(tuple(actual), module(x), atol=ATOL, rtol=RTOL)
 
 
-def test_messages_of_torch_have_their_cause():
+def test_errors_of_torch_are_described_with_their_cause():
     """The first line of some only announces it."""
     announced = ValueError("Found conflicts from tracing:\n- x is 1.\n- y is 2.\n")
-    assert first_line(announced) == "ValueError: Found conflicts from tracing: - x is 1"
-    assert first_line(ValueError("Because:\n  x\nmore")) == "ValueError: Because: x"
-    assert first_line(ValueError("One.\nTwo.")) == "ValueError: One"
-    assert first_line(ValueError()) == "ValueError"
+    assert describe_error(announced) == "ValueError: Found conflicts from tracing: - x is 1"
+    assert describe_error(ValueError("Because:\n  x\nmore")) == "ValueError: Because: x"
+    assert describe_error(ValueError("One.\nTwo.")) == "ValueError: One"
+    assert describe_error(ValueError()) == "ValueError"
 
 
 def test_enumerated_shapes_whose_first_is_the_example(capsys):
@@ -207,7 +207,7 @@ def test_enumerated(capsys):
         (["--enumerated-shapes", "x"], "is not shapes such as x=1,8/1,16"),
     ],
 )
-def test_misspelt(options, message, capsys):
+def test_malformed_shapes_are_wrong_usage(options, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         export(*options)
     assert message in capsys.readouterr().err
@@ -223,6 +223,6 @@ def test_misspelt(options, message, capsys):
         (["--enumerated-shapes", "z=1,3,8,16/1,3,9,16"], "no such input: got 'z'"),
     ],
 )
-def test_refused(options, message, capsys):
+def test_shapes_that_do_not_fit_the_model_are_refused(options, message, capsys):
     assert export(*options) == 1
     assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Delegates that share a model, and models compiled ahead of time, as the commands see them."""
+"""The commands on delegates that share a model, and on models compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_shared_model_is_extracted_once(blob, present, capsys):
     assert found == expected
 
 
-def test_a_dangling_reference(present, capsys):
+def test_a_dangling_reference_is_an_error(present, capsys):
     present(Program({"forward": [reference("main", "gone")]}))
     assert main(["extract", "x.pte"]) == 1
     assert capsys.readouterr().err == (
@@ -110,7 +110,7 @@ def test_a_compiled_model_is_extracted_as_such(compiled, present, capsys):
     assert Path("x_coreml/forward_0.mlmodelc/a/model.mil").read_bytes() == b"program(1.0)"
 
 
-def test_a_compiled_model_is_inspected_as_far_as_it_goes(compiled, present, capsys):
+def test_a_compiled_model_is_inspected_without_its_operations(compiled, present, capsys):
     present(Program({"forward": [compiled]}))
     assert main(["inspect", "x.pte", "--json"]) == 0
     delegate = json.loads(capsys.readouterr().out)["methods"][0]["delegates"][0]
@@ -126,7 +126,7 @@ def test_method_names_cannot_leave_the_folder(blob, present, tmp_path):
     assert leftovers(tmp_path) == {"x.pte", "out"}
 
 
-def test_one_bad_delegate_leaves_nothing_of_the_others(blob, present):
+def test_extract_writes_nothing_if_one_delegate_is_bad(blob, present):
     present(Program({"forward": [blob, blob[:-40]]}))
     assert main(["extract", "x.pte"]) == 1
     assert not Path("x_coreml").exists()

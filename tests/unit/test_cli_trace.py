@@ -44,7 +44,7 @@ def large(tmp_path):
     return path
 
 
-def test_the_first_bad_op_of_a_package(package, large, capsys):
+def test_trace_names_the_first_bad_op_of_a_package(package, large, capsys):
     assert main(["trace", str(package), "--input", str(large), "--worst", "1", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert (found["model"], found["function"], found["values"]) == ("norm", "main", 4)
@@ -59,7 +59,7 @@ def test_the_first_bad_op_of_a_package(package, large, capsys):
     assert found["worst"] == [bad]
 
 
-def test_for_a_reader(package, large, capsys):
+def test_trace_prints_text(package, large, capsys):
     assert main(["trace", str(package), "--input", str(large), "--worst", "2"]) == 0
     first, header, *rows = capsys.readouterr().out.splitlines()
     assert first.startswith("norm: first bad: square 'sq' at main op 0: infinite")
@@ -67,7 +67,7 @@ def test_for_a_reader(package, large, capsys):
     assert len(rows) == 2
 
 
-def test_random_inputs_and_a_bound(package, capsys):
+def test_trace_takes_random_inputs_and_a_limit(package, capsys):
     assert main(["trace", str(package)]) == 0
     assert capsys.readouterr().out.startswith("norm: 4 values, none bad\n")
     assert main(["trace", str(package), "--min-sqnr", "300", "--json"]) == 0
@@ -75,7 +75,7 @@ def test_random_inputs_and_a_bound(package, capsys):
     assert found["first_bad"]["fault"] == "inaccurate"
 
 
-def test_every_delegate_of_a_program(tmp_path, capsys):
+def test_trace_covers_every_delegate(tmp_path, capsys):
     path = tmp_path / "tiny.pte"
     path.write_bytes(tiny_pte())
     capsys.readouterr()  # of the export
@@ -86,7 +86,7 @@ def test_every_delegate_of_a_program(tmp_path, capsys):
     assert "conv" in {value["op"] for value in found[0]["worst"]}
 
 
-def test_a_program_without_delegates(tmp_path, capsys):
+def test_a_program_without_delegates_is_refused(tmp_path, capsys):
     path = tmp_path / "plain.pte"
     path.write_bytes(export_case("branches")[1])
     assert main(["trace", str(path)]) == 1

@@ -1,4 +1,4 @@
-"""Parsing, help, exit codes, and what reaches the terminal."""
+"""Parsing, help, exit codes, and the output on the terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from coreml_delegate.scripts import arguments, cli, console
 from coreml_delegate.scripts.cli import COMMANDS, main
 
 
-def test_choices_are_those_of_the_library():
+def test_choices_equal_the_enums():
     assert set(arguments.COMPUTE_UNITS) == {unit.value for unit in ComputeUnit}
     assert set(arguments.PRECISIONS) == {precision.value for precision in Precision}
     assert (AUTO, *ENGINES) == arguments.ENGINES
@@ -120,7 +120,7 @@ def test_errors_are_one_line(capsys):
 
 
 @pytest.mark.parametrize("seed", [2**64 - 1, -(2**63), 0])
-def test_torch_takes_every_seed_that_is_accepted(seed):
+def test_torch_takes_every_accepted_seed(seed):
     assert arguments.seed(str(seed)) == seed
     torch.Generator().manual_seed(seed)
 
@@ -128,9 +128,9 @@ def test_torch_takes_every_seed_that_is_accepted(seed):
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (MemoryError("std::bad_alloc"), "this machine has not the memory it takes: std::bad_alloc"),
-        (MemoryError(), "this machine has not the memory it takes"),
-        (None, "this machine has not the memory it takes: .*36028797018963968 bytes"),
+        (MemoryError("std::bad_alloc"), "this machine does not have enough memory: std::bad_alloc"),
+        (MemoryError(), "this machine does not have enough memory"),
+        (None, "this machine does not have enough memory: .*36028797018963968 bytes"),
     ],
 )
 def test_too_little_memory_is_one_line(error, message, monkeypatch, capsys):
@@ -145,7 +145,7 @@ def test_too_little_memory_is_one_line(error, message, monkeypatch, capsys):
     assert re.match(f"coreml-delegate: error: {message}", err)
 
 
-def test_other_errors_of_torch_are_faults_of_ours(monkeypatch):
+def test_other_errors_of_torch_keep_their_traceback(monkeypatch):
     def fail(_):
         raise RuntimeError("sizes do not match")
 
@@ -157,11 +157,11 @@ def test_other_errors_of_torch_are_faults_of_ours(monkeypatch):
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (7_071_213, "7.1 MB")]
 )
-def test_sizes(count, text):
+def test_sizes_have_decimal_units(count, text):
     assert console.size(count) == text
 
 
-def test_progress_is_for_terminals(monkeypatch, capsys):
+def test_progress_is_shown_only_on_terminals(monkeypatch, capsys):
     with console.progress([1, 2], "Reading") as items:
         assert list(items) == [1, 2]
     assert capsys.readouterr() == ("", "")

@@ -1,4 +1,4 @@
-"""What ``coreml-delegate verify`` judges a program on, and what it makes of NaN."""
+"""``coreml-delegate verify``: the engine it compares on, and NaN and infinity."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from support.tolerances import SQNR_FP32
 
 from coreml_delegate import runtime
 from coreml_delegate.formats.files import write_folder
-from coreml_delegate.scripts.accuracy import Accuracy
+from coreml_delegate.runtime.accuracy import Accuracy
 from coreml_delegate.scripts.cli import main
-from coreml_delegate.scripts.loaded import load
+from coreml_delegate.scripts.programs import load
 
 pytestmark = pytest.mark.xdist_group("cli")
 
@@ -31,7 +31,7 @@ def _own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_program_that_a_device_computes_as_zeros_fails(capsys):
+def test_underflow_in_fp16_fails(capsys):
     assert main(["export", _OVERFLOWING, "-o", "a.pte"]) == 0
     capsys.readouterr()
     assert main(["verify", _OVERFLOWING, "a.pte"]) == 1
@@ -45,14 +45,14 @@ def test_a_program_that_a_device_computes_as_zeros_fails(capsys):
 
 
 @needs_bf16
-def test_bf16_is_computed_by_the_engine_that_has_it():
+def test_bf16_runs_on_openvino():
     Path("tiny.pte").write_bytes(tiny_pte())
     options = runtime.EngineOptions(precision="bf16")
     program = load(Path("tiny.pte"), method=None, engine=None, options=options)
     assert str(program.execution) == "openvino in bf16 (the program declares fp16)"
 
 
-def test_an_fp32_program_is_judged_on_the_fastest_engine(capsys):
+def test_an_fp32_program_is_compared_on_the_fastest_engine(capsys):
     export = ["export", _OVERFLOWING, "-o", "a.pte", "--precision", "float32"]
     assert main(export) == 0
     capsys.readouterr()
@@ -63,13 +63,13 @@ def test_an_fp32_program_is_judged_on_the_fastest_engine(capsys):
 
 
 @pytest.mark.parametrize("host", ["python", pytest.param("stock", marks=needs_compiler)])
-def test_every_delegate_of_the_method_is_looked_at(host):
+def test_every_delegate_of_the_method_decides_the_engine(host):
     Path("tiny.pte").write_bytes(tiny_pte())
     program = load(Path("tiny.pte"), method=None, host=host, engine=None)
     assert program.execution.engines == {"reference": ("fp16",)}
 
 
-def test_a_program_without_core_ml_says_so(capsys):
+def test_a_program_without_core_ml_names_no_engine(capsys):
     assert main(["export", f"{MODELS}:distances", "-o", "a.pte"]) == 0
     assert main(["verify", f"{MODELS}:distances", "a.pte"]) == 0
     assert "computed by no engine of this package\n" in capsys.readouterr().out
@@ -113,7 +113,7 @@ _PROGRAMS = {
 
 
 @pytest.mark.parametrize(("function", "types", "narrow"), _PROGRAMS.values(), ids=_PROGRAMS)
-def test_types_are_those_the_ops_compute_in(function, types, narrow):
+def test_reported_types_are_those_ops_compute_in(function, types, narrow):
     example = {"x": np.ones((4, 4), np.float32)}
     files = package_files(builder_program(function, example, Opset.iOS16))
     write_folder(files, Path("a.mlpackage"))
@@ -124,7 +124,7 @@ def test_types_are_those_the_ops_compute_in(function, types, narrow):
         assert program.execution.declared == {expected: types}
 
 
-def test_fp16_inputs_and_states_are_kept_in_it_not_computed():
+def test_fp16_inputs_and_states_are_not_reported_as_computed():
     @mb.program(
         input_specs=[
             mb.TensorSpec((2, 3), dtype=types.fp16),
@@ -150,7 +150,7 @@ def _accuracy(expected, actual):
     return accuracy
 
 
-def test_nan_agrees_with_nan_alone():
+def test_nan_equals_only_nan():
     same = _accuracy([math.nan, 3.0, 4.0], [math.nan, 3.0, 4.5])
     assert same.sqnr_db == pytest.approx(20.0)
     assert (same.max_abs_error, same.nan) == (0.5, 1)
@@ -161,13 +161,13 @@ def test_nan_agrees_with_nan_alone():
         assert _accuracy(*pair).max_abs_error == math.inf
 
 
-def test_an_infinity_on_both_sides_hides_no_error_beside_it():
+def test_equal_infinities_do_not_hide_other_errors():
     accuracy = _accuracy([-math.inf, 3.0, 4.0], [-math.inf, 3.0, 4.5])
     assert accuracy.sqnr_db == pytest.approx(20.0)
     assert _accuracy([math.inf, 1.0], [-math.inf, 1.0]).sqnr_db == -math.inf
 
 
-def test_nan_in_both_is_said(capsys):
+def test_nan_on_both_sides_is_reported(capsys):
     assert main(["export", _OVERFLOWING, "-o", "a.pte"]) == 0
     np.save("x.npy", np.full((4, 8), np.nan, np.float32))
     capsys.readouterr()

@@ -1,4 +1,4 @@
-"""The decoder by itself: norms that do not overflow, masks, rotation, and what it exports."""
+"""The decoder alone: safe norms, masks and rotation."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import torch
 from support.tolerances import ATOL_RTOL
 from torch import nn
 
-from coreml_delegate.scripts.llm.checkpoint import random_decoder
-from coreml_delegate.scripts.llm.decoder import RMSNorm
-from coreml_delegate.scripts.llm.rotary import rotate, tables
-from coreml_delegate.scripts.llm.settings import DecoderSettings, Rotary
+from coreml_delegate.llm.checkpoint import random_decoder
+from coreml_delegate.llm.decoder import DecoderSettings, RMSNorm, Rotary, rotary_tables, rotate
 
 SETTINGS = DecoderSettings(
     vocabulary=31,
@@ -27,8 +25,8 @@ SETTINGS = DecoderSettings(
 
 
 @pytest.mark.parametrize("magnitude", [0.0, 1e-6, 1e-3, 1.0, 300.0, 3e4])
-def test_safe_norms_hold_in_fp16(magnitude):
-    """Where the plain form is infinite from 256 on, and zero of small activations."""
+def test_safe_norms_are_exact_in_fp16(magnitude):
+    """The plain form overflows from 256 on, and underflows for small activations."""
     torch.manual_seed(0)
     x = (torch.rand(8, 64) - 0.5) * 2 * magnitude
     safe = RMSNorm(64, 1e-6, safe=True)
@@ -42,7 +40,7 @@ def test_safe_norms_hold_in_fp16(magnitude):
         assert not torch.allclose(plain.double(), halved, atol=0.1)
 
 
-def test_no_token_sees_those_after_it():
+def test_tokens_do_not_attend_to_later_tokens():
     decoder = random_decoder(SETTINGS, 0, positions=32)
     tokens = torch.randint(31, (1, 12), generator=torch.Generator().manual_seed(0))
     changed = tokens.clone()
@@ -52,8 +50,8 @@ def test_no_token_sees_those_after_it():
     assert (before[:, 7:] != after[:, 7:]).any(-1).all()
 
 
-def test_rotation_depends_on_distance_alone():
-    cos, sin = tables(Rotary(100.0, 8), 64)
+def test_rotation_depends_only_on_distance():
+    cos, sin = rotary_tables(Rotary(100.0, 8), 64)
     query, key = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0))
 
     def score(at: int, other: int) -> torch.Tensor:

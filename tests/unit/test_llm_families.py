@@ -1,4 +1,4 @@
-"""Checkpoints of transformers: the same logits as its own models, or one clear refusal."""
+"""Checkpoints of transformers give the logits of its own models, or one clear error."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from support.checkpoints import CONFIG, save
 from support.tolerances import ATOL_RTOL_LOGITS
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.scripts.llm.checkpoint import end_tokens, load_decoder, random_decoder
-from coreml_delegate.scripts.llm.config import Config
-from coreml_delegate.scripts.llm.families import FAMILIES, family_of, read_settings
+from coreml_delegate.llm.checkpoint import end_tokens, load_decoder, random_decoder
+from coreml_delegate.llm.config import Config
+from coreml_delegate.llm.families import FAMILIES, family_of, read_settings
 
 pytestmark = pytest.mark.xdist_group("checkpoints")
 
@@ -61,7 +61,7 @@ def settings(**changes):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_logits_are_those_of_transformers(name, tmp_path):
+def test_logits_equal_those_of_transformers(name, tmp_path):
     model = save(tmp_path, name.split(",")[0], **VARIANTS[name])
     tokens = torch.randint(
         CONFIG["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(0)
@@ -94,7 +94,7 @@ def test_half_precision_is_read_as_fp32(tmp_path):
     assert {parameter.dtype for parameter in load(tmp_path).parameters()} == {torch.float32}
 
 
-def test_old_configurations_say_the_same():
+def test_old_configurations_give_the_same_settings():
     """Rotary embedding by ``rope_theta`` and ``rope_scaling``, as before transformers 5."""
     scaling = {**LLAMA3}
     theta = scaling.pop("rope_theta")
@@ -129,18 +129,18 @@ def test_old_configurations_say_the_same():
         ),
     ],
 )
-def test_what_the_decoder_has_not_is_refused(changes, message):
+def test_unsupported_configurations_are_refused(changes, message):
     with pytest.raises(OptionError, match=message):
         settings(**changes)
 
 
-def test_a_window_wider_than_the_context_is_none():
+def test_a_window_wider_than_the_context_is_accepted():
     config = Config({**CONFIG, "model_type": "mistral", "sliding_window": 32}, "here")
     assert read_settings(config, family_of(config), 32).max_context == 64
     assert settings(model_type="qwen2", sliding_window=32, use_sliding_window=False).qkv_bias
 
 
-def test_weights_must_fit(tmp_path):
+def test_weights_must_match_the_configuration(tmp_path):
     save(tmp_path, "llama")
     values = json.loads((tmp_path / "config.json").read_text())
 
@@ -149,10 +149,10 @@ def test_weights_must_fit(tmp_path):
         return load(tmp_path)
 
     with pytest.raises(
-        OptionError, match=r"another shape .* got \[48, 32\] for layers.0.feed.gate"
+        OptionError, match=r"shape differs .* got \[48, 32\] for layers.0.feed.gate"
     ):
         claim(intermediate_size=64)
-    with pytest.raises(OptionError, match=r"no place for: got model.layers.1.input_layernorm"):
+    with pytest.raises(OptionError, match=r"does not have: got model.layers.1.input_layernorm"):
         claim(num_hidden_layers=1)
     with pytest.raises(
         OptionError, match=r"lacks a weight: expected model.layers.2.input_layernorm"
@@ -162,9 +162,13 @@ def test_weights_must_fit(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"{", "is not JSON"), (b"[]", "is not a configuration: got list"), (None, "no such config")],
+    [
+        (b"{", "is not JSON"),
+        (b"[]", "is not a model configuration: got list"),
+        (None, "no such model config"),
+    ],
 )
-def test_files_that_are_no_configuration(content, message, tmp_path):
+def test_invalid_configuration_files_are_refused(content, message, tmp_path):
     path = tmp_path / "config.json"
     if content is not None:
         path.write_bytes(content)
@@ -178,17 +182,17 @@ def test_end_tokens_of_instructed_models(tmp_path):
     assert end_tokens(tmp_path, settings()) == (2, 3)
 
 
-def test_files_that_are_no_weights(tmp_path):
+def test_invalid_weight_files_are_refused(tmp_path):
     save(tmp_path, "llama")
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(OptionError, match="cannot read weights from"):
         load(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(OptionError, match="is not an index of weights"):
+    with pytest.raises(OptionError, match="is not a checkpoint index"):
         load(tmp_path)
 
 
-def test_random_weights_depend_on_the_seed_alone():
+def test_random_weights_depend_only_on_the_seed():
     made = [random_decoder(settings(), seed, positions=8) for seed in (0, 0, 1)]
     first, again, other = (dict(decoder.named_parameters()) for decoder in made)
     assert all(torch.equal(first[name], again[name]) for name in first)

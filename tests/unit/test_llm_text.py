@@ -1,4 +1,4 @@
-"""Between text and logits: tokenizers, streams of text, choice of tokens, and what a .pte says."""
+"""Tokenizers, text streams, sampling, and the layout that a .pte declares."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from coreml_delegate.errors import OptionError, ProgramError
-from coreml_delegate.scripts.llm.layout import CacheKind, Layout
-from coreml_delegate.scripts.llm.sampler import Sampler, Sampling
-from coreml_delegate.scripts.llm.tokenizer import (
+from coreml_delegate.llm.generator import Sampler, Sampling
+from coreml_delegate.llm.layout import CacheKind, Layout
+from coreml_delegate.llm.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
     TextStream,
@@ -40,7 +40,7 @@ def file(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["bytes", "file"])
-def test_text_returns_piece_by_piece(kind, file):
+def test_streamed_pieces_join_to_the_text(kind, file):
     tokenizer = ByteTokenizer() if kind == "bytes" else FileTokenizer(file)
     tokens = tokenizer.encode(TEXT)
     assert tokenizer.decode(tokens) == TEXT
@@ -51,7 +51,7 @@ def test_text_returns_piece_by_piece(kind, file):
     assert len([piece for piece in pieces if piece]) > 5
 
 
-def test_bytes_that_are_no_text_come_at_the_end():
+def test_incomplete_bytes_are_held_back_until_the_end():
     stream = TextStream(ByteTokenizer())
     assert [stream.push(token) for token in (0x61, 0xE6)] == ["a", ""]
     assert stream.end() == "\ufffd"
@@ -77,7 +77,7 @@ def test_stop_texts_are_not_shown(stops, shown, stopped):
     assert (text + stream.end(), stream.stopped) == (shown, stopped)
 
 
-def test_tokenizer_of_a_model(file, tmp_path):
+def test_the_tokenizer_must_fit_the_model(file, tmp_path):
     assert load_tokenizer(None, vocabulary=258, bos=256).encode("a") == [256, 97]
     assert load_tokenizer(None, vocabulary=256, bos=None).decode([97, 300]) == "a"
     assert isinstance(load_tokenizer(file, vocabulary=300, bos=None), FileTokenizer)
@@ -112,7 +112,7 @@ def test_draws_have_the_right_distribution():
         (Sampling(temperature=100.0), {0, 1, 2, 3}),
     ],
 )
-def test_only_the_likeliest_are_drawn(sampling, drawn):
+def test_top_k_and_top_p_limit_the_draw(sampling, drawn):
     logits = torch.log(torch.tensor([0.1, 0.4, 0.2, 0.3]))
     sampler = Sampler(sampling)
     assert {sampler(logits) for _ in range(200)} == drawn
@@ -129,7 +129,7 @@ def test_equal_seeds_draw_equal_tokens():
     "setting",
     [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}],
 )
-def test_settings_out_of_range(setting):
+def test_sampling_settings_out_of_range_are_refused(setting):
     with pytest.raises(OptionError, match=f"{next(iter(setting))} is out of range"):
         Sampling(**setting)
 
@@ -144,7 +144,7 @@ def test_a_layout_is_read_as_it_was_written(layout):
     assert Layout.read(tuple(constants), lambda name: outputs(constants[name])) == layout
 
 
-def test_programs_that_are_no_language_models():
+def test_programs_without_a_language_model_are_refused():
     with pytest.raises(ProgramError, match=r"got no method get_cache_kind\. Export it with"):
         Layout.read(("forward", "get_vocab_size"), lambda name: [0])
     constants = {**LAYOUT.constants(), "get_llm_layout_version": 2}

@@ -1,4 +1,4 @@
-"""The table of quantization modes, assignments of them to modules, and their files."""
+"""The table of quantization modes, and assignments of modes to modules with their files."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from support.quantization import LinearQuantizerConfig
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.quantization_modes import FORMS, Method, QuantizationAssignment, mode_of
-from coreml_delegate.quantization_modes.configs import (
+from coreml_delegate.quantization import FORMS, Method, QuantizationAssignment, mode_of
+from coreml_delegate.quantization.configs import (
     compile_keywords,
     linear_quantizer_config,
     quantizer_config_of,
     torchao_config,
 )
-from coreml_delegate.quantization_modes.table import example_of
+from coreml_delegate.quantization.modes import example_of
 from coreml_delegate.quantizer.config import read_config
 from coreml_delegate.targets import Opset
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_mode_is_carried_out_by_one_method(form):
+def test_every_mode_has_a_configuration_of_one_method(form):
     mode = mode_of(example_of(form))
     assert mode.name == example_of(form)
     made = {
@@ -39,7 +39,7 @@ def test_every_mode_is_carried_out_by_one_method(form):
         assert mode_of(mode.relief).bits >= mode.bits
 
 
-def test_numbers_in_names_count():
+def test_numbers_in_names_set_attributes():
     assert mode_of("int4-group64").group_size == 64
     assert mode_of("codebook-3").bits == 3
     assert mode_of("palettize-6").bits == 6
@@ -54,7 +54,10 @@ def test_numbers_in_names_count():
         ("int4-grup32", "got 'int4-grup32', expected perhaps int4-groupN"),
         ("int8-statik", "perhaps int8-static"),
         ("zip", "unknown quantization mode: got 'zip', expected int8-static, int8-weight"),
-        ("int4-group0", "int4-groupN has no such number: got int4-group0, expected 2 to 4096"),
+        (
+            "int4-group0",
+            "int4-groupN does not take this number: got int4-group0, expected 2 to",
+        ),
         ("palettize-5", "expected 1, 2, 3, 4, 6, 8"),
         ("codebook-9", "expected 1 to 8"),
         ("prune--5", "expected 1 to 99"),
@@ -66,7 +69,7 @@ def test_unknown_modes_are_refused(name, message):
         mode_of(name)
 
 
-def test_targets():
+def test_targets_are_required_or_defaulted():
     mode = mode_of("int8-static")
     mode.require_target(None, "target")
     mode.require_target(Opset.iOS26, "target")
@@ -89,7 +92,7 @@ def test_the_longest_path_counts():
     assert QuantizationAssignment(mode_of("int8-static")).activations
 
 
-def test_a_file_says_the_same_again(tmp_path):
+def test_assignments_round_trip_through_files(tmp_path):
     path = tmp_path / "config.json"
     given = QuantizationAssignment(
         mode_of("int4-group32"), {"b": None, "a": mode_of("int8-channel")}
@@ -116,7 +119,7 @@ def test_a_file_says_the_same_again(tmp_path):
         ),
         (
             '{"schema_version": 1, "mode": "int8-weight", "modules": {"a": "int4-channel"}}',
-            "int4-channel and int8-weight do not go together",
+            "int4-channel and int8-weight cannot be combined",
         ),
         (
             '{"schema_version": 1, "mode": "palettize-4", "modules": {"a": null}}',
@@ -124,7 +127,7 @@ def test_a_file_says_the_same_again(tmp_path):
         ),
     ],
 )
-def test_files_that_are_refused(text, message, tmp_path):
+def test_invalid_files_are_refused(text, message, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(OptionError, match=re.escape(message)) as raised:
@@ -137,7 +140,7 @@ def test_a_missing_file_is_refused(tmp_path):
         QuantizationAssignment.read(tmp_path / "none.json")
 
 
-def test_modules_are_meant_literally():
+def test_module_paths_are_no_regular_expressions():
     config = quantizer_config_of(
         QuantizationAssignment(mode_of("int4-weight"), {"a.0": None, "b": mode_of("int8-weight")})
     )
@@ -151,10 +154,10 @@ def test_modules_are_meant_literally():
     )
 
 
-def test_methods_do_not_take_each_others_modes():
-    with pytest.raises(OptionError, match="int8-weight is carried out otherwise"):
+def test_configurations_refuse_modes_of_other_methods():
+    with pytest.raises(OptionError, match="int8-weight has another method"):
         torchao_config(mode_of("int8-weight"))
-    with pytest.raises(OptionError, match="int8-channel is carried out otherwise"):
+    with pytest.raises(OptionError, match="int8-channel has another method"):
         linear_quantizer_config(mode_of("int8-channel"))
 
 

@@ -1,4 +1,4 @@
-"""Every setting of a ``LinearQuantizerConfig`` counts, or is refused with the reason."""
+"""Every setting of a ``LinearQuantizerConfig`` takes effect, or is refused with the reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coreml_delegate.errors import OptionError
 from coreml_delegate.quantizer.config import Milestones, read_config
 
 
-def test_it_is_exported_at_both_places():
+def test_the_quantizer_is_exported_at_both_places():
     assert coreml_delegate.CoreMLQuantizer is quantizer.CoreMLQuantizer
 
 
@@ -105,7 +105,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_unsupported_settings_are_refused(name):
     make, message = REFUSED[name]
     with pytest.raises(OptionError, match=message):
         quantizer.CoreMLQuantizer(make())
@@ -165,14 +165,14 @@ def test_names_are_regular_expressions():
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, "Linear", nn.functional.linear])
-def test_types(kind):
+def test_types_cover_their_modules(kind):
     found = _patterns(LinearQuantizerConfig(layer(), module_type_configs={kind: None}))
     assert found["linear"].endswith("leaves it in float")
     assert found["add"] == "add"
 
 
 @pytest.mark.parametrize("function", [torch.add, "operator.iadd"])
-def test_functions(function):
+def test_functions_cover_their_calls(function):
     found = _patterns(LinearQuantizerConfig(layer(), module_type_configs={function: None}))
     assert found["add"].endswith("leaves it in float")
     assert found["linear"] == "linear-act"
@@ -194,17 +194,17 @@ def test_a_name_precedes_a_type():
         ({"module_name_configs": {"third": None}}, "got 'third', expected modules such as 'first'"),
         (
             {"module_type_configs": {nn.Conv2d: None}},
-            "module_type_configs means nothing .*'Conv2d'",
+            "module_type_configs names nothing .*'Conv2d'",
         ),
         ({"module_type_configs": {torch.matmul: None}}, "'matmul'"),
     ],
 )
-def test_an_entry_that_means_nothing_is_refused(given, message):
+def test_entries_that_name_nothing_in_the_model_are_refused(given, message):
     with pytest.raises(OptionError, match=message):
         annotated(Branches(), X, LinearQuantizerConfig(layer(), **given))
 
 
-def test_nothing_to_quantize_is_said(caplog):
+def test_warns_if_nothing_is_quantized(caplog):
     with caplog.at_level(logging.WARNING, "coreml_delegate.quantizer"):
         quantizer, _ = annotated(
             Branches(), X, config(weight_dtype=torch.float32, activation_dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What the table of patterns finds in exported graphs, and how it annotates that."""
+"""The patterns that the quantizer finds in exported graphs, and their annotations."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_found(name):
+def test_patterns_are_found(name):
     module, inputs, expected = FOUND[name]
     quantizer, graph = annotated(module, inputs)
     found = {n.name: n.pattern for n in quantizer.report.quantized}
@@ -160,7 +160,7 @@ def test_found(name):
 
 # Node names and why they are not quantized.
 LEFT = {
-    "integers": (Call(lambda _, a: (a + a).float()), (torch.arange(4),), {"to": "no pattern has"}),
+    "integers": (Call(lambda _, a: (a + a).float()), (torch.arange(4),), {"to": "no pattern for"}),
     "half": (
         nn.Linear(4, 3, dtype=torch.float16),
         (x(2, 4).half(),),
@@ -196,12 +196,12 @@ LEFT = {
             "reshape_1": "'permute' has rank 6",
         },
     ),
-    "norm alone": (nn.LayerNorm(4), ROWS, {"layer_norm": "no pattern has aten.layer_norm.default"}),
+    "norm alone": (nn.LayerNorm(4), ROWS, {"layer_norm": "no pattern for aten.layer_norm.default"}),
 }
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_left_in_float(name):
+def test_calls_left_in_float_have_a_reason(name):
     module, inputs, expected = LEFT[name]
     report = annotated(module, inputs)[0].report
     for node, reason in expected.items():
@@ -212,7 +212,7 @@ def test_left_in_float(name):
 
 
 def _specs(module, inputs, settings=None):
-    """The node called ``name`` -> its annotation."""
+    """Return the annotation of the node called ``name``."""
     _, graph = annotated(module, inputs, settings)
     return {n.name: (n, annotation_of(n)) for n in graph.graph.nodes}
 
@@ -258,7 +258,7 @@ def test_channels_of_weights(module, inputs, axis):
     assert channels == {axis: dict(module.named_parameters())["weight"].shape[axis]}
 
 
-def test_symmetric_weights_use_as_many_values_of_either_sign():
+def test_symmetric_weights_have_a_symmetric_integer_range():
     _, annotation = _specs(nn.Linear(4, 3), ROWS)["linear"]
     spec = list(annotation.input_qspec_map.values())[1]
     assert (spec.quant_min, spec.quant_max) == (-127, 127)
@@ -276,7 +276,7 @@ def test_symmetric_weights_use_as_many_values_of_either_sign():
         (nn.Sequential(nn.GELU(), nn.AvgPool1d(2)), torch.per_tensor_symmetric),
     ],
 )
-def test_what_is_not_negative_uses_all_integers(last, scheme):
+def test_tensors_without_negative_values_use_all_integers(last, scheme):
     quantizer, graph = annotated(_sequence(nn.Linear(4, 4), last), ROWS)
     name = quantizer.report.nodes[-1].name
     (node,) = (n for n in graph.graph.nodes if n.name == name)
@@ -307,7 +307,7 @@ def test_fixed_ranges(function, scale, zero_point):
     assert fixed.zero_point == zero_point
 
 
-def test_what_moves_data_has_the_range_of_its_input():
+def test_ops_that_move_data_have_the_range_of_their_input():
     specs = _specs(_sequence(nn.Conv2d(4, 3, 3), nn.MaxPool2d(2)), IMAGE)
     conv, _ = specs["conv2d"]
     _, pooled = specs["max_pool2d"]
@@ -335,7 +335,7 @@ def test_scalars_are_left_as_they_are():
     assert [n.name for n, spec in annotation.input_qspec_map.items() if spec is None] == ["scale"]
 
 
-def test_weights_alone():
+def test_only_weights_are_quantized_if_activations_stay_in_float():
     module = _sequence(nn.Embedding(5, 4), nn.Linear(4, 3), nn.ReLU())
     report = annotated(module, (torch.tensor([1]),), config(activation_dtype=torch.float32))[
         0
@@ -372,7 +372,7 @@ def test_a_layer_may_be_called_twice():
     torch.testing.assert_close(converted(*ROWS), module(*ROWS), atol=0.05, rtol=0.05)
 
 
-def test_what_another_quantizer_annotated_is_left_to_it():
+def test_annotations_of_another_quantizer_are_kept():
     graph = exported(_sequence(nn.Linear(4, 4), nn.Linear(4, 3)), ROWS)
     (first,) = (n for n in graph.graph.nodes if n.name == "linear")
     foreign = QuantizationAnnotation(_annotated=True)

@@ -1,4 +1,4 @@
-"""The report on what was quantized, with what, and what was not and why."""
+"""The quantizer's report: which calls are quantized and how, and why others are not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def report():
     return annotated(Net(), (torch.rand(1, 1, 8, 8),))[0].report
 
 
-def test_records(report):
+def test_records_describe_each_call(report):
     conv, act, pool = (report.node(name) for name in ("conv2d", "relu", "max_pool2d"))
     assert conv.op == "aten.conv2d.default"
     assert conv.module == "conv"
@@ -46,7 +46,7 @@ def test_records(report):
     assert report.node("sigmoid").output == "uint8 fixed, scale 0.00390625, zero point 0"
     norm = report.node("layer_norm")
     assert not norm.quantized
-    assert norm.reason == "no pattern has aten.layer_norm.default"
+    assert norm.reason == "no pattern for aten.layer_norm.default"
 
 
 def test_summaries(report):
@@ -55,7 +55,7 @@ def test_summaries(report):
     assert len(report.quantized) + len(report.unquantized) == len(report.nodes)
 
 
-def test_unknown_node(report):
+def test_an_unknown_node_is_an_error(report):
     with pytest.raises(ProgramError, match="no such node in the report: got 'nothing'"):
         report.node("nothing")
 
@@ -83,7 +83,7 @@ def test_table(report):
     )
     assert rows["relu"] == "relu conv-act act result uint8 affine per tensor"
     assert rows["max_pool2d"] == "max_pool2d move pool result as relu"
-    assert rows["layer_norm"] == "layer_norm - norm no pattern has aten.layer_norm.default"
+    assert rows["layer_norm"] == "layer_norm - norm no pattern for aten.layer_norm.default"
 
 
 def test_bits_of_weights():

@@ -24,7 +24,7 @@ X = (torch.rand(4, 4),)
 
 
 def _switches(model):
-    """Of every fake quantization whether it observes and whether it quantizes."""
+    """Return for every fake quantization whether it observes and whether it quantizes."""
     modules = [m for m in model.modules() if isinstance(m, FakeQuantizeBase)]
     return {(int(m.observer_enabled[0]), int(m.fake_quant_enabled[0])) for m in modules}
 
@@ -82,13 +82,13 @@ def test_norms_are_frozen():
 
 
 def _prepare_without_fusion(graph, quantizer):
-    """What ``prepare_qat_pt2e`` does, but for the search of batch norms behind convolutions."""
+    """Prepare as ``prepare_qat_pt2e`` does, without its search of fusable batch norms."""
     from torchao.quantization.pt2e.prepare import prepare
 
     return prepare(graph, {}, is_qat=True, obs_or_fq_callback=quantizer.prepare_obs_or_fq_callback)
 
 
-def test_no_milestones():
+def test_a_configuration_without_milestones_is_refused():
     quantizer, model = _prepared(config())
     with pytest.raises(OptionError, match="the configuration has no milestones"):
         quantizer.schedule(model)
@@ -96,7 +96,7 @@ def test_no_milestones():
         MilestoneSchedule(model)
 
 
-def test_a_model_of_another_quantizer_has_none():
+def test_a_model_of_another_quantizer_is_refused():
     quantizer, _ = _prepared(config(milestones=[0, 0, 5, -1]))
     plain = prepare_pt2e(exported(nn.Linear(4, 2).eval(), X), CoreMLQuantizer(config()))
     with pytest.raises(OptionError, match="the model has no milestones"):

@@ -1,4 +1,4 @@
-"""``validate`` refuses annotations that torchao or Core ML could not use, whoever made them."""
+"""``validate`` refuses annotations of any quantizer that torchao or Core ML cannot use."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def _annotate(node, inputs=None, output=None):
     node.meta[Q_ANNOTATION_KEY] = QuantizationAnnotation(inputs or {}, output)
 
 
-def test_what_we_annotate_is_sound(graph):
+def test_our_annotations_are_valid(graph):
     quantizer = CoreMLQuantizer(config())
     quantizer.validate(quantizer.annotate(graph))
 
 
-def test_a_graph_without_annotations_is_sound(graph):
+def test_a_graph_without_annotations_is_valid(graph):
     CoreMLQuantizer(config()).validate(graph)
 
 
@@ -127,7 +127,7 @@ UNSOUND = {
 
 
 @pytest.mark.parametrize("name", UNSOUND)
-def test_unsound(graph, name):
+def test_invalid_annotations_are_refused(graph, name):
     annotate, message = UNSOUND[name]
     annotate(_nodes(graph))
     with pytest.raises(LoweringError, match=message):
@@ -135,13 +135,13 @@ def test_unsound(graph, name):
 
 
 @pytest.mark.parametrize("name", ["cumsum", "x"])
-def test_operators_core_ml_does_not_run_quantized(graph, name):
+def test_operators_that_core_ml_does_not_quantize_are_refused(graph, name):
     _annotate(_nodes(graph)[name], output=UINT8)
     with pytest.raises(UnsupportedOperatorError, match=f"quantized: got {name}"):
         CoreMLQuantizer(config()).validate(graph)
 
 
-def test_every_problem_is_counted_and_some_are_listed(graph):
+def test_all_problems_are_counted_and_the_first_are_listed(graph):
     dynamic = dataclasses.replace(UINT8, is_dynamic=True, dtype=torch.int16)
     for name in ("linear", "add", "mul"):
         _annotate(_nodes(graph)[name], output=dynamic)

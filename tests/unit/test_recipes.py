@@ -1,4 +1,4 @@
-"""Recipes for ``executorch.export``: what they are made of, and the keywords they refuse."""
+"""Recipes for ``executorch.export``: their parts, and the keywords they refuse."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _options(recipe):
     return CompileOptions.from_specs(_partitioner(recipe).delegation_spec.compile_specs)
 
 
-def test_they_are_registered_under_a_name_of_their_own():
+def test_recipes_are_registered_under_our_backend_name():
     assert COREML_BACKEND != "coreml"
     assert COREML_BACKEND in recipe_registry.list_backends()
     assert set(recipe_registry.get_supported_recipes(COREML_BACKEND)) == set(R)
@@ -59,7 +59,7 @@ def test_every_recipe_is_made_by_default(kind):
         assert isinstance(quantizer, CoreMLQuantizer)
 
 
-def test_recipes_of_others_are_not_ours():
+def test_recipe_types_of_other_backends_give_none():
     other = type("Other", (), {})()
     assert CoreMLRecipeProvider().create_recipe(other) is None
 
@@ -138,7 +138,7 @@ CODEBOOK = R.CODEBOOK_WEIGHT_ONLY
         (GROUP, {"group_size": "32"}, "group_size must be an integer: got str '32'"),
         (GROUP, {"group_size": True}, "group_size must be an integer"),
         (GROUP, {"group_size": -1}, "group_size must be positive"),
-        (GROUP, {"group_size": 1}, "int4-groupN has no such number"),
+        (GROUP, {"group_size": 1}, "int4-groupN does not take this number"),
         (GROUP, {"filter_fn": 3}, "filter_fn must be a function of a module and its path"),
         (CODEBOOK, {"bits": 9}, "bits must be between 1 and 8: got int 9"),
         (CODEBOOK, {"bits": 3.0}, "bits must be an integer"),
@@ -148,7 +148,7 @@ CODEBOOK = R.CODEBOOK_WEIGHT_ONLY
         (CODEBOOK, {"block_size": [4, 4]}, "block_size must leave rows or columns whole"),
     ],
 )
-def test_keywords_that_are_refused(kind, keywords, message):
+def test_invalid_keywords_are_refused(kind, keywords, message):
     with pytest.raises(OptionError, match=re.escape(message)):
         _recipe(kind, **keywords)
 

@@ -96,7 +96,7 @@ def test_weights_are_compressed(name):
     torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-4)
 
 
-def test_the_report_says_what_demands_the_target():
+def test_the_report_names_the_option_that_needs_the_target():
     def demanded(**options):
         specs = fp32_specs(**options)
         report = lower(nn.Linear(64, 64), X, compile_specs=specs).report
@@ -128,7 +128,7 @@ def test_single_ops_may_be_left_out():
         ({"weight_compression": [SPARSE, PALETTE]}, "several kinds for one weight"),
     ],
 )
-def test_a_target_that_is_too_low(options, text):
+def test_a_target_that_is_too_low_is_refused(options, text):
     specs = fp32_specs(minimum_deployment_target=Opset.iOS17, **options)
     with pytest.raises(OptionError, match=f"got iOS17, expected iOS18 or later.*{text}"):
         CoreMLPartitioner(compile_specs=specs)
@@ -159,17 +159,17 @@ def test_a_target_that_is_too_low(options, text):
         (["OpPalettizerConfig"], "a dictionary, or a list of them"),
     ],
 )
-def test_what_is_no_configuration(value, text):
+def test_invalid_configurations_are_refused(value, text):
     with pytest.raises(OptionError, match=text):
         CoreMLBackend.generate_compile_specs(weight_compression=value)
 
 
-def test_an_unknown_key_of_the_linear_quantizer():
+def test_an_unknown_key_of_the_linear_quantizer_is_refused():
     with pytest.raises(OptionError, match="got 'granulraity', expected perhaps granularity"):
         CoreMLBackend.generate_compile_specs(op_linear_quantizer_config={"granulraity": "x"})
 
 
-def test_a_value_that_coremltools_refuses():
+def test_a_value_that_coremltools_refuses_is_an_error():
     refused = _stage("Palettizer", nbits=5)
     specs = [CompileSpec("weight_compression", json.dumps([refused]).encode())]
     for make in (
@@ -182,7 +182,7 @@ def test_a_value_that_coremltools_refuses():
             make()
 
 
-def test_the_wire_format():
+def test_the_compile_spec_format_is_stable():
     (spec,) = (
         s
         for s in CoreMLBackend.generate_compile_specs(weight_compression=PALETTE)

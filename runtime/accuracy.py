@@ -1,4 +1,4 @@
-"""How far a program's outputs are from the model's, over several samples."""
+"""Comparison of a program's outputs with the model's over several samples."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Accuracy:
         signal: Energy of the expected values.
         noise: Energy of the differences; not finite once one of two values is not.
         max_abs_error: Largest absolute difference, 0 between values that both are NaN.
-        nan: Elements that both are NaN.
-        rows: Rows of class scores compared.
-        agreeing: Rows in which both have their largest value at the same place.
+        nan: Number of elements that are NaN in both.
+        rows: Number of rows of class scores compared.
+        agreeing: Number of rows in which both have the largest value at the same place.
         beyond_int32: The op at which the model's integers leave int32, in a sample whose outputs
             differ; None if there is none.
     """
@@ -64,9 +64,9 @@ class Accuracy:
         """Compare one sample.
 
         Args:
-            expected: Of any shape and dtype; or None, which equals None alone.
-            actual: Of the same shape, except that ``[1]`` may stand for a scalar.
-            beyond_int32: What ``Int32Watch`` found while ``expected`` was computed.
+            expected: Output of the model, any shape and dtype; None equals None only.
+            actual: Output of the program, same shape, except that ``[1]`` may stand for a scalar.
+            beyond_int32: The op that ``Int32Watch`` found while ``expected`` was computed.
 
         Raises:
             ProgramError: The shapes differ.
@@ -117,10 +117,10 @@ def is_class_scores(tensor: torch.Tensor) -> bool:
 
 
 class Int32Watch(TorchDispatchMode):
-    """Looks for integers beyond int32, which Core ML does not hold, while a model runs.
+    """Watches a running model for integers beyond int32, which Core ML cannot represent.
 
     Attributes:
-        first: Name of the first op that gives one, or None.
+        first: Name of the first op that returns one, or None.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Int32Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the op, and look at its results."""
+        """Call the op and check its results."""
         results = func(*args, **(kwargs or {}))
         if self.first is None and any(map(is_beyond_int32, pytree.tree_leaves(results))):
             self.first = str(func)

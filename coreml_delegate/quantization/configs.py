@@ -1,4 +1,4 @@
-"""The modes as configurations of the libraries that carry them out."""
+"""Quantization modes as configurations of the libraries that apply them."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.quantization_modes.assignment import QuantizationAssignment
-from coreml_delegate.quantization_modes.table import Method, QuantizationMode
+from coreml_delegate.quantization.assignment import QuantizationAssignment
+from coreml_delegate.quantization.modes import Method, QuantizationMode
 from coreml_delegate.third_party import coremltools, quiet_import
 from coreml_delegate.weight_compression import MAGNITUDE, OPTION, PALETTE
 
 WHOLE = -1
-"""In a block size of torchao: the whole of that dimension."""
+"""Stands for a whole dimension in a block size of torchao."""
 
 
 def linear_quantizer_config(
     mode: QuantizationMode | None, modules: Mapping[str, QuantizationMode | None] | None = None
 ) -> Any:
-    """What ``CoreMLQuantizer`` takes.
+    """Return a configuration for ``CoreMLQuantizer``.
 
     Args:
-        mode: For all that ``modules`` does not mean; None leaves it in float.
-        modules: By path.
+        mode: Mode of the modules that ``modules`` does not list; None leaves them in float.
+        modules: Modes by module path.
 
     Returns:
         coremltools' ``LinearQuantizerConfig``.
 
     Raises:
-        OptionError: A mode of another method.
+        OptionError: The mode has another method.
     """
     coremltools()
     with quiet_import():
@@ -40,19 +40,19 @@ def linear_quantizer_config(
 
 
 def quantizer_config_of(assignment: QuantizationAssignment) -> Any:
-    """The ``LinearQuantizerConfig`` of an assignment; see ``linear_quantizer_config``."""
+    """Return an assignment as ``LinearQuantizerConfig``; see ``linear_quantizer_config``."""
     return linear_quantizer_config(assignment.mode, assignment.modules)
 
 
 def torchao_config(mode: QuantizationMode, *, block_size: list[int] | None = None) -> Any:
-    """What torchao's ``quantize_`` takes.
+    """Return a configuration for torchao's ``quantize_``.
 
     Args:
-        mode: Of the method ``MODULES``.
-        block_size: For a codebook: rows and columns that share a table, -1 for all.
+        mode: A mode of the method ``MODULES``.
+        block_size: Rows and columns of a codebook that share a table, -1 for all.
 
     Raises:
-        OptionError: A mode of another method.
+        OptionError: The mode has another method.
     """
     import torch
 
@@ -73,7 +73,7 @@ def torchao_config(mode: QuantizationMode, *, block_size: list[int] | None = Non
 
 
 def compile_keywords(mode: QuantizationMode) -> dict[str, Any]:
-    """What the mode adds to the keywords of ``CoreMLBackend.generate_compile_specs``."""
+    """Return the mode's keywords for ``CoreMLBackend.generate_compile_specs``."""
     if mode.method is not Method.CONVERSION:
         return {}
     if mode.codebook:
@@ -95,7 +95,7 @@ def _layer(mode: QuantizationMode | None) -> Any:
         activation_dtype=torch.quint8 if mode.activations else torch.float32,
         weight_dtype=torch.qint8 if mode.bits == 8 else f"qint{mode.bits}",
         weight_per_channel=True,
-        # A moving average forgets what the first samples of a small set have shown.
+        # With a small set a moving average would forget the first samples.
         activation_observer="min_max",
     )
 
@@ -103,7 +103,7 @@ def _layer(mode: QuantizationMode | None) -> Any:
 def _require(mode: QuantizationMode, method: Method) -> None:
     if mode.method is not method:
         raise OptionError(
-            f"{mode.name} is carried out otherwise", got=mode.method.value, expected=method.value
+            f"{mode.name} has another method", got=mode.method.value, expected=method.value
         )
 
 
@@ -115,9 +115,9 @@ def has_rows(module: Any) -> bool:
 
 
 def is_weight_of_attention(module: Any) -> bool:
-    """Whether a linear layer does but hold the weight that ``nn.MultiheadAttention`` multiplies by.
+    """Whether a linear layer only stores the weight that ``nn.MultiheadAttention`` multiplies by.
 
-    Quantized tensors of torchao know what layers do with them, and not what attention does.
+    Quantized tensors of torchao support the calls of a linear layer, not those of attention.
     """
     from torch import nn
 

@@ -1,10 +1,10 @@
-"""Which mode each module of a model gets, and the JSON file that says so.
+"""The quantization mode of each module of a model, and its JSON file.
 
-One object::
+The file has one object::
 
     schema_version  1
-    mode            of what is not listed
-    modules         object: module path -> mode, or null to leave it in float
+    mode            mode of the modules that are not listed
+    modules         object: module path -> mode, or null to leave the module in float
 
 A path stands for everything inside that module; of several, the longest counts.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.quantization_modes.table import Method, QuantizationMode, mode_of
+from coreml_delegate.quantization.modes import Method, QuantizationMode, mode_of
 
 SCHEMA_VERSION = 1
 _KEYS = ("schema_version", "mode", "modules")
@@ -29,11 +29,11 @@ class QuantizationAssignment:
     """Modes by module.
 
     Attributes:
-        mode: Of what ``modules`` does not mean.
-        modules: By path; None leaves a module in float.
+        mode: Mode of the modules that ``modules`` does not list.
+        modules: Modes by module path; None leaves a module in float.
 
     Raises:
-        OptionError: Modes that do not go together.
+        OptionError: The modes cannot be combined.
     """
 
     mode: QuantizationMode
@@ -48,39 +48,39 @@ class QuantizationAssignment:
                 got=f"modes for {len(self.modules)} modules",
                 remedy="Leave modules out",
             )
-        strangers = [
+        others = [
             mode for mode in self.modules.values() if mode and mode.method is not self.mode.method
         ]
-        if strangers:
+        if others:
             raise OptionError(
-                f"{strangers[0].name} and {self.mode.name} do not go together",
-                got=f"{strangers[0].method.value}, and {self.mode.method.value}",
-                remedy="Choose modes of one kind",
+                f"{others[0].name} and {self.mode.name} cannot be combined",
+                got=f"{others[0].method.value}, and {self.mode.method.value}",
+                remedy="Choose modes of one method",
             )
 
     @property
     def modes(self) -> tuple[QuantizationMode, ...]:
-        """Every mode in it, without repetition."""
+        """Every mode used, once."""
         listed = (self.mode, *self.modules.values())
         return tuple(dict.fromkeys(mode for mode in listed if mode is not None))
 
     @property
     def activations(self) -> bool:
-        """Whether any activations are quantized."""
+        """Whether a mode quantizes activations."""
         return any(mode.activations for mode in self.modes)
 
     @property
     def newest(self) -> QuantizationMode:
-        """The mode that needs the newest system."""
+        """The mode that needs the newest deployment target."""
         return max(self.modes, key=lambda mode: mode.target)
 
     def mode_for(self, path: str) -> QuantizationMode | None:
-        """The mode of a module."""
+        """Return the mode of a module."""
         inside = [p for p in self.modules if path == p or path.startswith(f"{p}.")]
         return self.modules[max(inside, key=len)] if inside else self.mode
 
     def as_dict(self) -> dict[str, Any]:
-        """As a file has it."""
+        """Return the object that a file has."""
         return {
             "schema_version": SCHEMA_VERSION,
             "mode": self.mode.name,
@@ -91,7 +91,7 @@ class QuantizationAssignment:
         }
 
     def to_json(self) -> str:
-        """The text of a file; equal assignments give equal text."""
+        """Return the text of a file; equal assignments give equal text."""
         return json.dumps(self.as_dict(), indent=2)
 
     @classmethod
@@ -99,7 +99,7 @@ class QuantizationAssignment:
         """Read a file.
 
         Raises:
-            OptionError: It cannot be read, or is no such document.
+            OptionError: The file cannot be read, or is not an assignment.
         """
         try:
             document: object = json.loads(path.read_text(encoding="utf-8"))
@@ -120,7 +120,7 @@ class QuantizationAssignment:
         """Decode what ``to_json`` writes.
 
         Raises:
-            OptionError: Not such a document.
+            OptionError: The document is not an assignment.
         """
         if not isinstance(document, dict):
             raise OptionError("not a quantization config", expected="a JSON object")

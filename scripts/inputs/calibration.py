@@ -1,6 +1,6 @@
-"""Calibration data: the samples whose values decide the ranges of quantized activations.
+"""Reads calibration data: samples whose values decide the ranges of quantized activations.
 
-All of it is read and checked before the work begins that would be lost.
+All samples are read and checked before the long work begins.
 """
 
 from __future__ import annotations
@@ -17,41 +17,38 @@ from coreml_delegate.errors import InputError, OptionError
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.inputs import images
 from coreml_delegate.scripts.inputs.input_files import load_archive, load_array, to_tensor
-from coreml_delegate.scripts.inputs.source import (
-    Source,
-    blaming,
-    find_callable,
-    importable_from_here,
-)
+from coreml_delegate.scripts.inputs.source import find_callable, importable_from_here
+from coreml_delegate.source_model import SourceModel
+from coreml_delegate.third_party import describe_error, wrap_errors
 
 FORMS = "a folder, FILE.npz or MODULE:FACTORY"
 _READ = frozenset({".npy", ".npz", ".pt", ".pth"})
 _FORMATS = ", ".join(sorted(_READ | images.SUFFIXES))
 
 
-def read_calibration(where: str, source: Source, *, limit: int) -> list[list[Any]]:
+def read_calibration(where: str, source: SourceModel, *, limit: int) -> list[list[Any]]:
     """Read calibration samples.
 
     Args:
         where: A folder of images or arrays, a ``.npz`` with an array for every input, or
             ``MODULE:FACTORY``, whose result is iterated: tensors, or tuples or dicts of them.
-        source: The model, whose example inputs say what a sample is.
-        limit: Samples to read at most, the first in order of file names.
+        source: The model; a sample must be like its example inputs.
+        limit: Number of samples to read at most, the first in order of file names.
 
     Returns:
         Samples, each flattened as ``source.leaves``.
 
     Raises:
         InputError: A sample does not fit the model's inputs.
-        OptionError: No such data, none at all, or a file that cannot be read.
+        OptionError: The data do not exist, are empty or cannot be read.
     """
-    samples = list(itertools.islice(_read(where, Inputs(source)), limit))
+    samples = list(itertools.islice(_read(where, _SampleShape(source)), limit))
     if not samples:
         raise OptionError("no calibration data", got=where, expected=f"files in {_FORMATS}")
     return samples
 
 
-def _read(where: str, inputs: Inputs) -> Iterator[list[Any]]:
+def _read(where: str, inputs: _SampleShape) -> Iterator[list[Any]]:
     path = Path(where)
     if path.is_dir():
         return _folder(path, inputs)
@@ -62,17 +59,17 @@ def _read(where: str, inputs: Inputs) -> Iterator[list[Any]]:
     module, separator, name = where.partition(":")
     if not (module and separator and name):
         raise OptionError("no such calibration data", got=repr(where), expected=FORMS)
-    return _made(where, module, name, inputs)
+    return _samples_of_factory(where, module, name, inputs)
 
 
-class Inputs:
-    """What a sample has to be: the tensors among a model's inputs.
+class _SampleShape:
+    """Checks samples against the tensors among a model's example inputs.
 
     Args:
         source: The model.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: SourceModel) -> None:
         self._leaves = source.leaves
         self._structure = pytree.tree_structure((source.args, dict(source.kwargs)))
         self._tensors = [n for n, leaf in enumerate(self._leaves) if _is_tensor(leaf)]
@@ -85,18 +82,18 @@ class Inputs:
         return [self._leaves[n] for n in self._tensors]
 
     def sample(self, tensors: Sequence[Any], origin: str) -> list[Any]:
-        """The leaves of one sample.
+        """Return one sample, flattened as the example inputs.
 
         Args:
-            tensors: One for every input that is a tensor.
+            tensors: One tensor for every input that is a tensor.
             origin: Where they come from, for messages.
 
         Raises:
-            InputError: They do not fit.
+            InputError: Number, dtypes or shapes do not match.
         """
         if len(tensors) != len(self.names):
             raise InputError(
-                f"{origin} has not as many tensors as the model has inputs",
+                f"{origin} does not have as many tensors as the model has inputs",
                 got=str(len(tensors)),
                 expected=f"{len(self.names)} ({', '.join(self.names)})",
             )
@@ -113,13 +110,13 @@ class Inputs:
         return leaves
 
     def batches(self, tensors: Sequence[torch.Tensor], origin: str) -> Iterator[list[Any]]:
-        """Samples from tensors that hold one or many.
+        """Yield the samples that tensors hold.
 
-        A tensor may be one sample, a stack of samples, or have a larger batch, which is cut; what
-        is left of it is not used.
+        A tensor may be one sample, a stack of samples, or have a larger batch, which is cut; a
+        remainder is not used.
 
         Raises:
-            InputError: They do not fit.
+            InputError: Number, dtypes or shapes do not match.
         """
         if len(tensors) != len(self.names):
             self.sample(tensors, origin)
@@ -128,7 +125,7 @@ class Inputs:
         ]
         fitting = [part for part in parts if part is not None]
         if len(fitting) != len(parts) or len({len(part) for part in fitting}) > 1:
-            yield self.sample(tensors, origin)  # which says what is wrong
+            yield self.sample(tensors, origin)  # raises with the reason
             return
         for number, sample in enumerate(zip(*fitting, strict=True)):
             yield self.sample(sample, f"sample {number} of {origin}")
@@ -146,15 +143,15 @@ def _cut(tensor: torch.Tensor, example: torch.Tensor) -> list[torch.Tensor] | No
     return None
 
 
-def _folder(path: Path, inputs: Inputs) -> Iterator[list[Any]]:
+def _folder(path: Path, inputs: _SampleShape) -> Iterator[list[Any]]:
     files = sorted(file for file in path.iterdir() if not file.name.startswith("."))
     if not files:
         raise OptionError("the folder of calibration data is empty", got=str(path))
-    strangers = [f.name for f in files if f.suffix.lower() not in _READ | images.SUFFIXES]
-    if strangers:
+    others = [f.name for f in files if f.suffix.lower() not in _READ | images.SUFFIXES]
+    if others:
         raise OptionError(
-            "the folder of calibration data has other files in it",
-            got=", ".join(strangers[:3]),
+            "the folder of calibration data has files of other formats",
+            got=", ".join(others[:3]),
             expected=_FORMATS,
         )
     with console.progress(files, "Reading calibration data") as shown:
@@ -162,11 +159,11 @@ def _folder(path: Path, inputs: Inputs) -> Iterator[list[Any]]:
             yield from _samples_of(file, inputs)
 
 
-def _samples_of(file: Path, inputs: Inputs) -> Iterator[list[Any]]:
+def _samples_of(file: Path, inputs: _SampleShape) -> Iterator[list[Any]]:
     if file.suffix.lower() in images.SUFFIXES:
         if len(inputs.names) != 1:
             raise InputError(
-                f"{file} is an image, and the model has other inputs beside",
+                f"{file} is an image, but the model has several inputs",
                 got=f"{len(inputs.names)} inputs ({', '.join(inputs.names)})",
                 expected="one",
                 remedy="Give it arrays in .npz files",
@@ -179,7 +176,7 @@ def _samples_of(file: Path, inputs: Inputs) -> Iterator[list[Any]]:
 
 
 def _tensors_of(file: Path, names: Sequence[str]) -> list[Any]:
-    """The tensors in a file, in the order of the inputs: by their names, else as they come."""
+    """Return the tensors of a file in the order of the inputs, by name or else as stored."""
     if file.suffix == ".npy":
         return [to_tensor(file, load_array(file))]
     if file.suffix == ".npz":
@@ -203,15 +200,17 @@ def _load_torch(file: Path) -> object:
     except Exception as error:  # its reader fails on foreign bytes with whatever comes first
         raise OptionError(
             f"cannot read tensors from {file}",
-            got=console.first_line(error),
+            got=describe_error(error),
             expected="a tensor, or several in a tuple or dict, saved by torch.save",
         ) from error
 
 
-def _made(where: str, module: str, name: str, inputs: Inputs) -> Iterator[list[Any]]:
+def _samples_of_factory(
+    where: str, module: str, name: str, inputs: _SampleShape
+) -> Iterator[list[Any]]:
     with importable_from_here():
         factory = find_callable(module, name, FORMS)
-        samples: Iterable[Any] = _called(where, factory)
+        samples: Iterable[Any] = _call(where, factory)
         for number, sample in enumerate(samples):
             yield inputs.sample(_values(sample, inputs.names), f"sample {number} of {where}")
 
@@ -222,13 +221,13 @@ def _values(sample: object, names: Sequence[str]) -> list[Any]:
     return list(cast("Sequence[Any]", sample)) if _is_list(sample) else [sample]
 
 
-def _called(where: str, factory: Any) -> Iterator[Any]:
-    """What a user's function returns, item by item; it may be a generator, and may print."""
-    with blaming(f"{where} fails"):
+def _call(where: str, factory: Any) -> Iterator[Any]:
+    """Yield the items that a user's function returns; it may be a generator and may print."""
+    with wrap_errors(f"{where} fails"):
         made = iter(factory())
     end = object()
     while True:
-        with blaming(f"{where} fails"):
+        with wrap_errors(f"{where} fails"):
             item = next(made, end)
         if item is end:
             return

@@ -1,4 +1,4 @@
-"""The one table of quantization modes: their names, what they need, and what stands in for them.
+"""The table of quantization modes: names, requirements, and the finer mode to fall back to.
 
 A name is fixed (``int8-static``) or has a number in it (``int4-group32``), written ``N`` here.
 """
@@ -16,7 +16,7 @@ from coreml_delegate.targets import Opset
 
 
 class Method(enum.Enum):
-    """What does the quantizing."""
+    """The library function that quantizes."""
 
     PT2E = "CoreMLQuantizer on the exported program"
     MODULES = "torchao's quantize_ on the modules"
@@ -28,16 +28,16 @@ class QuantizationMode:
     """A way to quantize.
 
     Attributes:
-        name: As typed: ``int8-static``, ``int4-group32``.
-        method: What does it.
-        bits: Of a weight.
+        name: Name as typed, ``int8-static`` or ``int4-group32`` for example.
+        method: The library function that quantizes.
+        bits: Bits of a weight.
         summary: For help texts, with ``N`` for the number in the name.
-        target: The oldest system that runs it.
+        target: The oldest deployment target that runs it.
         activations: Whether activations are quantized too, which takes calibration data.
         group_size: How many weights of a row share a scale; None for the whole row.
         codebook: Whether weights are indices into a table of values.
         sparsity: Share of the weights that becomes zero, 0 to 1.
-        relief: Name of the mode that a layer gets for which this is too coarse; None for float.
+        relief: Name of the finer mode for a layer that loses too much; None for float.
     """
 
     name: str
@@ -53,18 +53,18 @@ class QuantizationMode:
 
     @property
     def lowering_target(self) -> Opset | None:
-        """The target to lower for if the user names none.
+        """The target to lower for if the user names none, or None.
 
-        A mode for the newest opset stores its weights so only there; otherwise the partitioner
-        finds the smallest that the whole model needs.
+        Modes from iOS18 on are stored compressed only if that target is asked for; for others the
+        partitioner finds the oldest target of the whole model.
         """
         return self.target if self.target >= _EXPLICIT_FROM else None
 
     def require_target(self, given: Opset | None, option: str) -> None:
-        """Check a target that the user named.
+        """Check the target that the user named.
 
         Raises:
-            OptionError: It is too old for this mode.
+            OptionError: The target is too old for this mode.
         """
         if given is not None and given < self.target:
             raise OptionError(
@@ -79,13 +79,13 @@ _EXPLICIT_FROM = Opset.iOS18
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A mode, or a family of them that differ in one number.
+    """A mode, or a family of modes that differ in one number.
 
     Attributes:
         form: Name, with ``N`` for the number.
-        mode: Its properties; those that the number determines are placeholders.
-        numbers: Those accepted, for a family.
-        field: What the number is of a mode.
+        mode: Its properties; the one that the number determines is a placeholder.
+        numbers: Accepted numbers of a family.
+        field: Attribute of ``QuantizationMode`` that the number determines.
     """
 
     form: str
@@ -94,10 +94,10 @@ class _Row:
     field: str = ""
 
     def read(self, name: str) -> QuantizationMode | None:
-        """The mode of that name.
+        """Return the mode of a name, or None if the name has another form.
 
         Raises:
-            OptionError: It is of this family, and its number is none of the accepted.
+            OptionError: The name has this form and a number that is not accepted.
         """
         if not self.numbers:
             return self.mode if name == self.form else None
@@ -107,7 +107,7 @@ class _Row:
         number = int(found[1])
         if number not in self.numbers:
             raise OptionError(
-                f"{self.form} has no such number",
+                f"{self.form} does not take this number",
                 got=name,
                 expected=_listed(self.numbers),
             )
@@ -213,28 +213,28 @@ _ROWS = (
         method=Method.CONVERSION,
         bits=16,
         target=Opset.iOS16,
-        summary="the smallest N percent of such weights become zero, after conversion",
+        summary="the smallest N percent of the same weights become zero, after conversion",
     ),
 )
 MODES_BY_FORM = MappingProxyType({row.form: row.mode for row in _ROWS})
-"""Every mode, or a representative of its family, by form."""
+"""Modes by form; a family has one representative."""
 
 FORMS: Mapping[str, str] = MappingProxyType({row.form: row.mode.summary for row in _ROWS})
-"""What each form of name means."""
+"""What each form of name quantizes, for help texts."""
 
 _EXAMPLES = {"N": "32", "codebook-N": "4", "palettize-N": "4", "prune-N": "50"}
 
 
 def example_of(form: str) -> str:
-    """A name of that form."""
+    """Return an example of a form."""
     return form.replace("N", _EXAMPLES.get(form, _EXAMPLES["N"]))
 
 
 def mode_of(name: str) -> QuantizationMode:
-    """The mode of that name.
+    """Return the mode of a name.
 
     Raises:
-        OptionError: There is none; names near matches.
+        OptionError: There is no such mode; the error names near matches.
     """
     for row in _ROWS:
         mode = row.read(name)

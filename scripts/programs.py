@@ -1,4 +1,4 @@
-"""A ``.pte`` or an ``.mlpackage``, loaded to be called the same way."""
+"""A ``.pte`` or an ``.mlpackage``, loaded to be run or traced by the same calls."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
 from coreml_delegate import runtime
 from coreml_delegate.errors import OptionError, ProgramError
-from coreml_delegate.runtime.delegate import CoreMLDelegate, read_blob
+from coreml_delegate.runtime import hosts
+from coreml_delegate.runtime.delegate import CoreMLDelegate, delegate_loader, read_blob
+from coreml_delegate.runtime.diagnosis import Diagnosis
 from coreml_delegate.runtime.engines.selection import REFERENCE
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.package import read_mlpackage
 from coreml_delegate.runtime.mil.program import Feature, Function
+from coreml_delegate.runtime.program.delegate import COREML_BACKEND_ID, DelegatePayload
 from coreml_delegate.runtime.program.plan import TensorSpec
+from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.runtime.program.states import mutated_inputs
-from coreml_delegate.scripts.delegates import open_pte, partitions_of
-
-if TYPE_CHECKING:
-    from coreml_delegate.scripts.inputs.source import Outcome
+from coreml_delegate.scripts.delegates import open_pte, partition_names, partitions_of
+from coreml_delegate.source_model import Outcome
 
 PACKAGE_SUFFIX = ".mlpackage"
 
-# What the fast engine computes floating-point values in.
+# The type in which the openvino engine computes floating-point values.
 _COMPUTED = {runtime.Precision.F32: DType.FP32, runtime.Precision.BF16: DType.BF16}
 
 
@@ -53,16 +55,16 @@ class Port:
 
 
 Output: TypeAlias = torch.Tensor | None
-"""A result of a program or its model: a number is a scalar."""
+"""A result of a program or its model; a number is a scalar tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """What runs the Core ML models of a program.
+    """Which engines run the Core ML models of a program, and in which types.
 
     Attributes:
-        engines: The floating-point types that each engine computes in, by its name.
-        declared: Those that the program declares, in the models that the engine runs.
+        engines: The floating-point types that each engine computes in, by engine name.
+        declared: The types that the program declares for the models that the engine runs.
     """
 
     engines: Mapping[str, tuple[str, ...]]
@@ -77,7 +79,7 @@ class Execution:
         return f"{engine} in {' and '.join(types) or 'integers'}{remark}"
 
 
-class Loaded(Protocol):
+class LoadedProgram(Protocol):
     """A program ready to be called."""
 
     @property
@@ -87,7 +89,7 @@ class Loaded(Protocol):
 
     @property
     def execution(self) -> Execution:
-        """What runs it."""
+        """The engines that run it."""
         ...
 
     def run(self, inputs: Sequence[Any]) -> dict[str, Output]:
@@ -102,7 +104,7 @@ class Loaded(Protocol):
         ...
 
     def expected_of(self, outcome: Outcome) -> list[Output]:
-        """What the outputs should be, in order, given a run of the model."""
+        """Return what the outputs should be, in order, given a run of the model."""
         ...
 
 
@@ -114,7 +116,7 @@ def load(
     engine: str | None = runtime.AUTO,
     options: runtime.EngineOptions | None = None,
     data: Sequence[Path] = (),
-) -> Loaded:
+) -> LoadedProgram:
     """Load a program.
 
     Args:
@@ -122,10 +124,10 @@ def load(
         method: Method, or function of the package; None for ``forward``, the only method, or the
             default function.
         host: ``auto``, ``python`` or ``stock``; an ``.mlpackage`` needs none.
-        engine: ``auto``, ``openvino`` or ``reference``; None for the fastest whose numbers are
-            those of the program's own types.
-        options: How to execute.
-        data: What a ``.pte`` keeps outside: ``.ptd`` files.
+        engine: ``auto``, ``openvino`` or ``reference``; None for the fastest engine that computes
+            in the program's own types.
+        options: Engine options.
+        data: The ``.ptd`` files of a ``.pte`` with external data.
 
     Raises:
         CoreMLDelegateError: See ``runtime.load_program`` and ``runtime.load_mlpackage``.
@@ -136,19 +138,19 @@ def load(
     if is_package(path):
         for option, given in (("--host", host != runtime.AUTO), ("--data", bool(data))):
             if given:
-                raise OptionError(f"{option} goes with a .pte", got=str(path))
-        return _Package(
+                raise OptionError(f"{option} is for a .pte", got=str(path))
+        return _LoadedPackage(
             runtime.load_mlpackage(path, function_name=method, engine=engine, options=options),
             options,
         )
     program = runtime.load_program(
         path, data=data or None, host=host, engine=engine, options=options
     )
-    return _Program(program, method or default_method(program.method_names), options)
+    return _LoadedPte(program, method or default_method(program.method_names), options)
 
 
 def engine_options(args: argparse.Namespace) -> runtime.EngineOptions:
-    """How to execute, as the arguments of ``add_engine`` say."""
+    """Return the engine options of the arguments of ``add_engine``."""
     return runtime.EngineOptions(
         threads=args.threads, precision=args.engine_precision, exact_nan=args.exact_nan
     )
@@ -157,12 +159,12 @@ def engine_options(args: argparse.Namespace) -> runtime.EngineOptions:
 def _judging_engine(
     path: Path, method: str | None, options: runtime.EngineOptions, data: Sequence[Path]
 ) -> str:
-    """The engine whose numbers tell what the program's own would be.
+    """Return the engine that computes in the program's own types.
 
-    One that computes in fp32 shows neither what fp16 rounds nor what overflows in it.
+    An engine that computes in fp32 shows neither rounding nor overflow of fp16.
     """
     if options.precision is not runtime.Precision.F32:
-        return runtime.AUTO  # asked for, which only one engine can do
+        return runtime.AUTO  # only one engine has the precision asked for
     types = {
         dtype for function in _functions(path, method, data) for dtype in function.computed_in()
     }
@@ -170,7 +172,7 @@ def _judging_engine(
 
 
 def _functions(path: Path, method: str | None, data: Sequence[Path]) -> Iterator[Function]:
-    """The functions that a method of a ``.pte`` runs, or the one of a package."""
+    """Yield the MIL functions that a method of a ``.pte`` runs, or the function of a package."""
     if is_package(path):
         program = read_mlpackage(path)
         yield program.function(method)
@@ -204,11 +206,11 @@ def is_package(path: Path) -> bool:
 
 
 def default_method(names: Sequence[str]) -> str:
-    """The method to run when the caller names none."""
+    """Return the method to run when the caller names none."""
     return names[0] if len(names) == 1 else "forward"
 
 
-class _Program:
+class _LoadedPte:
     def __init__(
         self,
         program: runtime.PythonProgram | runtime.StockProgram,
@@ -247,7 +249,7 @@ def _output(value: object) -> Output:
     if isinstance(value, int):
         return torch.tensor(value)
     raise ProgramError(
-        "the model returns something that no program does",
+        "the model returns a value that no program returns",
         got=repr(value),
         expected="tensors, numbers and None",
     )
@@ -256,7 +258,7 @@ def _output(value: object) -> Output:
 def program_ports(
     program: runtime.PythonProgram | runtime.StockProgram, method: str
 ) -> tuple[Port, ...]:
-    """The inputs of a method of a ``.pte``."""
+    """Return the inputs of a method of a ``.pte``."""
     specs = program.program.method(method).input_specs
     return tuple(_port(index, spec) for index, spec in enumerate(specs))
 
@@ -267,7 +269,7 @@ def _port(index: int, spec: Any) -> Port:
     return Port(str(index), torch.float32, (), is_tensor=False, fixed=spec)
 
 
-class _Package:
+class _LoadedPackage:
     def __init__(self, model: runtime.Model, options: runtime.EngineOptions) -> None:
         self._model = model
         self._state = model.make_state()
@@ -285,7 +287,7 @@ class _Package:
 
 
 def feature_port(feature: Feature) -> Port:
-    """An input of an ``.mlpackage``."""
+    """Return an input of an ``.mlpackage``."""
     shape = tuple(1 if d is None else d for d in feature.type.shape or ())
     if feature.shapes:
         shape = feature.shapes[0]
@@ -293,3 +295,102 @@ def feature_port(feature: Feature) -> Port:
         shape = tuple(max(size, low) for size, (low, _) in zip(shape, feature.bounds, strict=True))
     dtype = torch.from_numpy(np.empty(0, feature.type.dtype.numpy)).dtype
     return Port(feature.name, dtype, shape)
+
+
+class TraceableProgram(Protocol):
+    """A program ready to be traced."""
+
+    @property
+    def inputs(self) -> tuple[Port, ...]:
+        """Its inputs, in order."""
+        ...
+
+    def diagnose(self, inputs: Sequence[Any]) -> list[tuple[str, Diagnosis]]:
+        """Run once; return each Core ML model's name and diagnosis, in execution order."""
+        ...
+
+
+def load_traceable(path: Path, *, method: str | None, min_sqnr_db: float) -> TraceableProgram:
+    """Load a program to be traced.
+
+    Args:
+        path: ``.pte`` file or ``.mlpackage`` folder.
+        method: Method, or function of the package; None for ``forward``, the only method, or the
+            default function.
+        min_sqnr_db: A value below it, in dB, is bad.
+
+    Raises:
+        CoreMLDelegateError: See ``runtime.load_program`` and ``runtime.load_mlpackage``.
+    """
+    if is_package(path):
+        model = runtime.load_mlpackage(path, function_name=method, engine=REFERENCE.name)
+        return _TraceablePackage(path.stem, model, min_sqnr_db)
+    return _TraceablePte(path, method, min_sqnr_db)
+
+
+class _TraceablePackage:
+    def __init__(self, name: str, model: runtime.Model, min_sqnr_db: float) -> None:
+        self._name = name
+        self._model = model
+        self._min_sqnr_db = min_sqnr_db
+        self.inputs = tuple(feature_port(feature) for feature in model.function.inputs)
+
+    def diagnose(self, inputs: Sequence[Any]) -> list[tuple[str, Diagnosis]]:
+        arrays = {port.name: value.numpy() for port, value in zip(self.inputs, inputs, strict=True)}
+        diagnosis = self._model.diagnose(
+            arrays, self._model.make_state(), min_sqnr_db=self._min_sqnr_db
+        )
+        return [(self._name, diagnosis)]
+
+
+class _TraceablePte:
+    def __init__(self, path: Path, method: str | None, min_sqnr_db: float) -> None:
+        self._found: list[tuple[str, Diagnosis]] = []
+        self._min_sqnr_db = min_sqnr_db
+        self._load_delegate = delegate_loader(REFERENCE.name)
+        opened = PteProgram.open(path)
+        self._method = method or default_method(opened.method_names)
+        # Hosts load the delegates of a method in the order of the file.
+        names = {each.name: partition_names(each) for each in opened.methods}
+        self._names = {each: iter(found.values()) for each, found in names.items()}
+        if not partition_names(opened.method(self._method)):
+            raise ProgramError(
+                f"method {self._method!r} has no {COREML_BACKEND_ID} delegate", got=path.name
+            )
+        self._program = hosts.load(path, self._load)
+        self.inputs = program_ports(self._program, self._method)
+        self._program.load_method(self._method)
+
+    def diagnose(self, inputs: Sequence[Any]) -> list[tuple[str, Diagnosis]]:
+        self._found.clear()
+        self._program.run(self._method, inputs)
+        return list(self._found)
+
+    def _load(self, payload: DelegatePayload) -> _TraceableDelegate:
+        name = next(self._names[payload.method_name])
+        loaded = self._load_delegate(payload)
+        if not isinstance(loaded, CoreMLDelegate):
+            raise ProgramError("the delegate cannot be traced", got=type(loaded).__name__)
+        return _TraceableDelegate(name, loaded, self._min_sqnr_db, self._found)
+
+
+class _TraceableDelegate:
+    """A delegate that is diagnosed at every call, before it runs."""
+
+    def __init__(
+        self,
+        name: str,
+        delegate: CoreMLDelegate,
+        min_sqnr_db: float,
+        found: list[tuple[str, Diagnosis]],
+    ) -> None:
+        self._name = name
+        self._delegate = delegate
+        self._min_sqnr_db = min_sqnr_db
+        self._found = found
+        self.input_count = delegate.input_count
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        diagnosis = self._delegate.diagnose(inputs, min_sqnr_db=self._min_sqnr_db)
+        self._found.append((self._name, diagnosis))
+        return self._delegate(inputs)

@@ -1,4 +1,4 @@
-"""The weights of a program: how each is stored, and what it would take uncompressed."""
+"""The weights of a MIL program: how each is stored, and its size if it were not compressed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coreml_delegate.runtime.mil.program import Block, Constant, Function, Op, P
 _CONST = "const"
 _DECOMPRESSIONS = "constexpr_"
 DENSE = "dense"
-# What each op adds to the name of a scheme, and the input that has an element for every weight.
+# The word that each op adds to the scheme, and its input that has one element per weight.
 # ``constexpr_cast`` adds nothing: it widens the result of others, or a dense weight.
 _SCHEMES: Mapping[str, tuple[str, str]] = {
     "constexpr_affine_dequantize": ("affine", "quantized_data"),
@@ -31,15 +31,16 @@ _NO_DATA = frozenset({"name", "axis", "shape", "output_dtype"})
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A weight tensor.
+    """A weight tensor as it is stored.
 
     Attributes:
-        name: Of the value in the program.
-        shape: Of the tensor that it stands for.
-        dtype: What that tensor is computed with.
+        name: Name of the value in the program.
+        shape: Shape of the decompressed tensor.
+        dtype: Element type of the decompressed tensor.
         scheme: ``dense``, ``affine``, ``blockwise``, ``lut``, ``sparse``, or several of them.
         stored_as: Element type in storage; an index of ``lut`` is unsigned.
-        constants: All that is stored of it.
+        constants: The stored data, scales, tables and masks.
+        uncompressed_bytes: Size of the decompressed tensor.
     """
 
     name: str
@@ -52,16 +53,16 @@ class StoredWeight:
 
     @property
     def stored_bytes(self) -> int:
-        """Size in the file, with its scales, tables and masks."""
+        """Size in the file, scales, tables and masks included."""
         return sum(constant.nbytes for constant in self.constants)
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits for an element, with its share of scales, tables and masks."""
+        """Stored bits per element, scales, tables and masks included."""
         return 8 * self.stored_bytes / max(math.prod(self.shape), 1)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, sizes in bytes."""
+        """Return plain data, sizes in bytes."""
         return {
             "name": self.name,
             "shape": list(self.shape),
@@ -75,7 +76,7 @@ class StoredWeight:
 
 
 def weights_of(program: Program) -> list[StoredWeight]:
-    """The weights of a program in the order of its ops; those that functions share count once."""
+    """List the weights of a program in the order of its ops; shared ones count once."""
     found: dict[tuple[int, ...], StoredWeight] = {}
     for function in program.functions.values():
         for weight in _function_weights(function):
@@ -85,7 +86,7 @@ def weights_of(program: Program) -> list[StoredWeight]:
 
 
 def summarize_weights(program: Program) -> dict[str, Any]:
-    """Counts and sizes in bytes, by element type in storage and for each weight."""
+    """Return counts and sizes in bytes, by element type in storage and for each weight."""
     weights = weights_of(program)
     by_dtype: dict[str, dict[str, int]] = {}
     for constant in (c for weight in weights for c in weight.constants):
@@ -104,7 +105,7 @@ def summarize_weights(program: Program) -> dict[str, Any]:
 def _function_weights(function: Function) -> Iterator[StoredWeight]:
     stored = [op for op in function.block.walk() if _is_stored(op)]
     made = {output.name: op for op in stored for output in op.outputs}
-    inner = set(_inner(stored))
+    inner = set(_intermediates(stored))
     for op in stored:
         if inner.isdisjoint(output.name for output in op.outputs):
             yield from _weight(op, made)
@@ -115,8 +116,8 @@ def _is_stored(op: Op) -> bool:
     return op.type == _CONST or op.type.startswith(_DECOMPRESSIONS)
 
 
-def _inner(ops: Iterable[Op]) -> Iterator[str]:
-    """Names of the values that only serve to decompress others."""
+def _intermediates(ops: Iterable[Op]) -> Iterator[str]:
+    """Yield the names of values that are inputs of another decompression."""
     for op in ops:
         if op.type.startswith(_DECOMPRESSIONS):
             for bindings in op.inputs.values():
@@ -143,7 +144,7 @@ def _weight(op: Op, made: Mapping[str, Op]) -> Iterator[StoredWeight]:
 
 
 def _immediates(block: Block) -> Iterator[StoredWeight]:
-    """Weights that are bound where they are used, without an op of their own."""
+    """Yield the weights that an op binds directly, without a const op."""
     for op in block.walk():
         if _is_stored(op):
             continue
@@ -164,7 +165,7 @@ def _immediates(block: Block) -> Iterator[StoredWeight]:
 
 
 def _chain(op: Op, made: Mapping[str, Op]) -> Iterator[Op]:
-    """An op and those that decompress its inputs."""
+    """Yield an op and the ops that decompress its inputs."""
     if op.type != _CONST:
         yield op
         for bindings in op.inputs.values():
@@ -174,7 +175,7 @@ def _chain(op: Op, made: Mapping[str, Op]) -> Iterator[Op]:
 
 
 def _sources(op: Op, made: Mapping[str, Op]) -> Iterator[tuple[str, Constant]]:
-    """What is stored of a value, by parameter; each once, though two results come of one op."""
+    """Yield the stored constants of a value by parameter, each once."""
     seen: set[int] = set()
     for part in [op] if op.type == _CONST else list(_chain(op, made)):
         for parameter, constant in _parameters(part, made):
@@ -201,7 +202,7 @@ def _constants(op: Op) -> Iterator[Constant]:
 
 
 def _stored_as(op: Op, made: Mapping[str, Op]) -> str:
-    """The element type of what has an element for every weight."""
+    """Return the element type of the constant that has one element per weight."""
     for part in [op] if op.type == _CONST else list(_chain(op, made)):
         parameters = dict(_parameters(part, made))
         element = parameters.get("val" if part is op and op.type == _CONST else _data_of(part))
@@ -225,6 +226,6 @@ def _label(constant: Constant) -> str:
 
 
 def _address(constant: Constant) -> int:
-    """Functions share weights: what lies at one address is one weight."""
+    """Return where the data lies; functions share weights, so one address is one weight."""
     data = constant.data if constant.packed is None else constant.packed
     return data.ctypes.data if isinstance(data, np.ndarray) else id(constant)

@@ -1,8 +1,7 @@
-"""Which models of ``transformers`` fit the decoder: one record per family, and its reader.
+"""The model families of ``transformers`` that the decoder implements: one record per family.
 
 A record says how a ``config.json`` becomes settings and where a checkpoint keeps each weight. Keys
-of a configuration that no record knows are refused, because one that is ignored may be the one that
-makes another model.
+of a configuration that no record knows are refused, because an ignored key may change the model.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.scripts.llm.config import Config
-from coreml_delegate.scripts.llm.settings import (
+from coreml_delegate.llm.config import Config
+from coreml_delegate.llm.decoder import (
     Activation,
     DecoderSettings,
     LongContext,
@@ -30,7 +29,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": Activation.GELU_TANH,
 }
 
-# Our names of a layer's weights by theirs, as most families have them.
+# Modules of our layer to those of a checkpoint, as most families name them.
 _ATTENTION = {
     "attention.query": "self_attn.q_proj",
     "attention.key": "self_attn.k_proj",
@@ -47,11 +46,11 @@ _NORMS = {"attention_norm": "input_layernorm", "feed_norm": "post_attention_laye
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """A part of a weight that a checkpoint stores as several, stacked along their outputs.
+    """A module whose weight a checkpoint stacks with others along the outputs.
 
     Attributes:
-        name: Their name of the whole.
-        parts: Our names of all parts, in order.
+        name: Name of the stacked weight in the checkpoint.
+        parts: Names of all its parts in our layer, in order.
     """
 
     name: str
@@ -60,20 +59,20 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One kind of model.
+    """One family of models.
 
     Attributes:
-        layer: Module of a layer, in our name, to its place in the checkpoint's layer.
-        final_norm: Their name of the norm behind the last layer.
+        layer: Modules of our layer, each with its name in the checkpoint's layer.
+        final_norm: Name of the checkpoint's norm behind the last layer.
         fixed: Settings that all models of the family have in common.
-        flags: Settings that are a key of the configuration, by setting: key and default.
-        required: Keys that must have a value, if they are there, with that value.
+        flags: Settings that a boolean key decides: the key and its default, by setting.
+        required: Keys that must have this value if they are present.
         norm_eps: Key of the epsilon of the norms.
-        activation: Keys of the activation; the first that is there counts.
-        window: Says the sliding window of a configuration, in tokens, or None.
+        activation: Keys of the activation; the first that is present counts.
+        window: Returns the sliding window of a configuration in tokens, or None.
         norm_offset: Added to the stored weights of norms.
         scaled_embedding: Whether embeddings are multiplied by the root of the width.
-        defaults: Keys whose default is not Llama's.
+        defaults: Defaults that differ from Llama's, by key.
     """
 
     layer: Mapping[str, str | Stacked]
@@ -89,11 +88,11 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 
-def _always(config: Config) -> int | None:
+def _window(config: Config) -> int | None:
     return config.integer("sliding_window", None)
 
 
-def _if_used(config: Config) -> int | None:
+def _optional_window(config: Config) -> int | None:
     config.integer("max_window_layers", 0)
     window = config.integer("sliding_window", None)
     return window if config.flag("use_sliding_window", default=False) else None
@@ -112,13 +111,13 @@ FAMILIES: Mapping[str, Family] = {
         flags={**_PLAIN_BIAS, "feed_bias": ("mlp_bias", False)},
         required={"pretraining_tp": 1},
     ),
-    "mistral": Family(layer=_LAYER, window=_always, defaults={"num_key_value_heads": 8}),
-    "qwen2": Family(layer=_LAYER, fixed={"qkv_bias": True}, window=_if_used),
+    "mistral": Family(layer=_LAYER, window=_window, defaults={"num_key_value_heads": 8}),
+    "qwen2": Family(layer=_LAYER, fixed={"qkv_bias": True}, window=_optional_window),
     "qwen3": Family(
         layer={**_LAYER, **_QUERY_KEY_NORMS},
         fixed={"query_key_norm": True},
         flags=_PLAIN_BIAS,
-        window=_if_used,
+        window=_optional_window,
         defaults={"head_dim": 128},
     ),
     "gemma": Family(
@@ -163,19 +162,19 @@ FAMILIES: Mapping[str, Family] = {
             "feed.down": "mlp.down_proj",
             **_NORMS,
         },
-        window=_always,
-        # Of use only to the rotary scaling that is refused.
+        window=_window,
+        # Only the rotary scaling that is refused uses it.
         required={"original_max_position_embeddings": None},
     ),
 }
-"""By ``model_type``."""
+"""Families by ``model_type``."""
 
 
 def family_of(config: Config) -> Family:
-    """The family a configuration belongs to.
+    """Return the family of a configuration.
 
     Raises:
-        OptionError: None that we know.
+        OptionError: The ``model_type`` is not supported.
     """
     kind = config.text("model_type")
     if kind not in FAMILIES:
@@ -188,15 +187,15 @@ def family_of(config: Config) -> Family:
 
 
 def read_settings(config: Config, family: Family, context: int | None) -> DecoderSettings:
-    """The settings a configuration means.
+    """Return the decoder settings of a configuration.
 
     Args:
-        config: Of the model; every key must be known.
+        config: Configuration of the model; every key must be known.
         family: Its family.
-        context: Tokens it is to be exported for at most, or None for its own maximum.
+        context: Largest context to export, in tokens; None for the model's own maximum.
 
     Raises:
-        OptionError: A key is missing, malformed, or asks for what the decoder has not.
+        OptionError: A key is missing or malformed, or the decoder does not implement its value.
     """
     config = config.with_defaults({"hidden_act": "silu", "rms_norm_eps": 1e-6, **family.defaults})
     dim, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
@@ -246,8 +245,8 @@ def _activation(config: Config, family: Family) -> Activation:
 
 
 def _check_window(config: Config, window: int | None, context: int) -> None:
-    """Refuse windows narrower than the context; a wider one makes no difference."""
-    config.ignore("layer_types")  # which layers have the window
+    """Refuse a window narrower than the context; a wider one has no effect."""
+    config.ignore("layer_types")  # they say which layers have the window
     if window is not None and window < context:
         raise OptionError(
             f"{config.where}: sliding windows are not supported",
@@ -257,7 +256,7 @@ def _check_window(config: Config, window: int | None, context: int) -> None:
 
 
 def _rotary(config: Config, head_dim: int, max_context: int) -> Rotary:
-    """Both forms of the key: ``rope_parameters``, and ``rope_theta`` with ``rope_scaling``."""
+    """Read either form of the keys: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``."""
     scaling = config.part("rope_parameters") or config.part("rope_scaling")
     for key in ("rope_parameters", "rope_scaling"):
         config.ignore(key)

@@ -1,4 +1,4 @@
-"""A decoder from a checkpoint folder of ``transformers``, or with random weights."""
+"""Fill a decoder with the weights of a ``transformers`` checkpoint, or with random ones."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.scripts.llm.config import Config
-from coreml_delegate.scripts.llm.decoder import Decoder, RMSNorm
-from coreml_delegate.scripts.llm.families import Family, Stacked
-from coreml_delegate.scripts.llm.settings import DecoderSettings
+from coreml_delegate.llm.config import Config
+from coreml_delegate.llm.decoder import Decoder, DecoderSettings, RMSNorm
+from coreml_delegate.llm.families import Family, Stacked
 
 CONFIG = "config.json"
 _GENERATION = "generation_config.json"
@@ -26,12 +25,12 @@ _UNUSED = (".rotary_emb.inv_freq",)  # computed, not learnt; old checkpoints sto
 
 
 def random_decoder(settings: DecoderSettings, seed: int, **options: Any) -> Decoder:
-    """A decoder with random weights, the same for the same seed.
+    """Return a decoder with random weights; equal seeds give equal weights.
 
     Args:
         settings: Architecture.
-        seed: Of the weights.
-        options: See ``Decoder``.
+        seed: Seed of the weights.
+        options: Further arguments of ``Decoder``.
     """
     random = torch.Generator().manual_seed(seed)
 
@@ -40,24 +39,24 @@ def random_decoder(settings: DecoderSettings, seed: int, **options: Any) -> Deco
             return torch.full(expected.shape, float(name.endswith("weight")))
         return torch.empty(expected.shape).normal_(std=_INITIAL_DEVIATION, generator=random)
 
-    return _filled(settings, options, value)
+    return _fill(settings, options, value)
 
 
 def load_decoder(
     folder: Path, settings: DecoderSettings, family: Family, **options: Any
 ) -> Decoder:
-    """A decoder with the weights of a checkpoint, in fp32.
+    """Return a decoder with the weights of a checkpoint, in fp32.
 
     Args:
-        folder: With ``*.safetensors``; an index tells what is where if there is one.
+        folder: Has ``*.safetensors``; an index, if there is one, says which file has a weight.
         settings: Architecture.
         family: Names of the weights.
-        options: See ``Decoder``.
+        options: Further arguments of ``Decoder``.
 
     Raises:
         OptionError: A file is missing or malformed, or the weights do not fit the settings.
     """
-    with _opened(folder) as stored:
+    with _open(folder) as stored:
         names = _Names(settings, family)
 
         def value(name: str, module: nn.Module, expected: torch.Tensor) -> torch.Tensor:
@@ -65,31 +64,37 @@ def load_decoder(
             _check(folder, name, found, expected)
             return found + family.norm_offset if isinstance(module, RMSNorm) else found
 
-        decoder = _filled(settings, options, value)
+        decoder = _fill(settings, options, value)
         stored.refuse_unread(tied=settings.tied)
     return decoder
 
 
 def end_tokens(folder: Path, settings: DecoderSettings) -> tuple[int, ...]:
-    """Tokens that end a text: those of the settings, and what instructed models say besides.
+    """Return the tokens that end a text: of the settings and of ``generation_config.json``.
 
     Raises:
-        OptionError: The file that says it is malformed.
+        OptionError: The generation configuration is malformed.
     """
     path = folder / _GENERATION
     others = Config.load(path).integers("eos_token_id") if path.is_file() else ()
     return tuple(dict.fromkeys((*settings.eos, *others)))
 
 
-def _filled(
+def _fill(
     settings: DecoderSettings,
     options: Mapping[str, Any],
     value: Callable[[str, nn.Module, torch.Tensor], torch.Tensor],
 ) -> Decoder:
-    """A decoder whose parameters are made one by one, without torch's own initialisation."""
+    """Make a decoder parameter by parameter, without torch's own initialisation.
+
+    Args:
+        settings: Architecture.
+        options: Further arguments of ``Decoder``.
+        value: Returns a parameter, given its name, its module and a tensor of its shape.
+    """
     with torch.device("meta"):
         decoder = Decoder(settings, **options)
-    for name, expected in list(decoder.named_parameters()):  # a tied one comes once
+    for name, expected in list(decoder.named_parameters()):  # a tied parameter comes once
         module_name, _, kind = name.rpartition(".")
         module = decoder.get_submodule(module_name)
         made = value(name, module, expected)
@@ -102,14 +107,14 @@ def _filled(
 def _check(folder: Path, name: str, value: torch.Tensor, expected: torch.Tensor) -> None:
     if value.shape != expected.shape:
         raise OptionError(
-            f"{folder} has a weight of another shape than its {CONFIG} says",
+            f"{folder} has a weight whose shape differs from its {CONFIG}",
             got=f"{list(value.shape)} for {name}",
             expected=str(list(expected.shape)),
         )
 
 
 class _Names:
-    """Where a checkpoint keeps our weights."""
+    """Maps names of the decoder's parameters to those of a checkpoint."""
 
     def __init__(self, settings: DecoderSettings, family: Family) -> None:
         self._family = family
@@ -127,8 +132,8 @@ class _Names:
             "head": "lm_head",
         }
 
-    def read(self, stored: _Stored, name: str) -> torch.Tensor:
-        """A parameter of the decoder, by its name there, in fp32."""
+    def read(self, stored: _Checkpoint, name: str) -> torch.Tensor:
+        """Read a parameter of the decoder, in fp32."""
         module, _, kind = name.rpartition(".")
         if module in self._outside:
             return stored.read(f"{self._outside[module]}.{kind}")
@@ -141,12 +146,12 @@ class _Names:
     def _part(self, whole: torch.Tensor, place: Stacked, inner: str) -> torch.Tensor:
         sizes = [self._outputs[part] for part in place.parts]
         if sum(sizes) != len(whole):
-            return whole  # of the wrong shape, which is reported with the weight's name
+            return whole  # its wrong shape is reported later, with the weight's name
         return whole.split(sizes)[place.parts.index(inner)].clone()
 
 
-class _Stored:
-    """The tensors of a checkpoint's files, mapped."""
+class _Checkpoint:
+    """The tensors of a checkpoint's files, which are memory-mapped."""
 
     def __init__(self, folder: Path, files: Mapping[str, Any]) -> None:
         self._folder = folder
@@ -154,10 +159,10 @@ class _Stored:
         self._read: set[str] = set()
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor as fp32.
+        """Read a tensor as fp32.
 
         Raises:
-            OptionError: There is none, or it is no floating-point tensor (quantized checkpoints).
+            OptionError: It does not exist, or is not floating point (quantized checkpoints).
         """
         if name not in self._files:
             raise OptionError(f"{self._folder} lacks a weight", expected=name)
@@ -165,31 +170,29 @@ class _Stored:
         tensor: torch.Tensor = self._files[name].get_tensor(name)
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise OptionError(
-                f"{self._folder} has a weight that is not in floating point",
+                f"{self._folder} has a weight that is not floating point",
                 got=f"{tensor.dtype} for {name}",
                 expected="float32, float16 or bfloat16",
             )
         return tensor.float()
 
     def refuse_unread(self, *, tied: bool) -> None:
-        """Refuse weights that the decoder has no place for.
+        """Refuse a checkpoint with weights that the decoder does not have.
 
         Raises:
-            OptionError: Naming the first.
+            OptionError: There are such weights; it names the first.
         """
         unread = sorted(self._files.keys() - self._read - ({"lm_head.weight"} if tied else set()))
-        strangers = [name for name in unread if not name.endswith(_UNUSED)]
-        if strangers:
+        unknown = [name for name in unread if not name.endswith(_UNUSED)]
+        if unknown:
             raise OptionError(
-                f"{self._folder} has weights that its architecture has no place for",
-                got=f"{strangers[0]} and {len(strangers) - 1} more"
-                if len(strangers) > 1
-                else strangers[0],
+                f"{self._folder} has weights that its architecture does not have",
+                got=f"{unknown[0]} and {len(unknown) - 1} more" if len(unknown) > 1 else unknown[0],
             )
 
 
 @contextmanager
-def _opened(folder: Path) -> Generator[_Stored]:
+def _open(folder: Path) -> Generator[_Checkpoint]:
     safetensors = _safetensors()
     with ExitStack() as stack:
         files: dict[str, Any] = {}
@@ -199,7 +202,7 @@ def _opened(folder: Path) -> Generator[_Stored]:
             except (OSError, safetensors.SafetensorError) as error:
                 raise OptionError(f"cannot read weights from {path}", got=str(error)) from error
             files |= dict.fromkeys(file.keys(), file)
-        yield _Stored(folder, files)
+        yield _Checkpoint(folder, files)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -208,7 +211,7 @@ def _files(folder: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise OptionError(f"{index} is not an index of weights", got=repr(error)) from error
+            raise OptionError(f"{index} is not a checkpoint index", got=repr(error)) from error
         paths = [folder / name for name in names]
     else:
         paths = sorted(folder.glob("*.safetensors"))

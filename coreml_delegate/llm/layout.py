@@ -1,7 +1,7 @@
-"""What a ``.pte`` says about the language model in it, so that nothing else is needed to run it.
+"""The facts about a language model that its ``.pte`` declares, so that it runs without other files.
 
-Each fact is a method without inputs that returns a constant, as ExecuTorch's own language models
-have them, and under its names where it has one for the fact.
+Each is a method without inputs that returns a constant, under the name that ExecuTorch's own
+language models use, where there is one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ DECODE = "decode"
 PREFILL = "prefill"
 FORWARD = "forward"
 
-_VERSION = 1  # of what the methods take and return
+_VERSION = 1  # of the inputs and outputs of the methods
 
 
 class CacheKind(enum.Enum):
-    """Where keys and values of earlier tokens are."""
+    """Where keys and values of earlier tokens are kept: inputs and outputs, or a state."""
 
     IO = "io"
     STATE = "state"
@@ -33,9 +33,9 @@ class Layout:
 
     Attributes:
         vocabulary: Number of tokens.
-        context: Tokens that the caches hold.
-        chunk: Tokens that one call of ``prefill`` or ``forward`` takes, at most.
-        cache: Where the caches are.
+        context: Number of tokens that the caches hold.
+        chunk: Number of tokens that a call of ``prefill`` or ``forward`` takes.
+        cache: Where the caches are kept.
         bos: Token that begins a text, or None.
         eos: Tokens that end one.
     """
@@ -53,7 +53,7 @@ class Layout:
         return (FORWARD,) if self.cache is CacheKind.STATE else (DECODE, PREFILL)
 
     def constants(self) -> dict[str, Any]:
-        """The methods, with what they return."""
+        """Return the constant methods by name, each with its value."""
         return {
             "get_llm_layout_version": _VERSION,
             "get_vocab_size": self.vocabulary,
@@ -67,20 +67,20 @@ class Layout:
 
     @classmethod
     def read(cls, method_names: Sequence[str], call: Callable[[str], Sequence[Any]]) -> Layout:
-        """Read it from a program.
+        """Read the layout that a program declares.
 
         Args:
-            method_names: All methods.
-            call: Runs one that has no inputs; returns its outputs.
+            method_names: Names of all methods.
+            call: Runs a method without inputs; returns its outputs.
 
         Raises:
-            ProgramError: It is no language model exported by this package, or a newer one.
+            ProgramError: The program is no language model exported by this package, or a newer one.
         """
         names = set(method_names)
         missing = sorted(cls(0, 0, 0, CacheKind.IO).constants().keys() - names)
         if missing:
             raise ProgramError(
-                "the program does not say how to generate text with it",
+                "the program is not a language model exported by this package",
                 got=f"no method {missing[0]}",
                 remedy="Export it with coreml-delegate export-llm",
             )

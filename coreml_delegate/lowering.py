@@ -1,9 +1,9 @@
-"""From a source to a ``.pte``, or to a plan of one, the way every command does it."""
+"""Lower exported programs to a ``.pte``, or plan it, with ExecuTorch's failures explained."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
@@ -12,27 +12,25 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, TensorArgument
 
 from coreml_delegate.dynamic_shapes.symbols import bounds_of, input_tensors
-from coreml_delegate.errors import CoreMLDelegateError, LoweringError
+from coreml_delegate.errors import LoweringError
 from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
-from coreml_delegate.scripts import console
-from coreml_delegate.scripts.inputs.source import Source
+from coreml_delegate.source_model import SourceModel
+from coreml_delegate.third_party import wrap_errors
 
 Bounds: TypeAlias = Sequence[Sequence[tuple[int, int]]]
+"""Smallest and largest size of each dimension of each input tensor."""
 
 
-def lower(source: Source, partitioner: CoreMLPartitioner) -> Any:
-    """Lower a model; the partitioner keeps the report.
-
-    Returns:
-        ExecuTorch's program manager, which writes the ``.pte``.
+def export_model(source: SourceModel) -> ExportedProgram:
+    """Export a model with ``torch.export``.
 
     Raises:
-        CoreMLDelegateError: Our part of the lowering refuses the model.
-        LoweringError: ExecuTorch fails; the cause is chained.
+        OptionError: ``torch.export`` cannot capture the model.
+        LoweringError: It returns something that ExecuTorch cannot emit.
     """
-    exported = _exported(source)
-    with console.step("Lowering to Core ML"):
-        return lower_methods({"forward": exported}, partitioner)
+    program = source.export()
+    _check_outputs(program)
+    return program
 
 
 def lower_methods(
@@ -40,22 +38,23 @@ def lower_methods(
     partitioner: CoreMLPartitioner,
     constants: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Lower the methods of one program; the partitioner keeps the reports.
+    """Lower the methods of one program; the partitioner keeps their reports.
 
     Args:
-        methods: By name, in ATen dialect.
-        partitioner: For all of them.
-        constants: Further methods by name, each with the value it returns; None for none.
+        methods: Exported programs in ATen dialect, by method name.
+        partitioner: Partitions all of them.
+        constants: Methods that return a constant, by name with the value; None for none.
 
     Returns:
         ExecuTorch's program manager, which writes the ``.pte``.
 
     Raises:
-        CoreMLDelegateError: See ``lower``.
+        CoreMLDelegateError: The partitioner or the backend refuses the model.
+        LoweringError: ExecuTorch fails; the cause is chained.
     """
-    # Lowering replaces sizes in the exported programs as well.
+    # Taken before, because lowering replaces sizes in the exported programs as well.
     bounds = {name: _bounds(program) for name, program in methods.items()}
-    with _blaming_executorch(), torch.no_grad():
+    with _wrap_executorch_errors(), torch.no_grad():
         edge = to_edge_transform_and_lower(
             dict(methods),
             partitioner=[partitioner],
@@ -70,46 +69,38 @@ def lower_methods(
         return edge.to_executorch()
 
 
-def plan(source: Source, partitioner: CoreMLPartitioner) -> DelegationReport:
-    """What lowering a model would report.
+def plan(program: ExportedProgram, partitioner: CoreMLPartitioner) -> DelegationReport:
+    """Return the report that lowering a program would give.
 
     Raises:
-        CoreMLDelegateError: Our part of the lowering refuses the model.
+        CoreMLDelegateError: The partitioner refuses the model.
         LoweringError: ExecuTorch fails; the cause is chained.
     """
-    exported = _exported(source)
-    with console.step("Planning"), _blaming_executorch():
-        return partitioner.plan(exported)
-
-
-def _exported(source: Source) -> ExportedProgram:
-    with console.step("Exporting with torch.export"):
-        program = source.export()
-    _check_outputs(program)
-    return program
+    with _wrap_executorch_errors():
+        return partitioner.plan(program)
 
 
 def _check_outputs(program: ExportedProgram) -> None:
-    """Refuse what ExecuTorch cannot emit, of which it says nothing that helps."""
+    """Refuse outputs that ExecuTorch cannot emit; its own message does not help."""
     outputs = [spec.arg for spec in program.graph_signature.output_specs]
     constants = [arg.value for arg in outputs if isinstance(arg, ConstantArgument)]
     if texts := [value for value in constants if isinstance(value, str)]:
         raise LoweringError(
-            "the model returns text, which no .pte can",
+            "the model returns text, which a .pte cannot",
             got=", ".join(map(repr, texts)),
             expected="tensors, numbers and None",
             remedy="Leave it out of what forward returns",
         )
     if not any(isinstance(arg, TensorArgument) for arg in outputs):
         raise LoweringError(
-            "the model returns no tensor, and ExecuTorch lowers no such program",
+            "the model returns no tensor, which ExecuTorch requires",
             got=", ".join(map(repr, constants)) or f"{len(outputs)} outputs",
             expected="a tensor among the outputs, or an input or buffer that is written",
         )
 
 
 def _check_bounds(exported: Bounds, lowered: Bounds) -> None:
-    """Refuse a program whose inputs have lost sizes that they were exported with."""
+    """Refuse a program whose inputs take fewer sizes than they were exported with."""
     for before, after in zip(exported, lowered, strict=True):
         if before != after:
             raise LoweringError(
@@ -121,7 +112,7 @@ def _check_bounds(exported: Bounds, lowered: Bounds) -> None:
 
 
 def _bounds(program: ExportedProgram) -> Bounds:
-    """The smallest and the largest size of every dimension of every input that is a tensor."""
+    """Return the smallest and largest size of every dimension of every input tensor."""
     return [
         [
             bounds_of(size, program.range_constraints)
@@ -137,14 +128,5 @@ def _shape(bounds: Sequence[tuple[int, int]]) -> str:
     return str([low if low == high else f"{low}..{high}" for low, high in bounds]).replace("'", "")
 
 
-@contextmanager
-def _blaming_executorch() -> Generator[None]:
-    try:
-        with console.captured():
-            yield
-    except CoreMLDelegateError:
-        raise
-    except Exception as error:
-        raise LoweringError(
-            "ExecuTorch cannot lower the model", got=console.first_line(error)
-        ) from error
+def _wrap_executorch_errors() -> AbstractContextManager[None]:
+    return wrap_errors("ExecuTorch cannot lower the model", kind=LoweringError)

@@ -1,4 +1,4 @@
-"""``Generator``: a language model in a ``.pte``, fed with tokens and asked for the next."""
+"""Run a language model in a ``.pte`` token by token, and choose the next token."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from coreml_delegate import runtime
-from coreml_delegate.errors import InputError
+from coreml_delegate.errors import InputError, OptionError
+from coreml_delegate.llm.layout import DECODE, CacheKind, Layout
 from coreml_delegate.runtime.engines.memory import require
 from coreml_delegate.runtime.program.plan import TensorSpec
-from coreml_delegate.scripts.llm.layout import DECODE, CacheKind, Layout
 
 Choose = Callable[[torch.Tensor], int]
 
 
 class Ending(enum.Enum):
-    """Why a text ends."""
+    """Why a text ended: an end token, the limit given, or a full context."""
 
     STOP = "stop"
     LIMIT = "limit"
@@ -31,11 +31,11 @@ class Ending(enum.Enum):
 
 @dataclass(slots=True)
 class Pace:
-    """How many tokens were computed in how much time.
+    """Number of tokens computed, and the time it took.
 
     Attributes:
-        tokens: Tokens.
-        seconds: Of computing them.
+        tokens: Number of tokens.
+        seconds: Time of computing them.
     """
 
     tokens: int = 0
@@ -43,24 +43,76 @@ class Pace:
 
     @property
     def rate(self) -> float:
-        """Tokens per second; 0 without any."""
+        """Tokens per second; 0 if there are none."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-class Generator:
-    """A loaded language model with the tokens it has seen.
-
-    Args:
-        program: As ``runtime.load_program`` gives it.
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose the next token.
 
     Attributes:
-        layout: What the program says of itself.
-        prefill: Pace of tokens that were given.
-        decode: Pace of tokens fed one by one.
-        ending: Why the text generated last ended, once it did.
+        temperature: Divides the logits; 0 takes the most probable token.
+        top_k: Draw from this many most probable tokens; None for all.
+        top_p: Draw from the fewest most probable tokens whose probabilities sum to it.
+        seed: Seed of the draws.
 
     Raises:
-        ProgramError: It is no language model exported by this package.
+        OptionError: A value out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", 0 <= self.temperature < float("inf"), "a number of at least 0"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "an integer of at least 1"),
+            ("top_p", 0 < self.top_p <= 1, "a number above 0, up to 1"),
+        )
+        for name, holds, expected in checks:
+            if not holds:
+                raise OptionError(
+                    f"{name} is out of range", got=str(getattr(self, name)), expected=expected
+                )
+
+
+class Sampler:
+    """Chooses tokens from logits; equal settings and logits give equal tokens."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._random = torch.Generator().manual_seed(sampling.seed)
+
+    def __call__(self, logits: torch.Tensor) -> int:
+        """Return the token chosen from ``logits`` [V] of any floating-point type."""
+        if self._sampling.temperature == 0:
+            return int(logits.argmax())
+        scores, tokens = logits.double().sort(descending=True, stable=True)
+        kept = scores[: self._sampling.top_k]
+        shares = torch.softmax((kept - kept[0]) / self._sampling.temperature, dim=0)
+        if self._sampling.top_p < 1:
+            before = shares.cumsum(0) - shares
+            shares = shares[before < self._sampling.top_p]
+        return int(tokens[torch.multinomial(shares, 1, generator=self._random)])
+
+
+class Generator:
+    """A loaded language model, its caches and its position.
+
+    Args:
+        program: A program of ``runtime.load_program``.
+
+    Attributes:
+        layout: Methods and sizes that the program declares.
+        prefill: Pace of tokens fed in chunks.
+        decode: Pace of tokens fed one by one.
+        ending: Why the last generated text ended; None before.
+
+    Raises:
+        ProgramError: The program is no language model exported by this package.
     """
 
     def __init__(self, program: runtime.PythonProgram | runtime.StockProgram) -> None:
@@ -73,7 +125,7 @@ class Generator:
 
     @classmethod
     def load(cls, path: Path | str | bytes, **options: Any) -> Generator:
-        """Load a ``.pte``, and compile its methods.
+        """Load a ``.pte`` and compile its methods.
 
         Args:
             path: The file, or its bytes.
@@ -90,32 +142,32 @@ class Generator:
 
     @property
     def position(self) -> int:
-        """How many tokens it has seen."""
+        """Number of tokens in the context."""
         return self._position
 
     @property
     def room(self) -> int:
-        """How many more it can see."""
+        """Number of tokens that still fit into the context."""
         return self.layout.context - self._position
 
     def reset(self) -> None:
-        """Forget all tokens.
+        """Begin a new text.
 
-        What the caches hold stays there: no token sees beyond the position it has itself.
+        The caches keep their values: no token attends to positions beyond its own.
         """
         self._position = 0
 
     def feed(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Let the model see tokens.
+        """Append tokens to the context.
 
         Args:
-            tokens: At least one.
+            tokens: One token at least.
 
         Returns:
-            Logits [V] of the token that comes next.
+            Logits [V] of the next token.
 
         Raises:
-            InputError: No token, one that the model has not, or more than the context has room for.
+            InputError: There is no token, one is not in the vocabulary, or they do not fit.
         """
         self._check(tokens)
         logits = torch.empty(0)
@@ -135,16 +187,16 @@ class Generator:
         limit: int | None = None,
         stops: Collection[int] = (),
     ) -> Iterator[int]:
-        """Tokens that follow a prompt, as they are chosen.
+        """Generate tokens after a prompt.
 
         Args:
-            prompt: Tokens, after those seen already.
-            choose: The next token of logits [V].
-            limit: Most tokens to generate; None for as many as the context has room for.
+            prompt: Tokens appended to the context first.
+            choose: Returns the next token, given logits [V]; a ``Sampler`` for example.
+            limit: Most tokens to generate; None for as many as fit into the context.
             stops: Tokens that end the text, besides the model's own; they are not yielded.
 
         Yields:
-            Tokens.
+            Each token as it is chosen.
 
         Raises:
             InputError: See ``feed``; or ``limit`` tokens do not fit behind the prompt.
@@ -167,12 +219,12 @@ class Generator:
 
     def _check(self, tokens: Sequence[int]) -> None:
         if not tokens:
-            raise InputError("no token to begin with", remedy="Give a prompt that is not empty")
-        strangers = [token for token in tokens if not 0 <= token < self.layout.vocabulary]
-        if strangers:
+            raise InputError("there is no token", remedy="Give a prompt that is not empty")
+        unknown = [token for token in tokens if not 0 <= token < self.layout.vocabulary]
+        if unknown:
             raise InputError(
-                "the model has no such token",
-                got=str(strangers[0]),
+                "the token is not in the model's vocabulary",
+                got=str(unknown[0]),
                 expected=f"0 to {self.layout.vocabulary - 1}",
                 remedy="Check that the tokenizer is the model's own",
             )
@@ -180,7 +232,7 @@ class Generator:
 
     def _check_room(self, count: int, what: str) -> None:
         if count > self.room:
-            seen = f"{self._position} tokens seen, " if self._position else ""
+            seen = f"{self._position} tokens in it, " if self._position else ""
             raise InputError(
                 f"the context of {self.layout.context} tokens is too short",
                 got=f"{seen}{what}",
@@ -189,7 +241,7 @@ class Generator:
             )
 
     def _step(self, tokens: list[int]) -> torch.Tensor:
-        """One call; what is new is written into the caches, by the model itself if it has them."""
+        """Call the model once, and write the new keys and values into caches passed as inputs."""
         count, at = len(tokens), torch.tensor([self._position])
         if count == 1 and DECODE in self.layout.methods:
             results = self._run(DECODE, [torch.tensor([tokens]), at, *self._caches])

@@ -1,4 +1,4 @@
-"""Text to tokens and back."""
+"""Tokenizers, and the text of a stream of tokens."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _UNFINISHED = "\ufffd"
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back."""
+    """Converts text to tokens and back."""
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, with what its kind puts before it."""
+        """Return the tokens of a text, with the tokens that begin one."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens; bytes that are no text yet become U+FFFD."""
+        """Return the text of tokens; bytes that are no character yet become U+FFFD."""
         ...
 
 
 class ByteTokenizer:
-    """Every byte of UTF-8 is a token; tokens above 255 have no text.
+    """Tokenizer in which every byte of UTF-8 is a token; tokens above 255 have no text.
 
     Args:
         bos: Token put before a text, or None.
@@ -46,7 +46,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A ``tokenizer.json`` of Hugging Face.
+    """Tokenizer of a Hugging Face ``tokenizer.json``.
 
     Args:
         path: The file.
@@ -80,15 +80,15 @@ class FileTokenizer:
 
 
 def load_tokenizer(path: Path | None, *, vocabulary: int, bos: int | None) -> Tokenizer:
-    """The tokenizer of a file or, without one, that of bytes.
+    """Return the tokenizer of a file; without a file, the byte tokenizer.
 
     Args:
         path: ``tokenizer.json``, or None.
-        vocabulary: Tokens of the model.
-        bos: Token that begins its texts, or None.
+        vocabulary: Number of tokens of the model.
+        bos: Token that begins a text, or None.
 
     Raises:
-        OptionError: The file cannot be read; or there is none, and the model's tokens are not
+        OptionError: The file cannot be read; or none is given, and the vocabulary is not one of
             bytes.
     """
     if path is not None:
@@ -102,25 +102,25 @@ def load_tokenizer(path: Path | None, *, vocabulary: int, bos: int | None) -> To
 
 
 class TextStream:
-    """Text of tokens that come one by one, given out as soon as it is certain.
+    """Returns the text of tokens that come one by one, as soon as it is certain.
 
     Args:
-        tokenizer: Of the tokens.
-        stops: Texts that end the output; neither they nor what follows is given out.
+        tokenizer: Decodes the tokens.
+        stops: Texts that end the output; neither they nor later text is returned.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stop for stop in stops if stop)
         self._tokens: list[int] = []
-        # Decoding starts here: some way back, because a token's text depends on those before.
+        # Decoding starts some tokens back, because a token's text depends on those before it.
         self._start = 0
-        self._shown = 0  # tokens whose text was given to _held
+        self._shown = 0  # tokens whose text is in _held or returned
         self._held = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Take a token; return the text that is certain now."""
+        """Take a token; return the text that has become certain."""
         self._tokens.append(token)
         before = self._tokenizer.decode(self._tokens[self._start : self._shown])
         now = self._tokenizer.decode(self._tokens[self._start :])
@@ -130,7 +130,7 @@ class TextStream:
         return self._release(now[len(before) :], ended=False)
 
     def end(self) -> str:
-        """The text that was held back, now that no token follows."""
+        """Return the text held back so far; no token follows."""
         if self.stopped:
             return ""
         before = self._tokenizer.decode(self._tokens[self._start : self._shown])
@@ -150,6 +150,6 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of ``text`` may be the beginning of ``stop``."""
+    """Return how many characters at the end of ``text`` may begin ``stop``."""
     sizes = range(min(len(text), len(stop) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)

@@ -1,0 +1,277 @@
+"""A decoder's way into a ``.pte``: quantized weights, exported methods, lowering.
+
+``decode`` takes one token, ``prefill`` a chunk of them, padded at its end. Both take the position
+of their first token and the caches, and return logits and the keys and values of their own tokens
+only, which the caller writes into the caches: a step thus moves no cache out of the model.
+
+``forward`` keeps the caches itself, as buffers that become states, and otherwise takes the inputs
+of ``prefill``. It is the only method, because methods share no state on a device; a single token is
+a chunk with one token in it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from coreml_delegate.errors import OptionError
+from coreml_delegate.llm.decoder import MASKED, Decoder, Segment
+from coreml_delegate.llm.layout import DECODE, FORWARD, PREFILL, CacheKind, Layout
+from coreml_delegate.lowering import lower_methods
+from coreml_delegate.partition import CoreMLPartitioner
+from coreml_delegate.third_party import quiet_import
+
+# The stubs of torch do not have int4.
+_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("int4", "int8")}
+
+
+def quantize_weights(decoder: Decoder, *, linear: str, embedding: str, group: int) -> None:
+    """Quantize weights in place; activations stay in floating point.
+
+    A head that shares the embedding's weight is quantized as the embedding is.
+
+    Args:
+        decoder: Changed.
+        linear: ``int4`` with a scale per group of inputs of each output, ``int8`` with a scale per
+            output, or ``none``.
+        embedding: ``int8`` with a scale per token, or ``none``.
+        group: Number of inputs in a group; divides the inputs of every linear layer.
+
+    Raises:
+        OptionError: Groups do not divide a layer.
+    """
+    tied = decoder.settings.tied
+
+    def is_linear(module: nn.Module) -> bool:
+        return isinstance(module, nn.Linear) and not (tied and module is decoder.head)
+
+    def is_embedding(module: nn.Module) -> bool:
+        return module is decoder.embedding or (tied and module is decoder.head)
+
+    if linear != "none":
+        size = group if linear == "int4" else 0
+        if size:
+            _check_groups(decoder, is_linear, size)
+        _quantize(decoder, linear, size, is_linear)
+    if embedding != "none":
+        _quantize(decoder, embedding, 0, is_embedding)
+
+
+def export_methods(decoder: Decoder, layout: Layout) -> dict[str, ExportedProgram]:
+    """Export the methods in ATen dialect; they share the decoder's weights.
+
+    Args:
+        decoder: In eval mode.
+        layout: Kind of the caches, chunk and context.
+    """
+    # Two tensors, because torch.export takes inputs that are the same object for one input.
+    position, last = torch.tensor([0]), torch.tensor([0])
+    chunk = torch.zeros(1, layout.chunk, dtype=torch.long)
+    methods: dict[str, tuple[nn.Module, tuple[Any, ...]]]
+    if layout.cache is CacheKind.STATE:
+        forward = Forward(decoder, layout.chunk, layout.context)
+        methods = {FORWARD: (forward, (chunk, position, last))}
+    else:
+        caches = _caches(decoder, layout.context)
+        token = torch.zeros(1, 1, dtype=torch.long)
+        methods = {
+            DECODE: (Decode(decoder), (token, position, caches)),
+            PREFILL: (Prefill(decoder, layout.chunk), (chunk, position, last, caches)),
+        }
+    with torch.no_grad():
+        return {
+            name: torch.export.export(module.eval(), inputs)
+            for name, (module, inputs) in methods.items()
+        }
+
+
+def lower(
+    methods: Mapping[str, ExportedProgram], layout: Layout, partitioner: CoreMLPartitioner
+) -> Any:
+    """Lower the methods, and add the layout as constant methods.
+
+    Returns:
+        ExecuTorch's program manager, which writes the ``.pte``.
+
+    Raises:
+        CoreMLDelegateError: The partitioner or the backend refuses the model.
+        LoweringError: ExecuTorch fails; the cause is chained.
+    """
+    return lower_methods(methods, partitioner, layout.constants())
+
+
+class PassedCaches:
+    """Memory in caches that are inputs of the call; collects new keys and values as outputs.
+
+    Args:
+        past: Keys and values of each layer in turn, each [1, kv_heads, S, head_dim].
+    """
+
+    def __init__(self, past: Sequence[torch.Tensor]) -> None:
+        self._past = past
+        self.new: list[torch.Tensor] = []
+
+    def extend(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Sequence[Segment]:
+        """See ``Memory``."""
+        self.new += [keys, values]
+        return (self._past[2 * layer], self._past[2 * layer + 1]), (keys, values)
+
+
+class _Method(nn.Module):
+    causal: torch.Tensor
+
+    def __init__(self, decoder: Decoder, length: int) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.register_buffer(
+            "causal", torch.full((length, length), MASKED).triu(1), persistent=False
+        )
+
+    def _advance(
+        self, tokens: torch.Tensor, position: torch.Tensor, caches: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        length, context = tokens.shape[1], caches[0].shape[2]
+        empty = torch.arange(context) >= position
+        past = (empty.to(self.causal.dtype) * MASKED).unsqueeze(0).expand(length, context)
+        memory = PassedCaches(caches)
+        hidden = self.decoder.hidden(
+            tokens,
+            position + torch.arange(length),
+            torch.cat((past, self.causal), dim=-1),
+            memory,
+        )
+        return hidden, memory.new
+
+
+class Decode(_Method):
+    """Method ``decode``: one token."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(decoder, 1)
+
+    def forward(
+        self, tokens: torch.Tensor, position: torch.Tensor, caches: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return logits [1, V], then keys and values [1, kv_heads, 1, head_dim] of each layer.
+
+        Args:
+            tokens: [1, 1], int64.
+            position: [1], int64: how many tokens the caches hold.
+            caches: Keys and values of each layer in turn, each [1, kv_heads, S, head_dim].
+        """
+        hidden, new = self._advance(tokens, position, caches)
+        return (self.decoder.logits(hidden[:, 0]), *new)
+
+
+class Prefill(_Method):
+    """Method ``prefill``: a chunk of tokens."""
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position: torch.Tensor,
+        last: torch.Tensor,
+        caches: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """Return logits [1, V] of one token, and keys and values [1, kv_heads, L, head_dim].
+
+        Args:
+            tokens: [1, L], int64; what follows the last token is ignored.
+            position: [1], int64: how many tokens the caches hold.
+            last: [1], int64: index of the last token.
+            caches: As for ``Decode``.
+        """
+        hidden, new = self._advance(tokens, position, caches)
+        return (self.decoder.logits(hidden.index_select(1, last)[:, 0]), *new)
+
+
+class KeptCaches:
+    """Memory in buffers of a module; writes new keys and values at their positions.
+
+    Args:
+        module: Has the buffers.
+        positions: Positions of the call's tokens, [L], integers.
+    """
+
+    def __init__(self, module: Forward, positions: torch.Tensor) -> None:
+        self._module = module
+        self._positions = positions
+
+    def extend(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Sequence[Segment]:
+        """See ``Memory``."""
+        caches = self._module.caches(layer)
+        for cache, new in zip(caches, (keys, values), strict=True):
+            cache[:, :, self._positions] = new
+        return (caches,)
+
+
+class Forward(nn.Module):
+    """Method ``forward``: a chunk of tokens whose keys and values stay in buffers.
+
+    No token attends to keys that padding wrote: the tokens at those positions overwrite them
+    first. The caches have room for padding behind the last token of the context.
+    """
+
+    def __init__(self, decoder: Decoder, length: int, context: int) -> None:
+        super().__init__()
+        self.decoder = decoder
+        settings = decoder.settings
+        shape = (1, settings.kv_heads, context + length - 1, settings.head_dim)
+        for layer in range(settings.layers):
+            for kind in ("keys", "values"):
+                self.register_buffer(f"{kind}_{layer}", torch.zeros(shape))
+
+    def caches(self, layer: int) -> Segment:
+        """Return the keys and values of a layer."""
+        return self.get_buffer(f"keys_{layer}"), self.get_buffer(f"values_{layer}")
+
+    def forward(
+        self, tokens: torch.Tensor, position: torch.Tensor, last: torch.Tensor
+    ) -> torch.Tensor:
+        """Return logits [1, V] of one token.
+
+        Args:
+            tokens: [1, L], int64; what follows the last token is ignored.
+            position: [1], int64: how many tokens came before.
+            last: [1], int64: index of the last token.
+        """
+        positions = position + torch.arange(tokens.shape[1])
+        keys, _ = self.caches(0)
+        later = torch.arange(keys.shape[2]) > positions.unsqueeze(1)
+        mask = later.to(keys.dtype) * MASKED
+        hidden = self.decoder.hidden(tokens, positions, mask, KeptCaches(self, positions))
+        return self.decoder.logits(hidden.index_select(1, last)[:, 0])
+
+
+def _caches(decoder: Decoder, context: int) -> list[torch.Tensor]:
+    settings = decoder.settings
+    shape = (1, settings.kv_heads, context, settings.head_dim)
+    return [torch.zeros(shape) for _ in range(2 * settings.layers)]
+
+
+def _quantize(
+    decoder: Decoder, dtype: str, group: int, chosen: Callable[[nn.Module], bool]
+) -> None:
+    with quiet_import():
+        torchao: Any = importlib.import_module("torchao.quantization")
+        granularity: Any = importlib.import_module("torchao.quantization.granularity")
+    config = torchao.IntxWeightOnlyConfig(
+        weight_dtype=_DTYPES[dtype],
+        granularity=granularity.PerGroup(group) if group else granularity.PerAxis(0),
+    )
+    torchao.quantize_(decoder, config, lambda module, _: chosen(module))
+
+
+def _check_groups(decoder: Decoder, chosen: Callable[[nn.Module], bool], group: int) -> None:
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.Linear) and chosen(module) and module.in_features % group:
+            raise OptionError(
+                f"groups of weights do not divide {name}",
+                got=f"groups of {group} for {module.in_features} inputs",
+                remedy="Choose another --group-size",
+            )

@@ -1,0 +1,260 @@
+"""A model in PyTorch with example inputs: how to run it, and how to export it, once or again."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+from coreml_delegate.dynamic_shapes.symbols import expression_of
+from coreml_delegate.errors import OptionError
+from coreml_delegate.third_party import wrap_errors
+
+_CAPTURE_REMEDIES: Mapping[str, str] = MappingProxyType(
+    {
+        "DynamicOutputShapeException": "The size of its result depends on values: write the model "
+        "without it, or keep it out of the model",
+        "DataDependentOutputException": "It gives Python what depends on values: write the model "
+        "without it, or keep it out of the model",
+        "GuardOnDataDependentSymNode": "Use torch.cond or torch.where for what depends on values; "
+        "torch.export.draft_export(model, inputs) names the line",
+    }
+)
+SMALLEST_TRACED = 2
+"""``torch.export`` makes constants of the smaller sizes of an example."""
+
+_UNBOUNDED = 2**31  # sizes beyond are what torch.export writes for none
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one eager run returned and wrote.
+
+    Attributes:
+        results: What the model returned, flattened; not all of it need be tensors.
+        inputs: The inputs after the run, flattened: the model may have written them.
+    """
+
+    results: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceModel:
+    """A model in PyTorch with example inputs.
+
+    Attributes:
+        module: Called for the expected outputs.
+        args: Example positional inputs.
+        kwargs: Example keyword inputs.
+        exported: The exported program, if there is one already; None if ``module`` is to be
+            exported.
+    """
+
+    module: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    exported: ExportedProgram | None
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The example inputs, flattened in the order in which a program takes them."""
+        return pytree.tree_leaves((self.args, dict(self.kwargs)))
+
+    @property
+    def input_names(self) -> list[str]:
+        """Names of ``leaves``: the parameter of ``forward``, and the path inside its value."""
+        parameters = [*inspect.signature(_forward_of(self.module)).parameters]
+        paths, _ = pytree.tree_flatten_with_path((self.args, dict(self.kwargs)))
+        return [_input_name(path, parameters) for path, _ in paths]
+
+    def unflatten(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and keyword inputs, given inputs flattened as ``leaves`` are."""
+        _, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
+        return pytree.tree_unflatten(list(leaves), structure)
+
+    def execute(self, leaves: Sequence[Any]) -> Outcome:
+        """Run eagerly, on copies of the inputs.
+
+        Args:
+            leaves: Inputs, as many and in the order of ``leaves``.
+
+        Raises:
+            OptionError: The model refuses the inputs.
+        """
+        copies = copy_inputs(leaves)
+        args, kwargs = self.unflatten(copies)
+        with torch.no_grad(), wrap_errors("the model fails on these inputs"):
+            results = self.module(*args, **kwargs)
+            register_dataclasses(results)
+        return Outcome(tuple(pytree.tree_leaves(results)), tuple(copies))
+
+    def run(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """Run eagerly; see ``execute``.
+
+        Returns:
+            The tensors among the outputs, flattened.
+        """
+        return [leaf for leaf in self.execute(leaves).results if isinstance(leaf, torch.Tensor)]
+
+    def export(self, dynamic_shapes: Any = None) -> ExportedProgram:
+        """Return ``exported``, or else trace the module with the example inputs.
+
+        Args:
+            dynamic_shapes: For ``torch.export.export``; None for fixed shapes.
+
+        Raises:
+            OptionError: ``torch.export`` cannot capture the model.
+        """
+        if self.exported is not None:
+            return self.exported
+        with torch.no_grad(), wrap_errors("torch.export cannot capture the model", _capture_remedy):
+            try:
+                return self._trace(dynamic_shapes)
+            except Exception:
+                if not self._register_result():
+                    raise
+                return self._trace(dynamic_shapes)
+
+    def _trace(self, dynamic_shapes: Any) -> ExportedProgram:
+        return torch.export.export(
+            cast("nn.Module", self.module),
+            self.args,
+            dict(self.kwargs),
+            dynamic_shapes=dynamic_shapes,
+        )
+
+    def _register_result(self) -> bool:
+        """Register the dataclasses in the model's result; return whether any were unknown."""
+        try:
+            return register_dataclasses(self.module(*self.args, **self.kwargs))
+        except Exception:  # noqa: BLE001 - the error of torch.export is reported: it has the line
+            return False
+
+
+def copy_inputs(leaves: Sequence[Any]) -> list[Any]:
+    """Return inputs whose tensors are copies, for a model that may write them."""
+    return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def register_dataclasses(tree: Any) -> bool:
+    """Register the dataclasses in a model's inputs or results with torch.
+
+    Args:
+        tree: The inputs or results.
+
+    Returns:
+        Whether torch did not know some of them.
+    """
+    unknown = {type(leaf) for leaf in pytree.tree_leaves(tree) if is_dataclass(leaf)} - {type}
+    for kind in unknown:
+        torch.export.register_dataclass(kind)
+    if unknown:
+        register_dataclasses(tree)  # now that torch flattens what was unknown
+    return bool(unknown)
+
+
+def by_parameter(
+    module: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a call by parameter, the form of ``torch.export``'s dynamic shapes.
+
+    Keyword arguments may come in any order; it is that of the program's inputs.
+    """
+    return dict(inspect.signature(_forward_of(module)).bind(*args, **kwargs).arguments)
+
+
+def dynamic_shapes_of(
+    program: ExportedProgram,
+    module: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Return the dynamic shapes to export a model with, so that they are those of ``program``.
+
+    Args:
+        program: Exported before.
+        module: The model to export, which takes the same inputs.
+        args: Positional example inputs.
+        kwargs: Keyword example inputs.
+
+    Returns:
+        For ``torch.export.export``; None if all sizes are fixed.
+
+    Raises:
+        OptionError: A size is computed from others by an expression that torch does not take.
+    """
+    ranges = program.range_constraints
+    if not ranges:
+        return None
+    shapes = [
+        sizes and {n: _dimension(expression_of(size), ranges) for n, size in sizes.items()}
+        for sizes in dynamic_sizes(program)
+    ]
+    _, structure = pytree.tree_flatten((args, dict(kwargs)))
+    return by_parameter(module, *pytree.tree_unflatten(shapes, structure))
+
+
+def _dimension(expression: Any, ranges: Mapping[Any, ValueRanges[Any]]) -> Any:
+    """Return a named dimension where the range begins below 2; elsewhere a hint is enough."""
+    named = [symbol for symbol in expression.free_symbols if ranges[symbol].lower < SMALLEST_TRACED]
+    if not named:
+        return Dim.DYNAMIC(**_limits(bound_sympy(expression, dict(ranges))))
+    (symbol, *others) = named
+    factor, offset = expression.coeff(symbol, 1), expression.coeff(symbol, 0)
+    if others or not (factor.is_Integer and offset.is_Integer):
+        raise OptionError(
+            "an input size is computed from another, and torch.export cannot be told so",
+            got=str(expression),
+            expected="a whole multiple of it, and a constant",
+        )
+    root = Dim(str(symbol), **_limits(ranges[symbol]))
+    scaled = root if factor == 1 else int(factor) * root
+    return scaled + int(offset) if offset else scaled
+
+
+def _limits(bounds: ValueRanges[Any]) -> dict[str, int | None]:
+    high = None if bounds.upper > _UNBOUNDED else int(bounds.upper)
+    return {"min": int(bounds.lower), "max": high}
+
+
+def dynamic_sizes(program: ExportedProgram) -> list[dict[int, torch.SymInt] | None]:
+    """Return the dynamic sizes of each flattened input by dimension; None for no tensor."""
+    values = {n.name: n.meta["val"] for n in program.graph.find_nodes(op="placeholder")}
+    inputs = [
+        values[spec.arg.name]
+        for spec in program.graph_signature.input_specs
+        if spec.kind is InputKind.USER_INPUT
+    ]
+    return [
+        {n: size for n, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}
+        if isinstance(value, torch.Tensor)
+        else None
+        for value in inputs
+    ]
+
+
+def _forward_of(module: Callable[..., Any]) -> Callable[..., Any]:
+    return module.forward if isinstance(module, nn.Module) else module
+
+
+def _input_name(path: Sequence[Any], parameters: Sequence[str]) -> str:
+    _, argument, *inner = path  # the first says whether it is positional
+    name = getattr(argument, "key", None)
+    if name is None:
+        name = parameters[argument.idx] if argument.idx < len(parameters) else argument.idx
+    return f"{name}{pytree.keystr(tuple(inner))}"
+
+
+def _capture_remedy(error: Exception) -> str:
+    otherwise = "With -v the traceback names the line of the model"
+    return _CAPTURE_REMEDIES.get(type(error).__name__, otherwise)

@@ -1,1 +1,0 @@
-"""Language models: a decoder in torch, its export to a ``.pte``, and generation from one."""

@@ -28,10 +28,10 @@ from coreml_delegate.errors import CoreMLDelegateError, InputError, OptionError
 from coreml_delegate.formats.mlpackage import map_folder
 from coreml_delegate.runtime.engines.base import Array, EngineOptions, State
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
-from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.reader import read_program
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.runtime.pixels import from_picture, to_picture
+from coreml_delegate.targets import Opset
 
 # The macOS whose Core ML reads the newest specification version known here.
 _MACOS_VERSION = (26, 0)

@@ -10,8 +10,8 @@ from support.mil import ct, mb, types
 
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO
-from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.reader import read_program
+from coreml_delegate.targets import Opset
 
 
 def _overlap(one, other):

@@ -21,8 +21,8 @@ from coreml_delegate.errors import (
 )
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO, engine
-from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.reader import read_program
+from coreml_delegate.targets import Opset
 
 _RNG = np.random.default_rng(0)
 
@@ -224,7 +224,7 @@ def test_unsupported_lists_every_reason_once():
     ]
     main = handmade.function(ops, ["y"])
     first, second = OPENVINO.unsupported(main)
-    assert first.startswith("classify (output 'label'): no translation of this op")
+    assert first.startswith("classify (output 'label'): no translation in opset CoreML")
     assert second.startswith("pad (output 'padded'): unknown pad mode")
     with pytest.raises(UnsupportedOpError, match=r"classify .*reference engine"):
         OPENVINO.compile(main, EngineOptions())

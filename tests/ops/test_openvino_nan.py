@@ -15,7 +15,7 @@ from support.op_cases.case import OpCase
 
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO
-from coreml_delegate.runtime.engines.openvino.translate import registry
+from coreml_delegate.runtime.engines.openvino.translations import EXACT_NAN, TRANSLATIONS
 from coreml_delegate.runtime.engines.reference import REFERENCE
 
 _UNLIKE = {
@@ -32,7 +32,7 @@ _UNLIKE = {
 }
 """Ops for which the engines differ where NaN goes in, and why."""
 
-_TRANSLATED = [case for case in CASES if registry.find(case.op, case.opset) is not None]
+_TRANSLATED = [case for case in CASES if TRANSLATIONS.find(case.op, case.opset) is not None]
 # The product of a vector is left to the reference engine.
 _WITH_FLOATS = [
     case
@@ -46,7 +46,7 @@ _ONE_OF_A_KIND = list(
         for case in reversed(_WITH_FLOATS)
     }.values()
 )
-_LOSING = {entry.op_type for entry in registry.translations() if entry.loses_nan}
+_LOSING = {version.op_type for version in TRANSLATIONS if EXACT_NAN in version.schema.options}
 
 
 def _with(array: np.ndarray, place: int, value: float) -> np.ndarray:

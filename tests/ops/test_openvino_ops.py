@@ -12,7 +12,7 @@ from support.op_cases.case import OpCase
 from coreml_delegate.errors import UnsupportedOpError
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO
-from coreml_delegate.runtime.engines.openvino.translate import registry
+from coreml_delegate.runtime.engines.openvino.translations import TRANSLATIONS
 
 _REFUSED = {
     # coremltools declares a wrong shape for the product of a vector and a batch of matrices.
@@ -23,7 +23,7 @@ _REFUSED = {
 # A cast to fp16 does not round here.
 _PRECISION = {"cast-float-fp16-iOS15": "fp16"}
 
-_TRANSLATED = [case for case in CASES if registry.find(case.op, case.opset) is not None]
+_TRANSLATED = [case for case in CASES if TRANSLATIONS.find(case.op, case.opset) is not None]
 # Precision changes what happens at the boundary of the graph, not in it: one fp16 case per op.
 _FP16 = {case.op: case.id for case in reversed(_TRANSLATED) if "fp16" in case.precisions}.values()
 

@@ -18,7 +18,7 @@ from coreml_delegate.runtime.engines.openvino.engine import _core
 from coreml_delegate.runtime.engines.openvino.session import compilation
 from coreml_delegate.runtime.engines.reference import REFERENCE
 from coreml_delegate.runtime.engines.selection import compile_function
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.targets import Opset
 
 _RNG = np.random.default_rng(0)
 _SIZE = 4096

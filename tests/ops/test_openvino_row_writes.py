@@ -16,8 +16,8 @@ from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO
 from coreml_delegate.runtime.engines.openvino.session.session import Interface
 from coreml_delegate.runtime.engines.reference import REFERENCE
-from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.program import Function
+from coreml_delegate.targets import Opset
 
 _HEADS, _ROWS, _WIDTH = 2, 12, 4
 _CACHE = (_HEADS, _ROWS, _WIDTH)

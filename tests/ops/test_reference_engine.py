@@ -15,7 +15,6 @@ from coreml_delegate.errors import InputError
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.reference import REFERENCE
 from coreml_delegate.runtime.mil.dtypes import DType
-from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.program import (
     Constant,
     ListType,
@@ -24,6 +23,7 @@ from coreml_delegate.runtime.mil.program import (
     Ref,
     TensorType,
 )
+from coreml_delegate.targets import Opset
 
 _X = np.array([1.0, -2.0, 3.0], np.float32)
 

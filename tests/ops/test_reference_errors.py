@@ -13,12 +13,12 @@ from coreml_delegate.errors import ExecutionError, InputError, UnsupportedOpErro
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.reference import REFERENCE
 from coreml_delegate.runtime.mil.dtypes import DType
-from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.program import (
     Block,
     Constant,
     TensorType,
 )
+from coreml_delegate.targets import Opset
 
 _X = np.array([1.0, -2.0, 3.0], np.float32)
 
@@ -43,7 +43,8 @@ def test_unsupported_ops_are_all_named_once_nested_ones_included():
     assert REFERENCE.unsupported(function) == [
         "strange: no kernel in opset CoreML7 (first used by 'a' at main op 0)",
         "wondrous: no kernel in opset CoreML7 (first used by 'w' at main op 2 block 0 op 0)",
-        "scaled_dot_product_attention: no kernel in opset CoreML7 (first used by 'd' at main op 3)",
+        "scaled_dot_product_attention: no kernel in opset CoreML7, only since CoreML8 "
+        "(first used by 'd' at main op 3)",
         "relu: no parameter 'slope' in opset CoreML7 (first used by 'e' at main op 4)",
     ]
     with pytest.raises(

@@ -12,10 +12,10 @@ from coreml_delegate.errors import InputError
 from coreml_delegate.runtime.diagnosis import Fault, energy, ratio_db, signal_and_error
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.location import Location, describe_op, location_of
-from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.program import Function, Program, TensorType
 from coreml_delegate.runtime.mil.widening import widened
 from coreml_delegate.runtime.model import Model
+from coreml_delegate.targets import Opset
 
 ENGINES = ["reference", "openvino"]
 _X = np.full((1, 8), 300, np.float16)

@@ -9,10 +9,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from coreml_delegate.errors import CoreMLDelegateError, UnsupportedOpError
-from coreml_delegate.runtime.engines.openvino import graph, registry
-from coreml_delegate.runtime.engines.openvino.registry import Form, TensorList, Weight, refuse
-from coreml_delegate.runtime.engines.openvino.scope import Scope, Value, stand_in
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.engines.op_table import Parameter
+from coreml_delegate.runtime.engines.openvino import graph
+from coreml_delegate.runtime.engines.openvino.scope import Scope, stand_in
+from coreml_delegate.runtime.engines.openvino.translations import EXACT_NAN, TRANSLATIONS
+from coreml_delegate.runtime.engines.openvino.values import Form, TensorList, Value, Weight, refusal
 from coreml_delegate.runtime.mil.program import (
     Binding,
     Block,
@@ -23,6 +24,7 @@ from coreml_delegate.runtime.mil.program import (
     Ref,
     TensorType,
 )
+from coreml_delegate.targets import Opset
 
 # Ops whose results coremltools declares too small: it forgets that a condition broadcasts too.
 _MISDECLARING = frozenset({"select"})
@@ -92,18 +94,16 @@ class BlockTranslator:
         special = self.special.get(op.type)
         if special is not None:
             return special(self, op, scope)
-        entry = registry.find(op.type, self.opset)
-        if entry is None:
-            raise refuse(f"no translation of this op in {self.opset.name}", op.type)
-        arguments = _arguments(op, entry, scope)
-        if entry.loses_nan:
-            arguments["exact_nan"] = self.exact_nan
-        result = entry.function(**arguments)
+        version = TRANSLATIONS.get(op.type, self.opset)
+        arguments = _arguments(op, version.schema.parameters, scope)
+        if EXACT_NAN in version.schema.options:
+            arguments[EXACT_NAN] = self.exact_nan
+        result = version.function(**arguments)
         return result if isinstance(result, tuple) else (result,)
 
     def _bind(self, op: Op, outputs: tuple[Value, ...], scope: Scope) -> None:
         if len(outputs) != len(op.outputs):
-            raise refuse("number of outputs", len(op.outputs), str(len(outputs)))
+            raise refusal("number of outputs", len(op.outputs), str(len(outputs)))
         for declared, value in zip(op.outputs, outputs, strict=True):
             is_bare = isinstance(value, Constant | Weight | TensorList)
             scope.values[declared.name] = value if is_bare else self._checked(op, declared, value)
@@ -115,7 +115,7 @@ class BlockTranslator:
             UnsupportedOpError: The shape is another: OpenVINO understands the op differently.
         """
         if not isinstance(declared.type, TensorType):
-            raise refuse("result that is no tensor", declared.type)
+            raise refusal("result that is no tensor", declared.type)
         value = graph.converted(graph.output(value), graph.GRAPH_TYPE[declared.type.dtype])
         shape, expected = value.get_partial_shape(), declared.type.shape
         if (
@@ -124,7 +124,7 @@ class BlockTranslator:
             and not _agree(graph.dims(value), expected)
         ):
             if op.type not in _MISDECLARING and not self._is_misled(op):
-                raise refuse("result shape", list(graph.dims(value)), str(list(expected)))
+                raise refusal("result shape", list(graph.dims(value)), str(list(expected)))
             self.misdeclared.add(declared.name)
         value.get_node().set_friendly_name(declared.name)
         return value
@@ -143,24 +143,23 @@ class _LocatedError(UnsupportedOpError):
     """An error that names its op; the ops around it pass it on."""
 
 
-def _arguments(op: Op, entry: registry.Translation, scope: Scope) -> dict[str, Any]:
+def _arguments(op: Op, parameters: Mapping[str, Parameter[Form]], scope: Scope) -> dict[str, Any]:
     given: dict[str, tuple[Binding, ...]] = dict(op.inputs)
     given.update({key: (value,) for key, value in op.attributes.items() if key != "name"})
     arguments: dict[str, Any] = {}
-    for parameter in entry.parameters:
-        bindings = given.pop(parameter.name, None)
+    for name, parameter in parameters.items():
+        bindings = given.pop(name, None)
         if bindings is not None:
             values = [scope.value(binding) for binding in bindings]
-            arguments[parameter.name] = _argument(parameter, values, scope)
+            arguments[name] = _argument(name, parameter.form, values, scope)
         elif parameter.required:
-            raise refuse("required parameter is missing", parameter.name)
+            raise refusal("required parameter is missing", name)
     if given:
-        raise refuse("unknown parameters", ", ".join(sorted(given)))
+        raise refusal("unknown parameters", ", ".join(sorted(given)))
     return arguments
 
 
-def _argument(parameter: registry.Parameter, values: list[Value], scope: Scope) -> Any:
-    form = parameter.form
+def _argument(name: str, form: Form, values: list[Value], scope: Scope) -> Any:
     if form is Form.TENSORS:
         return tuple(scope.tensor(value) for value in values)
     if form is Form.TENSOR:
@@ -169,9 +168,9 @@ def _argument(parameter: registry.Parameter, values: list[Value], scope: Scope) 
     if form is Form.LIST:
         (value,) = values
         if not isinstance(value, TensorList):
-            raise refuse(f"parameter {parameter.name!r}", "a tensor", "a list")
+            raise refusal(f"parameter {name!r}", "a tensor", "a list")
         return value
-    literals = [literal(parameter.name, value) for value in values]
+    literals = [literal(name, value) for value in values]
     return _READERS[form](literals)
 
 
@@ -187,7 +186,7 @@ def literal(name: str, value: Value) -> Any:
         return value.dense()
     data = None if isinstance(value, TensorList) else graph.known(value)
     if data is None:
-        raise refuse(f"parameter {name!r}", "a value computed at run time", "a constant")
+        raise refusal(f"parameter {name!r}", "a value computed at run time", "a constant")
     return data
 
 

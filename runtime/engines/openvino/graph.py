@@ -11,7 +11,7 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset15 as ops
 
-from coreml_delegate.runtime.engines.openvino.registry import Tensor, refuse
+from coreml_delegate.runtime.engines.openvino.values import Tensor, refusal
 from coreml_delegate.runtime.mil.dtypes import DType
 
 GRAPH_TYPE: dict[DType, ov.Type] = {
@@ -78,7 +78,7 @@ def rank(value: Tensor) -> int:
     """
     shape = output(value).get_partial_shape()
     if shape.rank.is_dynamic:
-        raise refuse("the rank of a tensor is known only at run time", shape)
+        raise refusal("the rank of a tensor is known only at run time", shape)
     return shape.rank.get_length()
 
 
@@ -99,7 +99,7 @@ def static_dims(value: Tensor, axes: Sequence[int]) -> tuple[int, ...]:
     shape = dims(value)
     sizes = tuple(size for axis in axes if (size := shape[axis]) is not None)
     if len(sizes) != len(axes):
-        raise refuse("a dimension is known only at run time", shape, "a fixed size")
+        raise refusal("a dimension is known only at run time", shape, "a fixed size")
     return sizes
 
 

@@ -8,18 +8,15 @@ a parameter only: a scope makes that parameter when such a value is first used.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import openvino as ov
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino import graph
-from coreml_delegate.runtime.engines.openvino.registry import TensorList, Weight, refuse
+from coreml_delegate.runtime.engines.openvino.values import TensorList, Value, Weight, refusal
 from coreml_delegate.runtime.mil.program import Binding, Constant, TensorType, ValueType
-
-Value: TypeAlias = Any
-"""What a name stands for: a ``Constant``, a ``Weight``, a ``TensorList`` or an OpenVINO output."""
 
 # fp16 constants at least this large stay fp16 in the graph and are widened by it.
 _KEEP_FP16_BYTES = 4096
@@ -77,7 +74,7 @@ class Scope:
             UnsupportedOpError: It is a list, or a constant that is no tensor.
         """
         if isinstance(value, TensorList):
-            raise refuse("list in the place of a tensor", value.elements.get_partial_shape())
+            raise refusal("list in the place of a tensor", value.elements.get_partial_shape())
         if not isinstance(value, Constant | Weight):
             return value
         nodes = self.shared.nodes
@@ -97,7 +94,7 @@ class Scope:
         if name not in states:
             around = self._around()
             if around is None:
-                raise refuse("state is no parameter of the function", name)
+                raise refusal("state is no parameter of the function", name)
             states[name] = self._captured(around.state(name))
         return states[name]
 
@@ -108,7 +105,7 @@ class Scope:
     def _named(self, name: str) -> Value:
         if name not in self.values:
             if self.outer is None:
-                raise refuse("use of a value without a place in the graph", name)
+                raise refusal("use of a value without a place in the graph", name)
             found = self.outer._named(name)
             if self.outer.shared is self.shared:
                 return found
@@ -152,7 +149,7 @@ def stand_in(name: str, type_: ValueType) -> tuple[Any, Any]:
         UnsupportedOpError: OpenVINO has nothing for the type.
     """
     if not isinstance(type_, TensorType) or type_.dtype not in graph.INTERFACE_TYPE:
-        raise refuse(f"value {name!r} has a type OpenVINO cannot hold", type_)
+        raise refusal(f"value {name!r} has a type OpenVINO cannot hold", type_)
     node = ov.op.Parameter(graph.INTERFACE_TYPE[type_.dtype], partial_shape(type_.shape))
     node.set_friendly_name(name)
     return node, graph.converted(node.output(0), graph.GRAPH_TYPE[type_.dtype])
@@ -169,7 +166,7 @@ def _constant_node(constant: Constant) -> Any:
     """A constant as a value: its memory shared where the types agree, else converted."""
     data, type_ = constant.data, constant.type
     if not isinstance(data, np.ndarray) or not isinstance(type_, TensorType):
-        raise refuse("constant is no tensor", type_)
+        raise refusal("constant is no tensor", type_)
     wanted = graph.GRAPH_TYPE[type_.dtype]
     dtype = wanted.to_dtype()
     if data.dtype == dtype:

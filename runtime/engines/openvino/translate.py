@@ -9,64 +9,20 @@ import openvino as ov
 from openvino import opset15 as ops
 
 from coreml_delegate.errors import UnsupportedOpError
-from coreml_delegate.runtime.engines.openvino import graph, registry
+from coreml_delegate.runtime.engines.openvino import graph
 from coreml_delegate.runtime.engines.openvino.blocks import BlockTranslator
-from coreml_delegate.runtime.engines.openvino.registry import refuse
+from coreml_delegate.runtime.engines.openvino.control_flow import SPECIAL
 from coreml_delegate.runtime.engines.openvino.row_writes import read_apart, row_writes
-from coreml_delegate.runtime.engines.openvino.scope import Scope, Value, stand_in
+from coreml_delegate.runtime.engines.openvino.scope import Scope, stand_in
 from coreml_delegate.runtime.engines.openvino.session.states import StateTypes, Writes
-from coreml_delegate.runtime.engines.openvino.translations import (
-    activation,
-    constexpr,
-    convolution,
-    detection,
-    elementwise,
-    indexing,
-    linear,
-    lists,
-    normalization,
-    pooling,
-    quantization,
-    recurrent,
-    reduction,
-    resampling,
-    reshaping,
-    resizing,
-    sampling,
-    slicing,
-)
-from coreml_delegate.runtime.engines.openvino.translations.control_flow import SPECIAL
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.engines.openvino.values import Value, refusal
 from coreml_delegate.runtime.mil.program import (
     Feature,
     Function,
     StateType,
     TensorType,
 )
-
-# Importing a family registers its translations.
-FAMILIES = (
-    activation,
-    constexpr,
-    convolution,
-    detection,
-    elementwise,
-    indexing,
-    linear,
-    lists,
-    normalization,
-    pooling,
-    quantization,
-    recurrent,
-    reduction,
-    resampling,
-    reshaping,
-    resizing,
-    sampling,
-    slicing,
-)
-
-__all__ = ["FAMILIES", "SPECIAL", "Translated", "registry", "translate", "unsupported"]
+from coreml_delegate.targets import Opset
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +131,7 @@ class _Translation:
     def _result(self, feature: Feature, declared: dict[str, TensorType]) -> Any:
         name = feature.name
         if name not in self.values:
-            raise refuse("model output is not computed by its function", name)
+            raise refusal("model output is not computed by its function", name)
         # The description may declare another dtype than the value has.
         type_ = declared.get(name, feature.type)
         return _exported(self.scope.tensor(self.values[name]), type_, name)
@@ -207,7 +163,7 @@ def _declared_types(function: Function) -> dict[str, TensorType]:
 
 def _exported(value: Any, type_: TensorType, name: str) -> Any:
     if type_.dtype not in graph.INTERFACE_TYPE:
-        raise refuse(f"output {name!r} has a type OpenVINO cannot hold", type_)
+        raise refusal(f"output {name!r} has a type OpenVINO cannot hold", type_)
     result = ops.result(graph.converted(value, graph.INTERFACE_TYPE[type_.dtype]))
     result.set_friendly_name(name)
     return result

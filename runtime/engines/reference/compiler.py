@@ -28,8 +28,8 @@ from coreml_delegate.runtime.engines.reference.interpreter import (
     as_results,
     failure,
 )
+from coreml_delegate.runtime.engines.reference.kernels import KERNELS, Kernel, Passing
 from coreml_delegate.runtime.engines.reference.memory_guard import MemoryGuard
-from coreml_delegate.runtime.engines.reference.registry import Kernel, Passing, find
 from coreml_delegate.runtime.engines.reference.values import (
     describe,
     literal_of,
@@ -38,8 +38,8 @@ from coreml_delegate.runtime.engines.reference.values import (
     widened,
 )
 from coreml_delegate.runtime.mil.location import located_ops
-from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.program import Binding, Block, Constant, Function, Op, Ref
+from coreml_delegate.targets import Opset
 
 _CONST = "const"
 _CONSTEXPR = "constexpr_"
@@ -90,14 +90,16 @@ def unsupported(function: Function) -> list[str]:
     for location, op in located_ops(function):
         if op.type in STRUCTURAL:
             continue
-        kernel = find(op.type, opset)
-        where = f"in opset {function.opset} (first used by {op.name!r} at {location})"
+        kernel = KERNELS.find(op.type, opset)
+        where = f"(first used by {op.name!r} at {location})"
         if kernel is None:
-            reasons.setdefault(op.type, f"{op.type}: no kernel {where}")
+            missing = KERNELS.missing(op.type, opset)
+            reasons.setdefault(op.type, f"{op.type}: {missing} {where}")
             continue
         for name in _given(op):
-            if name not in kernel.parameters:
-                reasons.setdefault(f"{op.type}.{name}", f"{op.type}: no parameter {name!r} {where}")
+            if name not in kernel.schema.parameters:
+                missing = f"no parameter {name!r} in opset {opset.mil_name}"
+                reasons.setdefault(f"{op.type}.{name}", f"{op.type}: {missing} {where}")
     return list(reasons.values())
 
 
@@ -190,9 +192,7 @@ class _Compiler:
     def _kernel_step(
         self, op: Op, sources: dict[str, tuple[Source, ...]], uses: set[int]
     ) -> KernelStep:
-        kernel = find(op.type, self._opset)
-        if kernel is None:
-            raise UnsupportedOpError("no kernel", got=op.type)
+        kernel = KERNELS.get(op.type, self._opset)
         fixed: dict[str, Any] = {}
         fetched: list[tuple[str, Fetch]] = []
         for name, given in sources.items():
@@ -231,27 +231,26 @@ class _Compiler:
     # --- arguments --------------------------------------------------------------------------------
 
     def _known_argument(self, kernel: Kernel, name: str, sources: tuple[Source, ...]) -> Any:
-        passing = kernel.parameters[name].passing
+        passing = kernel.schema.parameters[name].form
         known = [source for source in sources if not isinstance(source, int)]
-        if passing in (Passing.LITERAL, Passing.LITERALS):
+        if passing.literal:
             values = tuple(literal_of(source) for source in known)
         else:
             values = tuple(self._tensor(source, kernel.widen) for source in known)
         return values if passing.variadic else values[0]
 
     def _fetch_argument(self, kernel: Kernel, name: str, sources: tuple[Source, ...]) -> Fetch:
-        passing = kernel.parameters[name].passing
+        passing = kernel.schema.parameters[name].form
         each = [self._fetch_one(kernel, passing, source) for source in sources]
         if passing.variadic:
             return lambda frame: tuple(fetch(frame) for fetch in each)
         return each[0]
 
     def _fetch_one(self, kernel: Kernel, passing: Passing, source: Source) -> Fetch:
-        literal = passing in (Passing.LITERAL, Passing.LITERALS)
         if not isinstance(source, int):
-            known = literal_of(source) if literal else self._tensor(source, kernel.widen)
+            known = literal_of(source) if passing.literal else self._tensor(source, kernel.widen)
             return lambda _: known
-        if literal:
+        if passing.literal:
             return lambda frame: literal_of(_tensor_in(frame, source))
         if kernel.widen and passing is not Passing.LIST:
             return lambda frame: widened(_tensor_in(frame, source))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,26 +15,6 @@ from coreml_delegate.runtime.engines.base import Array, EngineOptions, Precision
 from coreml_delegate.runtime.engines.reference import compiler
 from coreml_delegate.runtime.engines.reference.compiler import CompiledProgram
 from coreml_delegate.runtime.engines.reference.interpreter import Frame, KernelStep, Listener
-from coreml_delegate.runtime.engines.reference.kernels import (
-    activation,
-    constexpr,
-    convolution,
-    detection,
-    elementwise,
-    indexing,
-    linear,
-    lists,
-    normalization,
-    pooling,
-    quantization,
-    recurrent,
-    reduction,
-    resampling,
-    reshaping,
-    resizing,
-    sampling,
-    slicing,
-)
 from coreml_delegate.runtime.engines.reference.values import (
     Value,
     array_of,
@@ -45,28 +24,6 @@ from coreml_delegate.runtime.engines.reference.values import (
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function, StateType, TensorType
 from coreml_delegate.runtime.snapshots import Snapshot, fitting, fitting_all
-
-FAMILIES: tuple[ModuleType, ...] = (
-    activation,
-    constexpr,
-    convolution,
-    detection,
-    elementwise,
-    indexing,
-    linear,
-    lists,
-    normalization,
-    pooling,
-    quantization,
-    recurrent,
-    reduction,
-    resampling,
-    reshaping,
-    resizing,
-    sampling,
-    slicing,
-)
-"""The modules whose import fills the registry."""
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from coreml_delegate.errors import ExecutionError
 from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.engines.reference import memory_guard
-from coreml_delegate.runtime.engines.reference.registry import Kernel
+from coreml_delegate.runtime.engines.reference.kernels import Kernel
 from coreml_delegate.runtime.engines.reference.values import (
     Value,
     describe,

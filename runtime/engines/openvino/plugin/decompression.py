@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import output
-from coreml_delegate.runtime.engines.openvino.registry import Tensor
+from coreml_delegate.runtime.engines.openvino.values import Tensor
 
 _MATRIX = 2  # dimensions
 

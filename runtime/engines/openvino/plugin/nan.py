@@ -13,7 +13,7 @@ import numpy as np
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import ints, is_float, known, scalar
-from coreml_delegate.runtime.engines.openvino.registry import Tensor
+from coreml_delegate.runtime.engines.openvino.values import Tensor
 
 # Beyond the half of every finite number, in f32 and in bf16.
 _BEYOND_HALVES = 2.0**127

@@ -6,12 +6,8 @@ from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import per_channel, rank, scalar
 from coreml_delegate.runtime.engines.openvino.plugin import nan
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Result,
-    Tensor,
-    refuse,
-    translation,
-)
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, refusal
 
 
 @translation("relu")
@@ -58,7 +54,7 @@ def gelu(x: Tensor, mode: str = "EXACT") -> Result:
         return ops.swish(x, scalar(1.702, x))
     approximations = {"EXACT": "erf", "TANH_APPROXIMATION": "tanh"}
     if mode not in approximations:
-        raise refuse("unknown gelu mode", mode, "EXACT, TANH_APPROXIMATION, SIGMOID_APPROXIMATION")
+        raise refusal("unknown gelu mode", mode, "EXACT, TANH_APPROXIMATION, SIGMOID_APPROXIMATION")
     return ops.gelu(x, approximations[mode])
 
 

@@ -20,15 +20,10 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     f32,
     integer_constant,
 )
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Array,
-    Result,
-    Weight,
-    refuse,
-    translation,
-)
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Array, Result, Weight, refusal
 from coreml_delegate.runtime.mil.dtypes import DType, unpack_bits
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.targets import Opset
 
 
 def _float32(array: NDArray[np.generic]) -> NDArray[np.float32]:
@@ -151,7 +146,7 @@ def _looked_up(
     if width == 1:
         return vectors[..., 0]
     if vector_axis is None:
-        raise refuse("lookup table of vectors", "no vector_axis", "an axis")
+        raise refusal("lookup table of vectors", "no vector_axis", "an axis")
     axis = vector_axis % indices.ndim
     shape = list(indices.shape)
     shape[axis] *= width

@@ -17,13 +17,8 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     scalar,
     static_dims,
 )
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Ints,
-    Result,
-    Tensor,
-    refuse,
-    translation,
-)
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Ints, Result, Tensor, refusal
 
 _INT32_MAX = 2**31 - 1
 
@@ -43,7 +38,7 @@ def auto_pad(pad_type: str) -> str:
         UnsupportedOpError: No such ``pad_type``.
     """
     if pad_type not in AUTO_PAD:
-        raise refuse("unknown pad_type", pad_type, ", ".join(AUTO_PAD))
+        raise refusal("unknown pad_type", pad_type, ", ".join(AUTO_PAD))
     return AUTO_PAD[pad_type]
 
 
@@ -130,7 +125,7 @@ def conv_quantized(
 ) -> Result:
     """Convolution with ``weight * quant_scale + quant_bias``; one weight per byte only."""
     if quantization_type != "linear" or nbits != 8:
-        raise refuse("conv_quantized", f"{nbits}-bit {quantization_type}", "8-bit linear weights")
+        raise refusal("conv_quantized", f"{nbits}-bit {quantization_type}", "8-bit linear weights")
     axes = rank(weight)
     scale, shift = (per_channel(value, axes, 0) for value in (quant_scale, quant_bias))
     dense = ops.add(ops.multiply(f32(weight), scale), shift)

@@ -19,8 +19,9 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     scalar,
     shape_of,
 )
-from coreml_delegate.runtime.engines.openvino.registry import Result, Tensor, translation
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Result, Tensor
+from coreml_delegate.targets import Opset
 
 
 @translation("non_maximum_suppression")

@@ -16,13 +16,8 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     scalar,
 )
 from coreml_delegate.runtime.engines.openvino.plugin import integers, nan
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Result,
-    Tensor,
-    refuse,
-    register,
-    translation,
-)
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, refusal
 from coreml_delegate.runtime.mil.dtypes import DType
 
 _UNARY: dict[str, Callable[[Tensor], Result]] = {
@@ -70,14 +65,14 @@ def _register_unary(op_type: str, build: Callable[[Tensor], Result]) -> None:
     def unary(x: Tensor) -> Result:
         return build(x)
 
-    register(op_type, unary)
+    translation(op_type)(unary)
 
 
 def _register_binary(op_type: str, build: Callable[[Tensor, Tensor], Result]) -> None:
     def binary(x: Tensor, y: Tensor) -> Result:
         return build(x, y)
 
-    register(op_type, binary)
+    translation(op_type)(binary)
 
 
 for _op_type, _unary in _UNARY.items():
@@ -158,7 +153,7 @@ def cast(x: Tensor, dtype: str) -> Result:
     target = DType.from_label(dtype)
     destination = GRAPH_TYPE.get(target)
     if destination is None:
-        raise refuse("cast to a type that has no place in the graph", dtype)
+        raise refusal("cast to a type that has no place in the graph", dtype)
     if is_float(x) and destination in (ov.Type.i8, ov.Type.u8):
         # Out-of-range floats saturate in one step and wrap in two; integers everywhere wrap.
         x = ops.convert(x, "i32")

@@ -26,14 +26,9 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     shape_of,
 )
 from coreml_delegate.runtime.engines.openvino.plugin import nan
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Result,
-    Tensor,
-    refuse,
-    register,
-    translation,
-)
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, refusal
+from coreml_delegate.targets import Opset
 
 # MIL scatter mode -> OpenVINO's reduction; the two others are a sum and a product of the inverse.
 _REDUCTIONS = {"update": "none", "add": "sum", "mul": "prod", "max": "max", "min": "min"}
@@ -47,7 +42,7 @@ def _reduction(mode: str, updates: Tensor) -> tuple[str, Any]:
     if mode == "div":
         return "prod", ops.divide(scalar(1, updates), updates)
     if mode not in _REDUCTIONS:
-        raise refuse("scatter mode", mode, ", ".join((*_REDUCTIONS, "sub", "div")))
+        raise refusal("scatter mode", mode, ", ".join((*_REDUCTIONS, "sub", "div")))
     return _REDUCTIONS[mode], updates
 
 
@@ -105,7 +100,7 @@ def _unvalidated(indices: Tensor, validate: bool) -> None:
     OpenVINO has no such check. Constant indices are checked when a program is made.
     """
     if validate and known(indices) is None:
-        raise refuse("indices known at run time only are to be validated", dims(indices))
+        raise refusal("indices known at run time only are to be validated", dims(indices))
 
 
 @translation("gather")
@@ -168,7 +163,7 @@ def _leading_sizes(data: Tensor, indices: Tensor, batch_dims: int = 0) -> Any:
     """Sizes of the axes of ``data`` that the last axis of ``indices`` addresses."""
     depth = dims(indices)[-1]
     if depth is None:
-        raise refuse("index depth is known only at run time", dims(indices))
+        raise refusal("index depth is known only at run time", dims(indices))
     return ops.gather(shape_of(data), ints(list(range(batch_dims, batch_dims + depth))), ints(0))
 
 
@@ -313,9 +308,9 @@ def _scatter_nd(
     return _reduced(mode, data, updates, scatter, exact_nan)
 
 
-register("scatter", _scatter)
-register("scatter_along_axis", _scatter_along_axis)
-register("scatter_nd", _scatter_nd)
+translation("scatter")(_scatter)
+translation("scatter_along_axis")(_scatter_along_axis)
+translation("scatter_nd")(_scatter_nd)
 
 
 @translation("topk")

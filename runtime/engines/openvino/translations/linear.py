@@ -21,12 +21,8 @@ from coreml_delegate.runtime.engines.openvino.graph import (
 )
 from coreml_delegate.runtime.engines.openvino.plugin import integers
 from coreml_delegate.runtime.engines.openvino.plugin.decompression import expanded, multiplicable
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Result,
-    Tensor,
-    Tensors,
-    translation,
-)
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, Tensors
 
 
 @translation("linear")

@@ -25,14 +25,14 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     scalar,
     shape_of,
 )
-from coreml_delegate.runtime.engines.openvino.registry import (
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import (
     List,
     Result,
     Sizes,
     Tensor,
     TensorList,
-    refuse,
-    translation,
+    refusal,
 )
 from coreml_delegate.runtime.mil.dtypes import DType
 
@@ -47,7 +47,7 @@ def make_list(
     """A list of zeros."""
     type_ = GRAPH_TYPE.get(DType.from_label(dtype))
     if type_ is None:
-        raise refuse("list of a type that has no place in the graph", dtype)
+        raise refusal("list of a type that has no place in the graph", dtype)
     length = (1,) if init_length is None else known_ints(init_length)
     # Sizes not known yet are 0: nothing is held before something is written.
     sizes = [size or 0 for size in elem_shape]

@@ -16,7 +16,8 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     shape_of,
     static_dims,
 )
-from coreml_delegate.runtime.engines.openvino.registry import Ints, Result, Tensor, translation
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Ints, Result, Tensor
 
 
 @translation("batch_norm")

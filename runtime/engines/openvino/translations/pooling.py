@@ -9,8 +9,9 @@ from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import ints, rank, scalar, static_dims
 from coreml_delegate.runtime.engines.openvino.plugin import nan
-from coreml_delegate.runtime.engines.openvino.registry import Ints, Result, Tensor, translation
+from coreml_delegate.runtime.engines.openvino.translations import translation
 from coreml_delegate.runtime.engines.openvino.translations.convolution import auto_pad, split_pad
+from coreml_delegate.runtime.engines.openvino.values import Ints, Result, Tensor
 
 
 @translation("max_pool")

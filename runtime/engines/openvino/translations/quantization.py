@@ -21,12 +21,8 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     per_channel,
     rank,
 )
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Result,
-    Tensor,
-    refuse,
-    translation,
-)
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, refusal
 from coreml_delegate.runtime.mil.dtypes import DType
 
 
@@ -41,7 +37,7 @@ def quantize(
     """``clip(round(input / scale) + zero_point)``, as the fake-quantize OpenVINO makes int8 of."""
     destination = GRAPH_TYPE.get(DType.from_label(output_dtype))
     if destination not in (ov.Type.i8, ov.Type.u8):
-        raise refuse("quantize to another type", output_dtype, "int8 or uint8")
+        raise refusal("quantize to another type", output_dtype, "int8 or uint8")
     low, high = (-128.0, 127.0) if destination == ov.Type.i8 else (0.0, 255.0)
     least, most = (ops.constant(np.float32(bound)) for bound in (low, high))
     step = _aligned(_f32(scale), input, axis)
@@ -60,7 +56,7 @@ def dequantize(
 ) -> Result:
     """``scale * (input - zero_point)``, per tensor or along ``axis``."""
     if is_float(input):
-        raise refuse("dequantize of floats", element_type(input), "int8 or uint8")
+        raise refusal("dequantize of floats", element_type(input), "int8 or uint8")
     grid = _requantized(input, scale, zero_point, axis)
     if grid is not None:
         return grid

@@ -9,13 +9,8 @@ from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import f32, ints, is_float, magnitude, rank
 from coreml_delegate.runtime.engines.openvino.plugin import integers, nan
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Ints,
-    Result,
-    Tensor,
-    register,
-    translation,
-)
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Ints, Result, Tensor
 
 _Reduce = Callable[[Tensor, Sequence[int], bool], Result]
 
@@ -64,7 +59,7 @@ def _register(op_type: str, build: _Reduce, of_integers: _Reduce | None) -> None
             return build(f32(x), over, keep_dims)
         return of_integers(x, over, keep_dims)
 
-    register(op_type, reduce)
+    translation(op_type)(reduce)
 
 
 def _over(x: Tensor, axes: Ints | None) -> Ints:
@@ -95,7 +90,7 @@ def _register_extremum(op_type: str, build: _Reduce, of_integers: _Reduce, sign:
 
         return nan.spread(extremum, x, sign=sign) if exact_nan else extremum(x)
 
-    register(op_type, reduce)
+    translation(op_type)(reduce)
 
 
 for _op_type, (_build, _of_ints, _sign) in _EXTREMA.items():
@@ -114,7 +109,7 @@ def _register_argument(op_type: str, mode: str) -> None:
         best = ops.topk(x, ints(1), axis, mode, "value", index_element_type="i32").output(1)
         return best if keep_dims else ops.squeeze(best, ints((axis,)))
 
-    register(op_type, argument)
+    translation(op_type)(argument)
 
 
 _register_argument("reduce_argmax", "max")

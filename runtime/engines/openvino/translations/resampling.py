@@ -24,13 +24,9 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     shape_of,
     static_dims,
 )
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Result,
-    Tensor,
-    refuse,
-    translation,
-)
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, refusal
+from coreml_delegate.targets import Opset
 
 # --- crops ----------------------------------------------------------------------------------------
 
@@ -126,7 +122,7 @@ def _corners(boxes: Any, mode: str) -> Any:
     )
     if layout is None or order is None:
         modes = [f"{layout}_{order}" for layout in _LAYOUTS for order in _ORDERS]
-        raise refuse("box coordinate mode", mode, ", ".join(modes))
+        raise refusal("box coordinate mode", mode, ", ".join(modes))
     boxes = ops.gather(boxes, ints(_ORDERS[order]), ints(-1))
     if layout == "CORNERS":
         return boxes
@@ -207,7 +203,7 @@ def _grid(mode: str, start: Any, end: Any, count: int) -> Any:
     if mode == "OFFSET_CORNERS":
         return ops.add(start, ops.multiply(ops.maximum(length, one), _row((steps + 0.5) / count)))
     modes = "STRICT_ALIGN_CORNERS, ALIGN_CORNERS, DEFAULT, UNALIGN_CORNERS, OFFSET_CORNERS"
-    raise refuse("unknown sampling mode", mode, modes)
+    raise refusal("unknown sampling mode", mode, modes)
 
 
 def _row(numbers: NDArray[np.float64]) -> Any:
@@ -266,7 +262,7 @@ def resample(
         ("coordinates mode", coordinates_mode, _COORDINATES),
     ):
         if got not in known:
-            raise refuse(what, got, ", ".join(known))
+            raise refusal(what, got, ", ".join(known))
     padding, wanted = _PADDING[padding_mode]
     centred = align_corners if wanted is None else wanted
     grid = _grid_positions(x, f32(coordinates), coordinates_mode, align_corners, centred)

@@ -18,16 +18,16 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     shape_of,
     static_dims,
 )
-from coreml_delegate.runtime.engines.openvino.registry import (
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import (
     Bools,
     Ints,
     Result,
     Tensor,
     Tensors,
-    refuse,
-    translation,
+    refusal,
 )
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.targets import Opset
 
 
 @translation("reshape")
@@ -103,7 +103,7 @@ def squeeze(x: Tensor, axes: Ints | None = None) -> Result:
     shape = dims(x)
     chosen = [normalized(axis, len(shape)) for axis in (axes or range(len(shape)))]
     if axes is None and None in shape:
-        raise refuse("squeeze of all axes with an unknown dimension", shape)
+        raise refusal("squeeze of all axes with an unknown dimension", shape)
     removed = [axis for axis in chosen if shape[axis] in (1, None)]
     return ops.squeeze(x, ints(removed)) if removed else x
 
@@ -145,7 +145,7 @@ def split(
     elif num_splits is not None:
         parts = ops.split(x, ints(axis), num_splits)
     else:
-        raise refuse("split", "neither num_splits nor split_sizes", "one of them")
+        raise refusal("split", "neither num_splits nor split_sizes", "one of them")
     return tuple(parts.outputs())
 
 

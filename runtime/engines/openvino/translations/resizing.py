@@ -22,12 +22,8 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     reshape,
     scalar,
 )
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Result,
-    Tensor,
-    refuse,
-    translation,
-)
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, refusal
 
 # MIL sampling mode -> OpenVINO's coordinate transformation
 _COORDINATES = {
@@ -98,7 +94,7 @@ def upsample_bilinear(
     """``x`` [*, H, W] scaled by factors, bilinearly."""
     centred = not align_corners if half_pixel_centers is None else half_pixel_centers
     if align_corners and centred:
-        raise refuse("upsample_bilinear", "align_corners with half_pixel_centers", "one of them")
+        raise refusal("upsample_bilinear", "align_corners with half_pixel_centers", "one of them")
     mode = "STRICT_ALIGN_CORNERS" if align_corners else "UNALIGN_CORNERS" if centred else "DEFAULT"
     return _linear(x, _scaled(x, scale_factor_height, scale_factor_width), mode)
 
@@ -124,14 +120,14 @@ def resize(
 ) -> Result:
     """``x`` with its last ``resized_dims`` axes at the sizes that end ``shape``; 0 keeps one."""
     if interpolation_mode not in ("LINEAR", "NEAREST_NEIGHBOR"):
-        raise refuse("interpolation mode", interpolation_mode, "LINEAR or NEAREST_NEIGHBOR")
+        raise refusal("interpolation mode", interpolation_mode, "LINEAR or NEAREST_NEIGHBOR")
     if resized_dims == 0:
         return x
     sizes = [_wanted(x, shape, place) for place in range(-resized_dims, 0)]
     if interpolation_mode == "LINEAR":
         if not is_float(x):
             # Its fractions are dropped, so that a rounding in f32 can cost a whole unit.
-            raise refuse("linear interpolation of integers", element_type(x), "fp16 or fp32")
+            raise refusal("linear interpolation of integers", element_type(x), "fp16 or fp32")
         return _linear(x, sizes, sampling_mode)
     if sampling_mode in _NEAREST and is_float(x):
         # Rounded, unlike resize_nearest_neighbor of iOS15; Source: coremltools' test of this op.
@@ -192,7 +188,7 @@ def _grid(mode: str, length: Any, size: Any) -> Any:
         "OFFSET_CORNERS": lambda: spread(centres, ops.maximum(last, one), count),
     }
     if mode not in grids:
-        raise refuse("unknown sampling mode", mode, ", ".join(grids))
+        raise refusal("unknown sampling mode", mode, ", ".join(grids))
     return ops.minimum(ops.maximum(grids[mode](), scalar(0, places)), last)
 
 

@@ -24,7 +24,8 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     scalar,
     shape_of,
 )
-from coreml_delegate.runtime.engines.openvino.registry import Result, Tensor, refuse, translation
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, refusal
 
 _UNSEEDED = -1
 _MASK = 0xFFFFFFFF
@@ -76,7 +77,7 @@ def random_categorical(
     A draw is the number of classes whose cumulated share a uniform value is not below.
     """
     if mode not in ("logits", "probs"):
-        raise refuse("random_categorical mode", mode, "logits or probs")
+        raise refusal("random_categorical mode", mode, "logits or probs")
     total = rank(x)
     shares = ops.softmax(x, total - 1) if mode == "logits" else x
     cumulated = ops.cum_sum(shares, ints(total - 1))

@@ -23,14 +23,8 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     static_dims,
 )
 from coreml_delegate.runtime.engines.openvino.plugin import integers
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Bools,
-    Ints,
-    Result,
-    Tensor,
-    refuse,
-    translation,
-)
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Bools, Ints, Result, Tensor, refusal
 
 _PAD_MODES = {"constant": "constant", "reflect": "reflect", "replicate": "edge"}
 
@@ -186,7 +180,7 @@ def crop(x: Tensor, crop_height: Ints, crop_width: Ints) -> Result:
 def pad(x: Tensor, pad: Tensor, mode: str = "constant", constant_val: float = 0.0) -> Result:
     """``x`` padded along its last axes: ``pad`` holds before and after of each."""
     if mode not in _PAD_MODES:
-        raise refuse("unknown pad mode", mode, ", ".join(_PAD_MODES))
+        raise refusal("unknown pad mode", mode, ", ".join(_PAD_MODES))
     axes = rank(x)
     amounts = known_ints(pad)
     if amounts is None:

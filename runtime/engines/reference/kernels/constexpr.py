@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coreml_delegate.runtime.engines.reference.kernels import Ints, kernel
 from coreml_delegate.runtime.engines.reference.kernels.quantization import along_axis
-from coreml_delegate.runtime.engines.reference.registry import Ints, kernel
 from coreml_delegate.runtime.mil.dtypes import DType, unpack_bits
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.targets import Opset
 
 _UNSIGNED = {
     1: DType.UINT1,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from coreml_delegate.runtime.engines.reference.registry import kernel
+from coreml_delegate.runtime.engines.reference.kernels import kernel
 from coreml_delegate.runtime.engines.reference.values import carrier_of
 from coreml_delegate.runtime.mil.dtypes import DType
 

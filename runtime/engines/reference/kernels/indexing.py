@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from coreml_delegate.runtime.engines.reference.registry import Ints, kernel
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.engines.reference.kernels import Ints, kernel
+from coreml_delegate.targets import Opset
 
 
 def _wrapped(indices: Tensor, size: int) -> Tensor:

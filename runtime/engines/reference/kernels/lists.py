@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coreml_delegate.runtime.engines.limits import MAX_LIST
-from coreml_delegate.runtime.engines.reference.registry import EachInt, kernel
+from coreml_delegate.runtime.engines.reference.kernels import EachInt, kernel
 from coreml_delegate.runtime.engines.reference.values import TensorList, carrier_of
 from coreml_delegate.runtime.mil.dtypes import DType
 

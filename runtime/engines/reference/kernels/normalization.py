@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coreml_delegate.runtime.engines.reference.registry import Ints, kernel
+from coreml_delegate.runtime.engines.reference.kernels import Ints, kernel
 
 
 @kernel("batch_norm", widen=True)

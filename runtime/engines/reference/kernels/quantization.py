@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coreml_delegate.runtime.engines.reference.registry import kernel
+from coreml_delegate.runtime.engines.reference.kernels import kernel
 from coreml_delegate.runtime.engines.reference.values import carrier_of
 from coreml_delegate.runtime.mil.dtypes import DType
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.targets import Opset
 
 
 def along_axis(parameter: Tensor, axis: int | None, rank: int) -> Tensor:

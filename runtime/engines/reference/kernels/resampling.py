@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coreml_delegate.runtime.engines.reference.kernels import Ints, kernel
 from coreml_delegate.runtime.engines.reference.kernels.resizing import (
     sample_linearly,
     sampling_grid,
 )
-from coreml_delegate.runtime.engines.reference.registry import Ints, kernel
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.targets import Opset
 
 
 def _corners(boxes: Tensor, mode: str) -> Tensor:

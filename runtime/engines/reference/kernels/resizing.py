@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from coreml_delegate.runtime.engines.reference.registry import Ints, kernel
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.engines.reference.kernels import Ints, kernel
+from coreml_delegate.targets import Opset
 
 
 def sampling_grid(mode: str, start: Tensor, end: Tensor, count: int) -> Tensor:

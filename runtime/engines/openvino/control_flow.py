@@ -25,8 +25,8 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     rank,
     reshape,
 )
-from coreml_delegate.runtime.engines.openvino.registry import TensorList, Weight, refuse
-from coreml_delegate.runtime.engines.openvino.scope import Scope, Value, partial_shape
+from coreml_delegate.runtime.engines.openvino.scope import Scope, partial_shape
+from coreml_delegate.runtime.engines.openvino.values import TensorList, Value, Weight, refusal
 from coreml_delegate.runtime.mil.program import (
     Block,
     Constant,
@@ -211,7 +211,7 @@ def _unpacked(like: Value, tensor: Any) -> Value:
 def _element(type_: ValueType) -> TensorType:
     tensor = type_.element if isinstance(type_, ListType) else type_
     if not isinstance(tensor, TensorType):
-        raise refuse("value of a block that is no tensor", type_)
+        raise refusal("value of a block that is no tensor", type_)
     return tensor
 
 
@@ -238,5 +238,5 @@ def _written_states(blocks: Sequence[Block]) -> list[str]:
 def _state_name(op: Op, parameter: str) -> str:
     (binding,) = op.inputs[parameter]
     if not isinstance(binding, Ref):
-        raise refuse("state", "a constant", "a parameter of the function")
+        raise refusal("state", "a constant", "a parameter of the function")
     return binding.name

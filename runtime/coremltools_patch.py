@@ -28,13 +28,23 @@ from coreml_delegate.errors import CoreMLDelegateError, InputError, OptionError
 from coreml_delegate.formats.mlpackage import map_folder
 from coreml_delegate.runtime.engines.base import Array, EngineOptions, State
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
+from coreml_delegate.runtime.mil.program import ColorSpace, Feature
 from coreml_delegate.runtime.mil.reader import read_program
 from coreml_delegate.runtime.model import Model
-from coreml_delegate.runtime.pixels import from_picture, to_picture
 from coreml_delegate.targets import Opset
 
 # The macOS whose Core ML reads the newest specification version known here.
 _MACOS_VERSION = (26, 0)
+
+
+# Mode of Pillow by the color space of an image feature.
+_MODES = {
+    ColorSpace.RGB: "RGB",
+    ColorSpace.BGR: "RGB",
+    ColorSpace.GRAYSCALE: "L",
+    ColorSpace.GRAYSCALE_FLOAT16: "F",
+}
+_BRIGHTEST = 255
 
 
 class FrameworkError(CoreMLDelegateError, RuntimeError):
@@ -135,7 +145,7 @@ class ModelProxy:
     def _output(self, name: str, array: Array) -> Any:
         color_space = self._color_spaces.get(name)
         if color_space is not None:
-            return to_picture(array, color_space)
+            return array_to_picture(array, color_space)
         return array.reshape(array.shape or (1,))
 
     def batchPredict(self, data: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -175,7 +185,7 @@ class ModelProxy:
     def _input(self, name: str, value: Any) -> Array:
         feature = self._images.get(name)
         if feature is not None and hasattr(value, "mode"):
-            return from_picture(value, feature)
+            return picture_to_array(value, feature)
         array: Array = np.asarray(value)
         dtype = self._dtypes.get(name)
         if dtype is None or dtype.kind not in "iu" or array.dtype.kind != "f":
@@ -270,6 +280,58 @@ class ModelLoader:
             FrameworkError: Always.
         """
         _only_core_ml("compiled models (.mlmodelc)")
+
+
+# --- pictures -------------------------------------------------------------------------------------
+
+
+def picture_to_array(picture: Any, feature: Feature) -> Array:
+    """Pixels of a ``PIL.Image.Image`` as an image feature takes them.
+
+    Args:
+        picture: Of mode ``RGB``, ``L`` or ``F``, as the color space demands.
+        feature: An image feature.
+
+    Returns:
+        fp32 [1, C, H, W].
+
+    Raises:
+        InputError: The picture has another mode, or the feature is none of an image.
+    """
+    if feature.color_space is None:
+        raise InputError(f"input {feature.name!r} is no image", got=f"a picture {picture.size}")
+    mode = _MODES[feature.color_space]
+    if picture.mode != mode:
+        raise InputError(
+            f"image input {feature.name!r} has another mode", got=picture.mode, expected=mode
+        )
+    pixels = np.asarray(picture, dtype=np.float32)
+    if pixels.ndim == 2:
+        return pixels[None, None]
+    ordered = pixels[..., ::-1] if feature.color_space is ColorSpace.BGR else pixels
+    return np.ascontiguousarray(ordered.transpose(2, 0, 1)[None])
+
+
+def array_to_picture(pixels: Array, color_space: ColorSpace) -> Any:
+    """A ``PIL.Image.Image`` of an image output.
+
+    Args:
+        pixels: [1, C, H, W]; values beyond 0 to 255 are cut to the range, others rounded, unless
+            the color space has floats.
+        color_space: Of the output.
+    """
+    image = importlib.import_module("PIL.Image")
+    plane = pixels.astype(np.float32)[0]
+    if color_space is ColorSpace.GRAYSCALE_FLOAT16:
+        return image.fromarray(plane[0])
+    whole = np.rint(plane.clip(0, _BRIGHTEST)).astype(np.uint8)
+    if color_space is ColorSpace.GRAYSCALE:
+        return image.fromarray(whole[0])
+    ordered = whole[::-1] if color_space is ColorSpace.BGR else whole
+    return image.fromarray(np.ascontiguousarray(ordered.transpose(1, 2, 0)))
+
+
+# --- the patch ------------------------------------------------------------------------------------
 
 
 class CoreMLToolsPatch:

@@ -11,12 +11,11 @@ from coreml_delegate.errors import BlobFormatError, InputError, ProgramError
 from coreml_delegate.formats.blob import BlobReference, Buffer, unflatten
 from coreml_delegate.formats.metadata import FILE_NAME as METADATA
 from coreml_delegate.formats.metadata import MethodMetadata, ModelMetadata
-from coreml_delegate.runtime.casting import cast
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
 from coreml_delegate.runtime.engines.base import EngineOptions, State
-from coreml_delegate.runtime.mil.package import read_files
 from coreml_delegate.runtime.mil.program import Program
-from coreml_delegate.runtime.model import Model
+from coreml_delegate.runtime.mil.reader import read_files
+from coreml_delegate.runtime.model import Model, cast_input
 from coreml_delegate.runtime.program.delegate import DelegateLoader, DelegatePayload
 
 _PACKAGE = "model.mlpackage/"
@@ -188,7 +187,7 @@ def _array(
     array = tensor.detach().numpy()
     if array.ndim == 0 and shape == (1,):
         array = array.reshape(1)
-    return cast(array, dtype, name)
+    return cast_input(array, dtype, name)
 
 
 def _check_names(side: str, listed: Sequence[str], declared: Sequence[str]) -> None:

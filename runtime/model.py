@@ -14,16 +14,14 @@ from coreml_delegate.dynamic_shapes import relations
 from coreml_delegate.errors import InputError
 from coreml_delegate.formats.blob import Buffer
 from coreml_delegate.runtime import diagnosis, tracing
-from coreml_delegate.runtime.casting import cast
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
-from coreml_delegate.runtime.engines import memory
+from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.engines.base import EngineOptions, State
 from coreml_delegate.runtime.engines.reference import REFERENCE, ReferenceFunction
 from coreml_delegate.runtime.engines.selection import AUTO, compile_function
 from coreml_delegate.runtime.engines.shapes import InputShapes, check_shape, smallest_shape
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.dtypes import DType
-from coreml_delegate.runtime.mil.package import read_files
 from coreml_delegate.runtime.mil.program import (
     Feature,
     Function,
@@ -31,6 +29,7 @@ from coreml_delegate.runtime.mil.program import (
     StateType,
     TensorType,
 )
+from coreml_delegate.runtime.mil.reader import read_files
 from coreml_delegate.runtime.tracing import Listener
 
 Array = NDArray[Any]
@@ -131,7 +130,7 @@ class Model:
         Raises:
             ExecutionError: It does not fit into memory.
         """
-        memory.require(_state_bytes(self.function), "the state")
+        limits.require_memory(_state_bytes(self.function), "the state")
         return self._compiled.make_state()
 
     def predict(self, inputs: Mapping[str, Any], state: State | None = None) -> dict[str, Array]:
@@ -263,7 +262,9 @@ def _state_bytes(function: Function) -> int:
 
 def _default(feature: Feature, dtype: DType) -> Array:
     shape = smallest_shape(feature)
-    memory.require(math.prod(shape) * dtype.bits // 8, f"the default of input {feature.name!r}")
+    limits.require_memory(
+        math.prod(shape) * dtype.bits // 8, f"the default of input {feature.name!r}"
+    )
     return np.full(shape, feature.default or 0, dtype=dtype.numpy)
 
 
@@ -276,4 +277,30 @@ def _checked(feature: Feature, array: Array, dtype: DType) -> Array:
             got=str(array.dtype),
             expected=dtype.label,
         )
-    return cast(array, dtype.numpy, feature.name)
+    return cast_input(array, dtype.numpy, feature.name)
+
+
+def cast_input(array: Array, dtype: np.dtype[Any], name: str) -> Array:
+    """Return ``array`` as ``dtype``, the same object if it has that dtype already.
+
+    Args:
+        array: Any shape.
+        dtype: The dtype that the program takes.
+        name: Name of the input, for errors.
+
+    Raises:
+        InputError: The array has integers that ``dtype`` cannot hold.
+    """
+    if array.dtype == dtype:
+        return array
+    if array.size and array.dtype.kind in "iu" and dtype.kind in "iu":
+        bounds = np.iinfo(dtype)
+        if array.min() < bounds.min or array.max() > bounds.max:
+            raise InputError(
+                f"input {name!r} has values beyond {dtype.name}",
+                got=f"{array.min()} to {array.max()}",
+                expected=f"{bounds.min} to {bounds.max}",
+                remedy="Core ML has no wider integers: keep the values small, or leave the ops "
+                "that need them on the CPU (skip_ops_for_coreml_delegation)",
+            )
+    return array.astype(dtype)

@@ -17,8 +17,8 @@ from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.runtime.delegate import CoreMLDelegate, read_blob
 from coreml_delegate.runtime.engines.selection import REFERENCE
 from coreml_delegate.runtime.mil.dtypes import DType
-from coreml_delegate.runtime.mil.package import read_mlpackage
 from coreml_delegate.runtime.mil.program import Feature, Function
+from coreml_delegate.runtime.mil.reader import read_mlpackage
 from coreml_delegate.runtime.program.plan import TensorSpec
 from coreml_delegate.runtime.program.states import mutated_inputs
 from coreml_delegate.scripts.delegates import open_pte, partitions_of

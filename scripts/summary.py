@@ -14,12 +14,12 @@ from coreml_delegate.formats.metadata import FILE_NAME as METADATA
 from coreml_delegate.formats.metadata import ModelMetadata
 from coreml_delegate.runtime.delegate import read_blob
 from coreml_delegate.runtime.engines.selection import ENGINES
-from coreml_delegate.runtime.mil.package import read_mlpackage
 from coreml_delegate.runtime.mil.program import (
     Feature,
     Function,
     Program,
 )
+from coreml_delegate.runtime.mil.reader import read_mlpackage
 from coreml_delegate.runtime.program.plan import (
     DelegateInfo,
     MethodInfo,

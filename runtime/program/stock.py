@@ -21,7 +21,7 @@ from coreml_delegate.errors import (
     ProgramError,
     UnsupportedOpError,
 )
-from coreml_delegate.runtime.engines import memory
+from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.program import shim_build, states
 from coreml_delegate.runtime.program.delegate import (
     COREML_BACKEND_ID,
@@ -154,7 +154,7 @@ class StockProgram:
         program = PteProgram.open(pte)
         check_complete(program, None if data is None else ExternalData.open(data))
         planned = max((sum(method.arena_sizes) for method in program.methods), default=0)
-        memory.require_room(planned, "the memory that the program plans")
+        limits.require_available_memory(planned, "the memory that the program plans")
         runtime = _runtime()
         content = bytes(pte) if isinstance(pte, bytes | bytearray | memoryview) else str(pte)
         with _RUNTIME_LOCK, _as_path(data) as data_path:

@@ -11,7 +11,7 @@ from support.tolerances import ATOL_RTOL
 
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO
-from coreml_delegate.runtime.engines.openvino.plugin.processor import saturates
+from coreml_delegate.runtime.engines.openvino.session.compilation import saturates
 from coreml_delegate.targets import Opset
 
 _RNG = np.random.default_rng(0)

@@ -15,7 +15,7 @@ from support.mil import ct
 from coreml_delegate.errors import InputError
 from coreml_delegate.formats.mlpackage import map_folder
 from coreml_delegate.runtime.engines.openvino import translate
-from coreml_delegate.runtime.engines.openvino.session import specialisation
+from coreml_delegate.runtime.engines.openvino.session import enumerated_shapes
 from coreml_delegate.runtime.engines.shapes import check_shape, smallest_shape
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Feature, TensorType
@@ -90,7 +90,7 @@ def test_one_static_graph_for_each_enumerated_shape(enumerated, translations):
 
 
 def test_graphs_used_least_recently_are_let_go(enumerated, translations, monkeypatch):
-    monkeypatch.setattr(specialisation, "_KEPT", 2)
+    monkeypatch.setattr(enumerated_shapes, "_KEPT", 2)
     model = Model.from_files(enumerated, engine="openvino")
     for number in (1, 0, 2, 0, 1):
         _check(model, SHAPES[number])

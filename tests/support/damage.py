@@ -20,8 +20,7 @@ from coreml_delegate.formats.protobuf import model_pb2
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.selection import ENGINES
 from coreml_delegate.runtime.mil.program import Program
-from coreml_delegate.runtime.mil.reader import read_program
-from coreml_delegate.runtime.mil.weights import WeightFile
+from coreml_delegate.runtime.mil.reader import WeightFile, read_program
 from coreml_delegate.runtime.model import Model
 
 Choose = Callable[[int], int]

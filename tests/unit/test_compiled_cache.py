@@ -30,7 +30,7 @@ from coreml_delegate.runtime.engines.entry_cache import LIMIT_VARIABLE, EntryCac
 from coreml_delegate.runtime.engines.openvino import engine, translate
 from coreml_delegate.runtime.engines.openvino.session import compilation, compiled_cache
 from coreml_delegate.runtime.engines.source import ProgramSource
-from coreml_delegate.runtime.mil.package import read_files
+from coreml_delegate.runtime.mil.reader import read_files
 from coreml_delegate.runtime.model import Model
 
 X = {"x": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)}

@@ -42,7 +42,7 @@ def translations(monkeypatch):
 
 
 def test_an_engine_passed_over_is_said_once_for_each_program(monkeypatch, caplog):
-    monkeypatch.setattr(selection, "_SAID", set())
+    monkeypatch.setattr(selection, "_LOGGED", set())
     function = handmade.function([handmade.op("classify", "y", probabilities="x")], ["y"])
     engines = {"openvino": selection.ENGINES["openvino"], "second": _Taking()}
     monkeypatch.setattr(selection, "ENGINES", engines)

@@ -22,18 +22,16 @@ from coreml_delegate.errors import (
 )
 from coreml_delegate.formats.mlpackage import map_folder
 from coreml_delegate.formats.protobuf import model_pb2
-from coreml_delegate.runtime.engines import limits, memory
+from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.limits import MAX_LIST
 from coreml_delegate.runtime.engines.openvino.engine import OPENVINO
 from coreml_delegate.runtime.engines.reference import REFERENCE, memory_guard
 from coreml_delegate.runtime.engines.selection import ENGINES
 from coreml_delegate.runtime.mil.dtypes import DType
-from coreml_delegate.runtime.mil.package import read_files, read_mlpackage
 from coreml_delegate.runtime.mil.program import NamedType, Program, StateType, TensorType
-from coreml_delegate.runtime.mil.reader import read_program
+from coreml_delegate.runtime.mil.reader import WeightFile, read_files, read_mlpackage, read_program
 from coreml_delegate.runtime.mil.validation import MAX_ELEMENTS, check_function
-from coreml_delegate.runtime.mil.weights import WeightFile
 from coreml_delegate.runtime.model import Model
 
 CORPUS = Path(__file__).parents[1] / "fuzz" / "corpus"
@@ -233,7 +231,7 @@ def test_links_out_of_a_package_are_refused(tmp_path):
 def little_memory(monkeypatch):
     """A machine that gives 64 MB at a time."""
     limit = 1 << 26
-    monkeypatch.setattr(memory, "largest_request", lambda: limit)
+    monkeypatch.setattr(limits, "largest_request", lambda: limit)
     monkeypatch.setattr(memory_guard, "largest_request", lambda: limit)
 
 
@@ -347,20 +345,20 @@ def test_loops_that_end_in_time_do(engine, turns, monkeypatch):
 
 
 def test_memory_that_can_be_had(monkeypatch, tmp_path):
-    assert memory.largest_request() > 0
+    assert limits.largest_request() > 0
     info, most, used = (tmp_path / name for name in ("info", "most", "used"))
-    monkeypatch.setattr(memory, "_MEMORY_INFO", info)
-    monkeypatch.setattr(memory, "_GROUP", (most, used))
-    assert memory.largest_request() > 0  # physical memory, where nothing else is known
+    monkeypatch.setattr(limits, "_MEMORY_INFO", info)
+    monkeypatch.setattr(limits, "_GROUP", (most, used))
+    assert limits.largest_request() > 0  # physical memory, where nothing else is known
     info.write_text("MemTotal: 16 kB\nMemAvailable:   8 kB\n")
-    assert memory.largest_request() == 2048
+    assert limits.largest_request() == 2048
     most.write_text("max\n")
     used.write_text("10\n")
-    assert memory.largest_request() == 2048
+    assert limits.largest_request() == 2048
     most.write_text("4106\n")
-    assert memory.largest_request() == 1024
+    assert limits.largest_request() == 1024
     with pytest.raises(ExecutionError, match="a thing does not fit into memory: got 2000 bytes"):
-        memory.require(2000, "a thing")
+        limits.require_memory(2000, "a thing")
 
 
 # --- what OpenVINO itself does not check ----------------------------------------------------------

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
-from coreml_delegate.runtime.engines.memory import largest_request
+from coreml_delegate.runtime.engines.limits import largest_request
 
 _FREE_ELEMENTS = 1 << 25
 """Results of up to so many elements (256 MB at the widest) are not looked at."""

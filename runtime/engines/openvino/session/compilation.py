@@ -9,30 +9,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+import openvino as ov
+from openvino import opset15 as ops
+
 from coreml_delegate.errors import EngineUnavailableError, UnsupportedOpError
 from coreml_delegate.runtime.engines.base import CompiledFunction, EngineOptions, Precision
-from coreml_delegate.runtime.engines.memory import require
+from coreml_delegate.runtime.engines.limits import require_memory
 from coreml_delegate.runtime.engines.openvino import translate
 from coreml_delegate.runtime.engines.openvino.plugin import DEVICE, fusion
-from coreml_delegate.runtime.engines.openvino.plugin.processor import (
-    PRECISION_HINT,
-    emulates,
-    saturates,
-)
 from coreml_delegate.runtime.engines.openvino.session.compiled_cache import CompiledCache
-from coreml_delegate.runtime.engines.openvino.session.session import Interface, OpenVinoFunction
-from coreml_delegate.runtime.engines.openvino.session.specialisation import (
+from coreml_delegate.runtime.engines.openvino.session.enumerated_shapes import (
     EnumeratedFunction,
     Shapes,
     default_shapes,
     specialised,
 )
+from coreml_delegate.runtime.engines.openvino.session.inference import Interface, OpenVinoFunction
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function
 
 _logger = logging.getLogger(__name__)
 
-# Integer kernels for what lies between fake-quantizes.
+# The property of a compiled model that says in which type it computes.
+_PRECISION_HINT: Final = "INFERENCE_PRECISION_HINT"
+# The property that allows integer kernels between fake-quantizes.
 _INTEGER_KERNELS: Final = "LP_TRANSFORMS_MODE"
 
 
@@ -122,7 +123,7 @@ def _build(
 
 def _config(options: EngineOptions, mode: _Mode, function: Function) -> dict[str, object]:
     config: dict[str, object] = {
-        PRECISION_HINT: mode.hint,
+        _PRECISION_HINT: mode.hint,
         "PERFORMANCE_HINT": "LATENCY",
         # Otherwise activations are quantized to int8 where weights are compressed integers.
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
@@ -152,6 +153,42 @@ def _require_precision(core: Any, mode: _Mode) -> None:
             remedy=f"Use precision={Precision.F32.value!r}",
         )
     _say_emulated(mode.hint)
+
+
+@functools.cache
+def emulates(hint: str) -> bool:
+    """Whether OpenVINO computes in a precision that the CPU has no instructions for.
+
+    It does not tell but by what becomes of the hint: a CPU with AVX-512 emulates bf16.
+    """
+    x = ov.op.Parameter(ov.Type.f32, ov.PartialShape([1]))
+    compiled = _compile_probe(ops.result(x), x, hint)
+    return compiled.get_property(_PRECISION_HINT).to_string() == hint
+
+
+@functools.cache
+def saturates() -> bool:
+    """Whether sums of products of 8-bit integers are cut off at 16 bits on the way.
+
+    x86 without VNNI adds products in pairs, each pair in 16 bits (``vpmaddubsw``): AMD before Zen
+    4, Intel before Cascade Lake.
+    """
+    largest = np.full((1, 2), 255, np.float32)
+    x = ov.op.Parameter(ov.Type.f32, ov.PartialShape([1, 2]))
+    low, high = ops.constant(np.float32(0)), ops.constant(np.float32(255))
+    codes = ops.fake_quantize(x, low, high, low, high, 256)
+    weight = ops.convert(ops.constant(np.full((2, 2), 127, np.int8)), "f32")
+    scaled = ops.multiply(weight, ops.constant(np.float32(1)))
+    product = ops.result(ops.matmul(codes, scaled, False, True))
+    (sums,) = _compile_probe(product, x, "f32")([largest]).values()
+    return bool((sums != 2 * 255 * 127).any())
+
+
+def _compile_probe(result: Any, x: Any, hint: str) -> Any:
+    make_model: Any = ov.Model
+    return ov.Core().compile_model(
+        make_model([result], [x], "probe"), DEVICE, {_PRECISION_HINT: hint}
+    )
 
 
 @functools.cache
@@ -185,7 +222,7 @@ def _require_memory(model: Any) -> None:
         values = [*node.outputs(), *(port.get_source_output() for port in node.inputs())]
         needed = sum(map(_nbytes, values))
         if needed > _FREE_BYTES:
-            require(needed, f"{node.get_type_name()} {node.get_friendly_name()!r}")
+            require_memory(needed, f"{node.get_type_name()} {node.get_friendly_name()!r}")
 
 
 def _nbytes(value: Any) -> int:

@@ -23,7 +23,7 @@ from coreml_delegate.caches import source_digest
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.entry_cache import EntryCache
 from coreml_delegate.runtime.engines.openvino.plugin import DEVICE
-from coreml_delegate.runtime.engines.openvino.session.session import Interface, OpenVinoFunction
+from coreml_delegate.runtime.engines.openvino.session.inference import Interface, OpenVinoFunction
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Constant, Function
 

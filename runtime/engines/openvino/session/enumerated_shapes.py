@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from coreml_delegate.runtime.engines.base import Array, State
-from coreml_delegate.runtime.engines.openvino.session.session import OpenVinoFunction
+from coreml_delegate.runtime.engines.openvino.session.inference import OpenVinoFunction
 from coreml_delegate.runtime.engines.openvino.session.states import OpenVinoState
 from coreml_delegate.runtime.engines.shapes import check_shape
 from coreml_delegate.runtime.mil.program import Function, NamedType, TensorType

@@ -11,11 +11,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 
-from coreml_delegate.errors import CoreMLDelegateError, ExecutionError, ProgramError
+from coreml_delegate.errors import CoreMLDelegateError, ProgramError
+from coreml_delegate.runtime.op_errors import OpExecutionError, blame, first_line
 from coreml_delegate.runtime.program import states
 from coreml_delegate.runtime.program.delegate import (
     COREML_BACKEND_ID,
@@ -306,8 +307,8 @@ class _LoadedMethod:
         except CoreMLDelegateError as error:
             error.add_note(f"in {self._where(number, position)}")
             raise
-        except Exception as error:
-            raise self._failure(number, position, error) from error
+        except Exception as error:  # noqa: BLE001 - kernels raise anything
+            self._blame(error, number, position)
 
     def _where(self, number: int, position: int) -> str:
         instruction = self._method.chains[number][position]
@@ -317,15 +318,12 @@ class _LoadedMethod:
             f"{self._method.name!r})"
         )
 
-    def _failure(self, number: int, position: int, error: Exception) -> ExecutionError:
+    def _blame(self, error: Exception, number: int, position: int) -> NoReturn:
         instruction = self._method.chains[number][position]
         args = instruction.args if isinstance(instruction, KernelCall | DelegateCall) else ()
         shapes = ", ".join(self._describe_value(index) for index in args)
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return ExecutionError(
-            f"{self._where(number, position)} failed: {reason}",
-            got=f"arguments ({shapes})" if shapes else None,
-        )
+        what = f"{self._where(number, position)} failed: {first_line(error)}"
+        blame(error, OpExecutionError, what, got=f"arguments ({shapes})" if shapes else None)
 
     def _describe_value(self, index: int) -> str:
         value = self._values[index]

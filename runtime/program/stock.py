@@ -22,6 +22,7 @@ from coreml_delegate.errors import (
     UnsupportedOpError,
 )
 from coreml_delegate.runtime.engines import limits
+from coreml_delegate.runtime.op_errors import first_line
 from coreml_delegate.runtime.program import shim_build, states
 from coreml_delegate.runtime.program.delegate import (
     COREML_BACKEND_ID,
@@ -162,7 +163,7 @@ class StockProgram:
                 loaded = runtime.load_program(content, data_path=data_path)
             except (RuntimeError, MemoryError) as error:
                 raise ProgramError(
-                    "the stock runtime refuses the program", got=_first_line(error)
+                    "the stock runtime refuses the program", got=first_line(error)
                 ) from error
         return cls(program, loaded, passed_over=passed_over)
 
@@ -321,7 +322,7 @@ def _runtime() -> Any:
             from executorch.runtime import Runtime  # takes seconds to import: not at module level
     except ImportError as error:
         raise EngineUnavailableError(
-            "the stock runtime cannot be imported", got=_first_line(error)
+            "the stock runtime cannot be imported", got=first_line(error)
         ) from error
     return Runtime.get()
 
@@ -352,8 +353,4 @@ def _call_plainly(action: Callable[[], Any], info: MethodInfo, what: str) -> Any
 
 
 def _failure(info: MethodInfo, what: str, error: Exception) -> ExecutionError:
-    return ExecutionError(f"the stock runtime {what} method {info.name!r}", got=_first_line(error))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ExecutionError(f"the stock runtime {what} method {info.name!r}", got=first_line(error))

@@ -24,6 +24,7 @@ from coreml_delegate.runtime.mil.program import (
     Ref,
     TensorType,
 )
+from coreml_delegate.runtime.op_errors import OpTranslationError, blame, last_line
 from coreml_delegate.targets import Opset
 
 # Ops whose results coremltools declares too small: it forgets that a condition broadcasts too.
@@ -79,11 +80,8 @@ class BlockTranslator:
             self._bind(op, outputs, scope)
         except (CoreMLDelegateError, *_BUILD_ERRORS) as error:
             if self.reasons is None:
-                if isinstance(error, _LocatedError):
-                    raise
-                raise _LocatedError(
-                    _reason(op, error), remedy="Run this program on the reference engine"
-                ) from error
+                remedy = "Run this program on the reference engine"
+                blame(error, OpTranslationError, _reason(op, error), remedy=remedy)
             # An op whose blocks have said what fails adds nothing.
             if len(self.reasons) == found_before:
                 self.reasons.append(_reason(op, error))
@@ -137,10 +135,6 @@ class BlockTranslator:
 
 Special: TypeAlias = Callable[[BlockTranslator, Op, Scope], tuple[Value, ...]]
 """An op that the translator executes itself."""
-
-
-class _LocatedError(UnsupportedOpError):
-    """An error that names its op; the ops around it pass it on."""
 
 
 def _arguments(op: Op, parameters: Mapping[str, Parameter[Form]], scope: Scope) -> dict[str, Any]:
@@ -235,6 +229,5 @@ _READERS: Mapping[Form, Callable[[list[Any]], Any]] = {
 
 
 def _reason(op: Op, error: Exception) -> str:
-    """One line: op type, its first output, and what went wrong."""
-    text = str(error).strip().splitlines()
-    return f"{op.type} (output {op.name!r}): {text[-1] if text else type(error).__name__}"
+    """Return one line: op type, its first output, and what went wrong."""
+    return f"{op.type} (output {op.name!r}): {last_line(error)}"

@@ -26,7 +26,7 @@ from coreml_delegate.runtime.engines.reference.interpreter import (
     Step,
     WriteStateStep,
     as_results,
-    failure,
+    blame_op,
 )
 from coreml_delegate.runtime.engines.reference.kernels import KERNELS, Kernel, Passing
 from coreml_delegate.runtime.engines.reference.memory_guard import MemoryGuard
@@ -218,12 +218,12 @@ class _Compiler:
             with MemoryGuard():
                 results = as_results(step.kernel.function(**step.fixed))
             values = [settle(r, o.type) for r, o in zip(results, op.outputs, strict=True)]
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - kernels raise anything
             known = {
                 name: tuple(None if isinstance(source, int) else source for source in given)
                 for name, given in sources.items()
             }
-            raise failure(self._function, op, known, error) from error
+            blame_op(error, self._function, op, known)
         for output, value in zip(op.outputs, values, strict=True):
             if isinstance(value, Tensor):
                 scope.sources[output.name] = value

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 from torch import Tensor
 
-from coreml_delegate.errors import ExecutionError
 from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.engines.reference import memory_guard
 from coreml_delegate.runtime.engines.reference.kernels import Kernel
@@ -24,6 +23,7 @@ from coreml_delegate.runtime.engines.reference.values import (
 )
 from coreml_delegate.runtime.mil.location import describe_op
 from coreml_delegate.runtime.mil.program import Constant, Function, NamedType, Op
+from coreml_delegate.runtime.op_errors import OpError, OpExecutionError, blame, summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +168,8 @@ def _run(entry: Entry, frame: Frame) -> None:
                 f"{len(results)} results where the program declares {len(entry.outputs)}"
             )
         values = [settle(r, o.type) for r, (_, o) in zip(results, entry.outputs, strict=True)]
-    except ExecutionError:
-        raise
-    except Exception as error:
-        raise failure(frame.function, step.op, _operands(step, frame), error) from error
+    except Exception as error:  # noqa: BLE001 - kernels raise anything
+        blame_op(error, frame.function, step.op, _operands(step, frame))
     for value, (slot, _) in zip(values, entry.outputs, strict=True):
         frame.slots[slot] = value
     if frame.listener is not None:
@@ -193,15 +191,17 @@ def _operands(step: Step, frame: Frame) -> Operands:
     }
 
 
-def failure(function: Function, op: Op, operands: Operands, error: Exception) -> ExecutionError:
-    """The error of an op that could not be computed."""
-    reason = str(error).strip().splitlines()
+def blame_op(error: Exception, function: Function, op: Op, operands: Operands) -> NoReturn:
+    """Raise the error of an op that could not be computed, with its operands.
+
+    Raises:
+        OpExecutionError: Caused by ``error``; ``error`` itself if it comes from a nested op.
+    """
+    if isinstance(error, OpError):
+        raise error
     given = (f"{name}: {describe_operand(values)}" for name, values in operands.items())
-    return ExecutionError(
-        f"cannot compute {describe_op(function, op)} "
-        f"({type(error).__name__}: {reason[0] if reason else 'no message'})",
-        got=", ".join(given) or None,
-    )
+    what = f"cannot compute {describe_op(function, op)} ({summary(error)})"
+    blame(error, OpExecutionError, what, got=", ".join(given) or None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,6 +28,7 @@ from coreml_delegate.runtime.engines.openvino.session.enumerated_shapes import (
 from coreml_delegate.runtime.engines.openvino.session.inference import Interface, OpenVinoFunction
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function
+from coreml_delegate.runtime.op_errors import last_line
 
 _logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ def _build(
         compiled = core.compile_model(translated.model, DEVICE, config)
     except RuntimeError as error:
         raise UnsupportedOpError(
-            "OpenVINO cannot compile the function", got=str(error).strip().splitlines()[-1]
+            "OpenVINO cannot compile the function", got=last_line(error)
         ) from error
     _logger.debug(
         "compiled %s %s: %d nodes", function.name, shapes or "", len(translated.model.get_ops())

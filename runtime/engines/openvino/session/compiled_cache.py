@@ -26,6 +26,7 @@ from coreml_delegate.runtime.engines.openvino.plugin import DEVICE
 from coreml_delegate.runtime.engines.openvino.session.inference import Interface, OpenVinoFunction
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Constant, Function
+from coreml_delegate.runtime.op_errors import last_line
 
 _logger = logging.getLogger(__name__)
 
@@ -92,8 +93,7 @@ class CompiledCache:
             # The mapping must outlive the model, whose constants may lie in it.
             return OpenVinoFunction(Interface.decode(entry.metadata), compiled, keep=data)
         except (RuntimeError, KeyError, TypeError, ValueError) as error:
-            lines = str(error).strip().splitlines()
-            self.entries.reject(key, lines[-1] if lines else type(error).__name__)
+            self.entries.reject(key, last_line(error))
             return None
 
     def keep(self, function: OpenVinoFunction, shapes: Mapping[str, tuple[int, ...]]) -> None:

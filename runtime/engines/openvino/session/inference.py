@@ -26,6 +26,7 @@ from coreml_delegate.runtime.engines.openvino.session.states import (
 )
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import TensorType
+from coreml_delegate.runtime.op_errors import last_line
 
 # Arrays of at least this size are bound instead of copied, in bytes.
 _BIND_BYTES = 1 << 16
@@ -267,7 +268,7 @@ class OpenVinoFunction:
             return request.run(inputs, state if isinstance(state, OpenVinoState) else None)
         except RuntimeError as error:
             raise ExecutionError(
-                "OpenVINO failed to run the function", got=str(error).strip().splitlines()[-1]
+                "OpenVINO failed to run the function", got=last_line(error)
             ) from error
         finally:
             self._idle.append(request)

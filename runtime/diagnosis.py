@@ -24,7 +24,7 @@ from coreml_delegate.runtime.engines.reference.interpreter import Computed
 from coreml_delegate.runtime.engines.reference.values import Value
 from coreml_delegate.runtime.mil.location import Location
 from coreml_delegate.runtime.mil.program import Constant, Function
-from coreml_delegate.runtime.mil.widening import widened, widened_array
+from coreml_delegate.runtime.mil.widening import widen_array, widen_function
 from coreml_delegate.runtime.tracing import TracedValue, trace
 
 MIN_SQNR_DB = 20.0
@@ -164,13 +164,13 @@ def diagnose(
 
     with torch.random.fork_rng(devices=[]):  # the second run begins where this one did
         outputs = trace(function, compiled, inputs, values.append, state=state, decide=record)
-    wide = widened(function)
+    wide = widen_function(function)
     comparison = _Comparison(values, _given(function), min_sqnr_db)
     follow = iter(path)
     trace(
         wide,
         REFERENCE.compile(wide, EngineOptions()),
-        {name: widened_array(array) for name, array in inputs.items()},
+        {name: widen_array(array) for name, array in inputs.items()},
         comparison.compare,
         state=state,
         decide=lambda _: next(follow),

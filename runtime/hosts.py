@@ -107,13 +107,13 @@ def _choose(program: PteProgram, data: Sources | None) -> tuple[str, PassedOver]
         reasons = obstacles(program, data)
         if not reasons:
             if passed_over:
-                _say(f"{program.origin} runs on the {name} host", passed_over)
+                _log_passed_over(f"{program.origin} runs on the {name} host", passed_over)
             return name, passed_over
         passed_over[name] = reasons
-    _say(f"no host runs all of {program.origin}", passed_over)
+    _log_passed_over(f"no host runs all of {program.origin}", passed_over)
     return _DEFAULT, passed_over
 
 
-def _say(what: str, passed_over: PassedOver) -> None:
+def _log_passed_over(what: str, passed_over: PassedOver) -> None:
     why = (f"the {name} host cannot ({', '.join(r)})" for name, r in passed_over.items())
     _logger.warning("%s: %s", what, "; ".join(why))

@@ -130,7 +130,7 @@ class Model:
         Raises:
             ExecutionError: It does not fit into memory.
         """
-        limits.require_memory(_state_bytes(self.function), "the state")
+        limits.require_memory(_state_nbytes(self.function), "the state")
         return self._compiled.make_state()
 
     def predict(self, inputs: Mapping[str, Any], state: State | None = None) -> dict[str, Array]:
@@ -242,7 +242,7 @@ class Model:
     def _input(self, feature: Feature, inputs: Mapping[str, Any]) -> Array:
         if feature.name not in inputs:
             if feature.optional:
-                return _default(feature, self._param_dtypes[feature.name])
+                return _default_input(feature, self._param_dtypes[feature.name])
             raise InputError(
                 f"input {feature.name!r} is missing",
                 got=", ".join(sorted(inputs)) or "no input",
@@ -252,15 +252,15 @@ class Model:
         if array.ndim == 0 and feature.type.shape == (1,):
             array = array.reshape(1)
         check_shape(feature, array.shape)
-        return _checked(feature, array, self._param_dtypes[feature.name])
+        return _cast_declared(feature, array, self._param_dtypes[feature.name])
 
 
-def _state_bytes(function: Function) -> int:
+def _state_nbytes(function: Function) -> int:
     types = [p.type.wrapped for p in function.params if isinstance(p.type, StateType)]
     return sum(t.dtype.bits // 8 * math.prod(d or 1 for d in t.shape or ()) for t in types)
 
 
-def _default(feature: Feature, dtype: DType) -> Array:
+def _default_input(feature: Feature, dtype: DType) -> Array:
     shape = smallest_shape(feature)
     limits.require_memory(
         math.prod(shape) * dtype.bits // 8, f"the default of input {feature.name!r}"
@@ -268,7 +268,7 @@ def _default(feature: Feature, dtype: DType) -> Array:
     return np.full(shape, feature.default or 0, dtype=dtype.numpy)
 
 
-def _checked(feature: Feature, array: Array, dtype: DType) -> Array:
+def _cast_declared(feature: Feature, array: Array, dtype: DType) -> Array:
     if array.dtype == dtype.numpy:
         return array
     if not np.can_cast(array.dtype, dtype.numpy, casting="same_kind"):

@@ -19,7 +19,7 @@ Snapshot: TypeAlias = dict[str, Array]
 """Arrays by name."""
 
 
-def fitting(held: Mapping[str, Array], name: str, value: Array) -> Array:
+def cast_state(held: Mapping[str, Array], name: str, value: Array) -> Array:
     """``value`` in the dtype of the tensor it is to replace.
 
     Args:
@@ -44,7 +44,7 @@ def fitting(held: Mapping[str, Array], name: str, value: Array) -> Array:
     return value.astype(present.dtype)
 
 
-def fitting_all(held: Mapping[str, Array], snapshot: Mapping[str, Array]) -> Snapshot:
+def cast_snapshot(held: Mapping[str, Array], snapshot: Mapping[str, Array]) -> Snapshot:
     """A snapshot in the dtypes of the tensors it is to replace, all of them.
 
     Args:
@@ -60,4 +60,4 @@ def fitting_all(held: Mapping[str, Array], snapshot: Mapping[str, Array]) -> Sna
             got=", ".join(sorted(snapshot)) or "nothing",
             expected=f"{', '.join(missing)} as well",
         )
-    return {name: fitting(held, name, np.asarray(value)) for name, value in snapshot.items()}
+    return {name: cast_state(held, name, np.asarray(value)) for name, value in snapshot.items()}

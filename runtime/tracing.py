@@ -16,7 +16,7 @@ from torch import Tensor
 from coreml_delegate.runtime.engines.base import Array, State
 from coreml_delegate.runtime.engines.reference import ReferenceFunction, ReferenceState
 from coreml_delegate.runtime.engines.reference.interpreter import Computed
-from coreml_delegate.runtime.engines.reference.values import array_of, describe_operand
+from coreml_delegate.runtime.engines.reference.values import describe_operand, value_to_array
 from coreml_delegate.runtime.mil.location import Location, located_ops
 from coreml_delegate.runtime.mil.program import Function, Op, ValueType
 
@@ -44,7 +44,7 @@ class TracedValue:
     @property
     def array(self) -> Array:
         """The value, as an array of its own; lists and strings are boxed, of dtype object."""
-        return array_of(self.computed.value, self.declared)
+        return value_to_array(self.computed.value, self.declared)
 
     @property
     def tensor(self) -> Tensor | None:
@@ -105,10 +105,10 @@ def trace(
             )
         )
 
-    return compiled.run(inputs, copied_state(compiled, state), listener=tell, decide=decide)
+    return compiled.run(inputs, copy_state(compiled, state), listener=tell, decide=decide)
 
 
-def copied_state(compiled: ReferenceFunction, state: State | None) -> ReferenceState | None:
+def copy_state(compiled: ReferenceFunction, state: State | None) -> ReferenceState | None:
     """A state of ``compiled`` with the content of ``state``, which is of any engine."""
     copy = compiled.make_state()
     if state is None or copy is None:

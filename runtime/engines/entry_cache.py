@@ -134,11 +134,11 @@ class EntryCache:
         try:
             with path.open("rb") as file:
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            entry = _parsed(memoryview(content), key)
+            entry = _parse(memoryview(content), key)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            _say_unusable(self._folder, "read", error.strerror or str(error))
+            _log_unusable(self._folder, "read", error.strerror or str(error))
             return None
         except (ValueError, _DamagedError) as error:  # mmap refuses an empty file
             self.reject(key, str(error))
@@ -168,11 +168,11 @@ class EntryCache:
         start = struct.pack("<8sII", _MAGIC, _VERSION, checksum)
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _swept(self._folder)
+            _sweep_unfinished(self._folder)
             self._make_room(size)
             self._write(self._path(key), (start, rest, data, described))
         except OSError as error:
-            _say_unusable(self._folder, "write", error.strerror or str(error))
+            _log_unusable(self._folder, "write", error.strerror or str(error))
 
     def files(self) -> list[EntryFile]:
         """Every entry, the least recently used first."""
@@ -184,16 +184,16 @@ class EntryCache:
         Returns:
             How many entries were dropped.
         """
-        dropped = sum(_unlinked(file.path) for file in self._files())
-        for path in _listed(self._folder, _UNFINISHED):
-            _unlinked(path)
+        dropped = sum(_try_unlink(file.path) for file in self._files())
+        for path in _list_files(self._folder, _UNFINISHED):
+            _try_unlink(path)
         return dropped
 
     def _path(self, key: bytes) -> Path:
         return self._folder / f"{key.hex()}{_SUFFIX}"
 
     def _files(self) -> Iterator[EntryFile]:
-        for path in _listed(self._folder, _SUFFIX):
+        for path in _list_files(self._folder, _SUFFIX):
             with contextlib.suppress(OSError):  # dropped meanwhile by another process
                 status = path.stat()
                 yield EntryFile(path, status.st_size, status.st_mtime_ns)
@@ -204,7 +204,7 @@ class EntryCache:
         for file in files:
             if excess <= 0:
                 return
-            _unlinked(file.path)
+            _try_unlink(file.path)
             excess -= file.size
 
     def _write(self, path: Path, parts: tuple[Buffer, ...]) -> None:
@@ -214,11 +214,11 @@ class EntryCache:
                 file.writelines(parts)
             os.replace(name, path)
         except BaseException:
-            _unlinked(Path(name))
+            _try_unlink(Path(name))
             raise
 
 
-def _parsed(content: memoryview, key: bytes) -> Entry:
+def _parse(content: memoryview, key: bytes) -> Entry:
     if content.nbytes < _PAYLOAD:
         raise _DamagedError(f"{content.nbytes} bytes are no entry")
     magic, version, checksum, size, described, stored_key = _HEADER.unpack_from(content)
@@ -234,14 +234,14 @@ def _parsed(content: memoryview, key: bytes) -> Entry:
     return Entry(json.loads(bytes(content[end:])), content[_PAYLOAD:end])
 
 
-def _listed(folder: Path, suffix: str) -> list[Path]:
+def _list_files(folder: Path, suffix: str) -> list[Path]:
     try:
         return [path for path in folder.iterdir() if path.suffix == suffix]
     except OSError:  # no such folder: no entries
         return []
 
 
-def _unlinked(path: Path) -> bool:
+def _try_unlink(path: Path) -> bool:
     try:
         path.unlink()
     except OSError:
@@ -250,17 +250,17 @@ def _unlinked(path: Path) -> bool:
 
 
 @functools.cache
-def _swept(folder: Path) -> None:
+def _sweep_unfinished(folder: Path) -> None:
     """Remove, once in a process, what killed writers have left."""
     now = time.time()
-    for path in _listed(folder, _UNFINISHED):
+    for path in _list_files(folder, _UNFINISHED):
         with contextlib.suppress(OSError):
             if now - path.stat().st_mtime > _ABANDONED:
                 path.unlink()
 
 
 @functools.cache
-def _say_unusable(folder: Path, verb: str, reason: str) -> None:
+def _log_unusable(folder: Path, verb: str, reason: str) -> None:
     """Say once that programs are compiled anew each time."""
     _logger.warning(
         "no cache of compiled programs: cannot %s %s (%s); %s=off silences this",

@@ -32,7 +32,7 @@ class InputShapes:
         # The n-th shapes of several inputs go together, where they have equally many.
         tied = len(listed) > 1 and len({len(f.shapes) for f in listed}) == 1
         self._tied = listed if tied else []
-        self._related = list(_related(features, sizes))
+        self._related = list(_dimensions_with_expressions(features, sizes))
         self._names = tuple(f.name for f in self._open)
 
     @property
@@ -69,7 +69,7 @@ class InputShapes:
         return ", ".join(f"{feature.name!r} {list(shape)}" for feature, shape in pairs)
 
     def _check_relations(self, shapes: Mapping[str, Shape]) -> None:
-        known: dict[str, tuple[int, _Place]] = {}
+        known: dict[str, tuple[int, _Dimension]] = {}
         for place in self._related:
             if place.symbol is None or (place.symbol in known and not place.is_plain):
                 continue
@@ -87,7 +87,7 @@ class InputShapes:
         for place in self._related:
             if not place.expression.symbols <= values.keys():
                 continue
-            size, wanted = place.size_in(shapes), _evaluated(place.expression, values)
+            size, wanted = place.size_in(shapes), _evaluate(place.expression, values)
             if size != wanted:
                 sources = (known[symbol] for symbol in sorted(place.expression.symbols))
                 origin = " and ".join(str(source) for _, source in sources)
@@ -99,7 +99,7 @@ class InputShapes:
                 )
 
 
-def _evaluated(expression: SizeExpression, values: Mapping[str, int]) -> int:
+def _evaluate(expression: SizeExpression, values: Mapping[str, int]) -> int:
     try:
         return expression.evaluate(values)
     except OptionError as error:
@@ -107,7 +107,7 @@ def _evaluated(expression: SizeExpression, values: Mapping[str, int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Dimension:
     """A dimension of an input whose size is an expression of symbols."""
 
     name: str
@@ -132,10 +132,12 @@ class _Place:
         return f"dimension {self.axis} of {self.name!r}"
 
 
-def _related(features: Sequence[Feature], sizes: Mapping[str, Sizes]) -> Iterator[_Place]:
+def _dimensions_with_expressions(
+    features: Sequence[Feature], sizes: Mapping[str, Sizes]
+) -> Iterator[_Dimension]:
     """The dimensions that depend on others, those that are symbols themselves first."""
     ranks = {f.name: len(f.bounds) for f in features if f.bounds}
-    places: list[_Place] = []
+    places: list[_Dimension] = []
     for name, listed in sizes.items():
         open_sizes = [(i, e) for i, e in enumerate(listed) if isinstance(e, SizeExpression)]
         if open_sizes and ranks.get(name) != len(listed):
@@ -144,7 +146,7 @@ def _related(features: Sequence[Feature], sizes: Mapping[str, Sizes]) -> Iterato
                 got=str(len(listed)),
                 expected=", ".join(f"{n} {rank}" for n, rank in ranks.items()) or "none",
             )
-        places += [_Place(name, axis, expression) for axis, expression in open_sizes]
+        places += [_Dimension(name, axis, expression) for axis, expression in open_sizes]
     return iter(sorted(places, key=lambda place: not place.is_plain))
 
 
@@ -166,21 +168,21 @@ def check_shape(feature: Feature, shape: tuple[int, ...]) -> None:
                 expected=" | ".join(str(list(listed)) for listed in feature.shapes),
             )
         return
-    ranges = _ranges(feature)
+    ranges = _allowed_sizes(feature)
     if ranges is None:
         return
     if len(shape) != len(ranges):
         raise InputError(
             f"input {feature.name!r} has the wrong rank",
             got=f"{len(shape)} (shape {list(shape)})",
-            expected=f"{len(ranges)} (shape {_listed(ranges)})",
+            expected=f"{len(ranges)} (shape {_format_ranges(ranges)})",
         )
     for axis, (size, (low, high)) in enumerate(zip(shape, ranges, strict=True)):
         if size < low or (high is not None and size > high):
             raise InputError(
                 f"input {feature.name!r} has the wrong size in dimension {axis}",
                 got=f"{size} (shape {list(shape)})",
-                expected=f"{_range((low, high))} (shape {_listed(ranges)})",
+                expected=f"{_format_range((low, high))} (shape {_format_ranges(ranges)})",
             )
 
 
@@ -188,10 +190,10 @@ def smallest_shape(feature: Feature) -> tuple[int, ...]:
     """The shape of an input that is left out: the first listed, or the smallest allowed."""
     if feature.shapes:
         return feature.shapes[0]
-    return tuple(max(low, 1) for low, _ in _ranges(feature) or ())
+    return tuple(max(low, 1) for low, _ in _allowed_sizes(feature) or ())
 
 
-def _ranges(feature: Feature) -> tuple[Range, ...] | None:
+def _allowed_sizes(feature: Feature) -> tuple[Range, ...] | None:
     """The sizes each dimension may have; None when the rank itself is free."""
     if feature.bounds:
         return feature.bounds
@@ -201,12 +203,12 @@ def _ranges(feature: Feature) -> tuple[Range, ...] | None:
     return tuple((0, None) if size is None else (size, size) for size in declared)
 
 
-def _range(bounds: Range) -> str:
+def _format_range(bounds: Range) -> str:
     low, high = bounds
     if low == high:
         return str(low)
     return f"{low}.." if high is None else f"{low}..{high}"
 
 
-def _listed(ranges: tuple[Range, ...]) -> str:
-    return f"[{', '.join(map(_range, ranges))}]"
+def _format_ranges(ranges: tuple[Range, ...]) -> str:
+    return f"[{', '.join(map(_format_range, ranges))}]"

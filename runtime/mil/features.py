@@ -28,7 +28,7 @@ _ARRAY_DTYPES = {
 Features = tuple[Feature, ...]
 
 
-def of_function(
+def read_features(
     name: str, description: Any, types: Mapping[str, ValueType]
 ) -> tuple[Features, Features, Features]:
     """Inputs, outputs and states of one function, in declaration order.

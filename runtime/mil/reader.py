@@ -201,7 +201,7 @@ class _Reader:
         types = {p.name: p.type for p in params}
         for op in block.ops:
             types.update((o.name, o.type) for o in op.outputs)
-        inputs, outputs, states = features.of_function(name, description, types)
+        inputs, outputs, states = features.read_features(name, description, types)
         function = Function(name, message.opset, params, block, inputs, outputs, states)
         check_function(function)
         return function

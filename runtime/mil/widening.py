@@ -30,7 +30,7 @@ _WIDER = {DType.FP16: DType.FP32, DType.BF16: DType.FP32, DType.INT32: DType.INT
 _WIDER_LABELS = {narrow.label: wide.label for narrow, wide in _WIDER.items()}
 
 
-def widened(function: Function) -> Function:
+def widen_function(function: Function) -> Function:
     """``function`` with fp32 for every fp16 and int64 for every int32.
 
     That holds for parameters, values, weights, states, and inputs and outputs of the model. Names
@@ -97,7 +97,7 @@ def _tensor(declared: TensorType) -> TensorType:
     return replace(declared, dtype=_WIDER.get(declared.dtype, declared.dtype))
 
 
-def widened_array(array: NDArray[Any]) -> NDArray[Any]:
+def widen_array(array: NDArray[Any]) -> NDArray[Any]:
     """An input of a function as an input of the same function, widened."""
     wide = {dtype.numpy: wide.numpy for dtype, wide in _WIDER.items() if dtype is not DType.BF16}
     return array.astype(wide.get(array.dtype, array.dtype), copy=False)

@@ -27,7 +27,7 @@ from coreml_delegate.runtime.program.delegate import (
     PassedOver,
 )
 from coreml_delegate.runtime.program.inputs import Value, check_inputs, in_dim_order
-from coreml_delegate.runtime.program.instructions import bind_method, passed_by
+from coreml_delegate.runtime.program.instructions import bind_method, find_delegate_only_values
 from coreml_delegate.runtime.program.kernels import find_kernel
 from coreml_delegate.runtime.program.memory import BufferState, ProgramMemory, fill
 from coreml_delegate.runtime.program.plan import (
@@ -243,7 +243,7 @@ class _LoadedMethod:
         for index in method.outputs:
             if isinstance(method.values[index], IndexList):
                 raise ProgramError(f"method {method.name!r} returns a list as a single output")
-        passed = passed_by(method, delegates)
+        passed = find_delegate_only_values(method, delegates)
         self._replaced = self._replaced_inputs(passed.inputs)
         bound = bind_method(method, values, delegates, self._replaced, passed)
         self._chains = bound.chains

@@ -53,7 +53,7 @@ def bind_method(
     values: list[Any],
     delegates: Sequence[DelegateCallable],
     moving_inputs: Iterable[int],
-    passed: Passed,
+    passed: DelegateOnlyValues,
 ) -> BoundMethod:
     """Turn the instructions of a method into steps.
 
@@ -83,7 +83,7 @@ def bind_method(
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class DelegateOnlyValues:
     """Values that need no place in the program's memory, because delegates alone handle them.
 
     Attributes:
@@ -95,7 +95,9 @@ class Passed:
     outputs: frozenset[int]
 
 
-def passed_by(method: MethodInfo, delegates: Sequence[DelegateCallable]) -> Passed:
+def find_delegate_only_values(
+    method: MethodInfo, delegates: Sequence[DelegateCallable]
+) -> DelegateOnlyValues:
     """What delegates alone handle.
 
     Args:
@@ -127,7 +129,7 @@ def passed_by(method: MethodInfo, delegates: Sequence[DelegateCallable]) -> Pass
         for index in made.keys() & set(method.outputs) - touched - taken - set(method.inputs)
         if made[index] == 1 and _is_row_major(method.values[index])
     }
-    return Passed(frozenset(inputs), frozenset(outputs))
+    return DelegateOnlyValues(frozenset(inputs), frozenset(outputs))
 
 
 def _is_row_major(value: ValueSpec) -> bool:
@@ -175,7 +177,7 @@ class _Binder:
         kernels: dict[str, Kernel],
         delegates: Sequence[DelegateCallable],
         moving: frozenset[int],
-        passed: Passed,
+        passed: DelegateOnlyValues,
     ) -> None:
         self._method = method
         self._values = values

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from coreml_delegate.runtime.program.plan import KernelCall, MethodInfo, TensorSpec
-from coreml_delegate.runtime.snapshots import Array, Snapshot, fitting_all
+from coreml_delegate.runtime.snapshots import Array, Snapshot, cast_snapshot
 
 
 class DelegateState(Protocol):
@@ -73,7 +73,7 @@ def restore(states: States, given: Mapping[str, Array]) -> None:
         InputError: A name too many or too few, or another shape or kind of dtype; then nothing is
             replaced.
     """
-    checked = fitting_all(snapshot(states), given)
+    checked = cast_snapshot(snapshot(states), given)
     for place, state in states.items():
         state.restore(
             {n: checked[f"{place}.{n}"] for n in state.snapshot()},

@@ -77,8 +77,8 @@ def test_f32_is_the_default_wherever_it_runs():
 
 
 def test_emulation_is_said_once(monkeypatch, caplog):
-    monkeypatch.setattr(compilation, "emulates", lambda hint: True)
-    compilation._say_emulated.cache_clear()
+    monkeypatch.setattr(compilation, "emulates_precision", lambda hint: True)
+    compilation._log_emulated.cache_clear()
     mode = compilation._Mode("bf16", "no CPU has this")
     with caplog.at_level(logging.WARNING):
         compilation._require_precision(_core(), mode)
@@ -88,7 +88,7 @@ def test_emulation_is_said_once(monkeypatch, caplog):
 
 
 def test_a_precision_the_cpu_does_not_have(monkeypatch):
-    monkeypatch.setattr(compilation, "emulates", lambda hint: False)
+    monkeypatch.setattr(compilation, "emulates_precision", lambda hint: False)
     missing = compilation._Mode("bf16", "no CPU has this")
     monkeypatch.setattr(compilation, "_MODES", {Precision.BF16: missing})
     main, _ = _between_products(lambda x: x)

@@ -316,12 +316,12 @@ def test_a_killed_writer_leaves_nothing_that_is_read(folder, monkeypatch):
     for file in cache.files():
         assert cache.read(bytes.fromhex(file.path.stem)) is not None
     # A later start leaves what may still be written alone, and sweeps what is an hour old.
-    entry_cache._swept.cache_clear()
+    entry_cache._sweep_unfinished.cache_clear()
     cache.write(bytes(32), {}, b"")
     assert left[0].exists()
     long_ago = time.time() - 2 * entry_cache._ABANDONED
     os.utime(left[0], (long_ago, long_ago))
-    entry_cache._swept.cache_clear()
+    entry_cache._sweep_unfinished.cache_clear()
     cache.write(bytes(32), {}, b"")
     assert not left[0].exists()
 

@@ -10,10 +10,10 @@ from executorch.runtime import Runtime
 
 from coreml_delegate.errors import BlobFormatError, UnsupportedOpError
 from coreml_delegate.runtime.program import kernels
-from coreml_delegate.runtime.program.instructions import Passed, bind_method
+from coreml_delegate.runtime.program.instructions import DelegateOnlyValues, bind_method
 from coreml_delegate.runtime.program.plan import KernelCall, MethodInfo
 
-_NOTHING = Passed(frozenset(), frozenset())
+_NOTHING = DelegateOnlyValues(frozenset(), frozenset())
 
 
 def _prim_schemas() -> dict[str, object]:

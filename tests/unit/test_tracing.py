@@ -13,7 +13,7 @@ from coreml_delegate.runtime.diagnosis import Fault, energy, ratio_db, signal_an
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.location import Location, describe_op, location_of
 from coreml_delegate.runtime.mil.program import Function, Program, TensorType
-from coreml_delegate.runtime.mil.widening import widened
+from coreml_delegate.runtime.mil.widening import widen_function
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.targets import Opset
 
@@ -140,7 +140,7 @@ def test_the_widened_program_computes_in_fp32():
         return mb.cast(x=mb.cast(x=rms_norm(x), dtype="fp32"), dtype="fp16")
 
     narrow = model(function, {"x": _X})
-    wide = widened(narrow.function)
+    wide = widen_function(narrow.function)
     assert DType.FP16 in dtypes(narrow.function)
     assert DType.FP16 not in dtypes(wide)
     assert [op.type for op in wide.block.walk()] == [op.type for op in narrow.function.block.walk()]

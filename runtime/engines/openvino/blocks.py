@@ -11,7 +11,7 @@ import numpy as np
 from coreml_delegate.errors import CoreMLDelegateError, UnsupportedOpError
 from coreml_delegate.runtime.engines.op_table import Parameter
 from coreml_delegate.runtime.engines.openvino import graph
-from coreml_delegate.runtime.engines.openvino.scope import Scope, stand_in
+from coreml_delegate.runtime.engines.openvino.scope import Scope, make_parameter
 from coreml_delegate.runtime.engines.openvino.translations import EXACT_NAN, TRANSLATIONS
 from coreml_delegate.runtime.engines.openvino.values import Form, TensorList, Value, Weight, refusal
 from coreml_delegate.runtime.mil.program import (
@@ -28,7 +28,7 @@ from coreml_delegate.runtime.op_errors import OpTranslationError, blame, last_li
 from coreml_delegate.targets import Opset
 
 # Ops whose results coremltools declares too small: it forgets that a condition broadcasts too.
-_MISDECLARING = frozenset({"select"})
+_WRONGLY_DECLARED = frozenset({"select"})
 
 # What OpenVINO's binding raises for a graph it refuses to build.
 _BUILD_ERRORS = (ArithmeticError, RuntimeError, TypeError, ValueError, LookupError)
@@ -81,12 +81,12 @@ class BlockTranslator:
         except (CoreMLDelegateError, *_BUILD_ERRORS) as error:
             if self.reasons is None:
                 remedy = "Run this program on the reference engine"
-                blame(error, OpTranslationError, _reason(op, error), remedy=remedy)
+                blame(error, OpTranslationError, _describe_failure(op, error), remedy=remedy)
             # An op whose blocks have said what fails adds nothing.
             if len(self.reasons) == found_before:
-                self.reasons.append(_reason(op, error))
+                self.reasons.append(_describe_failure(op, error))
             for out in op.outputs:
-                _substitute(out, scope)
+                _bind_stand_in(out, scope)
 
     def _apply(self, op: Op, scope: Scope) -> tuple[Value, ...]:
         special = self.special.get(op.type)
@@ -114,14 +114,14 @@ class BlockTranslator:
         """
         if not isinstance(declared.type, TensorType):
             raise refusal("result that is no tensor", declared.type)
-        value = graph.converted(graph.output(value), graph.GRAPH_TYPE[declared.type.dtype])
+        value = graph.convert_to(graph.output(value), graph.GRAPH_TYPE[declared.type.dtype])
         shape, expected = value.get_partial_shape(), declared.type.shape
         if (
             expected is not None
             and shape.rank.is_static
-            and not _agree(graph.dims(value), expected)
+            and not _shapes_may_agree(graph.dims(value), expected)
         ):
-            if op.type not in _MISDECLARING and not self._is_misled(op):
+            if op.type not in _WRONGLY_DECLARED and not self._is_misled(op):
                 raise refusal("result shape", list(graph.dims(value)), str(list(expected)))
             self.misdeclared.add(declared.name)
         value.get_node().set_friendly_name(declared.name)
@@ -164,11 +164,11 @@ def _argument(name: str, form: Form, values: list[Value], scope: Scope) -> Any:
         if not isinstance(value, TensorList):
             raise refusal(f"parameter {name!r}", "a tensor", "a list")
         return value
-    literals = [literal(name, value) for value in values]
+    literals = [read_literal(name, value) for value in values]
     return _READERS[form](literals)
 
 
-def literal(name: str, value: Value) -> Any:
+def read_literal(name: str, value: Value) -> Any:
     """The content of a value that is known when compiling.
 
     Raises:
@@ -178,56 +178,56 @@ def literal(name: str, value: Value) -> Any:
         return value.data
     if isinstance(value, Weight):
         return value.dense()
-    data = None if isinstance(value, TensorList) else graph.known(value)
+    data = None if isinstance(value, TensorList) else graph.constant_data(value)
     if data is None:
         raise refusal(f"parameter {name!r}", "a value computed at run time", "a constant")
     return data
 
 
-def _substitute(out: NamedType, scope: Scope) -> None:
+def _bind_stand_in(out: NamedType, scope: Scope) -> None:
     try:
         if isinstance(out.type, ListType) and isinstance(out.type.element, TensorType):
             element = out.type.element
             packed = TensorType(element.dtype, (None, *(element.shape or ())))
-            elements = stand_in(out.name, packed)[1]
+            elements = make_parameter(out.name, packed)[1]
             scope.values[out.name] = TensorList(elements, grows=True)
         else:
-            scope.values[out.name] = stand_in(out.name, out.type)[1]
+            scope.values[out.name] = make_parameter(out.name, out.type)[1]
     except UnsupportedOpError:
         # Labels and the like: later uses of the name report themselves.
         scope.values.pop(out.name, None)
 
 
-def _agree(actual: Sequence[int | None], declared: Sequence[int | None]) -> bool:
+def _shapes_may_agree(actual: Sequence[int | None], declared: Sequence[int | None]) -> bool:
     """Whether two shapes can be the same."""
     return len(actual) == len(declared) and all(
         None in (one, other) or one == other for one, other in zip(actual, declared, strict=True)
     )
 
 
-def _flat(literals: list[Any]) -> list[Any]:
+def _flatten(literals: list[Any]) -> list[Any]:
     return [item for literal in literals for item in np.asarray(literal).reshape(-1).tolist()]
 
 
-def _one(literals: list[Any]) -> Any:
-    (item,) = _flat(literals)
+def _single(literals: list[Any]) -> Any:
+    (item,) = _flatten(literals)
     return item
 
 
 _READERS: Mapping[Form, Callable[[list[Any]], Any]] = {
     Form.ARRAY: lambda literals: np.asarray(literals[0]),
-    Form.INTS: lambda literals: tuple(int(item) for item in _flat(literals)),
-    Form.BOOLS: lambda literals: tuple(bool(item) for item in _flat(literals)),
+    Form.INTS: lambda literals: tuple(int(item) for item in _flatten(literals)),
+    Form.BOOLS: lambda literals: tuple(bool(item) for item in _flatten(literals)),
     Form.SIZES: lambda literals: tuple(
-        None if isinstance(item, str) else int(item) for item in _flat(literals)
+        None if isinstance(item, str) else int(item) for item in _flatten(literals)
     ),
-    Form.INT: lambda literals: int(_one(literals)),
-    Form.FLOAT: lambda literals: float(_one(literals)),
-    Form.BOOL: lambda literals: bool(_one(literals)),
-    Form.STR: lambda literals: str(_one(literals)),
+    Form.INT: lambda literals: int(_single(literals)),
+    Form.FLOAT: lambda literals: float(_single(literals)),
+    Form.BOOL: lambda literals: bool(_single(literals)),
+    Form.STR: lambda literals: str(_single(literals)),
 }
 
 
-def _reason(op: Op, error: Exception) -> str:
+def _describe_failure(op: Op, error: Exception) -> str:
     """Return one line: op type, its first output, and what went wrong."""
     return f"{op.type} (output {op.name!r}): {last_line(error)}"

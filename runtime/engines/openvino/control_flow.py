@@ -14,14 +14,14 @@ import openvino as ov
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines import limits
-from coreml_delegate.runtime.engines.openvino.blocks import BlockTranslator, Special, literal
+from coreml_delegate.runtime.engines.openvino.blocks import BlockTranslator, Special, read_literal
 from coreml_delegate.runtime.engines.openvino.graph import (
     GRAPH_TYPE,
     INT_MAX,
-    converted,
+    constant_data,
+    convert_to,
     element_type,
     ints,
-    known,
     rank,
     reshape,
 )
@@ -65,8 +65,8 @@ def cond(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]
     """The first block if the predicate is true, else the second."""
     (binding,) = op.inputs["pred"]
     predicate = scope.value(binding)
-    if isinstance(predicate, Constant | Weight) or known(predicate) is not None:
-        chosen = op.blocks[0 if bool(literal("pred", predicate)) else 1]
+    if isinstance(predicate, Constant | Weight) or constant_data(predicate) is not None:
+        chosen = op.blocks[0 if bool(read_literal("pred", predicate)) else 1]
         return tuple(translator.block(chosen, scope.nested()))
     states = _written_states(op.blocks)
     then_scope, else_scope = scope.body(), scope.body()
@@ -109,7 +109,7 @@ def while_loop(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value
     again = _test(translator, condition, inner, computed)
     results = [_packed(value, inner) for value in computed] + [inner.state(n) for n in states]
     results = [
-        converted(value, element_type(start)) for value, start in zip(results, starts, strict=True)
+        convert_to(value, element_type(start)) for value, start in zip(results, starts, strict=True)
     ]
     turn = ov.op.Parameter(ov.Type.i32, ov.PartialShape([]))
     turned = ops.add(turn, ints(1))
@@ -149,7 +149,7 @@ def _branch(
     """The outputs of a block, and a model of it whose results are those, then the states."""
     values = translator.block(block, scope)
     results = [
-        converted(_packed(value, scope), _element_type(named.type))
+        convert_to(_packed(value, scope), _element_type(named.type))
         for value, named in zip(values, declared, strict=True)
     ]
     results += [scope.state(name) for name in states]
@@ -178,7 +178,7 @@ def _test(
 
 def _one_flag(value: Any) -> Any:
     """A boolean of any shape with one element, as the scalar OpenVINO wants."""
-    flag = converted(value, ov.Type.boolean)
+    flag = convert_to(value, ov.Type.boolean)
     return flag if rank(flag) == 0 else reshape(flag, ()).output(0)
 
 

@@ -103,7 +103,7 @@ def static_dims(value: Tensor, axes: Sequence[int]) -> tuple[int, ...]:
     return sizes
 
 
-def normalized(axis: int, rank_: int) -> int:
+def normalize_axis(axis: int, rank_: int) -> int:
     """A possibly negative axis, counted from the front."""
     return axis + rank_ if axis < 0 else axis
 
@@ -118,15 +118,15 @@ def scalar(number: float, like: Tensor) -> Any:
     return ops.constant(np.asarray(number), dtype=element_type(like))
 
 
-def known(value: Tensor) -> NDArray[np.generic] | None:
+def constant_data(value: Tensor) -> NDArray[np.generic] | None:
     """The content of a value that is a constant in the graph, None for any other."""
     node = output(value).get_node()
     return np.asarray(node.data) if isinstance(node, ov.op.Constant) else None
 
 
-def known_ints(value: Tensor) -> tuple[int, ...] | None:
+def constant_ints(value: Tensor) -> tuple[int, ...] | None:
     """The elements of a constant integer vector or scalar, None for any other value."""
-    data = known(value)
+    data = constant_data(value)
     return None if data is None else tuple(int(item) for item in data.reshape(-1))
 
 
@@ -140,7 +140,7 @@ def shape_of(value: Tensor) -> Any:
 
 def dim_of(value: Tensor, axis: int) -> Any:
     """The run-time size of one axis, an i32 scalar."""
-    return ops.gather(shape_of(value), ints(normalized(axis, rank(value))), ints(0))
+    return ops.gather(shape_of(value), ints(normalize_axis(axis, rank(value))), ints(0))
 
 
 def reshape(value: Tensor, shape: Sequence[int]) -> Any:
@@ -184,7 +184,7 @@ def _is_computed(value: Tensor) -> bool:
     return False
 
 
-def converted(value: Tensor, destination: ov.Type) -> Any:
+def convert_to(value: Tensor, destination: ov.Type) -> Any:
     """A value with element type ``destination``; booleans are tested against zero."""
     source = element_type(value)
     if source == destination:
@@ -209,7 +209,7 @@ def array_constant(array: NDArray[np.generic]) -> Any:
     return ops.constant(alias, shared_memory=True)
 
 
-def widened(constant: Any, destination: ov.Type) -> Any:
+def widen_constant(constant: Any, destination: ov.Type) -> Any:
     """A floating-point constant as ``destination``, kept as narrow as it is.
 
     The plugin computes such a conversion once and keeps a second copy of the constant, unless the

@@ -19,14 +19,14 @@ import openvino as ov
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
-    converted,
+    constant_ints,
+    convert_to,
     dim_of,
     dims,
     element_type,
     ints,
     is_float,
-    known_ints,
-    normalized,
+    normalize_axis,
     output,
     per_channel,
     rank,
@@ -60,11 +60,11 @@ class RowWrite:
         return ops.scatter_update(before, self.places, rows, ints(axis)).output(0)
 
 
-def row_writes(before: Any, after: Any) -> tuple[RowWrite, ...] | None:
+def find_row_writes(before: Any, after: Any) -> tuple[RowWrite, ...] | None:
     """The writes, in order, that make ``after`` of ``before``; None if anything else does."""
     found: list[RowWrite] = []
-    while not _same(before, after):
-        write = _write(after)
+    while not _is_same_output(before, after):
+        write = _as_row_write(after)
         if write is None:
             return None
         found.append(write)
@@ -72,7 +72,7 @@ def row_writes(before: Any, after: Any) -> tuple[RowWrite, ...] | None:
     return tuple(reversed(found))
 
 
-def read_apart(after: Any) -> None:
+def split_readers(after: Any) -> None:
     """Let what reads a written tensor read what was there before, and the rows.
 
     Readers that need the tensor as it is keep it; the plugin then copies it.
@@ -80,7 +80,7 @@ def read_apart(after: Any) -> None:
     Args:
         after: The result of a row write.
     """
-    write = _write(after)
+    write = _as_row_write(after)
     if write is None:
         return
     for port in list(output(after).get_target_inputs()):
@@ -90,41 +90,41 @@ def read_apart(after: Any) -> None:
         if replacement is None:
             continue
         reader.output(0).replace(replacement)
-        read_apart(replacement)
-    read_apart(write.before)
+        split_readers(replacement)
+    split_readers(write.before)
 
 
-def _write(value: Any) -> RowWrite | None:
+def _as_row_write(value: Any) -> RowWrite | None:
     node = output(value).get_node()
     if node.get_type_name() != _SCATTER:
         return None
     before, places, rows = (node.input_value(place) for place in range(3))
-    axis = known_ints(node.input_value(3))
+    axis = constant_ints(node.input_value(3))
     if axis is None or rank(places) != 1 or element_type(places) != ov.Type.i32:
         return None
     if None in dims(before) or None in dims(rows):
         return None
-    write = RowWrite(before, places, rows, normalized(axis[0], rank(before)))
+    write = RowWrite(before, places, rows, normalize_axis(axis[0], rank(before)))
     written, existing = (static_dims(x, (write.axis,)) for x in (rows, before))
     return write if written < existing else None
 
 
-def _same(one: Any, other: Any) -> bool:
+def _is_same_output(one: Any, other: Any) -> bool:
     ports = [
         (value.get_node().get_name(), value.get_index()) for value in map(output, (one, other))
     ]
     return ports[0] == ports[1]
 
 
-def _transposed(write: RowWrite, reader: Any, _: int) -> Any | None:
-    order = known_ints(reader.input_value(1))
+def _split_transpose(write: RowWrite, reader: Any, _: int) -> Any | None:
+    order = constant_ints(reader.input_value(1))
     if not order:
         return None
     before, rows = (ops.transpose(x, ints(order)) for x in (write.before, write.rows))
     return write.with_rows(before, rows, order.index(write.axis))
 
 
-def _viewed(write: RowWrite, reader: Any, port: int) -> Any | None:
+def _split_reshape(write: RowWrite, reader: Any, port: int) -> Any | None:
     """A view in which rows remain rows: what is before and behind their axis may be merged."""
     shape, axis = dims(write.before), write.axis
     view = dims(reader.output(0))
@@ -144,7 +144,7 @@ def _viewed(write: RowWrite, reader: Any, port: int) -> Any | None:
     return write.with_rows(reshape(write.before, sizes), reshape(write.rows, narrow), kept[0])
 
 
-def _multiplied(write: RowWrite, reader: Any, port: int) -> Any | None:
+def _split_matmul(write: RowWrite, reader: Any, port: int) -> Any | None:
     attributes = reader.get_attributes()
     transposes = attributes["transpose_a"], attributes["transpose_b"]
     other = reader.input_value(1 - port)
@@ -165,11 +165,13 @@ def _multiplied(write: RowWrite, reader: Any, port: int) -> Any | None:
     factors = ops.gather(other, write.places, ints(axis))
     nothing = ops.broadcast(scalar(0, other), shape_of(factors))
     elsewhere = write.with_rows(other, nothing, axis)
-    factors = ops.select(per_channel(_counting(write.places), rank(other), axis), factors, nothing)
+    factors = ops.select(
+        per_channel(_is_last_write(write.places), rank(other), axis), factors, nothing
+    )
     return ops.add(product(write.before, elsewhere), product(write.rows, factors)).output(0)
 
 
-def _counting(places: Any) -> Any:
+def _is_last_write(places: Any) -> Any:
     """Whether no later place is the same, bool [C]."""
     (count,) = dims(places)
     later = ops.constant(np.triu(np.ones((count or 0, count or 0), bool), 1))
@@ -177,13 +179,13 @@ def _counting(places: Any) -> Any:
     return ops.logical_not(ops.reduce_logical_or(ops.logical_and(same, later), ints((1,))))
 
 
-def _gathered(write: RowWrite, reader: Any, port: int) -> Any | None:
-    axis = known_ints(reader.input_value(2))
+def _split_gather(write: RowWrite, reader: Any, port: int) -> Any | None:
+    axis = constant_ints(reader.input_value(2))
     batch = reader.get_attributes()["batch_dims"]
     total = rank(write.before)
-    if port or batch or axis is None or normalized(axis[0], total) != write.axis:
+    if port or batch or axis is None or normalize_axis(axis[0], total) != write.axis:
         return None
-    wanted = converted(reader.input_value(1), element_type(write.places))
+    wanted = convert_to(reader.input_value(1), element_type(write.places))
     read = rank(wanted)
     size = dim_of(write.before, write.axis)
     wanted = ops.select(ops.less(wanted, ints(0)), ops.add(wanted, size), wanted)
@@ -202,12 +204,12 @@ def _gathered(write: RowWrite, reader: Any, port: int) -> Any | None:
 
 
 _READERS: Mapping[str, Callable[[RowWrite, Any, int], Any | None]] = {
-    "Gather": _gathered,
-    "MatMul": _multiplied,
-    "Reshape": _viewed,
-    "Squeeze": _viewed,
-    "Transpose": _transposed,
-    "Unsqueeze": _viewed,
+    "Gather": _split_gather,
+    "MatMul": _split_matmul,
+    "Reshape": _split_reshape,
+    "Squeeze": _split_reshape,
+    "Transpose": _split_transpose,
+    "Unsqueeze": _split_reshape,
 }
 """Reader of a written tensor -> the same result of what was there before and the rows, if any.
 

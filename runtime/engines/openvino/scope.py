@@ -124,7 +124,7 @@ class Scope:
             return value
         if isinstance(value, TensorList):
             return TensorList(self._captured(value.elements), value.grows)
-        data = graph.known(value)
+        data = graph.constant_data(value)
         if data is not None:
             # Repeated rather than passed, so that it remains known where it is used.
             return ops.constant(np.array(data), dtype=graph.element_type(value)).output(0)
@@ -142,7 +142,7 @@ class _Shared:
     captures: list[Capture] = field(default_factory=list[Capture])
 
 
-def stand_in(name: str, type_: ValueType) -> tuple[Any, Any]:
+def make_parameter(name: str, type_: ValueType) -> tuple[Any, Any]:
     """A parameter of a MIL type, and its value inside the graph.
 
     Raises:
@@ -152,7 +152,7 @@ def stand_in(name: str, type_: ValueType) -> tuple[Any, Any]:
         raise refusal(f"value {name!r} has a type OpenVINO cannot hold", type_)
     node = ov.op.Parameter(graph.INTERFACE_TYPE[type_.dtype], partial_shape(type_.shape))
     node.set_friendly_name(name)
-    return node, graph.converted(node.output(0), graph.GRAPH_TYPE[type_.dtype])
+    return node, graph.convert_to(node.output(0), graph.GRAPH_TYPE[type_.dtype])
 
 
 def partial_shape(shape: tuple[int | None, ...] | None) -> Any:
@@ -172,7 +172,7 @@ def _constant_node(constant: Constant) -> Any:
     if data.dtype == dtype:
         return graph.array_constant(data).output(0)
     if data.dtype == np.float16 and data.nbytes >= _KEEP_FP16_BYTES:
-        return graph.widened(graph.array_constant(data), wanted).output(0)
+        return graph.widen_constant(graph.array_constant(data), wanted).output(0)
     return ops.constant(np.asarray(data.astype(dtype), order="C")).output(0)
 
 

@@ -12,8 +12,8 @@ from coreml_delegate.errors import UnsupportedOpError
 from coreml_delegate.runtime.engines.openvino import graph
 from coreml_delegate.runtime.engines.openvino.blocks import BlockTranslator
 from coreml_delegate.runtime.engines.openvino.control_flow import SPECIAL
-from coreml_delegate.runtime.engines.openvino.row_writes import read_apart, row_writes
-from coreml_delegate.runtime.engines.openvino.scope import Scope, stand_in
+from coreml_delegate.runtime.engines.openvino.row_writes import find_row_writes, split_readers
+from coreml_delegate.runtime.engines.openvino.scope import Scope, make_parameter
 from coreml_delegate.runtime.engines.openvino.session.states import StateTypes, Writes
 from coreml_delegate.runtime.engines.openvino.values import Value, refusal
 from coreml_delegate.runtime.mil.program import (
@@ -54,14 +54,14 @@ def translate(function: Function, *, exact_nan: bool = False) -> Translated:
     Raises:
         UnsupportedOpError: An op, or a mode or type of it, has no translation.
     """
-    return _translation(function, None, exact_nan=exact_nan).model()
+    return _translate_blocks(function, None, exact_nan=exact_nan).model()
 
 
 def unsupported(function: Function) -> list[str]:
     """Every reason why ``function`` cannot be translated, each once, in program order."""
     reasons: list[str] = []
     try:
-        translation = _translation(function, reasons)
+        translation = _translate_blocks(function, reasons)
         if not reasons:
             translation.model()
     except UnsupportedOpError as error:
@@ -114,18 +114,18 @@ class _Translation:
         """The parameter of a state, the results that say what it becomes, and what those are."""
         parameter, before, type_ = self.states[name]
         after = self.scope.state(name)
-        writes = row_writes(before, after)
+        writes = find_row_writes(before, after)
         if writes is None:
-            return parameter, [_exported(after, type_, name)], None
+            return parameter, [_make_result(after, type_, name)], None
         kept = ov.op.Parameter(graph.element_type(before), parameter.get_partial_shape())
         kept.set_friendly_name(name)
         results = [
             result
             for write in writes
-            for result in (ops.result(write.places), _exported(write.rows, type_, name))
+            for result in (ops.result(write.places), _make_result(write.rows, type_, name))
         ]
         graph.output(before).replace(kept.output(0))
-        read_apart(after)
+        split_readers(after)
         return kept, results, tuple(write.axis for write in writes)
 
     def _result(self, feature: Feature, declared: dict[str, TensorType]) -> Any:
@@ -134,10 +134,10 @@ class _Translation:
             raise refusal("model output is not computed by its function", name)
         # The description may declare another dtype than the value has.
         type_ = declared.get(name, feature.type)
-        return _exported(self.scope.tensor(self.values[name]), type_, name)
+        return _make_result(self.scope.tensor(self.values[name]), type_, name)
 
 
-def _translation(
+def _translate_blocks(
     function: Function, reasons: list[str] | None, *, exact_nan: bool = False
 ) -> _Translation:
     scope = Scope()
@@ -145,11 +145,11 @@ def _translation(
     states: dict[str, tuple[Any, Any, TensorType]] = {}
     for param in function.params:
         if isinstance(param.type, StateType):
-            node, value = stand_in(param.name, param.type.wrapped)
+            node, value = make_parameter(param.name, param.type.wrapped)
             scope.set_state(param.name, value)
             states[param.name] = (node, value, param.type.wrapped)
         else:
-            inputs[param.name], scope.values[param.name] = stand_in(param.name, param.type)
+            inputs[param.name], scope.values[param.name] = make_parameter(param.name, param.type)
     translator = BlockTranslator(Opset.from_mil_name(function.opset), SPECIAL, exact_nan, reasons)
     outputs = translator.block(function.block, scope)
     values = dict(zip(function.block.outputs, outputs, strict=True))
@@ -161,9 +161,9 @@ def _declared_types(function: Function) -> dict[str, TensorType]:
     return {named.name: named.type for named in declared if isinstance(named.type, TensorType)}
 
 
-def _exported(value: Any, type_: TensorType, name: str) -> Any:
+def _make_result(value: Any, type_: TensorType, name: str) -> Any:
     if type_.dtype not in graph.INTERFACE_TYPE:
         raise refusal(f"output {name!r} has a type OpenVINO cannot hold", type_)
-    result = ops.result(graph.converted(value, graph.INTERFACE_TYPE[type_.dtype]))
+    result = ops.result(graph.convert_to(value, graph.INTERFACE_TYPE[type_.dtype]))
     result.set_friendly_name(name)
     return result

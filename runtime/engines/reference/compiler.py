@@ -25,17 +25,17 @@ from coreml_delegate.runtime.engines.reference.interpreter import (
     Source,
     Step,
     WriteStateStep,
-    as_results,
+    as_tuple,
     blame_op,
 )
 from coreml_delegate.runtime.engines.reference.kernels import KERNELS, Kernel, Passing
 from coreml_delegate.runtime.engines.reference.memory_guard import MemoryGuard
 from coreml_delegate.runtime.engines.reference.values import (
+    cast_to_declared,
+    constant_to_tensor,
     describe,
-    literal_of,
-    settle,
-    tensor_of_constant,
-    widened,
+    to_literal,
+    widen_tensor,
 )
 from coreml_delegate.runtime.mil.location import located_ops
 from coreml_delegate.runtime.mil.program import Binding, Block, Constant, Function, Op, Ref
@@ -96,7 +96,7 @@ def unsupported(function: Function) -> list[str]:
             missing = KERNELS.missing(op.type, opset)
             reasons.setdefault(op.type, f"{op.type}: {missing} {where}")
             continue
-        for name in _given(op):
+        for name in _arguments(op):
             if name not in kernel.schema.parameters:
                 missing = f"no parameter {name!r} in opset {opset.mil_name}"
                 reasons.setdefault(f"{op.type}.{name}", f"{op.type}: {missing} {where}")
@@ -159,7 +159,7 @@ class _Compiler:
         read: set[int] = set()
         fetches = tuple(self._fetch(scope.find(name), read) for name in block.outputs)
         own = {*inputs, *(slot for _, outputs, _ in steps for slot in outputs)}
-        entries = _with_frees(steps, own, read)
+        entries = _add_frees(steps, own, read)
         outer = set[int]().union(read, *(uses for _, _, uses in steps))
         compiled = CompiledBlock(inputs, entries, fetches, tuple(sorted(read & own)))
         return compiled, {slot for slot in outer if slot < first_local}
@@ -169,7 +169,7 @@ class _Compiler:
     def _step(self, op: Op, scope: _Scope, uses: set[int]) -> Step:
         sources = {
             name: tuple(_resolve(binding, scope) for binding in bindings)
-            for name, bindings in _given(op).items()
+            for name, bindings in _arguments(op).items()
         }
         if op.type == "cond":
             branches = [self._nested(block, scope, uses) for block in op.blocks]
@@ -211,13 +211,13 @@ class _Compiler:
     def _expand(self, op: Op, scope: _Scope) -> None:
         sources = {
             name: tuple(_resolve(binding, scope) for binding in bindings)
-            for name, bindings in _given(op).items()
+            for name, bindings in _arguments(op).items()
         }
         try:
             step = self._kernel_step(op, sources, set())
             with MemoryGuard():
-                results = as_results(step.kernel.function(**step.fixed))
-            values = [settle(r, o.type) for r, o in zip(results, op.outputs, strict=True)]
+                results = as_tuple(step.kernel.function(**step.fixed))
+            values = [cast_to_declared(r, o.type) for r, o in zip(results, op.outputs, strict=True)]
         except Exception as error:  # noqa: BLE001 - kernels raise anything
             known = {
                 name: tuple(None if isinstance(source, int) else source for source in given)
@@ -234,7 +234,7 @@ class _Compiler:
         passing = kernel.schema.parameters[name].form
         known = [source for source in sources if not isinstance(source, int)]
         if passing.literal:
-            values = tuple(literal_of(source) for source in known)
+            values = tuple(to_literal(source) for source in known)
         else:
             values = tuple(self._tensor(source, kernel.widen) for source in known)
         return values if passing.variadic else values[0]
@@ -248,12 +248,12 @@ class _Compiler:
 
     def _fetch_one(self, kernel: Kernel, passing: Passing, source: Source) -> Fetch:
         if not isinstance(source, int):
-            known = literal_of(source) if passing.literal else self._tensor(source, kernel.widen)
+            known = to_literal(source) if passing.literal else self._tensor(source, kernel.widen)
             return lambda _: known
         if passing.literal:
-            return lambda frame: literal_of(_tensor_in(frame, source))
+            return lambda frame: to_literal(_read_tensor(frame, source))
         if kernel.widen and passing is not Passing.LIST:
-            return lambda frame: widened(_tensor_in(frame, source))
+            return lambda frame: widen_tensor(_read_tensor(frame, source))
         return lambda frame: frame.slots[source]
 
     def _argument(self, op: Op, name: str, scope: _Scope, uses: set[int]) -> Fetch:
@@ -279,12 +279,12 @@ class _Compiler:
     def _tensor(self, source: Constant | Tensor, widen: bool) -> Tensor:
         key = (id(source), widen)
         if key not in self._tensors:
-            tensor = source if isinstance(source, Tensor) else tensor_of_constant(source)
-            self._tensors[key] = (source, widened(tensor) if widen else tensor)
+            tensor = source if isinstance(source, Tensor) else constant_to_tensor(source)
+            self._tensors[key] = (source, widen_tensor(tensor) if widen else tensor)
         return self._tensors[key][1]
 
 
-def _given(op: Op) -> dict[str, tuple[Binding, ...]]:
+def _arguments(op: Op) -> dict[str, tuple[Binding, ...]]:
     """The op's arguments; up to iOS17 those of ``constexpr`` ops are attributes."""
     given = {name: bindings for name, bindings in op.inputs.items() if bindings}
     if op.type.startswith(_CONSTEXPR):
@@ -296,14 +296,14 @@ def _resolve(binding: Binding, scope: _Scope) -> Source:
     return scope.find(binding.name) if isinstance(binding, Ref) else binding
 
 
-def _tensor_in(frame: Frame, slot: int) -> Tensor:
+def _read_tensor(frame: Frame, slot: int) -> Tensor:
     value = frame.read(slot)
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{describe(value)} where a tensor is needed")
     return value
 
 
-def _with_frees(
+def _add_frees(
     steps: list[tuple[Step, tuple[int, ...], set[int]]], own: set[int], read_last: set[int]
 ) -> tuple[Entry, ...]:
     """Steps with the slots that each is the last to use; a block frees its own slots only."""

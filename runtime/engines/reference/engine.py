@@ -17,13 +17,13 @@ from coreml_delegate.runtime.engines.reference.compiler import CompiledProgram
 from coreml_delegate.runtime.engines.reference.interpreter import Frame, KernelStep, Listener
 from coreml_delegate.runtime.engines.reference.values import (
     Value,
-    array_of,
-    carrier_of,
-    tensor_of_array,
+    array_to_tensor,
+    carrier_dtype,
+    value_to_array,
 )
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function, StateType, TensorType
-from coreml_delegate.runtime.snapshots import Snapshot, fitting, fitting_all
+from coreml_delegate.runtime.snapshots import Snapshot, cast_snapshot, cast_state
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class ReferenceState:
 
     def restore(self, snapshot: Mapping[str, Array]) -> None:
         """Replace the content of every state tensor; see ``State``."""
-        for name, value in fitting_all(self._held(), snapshot).items():
+        for name, value in cast_snapshot(self._held(), snapshot).items():
             self.tensors[name] = torch.from_numpy(value)
 
     def reset(self) -> None:
@@ -47,7 +47,7 @@ class ReferenceState:
 
     def write(self, name: str, value: Array) -> None:
         """Replace the content of one state tensor; see ``State``."""
-        self.tensors[name] = torch.from_numpy(fitting(self._held(), name, value))
+        self.tensors[name] = torch.from_numpy(cast_state(self._held(), name, value))
 
     def _held(self) -> Snapshot:
         return {name: tensor.numpy() for name, tensor in self.tensors.items()}
@@ -116,7 +116,7 @@ class ReferenceFunction:
                 held[name] = frame.states[self._program.params[name]]
         by_name: dict[str, Value] = dict(zip(self._function.block.outputs, results, strict=True))
         return {
-            name: array_of(by_name[name], self._outputs[name])
+            name: value_to_array(by_name[name], self._outputs[name])
             for name in (feature.name for feature in self._function.outputs)
         }
 
@@ -125,7 +125,7 @@ class ReferenceFunction:
         tensors = {
             name: torch.zeros(
                 [size or 0 for size in declared.wrapped.shape or ()],
-                dtype=carrier_of(declared.wrapped.dtype),
+                dtype=carrier_dtype(declared.wrapped.dtype),
             )
             for name, declared in self._types.items()
             if isinstance(declared, StateType)
@@ -152,7 +152,7 @@ class ReferenceFunction:
                 got=", ".join(inputs) or "no input",
                 expected=", ".join(feature.name for feature in self._function.inputs),
             )
-        return tensor_of_array(np.asarray(inputs[name]), declared.dtype)
+        return array_to_tensor(np.asarray(inputs[name]), declared.dtype)
 
 
 class ReferenceEngine:

@@ -17,9 +17,9 @@ from coreml_delegate.runtime.engines.reference import memory_guard
 from coreml_delegate.runtime.engines.reference.kernels import Kernel
 from coreml_delegate.runtime.engines.reference.values import (
     Value,
+    cast_to_declared,
     describe,
     describe_operand,
-    settle,
 )
 from coreml_delegate.runtime.mil.location import describe_op
 from coreml_delegate.runtime.mil.program import Constant, Function, NamedType, Op
@@ -152,14 +152,14 @@ class CompiledBlock:
         for slot, argument in zip(self.inputs, arguments, strict=True):
             frame.slots[slot] = argument
         for entry in self.entries:
-            _run(entry, frame)
+            _run_entry(entry, frame)
         results = tuple(fetch(frame) for fetch in self.outputs)
         for slot in self.frees:
             frame.slots[slot] = None
         return results
 
 
-def _run(entry: Entry, frame: Frame) -> None:
+def _run_entry(entry: Entry, frame: Frame) -> None:
     step = entry.step
     try:
         results = step.run(frame)
@@ -167,24 +167,26 @@ def _run(entry: Entry, frame: Frame) -> None:
             raise TypeError(  # noqa: TRY301 - every failure of an op is reported in one place
                 f"{len(results)} results where the program declares {len(entry.outputs)}"
             )
-        values = [settle(r, o.type) for r, (_, o) in zip(results, entry.outputs, strict=True)]
+        values = [
+            cast_to_declared(r, o.type) for r, (_, o) in zip(results, entry.outputs, strict=True)
+        ]
     except Exception as error:  # noqa: BLE001 - kernels raise anything
-        blame_op(error, frame.function, step.op, _operands(step, frame))
+        blame_op(error, frame.function, step.op, _read_operands(step, frame))
     for value, (slot, _) in zip(values, entry.outputs, strict=True):
         frame.slots[slot] = value
     if frame.listener is not None:
-        _tell(frame.listener, entry, frame, values)
+        _notify(frame.listener, entry, frame, values)
     for slot in entry.frees:
         frame.slots[slot] = None
 
 
-def _tell(listener: Listener, entry: Entry, frame: Frame, values: list[Value]) -> None:
-    operands, turns = _operands(entry.step, frame), tuple(frame.turns)
+def _notify(listener: Listener, entry: Entry, frame: Frame, values: list[Value]) -> None:
+    operands, turns = _read_operands(entry.step, frame), tuple(frame.turns)
     for value, (_, output) in zip(values, entry.outputs, strict=True):
         listener(Computed(entry.step.op, output, value, turns, operands))
 
 
-def _operands(step: Step, frame: Frame) -> Operands:
+def _read_operands(step: Step, frame: Frame) -> Operands:
     return {
         name: tuple(frame.slots[s] if isinstance(s, int) else s for s in sources)
         for name, sources in step.sources.items()
@@ -227,14 +229,14 @@ class KernelStep:
         arguments = {name: fetch(frame) for name, fetch in self.fetched}
         given = memory_guard.signature(arguments)
         if frame.admitted.get(self) == given:
-            return as_results(self.kernel.function(**self.fixed, **arguments))
+            return as_tuple(self.kernel.function(**self.fixed, **arguments))
         with memory_guard.MemoryGuard():
-            results = as_results(self.kernel.function(**self.fixed, **arguments))
+            results = as_tuple(self.kernel.function(**self.fixed, **arguments))
         frame.admitted[self] = given
         return results
 
 
-def as_results(result: Any) -> tuple[Any, ...]:
+def as_tuple(result: Any) -> tuple[Any, ...]:
     """What a kernel returned as a tuple: a plain tuple is one, everything else is one value."""
     return result if type(result) is tuple else (result,)
 
@@ -250,7 +252,7 @@ class CondStep:
 
     def run(self, frame: Frame) -> tuple[Any, ...]:
         """Execute one branch."""
-        return self.branches[0 if _holds(self.predicate(frame), frame) else 1].run(frame)
+        return self.branches[0 if _decide(self.predicate(frame), frame) else 1].run(frame)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +269,7 @@ class LoopStep:
         """Execute until the condition fails."""
         variables = tuple(fetch(frame) for fetch in self.initial)
         frame.turns.append(0)
-        while _holds(self.condition.run(frame, variables)[0], frame):
+        while _decide(self.condition.run(frame, variables)[0], frame):
             if not frame.remaining:
                 raise RuntimeError(f"loops do not end within {limits.MAX_TURNS} turns")
             frame.remaining -= 1
@@ -277,7 +279,7 @@ class LoopStep:
         return variables
 
 
-def _holds(condition: Any, frame: Frame) -> bool:
+def _decide(condition: Any, frame: Frame) -> bool:
     return frame.decide(bool(condition))
 
 

@@ -76,7 +76,7 @@ class _SharedMemory:
         self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
 
 
-def tensor_of_array(array: NDArray[np.generic], dtype: DType) -> Tensor:
+def array_to_tensor(array: NDArray[np.generic], dtype: DType) -> Tensor:
     """A tensor on the memory of ``array`` where its layout allows, else on a copy.
 
     Args:
@@ -86,7 +86,7 @@ def tensor_of_array(array: NDArray[np.generic], dtype: DType) -> Tensor:
     Returns:
         The same shape, of the carrier dtype. Must not be written to.
     """
-    carrier = carrier_of(dtype)
+    carrier = carrier_dtype(dtype)
     if dtype in _WIDENED:
         return torch.from_numpy(array.astype(np.int64)).to(carrier)
     dense = np.asarray(array, order="C")
@@ -95,7 +95,7 @@ def tensor_of_array(array: NDArray[np.generic], dtype: DType) -> Tensor:
     return torch.from_numpy(dense)
 
 
-def tensor_of_constant(constant: Constant) -> Tensor:
+def constant_to_tensor(constant: Constant) -> Tensor:
     """The tensor a constant holds, sharing its memory.
 
     Raises:
@@ -103,19 +103,19 @@ def tensor_of_constant(constant: Constant) -> Tensor:
     """
     if not isinstance(constant.type, TensorType) or not isinstance(constant.data, np.ndarray):
         raise UnsupportedOpError("constant is not a tensor of numbers", got=str(constant.type))
-    return tensor_of_array(constant.data, constant.type.dtype)
+    return array_to_tensor(constant.data, constant.type.dtype)
 
 
-def literal_of(value: Constant | Tensor) -> Any:
+def to_literal(value: Constant | Tensor) -> Any:
     """A value as Python scalars, strings and nested tuples: what attributes are passed as."""
     if not isinstance(value, Tensor):
         return _literal(value.data)
     if value.numel() > MAX_LIST:
         raise ValueError(f"{describe(value)} where at most {MAX_LIST} numbers can be meant")
-    return _frozen(value.tolist())
+    return _to_tuple(value.tolist())
 
 
-def array_of(value: Value, declared: ValueType) -> NDArray[np.generic]:
+def value_to_array(value: Value, declared: ValueType) -> NDArray[np.generic]:
     """A value as an array of its own memory, in the dtype the program declares.
 
     Strings become arrays of numpy strings; a map becomes a rank-0 object array holding the dict.
@@ -127,7 +127,7 @@ def array_of(value: Value, declared: ValueType) -> NDArray[np.generic]:
     return boxed.astype(str) if isinstance(value, str) else boxed
 
 
-def settle(value: Any, declared: ValueType) -> Value:
+def cast_to_declared(value: Any, declared: ValueType) -> Value:
     """A kernel's result as the value the program declares.
 
     Kernels may compute in a wider dtype of the same kind (fp32 for fp16, int64 indices); rounding
@@ -138,7 +138,7 @@ def settle(value: Any, declared: ValueType) -> Value:
     """
     if not isinstance(value, Tensor) or not isinstance(declared, TensorType):
         return cast("Value", value)
-    carrier = carrier_of(declared.dtype)
+    carrier = carrier_dtype(declared.dtype)
     if value.dtype == carrier:
         return value
     if _kind(value.dtype) != _kind(carrier):
@@ -146,7 +146,7 @@ def settle(value: Any, declared: ValueType) -> Value:
     return value.to(carrier)
 
 
-def carrier_of(dtype: DType) -> torch.dtype:
+def carrier_dtype(dtype: DType) -> torch.dtype:
     """The torch dtype in which values of ``dtype`` travel.
 
     Raises:
@@ -158,7 +158,7 @@ def carrier_of(dtype: DType) -> torch.dtype:
         raise UnsupportedOpError("MIL dtype has no tensor form", got=dtype.label) from None
 
 
-def widened(tensor: Tensor) -> Tensor:
+def widen_tensor(tensor: Tensor) -> Tensor:
     """``tensor`` in fp32 if it is of a narrower floating-point type, else itself."""
     return tensor.float() if tensor.dtype in _NARROW_FLOATS else tensor
 
@@ -180,7 +180,7 @@ def describe(value: object) -> str:
 
 def describe_operand(values: tuple[Value | Constant | None, ...]) -> str:
     """What an op is given for one parameter, for a message: several values if it is variadic."""
-    described = [describe(_shown(value)) for value in values]
+    described = [describe(_shorten(value)) for value in values]
     return described[0] if len(described) == 1 else f"({', '.join(described)})"
 
 
@@ -196,17 +196,17 @@ def _kind(dtype: torch.dtype) -> str:
     return "float" if dtype.is_floating_point else "int"
 
 
-def _shown(value: Value | Constant | None) -> object:
+def _shorten(value: Value | Constant | None) -> object:
     if not isinstance(value, Constant):
         return value
     data = value.data
     # Short vectors are attributes: strides, axes. Their values tell more than their shape.
     if isinstance(data, np.ndarray) and (data.ndim > 1 or data.size > _MAX_SHOWN):
-        return _Described(str(value.type))
+        return _PlainText(str(value.type))
     return _literal(data)
 
 
-class _Described(str):
+class _PlainText(str):
     """Text that stands for itself in a message."""
 
     __slots__ = ()
@@ -217,11 +217,11 @@ class _Described(str):
 
 def _literal(data: Literal) -> Any:
     if isinstance(data, np.ndarray):
-        return _frozen(data.tolist())
+        return _to_tuple(data.tolist())
     if isinstance(data, tuple):
         return tuple(_literal(item) for item in data)
     return data
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+def _to_tuple(value: Any) -> Any:
+    return tuple(_to_tuple(item) for item in value) if isinstance(value, list) else value

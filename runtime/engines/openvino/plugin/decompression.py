@@ -56,28 +56,28 @@ class _Compressed:
         return (values * _floats(self.scale)).reshape(self.shape).transpose(self.order)
 
 
-def multiplicable(weight: Tensor, *, transposed: bool) -> Tensor:
+def keep_multipliable(weight: Tensor, *, transposed: bool) -> Tensor:
     """The second operand of a matrix product, expanded unless the plugin takes it as it is.
 
     Args:
         weight: [*, K, N], or [*, N, K] if transposed.
         transposed: Whether it is.
     """
-    found = _compressed(weight)
+    found = _find_compressed(weight)
     if found is None:
         return weight
-    if len(found.shape) == _MATRIX and _is_taken(found, transposed=transposed):
+    if len(found.shape) == _MATRIX and _can_multiply(found, transposed=transposed):
         return weight
     return ops.constant(np.ascontiguousarray(found.dense()))
 
 
-def expanded(value: Tensor) -> Tensor:
+def expand_weight(value: Tensor) -> Tensor:
     """A compressed weight as floats; other values as they are."""
-    found = _compressed(value)
+    found = _find_compressed(value)
     return value if found is None else ops.constant(np.ascontiguousarray(found.dense()))
 
 
-def _is_taken(found: _Compressed, *, transposed: bool) -> bool:
+def _can_multiply(found: _Compressed, *, transposed: bool) -> bool:
     sizes, counts = [found.shape[axis] for axis in found.order], found.counts()
     (depth, results), (groups, rows) = (
         (reversed(pair) if transposed else pair) for pair in (sizes, counts)
@@ -87,41 +87,41 @@ def _is_taken(found: _Compressed, *, transposed: bool) -> bool:
     return 1 < rows == results and groups < depth
 
 
-def _compressed(value: Tensor) -> _Compressed | None:
+def _find_compressed(value: Tensor) -> _Compressed | None:
     node: Any = output(value).get_node()
     shape = tuple(output(value).get_partial_shape().get_max_shape())
     order = tuple(range(len(shape)))
-    if _is(node, "Transpose"):
+    if _is_kind(node, "Transpose"):
         source = node.input_value(1).get_node()
-        if not _is(source, "Constant"):
+        if not _is_kind(source, "Constant"):
             return None
         order = tuple(int(axis) for axis in source.get_data())
         node = node.input_value(0).get_node()
         shape = tuple(node.get_output_partial_shape(0).get_max_shape())
-    if _is(node, "Reshape"):
+    if _is_kind(node, "Reshape"):
         node = node.input_value(0).get_node()
-    if not _is(node, "Multiply"):
+    if not _is_kind(node, "Multiply"):
         return None
     values, scale = (node.input_value(side).get_node() for side in (0, 1))
     offset = None
-    if _is(values, "Subtract"):
+    if _is_kind(values, "Subtract"):
         values, offset = (values.input_value(side).get_node() for side in (0, 1))
-    if not _is(values, "Convert"):
+    if not _is_kind(values, "Convert"):
         return None
     data = values.input_value(0).get_node()
-    offset = None if offset is None else _constant(offset)
+    offset = None if offset is None else _skip_conversion(offset)
     parts = [part for part in (data, scale, offset) if part is not None]
-    if not all(_is(part, "Constant") for part in parts):
+    if not all(_is_kind(part, "Constant") for part in parts):
         return None
     return _Compressed(data, offset, scale, shape, order)
 
 
-def _constant(node: Any) -> Any:
+def _skip_conversion(node: Any) -> Any:
     """The constant behind a conversion."""
-    return node.input_value(0).get_node() if _is(node, "Convert") else node
+    return node.input_value(0).get_node() if _is_kind(node, "Convert") else node
 
 
-def _is(node: Any, kind: str) -> bool:
+def _is_kind(node: Any, kind: str) -> bool:
     return node.get_type_name() == kind
 
 

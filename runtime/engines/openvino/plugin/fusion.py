@@ -9,28 +9,28 @@ from openvino import opset15 as ops
 from openvino.passes import AnyInput, Manager, Matcher, MatcherPass, WrapType
 
 from coreml_delegate.runtime.engines.openvino.graph import (
+    constant_data,
+    constant_ints,
     dims,
     ints,
-    known,
-    known_ints,
-    normalized,
+    normalize_axis,
     rank,
     scalar,
 )
-from coreml_delegate.runtime.engines.openvino.plugin.quantized import keep_values
+from coreml_delegate.runtime.engines.openvino.plugin.quantized import keep_quantized_values
 
 # The epsilon of a MIL ``rsqrt`` that only guards against zero: 1e-12, which is 2**-24 in fp16.
 _LARGEST_GUARD = 2.0**-24
 
 
-def fuse(model: Any) -> None:
+def rewrite_for_plugin(model: Any) -> None:
     """Apply every rewrite to ``model``, in place."""
     manager = Manager()
     for rewrite in _REWRITES:
         matcher = Matcher(rewrite.root, type(rewrite).__name__)
         manager.register_pass(MatcherPass(matcher, rewrite.rewrite))
     manager.run_passes(model)
-    keep_values(model)
+    keep_quantized_values(model)
 
 
 class _ScaledRmsNorm:
@@ -66,10 +66,10 @@ class _ScaledRmsNorm:
         """Replace the norm that ``matcher`` has found; return whether it was replaced."""
         found = matcher.get_pattern_value_map()
         root, guard, one = (_number(found[p]) for p in (self._root, self._guard, self._one))
-        axes = known_ints(found[self._averaged])
+        axes = constant_ints(found[self._averaged])
         if root is None or guard is None or axes is None or one != 1.0:
             return False
-        if axes != known_ints(found[self._reduced]) or abs(guard) > _LARGEST_GUARD:
+        if axes != constant_ints(found[self._reduced]) or abs(guard) > _LARGEST_GUARD:
             return False
         if not found[self._mean].get_node().get_keep_dims():
             return False
@@ -99,10 +99,10 @@ class _MultipliedSoftmax:
     def rewrite(self, matcher: Any) -> bool:
         """Let the products read the softmax itself; return whether there are any."""
         found = matcher.get_pattern_value_map()
-        axes, shares = known_ints(found[self._axis]), found[self._shares]
+        axes, shares = constant_ints(found[self._axis]), found[self._shares]
         if axes is None:
             return False
-        place = normalized(axes[0], rank(shares)) - rank(shares)
+        place = normalize_axis(axes[0], rank(shares)) - rank(shares)
         readers = matcher.get_match_root().output(0).get_target_inputs()
         products = [reader for reader in readers if _sums_over(reader, place)]
         for product in products:
@@ -141,7 +141,7 @@ _REWRITES: Final = (_ScaledRmsNorm(), _MultipliedSoftmax())
 def _number(value: Any) -> float | None:
     """The number that every element of a constant, or of its repetition, is; None for the rest."""
     node = value.get_node()
-    data = known(node.input_value(0) if node.get_type_name() == "Broadcast" else value)
+    data = constant_data(node.input_value(0) if node.get_type_name() == "Broadcast" else value)
     if data is None or data.size == 0 or (data != data.flat[0]).any():
         return None
     return float(data.flat[0])

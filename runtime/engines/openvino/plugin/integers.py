@@ -16,10 +16,10 @@ import openvino as ov
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
+    constant_data,
     element_type,
     f32,
     ints,
-    known,
     magnitude,
     output,
     rank,
@@ -31,11 +31,11 @@ _EXACT = 1 << 24
 _SHORT = (ov.Type.boolean, ov.Type.i8, ov.Type.u8)
 
 
-def rounds(value: Any) -> bool:
+def may_round(value: Any) -> bool:
     """Whether f32 may not hold a value: int32, and not known to be small."""
     if element_type(value) != ov.Type.i32:
         return False
-    data = known(value)
+    data = constant_data(value)
     if data is not None:
         return bool((np.abs(data.astype(np.int64)) >= _EXACT).any())
     node = output(value).get_node()
@@ -45,11 +45,11 @@ def rounds(value: Any) -> bool:
 Compare = Callable[[Any, Any], Any]
 
 
-def equality(compare: Compare) -> Compare:
+def exact_equality(compare: Compare) -> Compare:
     """``compare``, equal or not equal, exact for integers."""
 
     def build(x: Any, y: Any) -> Any:
-        if not (rounds(x) and rounds(y)):
+        if not (may_round(x) and may_round(y)):
             return compare(x, y)
         difference = ops.subtract(x, y)
         return compare(difference, scalar(0, difference))
@@ -57,7 +57,7 @@ def equality(compare: Compare) -> Compare:
     return build
 
 
-def order(compare: Compare, as_equality: Compare, *, first: bool) -> Compare:
+def exact_order(compare: Compare, as_equality: Compare, *, first: bool) -> Compare:
     """``compare``, an order, exact for integers.
 
     Args:
@@ -69,7 +69,7 @@ def order(compare: Compare, as_equality: Compare, *, first: bool) -> Compare:
 
     def build(x: Any, y: Any) -> Any:
         # A small operand is less than 2**24, and rounding keeps the other on its side of it.
-        if not (rounds(x) and rounds(y)):
+        if not (may_round(x) and may_round(y)):
             return compare(x, y)
         above = ops.subtract(ops.maximum(x, y), x if first else y)
         return as_equality(above, scalar(0, above))
@@ -77,9 +77,9 @@ def order(compare: Compare, as_equality: Compare, *, first: bool) -> Compare:
     return build
 
 
-def select(condition: Any, a: Any, b: Any) -> Any:
+def exact_select(condition: Any, a: Any, b: Any) -> Any:
     """``a`` where a boolean condition holds, ``b`` elsewhere."""
-    if not (rounds(a) or rounds(b)):
+    if not (may_round(a) or may_round(b)):
         return ops.select(condition, a, b)
     chosen = ops.convert(condition, element_type(a))
     return ops.add(ops.multiply(chosen, ops.subtract(a, b)), b)
@@ -119,7 +119,7 @@ def _is_negative(x: Any) -> Any:
     return ops.convert(ops.less(x, scalar(0, x)), "i32")
 
 
-def wrapped(x: Any, dtype: DType) -> Any:
+def wrap_to(x: Any, dtype: DType) -> Any:
     """int32 modulo the range of a narrower dtype that the graph holds as int32."""
     is_signed = dtype.numpy.kind == "i"
     least, span = ints(-(1 << (dtype.bits - 1)) if is_signed else 0), ints((1 << dtype.bits) - 1)
@@ -129,24 +129,24 @@ def wrapped(x: Any, dtype: DType) -> Any:
 Reduce = Callable[[Any, Sequence[int], bool], Any]
 
 
-def total(x: Any, axes: Sequence[int], keep_dims: bool) -> Any:
+def exact_sum(x: Any, axes: Sequence[int], keep_dims: bool) -> Any:
     """Sum along axes, for int32."""
     for axis in axes:
         x = ops.gather(ops.cum_sum(x, ints(axis), False, False), ints([-1]), ints(axis))
-    return _without(x, axes, keep_dims)
+    return _drop_axes(x, axes, keep_dims)
 
 
-def extremum(mode: str) -> Reduce:
+def exact_extremum(mode: str) -> Reduce:
     """The largest along axes (``max``) or the smallest (``min``), for int32."""
 
     def build(x: Any, axes: Sequence[int], keep_dims: bool) -> Any:
         for axis in axes:
             best = ops.topk(x, ints(1), axis % rank(x), mode, "value", index_element_type="i32")
             x = best.output(0)
-        return _without(x, axes, keep_dims)
+        return _drop_axes(x, axes, keep_dims)
 
     return build
 
 
-def _without(x: Any, axes: Sequence[int], keep_dims: bool) -> Any:
+def _drop_axes(x: Any, axes: Sequence[int], keep_dims: bool) -> Any:
     return x if keep_dims else ops.squeeze(x, ints(list(axes)))

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from openvino import opset15 as ops
 
-from coreml_delegate.runtime.engines.openvino.graph import ints, is_float, known, scalar
+from coreml_delegate.runtime.engines.openvino.graph import constant_data, ints, is_float, scalar
 from coreml_delegate.runtime.engines.openvino.values import Tensor
 
 # Beyond the half of every finite number, in f32 and in bf16.
 _BEYOND_HALVES = 2.0**127
 
 
-def kept(x: Tensor, result: Tensor) -> Any:
+def keep_nan(x: Tensor, result: Tensor) -> Any:
     """``result``, computed of ``x`` element by element, and NaN where ``x`` is."""
     return ops.select(_is_nan(x), x, result)
 
@@ -46,7 +46,7 @@ def greater_equal(x: Tensor, y: Tensor) -> Any:
 
 def exp(x: Tensor) -> Any:
     """``e ** x``; the kernel's is infinite for NaN."""
-    return kept(x, ops.exp(x))
+    return keep_nan(x, ops.exp(x))
 
 
 def softmax(x: Tensor, axis: int) -> Any:
@@ -66,11 +66,11 @@ def sort_key(x: Tensor, *, largest: bool = True) -> Any:
     # Half of every number leaves room beyond for infinity, and beyond that for NaN.
     half = ops.multiply(x, scalar(0.5, x))
     if largest:
-        return _number_for_nan(x, ops.minimum(half, scalar(_BEYOND_HALVES, x)), np.inf)
-    return _number_for_nan(x, ops.maximum(half, scalar(-_BEYOND_HALVES, x)), -np.inf)
+        return _replace_nan(x, ops.minimum(half, scalar(_BEYOND_HALVES, x)), np.inf)
+    return _replace_nan(x, ops.maximum(half, scalar(-_BEYOND_HALVES, x)), -np.inf)
 
 
-def spread(build: Callable[..., Any], *operands: Tensor, sign: int) -> Any:
+def spread_nan(build: Callable[..., Any], *operands: Tensor, sign: int) -> Any:
     """What a selecting ``build`` makes of its operands, NaN where it selects from one.
 
     Args:
@@ -80,7 +80,7 @@ def spread(build: Callable[..., Any], *operands: Tensor, sign: int) -> Any:
     """
     if not all(is_float(operand) for operand in operands):
         return build(*operands)
-    marks = build(*(_number_for_nan(x, scalar(0, x), sign) for x in operands))
+    marks = build(*(_replace_nan(x, scalar(0, x), sign) for x in operands))
     found = ops.not_equal(marks, scalar(0, marks))
     return ops.select(found, scalar(np.nan, marks), build(*operands))
 
@@ -88,14 +88,14 @@ def spread(build: Callable[..., Any], *operands: Tensor, sign: int) -> Any:
 def _extremum(of_both: Callable[[Any, Any], Any], x: Tensor, y: Tensor) -> Any:
     result = of_both(x, y)
     for operand in (x, y):
-        if is_float(operand) and not _is_numbers(operand):
-            result = kept(operand, result)
+        if is_float(operand) and not _is_constant_without_nan(operand):
+            result = keep_nan(operand, result)
     return result
 
 
-def _is_numbers(x: Tensor) -> bool:
+def _is_constant_without_nan(x: Tensor) -> bool:
     """Whether ``x`` is a constant without NaN."""
-    data = known(x)
+    data = constant_data(x)
     return data is not None and not np.isnan(data).any()
 
 
@@ -104,5 +104,5 @@ def _is_nan(x: Tensor) -> Any:
     return ops.not_equal(x, x)
 
 
-def _number_for_nan(x: Tensor, otherwise: Any, number: float) -> Any:
+def _replace_nan(x: Tensor, otherwise: Any, number: float) -> Any:
     return ops.select(_is_nan(x), scalar(number, x), otherwise)

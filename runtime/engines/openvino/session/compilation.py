@@ -22,8 +22,8 @@ from coreml_delegate.runtime.engines.openvino.session.compiled_cache import Comp
 from coreml_delegate.runtime.engines.openvino.session.enumerated_shapes import (
     EnumeratedFunction,
     Shapes,
-    default_shapes,
-    specialised,
+    first_shapes,
+    fix_shapes,
 )
 from coreml_delegate.runtime.engines.openvino.session.inference import Interface, OpenVinoFunction
 from coreml_delegate.runtime.engines.source import ProgramSource
@@ -61,7 +61,7 @@ _FREE_BYTES: Final = 1 << 28
 
 def unsupported(function: Function) -> list[str]:
     """What in ``function`` has no translation: one reason each."""
-    return translate.unsupported(specialised(function, default_shapes(function)))
+    return translate.unsupported(fix_shapes(function, first_shapes(function)))
 
 
 def compile_function(
@@ -85,7 +85,7 @@ def compile_function(
     config = _config(options, mode, function)
     cache = CompiledCache.of(core, function, source, options, config)
     build = functools.partial(_build, core, function, options.exact_nan, config, cache)
-    shapes = default_shapes(function)
+    shapes = first_shapes(function)
     return EnumeratedFunction(function, build) if shapes else build(shapes)
 
 
@@ -100,8 +100,8 @@ def _build(
     if cache is not None and (found := cache.find(core, shapes)) is not None:
         _logger.debug("found %s %s compiled", function.name, shapes or "")
         return found
-    translated = translate.translate(specialised(function, shapes), exact_nan=exact_nan)
-    fusion.fuse(translated.model)
+    translated = translate.translate(fix_shapes(function, shapes), exact_nan=exact_nan)
+    fusion.rewrite_for_plugin(translated.model)
     _require_memory(translated.model)
     try:
         compiled = core.compile_model(translated.model, DEVICE, config)
@@ -131,9 +131,9 @@ def _config(options: EngineOptions, mode: _Mode, function: Function) -> dict[str
     }
     if options.threads is not None:
         config["INFERENCE_NUM_THREADS"] = options.threads
-    if any(op.type == "quantize" for op in function.block.walk()) and saturates():
+    if any(op.type == "quantize" for op in function.block.walk()) and int8_sums_saturate():
         config[_INTEGER_KERNELS] = "NO"
-        _say_in_float(mode.hint)
+        _log_float_fallback(mode.hint)
     return config
 
 
@@ -146,18 +146,18 @@ def _require_precision(core: Any, mode: _Mode) -> None:
     capabilities = core.get_property(DEVICE, "OPTIMIZATION_CAPABILITIES")
     if mode.capability in capabilities:
         return
-    if not emulates(mode.hint):
+    if not emulates_precision(mode.hint):
         raise EngineUnavailableError(
             f"this CPU does not compute in {mode.hint}",
             got=", ".join(capabilities),
             expected=mode.capability,
             remedy=f"Use precision={Precision.F32.value!r}",
         )
-    _say_emulated(mode.hint)
+    _log_emulated(mode.hint)
 
 
 @functools.cache
-def emulates(hint: str) -> bool:
+def emulates_precision(hint: str) -> bool:
     """Whether OpenVINO computes in a precision that the CPU has no instructions for.
 
     It does not tell but by what becomes of the hint: a CPU with AVX-512 emulates bf16.
@@ -168,7 +168,7 @@ def emulates(hint: str) -> bool:
 
 
 @functools.cache
-def saturates() -> bool:
+def int8_sums_saturate() -> bool:
     """Whether sums of products of 8-bit integers are cut off at 16 bits on the way.
 
     x86 without VNNI adds products in pairs, each pair in 16 bits (``vpmaddubsw``): AMD before Zen
@@ -193,14 +193,14 @@ def _compile_probe(result: Any, x: Any, hint: str) -> Any:
 
 
 @functools.cache
-def _say_emulated(hint: str) -> None:
+def _log_emulated(hint: str) -> None:
     _logger.warning(
         "this CPU has no instructions for %s: it is emulated, and slower than f32", hint
     )
 
 
 @functools.cache
-def _say_in_float(hint: str) -> None:
+def _log_float_fallback(hint: str) -> None:
     _logger.info(
         "this CPU cannot sum products of int8 without cutting them off (it has no VNNI): "
         "quantized programs are computed in %s, exactly and more slowly",

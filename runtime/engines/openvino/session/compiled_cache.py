@@ -75,7 +75,7 @@ class CompiledCache:
             options: How it is executed, and where the cache is.
             config: The properties it is compiled with.
         """
-        if source is None or options.cache is None or not worthwhile(function):
+        if source is None or options.cache is None or not is_worth_caching(function):
             return None
         parts = key_parts(core, function, source, config, exact_nan=options.exact_nan)
         return cls(EntryCache(options.cache), parts)
@@ -107,7 +107,7 @@ class CompiledCache:
         self.entries.write(key, function.interface.encode(), exported.getbuffer())
 
 
-def worthwhile(function: Function) -> bool:
+def is_worth_caching(function: Function) -> bool:
     """Whether finding ``function`` in the cache is faster than compiling it."""
     ops = [op for op in function.block.walk() if op.type != "const"]
     stored = [

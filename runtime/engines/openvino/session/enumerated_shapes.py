@@ -29,12 +29,12 @@ _Key: TypeAlias = tuple[tuple[int, ...], ...]
 _KEPT = 8
 
 
-def default_shapes(function: Function) -> Shapes:
+def first_shapes(function: Function) -> Shapes:
     """The first shape of every input that has enumerated ones; empty if none has."""
     return {feature.name: feature.shapes[0] for feature in function.inputs if feature.shapes}
 
 
-def specialised(function: Function, shapes: Shapes) -> Function:
+def fix_shapes(function: Function, shapes: Shapes) -> Function:
     """``function`` with parameters of fixed shapes.
 
     Args:
@@ -43,11 +43,11 @@ def specialised(function: Function, shapes: Shapes) -> Function:
     """
     if not shapes:
         return function
-    params = tuple(_fixed(param, shapes.get(param.name)) for param in function.params)
+    params = tuple(_fix_shape(param, shapes.get(param.name)) for param in function.params)
     return dataclasses.replace(function, params=params)
 
 
-def _fixed(param: NamedType, shape: tuple[int, ...] | None) -> NamedType:
+def _fix_shape(param: NamedType, shape: tuple[int, ...] | None) -> NamedType:
     if shape is None or not isinstance(param.type, TensorType):
         return param
     return NamedType(param.name, TensorType(param.type.dtype, shape))
@@ -70,7 +70,7 @@ class EnumeratedFunction:
         self._lock = threading.Lock()  # of the graphs
         self._building = threading.Lock()
         self._graphs: OrderedDict[_Key, OpenVinoFunction] = OrderedDict()
-        self._first = self._graph(default_shapes(function))
+        self._first = self._graph(first_shapes(function))
 
     def __call__(self, inputs: Mapping[str, Array], state: State | None = None) -> dict[str, Array]:
         """Run once.

@@ -13,7 +13,7 @@ from coreml_delegate.errors import ExecutionError
 from coreml_delegate.runtime.engines.base import Array
 from coreml_delegate.runtime.engines.openvino.graph import GRAPH_TYPE
 from coreml_delegate.runtime.mil.program import TensorType
-from coreml_delegate.runtime.snapshots import Snapshot, fitting, fitting_all
+from coreml_delegate.runtime.snapshots import Snapshot, cast_snapshot, cast_state
 
 StateTypes: TypeAlias = tuple[tuple[str, TensorType], ...]
 """Name and type of every state tensor."""
@@ -37,7 +37,7 @@ class OpenVinoState:
         self._side = 0
         self._arrays: tuple[list[Array], list[Array]] = ([], [])
         self._tensors: tuple[list[Any], list[Any]] = ([], [])
-        zeros = {name: np.zeros(shape_of(type_), type_.dtype.numpy) for name, type_ in types}
+        zeros = {name: np.zeros(state_shape(type_), type_.dtype.numpy) for name, type_ in types}
         self._keep(zeros)
 
     def snapshot(self) -> Snapshot:
@@ -50,7 +50,7 @@ class OpenVinoState:
     def restore(self, snapshot: Mapping[str, Array]) -> None:
         """Replace the content of every state tensor; see ``State``."""
         held = self._held()
-        for name, value in fitting_all(self._declared(), snapshot).items():
+        for name, value in cast_snapshot(self._declared(), snapshot).items():
             held[name][...] = value
 
     def reset(self) -> None:
@@ -60,7 +60,7 @@ class OpenVinoState:
 
     def write(self, name: str, value: Array) -> None:
         """Replace the content of one state tensor; see ``State``."""
-        replacement = fitting(self._declared(), name, value)
+        replacement = cast_state(self._declared(), name, value)
         self._held()[name][...] = replacement
 
     def arrange(self, writes: tuple[Writes, ...]) -> None:
@@ -127,11 +127,11 @@ class OpenVinoState:
     def _declared(self) -> Snapshot:
         """Arrays of the program's own dtypes and of no memory, for comparison."""
         return {
-            name: np.broadcast_to(np.zeros((), type_.dtype.numpy), shape_of(type_))
+            name: np.broadcast_to(np.zeros((), type_.dtype.numpy), state_shape(type_))
             for name, type_ in self._types
         }
 
 
-def shape_of(type_: TensorType) -> tuple[int, ...]:
+def state_shape(type_: TensorType) -> tuple[int, ...]:
     """The shape of a state tensor."""
     return tuple(size or 0 for size in type_.shape or ())

@@ -13,20 +13,20 @@ from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, refu
 @translation("relu")
 def relu(x: Tensor, *, exact_nan: bool = False) -> Result:
     """``max(x, 0)``."""
-    return nan.kept(x, ops.relu(x)) if exact_nan else ops.relu(x)
+    return nan.keep_nan(x, ops.relu(x)) if exact_nan else ops.relu(x)
 
 
 @translation("relu6")
 def relu6(x: Tensor, *, exact_nan: bool = False) -> Result:
     """``min(max(x, 0), 6)``."""
     bounded = ops.clamp(x, 0.0, 6.0)
-    return nan.kept(x, bounded) if exact_nan else bounded
+    return nan.keep_nan(x, bounded) if exact_nan else bounded
 
 
 @translation("clamped_relu")
 def clamped_relu(x: Tensor, alpha: float, beta: float) -> Result:
     """Leaky ReLU bounded above by ``beta``."""
-    return nan.kept(x, ops.minimum(leaky_relu(x, alpha), scalar(beta, x)))
+    return nan.keep_nan(x, ops.minimum(leaky_relu(x, alpha), scalar(beta, x)))
 
 
 @translation("leaky_relu")
@@ -68,7 +68,7 @@ def sigmoid(x: Tensor) -> Result:
 def sigmoid_hard(x: Tensor, alpha: float, beta: float) -> Result:
     """``min(max(alpha * x + beta, 0), 1)``."""
     line = linear_activation(x, alpha, beta)
-    return nan.kept(line, ops.clamp(line, 0.0, 1.0))
+    return nan.keep_nan(line, ops.clamp(line, 0.0, 1.0))
 
 
 @translation("silu")

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
+    constant_data,
     dims,
     f32,
     ints,
-    known,
     per_channel,
     rank,
     reshape,
@@ -92,7 +92,7 @@ def _would_be_product(weight: Tensor) -> bool:
     those between channels first and channels last, whatever they are. Not so with groups, be it
     one.
     """
-    is_decompressed = known(weight) is None and None not in dims(weight)
+    is_decompressed = constant_data(weight) is None and None not in dims(weight)
     return is_decompressed and rank(weight) == 4 and _is_pointwise(weight)
 
 

@@ -9,7 +9,7 @@ from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
     GRAPH_TYPE,
-    converted,
+    convert_to,
     f32,
     is_float,
     magnitude,
@@ -45,18 +45,18 @@ _UNARY: dict[str, Callable[[Tensor], Result]] = {
 
 _BINARY: dict[str, Callable[[Tensor, Tensor], Result]] = {
     "add": ops.add,
-    "equal": integers.equality(ops.equal),
-    "greater": integers.order(nan.greater, ops.not_equal, first=False),
-    "greater_equal": integers.order(nan.greater_equal, ops.equal, first=True),
-    "less": integers.order(ops.less, ops.not_equal, first=True),
-    "less_equal": integers.order(ops.less_equal, ops.equal, first=False),
+    "equal": integers.exact_equality(ops.equal),
+    "greater": integers.exact_order(nan.greater, ops.not_equal, first=False),
+    "greater_equal": integers.exact_order(nan.greater_equal, ops.equal, first=True),
+    "less": integers.exact_order(ops.less, ops.not_equal, first=True),
+    "less_equal": integers.exact_order(ops.less_equal, ops.equal, first=False),
     "logical_and": ops.logical_and,
     "logical_or": ops.logical_or,
     "logical_xor": ops.logical_xor,
     "maximum": nan.maximum,
     "minimum": nan.minimum,
     "mul": ops.multiply,
-    "not_equal": integers.equality(ops.not_equal),
+    "not_equal": integers.exact_equality(ops.not_equal),
     "sub": ops.subtract,
 }
 
@@ -135,7 +135,7 @@ def rsqrt(x: Tensor, epsilon: float = 1e-12) -> Result:
 def clip(x: Tensor, alpha: float, beta: float, *, exact_nan: bool = False) -> Result:
     """``x`` bounded to [alpha, beta]."""
     bounded = ops.clamp(x, alpha, beta)
-    return nan.kept(x, bounded) if exact_nan else bounded
+    return nan.keep_nan(x, bounded) if exact_nan else bounded
 
 
 @translation("threshold")
@@ -157,14 +157,14 @@ def cast(x: Tensor, dtype: str) -> Result:
     if is_float(x) and destination in (ov.Type.i8, ov.Type.u8):
         # Out-of-range floats saturate in one step and wrap in two; integers everywhere wrap.
         x = ops.convert(x, "i32")
-    result = converted(x, destination)
-    return integers.wrapped(result, target) if target in (DType.INT16, DType.UINT16) else result
+    result = convert_to(x, destination)
+    return integers.wrap_to(result, target) if target in (DType.INT16, DType.UINT16) else result
 
 
 @translation("select")
 def select(cond: Tensor, a: Tensor, b: Tensor) -> Result:
     """``a`` where ``cond`` holds, ``b`` elsewhere."""
-    return integers.select(converted(cond, ov.Type.boolean), a, b)
+    return integers.exact_select(convert_to(cond, ov.Type.boolean), a, b)
 
 
 @translation("identity")

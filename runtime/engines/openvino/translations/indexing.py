@@ -11,14 +11,14 @@ from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
     INT_MAX,
-    converted,
+    constant_data,
+    convert_to,
     dim_of,
     dims,
     element_type,
     ints,
     is_float,
-    known,
-    normalized,
+    normalize_axis,
     output,
     rank,
     reshape,
@@ -60,7 +60,7 @@ def _reduced(
     """
     reduction, values = _reduction(mode, updates)
     if exact and mode in _EXTREMA:
-        return nan.spread(
+        return nan.spread_nan(
             lambda data, values: scatter(data, values, reduction), data, values, sign=_EXTREMA[mode]
         )
     return scatter(data, values, reduction)
@@ -79,19 +79,19 @@ def _divided(data: Tensor, scatter: Callable[[Any], Any]) -> Any:
 
 def _wrapped(indices: Tensor, size: Callable[[], Any]) -> Any:
     """Indices with the negative ones counted from the end, as opsets before iOS17 have them."""
-    data = known(indices)
+    data = constant_data(indices)
     if data is not None and int(data.astype(np.int64).min(initial=0)) >= 0:
         return indices
     return ops.select(
         ops.less(indices, scalar(0, indices)),
-        ops.add(indices, converted(size(), element_type(indices))),
+        ops.add(indices, convert_to(size(), element_type(indices))),
         indices,
     )
 
 
 def _wide(indices: Tensor) -> Any:
     """Indices as int32: 8-bit ones could not hold a sum with a size."""
-    return converted(indices, element_type(ints(0)))
+    return convert_to(indices, element_type(ints(0)))
 
 
 def _unvalidated(indices: Tensor, validate: bool) -> None:
@@ -99,7 +99,7 @@ def _unvalidated(indices: Tensor, validate: bool) -> None:
 
     OpenVINO has no such check. Constant indices are checked when a program is made.
     """
-    if validate and known(indices) is None:
+    if validate and constant_data(indices) is None:
         raise refusal("indices known at run time only are to be validated", dims(indices))
 
 
@@ -113,7 +113,7 @@ def gather(
 ) -> Result:
     """Slices of ``x`` at ``indices`` of ``axis``; OpenVINO counts negative indices from the end."""
     _unvalidated(indices, validate_indices)
-    axis = normalized(axis, rank(x))
+    axis = normalize_axis(axis, rank(x))
     batch = dims(x)[:batch_dims]
     if not batch or all(size is not None and size > 1 for size in batch):
         return ops.gather(x, _wide(indices), ints(axis), batch_dims)
@@ -138,7 +138,7 @@ def _gather_in_batches(x: Tensor, indices: Tensor, axis: int, batch_dims: int) -
 
 
 def _gather_along_axis(x: Tensor, indices: Tensor, axis: int) -> Result:
-    return ops.gather_elements(x, indices, normalized(axis, rank(x)))
+    return ops.gather_elements(x, indices, normalize_axis(axis, rank(x)))
 
 
 @translation("gather_along_axis")
@@ -172,7 +172,7 @@ def _gather_nd(x: Tensor, indices: Tensor, batch_dims: int) -> Any:
 
     OpenVINO's own reads whatever lies at an index outside of ``x``, in or out of its memory.
     """
-    places, depth = known(indices), dims(indices)[-1]
+    places, depth = constant_data(indices), dims(indices)[-1]
     if places is None or depth is None or not _inside(places, dims(x)[batch_dims:][:depth]):
         last = ops.subtract(_leading_sizes(x, indices, batch_dims), ints(1))
         indices = ops.maximum(ops.minimum(indices, last), ints(0))
@@ -218,7 +218,7 @@ def _scatter_along_axis(
     _unvalidated(indices, validate_indices)
     if mode == "div" and not is_float(data):
         return _divided(data, lambda ones: _scatter_along_axis(ones, indices, updates, axis, "mul"))
-    axis = normalized(axis, rank(data))
+    axis = normalize_axis(axis, rank(data))
     vector = _repeated(indices, axis)
     if vector is not None and mode == "update":
         return _write_slices(data, vector, updates, axis)
@@ -235,7 +235,7 @@ def _refusable(indices: Tensor) -> Any:
 
     ScatterElementsUpdate refuses one beyond the end and writes out of its memory before the start.
     """
-    data = known(indices)
+    data = constant_data(indices)
     if data is not None and int(data.min(initial=0)) >= 0:
         return indices
     return ops.select(ops.less(indices, ints(0)), ints(INT_MAX), indices)
@@ -277,7 +277,7 @@ def _scatter(
 ) -> Result:
     """Slices ``updates`` written into ``data`` at ``indices`` [C] of ``axis``."""
     _unvalidated(indices, validate_indices)
-    axis = normalized(axis, rank(data))
+    axis = normalize_axis(axis, rank(data))
     if mode == "update":
         return _write_slices(data, indices, updates, axis)
     shape = [1] * rank(data)
@@ -342,7 +342,7 @@ def _ordered(
     x: Tensor, count: Any, axis: int, ascending: bool, sort: bool
 ) -> tuple[Result, Result]:
     """The first ``count`` elements and their indices in an order whose largest element is NaN."""
-    axis = normalized(axis, rank(x))
+    axis = normalize_axis(axis, rank(x))
     best = ops.topk(
         nan.sort_key(x) if is_float(x) else x,
         count,

@@ -9,7 +9,7 @@ import openvino as ov
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
-    converted,
+    convert_to,
     dim_of,
     dims,
     element_type,
@@ -20,7 +20,10 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     scalar,
 )
 from coreml_delegate.runtime.engines.openvino.plugin import integers
-from coreml_delegate.runtime.engines.openvino.plugin.decompression import expanded, multiplicable
+from coreml_delegate.runtime.engines.openvino.plugin.decompression import (
+    expand_weight,
+    keep_multipliable,
+)
 from coreml_delegate.runtime.engines.openvino.translations import translation
 from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, Tensors
 
@@ -29,13 +32,13 @@ from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, Tens
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Result:
     """``x @ weight.T + bias``: ``x`` [*, D_in], ``weight`` [D_out, D_in], ``bias`` [D_out]."""
     product = matmul(x, weight, transpose_y=True)
-    return product if bias is None else ops.add(product, converted(bias, element_type(product)))
+    return product if bias is None else ops.add(product, convert_to(bias, element_type(product)))
 
 
 @translation("matmul")
 def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Result:
     """Batched matrix product with numpy's broadcasting, of the element type of ``x``."""
-    y = converted(multiplicable(y, transposed=transpose_y), element_type(x))
+    y = convert_to(keep_multipliable(y, transposed=transpose_y), element_type(x))
     if is_float(x) and rank(x) == 1 and rank(y) > 1:
         # Between quantized values the plugin returns a matrix of a vector's product.
         product = ops.matmul(ops.unsqueeze(x, ints(0)), y, False, transpose_y)
@@ -53,7 +56,7 @@ def _integer_product(x: Tensor, y: Tensor, transpose_x: bool, transpose_y: bool)
     rows = ops.unsqueeze(x, ints(0)) if rank(x) == 1 else _swapped(x) if transpose_x else x
     columns = ops.unsqueeze(y, ints(0)) if rank(y) == 1 else y if transpose_y else _swapped(y)
     products = ops.multiply(ops.unsqueeze(rows, ints(-2)), ops.unsqueeze(columns, ints(-3)))
-    result = integers.total(products, (-1,), False)
+    result = integers.exact_sum(products, (-1,), False)
     dropped = [axis for axis, side in ((-2, x), (-1, y)) if rank(side) == 1]
     return ops.squeeze(result, ints(dropped)) if dropped else result
 
@@ -70,7 +73,7 @@ def einsum(values: Tensors, equation: str) -> Result:
     MIL defines ``nchw,nwhu->nchu``, with or without ``n``: axis -3 of the second operand is
     contracted with axis -1 of the first; the others are batch axes and broadcast.
     """
-    values = tuple(map(expanded, values))
+    values = tuple(map(expand_weight, values))
     if len(values) != 2 or _canonical(equation) not in ("abcd,adce->abce", "abc,cbd->abd"):
         return ops.einsum([f32(value) for value in values], equation)
     x, y = values
@@ -114,11 +117,11 @@ def _scaled(query: Tensor) -> Result:
     width = dims(query)[-1]
     if width is not None:
         return ops.multiply(query, scalar(width**-0.5, query))
-    return ops.divide(query, ops.sqrt(converted(dim_of(query, -1), element_type(query))))
+    return ops.divide(query, ops.sqrt(convert_to(dim_of(query, -1), element_type(query))))
 
 
 def _bias(mask: Tensor, scores: Tensor) -> Result:
     """What a mask adds to the scores: itself, or minus infinity where a boolean one is false."""
     if element_type(mask) != ov.Type.boolean:
-        return converted(mask, element_type(scores))
+        return convert_to(mask, element_type(scores))
     return ops.select(mask, scalar(0.0, scores), scalar(-np.inf, scores))

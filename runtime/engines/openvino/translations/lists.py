@@ -17,10 +17,10 @@ from openvino import opset15 as ops
 from coreml_delegate.runtime.engines.limits import MAX_LIST
 from coreml_delegate.runtime.engines.openvino.graph import (
     GRAPH_TYPE,
+    constant_ints,
     dim_of,
     dims,
     ints,
-    known_ints,
     reshape,
     scalar,
     shape_of,
@@ -48,7 +48,7 @@ def make_list(
     type_ = GRAPH_TYPE.get(DType.from_label(dtype))
     if type_ is None:
         raise refusal("list of a type that has no place in the graph", dtype)
-    length = (1,) if init_length is None else known_ints(init_length)
+    length = (1,) if init_length is None else constant_ints(init_length)
     # Sizes not known yet are 0: nothing is held before something is written.
     sizes = [size or 0 for size in elem_shape]
     if length is not None:

@@ -8,7 +8,7 @@ from openvino import opset15 as ops
 from coreml_delegate.runtime.engines.openvino.graph import (
     dims,
     ints,
-    normalized,
+    normalize_axis,
     per_channel,
     rank,
     reshape,
@@ -60,7 +60,7 @@ def layer_norm(
 ) -> Result:
     """Normalization of ``x`` over ``axes``; ``gamma`` and ``beta`` have the shape of those axes."""
     total = rank(x)
-    over = sorted(normalized(axis, total) for axis in (axes or range(total)))
+    over = sorted(normalize_axis(axis, total) for axis in (axes or range(total)))
     result = ops.mvn(x, ints(over), True, epsilon, "inside_sqrt")
     if gamma is not None:
         result = ops.multiply(result, _along(gamma, over, total))

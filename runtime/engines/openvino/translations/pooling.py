@@ -41,7 +41,7 @@ def max_pool(
             _pool_pad(pad_type),
         ).output(0)
 
-    return nan.spread(pool, x, sign=1) if exact_nan else pool(x)
+    return nan.spread_nan(pool, x, sign=1) if exact_nan else pool(x)
 
 
 @translation("avg_pool")

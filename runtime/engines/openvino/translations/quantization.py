@@ -13,10 +13,10 @@ from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
     GRAPH_TYPE,
+    constant_data,
     element_type,
     f32,
     is_float,
-    known,
     output,
     per_channel,
     rank,
@@ -81,17 +81,17 @@ def _requantized(
     if grid.get_type_name() != "FakeQuantize":
         return None
     source, first, last, *ends = (grid.input_value(place) for place in range(5))
-    bounds = [known(end) for end in ends]
+    bounds = [constant_data(end) for end in ends]
     step = _aligned(_f32(scale), codes, axis)
     shift = None if zero_point is None else _aligned(_f32(zero_point), codes, axis)
-    if known(step) is None or (shift is not None and known(shift) is None):
+    if constant_data(step) is None or (shift is not None and constant_data(shift) is None):
         return None
     low, high = (_unquantized(float(bound), step, shift) for bound in bounds if bound is not None)
     return ops.fake_quantize(source, first, last, low, high, 256)
 
 
 def _f32(parameter: Tensor) -> Any:
-    constant = known(parameter)
+    constant = constant_data(parameter)
     return f32(parameter) if constant is None else ops.constant(np.asarray(constant, np.float32))
 
 
@@ -101,7 +101,7 @@ def _unquantized(bound: float, step: Tensor, shift: Tensor | None) -> Any:
     The plugin makes its integer kernels of fake-quantizes whose bounds are constants, and that
     before it folds any.
     """
-    scale, zero = known(step), np.zeros(()) if shift is None else known(shift)
+    scale, zero = constant_data(step), np.zeros(()) if shift is None else constant_data(shift)
     if scale is not None and zero is not None:
         return ops.constant(
             np.asarray(scale, np.float32) * (np.float32(bound) - np.asarray(zero, np.float32))

@@ -69,7 +69,7 @@ _ACTIVATIONS = {
 
 
 # No kernel keeps it.
-_EXACT_RELU = _Activation(lambda x: nan.kept(x, ops.relu(x)))
+_EXACT_RELU = _Activation(lambda x: nan.keep_nan(x, ops.relu(x)))
 
 
 def _activation(name: str, exact_nan: bool = False) -> _Activation:
@@ -301,7 +301,7 @@ def _lstm_step(
     kept = ops.multiply(opened(to_forget, c, 1), c)
     c = ops.add(kept, ops.multiply(opened(to_input, c, 0), cell.apply(to_cell)))
     if clip is not None:
-        c = nan.kept(c, ops.clamp(c, -clip, clip))
+        c = nan.keep_nan(c, ops.clamp(c, -clip, clip))
     return ops.multiply(opened(to_output, c, 2), out.apply(c)), c
 
 

@@ -41,14 +41,14 @@ def _of_magnitudes(total: _Reduce) -> _Reduce:
 
 # op type -> (graph, graph for integers or None to reduce them as floats); see ``_EXTREMA``
 _REDUCTIONS: dict[str, tuple[_Reduce, _Reduce | None]] = {
-    "reduce_l1_norm": (_plain(ops.reduce_l1), _of_magnitudes(integers.total)),
+    "reduce_l1_norm": (_plain(ops.reduce_l1), _of_magnitudes(integers.exact_sum)),
     "reduce_l2_norm": (_plain(ops.reduce_l2), None),
     "reduce_log_sum": (_log_sum, None),
     "reduce_log_sum_exp": (_log_sum_exp, None),
     "reduce_mean": (_plain(ops.reduce_mean), None),
     "reduce_prod": (_plain(ops.reduce_prod), _plain(ops.reduce_prod)),
-    "reduce_sum": (_plain(ops.reduce_sum), integers.total),
-    "reduce_sum_square": (_of_squares(_plain(ops.reduce_sum)), _of_squares(integers.total)),
+    "reduce_sum": (_plain(ops.reduce_sum), integers.exact_sum),
+    "reduce_sum_square": (_of_squares(_plain(ops.reduce_sum)), _of_squares(integers.exact_sum)),
 }
 
 
@@ -72,8 +72,8 @@ for _op_type, (_build, _of_integers) in _REDUCTIONS.items():
 
 # op type -> (graph, graph for integers, 1 for the largest or -1 for the smallest)
 _EXTREMA: dict[str, tuple[_Reduce, _Reduce, int]] = {
-    "reduce_max": (_plain(ops.reduce_max), integers.extremum("max"), 1),
-    "reduce_min": (_plain(ops.reduce_min), integers.extremum("min"), -1),
+    "reduce_max": (_plain(ops.reduce_max), integers.exact_extremum("max"), 1),
+    "reduce_min": (_plain(ops.reduce_min), integers.exact_extremum("min"), -1),
 }
 
 
@@ -88,7 +88,7 @@ def _register_extremum(op_type: str, build: _Reduce, of_integers: _Reduce, sign:
         def extremum(x: Tensor) -> Result:
             return build(x, over, keep_dims)
 
-        return nan.spread(extremum, x, sign=sign) if exact_nan else extremum(x)
+        return nan.spread_nan(extremum, x, sign=sign) if exact_nan else extremum(x)
 
     translation(op_type)(reduce)
 

@@ -10,13 +10,13 @@ import numpy as np
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
+    constant_ints,
     dim_of,
     dims,
     element_type,
     f32,
     ints,
     is_float,
-    known_ints,
     magnitude,
     rank,
     reshape,
@@ -141,7 +141,7 @@ def resize(
 
 def _wanted(x: Tensor, shape: Tensor, place: int) -> Any:
     """A size counted from the end of ``shape``, or that of ``x`` where it is 0."""
-    known = known_ints(shape)
+    known = constant_ints(shape)
     if known is not None:
         return ints(known[place]) if known[place] else dim_of(x, place)
     size = ops.gather(ops.convert(shape, "i32"), ints(place), ints(0))

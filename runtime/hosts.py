@@ -19,7 +19,7 @@ from coreml_delegate.runtime.program.delegate import (
 )
 from coreml_delegate.runtime.program.host import PythonProgram
 from coreml_delegate.runtime.program.plan import MethodInfo
-from coreml_delegate.runtime.program.ptd import ExternalData, Sources, listed
+from coreml_delegate.runtime.program.ptd import ExternalData, Sources, list_sources
 from coreml_delegate.runtime.program.pte import PteProgram, Source
 from coreml_delegate.runtime.program.stock import StockProgram
 
@@ -40,7 +40,7 @@ def _python_obstacles(program: PteProgram, data: Sources | None) -> tuple[str, .
 def _stock_obstacles(program: PteProgram, data: Sources | None) -> tuple[str, ...]:
     if (reason := stock.unavailable_reason()) is not None:
         return (reason,)
-    if data is not None and len(listed(data)) != 1:
+    if data is not None and len(list_sources(data)) != 1:
         return ("it takes one file of external data",)
     return _refusals(program, lambda method: stock.check_support(method, COREML_BACKEND_ID))
 

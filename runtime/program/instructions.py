@@ -76,7 +76,7 @@ def bind_method(
     kernels = {name: find_kernel(name) for name in sorted(method.operators)}
     moving = {*moving_inputs, *passed.outputs}
     for instruction in instructions:
-        moving.update(_replaced(instruction, method, kernels))
+        moving.update(_replaced_values(instruction, method, kernels))
     binder = _Binder(method, values, kernels, delegates, frozenset(moving), passed)
     chains = tuple(tuple(map(binder.bind, chain)) for chain in method.chains)
     return BoundMethod(chains, frozenset(moving))
@@ -136,7 +136,7 @@ def _is_row_major(value: ValueSpec) -> bool:
     return isinstance(value, TensorSpec) and value.is_row_major
 
 
-def _replaced(
+def _replaced_values(
     instruction: Instruction, method: MethodInfo, kernels: dict[str, Kernel]
 ) -> tuple[int, ...]:
     """Values that an instruction replaces, as opposed to tensors it fills."""

@@ -56,7 +56,7 @@ class ProgramMemory:
         self._program = program
         self._external_data = external_data
         self._shared: dict[int, NDArray[np.uint8]] = {}
-        self._shared_sizes = _largest(method.arena_sizes for method in program.methods)
+        self._shared_sizes = _largest_sizes(method.arena_sizes for method in program.methods)
         self._initialised: set[Allocation] = set()
 
     def materialise(self, method: MethodInfo) -> list[Any]:
@@ -75,29 +75,29 @@ class ProgramMemory:
         if len(method.arena_sizes) > _PRIVATE_ARENA:
             private[_PRIVATE_ARENA] = _arena(method.arena_sizes[_PRIVATE_ARENA])
         return [
-            self._tensor(value, private) if isinstance(value, TensorSpec) else _plain(value)
+            self._tensor(value, private) if isinstance(value, TensorSpec) else _to_python(value)
             for value in method.values
         ]
 
     def initial_value(self, spec: TensorSpec) -> torch.Tensor | None:
         """What a planned tensor holds before the first run; None for zeros."""
         stored = self._program.tensor_data(spec)
-        return None if stored is None else borrowed(stored, spec)
+        return None if stored is None else borrow_tensor(stored, spec)
 
     def _tensor(self, spec: TensorSpec, private: dict[int, NDArray[np.uint8]]) -> torch.Tensor:
         if spec.external_key is not None:
-            return borrowed(self._external(spec, spec.external_key), spec)
+            return borrow_tensor(self._external(spec, spec.external_key), spec)
         stored = self._program.tensor_data(spec)
         if spec.allocation is None:
-            return borrowed(stored, spec) if stored is not None else _unplanned(spec)
+            return borrow_tensor(stored, spec) if stored is not None else _own_tensor(spec)
         arena = private.get(spec.allocation.arena)
         is_shared = arena is None
         if arena is None:
             arena = self._shared_arena(spec.allocation.arena)
-        tensor = _planned(arena, spec.allocation.offset, spec)
+        tensor = _planned_tensor(arena, spec.allocation.offset, spec)
         # A method loaded later must not undo what another has done to a buffer they share.
         if stored is not None and not (is_shared and spec.allocation in self._initialised):
-            tensor.copy_(borrowed(stored, spec))
+            tensor.copy_(borrow_tensor(stored, spec))
             if is_shared:
                 self._initialised.add(spec.allocation)
         return tensor
@@ -154,11 +154,11 @@ class BufferState:
                 tensor.copy_(initial)
 
 
-def _plain(value: object) -> object:
+def _to_python(value: object) -> object:
     return value if isinstance(value, IndexList) or not isinstance(value, tuple) else list(value)
 
 
-def _largest(rows: Iterable[tuple[int, ...]]) -> dict[int, int]:
+def _largest_sizes(rows: Iterable[tuple[int, ...]]) -> dict[int, int]:
     sizes: dict[int, int] = {}
     for row in rows:
         for number, size in enumerate(row):
@@ -174,23 +174,23 @@ def _arena(size: int) -> NDArray[np.uint8]:
         raise ProgramError("cannot allocate the program's memory", got=f"{size} bytes") from error
 
 
-def _shaped(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def _with_layout(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return flat.as_strided(spec.shape, spec.strides_for(spec.shape))
 
 
-def _planned(arena: NDArray[np.uint8], offset: int, spec: TensorSpec) -> torch.Tensor:
+def _planned_tensor(arena: NDArray[np.uint8], offset: int, spec: TensorSpec) -> torch.Tensor:
     """A tensor over exactly its slice of ``arena``: growing beyond the slice fails in torch."""
     if spec.numel == 0:
         return torch.empty(spec.shape, dtype=spec.dtype)
     flat = torch.frombuffer(arena, dtype=spec.dtype, count=spec.numel, offset=offset)
-    return _shaped(flat, spec)
+    return _with_layout(flat, spec)
 
 
-def _unplanned(spec: TensorSpec) -> torch.Tensor:
+def _own_tensor(spec: TensorSpec) -> torch.Tensor:
     """A tensor with memory of its own; kernels resize unbounded ones."""
     if spec.dynamism is Dynamism.UNBOUNDED:
         return torch.empty((0,) * len(spec.shape), dtype=spec.dtype)
-    return _planned(_arena(spec.nbytes), 0, spec)
+    return _planned_tensor(_arena(spec.nbytes), 0, spec)
 
 
 class _Writable:
@@ -207,7 +207,7 @@ class _Writable:
         }
 
 
-def borrowed(data: memoryview, spec: TensorSpec) -> torch.Tensor:
+def borrow_tensor(data: memoryview, spec: TensorSpec) -> torch.Tensor:
     """A tensor over stored bytes, which it keeps alive. Nothing may write to it.
 
     Args:
@@ -222,7 +222,7 @@ def borrowed(data: memoryview, spec: TensorSpec) -> torch.Tensor:
     flat = np.asarray(_Writable(data) if data.readonly else np.frombuffer(data, dtype=np.uint8))
     if flat.__array_interface__["data"][0] % spec.dtype.itemsize:
         flat = flat.copy()
-    return _shaped(torch.frombuffer(flat, dtype=spec.dtype, count=spec.numel), spec)
+    return _with_layout(torch.frombuffer(flat, dtype=spec.dtype, count=spec.numel), spec)
 
 
 def fill(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from typing import Final, TypeAlias, cast
 from coreml_delegate.errors import BlobFormatError, ProgramError
 from coreml_delegate.runtime.program.decoder import decode_named_data, decode_segment
 from coreml_delegate.runtime.program.flatbuffer import FlatBuffer
-from coreml_delegate.runtime.program.pte import PteProgram, Source, mapped, named_errors
+from coreml_delegate.runtime.program.pte import PteProgram, Source, map_source, named_errors
 
 Sources: TypeAlias = "Source | Sequence[Source]"
 """One ``.ptd``, as path or bytes, or several."""
@@ -66,10 +66,10 @@ class ExternalData:
             ProgramError: A file cannot be read, or two hold different data under one key.
         """
         files: dict[str, Mapping[str, memoryview]] = {}
-        for number, source in enumerate(listed(sources)):
-            view, origin = mapped(source, "external data", "a .ptd file")
+        for number, source in enumerate(list_sources(sources)):
+            view, origin = map_source(source, "external data", "a .ptd file")
             with named_errors(origin):
-                files[f"in {origin} (file {number + 1})"] = _parsed(view)
+                files[f"in {origin} (file {number + 1})"] = _parse(view)
         return cls(files)
 
     @property
@@ -82,7 +82,7 @@ class ExternalData:
         return self._entries.get(key)
 
 
-def listed(sources: Sources) -> list[Source]:
+def list_sources(sources: Sources) -> list[Source]:
     """Sources one by one."""
     if isinstance(sources, str | bytes | bytearray | memoryview) or not isinstance(
         sources, Sequence
@@ -117,7 +117,7 @@ def check_complete(program: PteProgram, data: ExternalData | None) -> None:
         )
 
 
-def _parsed(view: memoryview) -> dict[str, memoryview]:
+def _parse(view: memoryview) -> dict[str, memoryview]:
     identifier = bytes(view[4:8])
     if identifier != _IDENTIFIER:
         raise BlobFormatError(

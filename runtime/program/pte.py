@@ -101,7 +101,7 @@ class PteProgram:
             BlobFormatError: Not a ``.pte``, or a truncated or corrupt one.
             ProgramError: The file cannot be read.
         """
-        view, origin = mapped(source, "the program", "a .pte file")
+        view, origin = map_source(source, "the program", "a .pte file")
         with named_errors(origin):
             container = _split(view)
             root = FlatBuffer(container.program).root()
@@ -176,7 +176,7 @@ class PteProgram:
         inline = self._data.inline_constants
         if spec.buffer >= len(inline):
             raise _dangling("a constant", spec.buffer, len(inline))
-        return _sized(inline[spec.buffer], 0, spec)
+        return _tensor_slice(inline[spec.buffer], 0, spec)
 
     def _initial_value(self, spec: TensorSpec) -> memoryview:
         groups = self._data.initial_values
@@ -188,7 +188,7 @@ class PteProgram:
         if spec.buffer >= len(group.offsets):
             raise _dangling("tensor data", spec.buffer, len(group.offsets))
         segment = _segment(self._data.segments, group.segment)
-        return _sized(segment, group.offsets[spec.buffer], spec)
+        return _tensor_slice(segment, group.offsets[spec.buffer], spec)
 
     def _check_data(self, method: MethodInfo) -> None:
         for value in method.values:
@@ -196,7 +196,7 @@ class PteProgram:
                 self.tensor_data(value)
 
 
-def mapped(source: Source, what: str, expected: str) -> tuple[memoryview, str]:
+def map_source(source: Source, what: str, expected: str) -> tuple[memoryview, str]:
     """The bytes of a file, mapped, or those given; and where they are from, for messages.
 
     Args:
@@ -315,7 +315,7 @@ def _slice(view: memoryview, offset: int, size: int, what: str) -> memoryview:
     return view[offset : offset + size]
 
 
-def _sized(view: memoryview, offset: int, spec: TensorSpec) -> memoryview:
+def _tensor_slice(view: memoryview, offset: int, spec: TensorSpec) -> memoryview:
     return _slice(view, offset, spec.nbytes, f"data of tensor {spec}")
 
 

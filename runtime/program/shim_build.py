@@ -75,7 +75,7 @@ def unavailable_reason() -> str | None:
         return "the executorch package is not installed"
     if sys.platform != "linux" or not library_path(root).is_file():
         return f"the executorch package for {sys.platform} has no shared runtime library"
-    if not _cached(root).is_file() and find_compiler() is None:
+    if not _library_in_cache(root).is_file() and find_compiler() is None:
         named = os.environ.get("CXX")
         return (
             f"the C++ compiler that CXX names was not found: {named}"
@@ -102,7 +102,7 @@ def build() -> Path:
             got=reason,
             remedy="Install a C++ compiler or set CXX, or use the Python host.",
         )
-    target = _cached(root)
+    target = _library_in_cache(root)
     if target.is_file():
         return target
     try:
@@ -123,7 +123,7 @@ def _source() -> bytes:
     return importlib.resources.files(_PACKAGE).joinpath(_SOURCE).read_bytes()
 
 
-def _cached(root: Path) -> Path:
+def _library_in_cache(root: Path) -> Path:
     """Where the shim for this very wheel is, or will be."""
     library = library_path(root).stat()
     parts = (

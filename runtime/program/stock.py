@@ -33,7 +33,7 @@ from coreml_delegate.runtime.program.delegate import (
 )
 from coreml_delegate.runtime.program.inputs import Value, check_inputs, in_dim_order
 from coreml_delegate.runtime.program.plan import MethodInfo, TensorSpec
-from coreml_delegate.runtime.program.ptd import ExternalData, Sources, check_complete, listed
+from coreml_delegate.runtime.program.ptd import ExternalData, Sources, check_complete, list_sources
 from coreml_delegate.runtime.program.pte import PteProgram, Source
 from coreml_delegate.runtime.program.shim import load_shim, loaded_shim
 from coreml_delegate.runtime.snapshots import Array, Snapshot
@@ -295,7 +295,7 @@ def _as_path(data: Sources | None) -> Generator[Path | None]:
     if data is None:
         yield None
         return
-    sources = listed(data)
+    sources = list_sources(data)
     if len(sources) != 1:
         raise OptionError(
             "the stock runtime takes one file of external data",

@@ -25,7 +25,7 @@ _COUNTED = ("passed", "failed", "unsupported")
 _HAS = {
     "reference": lambda op, opset: op in compiler.STRUCTURAL or KERNELS.find(op, opset) is not None,
     "openvino": lambda op, opset: (
-        op in control_flow.SPECIAL or TRANSLATIONS.find(op, opset) is not None
+        op in control_flow.STRUCTURAL or TRANSLATIONS.find(op, opset) is not None
     ),
 }
 _INTRODUCTION = """\

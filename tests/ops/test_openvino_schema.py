@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.mil import op_versions
 
-from coreml_delegate.runtime.engines.openvino.control_flow import SPECIAL
+from coreml_delegate.runtime.engines.openvino.control_flow import STRUCTURAL
 from coreml_delegate.runtime.engines.openvino.translations import TRANSLATIONS
 from coreml_delegate.runtime.engines.openvino.values import Form
 from coreml_delegate.targets import Opset
@@ -17,7 +17,7 @@ _LEFT_TO_REFERENCE = {"_const_symbolic", "classify"}
 _VERSIONS = [
     (op_type, since, operation)
     for op_type, since, operation in op_versions()
-    if op_type not in _LEFT_TO_REFERENCE | set(SPECIAL)
+    if op_type not in _LEFT_TO_REFERENCE | set(STRUCTURAL)
 ]
 
 
@@ -46,7 +46,7 @@ def test_signatures_have_no_parameter_of_their_own():
 def test_every_op_type_is_accounted_for():
     op_types = {op_type for op_type, _, _ in op_versions()}
     translated = {entry.op_type for entry in TRANSLATIONS}
-    assert translated | _LEFT_TO_REFERENCE | set(SPECIAL) >= op_types
+    assert translated | _LEFT_TO_REFERENCE | set(STRUCTURAL) >= op_types
     assert not translated & _LEFT_TO_REFERENCE
 
 

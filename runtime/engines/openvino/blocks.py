@@ -48,7 +48,7 @@ class BlockTranslator:
     """
 
     opset: Opset
-    special: Mapping[str, Special]
+    special: Mapping[str, StructuralOp]
     exact_nan: bool = False
     reasons: list[str] | None = None
     misdeclared: set[str] = field(default_factory=set[str])
@@ -133,7 +133,7 @@ class BlockTranslator:
         return any(isinstance(b, Ref) and b.name in self.misdeclared for b in bindings)
 
 
-Special: TypeAlias = Callable[[BlockTranslator, Op, Scope], tuple[Value, ...]]
+StructuralOp: TypeAlias = Callable[[BlockTranslator, Op, Scope], tuple[Value, ...]]
 """An op that the translator executes itself."""
 
 

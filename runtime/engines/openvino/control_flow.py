@@ -14,7 +14,11 @@ import openvino as ov
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines import limits
-from coreml_delegate.runtime.engines.openvino.blocks import BlockTranslator, Special, read_literal
+from coreml_delegate.runtime.engines.openvino.blocks import (
+    BlockTranslator,
+    StructuralOp,
+    read_literal,
+)
 from coreml_delegate.runtime.engines.openvino.graph import (
     GRAPH_TYPE,
     INT_MAX,
@@ -73,7 +77,7 @@ def cond(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]
     values, then = _branch(translator, op.blocks[0], op.outputs, states, then_scope)
     _, otherwise = _branch(translator, op.blocks[1], op.outputs, states, else_scope)
     # The stub does not know that a capture may be missing from one of the bodies.
-    node: Any = ops.if_op(_one_flag(predicate))
+    node: Any = ops.if_op(_as_scalar_flag(predicate))
     node.set_then_body(then)
     node.set_else_body(otherwise)
     for capture in then_scope.captures:
@@ -84,7 +88,7 @@ def cond(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]
         node.set_output(*pair)
         for pair in zip(then.get_results(), otherwise.get_results(), strict=True)
     ]
-    return _results(values, outputs, states, scope)
+    return _bind_results(values, outputs, states, scope)
 
 
 def while_loop(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]:
@@ -92,8 +96,8 @@ def while_loop(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value
     condition, body = op.blocks
     initial = [scope.value(binding) for binding in op.inputs.get("loop_vars", ())]
     states = _written_states(op.blocks)
-    first = _test(translator, condition, scope, initial)
-    starts = [_packed(value, scope) for value in initial] + [scope.state(n) for n in states]
+    first = _translate_condition(translator, condition, scope, initial)
+    starts = [_to_tensor(value, scope) for value in initial] + [scope.state(n) for n in states]
     shapes = [_shape(n.type, v) for n, v in zip(body.inputs, initial, strict=True)]
     shapes += [value.get_partial_shape() for value in starts[len(initial) :]]
     inner = scope.body()
@@ -104,16 +108,16 @@ def while_loop(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value
     carried = [parameter.output(0) for parameter in parameters]
     for name, value in zip(states, carried[len(initial) :], strict=True):
         inner.set_state(name, value)
-    variables = [_unpacked(like, t) for like, t in zip(initial, carried, strict=False)]
+    variables = [_from_tensor(like, t) for like, t in zip(initial, carried, strict=False)]
     computed = translator.block(body, inner, variables)
-    again = _test(translator, condition, inner, computed)
-    results = [_packed(value, inner) for value in computed] + [inner.state(n) for n in states]
+    again = _translate_condition(translator, condition, inner, computed)
+    results = [_to_tensor(value, inner) for value in computed] + [inner.state(n) for n in states]
     results = [
         convert_to(value, element_type(start)) for value, start in zip(results, starts, strict=True)
     ]
     turn = ov.op.Parameter(ov.Type.i32, ov.PartialShape([]))
     turned = ops.add(turn, ints(1))
-    model = _model([again, turned, *results], [turn, *parameters], inner)
+    model = _make_body([again, turned, *results], [turn, *parameters], inner)
     node = ops.loop(ints(limits.MAX_TURNS + 1).output(0), first)
     node.set_function(model)
     node.set_special_body_ports([-1, 0])
@@ -124,11 +128,11 @@ def while_loop(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value
     for capture in inner.captures:
         node.set_invariant_input(capture.parameter, capture.outer)
     endless = ops.greater(node.get_iter_value(turns, -1), ints(limits.MAX_TURNS))
-    outputs = [_unless(endless, node.get_iter_value(end, -1)) for end in ends]
-    return _results(initial, outputs, states, scope)
+    outputs = [_fail_if(endless, node.get_iter_value(end, -1)) for end in ends]
+    return _bind_results(initial, outputs, states, scope)
 
 
-SPECIAL: Mapping[str, Special] = {
+STRUCTURAL: Mapping[str, StructuralOp] = {
     "cond": cond,
     "const": const,
     "coreml_update_state": write_state,
@@ -149,14 +153,14 @@ def _branch(
     """The outputs of a block, and a model of it whose results are those, then the states."""
     values = translator.block(block, scope)
     results = [
-        convert_to(_packed(value, scope), _element_type(named.type))
+        convert_to(_to_tensor(value, scope), _element_type(named.type))
         for value, named in zip(values, declared, strict=True)
     ]
     results += [scope.state(name) for name in states]
-    return values, _model(results, [], scope)
+    return values, _make_body(results, [], scope)
 
 
-def _unless(condition: Any, value: Any) -> Any:
+def _fail_if(condition: Any, value: Any) -> Any:
     """``value``, whose computation fails if ``condition`` is true.
 
     OpenVINO has no assertion, but it refuses to write where there is nothing: the value is written
@@ -168,47 +172,47 @@ def _unless(condition: Any, value: Any) -> Any:
     return ops.squeeze(written, ints(0)).output(0)
 
 
-def _test(
+def _translate_condition(
     translator: BlockTranslator, condition: Block, scope: Scope, variables: Sequence[Value]
 ) -> Any:
     """Whether the loop goes on with these variables."""
     (flag,) = translator.block(condition, scope.nested(), variables)
-    return _one_flag(scope.tensor(flag))
+    return _as_scalar_flag(scope.tensor(flag))
 
 
-def _one_flag(value: Any) -> Any:
+def _as_scalar_flag(value: Any) -> Any:
     """A boolean of any shape with one element, as the scalar OpenVINO wants."""
     flag = convert_to(value, ov.Type.boolean)
     return flag if rank(flag) == 0 else reshape(flag, ()).output(0)
 
 
-def _model(results: Sequence[Any], parameters: Sequence[Any], scope: Scope) -> Any:
+def _make_body(results: Sequence[Any], parameters: Sequence[Any], scope: Scope) -> Any:
     # The stub binds the constructor to the base class.
     make_model: Any = ov.Model
     captured = [capture.parameter for capture in scope.captures]
     return make_model([ops.result(value) for value in results], [*parameters, *captured], "body")
 
 
-def _results(
+def _bind_results(
     like: Sequence[Value], outputs: Sequence[Any], states: Sequence[str], scope: Scope
 ) -> tuple[Value, ...]:
     """Values like those given; what follows them in ``outputs`` are states."""
     for name, value in zip(states, outputs[len(like) :], strict=True):
         scope.set_state(name, value)
-    return tuple(_unpacked(value, tensor) for value, tensor in zip(like, outputs, strict=False))
+    return tuple(_from_tensor(value, tensor) for value, tensor in zip(like, outputs, strict=False))
 
 
-def _packed(value: Value, scope: Scope) -> Any:
+def _to_tensor(value: Value, scope: Scope) -> Any:
     """A value as the one tensor that passes in and out of a body."""
     return value.elements if isinstance(value, TensorList) else scope.tensor(value)
 
 
-def _unpacked(like: Value, tensor: Any) -> Value:
+def _from_tensor(like: Value, tensor: Any) -> Value:
     """A tensor that passed in or out of a body as a value of the same kind as another."""
     return TensorList(tensor, like.grows) if isinstance(like, TensorList) else tensor
 
 
-def _element(type_: ValueType) -> TensorType:
+def _element_of(type_: ValueType) -> TensorType:
     tensor = type_.element if isinstance(type_, ListType) else type_
     if not isinstance(tensor, TensorType):
         raise refusal("value of a block that is no tensor", type_)
@@ -216,12 +220,12 @@ def _element(type_: ValueType) -> TensorType:
 
 
 def _element_type(type_: ValueType) -> ov.Type:
-    return GRAPH_TYPE[_element(type_).dtype]
+    return GRAPH_TYPE[_element_of(type_).dtype]
 
 
 def _shape(type_: ValueType, initial: Value) -> Any:
     """The shape that a variable has in every turn."""
-    element = _element(type_)
+    element = _element_of(type_)
     if isinstance(type_, ListType) and element.shape is not None:
         # The declared length of a list that grows is the one it starts with.
         grows = isinstance(initial, TensorList) and initial.grows

@@ -39,7 +39,7 @@ class Scope:
     """
 
     outer: Scope | None = None
-    shared: _Shared = field(default_factory=lambda: _Shared())
+    shared: _GraphValues = field(default_factory=lambda: _GraphValues())
     values: dict[str, Value] = field(default_factory=dict[str, Value])
 
     def nested(self) -> Scope:
@@ -134,7 +134,7 @@ class Scope:
 
 
 @dataclass(slots=True, eq=False)
-class _Shared:
+class _GraphValues:
     """What all scopes of one graph share: nodes of constants, states by name, captures."""
 
     nodes: dict[Constant | Weight, Any] = field(default_factory=dict[Constant | Weight, Any])

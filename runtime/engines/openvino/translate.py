@@ -11,7 +11,7 @@ from openvino import opset15 as ops
 from coreml_delegate.errors import UnsupportedOpError
 from coreml_delegate.runtime.engines.openvino import graph
 from coreml_delegate.runtime.engines.openvino.blocks import BlockTranslator
-from coreml_delegate.runtime.engines.openvino.control_flow import SPECIAL
+from coreml_delegate.runtime.engines.openvino.control_flow import STRUCTURAL
 from coreml_delegate.runtime.engines.openvino.row_writes import find_row_writes, split_readers
 from coreml_delegate.runtime.engines.openvino.scope import Scope, make_parameter
 from coreml_delegate.runtime.engines.openvino.session.states import StateTypes, Writes
@@ -150,7 +150,9 @@ def _translate_blocks(
             states[param.name] = (node, value, param.type.wrapped)
         else:
             inputs[param.name], scope.values[param.name] = make_parameter(param.name, param.type)
-    translator = BlockTranslator(Opset.from_mil_name(function.opset), SPECIAL, exact_nan, reasons)
+    translator = BlockTranslator(
+        Opset.from_mil_name(function.opset), STRUCTURAL, exact_nan, reasons
+    )
     outputs = translator.block(function.block, scope)
     values = dict(zip(function.block.outputs, outputs, strict=True))
     return _Translation(function, scope, inputs, states, values)

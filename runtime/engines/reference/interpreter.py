@@ -227,7 +227,7 @@ class KernelStep:
     def run(self, frame: Frame) -> tuple[Any, ...]:
         """Call the kernel, under guard unless the step before was given the same shapes."""
         arguments = {name: fetch(frame) for name, fetch in self.fetched}
-        given = memory_guard.signature(arguments)
+        given = memory_guard.memory_signature(arguments)
         if frame.admitted.get(self) == given:
             return as_tuple(self.kernel.function(**self.fixed, **arguments))
         with memory_guard.MemoryGuard():

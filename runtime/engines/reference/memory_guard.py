@@ -26,27 +26,27 @@ _FREE_ELEMENTS = 1 << 25
 _Bound = Callable[..., float]
 
 
-def _like_first(x: Tensor, *_: Any) -> float:
+def _first_operand(x: Tensor, *_: Any) -> float:
     return x.numel()
 
 
-def _product(x: Tensor, y: Tensor, *_: Any) -> float:
+def _matrix_product(x: Tensor, y: Tensor, *_: Any) -> float:
     return math.prod(x.shape[:-1]) * float(y.shape[-1])
 
 
-def _added_product(_: Tensor, x: Tensor, y: Tensor, *__: Any) -> float:
-    return _product(x, y)
+def _added_matrix_product(_: Tensor, x: Tensor, y: Tensor, *__: Any) -> float:
+    return _matrix_product(x, y)
 
 
 def _selection(x: Tensor, dim: int, index: Tensor) -> float:
     return x.numel() / max(x.shape[dim], 1) * index.numel()
 
 
-def _repeated(x: Tensor, repeats: Sequence[int]) -> float:
+def _repetition(x: Tensor, repeats: Sequence[int]) -> float:
     return math.prod(repeats, start=float(x.numel()))
 
 
-def _pooled(
+def _pooling(
     x: Tensor, kernel: Sequence[int], _: Sequence[int] = (), padding: Sequence[int] = (), *__: Any
 ) -> float:
     spatial = x.dim() - len(kernel)
@@ -55,7 +55,7 @@ def _pooled(
     return math.prod(x.shape[:spatial]) * math.prod(sizes)
 
 
-def _joined(tensors: Sequence[Tensor], *_: Any) -> float:
+def _concatenation(tensors: Sequence[Tensor], *_: Any) -> float:
     return sum(tensor.numel() for tensor in tensors)
 
 
@@ -83,17 +83,17 @@ _aten = torch.ops.aten
 # Close bounds for frequent operators, where the product of everything is far off. Without one, a
 # meta kernel is run, and the first of a process takes a second: torch imports them then.
 _BOUNDS: dict[Any, _Bound] = {
-    _aten.mm.default: _product,
-    _aten.bmm.default: _product,
-    _aten.addmm.default: _added_product,
-    _aten.baddbmm.default: _added_product,
+    _aten.mm.default: _matrix_product,
+    _aten.bmm.default: _matrix_product,
+    _aten.addmm.default: _added_matrix_product,
+    _aten.baddbmm.default: _added_matrix_product,
     _aten.convolution.default: _convolution,
     _aten.index_select.default: _selection,
-    _aten.cat.default: _joined,
-    _aten.repeat.default: _repeated,
-    _aten.avg_pool2d.default: _pooled,
-    _aten.max_pool2d_with_indices.default: _pooled,
-    _aten.stack.default: _joined,
+    _aten.cat.default: _concatenation,
+    _aten.repeat.default: _repetition,
+    _aten.avg_pool2d.default: _pooling,
+    _aten.max_pool2d_with_indices.default: _pooling,
+    _aten.stack.default: _concatenation,
     **dict.fromkeys(
         (
             _aten._native_batch_norm_legit_no_training.default,
@@ -112,7 +112,7 @@ _BOUNDS: dict[Any, _Bound] = {
             _aten.sort.stable,
             _aten.sum.dim_IntList,
         ),
-        _like_first,
+        _first_operand,
     ),
 }
 
@@ -139,7 +139,7 @@ class MemoryGuard(TorchDispatchMode):
         return func(*args, **keywords)
 
 
-def signature(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+def memory_signature(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     """What of a kernel's arguments determines the memory it needs: shapes and literals."""
     return tuple(_shape_of(value) for value in arguments.values())
 

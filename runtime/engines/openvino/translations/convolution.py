@@ -68,10 +68,10 @@ def conv(
     begin, end = split_pad(pad_type, pad, axes - 2)
     strides = tuple(strides or ones)
     if any(begin + end) and strides != tuple(ones) and _is_pointwise(weight):
-        x, strides = _strided(x, begin, end, strides), tuple(ones)
+        x, strides = _pad_and_stride(x, begin, end, strides), tuple(ones)
         begin = end = [0] * len(ones)
     build = ops.convolution
-    if groups != 1 or _would_be_product(weight):
+    if groups != 1 or _may_become_product(weight):
         build = ops.group_convolution
         out_channels, in_channels, *kernel = static_dims(weight, range(axes))
         weight = reshape(weight, (groups, out_channels // groups, in_channels, *kernel))
@@ -85,7 +85,7 @@ def _is_pointwise(weight: Tensor) -> bool:
     return all(size == 1 for size in dims(weight)[2:])
 
 
-def _would_be_product(weight: Tensor) -> bool:
+def _may_become_product(weight: Tensor) -> bool:
     """Whether OpenVINO 2026.4 may make a matrix product of the convolution.
 
     It does so where weights are decompressed, and takes the transposes and reshapes beside for
@@ -96,7 +96,9 @@ def _would_be_product(weight: Tensor) -> bool:
     return is_decompressed and rank(weight) == 4 and _is_pointwise(weight)
 
 
-def _strided(x: Tensor, begin: Sequence[int], end: Sequence[int], strides: Sequence[int]) -> Tensor:
+def _pad_and_stride(
+    x: Tensor, begin: Sequence[int], end: Sequence[int], strides: Sequence[int]
+) -> Tensor:
     """What a convolution of one pixel sees of ``x``: padded, and every so many pixels.
 
     OpenVINO moves the strides of such a convolution to where its input is made, and forgets the
@@ -154,7 +156,7 @@ def conv_transpose(
     extent = [(size - 1) * step + 1 for size, step in zip(kernel, dilation, strict=True)]
     begin, end = split_pad(pad_type, pad, spatial)
     if pad_type == "same":
-        begin, end = _same(extent, stride)
+        begin, end = _same_padding(extent, stride)
     if output_shape is not None:
         sizes = static_dims(x, range(2, axes))
         natural = [
@@ -183,7 +185,7 @@ def conv_transpose(
     return result if bias is None else ops.add(result, per_channel(bias, axes))
 
 
-def _same(extent: Sequence[int], stride: Sequence[int]) -> tuple[list[int], list[int]]:
+def _same_padding(extent: Sequence[int], stride: Sequence[int]) -> tuple[list[int], list[int]]:
     """Padding that makes the output ``stride`` times the input, the odd element after."""
     totals = [reach - step for reach, step in zip(extent, stride, strict=True)]
     begin = [max(total, 0) // 2 for total in totals]

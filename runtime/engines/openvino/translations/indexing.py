@@ -46,7 +46,7 @@ def _reduction(mode: str, updates: Tensor) -> tuple[str, Any]:
     return _REDUCTIONS[mode], updates
 
 
-def _reduced(
+def _scatter_reduced(
     mode: str, data: Tensor, updates: Tensor, scatter: Callable[[Any, Any, str], Any], exact: bool
 ) -> Result:
     """``updates`` scattered into ``data`` under a mode.
@@ -66,7 +66,7 @@ def _reduced(
     return scatter(data, values, reduction)
 
 
-def _divided(data: Tensor, scatter: Callable[[Any], Any]) -> Any:
+def _scatter_divided(data: Tensor, scatter: Callable[[Any], Any]) -> Any:
     """Integers divided by the product of their updates; what remains is dropped.
 
     Args:
@@ -77,7 +77,7 @@ def _divided(data: Tensor, scatter: Callable[[Any], Any]) -> Any:
     return ops.divide(ops.subtract(data, ops.mod(data, divisor)), divisor)
 
 
-def _wrapped(indices: Tensor, size: Callable[[], Any]) -> Any:
+def _wrap_negative(indices: Tensor, size: Callable[[], Any]) -> Any:
     """Indices with the negative ones counted from the end, as opsets before iOS17 have them."""
     data = constant_data(indices)
     if data is not None and int(data.astype(np.int64).min(initial=0)) >= 0:
@@ -89,12 +89,12 @@ def _wrapped(indices: Tensor, size: Callable[[], Any]) -> Any:
     )
 
 
-def _wide(indices: Tensor) -> Any:
+def _as_int32(indices: Tensor) -> Any:
     """Indices as int32: 8-bit ones could not hold a sum with a size."""
     return convert_to(indices, element_type(ints(0)))
 
 
-def _unvalidated(indices: Tensor, validate: bool) -> None:
+def _refuse_validation(indices: Tensor, validate: bool) -> None:
     """Leave it to the reference engine to fail at an index out of range, where that is asked for.
 
     OpenVINO has no such check. Constant indices are checked when a program is made.
@@ -112,12 +112,12 @@ def gather(
     validate_indices: bool = False,
 ) -> Result:
     """Slices of ``x`` at ``indices`` of ``axis``; OpenVINO counts negative indices from the end."""
-    _unvalidated(indices, validate_indices)
+    _refuse_validation(indices, validate_indices)
     axis = normalize_axis(axis, rank(x))
     batch = dims(x)[:batch_dims]
     if not batch or all(size is not None and size > 1 for size in batch):
-        return ops.gather(x, _wide(indices), ints(axis), batch_dims)
-    return _gather_in_batches(x, _wide(indices), axis, batch_dims)
+        return ops.gather(x, _as_int32(indices), ints(axis), batch_dims)
+    return _gather_in_batches(x, _as_int32(indices), axis, batch_dims)
 
 
 def _gather_in_batches(x: Tensor, indices: Tensor, axis: int, batch_dims: int) -> Result:
@@ -144,7 +144,7 @@ def _gather_along_axis(x: Tensor, indices: Tensor, axis: int) -> Result:
 @translation("gather_along_axis")
 def gather_along_axis_ios15(x: Tensor, indices: Tensor, axis: int = 0) -> Result:
     """``x`` at ``indices`` of ``axis``, place by place; negative indices count from the end."""
-    return _gather_along_axis(x, _wrapped(_wide(indices), lambda: dim_of(x, axis)), axis)
+    return _gather_along_axis(x, _wrap_negative(_as_int32(indices), lambda: dim_of(x, axis)), axis)
 
 
 @translation("gather_along_axis", since=Opset.iOS17)
@@ -155,8 +155,8 @@ def gather_along_axis(
     validate_indices: bool = False,
 ) -> Result:
     """``x`` at ``indices`` of ``axis``, place by place."""
-    _unvalidated(indices, validate_indices)
-    return _gather_along_axis(x, _wide(indices), axis)
+    _refuse_validation(indices, validate_indices)
+    return _gather_along_axis(x, _as_int32(indices), axis)
 
 
 def _leading_sizes(data: Tensor, indices: Tensor, batch_dims: int = 0) -> Any:
@@ -173,13 +173,13 @@ def _gather_nd(x: Tensor, indices: Tensor, batch_dims: int) -> Any:
     OpenVINO's own reads whatever lies at an index outside of ``x``, in or out of its memory.
     """
     places, depth = constant_data(indices), dims(indices)[-1]
-    if places is None or depth is None or not _inside(places, dims(x)[batch_dims:][:depth]):
+    if places is None or depth is None or not _is_inside(places, dims(x)[batch_dims:][:depth]):
         last = ops.subtract(_leading_sizes(x, indices, batch_dims), ints(1))
         indices = ops.maximum(ops.minimum(indices, last), ints(0))
     return ops.gather_nd(x, indices, batch_dims)
 
 
-def _inside(places: NDArray[Any], sizes: tuple[int | None, ...]) -> bool:
+def _is_inside(places: NDArray[Any], sizes: tuple[int | None, ...]) -> bool:
     """Whether index vectors [*, len(sizes)] address elements that are there."""
     limits = np.asarray([size or 0 for size in sizes], dtype=np.int64)
     return bool(((places >= 0) & (places < limits)).all())
@@ -188,7 +188,7 @@ def _inside(places: NDArray[Any], sizes: tuple[int | None, ...]) -> bool:
 @translation("gather_nd")
 def gather_nd_ios15(x: Tensor, indices: Tensor, batch_dims: int = 0) -> Result:
     """Slices of ``x`` at index vectors; negative indices count from the end."""
-    wrapped = _wrapped(_wide(indices), lambda: _leading_sizes(x, indices, batch_dims))
+    wrapped = _wrap_negative(_as_int32(indices), lambda: _leading_sizes(x, indices, batch_dims))
     return _gather_nd(x, wrapped, batch_dims)
 
 
@@ -200,8 +200,8 @@ def gather_nd(
     validate_indices: bool = False,
 ) -> Result:
     """Slices of ``x`` at index vectors."""
-    _unvalidated(indices, validate_indices)
-    return _gather_nd(x, _wide(indices), batch_dims)
+    _refuse_validation(indices, validate_indices)
+    return _gather_nd(x, _as_int32(indices), batch_dims)
 
 
 def _scatter_along_axis(
@@ -215,22 +215,24 @@ def _scatter_along_axis(
     exact_nan: bool = False,
 ) -> Result:
     """``updates`` written into ``data`` at ``indices`` of ``axis``, place by place."""
-    _unvalidated(indices, validate_indices)
+    _refuse_validation(indices, validate_indices)
     if mode == "div" and not is_float(data):
-        return _divided(data, lambda ones: _scatter_along_axis(ones, indices, updates, axis, "mul"))
+        return _scatter_divided(
+            data, lambda ones: _scatter_along_axis(ones, indices, updates, axis, "mul")
+        )
     axis = normalize_axis(axis, rank(data))
-    vector = _repeated(indices, axis)
+    vector = _find_repeated_vector(indices, axis)
     if vector is not None and mode == "update":
         return _write_slices(data, vector, updates, axis)
-    wrapped = _refusable(_wrapped(_wide(indices), lambda: dim_of(data, axis)))
+    wrapped = _make_negative_invalid(_wrap_negative(_as_int32(indices), lambda: dim_of(data, axis)))
 
     def scatter(data: Tensor, values: Tensor, reduction: str) -> Result:
         return ops.scatter_elements_update(data, wrapped, values, ints(axis), reduction)
 
-    return _reduced(mode, data, updates, scatter, exact_nan)
+    return _scatter_reduced(mode, data, updates, scatter, exact_nan)
 
 
-def _refusable(indices: Tensor) -> Any:
+def _make_negative_invalid(indices: Tensor) -> Any:
     """Indices that OpenVINO refuses where they are negative.
 
     ScatterElementsUpdate refuses one beyond the end and writes out of its memory before the start.
@@ -241,7 +243,7 @@ def _refusable(indices: Tensor) -> Any:
     return ops.select(ops.less(indices, ints(0)), ints(INT_MAX), indices)
 
 
-def _repeated(indices: Tensor, axis: int) -> Any | None:
+def _find_repeated_vector(indices: Tensor, axis: int) -> Any | None:
     """The vector along ``axis`` of which ``indices`` is a repetition along all other axes, or None.
 
     Frameworks write rows of a cache this way; the elements of a row then lie side by side.
@@ -261,7 +263,7 @@ def _repeated(indices: Tensor, axis: int) -> Any | None:
 
 def _write_slices(data: Tensor, vector: Tensor, updates: Tensor, axis: int) -> Result:
     """Slices ``updates`` put in the place of those at ``vector`` [C] of ``axis``."""
-    places = _wrapped(_wide(vector), lambda: dim_of(data, axis))
+    places = _wrap_negative(_as_int32(vector), lambda: dim_of(data, axis))
     return ops.scatter_update(data, places, updates, ints(axis))
 
 
@@ -276,13 +278,13 @@ def _scatter(
     exact_nan: bool = False,
 ) -> Result:
     """Slices ``updates`` written into ``data`` at ``indices`` [C] of ``axis``."""
-    _unvalidated(indices, validate_indices)
+    _refuse_validation(indices, validate_indices)
     axis = normalize_axis(axis, rank(data))
     if mode == "update":
         return _write_slices(data, indices, updates, axis)
     shape = [1] * rank(data)
     shape[axis] = -1
-    column = ops.reshape(_wide(indices), ints(shape), special_zero=False)
+    column = ops.reshape(_as_int32(indices), ints(shape), special_zero=False)
     places = ops.broadcast(column, shape_of(updates))
     return _scatter_along_axis(data, places, updates, axis, mode, exact_nan=exact_nan)
 
@@ -297,15 +299,15 @@ def _scatter_nd(
     exact_nan: bool = False,
 ) -> Result:
     """Slices ``updates`` written into ``data`` at index vectors."""
-    _unvalidated(indices, validate_indices)
+    _refuse_validation(indices, validate_indices)
     if mode == "div" and not is_float(data):
-        return _divided(data, lambda ones: _scatter_nd(ones, indices, updates, "mul"))
-    wrapped = _wrapped(_wide(indices), lambda: _leading_sizes(data, indices))
+        return _scatter_divided(data, lambda ones: _scatter_nd(ones, indices, updates, "mul"))
+    wrapped = _wrap_negative(_as_int32(indices), lambda: _leading_sizes(data, indices))
 
     def scatter(data: Tensor, values: Tensor, reduction: str) -> Result:
         return ops.scatter_nd_update(data, wrapped, values, reduction)
 
-    return _reduced(mode, data, updates, scatter, exact_nan)
+    return _scatter_reduced(mode, data, updates, scatter, exact_nan)
 
 
 translation("scatter")(_scatter)
@@ -328,19 +330,17 @@ def topk(
     All of them if ``k`` is -1.
     """
     count = ints(k) if k != -1 else dim_of(x, axis)
-    best, places = _ordered(x, count, axis, ascending, sort)
+    best, places = _sort(x, count, axis, ascending, sort)
     return (best, places) if return_indices else best
 
 
 @translation("argsort")
 def argsort(x: Tensor, axis: int = -1, ascending: bool = False) -> Result:
     """Indices that sort ``x`` along ``axis``."""
-    return _ordered(x, dim_of(x, axis), axis, ascending, sort=True)[1]
+    return _sort(x, dim_of(x, axis), axis, ascending, sort=True)[1]
 
 
-def _ordered(
-    x: Tensor, count: Any, axis: int, ascending: bool, sort: bool
-) -> tuple[Result, Result]:
+def _sort(x: Tensor, count: Any, axis: int, ascending: bool, sort: bool) -> tuple[Result, Result]:
     """The first ``count`` elements and their indices in an order whose largest element is NaN."""
     axis = normalize_axis(axis, rank(x))
     best = ops.topk(

@@ -53,15 +53,17 @@ def _integer_product(x: Tensor, y: Tensor, transpose_x: bool, transpose_y: bool)
 
     Integers meet in index arithmetic, so the products are few.
     """
-    rows = ops.unsqueeze(x, ints(0)) if rank(x) == 1 else _swapped(x) if transpose_x else x
-    columns = ops.unsqueeze(y, ints(0)) if rank(y) == 1 else y if transpose_y else _swapped(y)
+    rows = ops.unsqueeze(x, ints(0)) if rank(x) == 1 else _swap_last_axes(x) if transpose_x else x
+    columns = (
+        ops.unsqueeze(y, ints(0)) if rank(y) == 1 else y if transpose_y else _swap_last_axes(y)
+    )
     products = ops.multiply(ops.unsqueeze(rows, ints(-2)), ops.unsqueeze(columns, ints(-3)))
     result = integers.exact_sum(products, (-1,), False)
     dropped = [axis for axis, side in ((-2, x), (-1, y)) if rank(side) == 1]
     return ops.squeeze(result, ints(dropped)) if dropped else result
 
 
-def _swapped(x: Tensor) -> Any:
+def _swap_last_axes(x: Tensor) -> Any:
     axes = list(range(rank(x)))
     return ops.transpose(x, ints([*axes[:-2], axes[-1], axes[-2]]))
 
@@ -74,7 +76,7 @@ def einsum(values: Tensors, equation: str) -> Result:
     contracted with axis -1 of the first; the others are batch axes and broadcast.
     """
     values = tuple(map(expand_weight, values))
-    if len(values) != 2 or _canonical(equation) not in ("abcd,adce->abce", "abc,cbd->abd"):
+    if len(values) != 2 or _canonical_equation(equation) not in ("abcd,adce->abce", "abc,cbd->abd"):
         return ops.einsum([f32(value) for value in values], equation)
     x, y = values
     axes = rank(x)
@@ -84,7 +86,7 @@ def einsum(values: Tensors, equation: str) -> Result:
     return ops.transpose(product, ints(swap))
 
 
-def _canonical(equation: str) -> str:
+def _canonical_equation(equation: str) -> str:
     """The equation with its letters renamed in order of appearance."""
     names: dict[str, str] = {}
     return "".join(
@@ -106,13 +108,13 @@ def scaled_dot_product_attention(
     memory first: measured on 8 heads of 64, one query on 256 keys takes 0.75 of its time this way,
     128 queries 0.9, and the results are the same to the bit.
     """
-    scores = ops.matmul(_scaled(query), key, False, True)
+    scores = ops.matmul(_scale_query(query), key, False, True)
     if attn_mask is not None:
-        scores = ops.add(scores, _bias(attn_mask, scores))
+        scores = ops.add(scores, _mask_scores(attn_mask, scores))
     return ops.matmul(ops.softmax(scores, -1), value, False, False)
 
 
-def _scaled(query: Tensor) -> Result:
+def _scale_query(query: Tensor) -> Result:
     """``query`` [*, L, E] over the square root of E."""
     width = dims(query)[-1]
     if width is not None:
@@ -120,7 +122,7 @@ def _scaled(query: Tensor) -> Result:
     return ops.divide(query, ops.sqrt(convert_to(dim_of(query, -1), element_type(query))))
 
 
-def _bias(mask: Tensor, scores: Tensor) -> Result:
+def _mask_scores(mask: Tensor, scores: Tensor) -> Result:
     """What a mask adds to the scores: itself, or minus infinity where a boolean one is false."""
     if element_type(mask) != ov.Type.boolean:
         return convert_to(mask, element_type(scores))

@@ -86,11 +86,11 @@ def list_write(ls: List, index: Tensor, value: Tensor) -> Result:
 @translation("list_scatter")
 def list_scatter(ls: List, indices: Tensor, value: Tensor) -> Result:
     """The list with several elements replaced by those along the first dimension of ``value``."""
-    elements = _reaching(ls, indices, value)
+    elements = _grow(ls, indices, value)
     return TensorList(ops.scatter_update(elements, indices, value, ints(0)).output(0), ls.grows)
 
 
-def _reaching(ls: TensorList, indices: Tensor, value: Tensor) -> Any:
+def _grow(ls: TensorList, indices: Tensor, value: Tensor) -> Any:
     """The elements, with zeros as far as ``indices`` reach and ``value`` is wide."""
     held, written = dims(ls.elements)[1:], dims(value)[1:]
     if not ls.grows and None not in held and held == written:

@@ -63,11 +63,11 @@ def layer_norm(
     over = sorted(normalize_axis(axis, total) for axis in (axes or range(total)))
     result = ops.mvn(x, ints(over), True, epsilon, "inside_sqrt")
     if gamma is not None:
-        result = ops.multiply(result, _along(gamma, over, total))
-    return result if beta is None else ops.add(result, _along(beta, over, total))
+        result = ops.multiply(result, _broadcast_along(gamma, over, total))
+    return result if beta is None else ops.add(result, _broadcast_along(beta, over, total))
 
 
-def _along(value: Tensor, axes: list[int], total: int) -> Result:
+def _broadcast_along(value: Tensor, axes: list[int], total: int) -> Result:
     """``value``, whose dimensions are ``axes``, shaped to broadcast at rank ``total``."""
     sizes = dict(zip(axes, dims(value), strict=True))
     if axes == list(range(total - len(axes), total)):

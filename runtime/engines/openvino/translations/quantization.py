@@ -40,9 +40,9 @@ def quantize(
         raise refusal("quantize to another type", output_dtype, "int8 or uint8")
     low, high = (-128.0, 127.0) if destination == ov.Type.i8 else (0.0, 255.0)
     least, most = (ops.constant(np.float32(bound)) for bound in (low, high))
-    step = _aligned(_f32(scale), input, axis)
-    shift = None if zero_point is None else _aligned(_f32(zero_point), input, axis)
-    first, last = (_unquantized(bound, step, shift) for bound in (low, high))
+    step = _align(_f32(scale), input, axis)
+    shift = None if zero_point is None else _align(_f32(zero_point), input, axis)
+    first, last = (_dequantize_bound(bound, step, shift) for bound in (low, high))
     grid = ops.fake_quantize(input, first, last, least, most, 256)
     return ops.convert(grid, destination)
 
@@ -57,16 +57,16 @@ def dequantize(
     """``scale * (input - zero_point)``, per tensor or along ``axis``."""
     if is_float(input):
         raise refusal("dequantize of floats", element_type(input), "int8 or uint8")
-    grid = _requantized(input, scale, zero_point, axis)
+    grid = _fuse_dequantize(input, scale, zero_point, axis)
     if grid is not None:
         return grid
     value = ops.convert(input, "f32")
     if zero_point is not None:
-        value = ops.subtract(value, _aligned(_f32(zero_point), input, axis))
-    return ops.multiply(value, _aligned(scale, input, axis))
+        value = ops.subtract(value, _align(_f32(zero_point), input, axis))
+    return ops.multiply(value, _align(scale, input, axis))
 
 
-def _requantized(
+def _fuse_dequantize(
     codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int | None
 ) -> Any | None:
     """What ``quantize`` made and constants turn back, as one fake-quantize; None for the rest.
@@ -82,11 +82,13 @@ def _requantized(
         return None
     source, first, last, *ends = (grid.input_value(place) for place in range(5))
     bounds = [constant_data(end) for end in ends]
-    step = _aligned(_f32(scale), codes, axis)
-    shift = None if zero_point is None else _aligned(_f32(zero_point), codes, axis)
+    step = _align(_f32(scale), codes, axis)
+    shift = None if zero_point is None else _align(_f32(zero_point), codes, axis)
     if constant_data(step) is None or (shift is not None and constant_data(shift) is None):
         return None
-    low, high = (_unquantized(float(bound), step, shift) for bound in bounds if bound is not None)
+    low, high = (
+        _dequantize_bound(float(bound), step, shift) for bound in bounds if bound is not None
+    )
     return ops.fake_quantize(source, first, last, low, high, 256)
 
 
@@ -95,7 +97,7 @@ def _f32(parameter: Tensor) -> Any:
     return f32(parameter) if constant is None else ops.constant(np.asarray(constant, np.float32))
 
 
-def _unquantized(bound: float, step: Tensor, shift: Tensor | None) -> Any:
+def _dequantize_bound(bound: float, step: Tensor, shift: Tensor | None) -> Any:
     """``step * (bound - shift)``, a constant where both are.
 
     The plugin makes its integer kernels of fake-quantizes whose bounds are constants, and that
@@ -110,7 +112,7 @@ def _unquantized(bound: float, step: Tensor, shift: Tensor | None) -> Any:
     return ops.multiply(end if shift is None else ops.subtract(end, shift), step)
 
 
-def _aligned(parameter: Tensor, data: Tensor, axis: int | None) -> Any:
+def _align(parameter: Tensor, data: Tensor, axis: int | None) -> Any:
     """A scalar as it is; a vector shaped to broadcast along ``axis`` of ``data``."""
     total = rank(data)
     if rank(parameter) == 0 or axis is None:

@@ -80,7 +80,7 @@ def _activation(name: str, exact_nan: bool = False) -> _Activation:
     return _ACTIVATIONS[name.lower()]
 
 
-def _in_order(x: Tensor, direction: str, *more: str) -> Any:
+def _order_steps(x: Tensor, direction: str, *more: str) -> Any:
     """``x`` [s, b, I] in the order of computation, in which a reversed layer also gives out."""
     allowed = ("forward", "reverse", *more)
     if direction not in allowed:
@@ -88,14 +88,14 @@ def _in_order(x: Tensor, direction: str, *more: str) -> Any:
     return reverse(x, (0,)) if direction == "reverse" else x
 
 
-def _reordered(array: Array, order: Sequence[int]) -> _Weights:
+def _reorder_gates(array: Array, order: Sequence[int]) -> _Weights:
     gates = np.split(np.asarray(array, np.float32), len(order))
     return np.concatenate([gates[gate] for gate in order])
 
 
-def _bias(array: Array | None, order: Sequence[int], weights: Array) -> _Weights:
+def _reorder_bias(array: Array | None, order: Sequence[int], weights: Array) -> _Weights:
     """A bias of the rows of ``weights`` with its gates reordered, zeros if there is none."""
-    return _reordered(np.zeros(len(weights), np.float32) if array is None else array, order)
+    return _reorder_gates(np.zeros(len(weights), np.float32) if array is None else array, order)
 
 
 @translation("rnn")
@@ -115,9 +115,11 @@ def rnn(
     act = _activation(activation, exact_nan)
     only = (0,)
     weights = _Direction(
-        _reordered(weight_ih, only), _reordered(weight_hh, only), _bias(bias, only, weight_hh)
+        _reorder_gates(weight_ih, only),
+        _reorder_gates(weight_hh, only),
+        _reorder_bias(bias, only, weight_hh),
     )
-    layer = _Layer(_in_order(x, direction), (initial_h,), (weights,), output_sequence)
+    layer = _Layer(_order_steps(x, direction), (initial_h,), (weights,), output_sequence)
     if act.kernel is not None:
         return layer.by_kernel(ops.rnn_sequence, activations=[act.kernel])
     return layer.by_loop(functools.partial(_rnn_step, act))
@@ -182,12 +184,14 @@ def gru(
     """
     gate, act = (_activation(name, exact_nan) for name in (recurrent_activation, activation))
     biases = _gru_biases(
-        _bias(input_bias, _GRU_GATES, weight_ih), _bias(bias, _GRU_GATES, weight_hh), reset_after
+        _reorder_bias(input_bias, _GRU_GATES, weight_ih),
+        _reorder_bias(bias, _GRU_GATES, weight_hh),
+        reset_after,
     )
     weights = _Direction(
-        _reordered(weight_ih, _GRU_GATES), _reordered(weight_hh, _GRU_GATES), biases
+        _reorder_gates(weight_ih, _GRU_GATES), _reorder_gates(weight_hh, _GRU_GATES), biases
     )
-    layer = _Layer(_in_order(x, direction), (initial_h,), (weights,), output_sequence)
+    layer = _Layer(_order_steps(x, direction), (initial_h,), (weights,), output_sequence)
     usual = (gate.kernel, act.kernel) == ("sigmoid", "tanh")
     if usual and reset_after and weights.units <= _GRU_KERNEL_UNITS:
         return layer.by_kernel(ops.gru_sequence, linear_before_reset=True)
@@ -255,7 +259,7 @@ def lstm(
     """
     names = (recurrent_activation, cell_activation, activation)
     activations = tuple(_activation(name, exact_nan) for name in names)
-    x = _in_order(x, direction, "bidirectional")
+    x = _order_steps(x, direction, "bidirectional")
     directions = [_lstm_direction(weight_ih, weight_hh, bias, peephole)]
     if direction == "bidirectional":
         if weight_ih_back is None or weight_hh_back is None:
@@ -273,9 +277,9 @@ def _lstm_direction(
     weight_ih: Array, weight_hh: Array, bias: Array | None, peephole: Array | None
 ) -> _Direction:
     return _Direction(
-        _reordered(weight_ih, _LSTM_GATES),
-        _reordered(weight_hh, _LSTM_GATES),
-        _bias(bias, _LSTM_GATES, weight_hh),
+        _reorder_gates(weight_ih, _LSTM_GATES),
+        _reorder_gates(weight_hh, _LSTM_GATES),
+        _reorder_bias(bias, _LSTM_GATES, weight_hh),
         None if peephole is None else np.asarray(peephole, np.float32),
     )
 
@@ -369,9 +373,9 @@ class _Layer:
             *(reshape(state, [-1, count, units]) for state in self.states),
             # From the shape of the very input: so the plugin sees that no sequence ends early.
             ops.broadcast(dim_of(by_batch, 1), ops.unsqueeze(dim_of(by_batch, 0), ints(0))),
-            _stacked([direction.input_weights for direction in self.directions]),
-            _stacked([direction.state_weights for direction in self.directions]),
-            _stacked([direction.bias for direction in self.directions]),
+            _stack([direction.input_weights for direction in self.directions]),
+            _stack([direction.state_weights for direction in self.directions]),
+            _stack([direction.bias for direction in self.directions]),
             units,
             "forward" if count == 1 else "bidirectional",
             **options,
@@ -401,7 +405,7 @@ class _Layer:
         return (hidden if self.output_sequence else ops.unsqueeze(last[0], ints(0))), *last
 
 
-def _stacked(arrays: Sequence[_Weights]) -> Any:
+def _stack(arrays: Sequence[_Weights]) -> Any:
     return array_constant(np.stack(arrays))
 
 

@@ -54,7 +54,7 @@ _REDUCTIONS: dict[str, tuple[_Reduce, _Reduce | None]] = {
 
 def _register(op_type: str, build: _Reduce, of_integers: _Reduce | None) -> None:
     def reduce(x: Tensor, axes: Ints | None = None, keep_dims: bool = False) -> Result:
-        over = _over(x, axes)
+        over = _all_if_none(x, axes)
         if is_float(x) or of_integers is None:
             return build(f32(x), over, keep_dims)
         return of_integers(x, over, keep_dims)
@@ -62,7 +62,7 @@ def _register(op_type: str, build: _Reduce, of_integers: _Reduce | None) -> None
     translation(op_type)(reduce)
 
 
-def _over(x: Tensor, axes: Ints | None) -> Ints:
+def _all_if_none(x: Tensor, axes: Ints | None) -> Ints:
     return axes or tuple(range(rank(x)))
 
 
@@ -81,7 +81,7 @@ def _register_extremum(op_type: str, build: _Reduce, of_integers: _Reduce, sign:
     def reduce(
         x: Tensor, axes: Ints | None = None, keep_dims: bool = False, *, exact_nan: bool = False
     ) -> Result:
-        over = _over(x, axes)
+        over = _all_if_none(x, axes)
         if not is_float(x):
             return of_integers(x, over, keep_dims)
 

@@ -53,12 +53,12 @@ def _interpolate(
     )
 
 
-def _scaled(x: Tensor, height: float, width: float) -> list[Any]:
+def _scale_sizes(x: Tensor, height: float, width: float) -> list[Any]:
     """The last two sizes of ``x`` times factors, rounded down."""
-    return [_scaled_size(x, -2, height), _scaled_size(x, -1, width)]
+    return [_scale_size(x, -2, height), _scale_size(x, -1, width)]
 
 
-def _scaled_size(x: Tensor, axis: int, factor: float) -> Any:
+def _scale_size(x: Tensor, axis: int, factor: float) -> Any:
     size = dims(x)[axis]
     if size is not None:
         return ints(math.floor(size * factor))
@@ -72,7 +72,7 @@ def upsample_nearest_neighbor(
     x: Tensor, scale_factor_height: float = 1, scale_factor_width: float = 1
 ) -> Result:
     """``x`` [*, H, W] scaled by factors; each element takes the nearest at or below it."""
-    sizes = _scaled(x, scale_factor_height, scale_factor_width)
+    sizes = _scale_sizes(x, scale_factor_height, scale_factor_width)
     return _interpolate(x, sizes, "nearest", "asymmetric")
 
 
@@ -96,7 +96,7 @@ def upsample_bilinear(
     if align_corners and centred:
         raise refusal("upsample_bilinear", "align_corners with half_pixel_centers", "one of them")
     mode = "STRICT_ALIGN_CORNERS" if align_corners else "UNALIGN_CORNERS" if centred else "DEFAULT"
-    return _linear(x, _scaled(x, scale_factor_height, scale_factor_width), mode)
+    return _linear(x, _scale_sizes(x, scale_factor_height, scale_factor_width), mode)
 
 
 @translation("resize_bilinear")
@@ -123,7 +123,7 @@ def resize(
         raise refusal("interpolation mode", interpolation_mode, "LINEAR or NEAREST_NEIGHBOR")
     if resized_dims == 0:
         return x
-    sizes = [_wanted(x, shape, place) for place in range(-resized_dims, 0)]
+    sizes = [_target_size(x, shape, place) for place in range(-resized_dims, 0)]
     if interpolation_mode == "LINEAR":
         if not is_float(x):
             # Its fractions are dropped, so that a rounding in f32 can cost a whole unit.
@@ -139,7 +139,7 @@ def resize(
     return x
 
 
-def _wanted(x: Tensor, shape: Tensor, place: int) -> Any:
+def _target_size(x: Tensor, shape: Tensor, place: int) -> Any:
     """A size counted from the end of ``shape``, or that of ``x`` where it is 0."""
     known = constant_ints(shape)
     if known is not None:

@@ -49,7 +49,7 @@ def slice_by_index(
     # An index takes one element whatever its stride; OpenVINO wants a positive one there.
     steps = [1 if drop else step for drop, step in zip(squeezed, stride or [1] * axes, strict=True)]
     masks = _flags(begin_mask, axes), _flags(end_mask, axes)
-    element = _sole_element(x, begin, end, steps, *masks, squeezed)
+    element = _find_single_index(x, begin, end, steps, *masks, squeezed)
     if element is not None:
         axis, place = element
         # The plugin makes a view of it where memory allows; a strided slice is always a copy.
@@ -57,7 +57,7 @@ def slice_by_index(
     return ops.strided_slice(x, begin, end, ints(steps), *masks, [0] * axes, squeezed, [0] * axes)
 
 
-def _sole_element(
+def _find_single_index(
     x: Tensor,
     begin: Tensor,
     end: Tensor,
@@ -130,17 +130,17 @@ def slice_update(
     if dropped:
         update = ops.unsqueeze(update, ints(dropped))
     steps = [1 if drop else step for drop, step in zip(squeezed, stride or [1] * axes, strict=True)]
-    first = _first_places(x, begin, steps, _flags(begin_mask, axes))
+    first = _first_indices(x, begin, steps, _flags(begin_mask, axes))
     sizes, counts = static_dims(x, range(axes)), static_dims(update, range(axes))
     places = [
-        (axis, _places(first, axis, steps[axis], counts[axis]))
+        (axis, _slice_indices(first, axis, steps[axis], counts[axis]))
         for axis in range(axes)
         if counts[axis] != sizes[axis] or steps[axis] < 0
     ]
-    return _replaced(x, update, places)
+    return _replace_region(x, update, places)
 
 
-def _first_places(x: Tensor, begin: Tensor, steps: list[int], begin_mask: list[int]) -> Any:
+def _first_indices(x: Tensor, begin: Tensor, steps: list[int], begin_mask: list[int]) -> Any:
     """Index on every axis of the first element of a slice, by numpy's rules."""
     begin = convert_to(begin, element_type(ints(0)))  # 8-bit ones could not hold a sum with a size
     sizes = np.asarray(static_dims(x, range(rank(x))), dtype=np.int32)
@@ -152,18 +152,18 @@ def _first_places(x: Tensor, begin: Tensor, steps: list[int], begin_mask: list[i
     return ops.select(ops.constant(np.asarray(begin_mask, bool)), ops.constant(default), start)
 
 
-def _places(first: Any, axis: int, step: int, count: int) -> Any:
+def _slice_indices(first: Any, axis: int, step: int, count: int) -> Any:
     """The ``count`` indices along ``axis`` of a slice."""
     start = ops.gather(first, ints((axis,)), ints(0))
     return ops.add(start, ints((np.arange(count) * step).tolist()))
 
 
-def _replaced(x: Tensor, update: Tensor, places: list[tuple[int, Any]]) -> Any:
+def _replace_region(x: Tensor, update: Tensor, places: list[tuple[int, Any]]) -> Any:
     """``x`` with ``update`` at the given places of some axes and the whole of the others."""
     if not places:
         return update
     (axis, indices), rest = places[0], places[1:]
-    inner = _replaced(ops.gather(x, indices, ints(axis)), update, rest) if rest else update
+    inner = _replace_region(ops.gather(x, indices, ints(axis)), update, rest) if rest else update
     return ops.scatter_update(x, indices, inner, ints(axis))
 
 

@@ -41,7 +41,7 @@ def list_length(ls: TensorList) -> Tensor:
 @kernel("list_read")
 def list_read(ls: TensorList, index: int) -> Tensor:
     """One element."""
-    return _written(ls, index)
+    return _read_element(ls, index)
 
 
 @kernel("list_write")
@@ -53,7 +53,7 @@ def list_write(ls: TensorList, index: int, value: Tensor) -> TensorList:
 @kernel("list_gather")
 def list_gather(ls: TensorList, indices: tuple[int, ...]) -> Tensor:
     """Several elements along a new first dimension."""
-    return torch.stack([_written(ls, index) for index in indices])
+    return torch.stack([_read_element(ls, index) for index in indices])
 
 
 @kernel("list_scatter")
@@ -71,7 +71,7 @@ def classify(probabilities: Tensor, classes: tuple[Any, ...]) -> tuple[Any, dict
     return (best if isinstance(best, str) else torch.tensor(best)), by_class
 
 
-def _written(ls: TensorList, index: int) -> Tensor:
+def _read_element(ls: TensorList, index: int) -> Tensor:
     """An element; zeros if the list was made longer than what was written to it."""
     if not 0 <= index < len(ls):
         raise IndexError(f"list index {index} is outside of [0, {len(ls)})")

@@ -1,4 +1,4 @@
-"""Blocks of ops: arguments fetched, the translation called, results bound to names."""
+"""Translate blocks op by op: fetch the arguments, call the translation, bind the results."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ class BlockTranslator:
 
     Attributes:
         opset: Of the program.
-        special: Ops that need the scope itself, by type.
+        structural: Ops that need the scope itself, by type.
         exact_nan: Whether NaN has to pass through every op, even where that takes time.
-        reasons: Collects errors if it is a list; values that could not be made are then stood in
-            for, so that one pass finds all. With None the first error is raised.
-        misdeclared: Values that have other shapes than the program says.
+        reasons: Collects the errors. Parameters then stand in for the values that could not be
+            made, so that one pass finds all errors. With None the first error is raised.
+        misdeclared: Names of values whose shape differs from the one that the program declares.
     """
 
     opset: Opset
-    special: Mapping[str, StructuralOp]
+    structural: Mapping[str, StructuralOp]
     exact_nan: bool = False
     reasons: list[str] | None = None
     misdeclared: set[str] = field(default_factory=set[str])
 
     def block(self, block: Block, scope: Scope, inputs: Sequence[Value] = ()) -> list[Value]:
-        """Translate a block in the fresh ``scope`` of its names.
+        """Translate a block into the graph of ``scope``.
 
         Args:
-            block: With as many inputs as ``inputs``.
-            scope: Of the graph that the ops go to.
-            inputs: What the block's inputs stand for.
+            block: The block.
+            scope: A new scope for the names of the block.
+            inputs: Values of the block's inputs.
 
         Returns:
-            What its outputs stand for.
+            Values of the block's outputs.
 
         Raises:
             UnsupportedOpError: An op, or a mode or type of it, has no translation.
@@ -71,7 +71,7 @@ class BlockTranslator:
             scope.values[named.name] = value
         for op in block.ops:
             self._op(op, scope)
-        return scope.named(block.outputs)
+        return scope.values_of(block.outputs)
 
     def _op(self, op: Op, scope: Scope) -> None:
         found_before = len(self.reasons or ())
@@ -82,16 +82,16 @@ class BlockTranslator:
             if self.reasons is None:
                 remedy = "Run this program on the reference engine"
                 blame(error, OpTranslationError, _describe_failure(op, error), remedy=remedy)
-            # An op whose blocks have said what fails adds nothing.
+            # If an op of a nested block has failed, this op adds nothing.
             if len(self.reasons) == found_before:
                 self.reasons.append(_describe_failure(op, error))
             for out in op.outputs:
                 _bind_stand_in(out, scope)
 
     def _apply(self, op: Op, scope: Scope) -> tuple[Value, ...]:
-        special = self.special.get(op.type)
-        if special is not None:
-            return special(self, op, scope)
+        structural = self.structural.get(op.type)
+        if structural is not None:
+            return structural(self, op, scope)
         version = TRANSLATIONS.get(op.type, self.opset)
         arguments = _arguments(op, version.schema.parameters, scope)
         if EXACT_NAN in version.schema.options:
@@ -103,14 +103,14 @@ class BlockTranslator:
         if len(outputs) != len(op.outputs):
             raise refusal("number of outputs", len(op.outputs), str(len(outputs)))
         for declared, value in zip(op.outputs, outputs, strict=True):
-            is_bare = isinstance(value, Constant | Weight | TensorList)
-            scope.values[declared.name] = value if is_bare else self._checked(op, declared, value)
+            is_output = not isinstance(value, Constant | Weight | TensorList)
+            scope.values[declared.name] = self._cast(op, declared, value) if is_output else value
 
-    def _checked(self, op: Op, declared: NamedType, value: Any) -> Any:
-        """A result in the type its op declares.
+    def _cast(self, op: Op, declared: NamedType, value: Any) -> Any:
+        """Return a result in the type that its op declares.
 
         Raises:
-            UnsupportedOpError: The shape is another: OpenVINO understands the op differently.
+            UnsupportedOpError: The shape differs: OpenVINO understands the op in another way.
         """
         if not isinstance(declared.type, TensorType):
             raise refusal("result that is no tensor", declared.type)
@@ -121,20 +121,20 @@ class BlockTranslator:
             and shape.rank.is_static
             and not _shapes_may_agree(graph.dims(value), expected)
         ):
-            if op.type not in _WRONGLY_DECLARED and not self._is_misled(op):
+            if op.type not in _WRONGLY_DECLARED and not self._reads_misdeclared(op):
                 raise refusal("result shape", list(graph.dims(value)), str(list(expected)))
             self.misdeclared.add(declared.name)
         value.get_node().set_friendly_name(declared.name)
         return value
 
-    def _is_misled(self, op: Op) -> bool:
-        """Whether the shapes of an op's results were declared after one that is wrong."""
+    def _reads_misdeclared(self, op: Op) -> bool:
+        """Whether an op reads a misdeclared value, and so declares wrong shapes itself."""
         bindings = (binding for given in op.inputs.values() for binding in given)
         return any(isinstance(b, Ref) and b.name in self.misdeclared for b in bindings)
 
 
 StructuralOp: TypeAlias = Callable[[BlockTranslator, Op, Scope], tuple[Value, ...]]
-"""An op that the translator executes itself."""
+"""Translates an op that needs the scope: returns the values of its outputs."""
 
 
 def _arguments(op: Op, parameters: Mapping[str, Parameter[Form]], scope: Scope) -> dict[str, Any]:
@@ -169,10 +169,14 @@ def _argument(name: str, form: Form, values: list[Value], scope: Scope) -> Any:
 
 
 def read_literal(name: str, value: Value) -> Any:
-    """The content of a value that is known when compiling.
+    """Return the content of a value that is known at compile time.
+
+    Args:
+        name: Name of the parameter, for the error.
+        value: The value.
 
     Raises:
-        UnsupportedOpError: It is not.
+        UnsupportedOpError: The value is computed at run time.
     """
     if isinstance(value, Constant):
         return value.data
@@ -194,12 +198,12 @@ def _bind_stand_in(out: NamedType, scope: Scope) -> None:
         else:
             scope.values[out.name] = make_parameter(out.name, out.type)[1]
     except UnsupportedOpError:
-        # Labels and the like: later uses of the name report themselves.
+        # Labels have no tensor type: later uses of the name report themselves.
         scope.values.pop(out.name, None)
 
 
 def _shapes_may_agree(actual: Sequence[int | None], declared: Sequence[int | None]) -> bool:
-    """Whether two shapes can be the same."""
+    """Whether two shapes can be equal; None is any size."""
     return len(actual) == len(declared) and all(
         None in (one, other) or one == other for one, other in zip(actual, declared, strict=True)
     )

@@ -1,8 +1,9 @@
-"""Ops that need more than their arguments: constants, states, branches and loops.
+"""Structural ops: constants, states, branches and loops, which need the scope itself.
 
-A branch becomes a body of OpenVINO's ``If``, a loop its ``Loop``. MIL tests before each turn and
-OpenVINO after it, so the condition is translated twice: for the first turn outside of the loop, and
-behind the body for the others. A state that a body writes leaves it as one more result.
+A branch becomes a body of OpenVINO's ``If``, a loop its ``Loop``. MIL tests the condition before
+each iteration and OpenVINO after it, so the condition is translated twice: outside of the loop for
+the first iteration, and after the body for the others. A state that a body writes is one more
+result of the body.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ from coreml_delegate.runtime.mil.program import (
     ValueType,
 )
 
-# Op type -> its parameters for the state and for what is written.
+# Op type -> its parameters for the state and for the value to write.
 _WRITES = {"write_state": ("input", "data"), "coreml_update_state": ("state", "value")}
 
 
 def const(_: BlockTranslator, op: Op, __: Scope) -> tuple[Value, ...]:
-    """A constant: its value, made a node where a tensor is wanted."""
+    """Return the constant; it becomes a node where a tensor is needed."""
     return (op.attributes["val"],)
 
 
 def read_state(_: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]:
-    """The state as the program has left it so far."""
+    """Return the state as the program has left it so far."""
     return (scope.state(_state_name(op, "input")),)
 
 
 def write_state(_: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]:
-    """Replace the state; ``coreml_update_state`` also returns what it wrote."""
+    """Replace the state; ``coreml_update_state`` also returns the new value."""
     state, data = _WRITES[op.type]
     (binding,) = op.inputs[data]
     written = scope.tensor(scope.value(binding))
@@ -140,7 +141,7 @@ STRUCTURAL: Mapping[str, StructuralOp] = {
     "while_loop": while_loop,
     "write_state": write_state,
 }
-"""The ops of this module, which get the scope instead of their arguments."""
+"""The ops of this module by type."""
 
 
 def _branch(
@@ -150,7 +151,7 @@ def _branch(
     states: Sequence[str],
     scope: Scope,
 ) -> tuple[list[Value], Any]:
-    """The outputs of a block, and a model of it whose results are those, then the states."""
+    """Return the outputs of a block, and a model whose results are the outputs and the states."""
     values = translator.block(block, scope)
     results = [
         convert_to(_to_tensor(value, scope), _element_type(named.type))
@@ -161,10 +162,10 @@ def _branch(
 
 
 def _fail_if(condition: Any, value: Any) -> Any:
-    """``value``, whose computation fails if ``condition`` is true.
+    """Return ``value``, whose computation fails if ``condition`` is true.
 
-    OpenVINO has no assertion, but it refuses to write where there is nothing: the value is written
-    over itself at index 0, or else at one that does not exist.
+    OpenVINO has no assertion, but it refuses to write at an index that does not exist: the value is
+    written over itself at index 0, or at such an index.
     """
     place = reshape(ops.select(condition, ints(INT_MAX), ints(0)), (1,))
     row = ops.unsqueeze(value, ints(0))
@@ -175,13 +176,13 @@ def _fail_if(condition: Any, value: Any) -> Any:
 def _translate_condition(
     translator: BlockTranslator, condition: Block, scope: Scope, variables: Sequence[Value]
 ) -> Any:
-    """Whether the loop goes on with these variables."""
+    """Return the flag that says whether the loop goes on with these variables."""
     (flag,) = translator.block(condition, scope.nested(), variables)
     return _as_scalar_flag(scope.tensor(flag))
 
 
 def _as_scalar_flag(value: Any) -> Any:
-    """A boolean of any shape with one element, as the scalar OpenVINO wants."""
+    """Return a boolean tensor of one element as the scalar that OpenVINO needs."""
     flag = convert_to(value, ov.Type.boolean)
     return flag if rank(flag) == 0 else reshape(flag, ()).output(0)
 
@@ -196,19 +197,19 @@ def _make_body(results: Sequence[Any], parameters: Sequence[Any], scope: Scope) 
 def _bind_results(
     like: Sequence[Value], outputs: Sequence[Any], states: Sequence[str], scope: Scope
 ) -> tuple[Value, ...]:
-    """Values like those given; what follows them in ``outputs`` are states."""
+    """Set the states to the last outputs; return the others as values of the kinds of ``like``."""
     for name, value in zip(states, outputs[len(like) :], strict=True):
         scope.set_state(name, value)
     return tuple(_from_tensor(value, tensor) for value, tensor in zip(like, outputs, strict=False))
 
 
 def _to_tensor(value: Value, scope: Scope) -> Any:
-    """A value as the one tensor that passes in and out of a body."""
+    """Return a value as the one tensor that enters or leaves a body."""
     return value.elements if isinstance(value, TensorList) else scope.tensor(value)
 
 
 def _from_tensor(like: Value, tensor: Any) -> Value:
-    """A tensor that passed in or out of a body as a value of the same kind as another."""
+    """Return a tensor that entered or left a body as a value of the kind of ``like``."""
     return TensorList(tensor, like.grows) if isinstance(like, TensorList) else tensor
 
 
@@ -224,17 +225,17 @@ def _element_type(type_: ValueType) -> ov.Type:
 
 
 def _shape(type_: ValueType, initial: Value) -> Any:
-    """The shape that a variable has in every turn."""
+    """Return the shape that a variable has in every iteration."""
     element = _element_of(type_)
     if isinstance(type_, ListType) and element.shape is not None:
-        # The declared length of a list that grows is the one it starts with.
+        # A list that grows is declared with its initial length.
         grows = isinstance(initial, TensorList) and initial.grows
         return partial_shape((None if grows else type_.length, *element.shape))
     return partial_shape(element.shape)
 
 
 def _written_states(blocks: Sequence[Block]) -> list[str]:
-    """Names of the states that blocks write, each once."""
+    """Return the names of the states that blocks write, each once."""
     writes = [op for block in blocks for op in block.walk() if op.type in _WRITES]
     return list(dict.fromkeys(_state_name(op, _WRITES[op.type][0]) for op in writes))
 

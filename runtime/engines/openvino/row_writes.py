@@ -1,10 +1,10 @@
-"""States of which a program writes some rows: only those leave the graph, and no state is copied.
+"""Partial state updates: the graph returns only the written rows, and no state is copied.
 
 OpenVINO has no write in place: its scatter copies the whole tensor. But a program that writes rows
-of a cache reads it in few ways, and each gives the same from the old cache and the new rows, apart:
-a product with the keys is that with the old ones where the columns of the new are put in its place,
-and so on. So the session keeps the state, in the type the graph computes in, the graph reads it
-where it lies, and what it returns are the rows and their places, for the session to write.
+of a cache reads it in few ways, and each can be computed from the old cache and the new rows
+separately: a product with the keys is the product with the old keys, with the columns of the new
+ones put in place, and so on. So the session keeps the state in the type that the graph computes in,
+the graph reads it without a copy, and returns the rows and their indices for the session to write.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _SCATTER = "ScatterUpdate"
 
 @dataclass(frozen=True, slots=True)
 class RowWrite:
-    """Rows put in the place of others.
+    """Rows that replace rows of a tensor.
 
     Attributes:
-        before: The tensor written to, an output of the graph.
-        places: int32 [C] along ``axis``, none of them negative; the last of equal ones counts.
-        rows: Of the shape of ``before`` but for C along ``axis``.
-        axis: What rows are counted along.
+        before: The tensor before the write, an output of the graph.
+        places: Indices of the rows, int32 [C], not negative; the last of equal ones counts.
+        rows: The new rows, with the shape of ``before`` except for C along ``axis``.
+        axis: The axis along which rows are counted.
     """
 
     before: Any
@@ -56,12 +56,12 @@ class RowWrite:
     axis: int
 
     def with_rows(self, before: Any, rows: Any, axis: int) -> Any:
-        """What becomes of another tensor, with rows at the same places."""
+        """Return ``before`` with ``rows`` written at the same indices along ``axis``."""
         return ops.scatter_update(before, self.places, rows, ints(axis)).output(0)
 
 
 def find_row_writes(before: Any, after: Any) -> tuple[RowWrite, ...] | None:
-    """The writes, in order, that make ``after`` of ``before``; None if anything else does."""
+    """Return the writes that turn ``before`` into ``after``, in order; None if it takes more."""
     found: list[RowWrite] = []
     while not _is_same_output(before, after):
         write = _as_row_write(after)
@@ -73,9 +73,9 @@ def find_row_writes(before: Any, after: Any) -> tuple[RowWrite, ...] | None:
 
 
 def split_readers(after: Any) -> None:
-    """Let what reads a written tensor read what was there before, and the rows.
+    """Let the readers of a written tensor read the old tensor and the new rows separately.
 
-    Readers that need the tensor as it is keep it; the plugin then copies it.
+    Readers that cannot keep reading the written tensor; the plugin then copies it.
 
     Args:
         after: The result of a row write.
@@ -125,7 +125,7 @@ def _split_transpose(write: RowWrite, reader: Any, _: int) -> Any | None:
 
 
 def _split_reshape(write: RowWrite, reader: Any, port: int) -> Any | None:
-    """A view in which rows remain rows: what is before and behind their axis may be merged."""
+    """A view in which rows remain rows: axes before and after theirs may be merged or split."""
     shape, axis = dims(write.before), write.axis
     view = dims(reader.output(0))
     sizes = [size for size in view if size is not None]
@@ -172,7 +172,7 @@ def _split_matmul(write: RowWrite, reader: Any, port: int) -> Any | None:
 
 
 def _is_last_write(places: Any) -> Any:
-    """Whether no later place is the same, bool [C]."""
+    """Return whether no later index is the same, bool [C]."""
     (count,) = dims(places)
     later = ops.constant(np.triu(np.ones((count or 0, count or 0), bool), 1))
     same = ops.equal(ops.unsqueeze(places, ints(1)), ops.unsqueeze(places, ints(0)))
@@ -189,7 +189,7 @@ def _split_gather(write: RowWrite, reader: Any, port: int) -> Any | None:
     read = rank(wanted)
     size = dim_of(write.before, write.axis)
     wanted = ops.select(ops.less(wanted, ints(0)), ops.add(wanted, size), wanted)
-    # Of each that is wanted the last row that was written there, or -1.
+    # For each index that is read, the number of the last row written there, or -1.
     matches = ops.equal(ops.unsqueeze(wanted, ints(-1)), write.places)
     (count,) = dims(write.places)
     numbers = ops.select(matches, ints(list(range(count or 0))), ints(-1))
@@ -211,8 +211,9 @@ _READERS: Mapping[str, Callable[[RowWrite, Any, int], Any | None]] = {
     "Transpose": _split_transpose,
     "Unsqueeze": _split_reshape,
 }
-"""Reader of a written tensor -> the same result of what was there before and the rows, if any.
+"""Type of a reader -> function that returns its result from the old tensor and the new rows.
 
-Called with the write, the reader and the port at which it reads. A sum over rows takes the old ones
-that were replaced with a factor of zero, which is no different as long as they are finite.
+The function takes the write, the reader and the port at which it reads, and returns None if it
+cannot. A sum over rows takes replaced rows with a factor of zero, which makes no difference as long
+as they are finite.
 """

@@ -1,4 +1,4 @@
-"""A MIL function as an OpenVINO model."""
+"""Translate a MIL function to an OpenVINO model."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from coreml_delegate.targets import Opset
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """A model, and what its ports mean.
+    """A model, and the meaning of its ports.
 
     Attributes:
-        model: Inputs are ``inputs`` then ``states``; results are ``outputs`` then what is written.
+        model: Its inputs are ``inputs`` then ``states``, its results ``outputs`` then ``writes``.
         inputs: Feature names.
         outputs: Feature names.
         states: Name and type of every state tensor.
-        writes: How each is written.
+        writes: How each state is written.
     """
 
     model: ov.Model
@@ -58,14 +58,14 @@ def translate(function: Function, *, exact_nan: bool = False) -> Translated:
 
 
 def unsupported(function: Function) -> list[str]:
-    """Every reason why ``function`` cannot be translated, each once, in program order."""
+    """Return every reason why ``function`` cannot be translated, each once, in program order."""
     reasons: list[str] = []
     try:
         translation = _translate_blocks(function, reasons)
         if not reasons:
             translation.model()
     except UnsupportedOpError as error:
-        # With reasons at hand, this is what became of the values that stand in.
+        # If there are reasons already, this error comes of the parameters that stand in.
         if not reasons:
             reasons.append(str(error))
     return list(dict.fromkeys(reasons))
@@ -73,14 +73,14 @@ def unsupported(function: Function) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Translation:
-    """A function whose ops are translated.
+    """A function whose ops are translated, before it becomes a model.
 
     Attributes:
         function: The function.
-        scope: Of its names.
-        inputs: Parameter of the model by name of the function's parameter.
-        states: The same for states: parameter, value at the start, type.
-        values: What the function's outputs stand for, by name.
+        scope: The scope of its names.
+        inputs: Parameter of the model by input name.
+        states: By state name: parameter of the model, initial value, type.
+        values: Value by output name.
     """
 
     function: Function
@@ -90,13 +90,13 @@ class _Translation:
     values: dict[str, Value]
 
     def model(self) -> Translated:
-        """The model of everything translated."""
+        """Make the model."""
         declared = _declared_types(self.function)
         results = [self._result(feature, declared) for feature in self.function.outputs]
         parameters = [*self.inputs.values()]
         writes: list[Writes] = []
         for name in self.states:
-            parameter, written, axes = self._written(name)
+            parameter, written, axes = self._write_state(name)
             parameters.append(parameter)
             results += written
             writes.append(axes)
@@ -110,8 +110,8 @@ class _Translation:
             tuple(writes),
         )
 
-    def _written(self, name: str) -> tuple[Any, list[Any], Writes]:
-        """The parameter of a state, the results that say what it becomes, and what those are."""
+    def _write_state(self, name: str) -> tuple[Any, list[Any], Writes]:
+        """Return the parameter of a state, the results that update it, and how they do."""
         parameter, before, type_ = self.states[name]
         after = self.scope.state(name)
         writes = find_row_writes(before, after)

@@ -1,8 +1,8 @@
-"""Which compressed weights the plugin multiplies by as they are, and the others as floats.
+"""Compressed weights that OpenVINO 2026.4's CPU plugin cannot multiply by are expanded to floats.
 
 Its matrix product takes integers with a scale, and perhaps a zero point, for each row of results,
-each group of a row, or all of them. Any other arrangement it takes for one of these, and computes
-wrongly or not at all; such weights are expanded before it sees them.
+each group of a row, or the whole weight. It mistakes any other arrangement for one of these, and
+computes wrongly or not at all.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _MATRIX = 2  # dimensions
 
 @dataclass(frozen=True, slots=True)
 class _Compressed:
-    """Integers, what is subtracted from them, and what they are multiplied by.
+    """A compressed weight: ``scale * (data - offset)``, reshaped and transposed.
 
     Attributes:
-        data: Their node, a constant in blocks: a dimension each for blocks and inside of blocks.
-        offset: Node of the zero points, broadcast along blocks, or None.
-        scale: Node of the scales, likewise.
-        shape: Of the weight.
-        order: How its dimensions are permuted.
+        data: Constant of the integers, with one dimension for blocks and one inside of blocks.
+        offset: Constant of the zero points, broadcast along blocks, or None.
+        scale: Constant of the scales, likewise.
+        shape: Shape of the weight before it is transposed.
+        order: Permutation of its dimensions.
     """
 
     data: Any
@@ -39,7 +39,7 @@ class _Compressed:
     order: tuple[int, ...]
 
     def counts(self) -> tuple[int, ...]:
-        """How many scales each dimension of the permuted weight has."""
+        """Return how many scales each dimension of the transposed weight has."""
         split, scales = tuple(self.data.get_output_shape(0)), self.scale.get_output_shape(0)
         found: list[int] = []
         place = 0
@@ -49,7 +49,7 @@ class _Compressed:
         return tuple(found[axis] for axis in self.order)
 
     def dense(self) -> NDArray[np.float32]:
-        """The permuted weight."""
+        """Return the transposed weight as floats."""
         values = _floats(self.data)
         if self.offset is not None:
             values = values - _floats(self.offset)
@@ -57,11 +57,11 @@ class _Compressed:
 
 
 def keep_multipliable(weight: Tensor, *, transposed: bool) -> Tensor:
-    """The second operand of a matrix product, expanded unless the plugin takes it as it is.
+    """Return the second operand of a matrix product, expanded if the plugin cannot multiply by it.
 
     Args:
         weight: [*, K, N], or [*, N, K] if transposed.
-        transposed: Whether it is.
+        transposed: Whether the product transposes ``weight``.
     """
     found = _find_compressed(weight)
     if found is None:
@@ -72,7 +72,7 @@ def keep_multipliable(weight: Tensor, *, transposed: bool) -> Tensor:
 
 
 def expand_weight(value: Tensor) -> Tensor:
-    """A compressed weight as floats; other values as they are."""
+    """Return a compressed weight as floats, any other value as it is."""
     found = _find_compressed(value)
     return value if found is None else ops.constant(np.ascontiguousarray(found.dense()))
 
@@ -117,7 +117,7 @@ def _find_compressed(value: Tensor) -> _Compressed | None:
 
 
 def _skip_conversion(node: Any) -> Any:
-    """The constant behind a conversion."""
+    """Return the operand of a conversion, any other node itself."""
     return node.input_value(0).get_node() if _is_kind(node, "Convert") else node
 
 

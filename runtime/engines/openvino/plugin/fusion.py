@@ -1,4 +1,4 @@
-"""Rewrites of a translated model: forms the plugin has a kernel for, and computes as meant."""
+"""Rewrites of a translated model to the forms that OpenVINO 2026.4's CPU plugin has kernels for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LARGEST_GUARD = 2.0**-24
 
 
 def rewrite_for_plugin(model: Any) -> None:
-    """Apply every rewrite to ``model``, in place."""
+    """Apply every rewrite to ``model``, in place, those around quantized ops included."""
     manager = Manager()
     for rewrite in _REWRITES:
         matcher = Matcher(rewrite.root, type(rewrite).__name__)
@@ -34,13 +34,13 @@ def rewrite_for_plugin(model: Any) -> None:
 
 
 class _ScaledRmsNorm:
-    """A root-mean-square norm without the scaling that keeps fp16 from overflowing.
+    """Replace a root-mean-square norm that is scaled for fp16 by the plain norm.
 
-    Lowering divides by the largest magnitude ``s`` before it squares, and takes the epsilon along:
-    ``(x / s) / sqrt(mean((x / s) ** 2) + (root / s) ** 2 + guard)``. In f32 the squares of whatever
-    fp16 holds are far from overflowing, and ``x / sqrt(mean(x ** 2) + root ** 2)`` is the same but
-    for the guard inside MIL's ``rsqrt``, beside a mean of at least one over its number of elements.
-    For the plain norm the plugin has a kernel: one pass over memory instead of five.
+    Lowering divides by the largest magnitude ``s`` before it squares, and scales the epsilon too:
+    ``(x / s) / sqrt(mean((x / s) ** 2) + (root / s) ** 2 + guard)``. In f32 the squares of fp16
+    numbers are far from overflowing, and ``x / sqrt(mean(x ** 2) + root ** 2)`` is the same except
+    for the guard inside MIL's ``rsqrt``, which is negligible beside a mean of at least one over the
+    number of elements. The plugin has a kernel for the plain norm: one pass over memory, not five.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class _ScaledRmsNorm:
         self.root: Any = WrapType("opset1.Multiply", [scaled, inverse])
 
     def rewrite(self, matcher: Any) -> bool:
-        """Replace the norm that ``matcher`` has found; return whether it was replaced."""
+        """Replace the norm that ``matcher`` found; return whether it was replaced."""
         found = matcher.get_pattern_value_map()
         root, guard, one = (_number(found[p]) for p in (self._root, self._guard, self._one))
         axes = constant_ints(found[self._averaged])
@@ -84,9 +84,9 @@ class _ScaledRmsNorm:
 
 
 class _MultipliedSoftmax:
-    """A softmax without what spreads NaN over its rows, where a product sums over them.
+    """Remove the ops that spread NaN over the rows of a softmax, where a product sums over them.
 
-    The product spreads NaN itself, and for both alone the plugin has a kernel.
+    The product spreads NaN itself, and the plugin has a kernel for a softmax and a product.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class _MultipliedSoftmax:
 
 
 def _sums_over(reader: Any, axis: int) -> bool:
-    """Whether what reads a value is a product that sums over an axis of it.
+    """Whether the reader of a value is a product that sums over an axis of the value.
 
     Args:
         reader: An input of a node.
@@ -133,13 +133,13 @@ def _sums_over(reader: Any, axis: int) -> bool:
     )
 
 
-# None is a pass itself: OpenVINO never frees a pass whose callback holds it. Nor does it free the
-# nodes of a pattern, so there is one of each for the process.
+# The classes are no passes themselves: OpenVINO never frees a pass whose callback holds the pass.
+# Nor does it free the nodes of a pattern, so the process has one instance of each.
 _REWRITES: Final = (_ScaledRmsNorm(), _MultipliedSoftmax())
 
 
 def _number(value: Any) -> float | None:
-    """The number that every element of a constant, or of its repetition, is; None for the rest."""
+    """Return the number that all elements of a constant equal; None for any other value."""
     node = value.get_node()
     data = constant_data(node.input_value(0) if node.get_type_name() == "Broadcast" else value)
     if data is None or data.size == 0 or (data != data.flat[0]).any():

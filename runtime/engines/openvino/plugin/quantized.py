@@ -1,7 +1,8 @@
-"""Quantized values where the CPU plugin of OpenVINO 2026.4 would compute with others.
+"""Rewrites around quantized ops that OpenVINO 2026.4's CPU plugin evaluates wrongly.
 
-It carries the codes of a fake-quantize as far as it can and turns them into values behind. What it
-computes of the codes on the way lies between them, and is rounded wherever integers are wanted.
+The plugin propagates the integer codes of a fake-quantize through as many ops as it can, and turns
+them into values after those. Some of these ops give results between two codes, which the plugin
+rounds wherever it needs integers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
 
 _FAKE_QUANTIZE = "FakeQuantize"
 
-# What gives elements of its first operand, whose codes are therefore those of the results.
+# Ops that return elements of their first operand, so that the codes of operand and result agree.
 _CODE_PRESERVING = frozenset(
     {
         "BatchToSpace",
@@ -47,7 +48,7 @@ _CODE_PRESERVING = frozenset(
     }
 )
 
-# What the plugin computes in the loop of a reduction before it, element by element.
+# Elementwise ops that the plugin fuses with a reduction before them.
 _FUSED = frozenset(
     {
         "Abs",
@@ -76,7 +77,7 @@ _FUSED = frozenset(
     }
 )
 
-# What may stand between matrix products in one loop of the plugin.
+# Ops between matrix products that the plugin fuses into one loop with them.
 _IN_ONE_LOOP = (
     _FUSED
     | {_FAKE_QUANTIZE, "Ceiling", "Convert", "Erf", "Floor", "FloorMod", "Mod", "Round", "Select"}
@@ -85,7 +86,7 @@ _IN_ONE_LOOP = (
 
 
 def keep_quantized_values(model: Any) -> None:
-    """Rewrite ``model``, in place, where the plugin would give others than its values."""
+    """Rewrite ``model``, in place, where the plugin would compute other values."""
     nodes = list(model.get_ops())
     if any(node.get_type_name() == _FAKE_QUANTIZE for node in nodes):
         for node in nodes:
@@ -95,21 +96,21 @@ def keep_quantized_values(model: Any) -> None:
 
 
 def _mend_concat(join: Any) -> None:
-    """Values of different steps: the plugin joins them as codes of the largest step."""
+    """Mend the concatenation of values of different steps: the plugin takes the largest step."""
     grids = _find_fake_quantizes(join.output(0))
     bounds = [tuple(constant_data(grid.input_value(end)) for end in (3, 4)) for grid in grids]
     if any(not _equal(pair, bounds[0]) for pair in bounds):
         for grid in grids:
             if _is_fed_by(grid, _FUSED | _CODE_PRESERVING, (_FAKE_QUANTIZE,)):
                 _stop_codes(grid, 0)
-            # Between a convolution and other values this is part of the convolution's loop.
+            # After a convolution and before other values, the plugin fuses it with the former.
             grid.output(0).replace(_decompose_fake_quantize(grid))
 
 
 def _mend_average_pool(pool: Any) -> None:
-    """Means lie between the codes, and the zeros around them are no codes of value zero.
+    """Mend means, which lie between the codes, and padding zeros, which are no codes of zero.
 
-    Where nothing but fake-quantizes follows, the plugin rounds to their codes at once.
+    If only fake-quantizes follow, the plugin rounds to their codes at once, which is right.
     """
     if not _feeds_fake_quantizes_only(pool) and _find_fake_quantizes(pool.input_value(0)):
         _stop_codes(pool, 0)
@@ -132,7 +133,7 @@ def _mend_average_pool(pool: Any) -> None:
 
 
 def _mend_pad(pad: Any) -> None:
-    """Padding of channels, and with a value that has no code as zero always has."""
+    """Mend the padding of channels, and padding with a value other than zero, which has no code."""
     sizes = [constant_ints(pad.input_value(place)) for place in (1, 2)]
     fixed = [constant_data(pad.input_value(place)) for place in range(3, pad.get_input_size())]
     is_plain = all(size is not None and not any(size[:2]) for size in sizes) and all(
@@ -143,16 +144,16 @@ def _mend_pad(pad: Any) -> None:
 
 
 def _mend_norm(norm: Any) -> None:
-    """A norm of codes: the plugin adds the epsilon to their variance instead of the values'."""
+    """Mend a norm: the plugin adds the epsilon to the variance of the codes, not of the values."""
     if _find_fake_quantizes(norm.input_value(0)):
         _stop_codes(norm, 0)
 
 
 def _mend_add(add: Any) -> None:
-    """Sums of quantized values and of constants.
+    """Mend sums of quantized values, with constants or with each other.
 
-    A constant the plugin adds to the zero point, a whole number. A sum it computes in the loop of a
-    convolution before it, whose own result it does not round then if integers leave the loop.
+    The plugin adds a constant to the zero point, an integer. It fuses a sum with a convolution
+    before it, and then does not round the convolution's own result if integers leave the loop.
     """
     places = range(add.get_input_size())
     if any(constant_data(add.input_value(place)) is not None for place in places):
@@ -164,7 +165,7 @@ def _mend_add(add: Any) -> None:
 
 
 def _mend_bounds(node: Any) -> None:
-    """Bounds between the codes."""
+    """Mend bounds that lie between the codes."""
     places = range(node.get_input_size())
     constants = [constant_data(node.input_value(place)) is not None for place in places]
     if len(constants) == 1 or any(constants):
@@ -174,16 +175,16 @@ def _mend_bounds(node: Any) -> None:
 
 
 def _mend_fake_quantize(grid: Any) -> None:
-    """The plugin looks for extrema among values that it has already made whole numbers."""
+    """Mend a fake-quantize of extrema: the plugin looks for them among values already rounded."""
     if _has_fixed_bounds(grid) and _is_fed_by(grid, _FUSED, ("ReduceMax", "ReduceMin")):
         _stop_codes(grid, 0)
         grid.output(0).replace(_decompose_fake_quantize(grid))
 
 
 def _mend_matrix_product(product: Any) -> None:
-    """Matrix products in a row: the plugin makes one loop of them, of integers a wrong one.
+    """Mend matrix products in a row: the plugin fuses them, wrongly if they are of integers.
 
-    It does so with matrices, and leaves stacks of them as they are.
+    It fuses matrices only, so the operand becomes a stack of one matrix.
     """
     x, y = product.input_values()
     are_matrices = all(side.get_partial_shape().rank == 2 for side in (x, y))
@@ -213,9 +214,9 @@ _MENDS: dict[str, Callable[[Any], None]] = {
 
 
 def _stop_codes(node: Any, place: int) -> None:
-    """Put what changes no value, but carries no codes in the plugin, before an operand."""
+    """Insert an op before an operand that changes no value, but through which no codes pass."""
     x, bound = node.input_value(place), float(np.finfo(np.float32).max)
-    # Beside a bound from the other side it would become a clamp.
+    # With a bound on the other side, the plugin would fuse the two to a clamp.
     if node.get_type_name() == "Minimum":
         same = ops.minimum(x, scalar(bound, x))
     else:
@@ -224,7 +225,7 @@ def _stop_codes(node: Any, place: int) -> None:
 
 
 def _decompose_fake_quantize(grid: Any) -> Any:
-    """A fake-quantize with constant bounds as the arithmetic it stands for."""
+    """Return a fake-quantize with constant bounds as elementary arithmetic."""
     x, *ends = (grid.input_value(place) for place in range(5))
     first, last, low, high = (np.asarray(constant_data(end)) for end in ends)
     steps = grid.get_attributes()["levels"] - 1
@@ -238,7 +239,7 @@ def _decompose_fake_quantize(grid: Any) -> Any:
 
 
 def _is_fed_by(node: Any, kinds: Collection[str], wanted: Collection[str]) -> bool:
-    """Whether there are but nodes of ``kinds`` between ``node`` and one of those before it."""
+    """Whether a ``wanted`` node feeds ``node`` through nodes of ``kinds`` only."""
     pending, seen = [node.input_value(0).get_node()], set[str]()
     while pending:
         before = pending.pop()
@@ -256,7 +257,7 @@ def _feeds_fake_quantizes_only(node: Any) -> bool:
 
 
 def _find_fake_quantizes(value: Any) -> list[Any]:
-    """The fake-quantizes whose codes a value may have."""
+    """Return the fake-quantizes whose codes a value may have."""
     node = value.get_node()
     kind = node.get_type_name()
     if kind == _FAKE_QUANTIZE:
@@ -269,7 +270,7 @@ def _find_fake_quantizes(value: Any) -> list[Any]:
 
 
 def _has_fixed_bounds(grid: Any) -> bool:
-    """Whether the bounds are constants; of others the plugin makes no integers."""
+    """Whether the bounds are constants; the plugin makes no integers with other bounds."""
     return all(constant_data(grid.input_value(end)) is not None for end in range(1, 5))
 
 

@@ -1,4 +1,4 @@
-"""From a function to a compiled model: found in the cache, or translated and compiled."""
+"""Compile a function: find it in the cache, or translate it and let OpenVINO compile it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Mode:
 
 
 _MODES: Final[Mapping[Precision, _Mode]] = {
-    # Said aloud: without a hint OpenVINO takes bf16 wherever the CPU has matrix units for it.
+    # Given explicitly: without a hint OpenVINO takes bf16 if the CPU has matrix units for it.
     Precision.F32: _Mode("f32", "FP32"),
     # Softmax and norms need no marking to stay accurate: their kernels read and write bf16 and
     # compute in fp32.
@@ -55,19 +55,19 @@ _MODES: Final[Mapping[Precision, _Mode]] = {
 }
 
 
-# Nodes that touch no more are not looked at further.
+# Nodes whose operands and results take no more than this, in bytes, are not checked.
 _FREE_BYTES: Final = 1 << 28
 
 
 def unsupported(function: Function) -> list[str]:
-    """What in ``function`` has no translation: one reason each."""
+    """Return one reason for each op of ``function`` without a translation."""
     return translate.unsupported(fix_shapes(function, first_shapes(function)))
 
 
 def compile_function(
     core: Any, function: Function, options: EngineOptions, source: ProgramSource | None
 ) -> CompiledFunction:
-    """Compile ``function``, or find it compiled.
+    """Compile ``function``, or find it in the cache.
 
     Args:
         core: OpenVINO's ``Core``.
@@ -77,7 +77,7 @@ def compile_function(
 
     Raises:
         UnsupportedOpError: An op, or a mode or type of it, has no translation.
-        EngineUnavailableError: The CPU has not the precision asked for.
+        EngineUnavailableError: The CPU does not have the precision asked for.
         ExecutionError: A node of the graph does not fit into memory.
     """
     mode = _MODES[Precision(options.precision)]
@@ -112,7 +112,7 @@ def _build(
     _logger.debug(
         "compiled %s %s: %d nodes", function.name, shapes or "", len(translated.model.get_ops())
     )
-    # Not the translated model: the compiled one has its own copies of what it still needs.
+    # The translated model is dropped: the compiled one has copies of what it needs.
     interface = Interface(
         translated.inputs, translated.outputs, translated.states, translated.writes
     )
@@ -138,10 +138,10 @@ def _config(options: EngineOptions, mode: _Mode, function: Function) -> dict[str
 
 
 def _require_precision(core: Any, mode: _Mode) -> None:
-    """Refuse a precision that OpenVINO would silently replace by another.
+    """Refuse a precision that OpenVINO would silently replace.
 
     Raises:
-        EngineUnavailableError: This CPU has not the precision.
+        EngineUnavailableError: This CPU does not have the precision.
     """
     capabilities = core.get_property(DEVICE, "OPTIMIZATION_CAPABILITIES")
     if mode.capability in capabilities:
@@ -158,9 +158,9 @@ def _require_precision(core: Any, mode: _Mode) -> None:
 
 @functools.cache
 def emulates_precision(hint: str) -> bool:
-    """Whether OpenVINO computes in a precision that the CPU has no instructions for.
+    """Whether OpenVINO computes in a precision although the CPU has no instructions for it.
 
-    It does not tell but by what becomes of the hint: a CPU with AVX-512 emulates bf16.
+    A compiled model tells, by the hint that it has: a CPU with AVX-512 emulates bf16.
     """
     x = ov.op.Parameter(ov.Type.f32, ov.PartialShape([1]))
     compiled = _compile_probe(ops.result(x), x, hint)
@@ -169,7 +169,7 @@ def emulates_precision(hint: str) -> bool:
 
 @functools.cache
 def int8_sums_saturate() -> bool:
-    """Whether sums of products of 8-bit integers are cut off at 16 bits on the way.
+    """Whether the CPU cuts off sums of products of 8-bit integers at 16 bits.
 
     x86 without VNNI adds products in pairs, each pair in 16 bits (``vpmaddubsw``): AMD before Zen
     4, Intel before Cascade Lake.
@@ -211,13 +211,13 @@ def _log_float_fallback(hint: str) -> None:
 def _require_memory(model: Any) -> None:
     """Refuse a model with a node whose operands and results do not fit into memory at once.
 
-    Sizes known only at run time are left to OpenVINO.
+    Nodes with sizes known only at run time are not checked.
 
     Args:
         model: ``openvino.Model``.
 
     Raises:
-        ExecutionError: There is such a node.
+        ExecutionError: A node does not fit.
     """
     for node in model.get_ops():
         values = [*node.outputs(), *(port.get_source_output() for port in node.inputs())]

@@ -1,9 +1,9 @@
-"""Functions whose inputs have enumerated shapes: one static graph for each.
+"""Functions whose inputs have enumerated shapes: one static graph for each shape.
 
 A static graph is faster: MobileNetV2 takes 0.9 of the time, and 0.7 where the shape changes from
-call to call. It costs another compilation and another copy of the rearranged weights, so ranges of
-sizes, of which every call may bring a new one, run on one dynamic graph (a transformer's block
-gains 3 to 7 %). Declaring their bounds to OpenVINO was measured to change nothing.
+call to call. It costs another compilation and another copy of the rearranged weights. So inputs
+with ranges of sizes, where every call may bring a new size, run on one dynamic graph (a transformer
+block would gain 3 to 7 %). Declaring the bounds to OpenVINO was measured to change nothing.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _KEPT = 8
 
 
 def first_shapes(function: Function) -> Shapes:
-    """The first shape of every input that has enumerated ones; empty if none has."""
+    """Return the first shape of every input with enumerated shapes; empty if there is none."""
     return {feature.name: feature.shapes[0] for feature in function.inputs if feature.shapes}
 
 
 def fix_shapes(function: Function, shapes: Shapes) -> Function:
-    """``function`` with parameters of fixed shapes.
+    """Return ``function`` with fixed shapes of some parameters.
 
     Args:
         function: Its other parameters stay as they are.
@@ -56,8 +56,8 @@ def _fix_shape(param: NamedType, shape: tuple[int, ...] | None) -> NamedType:
 class EnumeratedFunction:
     """A function with enumerated shapes; see ``CompiledFunction``.
 
-    The graph of the first shape is made at once, so that what cannot be run is known when loading;
-    the others when a call first brings their shape. The graphs used most recently are kept.
+    The graph of the first shape is made at once, so that loading fails if it cannot be run; the
+    others are made when a call first brings their shape. The graphs used most recently are kept.
 
     Args:
         function: The function.
@@ -76,7 +76,7 @@ class EnumeratedFunction:
         """Run once.
 
         Raises:
-            InputError: A shape that is not among those enumerated; or as ``OpenVinoFunction``.
+            InputError: A shape is not enumerated; or as ``OpenVinoFunction``.
             ExecutionError: OpenVINO failed.
         """
         shapes = {feature.name: inputs[feature.name].shape for feature in self._features}

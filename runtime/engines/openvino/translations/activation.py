@@ -117,5 +117,5 @@ def softmax(x: Tensor, axis: int = -1) -> Result:
 
 @translation("thresholded_relu")
 def thresholded_relu(x: Tensor, alpha: float) -> Result:
-    """``x`` where ``x >= alpha``, zero elsewhere."""
-    return ops.select(ops.greater_equal(x, scalar(alpha, x)), x, scalar(0, x))
+    """Zero where ``x < alpha``, ``x`` elsewhere, NaN included."""
+    return ops.select(ops.less(x, scalar(alpha, x)), scalar(0, x), x)

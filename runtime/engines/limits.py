@@ -1,8 +1,8 @@
-"""What a program may take: turns of a loop, elements of a list, and memory.
+"""Limits of what a program may use: iterations of loops, elements of lists, memory.
 
-A few bytes of a program can ask for more memory than the machine has, and on many systems such a
-request succeeds and ends the process later. One request may therefore take a quarter of what
-is available at that moment, and is refused beyond it.
+A few bytes of a program can ask for more memory than the machine has. On many systems such a
+request succeeds, and the process is killed later. Therefore one request may take a quarter of the
+memory that is available at that moment, and is refused beyond it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from coreml_delegate.errors import ExecutionError, ProgramError
 
 MAX_TURNS = 1 << 20
-"""Turns of a loop; on the reference engine, of all loops of one call. Beyond it a program is taken
-for endless."""
+"""Iterations of a loop; on the reference engine, of all loops of one call. A program with more is
+taken for endless."""
 
 MAX_LIST = 1 << 20
 """Elements of one list, and of a tensor where Python values are needed. Neither holds data: beyond
@@ -23,13 +23,13 @@ it a program is taken for damaged."""
 _SHARE = 4
 _MEMORY_INFO = Path("/proc/meminfo")
 _AVAILABLE = "MemAvailable:"
-# Limit and use of the control group, in bytes: containers see the host's figures in /proc.
+# Limit and use of the control group, in bytes: in containers /proc has the figures of the host.
 _GROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"))
 _UNKNOWN = 4 << 30
 
 
 def largest_request() -> int:
-    """Bytes that one request may take now."""
+    """Return the number of bytes that one request may take now."""
     return _available() // _SHARE
 
 
@@ -37,7 +37,7 @@ def require_memory(nbytes: int, what: str) -> None:
     """Refuse ``what`` if its ``nbytes`` are more than one request may take.
 
     Raises:
-        ExecutionError: They are.
+        ExecutionError: It does not fit into a quarter of the available memory.
     """
     if nbytes > (limit := largest_request()):
         raise ExecutionError(
@@ -51,7 +51,7 @@ def require_available_memory(nbytes: int, what: str) -> None:
     """Refuse ``what`` if its ``nbytes`` are more than is available.
 
     Raises:
-        ProgramError: They are more than is available.
+        ProgramError: It does not fit into the available memory.
     """
     if nbytes > (limit := _available()):
         raise ProgramError(
@@ -83,7 +83,7 @@ def _from_memory_info() -> int | None:
 
 
 def _from_pages() -> int:
-    """Physical memory where free memory cannot be told."""
+    """Return the size of physical memory, for systems that do not tell the free memory."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

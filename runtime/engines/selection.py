@@ -117,7 +117,7 @@ def compile_function(
         raise OptionError("unknown engine", got=repr(name), expected=" | ".join((AUTO, *ENGINES)))
     if source is None:
         return _compile_with(name, function, options, None)
-    key = (source.place, function.name, name, options)
+    key = (source.address, function.name, name, options)
     return _COMPILED.get(key, lambda: _compile_with(name, function, options, source))
 
 

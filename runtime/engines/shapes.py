@@ -1,4 +1,4 @@
-"""Whether the shapes of inputs are those that their function takes."""
+"""Check the shapes of inputs against the shapes that their function takes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ Shape = tuple[int, ...]
 
 
 class InputShapes:
-    """The shapes that a function takes: those of each input, and how they go together.
+    """The shapes that a function takes: of each input, and in which combinations.
 
     Args:
         features: The inputs of the function.
-        sizes: How their sizes depend on each other, as far as it is known; see
-            ``dynamic_shapes.relations``.
+        sizes: How their sizes depend on each other, if known; see ``dynamic_shapes.relations``.
 
     Raises:
-        BlobFormatError: Sizes of an input that there is not, or of another rank.
+        BlobFormatError: Sizes of an input that does not exist, or has another rank.
     """
 
     def __init__(self, features: Sequence[Feature], sizes: Mapping[str, Sizes]) -> None:
         self._open = [f for f in features if f.shapes or f.bounds]
         listed = [f for f in features if f.shapes]
-        # The n-th shapes of several inputs go together, where they have equally many.
+        # If several inputs have equally many shapes, their n-th shapes go together.
         tied = len(listed) > 1 and len({len(f.shapes) for f in listed}) == 1
         self._tied = listed if tied else []
         self._related = list(_dimensions_with_expressions(features, sizes))
@@ -44,7 +43,7 @@ class InputShapes:
         """Refuse shapes that the function does not take.
 
         Args:
-            shapes: By input name, those of ``names`` at least.
+            shapes: Shapes by input name, at least of the inputs in ``names``.
 
         Raises:
             InputError: Names the input, the dimension, its size, and what was expected.
@@ -116,16 +115,16 @@ class _Dimension:
 
     @property
     def symbol(self) -> str | None:
-        """The symbol whose value the size determines, if it determines any."""
+        """The symbol whose value the size determines, or None."""
         return next(iter(self.expression.symbols)) if self.expression.is_solvable else None
 
     @property
     def is_plain(self) -> bool:
-        """Whether the size is a symbol itself."""
+        """Whether the size is a bare symbol."""
         return self.expression.text in self.expression.symbols
 
     def size_in(self, shapes: Mapping[str, Shape]) -> int:
-        """The size there."""
+        """Return the size of this dimension."""
         return shapes[self.name][self.axis]
 
     def __str__(self) -> str:
@@ -135,15 +134,15 @@ class _Dimension:
 def _dimensions_with_expressions(
     features: Sequence[Feature], sizes: Mapping[str, Sizes]
 ) -> Iterator[_Dimension]:
-    """The dimensions that depend on others, those that are symbols themselves first."""
+    """Return the dimensions whose sizes are expressions, bare symbols first."""
     ranks = {f.name: len(f.bounds) for f in features if f.bounds}
     places: list[_Dimension] = []
     for name, listed in sizes.items():
         open_sizes = [(i, e) for i, e in enumerate(listed) if isinstance(e, SizeExpression)]
         if open_sizes and ranks.get(name) != len(listed):
             raise BlobFormatError(
-                f"sizes are stored of an input {name!r} of that rank, which there is not",
-                got=str(len(listed)),
+                f"stored sizes of input {name!r} do not fit the inputs of the function",
+                got=f"{len(listed)} sizes",
                 expected=", ".join(f"{n} {rank}" for n, rank in ranks.items()) or "none",
             )
         places += [_Dimension(name, axis, expression) for axis, expression in open_sizes]
@@ -151,11 +150,11 @@ def _dimensions_with_expressions(
 
 
 def check_shape(feature: Feature, shape: tuple[int, ...]) -> None:
-    """Refuse a shape that the description of an input excludes.
+    """Refuse a shape that the description of an input does not allow.
 
     Args:
         feature: The input.
-        shape: Of the array to be passed to it.
+        shape: Shape of the array to be passed to it.
 
     Raises:
         InputError: Names the input, the first dimension that does not fit, its size, and its range.
@@ -187,14 +186,14 @@ def check_shape(feature: Feature, shape: tuple[int, ...]) -> None:
 
 
 def smallest_shape(feature: Feature) -> tuple[int, ...]:
-    """The shape of an input that is left out: the first listed, or the smallest allowed."""
+    """Return the shape of an input that is left out: the first listed, or the smallest allowed."""
     if feature.shapes:
         return feature.shapes[0]
     return tuple(max(low, 1) for low, _ in _allowed_sizes(feature) or ())
 
 
 def _allowed_sizes(feature: Feature) -> tuple[Range, ...] | None:
-    """The sizes each dimension may have; None when the rank itself is free."""
+    """Return the sizes that each dimension may have; None if any rank is allowed."""
     if feature.bounds:
         return feature.bounds
     declared = feature.type.shape

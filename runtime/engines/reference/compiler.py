@@ -1,6 +1,6 @@
-"""From a MIL function to steps: names to slots, constants to arguments, ops to kernels.
+"""Compile a MIL function to steps: names to slots, constants to arguments, ops to kernels.
 
-Everything that does not depend on a call's values happens here, once: attributes become Python
+All work that does not depend on the values of a call is done here, once: attributes become Python
 values, weights become tensors on the mapped file, compressed weights are expanded.
 """
 
@@ -81,7 +81,7 @@ class _Scope:
 
 
 def unsupported(function: Function) -> list[str]:
-    """One reason per op type of ``function``, nested blocks included, that has no kernel."""
+    """Return one reason per op type or parameter of ``function`` that has no kernel."""
     try:
         opset = Opset.from_mil_name(function.opset)
     except OptionError as error:
@@ -127,8 +127,8 @@ class _Compiler:
         self.slots = 0
         self._function = function
         self._opset = Opset.from_mil_name(function.opset)
-        # One tensor per constant and width, however many ops share it. The source is kept beside it
-        # because the key is its identity.
+        # One tensor per constant and width, however many ops share it. The key is the identity of
+        # the source, which is therefore kept too.
         self._tensors: dict[tuple[int, bool], tuple[Constant | Tensor, Tensor]] = {}
 
     def define(self, scope: _Scope, name: str) -> int:
@@ -138,7 +138,7 @@ class _Compiler:
         return slot
 
     def block(self, block: Block, scope: _Scope) -> tuple[CompiledBlock, set[int]]:
-        """Resolve a block in the (fresh) scope of its names.
+        """Resolve a block in the new scope of its names.
 
         Returns:
             The block, and the slots of enclosing blocks that it reads.
@@ -285,7 +285,7 @@ class _Compiler:
 
 
 def _arguments(op: Op) -> dict[str, tuple[Binding, ...]]:
-    """The op's arguments; up to iOS17 those of ``constexpr`` ops are attributes."""
+    """Return the op's arguments; up to iOS17, arguments of ``constexpr`` ops are attributes."""
     given = {name: bindings for name, bindings in op.inputs.items() if bindings}
     if op.type.startswith(_CONSTEXPR):
         given |= {name: (value,) for name, value in op.attributes.items() if name != "name"}
@@ -306,7 +306,7 @@ def _read_tensor(frame: Frame, slot: int) -> Tensor:
 def _add_frees(
     steps: list[tuple[Step, tuple[int, ...], set[int]]], own: set[int], read_last: set[int]
 ) -> tuple[Entry, ...]:
-    """Steps with the slots that each is the last to use; a block frees its own slots only."""
+    """Return the steps with the slots to empty after each; a block empties its own slots only."""
     used_later = set(read_last)
     entries: list[Entry] = []
     for step, outputs, uses in reversed(steps):

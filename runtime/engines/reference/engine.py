@@ -1,4 +1,4 @@
-"""The reference engine: every op by torch, one after the other, at the dtypes of the program."""
+"""The reference engine: torch computes op by op, at the dtypes of the program."""
 
 from __future__ import annotations
 
@@ -79,14 +79,13 @@ class ReferenceFunction:
         listener: Listener | None = None,
         decide: Callable[[bool], bool] = bool,
     ) -> dict[str, Array]:
-        """Run once, telling ``listener`` every value an op computes.
+        """Run once, and pass every value that an op computes to ``listener``.
 
         Args:
             inputs: By feature name, of the dtype of the MIL parameter.
             state: Made by ``make_state``; None for stateless functions.
-            listener: Told every value an op computes, in execution order; constants are not among
-                them.
-            decide: Has the last word on every condition of the program, given its value.
+            listener: Receives every value that an op computes, in execution order.
+            decide: Returns the outcome of every condition of the program, given its value.
 
         Returns:
             Outputs by feature name, in declaration order, owned by the caller.
@@ -142,7 +141,7 @@ class ReferenceFunction:
             "function and state do not fit",
             got=type(state).__name__ if state is not None else "no state",
             expected=f"a state of {', '.join(expected)}" if expected else "no state",
-            remedy="Pass what make_state of the same function returned",
+            remedy="Pass a state from make_state of the same function",
         )
 
     def _input(self, inputs: Mapping[str, Array], name: str, declared: TensorType) -> Tensor:
@@ -158,8 +157,8 @@ class ReferenceFunction:
 class ReferenceEngine:
     """Torch, op by op: the oracle, the debugger and the fallback.
 
-    ``EngineOptions.threads`` is not heeded: torch has one thread count for the whole process, and
-    an oracle has no business changing it under its caller. Use ``torch.set_num_threads``.
+    ``EngineOptions.threads`` has no effect: torch has one thread count for the whole process, which
+    an engine must not change under its caller. Use ``torch.set_num_threads``.
     """
 
     name = "reference"
@@ -169,7 +168,7 @@ class ReferenceEngine:
         return None
 
     def unsupported(self, function: Function) -> list[str]:
-        """One reason per op type or parameter that has no kernel."""
+        """Return one reason per op type or parameter that has no kernel."""
         return compiler.unsupported(function)
 
     def compile(
@@ -181,7 +180,7 @@ class ReferenceEngine:
         """Prepare ``function`` for execution.
 
         Raises:
-            OptionError: Another precision than the program's own is asked for.
+            OptionError: A precision other than the program's own is asked for.
             UnsupportedOpError: See ``unsupported``.
             ExecutionError: A compressed weight cannot be expanded.
         """

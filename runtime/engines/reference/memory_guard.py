@@ -1,8 +1,8 @@
-"""No kernel may ask for more memory than it can have.
+"""A guard that refuses kernels more memory than one request may take.
 
-Sizes can lie in the values of a program (``fill``, ``tile``, ``pad``) or arise from broadcasting,
-and need not be those it declares. So every torch operator of a kernel whose operands leave room for
-a large result is first run on meta tensors, which have shapes and no memory.
+The sizes of results can come from the values of a program (``fill``, ``tile``, ``pad``) or from
+broadcasting, and need not be the declared sizes. So every torch operator of a kernel whose operands
+allow a large result is first run on meta tensors, which have shapes and no memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from coreml_delegate.runtime.engines.limits import largest_request
 
 _FREE_ELEMENTS = 1 << 25
-"""Results of up to so many elements (256 MB at the widest) are not looked at."""
+"""Results of up to so many elements (256 MB at the widest) are not checked."""
 
 _Bound = Callable[..., float]
 
@@ -80,8 +80,8 @@ def _convolution(
 
 
 _aten = torch.ops.aten
-# Close bounds for frequent operators, where the product of everything is far off. Without one, a
-# meta kernel is run, and the first of a process takes a second: torch imports them then.
+# Close bounds for frequent operators, for which the product of all sizes is far off. Without one, a
+# meta kernel is run; the first of a process takes a second, because torch imports them then.
 _BOUNDS: dict[Any, _Bound] = {
     _aten.mm.default: _matrix_product,
     _aten.bmm.default: _matrix_product,
@@ -135,12 +135,12 @@ class MemoryGuard(TorchDispatchMode):
         if _allocates(func) and _most_elements(func, args, keywords) > _FREE_ELEMENTS:
             needed = _result_bytes(func, args, keywords)
             if needed > _FREE_ELEMENTS and needed > (limit := largest_request()):
-                raise MemoryError(f"{needed} bytes are needed and at most {limit} can be had")
+                raise MemoryError(f"{needed} bytes are needed and at most {limit} may be requested")
         return func(*args, **keywords)
 
 
 def memory_signature(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What of a kernel's arguments determines the memory it needs: shapes and literals."""
+    """Return what determines a kernel's memory: the shapes and literals of its arguments."""
     return tuple(_shape_of(value) for value in arguments.values())
 
 
@@ -153,12 +153,12 @@ def _shape_of(value: Any) -> Any:
 
 
 def _allocates(func: Any) -> bool:
-    """Whether an operator makes new tensors, rather than views, or changes in place."""
+    """Whether an operator makes new tensors, rather than views or changes in place."""
     return all(result.alias_info is None for result in func._schema.returns)
 
 
 def _most_elements(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> float:
-    """At least as many elements as the result has."""
+    """Return an upper bound of the number of elements of the result."""
     if func in _BOUNDS:
         # Keywords hold a dtype or a direction; an operand among them leaves too few here.
         with suppress(TypeError, IndexError):
@@ -174,7 +174,7 @@ def _most_elements(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -
 def _factors(leaves: Iterable[Any]) -> Iterator[float]:
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            # Not numel: a dimension of 0 hides the others, and a product brings them back.
+            # Not numel: a dimension of 0 hides the others, and a matrix product restores them.
             yield from (max(size, 1) for size in leaf.shape)
         elif isinstance(leaf, int):
             yield abs(leaf) + 1.0
@@ -203,6 +203,6 @@ def _on_meta(operands: Any) -> Any:
 
 
 def _placement(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    # Of the keywords an operator has, those that place its result.
+    # The keywords of an operator that place its result.
     placed = {"device": torch.device("meta"), "generator": None, "pin_memory": None}
     return {name: value for name, value in placed.items() if name in keywords}

@@ -54,7 +54,7 @@ def exp(x: Tensor) -> Any:
 
 
 def softmax(x: Tensor, axis: int) -> Any:
-    """Return the softmax along one axis, all NaN if an element is; the kernel returns 0 beside it."""
+    """Return the softmax along one axis, all NaN if an element is; the kernel has 0 beside it."""
     shares = ops.softmax(x, axis)
     total = ops.reduce_sum(shares, ints((axis,)), True)
     return ops.select(_is_nan(total), total, shares)

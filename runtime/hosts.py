@@ -1,4 +1,4 @@
-"""Which host executes a ``.pte``."""
+"""Choose the host that executes a ``.pte``, and load the program on it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _stock_obstacles(program: PteProgram, data: Sources | None) -> tuple[str, ..
 
 
 def _refusals(program: PteProgram, check: Callable[[MethodInfo], None]) -> tuple[str, ...]:
-    """What ``check`` says of the methods it refuses."""
+    """Return the reasons why ``check`` refuses methods, each once."""
     found: list[str] = []
     for method in program.methods:
         try:
@@ -58,7 +58,7 @@ def _refusals(program: PteProgram, check: Callable[[MethodInfo], None]) -> tuple
 
 _DEFAULT: Final = PythonProgram.host_name
 
-# Why a host does not run all methods of a program; the default host first.
+# Functions that return why a host cannot run all methods of a program; the default host first.
 _OBSTACLES: Final[Mapping[str, Callable[[PteProgram, Sources | None], tuple[str, ...]]]] = {
     _DEFAULT: _python_obstacles,
     StockProgram.host_name: _stock_obstacles,
@@ -76,7 +76,7 @@ def load(
     Args:
         pte: Path of a ``.pte``, or its bytes.
         loader: Prepares the Core ML delegates.
-        data: What the program keeps outside.
+        data: The data that the program keeps outside.
         host: One of ``HOSTS``. ``auto`` is ``python``, or ``stock`` where that one alone runs all
             methods, which is logged with the reason.
 
@@ -101,7 +101,7 @@ def load(
 
 
 def _choose(program: PteProgram, data: Sources | None) -> tuple[str, PassedOver]:
-    """The first host that runs all methods; if none does, the default, which may run some."""
+    """Return the first host that runs all methods, or the default host, which may run some."""
     passed_over: dict[str, tuple[str, ...]] = {}
     for name, obstacles in _OBSTACLES.items():
         reasons = obstacles(program, data)

@@ -43,8 +43,8 @@ class Model:
         function_name: None for the program's default function.
         engine: ``auto``, ``openvino`` or ``reference``.
         options: How to execute.
-        source: The bytes ``program`` was read from. With them, what is compiled is shared with
-            whoever runs the same function, and may be found in the cache.
+        source: The bytes that ``program`` was read from. With them, the compiled function is shared
+            with others that run it, and may be found in the cache.
 
     Raises:
         ProgramError: No such function.
@@ -85,13 +85,13 @@ class Model:
         engine: str = AUTO,
         options: EngineOptions | None = None,
     ) -> Model:
-        """A function of the mlpackage that consists of ``files``.
+        """Load a function of the mlpackage that consists of ``files``.
 
         Args:
             files: Relative POSIX path to content; constants are views of it.
-            function_name: As for the class, as are the others.
-            engine: See there.
-            options: See there.
+            function_name: See the class.
+            engine: See the class.
+            options: See the class.
 
         Raises:
             BlobFormatError: A part is missing or malformed.
@@ -125,7 +125,7 @@ class Model:
         return tuple(f.name for f in self.function.outputs)
 
     def make_state(self) -> State | None:
-        """Fresh state, all zeros, to pass to ``predict``; None for a stateless function.
+        """Return a new state, all zeros, to pass to ``predict``; None for a stateless function.
 
         Raises:
             ExecutionError: It does not fit into memory.
@@ -153,11 +153,11 @@ class Model:
     def trace(
         self, inputs: Mapping[str, Any], listener: Listener, state: State | None = None
     ) -> dict[str, Array]:
-        """Run once on the reference engine and tell ``listener`` every value on the way.
+        """Run once on the reference engine and pass every value to ``listener``.
 
         Args:
             inputs: As ``predict`` takes them.
-            listener: Told about every value, nested blocks and each turn of a loop included.
+            listener: Receives every value, in nested blocks and each iteration of a loop too.
             state: From ``make_state``; read, and left as it is.
 
         Returns:
@@ -184,8 +184,8 @@ class Model:
         Args:
             inputs: As ``predict`` takes them.
             state: From ``make_state``; read, and left as it is.
-            min_sqnr_db: A value whose signal over error, against the program computed in fp32, is
-                lower is inaccurate.
+            min_sqnr_db: A value is inaccurate if its ratio of signal to error, against the program
+                computed in fp32, is lower.
 
         Raises:
             CoreMLDelegateError: As ``trace``.
@@ -199,7 +199,7 @@ class Model:
         )
 
     def run_unchecked(self, inputs: Mapping[str, Array], state: State | None) -> dict[str, Array]:
-        """``predict`` without checks, for callers that guarantee names, shapes and MIL dtypes."""
+        """Run as ``predict`` without checks: names, shapes and dtypes must be right."""
         return self._compiled(inputs, state)
 
     @property
@@ -211,7 +211,7 @@ class Model:
         """Refuse shapes that the function does not take.
 
         Args:
-            arrays: By input name, those of ``flexible_inputs`` at least.
+            arrays: Arrays by input name, at least of ``flexible_inputs``.
 
         Raises:
             InputError: Names the input, the dimension, its size, and what was expected.
@@ -224,7 +224,7 @@ class Model:
 
     @functools.cached_property
     def _reference(self) -> ReferenceFunction:
-        """The function on the engine that can be looked into."""
+        """The function on the reference engine, for traces."""
         if isinstance(self._compiled, ReferenceFunction):
             return self._compiled
         return REFERENCE.compile(self.function, EngineOptions())

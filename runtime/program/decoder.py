@@ -1,4 +1,4 @@
-"""From the FlatBuffers tables of a ``.pte`` to the records of ``plan``.
+"""Decode the FlatBuffers tables of a ``.pte`` to the records of ``plan``.
 
 Every index that a plan holds is checked here, once, so that hosts can use them as they are.
 

@@ -48,7 +48,7 @@ class ProgramMemory:
     """The memory that the methods of one loaded program use.
 
     Args:
-        program: Where constants and initial values come from.
+        program: Has the constants and initial values.
         external_data: Finds constants stored outside the program, by name.
     """
 
@@ -60,7 +60,7 @@ class ProgramMemory:
         self._initialised: set[Allocation] = set()
 
     def materialise(self, method: MethodInfo) -> list[Any]:
-        """The value table of ``method`` as Python objects.
+        """Make the value table of ``method`` as Python objects.
 
         Args:
             method: A method of the program.
@@ -69,7 +69,7 @@ class ProgramMemory:
             Tensors, scalars and strings by value index; ``IndexList`` entries stay as they are.
 
         Raises:
-            ProgramError: External data is missing, or memory is.
+            ProgramError: External data is missing, or memory does not suffice.
         """
         private: dict[int, NDArray[np.uint8]] = {}
         if len(method.arena_sizes) > _PRIVATE_ARENA:
@@ -80,7 +80,7 @@ class ProgramMemory:
         ]
 
     def initial_value(self, spec: TensorSpec) -> torch.Tensor | None:
-        """What a planned tensor holds before the first run; None for zeros."""
+        """Return the initial value of a planned tensor; None for zeros."""
         stored = self._program.tensor_data(spec)
         return None if stored is None else borrow_tensor(stored, spec)
 
@@ -120,11 +120,11 @@ class ProgramMemory:
 
 
 class BufferState:
-    """Mutable buffers in the memory of a program, as states.
+    """The state that consists of a program's mutable buffers.
 
     Args:
-        tensors: By name.
-        initial: What they hold before the first run, None for zeros.
+        tensors: Buffers by name.
+        initial: Their initial values, None for zeros.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class BufferState:
         self._initial = initial
 
     def snapshot(self) -> Snapshot:
-        """Copies of every buffer."""
+        """Return copies of the buffers."""
         return {name: tensor.numpy().copy() for name, tensor in self._tensors.items()}
 
     def restore(self, snapshot: Mapping[str, Array]) -> None:
@@ -145,7 +145,7 @@ class BufferState:
             tensor.copy_(torch.from_numpy(np.ascontiguousarray(snapshot[name])))
 
     def reset(self) -> None:
-        """Bring every buffer back to what it held before the first run."""
+        """Set every buffer to its initial value."""
         for name, tensor in self._tensors.items():
             initial = self._initial[name]
             if initial is None:
@@ -179,7 +179,7 @@ def _with_layout(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def _planned_tensor(arena: NDArray[np.uint8], offset: int, spec: TensorSpec) -> torch.Tensor:
-    """A tensor over exactly its slice of ``arena``: growing beyond the slice fails in torch."""
+    """Return a tensor over its slice of ``arena``; growing beyond the slice fails in torch."""
     if spec.numel == 0:
         return torch.empty(spec.shape, dtype=spec.dtype)
     flat = torch.frombuffer(arena, dtype=spec.dtype, count=spec.numel, offset=offset)
@@ -187,14 +187,14 @@ def _planned_tensor(arena: NDArray[np.uint8], offset: int, spec: TensorSpec) -> 
 
 
 def _own_tensor(spec: TensorSpec) -> torch.Tensor:
-    """A tensor with memory of its own; kernels resize unbounded ones."""
+    """Return a tensor with memory of its own; kernels resize unbounded tensors."""
     if spec.dynamism is Dynamism.UNBOUNDED:
         return torch.empty((0,) * len(spec.shape), dtype=spec.dtype)
     return _planned_tensor(_arena(spec.nbytes), 0, spec)
 
 
 class _Writable:
-    """Presents read-only bytes as writable, since torch has no read-only tensors and warns."""
+    """Declares read-only bytes writable: torch has no read-only tensors and warns about them."""
 
     def __init__(self, data: memoryview) -> None:
         self.owner = data
@@ -208,7 +208,7 @@ class _Writable:
 
 
 def borrow_tensor(data: memoryview, spec: TensorSpec) -> torch.Tensor:
-    """A tensor over stored bytes, which it keeps alive. Nothing may write to it.
+    """Return a tensor over stored bytes, which it keeps alive. Nothing may write to it.
 
     Args:
         data: At least ``spec.nbytes`` bytes.

@@ -1,4 +1,4 @@
-"""Reading ``.ptd`` files: tensors and named data that a program keeps outside the ``.pte``.
+"""Read ``.ptd`` files: tensors and named data that a program keeps outside the ``.pte``.
 
 Layout, all little-endian:
 
@@ -39,7 +39,7 @@ class ExternalData:
     """The content of ``.ptd`` files, by key.
 
     Args:
-        files: Content of each file by where it came from, for messages.
+        files: Content of each file by its origin, for messages.
     """
 
     def __init__(self, files: Mapping[str, Mapping[str, memoryview]]) -> None:
@@ -83,7 +83,7 @@ class ExternalData:
 
 
 def list_sources(sources: Sources) -> list[Source]:
-    """Sources one by one."""
+    """Return one or several sources as a list."""
     if isinstance(sources, str | bytes | bytearray | memoryview) or not isinstance(
         sources, Sequence
     ):
@@ -96,10 +96,10 @@ def check_complete(program: PteProgram, data: ExternalData | None) -> None:
 
     Args:
         program: The program.
-        data: What it was given, or None.
+        data: Its external data, or None.
 
     Raises:
-        ProgramError: Tensors are missing, or of another size; lists every one.
+        ProgramError: Tensors are missing, or have the wrong size; lists them all.
     """
     problems = [
         f"{key} ({'no data' if found is None else f'{found.nbytes} bytes'} for {spec})"

@@ -1,7 +1,7 @@
-"""Building the C++ shim that registers a backend with the stock ExecuTorch runtime.
+"""Build the C++ shim that registers a backend with the stock ExecuTorch runtime.
 
-The shim is compiled on first use, in a few seconds, and cached. It is not shipped as a binary
-because it depends on the class layouts of the very ``executorch`` wheel that is installed.
+The shim is compiled on first use, in a few seconds, and cached. It is not shipped as a binary,
+because it depends on the class layouts of the installed ``executorch`` wheel.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def library_path(root: Path) -> Path:
 
 
 def find_compiler() -> list[str] | None:
-    """The C++ compiler as the start of a command line: $CXX, else the first one on the path."""
+    """Return the C++ compiler as the start of a command line: $CXX, else the first on the path."""
     named = os.environ.get("CXX")
     if named:
         command = shlex.split(named)
@@ -69,7 +69,7 @@ def find_compiler() -> list[str] | None:
 
 
 def unavailable_reason() -> str | None:
-    """Why the shim can be neither found nor built on this machine; None if it can."""
+    """Return why the shim can be neither found nor built on this machine; None if it can."""
     root = executorch_root()
     if root is None:
         return "the executorch package is not installed"
@@ -86,7 +86,7 @@ def unavailable_reason() -> str | None:
 
 
 def build() -> Path:
-    """The shim, built if this is the first use with this ``executorch``.
+    """Return the shim; build it if this is its first use with this ``executorch``.
 
     Returns:
         Path of the shared library.
@@ -124,7 +124,7 @@ def _source() -> bytes:
 
 
 def _library_in_cache(root: Path) -> Path:
-    """Where the shim for this very wheel is, or will be."""
+    """Return the path of the shim for the installed wheel, built or not."""
     library = library_path(root).stat()
     parts = (
         _source().hex(),

@@ -16,7 +16,7 @@ from coreml_delegate.runtime.engines.base import EngineOptions, State
 from coreml_delegate.runtime.mil.program import Program
 from coreml_delegate.runtime.mil.reader import read_files
 from coreml_delegate.runtime.model import Model, cast_input
-from coreml_delegate.runtime.program.delegate import DelegateLoader, DelegatePayload
+from coreml_delegate.runtime.program.delegate_interface import DelegateLoader, DelegatePayload
 
 _PACKAGE = "model.mlpackage/"
 _COMPILED = "model.mlmodelc/"

@@ -11,7 +11,7 @@ from coreml_delegate.errors import EngineUnavailableError, ProgramError, Unsuppo
 from coreml_delegate.runtime.engines.selection import AUTO
 from coreml_delegate.runtime.program import host as python
 from coreml_delegate.runtime.program import stock
-from coreml_delegate.runtime.program.delegate import (
+from coreml_delegate.runtime.program.delegate_interface import (
     COREML_BACKEND_ID,
     NOTHING_PASSED_OVER,
     DelegateLoader,

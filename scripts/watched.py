@@ -13,7 +13,7 @@ from coreml_delegate.errors import ProgramError
 from coreml_delegate.runtime import hosts
 from coreml_delegate.runtime.delegate import CoreMLDelegate, delegate_loader
 from coreml_delegate.runtime.diagnosis import Diagnosis
-from coreml_delegate.runtime.program.delegate import COREML_BACKEND_ID, DelegatePayload
+from coreml_delegate.runtime.program.delegate_interface import COREML_BACKEND_ID, DelegatePayload
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts.delegates import partition_names
 from coreml_delegate.scripts.loaded import (

@@ -18,7 +18,7 @@ import torch
 from coreml_delegate.errors import CoreMLDelegateError, ProgramError
 from coreml_delegate.runtime.op_errors import OpExecutionError, blame, first_line
 from coreml_delegate.runtime.program import states
-from coreml_delegate.runtime.program.delegate import (
+from coreml_delegate.runtime.program.delegate_interface import (
     COREML_BACKEND_ID,
     NOTHING_PASSED_OVER,
     DelegateCallable,

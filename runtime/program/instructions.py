@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from coreml_delegate.errors import BlobFormatError, ProgramError
-from coreml_delegate.runtime.program.delegate import (
+from coreml_delegate.runtime.program.delegate_interface import (
     DelegateCallable,
     check_output_count,
     fit_output,

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from coreml_delegate.errors import ProgramError
-from coreml_delegate.runtime.program.delegate import NamedData
+from coreml_delegate.runtime.program.delegate_interface import NamedData
 from coreml_delegate.runtime.program.plan import (
     Allocation,
     Dynamism,

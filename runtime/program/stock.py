@@ -1,4 +1,4 @@
-"""Host B: the stock ExecuTorch runtime, with our delegate registered under Core ML's name."""
+"""The ``stock`` host: ExecuTorch's own runtime, our delegate registered under Core ML's name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from coreml_delegate.errors import (
 from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.op_errors import first_line
 from coreml_delegate.runtime.program import shim_build, states
-from coreml_delegate.runtime.program.delegate import (
+from coreml_delegate.runtime.program.delegate_interface import (
     COREML_BACKEND_ID,
     NOTHING_PASSED_OVER,
     DelegateCallable,
@@ -48,7 +48,7 @@ _REGISTER_LOCK: Final = threading.Lock()
 
 
 def unavailable_reason() -> str | None:
-    """Why the stock runtime cannot run Core ML delegates on this machine; None if it can."""
+    """Return why the stock runtime cannot run Core ML delegates on this machine; None if it can."""
     return None if _has_core_ml() else shim_build.unavailable_reason()
 
 
@@ -74,7 +74,7 @@ def register(loader: DelegateLoader, *, backend_id: str = COREML_BACKEND_ID) -> 
 
 
 def check_support(method: MethodInfo, backend_id: str | None = None) -> None:
-    """Check that the runtime has whatever a method needs.
+    """Check that the runtime has everything that a method needs.
 
     The runtime itself would put what it lacks into one number.
 
@@ -221,7 +221,7 @@ class StockProgram:
             return list(_call(lambda: loaded.execute(arranged), info, "failed to run"))
 
     def reset_state(self) -> None:
-        """Bring the states of the delegates back to zero.
+        """Set the states of the delegates to zero.
 
         Raises:
             ProgramError: The program has mutable buffers outside of its delegates, or Core ML
@@ -231,7 +231,7 @@ class StockProgram:
             states.reset(self._states().values())
 
     def snapshot_state(self) -> Snapshot:
-        """Copies of the states of the delegates, by name; see ``program.states``.
+        """Return copies of the states of the delegates, by name; see ``program.states``.
 
         Methods that are not loaded yet are, as for ``restore_state``.
 
@@ -291,7 +291,7 @@ class StockProgram:
 
 @contextmanager
 def _as_path(data: Sources | None) -> Generator[Path | None]:
-    """External data as the one file that the runtime takes, which maps it while it loads."""
+    """Provide external data as the one file that the runtime takes and maps while it loads."""
     if data is None:
         yield None
         return
@@ -328,7 +328,7 @@ def _runtime() -> Any:
 
 
 def _call(action: Callable[[], Any], info: MethodInfo, what: str) -> Any:
-    """Run ``action``; a delegate's own exception takes the place of the runtime's error number."""
+    """Run ``action``; raise a delegate's own exception in place of the runtime's error number."""
     shim = loaded_shim()
     if shim is None:
         return _call_plainly(action, info, what)

@@ -20,7 +20,7 @@ from coreml_delegate.runtime.engines.openvino import translate
 from coreml_delegate.runtime.engines.selection import compile_function
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.model import Model
-from coreml_delegate.runtime.program.delegate import COREML_BACKEND_ID, DelegatePayload
+from coreml_delegate.runtime.program.delegate_interface import COREML_BACKEND_ID, DelegatePayload
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
 

@@ -22,7 +22,7 @@ from coreml_delegate.errors import (
     UnsupportedOpError,
 )
 from coreml_delegate.runtime.program import kernels
-from coreml_delegate.runtime.program.delegate import DelegatePayload
+from coreml_delegate.runtime.program.delegate_interface import DelegatePayload
 from coreml_delegate.runtime.program.host import PythonProgram
 from coreml_delegate.runtime.program.ptd import ExternalData
 

@@ -32,7 +32,7 @@ from coreml_delegate.errors import (
     UnsupportedOpError,
 )
 from coreml_delegate.runtime.program import stock
-from coreml_delegate.runtime.program.delegate import DelegatePayload
+from coreml_delegate.runtime.program.delegate_interface import DelegatePayload
 from coreml_delegate.runtime.program.host import PythonProgram
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.runtime.program.stock import StockProgram

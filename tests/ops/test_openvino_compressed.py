@@ -53,7 +53,7 @@ def _nodes(compiled, kind):
 
 
 @pytest.mark.parametrize("name", _WEIGHTS)
-def test_a_linear_layer_multiplies_by_what_is_stored(name):
+def test_a_linear_layer_multiplies_by_the_stored_weights(name):
     dense = []
 
     def function(x):

@@ -56,7 +56,7 @@ def test_uniform(seed):
 
 @pytest.mark.parametrize("seed", [-1, 7])
 @pytest.mark.parametrize(("low", "high"), [(3, 3), (2, -1)])
-def test_uniform_over_an_empty_or_turned_interval(low, high, seed):
+def test_uniform_over_an_empty_or_reversed_interval(low, high, seed):
     values = _draw(
         lambda x: mb.random_uniform(
             shape=[500], low=np.float32(low), high=np.float32(high), seed=seed
@@ -152,7 +152,7 @@ def test_a_seed_repeats_its_values(seed):
     assert not np.array_equal(first, other)
 
 
-def test_unseeded_values_differ_from_turn_to_turn():
+def test_unseeded_values_differ_between_iterations():
     def function(count):
         def body(i, held):
             return mb.add(x=i, y=np.int32(1)), mb.list_write(

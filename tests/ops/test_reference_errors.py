@@ -1,4 +1,4 @@
-"""What the reference engine refuses, and how it says so."""
+"""Programs that the reference engine refuses, and its error messages."""
 
 from __future__ import annotations
 
@@ -114,13 +114,13 @@ def test_unvalidated_indices_are_safe(index, expected):
     assert result == [expected]
 
 
-def test_missing_input():
+def test_a_missing_input_is_an_error():
     compiled = _compile(lambda x: mb.relu(x=x), {"x": _X})
     with pytest.raises(InputError, match="input 'x' is missing: got z, expected x"):
         compiled({"z": _X})
 
 
-def test_unknown_opset_is_a_reason():
+def test_an_unknown_opset_is_unsupported():
     function = handmade.function([], ["x"], opset="CoreML99")
     (reason,) = REFERENCE.unsupported(function)
     assert reason.startswith("unknown MIL opset: got 'CoreML99', expected CoreML5")

@@ -364,7 +364,7 @@ def test_clearing(folder):
     assert [path.name for path in folder.iterdir()] == ["mine.txt"]
 
 
-def test_a_folder_that_cannot_be_written_is_said_once(chain, tmp_path, caplog):
+def test_a_folder_that_cannot_be_written_is_logged_once(chain, tmp_path, caplog):
     blocked = tmp_path / "file"
     blocked.write_text("")
     for _ in range(2):
@@ -402,7 +402,7 @@ def test_the_environment_decides_by_default(said, expected, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("said", ["no", "-1", "2T", "1.5G"])
-def test_an_environment_that_is_not_understood(said, monkeypatch):
+def test_an_invalid_environment_variable_is_refused(said, monkeypatch):
     monkeypatch.setenv(LIMIT_VARIABLE, said)
     with pytest.raises(OptionError, match="expected off, or bytes such as"):
         EngineOptions()

@@ -156,7 +156,7 @@ def _float8(model):
         ("mlp", _float8, "unknown MIL data type: got 40"),
     ],
 )
-def test_what_engines_rely_on_is_checked(name, change, message):
+def test_inconsistent_functions_are_refused(name, change, message):
     model, weights = spec(name)
     change(model)
     assert re.search(message, refused(model, weights))
@@ -272,7 +272,7 @@ def test_broadcasting_is_refused_before_memory_is_taken(engine, little_memory):
         engine.compile(function, EngineOptions())(inputs)
 
 
-def test_the_guard_changes_no_result_and_looks_once():
+def test_the_memory_guard_changes_no_result_and_checks_once():
     x = np.random.default_rng(0).standard_normal((1, 8, 16, 16)).astype(np.float32)
 
     def function(x):
@@ -346,7 +346,7 @@ def test_loops_that_end_in_time_do(engine, turns, monkeypatch):
     np.testing.assert_array_equal(result, _X + turns)
 
 
-def test_memory_that_can_be_had(monkeypatch, tmp_path):
+def test_the_largest_request_is_a_quarter_of_the_available_memory(monkeypatch, tmp_path):
     assert limits.largest_request() > 0
     info, most, used = (tmp_path / name for name in ("info", "most", "used"))
     monkeypatch.setattr(limits, "_MEMORY_INFO", info)
@@ -400,7 +400,7 @@ def test_indices_outside_reach_no_memory(op, index, threads):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_what_fails_on_one_thread_is_raised_as_on_several(threads):
+def test_errors_are_raised_on_one_thread_as_on_several(threads):
     def function(x, n):
         return mb.reshape(x=x, shape=n)
 

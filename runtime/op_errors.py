@@ -1,7 +1,7 @@
 """Errors that name the op they happened at.
 
-Kernels, translations and delegates raise anything, nested blocks included. Whoever runs an op hands
-what it catches to :func:`blame`, which raises it again with the op's name, once.
+Kernels, translations and delegates raise anything. The code that runs an op passes the exception to
+:func:`blame`, which raises an error with the op's name; errors of nested ops have a name already.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Parameter(Generic[Form]):
 
 @dataclass(frozen=True, slots=True)
 class Schema(Generic[Form]):
-    """What the signature of a function says.
+    """The schema of an op, as the signature of a function states it.
 
     Attributes:
         parameters: The op's parameters by name, in the order of the signature.

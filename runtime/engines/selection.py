@@ -46,7 +46,7 @@ Value = TypeVar("Value")
 
 @dataclass(slots=True)
 class _Slot(Generic[Value]):
-    """Where the value of one key is made; ``users`` counts the threads at it."""
+    """The value of one key, and the lock to create it; ``users`` counts the threads at it."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     value: weakref.ref[Value] | None = None

@@ -76,7 +76,7 @@ def register(loader: DelegateLoader, *, backend_id: str = COREML_BACKEND_ID) -> 
 def check_support(method: MethodInfo, backend_id: str | None = None) -> None:
     """Check that the runtime has everything that a method needs.
 
-    The runtime itself would put what it lacks into one number.
+    The runtime itself reports everything that it lacks as one error number.
 
     Args:
         method: The method.

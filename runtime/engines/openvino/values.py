@@ -56,7 +56,7 @@ class TensorList:
 
 
 Value: TypeAlias = Any
-"""What a name stands for: a ``Constant``, a ``Weight``, a ``TensorList`` or an OpenVINO output."""
+"""Value of a name: a ``Constant``, a ``Weight``, a ``TensorList`` or an OpenVINO output."""
 
 
 class Form(enum.Enum):
@@ -84,7 +84,7 @@ Sizes: TypeAlias = Annotated[tuple[int | None, ...], Form.SIZES]
 List: TypeAlias = Annotated[TensorList, Form.LIST]
 
 Result: TypeAlias = Any
-"""What a translation returns: an OpenVINO node or output, a ``TensorList`` for ops on lists, or a
+"""Result of a translation: an OpenVINO node or output, a ``TensorList`` for ops on lists, or a
 tuple of results."""
 
 _SCALAR_FORMS: dict[object, Form] = {

@@ -32,7 +32,7 @@ AUTO_PAD: dict[str, str] = {
 
 
 def auto_pad(pad_type: str) -> str:
-    """OpenVINO's name of a MIL ``pad_type``.
+    """Return OpenVINO's name of a MIL ``pad_type``.
 
     Raises:
         UnsupportedOpError: No such ``pad_type``.
@@ -45,7 +45,7 @@ def auto_pad(pad_type: str) -> str:
 def split_pad(
     pad_type: str, pad: Sequence[int] | None, spatial: int
 ) -> tuple[list[int], list[int]]:
-    """Padding before and after each of ``spatial`` dimensions; zeros unless it is ``custom``."""
+    """Return padding before and after ``spatial`` dimensions; zeros unless ``custom``."""
     if pad is None or pad_type != "custom":
         return [0] * spatial, [0] * spatial
     return list(pad[0::2]), list(pad[1::2])
@@ -88,9 +88,9 @@ def _is_pointwise(weight: Tensor) -> bool:
 def _may_become_product(weight: Tensor) -> bool:
     """Whether OpenVINO 2026.4 may make a matrix product of the convolution.
 
-    It does so where weights are decompressed, and takes the transposes and reshapes beside for
-    those between channels first and channels last, whatever they are. Not so with groups, be it
-    one.
+    It does so if the weights are decompressed, and mistakes the transposes and reshapes around the
+    convolution for those between channels first and channels last. It does not do so for a group
+    convolution, even with one group.
     """
     is_decompressed = constant_data(weight) is None and None not in dims(weight)
     return is_decompressed and rank(weight) == 4 and _is_pointwise(weight)
@@ -99,7 +99,7 @@ def _may_become_product(weight: Tensor) -> bool:
 def _pad_and_stride(
     x: Tensor, begin: Sequence[int], end: Sequence[int], strides: Sequence[int]
 ) -> Tensor:
-    """What a convolution of one pixel sees of ``x``: padded, and every so many pixels.
+    """Return the pixels of ``x`` that a strided 1 x 1 convolution reads, padding included.
 
     OpenVINO moves the strides of such a convolution to where its input is made, and forgets the
     padding as it does.
@@ -186,7 +186,7 @@ def conv_transpose(
 
 
 def _same_padding(extent: Sequence[int], stride: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Padding that makes the output ``stride`` times the input, the odd element after."""
+    """Return padding that makes the output ``stride`` times the input, the odd element after."""
     totals = [reach - step for reach, step in zip(extent, stride, strict=True)]
     begin = [max(total, 0) // 2 for total in totals]
     return begin, [total - before for total, before in zip(totals, begin, strict=True)]

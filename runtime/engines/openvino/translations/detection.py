@@ -92,7 +92,7 @@ def non_maximum_suppression(
 
 
 def _candidates(best: Any, score_threshold: float) -> Any:
-    """Which boxes [N, B] take part: those above the threshold, or the first of the best."""
+    """Return which boxes [N, B] take part: above the threshold, or else the first best one."""
     above = ops.greater(best, scalar(score_threshold, best))
     none = ops.logical_not(ops.reduce_logical_or(above, ints(1), True))
     places = ops.range(ints(0), dim_of(best, 1), ints(1), "i32")
@@ -107,7 +107,7 @@ def _first(values: Any) -> Any:
 
 
 def _unsuppressed(boxes: Any, entries: Any, iou_threshold: float, max_boxes: int) -> Any:
-    """Which boxes [N, B] no better one of their class suppresses; ``entries`` [N, classes, B]."""
+    """Return which boxes [N, B] no better box suppresses; ``entries`` is [N, classes, B]."""
     # OpenVINO suppresses at the threshold too, and takes denormal numbers for 0.
     beyond = np.nextafter(np.float32(iou_threshold), np.float32(np.inf))
     beyond = np.maximum(beyond, np.finfo(np.float32).tiny)

@@ -95,7 +95,7 @@ def floor_div(x: Tensor, y: Tensor) -> Result:
 
 @translation("mod")
 def modulo(x: Tensor, y: Tensor) -> Result:
-    """What remains of ``x / y``, with the sign of ``y``."""
+    """Remainder of ``x / y``, with the sign of ``y``."""
     return ops.floor_mod(x, y) if is_float(x) else integers.floor_modulo(x, y)
 
 

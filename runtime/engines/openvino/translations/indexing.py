@@ -95,9 +95,10 @@ def _as_int32(indices: Tensor) -> Any:
 
 
 def _refuse_validation(indices: Tensor, validate: bool) -> None:
-    """Leave it to the reference engine to fail at an index out of range, where that is asked for.
+    """Refuse to validate indices that are known only at run time.
 
-    OpenVINO has no such check. Constant indices are checked when a program is made.
+    OpenVINO has no such check, so the reference engine runs the program. Constant indices are
+    checked when a program is made.
     """
     if validate and constant_data(indices) is None:
         raise refusal("indices known at run time only are to be validated", dims(indices))
@@ -121,7 +122,7 @@ def gather(
 
 
 def _gather_in_batches(x: Tensor, indices: Tensor, axis: int, batch_dims: int) -> Result:
-    """``gather`` for batches that may be of one: there the CPU plugin of OpenVINO 2026.4 crashes.
+    """``gather`` for batches that may have size 1, where OpenVINO 2026.4's CPU plugin crashes.
 
     GatherND does the same with the axis moved behind the batch axes, and the result's axes moved
     back.
@@ -160,7 +161,7 @@ def gather_along_axis(
 
 
 def _leading_sizes(data: Tensor, indices: Tensor, batch_dims: int = 0) -> Any:
-    """Sizes of the axes of ``data`` that the last axis of ``indices`` addresses."""
+    """Return the sizes of the axes of ``data`` that the last axis of ``indices`` addresses."""
     depth = dims(indices)[-1]
     if depth is None:
         raise refusal("index depth is known only at run time", dims(indices))
@@ -168,9 +169,9 @@ def _leading_sizes(data: Tensor, indices: Tensor, batch_dims: int = 0) -> Any:
 
 
 def _gather_nd(x: Tensor, indices: Tensor, batch_dims: int) -> Any:
-    """GatherND at the nearest place there is.
+    """GatherND with indices clamped to ``x``.
 
-    OpenVINO's own reads whatever lies at an index outside of ``x``, in or out of its memory.
+    OpenVINO 2026.4's own reads memory outside of ``x`` at an index out of range.
     """
     places, depth = constant_data(indices), dims(indices)[-1]
     if places is None or depth is None or not _is_inside(places, dims(x)[batch_dims:][:depth]):
@@ -180,7 +181,7 @@ def _gather_nd(x: Tensor, indices: Tensor, batch_dims: int) -> Any:
 
 
 def _is_inside(places: NDArray[Any], sizes: tuple[int | None, ...]) -> bool:
-    """Whether index vectors [*, len(sizes)] address elements that are there."""
+    """Whether all index vectors [*, len(sizes)] are in range."""
     limits = np.asarray([size or 0 for size in sizes], dtype=np.int64)
     return bool(((places >= 0) & (places < limits)).all())
 
@@ -233,9 +234,9 @@ def _scatter_along_axis(
 
 
 def _make_negative_invalid(indices: Tensor) -> Any:
-    """Indices that OpenVINO refuses where they are negative.
+    """Replace negative indices by one beyond the end, which OpenVINO refuses.
 
-    ScatterElementsUpdate refuses one beyond the end and writes out of its memory before the start.
+    In OpenVINO 2026.4, ScatterElementsUpdate writes outside of its memory at a negative index.
     """
     data = constant_data(indices)
     if data is not None and int(data.min(initial=0)) >= 0:
@@ -244,7 +245,7 @@ def _make_negative_invalid(indices: Tensor) -> Any:
 
 
 def _find_repeated_vector(indices: Tensor, axis: int) -> Any | None:
-    """The vector along ``axis`` of which ``indices`` is a repetition along all other axes, or None.
+    """Return the vector along ``axis`` that ``indices`` repeats along all other axes, or None.
 
     Frameworks write rows of a cache this way; the elements of a row then lie side by side.
     """
@@ -262,7 +263,7 @@ def _find_repeated_vector(indices: Tensor, axis: int) -> Any | None:
 
 
 def _write_slices(data: Tensor, vector: Tensor, updates: Tensor, axis: int) -> Result:
-    """Slices ``updates`` put in the place of those at ``vector`` [C] of ``axis``."""
+    """Replace the slices at ``vector`` [C] of ``axis`` by ``updates``."""
     places = _wrap_negative(_as_int32(vector), lambda: dim_of(data, axis))
     return ops.scatter_update(data, places, updates, ints(axis))
 

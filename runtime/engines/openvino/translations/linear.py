@@ -40,7 +40,7 @@ def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = 
     """Batched matrix product with numpy's broadcasting, of the element type of ``x``."""
     y = convert_to(keep_multipliable(y, transposed=transpose_y), element_type(x))
     if is_float(x) and rank(x) == 1 and rank(y) > 1:
-        # Between quantized values the plugin returns a matrix of a vector's product.
+        # Between quantized values, OpenVINO 2026.4 returns a matrix for the product of a vector.
         product = ops.matmul(ops.unsqueeze(x, ints(0)), y, False, transpose_y)
         return ops.squeeze(product, ints(-2))
     if is_float(x):
@@ -49,9 +49,9 @@ def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = 
 
 
 def _integer_product(x: Tensor, y: Tensor, transpose_x: bool, transpose_y: bool) -> Result:
-    """As ``matmul``, exact: the plugin multiplies matrices as floats.
+    """Return an exact matrix product of integers: OpenVINO 2026.4 multiplies them as floats.
 
-    Integers meet in index arithmetic, so the products are few.
+    Integer products occur in index arithmetic, so they are small.
     """
     rows = ops.unsqueeze(x, ints(0)) if rank(x) == 1 else _swap_last_axes(x) if transpose_x else x
     columns = (
@@ -101,12 +101,12 @@ def scaled_dot_product_attention(
 ) -> Result:
     """``softmax(query @ key.T / sqrt(E) + attn_mask) @ value`` along the last two axes.
 
-    ``query`` [*, L, E], ``key`` [*, S, E], ``value`` [*, S, EV]. A boolean mask says what takes
-    part.
+    ``query`` [*, L, E], ``key`` [*, S, E], ``value`` [*, S, EV]. A boolean mask is true for keys
+    that take part.
 
-    Spelled out, because OpenVINO's own op of that name has the plugin transpose every key in
-    memory first: measured on 8 heads of 64, one query on 256 keys takes 0.75 of its time this way,
-    128 queries 0.9, and the results are the same to the bit.
+    Built of single ops, because for OpenVINO's own op the plugin transposes every key in memory:
+    measured on 8 heads of 64, one query on 256 keys takes 0.75 of the time of that op this way, 128
+    queries take 0.9, and the results are the same to the bit.
     """
     scores = ops.matmul(_scale_query(query), key, False, True)
     if attn_mask is not None:
@@ -123,7 +123,7 @@ def _scale_query(query: Tensor) -> Result:
 
 
 def _mask_scores(mask: Tensor, scores: Tensor) -> Result:
-    """What a mask adds to the scores: itself, or minus infinity where a boolean one is false."""
+    """Return a mask as a summand of the scores: minus infinity where a boolean mask is false."""
     if element_type(mask) != ov.Type.boolean:
         return convert_to(mask, element_type(scores))
     return ops.select(mask, scalar(0.0, scores), scalar(-np.inf, scores))

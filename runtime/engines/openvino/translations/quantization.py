@@ -69,10 +69,10 @@ def dequantize(
 def _fuse_dequantize(
     codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int | None
 ) -> Any | None:
-    """What ``quantize`` made and constants turn back, as one fake-quantize; None for the rest.
+    """Return ``quantize`` and a dequantize with constants as one fake-quantize, or None.
 
-    Were the codes converted back, joining them with others would round the values behind to whole
-    numbers: the CPU plugin of OpenVINO 2026.4 moves the scale before the conversion to integers.
+    If the codes were converted back, concatenating them with other values would round these to
+    integers: OpenVINO 2026.4's CPU plugin moves the scale before the conversion to integers.
     """
     conversion = output(codes).get_node()
     if conversion.get_type_name() != "Convert":
@@ -100,8 +100,8 @@ def _f32(parameter: Tensor) -> Any:
 def _dequantize_bound(bound: float, step: Tensor, shift: Tensor | None) -> Any:
     """``step * (bound - shift)``, a constant where both are.
 
-    The plugin makes its integer kernels of fake-quantizes whose bounds are constants, and that
-    before it folds any.
+    The plugin makes integer kernels of fake-quantizes with constant bounds only, and decides so
+    before it folds constants.
     """
     scale, zero = constant_data(step), np.zeros(()) if shift is None else constant_data(shift)
     if scale is not None and zero is not None:

@@ -48,7 +48,7 @@ _GRU_KERNEL_UNITS = 192
 
 @dataclass(frozen=True, slots=True)
 class _Activation:
-    """What an activation is in a graph, and its name in the kernels that have it."""
+    """An activation as a subgraph, and its name in the kernels that have it."""
 
     apply: Callable[[Any], Any]
     kernel: str | None = None
@@ -68,7 +68,7 @@ _ACTIVATIONS = {
 }
 
 
-# No kernel keeps it.
+# No kernel keeps NaN.
 _EXACT_RELU = _Activation(lambda x: nan.keep_nan(x, ops.relu(x)))
 
 
@@ -267,7 +267,7 @@ def lstm(
         directions.append(_lstm_direction(weight_ih_back, weight_hh_back, bias_back, peephole_back))
     layer = _Layer(x, (initial_h, initial_c), directions, output_sequence)
     usual = [act.kernel for act in activations] == ["sigmoid", "tanh", "tanh"]
-    # What the kernel would clip is the gates.
+    # The kernel would clip the gates, not the cell state.
     if usual and clip is None and all(weights.peephole is None for weights in directions):
         return layer.by_kernel(ops.lstm_sequence)
     return layer.by_loop(functools.partial(_lstm_step, activations, clip))
@@ -345,7 +345,7 @@ States are [b, H]; the first is the hidden one, which the layer gives out.
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A layer and what it is applied to.
+    """A layer and its inputs.
 
     Attributes:
         x: [s, b, I].

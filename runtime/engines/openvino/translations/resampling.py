@@ -132,7 +132,7 @@ def _corners(boxes: Any, mode: str) -> Any:
 
 
 def _box_scale(x: Tensor, normalized: bool, spatial_scale: float) -> Any:
-    """What corners are multiplied by to be positions: 0 is the centre of the first pixel."""
+    """Return the factor from corners to positions, where 0 is the centre of the first pixel."""
     scale = ops.constant(np.full(4, spatial_scale, np.float32))
     if not normalized:
         return scale

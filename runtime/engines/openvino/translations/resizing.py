@@ -140,7 +140,7 @@ def resize(
 
 
 def _target_size(x: Tensor, shape: Tensor, place: int) -> Any:
-    """A size counted from the end of ``shape``, or that of ``x`` where it is 0."""
+    """Return a size counted from the end of ``shape``, or the size of ``x`` where it is 0."""
     known = constant_ints(shape)
     if known is not None:
         return ints(known[place]) if known[place] else dim_of(x, place)
@@ -165,7 +165,7 @@ def _linear(x: Tensor, sizes: Sequence[Any], mode: str) -> Any:
 
 
 def _grid(mode: str, length: Any, size: Any) -> Any:
-    """Where each of ``size`` outputs falls among ``length`` inputs; both are i32 scalars."""
+    """Return the position of each of ``size`` outputs among ``length`` inputs, i32 scalars."""
     places = f32(ops.range(ints(0), size, ints(1), "i32"))
     one = scalar(1, places)
     half = scalar(0.5, places)

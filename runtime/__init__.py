@@ -59,7 +59,7 @@ def load_blob(
     engine: str = AUTO,
     options: EngineOptions | None = None,
 ) -> Model:
-    """Load the blob of a delegate: what ``CoreMLBackend.preprocess`` returns.
+    """Load the blob of a delegate, which ``CoreMLBackend.preprocess`` returns.
 
     Args:
         blob: The bytes; weights are views of it.
@@ -87,8 +87,8 @@ def load_program(
 
     Args:
         program: Path, or the bytes.
-        data: What the program keeps outside: path or bytes of a ``.ptd``, or several; the stock
-            host takes one.
+        data: Data that the program keeps outside: path or bytes of a ``.ptd``, or several; the
+            stock host takes one.
         host: ``python`` (executes the ``.pte`` with torch's kernels), ``stock`` (ExecuTorch's own
             runtime) or ``auto``, which is ``python``: it needs no compiler, and torch's kernels are
             faster than the portable ones for ops outside the delegates. Where it cannot run the

@@ -1,9 +1,9 @@
 """Predictions of ``coremltools.models.MLModel`` served by the engines of this package.
 
-Off macOS coremltools has no Core ML to call: ``MLModel.predict`` and ``make_state`` raise. What it
-would call is one class, ``_MLModelProxy`` in ``coremltools.models.model``; this module puts its own
-in that place, and answers there the two questions about the operating system that ``make_state``
-asks. Nothing else of coremltools is touched, so its checks of names, types and image modes stay.
+Off macOS coremltools has no Core ML to call: ``MLModel.predict`` and ``make_state`` raise. On macOS
+they call one class, ``_MLModelProxy`` in ``coremltools.models.model``. This module replaces that
+class, and the two functions that tell ``make_state`` the operating system. Nothing else of
+coremltools is changed, so its checks of names, types and image modes stay.
 
 Source: ``coremltools/models/model.py`` of coremltools 9.0.
 """
@@ -28,29 +28,39 @@ from coreml_delegate.errors import CoreMLDelegateError, InputError, OptionError
 from coreml_delegate.formats.mlpackage import map_folder
 from coreml_delegate.runtime.engines.base import Array, EngineOptions, State
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.mil.program import ColorSpace, Feature
 from coreml_delegate.runtime.mil.reader import read_program
 from coreml_delegate.runtime.model import Model
-from coreml_delegate.runtime.pixels import from_picture, to_picture
+from coreml_delegate.targets import Opset
 
 # The macOS whose Core ML reads the newest specification version known here.
 _MACOS_VERSION = (26, 0)
 
 
+# Mode of Pillow by the color space of an image feature.
+_MODES = {
+    ColorSpace.RGB: "RGB",
+    ColorSpace.BGR: "RGB",
+    ColorSpace.GRAYSCALE: "L",
+    ColorSpace.GRAYSCALE_FLOAT16: "F",
+}
+_BRIGHTEST = 255
+
+
 class FrameworkError(CoreMLDelegateError, RuntimeError):
-    """What fails behind ``MLModel``.
+    """A failure behind ``MLModel``.
 
     A ``RuntimeError``, as failures of Core ML are: coremltools and programs written for macOS catch
-    that. The error of this package that says why is its cause.
+    it. Its cause is the error of this package that says why.
     """
 
 
 @contextmanager
 def _as_framework_error(prefix: str = "") -> Generator[None]:
-    """Raise what fails as Core ML would.
+    """Raise errors of this package as Core ML would.
 
     Args:
-        prefix: How Core ML's own message begins, which programs written for macOS look for.
+        prefix: Start of Core ML's own message, which programs written for macOS look for.
     """
     try:
         yield
@@ -61,13 +71,13 @@ def _as_framework_error(prefix: str = "") -> Generator[None]:
 
 
 class StateProxy:
-    """What ``coremltools.models.model.MLState`` holds."""
+    """The state that ``coremltools.models.model.MLState`` holds."""
 
     def __init__(self, state: State) -> None:
         self.state = state
 
     def read_state(self, name: str) -> Array:
-        """A copy of one state tensor.
+        """Return a copy of one state tensor.
 
         Raises:
             FrameworkError: No such state.
@@ -87,14 +97,14 @@ class StateProxy:
             value: Array of the state's shape.
 
         Raises:
-            FrameworkError: No such state, or another shape or kind of dtype.
+            FrameworkError: No such state, or the shape or the kind of dtype differs.
         """
         with _as_framework_error():
             self.state.write(name, np.asarray(value))
 
 
 class ModelProxy:
-    """What an ``MLModel`` holds: one function of its program on an engine.
+    """The model that an ``MLModel`` holds: one function of its program on an engine.
 
     Args:
         model: Ready to predict.
@@ -113,14 +123,13 @@ class ModelProxy:
         """Run once.
 
         Args:
-            data: Arrays by input name, of images pictures of Pillow. As in Core ML any numeric
-                dtype will do: it is converted to the declared one, floats to integers by dropping
-                the fraction.
+            data: Arrays by input name; Pillow pictures for images. As in Core ML, any numeric dtype
+                is converted to the declared one, floats to integers by dropping the fraction.
             state: From ``newState``; updated in place.
 
         Returns:
-            Arrays by output name, of images pictures. As in Core ML, which has no scalars, rank 0
-            comes as ``[1]``.
+            Arrays by output name; pictures for images. As in Core ML, which has no scalars, rank 0
+            becomes ``[1]``.
 
         Raises:
             FrameworkError: An input does not fit, or an op failed.
@@ -135,7 +144,7 @@ class ModelProxy:
     def _output(self, name: str, array: Array) -> Any:
         color_space = self._color_spaces.get(name)
         if color_space is not None:
-            return to_picture(array, color_space)
+            return array_to_picture(array, color_space)
         return array.reshape(array.shape or (1,))
 
     def batchPredict(self, data: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -146,7 +155,7 @@ class ModelProxy:
         return results
 
     def newState(self) -> StateProxy:
-        """Fresh state, all zeros.
+        """Return a new state, all zeros.
 
         Raises:
             FrameworkError: The function has none.
@@ -157,11 +166,11 @@ class ModelProxy:
         return StateProxy(state)
 
     def get_load_duration_in_nano_seconds(self) -> int:
-        """How long reading and compiling the model took."""
+        """Return how long reading and compiling the model took."""
         return self._load_nanoseconds
 
     def get_last_predict_duration_in_nano_seconds(self) -> int | None:
-        """How long the last prediction took; None before the first."""
+        """Return how long the last prediction took; None before the first."""
         return self._predict_nanoseconds
 
     def get_compiled_model_path(self) -> NoReturn:
@@ -175,7 +184,7 @@ class ModelProxy:
     def _input(self, name: str, value: Any) -> Array:
         feature = self._images.get(name)
         if feature is not None and hasattr(value, "mode"):
-            return from_picture(value, feature)
+            return picture_to_array(value, feature)
         array: Array = np.asarray(value)
         dtype = self._dtypes.get(name)
         if dtype is None or dtype.kind not in "iu" or array.dtype.kind != "f":
@@ -194,7 +203,7 @@ class ModelProxy:
 
 @dataclass(frozen=True, slots=True)
 class ModelLoader:
-    """Stands in the place of the class ``_MLModelProxy``: coremltools calls it to load a model.
+    """Replaces the class ``_MLModelProxy``: coremltools calls it to load a model.
 
     Attributes:
         engine: ``auto`` or an engine's name.
@@ -244,7 +253,7 @@ class ModelLoader:
         return Model(program, function_name=function_name, engine=self.engine, options=self.options)
 
     def maximum_supported_specification_version(self) -> int:
-        """The newest specification version that the engines read."""
+        """Return the newest specification version that the engines read."""
         return int(max(Opset))
 
     def get_available_compute_devices(self) -> NoReturn:
@@ -272,8 +281,65 @@ class ModelLoader:
         _only_core_ml("compiled models (.mlmodelc)")
 
 
+# --- pictures -------------------------------------------------------------------------------------
+
+
+def picture_to_array(picture: Any, feature: Feature) -> Array:
+    """Convert a ``PIL.Image.Image`` to the array of an image feature.
+
+    A program takes pixels as floats from 0 to 255, with one channel or three, in the order of its
+    color space; it scales them itself.
+
+    Source: ``ImageFeatureType`` in coremltools' ``FeatureTypes.proto``.
+
+    Args:
+        picture: Picture of mode ``RGB``, ``L`` or ``F``, as the color space demands.
+        feature: An image feature.
+
+    Returns:
+        fp32 [1, C, H, W].
+
+    Raises:
+        InputError: The picture has the wrong mode, or the feature is no image.
+    """
+    if feature.color_space is None:
+        raise InputError(f"input {feature.name!r} is no image", got=f"a picture {picture.size}")
+    mode = _MODES[feature.color_space]
+    if picture.mode != mode:
+        raise InputError(
+            f"image input {feature.name!r} has another mode", got=picture.mode, expected=mode
+        )
+    pixels = np.asarray(picture, dtype=np.float32)
+    if pixels.ndim == 2:
+        return pixels[None, None]
+    ordered = pixels[..., ::-1] if feature.color_space is ColorSpace.BGR else pixels
+    return np.ascontiguousarray(ordered.transpose(2, 0, 1)[None])
+
+
+def array_to_picture(pixels: Array, color_space: ColorSpace) -> Any:
+    """Convert an image output to a ``PIL.Image.Image``.
+
+    Args:
+        pixels: [1, C, H, W]; values beyond 0 to 255 are clipped, others rounded, unless the color
+            space has floats.
+        color_space: Color space of the output.
+    """
+    image = importlib.import_module("PIL.Image")
+    plane = pixels.astype(np.float32)[0]
+    if color_space is ColorSpace.GRAYSCALE_FLOAT16:
+        return image.fromarray(plane[0])
+    whole = np.rint(plane.clip(0, _BRIGHTEST)).astype(np.uint8)
+    if color_space is ColorSpace.GRAYSCALE:
+        return image.fromarray(whole[0])
+    ordered = whole[::-1] if color_space is ColorSpace.BGR else whole
+    return image.fromarray(np.ascontiguousarray(ordered.transpose(1, 2, 0)))
+
+
+# --- the patch ------------------------------------------------------------------------------------
+
+
 class CoreMLToolsPatch:
-    """Predictions of coremltools served here, until ``undo`` or the end of a ``with`` block.
+    """Serves predictions of coremltools until ``undo`` or the end of a ``with`` block.
 
     Patches may be nested and undone in any order: the newest that is still active serves. Models
     loaded under a patch keep its engine and go on predicting after it.
@@ -311,7 +377,7 @@ class CoreMLToolsPatch:
                 _install()
 
     def replacements(self) -> dict[str, object]:
-        """What stands in ``coremltools.models.model`` while this patch serves, by name."""
+        """Return the replacements in ``coremltools.models.model``, by name."""
         return {
             "_MLModelProxy": self._loader,
             "_is_macos": lambda: True,
@@ -322,10 +388,9 @@ class CoreMLToolsPatch:
 def patch_coremltools(engine: str = AUTO, options: EngineOptions | None = None) -> CoreMLToolsPatch:
     """Make ``predict`` and ``make_state`` of ``coremltools.models.MLModel`` work on this machine.
 
-    It concerns models loaded from now on, those that ``coremltools.convert`` returns included.
-    ML Programs whose inputs and outputs are multi-arrays or images run; any compute unit is
-    accepted. On macOS,
-    where coremltools has Core ML itself, this does nothing.
+    The patch applies to models loaded from now on, also by ``coremltools.convert``. They must be ML
+    Programs whose inputs and outputs are multi-arrays or images; any compute unit is accepted. On
+    macOS, where coremltools has Core ML itself, this does nothing.
 
     Args:
         engine: ``auto``, ``openvino`` or ``reference``.
@@ -346,12 +411,12 @@ def patch_coremltools(engine: str = AUTO, options: EngineOptions | None = None) 
 
 _LOCK = threading.Lock()
 _ACTIVE: list[CoreMLToolsPatch] = []
-# What coremltools itself has in the patched places, while a patch is active.
+# The replaced objects of coremltools, while a patch is active.
 _ORIGINALS: dict[str, object] = {}
 
 
 def _install() -> None:
-    """Bring coremltools into line with the newest active patch."""
+    """Install the newest active patch in coremltools, or restore coremltools if there is none."""
     third_party.coremltools()
     module = importlib.import_module("coremltools.models.model")
     if not _ACTIVE:

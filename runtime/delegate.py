@@ -1,4 +1,4 @@
-"""A Core ML delegate of a ``.pte``: its blob, loaded onto an engine, called with tensors."""
+"""Core ML delegates of a ``.pte``: load the blob onto an engine, call it with tensors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from coreml_delegate.formats.blob_layout import (
     metadata_in,
     models_in,
 )
-from coreml_delegate.runtime.casting import cast
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
 from coreml_delegate.runtime.engines.base import EngineOptions, State
 from coreml_delegate.runtime.engines.reference import REFERENCE
-from coreml_delegate.runtime.mil.package import read_files
 from coreml_delegate.runtime.mil.program import Program
-from coreml_delegate.runtime.model import Model
-from coreml_delegate.runtime.program.delegate import DelegateLoader, DelegatePayload
+from coreml_delegate.runtime.mil.reader import read_files
+from coreml_delegate.runtime.model import Model, cast_input
+from coreml_delegate.runtime.program.delegate_interface import DelegateLoader, DelegatePayload
 from coreml_delegate.runtime.threads import all_torch_threads
 
 
@@ -42,18 +41,18 @@ class CoreMLDelegate:
         self._inputs = [(name, dtypes[name], ranks[name]) for name in names.input_names]
         self._state = model.make_state()
         self._computes_with_torch = model.engine_name == REFERENCE.name
-        # Shapes seldom change from call to call: those of the last one are known to fit.
+        # Shapes seldom change from call to call: the shapes of the last call need no check.
         self._flexible = model.flexible_inputs
         self._fitting: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def state(self) -> State | None:
-        """What it keeps from call to call; None for nothing."""
+        """The state that persists between calls; None if there is none."""
         return self._state
 
     @property
     def input_count(self) -> int:
-        """How many tensors it takes."""
+        """Number of tensors that the delegate takes."""
         return len(self._inputs)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -63,8 +62,8 @@ class CoreMLDelegate:
             inputs: In the metadata's order; cast to the program's dtypes.
 
         Raises:
-            InputError: Another number of inputs, shapes that the program does not take, or integers
-                that do not fit the program's (which the device cuts without a word).
+            InputError: Wrong number of inputs, shapes that the program does not take, or integers
+                that its dtype does not hold (a device cuts them silently).
             ExecutionError: An op failed.
         """
         arrays = self._arrays(inputs)
@@ -78,7 +77,7 @@ class CoreMLDelegate:
     def diagnose(
         self, inputs: Sequence[torch.Tensor], *, min_sqnr_db: float = MIN_SQNR_DB
     ) -> Diagnosis:
-        """What a call with these inputs would compute, value by value; the state stays as it is.
+        """Diagnose every value of a call with these inputs; the state stays as it is.
 
         Args:
             inputs: As for a call.
@@ -106,7 +105,7 @@ class CoreMLDelegate:
 
 
 def delegate_loader(engine: str, options: EngineOptions | None = None) -> DelegateLoader:
-    """A loader of Core ML delegates for a host.
+    """Return a loader of Core ML delegates for a host.
 
     Args:
         engine: ``auto``, ``openvino`` or ``reference``.
@@ -123,7 +122,7 @@ def delegate_loader(engine: str, options: EngineOptions | None = None) -> Delega
 
 
 def resolve(payload: DelegatePayload) -> tuple[Buffer, str | None]:
-    """The blob of a delegate and the function to run, following a reference to named data.
+    """Return the blob of a delegate and the function to run; follows a reference to named data.
 
     Raises:
         BlobFormatError: A malformed reference, or one to data the program does not have.
@@ -142,7 +141,7 @@ def resolve(payload: DelegatePayload) -> tuple[Buffer, str | None]:
 
 
 def read_blob(blob: Buffer) -> tuple[Program, ModelMetadata]:
-    """The program and metadata of a blob; constants are views of it.
+    """Return the program and metadata of a blob; constants are views of it.
 
     Raises:
         BlobFormatError: The bytes are no blob, or a part is missing or malformed.
@@ -153,7 +152,7 @@ def read_blob(blob: Buffer) -> tuple[Program, ModelMetadata]:
 
 
 def blob_files(blob: Buffer) -> tuple[dict[str, memoryview], ModelMetadata]:
-    """The files of the mlpackage inside a blob, views of it, and the blob's metadata.
+    """Return the files of the mlpackage inside a blob, as views, and the blob's metadata.
 
     Raises:
         BlobFormatError: The bytes are no blob, or a part is missing or malformed.
@@ -179,7 +178,7 @@ def _array(
     array = tensor.detach().numpy()
     if array.ndim == 0 and shape == (1,):
         array = array.reshape(1)
-    return cast(array, dtype, name)
+    return cast_input(array, dtype, name)
 
 
 def _check_names(side: str, listed: Sequence[str], declared: Sequence[str]) -> None:

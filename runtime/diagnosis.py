@@ -1,9 +1,9 @@
-"""Where a program loses its numbers: the first NaN, the first overflow, the largest errors.
+"""Find where a program loses its numbers: the first NaN, the first overflow, the largest errors.
 
 The program runs twice on the reference engine: once as it is, once with fp32 for every fp16 and
-int64 for every int32. The second run takes the first one's path through the control flow and draws
-the same random numbers, so that each value has its counterpart and the difference is rounding and
-overflow alone.
+int64 for every int32. The second run takes the same path through the control flow and draws the
+same random numbers, so that each value has a counterpart, which differs by rounding and overflow
+only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coreml_delegate.runtime.engines.reference.interpreter import Computed
 from coreml_delegate.runtime.engines.reference.values import Value
 from coreml_delegate.runtime.mil.location import Location
 from coreml_delegate.runtime.mil.program import Constant, Function
-from coreml_delegate.runtime.mil.widening import widened, widened_array
+from coreml_delegate.runtime.mil.widening import widen_array, widen_function
 from coreml_delegate.runtime.tracing import TracedValue, trace
 
 MIN_SQNR_DB = 20.0
@@ -32,7 +32,7 @@ MIN_SQNR_DB = 20.0
 
 
 class Fault(enum.Enum):
-    """What is wrong with a value."""
+    """The kinds of faults of a value."""
 
     NAN = "NaN"
     NAN_GIVEN = "NaN, as in an input or a weight"
@@ -52,8 +52,8 @@ class ValueReport:
     Attributes:
         name: The output's name in the program.
         op_type: MIL op type.
-        location: Where the op stands.
-        turns: Number of the turn in every loop around the op, outermost first, from 0.
+        location: Place of the op.
+        turns: Index of the iteration of every loop around the op, outermost first, from 0.
         result: Dtype and shape.
         inputs: Dtype and shape of every operand by parameter name; short ones by value.
         nan: Elements that are NaN.
@@ -61,8 +61,8 @@ class ValueReport:
         max_abs: Largest finite magnitude; nan or inf if no element is finite.
         sqnr_db: Signal to error in dB: inf for equal values, NaN for NaN included; -inf where one
             is finite and the other is not.
-        fault: What is wrong, or None. NaN, and infinities that fp32 has as well, are faults only
-            where they come into being, NaN also where it comes from outside.
+        fault: The fault, or None. NaN, and infinities that fp32 has as well, are faults only of the
+            op that first has them; NaN from outside is one of the op that takes it.
     """
 
     name: str
@@ -108,18 +108,18 @@ class Diagnosis:
 
     @property
     def first_bad(self) -> ValueReport | None:
-        """The first value with a fault; infinities that fp32 has as well are none of the format's.
+        """The first value with a fault, except infinities that fp32 has as well.
 
-        Masks are written as such infinities, and are no fault of the program.
+        Masks have such infinities, which are no fault of the program.
         """
         return next((v for v in self.values if v.fault not in (None, Fault.INFINITE)), None)
 
     def first(self, fault: Fault) -> ValueReport | None:
-        """The first value with this fault."""
+        """Return the first value with this fault."""
         return next((value for value in self.values if value.fault is fault), None)
 
     def worst(self, count: int) -> list[ValueReport]:
-        """The values of largest error, one turn of an op each, worst first."""
+        """Return the values of largest error, one iteration of each op, worst first."""
         by_place: dict[tuple[Location, str], ValueReport] = {}
         for value in self.values:
             key = value.location, value.name
@@ -146,13 +146,13 @@ def diagnose(
 
     Args:
         function: The function.
-        compiled: The same, compiled.
+        compiled: The same function, compiled.
         inputs: By feature name, of the dtypes of the MIL parameters.
-        state: Of any engine; read, and left as it is.
+        state: State of any engine; read, and left as it is.
         min_sqnr_db: A value below it, in dB, is inaccurate.
 
     Raises:
-        InputError: The state is not one of this function.
+        InputError: The state does not belong to this function.
         ExecutionError: An op failed.
     """
     values: list[TracedValue] = []
@@ -164,13 +164,13 @@ def diagnose(
 
     with torch.random.fork_rng(devices=[]):  # the second run begins where this one did
         outputs = trace(function, compiled, inputs, values.append, state=state, decide=record)
-    wide = widened(function)
+    wide = widen_function(function)
     comparison = _Comparison(values, _given(function), min_sqnr_db)
     follow = iter(path)
     trace(
         wide,
         REFERENCE.compile(wide, EngineOptions()),
-        {name: widened_array(array) for name, array in inputs.items()},
+        {name: widen_array(array) for name, array in inputs.items()},
         comparison.compare,
         state=state,
         decide=lambda _: next(follow),
@@ -179,7 +179,7 @@ def diagnose(
 
 
 class _Comparison:
-    """Takes the values of the fp32 run as they come and lets go of their counterparts."""
+    """Compares the values of the widened run as they come, and drops their counterparts."""
 
     def __init__(
         self, values: list[TracedValue], given: Collection[str], min_sqnr_db: float
@@ -220,7 +220,7 @@ class _Comparison:
         )
 
     def _fault(self, computed: Computed, actual: Tensor, expected: Tensor) -> Fault | None:
-        """What is wrong with a value that is not finite."""
+        """Return the fault of a value that is not finite."""
         if actual.isnan().any():
             return self._nan(computed)
         if (actual.isinf() & expected.isfinite()).any():
@@ -231,7 +231,7 @@ class _Comparison:
         return None if is_passed_on else Fault.INFINITE
 
     def _nan(self, computed: Computed) -> Fault | None:
-        """What is wrong with NaN: it comes into being or is given; None if it is passed on."""
+        """Return the fault of NaN that is new or comes from outside; None if an op passes it on."""
         sources = [
             name
             for name, values in computed.operands.items()
@@ -245,7 +245,7 @@ class _Comparison:
 
 
 def _given(function: Function) -> set[str]:
-    """Names of what a function does not compute: its inputs and constants."""
+    """Return the names of values that a function does not compute: its inputs and constants."""
     constants = (op for op in function.block.walk() if op.type.startswith("const"))
     return {param.name for param in function.params} | {
         output.name for op in constants for output in op.outputs
@@ -253,7 +253,7 @@ def _given(function: Function) -> set[str]:
 
 
 def _largest(actual: Tensor) -> float:
-    """The largest finite magnitude; of a value without finite elements nan or inf."""
+    """Return the largest finite magnitude; nan or inf if no element is finite."""
     magnitudes = actual.abs()
     finite = magnitudes[magnitudes.isfinite()]
     some = finite if finite.numel() else magnitudes
@@ -261,25 +261,25 @@ def _largest(actual: Tensor) -> float:
 
 
 def _loss(dtype: torch.dtype, signal: float, error: Tensor, least: float) -> Fault | None:
-    """What is wrong with a finite value.
+    """Return the fault of a finite value, or None.
 
     Args:
-        dtype: The type it has in the program.
-        signal: Energy of what it should be.
+        dtype: Its dtype in the program.
+        signal: Energy of the expected value.
         error: Error of each element.
-        least: The ratio, in dB, below which it is inaccurate.
+        least: The ratio, in dB, below which the value is inaccurate.
     """
     if ratio_db(signal, energy(error)) >= least:
         return None
     limits = torch.finfo(dtype)
-    # Numbers next to zero are this far apart: errors up to it are those of values too small.
+    # Numbers next to zero are this far apart: smaller errors are underflow.
     step = limits.smallest_normal * limits.eps
     large = error[~(error.abs() <= step)]
     return Fault.UNDERFLOW if ratio_db(signal, energy(large)) >= least else Fault.INACCURATE
 
 
 def signal_and_error(expected: Tensor, actual: Tensor) -> tuple[float, Tensor]:
-    """The energy of the signal, and the error of each element.
+    """Return the energy of the signal, and the error of each element.
 
     Args:
         expected: Any shape, fp64.
@@ -294,12 +294,12 @@ def signal_and_error(expected: Tensor, actual: Tensor) -> tuple[float, Tensor]:
 
 
 def energy(values: Tensor) -> float:
-    """The sum of the squares."""
+    """Return the sum of the squares."""
     return float(values.square().sum())
 
 
 def ratio_db(signal: float, noise: float) -> float:
-    """Signal to error in dB.
+    """Return the ratio of signal to error in dB.
 
     Args:
         signal: The energy of the signal.
@@ -319,7 +319,7 @@ def _any(
     in_tensor: Callable[[Tensor], Tensor],
     in_array: Callable[[Array], Any],
 ) -> bool:
-    """Whether any floating-point operand has an element of a kind."""
+    """Whether any floating-point operand has an element for which the test is true."""
     for value in operands:
         data = value.data if isinstance(value, Constant) else None
         found = False
@@ -336,7 +336,7 @@ _INT32 = torch.iinfo(torch.int32)
 
 
 def _leaves_int32(narrow: TracedValue, wide: TracedValue) -> bool:
-    """Whether integers are beyond int32, and those that they are computed from are not."""
+    """Whether integers are beyond int32 although the operands are not."""
     if narrow.tensor is None or narrow.tensor.dtype is not torch.int32:
         return False
     operands = (v for values in wide.computed.operands.values() for v in values)
@@ -352,7 +352,7 @@ def is_beyond_int32(value: object) -> bool:
 
 
 def _wrapped(narrow: TracedValue, wide: TracedValue) -> ValueReport:
-    """The report on int32 values that have wrapped around."""
+    """Return the report on int32 values that have wrapped around."""
     expected, actual = (v.tensor.double() for v in (wide, narrow) if v.tensor is not None)
     signal, error = signal_and_error(expected, actual)
     return ValueReport(

@@ -1,4 +1,4 @@
-"""Which host executes a ``.pte``."""
+"""Choose the host that executes a ``.pte``, and load the program on it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from coreml_delegate.errors import EngineUnavailableError, ProgramError, Unsuppo
 from coreml_delegate.runtime.engines.selection import AUTO
 from coreml_delegate.runtime.program import host as python
 from coreml_delegate.runtime.program import stock
-from coreml_delegate.runtime.program.delegate import (
+from coreml_delegate.runtime.program.delegate_interface import (
     COREML_BACKEND_ID,
     NOTHING_PASSED_OVER,
     DelegateLoader,
@@ -19,7 +19,7 @@ from coreml_delegate.runtime.program.delegate import (
 )
 from coreml_delegate.runtime.program.host import PythonProgram
 from coreml_delegate.runtime.program.plan import MethodInfo
-from coreml_delegate.runtime.program.ptd import ExternalData, Sources, listed
+from coreml_delegate.runtime.program.ptd import ExternalData, Sources, list_sources
 from coreml_delegate.runtime.program.pte import PteProgram, Source
 from coreml_delegate.runtime.program.stock import StockProgram
 
@@ -40,13 +40,13 @@ def _python_obstacles(program: PteProgram, data: Sources | None) -> tuple[str, .
 def _stock_obstacles(program: PteProgram, data: Sources | None) -> tuple[str, ...]:
     if (reason := stock.unavailable_reason()) is not None:
         return (reason,)
-    if data is not None and len(listed(data)) != 1:
+    if data is not None and len(list_sources(data)) != 1:
         return ("it takes one file of external data",)
     return _refusals(program, lambda method: stock.check_support(method, COREML_BACKEND_ID))
 
 
 def _refusals(program: PteProgram, check: Callable[[MethodInfo], None]) -> tuple[str, ...]:
-    """What ``check`` says of the methods it refuses."""
+    """Return the reasons why ``check`` refuses methods, each once."""
     found: list[str] = []
     for method in program.methods:
         try:
@@ -58,7 +58,7 @@ def _refusals(program: PteProgram, check: Callable[[MethodInfo], None]) -> tuple
 
 _DEFAULT: Final = PythonProgram.host_name
 
-# Why a host does not run all methods of a program; the default host first.
+# Functions that return why a host cannot run all methods of a program; the default host first.
 _OBSTACLES: Final[Mapping[str, Callable[[PteProgram, Sources | None], tuple[str, ...]]]] = {
     _DEFAULT: _python_obstacles,
     StockProgram.host_name: _stock_obstacles,
@@ -76,7 +76,7 @@ def load(
     Args:
         pte: Path of a ``.pte``, or its bytes.
         loader: Prepares the Core ML delegates.
-        data: What the program keeps outside.
+        data: The data that the program keeps outside.
         host: One of ``HOSTS``. ``auto`` is ``python``, or ``stock`` where that one alone runs all
             methods, which is logged with the reason.
 
@@ -101,19 +101,19 @@ def load(
 
 
 def _choose(program: PteProgram, data: Sources | None) -> tuple[str, PassedOver]:
-    """The first host that runs all methods; if none does, the default, which may run some."""
+    """Return the first host that runs all methods, or the default host, which may run some."""
     passed_over: dict[str, tuple[str, ...]] = {}
     for name, obstacles in _OBSTACLES.items():
         reasons = obstacles(program, data)
         if not reasons:
             if passed_over:
-                _say(f"{program.origin} runs on the {name} host", passed_over)
+                _log_passed_over(f"{program.origin} runs on the {name} host", passed_over)
             return name, passed_over
         passed_over[name] = reasons
-    _say(f"no host runs all of {program.origin}", passed_over)
+    _log_passed_over(f"no host runs all of {program.origin}", passed_over)
     return _DEFAULT, passed_over
 
 
-def _say(what: str, passed_over: PassedOver) -> None:
+def _log_passed_over(what: str, passed_over: PassedOver) -> None:
     why = (f"the {name} host cannot ({', '.join(r)})" for name, r in passed_over.items())
     _logger.warning("%s: %s", what, "; ".join(why))

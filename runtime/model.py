@@ -14,16 +14,14 @@ from coreml_delegate.dynamic_shapes import input_sizes
 from coreml_delegate.errors import InputError
 from coreml_delegate.formats.blob import Buffer
 from coreml_delegate.runtime import diagnosis, tracing
-from coreml_delegate.runtime.casting import cast
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
-from coreml_delegate.runtime.engines import memory
+from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.engines.base import EngineOptions, State
 from coreml_delegate.runtime.engines.reference import REFERENCE, ReferenceFunction
 from coreml_delegate.runtime.engines.selection import AUTO, compile_function
 from coreml_delegate.runtime.engines.shapes import InputShapes, check_shape, smallest_shape
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.dtypes import DType
-from coreml_delegate.runtime.mil.package import read_files
 from coreml_delegate.runtime.mil.program import (
     Feature,
     Function,
@@ -31,6 +29,7 @@ from coreml_delegate.runtime.mil.program import (
     StateType,
     TensorType,
 )
+from coreml_delegate.runtime.mil.reader import read_files
 from coreml_delegate.runtime.tracing import Listener
 
 Array = NDArray[Any]
@@ -44,8 +43,8 @@ class Model:
         function_name: None for the program's default function.
         engine: ``auto``, ``openvino`` or ``reference``.
         options: How to execute.
-        source: The bytes ``program`` was read from. With them, what is compiled is shared with
-            whoever runs the same function, and may be found in the cache.
+        source: The bytes that ``program`` was read from. With them, the compiled function is shared
+            with others that run it, and may be found in the cache.
 
     Raises:
         ProgramError: No such function.
@@ -86,13 +85,13 @@ class Model:
         engine: str = AUTO,
         options: EngineOptions | None = None,
     ) -> Model:
-        """A function of the mlpackage that consists of ``files``.
+        """Load a function of the mlpackage that consists of ``files``.
 
         Args:
             files: Relative POSIX path to content; constants are views of it.
-            function_name: As for the class, as are the others.
-            engine: See there.
-            options: See there.
+            function_name: See the class.
+            engine: See the class.
+            options: See the class.
 
         Raises:
             BlobFormatError: A part is missing or malformed.
@@ -126,12 +125,12 @@ class Model:
         return tuple(f.name for f in self.function.outputs)
 
     def make_state(self) -> State | None:
-        """Fresh state, all zeros, to pass to ``predict``; None for a stateless function.
+        """Return a new state, all zeros, to pass to ``predict``; None for a stateless function.
 
         Raises:
             ExecutionError: It does not fit into memory.
         """
-        memory.require(_state_bytes(self.function), "the state")
+        limits.require_memory(_state_nbytes(self.function), "the state")
         return self._compiled.make_state()
 
     def predict(self, inputs: Mapping[str, Any], state: State | None = None) -> dict[str, Array]:
@@ -154,11 +153,11 @@ class Model:
     def trace(
         self, inputs: Mapping[str, Any], listener: Listener, state: State | None = None
     ) -> dict[str, Array]:
-        """Run once on the reference engine and tell ``listener`` every value on the way.
+        """Run once on the reference engine and pass every value to ``listener``.
 
         Args:
             inputs: As ``predict`` takes them.
-            listener: Told about every value, nested blocks and each turn of a loop included.
+            listener: Receives every value, in nested blocks and each iteration of a loop too.
             state: From ``make_state``; read, and left as it is.
 
         Returns:
@@ -185,8 +184,8 @@ class Model:
         Args:
             inputs: As ``predict`` takes them.
             state: From ``make_state``; read, and left as it is.
-            min_sqnr_db: A value whose signal over error, against the program computed in fp32, is
-                lower is inaccurate.
+            min_sqnr_db: A value is inaccurate if its ratio of signal to error, against the program
+                computed in fp32, is lower.
 
         Raises:
             CoreMLDelegateError: As ``trace``.
@@ -200,7 +199,7 @@ class Model:
         )
 
     def run_unchecked(self, inputs: Mapping[str, Array], state: State | None) -> dict[str, Array]:
-        """``predict`` without checks, for callers that guarantee names, shapes and MIL dtypes."""
+        """Run as ``predict`` without checks: names, shapes and dtypes must be right."""
         return self._compiled(inputs, state)
 
     @property
@@ -212,7 +211,7 @@ class Model:
         """Refuse shapes that the function does not take.
 
         Args:
-            arrays: By input name, those of ``flexible_inputs`` at least.
+            arrays: Arrays by input name, at least of ``flexible_inputs``.
 
         Raises:
             InputError: Names the input, the dimension, its size, and what was expected.
@@ -225,7 +224,7 @@ class Model:
 
     @functools.cached_property
     def _reference(self) -> ReferenceFunction:
-        """The function on the engine that can be looked into."""
+        """The function on the reference engine, for traces."""
         if isinstance(self._compiled, ReferenceFunction):
             return self._compiled
         return REFERENCE.compile(self.function, EngineOptions())
@@ -243,7 +242,7 @@ class Model:
     def _input(self, feature: Feature, inputs: Mapping[str, Any]) -> Array:
         if feature.name not in inputs:
             if feature.optional:
-                return _default(feature, self._param_dtypes[feature.name])
+                return _default_input(feature, self._param_dtypes[feature.name])
             raise InputError(
                 f"input {feature.name!r} is missing",
                 got=", ".join(sorted(inputs)) or "no input",
@@ -253,21 +252,23 @@ class Model:
         if array.ndim == 0 and feature.type.shape == (1,):
             array = array.reshape(1)
         check_shape(feature, array.shape)
-        return _checked(feature, array, self._param_dtypes[feature.name])
+        return _cast_declared(feature, array, self._param_dtypes[feature.name])
 
 
-def _state_bytes(function: Function) -> int:
+def _state_nbytes(function: Function) -> int:
     types = [p.type.wrapped for p in function.params if isinstance(p.type, StateType)]
     return sum(t.dtype.bits // 8 * math.prod(d or 1 for d in t.shape or ()) for t in types)
 
 
-def _default(feature: Feature, dtype: DType) -> Array:
+def _default_input(feature: Feature, dtype: DType) -> Array:
     shape = smallest_shape(feature)
-    memory.require(math.prod(shape) * dtype.bits // 8, f"the default of input {feature.name!r}")
+    limits.require_memory(
+        math.prod(shape) * dtype.bits // 8, f"the default of input {feature.name!r}"
+    )
     return np.full(shape, feature.default or 0, dtype=dtype.numpy)
 
 
-def _checked(feature: Feature, array: Array, dtype: DType) -> Array:
+def _cast_declared(feature: Feature, array: Array, dtype: DType) -> Array:
     if array.dtype == dtype.numpy:
         return array
     if not np.can_cast(array.dtype, dtype.numpy, casting="same_kind"):
@@ -276,4 +277,30 @@ def _checked(feature: Feature, array: Array, dtype: DType) -> Array:
             got=str(array.dtype),
             expected=dtype.label,
         )
-    return cast(array, dtype.numpy, feature.name)
+    return cast_input(array, dtype.numpy, feature.name)
+
+
+def cast_input(array: Array, dtype: np.dtype[Any], name: str) -> Array:
+    """Return ``array`` as ``dtype``, the same object if it has that dtype already.
+
+    Args:
+        array: Any shape.
+        dtype: The dtype that the program takes.
+        name: Name of the input, for errors.
+
+    Raises:
+        InputError: The array has integers that ``dtype`` cannot hold.
+    """
+    if array.dtype == dtype:
+        return array
+    if array.size and array.dtype.kind in "iu" and dtype.kind in "iu":
+        bounds = np.iinfo(dtype)
+        if array.min() < bounds.min or array.max() > bounds.max:
+            raise InputError(
+                f"input {name!r} has values beyond {dtype.name}",
+                got=f"{array.min()} to {array.max()}",
+                expected=f"{bounds.min} to {bounds.max}",
+                remedy="Core ML has no wider integers: keep the values small, or leave the ops "
+                "that need them on the CPU (skip_ops_for_coreml_delegation)",
+            )
+    return array.astype(dtype)

@@ -1,7 +1,6 @@
-"""Snapshots of states: what a model or a program keeps from one call to the next, as arrays.
+"""Snapshots of states: copies of the tensors that persist between calls, as arrays by name.
 
-A snapshot is a plain dictionary of arrays by name, copies in the dtypes they are kept in. What is
-restored is checked as a whole before anything is overwritten.
+A snapshot is checked as a whole before it is restored, so that a state is never half overwritten.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ Snapshot: TypeAlias = dict[str, Array]
 """Arrays by name."""
 
 
-def fitting(held: Mapping[str, Array], name: str, value: Array) -> Array:
-    """``value`` in the dtype of the tensor it is to replace.
+def cast_state(held: Mapping[str, Array], name: str, value: Array) -> Array:
+    """Return ``value`` in the dtype of the state tensor that it is to replace.
 
     Args:
         held: The tensors of the state, by name.
-        name: Which of them is to be replaced.
-        value: Of the same shape, and of a dtype of the same kind.
+        name: Name of the tensor to replace.
+        value: Array of the same shape, with a dtype of the same kind.
 
     Raises:
-        InputError: No such tensor, or another shape or kind of dtype.
+        InputError: No such tensor, or the shape or the kind of dtype differs.
     """
     if name not in held:
         raise InputError("no such state", got=repr(name), expected=", ".join(sorted(held)) or None)
@@ -44,15 +43,15 @@ def fitting(held: Mapping[str, Array], name: str, value: Array) -> Array:
     return value.astype(present.dtype)
 
 
-def fitting_all(held: Mapping[str, Array], snapshot: Mapping[str, Array]) -> Snapshot:
-    """A snapshot in the dtypes of the tensors it is to replace, all of them.
+def cast_snapshot(held: Mapping[str, Array], snapshot: Mapping[str, Array]) -> Snapshot:
+    """Return a snapshot in the dtypes of the state tensors that it is to replace.
 
     Args:
         held: The tensors of the state, by name.
-        snapshot: What takes their place.
+        snapshot: Their new content, by name.
 
     Raises:
-        InputError: A name too many or too few, or another shape or kind of dtype.
+        InputError: The names differ, or a shape or kind of dtype.
     """
     if missing := sorted(held.keys() - snapshot.keys()):
         raise InputError(
@@ -60,4 +59,4 @@ def fitting_all(held: Mapping[str, Array], snapshot: Mapping[str, Array]) -> Sna
             got=", ".join(sorted(snapshot)) or "nothing",
             expected=f"{', '.join(missing)} as well",
         )
-    return {name: fitting(held, name, np.asarray(value)) for name, value in snapshot.items()}
+    return {name: cast_state(held, name, np.asarray(value)) for name, value in snapshot.items()}

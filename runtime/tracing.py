@@ -1,6 +1,6 @@
-"""Every value a program computes, told to a listener while it runs.
+"""Trace a run: pass every value that a program computes to a listener.
 
-Tracing takes the reference engine whatever engine a model runs on: it computes op by op, at the
+Tracing uses the reference engine, whatever engine a model runs on: it computes op by op, at the
 program's own dtypes.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from coreml_delegate.runtime.engines.base import Array, State
 from coreml_delegate.runtime.engines.reference import ReferenceFunction, ReferenceState
 from coreml_delegate.runtime.engines.reference.interpreter import Computed
-from coreml_delegate.runtime.engines.reference.values import array_of, describe_operand
+from coreml_delegate.runtime.engines.reference.values import describe_operand, value_to_array
 from coreml_delegate.runtime.mil.location import Location, located_ops
 from coreml_delegate.runtime.mil.program import Function, Op, ValueType
 
@@ -28,9 +28,9 @@ class TracedValue:
     Attributes:
         name: The output's name in the program.
         op_type: MIL op type.
-        location: Where the op stands.
-        turns: Number of the turn in every loop around the op, outermost first, from 0.
-        declared: Type the program declares.
+        location: Place of the op.
+        turns: Index of the iteration of every loop around the op, outermost first, from 0.
+        declared: The type that the program declares.
         computed: The interpreter's own record; ``array`` and ``inputs`` read it.
     """
 
@@ -43,12 +43,12 @@ class TracedValue:
 
     @property
     def array(self) -> Array:
-        """The value, as an array of its own; lists and strings are boxed, of dtype object."""
-        return array_of(self.computed.value, self.declared)
+        """The value as a new array; lists and strings are boxed, with dtype object."""
+        return value_to_array(self.computed.value, self.declared)
 
     @property
     def tensor(self) -> Tensor | None:
-        """The value without a copy, not to be modified; None for what is no tensor."""
+        """The value without a copy, not to be modified; None if it is no tensor."""
         value = self.computed.value
         return value if isinstance(value, Tensor) else None
 
@@ -59,9 +59,9 @@ class TracedValue:
 
 
 Listener: TypeAlias = Callable[[TracedValue], None]
-"""Told about every value in the order of execution, nested blocks and each turn of a loop included.
+"""Receives every value in the order of execution, in nested blocks and every iteration too.
 
-Constants are not computed, and not among the values. Values may be kept: nothing modifies them.
+Constants are not among the values. Values may be kept: nothing modifies them.
 """
 
 
@@ -74,21 +74,21 @@ def trace(
     state: State | None = None,
     decide: Callable[[bool], bool] = bool,
 ) -> dict[str, Array]:
-    """Run a function on the reference engine and tell ``listener`` every value.
+    """Run a function on the reference engine and pass every value to ``listener``.
 
     Args:
         function: The function.
-        compiled: The same, compiled.
+        compiled: The same function, compiled.
         inputs: By feature name, of the dtypes of the MIL parameters.
-        listener: Told about every value.
-        state: Of any engine; read, and left as it is.
-        decide: Has the last word on every condition of the program, given its value.
+        listener: Receives every value.
+        state: State of any engine; read, and left as it is.
+        decide: Returns the outcome of every condition of the program, given its value.
 
     Returns:
         Outputs by feature name.
 
     Raises:
-        InputError: The state is not one of this function.
+        InputError: The state does not belong to this function.
         ExecutionError: An op failed.
     """
     places: dict[Op, Location] = {op: location for location, op in located_ops(function)}
@@ -105,14 +105,14 @@ def trace(
             )
         )
 
-    return compiled.run(inputs, copied_state(compiled, state), listener=tell, decide=decide)
+    return compiled.run(inputs, copy_state(compiled, state), listener=tell, decide=decide)
 
 
-def copied_state(compiled: ReferenceFunction, state: State | None) -> ReferenceState | None:
-    """A state of ``compiled`` with the content of ``state``, which is of any engine."""
+def copy_state(compiled: ReferenceFunction, state: State | None) -> ReferenceState | None:
+    """Return a state of ``compiled`` with the content of ``state``, a state of any engine."""
     copy = compiled.make_state()
     if state is None or copy is None:
-        # One of the two: a state that is missing, or one too many. Left to the engine to refuse.
+        # A state is missing, or one too many: the engine refuses it.
         return copy if state is not None else None
     fresh = copy.snapshot()
     for name, value in state.snapshot().items():

@@ -10,7 +10,7 @@ from coreml_delegate.errors import ProgramError
 from coreml_delegate.formats.blob import BlobReference, Buffer, unflatten
 from coreml_delegate.formats.blob_layout import models_in
 from coreml_delegate.runtime.delegate import resolve
-from coreml_delegate.runtime.program.delegate import COREML_BACKEND_ID, DelegatePayload
+from coreml_delegate.runtime.program.delegate_interface import COREML_BACKEND_ID, DelegatePayload
 from coreml_delegate.runtime.program.plan import DelegateInfo, MethodInfo
 from coreml_delegate.runtime.program.ptd import ExternalData, check_complete
 from coreml_delegate.runtime.program.pte import PteProgram

@@ -19,9 +19,9 @@ from coreml_delegate.runtime.delegate import CoreMLDelegate, delegate_loader, re
 from coreml_delegate.runtime.diagnosis import Diagnosis
 from coreml_delegate.runtime.engines.selection import REFERENCE
 from coreml_delegate.runtime.mil.dtypes import DType
-from coreml_delegate.runtime.mil.package import read_mlpackage
 from coreml_delegate.runtime.mil.program import Feature, Function
-from coreml_delegate.runtime.program.delegate import COREML_BACKEND_ID, DelegatePayload
+from coreml_delegate.runtime.mil.reader import read_mlpackage
+from coreml_delegate.runtime.program.delegate_interface import COREML_BACKEND_ID, DelegatePayload
 from coreml_delegate.runtime.program.plan import TensorSpec
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.runtime.program.states import mutated_inputs

@@ -14,12 +14,12 @@ from coreml_delegate.formats.blob_layout import metadata_in
 from coreml_delegate.quantization.weight_inventory import summarize_weights
 from coreml_delegate.runtime.delegate import read_blob
 from coreml_delegate.runtime.engines.selection import ENGINES
-from coreml_delegate.runtime.mil.package import read_mlpackage
 from coreml_delegate.runtime.mil.program import (
     Feature,
     Function,
     Program,
 )
+from coreml_delegate.runtime.mil.reader import read_mlpackage
 from coreml_delegate.runtime.program.plan import (
     DelegateInfo,
     MethodInfo,

@@ -15,7 +15,7 @@ import torch
 from coreml_delegate import runtime
 from coreml_delegate.errors import InputError, OptionError
 from coreml_delegate.llm.layout import DECODE, CacheKind, Layout
-from coreml_delegate.runtime.engines.memory import require
+from coreml_delegate.runtime.engines.limits import require_memory
 from coreml_delegate.runtime.program.plan import TensorSpec
 
 Choose = Callable[[torch.Tensor], int]
@@ -264,5 +264,5 @@ class Generator:
             return []
         given = self._program.program.method(DECODE).input_specs[2:]
         specs = [spec for spec in given if isinstance(spec, TensorSpec)]
-        require(sum(spec.nbytes for spec in specs), "the caches")
+        require_memory(sum(spec.nbytes for spec in specs), "the caches")
         return [torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs]

@@ -1,4 +1,4 @@
-"""What an engine is: something that turns one function of a MIL program into a callable."""
+"""The interface of engines: an engine compiles one function of a MIL program to a callable."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from coreml_delegate.runtime.snapshots import Array, Snapshot
 class Precision(enum.Enum):
     """The floating-point type that a fast engine computes in.
 
-    An engine whose point is to compute at the program's own dtypes takes ``F32`` alone, which asks
-    for nothing less than the program declares.
+    An engine that computes at the program's own dtypes takes ``F32`` only, which asks for nothing
+    less than the program declares.
     """
 
     F32 = "f32"
@@ -35,11 +35,11 @@ class EngineOptions:
         exact_nan: Whether NaN has to pass through every op, even where a fast engine's kernels lose
             it and have to be replaced by slower ones.
         cache: Where compiled programs are kept between processes, or None to keep none. By default
-            what the environment says; see ``CacheOptions.from_environment``.
+            read from the environment; see ``CacheOptions.from_environment``.
 
     Raises:
-        OptionError: No such precision, or fewer threads than one; or the environment says something
-            that is not understood.
+        OptionError: No such precision, fewer threads than one, or a value of the environment
+            variable that is not understood.
     """
 
     threads: int | None = None
@@ -66,24 +66,23 @@ class State(Protocol):
     """Mutable tensors of one model instance, zero at start; opaque outside its engine."""
 
     def snapshot(self) -> Snapshot:
-        """Copies of every state tensor, by feature name, in the dtypes the program declares."""
+        """Return copies of the state tensors, by feature name, in the declared dtypes."""
         ...
 
     def restore(self, snapshot: Mapping[str, Array]) -> None:
         """Replace the content of every state tensor.
 
         Args:
-            snapshot: What ``snapshot`` returned, or arrays of the same names and shapes, of dtypes
-                of the same kind.
+            snapshot: The result of ``snapshot``, or arrays of the same names and shapes, with
+                dtypes of the same kind.
 
         Raises:
-            InputError: A name too many or too few, or another shape or kind of dtype; then nothing
-                is replaced.
+            InputError: The names differ, or a shape or kind of dtype; then nothing is replaced.
         """
         ...
 
     def reset(self) -> None:
-        """Set every state tensor to zero, as it was made."""
+        """Set every state tensor to zero, its first value."""
         ...
 
     def write(self, name: str, value: Array) -> None:
@@ -91,10 +90,10 @@ class State(Protocol):
 
         Args:
             name: Feature name.
-            value: Of the tensor's shape; a dtype of the same kind is cast.
+            value: Array of the tensor's shape; a dtype of the same kind is cast.
 
         Raises:
-            InputError: No such state tensor, or another shape or kind of dtype.
+            InputError: No such state tensor, or the shape or the kind of dtype differs.
         """
         ...
 
@@ -107,7 +106,7 @@ class CompiledFunction(Protocol):
 
         Args:
             inputs: By feature name, already checked: dtype of the MIL parameter, any strides.
-            state: Made by ``make_state`` of the same object; None for stateless functions.
+            state: From ``make_state`` of the same object; None for stateless functions.
 
         Returns:
             Outputs by feature name, in declaration order, C-contiguous and owned by the caller, in
@@ -119,7 +118,7 @@ class CompiledFunction(Protocol):
         ...
 
     def make_state(self) -> State | None:
-        """Fresh state, all zeros; None when the function has none."""
+        """Return a new state, all zeros; None if the function has no state."""
         ...
 
 
@@ -129,11 +128,11 @@ class Engine(Protocol):
     name: str
 
     def unavailable_reason(self) -> str | None:
-        """Why this engine cannot be used on this machine, or None if it can."""
+        """Return why this engine cannot be used on this machine, or None if it can."""
         ...
 
     def unsupported(self, function: Function) -> list[str]:
-        """What in ``function`` this engine cannot take, one reason each; empty if nothing."""
+        """Return the reasons why this engine cannot run ``function``; empty if it can."""
         ...
 
     def compile(
@@ -144,8 +143,7 @@ class Engine(Protocol):
         Args:
             function: The function to run.
             options: How to execute.
-            source: The bytes that ``function`` was read from; what is compiled without them can be
-                neither found in a cache nor put there.
+            source: The bytes that ``function`` was read from; without them no cache is used.
 
         Raises:
             OptionError: The engine does not have the precision asked for.

@@ -1,4 +1,4 @@
-"""A folder of files that can be made again: entries found by key, the oldest dropped first.
+"""A cache of entries in one folder: found by key, the least recently used dropped first.
 
 Layout of an entry (little endian)::
 
@@ -8,9 +8,9 @@ Layout of an entry (little endian)::
     metadata            JSON
 
 An entry is written under a temporary name and renamed, and never changed afterwards: readers see
-all of it or nothing, and of several writers of one key the last one wins, with the same content.
-Nothing is locked, so nothing remains locked when a process is killed, and folders on network file
-systems do. Nothing is flushed to disk either: what a power failure loses, the checksum finds.
+all of it or nothing. If several processes write one key, the last one wins, with the same content.
+Nothing is locked, so that no lock survives a killed process, and network file systems work. Nothing
+is flushed to disk: the checksum finds entries that a power failure damaged.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _PAYLOAD: Final = 4096
 _KEY_BYTES: Final = 32
 
 _SUFFIX: Final = ".entry"
-# What a killed writer left is swept when no living one can still be at it, in seconds.
+# Unfinished files of killed writers are removed at this age, in seconds; no writer takes so long.
 _ABANDONED: Final = 3600.0
 
 
@@ -72,24 +72,24 @@ class CacheOptions:
 
     @classmethod
     def from_environment(cls) -> CacheOptions | None:
-        """What ``COREML_DELEGATE_COMPILED_CACHE`` says: ``off``, or a limit such as ``500M``.
+        """Read ``COREML_DELEGATE_COMPILED_CACHE``: ``off``, or a limit such as ``500M``.
 
         Returns:
             The options, or None for no cache.
 
         Raises:
-            OptionError: It says neither.
+            OptionError: The value is neither.
         """
-        said = os.environ.get(LIMIT_VARIABLE, "").strip()
-        if not said:
+        value = os.environ.get(LIMIT_VARIABLE, "").strip()
+        if not value:
             return cls()
-        if said.lower() in _OFF:
+        if value.lower() in _OFF:
             return None
-        size = _SIZE.fullmatch(said.upper())
+        size = _SIZE.fullmatch(value.upper())
         if size is None:
             raise OptionError(
                 f"{LIMIT_VARIABLE} is not understood",
-                got=repr(said),
+                got=repr(value),
                 expected="off, or bytes such as 500000000, 500M or 2G",
             )
         return cls(limit_bytes=int(size[1]) * _UNITS[size[2]])
@@ -97,7 +97,7 @@ class CacheOptions:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What was found: metadata, and the payload, mapped from the file and writable in memory."""
+    """An entry that was read: metadata, and the payload, a writable copy-on-write mapping."""
 
     metadata: dict[str, Any]
     payload: memoryview
@@ -113,18 +113,18 @@ class EntryFile:
 
 
 class _DamagedError(Exception):
-    """An entry is not what was written, or not an entry; says why."""
+    """A file is damaged, or no entry; the message says why."""
 
 
 class EntryCache:
-    """The cache in one folder; see the module."""
+    """The cache in one folder; the module describes its files."""
 
     def __init__(self, options: CacheOptions) -> None:
         self._folder = options.folder
         self._limit = options.limit_bytes
 
     def read(self, key: bytes) -> Entry | None:
-        """The entry of a key, checked to be what was written; None if there is none.
+        """Return the entry of a key, its checksum verified; None if there is none.
 
         Args:
             key: 32 bytes.
@@ -133,11 +133,11 @@ class EntryCache:
         try:
             with path.open("rb") as file:
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            entry = _parsed(memoryview(content), key)
+            entry = _parse(memoryview(content), key)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            _say_unusable(self._folder, "read", error.strerror or str(error))
+            _log_unusable(self._folder, "read", error.strerror or str(error))
             return None
         except (ValueError, _DamagedError) as error:  # mmap refuses an empty file
             self.reject(key, str(error))
@@ -147,14 +147,14 @@ class EntryCache:
         return entry
 
     def reject(self, key: bytes, reason: str) -> None:
-        """Drop an entry that turned out to be of no use."""
+        """Drop an entry that cannot be used."""
         path = self._path(key)
         _logger.warning("compiled program %s is made again: %s", path, reason)
         with contextlib.suppress(OSError):
             path.unlink()
 
     def write(self, key: bytes, metadata: dict[str, Any], payload: Buffer) -> None:
-        """Keep an entry, dropping others to make room. Does nothing where that is impossible."""
+        """Write an entry, dropping others to make room. If that is impossible, write nothing."""
         described = json.dumps(metadata, sort_keys=True).encode()
         data = memoryview(payload).cast("B")
         size = _PAYLOAD + data.nbytes + len(described)
@@ -167,33 +167,33 @@ class EntryCache:
         start = struct.pack("<8sII", _MAGIC, _VERSION, checksum)
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _swept(self._folder)
+            _sweep_unfinished(self._folder)
             self._make_room(size)
             with new_file(self._path(key), permissions=0o600) as file:
                 file.writelines((start, rest, data, described))
         except OSError as error:
-            _say_unusable(self._folder, "write", error.strerror or str(error))
+            _log_unusable(self._folder, "write", error.strerror or str(error))
 
     def files(self) -> list[EntryFile]:
-        """Every entry, the least recently used first."""
+        """Return the files of all entries, the least recently used first."""
         return sorted(self._files(), key=lambda file: file.used)
 
     def clear(self) -> int:
-        """Drop every entry and whatever writers have left unfinished.
+        """Drop every entry, and the unfinished files of writers.
 
         Returns:
             How many entries were dropped.
         """
-        dropped = sum(_unlinked(file.path) for file in self._files())
-        for path in _listed(self._folder, UNFINISHED):
-            _unlinked(path)
+        dropped = sum(_try_unlink(file.path) for file in self._files())
+        for path in _list_files(self._folder, UNFINISHED):
+            _try_unlink(path)
         return dropped
 
     def _path(self, key: bytes) -> Path:
         return self._folder / f"{key.hex()}{_SUFFIX}"
 
     def _files(self) -> Iterator[EntryFile]:
-        for path in _listed(self._folder, _SUFFIX):
+        for path in _list_files(self._folder, _SUFFIX):
             with contextlib.suppress(OSError):  # dropped meanwhile by another process
                 status = path.stat()
                 yield EntryFile(path, status.st_size, status.st_mtime_ns)
@@ -204,11 +204,11 @@ class EntryCache:
         for file in files:
             if excess <= 0:
                 return
-            _unlinked(file.path)
+            _try_unlink(file.path)
             excess -= file.size
 
 
-def _parsed(content: memoryview, key: bytes) -> Entry:
+def _parse(content: memoryview, key: bytes) -> Entry:
     if content.nbytes < _PAYLOAD:
         raise _DamagedError(f"{content.nbytes} bytes are no entry")
     magic, version, checksum, size, described, stored_key = _HEADER.unpack_from(content)
@@ -224,14 +224,14 @@ def _parsed(content: memoryview, key: bytes) -> Entry:
     return Entry(json.loads(bytes(content[end:])), content[_PAYLOAD:end])
 
 
-def _listed(folder: Path, suffix: str) -> list[Path]:
+def _list_files(folder: Path, suffix: str) -> list[Path]:
     try:
         return [path for path in folder.iterdir() if path.suffix == suffix]
     except OSError:  # no such folder: no entries
         return []
 
 
-def _unlinked(path: Path) -> bool:
+def _try_unlink(path: Path) -> bool:
     try:
         path.unlink()
     except OSError:
@@ -240,18 +240,18 @@ def _unlinked(path: Path) -> bool:
 
 
 @functools.cache
-def _swept(folder: Path) -> None:
-    """Remove, once in a process, what killed writers have left."""
+def _sweep_unfinished(folder: Path) -> None:
+    """Remove, once in a process, the unfinished files of killed writers."""
     now = time.time()
-    for path in _listed(folder, UNFINISHED):
+    for path in _list_files(folder, UNFINISHED):
         with contextlib.suppress(OSError):
             if now - path.stat().st_mtime > _ABANDONED:
                 path.unlink()
 
 
 @functools.cache
-def _say_unusable(folder: Path, verb: str, reason: str) -> None:
-    """Say once that programs are compiled anew each time."""
+def _log_unusable(folder: Path, verb: str, reason: str) -> None:
+    """Log once that programs are compiled every time."""
     _logger.warning(
         "no cache of compiled programs: cannot %s %s (%s); %s=off silences this",
         verb,

@@ -1,7 +1,90 @@
-"""What no program needs more of: beyond it one is taken for damaged or endless."""
+"""Limits of what a program may use: iterations of loops, elements of lists, memory.
+
+A few bytes of a program can ask for more memory than the machine has. On many systems such a
+request succeeds, and the process is killed later. Therefore one request may take a quarter of the
+memory that is available at that moment, and is refused beyond it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from coreml_delegate.errors import ExecutionError, ProgramError
 
 MAX_TURNS = 1 << 20
-"""Turns of a loop; on the reference engine, of all loops of one call."""
+"""Iterations of a loop; on the reference engine, of all loops of one call. A program with more is
+taken for endless."""
 
 MAX_LIST = 1 << 20
-"""Elements of one list, and of a tensor where Python values are needed: neither is for data."""
+"""Elements of one list, and of a tensor where Python values are needed. Neither holds data: beyond
+it a program is taken for damaged."""
+
+_SHARE = 4
+_MEMORY_INFO = Path("/proc/meminfo")
+_AVAILABLE = "MemAvailable:"
+# Limit and use of the control group, in bytes: in containers /proc has the figures of the host.
+_GROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"))
+_UNKNOWN = 4 << 30
+
+
+def largest_request() -> int:
+    """Return the number of bytes that one request may take now."""
+    return _available() // _SHARE
+
+
+def require_memory(nbytes: int, what: str) -> None:
+    """Refuse ``what`` if its ``nbytes`` are more than one request may take.
+
+    Raises:
+        ExecutionError: It does not fit into a quarter of the available memory.
+    """
+    if nbytes > (limit := largest_request()):
+        raise ExecutionError(
+            f"{what} does not fit into memory",
+            got=f"{nbytes} bytes",
+            expected=f"at most {limit} bytes, a quarter of what is available",
+        )
+
+
+def require_available_memory(nbytes: int, what: str) -> None:
+    """Refuse ``what`` if its ``nbytes`` are more than is available.
+
+    Raises:
+        ProgramError: It does not fit into the available memory.
+    """
+    if nbytes > (limit := _available()):
+        raise ProgramError(
+            f"{what} does not fit into memory",
+            got=f"{nbytes} bytes",
+            expected=f"at most {limit} bytes, which are available",
+        )
+
+
+def _available() -> int:
+    free = _from_memory_info()
+    if free is None:
+        free = _from_pages()
+    try:
+        most, used = (int(path.read_text()) for path in _GROUP)
+    except (OSError, ValueError):  # no such group, or "max": no limit
+        return free
+    return min(free, max(most - used, 0))
+
+
+def _from_memory_info() -> int | None:
+    try:
+        text = _MEMORY_INFO.read_text()
+    except OSError:
+        return None
+    _, _, rest = text.partition(_AVAILABLE)
+    amount = rest.split(maxsplit=1)[0] if rest else ""
+    return int(amount) * 1024 if amount.isdigit() else None
+
+
+def _from_pages() -> int:
+    """Return the size of physical memory, for systems that do not tell the free memory."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return _UNKNOWN

@@ -1,16 +1,18 @@
-"""Which engine runs a function."""
+"""Choose the engine of a function, and compile the function once for all who ask for it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from coreml_delegate.errors import EngineUnavailableError, OptionError, UnsupportedOpError
 from coreml_delegate.runtime.engines.base import CompiledFunction, Engine, EngineOptions
 from coreml_delegate.runtime.engines.openvino.engine import OPENVINO
 from coreml_delegate.runtime.engines.reference.engine import REFERENCE
-from coreml_delegate.runtime.engines.sharing import Sharing
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function
 
@@ -30,7 +32,7 @@ class Selection:
         engine_name: The engine that runs it.
         compiled: The function, ready to run.
         passed_over: Reasons by engine name; empty if the fastest was taken.
-        source: What the function was read from: held, so that its place in memory stays its own.
+        source: The bytes the function was read from; held, because the key has their address.
     """
 
     engine_name: str
@@ -39,7 +41,57 @@ class Selection:
     source: ProgramSource | None = None
 
 
-_SHARING: Sharing[Selection] = Sharing()
+Value = TypeVar("Value")
+
+
+@dataclass(slots=True)
+class _Slot(Generic[Value]):
+    """The value of one key, and the lock to create it; ``users`` counts the threads at it."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    value: weakref.ref[Value] | None = None
+    users: int = 0
+
+
+class LiveValues(Generic[Value]):
+    """One value for each key, shared by all who ask for the key while anyone holds the value.
+
+    Threads that ask for one key at the same time wait for the first of them; different keys do not
+    wait for each other.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slots: dict[Hashable, _Slot[Value]] = {}
+
+    def get(self, key: Hashable, create: Callable[[], Value]) -> Value:
+        """Return the live value of ``key``, or ``create`` it; raises what ``create`` raises."""
+        with self._lock:
+            slot = self._slots.setdefault(key, _Slot[Value]())
+            slot.users += 1
+        try:
+            with slot.lock:
+                value = slot.value() if slot.value is not None else None
+                if value is None:
+                    value = create()
+                    slot.value = weakref.ref(value)
+                return value
+        finally:
+            with self._lock:
+                slot.users -= 1
+                self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        unused = [
+            key
+            for key, slot in self._slots.items()
+            if not slot.users and (slot.value is None or slot.value() is None)
+        ]
+        for key in unused:
+            del self._slots[key]
+
+
+_COMPILED: LiveValues[Selection] = LiveValues()
 
 
 def compile_function(
@@ -47,8 +99,8 @@ def compile_function(
 ) -> Selection:
     """Compile a function with the engine asked for, or with the fastest that takes it.
 
-    Whoever asks again for the same function of the same bytes in memory, for another method or from
-    another thread, is given the same compiled function. States are made apart.
+    A second call for the same function of the same bytes in memory, for another method or from
+    another thread, returns the same compiled function. Each caller makes its own states.
 
     Args:
         name: ``auto`` for the fastest that can run it, or an engine's name.
@@ -64,16 +116,16 @@ def compile_function(
     if name != AUTO and name not in ENGINES:
         raise OptionError("unknown engine", got=repr(name), expected=" | ".join((AUTO, *ENGINES)))
     if source is None:
-        return _selected(name, function, options, None)
-    key = (source.place, function.name, name, options)
-    return _SHARING.get(key, lambda: _selected(name, function, options, source))
+        return _compile_with(name, function, options, None)
+    key = (source.address, function.name, name, options)
+    return _COMPILED.get(key, lambda: _compile_with(name, function, options, source))
 
 
-def _selected(
+def _compile_with(
     name: str, function: Function, options: EngineOptions, source: ProgramSource | None
 ) -> Selection:
     if name == AUTO:
-        return _fastest(function, options, source)
+        return _compile_with_fastest(function, options, source)
     engine = ENGINES[name]
     try:
         return Selection(name, engine.compile(function, options, source), {}, source)
@@ -85,7 +137,9 @@ def _selected(
         ) from error
 
 
-def _fastest(function: Function, options: EngineOptions, source: ProgramSource | None) -> Selection:
+def _compile_with_fastest(
+    function: Function, options: EngineOptions, source: ProgramSource | None
+) -> Selection:
     passed_over: dict[str, tuple[str, ...]] = {}
     for name, engine in ENGINES.items():
         try:
@@ -97,7 +151,7 @@ def _fastest(function: Function, options: EngineOptions, source: ProgramSource |
             passed_over[name] = (str(error),)
         except UnsupportedOpError as error:
             passed_over[name] = _reasons(engine, function, error)
-        _say_passed_over(function.name, name, passed_over[name][0], source)
+        _log_passed_over(function.name, name, passed_over[name][0], source)
     raise UnsupportedOpError(
         f"no engine can run function {function.name!r}",
         got="; ".join(f"{name}: {', '.join(why)}" for name, why in passed_over.items()),
@@ -105,17 +159,20 @@ def _fastest(function: Function, options: EngineOptions, source: ProgramSource |
 
 
 def _reasons(engine: Engine, function: Function, error: UnsupportedOpError) -> tuple[str, ...]:
-    """All reasons; the one that came up where an engine sees none before it compiles."""
+    """Return what the engine says it cannot take, or else the reason in ``error``.
+
+    Some reasons come up only when the engine compiles.
+    """
     return tuple(engine.unsupported(function)) or (error.got or error.what,)
 
 
-# What has been said: a program is loaded many times, and the reason stays the same.
-_SAID: set[tuple[str, str, str, bytes]] = set()
+# Warnings already logged: a program is loaded many times, and the reason stays the same.
+_LOGGED: set[tuple[str, str, str, bytes]] = set()
 
 
-def _say_passed_over(function: str, engine: str, reason: str, source: ProgramSource | None) -> None:
-    """Say, once for each program, why an engine was passed over."""
-    said = (function, engine, reason, source.spec_digest if source is not None else b"")
-    if said not in _SAID:
-        _SAID.add(said)
+def _log_passed_over(function: str, engine: str, reason: str, source: ProgramSource | None) -> None:
+    """Log, once for each program, why an engine was passed over."""
+    warning = (function, engine, reason, source.spec_digest if source is not None else b"")
+    if warning not in _LOGGED:
+        _LOGGED.add(warning)
         logger.warning("function %r does not run on the %s engine: %s", function, engine, reason)

@@ -1,4 +1,4 @@
-"""Whether the shapes of inputs are those that their function takes."""
+"""Check the shapes of inputs against the shapes that their function takes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ Shape = tuple[int, ...]
 
 
 class InputShapes:
-    """The shapes that a function takes: those of each input, and how they go together.
+    """The shapes that a function takes: of each input, and in which combinations.
 
     Args:
         features: The inputs of the function.
-        sizes: How their sizes depend on each other, as far as it is known; see
-            ``dynamic_shapes.input_sizes``.
+        sizes: How their sizes depend on each other, if known; see ``dynamic_shapes.input_sizes``.
 
     Raises:
-        BlobFormatError: Sizes of an input that there is not, or of another rank.
+        BlobFormatError: Sizes of an input that does not exist, or has another rank.
     """
 
     def __init__(self, features: Sequence[Feature], sizes: Mapping[str, Sizes]) -> None:
         self._open = [f for f in features if f.shapes or f.bounds]
         listed = [f for f in features if f.shapes]
-        # The n-th shapes of several inputs go together, where they have equally many.
+        # If several inputs have equally many shapes, their n-th shapes go together.
         tied = len(listed) > 1 and len({len(f.shapes) for f in listed}) == 1
         self._tied = listed if tied else []
-        self._related = list(_related(features, sizes))
+        self._related = list(_dimensions_with_expressions(features, sizes))
         self._names = tuple(f.name for f in self._open)
 
     @property
@@ -44,7 +43,7 @@ class InputShapes:
         """Refuse shapes that the function does not take.
 
         Args:
-            shapes: By input name, those of ``names`` at least.
+            shapes: Shapes by input name, at least of the inputs in ``names``.
 
         Raises:
             InputError: Names the input, the dimension, its size, and what was expected.
@@ -69,7 +68,7 @@ class InputShapes:
         return ", ".join(f"{feature.name!r} {list(shape)}" for feature, shape in pairs)
 
     def _check_relations(self, shapes: Mapping[str, Shape]) -> None:
-        known: dict[str, tuple[int, _Place]] = {}
+        known: dict[str, tuple[int, _Dimension]] = {}
         for place in self._related:
             if place.symbol is None or (place.symbol in known and not place.is_plain):
                 continue
@@ -87,7 +86,7 @@ class InputShapes:
         for place in self._related:
             if not place.expression.symbols <= values.keys():
                 continue
-            size, wanted = place.size_in(shapes), _evaluated(place.expression, values)
+            size, wanted = place.size_in(shapes), _evaluate(place.expression, values)
             if size != wanted:
                 sources = (known[symbol] for symbol in sorted(place.expression.symbols))
                 origin = " and ".join(str(source) for _, source in sources)
@@ -99,7 +98,7 @@ class InputShapes:
                 )
 
 
-def _evaluated(expression: SizeExpression, values: Mapping[str, int]) -> int:
+def _evaluate(expression: SizeExpression, values: Mapping[str, int]) -> int:
     try:
         return expression.evaluate(values)
     except OptionError as error:
@@ -107,7 +106,7 @@ def _evaluated(expression: SizeExpression, values: Mapping[str, int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Dimension:
     """A dimension of an input whose size is an expression of symbols."""
 
     name: str
@@ -116,44 +115,46 @@ class _Place:
 
     @property
     def symbol(self) -> str | None:
-        """The symbol whose value the size determines, if it determines any."""
+        """The symbol whose value the size determines, or None."""
         return next(iter(self.expression.symbols)) if self.expression.is_solvable else None
 
     @property
     def is_plain(self) -> bool:
-        """Whether the size is a symbol itself."""
+        """Whether the size is a bare symbol."""
         return self.expression.text in self.expression.symbols
 
     def size_in(self, shapes: Mapping[str, Shape]) -> int:
-        """The size there."""
+        """Return the size of this dimension."""
         return shapes[self.name][self.axis]
 
     def __str__(self) -> str:
         return f"dimension {self.axis} of {self.name!r}"
 
 
-def _related(features: Sequence[Feature], sizes: Mapping[str, Sizes]) -> Iterator[_Place]:
-    """The dimensions that depend on others, those that are symbols themselves first."""
+def _dimensions_with_expressions(
+    features: Sequence[Feature], sizes: Mapping[str, Sizes]
+) -> Iterator[_Dimension]:
+    """Return the dimensions whose sizes are expressions, bare symbols first."""
     ranks = {f.name: len(f.bounds) for f in features if f.bounds}
-    places: list[_Place] = []
+    places: list[_Dimension] = []
     for name, listed in sizes.items():
         open_sizes = [(i, e) for i, e in enumerate(listed) if isinstance(e, SizeExpression)]
         if open_sizes and ranks.get(name) != len(listed):
             raise BlobFormatError(
-                f"sizes are stored of an input {name!r} of that rank, which there is not",
-                got=str(len(listed)),
+                f"stored sizes of input {name!r} do not fit the inputs of the function",
+                got=f"{len(listed)} sizes",
                 expected=", ".join(f"{n} {rank}" for n, rank in ranks.items()) or "none",
             )
-        places += [_Place(name, axis, expression) for axis, expression in open_sizes]
+        places += [_Dimension(name, axis, expression) for axis, expression in open_sizes]
     return iter(sorted(places, key=lambda place: not place.is_plain))
 
 
 def check_shape(feature: Feature, shape: tuple[int, ...]) -> None:
-    """Refuse a shape that the description of an input excludes.
+    """Refuse a shape that the description of an input does not allow.
 
     Args:
         feature: The input.
-        shape: Of the array to be passed to it.
+        shape: Shape of the array to be passed to it.
 
     Raises:
         InputError: Names the input, the first dimension that does not fit, its size, and its range.
@@ -166,33 +167,33 @@ def check_shape(feature: Feature, shape: tuple[int, ...]) -> None:
                 expected=" | ".join(str(list(listed)) for listed in feature.shapes),
             )
         return
-    ranges = _ranges(feature)
+    ranges = _allowed_sizes(feature)
     if ranges is None:
         return
     if len(shape) != len(ranges):
         raise InputError(
             f"input {feature.name!r} has the wrong rank",
             got=f"{len(shape)} (shape {list(shape)})",
-            expected=f"{len(ranges)} (shape {_listed(ranges)})",
+            expected=f"{len(ranges)} (shape {_format_ranges(ranges)})",
         )
     for axis, (size, (low, high)) in enumerate(zip(shape, ranges, strict=True)):
         if size < low or (high is not None and size > high):
             raise InputError(
                 f"input {feature.name!r} has the wrong size in dimension {axis}",
                 got=f"{size} (shape {list(shape)})",
-                expected=f"{_range((low, high))} (shape {_listed(ranges)})",
+                expected=f"{_format_range((low, high))} (shape {_format_ranges(ranges)})",
             )
 
 
 def smallest_shape(feature: Feature) -> tuple[int, ...]:
-    """The shape of an input that is left out: the first listed, or the smallest allowed."""
+    """Return the shape of an input that is left out: the first listed, or the smallest allowed."""
     if feature.shapes:
         return feature.shapes[0]
-    return tuple(max(low, 1) for low, _ in _ranges(feature) or ())
+    return tuple(max(low, 1) for low, _ in _allowed_sizes(feature) or ())
 
 
-def _ranges(feature: Feature) -> tuple[Range, ...] | None:
-    """The sizes each dimension may have; None when the rank itself is free."""
+def _allowed_sizes(feature: Feature) -> tuple[Range, ...] | None:
+    """Return the sizes that each dimension may have; None if any rank is allowed."""
     if feature.bounds:
         return feature.bounds
     declared = feature.type.shape
@@ -201,12 +202,12 @@ def _ranges(feature: Feature) -> tuple[Range, ...] | None:
     return tuple((0, None) if size is None else (size, size) for size in declared)
 
 
-def _range(bounds: Range) -> str:
+def _format_range(bounds: Range) -> str:
     low, high = bounds
     if low == high:
         return str(low)
     return f"{low}.." if high is None else f"{low}..{high}"
 
 
-def _listed(ranges: tuple[Range, ...]) -> str:
-    return f"[{', '.join(map(_range, ranges))}]"
+def _format_ranges(ranges: tuple[Range, ...]) -> str:
+    return f"[{', '.join(map(_format_range, ranges))}]"

@@ -1,7 +1,7 @@
-"""The bytes a program was read from: what tells one program from another.
+"""The bytes that a program was read from, which tell it from other programs.
 
-Identifiers that programs bear are not relied on: other exporters draw them at random or may repeat
-them, and a wrong match would run the wrong program. The bytes themselves decide.
+Identifiers inside programs are not relied on: other exporters draw them at random or may repeat
+them, and a wrong match would run the wrong program. Only the bytes decide.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from coreml_delegate.formats.blob import Buffer
 from coreml_delegate.formats.mlpackage import locate
 
-# Hashing one large buffer is bound by one core; pieces of this size, in bytes, are shared out.
+# One core hashes a buffer at a time, so threads hash pieces of this size, in bytes.
 _PIECE = 4 << 20
 _DIGEST_BYTES = 16
 
@@ -36,7 +36,7 @@ class ProgramSource:
 
     @classmethod
     def of_files(cls, files: Mapping[str, Buffer]) -> ProgramSource:
-        """The source in the files of an mlpackage.
+        """Return the source in the files of an mlpackage.
 
         Raises:
             BlobFormatError: The manifest is malformed, or a part is missing.
@@ -46,12 +46,12 @@ class ProgramSource:
 
     @functools.cached_property
     def spec_digest(self) -> bytes:
-        """A digest of the specification, which holds everything but the weights."""
+        """Digest of the specification, which holds everything but the weights."""
         return _digest(self._spec)
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """A digest of everything: no two programs have the same. Reads all weights."""
+        """Digest of specification and weights: no two programs have the same. Reads all weights."""
         total = _hash(self.spec_digest)
         for name, data in self._weights.items():
             encoded = name.encode()
@@ -60,14 +60,14 @@ class ProgramSource:
         return total.digest()
 
     @property
-    def place(self) -> tuple[object, ...]:
-        """Equal for sources that lie at the same place in memory, for as long as both are held."""
+    def address(self) -> tuple[object, ...]:
+        """Equal for sources at the same address in memory, as long as both are held."""
         addresses = (_address(data) for data in self._weights.values())
         return self.spec_digest, *addresses
 
 
 def _hash(data: Buffer = b"") -> hashlib.blake2b:
-    # The fastest of hashlib's digests here that nobody can find collisions of: 0.7 GB/s a core.
+    # The fastest of hashlib's collision-resistant digests here: 0.7 GB/s a core.
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""The scalar types of MIL and what stands for them in numpy and torch.
+"""The scalar types of MIL, and their numpy dtypes.
 
 Source: ``DataType`` in coremltools' ``MIL.proto``. Sub-byte integers are packed, least significant
 bits first, in an immediate value or a weight file; unpacked they travel as ``int8`` or ``uint8``.
@@ -80,7 +80,7 @@ class DType(enum.Enum):
 
     @classmethod
     def from_number(cls, number: int) -> DType:
-        """The type that MIL.proto numbers ``number``.
+        """Return the type with ``number`` in MIL.proto.
 
         Raises:
             BlobFormatError: No such type, or one no opset uses (fp8).
@@ -92,7 +92,7 @@ class DType(enum.Enum):
 
     @classmethod
     def from_label(cls, label: str) -> DType:
-        """The type that coremltools calls ``label``, as in the ``dtype`` argument of ``cast``.
+        """Return the type that coremltools calls ``label``, as ``cast`` does in ``dtype``.
 
         Raises:
             BlobFormatError: No such type.
@@ -110,7 +110,7 @@ _BY_LABEL = {member.value.label: member for member in DType}
 
 
 def packed_nbytes(dtype: DType, count: int) -> int:
-    """Bytes that ``count`` elements of ``dtype`` occupy in storage (the last byte padded)."""
+    """Return the bytes that ``count`` elements of ``dtype`` take in storage."""
     return (dtype.bits * count + 7) // 8
 
 

@@ -1,4 +1,4 @@
-"""Model-level inputs, outputs and states: the description joined with the MIL types."""
+"""Read the inputs, outputs and states of a model: its description joined with the MIL types."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _ARRAY_DTYPES = {
 Features = tuple[Feature, ...]
 
 
-def of_function(
+def read_features(
     name: str, description: Any, types: Mapping[str, ValueType]
 ) -> tuple[Features, Features, Features]:
-    """Inputs, outputs and states of one function, in declaration order.
+    """Return inputs, outputs and states of one function, in declaration order.
 
     Args:
         name: Function name; looked up among the descriptions of a multifunction model.

@@ -1,4 +1,4 @@
-"""Where an op stands in a program, for messages and reports."""
+"""Places of ops in a program, for messages and reports."""
 
 from __future__ import annotations
 
@@ -28,14 +28,12 @@ class Location:
 
 
 def located_ops(function: Function) -> Iterator[tuple[Location, Op]]:
-    """Every op of a function, nested blocks included, outermost first, with its place."""
+    """Yield every op of a function with its place, outer blocks first."""
     yield from _located(function.name, (), function.block)
 
 
 def location_of(function: Function, op: Op) -> Location:
-    """The place of ``op``.
-
-    Found by a search: an op is asked for its place when it has failed, and need not know it before.
+    """Return the place of ``op``, which is searched for, as only failed ops need it.
 
     Raises:
         LookupError: The op is not one of the function's.
@@ -47,7 +45,7 @@ def location_of(function: Function, op: Op) -> Location:
 
 
 def describe_op(function: Function, op: Op) -> str:
-    """Op type, what it computes and where it stands: ``conv 'y' at main op 3``."""
+    """Return op type, outputs and place: ``conv 'y' at main op 3``."""
     outputs = ", ".join(repr(output.name) for output in op.outputs) or repr(op.name)
     return f"{op.type} {outputs} at {location_of(function, op)}"
 

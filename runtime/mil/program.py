@@ -1,4 +1,4 @@
-"""A MIL program as frozen records: what the reader produces and every engine consumes.
+"""A MIL program as frozen records: the reader makes them, every engine takes them.
 
 Names follow MIL.proto. Records compare by identity and are never modified after reading; arrays are
 read-only views, of the mapped weight file wherever the value lives there.
@@ -102,7 +102,7 @@ class Ref:
     name: str
 
 
-# Read and write what is kept in the type of the state.
+# Ops that read and write values in the dtype of a state.
 _STATE_OPS = frozenset({"read_state", "write_state", "coreml_update_state"})
 
 Binding: TypeAlias = Ref | Constant
@@ -162,7 +162,7 @@ class Block:
 
 
 class ColorSpace(enum.Enum):
-    """How an image's channels are ordered."""
+    """Channels of an image, and their order."""
 
     GRAYSCALE = "GRAYSCALE"
     RGB = "RGB"
@@ -181,7 +181,7 @@ class Feature:
         bounds: Per dimension (lower, upper), upper None for unbounded; empty for fixed shapes.
         optional: Whether the input may be left out, in which case ``default`` fills it.
         default: Value for an input left out, or None for zeros.
-        color_space: Of an image, whose pixels are the tensor; None for a multi-array.
+        color_space: Color space of an image, whose pixels are the tensor; None for a multi-array.
     """
 
     name: str
@@ -216,10 +216,10 @@ class Function:
     states: tuple[Feature, ...] = ()
 
     def computed_in(self) -> Counter[DType]:
-        """How many results the function computes in each floating-point type.
+        """Count the results that the function computes in each floating-point type.
 
-        Weights are given, not computed. What only leaves the function or enters a state in a type
-        is kept in it, not computed in it.
+        Weights are not computed, and do not count. Neither does a cast whose result only leaves the
+        function, nor a state read or written.
         """
         ops = list(self.block.walk())
         read = {
@@ -257,7 +257,7 @@ class Program:
     metadata: Mapping[str, str]
 
     def function(self, name: str | None = None) -> Function:
-        """The function of a name, or the default function.
+        """Return the function of a name, or the default function.
 
         Raises:
             ProgramError: No such function.

@@ -1,9 +1,14 @@
-"""Protobuf ``Model`` message to a frozen ``Program``; everything is checked on the way."""
+"""Readers of ML Programs: the files of an mlpackage become a frozen ``Program``.
+
+Everything is checked on the way. Constants are views of the weight file they lie in.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +17,9 @@ from numpy.typing import NDArray
 
 from coreml_delegate import third_party
 from coreml_delegate.errors import BlobFormatError, ProgramError
-from coreml_delegate.formats.mlpackage import MAIN, MODEL_PATH
+from coreml_delegate.formats.blob import Buffer
+from coreml_delegate.formats.mlpackage import MAIN, MODEL_PATH, locate, map_folder
+from coreml_delegate.formats.weight_file import check_header, read_record
 from coreml_delegate.runtime.mil import features
 from coreml_delegate.runtime.mil.dtypes import DType, packed_nbytes, unpack_bits
 from coreml_delegate.runtime.mil.program import (
@@ -33,9 +40,55 @@ from coreml_delegate.runtime.mil.program import (
     ValueType,
 )
 from coreml_delegate.runtime.mil.validation import check_function, check_tensor_type
-from coreml_delegate.runtime.mil.weights import WeightFile
 
 _MAX_DEPTH = 64  # nesting of blocks, types and values; programs of coremltools stay below ten
+# DType by its number in a weight file.
+_STORED_DTYPES = {
+    1: DType.FP16,
+    2: DType.FP32,
+    3: DType.UINT8,
+    4: DType.INT8,
+    5: DType.BF16,
+    6: DType.INT16,
+    7: DType.UINT16,
+    8: DType.INT4,
+    9: DType.UINT1,
+    10: DType.UINT2,
+    11: DType.UINT4,
+    12: DType.UINT3,
+    13: DType.UINT6,
+    14: DType.INT32,
+    15: DType.UINT32,
+}
+
+
+def read_files(files: Mapping[str, Buffer]) -> Program:
+    """Read the program of an mlpackage given as files.
+
+    Args:
+        files: Relative POSIX path to content; constants are views of it.
+
+    Raises:
+        BlobFormatError: Any part is missing or malformed.
+        ProgramError: The model is not an ML Program.
+    """
+    parts = locate(files)
+    weights = {
+        path: WeightFile(path, content)
+        for path, content in parts.weights.items()
+        if path.endswith(".bin")
+    }
+    return read_program(parts.spec, weights)
+
+
+def read_mlpackage(path: Path | str) -> Program:
+    """Read the program of an ``.mlpackage`` folder; its weights stay mapped, not read.
+
+    Raises:
+        ProgramError: No such folder, or the model is not an ML Program.
+        BlobFormatError: Any part is missing or malformed.
+    """
+    return read_files(map_folder(Path(path)))
 
 
 def read_program(spec: bytes | memoryview, weights: Mapping[str, WeightFile]) -> Program:
@@ -85,6 +138,51 @@ def read_program(spec: bytes | memoryview, weights: Mapping[str, WeightFile]) ->
     )
 
 
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A weight file in memory or mapped; every read is a view of it."""
+
+    name: str
+    buffer: memoryview
+
+    def __post_init__(self) -> None:
+        check_header(self.name, self.buffer)
+
+    def read(self, offset: int, dtype: DType, count: int) -> NDArray[np.uint8]:
+        """The stored bytes of one blob.
+
+        Args:
+            offset: Of the blob's record, in bytes.
+            dtype: The type the program declares; must be the stored one.
+            count: Number of elements the program declares.
+
+        Returns:
+            [nbytes], uint8, a read-only view.
+
+        Raises:
+            BlobFormatError: The record or its data lies outside the file, or disagrees.
+        """
+        where = f"weight file {self.name!r} at {offset}"
+        record = read_record(self.name, self.buffer, offset)
+        stored = _STORED_DTYPES.get(record.dtype)
+        if stored is not dtype:
+            raise BlobFormatError(
+                f"{where}: wrong data type",
+                got=stored.label if stored else str(record.dtype),
+                expected=dtype.label,
+            )
+        needed = packed_nbytes(dtype, count)
+        if record.size != needed or record.start + record.size > len(self.buffer):
+            raise BlobFormatError(
+                f"{where}: wrong size",
+                got=f"{record.size} bytes at {record.start} of {len(self.buffer)}",
+                expected=f"{needed} bytes",
+            )
+        data = np.frombuffer(self.buffer, dtype=np.uint8, count=record.size, offset=record.start)
+        data.flags.writeable = False
+        return data
+
+
 class _Reader:
     def __init__(self, weights: Mapping[str, WeightFile]) -> None:
         self._weights = weights
@@ -101,7 +199,7 @@ class _Reader:
         types = {p.name: p.type for p in params}
         for op in block.ops:
             types.update((o.name, o.type) for o in op.outputs)
-        inputs, outputs, states = features.of_function(name, description, types)
+        inputs, outputs, states = features.read_features(name, description, types)
         function = Function(name, message.opset, params, block, inputs, outputs, states)
         check_function(function)
         return function

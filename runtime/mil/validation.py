@@ -1,8 +1,8 @@
-"""What must hold of a function before any engine sees it.
+"""Check a function before any engine sees it.
 
-Engines look values up by name, walk nested blocks and size buffers by declared types; each of these
-is sound only in a program whose names are defined before use and once, whose control flow has the
-blocks it needs, and whose model-level features are those of its parameters.
+Engines look values up by name, walk nested blocks and size buffers by declared types. That is sound
+only if every name is defined once and before its use, control flow has the blocks that it needs,
+and the features of the model are the parameters of the function.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from coreml_delegate.runtime.mil.program import (
 )
 
 MAX_ELEMENTS = 1 << 40
-"""Of one tensor; beyond it a shape is damage, not data."""
+"""Elements of one tensor; a larger shape comes from damage."""
 
 _MAX_RANK = 16  # Core ML's own limit is 5 for most ops
 # The parameter of the ops that take a state.
@@ -33,7 +33,7 @@ _STATE_OPERAND = {"read_state": "input", "write_state": "input", "coreml_update_
 
 
 def check_tensor_type(declared: TensorType) -> None:
-    """Refuse sizes that no tensor has.
+    """Refuse a type with too many dimensions or elements.
 
     Raises:
         BlobFormatError: Too many dimensions or elements.
@@ -50,10 +50,10 @@ def check_tensor_type(declared: TensorType) -> None:
 
 
 def check_function(function: Function) -> None:
-    """Check everything an engine relies on.
+    """Check everything that an engine relies on.
 
     Raises:
-        BlobFormatError: Something does not hold; the message names the op and its place.
+        BlobFormatError: A check fails; the message names the op and its place.
     """
     _check_params(function)
     for _, op in located_ops(function):
@@ -139,7 +139,7 @@ def _check_params(function: Function) -> None:
 
 
 class _References:
-    """Every use must follow its definition: what does not is damage, and a cycle among the rest."""
+    """Checks that every value is defined before its use, so that there is no cycle either."""
 
     def __init__(self, function: Function) -> None:
         self._function = function

@@ -1,4 +1,4 @@
-"""The same program at wider types: what its own rounding and wrapping are measured against."""
+"""Widen a program to fp32 and int64, to measure the rounding and wrapping of its own dtypes."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _WIDER = {DType.FP16: DType.FP32, DType.BF16: DType.FP32, DType.INT32: DType.INT
 _WIDER_LABELS = {narrow.label: wide.label for narrow, wide in _WIDER.items()}
 
 
-def widened(function: Function) -> Function:
-    """``function`` with fp32 for every fp16 and int64 for every int32.
+def widen_function(function: Function) -> Function:
+    """Return ``function`` with fp32 for every fp16 and int64 for every int32.
 
-    That holds for parameters, values, weights, states, and inputs and outputs of the model. Names
-    and structure stay, op by op, so that the values of both can be compared.
+    Parameters, values, weights, states, and inputs and outputs of the model are widened. Names and
+    ops stay, so that the values of both programs can be compared one by one.
     """
     return replace(
         function,
@@ -63,7 +63,7 @@ def _op(op: Op) -> Op:
         },
         outputs=tuple(_named(output) for output in op.outputs),
         blocks=tuple(_block(block) for block in op.blocks),
-        # The op's name is one of them, and no dtype.
+        # The op's name is one of the attributes, and no dtype.
         attributes={
             name: value if name == "name" else _constant(value)
             for name, value in op.attributes.items()
@@ -97,8 +97,8 @@ def _tensor(declared: TensorType) -> TensorType:
     return replace(declared, dtype=_WIDER.get(declared.dtype, declared.dtype))
 
 
-def widened_array(array: NDArray[Any]) -> NDArray[Any]:
-    """An input of a function as an input of the same function, widened."""
+def widen_array(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an input of a function as an input of the widened function."""
     wide = {dtype.numpy: wide.numpy for dtype, wide in _WIDER.items() if dtype is not DType.BF16}
     return array.astype(wide.get(array.dtype, array.dtype), copy=False)
 

@@ -1,4 +1,4 @@
-"""From the FlatBuffers tables of a ``.pte`` to the records of ``plan``.
+"""Decode the FlatBuffers tables of a ``.pte`` to the records of ``plan``.
 
 Every index that a plan holds is checked here, once, so that hosts can use them as they are.
 
@@ -217,7 +217,7 @@ def _check_lists(values: tuple[ValueSpec, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Scope:
-    """What the instructions of one method may refer to."""
+    """The values, operators and delegates that the instructions of one method may refer to."""
 
     values: int
     operators: tuple[str, ...]

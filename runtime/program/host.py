@@ -1,4 +1,4 @@
-"""Host A: an executor of ``.pte`` programs in Python.
+"""The ``python`` host: an executor of ``.pte`` programs in Python.
 
 Delegates go to a loader, everything else to torch's own kernels. An instruction costs microseconds
 where the stock runtime takes a fraction of one, but torch's kernels are optimised ones: whole
@@ -12,13 +12,14 @@ import logging
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 
-from coreml_delegate.errors import CoreMLDelegateError, ExecutionError, ProgramError
+from coreml_delegate.errors import CoreMLDelegateError, ProgramError
+from coreml_delegate.runtime.op_errors import OpExecutionError, blame, first_line
 from coreml_delegate.runtime.program import states
-from coreml_delegate.runtime.program.delegate import (
+from coreml_delegate.runtime.program.delegate_interface import (
     COREML_BACKEND_ID,
     NOTHING_PASSED_OVER,
     DelegateCallable,
@@ -27,7 +28,7 @@ from coreml_delegate.runtime.program.delegate import (
     PassedOver,
 )
 from coreml_delegate.runtime.program.inputs import Value, check_inputs, in_dim_order
-from coreml_delegate.runtime.program.instructions import bind_method, passed_by
+from coreml_delegate.runtime.program.instructions import bind_method, find_delegate_only_values
 from coreml_delegate.runtime.program.kernels import find_kernel
 from coreml_delegate.runtime.program.memory import BufferState, ProgramMemory, fill
 from coreml_delegate.runtime.program.plan import (
@@ -49,11 +50,11 @@ _logger = logging.getLogger(__name__)
 
 
 def check_support(method: MethodInfo, backend_id: str = COREML_BACKEND_ID) -> None:
-    """Check that this host has whatever a method needs, before anything of it is loaded.
+    """Check that this host has everything that a method needs, before the method is loaded.
 
     Args:
         method: The method.
-        backend_id: The one backend whose delegates there is a loader for.
+        backend_id: The backend whose delegates the loader takes.
 
     Raises:
         ProgramError: The method has a delegate of another backend.
@@ -79,8 +80,8 @@ class PythonProgram:
 
     Attributes:
         host_name: Name of the host.
-        passed_over: Where the host was chosen by ``auto``: why hosts, by name, do not run all
-            methods; empty if the first one asked does.
+        passed_over: If ``auto`` chose the host: by name, why other hosts do not run all methods;
+            empty if the first host does.
     """
 
     host_name: Final = "python"
@@ -118,7 +119,7 @@ class PythonProgram:
             loader: Prepares delegates.
             backend_id: The backend whose delegates ``loader`` takes.
             external_data: Tensors and named data stored outside the program.
-            passed_over: What the attribute is to say.
+            passed_over: Value of the attribute.
 
         Returns:
             The program.
@@ -179,28 +180,27 @@ class PythonProgram:
             return loaded.run(inputs)
 
     def reset_state(self) -> None:
-        """Bring everything that persists back to where it began."""
+        """Set all states to their initial values."""
         with self._lock:
             states.reset(state for loaded in self._methods.values() for _, state in loaded.states())
 
     def snapshot_state(self) -> Snapshot:
-        """Copies of everything that persists, by name; see ``program.states``.
+        """Return copies of all state tensors, by name; see ``program.states``.
 
-        Methods that are not loaded yet are, as for ``restore_state``.
+        Loads methods that are not loaded yet, as ``restore_state`` does.
         """
         with self._lock:
             return states.snapshot(self._states())
 
     def restore_state(self, snapshot: Mapping[str, Array]) -> None:
-        """Replace everything that persists.
+        """Replace the content of all states.
 
         Args:
-            snapshot: What ``snapshot_state`` of the same program returned, from this load or
-                another; or arrays of the same names and shapes, of dtypes of the same kind.
+            snapshot: From ``snapshot_state`` of the same program, of this load or another; or
+                arrays of the same names and shapes, with dtypes of the same kind.
 
         Raises:
-            InputError: A name too many or too few, or another shape or kind of dtype; then nothing
-                is replaced.
+            InputError: The names differ, or a shape or kind of dtype; then nothing is replaced.
         """
         with self._lock:
             states.restore(self._states(), snapshot)
@@ -244,7 +244,7 @@ class _LoadedMethod:
         for index in method.outputs:
             if isinstance(method.values[index], IndexList):
                 raise ProgramError(f"method {method.name!r} returns a list as a single output")
-        passed = passed_by(method, delegates)
+        passed = find_delegate_only_values(method, delegates)
         self._replaced = self._replaced_inputs(passed.inputs)
         bound = bind_method(method, values, delegates, self._replaced, passed)
         self._chains = bound.chains
@@ -252,7 +252,7 @@ class _LoadedMethod:
         self._initial = [(index, values[index]) for index in sorted(bound.moving)]
 
     def states(self) -> Iterator[tuple[str, states.DelegateState]]:
-        """What persists, with its names."""
+        """Yield the states of the method, with their names."""
         yield from states.states_of(self._method.name, self.delegates)
         buffers = states.mutable_buffers(self._method)
         if buffers:
@@ -261,9 +261,9 @@ class _LoadedMethod:
             yield f"{self._method.name}.buffer", BufferState(tensors, initial)
 
     def _replaced_inputs(self, passed: Collection[int]) -> frozenset[int]:
-        """Tensor inputs whose place the caller's own tensor takes, without a copy.
+        """Return the tensor inputs that the caller's own tensor replaces, without a copy.
 
-        They are those without planned memory, and those that delegates alone read.
+        These are inputs without planned memory, and inputs that only delegates read.
         """
         specs = self._method.values
         return frozenset(
@@ -308,8 +308,8 @@ class _LoadedMethod:
         except CoreMLDelegateError as error:
             error.add_note(f"in {self._where(number, position)}")
             raise
-        except Exception as error:
-            raise self._failure(number, position, error) from error
+        except Exception as error:  # noqa: BLE001 - kernels raise anything
+            self._blame(error, number, position)
 
     def _where(self, number: int, position: int) -> str:
         instruction = self._method.chains[number][position]
@@ -319,15 +319,12 @@ class _LoadedMethod:
             f"{self._method.name!r})"
         )
 
-    def _failure(self, number: int, position: int, error: Exception) -> ExecutionError:
+    def _blame(self, error: Exception, number: int, position: int) -> NoReturn:
         instruction = self._method.chains[number][position]
         args = instruction.args if isinstance(instruction, KernelCall | DelegateCall) else ()
         shapes = ", ".join(self._describe_value(index) for index in args)
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return ExecutionError(
-            f"{self._where(number, position)} failed: {reason}",
-            got=f"arguments ({shapes})" if shapes else None,
-        )
+        what = f"{self._where(number, position)} failed: {first_line(error)}"
+        blame(error, OpExecutionError, what, got=f"arguments ({shapes})" if shapes else None)
 
     def _describe_value(self, index: int) -> str:
         value = self._values[index]

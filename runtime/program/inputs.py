@@ -1,4 +1,4 @@
-"""Checking what a caller passes to a method, before anything runs."""
+"""Check the inputs of a method before anything runs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Value: TypeAlias = "torch.Tensor | bool | int | float | str | None"
 
 
 def check_inputs(method: MethodInfo, inputs: Sequence[Value]) -> None:
-    """Hold ``inputs`` against the metadata of ``method``.
+    """Check ``inputs`` against the metadata of ``method``.
 
     Args:
         method: The method about to run.
-        inputs: What the caller passed.
+        inputs: The caller's inputs.
 
     Raises:
         InputError: Wrong count, kind, dtype, shape or device; names the input by its index.
@@ -45,7 +45,7 @@ def check_inputs(method: MethodInfo, inputs: Sequence[Value]) -> None:
 
 
 def _is_exported_value(spec: ValueSpec, value: object) -> bool:
-    """Whether ``value`` is the one that the program was exported for; programs hold no texts."""
+    """Whether ``value`` is the exported one; a program has None in place of a text."""
     if spec is None:
         return value is None or isinstance(value, str)
     return type(value) is type(spec) and value == spec
@@ -75,7 +75,7 @@ def shape_fits(spec: TensorSpec, shape: Sequence[int]) -> bool:
 
 
 def in_dim_order(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """``tensor`` with its elements laid out in memory as ``spec`` orders them; copies if needed."""
+    """Return ``tensor`` in the memory layout of ``spec``; copies it if needed."""
     if spec.is_row_major and tensor.is_contiguous():
         return tensor
     strides = spec.strides_for(tuple(tensor.shape))

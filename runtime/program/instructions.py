@@ -1,8 +1,8 @@
-"""From instructions to steps: closures over a method's values, bound once and run many times.
+"""Bind instructions to steps: closures over a method's values, bound once and run many times.
 
-A step returns None to go on with the next one, or the number of the step to jump to. What never
-changes between runs (constants, planned tensors, numbers) is bound into the call when the method is
-loaded; only values that move are looked up at run time.
+A step returns None to go on with the next one, or the number of the step to jump to. Objects that
+never change between runs (constants, planned tensors, numbers) are bound into the call when the
+method is loaded; only values that are replaced are looked up at run time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from coreml_delegate.errors import BlobFormatError, ProgramError
-from coreml_delegate.runtime.program.delegate import (
+from coreml_delegate.runtime.program.delegate_interface import (
     DelegateCallable,
     check_output_count,
     fit_output,
@@ -54,7 +54,7 @@ def bind_method(
     values: list[Any],
     delegates: Sequence[DelegateCallable],
     moving_inputs: Iterable[int],
-    passed: Passed,
+    passed: DelegateOnlyValues,
 ) -> BoundMethod:
     """Turn the instructions of a method into steps.
 
@@ -63,7 +63,7 @@ def bind_method(
         values: Its value table; the steps read and write this very list.
         delegates: Its loaded delegates, by number.
         moving_inputs: Values that each run replaces with the caller's own object.
-        passed: What delegates alone handle.
+        passed: Values that only delegates handle.
 
     Returns:
         The steps.
@@ -71,33 +71,35 @@ def bind_method(
     Raises:
         UnsupportedOpError: An operator has no kernel.
         BlobFormatError: A call does not fit its operator, or would overwrite a constant.
-        ProgramError: A delegate takes or gives something else than tensors.
+        ProgramError: A delegate takes or returns something else than tensors.
     """
     instructions = [instruction for chain in method.chains for instruction in chain]
     kernels = {name: find_kernel(name) for name in sorted(method.operators)}
     moving = {*moving_inputs, *passed.outputs}
     for instruction in instructions:
-        moving.update(_replaced(instruction, method, kernels))
+        moving.update(_replaced_values(instruction, method, kernels))
     binder = _Binder(method, values, kernels, delegates, frozenset(moving), passed)
     chains = tuple(tuple(map(binder.bind, chain)) for chain in method.chains)
     return BoundMethod(chains, frozenset(moving))
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
-    """Values that need no place in the program's memory, because delegates alone handle them.
+class DelegateOnlyValues:
+    """Values that need no memory of the program, because only delegates handle them.
 
     Attributes:
         inputs: Inputs of the method that delegates take.
-        outputs: Outputs of the method that one delegate makes.
+        outputs: Outputs of the method that one delegate returns.
     """
 
     inputs: frozenset[int]
     outputs: frozenset[int]
 
 
-def passed_by(method: MethodInfo, delegates: Sequence[DelegateCallable]) -> Passed:
-    """What delegates alone handle.
+def find_delegate_only_values(
+    method: MethodInfo, delegates: Sequence[DelegateCallable]
+) -> DelegateOnlyValues:
+    """Find the values that only delegates handle.
 
     Args:
         method: The method.
@@ -128,17 +130,17 @@ def passed_by(method: MethodInfo, delegates: Sequence[DelegateCallable]) -> Pass
         for index in made.keys() & set(method.outputs) - touched - taken - set(method.inputs)
         if made[index] == 1 and _is_row_major(method.values[index])
     }
-    return Passed(frozenset(inputs), frozenset(outputs))
+    return DelegateOnlyValues(frozenset(inputs), frozenset(outputs))
 
 
 def _is_row_major(value: ValueSpec) -> bool:
     return isinstance(value, TensorSpec) and value.is_row_major
 
 
-def _replaced(
+def _replaced_values(
     instruction: Instruction, method: MethodInfo, kernels: dict[str, Kernel]
 ) -> tuple[int, ...]:
-    """Values that an instruction replaces, as opposed to tensors it fills."""
+    """Return the values that an instruction replaces, as opposed to tensors that it fills."""
     if isinstance(instruction, MoveCall):
         return (instruction.target,)
     if isinstance(instruction, KernelCall):
@@ -148,7 +150,7 @@ def _replaced(
 
 
 def _result_index(call: KernelCall, method: MethodInfo, kernel: Kernel) -> int | None:
-    """The value that a kernel's result replaces; None when the kernel filled its own arguments."""
+    """Return the value that a kernel's result replaces; None if the kernel fills its arguments."""
     count = len(kernel.parameters)
     if len(call.args) < count:
         raise BlobFormatError(
@@ -176,7 +178,7 @@ class _Binder:
         kernels: dict[str, Kernel],
         delegates: Sequence[DelegateCallable],
         moving: frozenset[int],
-        passed: Passed,
+        passed: DelegateOnlyValues,
     ) -> None:
         self._method = method
         self._values = values
@@ -256,7 +258,7 @@ class _Binder:
         return general if patches or growing or result is not None else fixed
 
     def _growing(self, call: KernelCall, kernel: Kernel) -> tuple[int, ...]:
-        """Dynamic tensors that the kernel resizes: emptied first, or torch warns about each."""
+        """Return the dynamic tensors that the kernel resizes; unless emptied first, torch warns."""
         outputs = {call.args[position] for position in kernel.outputs}
         read = {
             index
@@ -275,7 +277,7 @@ class _Binder:
         return tuple(i for i in spec.items if i >= 0) if isinstance(spec, IndexList) else (index,)
 
     def _dynamism(self, index: int) -> Dynamism | None:
-        """How the shape of a tensor varies; None when it does not."""
+        """Return how the shape of a tensor varies; None if it does not."""
         spec = self._method.values[index]
         if isinstance(spec, TensorSpec) and spec.dynamism is not Dynamism.STATIC:
             return spec.dynamism
@@ -293,7 +295,7 @@ class _Binder:
         return any(member in self._moving for member in (index, *self._members(index)))
 
     def _reader(self, index: int) -> Callable[[], Any]:
-        """A function that gives the present object of a value."""
+        """Return a function that returns the present object of a value."""
         values = self._values
         spec = self._method.values[index]
         if not isinstance(spec, IndexList):

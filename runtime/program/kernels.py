@@ -49,13 +49,13 @@ class Kernel:
 
 
 def find_kernel(name: str) -> Kernel:
-    """The kernel of an operator.
+    """Return the kernel of an operator.
 
     Args:
         name: Name with overload as a program spells it: ``aten::add.out``, ``aten::copy_``.
 
     Raises:
-        UnsupportedOpError: Nothing here implements it.
+        UnsupportedOpError: There is no kernel for it.
     """
     own = _OWN.get(name)
     if own is not None:

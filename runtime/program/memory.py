@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from coreml_delegate.errors import ProgramError
-from coreml_delegate.runtime.program.delegate import NamedData
+from coreml_delegate.runtime.program.delegate_interface import NamedData
 from coreml_delegate.runtime.program.plan import (
     Allocation,
     Dynamism,
@@ -48,7 +48,7 @@ class ProgramMemory:
     """The memory that the methods of one loaded program use.
 
     Args:
-        program: Where constants and initial values come from.
+        program: Has the constants and initial values.
         external_data: Finds constants stored outside the program, by name.
     """
 
@@ -56,11 +56,11 @@ class ProgramMemory:
         self._program = program
         self._external_data = external_data
         self._shared: dict[int, NDArray[np.uint8]] = {}
-        self._shared_sizes = _largest(method.arena_sizes for method in program.methods)
+        self._shared_sizes = _largest_sizes(method.arena_sizes for method in program.methods)
         self._initialised: set[Allocation] = set()
 
     def materialise(self, method: MethodInfo) -> list[Any]:
-        """The value table of ``method`` as Python objects.
+        """Make the value table of ``method`` as Python objects.
 
         Args:
             method: A method of the program.
@@ -69,35 +69,35 @@ class ProgramMemory:
             Tensors, scalars and strings by value index; ``IndexList`` entries stay as they are.
 
         Raises:
-            ProgramError: External data is missing, or memory is.
+            ProgramError: External data is missing, or memory does not suffice.
         """
         private: dict[int, NDArray[np.uint8]] = {}
         if len(method.arena_sizes) > _PRIVATE_ARENA:
             private[_PRIVATE_ARENA] = _arena(method.arena_sizes[_PRIVATE_ARENA])
         return [
-            self._tensor(value, private) if isinstance(value, TensorSpec) else _plain(value)
+            self._tensor(value, private) if isinstance(value, TensorSpec) else _to_python(value)
             for value in method.values
         ]
 
     def initial_value(self, spec: TensorSpec) -> torch.Tensor | None:
-        """What a planned tensor holds before the first run; None for zeros."""
+        """Return the initial value of a planned tensor; None for zeros."""
         stored = self._program.tensor_data(spec)
-        return None if stored is None else borrowed(stored, spec)
+        return None if stored is None else borrow_tensor(stored, spec)
 
     def _tensor(self, spec: TensorSpec, private: dict[int, NDArray[np.uint8]]) -> torch.Tensor:
         if spec.external_key is not None:
-            return borrowed(self._external(spec, spec.external_key), spec)
+            return borrow_tensor(self._external(spec, spec.external_key), spec)
         stored = self._program.tensor_data(spec)
         if spec.allocation is None:
-            return borrowed(stored, spec) if stored is not None else _unplanned(spec)
+            return borrow_tensor(stored, spec) if stored is not None else _own_tensor(spec)
         arena = private.get(spec.allocation.arena)
         is_shared = arena is None
         if arena is None:
             arena = self._shared_arena(spec.allocation.arena)
-        tensor = _planned(arena, spec.allocation.offset, spec)
+        tensor = _planned_tensor(arena, spec.allocation.offset, spec)
         # A method loaded later must not undo what another has done to a buffer they share.
         if stored is not None and not (is_shared and spec.allocation in self._initialised):
-            tensor.copy_(borrowed(stored, spec))
+            tensor.copy_(borrow_tensor(stored, spec))
             if is_shared:
                 self._initialised.add(spec.allocation)
         return tensor
@@ -120,11 +120,11 @@ class ProgramMemory:
 
 
 class BufferState:
-    """Mutable buffers in the memory of a program, as states.
+    """The state that consists of a program's mutable buffers.
 
     Args:
-        tensors: By name.
-        initial: What they hold before the first run, None for zeros.
+        tensors: Buffers by name.
+        initial: Their initial values, None for zeros.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class BufferState:
         self._initial = initial
 
     def snapshot(self) -> Snapshot:
-        """Copies of every buffer."""
+        """Return copies of the buffers."""
         return {name: tensor.numpy().copy() for name, tensor in self._tensors.items()}
 
     def restore(self, snapshot: Mapping[str, Array]) -> None:
@@ -145,7 +145,7 @@ class BufferState:
             tensor.copy_(torch.from_numpy(np.ascontiguousarray(snapshot[name])))
 
     def reset(self) -> None:
-        """Bring every buffer back to what it held before the first run."""
+        """Set every buffer to its initial value."""
         for name, tensor in self._tensors.items():
             initial = self._initial[name]
             if initial is None:
@@ -154,11 +154,11 @@ class BufferState:
                 tensor.copy_(initial)
 
 
-def _plain(value: object) -> object:
+def _to_python(value: object) -> object:
     return value if isinstance(value, IndexList) or not isinstance(value, tuple) else list(value)
 
 
-def _largest(rows: Iterable[tuple[int, ...]]) -> dict[int, int]:
+def _largest_sizes(rows: Iterable[tuple[int, ...]]) -> dict[int, int]:
     sizes: dict[int, int] = {}
     for row in rows:
         for number, size in enumerate(row):
@@ -174,27 +174,27 @@ def _arena(size: int) -> NDArray[np.uint8]:
         raise ProgramError("cannot allocate the program's memory", got=f"{size} bytes") from error
 
 
-def _shaped(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+def _with_layout(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return flat.as_strided(spec.shape, spec.strides_for(spec.shape))
 
 
-def _planned(arena: NDArray[np.uint8], offset: int, spec: TensorSpec) -> torch.Tensor:
-    """A tensor over exactly its slice of ``arena``: growing beyond the slice fails in torch."""
+def _planned_tensor(arena: NDArray[np.uint8], offset: int, spec: TensorSpec) -> torch.Tensor:
+    """Return a tensor over its slice of ``arena``; growing beyond the slice fails in torch."""
     if spec.numel == 0:
         return torch.empty(spec.shape, dtype=spec.dtype)
     flat = torch.frombuffer(arena, dtype=spec.dtype, count=spec.numel, offset=offset)
-    return _shaped(flat, spec)
+    return _with_layout(flat, spec)
 
 
-def _unplanned(spec: TensorSpec) -> torch.Tensor:
-    """A tensor with memory of its own; kernels resize unbounded ones."""
+def _own_tensor(spec: TensorSpec) -> torch.Tensor:
+    """Return a tensor with memory of its own; kernels resize unbounded tensors."""
     if spec.dynamism is Dynamism.UNBOUNDED:
         return torch.empty((0,) * len(spec.shape), dtype=spec.dtype)
-    return _planned(_arena(spec.nbytes), 0, spec)
+    return _planned_tensor(_arena(spec.nbytes), 0, spec)
 
 
 class _Writable:
-    """Presents read-only bytes as writable, since torch has no read-only tensors and warns."""
+    """Declares read-only bytes writable: torch has no read-only tensors and warns about them."""
 
     def __init__(self, data: memoryview) -> None:
         self.owner = data
@@ -207,8 +207,8 @@ class _Writable:
         }
 
 
-def borrowed(data: memoryview, spec: TensorSpec) -> torch.Tensor:
-    """A tensor over stored bytes, which it keeps alive. Nothing may write to it.
+def borrow_tensor(data: memoryview, spec: TensorSpec) -> torch.Tensor:
+    """Return a tensor over stored bytes, which it keeps alive. Nothing may write to it.
 
     Args:
         data: At least ``spec.nbytes`` bytes.
@@ -222,7 +222,7 @@ def borrowed(data: memoryview, spec: TensorSpec) -> torch.Tensor:
     flat = np.asarray(_Writable(data) if data.readonly else np.frombuffer(data, dtype=np.uint8))
     if flat.__array_interface__["data"][0] % spec.dtype.itemsize:
         flat = flat.copy()
-    return _shaped(torch.frombuffer(flat, dtype=spec.dtype, count=spec.numel), spec)
+    return _with_layout(torch.frombuffer(flat, dtype=spec.dtype, count=spec.numel), spec)
 
 
 def fill(target: torch.Tensor, source: torch.Tensor) -> None:

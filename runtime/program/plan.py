@@ -1,4 +1,4 @@
-"""A ``.pte`` program as frozen records: what the decoder produces and the hosts execute.
+"""A ``.pte`` program as frozen records: the decoder makes them, the hosts execute them.
 
 Names follow ExecuTorch's ``program.fbs``. An execution plan is one method: a table of values, and
 instructions that name values by their index in it.
@@ -16,14 +16,14 @@ import torch
 
 
 class Dynamism(enum.Enum):
-    """What a tensor's serialized shape says about its shape at run time."""
+    """How a tensor's serialized shape determines its shape at run time."""
 
     STATIC = 0
     """The shape itself."""
     BOUNDED = 1
     """The largest shape; every dimension may be smaller."""
     UNBOUNDED = 2
-    """Nothing but the rank; memory is allocated at run time."""
+    """Only the rank is known; memory is allocated at run time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class TensorSpec:
 
     Attributes:
         dtype: Element type.
-        shape: Sizes, to be read as ``dynamism`` says.
+        shape: Sizes; ``dynamism`` says how to read them.
         dim_order: Dimensions from outermost to innermost in memory.
         dynamism: Static, bounded or unbounded.
         buffer: Index of the tensor's data among the constants (or, if ``allocation`` is set, among
@@ -99,13 +99,13 @@ class TensorSpec:
 
 
 def describe(dtype: torch.dtype, shape: Iterable[object]) -> str:
-    """A dtype and shape the way messages show them, for example ``float32[2, 3]``."""
+    """Return dtype and shape for a message, for example ``float32[2, 3]``."""
     sizes = ", ".join(str(size) for size in shape)
     return f"{str(dtype).removeprefix('torch.')}[{sizes}]"
 
 
 class ListKind(enum.Enum):
-    """What the members of an ``IndexList`` are."""
+    """Type of the members of an ``IndexList``."""
 
     INT = "int"
     TENSOR = "tensor"
@@ -174,7 +174,7 @@ class DelegateInfo:
 
     Attributes:
         backend_id: Name of the backend that lowered it.
-        processed: What the backend's preprocess returned: a view, not a copy.
+        processed: The bytes that the backend's preprocess returned, as a view.
         compile_specs: Keys and values given to the partitioner, in order.
     """
 

@@ -1,4 +1,4 @@
-"""Reading ``.ptd`` files: tensors and named data that a program keeps outside the ``.pte``.
+"""Read ``.ptd`` files: tensors and named data that a program keeps outside the ``.pte``.
 
 Layout, all little-endian:
 
@@ -23,7 +23,7 @@ from typing import Final, TypeAlias, cast
 from coreml_delegate.errors import BlobFormatError, ProgramError
 from coreml_delegate.runtime.program.decoder import decode_named_data, decode_segment
 from coreml_delegate.runtime.program.flatbuffer import FlatBuffer
-from coreml_delegate.runtime.program.pte import PteProgram, Source, mapped, named_errors
+from coreml_delegate.runtime.program.pte import PteProgram, Source, map_source, named_errors
 
 Sources: TypeAlias = "Source | Sequence[Source]"
 """One ``.ptd``, as path or bytes, or several."""
@@ -39,7 +39,7 @@ class ExternalData:
     """The content of ``.ptd`` files, by key.
 
     Args:
-        files: Content of each file by where it came from, for messages.
+        files: Content of each file by its origin, for messages.
     """
 
     def __init__(self, files: Mapping[str, Mapping[str, memoryview]]) -> None:
@@ -66,10 +66,10 @@ class ExternalData:
             ProgramError: A file cannot be read, or two hold different data under one key.
         """
         files: dict[str, Mapping[str, memoryview]] = {}
-        for number, source in enumerate(listed(sources)):
-            view, origin = mapped(source, "external data", "a .ptd file")
+        for number, source in enumerate(list_sources(sources)):
+            view, origin = map_source(source, "external data", "a .ptd file")
             with named_errors(origin):
-                files[f"in {origin} (file {number + 1})"] = _parsed(view)
+                files[f"in {origin} (file {number + 1})"] = _parse(view)
         return cls(files)
 
     @property
@@ -82,8 +82,8 @@ class ExternalData:
         return self._entries.get(key)
 
 
-def listed(sources: Sources) -> list[Source]:
-    """Sources one by one."""
+def list_sources(sources: Sources) -> list[Source]:
+    """Return one or several sources as a list."""
     if isinstance(sources, str | bytes | bytearray | memoryview) or not isinstance(
         sources, Sequence
     ):
@@ -96,10 +96,10 @@ def check_complete(program: PteProgram, data: ExternalData | None) -> None:
 
     Args:
         program: The program.
-        data: What it was given, or None.
+        data: Its external data, or None.
 
     Raises:
-        ProgramError: Tensors are missing, or of another size; lists every one.
+        ProgramError: Tensors are missing, or have the wrong size; lists them all.
     """
     problems = [
         f"{key} ({'no data' if found is None else f'{found.nbytes} bytes'} for {spec})"
@@ -117,7 +117,7 @@ def check_complete(program: PteProgram, data: ExternalData | None) -> None:
         )
 
 
-def _parsed(view: memoryview) -> dict[str, memoryview]:
+def _parse(view: memoryview) -> dict[str, memoryview]:
     identifier = bytes(view[4:8])
     if identifier != _IDENTIFIER:
         raise BlobFormatError(

@@ -1,4 +1,4 @@
-"""Reading a ``.pte``: the container around the program, and the data it refers to.
+"""Read a ``.pte``: the container around the program, and the data that it refers to.
 
 Layout, all little-endian:
 
@@ -79,7 +79,7 @@ class PteProgram:
 
     Attributes:
         methods: In file order.
-        origin: Where it came from, for messages: the path, or ``<bytes>``.
+        origin: The path, or ``<bytes>``, for messages.
     """
 
     methods: tuple[MethodInfo, ...]
@@ -101,7 +101,7 @@ class PteProgram:
             BlobFormatError: Not a ``.pte``, or a truncated or corrupt one.
             ProgramError: The file cannot be read.
         """
-        view, origin = mapped(source, "the program", "a .pte file")
+        view, origin = map_source(source, "the program", "a .pte file")
         with named_errors(origin):
             container = _split(view)
             root = FlatBuffer(container.program).root()
@@ -122,7 +122,7 @@ class PteProgram:
         return tuple(self._data.named)
 
     def method(self, name: str) -> MethodInfo:
-        """The method called ``name``.
+        """Return the method called ``name``.
 
         Raises:
             ProgramError: There is none.
@@ -137,12 +137,12 @@ class PteProgram:
         )
 
     def named_data(self, key: str) -> memoryview | None:
-        """Named data under ``key``, as a view; None when there is none."""
+        """Return the named data of ``key``, as a view; None if there is none."""
         found = self._data.named.get(key)
         return self._external(key) if found is None and self._external is not None else found
 
     def with_external(self, find: Callable[[str], memoryview | None]) -> PteProgram:
-        """The program, with ``find`` to look up named data that it does not have itself."""
+        """Return the program with ``find`` for named data that it does not have itself."""
         return replace(self, _external=find)
 
     @property
@@ -156,7 +156,7 @@ class PteProgram:
         }
 
     def tensor_data(self, spec: TensorSpec) -> memoryview | None:
-        """The stored bytes of a constant, or the initial value of a mutable tensor.
+        """Return the stored bytes of a constant, or the initial value of a mutable tensor.
 
         Args:
             spec: A tensor of one of the methods.
@@ -165,7 +165,7 @@ class PteProgram:
             Exactly ``spec.nbytes`` bytes, as a view; None when the program stores none.
 
         Raises:
-            BlobFormatError: The reference leads nowhere.
+            BlobFormatError: The reference is invalid.
         """
         if spec.external_key is not None or spec.buffer == 0:
             return None
@@ -176,7 +176,7 @@ class PteProgram:
         inline = self._data.inline_constants
         if spec.buffer >= len(inline):
             raise _dangling("a constant", spec.buffer, len(inline))
-        return _sized(inline[spec.buffer], 0, spec)
+        return _tensor_slice(inline[spec.buffer], 0, spec)
 
     def _initial_value(self, spec: TensorSpec) -> memoryview:
         groups = self._data.initial_values
@@ -188,7 +188,7 @@ class PteProgram:
         if spec.buffer >= len(group.offsets):
             raise _dangling("tensor data", spec.buffer, len(group.offsets))
         segment = _segment(self._data.segments, group.segment)
-        return _sized(segment, group.offsets[spec.buffer], spec)
+        return _tensor_slice(segment, group.offsets[spec.buffer], spec)
 
     def _check_data(self, method: MethodInfo) -> None:
         for value in method.values:
@@ -196,7 +196,7 @@ class PteProgram:
                 self.tensor_data(value)
 
 
-def mapped(source: Source, what: str, expected: str) -> tuple[memoryview, str]:
+def map_source(source: Source, what: str, expected: str) -> tuple[memoryview, str]:
     """The bytes of a file, mapped, or those given; and where they are from, for messages.
 
     Args:
@@ -315,7 +315,7 @@ def _slice(view: memoryview, offset: int, size: int, what: str) -> memoryview:
     return view[offset : offset + size]
 
 
-def _sized(view: memoryview, offset: int, spec: TensorSpec) -> memoryview:
+def _tensor_slice(view: memoryview, offset: int, spec: TensorSpec) -> memoryview:
     return _slice(view, offset, spec.nbytes, f"data of tensor {spec}")
 
 

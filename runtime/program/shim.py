@@ -1,4 +1,4 @@
-"""The Python side of the shim: ctypes declarations, and the callbacks the runtime ends up in.
+"""The Python side of the shim: ctypes declarations, and the callbacks that the runtime calls.
 
 A callback never raises into C++. It keeps the exception for the thread's caller, who may be our
 wrapper, and returns an error code, which is all that anyone else gets to see.
@@ -22,7 +22,7 @@ import torch
 from coreml_delegate.errors import EngineUnavailableError, ExecutionError, ProgramError
 from coreml_delegate.runtime.program import shim_build
 from coreml_delegate.runtime.program.decoder import DTYPES
-from coreml_delegate.runtime.program.delegate import (
+from coreml_delegate.runtime.program.delegate_interface import (
     DelegateCallable,
     DelegateLoader,
     DelegatePayload,
@@ -91,7 +91,7 @@ class _Delegate:
 
 
 class _ThreadState(threading.local):
-    """What a callback leaves for its caller on the same thread."""
+    """Exceptions and delegates that callbacks leave for their caller on the same thread."""
 
     error: BaseException | None = None
     is_kept: bool = False
@@ -333,7 +333,7 @@ _shim: Shim | None = None
 
 
 def loaded_shim() -> Shim | None:
-    """The shim, if something has been registered through it."""
+    """Return the shim if something has been registered through it."""
     return _shim
 
 

@@ -1,7 +1,7 @@
-"""Building the C++ shim that registers a backend with the stock ExecuTorch runtime.
+"""Build the C++ shim that registers a backend with the stock ExecuTorch runtime.
 
-The shim is compiled on first use, in a few seconds, and cached. It is not shipped as a binary
-because it depends on the class layouts of the very ``executorch`` wheel that is installed.
+The shim is compiled on first use, in a few seconds, and cached. It is not shipped as a binary,
+because it depends on the class layouts of the installed ``executorch`` wheel.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def library_path(root: Path) -> Path:
 
 
 def find_compiler() -> list[str] | None:
-    """The C++ compiler as the start of a command line: $CXX, else the first one on the path."""
+    """Return the C++ compiler as the start of a command line: $CXX, else the first on the path."""
     named = os.environ.get("CXX")
     if named:
         command = shlex.split(named)
@@ -69,13 +69,13 @@ def find_compiler() -> list[str] | None:
 
 
 def unavailable_reason() -> str | None:
-    """Why the shim can be neither found nor built on this machine; None if it can."""
+    """Return why the shim can be neither found nor built on this machine; None if it can."""
     root = executorch_root()
     if root is None:
         return "the executorch package is not installed"
     if sys.platform != "linux" or not library_path(root).is_file():
         return f"the executorch package for {sys.platform} has no shared runtime library"
-    if not _cached(root).is_file() and find_compiler() is None:
+    if not _library_in_cache(root).is_file() and find_compiler() is None:
         named = os.environ.get("CXX")
         return (
             f"the C++ compiler that CXX names was not found: {named}"
@@ -86,7 +86,7 @@ def unavailable_reason() -> str | None:
 
 
 def build() -> Path:
-    """The shim, built if this is the first use with this ``executorch``.
+    """Return the shim; build it if this is its first use with this ``executorch``.
 
     Returns:
         Path of the shared library.
@@ -102,7 +102,7 @@ def build() -> Path:
             got=reason,
             remedy="Install a C++ compiler or set CXX, or use the Python host.",
         )
-    target = _cached(root)
+    target = _library_in_cache(root)
     if target.is_file():
         return target
     try:
@@ -123,8 +123,8 @@ def _source() -> bytes:
     return importlib.resources.files(_PACKAGE).joinpath(_SOURCE).read_bytes()
 
 
-def _cached(root: Path) -> Path:
-    """Where the shim for this very wheel is, or will be."""
+def _library_in_cache(root: Path) -> Path:
+    """Return the path of the shim for the installed wheel, built or not."""
     library = library_path(root).stat()
     parts = (
         _source().hex(),

@@ -1,8 +1,8 @@
-"""What a loaded program keeps from one call to the next, as one snapshot.
+"""The states of a loaded program: everything that persists between calls, as one snapshot.
 
 Names are ``METHOD.DELEGATE.STATE`` for the Core ML states of a method's delegates, which are
-numbered as in the ``.pte``, and ``METHOD.buffer.VALUE`` for mutable buffers that no delegate took
-over, by their number in the method's table of values.
+numbered as in the ``.pte``, and ``METHOD.buffer.VALUE`` for mutable buffers outside of delegates,
+by their number in the method's table of values.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from coreml_delegate.runtime.program.plan import KernelCall, MethodInfo, TensorSpec
-from coreml_delegate.runtime.snapshots import Array, Snapshot, fitting_all
+from coreml_delegate.runtime.snapshots import Array, Snapshot, cast_snapshot
 
 
 class DelegateState(Protocol):
     """The states of one loaded delegate; see ``engines.base.State``."""
 
     def snapshot(self) -> Snapshot:
-        """Copies of every state tensor, by name."""
+        """Return copies of the state tensors, by name."""
         ...
 
     def restore(self, snapshot: Mapping[str, Array]) -> None:
@@ -26,30 +26,30 @@ class DelegateState(Protocol):
         ...
 
     def reset(self) -> None:
-        """Set every state tensor to what it was made with."""
+        """Set every state tensor to its initial value."""
         ...
 
 
 @runtime_checkable
 class StatefulDelegate(Protocol):
-    """A delegate that may keep something from one call to the next."""
+    """A delegate that may have a state."""
 
     @property
     def state(self) -> DelegateState | None:
-        """What it keeps; None for nothing."""
+        """The state; None if the delegate has none."""
         ...
 
 
 States = Mapping[str, DelegateState]
-"""By ``METHOD.DELEGATE``, or ``METHOD.buffer``."""
+"""States by ``METHOD.DELEGATE`` or ``METHOD.buffer``."""
 
 
 def states_of(method: str, delegates: Sequence[Any]) -> Iterator[tuple[str, DelegateState]]:
-    """The states of a method's delegates, with their names.
+    """Yield the states of a method's delegates, with their names.
 
     Args:
-        method: Its name.
-        delegates: In the order of the ``.pte``.
+        method: Name of the method.
+        delegates: Its delegates, in the order of the ``.pte``.
     """
     for number, delegate in enumerate(delegates):
         state = delegate.state if isinstance(delegate, StatefulDelegate) else None
@@ -58,7 +58,7 @@ def states_of(method: str, delegates: Sequence[Any]) -> Iterator[tuple[str, Dele
 
 
 def snapshot(states: States) -> Snapshot:
-    """Copies of everything, by name."""
+    """Return copies of all state tensors, by name."""
     return {
         f"{place}.{name}": array
         for place, state in states.items()
@@ -67,13 +67,12 @@ def snapshot(states: States) -> Snapshot:
 
 
 def restore(states: States, given: Mapping[str, Array]) -> None:
-    """Replace everything.
+    """Replace the content of all states.
 
     Raises:
-        InputError: A name too many or too few, or another shape or kind of dtype; then nothing is
-            replaced.
+        InputError: The names differ, or a shape or kind of dtype; then nothing is replaced.
     """
-    checked = fitting_all(snapshot(states), given)
+    checked = cast_snapshot(snapshot(states), given)
     for place, state in states.items():
         state.restore(
             {n: checked[f"{place}.{n}"] for n in state.snapshot()},
@@ -81,15 +80,15 @@ def restore(states: States, given: Mapping[str, Array]) -> None:
 
 
 def reset(states: Iterable[DelegateState]) -> None:
-    """Bring everything back to where it began."""
+    """Set all states to their initial values."""
     for state in states:
         state.reset()
 
 
 def mutable_buffers(method: MethodInfo) -> dict[int, TensorSpec]:
-    """The tensors of a method that keep what a run writes into them, by number.
+    """Return the mutable buffers of a method, by number.
 
-    Exporters write them back in place, at the end of a run; nothing else is written in place.
+    Exporters write them in place, at the end of a run; nothing else is written in place.
     """
     return {
         index: spec
@@ -101,10 +100,10 @@ def mutable_buffers(method: MethodInfo) -> dict[int, TensorSpec]:
 
 
 def mutated_inputs(method: MethodInfo) -> dict[int, int]:
-    """The outputs of a method that are the new value of one of its inputs.
+    """Find the outputs of a method that are the new value of one of its inputs.
 
     Returns:
-        By the output's position the input's. Exporters put them before what the model returns.
+        Position of the input by position of the output. Exporters put these outputs first.
     """
     written = _written_in_place(method)
     return {

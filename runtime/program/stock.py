@@ -1,4 +1,4 @@
-"""Host B: the stock ExecuTorch runtime, with our delegate registered under Core ML's name."""
+"""The ``stock`` host: ExecuTorch's own runtime, our delegate registered under Core ML's name."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from coreml_delegate.errors import (
     ProgramError,
     UnsupportedOpError,
 )
-from coreml_delegate.runtime.engines import memory
+from coreml_delegate.runtime.engines import limits
+from coreml_delegate.runtime.op_errors import first_line
 from coreml_delegate.runtime.program import shim_build, states
-from coreml_delegate.runtime.program.delegate import (
+from coreml_delegate.runtime.program.delegate_interface import (
     COREML_BACKEND_ID,
     NOTHING_PASSED_OVER,
     DelegateCallable,
@@ -32,7 +33,7 @@ from coreml_delegate.runtime.program.delegate import (
 )
 from coreml_delegate.runtime.program.inputs import Value, check_inputs, in_dim_order
 from coreml_delegate.runtime.program.plan import MethodInfo, TensorSpec
-from coreml_delegate.runtime.program.ptd import ExternalData, Sources, check_complete, listed
+from coreml_delegate.runtime.program.ptd import ExternalData, Sources, check_complete, list_sources
 from coreml_delegate.runtime.program.pte import PteProgram, Source
 from coreml_delegate.runtime.program.shim import load_shim, loaded_shim
 from coreml_delegate.runtime.snapshots import Array, Snapshot
@@ -47,7 +48,7 @@ _REGISTER_LOCK: Final = threading.Lock()
 
 
 def unavailable_reason() -> str | None:
-    """Why the stock runtime cannot run Core ML delegates on this machine; None if it can."""
+    """Return why the stock runtime cannot run Core ML delegates on this machine; None if it can."""
     return None if _has_core_ml() else shim_build.unavailable_reason()
 
 
@@ -73,9 +74,9 @@ def register(loader: DelegateLoader, *, backend_id: str = COREML_BACKEND_ID) -> 
 
 
 def check_support(method: MethodInfo, backend_id: str | None = None) -> None:
-    """Check that the runtime has whatever a method needs.
+    """Check that the runtime has everything that a method needs.
 
-    The runtime itself would put what it lacks into one number.
+    The runtime itself reports everything that it lacks as one error number.
 
     Args:
         method: The method.
@@ -154,7 +155,7 @@ class StockProgram:
         program = PteProgram.open(pte)
         check_complete(program, None if data is None else ExternalData.open(data))
         planned = max((sum(method.arena_sizes) for method in program.methods), default=0)
-        memory.require_room(planned, "the memory that the program plans")
+        limits.require_available_memory(planned, "the memory that the program plans")
         runtime = _runtime()
         content = bytes(pte) if isinstance(pte, bytes | bytearray | memoryview) else str(pte)
         with _RUNTIME_LOCK, _as_path(data) as data_path:
@@ -162,7 +163,7 @@ class StockProgram:
                 loaded = runtime.load_program(content, data_path=data_path)
             except (RuntimeError, MemoryError) as error:
                 raise ProgramError(
-                    "the stock runtime refuses the program", got=_first_line(error)
+                    "the stock runtime refuses the program", got=first_line(error)
                 ) from error
         return cls(program, loaded, passed_over=passed_over)
 
@@ -220,7 +221,7 @@ class StockProgram:
             return list(_call(lambda: loaded.execute(arranged), info, "failed to run"))
 
     def reset_state(self) -> None:
-        """Bring the states of the delegates back to zero.
+        """Set the states of the delegates to zero.
 
         Raises:
             ProgramError: The program has mutable buffers outside of its delegates, or Core ML
@@ -230,7 +231,7 @@ class StockProgram:
             states.reset(self._states().values())
 
     def snapshot_state(self) -> Snapshot:
-        """Copies of the states of the delegates, by name; see ``program.states``.
+        """Return copies of the states of the delegates, by name; see ``program.states``.
 
         Methods that are not loaded yet are, as for ``restore_state``.
 
@@ -290,11 +291,11 @@ class StockProgram:
 
 @contextmanager
 def _as_path(data: Sources | None) -> Generator[Path | None]:
-    """External data as the one file that the runtime takes, which maps it while it loads."""
+    """Provide external data as the one file that the runtime takes and maps while it loads."""
     if data is None:
         yield None
         return
-    sources = listed(data)
+    sources = list_sources(data)
     if len(sources) != 1:
         raise OptionError(
             "the stock runtime takes one file of external data",
@@ -321,13 +322,13 @@ def _runtime() -> Any:
             from executorch.runtime import Runtime  # takes seconds to import: not at module level
     except ImportError as error:
         raise EngineUnavailableError(
-            "the stock runtime cannot be imported", got=_first_line(error)
+            "the stock runtime cannot be imported", got=first_line(error)
         ) from error
     return Runtime.get()
 
 
 def _call(action: Callable[[], Any], info: MethodInfo, what: str) -> Any:
-    """Run ``action``; a delegate's own exception takes the place of the runtime's error number."""
+    """Run ``action``; raise a delegate's own exception in place of the runtime's error number."""
     shim = loaded_shim()
     if shim is None:
         return _call_plainly(action, info, what)
@@ -352,8 +353,4 @@ def _call_plainly(action: Callable[[], Any], info: MethodInfo, what: str) -> Any
 
 
 def _failure(info: MethodInfo, what: str, error: Exception) -> ExecutionError:
-    return ExecutionError(f"the stock runtime {what} method {info.name!r}", got=_first_line(error))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ExecutionError(f"the stock runtime {what} method {info.name!r}", got=first_line(error))

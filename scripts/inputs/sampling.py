@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from coreml_delegate.runtime.engines.memory import require
+from coreml_delegate.runtime.engines.limits import require_memory
 
 _MADE_OF = 4  # bytes of an element, at least
 
@@ -35,7 +35,9 @@ def random_tensor(
     """
     size = tuple(shape)
     # Made in 4 or 8 bytes, and then cast.
-    require(math.prod(size) * _MADE_OF, f"a random {str(dtype).removeprefix('torch.')}{[*size]}")
+    require_memory(
+        math.prod(size) * _MADE_OF, f"a random {str(dtype).removeprefix('torch.')}{[*size]}"
+    )
     if dtype.is_floating_point:
         return torch.randn(size, generator=random).to(dtype)
     if dtype is torch.bool:

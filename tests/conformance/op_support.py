@@ -14,25 +14,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from coreml_delegate.runtime.engines.openvino import registry as openvino
-from coreml_delegate.runtime.engines.openvino import translate as _translations
-from coreml_delegate.runtime.engines.openvino.translations import control_flow
+from coreml_delegate.runtime.engines.openvino import control_flow
+from coreml_delegate.runtime.engines.openvino.translations import TRANSLATIONS
 from coreml_delegate.runtime.engines.reference import compiler
-from coreml_delegate.runtime.engines.reference import engine as _kernels
-from coreml_delegate.runtime.engines.reference import registry as reference
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.engines.reference.kernels import KERNELS
+from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
-
-# Importing them fills the registries.
-_FILLED = (_translations, _kernels)
 
 _COUNTED = ("passed", "failed", "unsupported")
 _HAS = {
-    "reference": lambda op, opset: (
-        op in compiler.STRUCTURAL or reference.find(op, opset) is not None
-    ),
+    "reference": lambda op, opset: op in compiler.STRUCTURAL or KERNELS.find(op, opset) is not None,
     "openvino": lambda op, opset: (
-        op in control_flow.SPECIAL or openvino.find(op, opset) is not None
+        op in control_flow.STRUCTURAL or TRANSLATIONS.find(op, opset) is not None
     ),
 }
 _INTRODUCTION = """\

@@ -11,8 +11,8 @@ from support.tolerances import ATOL_RTOL
 
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO
-from coreml_delegate.runtime.engines.openvino.plugin.processor import saturates
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.engines.openvino.session.compilation import int8_sums_saturate
+from coreml_delegate.targets import Opset
 
 _RNG = np.random.default_rng(0)
 _OUT, _IN, _BLOCK = 64, 128, 32
@@ -53,7 +53,7 @@ def _nodes(compiled, kind):
 
 
 @pytest.mark.parametrize("name", _WEIGHTS)
-def test_a_linear_layer_multiplies_by_what_is_stored(name):
+def test_a_linear_layer_multiplies_by_the_stored_weights(name):
     dense = []
 
     def function(x):
@@ -123,7 +123,7 @@ def test_a_convolution_between_quantized_values_computes_in_integers(stored, zer
         if node.get_rt_info()["layerType"].value == "Convolution"
     ]
     # Without VNNI their sums would be cut off.
-    assert [kernel.endswith("I8") for kernel in kernels] == [not saturates()], kernels
+    assert [kernel.endswith("I8") for kernel in kernels] == [not int8_sums_saturate()], kernels
     (actual,) = compiled(mil.features(main, {"x": x})).values()
     low, high = np.iinfo(stored).min, np.iinfo(stored).max
     quantize = lambda value: np.clip(np.rint(value * 4) + (zero_point or 0), low, high)  # noqa: E731

@@ -56,7 +56,7 @@ def test_cond_runs_one_branch_with_values_from_outside(flag, expected):
 
 
 @pytest.mark.parametrize("flag", [True, False])
-def test_cond_on_a_constant_is_its_branch(flag):
+def test_a_constant_condition_chooses_the_branch_at_compile_time(flag):
     def function(x):
         return mb.cond(
             pred=flag,
@@ -166,7 +166,7 @@ def test_nested_loops_and_branches():
     np.testing.assert_array_equal(result, expected)
 
 
-def test_a_variable_may_grow():
+def test_a_loop_variable_may_grow():
     def function(x, count):
         return _repeat(_scalar(count), lambda i, grown: (mb.concat(values=[grown, x], axis=0),), x)
 
@@ -176,7 +176,7 @@ def test_a_variable_may_grow():
         np.testing.assert_array_equal(result, np.tile(_X, count + 1))
 
 
-def test_variables_change_places():
+def test_loop_variables_may_swap():
     def function(x, y, count):
         return _repeat(_scalar(count), lambda i, a, b: (b, mb.add(x=a, y=b)), x, y)
 
@@ -189,7 +189,7 @@ def test_variables_change_places():
     np.testing.assert_array_equal(results[1], b)
 
 
-def test_a_refusal_inside_is_reported_once_and_names_its_op():
+def test_an_unsupported_op_in_a_block_is_reported_once_by_name():
     def refused(value, name):
         return mb.resize(x=value, shape=[3], resized_dims=np.uint32(1), name=name)
 
@@ -218,7 +218,7 @@ def test_a_refusal_inside_is_reported_once_and_names_its_op():
         OPENVINO.compile(main, EngineOptions())
 
 
-def test_a_list_is_no_tensor():
+def test_a_list_in_place_of_a_tensor_is_refused():
     ops = [
         handmade.op("make_list", "ls", elem_shape=handmade.constant([3], DType.INT32)),
         handmade.op("relu", "y", x="ls"),
@@ -234,7 +234,7 @@ def test_a_list_is_no_tensor():
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_lists(dynamic):
+def test_list_ops_equal_the_reference_engine(dynamic):
     def function(x):
         ls = mb.make_list(init_length=3, dynamic_length=dynamic, elem_shape=[3], dtype="fp32")
         ls = mb.list_write(ls=ls, index=1, value=x)

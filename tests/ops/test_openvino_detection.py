@@ -10,8 +10,8 @@ from support.mil import ct, mb, types
 
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO
-from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.reader import read_program
+from coreml_delegate.targets import Opset
 
 
 def _overlap(one, other):
@@ -73,7 +73,9 @@ def _scene(batch, count, classes, seed):
         (2, 7, 2, 3, 0.5, 2.0),  # no score is above the threshold: the best box stays
     ],
 )
-def test_numbers(batch, count, classes, max_boxes, iou_threshold, score_threshold, per_class):
+def test_boxes_equal_the_reference_engine(
+    batch, count, classes, max_boxes, iou_threshold, score_threshold, per_class
+):
     scene = _scene(batch, count, classes, seed=count)
     thresholds = {"iou_threshold": iou_threshold, "score_threshold": score_threshold}
     results = run(

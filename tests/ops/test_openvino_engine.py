@@ -21,8 +21,8 @@ from coreml_delegate.errors import (
 )
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO, engine
-from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.reader import read_program
+from coreml_delegate.targets import Opset
 
 _RNG = np.random.default_rng(0)
 
@@ -45,7 +45,7 @@ def _double(x):
 # Below and above the size from which arrays are bound instead of copied.
 @pytest.mark.parametrize("shape", [(2, 3), (64, 1024)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32])
-def test_any_strides_in_owned_arrays_out(shape, dtype):
+def test_inputs_may_have_any_strides_and_outputs_own_their_memory(shape, dtype):
     base = _RNG.integers(-9, 9, shape).astype(dtype)
     compiled = _compile(_double, {"x": base})
     frozen = base.copy()
@@ -130,7 +130,7 @@ def _python_objects():
         (_python_objects, 1),
     ],
 )
-def test_compilations_leave_nothing_behind(measure, limit):
+def test_repeated_compilations_leak_nothing(measure, limit):
     x = np.ones((2, 3), np.float32)
     main = mil.main(mil.build(_double, {"x": x}))
 
@@ -144,7 +144,7 @@ def test_compilations_leave_nothing_behind(measure, limit):
     assert cycles(count) - before < limit * count
 
 
-def test_threads_call_at_the_same_time():
+def test_threads_may_call_at_the_same_time():
     weight = _RNG.standard_normal((256, 256)).astype(np.float32)
     compiled = _compile(
         lambda x: mb.relu(x=mb.linear(x=x, weight=weight)), {"x": np.zeros((64, 256), np.float32)}
@@ -174,7 +174,7 @@ def _counter():
     return _read(program)
 
 
-def test_state_advances_and_instances_are_apart():
+def test_states_persist_and_are_independent():
     main = _counter()
     compiled = OPENVINO.compile(main, EngineOptions())
     first, second = compiled.make_state(), compiled.make_state()
@@ -215,7 +215,7 @@ def test_run_time_shapes():
         np.testing.assert_array_equal(doubled, np.tile(x.reshape(-1), 2))
 
 
-def test_unsupported_lists_every_reason_once():
+def test_unsupported_returns_every_reason_once():
     ops = [
         handmade.op("classify", "label", probabilities="x"),
         handmade.op("relu", "positive", x="label"),
@@ -224,13 +224,13 @@ def test_unsupported_lists_every_reason_once():
     ]
     main = handmade.function(ops, ["y"])
     first, second = OPENVINO.unsupported(main)
-    assert first.startswith("classify (output 'label'): no translation of this op")
+    assert first.startswith("classify (output 'label'): no translation in opset CoreML")
     assert second.startswith("pad (output 'padded'): unknown pad mode")
     with pytest.raises(UnsupportedOpError, match=r"classify .*reference engine"):
         OPENVINO.compile(main, EngineOptions())
 
 
-def test_failure_at_run_time_is_ours():
+def test_a_failure_of_openvino_at_run_time_is_an_execution_error():
     compiled = _compile(
         lambda x, s: mb.reshape(x=x, shape=s),
         {"x": np.zeros((2, 3), np.float32), "s": np.array([3, 2], np.int32)},
@@ -251,7 +251,7 @@ def test_threads_option_reaches_openvino():
     assert compiled.get_property("INFERENCE_PRECISION_HINT").to_string() == "f32"
 
 
-def test_missing_package_is_a_reason(monkeypatch):
+def test_a_missing_openvino_package_makes_the_engine_unavailable(monkeypatch):
     monkeypatch.setitem(sys.modules, "openvino", None)
     engine._core.cache_clear()
     assert "cannot be imported" in OPENVINO.unavailable_reason()

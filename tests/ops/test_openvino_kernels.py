@@ -1,4 +1,4 @@
-"""Forms of a program for which the OpenVINO plugin has a better kernel, and their numbers."""
+"""Program forms that must reach a better kernel of the OpenVINO plugin, and their results."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from support.tolerances import SQNR_FP16, SQNR_FP32, sqnr_db
 
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO
-from coreml_delegate.runtime.mil.package import read_mlpackage
+from coreml_delegate.runtime.mil.reader import read_mlpackage
 
 _FLOOR = {"FLOAT32": SQNR_FP32, "FLOAT16": SQNR_FP16}
 

@@ -15,7 +15,7 @@ from support.op_cases.case import OpCase
 
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO
-from coreml_delegate.runtime.engines.openvino.translate import registry
+from coreml_delegate.runtime.engines.openvino.translations import EXACT_NAN, TRANSLATIONS
 from coreml_delegate.runtime.engines.reference import REFERENCE
 
 _UNLIKE = {
@@ -32,7 +32,7 @@ _UNLIKE = {
 }
 """Ops for which the engines differ where NaN goes in, and why."""
 
-_TRANSLATED = [case for case in CASES if registry.find(case.op, case.opset) is not None]
+_TRANSLATED = [case for case in CASES if TRANSLATIONS.find(case.op, case.opset) is not None]
 # The product of a vector is left to the reference engine.
 _WITH_FLOATS = [
     case
@@ -46,7 +46,7 @@ _ONE_OF_A_KIND = list(
         for case in reversed(_WITH_FLOATS)
     }.values()
 )
-_LOSING = {entry.op_type for entry in registry.translations() if entry.loses_nan}
+_LOSING = {version.op_type for version in TRANSLATIONS if EXACT_NAN in version.schema.options}
 
 
 def _with(array: np.ndarray, place: int, value: float) -> np.ndarray:
@@ -129,7 +129,7 @@ def _in_a_loop(op, x):
 
 @pytest.mark.parametrize("place", [_behind_linear, _behind_convolution, _among_others, _in_a_loop])
 @pytest.mark.parametrize("op", _ELEMENTWISE.values(), ids=_ELEMENTWISE)
-def test_where_the_plugin_fuses(op, place):
+def test_nan_survives_where_the_plugin_fuses_ops(op, place):
     function = main(build(lambda x: place(op, x), {"x": _X}))
     (expected,) = REFERENCE.compile(function, EngineOptions())({"x": _X}).values()
     (actual,) = OPENVINO.compile(function, EngineOptions(exact_nan=True))({"x": _X}).values()
@@ -196,7 +196,7 @@ def test_a_softmax_of_nan_or_infinity_is_nan_throughout(axis):
     assert_close(actual, torch.from_numpy(x).softmax(axis))
 
 
-def test_extrema_scattered_keep_the_numbers_beside_nan():
+def test_scattered_extrema_keep_the_numbers_beside_nan():
     data = np.array([1, -3, np.nan, 5], np.float32)
     updates = np.array([np.nan, -4, 2, 7, np.nan], np.float32)
     indices = np.array([0, 1, 2, 3, 0], np.int32)
@@ -234,7 +234,7 @@ def _attention(x, *, reshaped=False, axis=-1):
 
 
 @pytest.mark.parametrize("reshaped", [False, True])
-def test_the_softmax_of_an_attention_stays_alone(reshaped):
+def test_the_softmax_of_an_attention_needs_no_check_for_nan(reshaped):
     x = np.random.default_rng(0).standard_normal((2, 3, 6, 6)).astype(np.float32)
     x[0, 1, 2, 3] = np.nan
     compiled, kinds = _kernels(lambda x: _attention(x, reshaped=reshaped), x)
@@ -256,7 +256,7 @@ def test_the_softmax_of_an_attention_stays_alone(reshaped):
         ),
     ],
 )
-def test_any_other_softmax_is_summed(function):
+def test_any_other_softmax_is_checked_for_nan(function):
     x = np.random.default_rng(0).standard_normal((2, 3, 6, 6)).astype(np.float32)
     x[0, 1, 2, 3] = np.nan
     compiled, kinds = _kernels(function, x)
@@ -269,7 +269,7 @@ def test_any_other_softmax_is_summed(function):
 @pytest.mark.parametrize(
     ("op", "place"), [("relu", _behind_convolution), ("relu6", _behind_convolution)]
 )
-def test_only_on_request_is_an_activation_apart_from_its_convolution(op, place):
+def test_an_activation_is_fused_with_its_convolution_unless_exact_nan(op, place):
     def function(x):
         return place(_ELEMENTWISE[op], x)
 

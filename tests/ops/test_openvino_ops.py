@@ -1,4 +1,4 @@
-"""Numbers of the OpenVINO engine, op by op, against torch or coremltools' value inference."""
+"""Results of the OpenVINO engine, op by op, against torch or coremltools' value inference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.op_cases.case import OpCase
 from coreml_delegate.errors import UnsupportedOpError
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO
-from coreml_delegate.runtime.engines.openvino.translate import registry
+from coreml_delegate.runtime.engines.openvino.translations import TRANSLATIONS
 
 _REFUSED = {
     # coremltools declares a wrong shape for the product of a vector and a batch of matrices.
@@ -23,7 +23,7 @@ _REFUSED = {
 # A cast to fp16 does not round here.
 _PRECISION = {"cast-float-fp16-iOS15": "fp16"}
 
-_TRANSLATED = [case for case in CASES if registry.find(case.op, case.opset) is not None]
+_TRANSLATED = [case for case in CASES if TRANSLATIONS.find(case.op, case.opset) is not None]
 # Precision changes what happens at the boundary of the graph, not in it: one fp16 case per op.
 _FP16 = {case.op: case.id for case in reversed(_TRANSLATED) if "fp16" in case.precisions}.values()
 
@@ -37,7 +37,7 @@ _FP16 = {case.op: case.id for case in reversed(_TRANSLATED) if "fp16" in case.pr
         if case.id not in _REFUSED and (precision == "fp32" or case.id in _FP16)
     ],
 )
-def test_numbers(case: OpCase, precision: str):
+def test_results_equal_torch_or_coremltools(case: OpCase, precision: str):
     function = main(case.program(precision))
     assert OPENVINO.unsupported(function) == []
     results = OPENVINO.compile(function, EngineOptions())(
@@ -53,7 +53,7 @@ def test_numbers(case: OpCase, precision: str):
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.id in _REFUSED], ids=lambda c: c.id)
-def test_refusals(case: OpCase):
+def test_refused_cases_are_unsupported(case: OpCase):
     function = main(case.program("fp32"))
     (reason,) = OPENVINO.unsupported(function)
     assert reason.startswith(f"{case.op} (output ")

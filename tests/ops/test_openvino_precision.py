@@ -1,4 +1,4 @@
-"""The floating-point type the OpenVINO engine computes in."""
+"""The floating-point type that the OpenVINO engine computes in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from coreml_delegate.runtime.engines.openvino.engine import _core
 from coreml_delegate.runtime.engines.openvino.session import compilation
 from coreml_delegate.runtime.engines.reference import REFERENCE
 from coreml_delegate.runtime.engines.selection import compile_function
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.targets import Opset
 
 _RNG = np.random.default_rng(0)
 _SIZE = 4096
@@ -69,16 +69,16 @@ def test_sums_over_thousands_of_elements_are_kept_in_fp32(name):
     assert sqnr_db(expected, actual) >= SQNR_BF16
 
 
-def test_f32_is_the_default_wherever_it_runs():
+def test_f32_is_the_default_on_every_cpu():
     main, _ = _between_products(lambda x: x)
     compiled = OPENVINO.compile(main, EngineOptions(cache=None)).compiled
     assert compiled.get_property("INFERENCE_PRECISION_HINT").to_string() == "f32"
     assert EngineOptions().precision is Precision.F32
 
 
-def test_emulation_is_said_once(monkeypatch, caplog):
-    monkeypatch.setattr(compilation, "emulates", lambda hint: True)
-    compilation._say_emulated.cache_clear()
+def test_emulation_is_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(compilation, "emulates_precision", lambda hint: True)
+    compilation._log_emulated.cache_clear()
     mode = compilation._Mode("bf16", "no CPU has this")
     with caplog.at_level(logging.WARNING):
         compilation._require_precision(_core(), mode)
@@ -87,8 +87,8 @@ def test_emulation_is_said_once(monkeypatch, caplog):
     assert "no instructions for bf16: it is emulated" in record.getMessage()
 
 
-def test_a_precision_the_cpu_does_not_have(monkeypatch):
-    monkeypatch.setattr(compilation, "emulates", lambda hint: False)
+def test_a_precision_that_the_cpu_lacks_is_an_error(monkeypatch):
+    monkeypatch.setattr(compilation, "emulates_precision", lambda hint: False)
     missing = compilation._Mode("bf16", "no CPU has this")
     monkeypatch.setattr(compilation, "_MODES", {Precision.BF16: missing})
     main, _ = _between_products(lambda x: x)
@@ -98,7 +98,7 @@ def test_a_precision_the_cpu_does_not_have(monkeypatch):
         compile_function("auto", main, EngineOptions(precision="bf16"))
 
 
-def test_the_reference_engine_computes_what_the_program_says():
+def test_the_reference_engine_refuses_another_precision():
     main, _ = _between_products(lambda x: x)
     with pytest.raises(OptionError, match="at the dtypes of the program: got precision 'bf16'"):
         REFERENCE.compile(main, EngineOptions(precision="bf16"))
@@ -111,6 +111,6 @@ def test_the_reference_engine_computes_what_the_program_says():
         ({"threads": 0}, "wrong number of threads: got 0, expected 1 or more, or None"),
     ],
 )
-def test_options_that_make_no_sense(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(OptionError, match=message):
         EngineOptions(**options)

@@ -1,4 +1,4 @@
-"""Networks between quantized values: what the integer kernels give equals the reference engine.
+"""Quantized networks: the integer kernels' results equal those of the reference engine.
 
 Scales are powers of two and every product a whole number of steps, so that nothing is rounded and
 not one step may differ.
@@ -19,7 +19,7 @@ from support.mil import mb
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO
 from coreml_delegate.runtime.engines.reference import REFERENCE
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.targets import Opset
 
 
 class _Network:
@@ -324,7 +324,7 @@ _BETWEEN_CODES: dict[str, Callable[[Any, Any, Any], Any]] = {
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", _BETWEEN_CODES)
-def test_what_lies_between_codes_or_beyond_them_stays(name: str, seed: int, size: int) -> None:
+def test_values_between_or_beyond_codes_are_not_rounded(name: str, seed: int, size: int) -> None:
     net = _Network(seed)
     low, high = (net.kind(float(net.scale) * steps) for steps in (-1.375, 2.625))
 
@@ -336,7 +336,7 @@ def test_what_lies_between_codes_or_beyond_them_stays(name: str, seed: int, size
 
 
 @pytest.mark.parametrize("scales", [(0.25, 0.25), (0.25, 0.5)], ids=["one step", "two steps"])
-def test_joined_values_keep_their_steps(scales: tuple[float, float]) -> None:
+def test_concatenated_values_keep_their_scales(scales: tuple[float, float]) -> None:
     net = _Network(0)
     net.stored, net.shift = "int8", {}
 
@@ -349,7 +349,7 @@ def test_joined_values_keep_their_steps(scales: tuple[float, float]) -> None:
     _assert_equal({"x": x}, network)
 
 
-def test_a_norm_of_quantized_values_has_the_epsilon_of_the_values():
+def test_a_norm_of_quantized_values_adds_epsilon_to_the_variance_of_the_values():
     """Of values whose variance is less than it."""
     net = _Network(0)
     net.kind, net.scale, net.shift = np.float32, np.float32(2**-7), {}

@@ -1,4 +1,4 @@
-"""Recurrent layers on the OpenVINO engine: sizes of the run, constructions, refusals."""
+"""Recurrent layers on the OpenVINO engine: run-time sizes, constructions, refusals."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from support.engine_runs import assert_close, run
 from support.mil import mb
 
 from coreml_delegate.runtime.engines.openvino import OPENVINO
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.targets import Opset
 
 _RNG = np.random.default_rng(0)
 _X = _RNG.standard_normal((2, 3, 4)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""States of which rows are written: as on the reference engine, and without a copy."""
+"""Partial state updates: equal to the reference engine, and without a copy of the state."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from support.tolerances import ATOL_RTOL
 from coreml_delegate.errors import ExecutionError, InputError
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO
-from coreml_delegate.runtime.engines.openvino.session.session import Interface
+from coreml_delegate.runtime.engines.openvino.session.inference import Interface
 from coreml_delegate.runtime.engines.reference import REFERENCE
-from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.program import Function
+from coreml_delegate.targets import Opset
 
 _HEADS, _ROWS, _WIDTH = 2, 12, 4
 _CACHE = (_HEADS, _ROWS, _WIDTH)
@@ -143,7 +143,7 @@ _PLACES = {"one": [3], "several": [3, 4, 5], "repeated": [4, 4, 3], "from the en
 
 @pytest.mark.parametrize("places", _PLACES)
 @pytest.mark.parametrize("reader", _APART)
-def test_what_reads_rows_apart_copies_no_state(reader: str, places: str) -> None:
+def test_readers_of_separate_rows_copy_no_state(reader: str, places: str) -> None:
     written = _PLACES[places]
     compiled = _equal_reference(_function(_APART[reader], len(written)), written)
     assert compiled.interface.writes == ((1,),)
@@ -151,7 +151,7 @@ def test_what_reads_rows_apart_copies_no_state(reader: str, places: str) -> None
 
 
 @pytest.mark.parametrize("reader", _WHOLE)
-def test_what_reads_the_whole_still_gets_it(reader: str) -> None:
+def test_readers_of_the_whole_state_still_get_it(reader: str) -> None:
     compiled = _equal_reference(_function(_WHOLE[reader], 2), [3, 4])
     assert compiled.interface.writes == ((1,),)
 
@@ -184,7 +184,7 @@ def test_rows_along_another_axis(axis: int) -> None:
 
 @pytest.mark.parametrize("reader", ["nothing", "scores", "sum"])
 @pytest.mark.parametrize("place", [_ROWS, -_ROWS - 1])
-def test_a_place_that_is_not_there_is_an_error_and_changes_nothing(reader: str, place: int) -> None:
+def test_an_index_out_of_range_is_an_error_and_changes_nothing(reader: str, place: int) -> None:
     compiled = OPENVINO.compile(_function(_APART[reader], 1), EngineOptions(cache=None))
     state = compiled.make_state()
     inputs = {
@@ -221,7 +221,7 @@ def test_a_state_of_rows_is_restored_in_the_dtype_of_the_program() -> None:
             state.write(name, wrong)
 
 
-def test_a_state_is_rearranged_for_a_function_that_writes_it_otherwise() -> None:
+def test_a_state_is_rearranged_for_a_function_that_writes_it_in_another_way() -> None:
     """As those of the same program for other shapes may."""
     rows = OPENVINO.compile(_function(_APART["scores"], 2), EngineOptions(cache=None))
     whole = OPENVINO.compile(_function(_APART["scores"], _ROWS), EngineOptions(cache=None))
@@ -236,6 +236,6 @@ def test_a_state_is_rearranged_for_a_function_that_writes_it_otherwise() -> None
         np.testing.assert_array_equal(next(iter(state.snapshot().values())), expected)
 
 
-def test_how_states_are_written_survives_the_cache() -> None:
+def test_the_cache_keeps_how_states_are_written() -> None:
     interface = OPENVINO.compile(_function(_APART["sum"], 1), EngineOptions(cache=None)).interface
     assert Interface.decode(interface.encode()) == interface

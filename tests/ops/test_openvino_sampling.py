@@ -48,15 +48,15 @@ def test_uniform(seed):
     )
     assert -2 <= values.min() < values.max() < 4
     assert _distance(values, lambda v: (v + 2) / 6) < kolmogorov_bound(_COUNT)
-    # Neighbours along either axis have nothing to do with each other.
+    # Neighbours along either axis are independent; five standard deviations of a correlation.
     for left, right in ((values[1:], values[:-1]), (values[:, 1:], values[:, :-1])):
         correlation = np.corrcoef(left.ravel(), right.ravel())[0, 1]
-        assert abs(correlation) < kolmogorov_bound(_COUNT)
+        assert abs(correlation) < 5 / np.sqrt(_COUNT)
 
 
 @pytest.mark.parametrize("seed", [-1, 7])
 @pytest.mark.parametrize(("low", "high"), [(3, 3), (2, -1)])
-def test_uniform_over_an_empty_or_turned_interval(low, high, seed):
+def test_uniform_over_an_empty_or_reversed_interval(low, high, seed):
     values = _draw(
         lambda x: mb.random_uniform(
             shape=[500], low=np.float32(low), high=np.float32(high), seed=seed
@@ -152,7 +152,7 @@ def test_a_seed_repeats_its_values(seed):
     assert not np.array_equal(first, other)
 
 
-def test_unseeded_values_differ_from_turn_to_turn():
+def test_unseeded_values_differ_between_iterations():
     def function(count):
         def body(i, held):
             return mb.add(x=i, y=np.int32(1)), mb.list_write(

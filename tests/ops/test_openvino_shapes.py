@@ -12,8 +12,8 @@ from support.mil import ct, mb, types
 
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO
-from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.reader import read_program
+from coreml_delegate.targets import Opset
 
 _RNG = np.random.default_rng(0)
 

@@ -1,4 +1,4 @@
-"""Shapes that a program leaves open: enumerated ones get graphs of their own, ranges one graph."""
+"""Flexible inputs: one static graph for each enumerated shape, one dynamic graph for ranges."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.mil import ct
 from coreml_delegate.errors import InputError
 from coreml_delegate.formats.mlpackage import map_folder
 from coreml_delegate.runtime.engines.openvino import translate
-from coreml_delegate.runtime.engines.openvino.session import specialisation
+from coreml_delegate.runtime.engines.openvino.session import enumerated_shapes
 from coreml_delegate.runtime.engines.shapes import check_shape, smallest_shape
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Feature, TensorType
@@ -89,8 +89,8 @@ def test_one_static_graph_for_each_enumerated_shape(enumerated, translations):
     assert translations == list(SHAPES)
 
 
-def test_graphs_used_least_recently_are_let_go(enumerated, translations, monkeypatch):
-    monkeypatch.setattr(specialisation, "_KEPT", 2)
+def test_graphs_used_least_recently_are_dropped(enumerated, translations, monkeypatch):
+    monkeypatch.setattr(enumerated_shapes, "_KEPT", 2)
     model = Model.from_files(enumerated, engine="openvino")
     for number in (1, 0, 2, 0, 1):
         _check(model, SHAPES[number])
@@ -111,7 +111,7 @@ def test_threads_that_bring_a_new_shape_share_its_graph(enumerated, translations
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_shape_that_is_not_enumerated(enumerated, engine):
+def test_a_shape_that_is_not_enumerated_is_refused(enumerated, engine):
     model = Model.from_files(enumerated, engine=engine)
     message = (
         r"input 'x' has a shape that is not enumerated: got \[2, 4\], "
@@ -162,19 +162,19 @@ _FLOATS = TensorType(DType.FP32, (1, None, 3))
         ),
     ],
 )
-def test_a_shape_that_does_not_fit(feature, shape, message):
+def test_a_wrong_shape_is_refused(feature, shape, message):
     with pytest.raises(InputError) as error:
         check_shape(feature, shape)
     assert str(error.value) == message
 
 
-def test_shapes_that_fit():
+def test_right_shapes_pass():
     check_shape(Feature("x", TensorType(DType.FP32, None)), (1, 2, 3, 4))
     check_shape(Feature("x", _FLOATS), (1, 1000, 3))
     check_shape(Feature("x", _FLOATS, bounds=((1, 1), (2, 8), (3, 3))), (1, 8, 3))
 
 
-def test_the_shape_of_an_input_left_out():
+def test_an_input_left_out_has_the_first_or_smallest_shape():
     assert smallest_shape(Feature("x", _FLOATS, shapes=((1, 5, 3), (1, 2, 3)))) == (1, 5, 3)
     assert smallest_shape(Feature("x", _FLOATS, bounds=((1, 1), (2, 8), (3, 3)))) == (1, 2, 3)
     assert smallest_shape(Feature("x", _FLOATS)) == (1, 1, 3)

@@ -8,7 +8,7 @@ from support.engine_runs import assert_close, run
 from support.mil import mb, types
 
 from coreml_delegate.runtime.engines.openvino import OPENVINO
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.targets import Opset
 
 _RNG = np.random.default_rng(0)
 _MASK = np.array([[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]])

@@ -10,7 +10,7 @@ from support.mil import mb
 from torch.nn import functional as F
 
 from coreml_delegate.runtime.engines.openvino import OPENVINO
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.targets import Opset
 
 _RNG = np.random.default_rng(0)
 

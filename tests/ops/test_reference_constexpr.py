@@ -9,7 +9,7 @@ from support.mil import build, main, mb, types
 from coreml_delegate.errors import ExecutionError
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.reference import REFERENCE
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.targets import Opset
 
 _RNG = np.random.default_rng(0)
 

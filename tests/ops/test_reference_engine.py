@@ -15,7 +15,6 @@ from coreml_delegate.errors import InputError
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.reference import REFERENCE
 from coreml_delegate.runtime.mil.dtypes import DType
-from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.program import (
     Constant,
     ListType,
@@ -24,6 +23,7 @@ from coreml_delegate.runtime.mil.program import (
     Ref,
     TensorType,
 )
+from coreml_delegate.targets import Opset
 
 _X = np.array([1.0, -2.0, 3.0], np.float32)
 
@@ -219,7 +219,7 @@ def test_conv_takes_weights_of_another_float_type():
     np.testing.assert_array_equal(result, np.full((1, 1, 2), 0.6, np.float16))
 
 
-def test_outputs_are_the_callers_own():
+def test_outputs_own_their_memory():
     x = np.arange(9, dtype=np.float32).reshape(3, 3)
     compiled = _compile(lambda x: (mb.identity(x=x), mb.transpose(x=x, perm=[1, 0])), {"x": x})
     same, transposed = compiled({"x": x}).values()
@@ -239,7 +239,7 @@ def test_inputs_of_any_layout(layout):
     np.testing.assert_array_equal(result, given + 1)
 
 
-def test_listener_hears_every_value_in_order():
+def test_the_listener_receives_every_value_in_order():
     def function(x):
         return mb.relu(x=mb.add(x=x, y=np.float32(1), name="sum"), name="positive")
 
@@ -322,7 +322,7 @@ def test_an_infinite_cell_without_peepholes_is_no_nan():
     assert np.isinf(cell[0, 0])
 
 
-def test_calling_leaves_no_trace_in_torch():
+def test_a_call_changes_no_setting_of_torch():
     before = torch.get_num_threads(), torch.is_grad_enabled()
     _compile(lambda x: mb.relu(x=x), {"x": _X})({"x": _X})
     assert (torch.get_num_threads(), torch.is_grad_enabled()) == before

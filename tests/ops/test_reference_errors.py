@@ -1,4 +1,4 @@
-"""What the reference engine refuses, and how it says so."""
+"""Programs that the reference engine refuses, and its error messages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from coreml_delegate.errors import ExecutionError, InputError, UnsupportedOpErro
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.reference import REFERENCE
 from coreml_delegate.runtime.mil.dtypes import DType
-from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.program import (
     Block,
     Constant,
     TensorType,
 )
+from coreml_delegate.targets import Opset
 
 _X = np.array([1.0, -2.0, 3.0], np.float32)
 
@@ -43,7 +43,8 @@ def test_unsupported_ops_are_all_named_once_nested_ones_included():
     assert REFERENCE.unsupported(function) == [
         "strange: no kernel in opset CoreML7 (first used by 'a' at main op 0)",
         "wondrous: no kernel in opset CoreML7 (first used by 'w' at main op 2 block 0 op 0)",
-        "scaled_dot_product_attention: no kernel in opset CoreML7 (first used by 'd' at main op 3)",
+        "scaled_dot_product_attention: no kernel in opset CoreML7, only since CoreML8 "
+        "(first used by 'd' at main op 3)",
         "relu: no parameter 'slope' in opset CoreML7 (first used by 'e' at main op 4)",
     ]
     with pytest.raises(
@@ -113,13 +114,13 @@ def test_unvalidated_indices_are_safe(index, expected):
     assert result == [expected]
 
 
-def test_missing_input():
+def test_a_missing_input_is_an_error():
     compiled = _compile(lambda x: mb.relu(x=x), {"x": _X})
     with pytest.raises(InputError, match="input 'x' is missing: got z, expected x"):
         compiled({"z": _X})
 
 
-def test_unknown_opset_is_a_reason():
+def test_an_unknown_opset_is_unsupported():
     function = handmade.function([], ["x"], opset="CoreML99")
     (reason,) = REFERENCE.unsupported(function)
     assert reason.startswith("unknown MIL opset: got 'CoreML99', expected CoreML5")

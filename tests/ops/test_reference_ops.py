@@ -1,4 +1,4 @@
-"""Numbers of the reference engine, op by op, against torch or coremltools' value inference."""
+"""Results of the reference engine, op by op, against torch or coremltools' value inference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coreml_delegate.runtime.engines.reference import REFERENCE
     ("case", "precision"),
     [pytest.param(c, p, id=f"{c.id}-{p}") for c in CASES for p in c.precisions],
 )
-def test_numbers(case, precision):
+def test_results_equal_torch_or_coremltools(case, precision):
     function = main(case.program(precision))
     compiled = REFERENCE.compile(function, EngineOptions())
     results = compiled(features(function, case.arrays(precision)))

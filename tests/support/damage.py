@@ -19,8 +19,7 @@ from coreml_delegate.errors import CoreMLDelegateError
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.selection import ENGINES
 from coreml_delegate.runtime.mil.program import Program
-from coreml_delegate.runtime.mil.reader import read_program
-from coreml_delegate.runtime.mil.weights import WeightFile
+from coreml_delegate.runtime.mil.reader import WeightFile, read_program
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.third_party import model_pb2
 

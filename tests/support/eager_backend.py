@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
-from coreml_delegate.runtime.program.delegate import DelegatePayload
+from coreml_delegate.runtime.program.delegate_interface import DelegatePayload
 
 BACKEND_ID = "EagerTestBackend"
 SPECS = [CompileSpec("first", b"\x00\x01"), CompileSpec("second", b"")]

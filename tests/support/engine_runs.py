@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from coreml_delegate.runtime.engines.base import Engine, EngineOptions
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.targets import Opset
 from support import mil
 from support.tolerances import ATOL_RTOL
 

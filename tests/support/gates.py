@@ -7,7 +7,7 @@ import platform
 import pytest
 
 from coreml_delegate.runtime.engines.openvino.engine import _core
-from coreml_delegate.runtime.engines.openvino.plugin import processor
+from coreml_delegate.runtime.engines.openvino.session import compilation
 from coreml_delegate.runtime.program import stock
 
 needs_compiler = pytest.mark.skipif(
@@ -17,7 +17,7 @@ needs_compiler = pytest.mark.skipif(
 
 def _has_bf16() -> bool:
     native = "BF16" in _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    return native or processor.emulates("bf16")
+    return native or compilation.emulates_precision("bf16")
 
 
 needs_bf16 = pytest.mark.skipif(not _has_bf16(), reason="the CPU neither has nor emulates bf16")

@@ -10,7 +10,7 @@ import numpy as np
 
 from coreml_delegate.formats.blob import Buffer
 from coreml_delegate.formats.mlpackage import assemble
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.targets import Opset
 from support import mil
 from support.mil import ct, mb, types
 

@@ -30,7 +30,7 @@ from coreml_delegate.runtime.engines.entry_cache import LIMIT_VARIABLE, EntryCac
 from coreml_delegate.runtime.engines.openvino import engine, translate
 from coreml_delegate.runtime.engines.openvino.session import compilation, compiled_cache
 from coreml_delegate.runtime.engines.source import ProgramSource
-from coreml_delegate.runtime.mil.package import read_files
+from coreml_delegate.runtime.mil.reader import read_files
 from coreml_delegate.runtime.model import Model
 
 X = {"x": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)}
@@ -316,12 +316,12 @@ def test_a_killed_writer_leaves_nothing_that_is_read(folder, monkeypatch):
     for file in cache.files():
         assert cache.read(bytes.fromhex(file.path.stem)) is not None
     # A later start leaves what may still be written alone, and sweeps what is an hour old.
-    entry_cache._swept.cache_clear()
+    entry_cache._sweep_unfinished.cache_clear()
     cache.write(bytes(32), {}, b"")
     assert left[0].exists()
     long_ago = time.time() - 2 * entry_cache._ABANDONED
     os.utime(left[0], (long_ago, long_ago))
-    entry_cache._swept.cache_clear()
+    entry_cache._sweep_unfinished.cache_clear()
     cache.write(bytes(32), {}, b"")
     assert not left[0].exists()
 
@@ -364,7 +364,7 @@ def test_clearing(folder):
     assert [path.name for path in folder.iterdir()] == ["mine.txt"]
 
 
-def test_a_folder_that_cannot_be_written_is_said_once(chain, tmp_path, caplog):
+def test_a_folder_that_cannot_be_written_is_logged_once(chain, tmp_path, caplog):
     blocked = tmp_path / "file"
     blocked.write_text("")
     for _ in range(2):
@@ -402,7 +402,7 @@ def test_the_environment_decides_by_default(said, expected, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("said", ["no", "-1", "2T", "1.5G"])
-def test_an_environment_that_is_not_understood(said, monkeypatch):
+def test_an_invalid_environment_variable_is_refused(said, monkeypatch):
     monkeypatch.setenv(LIMIT_VARIABLE, said)
     with pytest.raises(OptionError, match="expected off, or bytes such as"):
         EngineOptions()

@@ -15,9 +15,8 @@ from support.tolerances import ATOL_RTOL
 
 from coreml_delegate import runtime
 from coreml_delegate.errors import OptionError, UnsupportedOpError
-from coreml_delegate.runtime.coremltools_patch import FrameworkError
+from coreml_delegate.runtime.coremltools_patch import FrameworkError, array_to_picture
 from coreml_delegate.runtime.mil.program import ColorSpace
-from coreml_delegate.runtime.pixels import to_picture
 from coreml_delegate.third_party import quiet_import
 
 with quiet_import():
@@ -269,13 +268,13 @@ def test_picture_outputs() -> None:
     pytest.importorskip("PIL.Image")
     values = np.float32([[-3.0, 1.4], [1.6, 300.0]])
     whole = np.uint8([[0, 1], [2, 255]])
-    gray = np.asarray(to_picture(values[None, None], ColorSpace.GRAYSCALE))
+    gray = np.asarray(array_to_picture(values[None, None], ColorSpace.GRAYSCALE))
     np.testing.assert_array_equal(gray, whole)
-    exact = np.asarray(to_picture(values[None, None], ColorSpace.GRAYSCALE_FLOAT16))
+    exact = np.asarray(array_to_picture(values[None, None], ColorSpace.GRAYSCALE_FLOAT16))
     np.testing.assert_array_equal(exact, values)
     channels = np.stack([values, values + 1.0, values * 0.0])
     for space, order in ((ColorSpace.RGB, slice(None)), (ColorSpace.BGR, slice(None, None, -1))):
-        picture = np.asarray(to_picture(channels[None], space))
+        picture = np.asarray(array_to_picture(channels[None], space))
         np.testing.assert_array_equal(picture[..., order][..., 0], whole)
 
 

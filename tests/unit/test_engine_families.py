@@ -1,27 +1,24 @@
-"""The kernels and the translations of a MIL op stand in modules of the same family."""
+"""The kernel and the translation of a MIL op stand in modules of the same name."""
 
-from coreml_delegate.runtime.engines.openvino import translate
-from coreml_delegate.runtime.engines.openvino.registry import translations
-from coreml_delegate.runtime.engines.reference import engine
-from coreml_delegate.runtime.engines.reference.registry import kernels
+from coreml_delegate.runtime.engines.openvino.translations import TRANSLATIONS
+from coreml_delegate.runtime.engines.reference.kernels import KERNELS
 
 
-def _families(entries) -> dict[str, set[str]]:
+def _families_by_op(table) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
-    for entry in entries:
-        family = entry.function.__module__.rpartition(".")[2]
-        found.setdefault(entry.op_type, set()).add(family)
+    for version in table:
+        family = version.function.__module__.rpartition(".")[2]
+        found.setdefault(version.op_type, set()).add(family)
     return found
 
 
 def test_both_engines_have_the_same_families() -> None:
-    names = [{f.__name__.rpartition(".")[2] for f in e.FAMILIES} for e in (engine, translate)]
-    assert names[0] == names[1]
+    assert KERNELS.families == TRANSLATIONS.families
 
 
-def test_an_op_is_in_the_same_family_of_both_engines() -> None:
-    of_kernels, of_translations = _families(kernels()), _families(translations())
+def test_an_op_is_in_one_family_and_in_the_same_of_both_engines() -> None:
+    of_kernels, of_translations = _families_by_op(KERNELS), _families_by_op(TRANSLATIONS)
     assert all(len(families) == 1 for families in of_kernels.values())
-    # What OpenVINO cannot express has a kernel alone: the label of a classifier is a string.
+    # OpenVINO cannot express the label of a classifier, a string: it has a kernel only.
     assert of_kernels.keys() - of_translations.keys() == {"classify"}
     assert {op: of_kernels[op] for op in of_translations} == of_translations

@@ -19,9 +19,9 @@ from coreml_delegate.runtime.engines import selection
 from coreml_delegate.runtime.engines.openvino import translate
 from coreml_delegate.runtime.engines.selection import compile_function
 from coreml_delegate.runtime.engines.source import ProgramSource
-from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.model import Model
-from coreml_delegate.runtime.program.delegate import COREML_BACKEND_ID, DelegatePayload
+from coreml_delegate.runtime.program.delegate_interface import COREML_BACKEND_ID, DelegatePayload
+from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
 
 _OPTIONS = EngineOptions(cache=None)
@@ -41,8 +41,8 @@ def translations(monkeypatch):
     return names
 
 
-def test_an_engine_passed_over_is_said_once_for_each_program(monkeypatch, caplog):
-    monkeypatch.setattr(selection, "_SAID", set())
+def test_an_engine_passed_over_is_logged_once_for_each_program(monkeypatch, caplog):
+    monkeypatch.setattr(selection, "_LOGGED", set())
     function = handmade.function([handmade.op("classify", "y", probabilities="x")], ["y"])
     engines = {"openvino": selection.ENGINES["openvino"], "second": _Taking()}
     monkeypatch.setattr(selection, "ENGINES", engines)
@@ -72,12 +72,12 @@ class _Taking:
         return object()
 
 
-def test_unknown_engine():
+def test_an_unknown_engine_is_refused():
     with pytest.raises(OptionError, match=r"got 'gpu', expected auto \| openvino \| reference"):
         compile_function("gpu", handmade.function([], ["x"]), _OPTIONS)
 
 
-def test_of_several_functions_those_asked_for_are_compiled(translations, tmp_path):
+def test_only_the_functions_asked_for_are_compiled(translations, tmp_path):
     ct = coremltools()
     paths = {}
     for name, factor in (("double", 2), ("triple", 3)):

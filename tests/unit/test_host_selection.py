@@ -85,7 +85,7 @@ def test_its_core_ml_delegates_are_traced(pte, tmp_path, capsys):
     assert {value["op"] for model in traced for value in model["worst"]} == {"atan"}
 
 
-def test_without_the_stock_host_the_reasons_of_both_are_said(pte, monkeypatch, caplog):
+def test_without_the_stock_host_the_reasons_of_both_hosts_are_logged(pte, monkeypatch, caplog):
     monkeypatch.setattr(stock, "unavailable_reason", lambda: "no compiler")
     program = runtime.load_program(pte)
     assert program.host_name == "python"
@@ -104,7 +104,7 @@ def test_the_stock_host_takes_one_file_of_data(pte):
 
 
 @needs_compiler
-def test_an_operator_that_no_host_has(caplog):
+def test_an_operator_that_no_host_has_is_an_error(caplog):
     data = export_case("arithmetic")[1].replace(b"aten::gt", b"aten::zz")
     program = runtime.load_program(data)
     assert program.host_name == "python"

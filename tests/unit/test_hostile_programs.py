@@ -21,18 +21,16 @@ from coreml_delegate.errors import (
     UnsupportedOpError,
 )
 from coreml_delegate.formats.mlpackage import map_folder
-from coreml_delegate.runtime.engines import limits, memory
+from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.limits import MAX_LIST
 from coreml_delegate.runtime.engines.openvino.engine import OPENVINO
 from coreml_delegate.runtime.engines.reference import REFERENCE, memory_guard
 from coreml_delegate.runtime.engines.selection import ENGINES
 from coreml_delegate.runtime.mil.dtypes import DType
-from coreml_delegate.runtime.mil.package import read_files, read_mlpackage
 from coreml_delegate.runtime.mil.program import NamedType, Program, StateType, TensorType
-from coreml_delegate.runtime.mil.reader import read_program
+from coreml_delegate.runtime.mil.reader import WeightFile, read_files, read_mlpackage, read_program
 from coreml_delegate.runtime.mil.validation import MAX_ELEMENTS, check_function
-from coreml_delegate.runtime.mil.weights import WeightFile
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.third_party import model_pb2
 
@@ -158,7 +156,7 @@ def _float8(model):
         ("mlp", _float8, "unknown MIL data type: got 40"),
     ],
 )
-def test_what_engines_rely_on_is_checked(name, change, message):
+def test_inconsistent_functions_are_refused(name, change, message):
     model, weights = spec(name)
     change(model)
     assert re.search(message, refused(model, weights))
@@ -233,7 +231,7 @@ def test_links_out_of_a_package_are_refused(tmp_path):
 def little_memory(monkeypatch):
     """A machine that gives 64 MB at a time."""
     limit = 1 << 26
-    monkeypatch.setattr(memory, "largest_request", lambda: limit)
+    monkeypatch.setattr(limits, "largest_request", lambda: limit)
     monkeypatch.setattr(memory_guard, "largest_request", lambda: limit)
 
 
@@ -259,7 +257,9 @@ def test_sizes_of_values_are_refused_before_memory_is_taken(kind, little_memory)
     inputs = {"x": _X, "n": np.array([1 << 28], np.int32)}
     function = main(build(lambda x, n: huge(x, n)[kind](), inputs))
     compiled = REFERENCE.compile(function, EngineOptions())
-    with pytest.raises(ExecutionError, match=r"at most 67108864 can be had|overflow") as caught:
+    with pytest.raises(
+        ExecutionError, match=r"at most 67108864 may be requested|overflow"
+    ) as caught:
         compiled(inputs)
     assert "at main op" in str(caught.value)
 
@@ -272,7 +272,7 @@ def test_broadcasting_is_refused_before_memory_is_taken(engine, little_memory):
         engine.compile(function, EngineOptions())(inputs)
 
 
-def test_the_guard_changes_no_result_and_looks_once():
+def test_the_memory_guard_changes_no_result_and_checks_once():
     x = np.random.default_rng(0).standard_normal((1, 8, 16, 16)).astype(np.float32)
 
     def function(x):
@@ -346,21 +346,21 @@ def test_loops_that_end_in_time_do(engine, turns, monkeypatch):
     np.testing.assert_array_equal(result, _X + turns)
 
 
-def test_memory_that_can_be_had(monkeypatch, tmp_path):
-    assert memory.largest_request() > 0
+def test_the_largest_request_is_a_quarter_of_the_available_memory(monkeypatch, tmp_path):
+    assert limits.largest_request() > 0
     info, most, used = (tmp_path / name for name in ("info", "most", "used"))
-    monkeypatch.setattr(memory, "_MEMORY_INFO", info)
-    monkeypatch.setattr(memory, "_GROUP", (most, used))
-    assert memory.largest_request() > 0  # physical memory, where nothing else is known
+    monkeypatch.setattr(limits, "_MEMORY_INFO", info)
+    monkeypatch.setattr(limits, "_GROUP", (most, used))
+    assert limits.largest_request() > 0  # physical memory, where nothing else is known
     info.write_text("MemTotal: 16 kB\nMemAvailable:   8 kB\n")
-    assert memory.largest_request() == 2048
+    assert limits.largest_request() == 2048
     most.write_text("max\n")
     used.write_text("10\n")
-    assert memory.largest_request() == 2048
+    assert limits.largest_request() == 2048
     most.write_text("4106\n")
-    assert memory.largest_request() == 1024
+    assert limits.largest_request() == 1024
     with pytest.raises(ExecutionError, match="a thing does not fit into memory: got 2000 bytes"):
-        memory.require(2000, "a thing")
+        limits.require_memory(2000, "a thing")
 
 
 # --- what OpenVINO itself does not check ----------------------------------------------------------
@@ -400,7 +400,7 @@ def test_indices_outside_reach_no_memory(op, index, threads):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_what_fails_on_one_thread_is_raised_as_on_several(threads):
+def test_errors_are_raised_on_one_thread_as_on_several(threads):
     def function(x, n):
         return mb.reshape(x=x, shape=n)
 

@@ -8,10 +8,8 @@ from support.mil import builder_program
 
 from coreml_delegate.errors import BlobFormatError, ProgramError
 from coreml_delegate.runtime.mil.dtypes import DType, packed_nbytes, unpack_bits
-from coreml_delegate.runtime.mil.package import read_mlpackage
 from coreml_delegate.runtime.mil.program import TensorType
-from coreml_delegate.runtime.mil.reader import read_program
-from coreml_delegate.runtime.mil.weights import WeightFile
+from coreml_delegate.runtime.mil.reader import WeightFile, read_mlpackage, read_program
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools, model_pb2
 

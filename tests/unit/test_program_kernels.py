@@ -10,10 +10,10 @@ from executorch.runtime import Runtime
 
 from coreml_delegate.errors import BlobFormatError, UnsupportedOpError
 from coreml_delegate.runtime.program import kernels
-from coreml_delegate.runtime.program.instructions import Passed, bind_method
+from coreml_delegate.runtime.program.instructions import DelegateOnlyValues, bind_method
 from coreml_delegate.runtime.program.plan import KernelCall, MethodInfo
 
-_NOTHING = Passed(frozenset(), frozenset())
+_NOTHING = DelegateOnlyValues(frozenset(), frozenset())
 
 
 def _prim_schemas() -> dict[str, object]:
@@ -50,12 +50,12 @@ def test_every_operator_of_the_stock_runtime_has_a_kernel() -> None:
 
 
 @pytest.mark.parametrize("name", ["aten::__class__", "aten", "a b::c", "aten::add.__init__", "::"])
-def test_names_that_are_no_operators(name: str) -> None:
+def test_names_of_no_operator_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedOpError):
         kernels.find_kernel(name)
 
 
-def test_a_call_with_too_few_arguments() -> None:
+def test_a_call_with_too_few_arguments_is_refused() -> None:
     call = KernelCall("aten::add.out", (0, 0))
     method = MethodInfo("forward", (1,), (), (), ((call,),), (), ())
     with pytest.raises(BlobFormatError, match="too few arguments: got 2, expected 4: self, other"):

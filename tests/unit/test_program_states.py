@@ -38,7 +38,7 @@ def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> No
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("name", ["several buffers", "initial values"])
-def test_programs_go_back(name: str, host: str, engine: str) -> None:
+def test_a_restored_program_repeats_its_outputs(name: str, host: str, engine: str) -> None:
     program = runtime.load_program(pte(name), host=host, engine=engine)
     first = calls(program, name, 0, 1)
     snapshot = program.snapshot_state()
@@ -70,7 +70,7 @@ def test_a_snapshot_is_plain_arrays_that_nothing_changes() -> None:
 
 
 @pytest.mark.parametrize("name", ["initial values", "int32 from 3000 on"])
-def test_buffers_outside_of_delegates_too(name: str) -> None:
+def test_snapshots_include_buffers_outside_of_delegates(name: str) -> None:
     data = pte(name, inside=False)
     program = runtime.load_program(data)
     first = calls(program, name, 0, 1)
@@ -86,7 +86,7 @@ def test_buffers_outside_of_delegates_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("operation", ["reset_state", "snapshot_state"])
-def test_what_the_stock_runtime_keeps_to_itself(operation: str) -> None:
+def test_the_stock_runtime_does_not_expose_its_own_buffers(operation: str) -> None:
     program = runtime.load_program(pte("initial values", inside=False), host="stock")
     with pytest.raises(ProgramError, match=r"got 1 mutable buffer\(s\) outside of delegates"):
         getattr(program, operation)()
@@ -129,7 +129,7 @@ def test_programs_without_states() -> None:
         program.reset_state()
 
 
-def test_methods_apart() -> None:
+def test_methods_have_separate_states() -> None:
     case = CASES["add_"]
     specs = fp32_specs()
     programs = {

@@ -143,13 +143,13 @@ def test_bytes_are_viewed_in_place() -> None:
     assert PteProgram.open(memoryview(data)).method_names == ("forward", "other")
 
 
-def test_unknown_method() -> None:
+def test_an_unknown_method_is_an_error() -> None:
     program = PteProgram.open(two_methods())
     with pytest.raises(ProgramError, match="got 'backward', expected 'forward' or 'other'"):
         program.method("backward")
 
 
-def test_missing_file(tmp_path) -> None:
+def test_a_missing_file_is_an_error(tmp_path) -> None:
     with pytest.raises(ProgramError, match=r"cannot read the program: got .*absent\.pte"):
         PteProgram.open(tmp_path / "absent.pte")
 
@@ -164,7 +164,7 @@ def test_missing_file(tmp_path) -> None:
         (b"\xff\xff\xff\x7fET12", r"reference to bytes 2147483647\.\.2147483651"),
     ],
 )
-def test_not_a_program(data: bytes, reason: str, tmp_path) -> None:
+def test_bytes_of_no_program_are_refused(data: bytes, reason: str, tmp_path) -> None:
     path = tmp_path / "model.pte"
     path.write_bytes(data)
     for source in (data, path):

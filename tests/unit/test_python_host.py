@@ -22,7 +22,7 @@ from coreml_delegate.errors import (
     UnsupportedOpError,
 )
 from coreml_delegate.runtime.program import kernels
-from coreml_delegate.runtime.program.delegate import DelegatePayload
+from coreml_delegate.runtime.program.delegate_interface import DelegatePayload
 from coreml_delegate.runtime.program.host import PythonProgram
 from coreml_delegate.runtime.program.ptd import ExternalData
 
@@ -189,7 +189,7 @@ def test_a_scalar_may_come_as_one_element() -> None:
         (lambda results: [r.repeat(9, 1) for r in results], "delegate 0 .* failed: .*resiz"),
     ],
 )
-def test_results_that_do_not_fit(alter, reason: str) -> None:
+def test_delegate_results_of_wrong_count_or_shape_are_errors(alter, reason: str) -> None:
     program = load_mixed(Altered(alter))
     with pytest.raises(ExecutionError, match=reason):
         program.run("forward", [torch.randn(6, 4)])
@@ -262,7 +262,7 @@ def test_a_delegate_that_wants_more_inputs_than_it_gets() -> None:
         ([torch.empty(2, 4, device="meta")], "got torch.strided on meta"),
     ],
 )
-def test_input_checks(inputs: list[object], reason: str) -> None:
+def test_wrong_inputs_are_refused(inputs: list[object], reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         load_mixed().run("forward", inputs)
 

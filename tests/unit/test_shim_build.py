@@ -31,7 +31,7 @@ def empty_cache(tmp_path: Path, monkeypatch) -> Path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the shim is for Linux")
-def test_no_compiler(empty_cache: Path, monkeypatch) -> None:
+def test_a_missing_compiler_makes_the_host_unavailable(empty_cache: Path, monkeypatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(empty_cache))
     reason = r"no C\+\+ compiler was found \(looked for c\+\+, g\+\+, clang\+\+\)"
@@ -59,7 +59,7 @@ def test_a_failing_compiler_is_quoted_and_leaves_nothing(empty_cache: Path, monk
 
 
 @needs_compiler
-def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch) -> None:
+def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv(shim_build.CACHE_VARIABLE, str(blocked))

@@ -32,7 +32,7 @@ from coreml_delegate.errors import (
     UnsupportedOpError,
 )
 from coreml_delegate.runtime.program import stock
-from coreml_delegate.runtime.program.delegate import DelegatePayload
+from coreml_delegate.runtime.program.delegate_interface import DelegatePayload
 from coreml_delegate.runtime.program.host import PythonProgram
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.runtime.program.stock import StockProgram
@@ -234,7 +234,7 @@ def test_named_data_is_for_loading_only() -> None:
         ),
     ],
 )
-def test_results_that_do_not_fit(alter, reason: str) -> None:
+def test_delegate_results_of_wrong_count_or_shape_are_errors(alter, reason: str) -> None:
     program = load_mixed(Altered(alter))
     with pytest.raises(ExecutionError, match=reason):
         program.run("forward", [torch.randn(6, 4)])

@@ -12,10 +12,10 @@ from coreml_delegate.errors import InputError
 from coreml_delegate.runtime.diagnosis import Fault, energy, ratio_db, signal_and_error
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.location import Location, describe_op, location_of
-from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.program import Function, Program, TensorType
-from coreml_delegate.runtime.mil.widening import widened
+from coreml_delegate.runtime.mil.widening import widen_function
 from coreml_delegate.runtime.model import Model
+from coreml_delegate.targets import Opset
 
 ENGINES = ["reference", "openvino"]
 _X = np.full((1, 8), 300, np.float16)
@@ -62,7 +62,7 @@ def state_program() -> Program:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_value_is_told_with_its_place(engine):
+def test_every_value_is_traced_with_its_place(engine):
     values = []
     traced = model(rms_norm, {"x": _X}, engine)
     outputs = traced.trace({"x": _X / 300}, values.append)
@@ -75,7 +75,7 @@ def test_every_value_is_told_with_its_place(engine):
     assert values[-1].array.dtype == np.float16
 
 
-def test_every_turn_of_a_loop_is_told():
+def test_every_iteration_of_a_loop_is_traced():
     inputs = {"x": np.ones((1, 2), np.float16), "n": np.array([2], np.int32)}
     values = []
     model(growing, inputs).trace(inputs, values.append)
@@ -86,7 +86,7 @@ def test_every_turn_of_a_loop_is_told():
     assert str(place) == f"main op {place.path[0][0]} block 1 op {place.index}"
 
 
-def test_a_state_is_read_and_left():
+def test_tracing_leaves_the_state_as_it_is():
     traced = Model(state_program(), engine="openvino")
     state = traced.make_state()
     x = np.ones((2, 3), np.float16)
@@ -140,7 +140,7 @@ def test_the_widened_program_computes_in_fp32():
         return mb.cast(x=mb.cast(x=rms_norm(x), dtype="fp32"), dtype="fp16")
 
     narrow = model(function, {"x": _X})
-    wide = widened(narrow.function)
+    wide = widen_function(narrow.function)
     assert DType.FP16 in dtypes(narrow.function)
     assert DType.FP16 not in dtypes(wide)
     assert [op.type for op in wide.block.walk()] == [op.type for op in narrow.function.block.walk()]
@@ -204,7 +204,7 @@ def test_masks_are_no_fault():
     assert str(diagnosis) == "main: 2 values, none of them bad"
 
 
-def test_an_infinity_that_fp32_has_too_is_told_apart():
+def test_an_infinity_that_fp32_has_too_is_another_fault():
     x = np.array([0.0, 1.0], np.float16)
     diagnosis = model(lambda x: mb.log(x=x, epsilon=np.float16(0)), {"x": x}).diagnose({"x": x})
     assert diagnosis.first_bad is None
@@ -233,7 +233,7 @@ def test_cancellation_is_inaccurate_and_leads_the_worst():
         pytest.param(1e-4, 1e-1, None, id="small-and-accurate"),
     ],
 )
-def test_underflow_is_told_apart(x, factor, fault):
+def test_underflow_is_another_fault_than_inaccuracy(x, factor, fault):
     values = np.array([1.0, 1.3, -1.7], np.float16) * np.float16(x)
     product = model(lambda x: mb.mul(x=x, y=np.float16(factor), name="y"), {"x": values})
     diagnosis = product.diagnose({"x": values})
@@ -299,7 +299,7 @@ def test_the_largest_magnitude_is_finite_if_one_is(values, largest):
     np.testing.assert_equal(y.max_abs, largest)
 
 
-def test_the_turn_of_a_loop_is_named_and_fp32_takes_the_same_path():
+def test_the_iteration_of_a_loop_is_named_and_fp32_takes_the_same_path():
     inputs = {"x": _X, "n": np.zeros(1, np.int32)}
     diagnosis = model(growing, inputs).diagnose(inputs)
     assert (diagnosis.first_bad.name, diagnosis.first_bad.turns) == ("grow", (1,))
@@ -310,7 +310,7 @@ def test_the_turn_of_a_loop_is_named_and_fp32_takes_the_same_path():
     assert len(diagnosis.worst(100)) == len({v.location for v in diagnosis.values})
 
 
-def test_a_condition_that_rounding_turns_does_not_part_the_runs():
+def test_both_runs_take_the_same_path_if_rounding_changes_a_condition():
     def function(x):
         # 2049 rounds to 2048 in fp16, so fp32 would take the other branch.
         total = mb.reduce_sum(x=x, axes=[0], keep_dims=False, name="total")

@@ -1,4 +1,4 @@
-"""Blocks of ops: arguments fetched, the translation called, results bound to names."""
+"""Translate blocks op by op: fetch the arguments, call the translation, bind the results."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from coreml_delegate.errors import CoreMLDelegateError, UnsupportedOpError
-from coreml_delegate.runtime.engines.openvino import graph, registry
-from coreml_delegate.runtime.engines.openvino.registry import Form, TensorList, Weight, refuse
-from coreml_delegate.runtime.engines.openvino.scope import Scope, Value, stand_in
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.engines.op_table import Parameter
+from coreml_delegate.runtime.engines.openvino import graph
+from coreml_delegate.runtime.engines.openvino.scope import Scope, make_parameter
+from coreml_delegate.runtime.engines.openvino.translations import EXACT_NAN, TRANSLATIONS
+from coreml_delegate.runtime.engines.openvino.values import Form, TensorList, Value, Weight, refusal
 from coreml_delegate.runtime.mil.program import (
     Binding,
     Block,
@@ -23,9 +24,11 @@ from coreml_delegate.runtime.mil.program import (
     Ref,
     TensorType,
 )
+from coreml_delegate.runtime.op_errors import OpTranslationError, blame, last_line
+from coreml_delegate.targets import Opset
 
 # Ops whose results coremltools declares too small: it forgets that a condition broadcasts too.
-_MISDECLARING = frozenset({"select"})
+_WRONGLY_DECLARED = frozenset({"select"})
 
 # What OpenVINO's binding raises for a graph it refuses to build.
 _BUILD_ERRORS = (ArithmeticError, RuntimeError, TypeError, ValueError, LookupError)
@@ -37,29 +40,29 @@ class BlockTranslator:
 
     Attributes:
         opset: Of the program.
-        special: Ops that need the scope itself, by type.
+        structural: Ops that need the scope itself, by type.
         exact_nan: Whether NaN has to pass through every op, even where that takes time.
-        reasons: Collects errors if it is a list; values that could not be made are then stood in
-            for, so that one pass finds all. With None the first error is raised.
-        misdeclared: Values that have other shapes than the program says.
+        reasons: Collects the errors. Parameters then stand in for the values that could not be
+            made, so that one pass finds all errors. With None the first error is raised.
+        misdeclared: Names of values whose shape differs from the one that the program declares.
     """
 
     opset: Opset
-    special: Mapping[str, Special]
+    structural: Mapping[str, StructuralOp]
     exact_nan: bool = False
     reasons: list[str] | None = None
     misdeclared: set[str] = field(default_factory=set[str])
 
     def block(self, block: Block, scope: Scope, inputs: Sequence[Value] = ()) -> list[Value]:
-        """Translate a block in the fresh ``scope`` of its names.
+        """Translate a block into the graph of ``scope``.
 
         Args:
-            block: With as many inputs as ``inputs``.
-            scope: Of the graph that the ops go to.
-            inputs: What the block's inputs stand for.
+            block: The block.
+            scope: A new scope for the names of the block.
+            inputs: Values of the block's inputs.
 
         Returns:
-            What its outputs stand for.
+            Values of the block's outputs.
 
         Raises:
             UnsupportedOpError: An op, or a mode or type of it, has no translation.
@@ -68,7 +71,7 @@ class BlockTranslator:
             scope.values[named.name] = value
         for op in block.ops:
             self._op(op, scope)
-        return scope.named(block.outputs)
+        return scope.values_of(block.outputs)
 
     def _op(self, op: Op, scope: Scope) -> None:
         found_before = len(self.reasons or ())
@@ -77,90 +80,80 @@ class BlockTranslator:
             self._bind(op, outputs, scope)
         except (CoreMLDelegateError, *_BUILD_ERRORS) as error:
             if self.reasons is None:
-                if isinstance(error, _LocatedError):
-                    raise
-                raise _LocatedError(
-                    _reason(op, error), remedy="Run this program on the reference engine"
-                ) from error
-            # An op whose blocks have said what fails adds nothing.
+                remedy = "Run this program on the reference engine"
+                blame(error, OpTranslationError, _describe_failure(op, error), remedy=remedy)
+            # If an op of a nested block has failed, this op adds nothing.
             if len(self.reasons) == found_before:
-                self.reasons.append(_reason(op, error))
+                self.reasons.append(_describe_failure(op, error))
             for out in op.outputs:
-                _substitute(out, scope)
+                _bind_stand_in(out, scope)
 
     def _apply(self, op: Op, scope: Scope) -> tuple[Value, ...]:
-        special = self.special.get(op.type)
-        if special is not None:
-            return special(self, op, scope)
-        entry = registry.find(op.type, self.opset)
-        if entry is None:
-            raise refuse(f"no translation of this op in {self.opset.name}", op.type)
-        arguments = _arguments(op, entry, scope)
-        if entry.loses_nan:
-            arguments["exact_nan"] = self.exact_nan
-        result = entry.function(**arguments)
+        structural = self.structural.get(op.type)
+        if structural is not None:
+            return structural(self, op, scope)
+        version = TRANSLATIONS.get(op.type, self.opset)
+        arguments = _arguments(op, version.schema.parameters, scope)
+        if EXACT_NAN in version.schema.options:
+            arguments[EXACT_NAN] = self.exact_nan
+        result = version.function(**arguments)
         return result if isinstance(result, tuple) else (result,)
 
     def _bind(self, op: Op, outputs: tuple[Value, ...], scope: Scope) -> None:
         if len(outputs) != len(op.outputs):
-            raise refuse("number of outputs", len(op.outputs), str(len(outputs)))
+            raise refusal("number of outputs", len(op.outputs), str(len(outputs)))
         for declared, value in zip(op.outputs, outputs, strict=True):
-            is_bare = isinstance(value, Constant | Weight | TensorList)
-            scope.values[declared.name] = value if is_bare else self._checked(op, declared, value)
+            is_output = not isinstance(value, Constant | Weight | TensorList)
+            scope.values[declared.name] = self._cast(op, declared, value) if is_output else value
 
-    def _checked(self, op: Op, declared: NamedType, value: Any) -> Any:
-        """A result in the type its op declares.
+    def _cast(self, op: Op, declared: NamedType, value: Any) -> Any:
+        """Return a result in the type that its op declares.
 
         Raises:
-            UnsupportedOpError: The shape is another: OpenVINO understands the op differently.
+            UnsupportedOpError: The shape differs: OpenVINO understands the op in another way.
         """
         if not isinstance(declared.type, TensorType):
-            raise refuse("result that is no tensor", declared.type)
-        value = graph.converted(graph.output(value), graph.GRAPH_TYPE[declared.type.dtype])
+            raise refusal("result that is no tensor", declared.type)
+        value = graph.convert_to(graph.output(value), graph.GRAPH_TYPE[declared.type.dtype])
         shape, expected = value.get_partial_shape(), declared.type.shape
         if (
             expected is not None
             and shape.rank.is_static
-            and not _agree(graph.dims(value), expected)
+            and not _shapes_may_agree(graph.dims(value), expected)
         ):
-            if op.type not in _MISDECLARING and not self._is_misled(op):
-                raise refuse("result shape", list(graph.dims(value)), str(list(expected)))
+            if op.type not in _WRONGLY_DECLARED and not self._reads_misdeclared(op):
+                raise refusal("result shape", list(graph.dims(value)), str(list(expected)))
             self.misdeclared.add(declared.name)
         value.get_node().set_friendly_name(declared.name)
         return value
 
-    def _is_misled(self, op: Op) -> bool:
-        """Whether the shapes of an op's results were declared after one that is wrong."""
+    def _reads_misdeclared(self, op: Op) -> bool:
+        """Whether an op reads a misdeclared value, and so declares wrong shapes itself."""
         bindings = (binding for given in op.inputs.values() for binding in given)
         return any(isinstance(b, Ref) and b.name in self.misdeclared for b in bindings)
 
 
-Special: TypeAlias = Callable[[BlockTranslator, Op, Scope], tuple[Value, ...]]
-"""An op that the translator executes itself."""
+StructuralOp: TypeAlias = Callable[[BlockTranslator, Op, Scope], tuple[Value, ...]]
+"""Translates an op that needs the scope: returns the values of its outputs."""
 
 
-class _LocatedError(UnsupportedOpError):
-    """An error that names its op; the ops around it pass it on."""
-
-
-def _arguments(op: Op, entry: registry.Translation, scope: Scope) -> dict[str, Any]:
+def _arguments(op: Op, parameters: Mapping[str, Parameter[Form]], scope: Scope) -> dict[str, Any]:
     given: dict[str, tuple[Binding, ...]] = dict(op.inputs)
     given.update({key: (value,) for key, value in op.attributes.items() if key != "name"})
     arguments: dict[str, Any] = {}
-    for parameter in entry.parameters:
-        bindings = given.pop(parameter.name, None)
+    for name, parameter in parameters.items():
+        bindings = given.pop(name, None)
         if bindings is not None:
             values = [scope.value(binding) for binding in bindings]
-            arguments[parameter.name] = _argument(parameter, values, scope)
+            arguments[name] = _argument(name, parameter.form, values, scope)
         elif parameter.required:
-            raise refuse("required parameter is missing", parameter.name)
+            raise refusal("required parameter is missing", name)
     if given:
-        raise refuse("unknown parameters", ", ".join(sorted(given)))
+        raise refusal("unknown parameters", ", ".join(sorted(given)))
     return arguments
 
 
-def _argument(parameter: registry.Parameter, values: list[Value], scope: Scope) -> Any:
-    form = parameter.form
+def _argument(name: str, form: Form, values: list[Value], scope: Scope) -> Any:
     if form is Form.TENSORS:
         return tuple(scope.tensor(value) for value in values)
     if form is Form.TENSOR:
@@ -169,73 +162,76 @@ def _argument(parameter: registry.Parameter, values: list[Value], scope: Scope) 
     if form is Form.LIST:
         (value,) = values
         if not isinstance(value, TensorList):
-            raise refuse(f"parameter {parameter.name!r}", "a tensor", "a list")
+            raise refusal(f"parameter {name!r}", "a tensor", "a list")
         return value
-    literals = [literal(parameter.name, value) for value in values]
+    literals = [read_literal(name, value) for value in values]
     return _READERS[form](literals)
 
 
-def literal(name: str, value: Value) -> Any:
-    """The content of a value that is known when compiling.
+def read_literal(name: str, value: Value) -> Any:
+    """Return the content of a value that is known at compile time.
+
+    Args:
+        name: Name of the parameter, for the error.
+        value: The value.
 
     Raises:
-        UnsupportedOpError: It is not.
+        UnsupportedOpError: The value is computed at run time.
     """
     if isinstance(value, Constant):
         return value.data
     if isinstance(value, Weight):
         return value.dense()
-    data = None if isinstance(value, TensorList) else graph.known(value)
+    data = None if isinstance(value, TensorList) else graph.constant_data(value)
     if data is None:
-        raise refuse(f"parameter {name!r}", "a value computed at run time", "a constant")
+        raise refusal(f"parameter {name!r}", "a value computed at run time", "a constant")
     return data
 
 
-def _substitute(out: NamedType, scope: Scope) -> None:
+def _bind_stand_in(out: NamedType, scope: Scope) -> None:
     try:
         if isinstance(out.type, ListType) and isinstance(out.type.element, TensorType):
             element = out.type.element
             packed = TensorType(element.dtype, (None, *(element.shape or ())))
-            elements = stand_in(out.name, packed)[1]
+            elements = make_parameter(out.name, packed)[1]
             scope.values[out.name] = TensorList(elements, grows=True)
         else:
-            scope.values[out.name] = stand_in(out.name, out.type)[1]
+            scope.values[out.name] = make_parameter(out.name, out.type)[1]
     except UnsupportedOpError:
-        # Labels and the like: later uses of the name report themselves.
+        # Labels have no tensor type: later uses of the name report themselves.
         scope.values.pop(out.name, None)
 
 
-def _agree(actual: Sequence[int | None], declared: Sequence[int | None]) -> bool:
-    """Whether two shapes can be the same."""
+def _shapes_may_agree(actual: Sequence[int | None], declared: Sequence[int | None]) -> bool:
+    """Whether two shapes can be equal; None is any size."""
     return len(actual) == len(declared) and all(
         None in (one, other) or one == other for one, other in zip(actual, declared, strict=True)
     )
 
 
-def _flat(literals: list[Any]) -> list[Any]:
+def _flatten(literals: list[Any]) -> list[Any]:
     return [item for literal in literals for item in np.asarray(literal).reshape(-1).tolist()]
 
 
-def _one(literals: list[Any]) -> Any:
-    (item,) = _flat(literals)
+def _single(literals: list[Any]) -> Any:
+    (item,) = _flatten(literals)
     return item
 
 
 _READERS: Mapping[Form, Callable[[list[Any]], Any]] = {
     Form.ARRAY: lambda literals: np.asarray(literals[0]),
-    Form.INTS: lambda literals: tuple(int(item) for item in _flat(literals)),
-    Form.BOOLS: lambda literals: tuple(bool(item) for item in _flat(literals)),
+    Form.INTS: lambda literals: tuple(int(item) for item in _flatten(literals)),
+    Form.BOOLS: lambda literals: tuple(bool(item) for item in _flatten(literals)),
     Form.SIZES: lambda literals: tuple(
-        None if isinstance(item, str) else int(item) for item in _flat(literals)
+        None if isinstance(item, str) else int(item) for item in _flatten(literals)
     ),
-    Form.INT: lambda literals: int(_one(literals)),
-    Form.FLOAT: lambda literals: float(_one(literals)),
-    Form.BOOL: lambda literals: bool(_one(literals)),
-    Form.STR: lambda literals: str(_one(literals)),
+    Form.INT: lambda literals: int(_single(literals)),
+    Form.FLOAT: lambda literals: float(_single(literals)),
+    Form.BOOL: lambda literals: bool(_single(literals)),
+    Form.STR: lambda literals: str(_single(literals)),
 }
 
 
-def _reason(op: Op, error: Exception) -> str:
-    """One line: op type, its first output, and what went wrong."""
-    text = str(error).strip().splitlines()
-    return f"{op.type} (output {op.name!r}): {text[-1] if text else type(error).__name__}"
+def _describe_failure(op: Op, error: Exception) -> str:
+    """Return one line: op type, its first output, and what went wrong."""
+    return f"{op.type} (output {op.name!r}): {last_line(error)}"

@@ -33,7 +33,7 @@ class OpenVinoEngine:
         return None
 
     def unsupported(self, function: Function) -> list[str]:
-        """What in ``function`` has no translation: one reason each, naming op and output."""
+        """Return one reason for each op of ``function`` without a translation, with its output."""
         self._require()
         from coreml_delegate.runtime.engines.openvino.session import compilation
 
@@ -74,4 +74,4 @@ def _core() -> Any:
 
 
 OPENVINO: Engine = OpenVinoEngine()
-"""The engine."""
+"""The engine, a singleton."""

@@ -1,4 +1,4 @@
-"""Pieces of OpenVINO graph that translations share."""
+"""Building blocks of OpenVINO graphs that translations share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset15 as ops
 
-from coreml_delegate.runtime.engines.openvino.registry import Tensor, refuse
+from coreml_delegate.runtime.engines.openvino.values import Tensor, refusal
 from coreml_delegate.runtime.mil.dtypes import DType
 
 GRAPH_TYPE: dict[DType, ov.Type] = {
@@ -34,7 +34,7 @@ GRAPH_TYPE: dict[DType, ov.Type] = {
     DType.UINT4: ov.Type.u8,
     DType.UINT6: ov.Type.u8,
 }
-"""Element type that stands for a MIL type inside a graph."""
+"""Element type of a MIL type inside a graph."""
 
 INTERFACE_TYPE: dict[DType, ov.Type] = {
     DType.FP16: ov.Type.f16,
@@ -46,7 +46,7 @@ INTERFACE_TYPE: dict[DType, ov.Type] = {
     DType.UINT16: ov.Type.u16,
     DType.INT32: ov.Type.i32,
 }
-"""Element type of a function's inputs, outputs and states: the program's own."""
+"""Element type of a MIL type at a function's inputs, outputs and states."""
 
 # Name of the runtime attribute by which OpenVINO's own importers mark the conversion of a constant.
 _DECOMPRESSION = "decompression_0"
@@ -56,7 +56,7 @@ INT_MIN = int(np.iinfo(np.int32).min)
 
 
 def output(value: Any) -> Any:
-    """The first output of a node; an output as it is."""
+    """Return the first output of a node, or an output itself."""
     return value.output(0) if isinstance(value, ov.Node) else value
 
 
@@ -71,19 +71,19 @@ def is_float(value: Tensor) -> bool:
 
 
 def rank(value: Tensor) -> int:
-    """Rank of a value.
+    """Return the rank of a value.
 
     Raises:
-        UnsupportedOpError: Known only at run time.
+        UnsupportedOpError: The rank is known only at run time.
     """
     shape = output(value).get_partial_shape()
     if shape.rank.is_dynamic:
-        raise refuse("the rank of a tensor is known only at run time", shape)
+        raise refusal("the rank of a tensor is known only at run time", shape)
     return shape.rank.get_length()
 
 
 def dims(value: Tensor) -> tuple[int | None, ...]:
-    """Shape of a value, with None for a dimension known only at run time."""
+    """Return the shape of a value, with None for a dimension known only at run time."""
     rank(value)
     return tuple(
         dim.get_length() if dim.is_static else None for dim in output(value).get_partial_shape()
@@ -91,7 +91,7 @@ def dims(value: Tensor) -> tuple[int | None, ...]:
 
 
 def static_dims(value: Tensor, axes: Sequence[int]) -> tuple[int, ...]:
-    """Sizes of a value along ``axes``.
+    """Return the sizes of a value along ``axes``.
 
     Raises:
         UnsupportedOpError: One is known only at run time.
@@ -99,39 +99,39 @@ def static_dims(value: Tensor, axes: Sequence[int]) -> tuple[int, ...]:
     shape = dims(value)
     sizes = tuple(size for axis in axes if (size := shape[axis]) is not None)
     if len(sizes) != len(axes):
-        raise refuse("a dimension is known only at run time", shape, "a fixed size")
+        raise refusal("a dimension is known only at run time", shape, "a fixed size")
     return sizes
 
 
-def normalized(axis: int, rank_: int) -> int:
-    """A possibly negative axis, counted from the front."""
+def normalize_axis(axis: int, rank_: int) -> int:
+    """Return a possibly negative axis counted from the front."""
     return axis + rank_ if axis < 0 else axis
 
 
 def ints(values: Sequence[int] | int) -> Any:
-    """An i32 constant: a vector, or a scalar for a single int."""
+    """Return an i32 constant: a vector, or a scalar for a single int."""
     return ops.constant(np.asarray(values, dtype=np.int32))
 
 
 def scalar(number: float, like: Tensor) -> Any:
-    """A rank-0 constant with the element type of ``like``."""
+    """Return a rank-0 constant with the element type of ``like``."""
     return ops.constant(np.asarray(number), dtype=element_type(like))
 
 
-def known(value: Tensor) -> NDArray[np.generic] | None:
-    """The content of a value that is a constant in the graph, None for any other."""
+def constant_data(value: Tensor) -> NDArray[np.generic] | None:
+    """Return the content of a constant of the graph, None for any other value."""
     node = output(value).get_node()
     return np.asarray(node.data) if isinstance(node, ov.op.Constant) else None
 
 
-def known_ints(value: Tensor) -> tuple[int, ...] | None:
-    """The elements of a constant integer vector or scalar, None for any other value."""
-    data = known(value)
+def constant_ints(value: Tensor) -> tuple[int, ...] | None:
+    """Return the elements of a constant integer vector or scalar, None for any other value."""
+    data = constant_data(value)
     return None if data is None else tuple(int(item) for item in data.reshape(-1))
 
 
 def shape_of(value: Tensor) -> Any:
-    """The run-time shape of a value, an i32 vector; a constant where the shape is fixed."""
+    """Return the run-time shape of a value, an i32 vector; a constant if the shape is fixed."""
     shape = dims(value)
     if None in shape:
         return ops.shape_of(value, output_type="i32")
@@ -139,17 +139,17 @@ def shape_of(value: Tensor) -> Any:
 
 
 def dim_of(value: Tensor, axis: int) -> Any:
-    """The run-time size of one axis, an i32 scalar."""
-    return ops.gather(shape_of(value), ints(normalized(axis, rank(value))), ints(0))
+    """Return the run-time size of one axis, an i32 scalar."""
+    return ops.gather(shape_of(value), ints(normalize_axis(axis, rank(value))), ints(0))
 
 
 def reshape(value: Tensor, shape: Sequence[int]) -> Any:
-    """Reshape to fixed sizes, at most one of them -1."""
+    """Reshape ``value`` to fixed sizes, at most one of them -1."""
     return ops.reshape(value, ints(list(shape)), special_zero=False)
 
 
 def per_channel(vector: Tensor, rank_: int, axis: int = 1) -> Any:
-    """A vector [C] shaped to broadcast along ``axis`` of a tensor of rank ``rank_``."""
+    """Return a vector [C] shaped to broadcast along ``axis`` of a tensor of rank ``rank_``."""
     if rank(vector) != 1:
         return vector
     shape = [1] * rank_
@@ -158,21 +158,21 @@ def per_channel(vector: Tensor, rank_: int, axis: int = 1) -> Any:
 
 
 def f32(value: Tensor) -> Any:
-    """A value as f32."""
+    """Return a value as f32."""
     return value if element_type(value) == ov.Type.f32 else ops.convert(value, "f32")
 
 
 def magnitude(value: Tensor) -> Any:
-    """Absolute values.
+    """Return absolute values.
 
-    OpenVINO 2026.4 computes bounds of what is made of constants and shapes, and drops its ``Abs``
-    though they are negative.
+    OpenVINO 2026.4 removes the ``Abs`` of a value that is made of constants and shapes, although it
+    may be negative: the bounds that it computes for the value are wrong.
     """
     return ops.abs(value) if _is_computed(value) else ops.maximum(value, ops.negative(value))
 
 
 def _is_computed(value: Tensor) -> bool:
-    """Whether the content of an input is part of what a value is made of."""
+    """Whether a value depends on the content of an input, rather than on shapes alone."""
     pending, seen = [output(value).get_node()], set[str]()
     while pending:
         node = pending.pop()
@@ -184,8 +184,8 @@ def _is_computed(value: Tensor) -> bool:
     return False
 
 
-def converted(value: Tensor, destination: ov.Type) -> Any:
-    """A value with element type ``destination``; booleans are tested against zero."""
+def convert_to(value: Tensor, destination: ov.Type) -> Any:
+    """Return a value as element type ``destination``; a boolean is whether it is not zero."""
     source = element_type(value)
     if source == destination:
         return output(value)
@@ -195,10 +195,10 @@ def converted(value: Tensor, destination: ov.Type) -> Any:
 
 
 def array_constant(array: NDArray[np.generic]) -> Any:
-    """A constant that shares the memory of ``array`` and keeps it alive.
+    """Return a constant that shares the memory of ``array`` and keeps it alive.
 
-    OpenVINO's binding takes writable arrays alone, while program constants are read-only views of a
-    mapped file. A constant is never written, so a writable alias of the same memory is handed over.
+    OpenVINO's binding takes writable arrays only, while program constants are read-only views of a
+    mapped file. A constant is never written, so the binding gets a writable alias of the memory.
     """
     if array.nbytes == 0 or array.ndim == 0:
         return ops.constant(array)
@@ -209,10 +209,10 @@ def array_constant(array: NDArray[np.generic]) -> Any:
     return ops.constant(alias, shared_memory=True)
 
 
-def widened(constant: Any, destination: ov.Type) -> Any:
-    """A floating-point constant as ``destination``, kept as narrow as it is.
+def widen_constant(constant: Any, destination: ov.Type) -> Any:
+    """Return a floating-point constant converted to ``destination`` when it is used.
 
-    The plugin computes such a conversion once and keeps a second copy of the constant, unless the
+    The plugin computes a conversion once and keeps a second copy of the constant, unless the
     conversion is marked as decompression: then it widens while it rearranges the weights.
     Measured on 53 MB of fp16 linear weights: 160 MB of memory instead of 260.
     """
@@ -228,9 +228,9 @@ _FOUR_BITS: dict[np.dtype[Any], tuple[ov.Type, int, int]] = {
 
 
 def integer_constant(array: NDArray[np.generic]) -> Any:
-    """A constant of integer weights, packed to four bits an element where all of them fit.
+    """Return a constant of integer weights, packed to four bits an element if all of them fit.
 
-    Kernels read half the memory then; measured on a row times 1024 x 1024 weights, 0.8 of the time.
+    Kernels then read half the memory; a row times 1024 x 1024 weights takes 0.8 of the time.
     """
     narrow = _FOUR_BITS.get(array.dtype)
     if narrow is None or array.size == 0 or array.size % 2:

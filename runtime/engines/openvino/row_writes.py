@@ -1,10 +1,10 @@
-"""States of which a program writes some rows: only those leave the graph, and no state is copied.
+"""Partial state updates: the graph returns only the written rows, and no state is copied.
 
 OpenVINO has no write in place: its scatter copies the whole tensor. But a program that writes rows
-of a cache reads it in few ways, and each gives the same from the old cache and the new rows, apart:
-a product with the keys is that with the old ones where the columns of the new are put in its place,
-and so on. So the session keeps the state, in the type the graph computes in, the graph reads it
-where it lies, and what it returns are the rows and their places, for the session to write.
+of a cache reads it in few ways, and each can be computed from the old cache and the new rows
+separately: a product with the keys is the product with the old keys, with the columns of the new
+ones put in place, and so on. So the session keeps the state in the type that the graph computes in,
+the graph reads it without a copy, and returns the rows and their indices for the session to write.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import openvino as ov
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
-    converted,
+    constant_ints,
+    convert_to,
     dim_of,
     dims,
     element_type,
     ints,
     is_float,
-    known_ints,
-    normalized,
+    normalize_axis,
     output,
     per_channel,
     rank,
@@ -41,13 +41,13 @@ _SCATTER = "ScatterUpdate"
 
 @dataclass(frozen=True, slots=True)
 class RowWrite:
-    """Rows put in the place of others.
+    """Rows that replace rows of a tensor.
 
     Attributes:
-        before: The tensor written to, an output of the graph.
-        places: int32 [C] along ``axis``, none of them negative; the last of equal ones counts.
-        rows: Of the shape of ``before`` but for C along ``axis``.
-        axis: What rows are counted along.
+        before: The tensor before the write, an output of the graph.
+        places: Indices of the rows, int32 [C], not negative; the last of equal ones counts.
+        rows: The new rows, with the shape of ``before`` except for C along ``axis``.
+        axis: The axis along which rows are counted.
     """
 
     before: Any
@@ -56,15 +56,15 @@ class RowWrite:
     axis: int
 
     def with_rows(self, before: Any, rows: Any, axis: int) -> Any:
-        """What becomes of another tensor, with rows at the same places."""
+        """Return ``before`` with ``rows`` written at the same indices along ``axis``."""
         return ops.scatter_update(before, self.places, rows, ints(axis)).output(0)
 
 
-def row_writes(before: Any, after: Any) -> tuple[RowWrite, ...] | None:
-    """The writes, in order, that make ``after`` of ``before``; None if anything else does."""
+def find_row_writes(before: Any, after: Any) -> tuple[RowWrite, ...] | None:
+    """Return the writes that turn ``before`` into ``after``, in order; None if it takes more."""
     found: list[RowWrite] = []
-    while not _same(before, after):
-        write = _write(after)
+    while not _is_same_output(before, after):
+        write = _as_row_write(after)
         if write is None:
             return None
         found.append(write)
@@ -72,15 +72,15 @@ def row_writes(before: Any, after: Any) -> tuple[RowWrite, ...] | None:
     return tuple(reversed(found))
 
 
-def read_apart(after: Any) -> None:
-    """Let what reads a written tensor read what was there before, and the rows.
+def split_readers(after: Any) -> None:
+    """Let the readers of a written tensor read the old tensor and the new rows separately.
 
-    Readers that need the tensor as it is keep it; the plugin then copies it.
+    Readers that cannot keep reading the written tensor; the plugin then copies it.
 
     Args:
         after: The result of a row write.
     """
-    write = _write(after)
+    write = _as_row_write(after)
     if write is None:
         return
     for port in list(output(after).get_target_inputs()):
@@ -90,42 +90,42 @@ def read_apart(after: Any) -> None:
         if replacement is None:
             continue
         reader.output(0).replace(replacement)
-        read_apart(replacement)
-    read_apart(write.before)
+        split_readers(replacement)
+    split_readers(write.before)
 
 
-def _write(value: Any) -> RowWrite | None:
+def _as_row_write(value: Any) -> RowWrite | None:
     node = output(value).get_node()
     if node.get_type_name() != _SCATTER:
         return None
     before, places, rows = (node.input_value(place) for place in range(3))
-    axis = known_ints(node.input_value(3))
+    axis = constant_ints(node.input_value(3))
     if axis is None or rank(places) != 1 or element_type(places) != ov.Type.i32:
         return None
     if None in dims(before) or None in dims(rows):
         return None
-    write = RowWrite(before, places, rows, normalized(axis[0], rank(before)))
+    write = RowWrite(before, places, rows, normalize_axis(axis[0], rank(before)))
     written, existing = (static_dims(x, (write.axis,)) for x in (rows, before))
     return write if written < existing else None
 
 
-def _same(one: Any, other: Any) -> bool:
+def _is_same_output(one: Any, other: Any) -> bool:
     ports = [
         (value.get_node().get_name(), value.get_index()) for value in map(output, (one, other))
     ]
     return ports[0] == ports[1]
 
 
-def _transposed(write: RowWrite, reader: Any, _: int) -> Any | None:
-    order = known_ints(reader.input_value(1))
+def _split_transpose(write: RowWrite, reader: Any, _: int) -> Any | None:
+    order = constant_ints(reader.input_value(1))
     if not order:
         return None
     before, rows = (ops.transpose(x, ints(order)) for x in (write.before, write.rows))
     return write.with_rows(before, rows, order.index(write.axis))
 
 
-def _viewed(write: RowWrite, reader: Any, port: int) -> Any | None:
-    """A view in which rows remain rows: what is before and behind their axis may be merged."""
+def _split_reshape(write: RowWrite, reader: Any, port: int) -> Any | None:
+    """A view in which rows remain rows: axes before and after theirs may be merged or split."""
     shape, axis = dims(write.before), write.axis
     view = dims(reader.output(0))
     sizes = [size for size in view if size is not None]
@@ -144,7 +144,7 @@ def _viewed(write: RowWrite, reader: Any, port: int) -> Any | None:
     return write.with_rows(reshape(write.before, sizes), reshape(write.rows, narrow), kept[0])
 
 
-def _multiplied(write: RowWrite, reader: Any, port: int) -> Any | None:
+def _split_matmul(write: RowWrite, reader: Any, port: int) -> Any | None:
     attributes = reader.get_attributes()
     transposes = attributes["transpose_a"], attributes["transpose_b"]
     other = reader.input_value(1 - port)
@@ -165,29 +165,31 @@ def _multiplied(write: RowWrite, reader: Any, port: int) -> Any | None:
     factors = ops.gather(other, write.places, ints(axis))
     nothing = ops.broadcast(scalar(0, other), shape_of(factors))
     elsewhere = write.with_rows(other, nothing, axis)
-    factors = ops.select(per_channel(_counting(write.places), rank(other), axis), factors, nothing)
+    factors = ops.select(
+        per_channel(_is_last_write(write.places), rank(other), axis), factors, nothing
+    )
     return ops.add(product(write.before, elsewhere), product(write.rows, factors)).output(0)
 
 
-def _counting(places: Any) -> Any:
-    """Whether no later place is the same, bool [C]."""
+def _is_last_write(places: Any) -> Any:
+    """Return whether no later index is the same, bool [C]."""
     (count,) = dims(places)
     later = ops.constant(np.triu(np.ones((count or 0, count or 0), bool), 1))
     same = ops.equal(ops.unsqueeze(places, ints(1)), ops.unsqueeze(places, ints(0)))
     return ops.logical_not(ops.reduce_logical_or(ops.logical_and(same, later), ints((1,))))
 
 
-def _gathered(write: RowWrite, reader: Any, port: int) -> Any | None:
-    axis = known_ints(reader.input_value(2))
+def _split_gather(write: RowWrite, reader: Any, port: int) -> Any | None:
+    axis = constant_ints(reader.input_value(2))
     batch = reader.get_attributes()["batch_dims"]
     total = rank(write.before)
-    if port or batch or axis is None or normalized(axis[0], total) != write.axis:
+    if port or batch or axis is None or normalize_axis(axis[0], total) != write.axis:
         return None
-    wanted = converted(reader.input_value(1), element_type(write.places))
+    wanted = convert_to(reader.input_value(1), element_type(write.places))
     read = rank(wanted)
     size = dim_of(write.before, write.axis)
     wanted = ops.select(ops.less(wanted, ints(0)), ops.add(wanted, size), wanted)
-    # Of each that is wanted the last row that was written there, or -1.
+    # For each index that is read, the number of the last row written there, or -1.
     matches = ops.equal(ops.unsqueeze(wanted, ints(-1)), write.places)
     (count,) = dims(write.places)
     numbers = ops.select(matches, ints(list(range(count or 0))), ints(-1))
@@ -202,15 +204,16 @@ def _gathered(write: RowWrite, reader: Any, port: int) -> Any | None:
 
 
 _READERS: Mapping[str, Callable[[RowWrite, Any, int], Any | None]] = {
-    "Gather": _gathered,
-    "MatMul": _multiplied,
-    "Reshape": _viewed,
-    "Squeeze": _viewed,
-    "Transpose": _transposed,
-    "Unsqueeze": _viewed,
+    "Gather": _split_gather,
+    "MatMul": _split_matmul,
+    "Reshape": _split_reshape,
+    "Squeeze": _split_reshape,
+    "Transpose": _split_transpose,
+    "Unsqueeze": _split_reshape,
 }
-"""Reader of a written tensor -> the same result of what was there before and the rows, if any.
+"""Type of a reader -> function that returns its result from the old tensor and the new rows.
 
-Called with the write, the reader and the port at which it reads. A sum over rows takes the old ones
-that were replaced with a factor of zero, which is no different as long as they are finite.
+The function takes the write, the reader and the port at which it reads, and returns None if it
+cannot. A sum over rows takes replaced rows with a factor of zero, which makes no difference as long
+as they are finite.
 """

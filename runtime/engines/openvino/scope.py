@@ -1,25 +1,22 @@
-"""What the names of a program stand for while it is translated.
+"""Scopes: the values that the names of a program stand for while it is translated.
 
 A MIL block sees the values of the blocks around it, and so does a scope. But the body of a loop or
-of a branch is an OpenVINO graph of its own, which a value of the surrounding graph enters through
-a parameter only: a scope makes that parameter when such a value is first used.
+of a branch is an OpenVINO graph of its own: a value of the surrounding graph enters it through a
+parameter only, which the scope makes when the value is first used.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import openvino as ov
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino import graph
-from coreml_delegate.runtime.engines.openvino.registry import TensorList, Weight, refuse
+from coreml_delegate.runtime.engines.openvino.values import TensorList, Value, Weight, refusal
 from coreml_delegate.runtime.mil.program import Binding, Constant, TensorType, ValueType
-
-Value: TypeAlias = Any
-"""What a name stands for: a ``Constant``, a ``Weight``, a ``TensorList`` or an OpenVINO output."""
 
 # fp16 constants at least this large stay fp16 in the graph and are widened by it.
 _KEEP_FP16_BYTES = 4096
@@ -27,7 +24,7 @@ _KEEP_FP16_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A value of the surrounding graph, and the parameter by which a body receives it."""
+    """A value of the surrounding graph, and the parameter through which a body receives it."""
 
     outer: Any
     parameter: Any
@@ -42,42 +39,42 @@ class Scope:
     """
 
     outer: Scope | None = None
-    shared: _Shared = field(default_factory=lambda: _Shared())
+    shared: _GraphValues = field(default_factory=lambda: _GraphValues())
     values: dict[str, Value] = field(default_factory=dict[str, Value])
 
     def nested(self) -> Scope:
-        """A scope for a block translated into the same graph."""
+        """Return a scope for a nested block that is translated into the same graph."""
         return Scope(self, self.shared)
 
     def body(self) -> Scope:
-        """A scope for a block translated into a graph of its own."""
+        """Return a scope for a nested block that is translated into a graph of its own."""
         return Scope(self)
 
     @property
     def captures(self) -> list[Capture]:
-        """What the graph uses of the graph around it, in the order of first use."""
+        """The values that the graph uses of the surrounding graph, in the order of first use."""
         return self.shared.captures
 
     def value(self, binding: Binding) -> Value:
-        """What a binding stands for.
+        """Return the value of a binding.
 
         Raises:
             UnsupportedOpError: The name is in no scope.
         """
-        return binding if isinstance(binding, Constant) else self._named(binding.name)
+        return binding if isinstance(binding, Constant) else self._value_of(binding.name)
 
-    def named(self, names: tuple[str, ...]) -> list[Value]:
-        """What each of several names stands for; raises as ``value`` does."""
-        return [self._named(name) for name in names]
+    def values_of(self, names: tuple[str, ...]) -> list[Value]:
+        """Return the values of several names; raises as ``value`` does."""
+        return [self._value_of(name) for name in names]
 
     def tensor(self, value: Value) -> Any:
-        """A value as an output of this scope's graph.
+        """Return a value as an output of this scope's graph.
 
         Raises:
-            UnsupportedOpError: It is a list, or a constant that is no tensor.
+            UnsupportedOpError: The value is a list, or a constant that is no tensor.
         """
         if isinstance(value, TensorList):
-            raise refuse("list in the place of a tensor", value.elements.get_partial_shape())
+            raise refusal("list in the place of a tensor", value.elements.get_partial_shape())
         if not isinstance(value, Constant | Weight):
             return value
         nodes = self.shared.nodes
@@ -88,48 +85,48 @@ class Scope:
         return nodes[value]
 
     def state(self, name: str) -> Any:
-        """A state as the program has left it so far.
+        """Return a state as the program has left it so far.
 
         Raises:
             UnsupportedOpError: No such state.
         """
         states = self.shared.states
         if name not in states:
-            around = self._around()
-            if around is None:
-                raise refuse("state is no parameter of the function", name)
-            states[name] = self._captured(around.state(name))
+            surrounding = self._surrounding()
+            if surrounding is None:
+                raise refusal("state is no parameter of the function", name)
+            states[name] = self._capture(surrounding.state(name))
         return states[name]
 
     def set_state(self, name: str, value: Any) -> None:
         """Replace a state."""
         self.shared.states[name] = value
 
-    def _named(self, name: str) -> Value:
+    def _value_of(self, name: str) -> Value:
         if name not in self.values:
             if self.outer is None:
-                raise refuse("use of a value without a place in the graph", name)
-            found = self.outer._named(name)
+                raise refusal("use of a value without a place in the graph", name)
+            found = self.outer._value_of(name)
             if self.outer.shared is self.shared:
                 return found
-            self.values[name] = self._captured(found)
+            self.values[name] = self._capture(found)
         return self.values[name]
 
-    def _around(self) -> Scope | None:
-        """The scope in which this scope's graph is used."""
+    def _surrounding(self) -> Scope | None:
+        """Return the scope whose graph uses this scope's graph as a body."""
         scope = self.outer
         while scope is not None and scope.shared is self.shared:
             scope = scope.outer
         return scope
 
-    def _captured(self, value: Value) -> Value:
+    def _capture(self, value: Value) -> Value:
         if isinstance(value, Constant | Weight):
             return value
         if isinstance(value, TensorList):
-            return TensorList(self._captured(value.elements), value.grows)
-        data = graph.known(value)
+            return TensorList(self._capture(value.elements), value.grows)
+        data = graph.constant_data(value)
         if data is not None:
-            # Repeated rather than passed, so that it remains known where it is used.
+            # Repeated rather than passed, so that it is a constant in the body too.
             return ops.constant(np.array(data), dtype=graph.element_type(value)).output(0)
         parameter = ov.op.Parameter(graph.element_type(value), value.get_partial_shape())
         self.captures.append(Capture(value, parameter))
@@ -137,45 +134,45 @@ class Scope:
 
 
 @dataclass(slots=True, eq=False)
-class _Shared:
-    """What all scopes of one graph share: nodes of constants, states by name, captures."""
+class _GraphValues:
+    """Values that all scopes of one graph share: constant nodes, states by name, captures."""
 
     nodes: dict[Constant | Weight, Any] = field(default_factory=dict[Constant | Weight, Any])
     states: dict[str, Any] = field(default_factory=dict[str, Any])
     captures: list[Capture] = field(default_factory=list[Capture])
 
 
-def stand_in(name: str, type_: ValueType) -> tuple[Any, Any]:
-    """A parameter of a MIL type, and its value inside the graph.
+def make_parameter(name: str, type_: ValueType) -> tuple[Any, Any]:
+    """Return a parameter of a MIL type, and its value in the element type of the graph.
 
     Raises:
-        UnsupportedOpError: OpenVINO has nothing for the type.
+        UnsupportedOpError: OpenVINO has no such type.
     """
     if not isinstance(type_, TensorType) or type_.dtype not in graph.INTERFACE_TYPE:
-        raise refuse(f"value {name!r} has a type OpenVINO cannot hold", type_)
+        raise refusal(f"value {name!r} has a type OpenVINO cannot hold", type_)
     node = ov.op.Parameter(graph.INTERFACE_TYPE[type_.dtype], partial_shape(type_.shape))
     node.set_friendly_name(name)
-    return node, graph.converted(node.output(0), graph.GRAPH_TYPE[type_.dtype])
+    return node, graph.convert_to(node.output(0), graph.GRAPH_TYPE[type_.dtype])
 
 
 def partial_shape(shape: tuple[int | None, ...] | None) -> Any:
-    """A MIL shape as OpenVINO writes it."""
+    """Return a MIL shape as an OpenVINO shape."""
     if shape is None:
         return ov.PartialShape.dynamic()
     return ov.PartialShape([-1 if size is None else size for size in shape])
 
 
 def _constant_node(constant: Constant) -> Any:
-    """A constant as a value: its memory shared where the types agree, else converted."""
+    """Return the node of a constant, which shares its memory where the types agree."""
     data, type_ = constant.data, constant.type
     if not isinstance(data, np.ndarray) or not isinstance(type_, TensorType):
-        raise refuse("constant is no tensor", type_)
+        raise refusal("constant is no tensor", type_)
     wanted = graph.GRAPH_TYPE[type_.dtype]
     dtype = wanted.to_dtype()
     if data.dtype == dtype:
         return graph.array_constant(data).output(0)
     if data.dtype == np.float16 and data.nbytes >= _KEEP_FP16_BYTES:
-        return graph.widened(graph.array_constant(data), wanted).output(0)
+        return graph.widen_constant(graph.array_constant(data), wanted).output(0)
     return ops.constant(np.asarray(data.astype(dtype), order="C")).output(0)
 
 

@@ -1,4 +1,4 @@
-"""A MIL function as an OpenVINO model."""
+"""Translate a MIL function to an OpenVINO model."""
 
 from __future__ import annotations
 
@@ -9,76 +9,32 @@ import openvino as ov
 from openvino import opset15 as ops
 
 from coreml_delegate.errors import UnsupportedOpError
-from coreml_delegate.runtime.engines.openvino import graph, registry
+from coreml_delegate.runtime.engines.openvino import graph
 from coreml_delegate.runtime.engines.openvino.blocks import BlockTranslator
-from coreml_delegate.runtime.engines.openvino.registry import refuse
-from coreml_delegate.runtime.engines.openvino.row_writes import read_apart, row_writes
-from coreml_delegate.runtime.engines.openvino.scope import Scope, Value, stand_in
+from coreml_delegate.runtime.engines.openvino.control_flow import STRUCTURAL
+from coreml_delegate.runtime.engines.openvino.row_writes import find_row_writes, split_readers
+from coreml_delegate.runtime.engines.openvino.scope import Scope, make_parameter
 from coreml_delegate.runtime.engines.openvino.session.states import StateTypes, Writes
-from coreml_delegate.runtime.engines.openvino.translations import (
-    activation,
-    constexpr,
-    convolution,
-    detection,
-    elementwise,
-    indexing,
-    linear,
-    lists,
-    normalization,
-    pooling,
-    quantization,
-    recurrent,
-    reduction,
-    resampling,
-    reshaping,
-    resizing,
-    sampling,
-    slicing,
-)
-from coreml_delegate.runtime.engines.openvino.translations.control_flow import SPECIAL
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.engines.openvino.values import Value, refusal
 from coreml_delegate.runtime.mil.program import (
     Feature,
     Function,
     StateType,
     TensorType,
 )
-
-# Importing a family registers its translations.
-FAMILIES = (
-    activation,
-    constexpr,
-    convolution,
-    detection,
-    elementwise,
-    indexing,
-    linear,
-    lists,
-    normalization,
-    pooling,
-    quantization,
-    recurrent,
-    reduction,
-    resampling,
-    reshaping,
-    resizing,
-    sampling,
-    slicing,
-)
-
-__all__ = ["FAMILIES", "SPECIAL", "Translated", "registry", "translate", "unsupported"]
+from coreml_delegate.targets import Opset
 
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """A model, and what its ports mean.
+    """A model, and the meaning of its ports.
 
     Attributes:
-        model: Inputs are ``inputs`` then ``states``; results are ``outputs`` then what is written.
+        model: Its inputs are ``inputs`` then ``states``, its results ``outputs`` then ``writes``.
         inputs: Feature names.
         outputs: Feature names.
         states: Name and type of every state tensor.
-        writes: How each is written.
+        writes: How each state is written.
     """
 
     model: ov.Model
@@ -98,18 +54,18 @@ def translate(function: Function, *, exact_nan: bool = False) -> Translated:
     Raises:
         UnsupportedOpError: An op, or a mode or type of it, has no translation.
     """
-    return _translation(function, None, exact_nan=exact_nan).model()
+    return _translate_blocks(function, None, exact_nan=exact_nan).model()
 
 
 def unsupported(function: Function) -> list[str]:
-    """Every reason why ``function`` cannot be translated, each once, in program order."""
+    """Return every reason why ``function`` cannot be translated, each once, in program order."""
     reasons: list[str] = []
     try:
-        translation = _translation(function, reasons)
+        translation = _translate_blocks(function, reasons)
         if not reasons:
             translation.model()
     except UnsupportedOpError as error:
-        # With reasons at hand, this is what became of the values that stand in.
+        # If there are reasons already, this error comes of the parameters that stand in.
         if not reasons:
             reasons.append(str(error))
     return list(dict.fromkeys(reasons))
@@ -117,14 +73,14 @@ def unsupported(function: Function) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Translation:
-    """A function whose ops are translated.
+    """A function whose ops are translated, before it becomes a model.
 
     Attributes:
         function: The function.
-        scope: Of its names.
-        inputs: Parameter of the model by name of the function's parameter.
-        states: The same for states: parameter, value at the start, type.
-        values: What the function's outputs stand for, by name.
+        scope: The scope of its names.
+        inputs: Parameter of the model by input name.
+        states: By state name: parameter of the model, initial value, type.
+        values: Value by output name.
     """
 
     function: Function
@@ -134,13 +90,13 @@ class _Translation:
     values: dict[str, Value]
 
     def model(self) -> Translated:
-        """The model of everything translated."""
+        """Make the model."""
         declared = _declared_types(self.function)
         results = [self._result(feature, declared) for feature in self.function.outputs]
         parameters = [*self.inputs.values()]
         writes: list[Writes] = []
         for name in self.states:
-            parameter, written, axes = self._written(name)
+            parameter, written, axes = self._write_state(name)
             parameters.append(parameter)
             results += written
             writes.append(axes)
@@ -154,34 +110,34 @@ class _Translation:
             tuple(writes),
         )
 
-    def _written(self, name: str) -> tuple[Any, list[Any], Writes]:
-        """The parameter of a state, the results that say what it becomes, and what those are."""
+    def _write_state(self, name: str) -> tuple[Any, list[Any], Writes]:
+        """Return the parameter of a state, the results that update it, and how they do."""
         parameter, before, type_ = self.states[name]
         after = self.scope.state(name)
-        writes = row_writes(before, after)
+        writes = find_row_writes(before, after)
         if writes is None:
-            return parameter, [_exported(after, type_, name)], None
+            return parameter, [_make_result(after, type_, name)], None
         kept = ov.op.Parameter(graph.element_type(before), parameter.get_partial_shape())
         kept.set_friendly_name(name)
         results = [
             result
             for write in writes
-            for result in (ops.result(write.places), _exported(write.rows, type_, name))
+            for result in (ops.result(write.places), _make_result(write.rows, type_, name))
         ]
         graph.output(before).replace(kept.output(0))
-        read_apart(after)
+        split_readers(after)
         return kept, results, tuple(write.axis for write in writes)
 
     def _result(self, feature: Feature, declared: dict[str, TensorType]) -> Any:
         name = feature.name
         if name not in self.values:
-            raise refuse("model output is not computed by its function", name)
+            raise refusal("model output is not computed by its function", name)
         # The description may declare another dtype than the value has.
         type_ = declared.get(name, feature.type)
-        return _exported(self.scope.tensor(self.values[name]), type_, name)
+        return _make_result(self.scope.tensor(self.values[name]), type_, name)
 
 
-def _translation(
+def _translate_blocks(
     function: Function, reasons: list[str] | None, *, exact_nan: bool = False
 ) -> _Translation:
     scope = Scope()
@@ -189,12 +145,14 @@ def _translation(
     states: dict[str, tuple[Any, Any, TensorType]] = {}
     for param in function.params:
         if isinstance(param.type, StateType):
-            node, value = stand_in(param.name, param.type.wrapped)
+            node, value = make_parameter(param.name, param.type.wrapped)
             scope.set_state(param.name, value)
             states[param.name] = (node, value, param.type.wrapped)
         else:
-            inputs[param.name], scope.values[param.name] = stand_in(param.name, param.type)
-    translator = BlockTranslator(Opset.from_mil_name(function.opset), SPECIAL, exact_nan, reasons)
+            inputs[param.name], scope.values[param.name] = make_parameter(param.name, param.type)
+    translator = BlockTranslator(
+        Opset.from_mil_name(function.opset), STRUCTURAL, exact_nan, reasons
+    )
     outputs = translator.block(function.block, scope)
     values = dict(zip(function.block.outputs, outputs, strict=True))
     return _Translation(function, scope, inputs, states, values)
@@ -205,9 +163,9 @@ def _declared_types(function: Function) -> dict[str, TensorType]:
     return {named.name: named.type for named in declared if isinstance(named.type, TensorType)}
 
 
-def _exported(value: Any, type_: TensorType, name: str) -> Any:
+def _make_result(value: Any, type_: TensorType, name: str) -> Any:
     if type_.dtype not in graph.INTERFACE_TYPE:
-        raise refuse(f"output {name!r} has a type OpenVINO cannot hold", type_)
-    result = ops.result(graph.converted(value, graph.INTERFACE_TYPE[type_.dtype]))
+        raise refusal(f"output {name!r} has a type OpenVINO cannot hold", type_)
+    result = ops.result(graph.convert_to(value, graph.INTERFACE_TYPE[type_.dtype]))
     result.set_friendly_name(name)
     return result

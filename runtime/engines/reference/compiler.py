@@ -1,6 +1,6 @@
-"""From a MIL function to steps: names to slots, constants to arguments, ops to kernels.
+"""Compile a MIL function to steps: names to slots, constants to arguments, ops to kernels.
 
-Everything that does not depend on a call's values happens here, once: attributes become Python
+All work that does not depend on the values of a call is done here, once: attributes become Python
 values, weights become tensors on the mapped file, compressed weights are expanded.
 """
 
@@ -25,21 +25,21 @@ from coreml_delegate.runtime.engines.reference.interpreter import (
     Source,
     Step,
     WriteStateStep,
-    as_results,
-    failure,
+    as_tuple,
+    blame_op,
 )
+from coreml_delegate.runtime.engines.reference.kernels import KERNELS, Kernel, Passing
 from coreml_delegate.runtime.engines.reference.memory_guard import MemoryGuard
-from coreml_delegate.runtime.engines.reference.registry import Kernel, Passing, find
 from coreml_delegate.runtime.engines.reference.values import (
+    cast_to_declared,
+    constant_to_tensor,
     describe,
-    literal_of,
-    settle,
-    tensor_of_constant,
-    widened,
+    to_literal,
+    widen_tensor,
 )
 from coreml_delegate.runtime.mil.location import located_ops
-from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.program import Binding, Block, Constant, Function, Op, Ref
+from coreml_delegate.targets import Opset
 
 _CONST = "const"
 _CONSTEXPR = "constexpr_"
@@ -81,7 +81,7 @@ class _Scope:
 
 
 def unsupported(function: Function) -> list[str]:
-    """One reason per op type of ``function``, nested blocks included, that has no kernel."""
+    """Return one reason per op type or parameter of ``function`` that has no kernel."""
     try:
         opset = Opset.from_mil_name(function.opset)
     except OptionError as error:
@@ -90,14 +90,16 @@ def unsupported(function: Function) -> list[str]:
     for location, op in located_ops(function):
         if op.type in STRUCTURAL:
             continue
-        kernel = find(op.type, opset)
-        where = f"in opset {function.opset} (first used by {op.name!r} at {location})"
+        kernel = KERNELS.find(op.type, opset)
+        where = f"(first used by {op.name!r} at {location})"
         if kernel is None:
-            reasons.setdefault(op.type, f"{op.type}: no kernel {where}")
+            missing = KERNELS.missing(op.type, opset)
+            reasons.setdefault(op.type, f"{op.type}: {missing} {where}")
             continue
-        for name in _given(op):
-            if name not in kernel.parameters:
-                reasons.setdefault(f"{op.type}.{name}", f"{op.type}: no parameter {name!r} {where}")
+        for name in _arguments(op):
+            if name not in kernel.schema.parameters:
+                missing = f"no parameter {name!r} in opset {opset.mil_name}"
+                reasons.setdefault(f"{op.type}.{name}", f"{op.type}: {missing} {where}")
     return list(reasons.values())
 
 
@@ -125,8 +127,8 @@ class _Compiler:
         self.slots = 0
         self._function = function
         self._opset = Opset.from_mil_name(function.opset)
-        # One tensor per constant and width, however many ops share it. The source is kept beside it
-        # because the key is its identity.
+        # One tensor per constant and width, however many ops share it. The key is the identity of
+        # the source, which is therefore kept too.
         self._tensors: dict[tuple[int, bool], tuple[Constant | Tensor, Tensor]] = {}
 
     def define(self, scope: _Scope, name: str) -> int:
@@ -136,7 +138,7 @@ class _Compiler:
         return slot
 
     def block(self, block: Block, scope: _Scope) -> tuple[CompiledBlock, set[int]]:
-        """Resolve a block in the (fresh) scope of its names.
+        """Resolve a block in the new scope of its names.
 
         Returns:
             The block, and the slots of enclosing blocks that it reads.
@@ -157,7 +159,7 @@ class _Compiler:
         read: set[int] = set()
         fetches = tuple(self._fetch(scope.find(name), read) for name in block.outputs)
         own = {*inputs, *(slot for _, outputs, _ in steps for slot in outputs)}
-        entries = _with_frees(steps, own, read)
+        entries = _add_frees(steps, own, read)
         outer = set[int]().union(read, *(uses for _, _, uses in steps))
         compiled = CompiledBlock(inputs, entries, fetches, tuple(sorted(read & own)))
         return compiled, {slot for slot in outer if slot < first_local}
@@ -167,7 +169,7 @@ class _Compiler:
     def _step(self, op: Op, scope: _Scope, uses: set[int]) -> Step:
         sources = {
             name: tuple(_resolve(binding, scope) for binding in bindings)
-            for name, bindings in _given(op).items()
+            for name, bindings in _arguments(op).items()
         }
         if op.type == "cond":
             branches = [self._nested(block, scope, uses) for block in op.blocks]
@@ -190,9 +192,7 @@ class _Compiler:
     def _kernel_step(
         self, op: Op, sources: dict[str, tuple[Source, ...]], uses: set[int]
     ) -> KernelStep:
-        kernel = find(op.type, self._opset)
-        if kernel is None:
-            raise UnsupportedOpError("no kernel", got=op.type)
+        kernel = KERNELS.get(op.type, self._opset)
         fixed: dict[str, Any] = {}
         fetched: list[tuple[str, Fetch]] = []
         for name, given in sources.items():
@@ -211,19 +211,19 @@ class _Compiler:
     def _expand(self, op: Op, scope: _Scope) -> None:
         sources = {
             name: tuple(_resolve(binding, scope) for binding in bindings)
-            for name, bindings in _given(op).items()
+            for name, bindings in _arguments(op).items()
         }
         try:
             step = self._kernel_step(op, sources, set())
             with MemoryGuard():
-                results = as_results(step.kernel.function(**step.fixed))
-            values = [settle(r, o.type) for r, o in zip(results, op.outputs, strict=True)]
-        except Exception as error:
+                results = as_tuple(step.kernel.function(**step.fixed))
+            values = [cast_to_declared(r, o.type) for r, o in zip(results, op.outputs, strict=True)]
+        except Exception as error:  # noqa: BLE001 - kernels raise anything
             known = {
                 name: tuple(None if isinstance(source, int) else source for source in given)
                 for name, given in sources.items()
             }
-            raise failure(self._function, op, known, error) from error
+            blame_op(error, self._function, op, known)
         for output, value in zip(op.outputs, values, strict=True):
             if isinstance(value, Tensor):
                 scope.sources[output.name] = value
@@ -231,30 +231,29 @@ class _Compiler:
     # --- arguments --------------------------------------------------------------------------------
 
     def _known_argument(self, kernel: Kernel, name: str, sources: tuple[Source, ...]) -> Any:
-        passing = kernel.parameters[name].passing
+        passing = kernel.schema.parameters[name].form
         known = [source for source in sources if not isinstance(source, int)]
-        if passing in (Passing.LITERAL, Passing.LITERALS):
-            values = tuple(literal_of(source) for source in known)
+        if passing.literal:
+            values = tuple(to_literal(source) for source in known)
         else:
             values = tuple(self._tensor(source, kernel.widen) for source in known)
         return values if passing.variadic else values[0]
 
     def _fetch_argument(self, kernel: Kernel, name: str, sources: tuple[Source, ...]) -> Fetch:
-        passing = kernel.parameters[name].passing
+        passing = kernel.schema.parameters[name].form
         each = [self._fetch_one(kernel, passing, source) for source in sources]
         if passing.variadic:
             return lambda frame: tuple(fetch(frame) for fetch in each)
         return each[0]
 
     def _fetch_one(self, kernel: Kernel, passing: Passing, source: Source) -> Fetch:
-        literal = passing in (Passing.LITERAL, Passing.LITERALS)
         if not isinstance(source, int):
-            known = literal_of(source) if literal else self._tensor(source, kernel.widen)
+            known = to_literal(source) if passing.literal else self._tensor(source, kernel.widen)
             return lambda _: known
-        if literal:
-            return lambda frame: literal_of(_tensor_in(frame, source))
+        if passing.literal:
+            return lambda frame: to_literal(_read_tensor(frame, source))
         if kernel.widen and passing is not Passing.LIST:
-            return lambda frame: widened(_tensor_in(frame, source))
+            return lambda frame: widen_tensor(_read_tensor(frame, source))
         return lambda frame: frame.slots[source]
 
     def _argument(self, op: Op, name: str, scope: _Scope, uses: set[int]) -> Fetch:
@@ -280,13 +279,13 @@ class _Compiler:
     def _tensor(self, source: Constant | Tensor, widen: bool) -> Tensor:
         key = (id(source), widen)
         if key not in self._tensors:
-            tensor = source if isinstance(source, Tensor) else tensor_of_constant(source)
-            self._tensors[key] = (source, widened(tensor) if widen else tensor)
+            tensor = source if isinstance(source, Tensor) else constant_to_tensor(source)
+            self._tensors[key] = (source, widen_tensor(tensor) if widen else tensor)
         return self._tensors[key][1]
 
 
-def _given(op: Op) -> dict[str, tuple[Binding, ...]]:
-    """The op's arguments; up to iOS17 those of ``constexpr`` ops are attributes."""
+def _arguments(op: Op) -> dict[str, tuple[Binding, ...]]:
+    """Return the op's arguments; up to iOS17, arguments of ``constexpr`` ops are attributes."""
     given = {name: bindings for name, bindings in op.inputs.items() if bindings}
     if op.type.startswith(_CONSTEXPR):
         given |= {name: (value,) for name, value in op.attributes.items() if name != "name"}
@@ -297,17 +296,17 @@ def _resolve(binding: Binding, scope: _Scope) -> Source:
     return scope.find(binding.name) if isinstance(binding, Ref) else binding
 
 
-def _tensor_in(frame: Frame, slot: int) -> Tensor:
+def _read_tensor(frame: Frame, slot: int) -> Tensor:
     value = frame.read(slot)
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{describe(value)} where a tensor is needed")
     return value
 
 
-def _with_frees(
+def _add_frees(
     steps: list[tuple[Step, tuple[int, ...], set[int]]], own: set[int], read_last: set[int]
 ) -> tuple[Entry, ...]:
-    """Steps with the slots that each is the last to use; a block frees its own slots only."""
+    """Return the steps with the slots to empty after each; a block empties its own slots only."""
     used_later = set(read_last)
     entries: list[Entry] = []
     for step, outputs, uses in reversed(steps):

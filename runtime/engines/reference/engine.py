@@ -1,10 +1,9 @@
-"""The reference engine: every op by torch, one after the other, at the dtypes of the program."""
+"""The reference engine: torch computes op by op, at the dtypes of the program."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,57 +15,15 @@ from coreml_delegate.runtime.engines.base import Array, EngineOptions, Precision
 from coreml_delegate.runtime.engines.reference import compiler
 from coreml_delegate.runtime.engines.reference.compiler import CompiledProgram
 from coreml_delegate.runtime.engines.reference.interpreter import Frame, KernelStep, Listener
-from coreml_delegate.runtime.engines.reference.kernels import (
-    activation,
-    constexpr,
-    convolution,
-    detection,
-    elementwise,
-    indexing,
-    linear,
-    lists,
-    normalization,
-    pooling,
-    quantization,
-    recurrent,
-    reduction,
-    resampling,
-    reshaping,
-    resizing,
-    sampling,
-    slicing,
-)
 from coreml_delegate.runtime.engines.reference.values import (
     Value,
-    array_of,
-    carrier_of,
-    tensor_of_array,
+    array_to_tensor,
+    carrier_dtype,
+    value_to_array,
 )
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function, StateType, TensorType
-from coreml_delegate.runtime.snapshots import Snapshot, fitting, fitting_all
-
-FAMILIES: tuple[ModuleType, ...] = (
-    activation,
-    constexpr,
-    convolution,
-    detection,
-    elementwise,
-    indexing,
-    linear,
-    lists,
-    normalization,
-    pooling,
-    quantization,
-    recurrent,
-    reduction,
-    resampling,
-    reshaping,
-    resizing,
-    sampling,
-    slicing,
-)
-"""The modules whose import fills the registry."""
+from coreml_delegate.runtime.snapshots import Snapshot, cast_snapshot, cast_state
 
 
 @dataclass(slots=True)
@@ -81,7 +38,7 @@ class ReferenceState:
 
     def restore(self, snapshot: Mapping[str, Array]) -> None:
         """Replace the content of every state tensor; see ``State``."""
-        for name, value in fitting_all(self._held(), snapshot).items():
+        for name, value in cast_snapshot(self._held(), snapshot).items():
             self.tensors[name] = torch.from_numpy(value)
 
     def reset(self) -> None:
@@ -90,7 +47,7 @@ class ReferenceState:
 
     def write(self, name: str, value: Array) -> None:
         """Replace the content of one state tensor; see ``State``."""
-        self.tensors[name] = torch.from_numpy(fitting(self._held(), name, value))
+        self.tensors[name] = torch.from_numpy(cast_state(self._held(), name, value))
 
     def _held(self) -> Snapshot:
         return {name: tensor.numpy() for name, tensor in self.tensors.items()}
@@ -122,14 +79,13 @@ class ReferenceFunction:
         listener: Listener | None = None,
         decide: Callable[[bool], bool] = bool,
     ) -> dict[str, Array]:
-        """Run once, telling ``listener`` every value an op computes.
+        """Run once, and pass every value that an op computes to ``listener``.
 
         Args:
             inputs: By feature name, of the dtype of the MIL parameter.
             state: Made by ``make_state``; None for stateless functions.
-            listener: Told every value an op computes, in execution order; constants are not among
-                them.
-            decide: Has the last word on every condition of the program, given its value.
+            listener: Receives every value that an op computes, in execution order.
+            decide: Returns the outcome of every condition of the program, given its value.
 
         Returns:
             Outputs by feature name, in declaration order, owned by the caller.
@@ -159,7 +115,7 @@ class ReferenceFunction:
                 held[name] = frame.states[self._program.params[name]]
         by_name: dict[str, Value] = dict(zip(self._function.block.outputs, results, strict=True))
         return {
-            name: array_of(by_name[name], self._outputs[name])
+            name: value_to_array(by_name[name], self._outputs[name])
             for name in (feature.name for feature in self._function.outputs)
         }
 
@@ -168,7 +124,7 @@ class ReferenceFunction:
         tensors = {
             name: torch.zeros(
                 [size or 0 for size in declared.wrapped.shape or ()],
-                dtype=carrier_of(declared.wrapped.dtype),
+                dtype=carrier_dtype(declared.wrapped.dtype),
             )
             for name, declared in self._types.items()
             if isinstance(declared, StateType)
@@ -185,7 +141,7 @@ class ReferenceFunction:
             "function and state do not fit",
             got=type(state).__name__ if state is not None else "no state",
             expected=f"a state of {', '.join(expected)}" if expected else "no state",
-            remedy="Pass what make_state of the same function returned",
+            remedy="Pass a state from make_state of the same function",
         )
 
     def _input(self, inputs: Mapping[str, Array], name: str, declared: TensorType) -> Tensor:
@@ -195,14 +151,14 @@ class ReferenceFunction:
                 got=", ".join(inputs) or "no input",
                 expected=", ".join(feature.name for feature in self._function.inputs),
             )
-        return tensor_of_array(np.asarray(inputs[name]), declared.dtype)
+        return array_to_tensor(np.asarray(inputs[name]), declared.dtype)
 
 
 class ReferenceEngine:
     """Torch, op by op: the oracle, the debugger and the fallback.
 
-    ``EngineOptions.threads`` is not heeded: torch has one thread count for the whole process, and
-    an oracle has no business changing it under its caller. Use ``torch.set_num_threads``.
+    ``EngineOptions.threads`` has no effect: torch has one thread count for the whole process, which
+    an engine must not change under its caller. Use ``torch.set_num_threads``.
     """
 
     name = "reference"
@@ -212,7 +168,7 @@ class ReferenceEngine:
         return None
 
     def unsupported(self, function: Function) -> list[str]:
-        """One reason per op type or parameter that has no kernel."""
+        """Return one reason per op type or parameter that has no kernel."""
         return compiler.unsupported(function)
 
     def compile(
@@ -224,7 +180,7 @@ class ReferenceEngine:
         """Prepare ``function`` for execution.
 
         Raises:
-            OptionError: Another precision than the program's own is asked for.
+            OptionError: A precision other than the program's own is asked for.
             UnsupportedOpError: See ``unsupported``.
             ExecutionError: A compressed weight cannot be expanded.
         """

@@ -1,4 +1,4 @@
-"""Execution of a compiled function: blocks of steps over a frame of slots.
+"""Execute a compiled function: blocks of steps over a frame of slots.
 
 Names are resolved when a function is compiled: every value has a slot, nested blocks share the
 frame of their function, and a slot is emptied after its last use.
@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 from torch import Tensor
 
-from coreml_delegate.errors import ExecutionError
 from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.engines.reference import memory_guard
-from coreml_delegate.runtime.engines.reference.registry import Kernel
+from coreml_delegate.runtime.engines.reference.kernels import Kernel
 from coreml_delegate.runtime.engines.reference.values import (
     Value,
+    cast_to_declared,
     describe,
     describe_operand,
-    settle,
 )
 from coreml_delegate.runtime.mil.location import describe_op
 from coreml_delegate.runtime.mil.program import Constant, Function, NamedType, Op
+from coreml_delegate.runtime.op_errors import OpError, OpExecutionError, blame, summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class Computed:
 
     Attributes:
         op: The op that computed it.
-        output: Which of its outputs this is.
-        value: The interpreter's own: never modified afterwards, and not to be modified.
-        turns: Number of the turn in every loop around the op, outermost first.
-        operands: What the op computed it from, by parameter name.
+        output: The output that has the value.
+        value: Shared with the interpreter: never modified afterwards, and not to be modified.
+        turns: Index of the iteration of every loop around the op, outermost first.
+        operands: The op's operands by parameter name.
     """
 
     op: Op
@@ -46,10 +46,10 @@ class Computed:
 
 
 class Listener(Protocol):
-    """Told about every value an op computes, nested blocks and every turn of a loop included."""
+    """Receives every value that an op computes, in nested blocks and every iteration too."""
 
     def __call__(self, computed: Computed) -> None:
-        """Receive the value that an output has just got; constants are not among them."""
+        """Receive the new value of an output; constants are not among the values."""
         ...
 
 
@@ -58,16 +58,16 @@ class Frame:
     """One call of a function.
 
     Attributes:
-        function: What is called.
-        slots: Values by slot, None where there is none (any more).
+        function: The function that is called.
+        slots: Values by slot, None in empty slots.
         states: State tensors by slot; replaced, never modified.
-        admitted: What each step was last given, of that which determines the memory it needs;
+        admitted: Signature of the arguments that each step last passed the memory guard with;
             shared by the calls of a function.
-        listener: Who is told about values, if anyone.
-        decide: Has the last word on every condition, given its value: a comparison of two runs
-            makes one follow the other's path.
-        turns: Number of the turn in every loop under way, outermost first.
-        remaining: Turns left before the call is taken for endless.
+        listener: Receives the values, if it is not None.
+        decide: Returns the outcome of a condition, given its value: a comparison of two runs makes
+            one follow the other's path.
+        turns: Index of the current iteration of every loop under way, outermost first.
+        remaining: Iterations left before the call is taken for endless.
     """
 
     function: Function
@@ -80,7 +80,7 @@ class Frame:
     remaining: int = field(default_factory=lambda: limits.MAX_TURNS)
 
     def read(self, slot: int) -> Value:
-        """The value in a slot that is known to be filled."""
+        """Return the value in a slot that is known to be filled."""
         value = self.slots[slot]
         if value is None:
             raise LookupError(f"slot {slot} is read while empty")
@@ -91,11 +91,10 @@ Fetch: TypeAlias = Callable[[Frame], Any]
 """Reads one argument of a kernel or one output of a block."""
 
 Source: TypeAlias = "int | Constant | Tensor"
-"""Where a value is: a slot of the frame, or known when compiling."""
+"""Where a value is: a slot of the frame, or a constant."""
 
 Operands: TypeAlias = "Mapping[str, tuple[Value | Constant | None, ...]]"
-"""What an op is given, by parameter name: variadic parameters have several values, None is one that
-is missing."""
+"""Operands of an op by parameter name: several for a variadic parameter, None for a missing one."""
 
 
 class Step(Protocol):
@@ -108,22 +107,22 @@ class Step(Protocol):
 
     @property
     def sources(self) -> Mapping[str, tuple[Source, ...]]:
-        """Where its operands are, by parameter name."""
+        """Where the operands are, by parameter name."""
         ...
 
     def run(self, frame: Frame) -> tuple[Any, ...]:
-        """The op's results, in the order of its outputs."""
+        """Return the op's results, in the order of its outputs."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A step with what happens around it.
+    """A step with its outputs, and the slots to empty after it.
 
     Attributes:
         step: The op.
         outputs: Slot and declaration of each result.
-        frees: Slots used for the last time.
+        frees: Slots whose last use this is.
     """
 
     step: Step
@@ -152,14 +151,14 @@ class CompiledBlock:
         for slot, argument in zip(self.inputs, arguments, strict=True):
             frame.slots[slot] = argument
         for entry in self.entries:
-            _run(entry, frame)
+            _run_entry(entry, frame)
         results = tuple(fetch(frame) for fetch in self.outputs)
         for slot in self.frees:
             frame.slots[slot] = None
         return results
 
 
-def _run(entry: Entry, frame: Frame) -> None:
+def _run_entry(entry: Entry, frame: Frame) -> None:
     step = entry.step
     try:
         results = step.run(frame)
@@ -167,41 +166,43 @@ def _run(entry: Entry, frame: Frame) -> None:
             raise TypeError(  # noqa: TRY301 - every failure of an op is reported in one place
                 f"{len(results)} results where the program declares {len(entry.outputs)}"
             )
-        values = [settle(r, o.type) for r, (_, o) in zip(results, entry.outputs, strict=True)]
-    except ExecutionError:
-        raise
-    except Exception as error:
-        raise failure(frame.function, step.op, _operands(step, frame), error) from error
+        values = [
+            cast_to_declared(r, o.type) for r, (_, o) in zip(results, entry.outputs, strict=True)
+        ]
+    except Exception as error:  # noqa: BLE001 - kernels raise anything
+        blame_op(error, frame.function, step.op, _read_operands(step, frame))
     for value, (slot, _) in zip(values, entry.outputs, strict=True):
         frame.slots[slot] = value
     if frame.listener is not None:
-        _tell(frame.listener, entry, frame, values)
+        _notify(frame.listener, entry, frame, values)
     for slot in entry.frees:
         frame.slots[slot] = None
 
 
-def _tell(listener: Listener, entry: Entry, frame: Frame, values: list[Value]) -> None:
-    operands, turns = _operands(entry.step, frame), tuple(frame.turns)
+def _notify(listener: Listener, entry: Entry, frame: Frame, values: list[Value]) -> None:
+    operands, turns = _read_operands(entry.step, frame), tuple(frame.turns)
     for value, (_, output) in zip(values, entry.outputs, strict=True):
         listener(Computed(entry.step.op, output, value, turns, operands))
 
 
-def _operands(step: Step, frame: Frame) -> Operands:
+def _read_operands(step: Step, frame: Frame) -> Operands:
     return {
         name: tuple(frame.slots[s] if isinstance(s, int) else s for s in sources)
         for name, sources in step.sources.items()
     }
 
 
-def failure(function: Function, op: Op, operands: Operands, error: Exception) -> ExecutionError:
-    """The error of an op that could not be computed."""
-    reason = str(error).strip().splitlines()
+def blame_op(error: Exception, function: Function, op: Op, operands: Operands) -> NoReturn:
+    """Raise the error of an op that could not be computed, with its operands.
+
+    Raises:
+        OpExecutionError: Caused by ``error``; ``error`` itself if it comes from a nested op.
+    """
+    if isinstance(error, OpError):
+        raise error
     given = (f"{name}: {describe_operand(values)}" for name, values in operands.items())
-    return ExecutionError(
-        f"cannot compute {describe_op(function, op)} "
-        f"({type(error).__name__}: {reason[0] if reason else 'no message'})",
-        got=", ".join(given) or None,
-    )
+    what = f"cannot compute {describe_op(function, op)} ({summary(error)})"
+    blame(error, OpExecutionError, what, got=", ".join(given) or None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,19 +224,19 @@ class KernelStep:
     fetched: tuple[tuple[str, Fetch], ...]
 
     def run(self, frame: Frame) -> tuple[Any, ...]:
-        """Call the kernel, under guard unless the step before was given the same shapes."""
+        """Call the kernel, under the memory guard unless the last call had the same shapes."""
         arguments = {name: fetch(frame) for name, fetch in self.fetched}
-        given = memory_guard.signature(arguments)
+        given = memory_guard.memory_signature(arguments)
         if frame.admitted.get(self) == given:
-            return as_results(self.kernel.function(**self.fixed, **arguments))
+            return as_tuple(self.kernel.function(**self.fixed, **arguments))
         with memory_guard.MemoryGuard():
-            results = as_results(self.kernel.function(**self.fixed, **arguments))
+            results = as_tuple(self.kernel.function(**self.fixed, **arguments))
         frame.admitted[self] = given
         return results
 
 
-def as_results(result: Any) -> tuple[Any, ...]:
-    """What a kernel returned as a tuple: a plain tuple is one, everything else is one value."""
+def as_tuple(result: Any) -> tuple[Any, ...]:
+    """Return the result of a kernel as a tuple; anything but a plain tuple is one value."""
     return result if type(result) is tuple else (result,)
 
 
@@ -250,7 +251,7 @@ class CondStep:
 
     def run(self, frame: Frame) -> tuple[Any, ...]:
         """Execute one branch."""
-        return self.branches[0 if _holds(self.predicate(frame), frame) else 1].run(frame)
+        return self.branches[0 if _decide(self.predicate(frame), frame) else 1].run(frame)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +268,7 @@ class LoopStep:
         """Execute until the condition fails."""
         variables = tuple(fetch(frame) for fetch in self.initial)
         frame.turns.append(0)
-        while _holds(self.condition.run(frame, variables)[0], frame):
+        while _decide(self.condition.run(frame, variables)[0], frame):
             if not frame.remaining:
                 raise RuntimeError(f"loops do not end within {limits.MAX_TURNS} turns")
             frame.remaining -= 1
@@ -277,13 +278,13 @@ class LoopStep:
         return variables
 
 
-def _holds(condition: Any, frame: Frame) -> bool:
+def _decide(condition: Any, frame: Frame) -> bool:
     return frame.decide(bool(condition))
 
 
 @dataclass(frozen=True, slots=True)
 class ReadStateStep:
-    """``read_state``: the tensor a state holds now."""
+    """``read_state``: the present tensor of a state."""
 
     op: Op
     sources: Mapping[str, tuple[Source, ...]]
@@ -296,7 +297,7 @@ class ReadStateStep:
 
 @dataclass(frozen=True, slots=True)
 class WriteStateStep:
-    """``write_state``, and ``coreml_update_state``, which also returns what it wrote."""
+    """``write_state``, and ``coreml_update_state``, which also returns the new tensor."""
 
     op: Op
     sources: Mapping[str, tuple[Source, ...]]
@@ -304,7 +305,7 @@ class WriteStateStep:
     data: Fetch
 
     def run(self, frame: Frame) -> tuple[Any, ...]:
-        """Replace the state's tensor by a copy: what was read before stays as it was."""
+        """Replace the state's tensor by a copy, so that values read before do not change."""
         held = frame.states[self.state]
         data: Tensor = self.data(frame)
         if data.shape != held.shape or data.dtype != held.dtype:

@@ -1,8 +1,8 @@
-"""No kernel may ask for more memory than it can have.
+"""A guard that refuses kernels more memory than one request may take.
 
-Sizes can lie in the values of a program (``fill``, ``tile``, ``pad``) or arise from broadcasting,
-and need not be those it declares. So every torch operator of a kernel whose operands leave room for
-a large result is first run on meta tensors, which have shapes and no memory.
+The sizes of results can come from the values of a program (``fill``, ``tile``, ``pad``) or from
+broadcasting, and need not be the declared sizes. So every torch operator of a kernel whose operands
+allow a large result is first run on meta tensors, which have shapes and no memory.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
-from coreml_delegate.runtime.engines.memory import largest_request
+from coreml_delegate.runtime.engines.limits import largest_request
 
 _FREE_ELEMENTS = 1 << 25
-"""Results of up to so many elements (256 MB at the widest) are not looked at."""
+"""Results of up to so many elements (256 MB at the widest) are not checked."""
 
 _Bound = Callable[..., float]
 
 
-def _like_first(x: Tensor, *_: Any) -> float:
+def _first_operand(x: Tensor, *_: Any) -> float:
     return x.numel()
 
 
-def _product(x: Tensor, y: Tensor, *_: Any) -> float:
+def _matrix_product(x: Tensor, y: Tensor, *_: Any) -> float:
     return math.prod(x.shape[:-1]) * float(y.shape[-1])
 
 
-def _added_product(_: Tensor, x: Tensor, y: Tensor, *__: Any) -> float:
-    return _product(x, y)
+def _added_matrix_product(_: Tensor, x: Tensor, y: Tensor, *__: Any) -> float:
+    return _matrix_product(x, y)
 
 
 def _selection(x: Tensor, dim: int, index: Tensor) -> float:
     return x.numel() / max(x.shape[dim], 1) * index.numel()
 
 
-def _repeated(x: Tensor, repeats: Sequence[int]) -> float:
+def _repetition(x: Tensor, repeats: Sequence[int]) -> float:
     return math.prod(repeats, start=float(x.numel()))
 
 
-def _pooled(
+def _pooling(
     x: Tensor, kernel: Sequence[int], _: Sequence[int] = (), padding: Sequence[int] = (), *__: Any
 ) -> float:
     spatial = x.dim() - len(kernel)
@@ -55,7 +55,7 @@ def _pooled(
     return math.prod(x.shape[:spatial]) * math.prod(sizes)
 
 
-def _joined(tensors: Sequence[Tensor], *_: Any) -> float:
+def _concatenation(tensors: Sequence[Tensor], *_: Any) -> float:
     return sum(tensor.numel() for tensor in tensors)
 
 
@@ -80,20 +80,20 @@ def _convolution(
 
 
 _aten = torch.ops.aten
-# Close bounds for frequent operators, where the product of everything is far off. Without one, a
-# meta kernel is run, and the first of a process takes a second: torch imports them then.
+# Close bounds for frequent operators, for which the product of all sizes is far off. Without one, a
+# meta kernel is run; the first of a process takes a second, because torch imports them then.
 _BOUNDS: dict[Any, _Bound] = {
-    _aten.mm.default: _product,
-    _aten.bmm.default: _product,
-    _aten.addmm.default: _added_product,
-    _aten.baddbmm.default: _added_product,
+    _aten.mm.default: _matrix_product,
+    _aten.bmm.default: _matrix_product,
+    _aten.addmm.default: _added_matrix_product,
+    _aten.baddbmm.default: _added_matrix_product,
     _aten.convolution.default: _convolution,
     _aten.index_select.default: _selection,
-    _aten.cat.default: _joined,
-    _aten.repeat.default: _repeated,
-    _aten.avg_pool2d.default: _pooled,
-    _aten.max_pool2d_with_indices.default: _pooled,
-    _aten.stack.default: _joined,
+    _aten.cat.default: _concatenation,
+    _aten.repeat.default: _repetition,
+    _aten.avg_pool2d.default: _pooling,
+    _aten.max_pool2d_with_indices.default: _pooling,
+    _aten.stack.default: _concatenation,
     **dict.fromkeys(
         (
             _aten._native_batch_norm_legit_no_training.default,
@@ -112,7 +112,7 @@ _BOUNDS: dict[Any, _Bound] = {
             _aten.sort.stable,
             _aten.sum.dim_IntList,
         ),
-        _like_first,
+        _first_operand,
     ),
 }
 
@@ -135,12 +135,12 @@ class MemoryGuard(TorchDispatchMode):
         if _allocates(func) and _most_elements(func, args, keywords) > _FREE_ELEMENTS:
             needed = _result_bytes(func, args, keywords)
             if needed > _FREE_ELEMENTS and needed > (limit := largest_request()):
-                raise MemoryError(f"{needed} bytes are needed and at most {limit} can be had")
+                raise MemoryError(f"{needed} bytes are needed and at most {limit} may be requested")
         return func(*args, **keywords)
 
 
-def signature(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What of a kernel's arguments determines the memory it needs: shapes and literals."""
+def memory_signature(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what determines a kernel's memory: the shapes and literals of its arguments."""
     return tuple(_shape_of(value) for value in arguments.values())
 
 
@@ -153,12 +153,12 @@ def _shape_of(value: Any) -> Any:
 
 
 def _allocates(func: Any) -> bool:
-    """Whether an operator makes new tensors, rather than views, or changes in place."""
+    """Whether an operator makes new tensors, rather than views or changes in place."""
     return all(result.alias_info is None for result in func._schema.returns)
 
 
 def _most_elements(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> float:
-    """At least as many elements as the result has."""
+    """Return an upper bound of the number of elements of the result."""
     if func in _BOUNDS:
         # Keywords hold a dtype or a direction; an operand among them leaves too few here.
         with suppress(TypeError, IndexError):
@@ -174,7 +174,7 @@ def _most_elements(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -
 def _factors(leaves: Iterable[Any]) -> Iterator[float]:
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            # Not numel: a dimension of 0 hides the others, and a product brings them back.
+            # Not numel: a dimension of 0 hides the others, and a matrix product restores them.
             yield from (max(size, 1) for size in leaf.shape)
         elif isinstance(leaf, int):
             yield abs(leaf) + 1.0
@@ -203,6 +203,6 @@ def _on_meta(operands: Any) -> Any:
 
 
 def _placement(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    # Of the keywords an operator has, those that place its result.
+    # The keywords of an operator that place its result.
     placed = {"device": torch.device("meta"), "generator": None, "pin_memory": None}
     return {name: value for name, value in placed.items() if name in keywords}

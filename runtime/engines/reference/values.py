@@ -1,4 +1,4 @@
-"""Values of a running program, and how they enter and leave it.
+"""Values of a running program, and their conversion from and to arrays and constants.
 
 A tensor of the program is a torch tensor of its *carrier* dtype: the dtype itself where torch
 computes in it, a wider signed integer for the unsigned integers torch can only store.
@@ -40,16 +40,16 @@ CARRIERS: dict[DType, torch.dtype] = {
     DType.UINT32: torch.int64,
     DType.UINT64: torch.int64,
 }
-"""MIL dtype to the torch dtype its values travel in; strings have none."""
+"""MIL dtype -> torch dtype of its values; strings have none."""
 
 
 class TensorList(tuple["Tensor | None", ...]):
-    """A MIL list: immutable, None where nothing was written yet."""
+    """A MIL list: immutable, with None for an element not written yet."""
 
     __slots__ = ()
 
     def replaced(self, indices: Iterable[int], values: Iterable[Tensor]) -> TensorList:
-        """This list with ``values`` at ``indices``, grown as far as they reach."""
+        """Return a list with ``values`` at ``indices``, as long as they need."""
         items: list[Tensor | None] = list(self)
         for index, value in zip(indices, values, strict=True):
             if not 0 <= index < MAX_LIST:
@@ -60,13 +60,13 @@ class TensorList(tuple["Tensor | None", ...]):
 
 
 Value: TypeAlias = "Tensor | TensorList | str | dict[Any, Any]"
-"""What a name can stand for while a program runs; strings and maps come from ``classify`` alone."""
+"""A value of a running program; only ``classify`` returns strings and maps."""
 
 
 class _SharedMemory:
-    """The memory of a read-only array, offered as writable.
+    """The memory of a read-only array, declared writable.
 
-    torch has no read-only tensors and warns about every array that is one. Kernels never write to
+    torch has no read-only tensors and warns about every read-only array. Kernels never write to
     their arguments, so weights mapped from a file can be shared instead of copied.
     """
 
@@ -76,17 +76,17 @@ class _SharedMemory:
         self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
 
 
-def tensor_of_array(array: NDArray[np.generic], dtype: DType) -> Tensor:
-    """A tensor on the memory of ``array`` where its layout allows, else on a copy.
+def array_to_tensor(array: NDArray[np.generic], dtype: DType) -> Tensor:
+    """Return a tensor on the memory of ``array`` if its layout allows, else on a copy.
 
     Args:
         array: Any strides, writable or not, of the dtype's numpy form.
-        dtype: What the program declares.
+        dtype: The dtype that the program declares.
 
     Returns:
-        The same shape, of the carrier dtype. Must not be written to.
+        A tensor of the same shape and the carrier dtype. Must not be written to.
     """
-    carrier = carrier_of(dtype)
+    carrier = carrier_dtype(dtype)
     if dtype in _WIDENED:
         return torch.from_numpy(array.astype(np.int64)).to(carrier)
     dense = np.asarray(array, order="C")
@@ -95,28 +95,28 @@ def tensor_of_array(array: NDArray[np.generic], dtype: DType) -> Tensor:
     return torch.from_numpy(dense)
 
 
-def tensor_of_constant(constant: Constant) -> Tensor:
-    """The tensor a constant holds, sharing its memory.
+def constant_to_tensor(constant: Constant) -> Tensor:
+    """Return the tensor that a constant holds, sharing its memory.
 
     Raises:
         UnsupportedOpError: The constant is no tensor of numbers.
     """
     if not isinstance(constant.type, TensorType) or not isinstance(constant.data, np.ndarray):
         raise UnsupportedOpError("constant is not a tensor of numbers", got=str(constant.type))
-    return tensor_of_array(constant.data, constant.type.dtype)
+    return array_to_tensor(constant.data, constant.type.dtype)
 
 
-def literal_of(value: Constant | Tensor) -> Any:
-    """A value as Python scalars, strings and nested tuples: what attributes are passed as."""
+def to_literal(value: Constant | Tensor) -> Any:
+    """Return a value as Python scalars, strings and nested tuples, the form of attributes."""
     if not isinstance(value, Tensor):
         return _literal(value.data)
     if value.numel() > MAX_LIST:
         raise ValueError(f"{describe(value)} where at most {MAX_LIST} numbers can be meant")
-    return _frozen(value.tolist())
+    return _to_tuple(value.tolist())
 
 
-def array_of(value: Value, declared: ValueType) -> NDArray[np.generic]:
-    """A value as an array of its own memory, in the dtype the program declares.
+def value_to_array(value: Value, declared: ValueType) -> NDArray[np.generic]:
+    """Return a value as a new array, in the dtype that the program declares.
 
     Strings become arrays of numpy strings; a map becomes a rank-0 object array holding the dict.
     """
@@ -127,18 +127,18 @@ def array_of(value: Value, declared: ValueType) -> NDArray[np.generic]:
     return boxed.astype(str) if isinstance(value, str) else boxed
 
 
-def settle(value: Any, declared: ValueType) -> Value:
-    """A kernel's result as the value the program declares.
+def cast_to_declared(value: Any, declared: ValueType) -> Value:
+    """Return a kernel's result in the dtype that the program declares.
 
     Kernels may compute in a wider dtype of the same kind (fp32 for fp16, int64 indices); rounding
     to the declared dtype happens here, once per op.
 
     Raises:
-        TypeError: The result is of another kind than declared.
+        TypeError: The result has another kind of dtype than declared.
     """
     if not isinstance(value, Tensor) or not isinstance(declared, TensorType):
         return cast("Value", value)
-    carrier = carrier_of(declared.dtype)
+    carrier = carrier_dtype(declared.dtype)
     if value.dtype == carrier:
         return value
     if _kind(value.dtype) != _kind(carrier):
@@ -146,8 +146,8 @@ def settle(value: Any, declared: ValueType) -> Value:
     return value.to(carrier)
 
 
-def carrier_of(dtype: DType) -> torch.dtype:
-    """The torch dtype in which values of ``dtype`` travel.
+def carrier_dtype(dtype: DType) -> torch.dtype:
+    """Return the torch dtype of values of ``dtype``.
 
     Raises:
         UnsupportedOpError: Strings have none.
@@ -158,13 +158,13 @@ def carrier_of(dtype: DType) -> torch.dtype:
         raise UnsupportedOpError("MIL dtype has no tensor form", got=dtype.label) from None
 
 
-def widened(tensor: Tensor) -> Tensor:
-    """``tensor`` in fp32 if it is of a narrower floating-point type, else itself."""
+def widen_tensor(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` in fp32 if its dtype is a narrower floating-point type, else itself."""
     return tensor.float() if tensor.dtype in _NARROW_FLOATS else tensor
 
 
 def describe(value: object) -> str:
-    """Dtype and shape for a message, for example ``float16[1, 3]``."""
+    """Return dtype and shape for a message, for example ``float16[1, 3]``."""
     if isinstance(value, Tensor):
         dims = ", ".join(str(d) for d in value.shape)
         return f"{str(value.dtype).removeprefix('torch.')}[{dims}]"
@@ -179,8 +179,8 @@ def describe(value: object) -> str:
 
 
 def describe_operand(values: tuple[Value | Constant | None, ...]) -> str:
-    """What an op is given for one parameter, for a message: several values if it is variadic."""
-    described = [describe(_shown(value)) for value in values]
+    """Describe the argument of one parameter for a message; several values if it is variadic."""
+    described = [describe(_shorten(value)) for value in values]
     return described[0] if len(described) == 1 else f"({', '.join(described)})"
 
 
@@ -196,18 +196,18 @@ def _kind(dtype: torch.dtype) -> str:
     return "float" if dtype.is_floating_point else "int"
 
 
-def _shown(value: Value | Constant | None) -> object:
+def _shorten(value: Value | Constant | None) -> object:
     if not isinstance(value, Constant):
         return value
     data = value.data
-    # Short vectors are attributes: strides, axes. Their values tell more than their shape.
+    # Short vectors are attributes: strides, axes. Their values say more than their shape.
     if isinstance(data, np.ndarray) and (data.ndim > 1 or data.size > _MAX_SHOWN):
-        return _Described(str(value.type))
+        return _PlainText(str(value.type))
     return _literal(data)
 
 
-class _Described(str):
-    """Text that stands for itself in a message."""
+class _PlainText(str):
+    """Text that appears without quotes in a message."""
 
     __slots__ = ()
 
@@ -217,11 +217,11 @@ class _Described(str):
 
 def _literal(data: Literal) -> Any:
     if isinstance(data, np.ndarray):
-        return _frozen(data.tolist())
+        return _to_tuple(data.tolist())
     if isinstance(data, tuple):
         return tuple(_literal(item) for item in data)
     return data
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+def _to_tuple(value: Any) -> Any:
+    return tuple(_to_tuple(item) for item in value) if isinstance(value, list) else value

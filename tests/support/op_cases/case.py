@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from coreml_delegate.runtime.mil.opset import Opset
 from coreml_delegate.runtime.mil.program import Program
+from coreml_delegate.targets import Opset
 from support.mil import build, infer, mb
 
 Arrays = Mapping[str, Any]

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.targets import Opset
 from support.op_cases.case import OpCase, integers, normal, together, uniform
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}

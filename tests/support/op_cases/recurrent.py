@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.targets import Opset
 from support.op_cases.case import OpCase, normal
 
 _I17 = Opset.iOS17

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.targets import Opset
 from support.op_cases.case import OpCase, normal, uniform
 
 _I15, _I16, _I17 = Opset.iOS15, Opset.iOS16, Opset.iOS17

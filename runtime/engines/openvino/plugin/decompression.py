@@ -1,8 +1,8 @@
-"""Which compressed weights the plugin multiplies by as they are, and the others as floats.
+"""Compressed weights that OpenVINO 2026.4's CPU plugin cannot multiply by are expanded to floats.
 
 Its matrix product takes integers with a scale, and perhaps a zero point, for each row of results,
-each group of a row, or all of them. Any other arrangement it takes for one of these, and computes
-wrongly or not at all; such weights are expanded before it sees them.
+each group of a row, or the whole weight. It mistakes any other arrangement for one of these, and
+computes wrongly or not at all.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from numpy.typing import NDArray
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import output
-from coreml_delegate.runtime.engines.openvino.registry import Tensor
+from coreml_delegate.runtime.engines.openvino.values import Tensor
 
 _MATRIX = 2  # dimensions
 
 
 @dataclass(frozen=True, slots=True)
 class _Compressed:
-    """Integers, what is subtracted from them, and what they are multiplied by.
+    """A compressed weight: ``scale * (data - offset)``, reshaped and transposed.
 
     Attributes:
-        data: Their node, a constant in blocks: a dimension each for blocks and inside of blocks.
-        offset: Node of the zero points, broadcast along blocks, or None.
-        scale: Node of the scales, likewise.
-        shape: Of the weight.
-        order: How its dimensions are permuted.
+        data: Constant of the integers, with one dimension for blocks and one inside of blocks.
+        offset: Constant of the zero points, broadcast along blocks, or None.
+        scale: Constant of the scales, likewise.
+        shape: Shape of the weight before it is transposed.
+        order: Permutation of its dimensions.
     """
 
     data: Any
@@ -39,7 +39,7 @@ class _Compressed:
     order: tuple[int, ...]
 
     def counts(self) -> tuple[int, ...]:
-        """How many scales each dimension of the permuted weight has."""
+        """Return how many scales each dimension of the transposed weight has."""
         split, scales = tuple(self.data.get_output_shape(0)), self.scale.get_output_shape(0)
         found: list[int] = []
         place = 0
@@ -49,35 +49,35 @@ class _Compressed:
         return tuple(found[axis] for axis in self.order)
 
     def dense(self) -> NDArray[np.float32]:
-        """The permuted weight."""
+        """Return the transposed weight as floats."""
         values = _floats(self.data)
         if self.offset is not None:
             values = values - _floats(self.offset)
         return (values * _floats(self.scale)).reshape(self.shape).transpose(self.order)
 
 
-def multiplicable(weight: Tensor, *, transposed: bool) -> Tensor:
-    """The second operand of a matrix product, expanded unless the plugin takes it as it is.
+def keep_multipliable(weight: Tensor, *, transposed: bool) -> Tensor:
+    """Return the second operand of a matrix product, expanded if the plugin cannot multiply by it.
 
     Args:
         weight: [*, K, N], or [*, N, K] if transposed.
-        transposed: Whether it is.
+        transposed: Whether the product transposes ``weight``.
     """
-    found = _compressed(weight)
+    found = _find_compressed(weight)
     if found is None:
         return weight
-    if len(found.shape) == _MATRIX and _is_taken(found, transposed=transposed):
+    if len(found.shape) == _MATRIX and _can_multiply(found, transposed=transposed):
         return weight
     return ops.constant(np.ascontiguousarray(found.dense()))
 
 
-def expanded(value: Tensor) -> Tensor:
-    """A compressed weight as floats; other values as they are."""
-    found = _compressed(value)
+def expand_weight(value: Tensor) -> Tensor:
+    """Return a compressed weight as floats, any other value as it is."""
+    found = _find_compressed(value)
     return value if found is None else ops.constant(np.ascontiguousarray(found.dense()))
 
 
-def _is_taken(found: _Compressed, *, transposed: bool) -> bool:
+def _can_multiply(found: _Compressed, *, transposed: bool) -> bool:
     sizes, counts = [found.shape[axis] for axis in found.order], found.counts()
     (depth, results), (groups, rows) = (
         (reversed(pair) if transposed else pair) for pair in (sizes, counts)
@@ -87,41 +87,41 @@ def _is_taken(found: _Compressed, *, transposed: bool) -> bool:
     return 1 < rows == results and groups < depth
 
 
-def _compressed(value: Tensor) -> _Compressed | None:
+def _find_compressed(value: Tensor) -> _Compressed | None:
     node: Any = output(value).get_node()
     shape = tuple(output(value).get_partial_shape().get_max_shape())
     order = tuple(range(len(shape)))
-    if _is(node, "Transpose"):
+    if _is_kind(node, "Transpose"):
         source = node.input_value(1).get_node()
-        if not _is(source, "Constant"):
+        if not _is_kind(source, "Constant"):
             return None
         order = tuple(int(axis) for axis in source.get_data())
         node = node.input_value(0).get_node()
         shape = tuple(node.get_output_partial_shape(0).get_max_shape())
-    if _is(node, "Reshape"):
+    if _is_kind(node, "Reshape"):
         node = node.input_value(0).get_node()
-    if not _is(node, "Multiply"):
+    if not _is_kind(node, "Multiply"):
         return None
     values, scale = (node.input_value(side).get_node() for side in (0, 1))
     offset = None
-    if _is(values, "Subtract"):
+    if _is_kind(values, "Subtract"):
         values, offset = (values.input_value(side).get_node() for side in (0, 1))
-    if not _is(values, "Convert"):
+    if not _is_kind(values, "Convert"):
         return None
     data = values.input_value(0).get_node()
-    offset = None if offset is None else _constant(offset)
+    offset = None if offset is None else _skip_conversion(offset)
     parts = [part for part in (data, scale, offset) if part is not None]
-    if not all(_is(part, "Constant") for part in parts):
+    if not all(_is_kind(part, "Constant") for part in parts):
         return None
     return _Compressed(data, offset, scale, shape, order)
 
 
-def _constant(node: Any) -> Any:
-    """The constant behind a conversion."""
-    return node.input_value(0).get_node() if _is(node, "Convert") else node
+def _skip_conversion(node: Any) -> Any:
+    """Return the operand of a conversion, any other node itself."""
+    return node.input_value(0).get_node() if _is_kind(node, "Convert") else node
 
 
-def _is(node: Any, kind: str) -> bool:
+def _is_kind(node: Any, kind: str) -> bool:
     return node.get_type_name() == kind
 
 

@@ -1,4 +1,4 @@
-"""Rewrites of a translated model: forms the plugin has a kernel for, and computes as meant."""
+"""Rewrites of a translated model to the forms that OpenVINO 2026.4's CPU plugin has kernels for."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from openvino import opset15 as ops
 from openvino.passes import AnyInput, Manager, Matcher, MatcherPass, WrapType
 
 from coreml_delegate.runtime.engines.openvino.graph import (
+    constant_data,
+    constant_ints,
     dims,
     ints,
-    known,
-    known_ints,
-    normalized,
+    normalize_axis,
     rank,
     scalar,
 )
-from coreml_delegate.runtime.engines.openvino.plugin.quantized import keep_values
+from coreml_delegate.runtime.engines.openvino.plugin.quantized import keep_quantized_values
 
 # The epsilon of a MIL ``rsqrt`` that only guards against zero: 1e-12, which is 2**-24 in fp16.
 _LARGEST_GUARD = 2.0**-24
 
 
-def fuse(model: Any) -> None:
-    """Apply every rewrite to ``model``, in place."""
+def rewrite_for_plugin(model: Any) -> None:
+    """Apply every rewrite to ``model``, in place, those around quantized ops included."""
     manager = Manager()
     for rewrite in _REWRITES:
         matcher = Matcher(rewrite.root, type(rewrite).__name__)
         manager.register_pass(MatcherPass(matcher, rewrite.rewrite))
     manager.run_passes(model)
-    keep_values(model)
+    keep_quantized_values(model)
 
 
 class _ScaledRmsNorm:
-    """A root-mean-square norm without the scaling that keeps fp16 from overflowing.
+    """Replace a root-mean-square norm that is scaled for fp16 by the plain norm.
 
-    Lowering divides by the largest magnitude ``s`` before it squares, and takes the epsilon along:
-    ``(x / s) / sqrt(mean((x / s) ** 2) + (root / s) ** 2 + guard)``. In f32 the squares of whatever
-    fp16 holds are far from overflowing, and ``x / sqrt(mean(x ** 2) + root ** 2)`` is the same but
-    for the guard inside MIL's ``rsqrt``, beside a mean of at least one over its number of elements.
-    For the plain norm the plugin has a kernel: one pass over memory instead of five.
+    Lowering divides by the largest magnitude ``s`` before it squares, and scales the epsilon too:
+    ``(x / s) / sqrt(mean((x / s) ** 2) + (root / s) ** 2 + guard)``. In f32 the squares of fp16
+    numbers are far from overflowing, and ``x / sqrt(mean(x ** 2) + root ** 2)`` is the same except
+    for the guard inside MIL's ``rsqrt``, which is negligible beside a mean of at least one over the
+    number of elements. The plugin has a kernel for the plain norm: one pass over memory, not five.
     """
 
     def __init__(self) -> None:
@@ -63,13 +63,13 @@ class _ScaledRmsNorm:
         self.root: Any = WrapType("opset1.Multiply", [scaled, inverse])
 
     def rewrite(self, matcher: Any) -> bool:
-        """Replace the norm that ``matcher`` has found; return whether it was replaced."""
+        """Replace the norm that ``matcher`` found; return whether it was replaced."""
         found = matcher.get_pattern_value_map()
         root, guard, one = (_number(found[p]) for p in (self._root, self._guard, self._one))
-        axes = known_ints(found[self._averaged])
+        axes = constant_ints(found[self._averaged])
         if root is None or guard is None or axes is None or one != 1.0:
             return False
-        if axes != known_ints(found[self._reduced]) or abs(guard) > _LARGEST_GUARD:
+        if axes != constant_ints(found[self._reduced]) or abs(guard) > _LARGEST_GUARD:
             return False
         if not found[self._mean].get_node().get_keep_dims():
             return False
@@ -84,9 +84,9 @@ class _ScaledRmsNorm:
 
 
 class _MultipliedSoftmax:
-    """A softmax without what spreads NaN over its rows, where a product sums over them.
+    """Remove the ops that spread NaN over the rows of a softmax, where a product sums over them.
 
-    The product spreads NaN itself, and for both alone the plugin has a kernel.
+    The product spreads NaN itself, and the plugin has a kernel for a softmax and a product.
     """
 
     def __init__(self) -> None:
@@ -99,10 +99,10 @@ class _MultipliedSoftmax:
     def rewrite(self, matcher: Any) -> bool:
         """Let the products read the softmax itself; return whether there are any."""
         found = matcher.get_pattern_value_map()
-        axes, shares = known_ints(found[self._axis]), found[self._shares]
+        axes, shares = constant_ints(found[self._axis]), found[self._shares]
         if axes is None:
             return False
-        place = normalized(axes[0], rank(shares)) - rank(shares)
+        place = normalize_axis(axes[0], rank(shares)) - rank(shares)
         readers = matcher.get_match_root().output(0).get_target_inputs()
         products = [reader for reader in readers if _sums_over(reader, place)]
         for product in products:
@@ -111,7 +111,7 @@ class _MultipliedSoftmax:
 
 
 def _sums_over(reader: Any, axis: int) -> bool:
-    """Whether what reads a value is a product that sums over an axis of it.
+    """Whether the reader of a value is a product that sums over an axis of the value.
 
     Args:
         reader: An input of a node.
@@ -133,15 +133,15 @@ def _sums_over(reader: Any, axis: int) -> bool:
     )
 
 
-# None is a pass itself: OpenVINO never frees a pass whose callback holds it. Nor does it free the
-# nodes of a pattern, so there is one of each for the process.
+# The classes are no passes themselves: OpenVINO never frees a pass whose callback holds the pass.
+# Nor does it free the nodes of a pattern, so the process has one instance of each.
 _REWRITES: Final = (_ScaledRmsNorm(), _MultipliedSoftmax())
 
 
 def _number(value: Any) -> float | None:
-    """The number that every element of a constant, or of its repetition, is; None for the rest."""
+    """Return the number that all elements of a constant equal; None for any other value."""
     node = value.get_node()
-    data = known(node.input_value(0) if node.get_type_name() == "Broadcast" else value)
+    data = constant_data(node.input_value(0) if node.get_type_name() == "Broadcast" else value)
     if data is None or data.size == 0 or (data != data.flat[0]).any():
         return None
     return float(data.flat[0])

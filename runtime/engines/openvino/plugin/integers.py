@@ -1,9 +1,11 @@
-"""int32 arithmetic, exact and wrapping at 32 bits, where the CPU plugin computes in f32.
+"""int32 arithmetic, exact and wrapping at 32 bits, where OpenVINO 2026.4's CPU plugin uses f32.
 
-f32 holds integers up to 2**24. The plugin adds, subtracts, multiplies, negates, compares for the
-larger and the smaller, sorts and makes running sums of int32 as int32; it compares, selects,
-divides and reduces them as f32. Whatever it does as f32 is built from what it does as int32, and
-from comparisons with zero, which rounding leaves as they are.
+f32 holds integers up to 2**24. On int32, the plugin computes sums, differences, products,
+negations, maxima, minima, sorting and running sums as int32, but comparisons, selections, divisions
+and reductions as f32. The functions here build the second kind from the first, and from comparisons
+with zero, which rounding does not change.
+
+Source: openvino issues #35830 (Divide) and #37956 (MatMul).
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ import openvino as ov
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
+    constant_data,
     element_type,
     f32,
     ints,
-    known,
     magnitude,
     output,
     rank,
@@ -31,11 +33,11 @@ _EXACT = 1 << 24
 _SHORT = (ov.Type.boolean, ov.Type.i8, ov.Type.u8)
 
 
-def rounds(value: Any) -> bool:
-    """Whether f32 may not hold a value: int32, and not known to be small."""
+def may_round(value: Any) -> bool:
+    """Whether f32 may not hold a value exactly: it is int32, and not known to be small."""
     if element_type(value) != ov.Type.i32:
         return False
-    data = known(value)
+    data = constant_data(value)
     if data is not None:
         return bool((np.abs(data.astype(np.int64)) >= _EXACT).any())
     node = output(value).get_node()
@@ -45,11 +47,11 @@ def rounds(value: Any) -> bool:
 Compare = Callable[[Any, Any], Any]
 
 
-def equality(compare: Compare) -> Compare:
-    """``compare``, equal or not equal, exact for integers."""
+def exact_equality(compare: Compare) -> Compare:
+    """Return a form of ``compare``, equal or not equal, that is exact for integers."""
 
     def build(x: Any, y: Any) -> Any:
-        if not (rounds(x) and rounds(y)):
+        if not (may_round(x) and may_round(y)):
             return compare(x, y)
         difference = ops.subtract(x, y)
         return compare(difference, scalar(0, difference))
@@ -57,19 +59,19 @@ def equality(compare: Compare) -> Compare:
     return build
 
 
-def order(compare: Compare, as_equality: Compare, *, first: bool) -> Compare:
-    """``compare``, an order, exact for integers.
+def exact_order(compare: Compare, as_equality: Compare, *, first: bool) -> Compare:
+    """Return a form of ``compare``, an order, that is exact for integers.
 
     Args:
         compare: The plugin's op.
-        as_equality: What the larger of the operands is to one of them where the order holds: equal,
-            or not equal.
-        first: Whether that operand is the first.
+        as_equality: Relation of the larger operand to one operand where the order holds: equal, or
+            not equal.
+        first: Whether that one is the first operand.
     """
 
     def build(x: Any, y: Any) -> Any:
-        # A small operand is less than 2**24, and rounding keeps the other on its side of it.
-        if not (rounds(x) and rounds(y)):
+        # If one operand is below 2**24, rounding keeps the other on the same side of it.
+        if not (may_round(x) and may_round(y)):
             return compare(x, y)
         above = ops.subtract(ops.maximum(x, y), x if first else y)
         return as_equality(above, scalar(0, above))
@@ -77,18 +79,18 @@ def order(compare: Compare, as_equality: Compare, *, first: bool) -> Compare:
     return build
 
 
-def select(condition: Any, a: Any, b: Any) -> Any:
-    """``a`` where a boolean condition holds, ``b`` elsewhere."""
-    if not (rounds(a) or rounds(b)):
+def exact_select(condition: Any, a: Any, b: Any) -> Any:
+    """Return ``a`` where a boolean condition holds, ``b`` elsewhere."""
+    if not (may_round(a) or may_round(b)):
         return ops.select(condition, a, b)
     chosen = ops.convert(condition, element_type(a))
     return ops.add(ops.multiply(chosen, ops.subtract(a, b)), b)
 
 
 def floor_divide(x: Any, y: Any) -> Any:
-    """``x / y`` rounded towards negative infinity, for int32."""
+    """Return ``x / y`` rounded towards negative infinity, for int32."""
     quotient = ops.convert(ops.round(ops.divide(f32(x), f32(y)), "half_to_even"), "i32")
-    # It may be some hundreds off; so is what remains in units of y, which f32 then says within one.
+    # The quotient may be off by hundreds; the rest over y, small now, is right in f32 within one.
     rest = ops.subtract(x, ops.multiply(quotient, y))
     quotient = ops.add(quotient, ops.convert(ops.floor(ops.divide(f32(rest), f32(y))), "i32"))
     rest = ops.multiply(ops.subtract(x, ops.multiply(quotient, y)), ops.sign(y))
@@ -100,12 +102,12 @@ def floor_divide(x: Any, y: Any) -> Any:
 
 
 def floor_modulo(x: Any, y: Any) -> Any:
-    """What remains of ``x / y``, with the sign of ``y``, for int32."""
+    """Return the remainder of ``x / y``, with the sign of ``y``, for int32."""
     return ops.subtract(x, ops.multiply(floor_divide(x, y), y))
 
 
 def truncated_divide(x: Any, y: Any) -> Any:
-    """``x / y`` rounded towards zero, for int32."""
+    """Return ``x / y`` rounded towards zero, for int32."""
     quotient = floor_divide(x, y)
     rest = ops.subtract(x, ops.multiply(quotient, y))
     # Rounded down where it is negative and not whole.
@@ -115,12 +117,12 @@ def truncated_divide(x: Any, y: Any) -> Any:
 
 
 def _is_negative(x: Any) -> Any:
-    """1 where ``x`` is below zero, else 0."""
+    """Return 1 where ``x`` is below zero, else 0."""
     return ops.convert(ops.less(x, scalar(0, x)), "i32")
 
 
-def wrapped(x: Any, dtype: DType) -> Any:
-    """int32 modulo the range of a narrower dtype that the graph holds as int32."""
+def wrap_to(x: Any, dtype: DType) -> Any:
+    """Return int32 values modulo the range of ``dtype``, which the graph holds as int32."""
     is_signed = dtype.numpy.kind == "i"
     least, span = ints(-(1 << (dtype.bits - 1)) if is_signed else 0), ints((1 << dtype.bits) - 1)
     return ops.add(ops.bitwise_and(ops.subtract(x, least), span), least)
@@ -129,24 +131,24 @@ def wrapped(x: Any, dtype: DType) -> Any:
 Reduce = Callable[[Any, Sequence[int], bool], Any]
 
 
-def total(x: Any, axes: Sequence[int], keep_dims: bool) -> Any:
-    """Sum along axes, for int32."""
+def exact_sum(x: Any, axes: Sequence[int], keep_dims: bool) -> Any:
+    """Return the sum along axes, for int32."""
     for axis in axes:
         x = ops.gather(ops.cum_sum(x, ints(axis), False, False), ints([-1]), ints(axis))
-    return _without(x, axes, keep_dims)
+    return _drop_axes(x, axes, keep_dims)
 
 
-def extremum(mode: str) -> Reduce:
-    """The largest along axes (``max``) or the smallest (``min``), for int32."""
+def exact_extremum(mode: str) -> Reduce:
+    """Return a reduction to the largest (``max``) or the smallest (``min``), for int32."""
 
     def build(x: Any, axes: Sequence[int], keep_dims: bool) -> Any:
         for axis in axes:
             best = ops.topk(x, ints(1), axis % rank(x), mode, "value", index_element_type="i32")
             x = best.output(0)
-        return _without(x, axes, keep_dims)
+        return _drop_axes(x, axes, keep_dims)
 
     return build
 
 
-def _without(x: Any, axes: Sequence[int], keep_dims: bool) -> Any:
+def _drop_axes(x: Any, axes: Sequence[int], keep_dims: bool) -> Any:
     return x if keep_dims else ops.squeeze(x, ints(list(axes)))

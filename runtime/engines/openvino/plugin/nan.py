@@ -1,7 +1,11 @@
-"""Formulations that keep NaN, where a kernel of OpenVINO 2026.4's CPU plugin loses it.
+"""Subgraphs that keep NaN, where a kernel of OpenVINO 2026.4's CPU plugin loses it.
 
-Its kernels bound by x86 instructions whose result is the second operand where either is NaN, and
-which operand that is depends on what the plugin fuses; "greater" they take for "not less or equal".
+The kernels take extrema by x86 instructions that return the second operand where either is NaN, and
+which operand is second depends on what the plugin fuses; they compute "greater" as "not less or
+equal".
+
+Source: openvino issues #35649 (Relu), #35839 (Minimum), #35928 (ReduceMin), #35930 (HardSigmoid),
+#35935 (MaxPool) and #35898 (TopK).
 """
 
 from __future__ import annotations
@@ -12,75 +16,75 @@ from typing import Any
 import numpy as np
 from openvino import opset15 as ops
 
-from coreml_delegate.runtime.engines.openvino.graph import ints, is_float, known, scalar
-from coreml_delegate.runtime.engines.openvino.registry import Tensor
+from coreml_delegate.runtime.engines.openvino.graph import constant_data, ints, is_float, scalar
+from coreml_delegate.runtime.engines.openvino.values import Tensor
 
 # Beyond the half of every finite number, in f32 and in bf16.
 _BEYOND_HALVES = 2.0**127
 
 
-def kept(x: Tensor, result: Tensor) -> Any:
-    """``result``, computed of ``x`` element by element, and NaN where ``x`` is."""
+def keep_nan(x: Tensor, result: Tensor) -> Any:
+    """Return ``result``, computed from ``x`` element by element, but NaN where ``x`` is NaN."""
     return ops.select(_is_nan(x), x, result)
 
 
 def maximum(x: Tensor, y: Tensor) -> Any:
-    """The larger of two, NaN where either is."""
+    """Return the larger of two values, NaN where either is NaN."""
     return _extremum(ops.maximum, x, y)
 
 
 def minimum(x: Tensor, y: Tensor) -> Any:
-    """The smaller of two, NaN where either is."""
+    """Return the smaller of two values, NaN where either is NaN."""
     return _extremum(ops.minimum, x, y)
 
 
 def greater(x: Tensor, y: Tensor) -> Any:
-    """Whether ``x`` is greater; false beside NaN."""
+    """Return whether ``x`` is greater; false where either is NaN."""
     return ops.less(y, x)
 
 
 def greater_equal(x: Tensor, y: Tensor) -> Any:
-    """Whether ``x`` is as great or greater; false beside NaN."""
+    """Return whether ``x`` is greater or equal; false where either is NaN."""
     return ops.less_equal(y, x)
 
 
 def exp(x: Tensor) -> Any:
-    """``e ** x``; the kernel's is infinite for NaN."""
-    return kept(x, ops.exp(x))
+    """Return ``e ** x``; the kernel returns infinity for NaN."""
+    return keep_nan(x, ops.exp(x))
 
 
 def softmax(x: Tensor, axis: int) -> Any:
-    """Softmax along one axis: all NaN where one element is; the kernel has zeros for the others."""
+    """Return the softmax along one axis, all NaN if an element is; the kernel has 0 beside it."""
     shares = ops.softmax(x, axis)
     total = ops.reduce_sum(shares, ints((axis,)), True)
     return ops.select(_is_nan(total), total, shares)
 
 
 def sort_key(x: Tensor, *, largest: bool = True) -> Any:
-    """Numbers in the order of ``x``, none of them NaN.
+    """Return numbers in the order of ``x``, none of them NaN.
 
     Args:
         x: Floating-point values.
         largest: Whether NaN is larger than all numbers, or smaller.
     """
-    # Half of every number leaves room beyond for infinity, and beyond that for NaN.
+    # Halving every number leaves room for infinity beyond them, and for NaN beyond infinity.
     half = ops.multiply(x, scalar(0.5, x))
     if largest:
-        return _number_for_nan(x, ops.minimum(half, scalar(_BEYOND_HALVES, x)), np.inf)
-    return _number_for_nan(x, ops.maximum(half, scalar(-_BEYOND_HALVES, x)), -np.inf)
+        return _replace_nan(x, ops.minimum(half, scalar(_BEYOND_HALVES, x)), np.inf)
+    return _replace_nan(x, ops.maximum(half, scalar(-_BEYOND_HALVES, x)), -np.inf)
 
 
-def spread(build: Callable[..., Any], *operands: Tensor, sign: int) -> Any:
-    """What a selecting ``build`` makes of its operands, NaN where it selects from one.
+def spread_nan(build: Callable[..., Any], *operands: Tensor, sign: int) -> Any:
+    """Return what ``build`` selects from its operands, NaN where it selects among NaN.
 
     Args:
         build: Selects the largest or the smallest of some elements.
-        operands: What it selects from.
+        operands: The operands of ``build``.
         sign: 1 for the largest, -1 for the smallest.
     """
     if not all(is_float(operand) for operand in operands):
         return build(*operands)
-    marks = build(*(_number_for_nan(x, scalar(0, x), sign) for x in operands))
+    marks = build(*(_replace_nan(x, scalar(0, x), sign) for x in operands))
     found = ops.not_equal(marks, scalar(0, marks))
     return ops.select(found, scalar(np.nan, marks), build(*operands))
 
@@ -88,21 +92,21 @@ def spread(build: Callable[..., Any], *operands: Tensor, sign: int) -> Any:
 def _extremum(of_both: Callable[[Any, Any], Any], x: Tensor, y: Tensor) -> Any:
     result = of_both(x, y)
     for operand in (x, y):
-        if is_float(operand) and not _is_numbers(operand):
-            result = kept(operand, result)
+        if is_float(operand) and not _is_constant_without_nan(operand):
+            result = keep_nan(operand, result)
     return result
 
 
-def _is_numbers(x: Tensor) -> bool:
+def _is_constant_without_nan(x: Tensor) -> bool:
     """Whether ``x`` is a constant without NaN."""
-    data = known(x)
+    data = constant_data(x)
     return data is not None and not np.isnan(data).any()
 
 
 def _is_nan(x: Tensor) -> Any:
-    # The plugin computes this in the loop of the ops around it, and ``IsNaN`` apart.
+    # The plugin fuses this comparison with the ops around it, and does not fuse ``IsNaN``.
     return ops.not_equal(x, x)
 
 
-def _number_for_nan(x: Tensor, otherwise: Any, number: float) -> Any:
+def _replace_nan(x: Tensor, otherwise: Any, number: float) -> Any:
     return ops.select(_is_nan(x), scalar(number, x), otherwise)

@@ -1,7 +1,8 @@
-"""Quantized values where the CPU plugin of OpenVINO 2026.4 would compute with others.
+"""Rewrites around quantized ops that OpenVINO 2026.4's CPU plugin evaluates wrongly.
 
-It carries the codes of a fake-quantize as far as it can and turns them into values behind. What it
-computes of the codes on the way lies between them, and is rounded wherever integers are wanted.
+The plugin propagates the integer codes of a fake-quantize through as many ops as it can, and turns
+them into values after those. Some of these ops give results between two codes, which the plugin
+rounds wherever it needs integers.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ from typing import Any
 import numpy as np
 from openvino import opset15 as ops
 
-from coreml_delegate.runtime.engines.openvino.graph import ints, known, known_ints, scalar
+from coreml_delegate.runtime.engines.openvino.graph import (
+    constant_data,
+    constant_ints,
+    ints,
+    scalar,
+)
 
-_GRID = "FakeQuantize"
+_FAKE_QUANTIZE = "FakeQuantize"
 
-# What gives elements of its first operand, whose codes are therefore those of the results.
-_PASSING = frozenset(
+# Ops that return elements of their first operand, so that the codes of operand and result agree.
+_CODE_PRESERVING = frozenset(
     {
         "BatchToSpace",
         "Broadcast",
@@ -42,7 +48,7 @@ _PASSING = frozenset(
     }
 )
 
-# What the plugin computes in the loop of a reduction before it, element by element.
+# Elementwise ops that the plugin fuses with a reduction before them.
 _FUSED = frozenset(
     {
         "Abs",
@@ -71,43 +77,43 @@ _FUSED = frozenset(
     }
 )
 
-# What may stand between matrix products in one loop of the plugin.
+# Ops between matrix products that the plugin fuses into one loop with them.
 _IN_ONE_LOOP = (
     _FUSED
-    | {_GRID, "Ceiling", "Convert", "Erf", "Floor", "FloorMod", "Mod", "Round", "Select"}
+    | {_FAKE_QUANTIZE, "Ceiling", "Convert", "Erf", "Floor", "FloorMod", "Mod", "Round", "Select"}
     | {"Softmax", "SquaredDifference"}
 )
 
 
-def keep_values(model: Any) -> None:
-    """Rewrite ``model``, in place, where the plugin would give others than its values."""
+def keep_quantized_values(model: Any) -> None:
+    """Rewrite ``model``, in place, where the plugin would compute other values."""
     nodes = list(model.get_ops())
-    if any(node.get_type_name() == _GRID for node in nodes):
+    if any(node.get_type_name() == _FAKE_QUANTIZE for node in nodes):
         for node in nodes:
             mend = _MENDS.get(node.get_type_name())
             if mend is not None:
                 mend(node)
 
 
-def _join(join: Any) -> None:
-    """Values of different steps: the plugin joins them as codes of the largest step."""
-    grids = _grids(join.output(0))
-    bounds = [tuple(known(grid.input_value(end)) for end in (3, 4)) for grid in grids]
+def _mend_concat(join: Any) -> None:
+    """Mend the concatenation of values of different steps: the plugin takes the largest step."""
+    grids = _find_fake_quantizes(join.output(0))
+    bounds = [tuple(constant_data(grid.input_value(end)) for end in (3, 4)) for grid in grids]
     if any(not _equal(pair, bounds[0]) for pair in bounds):
         for grid in grids:
-            if _follows(grid, _FUSED | _PASSING, (_GRID,)):
-                _turn_into_values(grid, 0)
-            # Between a convolution and other values this is part of the convolution's loop.
-            grid.output(0).replace(_spelled_out(grid))
+            if _is_fed_by(grid, _FUSED | _CODE_PRESERVING, (_FAKE_QUANTIZE,)):
+                _stop_codes(grid, 0)
+            # After a convolution and before other values, the plugin fuses it with the former.
+            grid.output(0).replace(_decompose_fake_quantize(grid))
 
 
-def _average(pool: Any) -> None:
-    """Means lie between the codes, and the zeros around them are no codes of value zero.
+def _mend_average_pool(pool: Any) -> None:
+    """Mend means, which lie between the codes, and padding zeros, which are no codes of zero.
 
-    Where nothing but fake-quantizes follows, the plugin rounds to their codes at once.
+    If only fake-quantizes follow, the plugin rounds to their codes at once, which is right.
     """
-    if not _is_quantized_at_once(pool) and _grids(pool.input_value(0)):
-        _turn_into_values(pool, 0)
+    if not _feeds_fake_quantizes_only(pool) and _find_fake_quantizes(pool.input_value(0)):
+        _stop_codes(pool, 0)
         return
     attributes = pool.get_attributes()
     begin, end = attributes["pads_begin"], attributes["pads_end"]
@@ -115,7 +121,7 @@ def _average(pool: Any) -> None:
     if attributes["exclude-pad"] or (is_fixed and not any([*begin, *end])):
         return
     if not is_fixed and pool.get_input_partial_shape(0).is_dynamic:
-        _turn_into_values(pool, 0)
+        _stop_codes(pool, 0)
         return
     x = pool.input_value(0)
     before, after = (ints([0, 0, *sizes]) for sizes in (begin, end))
@@ -126,63 +132,63 @@ def _average(pool: Any) -> None:
     pool.set_attribute("auto_pad", "explicit")
 
 
-def _pad(pad: Any) -> None:
-    """Padding of channels, and with a value that has no code as zero always has."""
-    sizes = [known_ints(pad.input_value(place)) for place in (1, 2)]
-    fixed = [known(pad.input_value(place)) for place in range(3, pad.get_input_size())]
+def _mend_pad(pad: Any) -> None:
+    """Mend the padding of channels, and padding with a value other than zero, which has no code."""
+    sizes = [constant_ints(pad.input_value(place)) for place in (1, 2)]
+    fixed = [constant_data(pad.input_value(place)) for place in range(3, pad.get_input_size())]
     is_plain = all(size is not None and not any(size[:2]) for size in sizes) and all(
         around is not None and not around.any() for around in fixed
     )
-    if not is_plain and _grids(pad.input_value(0)):
-        _turn_into_values(pad, 0)
+    if not is_plain and _find_fake_quantizes(pad.input_value(0)):
+        _stop_codes(pad, 0)
 
 
-def _normalize(norm: Any) -> None:
-    """A norm of codes: the plugin adds the epsilon to their variance instead of the values'."""
-    if _grids(norm.input_value(0)):
-        _turn_into_values(norm, 0)
+def _mend_norm(norm: Any) -> None:
+    """Mend a norm: the plugin adds the epsilon to the variance of the codes, not of the values."""
+    if _find_fake_quantizes(norm.input_value(0)):
+        _stop_codes(norm, 0)
 
 
-def _add(add: Any) -> None:
-    """Sums of quantized values and of constants.
+def _mend_add(add: Any) -> None:
+    """Mend sums of quantized values, with constants or with each other.
 
-    A constant the plugin adds to the zero point, a whole number. A sum it computes in the loop of a
-    convolution before it, whose own result it does not round then if integers leave the loop.
+    The plugin adds a constant to the zero point, an integer. It fuses a sum with a convolution
+    before it, and then does not round the convolution's own result if integers leave the loop.
     """
     places = range(add.get_input_size())
-    if any(known(add.input_value(place)) is not None for place in places):
-        if not _is_quantized_at_once(add):
-            _clip(add)
-    elif all(_grids(add.input_value(place)) for place in places):
+    if any(constant_data(add.input_value(place)) is not None for place in places):
+        if not _feeds_fake_quantizes_only(add):
+            _mend_bounds(add)
+    elif all(_find_fake_quantizes(add.input_value(place)) for place in places):
         for place in places:
-            _turn_into_values(add, place)
+            _stop_codes(add, place)
 
 
-def _clip(node: Any) -> None:
-    """Bounds between the codes."""
+def _mend_bounds(node: Any) -> None:
+    """Mend bounds that lie between the codes."""
     places = range(node.get_input_size())
-    constants = [known(node.input_value(place)) is not None for place in places]
+    constants = [constant_data(node.input_value(place)) is not None for place in places]
     if len(constants) == 1 or any(constants):
         for place in places:
-            if not constants[place] and _grids(node.input_value(place)):
-                _turn_into_values(node, place)
+            if not constants[place] and _find_fake_quantizes(node.input_value(place)):
+                _stop_codes(node, place)
 
 
-def _quantize(grid: Any) -> None:
-    """The plugin looks for extrema among values that it has already made whole numbers."""
-    if _has_fixed_bounds(grid) and _follows(grid, _FUSED, ("ReduceMax", "ReduceMin")):
-        _turn_into_values(grid, 0)
-        grid.output(0).replace(_spelled_out(grid))
+def _mend_fake_quantize(grid: Any) -> None:
+    """Mend a fake-quantize of extrema: the plugin looks for them among values already rounded."""
+    if _has_fixed_bounds(grid) and _is_fed_by(grid, _FUSED, ("ReduceMax", "ReduceMin")):
+        _stop_codes(grid, 0)
+        grid.output(0).replace(_decompose_fake_quantize(grid))
 
 
-def _product(product: Any) -> None:
-    """Matrix products in a row: the plugin makes one loop of them, of integers a wrong one.
+def _mend_matrix_product(product: Any) -> None:
+    """Mend matrix products in a row: the plugin fuses them, wrongly if they are of integers.
 
-    It does so with matrices, and leaves stacks of them as they are.
+    It fuses matrices only, so the operand becomes a stack of one matrix.
     """
     x, y = product.input_values()
     are_matrices = all(side.get_partial_shape().rank == 2 for side in (x, y))
-    if are_matrices and _grids(x) and _follows(product, _IN_ONE_LOOP, ("MatMul",)):
+    if are_matrices and _find_fake_quantizes(x) and _is_fed_by(product, _IN_ONE_LOOP, ("MatMul",)):
         product.input(0).replace_source_output(ops.unsqueeze(x, ints(0)).output(0))
         readers = product.output(0).get_target_inputs()
         product.validate_and_infer_types()
@@ -192,25 +198,25 @@ def _product(product: Any) -> None:
 
 
 _MENDS: dict[str, Callable[[Any], None]] = {
-    "Add": _add,
-    "AvgPool": _average,
-    "Clamp": _clip,
-    "Concat": _join,
-    _GRID: _quantize,
-    "MVN": _normalize,
-    "MatMul": _product,
-    "Maximum": _clip,
-    "Minimum": _clip,
-    "NormalizeL2": _normalize,
-    "Pad": _pad,
-    "Subtract": _add,
+    "Add": _mend_add,
+    "AvgPool": _mend_average_pool,
+    "Clamp": _mend_bounds,
+    "Concat": _mend_concat,
+    _FAKE_QUANTIZE: _mend_fake_quantize,
+    "MVN": _mend_norm,
+    "MatMul": _mend_matrix_product,
+    "Maximum": _mend_bounds,
+    "Minimum": _mend_bounds,
+    "NormalizeL2": _mend_norm,
+    "Pad": _mend_pad,
+    "Subtract": _mend_add,
 }
 
 
-def _turn_into_values(node: Any, place: int) -> None:
-    """Put what changes no value, but carries no codes in the plugin, before an operand."""
+def _stop_codes(node: Any, place: int) -> None:
+    """Insert an op before an operand that changes no value, but through which no codes pass."""
     x, bound = node.input_value(place), float(np.finfo(np.float32).max)
-    # Beside a bound from the other side it would become a clamp.
+    # With a bound on the other side, the plugin would fuse the two to a clamp.
     if node.get_type_name() == "Minimum":
         same = ops.minimum(x, scalar(bound, x))
     else:
@@ -218,10 +224,10 @@ def _turn_into_values(node: Any, place: int) -> None:
     node.input(place).replace_source_output(same.output(0))
 
 
-def _spelled_out(grid: Any) -> Any:
-    """A fake-quantize with constant bounds as the arithmetic it stands for."""
+def _decompose_fake_quantize(grid: Any) -> Any:
+    """Return a fake-quantize with constant bounds as elementary arithmetic."""
     x, *ends = (grid.input_value(place) for place in range(5))
-    first, last, low, high = (np.asarray(known(end)) for end in ends)
+    first, last, low, high = (np.asarray(constant_data(end)) for end in ends)
     steps = grid.get_attributes()["levels"] - 1
     within = ops.minimum(ops.maximum(x, ops.constant(first)), ops.constant(last))
     scaled = ops.divide(
@@ -232,8 +238,8 @@ def _spelled_out(grid: Any) -> Any:
     return ops.add(spread, ops.constant(low)).output(0)
 
 
-def _follows(node: Any, kinds: Collection[str], wanted: Collection[str]) -> bool:
-    """Whether there are but nodes of ``kinds`` between ``node`` and one of those before it."""
+def _is_fed_by(node: Any, kinds: Collection[str], wanted: Collection[str]) -> bool:
+    """Whether a ``wanted`` node feeds ``node`` through nodes of ``kinds`` only."""
     pending, seen = [node.input_value(0).get_node()], set[str]()
     while pending:
         before = pending.pop()
@@ -245,27 +251,27 @@ def _follows(node: Any, kinds: Collection[str], wanted: Collection[str]) -> bool
     return False
 
 
-def _is_quantized_at_once(node: Any) -> bool:
+def _feeds_fake_quantizes_only(node: Any) -> bool:
     readers = node.output(0).get_target_inputs()
-    return all(reader.get_node().get_type_name() == _GRID for reader in readers)
+    return all(reader.get_node().get_type_name() == _FAKE_QUANTIZE for reader in readers)
 
 
-def _grids(value: Any) -> list[Any]:
-    """The fake-quantizes whose codes a value may have."""
+def _find_fake_quantizes(value: Any) -> list[Any]:
+    """Return the fake-quantizes whose codes a value may have."""
     node = value.get_node()
     kind = node.get_type_name()
-    if kind == _GRID:
+    if kind == _FAKE_QUANTIZE:
         return [node] if _has_fixed_bounds(node) else []
-    if kind != "Concat" and kind not in _PASSING:
+    if kind != "Concat" and kind not in _CODE_PRESERVING:
         return []
     operands = node.input_values() if kind == "Concat" else [node.input_value(0)]
-    found = [grid for operand in operands for grid in _grids(operand)]
+    found = [grid for operand in operands for grid in _find_fake_quantizes(operand)]
     return list({grid.get_name(): grid for grid in found}.values())
 
 
 def _has_fixed_bounds(grid: Any) -> bool:
-    """Whether the bounds are constants; of others the plugin makes no integers."""
-    return all(known(grid.input_value(end)) is not None for end in range(1, 5))
+    """Whether the bounds are constants; the plugin makes no integers with other bounds."""
+    return all(constant_data(grid.input_value(end)) is not None for end in range(1, 5))
 
 
 def _equal(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

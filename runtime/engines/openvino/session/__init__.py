@@ -1,1 +1,1 @@
-"""Compiled models: made or found in the cache, run, and their states between calls."""
+"""Compiled models: compile or find them in the cache, run them, keep their states."""

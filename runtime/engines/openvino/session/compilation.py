@@ -1,4 +1,4 @@
-"""From a function to a compiled model: found in the cache, or translated and compiled."""
+"""Compile a function: find it in the cache, or translate it and let OpenVINO compile it."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+import openvino as ov
+from openvino import opset15 as ops
+
 from coreml_delegate.errors import EngineUnavailableError, UnsupportedOpError
 from coreml_delegate.runtime.engines.base import CompiledFunction, EngineOptions, Precision
-from coreml_delegate.runtime.engines.memory import require
+from coreml_delegate.runtime.engines.limits import require_memory
 from coreml_delegate.runtime.engines.openvino import translate
 from coreml_delegate.runtime.engines.openvino.plugin import DEVICE, fusion
-from coreml_delegate.runtime.engines.openvino.plugin.processor import (
-    PRECISION_HINT,
-    emulates,
-    saturates,
-)
 from coreml_delegate.runtime.engines.openvino.session.compiled_cache import CompiledCache
-from coreml_delegate.runtime.engines.openvino.session.session import Interface, OpenVinoFunction
-from coreml_delegate.runtime.engines.openvino.session.specialisation import (
+from coreml_delegate.runtime.engines.openvino.session.enumerated_shapes import (
     EnumeratedFunction,
     Shapes,
-    default_shapes,
-    specialised,
+    first_shapes,
+    fix_shapes,
 )
+from coreml_delegate.runtime.engines.openvino.session.inference import Interface, OpenVinoFunction
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function
+from coreml_delegate.runtime.op_errors import last_line
 
 _logger = logging.getLogger(__name__)
 
-# Integer kernels for what lies between fake-quantizes.
+# The property of a compiled model that says in which type it computes.
+_PRECISION_HINT: Final = "INFERENCE_PRECISION_HINT"
+# The property that allows integer kernels between fake-quantizes.
 _INTEGER_KERNELS: Final = "LP_TRANSFORMS_MODE"
 
 
@@ -45,7 +47,7 @@ class _Mode:
 
 
 _MODES: Final[Mapping[Precision, _Mode]] = {
-    # Said aloud: without a hint OpenVINO takes bf16 wherever the CPU has matrix units for it.
+    # Given explicitly: without a hint OpenVINO takes bf16 if the CPU has matrix units for it.
     Precision.F32: _Mode("f32", "FP32"),
     # Softmax and norms need no marking to stay accurate: their kernels read and write bf16 and
     # compute in fp32.
@@ -53,19 +55,19 @@ _MODES: Final[Mapping[Precision, _Mode]] = {
 }
 
 
-# Nodes that touch no more are not looked at further.
+# Nodes whose operands and results take no more than this, in bytes, are not checked.
 _FREE_BYTES: Final = 1 << 28
 
 
 def unsupported(function: Function) -> list[str]:
-    """What in ``function`` has no translation: one reason each."""
-    return translate.unsupported(specialised(function, default_shapes(function)))
+    """Return one reason for each op of ``function`` without a translation."""
+    return translate.unsupported(fix_shapes(function, first_shapes(function)))
 
 
 def compile_function(
     core: Any, function: Function, options: EngineOptions, source: ProgramSource | None
 ) -> CompiledFunction:
-    """Compile ``function``, or find it compiled.
+    """Compile ``function``, or find it in the cache.
 
     Args:
         core: OpenVINO's ``Core``.
@@ -75,7 +77,7 @@ def compile_function(
 
     Raises:
         UnsupportedOpError: An op, or a mode or type of it, has no translation.
-        EngineUnavailableError: The CPU has not the precision asked for.
+        EngineUnavailableError: The CPU does not have the precision asked for.
         ExecutionError: A node of the graph does not fit into memory.
     """
     mode = _MODES[Precision(options.precision)]
@@ -83,7 +85,7 @@ def compile_function(
     config = _config(options, mode, function)
     cache = CompiledCache.of(core, function, source, options, config)
     build = functools.partial(_build, core, function, options.exact_nan, config, cache)
-    shapes = default_shapes(function)
+    shapes = first_shapes(function)
     return EnumeratedFunction(function, build) if shapes else build(shapes)
 
 
@@ -98,19 +100,19 @@ def _build(
     if cache is not None and (found := cache.find(core, shapes)) is not None:
         _logger.debug("found %s %s compiled", function.name, shapes or "")
         return found
-    translated = translate.translate(specialised(function, shapes), exact_nan=exact_nan)
-    fusion.fuse(translated.model)
+    translated = translate.translate(fix_shapes(function, shapes), exact_nan=exact_nan)
+    fusion.rewrite_for_plugin(translated.model)
     _require_memory(translated.model)
     try:
         compiled = core.compile_model(translated.model, DEVICE, config)
     except RuntimeError as error:
         raise UnsupportedOpError(
-            "OpenVINO cannot compile the function", got=str(error).strip().splitlines()[-1]
+            "OpenVINO cannot compile the function", got=last_line(error)
         ) from error
     _logger.debug(
         "compiled %s %s: %d nodes", function.name, shapes or "", len(translated.model.get_ops())
     )
-    # Not the translated model: the compiled one has its own copies of what it still needs.
+    # The translated model is dropped: the compiled one has copies of what it needs.
     interface = Interface(
         translated.inputs, translated.outputs, translated.states, translated.writes
     )
@@ -122,47 +124,83 @@ def _build(
 
 def _config(options: EngineOptions, mode: _Mode, function: Function) -> dict[str, object]:
     config: dict[str, object] = {
-        PRECISION_HINT: mode.hint,
+        _PRECISION_HINT: mode.hint,
         "PERFORMANCE_HINT": "LATENCY",
         # Otherwise activations are quantized to int8 where weights are compressed integers.
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
     }
     if options.threads is not None:
         config["INFERENCE_NUM_THREADS"] = options.threads
-    if any(op.type == "quantize" for op in function.block.walk()) and saturates():
+    if any(op.type == "quantize" for op in function.block.walk()) and int8_sums_saturate():
         config[_INTEGER_KERNELS] = "NO"
-        _say_in_float(mode.hint)
+        _log_float_fallback(mode.hint)
     return config
 
 
 def _require_precision(core: Any, mode: _Mode) -> None:
-    """Refuse a precision that OpenVINO would silently replace by another.
+    """Refuse a precision that OpenVINO would silently replace.
 
     Raises:
-        EngineUnavailableError: This CPU has not the precision.
+        EngineUnavailableError: This CPU does not have the precision.
     """
     capabilities = core.get_property(DEVICE, "OPTIMIZATION_CAPABILITIES")
     if mode.capability in capabilities:
         return
-    if not emulates(mode.hint):
+    if not emulates_precision(mode.hint):
         raise EngineUnavailableError(
             f"this CPU does not compute in {mode.hint}",
             got=", ".join(capabilities),
             expected=mode.capability,
             remedy=f"Use precision={Precision.F32.value!r}",
         )
-    _say_emulated(mode.hint)
+    _log_emulated(mode.hint)
 
 
 @functools.cache
-def _say_emulated(hint: str) -> None:
+def emulates_precision(hint: str) -> bool:
+    """Whether OpenVINO computes in a precision although the CPU has no instructions for it.
+
+    A compiled model tells, by the hint that it has: a CPU with AVX-512 emulates bf16.
+    """
+    x = ov.op.Parameter(ov.Type.f32, ov.PartialShape([1]))
+    compiled = _compile_probe(ops.result(x), x, hint)
+    return compiled.get_property(_PRECISION_HINT).to_string() == hint
+
+
+@functools.cache
+def int8_sums_saturate() -> bool:
+    """Whether the CPU cuts off sums of products of 8-bit integers at 16 bits.
+
+    x86 without VNNI adds products in pairs, each pair in 16 bits (``vpmaddubsw``): AMD before Zen
+    4, Intel before Cascade Lake.
+    """
+    largest = np.full((1, 2), 255, np.float32)
+    x = ov.op.Parameter(ov.Type.f32, ov.PartialShape([1, 2]))
+    low, high = ops.constant(np.float32(0)), ops.constant(np.float32(255))
+    codes = ops.fake_quantize(x, low, high, low, high, 256)
+    weight = ops.convert(ops.constant(np.full((2, 2), 127, np.int8)), "f32")
+    scaled = ops.multiply(weight, ops.constant(np.float32(1)))
+    product = ops.result(ops.matmul(codes, scaled, False, True))
+    (sums,) = _compile_probe(product, x, "f32")([largest]).values()
+    return bool((sums != 2 * 255 * 127).any())
+
+
+def _compile_probe(result: Any, x: Any, hint: str) -> Any:
+    make_model: Any = ov.Model
+    return ov.Core().compile_model(
+        make_model([result], [x], "probe"), DEVICE, {_PRECISION_HINT: hint}
+    )
+
+
+@functools.cache
+def _log_emulated(hint: str) -> None:
     _logger.warning(
         "this CPU has no instructions for %s: it is emulated, and slower than f32", hint
     )
 
 
 @functools.cache
-def _say_in_float(hint: str) -> None:
+def _log_float_fallback(hint: str) -> None:
     _logger.info(
         "this CPU cannot sum products of int8 without cutting them off (it has no VNNI): "
         "quantized programs are computed in %s, exactly and more slowly",
@@ -173,19 +211,19 @@ def _say_in_float(hint: str) -> None:
 def _require_memory(model: Any) -> None:
     """Refuse a model with a node whose operands and results do not fit into memory at once.
 
-    Sizes known only at run time are left to OpenVINO.
+    Nodes with sizes known only at run time are not checked.
 
     Args:
         model: ``openvino.Model``.
 
     Raises:
-        ExecutionError: There is such a node.
+        ExecutionError: A node does not fit.
     """
     for node in model.get_ops():
         values = [*node.outputs(), *(port.get_source_output() for port in node.inputs())]
         needed = sum(map(_nbytes, values))
         if needed > _FREE_BYTES:
-            require(needed, f"{node.get_type_name()} {node.get_friendly_name()!r}")
+            require_memory(needed, f"{node.get_type_name()} {node.get_friendly_name()!r}")
 
 
 def _nbytes(value: Any) -> int:

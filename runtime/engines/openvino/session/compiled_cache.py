@@ -1,8 +1,8 @@
-"""Compiled models kept on disk: what they are found by, and which are worth keeping.
+"""The cache of compiled models on disk: the keys of entries, and which models are worth keeping.
 
-An entry is OpenVINO's own export of the compiled model, with what the ports of it mean in its
-metadata. Reading one back replaces the translation of the program and the transformations of the
-graph; kernels are made for the CPU at hand either way.
+An entry is OpenVINO's own export of the compiled model, with the meaning of its ports as metadata.
+Reading an entry replaces the translation of the program and the transformations of the graph;
+kernels are made for the CPU at hand either way.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from coreml_delegate.caches import source_digest
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.entry_cache import EntryCache
 from coreml_delegate.runtime.engines.openvino.plugin import DEVICE
-from coreml_delegate.runtime.engines.openvino.session.session import Interface, OpenVinoFunction
+from coreml_delegate.runtime.engines.openvino.session.inference import Interface, OpenVinoFunction
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Constant, Function
+from coreml_delegate.runtime.op_errors import last_line
 
 _logger = logging.getLogger(__name__)
 
-# Raised when entries change in a way that none of the other parts of a key shows.
+# To be raised when entries change in a way that no other part of a key shows.
 _SCHEMA: Final = 1
 _DISTRIBUTION: Final = "coreml-delegate"
-# Everything between the bytes of a program and its graph: a change in any of it is another key.
+# The sources between the bytes of a program and its graph: a change of any makes another key.
 _TRANSLATION: Final = ("coreml_delegate.runtime.engines", "coreml_delegate.runtime.mil")
 
 # Seconds of processor time. A model found in the cache saves about 0.9 ms for each op (measured on
@@ -46,11 +47,11 @@ _WORTHWHILE: Final = 20e-3
 
 @dataclass(frozen=True, slots=True)
 class CompiledCache:
-    """The cache as seen from one function of one program under one configuration.
+    """The entries of one function of one program under one configuration.
 
     Attributes:
         entries: The folder of entries.
-        parts: What all keys of the function have in common.
+        parts: The part that all keys of the function have in common.
     """
 
     entries: EntryCache
@@ -65,22 +66,22 @@ class CompiledCache:
         options: EngineOptions,
         config: Mapping[str, object],
     ) -> CompiledCache | None:
-        """The cache for ``function``; None where there is none, or where it would save no time.
+        """Return the cache for ``function``; None if there is none, or if it would save no time.
 
         Args:
             core: OpenVINO's ``Core``.
             function: The function to be compiled.
             source: The bytes it was read from, or None if they are not at hand.
-            options: How it is executed, and where the cache is.
-            config: The properties it is compiled with.
+            options: How the function is executed, and where the cache is.
+            config: The properties that the function is compiled with.
         """
-        if source is None or options.cache is None or not worthwhile(function):
+        if source is None or options.cache is None or not is_worth_caching(function):
             return None
         parts = key_parts(core, function, source, config, exact_nan=options.exact_nan)
         return cls(EntryCache(options.cache), parts)
 
     def find(self, core: Any, shapes: Mapping[str, tuple[int, ...]]) -> OpenVinoFunction | None:
-        """The function compiled earlier for these shapes of its inputs, or None."""
+        """Return the function compiled earlier for these input shapes, or None."""
         key = entry_key(self.parts, shapes)
         entry = self.entries.read(key)
         if entry is None:
@@ -92,12 +93,11 @@ class CompiledCache:
             # The mapping must outlive the model, whose constants may lie in it.
             return OpenVinoFunction(Interface.decode(entry.metadata), compiled, keep=data)
         except (RuntimeError, KeyError, TypeError, ValueError) as error:
-            lines = str(error).strip().splitlines()
-            self.entries.reject(key, lines[-1] if lines else type(error).__name__)
+            self.entries.reject(key, last_line(error))
             return None
 
     def keep(self, function: OpenVinoFunction, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Keep a function compiled for these shapes of its inputs."""
+        """Write a function compiled for these input shapes."""
         try:
             exported = function.compiled.export_model()
         except RuntimeError as error:
@@ -107,7 +107,7 @@ class CompiledCache:
         self.entries.write(key, function.interface.encode(), exported.getbuffer())
 
 
-def worthwhile(function: Function) -> bool:
+def is_worth_caching(function: Function) -> bool:
     """Whether finding ``function`` in the cache is faster than compiling it."""
     ops = [op for op in function.block.walk() if op.type != "const"]
     stored = [
@@ -127,7 +127,7 @@ def key_parts(
     *,
     exact_nan: bool,
 ) -> dict[str, object]:
-    """Everything that a compiled function depends on but the shapes of its inputs."""
+    """Return everything that a compiled function depends on, except its input shapes."""
     return {
         "schema": _SCHEMA,
         "package": importlib.metadata.version(_DISTRIBUTION),
@@ -144,7 +144,7 @@ def key_parts(
 
 
 def entry_key(parts: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> bytes:
-    """The key, 32 bytes, of a function specialised to ``shapes``."""
+    """Return the key, 32 bytes, of a function compiled for ``shapes``."""
     described = json.dumps({**parts, "shapes": shapes}, sort_keys=True)
     return hashlib.blake2b(described.encode(), digest_size=32).digest()
 

@@ -1,4 +1,4 @@
-"""State tensors between the calls of a function."""
+"""State tensors, kept between the calls of a function."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from coreml_delegate.errors import ExecutionError
 from coreml_delegate.runtime.engines.base import Array
 from coreml_delegate.runtime.engines.openvino.graph import GRAPH_TYPE
 from coreml_delegate.runtime.mil.program import TensorType
-from coreml_delegate.runtime.snapshots import Snapshot, fitting, fitting_all
+from coreml_delegate.runtime.snapshots import Snapshot, cast_snapshot, cast_state
 
 StateTypes: TypeAlias = tuple[tuple[str, TensorType], ...]
 """Name and type of every state tensor."""
 
 Writes: TypeAlias = tuple[int, ...] | None
-"""How a function writes a state: the axis of each write of rows, or None if it is made anew."""
+"""How a function writes a state: the axis of each write of rows; None if it replaces all of it."""
 
 
 class OpenVinoState:
     """State tensors of one model instance, zero at start.
 
-    No step copies a state. Of one that is made anew there are two sets, in the program's dtype: a
-    step reads one and writes the other, then they change places. One of which rows are written is
-    there once, in the type the graph computes in; its values are always such as the program's own
-    dtype can hold.
+    No call copies a state. A state that calls replace has two tensors in the program's dtype: a
+    call reads one and writes the other, then they change places. A state that calls write rows of
+    has one tensor, in the type that the graph computes in; the program's dtype can hold its values.
     """
 
     def __init__(self, types: StateTypes, writes: tuple[Writes, ...]) -> None:
@@ -37,7 +36,7 @@ class OpenVinoState:
         self._side = 0
         self._arrays: tuple[list[Array], list[Array]] = ([], [])
         self._tensors: tuple[list[Any], list[Any]] = ([], [])
-        zeros = {name: np.zeros(shape_of(type_), type_.dtype.numpy) for name, type_ in types}
+        zeros = {name: np.zeros(state_shape(type_), type_.dtype.numpy) for name, type_ in types}
         self._keep(zeros)
 
     def snapshot(self) -> Snapshot:
@@ -50,7 +49,7 @@ class OpenVinoState:
     def restore(self, snapshot: Mapping[str, Array]) -> None:
         """Replace the content of every state tensor; see ``State``."""
         held = self._held()
-        for name, value in fitting_all(self._declared(), snapshot).items():
+        for name, value in cast_snapshot(self._declared(), snapshot).items():
             held[name][...] = value
 
     def reset(self) -> None:
@@ -60,13 +59,13 @@ class OpenVinoState:
 
     def write(self, name: str, value: Array) -> None:
         """Replace the content of one state tensor; see ``State``."""
-        replacement = fitting(self._declared(), name, value)
+        replacement = cast_state(self._declared(), name, value)
         self._held()[name][...] = replacement
 
     def arrange(self, writes: tuple[Writes, ...]) -> None:
-        """Keep the tensors as a function wants them that writes them in this way.
+        """Keep the tensors as a function needs them that writes them in this way.
 
-        Functions for other shapes of the inputs may write other parts of a state.
+        Functions for other input shapes may write a state in another way.
         """
         if writes != self._writes:
             content = self.snapshot()
@@ -74,17 +73,17 @@ class OpenVinoState:
             self._keep(content)
 
     def tensors(self) -> tuple[list[Any], list[Any]]:
-        """The tensors to read from and those to write to."""
+        """Return the tensors to read from and the tensors to write to."""
         return self._tensors[self._side], self._tensors[1 - self._side]
 
     def advance(self, rows: Sequence[Sequence[tuple[NDArray[np.int32], Array]]]) -> None:
         """Make the tensors just written the ones to read.
 
         Args:
-            rows: Places and rows of each write of rows to each state.
+            rows: Indices and rows of each write of rows to each state.
 
         Raises:
-            ExecutionError: A place is outside of its state; no state has changed then.
+            ExecutionError: An index is outside of its state; then no state has changed.
         """
         held = self._arrays[self._side]
         updates = [
@@ -106,7 +105,7 @@ class OpenVinoState:
         self._side = 1 - self._side
 
     def _keep(self, content: Snapshot) -> None:
-        """Start with new arrays of this content."""
+        """Replace the arrays by new ones with this content."""
         kept: tuple[list[Array], list[Array]] = ([], [])
         for (name, type_), axes in zip(self._types, self._writes, strict=True):
             value = content[name]
@@ -125,13 +124,13 @@ class OpenVinoState:
         return dict(zip(names, self._arrays[self._side], strict=True))
 
     def _declared(self) -> Snapshot:
-        """Arrays of the program's own dtypes and of no memory, for comparison."""
+        """Return arrays of the declared dtypes and shapes that take no memory, for comparison."""
         return {
-            name: np.broadcast_to(np.zeros((), type_.dtype.numpy), shape_of(type_))
+            name: np.broadcast_to(np.zeros((), type_.dtype.numpy), state_shape(type_))
             for name, type_ in self._types
         }
 
 
-def shape_of(type_: TensorType) -> tuple[int, ...]:
-    """The shape of a state tensor."""
+def state_shape(type_: TensorType) -> tuple[int, ...]:
+    """Return the shape of a state tensor."""
     return tuple(size or 0 for size in type_.shape or ())

@@ -1,1 +1,42 @@
-"""Translations of MIL ops to OpenVINO, a module per family: those of the reference kernels."""
+"""Translations of MIL ops to OpenVINO: one function per version of an op, one module per family.
+
+``values`` says in which form a translation takes its arguments, and what it returns. It may have
+the option ``exact_nan``: whether the result has to be right for NaN even where that takes time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from coreml_delegate.runtime.engines.op_table import OpTable, OpVersion, Schema
+from coreml_delegate.runtime.engines.openvino.values import Form, form_of
+from coreml_delegate.targets import Opset
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+EXACT_NAN: Final = "exact_nan"
+"""The option of a translation that is right for NaN only if asked to be."""
+
+TRANSLATIONS: OpTable[OpVersion[Form]] = OpTable("translation", __name__)
+"""The ops that OpenVINO can express."""
+
+
+def translation(*op_types: str, since: Opset = Opset.iOS15) -> Callable[[Function], Function]:
+    """Register a function as the translation of one op type or of several with one schema.
+
+    Args:
+        op_types: MIL op types.
+        since: First opset whose version of the op this is.
+
+    Raises:
+        ValueError: The op has a translation since that opset.
+    """
+
+    def register(function: Function) -> Function:
+        schema = Schema.read(function, form_of)
+        for op_type in op_types:
+            TRANSLATIONS.add(OpVersion(op_type, since, function, schema))
+        return function
+
+    return register

@@ -6,31 +6,27 @@ from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import per_channel, rank, scalar
 from coreml_delegate.runtime.engines.openvino.plugin import nan
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Result,
-    Tensor,
-    refuse,
-    translation,
-)
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, refusal
 
 
 @translation("relu")
 def relu(x: Tensor, *, exact_nan: bool = False) -> Result:
     """``max(x, 0)``."""
-    return nan.kept(x, ops.relu(x)) if exact_nan else ops.relu(x)
+    return nan.keep_nan(x, ops.relu(x)) if exact_nan else ops.relu(x)
 
 
 @translation("relu6")
 def relu6(x: Tensor, *, exact_nan: bool = False) -> Result:
     """``min(max(x, 0), 6)``."""
     bounded = ops.clamp(x, 0.0, 6.0)
-    return nan.kept(x, bounded) if exact_nan else bounded
+    return nan.keep_nan(x, bounded) if exact_nan else bounded
 
 
 @translation("clamped_relu")
 def clamped_relu(x: Tensor, alpha: float, beta: float) -> Result:
     """Leaky ReLU bounded above by ``beta``."""
-    return nan.kept(x, ops.minimum(leaky_relu(x, alpha), scalar(beta, x)))
+    return nan.keep_nan(x, ops.minimum(leaky_relu(x, alpha), scalar(beta, x)))
 
 
 @translation("leaky_relu")
@@ -58,7 +54,7 @@ def gelu(x: Tensor, mode: str = "EXACT") -> Result:
         return ops.swish(x, scalar(1.702, x))
     approximations = {"EXACT": "erf", "TANH_APPROXIMATION": "tanh"}
     if mode not in approximations:
-        raise refuse("unknown gelu mode", mode, "EXACT, TANH_APPROXIMATION, SIGMOID_APPROXIMATION")
+        raise refusal("unknown gelu mode", mode, "EXACT, TANH_APPROXIMATION, SIGMOID_APPROXIMATION")
     return ops.gelu(x, approximations[mode])
 
 
@@ -72,7 +68,7 @@ def sigmoid(x: Tensor) -> Result:
 def sigmoid_hard(x: Tensor, alpha: float, beta: float) -> Result:
     """``min(max(alpha * x + beta, 0), 1)``."""
     line = linear_activation(x, alpha, beta)
-    return nan.kept(line, ops.clamp(line, 0.0, 1.0))
+    return nan.keep_nan(line, ops.clamp(line, 0.0, 1.0))
 
 
 @translation("silu")
@@ -121,5 +117,5 @@ def softmax(x: Tensor, axis: int = -1) -> Result:
 
 @translation("thresholded_relu")
 def thresholded_relu(x: Tensor, alpha: float) -> Result:
-    """``x`` where ``x >= alpha``, zero elsewhere."""
-    return ops.select(ops.greater_equal(x, scalar(alpha, x)), x, scalar(0, x))
+    """Zero where ``x < alpha``, ``x`` elsewhere, NaN included."""
+    return ops.select(ops.less(x, scalar(alpha, x)), scalar(0, x), x)

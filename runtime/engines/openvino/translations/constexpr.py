@@ -20,18 +20,13 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     f32,
     integer_constant,
 )
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Array,
-    Result,
-    Weight,
-    refuse,
-    translation,
-)
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Array, Result, Weight, refusal
 from coreml_delegate.runtime.mil.dtypes import DType, unpack_bits
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.targets import Opset
 
 
-def _float32(array: NDArray[np.generic]) -> NDArray[np.float32]:
+def _as_float32(array: NDArray[np.generic]) -> NDArray[np.float32]:
     return array.astype(np.float32)
 
 
@@ -63,10 +58,10 @@ def _shift_scale(
     split_data, split_scale = shapes or (list(data.shape), list(scale.shape))
 
     def dense() -> NDArray[np.generic]:
-        values = _float32(data.reshape(split_data))
+        values = _as_float32(data.reshape(split_data))
         if offset is not None:
-            values = values - _float32(offset.reshape(split_scale))
-        return (values * _float32(scale.reshape(split_scale))).reshape(data.shape)
+            values = values - _as_float32(offset.reshape(split_scale))
+        return (values * _as_float32(scale.reshape(split_scale))).reshape(data.shape)
 
     def node() -> Any:
         # No kernel of convolutions reads four bits; those between quantized values read eight.
@@ -75,7 +70,7 @@ def _shift_scale(
         if offset is not None:
             shift = np.ascontiguousarray(offset.reshape(split_scale))
             value = ops.subtract(value, f32(ops.constant(shift)))
-        value = ops.multiply(value, ops.constant(_float32(scale.reshape(split_scale))))
+        value = ops.multiply(value, ops.constant(_as_float32(scale.reshape(split_scale))))
         if shapes is not None:
             value = ops.reshape(
                 value, ops.constant(np.asarray(data.shape, np.int32)), special_zero=False
@@ -135,10 +130,10 @@ def constexpr_lut_to_dense_ios16(indices: Array, lut: Array, shape: Array) -> Re
 @translation("constexpr_lut_to_dense", since=Opset.iOS18)
 def constexpr_lut_to_dense(indices: Array, lut: Array, vector_axis: int | None = None) -> Result:
     """``lut`` [*groups, palettes, vector] at ``indices``, one table per block of ``indices``."""
-    return Weight(lambda: _looked_up(indices, lut, vector_axis))
+    return Weight(lambda: _look_up(indices, lut, vector_axis))
 
 
-def _looked_up(
+def _look_up(
     indices: NDArray[np.generic], lut: NDArray[np.generic], vector_axis: int | None
 ) -> NDArray[np.generic]:
     groups, palettes, width = lut.shape[:-2], lut.shape[-2], lut.shape[-1]
@@ -151,14 +146,14 @@ def _looked_up(
     if width == 1:
         return vectors[..., 0]
     if vector_axis is None:
-        raise refuse("lookup table of vectors", "no vector_axis", "an axis")
+        raise refusal("lookup table of vectors", "no vector_axis", "an axis")
     axis = vector_axis % indices.ndim
     shape = list(indices.shape)
     shape[axis] *= width
     return np.moveaxis(vectors, -1, axis + 1).reshape(shape)
 
 
-def _scattered(nonzero: NDArray[np.generic], mask: NDArray[np.generic]) -> NDArray[np.generic]:
+def _scatter(nonzero: NDArray[np.generic], mask: NDArray[np.generic]) -> NDArray[np.generic]:
     result = np.zeros(mask.shape, dtype=nonzero.dtype)
     result[mask != 0] = nonzero.reshape(-1)
     return result
@@ -171,7 +166,7 @@ def constexpr_sparse_to_dense_ios16(nonzero_data: Array, mask: Array, shape: Arr
 
     def dense() -> NDArray[np.generic]:
         bits = np.unpackbits(mask.reshape(-1).astype(np.uint8), bitorder="little")
-        return _scattered(nonzero_data, bits[: math.prod(sizes)].reshape(sizes))
+        return _scatter(nonzero_data, bits[: math.prod(sizes)].reshape(sizes))
 
     return Weight(dense)
 
@@ -179,7 +174,7 @@ def constexpr_sparse_to_dense_ios16(nonzero_data: Array, mask: Array, shape: Arr
 @translation("constexpr_sparse_to_dense", since=Opset.iOS18)
 def constexpr_sparse_to_dense(nonzero_data: Array, mask: Array) -> Result:
     """Zeros with ``nonzero_data`` where ``mask`` is set."""
-    return Weight(lambda: _scattered(nonzero_data, mask))
+    return Weight(lambda: _scatter(nonzero_data, mask))
 
 
 @translation("constexpr_lut_to_sparse")
@@ -193,7 +188,7 @@ def constexpr_lut_to_sparse(
         mask = np.repeat(mask, width, vector_axis)
 
     def values() -> NDArray[np.generic]:
-        dense = _looked_up(_scattered(indices_nonzero_data, indices_mask), lut, vector_axis)
+        dense = _look_up(_scatter(indices_nonzero_data, indices_mask), lut, vector_axis)
         return dense[mask != 0].reshape(-1)
 
     return Weight(lambda: mask), Weight(values)
@@ -206,7 +201,7 @@ def constexpr_sparse_blockwise_shift_scale(
     """Mask and nonzero values of a sparse weight whose nonzero values are quantized."""
 
     def values() -> NDArray[np.generic]:
-        dense = _shift_scale(_scattered(nonzero_data, data_mask), scale, offset).dense()
+        dense = _shift_scale(_scatter(nonzero_data, data_mask), scale, offset).dense()
         return dense[data_mask != 0].reshape(-1)
 
     return Weight(lambda: data_mask), Weight(values)

@@ -7,23 +7,18 @@ from collections.abc import Sequence
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
+    constant_data,
     dims,
     f32,
     ints,
-    known,
     per_channel,
     rank,
     reshape,
     scalar,
     static_dims,
 )
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Ints,
-    Result,
-    Tensor,
-    refuse,
-    translation,
-)
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Ints, Result, Tensor, refusal
 
 _INT32_MAX = 2**31 - 1
 
@@ -37,20 +32,20 @@ AUTO_PAD: dict[str, str] = {
 
 
 def auto_pad(pad_type: str) -> str:
-    """OpenVINO's name of a MIL ``pad_type``.
+    """Return OpenVINO's name of a MIL ``pad_type``.
 
     Raises:
         UnsupportedOpError: No such ``pad_type``.
     """
     if pad_type not in AUTO_PAD:
-        raise refuse("unknown pad_type", pad_type, ", ".join(AUTO_PAD))
+        raise refusal("unknown pad_type", pad_type, ", ".join(AUTO_PAD))
     return AUTO_PAD[pad_type]
 
 
 def split_pad(
     pad_type: str, pad: Sequence[int] | None, spatial: int
 ) -> tuple[list[int], list[int]]:
-    """Padding before and after each of ``spatial`` dimensions; zeros unless it is ``custom``."""
+    """Return padding before and after ``spatial`` dimensions; zeros unless ``custom``."""
     if pad is None or pad_type != "custom":
         return [0] * spatial, [0] * spatial
     return list(pad[0::2]), list(pad[1::2])
@@ -73,10 +68,10 @@ def conv(
     begin, end = split_pad(pad_type, pad, axes - 2)
     strides = tuple(strides or ones)
     if any(begin + end) and strides != tuple(ones) and _is_pointwise(weight):
-        x, strides = _strided(x, begin, end, strides), tuple(ones)
+        x, strides = _pad_and_stride(x, begin, end, strides), tuple(ones)
         begin = end = [0] * len(ones)
     build = ops.convolution
-    if groups != 1 or _would_be_product(weight):
+    if groups != 1 or _may_become_product(weight):
         build = ops.group_convolution
         out_channels, in_channels, *kernel = static_dims(weight, range(axes))
         weight = reshape(weight, (groups, out_channels // groups, in_channels, *kernel))
@@ -90,19 +85,21 @@ def _is_pointwise(weight: Tensor) -> bool:
     return all(size == 1 for size in dims(weight)[2:])
 
 
-def _would_be_product(weight: Tensor) -> bool:
+def _may_become_product(weight: Tensor) -> bool:
     """Whether OpenVINO 2026.4 may make a matrix product of the convolution.
 
-    It does so where weights are decompressed, and takes the transposes and reshapes beside for
-    those between channels first and channels last, whatever they are. Not so with groups, be it
-    one.
+    It does so if the weights are decompressed, and mistakes the transposes and reshapes around the
+    convolution for those between channels first and channels last. It does not do so for a group
+    convolution, even with one group.
     """
-    is_decompressed = known(weight) is None and None not in dims(weight)
+    is_decompressed = constant_data(weight) is None and None not in dims(weight)
     return is_decompressed and rank(weight) == 4 and _is_pointwise(weight)
 
 
-def _strided(x: Tensor, begin: Sequence[int], end: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """What a convolution of one pixel sees of ``x``: padded, and every so many pixels.
+def _pad_and_stride(
+    x: Tensor, begin: Sequence[int], end: Sequence[int], strides: Sequence[int]
+) -> Tensor:
+    """Return the pixels of ``x`` that a strided 1 x 1 convolution reads, padding included.
 
     OpenVINO moves the strides of such a convolution to where its input is made, and forgets the
     padding as it does.
@@ -130,7 +127,7 @@ def conv_quantized(
 ) -> Result:
     """Convolution with ``weight * quant_scale + quant_bias``; one weight per byte only."""
     if quantization_type != "linear" or nbits != 8:
-        raise refuse("conv_quantized", f"{nbits}-bit {quantization_type}", "8-bit linear weights")
+        raise refusal("conv_quantized", f"{nbits}-bit {quantization_type}", "8-bit linear weights")
     axes = rank(weight)
     scale, shift = (per_channel(value, axes, 0) for value in (quant_scale, quant_bias))
     dense = ops.add(ops.multiply(f32(weight), scale), shift)
@@ -159,7 +156,7 @@ def conv_transpose(
     extent = [(size - 1) * step + 1 for size, step in zip(kernel, dilation, strict=True)]
     begin, end = split_pad(pad_type, pad, spatial)
     if pad_type == "same":
-        begin, end = _same(extent, stride)
+        begin, end = _same_padding(extent, stride)
     if output_shape is not None:
         sizes = static_dims(x, range(2, axes))
         natural = [
@@ -188,8 +185,8 @@ def conv_transpose(
     return result if bias is None else ops.add(result, per_channel(bias, axes))
 
 
-def _same(extent: Sequence[int], stride: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Padding that makes the output ``stride`` times the input, the odd element after."""
+def _same_padding(extent: Sequence[int], stride: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return padding that makes the output ``stride`` times the input, the odd element after."""
     totals = [reach - step for reach, step in zip(extent, stride, strict=True)]
     begin = [max(total, 0) // 2 for total in totals]
     return begin, [total - before for total, before in zip(totals, begin, strict=True)]

@@ -19,8 +19,9 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     scalar,
     shape_of,
 )
-from coreml_delegate.runtime.engines.openvino.registry import Result, Tensor, translation
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Result, Tensor
+from coreml_delegate.targets import Opset
 
 
 @translation("non_maximum_suppression")
@@ -46,13 +47,13 @@ def non_maximum_suppression_ios15(
         Boxes [N, max_boxes, 4], scores [N, max_boxes, K], indices [N, max_boxes], counts [N].
     """
     best = ops.reduce_max(scores, ints(-1), False)
-    entered = _entered(best, score_threshold)
+    entered = _candidates(best, score_threshold)
     entries = ops.unsqueeze(_where(entered, best, -math.inf), ints(1))
     if per_class_suppression:
         classes = ops.range(ints(0), dim_of(scores, 2), ints(1), "i32")
         of_class = ops.equal(ops.unsqueeze(_first(scores), ints(1)), reshape(classes, (-1, 1)))
         entries = _where(of_class, entries, -math.inf)
-    alive = _alive(boxes, entries, iou_threshold, max_boxes)
+    alive = _unsuppressed(boxes, entries, iou_threshold, max_boxes)
     count = _count(boxes, max_boxes)
     ranking = ops.topk(
         _where(alive, best, -math.inf), count, 1, "max", "value", "i32", stable=True
@@ -62,9 +63,9 @@ def non_maximum_suppression_ios15(
     wide = ops.unsqueeze(taken, ints(2))
     missing = ops.subtract(ints(max_boxes), count)
     return (
-        _padded(_where(wide, ops.gather_nd(boxes, places, 1), 0), missing, 0),
-        _padded(_where(wide, ops.gather_nd(scores, places, 1), 0), missing, 0),
-        _padded(_where(taken, ranking, -1), missing, -1),
+        _pad_boxes(_where(wide, ops.gather_nd(boxes, places, 1), 0), missing, 0),
+        _pad_boxes(_where(wide, ops.gather_nd(scores, places, 1), 0), missing, 0),
+        _pad_boxes(_where(taken, ranking, -1), missing, -1),
         ops.reduce_sum(ops.convert(taken, "i32"), ints(1), False),
     )
 
@@ -90,8 +91,8 @@ def non_maximum_suppression(
     return ops.transpose(kept_boxes, swap), ops.transpose(kept_scores, swap), kept
 
 
-def _entered(best: Any, score_threshold: float) -> Any:
-    """Which boxes [N, B] take part: those above the threshold, or the first of the best."""
+def _candidates(best: Any, score_threshold: float) -> Any:
+    """Return which boxes [N, B] take part: above the threshold, or else the first best one."""
     above = ops.greater(best, scalar(score_threshold, best))
     none = ops.logical_not(ops.reduce_logical_or(above, ints(1), True))
     places = ops.range(ints(0), dim_of(best, 1), ints(1), "i32")
@@ -105,8 +106,8 @@ def _first(values: Any) -> Any:
     return ops.squeeze(top, ints((-1,)))
 
 
-def _alive(boxes: Any, entries: Any, iou_threshold: float, max_boxes: int) -> Any:
-    """Which boxes [N, B] no better one of their class suppresses; ``entries`` [N, classes, B]."""
+def _unsuppressed(boxes: Any, entries: Any, iou_threshold: float, max_boxes: int) -> Any:
+    """Return which boxes [N, B] no better box suppresses; ``entries`` is [N, classes, B]."""
     # OpenVINO suppresses at the threshold too, and takes denormal numbers for 0.
     beyond = np.nextafter(np.float32(iou_threshold), np.float32(np.inf))
     beyond = np.maximum(beyond, np.finfo(np.float32).tiny)
@@ -139,7 +140,7 @@ def _count(boxes: Any, max_boxes: int) -> Any:
     return ops.minimum(dim_of(boxes, 1), ints(max_boxes))
 
 
-def _padded(value: Any, missing: Any, filler: float) -> Any:
+def _pad_boxes(value: Any, missing: Any, filler: float) -> Any:
     """``value`` with fillers behind its boxes, which are along axis 1."""
     end = [ints((0,)), reshape(missing, (1,)), ints([0] * (len(dims(value)) - 2))]
     axes = [0] * len(dims(value))

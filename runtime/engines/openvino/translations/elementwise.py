@@ -9,20 +9,15 @@ from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
     GRAPH_TYPE,
-    converted,
+    convert_to,
     f32,
     is_float,
     magnitude,
     scalar,
 )
 from coreml_delegate.runtime.engines.openvino.plugin import integers, nan
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Result,
-    Tensor,
-    refuse,
-    register,
-    translation,
-)
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, refusal
 from coreml_delegate.runtime.mil.dtypes import DType
 
 _UNARY: dict[str, Callable[[Tensor], Result]] = {
@@ -50,18 +45,18 @@ _UNARY: dict[str, Callable[[Tensor], Result]] = {
 
 _BINARY: dict[str, Callable[[Tensor, Tensor], Result]] = {
     "add": ops.add,
-    "equal": integers.equality(ops.equal),
-    "greater": integers.order(nan.greater, ops.not_equal, first=False),
-    "greater_equal": integers.order(nan.greater_equal, ops.equal, first=True),
-    "less": integers.order(ops.less, ops.not_equal, first=True),
-    "less_equal": integers.order(ops.less_equal, ops.equal, first=False),
+    "equal": integers.exact_equality(ops.equal),
+    "greater": integers.exact_order(nan.greater, ops.not_equal, first=False),
+    "greater_equal": integers.exact_order(nan.greater_equal, ops.equal, first=True),
+    "less": integers.exact_order(ops.less, ops.not_equal, first=True),
+    "less_equal": integers.exact_order(ops.less_equal, ops.equal, first=False),
     "logical_and": ops.logical_and,
     "logical_or": ops.logical_or,
     "logical_xor": ops.logical_xor,
     "maximum": nan.maximum,
     "minimum": nan.minimum,
     "mul": ops.multiply,
-    "not_equal": integers.equality(ops.not_equal),
+    "not_equal": integers.exact_equality(ops.not_equal),
     "sub": ops.subtract,
 }
 
@@ -70,14 +65,14 @@ def _register_unary(op_type: str, build: Callable[[Tensor], Result]) -> None:
     def unary(x: Tensor) -> Result:
         return build(x)
 
-    register(op_type, unary)
+    translation(op_type)(unary)
 
 
 def _register_binary(op_type: str, build: Callable[[Tensor, Tensor], Result]) -> None:
     def binary(x: Tensor, y: Tensor) -> Result:
         return build(x, y)
 
-    register(op_type, binary)
+    translation(op_type)(binary)
 
 
 for _op_type, _unary in _UNARY.items():
@@ -100,7 +95,7 @@ def floor_div(x: Tensor, y: Tensor) -> Result:
 
 @translation("mod")
 def modulo(x: Tensor, y: Tensor) -> Result:
-    """What remains of ``x / y``, with the sign of ``y``."""
+    """Remainder of ``x / y``, with the sign of ``y``."""
     return ops.floor_mod(x, y) if is_float(x) else integers.floor_modulo(x, y)
 
 
@@ -140,7 +135,7 @@ def rsqrt(x: Tensor, epsilon: float = 1e-12) -> Result:
 def clip(x: Tensor, alpha: float, beta: float, *, exact_nan: bool = False) -> Result:
     """``x`` bounded to [alpha, beta]."""
     bounded = ops.clamp(x, alpha, beta)
-    return nan.kept(x, bounded) if exact_nan else bounded
+    return nan.keep_nan(x, bounded) if exact_nan else bounded
 
 
 @translation("threshold")
@@ -158,18 +153,18 @@ def cast(x: Tensor, dtype: str) -> Result:
     target = DType.from_label(dtype)
     destination = GRAPH_TYPE.get(target)
     if destination is None:
-        raise refuse("cast to a type that has no place in the graph", dtype)
+        raise refusal("cast to a type that has no place in the graph", dtype)
     if is_float(x) and destination in (ov.Type.i8, ov.Type.u8):
         # Out-of-range floats saturate in one step and wrap in two; integers everywhere wrap.
         x = ops.convert(x, "i32")
-    result = converted(x, destination)
-    return integers.wrapped(result, target) if target in (DType.INT16, DType.UINT16) else result
+    result = convert_to(x, destination)
+    return integers.wrap_to(result, target) if target in (DType.INT16, DType.UINT16) else result
 
 
 @translation("select")
 def select(cond: Tensor, a: Tensor, b: Tensor) -> Result:
     """``a`` where ``cond`` holds, ``b`` elsewhere."""
-    return integers.select(converted(cond, ov.Type.boolean), a, b)
+    return integers.exact_select(convert_to(cond, ov.Type.boolean), a, b)
 
 
 @translation("identity")

@@ -11,14 +11,14 @@ from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
     INT_MAX,
-    converted,
+    constant_data,
+    convert_to,
     dim_of,
     dims,
     element_type,
     ints,
     is_float,
-    known,
-    normalized,
+    normalize_axis,
     output,
     rank,
     reshape,
@@ -26,14 +26,9 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     shape_of,
 )
 from coreml_delegate.runtime.engines.openvino.plugin import nan
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Result,
-    Tensor,
-    refuse,
-    register,
-    translation,
-)
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, refusal
+from coreml_delegate.targets import Opset
 
 # MIL scatter mode -> OpenVINO's reduction; the two others are a sum and a product of the inverse.
 _REDUCTIONS = {"update": "none", "add": "sum", "mul": "prod", "max": "max", "min": "min"}
@@ -47,11 +42,11 @@ def _reduction(mode: str, updates: Tensor) -> tuple[str, Any]:
     if mode == "div":
         return "prod", ops.divide(scalar(1, updates), updates)
     if mode not in _REDUCTIONS:
-        raise refuse("scatter mode", mode, ", ".join((*_REDUCTIONS, "sub", "div")))
+        raise refusal("scatter mode", mode, ", ".join((*_REDUCTIONS, "sub", "div")))
     return _REDUCTIONS[mode], updates
 
 
-def _reduced(
+def _scatter_reduced(
     mode: str, data: Tensor, updates: Tensor, scatter: Callable[[Any, Any, str], Any], exact: bool
 ) -> Result:
     """``updates`` scattered into ``data`` under a mode.
@@ -65,13 +60,13 @@ def _reduced(
     """
     reduction, values = _reduction(mode, updates)
     if exact and mode in _EXTREMA:
-        return nan.spread(
+        return nan.spread_nan(
             lambda data, values: scatter(data, values, reduction), data, values, sign=_EXTREMA[mode]
         )
     return scatter(data, values, reduction)
 
 
-def _divided(data: Tensor, scatter: Callable[[Any], Any]) -> Any:
+def _scatter_divided(data: Tensor, scatter: Callable[[Any], Any]) -> Any:
     """Integers divided by the product of their updates; what remains is dropped.
 
     Args:
@@ -82,30 +77,31 @@ def _divided(data: Tensor, scatter: Callable[[Any], Any]) -> Any:
     return ops.divide(ops.subtract(data, ops.mod(data, divisor)), divisor)
 
 
-def _wrapped(indices: Tensor, size: Callable[[], Any]) -> Any:
+def _wrap_negative(indices: Tensor, size: Callable[[], Any]) -> Any:
     """Indices with the negative ones counted from the end, as opsets before iOS17 have them."""
-    data = known(indices)
+    data = constant_data(indices)
     if data is not None and int(data.astype(np.int64).min(initial=0)) >= 0:
         return indices
     return ops.select(
         ops.less(indices, scalar(0, indices)),
-        ops.add(indices, converted(size(), element_type(indices))),
+        ops.add(indices, convert_to(size(), element_type(indices))),
         indices,
     )
 
 
-def _wide(indices: Tensor) -> Any:
+def _as_int32(indices: Tensor) -> Any:
     """Indices as int32: 8-bit ones could not hold a sum with a size."""
-    return converted(indices, element_type(ints(0)))
+    return convert_to(indices, element_type(ints(0)))
 
 
-def _unvalidated(indices: Tensor, validate: bool) -> None:
-    """Leave it to the reference engine to fail at an index out of range, where that is asked for.
+def _refuse_validation(indices: Tensor, validate: bool) -> None:
+    """Refuse to validate indices that are known only at run time.
 
-    OpenVINO has no such check. Constant indices are checked when a program is made.
+    OpenVINO has no such check, so the reference engine runs the program. Constant indices are
+    checked when a program is made.
     """
-    if validate and known(indices) is None:
-        raise refuse("indices known at run time only are to be validated", dims(indices))
+    if validate and constant_data(indices) is None:
+        raise refusal("indices known at run time only are to be validated", dims(indices))
 
 
 @translation("gather")
@@ -117,16 +113,16 @@ def gather(
     validate_indices: bool = False,
 ) -> Result:
     """Slices of ``x`` at ``indices`` of ``axis``; OpenVINO counts negative indices from the end."""
-    _unvalidated(indices, validate_indices)
-    axis = normalized(axis, rank(x))
+    _refuse_validation(indices, validate_indices)
+    axis = normalize_axis(axis, rank(x))
     batch = dims(x)[:batch_dims]
     if not batch or all(size is not None and size > 1 for size in batch):
-        return ops.gather(x, _wide(indices), ints(axis), batch_dims)
-    return _gather_in_batches(x, _wide(indices), axis, batch_dims)
+        return ops.gather(x, _as_int32(indices), ints(axis), batch_dims)
+    return _gather_in_batches(x, _as_int32(indices), axis, batch_dims)
 
 
 def _gather_in_batches(x: Tensor, indices: Tensor, axis: int, batch_dims: int) -> Result:
-    """``gather`` for batches that may be of one: there the CPU plugin of OpenVINO 2026.4 crashes.
+    """``gather`` for batches that may have size 1, where OpenVINO 2026.4's CPU plugin crashes.
 
     GatherND does the same with the axis moved behind the batch axes, and the result's axes moved
     back.
@@ -143,13 +139,13 @@ def _gather_in_batches(x: Tensor, indices: Tensor, axis: int, batch_dims: int) -
 
 
 def _gather_along_axis(x: Tensor, indices: Tensor, axis: int) -> Result:
-    return ops.gather_elements(x, indices, normalized(axis, rank(x)))
+    return ops.gather_elements(x, indices, normalize_axis(axis, rank(x)))
 
 
 @translation("gather_along_axis")
 def gather_along_axis_ios15(x: Tensor, indices: Tensor, axis: int = 0) -> Result:
     """``x`` at ``indices`` of ``axis``, place by place; negative indices count from the end."""
-    return _gather_along_axis(x, _wrapped(_wide(indices), lambda: dim_of(x, axis)), axis)
+    return _gather_along_axis(x, _wrap_negative(_as_int32(indices), lambda: dim_of(x, axis)), axis)
 
 
 @translation("gather_along_axis", since=Opset.iOS17)
@@ -160,32 +156,32 @@ def gather_along_axis(
     validate_indices: bool = False,
 ) -> Result:
     """``x`` at ``indices`` of ``axis``, place by place."""
-    _unvalidated(indices, validate_indices)
-    return _gather_along_axis(x, _wide(indices), axis)
+    _refuse_validation(indices, validate_indices)
+    return _gather_along_axis(x, _as_int32(indices), axis)
 
 
 def _leading_sizes(data: Tensor, indices: Tensor, batch_dims: int = 0) -> Any:
-    """Sizes of the axes of ``data`` that the last axis of ``indices`` addresses."""
+    """Return the sizes of the axes of ``data`` that the last axis of ``indices`` addresses."""
     depth = dims(indices)[-1]
     if depth is None:
-        raise refuse("index depth is known only at run time", dims(indices))
+        raise refusal("index depth is known only at run time", dims(indices))
     return ops.gather(shape_of(data), ints(list(range(batch_dims, batch_dims + depth))), ints(0))
 
 
 def _gather_nd(x: Tensor, indices: Tensor, batch_dims: int) -> Any:
-    """GatherND at the nearest place there is.
+    """GatherND with indices clamped to ``x``.
 
-    OpenVINO's own reads whatever lies at an index outside of ``x``, in or out of its memory.
+    OpenVINO 2026.4's own reads memory outside of ``x`` at an index out of range.
     """
-    places, depth = known(indices), dims(indices)[-1]
-    if places is None or depth is None or not _inside(places, dims(x)[batch_dims:][:depth]):
+    places, depth = constant_data(indices), dims(indices)[-1]
+    if places is None or depth is None or not _is_inside(places, dims(x)[batch_dims:][:depth]):
         last = ops.subtract(_leading_sizes(x, indices, batch_dims), ints(1))
         indices = ops.maximum(ops.minimum(indices, last), ints(0))
     return ops.gather_nd(x, indices, batch_dims)
 
 
-def _inside(places: NDArray[Any], sizes: tuple[int | None, ...]) -> bool:
-    """Whether index vectors [*, len(sizes)] address elements that are there."""
+def _is_inside(places: NDArray[Any], sizes: tuple[int | None, ...]) -> bool:
+    """Whether all index vectors [*, len(sizes)] are in range."""
     limits = np.asarray([size or 0 for size in sizes], dtype=np.int64)
     return bool(((places >= 0) & (places < limits)).all())
 
@@ -193,7 +189,7 @@ def _inside(places: NDArray[Any], sizes: tuple[int | None, ...]) -> bool:
 @translation("gather_nd")
 def gather_nd_ios15(x: Tensor, indices: Tensor, batch_dims: int = 0) -> Result:
     """Slices of ``x`` at index vectors; negative indices count from the end."""
-    wrapped = _wrapped(_wide(indices), lambda: _leading_sizes(x, indices, batch_dims))
+    wrapped = _wrap_negative(_as_int32(indices), lambda: _leading_sizes(x, indices, batch_dims))
     return _gather_nd(x, wrapped, batch_dims)
 
 
@@ -205,8 +201,8 @@ def gather_nd(
     validate_indices: bool = False,
 ) -> Result:
     """Slices of ``x`` at index vectors."""
-    _unvalidated(indices, validate_indices)
-    return _gather_nd(x, _wide(indices), batch_dims)
+    _refuse_validation(indices, validate_indices)
+    return _gather_nd(x, _as_int32(indices), batch_dims)
 
 
 def _scatter_along_axis(
@@ -220,34 +216,36 @@ def _scatter_along_axis(
     exact_nan: bool = False,
 ) -> Result:
     """``updates`` written into ``data`` at ``indices`` of ``axis``, place by place."""
-    _unvalidated(indices, validate_indices)
+    _refuse_validation(indices, validate_indices)
     if mode == "div" and not is_float(data):
-        return _divided(data, lambda ones: _scatter_along_axis(ones, indices, updates, axis, "mul"))
-    axis = normalized(axis, rank(data))
-    vector = _repeated(indices, axis)
+        return _scatter_divided(
+            data, lambda ones: _scatter_along_axis(ones, indices, updates, axis, "mul")
+        )
+    axis = normalize_axis(axis, rank(data))
+    vector = _find_repeated_vector(indices, axis)
     if vector is not None and mode == "update":
         return _write_slices(data, vector, updates, axis)
-    wrapped = _refusable(_wrapped(_wide(indices), lambda: dim_of(data, axis)))
+    wrapped = _make_negative_invalid(_wrap_negative(_as_int32(indices), lambda: dim_of(data, axis)))
 
     def scatter(data: Tensor, values: Tensor, reduction: str) -> Result:
         return ops.scatter_elements_update(data, wrapped, values, ints(axis), reduction)
 
-    return _reduced(mode, data, updates, scatter, exact_nan)
+    return _scatter_reduced(mode, data, updates, scatter, exact_nan)
 
 
-def _refusable(indices: Tensor) -> Any:
-    """Indices that OpenVINO refuses where they are negative.
+def _make_negative_invalid(indices: Tensor) -> Any:
+    """Replace negative indices by one beyond the end, which OpenVINO refuses.
 
-    ScatterElementsUpdate refuses one beyond the end and writes out of its memory before the start.
+    In OpenVINO 2026.4, ScatterElementsUpdate writes outside of its memory at a negative index.
     """
-    data = known(indices)
+    data = constant_data(indices)
     if data is not None and int(data.min(initial=0)) >= 0:
         return indices
     return ops.select(ops.less(indices, ints(0)), ints(INT_MAX), indices)
 
 
-def _repeated(indices: Tensor, axis: int) -> Any | None:
-    """The vector along ``axis`` of which ``indices`` is a repetition along all other axes, or None.
+def _find_repeated_vector(indices: Tensor, axis: int) -> Any | None:
+    """Return the vector along ``axis`` that ``indices`` repeats along all other axes, or None.
 
     Frameworks write rows of a cache this way; the elements of a row then lie side by side.
     """
@@ -265,8 +263,8 @@ def _repeated(indices: Tensor, axis: int) -> Any | None:
 
 
 def _write_slices(data: Tensor, vector: Tensor, updates: Tensor, axis: int) -> Result:
-    """Slices ``updates`` put in the place of those at ``vector`` [C] of ``axis``."""
-    places = _wrapped(_wide(vector), lambda: dim_of(data, axis))
+    """Replace the slices at ``vector`` [C] of ``axis`` by ``updates``."""
+    places = _wrap_negative(_as_int32(vector), lambda: dim_of(data, axis))
     return ops.scatter_update(data, places, updates, ints(axis))
 
 
@@ -281,13 +279,13 @@ def _scatter(
     exact_nan: bool = False,
 ) -> Result:
     """Slices ``updates`` written into ``data`` at ``indices`` [C] of ``axis``."""
-    _unvalidated(indices, validate_indices)
-    axis = normalized(axis, rank(data))
+    _refuse_validation(indices, validate_indices)
+    axis = normalize_axis(axis, rank(data))
     if mode == "update":
         return _write_slices(data, indices, updates, axis)
     shape = [1] * rank(data)
     shape[axis] = -1
-    column = ops.reshape(_wide(indices), ints(shape), special_zero=False)
+    column = ops.reshape(_as_int32(indices), ints(shape), special_zero=False)
     places = ops.broadcast(column, shape_of(updates))
     return _scatter_along_axis(data, places, updates, axis, mode, exact_nan=exact_nan)
 
@@ -302,20 +300,20 @@ def _scatter_nd(
     exact_nan: bool = False,
 ) -> Result:
     """Slices ``updates`` written into ``data`` at index vectors."""
-    _unvalidated(indices, validate_indices)
+    _refuse_validation(indices, validate_indices)
     if mode == "div" and not is_float(data):
-        return _divided(data, lambda ones: _scatter_nd(ones, indices, updates, "mul"))
-    wrapped = _wrapped(_wide(indices), lambda: _leading_sizes(data, indices))
+        return _scatter_divided(data, lambda ones: _scatter_nd(ones, indices, updates, "mul"))
+    wrapped = _wrap_negative(_as_int32(indices), lambda: _leading_sizes(data, indices))
 
     def scatter(data: Tensor, values: Tensor, reduction: str) -> Result:
         return ops.scatter_nd_update(data, wrapped, values, reduction)
 
-    return _reduced(mode, data, updates, scatter, exact_nan)
+    return _scatter_reduced(mode, data, updates, scatter, exact_nan)
 
 
-register("scatter", _scatter)
-register("scatter_along_axis", _scatter_along_axis)
-register("scatter_nd", _scatter_nd)
+translation("scatter")(_scatter)
+translation("scatter_along_axis")(_scatter_along_axis)
+translation("scatter_nd")(_scatter_nd)
 
 
 @translation("topk")
@@ -333,21 +331,19 @@ def topk(
     All of them if ``k`` is -1.
     """
     count = ints(k) if k != -1 else dim_of(x, axis)
-    best, places = _ordered(x, count, axis, ascending, sort)
+    best, places = _sort(x, count, axis, ascending, sort)
     return (best, places) if return_indices else best
 
 
 @translation("argsort")
 def argsort(x: Tensor, axis: int = -1, ascending: bool = False) -> Result:
     """Indices that sort ``x`` along ``axis``."""
-    return _ordered(x, dim_of(x, axis), axis, ascending, sort=True)[1]
+    return _sort(x, dim_of(x, axis), axis, ascending, sort=True)[1]
 
 
-def _ordered(
-    x: Tensor, count: Any, axis: int, ascending: bool, sort: bool
-) -> tuple[Result, Result]:
+def _sort(x: Tensor, count: Any, axis: int, ascending: bool, sort: bool) -> tuple[Result, Result]:
     """The first ``count`` elements and their indices in an order whose largest element is NaN."""
-    axis = normalized(axis, rank(x))
+    axis = normalize_axis(axis, rank(x))
     best = ops.topk(
         nan.sort_key(x) if is_float(x) else x,
         count,

@@ -9,7 +9,7 @@ import openvino as ov
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
-    converted,
+    convert_to,
     dim_of,
     dims,
     element_type,
@@ -20,28 +20,27 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     scalar,
 )
 from coreml_delegate.runtime.engines.openvino.plugin import integers
-from coreml_delegate.runtime.engines.openvino.plugin.decompression import expanded, multiplicable
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Result,
-    Tensor,
-    Tensors,
-    translation,
+from coreml_delegate.runtime.engines.openvino.plugin.decompression import (
+    expand_weight,
+    keep_multipliable,
 )
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, Tensors
 
 
 @translation("linear")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Result:
     """``x @ weight.T + bias``: ``x`` [*, D_in], ``weight`` [D_out, D_in], ``bias`` [D_out]."""
     product = matmul(x, weight, transpose_y=True)
-    return product if bias is None else ops.add(product, converted(bias, element_type(product)))
+    return product if bias is None else ops.add(product, convert_to(bias, element_type(product)))
 
 
 @translation("matmul")
 def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Result:
     """Batched matrix product with numpy's broadcasting, of the element type of ``x``."""
-    y = converted(multiplicable(y, transposed=transpose_y), element_type(x))
+    y = convert_to(keep_multipliable(y, transposed=transpose_y), element_type(x))
     if is_float(x) and rank(x) == 1 and rank(y) > 1:
-        # Between quantized values the plugin returns a matrix of a vector's product.
+        # Between quantized values, OpenVINO 2026.4 returns a matrix for the product of a vector.
         product = ops.matmul(ops.unsqueeze(x, ints(0)), y, False, transpose_y)
         return ops.squeeze(product, ints(-2))
     if is_float(x):
@@ -50,19 +49,21 @@ def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = 
 
 
 def _integer_product(x: Tensor, y: Tensor, transpose_x: bool, transpose_y: bool) -> Result:
-    """As ``matmul``, exact: the plugin multiplies matrices as floats.
+    """Return an exact matrix product of integers: OpenVINO 2026.4 multiplies them as floats.
 
-    Integers meet in index arithmetic, so the products are few.
+    Integer products occur in index arithmetic, so they are small.
     """
-    rows = ops.unsqueeze(x, ints(0)) if rank(x) == 1 else _swapped(x) if transpose_x else x
-    columns = ops.unsqueeze(y, ints(0)) if rank(y) == 1 else y if transpose_y else _swapped(y)
+    rows = ops.unsqueeze(x, ints(0)) if rank(x) == 1 else _swap_last_axes(x) if transpose_x else x
+    columns = (
+        ops.unsqueeze(y, ints(0)) if rank(y) == 1 else y if transpose_y else _swap_last_axes(y)
+    )
     products = ops.multiply(ops.unsqueeze(rows, ints(-2)), ops.unsqueeze(columns, ints(-3)))
-    result = integers.total(products, (-1,), False)
+    result = integers.exact_sum(products, (-1,), False)
     dropped = [axis for axis, side in ((-2, x), (-1, y)) if rank(side) == 1]
     return ops.squeeze(result, ints(dropped)) if dropped else result
 
 
-def _swapped(x: Tensor) -> Any:
+def _swap_last_axes(x: Tensor) -> Any:
     axes = list(range(rank(x)))
     return ops.transpose(x, ints([*axes[:-2], axes[-1], axes[-2]]))
 
@@ -74,8 +75,8 @@ def einsum(values: Tensors, equation: str) -> Result:
     MIL defines ``nchw,nwhu->nchu``, with or without ``n``: axis -3 of the second operand is
     contracted with axis -1 of the first; the others are batch axes and broadcast.
     """
-    values = tuple(map(expanded, values))
-    if len(values) != 2 or _canonical(equation) not in ("abcd,adce->abce", "abc,cbd->abd"):
+    values = tuple(map(expand_weight, values))
+    if len(values) != 2 or _canonical_equation(equation) not in ("abcd,adce->abce", "abc,cbd->abd"):
         return ops.einsum([f32(value) for value in values], equation)
     x, y = values
     axes = rank(x)
@@ -85,7 +86,7 @@ def einsum(values: Tensors, equation: str) -> Result:
     return ops.transpose(product, ints(swap))
 
 
-def _canonical(equation: str) -> str:
+def _canonical_equation(equation: str) -> str:
     """The equation with its letters renamed in order of appearance."""
     names: dict[str, str] = {}
     return "".join(
@@ -100,29 +101,29 @@ def scaled_dot_product_attention(
 ) -> Result:
     """``softmax(query @ key.T / sqrt(E) + attn_mask) @ value`` along the last two axes.
 
-    ``query`` [*, L, E], ``key`` [*, S, E], ``value`` [*, S, EV]. A boolean mask says what takes
-    part.
+    ``query`` [*, L, E], ``key`` [*, S, E], ``value`` [*, S, EV]. A boolean mask is true for keys
+    that take part.
 
-    Spelled out, because OpenVINO's own op of that name has the plugin transpose every key in
-    memory first: measured on 8 heads of 64, one query on 256 keys takes 0.75 of its time this way,
-    128 queries 0.9, and the results are the same to the bit.
+    Built of single ops, because for OpenVINO's own op the plugin transposes every key in memory:
+    measured on 8 heads of 64, one query on 256 keys takes 0.75 of the time of that op this way, 128
+    queries take 0.9, and the results are the same to the bit.
     """
-    scores = ops.matmul(_scaled(query), key, False, True)
+    scores = ops.matmul(_scale_query(query), key, False, True)
     if attn_mask is not None:
-        scores = ops.add(scores, _bias(attn_mask, scores))
+        scores = ops.add(scores, _mask_scores(attn_mask, scores))
     return ops.matmul(ops.softmax(scores, -1), value, False, False)
 
 
-def _scaled(query: Tensor) -> Result:
+def _scale_query(query: Tensor) -> Result:
     """``query`` [*, L, E] over the square root of E."""
     width = dims(query)[-1]
     if width is not None:
         return ops.multiply(query, scalar(width**-0.5, query))
-    return ops.divide(query, ops.sqrt(converted(dim_of(query, -1), element_type(query))))
+    return ops.divide(query, ops.sqrt(convert_to(dim_of(query, -1), element_type(query))))
 
 
-def _bias(mask: Tensor, scores: Tensor) -> Result:
-    """What a mask adds to the scores: itself, or minus infinity where a boolean one is false."""
+def _mask_scores(mask: Tensor, scores: Tensor) -> Result:
+    """Return a mask as a summand of the scores: minus infinity where a boolean mask is false."""
     if element_type(mask) != ov.Type.boolean:
-        return converted(mask, element_type(scores))
+        return convert_to(mask, element_type(scores))
     return ops.select(mask, scalar(0.0, scores), scalar(-np.inf, scores))

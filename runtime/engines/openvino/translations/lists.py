@@ -17,22 +17,22 @@ from openvino import opset15 as ops
 from coreml_delegate.runtime.engines.limits import MAX_LIST
 from coreml_delegate.runtime.engines.openvino.graph import (
     GRAPH_TYPE,
+    constant_ints,
     dim_of,
     dims,
     ints,
-    known_ints,
     reshape,
     scalar,
     shape_of,
 )
-from coreml_delegate.runtime.engines.openvino.registry import (
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import (
     List,
     Result,
     Sizes,
     Tensor,
     TensorList,
-    refuse,
-    translation,
+    refusal,
 )
 from coreml_delegate.runtime.mil.dtypes import DType
 
@@ -47,8 +47,8 @@ def make_list(
     """A list of zeros."""
     type_ = GRAPH_TYPE.get(DType.from_label(dtype))
     if type_ is None:
-        raise refuse("list of a type that has no place in the graph", dtype)
-    length = (1,) if init_length is None else known_ints(init_length)
+        raise refusal("list of a type that has no place in the graph", dtype)
+    length = (1,) if init_length is None else constant_ints(init_length)
     # Sizes not known yet are 0: nothing is held before something is written.
     sizes = [size or 0 for size in elem_shape]
     if length is not None:
@@ -86,11 +86,11 @@ def list_write(ls: List, index: Tensor, value: Tensor) -> Result:
 @translation("list_scatter")
 def list_scatter(ls: List, indices: Tensor, value: Tensor) -> Result:
     """The list with several elements replaced by those along the first dimension of ``value``."""
-    elements = _reaching(ls, indices, value)
+    elements = _grow(ls, indices, value)
     return TensorList(ops.scatter_update(elements, indices, value, ints(0)).output(0), ls.grows)
 
 
-def _reaching(ls: TensorList, indices: Tensor, value: Tensor) -> Any:
+def _grow(ls: TensorList, indices: Tensor, value: Tensor) -> Any:
     """The elements, with zeros as far as ``indices`` reach and ``value`` is wide."""
     held, written = dims(ls.elements)[1:], dims(value)[1:]
     if not ls.grows and None not in held and held == written:

@@ -8,7 +8,7 @@ from openvino import opset15 as ops
 from coreml_delegate.runtime.engines.openvino.graph import (
     dims,
     ints,
-    normalized,
+    normalize_axis,
     per_channel,
     rank,
     reshape,
@@ -16,7 +16,8 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     shape_of,
     static_dims,
 )
-from coreml_delegate.runtime.engines.openvino.registry import Ints, Result, Tensor, translation
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Ints, Result, Tensor
 
 
 @translation("batch_norm")
@@ -59,14 +60,14 @@ def layer_norm(
 ) -> Result:
     """Normalization of ``x`` over ``axes``; ``gamma`` and ``beta`` have the shape of those axes."""
     total = rank(x)
-    over = sorted(normalized(axis, total) for axis in (axes or range(total)))
+    over = sorted(normalize_axis(axis, total) for axis in (axes or range(total)))
     result = ops.mvn(x, ints(over), True, epsilon, "inside_sqrt")
     if gamma is not None:
-        result = ops.multiply(result, _along(gamma, over, total))
-    return result if beta is None else ops.add(result, _along(beta, over, total))
+        result = ops.multiply(result, _broadcast_along(gamma, over, total))
+    return result if beta is None else ops.add(result, _broadcast_along(beta, over, total))
 
 
-def _along(value: Tensor, axes: list[int], total: int) -> Result:
+def _broadcast_along(value: Tensor, axes: list[int], total: int) -> Result:
     """``value``, whose dimensions are ``axes``, shaped to broadcast at rank ``total``."""
     sizes = dict(zip(axes, dims(value), strict=True))
     if axes == list(range(total - len(axes), total)):

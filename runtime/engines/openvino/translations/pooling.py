@@ -9,8 +9,9 @@ from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import ints, rank, scalar, static_dims
 from coreml_delegate.runtime.engines.openvino.plugin import nan
-from coreml_delegate.runtime.engines.openvino.registry import Ints, Result, Tensor, translation
+from coreml_delegate.runtime.engines.openvino.translations import translation
 from coreml_delegate.runtime.engines.openvino.translations.convolution import auto_pad, split_pad
+from coreml_delegate.runtime.engines.openvino.values import Ints, Result, Tensor
 
 
 @translation("max_pool")
@@ -37,10 +38,10 @@ def max_pool(
             end,
             list(kernel_sizes),
             _rounding(ceil_mode),
-            _pool_pad(pad_type),
+            _auto_pad(pad_type),
         ).output(0)
 
-    return nan.spread(pool, x, sign=1) if exact_nan else pool(x)
+    return nan.spread_nan(pool, x, sign=1) if exact_nan else pool(x)
 
 
 @translation("avg_pool")
@@ -59,14 +60,14 @@ def avg_pool(
     begin, end = split_pad(pad_type, pad, spatial)
     exclude = exclude_padding_from_average
     if ceil_mode and not exclude:
-        x, begin, end = _with_counted_padding(x, kernel, stride, begin, end)
+        x, begin, end = _pad_counted(x, kernel, stride, begin, end)
         ceil_mode, exclude = False, True
     return ops.avg_pool(
-        x, stride, begin, end, kernel, exclude, _rounding(ceil_mode), _pool_pad(pad_type)
+        x, stride, begin, end, kernel, exclude, _rounding(ceil_mode), _auto_pad(pad_type)
     )
 
 
-def _with_counted_padding(
+def _pad_counted(
     x: Tensor, kernel: list[int], stride: list[int], begin: list[int], end: list[int]
 ) -> tuple[Any, list[int], list[int]]:
     """``x`` with its padding as data, and the padding that the last windows reach beyond it.
@@ -107,6 +108,6 @@ def _rounding(ceil_mode: bool) -> str:
     return "ceil_torch" if ceil_mode else "floor"
 
 
-def _pool_pad(pad_type: str) -> str:
+def _auto_pad(pad_type: str) -> str:
     # OpenVINO ignores the rounding mode under "valid"; zero explicit pads are the same padding.
     return "explicit" if pad_type == "valid" else auto_pad(pad_type)

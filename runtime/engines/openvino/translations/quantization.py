@@ -13,20 +13,16 @@ from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
     GRAPH_TYPE,
+    constant_data,
     element_type,
     f32,
     is_float,
-    known,
     output,
     per_channel,
     rank,
 )
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Result,
-    Tensor,
-    refuse,
-    translation,
-)
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, refusal
 from coreml_delegate.runtime.mil.dtypes import DType
 
 
@@ -41,12 +37,12 @@ def quantize(
     """``clip(round(input / scale) + zero_point)``, as the fake-quantize OpenVINO makes int8 of."""
     destination = GRAPH_TYPE.get(DType.from_label(output_dtype))
     if destination not in (ov.Type.i8, ov.Type.u8):
-        raise refuse("quantize to another type", output_dtype, "int8 or uint8")
+        raise refusal("quantize to another type", output_dtype, "int8 or uint8")
     low, high = (-128.0, 127.0) if destination == ov.Type.i8 else (0.0, 255.0)
     least, most = (ops.constant(np.float32(bound)) for bound in (low, high))
-    step = _aligned(_f32(scale), input, axis)
-    shift = None if zero_point is None else _aligned(_f32(zero_point), input, axis)
-    first, last = (_unquantized(bound, step, shift) for bound in (low, high))
+    step = _align(_f32(scale), input, axis)
+    shift = None if zero_point is None else _align(_f32(zero_point), input, axis)
+    first, last = (_dequantize_bound(bound, step, shift) for bound in (low, high))
     grid = ops.fake_quantize(input, first, last, least, most, 256)
     return ops.convert(grid, destination)
 
@@ -60,23 +56,23 @@ def dequantize(
 ) -> Result:
     """``scale * (input - zero_point)``, per tensor or along ``axis``."""
     if is_float(input):
-        raise refuse("dequantize of floats", element_type(input), "int8 or uint8")
-    grid = _requantized(input, scale, zero_point, axis)
+        raise refusal("dequantize of floats", element_type(input), "int8 or uint8")
+    grid = _fuse_dequantize(input, scale, zero_point, axis)
     if grid is not None:
         return grid
     value = ops.convert(input, "f32")
     if zero_point is not None:
-        value = ops.subtract(value, _aligned(_f32(zero_point), input, axis))
-    return ops.multiply(value, _aligned(scale, input, axis))
+        value = ops.subtract(value, _align(_f32(zero_point), input, axis))
+    return ops.multiply(value, _align(scale, input, axis))
 
 
-def _requantized(
+def _fuse_dequantize(
     codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int | None
 ) -> Any | None:
-    """What ``quantize`` made and constants turn back, as one fake-quantize; None for the rest.
+    """Return ``quantize`` and a dequantize with constants as one fake-quantize, or None.
 
-    Were the codes converted back, joining them with others would round the values behind to whole
-    numbers: the CPU plugin of OpenVINO 2026.4 moves the scale before the conversion to integers.
+    If the codes were converted back, concatenating them with other values would round these to
+    integers: OpenVINO 2026.4's CPU plugin moves the scale before the conversion to integers.
     """
     conversion = output(codes).get_node()
     if conversion.get_type_name() != "Convert":
@@ -85,27 +81,29 @@ def _requantized(
     if grid.get_type_name() != "FakeQuantize":
         return None
     source, first, last, *ends = (grid.input_value(place) for place in range(5))
-    bounds = [known(end) for end in ends]
-    step = _aligned(_f32(scale), codes, axis)
-    shift = None if zero_point is None else _aligned(_f32(zero_point), codes, axis)
-    if known(step) is None or (shift is not None and known(shift) is None):
+    bounds = [constant_data(end) for end in ends]
+    step = _align(_f32(scale), codes, axis)
+    shift = None if zero_point is None else _align(_f32(zero_point), codes, axis)
+    if constant_data(step) is None or (shift is not None and constant_data(shift) is None):
         return None
-    low, high = (_unquantized(float(bound), step, shift) for bound in bounds if bound is not None)
+    low, high = (
+        _dequantize_bound(float(bound), step, shift) for bound in bounds if bound is not None
+    )
     return ops.fake_quantize(source, first, last, low, high, 256)
 
 
 def _f32(parameter: Tensor) -> Any:
-    constant = known(parameter)
+    constant = constant_data(parameter)
     return f32(parameter) if constant is None else ops.constant(np.asarray(constant, np.float32))
 
 
-def _unquantized(bound: float, step: Tensor, shift: Tensor | None) -> Any:
+def _dequantize_bound(bound: float, step: Tensor, shift: Tensor | None) -> Any:
     """``step * (bound - shift)``, a constant where both are.
 
-    The plugin makes its integer kernels of fake-quantizes whose bounds are constants, and that
-    before it folds any.
+    The plugin makes integer kernels of fake-quantizes with constant bounds only, and decides so
+    before it folds constants.
     """
-    scale, zero = known(step), np.zeros(()) if shift is None else known(shift)
+    scale, zero = constant_data(step), np.zeros(()) if shift is None else constant_data(shift)
     if scale is not None and zero is not None:
         return ops.constant(
             np.asarray(scale, np.float32) * (np.float32(bound) - np.asarray(zero, np.float32))
@@ -114,7 +112,7 @@ def _unquantized(bound: float, step: Tensor, shift: Tensor | None) -> Any:
     return ops.multiply(end if shift is None else ops.subtract(end, shift), step)
 
 
-def _aligned(parameter: Tensor, data: Tensor, axis: int | None) -> Any:
+def _align(parameter: Tensor, data: Tensor, axis: int | None) -> Any:
     """A scalar as it is; a vector shaped to broadcast along ``axis`` of ``data``."""
     total = rank(data)
     if rank(parameter) == 0 or axis is None:

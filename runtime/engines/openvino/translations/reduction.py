@@ -9,13 +9,8 @@ from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import f32, ints, is_float, magnitude, rank
 from coreml_delegate.runtime.engines.openvino.plugin import integers, nan
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Ints,
-    Result,
-    Tensor,
-    register,
-    translation,
-)
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Ints, Result, Tensor
 
 _Reduce = Callable[[Tensor, Sequence[int], bool], Result]
 
@@ -46,28 +41,28 @@ def _of_magnitudes(total: _Reduce) -> _Reduce:
 
 # op type -> (graph, graph for integers or None to reduce them as floats); see ``_EXTREMA``
 _REDUCTIONS: dict[str, tuple[_Reduce, _Reduce | None]] = {
-    "reduce_l1_norm": (_plain(ops.reduce_l1), _of_magnitudes(integers.total)),
+    "reduce_l1_norm": (_plain(ops.reduce_l1), _of_magnitudes(integers.exact_sum)),
     "reduce_l2_norm": (_plain(ops.reduce_l2), None),
     "reduce_log_sum": (_log_sum, None),
     "reduce_log_sum_exp": (_log_sum_exp, None),
     "reduce_mean": (_plain(ops.reduce_mean), None),
     "reduce_prod": (_plain(ops.reduce_prod), _plain(ops.reduce_prod)),
-    "reduce_sum": (_plain(ops.reduce_sum), integers.total),
-    "reduce_sum_square": (_of_squares(_plain(ops.reduce_sum)), _of_squares(integers.total)),
+    "reduce_sum": (_plain(ops.reduce_sum), integers.exact_sum),
+    "reduce_sum_square": (_of_squares(_plain(ops.reduce_sum)), _of_squares(integers.exact_sum)),
 }
 
 
 def _register(op_type: str, build: _Reduce, of_integers: _Reduce | None) -> None:
     def reduce(x: Tensor, axes: Ints | None = None, keep_dims: bool = False) -> Result:
-        over = _over(x, axes)
+        over = _all_if_none(x, axes)
         if is_float(x) or of_integers is None:
             return build(f32(x), over, keep_dims)
         return of_integers(x, over, keep_dims)
 
-    register(op_type, reduce)
+    translation(op_type)(reduce)
 
 
-def _over(x: Tensor, axes: Ints | None) -> Ints:
+def _all_if_none(x: Tensor, axes: Ints | None) -> Ints:
     return axes or tuple(range(rank(x)))
 
 
@@ -77,8 +72,8 @@ for _op_type, (_build, _of_integers) in _REDUCTIONS.items():
 
 # op type -> (graph, graph for integers, 1 for the largest or -1 for the smallest)
 _EXTREMA: dict[str, tuple[_Reduce, _Reduce, int]] = {
-    "reduce_max": (_plain(ops.reduce_max), integers.extremum("max"), 1),
-    "reduce_min": (_plain(ops.reduce_min), integers.extremum("min"), -1),
+    "reduce_max": (_plain(ops.reduce_max), integers.exact_extremum("max"), 1),
+    "reduce_min": (_plain(ops.reduce_min), integers.exact_extremum("min"), -1),
 }
 
 
@@ -86,16 +81,16 @@ def _register_extremum(op_type: str, build: _Reduce, of_integers: _Reduce, sign:
     def reduce(
         x: Tensor, axes: Ints | None = None, keep_dims: bool = False, *, exact_nan: bool = False
     ) -> Result:
-        over = _over(x, axes)
+        over = _all_if_none(x, axes)
         if not is_float(x):
             return of_integers(x, over, keep_dims)
 
         def extremum(x: Tensor) -> Result:
             return build(x, over, keep_dims)
 
-        return nan.spread(extremum, x, sign=sign) if exact_nan else extremum(x)
+        return nan.spread_nan(extremum, x, sign=sign) if exact_nan else extremum(x)
 
-    register(op_type, reduce)
+    translation(op_type)(reduce)
 
 
 for _op_type, (_build, _of_ints, _sign) in _EXTREMA.items():
@@ -114,7 +109,7 @@ def _register_argument(op_type: str, mode: str) -> None:
         best = ops.topk(x, ints(1), axis, mode, "value", index_element_type="i32").output(1)
         return best if keep_dims else ops.squeeze(best, ints((axis,)))
 
-    register(op_type, argument)
+    translation(op_type)(argument)
 
 
 _register_argument("reduce_argmax", "max")

@@ -24,13 +24,9 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     shape_of,
     static_dims,
 )
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Result,
-    Tensor,
-    refuse,
-    translation,
-)
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, refusal
+from coreml_delegate.targets import Opset
 
 # --- crops ----------------------------------------------------------------------------------------
 
@@ -54,7 +50,7 @@ def crop_resize_ios15(
 
     ``roi``: [N, 1, 4, 1, 1] for boxes of all images, or [N, 1, 5, 1, 1] with an image index first.
     """
-    images, boxes = _regions(x, roi)
+    images, boxes = _split_regions(x, roi)
     scale = _box_scale(x, normalized_coordinates, spatial_scale)
     corners = ops.multiply(_corners(boxes, box_coordinate_mode), scale)
     return _crops(x, images, corners, (target_height, target_width), sampling_mode, None)
@@ -73,7 +69,7 @@ def crop_resize_ios16(
     pad_value: float = 0.0,
 ) -> Result:
     """As before; positions outside take ``pad_value``."""
-    images, boxes = _regions(x, roi)
+    images, boxes = _split_regions(x, roi)
     scale = _box_scale(x, normalized_coordinates, spatial_scale)
     corners = ops.multiply(_corners(boxes, box_coordinate_mode), scale)
     return _crops(x, images, corners, (target_height, target_width), sampling_mode, pad_value)
@@ -102,7 +98,7 @@ def crop_resize(
     return _crops(x, images, corners, (target_height, target_width), sampling_mode, pad_value)
 
 
-def _regions(x: Tensor, roi: Tensor) -> tuple[Any, Any]:
+def _split_regions(x: Tensor, roi: Tensor) -> tuple[Any, Any]:
     """Images to crop and boxes [N, 1, 4]: indices [N, 1], or all of them as [1, B]."""
     (numbers,) = static_dims(roi, (2,))
     rows = reshape(f32(roi), (-1, 1, numbers))
@@ -126,7 +122,7 @@ def _corners(boxes: Any, mode: str) -> Any:
     )
     if layout is None or order is None:
         modes = [f"{layout}_{order}" for layout in _LAYOUTS for order in _ORDERS]
-        raise refuse("box coordinate mode", mode, ", ".join(modes))
+        raise refusal("box coordinate mode", mode, ", ".join(modes))
     boxes = ops.gather(boxes, ints(_ORDERS[order]), ints(-1))
     if layout == "CORNERS":
         return boxes
@@ -136,7 +132,7 @@ def _corners(boxes: Any, mode: str) -> Any:
 
 
 def _box_scale(x: Tensor, normalized: bool, spatial_scale: float) -> Any:
-    """What corners are multiplied by to be positions: 0 is the centre of the first pixel."""
+    """Return the factor from corners to positions, where 0 is the centre of the first pixel."""
     scale = ops.constant(np.full(4, spatial_scale, np.float32))
     if not normalized:
         return scale
@@ -162,7 +158,10 @@ def _crops(
     rows = ops.unsqueeze(_grid(sampling_mode, first_row, last_row, target[0]), ints(-1))
     columns = ops.unsqueeze(_grid(sampling_mode, first_column, last_column, target[1]), ints(-2))
     height, width = dim_of(x, 2), dim_of(x, 3)
-    (top, bottom, down), (left, right, across) = _around(rows, height), _around(columns, width)
+    (top, bottom, down), (left, right, across) = (
+        _neighbours(rows, height),
+        _neighbours(columns, width),
+    )
     pixels = ops.transpose(f32(x), ints((0, 2, 3, 1)))
     pixels = ops.reshape(
         pixels, ops.concat([ints((-1,)), reshape(dim_of(x, 1), (1,))], 0), special_zero=False
@@ -173,9 +172,9 @@ def _crops(
         place = ops.add(ops.multiply(ops.add(start, row), width), column)
         return ops.gather(pixels, place, ints(0))
 
-    crop = _between(
-        _between(read(top, left), read(bottom, left), down),
-        _between(read(top, right), read(bottom, right), down),
+    crop = _interpolate(
+        _interpolate(read(top, left), read(bottom, left), down),
+        _interpolate(read(top, right), read(bottom, right), down),
         across,
     )
     axes = range(lead)
@@ -207,14 +206,14 @@ def _grid(mode: str, start: Any, end: Any, count: int) -> Any:
     if mode == "OFFSET_CORNERS":
         return ops.add(start, ops.multiply(ops.maximum(length, one), _row((steps + 0.5) / count)))
     modes = "STRICT_ALIGN_CORNERS, ALIGN_CORNERS, DEFAULT, UNALIGN_CORNERS, OFFSET_CORNERS"
-    raise refuse("unknown sampling mode", mode, modes)
+    raise refusal("unknown sampling mode", mode, modes)
 
 
 def _row(numbers: NDArray[np.float64]) -> Any:
     return ops.constant(numbers.astype(np.float32))
 
 
-def _around(positions: Any, size: Any) -> tuple[Any, Any, Any]:
+def _neighbours(positions: Any, size: Any) -> tuple[Any, Any, Any]:
     """Indices of the pixels before and after each position, and how far it is from the first."""
     last = ops.subtract(size, ints(1))
     bounded = ops.minimum(ops.maximum(positions, scalar(0, positions)), f32(last))
@@ -223,7 +222,7 @@ def _around(positions: Any, size: Any) -> tuple[Any, Any, Any]:
     return low, ops.minimum(ops.add(low, ints(1)), last), ops.subtract(bounded, floor)
 
 
-def _between(below: Any, above: Any, share: Any) -> Any:
+def _interpolate(below: Any, above: Any, share: Any) -> Any:
     """``below`` to ``above`` [..., C]; ``share`` lacks the channels."""
     return ops.add(below, ops.multiply(ops.subtract(above, below), ops.unsqueeze(share, ints(-1))))
 
@@ -266,13 +265,13 @@ def resample(
         ("coordinates mode", coordinates_mode, _COORDINATES),
     ):
         if got not in known:
-            raise refuse(what, got, ", ".join(known))
+            raise refusal(what, got, ", ".join(known))
     padding, wanted = _PADDING[padding_mode]
     centred = align_corners if wanted is None else wanted
     grid = _grid_positions(x, f32(coordinates), coordinates_mode, align_corners, centred)
     if sampling_mode == "nearest" and padding == "reflection":
         # OpenVINO rounds a position before it reflects it: one halfway goes to the other pixel.
-        grid, padding = _folded(grid), "border"
+        grid, padding = _reflect(grid), "border"
     shift = scalar(padding_value if padding_mode == "constant" else 0, x)
     shifted = ops.subtract(x, shift) if padding_value else x
     options = {"align_corners": centred, "mode": sampling_mode, "padding_mode": padding}
@@ -301,7 +300,7 @@ def _grid_positions(
     return ops.multiply(coordinates, ratio)
 
 
-def _folded(grid: Any) -> Any:
+def _reflect(grid: Any) -> Any:
     """Coordinates reflected at -1 and 1 until they lie between."""
     one, half = scalar(1, grid), scalar(0.5, grid)
     distance = magnitude(ops.multiply(ops.add(grid, one), half))

@@ -9,25 +9,25 @@ from typing import Any
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
+    constant_ints,
     dim_of,
     dims,
     ints,
-    known_ints,
-    normalized,
+    normalize_axis,
     rank,
     shape_of,
     static_dims,
 )
-from coreml_delegate.runtime.engines.openvino.registry import (
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import (
     Bools,
     Ints,
     Result,
     Tensor,
     Tensors,
-    refuse,
-    translation,
+    refusal,
 )
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.targets import Opset
 
 
 @translation("reshape")
@@ -39,7 +39,7 @@ def reshape_ios15(x: Tensor, shape: Tensor) -> Result:
 @translation("reshape", since=Opset.iOS17)
 def reshape(x: Tensor, shape: Tensor) -> Result:
     """``x`` with another shape; 0 keeps the dimension as far from the end, -1 is inferred."""
-    wanted = known_ints(shape)
+    wanted = constant_ints(shape)
     have = dims(x)
     if wanted is None or 0 not in wanted or len(wanted) == len(have):
         return reshape_ios15(x, shape)
@@ -73,7 +73,7 @@ def _vector(scalars: Sequence[Any]) -> Any:
 @translation("flatten2d")
 def flatten2d(x: Tensor, axis: int = 1) -> Result:
     """``x`` as a matrix: the axes before ``axis``, and the others."""
-    axis = normalized(axis, rank(x))
+    axis = normalize_axis(axis, rank(x))
     shape = dims(x)
     before, after = shape[:axis], shape[axis:]
     if None not in before:
@@ -94,16 +94,16 @@ def flatten2d(x: Tensor, axis: int = 1) -> Result:
 def expand_dims(x: Tensor, axes: Ints) -> Result:
     """``x`` with new dimensions of size 1 at ``axes`` of the result."""
     total = rank(x) + len(axes)
-    return ops.unsqueeze(x, ints(sorted(normalized(axis, total) for axis in axes)))
+    return ops.unsqueeze(x, ints(sorted(normalize_axis(axis, total) for axis in axes)))
 
 
 @translation("squeeze")
 def squeeze(x: Tensor, axes: Ints | None = None) -> Result:
     """``x`` without dimensions of size 1; longer ones among ``axes`` stay."""
     shape = dims(x)
-    chosen = [normalized(axis, len(shape)) for axis in (axes or range(len(shape)))]
+    chosen = [normalize_axis(axis, len(shape)) for axis in (axes or range(len(shape)))]
     if axes is None and None in shape:
-        raise refuse("squeeze of all axes with an unknown dimension", shape)
+        raise refusal("squeeze of all axes with an unknown dimension", shape)
     removed = [axis for axis in chosen if shape[axis] in (1, None)]
     return ops.squeeze(x, ints(removed)) if removed else x
 
@@ -111,7 +111,7 @@ def squeeze(x: Tensor, axes: Ints | None = None) -> Result:
 @translation("transpose")
 def transpose(x: Tensor, perm: Ints) -> Result:
     """``x`` with its axes permuted."""
-    return ops.transpose(x, ints([normalized(axis, rank(x)) for axis in perm]))
+    return ops.transpose(x, ints([normalize_axis(axis, rank(x)) for axis in perm]))
 
 
 @translation("concat")
@@ -119,7 +119,7 @@ def concat(values: Tensors, axis: int, interleave: bool = False) -> Result:
     """``values`` joined along ``axis``, or element by element in turn if ``interleave``."""
     if rank(values[0]) == 0:
         return _vector(values)
-    axis = normalized(axis, rank(values[0]))
+    axis = normalize_axis(axis, rank(values[0]))
     if not interleave:
         return ops.concat(list(values), axis)
     joined = ops.concat([ops.unsqueeze(value, ints(axis + 1)) for value in values], axis + 1)
@@ -131,7 +131,7 @@ def concat(values: Tensors, axis: int, interleave: bool = False) -> Result:
 @translation("stack")
 def stack(values: Tensors, axis: int) -> Result:
     """``values`` joined along a new axis."""
-    axis = normalized(axis, rank(values[0]) + 1)
+    axis = normalize_axis(axis, rank(values[0]) + 1)
     return ops.concat([ops.unsqueeze(value, ints(axis)) for value in values], axis)
 
 
@@ -145,7 +145,7 @@ def split(
     elif num_splits is not None:
         parts = ops.split(x, ints(axis), num_splits)
     else:
-        raise refuse("split", "neither num_splits nor split_sizes", "one of them")
+        raise refusal("split", "neither num_splits nor split_sizes", "one of them")
     return tuple(parts.outputs())
 
 

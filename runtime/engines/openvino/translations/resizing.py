@@ -10,24 +10,20 @@ import numpy as np
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
+    constant_ints,
     dim_of,
     dims,
     element_type,
     f32,
     ints,
     is_float,
-    known_ints,
     magnitude,
     rank,
     reshape,
     scalar,
 )
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Result,
-    Tensor,
-    refuse,
-    translation,
-)
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, refusal
 
 # MIL sampling mode -> OpenVINO's coordinate transformation
 _COORDINATES = {
@@ -57,12 +53,12 @@ def _interpolate(
     )
 
 
-def _scaled(x: Tensor, height: float, width: float) -> list[Any]:
+def _scale_sizes(x: Tensor, height: float, width: float) -> list[Any]:
     """The last two sizes of ``x`` times factors, rounded down."""
-    return [_scaled_size(x, -2, height), _scaled_size(x, -1, width)]
+    return [_scale_size(x, -2, height), _scale_size(x, -1, width)]
 
 
-def _scaled_size(x: Tensor, axis: int, factor: float) -> Any:
+def _scale_size(x: Tensor, axis: int, factor: float) -> Any:
     size = dims(x)[axis]
     if size is not None:
         return ints(math.floor(size * factor))
@@ -76,7 +72,7 @@ def upsample_nearest_neighbor(
     x: Tensor, scale_factor_height: float = 1, scale_factor_width: float = 1
 ) -> Result:
     """``x`` [*, H, W] scaled by factors; each element takes the nearest at or below it."""
-    sizes = _scaled(x, scale_factor_height, scale_factor_width)
+    sizes = _scale_sizes(x, scale_factor_height, scale_factor_width)
     return _interpolate(x, sizes, "nearest", "asymmetric")
 
 
@@ -98,9 +94,9 @@ def upsample_bilinear(
     """``x`` [*, H, W] scaled by factors, bilinearly."""
     centred = not align_corners if half_pixel_centers is None else half_pixel_centers
     if align_corners and centred:
-        raise refuse("upsample_bilinear", "align_corners with half_pixel_centers", "one of them")
+        raise refusal("upsample_bilinear", "align_corners with half_pixel_centers", "one of them")
     mode = "STRICT_ALIGN_CORNERS" if align_corners else "UNALIGN_CORNERS" if centred else "DEFAULT"
-    return _linear(x, _scaled(x, scale_factor_height, scale_factor_width), mode)
+    return _linear(x, _scale_sizes(x, scale_factor_height, scale_factor_width), mode)
 
 
 @translation("resize_bilinear")
@@ -124,14 +120,14 @@ def resize(
 ) -> Result:
     """``x`` with its last ``resized_dims`` axes at the sizes that end ``shape``; 0 keeps one."""
     if interpolation_mode not in ("LINEAR", "NEAREST_NEIGHBOR"):
-        raise refuse("interpolation mode", interpolation_mode, "LINEAR or NEAREST_NEIGHBOR")
+        raise refusal("interpolation mode", interpolation_mode, "LINEAR or NEAREST_NEIGHBOR")
     if resized_dims == 0:
         return x
-    sizes = [_wanted(x, shape, place) for place in range(-resized_dims, 0)]
+    sizes = [_target_size(x, shape, place) for place in range(-resized_dims, 0)]
     if interpolation_mode == "LINEAR":
         if not is_float(x):
             # Its fractions are dropped, so that a rounding in f32 can cost a whole unit.
-            raise refuse("linear interpolation of integers", element_type(x), "fp16 or fp32")
+            raise refusal("linear interpolation of integers", element_type(x), "fp16 or fp32")
         return _linear(x, sizes, sampling_mode)
     if sampling_mode in _NEAREST and is_float(x):
         # Rounded, unlike resize_nearest_neighbor of iOS15; Source: coremltools' test of this op.
@@ -143,9 +139,9 @@ def resize(
     return x
 
 
-def _wanted(x: Tensor, shape: Tensor, place: int) -> Any:
-    """A size counted from the end of ``shape``, or that of ``x`` where it is 0."""
-    known = known_ints(shape)
+def _target_size(x: Tensor, shape: Tensor, place: int) -> Any:
+    """Return a size counted from the end of ``shape``, or the size of ``x`` where it is 0."""
+    known = constant_ints(shape)
     if known is not None:
         return ints(known[place]) if known[place] else dim_of(x, place)
     size = ops.gather(ops.convert(shape, "i32"), ints(place), ints(0))
@@ -169,7 +165,7 @@ def _linear(x: Tensor, sizes: Sequence[Any], mode: str) -> Any:
 
 
 def _grid(mode: str, length: Any, size: Any) -> Any:
-    """Where each of ``size`` outputs falls among ``length`` inputs; both are i32 scalars."""
+    """Return the position of each of ``size`` outputs among ``length`` inputs, i32 scalars."""
     places = f32(ops.range(ints(0), size, ints(1), "i32"))
     one = scalar(1, places)
     half = scalar(0.5, places)
@@ -192,7 +188,7 @@ def _grid(mode: str, length: Any, size: Any) -> Any:
         "OFFSET_CORNERS": lambda: spread(centres, ops.maximum(last, one), count),
     }
     if mode not in grids:
-        raise refuse("unknown sampling mode", mode, ", ".join(grids))
+        raise refusal("unknown sampling mode", mode, ", ".join(grids))
     return ops.minimum(ops.maximum(grids[mode](), scalar(0, places)), last)
 
 

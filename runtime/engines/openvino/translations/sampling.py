@@ -24,7 +24,8 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     scalar,
     shape_of,
 )
-from coreml_delegate.runtime.engines.openvino.registry import Result, Tensor, refuse, translation
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, refusal
 
 _UNSEEDED = -1
 _MASK = 0xFFFFFFFF
@@ -76,7 +77,7 @@ def random_categorical(
     A draw is the number of classes whose cumulated share a uniform value is not below.
     """
     if mode not in ("logits", "probs"):
-        raise refuse("random_categorical mode", mode, "logits or probs")
+        raise refusal("random_categorical mode", mode, "logits or probs")
     total = rank(x)
     shares = ops.softmax(x, total - 1) if mode == "logits" else x
     cumulated = ops.cum_sum(shares, ints(total - 1))
@@ -98,31 +99,31 @@ def _uniform(shape: Tensor, seed: int, low: float = 0.0, high: float = 1.0) -> A
         return ops.random_uniform(shape, *bounds, "f32", 0, 0)
     count = ops.reduce_prod(shape, ints(0), False)
     places = ops.range(ints(0), count, ints(1), "i32")
-    bits = _mixed(ops.bitwise_xor(_mixed(places), _word(_mixed_key(seed))))
+    bits = _mix(ops.bitwise_xor(_mix(places), _word(_mix_seed(seed))))
     fraction = ops.multiply(
-        f32(_shifted(bits, 32 - _FRACTION_BITS)), ops.constant(np.float32(2.0**-_FRACTION_BITS))
+        f32(_shift_right(bits, 32 - _FRACTION_BITS)), ops.constant(np.float32(2.0**-_FRACTION_BITS))
     )
     values = ops.add(ops.multiply(fraction, scalar(high - low, fraction)), scalar(low, fraction))
     return ops.reshape(values, shape, special_zero=False)
 
 
-def _mixed(words: Any) -> Any:
+def _mix(words: Any) -> Any:
     """A bijection of 32-bit words in which every bit depends on every other."""
     for shift, factor in _MIX:
-        words = ops.bitwise_xor(words, _shifted(words, shift))
+        words = ops.bitwise_xor(words, _shift_right(words, shift))
         if factor != 1:
             words = ops.multiply(words, _word(factor))
     return words
 
 
-def _mixed_key(seed: int) -> int:
+def _mix_seed(seed: int) -> int:
     word = (seed * _GOLDEN + 1) & _MASK
     for shift, factor in _MIX:
         word = ((word ^ (word >> shift)) * factor) & _MASK
     return word
 
 
-def _shifted(words: Any, count: int) -> Any:
+def _shift_right(words: Any, count: int) -> Any:
     """Words shifted right, zeros coming in: the graph's integers are signed."""
     return ops.bitwise_and(ops.bitwise_right_shift(words, ints(count)), _word(_MASK >> count))
 

@@ -10,27 +10,21 @@ from openvino import opset15 as ops
 from coreml_delegate.runtime.engines.openvino.graph import (
     INT_MAX,
     INT_MIN,
-    converted,
+    constant_ints,
+    convert_to,
     dim_of,
     dims,
     element_type,
     ints,
-    known_ints,
-    normalized,
+    normalize_axis,
     rank,
     scalar,
     shape_of,
     static_dims,
 )
 from coreml_delegate.runtime.engines.openvino.plugin import integers
-from coreml_delegate.runtime.engines.openvino.registry import (
-    Bools,
-    Ints,
-    Result,
-    Tensor,
-    refuse,
-    translation,
-)
+from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.values import Bools, Ints, Result, Tensor, refusal
 
 _PAD_MODES = {"constant": "constant", "reflect": "reflect", "replicate": "edge"}
 
@@ -55,7 +49,7 @@ def slice_by_index(
     # An index takes one element whatever its stride; OpenVINO wants a positive one there.
     steps = [1 if drop else step for drop, step in zip(squeezed, stride or [1] * axes, strict=True)]
     masks = _flags(begin_mask, axes), _flags(end_mask, axes)
-    element = _sole_element(x, begin, end, steps, *masks, squeezed)
+    element = _find_single_index(x, begin, end, steps, *masks, squeezed)
     if element is not None:
         axis, place = element
         # The plugin makes a view of it where memory allows; a strided slice is always a copy.
@@ -63,7 +57,7 @@ def slice_by_index(
     return ops.strided_slice(x, begin, end, ints(steps), *masks, [0] * axes, squeezed, [0] * axes)
 
 
-def _sole_element(
+def _find_single_index(
     x: Tensor,
     begin: Tensor,
     end: Tensor,
@@ -73,7 +67,7 @@ def _sole_element(
     squeezed: list[int],
 ) -> tuple[int, int] | None:
     """Axis and place of a slice that is one element of one axis and the whole of the others."""
-    first, last, sizes = known_ints(begin), known_ints(end), dims(x)
+    first, last, sizes = constant_ints(begin), constant_ints(end), dims(x)
     if first is None or last is None or squeezed.count(1) != 1:
         return None
 
@@ -95,7 +89,7 @@ def _sole_element(
 def slice_by_size(x: Tensor, begin: Tensor, size: Tensor) -> Result:
     """``size[i]`` elements of axis i from ``begin[i]``, or all that follow where it is -1."""
     axes = rank(x)
-    start, count = known_ints(begin), known_ints(size)
+    start, count = constant_ints(begin), constant_ints(size)
     lengths = dims(x)
     counted = start is not None and all(
         at >= 0 or length is not None for at, length in zip(start, lengths, strict=True)
@@ -108,7 +102,7 @@ def slice_by_size(x: Tensor, begin: Tensor, size: Tensor) -> Result:
         return ops.slice(x, ints(first), ints(stop), ints([1] * axes))
     zero = ints(0)
     # Places may be of 8 bits, which could not hold a sum with a size.
-    begin, size = (converted(value, element_type(zero)) for value in (begin, size))
+    begin, size = (convert_to(value, element_type(zero)) for value in (begin, size))
     first = ops.select(ops.less(begin, zero), ops.add(begin, shape_of(x)), begin)
     stop = ops.select(ops.less(size, zero), ints(INT_MAX), ops.add(first, size))
     return ops.slice(x, first, stop, ints([1] * axes))
@@ -136,19 +130,19 @@ def slice_update(
     if dropped:
         update = ops.unsqueeze(update, ints(dropped))
     steps = [1 if drop else step for drop, step in zip(squeezed, stride or [1] * axes, strict=True)]
-    first = _first_places(x, begin, steps, _flags(begin_mask, axes))
+    first = _first_indices(x, begin, steps, _flags(begin_mask, axes))
     sizes, counts = static_dims(x, range(axes)), static_dims(update, range(axes))
     places = [
-        (axis, _places(first, axis, steps[axis], counts[axis]))
+        (axis, _slice_indices(first, axis, steps[axis], counts[axis]))
         for axis in range(axes)
         if counts[axis] != sizes[axis] or steps[axis] < 0
     ]
-    return _replaced(x, update, places)
+    return _replace_region(x, update, places)
 
 
-def _first_places(x: Tensor, begin: Tensor, steps: list[int], begin_mask: list[int]) -> Any:
+def _first_indices(x: Tensor, begin: Tensor, steps: list[int], begin_mask: list[int]) -> Any:
     """Index on every axis of the first element of a slice, by numpy's rules."""
-    begin = converted(begin, element_type(ints(0)))  # 8-bit ones could not hold a sum with a size
+    begin = convert_to(begin, element_type(ints(0)))  # 8-bit ones could not hold a sum with a size
     sizes = np.asarray(static_dims(x, range(rank(x))), dtype=np.int32)
     forward = np.asarray(steps) > 0
     default = np.where(forward, 0, sizes - 1).astype(np.int32)
@@ -158,18 +152,18 @@ def _first_places(x: Tensor, begin: Tensor, steps: list[int], begin_mask: list[i
     return ops.select(ops.constant(np.asarray(begin_mask, bool)), ops.constant(default), start)
 
 
-def _places(first: Any, axis: int, step: int, count: int) -> Any:
+def _slice_indices(first: Any, axis: int, step: int, count: int) -> Any:
     """The ``count`` indices along ``axis`` of a slice."""
     start = ops.gather(first, ints((axis,)), ints(0))
     return ops.add(start, ints((np.arange(count) * step).tolist()))
 
 
-def _replaced(x: Tensor, update: Tensor, places: list[tuple[int, Any]]) -> Any:
+def _replace_region(x: Tensor, update: Tensor, places: list[tuple[int, Any]]) -> Any:
     """``x`` with ``update`` at the given places of some axes and the whole of the others."""
     if not places:
         return update
     (axis, indices), rest = places[0], places[1:]
-    inner = _replaced(ops.gather(x, indices, ints(axis)), update, rest) if rest else update
+    inner = _replace_region(ops.gather(x, indices, ints(axis)), update, rest) if rest else update
     return ops.scatter_update(x, indices, inner, ints(axis))
 
 
@@ -186,9 +180,9 @@ def crop(x: Tensor, crop_height: Ints, crop_width: Ints) -> Result:
 def pad(x: Tensor, pad: Tensor, mode: str = "constant", constant_val: float = 0.0) -> Result:
     """``x`` padded along its last axes: ``pad`` holds before and after of each."""
     if mode not in _PAD_MODES:
-        raise refuse("unknown pad mode", mode, ", ".join(_PAD_MODES))
+        raise refusal("unknown pad mode", mode, ", ".join(_PAD_MODES))
     axes = rank(x)
-    amounts = known_ints(pad)
+    amounts = constant_ints(pad)
     if amounts is None:
         begin = ops.strided_slice(pad, ints((0,)), ints((0,)), ints((2,)), [0], [1])
         end = ops.strided_slice(pad, ints((1,)), ints((0,)), ints((2,)), [0], [1])
@@ -213,14 +207,14 @@ def reverse_sequence(x: Tensor, lengths: Tensor, seq_axis: int = 0, batch_axis: 
     """``x`` with the first ``lengths[b]`` elements of each sequence reversed."""
     axes = rank(x)
     return ops.reverse_sequence(
-        x, lengths, normalized(batch_axis, axes), normalized(seq_axis, axes)
+        x, lengths, normalize_axis(batch_axis, axes), normalize_axis(seq_axis, axes)
     )
 
 
 @translation("sliding_windows")
 def sliding_windows(x: Tensor, axis: int, size: int, stride: int = 1) -> Result:
     """Every window of ``size`` elements along ``axis``, as a new axis after it."""
-    axis = normalized(axis, rank(x))
+    axis = normalize_axis(axis, rank(x))
     (length,) = static_dims(x, (axis,))
     starts = np.arange(0, length - size + 1, stride)
     return ops.gather(x, ints((starts[:, None] + np.arange(size)).tolist()), ints(axis))
@@ -236,7 +230,7 @@ def band_part(x: Tensor, lower: int = -1, upper: int = -1) -> Result:
         ops.less_equal(below, ints(lower if lower >= 0 else INT_MAX)),
         ops.greater_equal(below, ints(-upper if upper >= 0 else INT_MIN)),
     )
-    return integers.select(keep, x, scalar(0, x))
+    return integers.exact_select(keep, x, scalar(0, x))
 
 
 def _arange(x: Tensor, axis: int) -> Any:

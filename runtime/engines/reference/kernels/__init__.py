@@ -1,1 +1,106 @@
-"""Kernels of MIL ops in torch, a module per family: the families of OpenVINO's translations."""
+"""The kernels of the reference engine: one function per version of a MIL op, one module per family.
+
+The annotation of a parameter says how its argument is passed: ``Tensor`` as a tensor,
+``tuple[Tensor, ...]`` as the tensors of a variadic parameter, ``TensorList`` as a list, anything
+else as a literal (Python scalars, strings, tuples), whether the program has it as a constant or
+computes it.
+"""
+
+from __future__ import annotations
+
+import enum
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from torch import Tensor
+
+from coreml_delegate.runtime.engines.op_table import OpTable, OpVersion, Schema
+from coreml_delegate.runtime.engines.reference.values import TensorList
+from coreml_delegate.targets import Opset
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_VARIADIC = "variadic"
+
+Ints = tuple[int, ...]
+"""A vector of integers or rank-0 literal vector: axes, strides, shapes."""
+
+Bools = tuple[bool, ...]
+"""A vector of booleans: masks."""
+
+IntPairs = tuple[tuple[int, int], ...]
+"""A matrix of integers with two columns: paddings, crops."""
+
+EachInt = Annotated[tuple[Any, ...], _VARIADIC]
+"""A variadic parameter of scalars: one literal per binding."""
+
+
+class Passing(enum.Enum):
+    """How an argument reaches a kernel."""
+
+    TENSOR = enum.auto()
+    TENSORS = enum.auto()
+    LITERAL = enum.auto()
+    LITERALS = enum.auto()
+    LIST = enum.auto()
+
+    @property
+    def variadic(self) -> bool:
+        """Whether the parameter takes any number of bindings."""
+        return self in (Passing.TENSORS, Passing.LITERALS)
+
+    @property
+    def literal(self) -> bool:
+        """Whether the argument is passed as Python values."""
+        return self in (Passing.LITERAL, Passing.LITERALS)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernel(OpVersion[Passing]):
+    """A version of an op whose function returns a value, or a tuple of them.
+
+    Attributes:
+        widen: Whether fp16 tensors are passed as fp32 and the result is rounded once at the end, as
+            hardware with wide accumulators does. The other kernels compute in fp16 itself.
+    """
+
+    widen: bool
+
+
+KERNELS: OpTable[Kernel] = OpTable("kernel", __name__)
+"""The ops that the reference engine has."""
+
+
+def kernel(
+    *op_types: str, since: Opset = Opset.iOS15, widen: bool = False
+) -> Callable[[Function], Function]:
+    """Register a function as the kernel of one op type or of several with one schema.
+
+    Args:
+        op_types: MIL op types.
+        since: First opset whose version of the op this is.
+        widen: See ``Kernel.widen``.
+
+    Raises:
+        ValueError: The op has a kernel since that opset.
+    """
+
+    def register(function: Function) -> Function:
+        schema = Schema.read(function, _passing)
+        for op_type in op_types:
+            KERNELS.add(Kernel(op_type, since, function, schema, widen))
+        return function
+
+    return register
+
+
+def _passing(hint: Any) -> Passing:
+    if hint == EachInt:
+        return Passing.LITERALS
+    if hint == tuple[Tensor, ...]:
+        return Passing.TENSORS
+    if hint is TensorList:
+        return Passing.LIST
+    return Passing.TENSOR if Tensor in (hint, *typing.get_args(hint)) else Passing.LITERAL

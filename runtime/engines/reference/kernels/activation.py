@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coreml_delegate.runtime.engines.reference.registry import kernel
+from coreml_delegate.runtime.engines.reference.kernels import kernel
 
 _Unary = Callable[[Tensor], Tensor]
 

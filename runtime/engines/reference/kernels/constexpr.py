@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coreml_delegate.runtime.engines.reference.kernels import Ints, kernel
 from coreml_delegate.runtime.engines.reference.kernels.quantization import along_axis
-from coreml_delegate.runtime.engines.reference.registry import Ints, kernel
 from coreml_delegate.runtime.mil.dtypes import DType, unpack_bits
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.targets import Opset
 
 _UNSIGNED = {
     1: DType.UINT1,
@@ -25,11 +25,11 @@ _UNSIGNED = {
 }
 
 
-def _unpacked(packed: Tensor, bits: int, count: int) -> Tensor:
+def _unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     return torch.from_numpy(unpack_bits(packed.numpy().view(np.uint8), _UNSIGNED[bits], count))
 
 
-def _blockwise(value: Tensor, shape: torch.Size) -> Tensor:
+def _repeat_blocks(value: Tensor, shape: torch.Size) -> Tensor:
     """``value`` with every element repeated over its block of ``shape``, or left to broadcast."""
     for axis, (blocks, size) in enumerate(zip(value.shape, shape, strict=True)):
         if size % blocks:
@@ -63,13 +63,13 @@ def constexpr_affine_dequantize(
 def constexpr_lut_to_dense(indices: Tensor, lut: Tensor, shape: Ints) -> Tensor:
     """Entries of ``lut`` at packed ``indices`` (least significant bits first), in ``shape``."""
     bits = max(1, lut.numel().bit_length() - 1)
-    return lut[_unpacked(indices, bits, math.prod(shape)).long()].reshape(shape)
+    return lut[_unpack(indices, bits, math.prod(shape)).long()].reshape(shape)
 
 
 @kernel("constexpr_sparse_to_dense", since=Opset.iOS16)
 def constexpr_sparse_to_dense(nonzero_data: Tensor, mask: Tensor, shape: Ints) -> Tensor:
     """``nonzero_data`` where the packed ``mask`` has a 1, else 0, in ``shape``."""
-    return _dense(nonzero_data, _unpacked(mask, 1, math.prod(shape)).reshape(shape))
+    return _to_dense(nonzero_data, _unpack(mask, 1, math.prod(shape)).reshape(shape))
 
 
 @kernel("constexpr_blockwise_shift_scale", since=Opset.iOS18, widen=True)
@@ -79,8 +79,8 @@ def constexpr_blockwise_shift_scale(
     """``scale * (data - offset)``, one pair per block; all of one rank."""
     values = data.float()
     if offset is not None:
-        values = values - _blockwise(offset, data.shape).float()
-    return values * _blockwise(scale, data.shape)
+        values = values - _repeat_blocks(offset, data.shape).float()
+    return values * _repeat_blocks(scale, data.shape)
 
 
 @kernel("constexpr_lut_to_dense", since=Opset.iOS18)
@@ -99,7 +99,7 @@ def constexpr_grouped_lut_to_dense(
     if vector > 1 and vector_axis is None:
         raise ValueError(f"lut has vectors of {vector} elements but vector_axis is missing")
     per_index = torch.Size((*indices.shape, *lut.shape[-2:]))
-    tables = _blockwise(lut, per_index).expand(per_index)
+    tables = _repeat_blocks(lut, per_index).expand(per_index)
     chosen = indices.long()[..., None, None].expand(*indices.shape, 1, vector)
     entries = tables.gather(-2, chosen).squeeze(-2)
     if vector_axis is None or vector == 1:
@@ -111,7 +111,7 @@ def constexpr_grouped_lut_to_dense(
 @kernel("constexpr_sparse_to_dense", since=Opset.iOS18)
 def constexpr_masked_to_dense(nonzero_data: Tensor, mask: Tensor) -> Tensor:
     """``nonzero_data`` where ``mask`` has a 1, else 0."""
-    return _dense(nonzero_data, mask)
+    return _to_dense(nonzero_data, mask)
 
 
 @kernel("constexpr_lut_to_sparse", since=Opset.iOS18)
@@ -123,7 +123,7 @@ def constexpr_lut_to_sparse(
 ) -> tuple[Tensor, Tensor]:
     """The mask and the non-zero values of ``constexpr_lut_to_dense`` on sparse indices."""
     dense = constexpr_grouped_lut_to_dense(
-        _dense(indices_nonzero_data, indices_mask), lut, vector_axis
+        _to_dense(indices_nonzero_data, indices_mask), lut, vector_axis
     )
     mask = indices_mask
     if vector_axis is not None and lut.shape[-1] > 1:
@@ -136,11 +136,11 @@ def constexpr_sparse_blockwise_shift_scale(
     data_mask: Tensor, nonzero_data: Tensor, scale: Tensor, offset: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The mask and the non-zero values of ``constexpr_blockwise_shift_scale`` on sparse data."""
-    dense = constexpr_blockwise_shift_scale(_dense(nonzero_data, data_mask), scale, offset)
+    dense = constexpr_blockwise_shift_scale(_to_dense(nonzero_data, data_mask), scale, offset)
     return data_mask, dense[data_mask != 0]
 
 
-def _dense(nonzero_data: Tensor, mask: Tensor) -> Tensor:
+def _to_dense(nonzero_data: Tensor, mask: Tensor) -> Tensor:
     result = nonzero_data.new_zeros(mask.shape)
     result[mask != 0] = nonzero_data
     return result

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coreml_delegate.runtime.engines.reference.registry import kernel
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.engines.reference.kernels import kernel
+from coreml_delegate.targets import Opset
 
 
 @kernel("non_maximum_suppression", widen=True)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from coreml_delegate.runtime.engines.reference.registry import kernel
-from coreml_delegate.runtime.engines.reference.values import carrier_of
+from coreml_delegate.runtime.engines.reference.kernels import kernel
+from coreml_delegate.runtime.engines.reference.values import carrier_dtype
 from coreml_delegate.runtime.mil.dtypes import DType
 
 _Unary = Callable[[Tensor], Tensor]
@@ -42,7 +42,7 @@ _UNARY: dict[str, _Unary] = {
 }
 
 
-def _division(function: _Binary) -> _Binary:
+def _divide_in_64_bits(function: _Binary) -> _Binary:
     """``function``, of integers in 64 bits: the least int32 by -1 would kill the process."""
 
     def run(x: Tensor, y: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ _LOOSE_IN_FP16 = {"acos", "asin", "atan", "atanh", "erf"}
 _BINARY: dict[str, _Binary] = {
     "add": torch.add,
     "equal": torch.eq,
-    "floor_div": _division(torch.floor_divide),
+    "floor_div": _divide_in_64_bits(torch.floor_divide),
     "greater": torch.gt,
     "greater_equal": torch.ge,
     "less": torch.lt,
@@ -67,12 +67,12 @@ _BINARY: dict[str, _Binary] = {
     "logical_xor": torch.logical_xor,
     "maximum": torch.maximum,
     "minimum": torch.minimum,
-    "mod": _division(torch.remainder),  # the sign of the divisor
+    "mod": _divide_in_64_bits(torch.remainder),  # the sign of the divisor
     "mul": torch.mul,
     "not_equal": torch.ne,
     "pow": torch.pow,
     # The declared result of two integers is an integer: the quotient without its fraction.
-    "real_div": _division(
+    "real_div": _divide_in_64_bits(
         lambda x, y: torch.div(x, y, rounding_mode=None if x.is_floating_point() else "trunc")
     ),
     "sub": torch.sub,
@@ -135,7 +135,7 @@ def cast(x: Tensor, dtype: str) -> Tensor:
     target = DType.from_label(dtype)
     if target in (DType.UINT16, DType.UINT32):
         return x.to(torch.int64) % (1 << target.bits)
-    return x.to(carrier_of(target))
+    return x.to(carrier_dtype(target))
 
 
 @kernel("select")

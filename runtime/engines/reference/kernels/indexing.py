@@ -16,11 +16,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from coreml_delegate.runtime.engines.reference.registry import Ints, kernel
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.engines.reference.kernels import Ints, kernel
+from coreml_delegate.targets import Opset
 
 
-def _wrapped(indices: Tensor, size: int) -> Tensor:
+def _wrap_negative(indices: Tensor, size: int) -> Tensor:
     """Indices of a dimension of ``size`` as int64 in range; negative ones count from the end.
 
     Raises:
@@ -32,7 +32,7 @@ def _wrapped(indices: Tensor, size: int) -> Tensor:
     return torch.where(indices < 0, indices + size, indices)
 
 
-def _checked(indices: Tensor, size: int, validate: bool) -> Tensor:
+def _check_or_clamp(indices: Tensor, size: int, validate: bool) -> Tensor:
     """Indices under the rules of iOS17.
 
     Raises:
@@ -52,13 +52,13 @@ def _checked(indices: Tensor, size: int, validate: bool) -> Tensor:
 @kernel("gather")
 def gather(x: Tensor, indices: Tensor, axis: int = 0) -> Tensor:
     """Slices of ``x`` along ``axis``; the dimensions of ``indices`` take the place of ``axis``."""
-    return _gather(x, _wrapped(indices, x.shape[axis]), axis, 0)
+    return _gather(x, _wrap_negative(indices, x.shape[axis]), axis, 0)
 
 
 @kernel("gather", since=Opset.iOS16)
 def gather_batched(x: Tensor, indices: Tensor, axis: int = 0, batch_dims: int = 0) -> Tensor:
     """``gather`` per element of the leading ``batch_dims`` dimensions."""
-    return _gather(x, _wrapped(indices, x.shape[axis]), axis, batch_dims)
+    return _gather(x, _wrap_negative(indices, x.shape[axis]), axis, batch_dims)
 
 
 @kernel("gather", since=Opset.iOS17)
@@ -70,7 +70,7 @@ def gather_validated(
     validate_indices: bool = False,
 ) -> Tensor:
     """``gather`` per element of the leading ``batch_dims`` dimensions, with iOS17's index rules."""
-    return _gather(x, _checked(indices, x.shape[axis], validate_indices), axis, batch_dims)
+    return _gather(x, _check_or_clamp(indices, x.shape[axis], validate_indices), axis, batch_dims)
 
 
 def _gather(x: Tensor, indices: Tensor, axis: int, batch_dims: int) -> Tensor:
@@ -89,7 +89,7 @@ def _gather(x: Tensor, indices: Tensor, axis: int, batch_dims: int) -> Tensor:
 @kernel("gather_along_axis")
 def gather_along_axis(x: Tensor, indices: Tensor, axis: int = 0) -> Tensor:
     """Elements of ``x`` along ``axis``, one index per element of the result."""
-    return x.gather(axis, _wrapped(indices, x.shape[axis]))
+    return x.gather(axis, _wrap_negative(indices, x.shape[axis]))
 
 
 @kernel("gather_along_axis", since=Opset.iOS17)
@@ -97,19 +97,19 @@ def gather_along_axis_validated(
     x: Tensor, indices: Tensor, axis: int = 0, validate_indices: bool = False
 ) -> Tensor:
     """``gather_along_axis`` with iOS17's index rules."""
-    return x.gather(axis, _checked(indices, x.shape[axis], validate_indices))
+    return x.gather(axis, _check_or_clamp(indices, x.shape[axis], validate_indices))
 
 
 @kernel("gather_nd")
 def gather_nd(x: Tensor, indices: Tensor) -> Tensor:
     """Slices of ``x`` at coordinates: the last dimension of ``indices``."""
-    return _gather_nd(x, indices, 0, _wrapped)
+    return _gather_nd(x, indices, 0, _wrap_negative)
 
 
 @kernel("gather_nd", since=Opset.iOS16)
 def gather_nd_batched(x: Tensor, indices: Tensor, batch_dims: int = 0) -> Tensor:
     """``gather_nd`` per element of the leading ``batch_dims`` dimensions."""
-    return _gather_nd(x, indices, batch_dims, _wrapped)
+    return _gather_nd(x, indices, batch_dims, _wrap_negative)
 
 
 @kernel("gather_nd", since=Opset.iOS17)
@@ -117,7 +117,9 @@ def gather_nd_validated(
     x: Tensor, indices: Tensor, batch_dims: int = 0, validate_indices: bool = False
 ) -> Tensor:
     """``gather_nd`` per element of the leading dimensions, with iOS17's index rules."""
-    return _gather_nd(x, indices, batch_dims, lambda i, size: _checked(i, size, validate_indices))
+    return _gather_nd(
+        x, indices, batch_dims, lambda i, size: _check_or_clamp(i, size, validate_indices)
+    )
 
 
 def _gather_nd(
@@ -186,7 +188,7 @@ def scatter(
     data: Tensor, indices: Tensor, updates: Tensor, axis: int = 0, mode: str = "add"
 ) -> Tensor:
     """``data`` with slices along ``axis`` combined with ``updates``; ``indices``: [C]."""
-    return _scatter(data, _wrapped(indices, data.shape[axis]), updates, axis, mode)
+    return _scatter(data, _wrap_negative(indices, data.shape[axis]), updates, axis, mode)
 
 
 @kernel("scatter", since=Opset.iOS17, widen=True)
@@ -199,7 +201,7 @@ def scatter_validated(
     validate_indices: bool = False,
 ) -> Tensor:
     """``scatter`` with iOS17's index rules."""
-    chosen = _checked(indices, data.shape[axis], validate_indices)
+    chosen = _check_or_clamp(indices, data.shape[axis], validate_indices)
     return _scatter(data, chosen, updates, axis, mode)
 
 
@@ -208,7 +210,7 @@ def scatter_along_axis(
     data: Tensor, indices: Tensor, updates: Tensor, axis: int = 0, mode: str = "add"
 ) -> Tensor:
     """``data`` with elements along ``axis`` combined with ``updates``, one index per update."""
-    return _combine(data, axis, _wrapped(indices, data.shape[axis]), updates, mode)
+    return _combine(data, axis, _wrap_negative(indices, data.shape[axis]), updates, mode)
 
 
 @kernel("scatter_along_axis", since=Opset.iOS17, widen=True)
@@ -221,14 +223,14 @@ def scatter_along_axis_validated(
     validate_indices: bool = False,
 ) -> Tensor:
     """``scatter_along_axis`` with iOS17's index rules."""
-    chosen = _checked(indices, data.shape[axis], validate_indices)
+    chosen = _check_or_clamp(indices, data.shape[axis], validate_indices)
     return _combine(data, axis, chosen, updates, mode)
 
 
 @kernel("scatter_nd", widen=True)
 def scatter_nd(data: Tensor, indices: Tensor, updates: Tensor, mode: str = "add") -> Tensor:
     """``data`` with slices at coordinates combined with updates; ``indices``: [*, depth]."""
-    return _scatter_nd(data, indices, updates, mode, _wrapped)
+    return _scatter_nd(data, indices, updates, mode, _wrap_negative)
 
 
 @kernel("scatter_nd", since=Opset.iOS17, widen=True)
@@ -241,7 +243,7 @@ def scatter_nd_validated(
 ) -> Tensor:
     """``scatter_nd`` with iOS17's index rules."""
     return _scatter_nd(
-        data, indices, updates, mode, lambda i, size: _checked(i, size, validate_indices)
+        data, indices, updates, mode, lambda i, size: _check_or_clamp(i, size, validate_indices)
     )
 
 

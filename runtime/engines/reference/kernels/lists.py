@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from coreml_delegate.runtime.engines.limits import MAX_LIST
-from coreml_delegate.runtime.engines.reference.registry import EachInt, kernel
-from coreml_delegate.runtime.engines.reference.values import TensorList, carrier_of
+from coreml_delegate.runtime.engines.reference.kernels import EachInt, kernel
+from coreml_delegate.runtime.engines.reference.values import TensorList, carrier_dtype
 from coreml_delegate.runtime.mil.dtypes import DType
 
 
@@ -28,7 +28,7 @@ def make_list(
         raise ValueError(f"a list of {init_length} elements, not of fewer than {MAX_LIST}")
     if any(isinstance(size, str) for size in elem_shape):
         return TensorList([None] * init_length)
-    zeros = torch.zeros(elem_shape, dtype=carrier_of(DType.from_label(dtype)))
+    zeros = torch.zeros(elem_shape, dtype=carrier_dtype(DType.from_label(dtype)))
     return TensorList([zeros] * init_length)
 
 
@@ -41,7 +41,7 @@ def list_length(ls: TensorList) -> Tensor:
 @kernel("list_read")
 def list_read(ls: TensorList, index: int) -> Tensor:
     """One element."""
-    return _written(ls, index)
+    return _read_element(ls, index)
 
 
 @kernel("list_write")
@@ -53,7 +53,7 @@ def list_write(ls: TensorList, index: int, value: Tensor) -> TensorList:
 @kernel("list_gather")
 def list_gather(ls: TensorList, indices: tuple[int, ...]) -> Tensor:
     """Several elements along a new first dimension."""
-    return torch.stack([_written(ls, index) for index in indices])
+    return torch.stack([_read_element(ls, index) for index in indices])
 
 
 @kernel("list_scatter")
@@ -71,7 +71,7 @@ def classify(probabilities: Tensor, classes: tuple[Any, ...]) -> tuple[Any, dict
     return (best if isinstance(best, str) else torch.tensor(best)), by_class
 
 
-def _written(ls: TensorList, index: int) -> Tensor:
+def _read_element(ls: TensorList, index: int) -> Tensor:
     """An element; zeros if the list was made longer than what was written to it."""
     if not 0 <= index < len(ls):
         raise IndexError(f"list index {index} is outside of [0, {len(ls)})")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coreml_delegate.runtime.engines.reference.registry import Ints, kernel
+from coreml_delegate.runtime.engines.reference.kernels import Ints, kernel
 
 
 @kernel("batch_norm", widen=True)
@@ -31,7 +31,7 @@ def instance_norm(
 ) -> Tensor:
     """Statistics per sample and channel of ``x``: [N, C, *spatial]."""
     affine_shape = (-1, *(1,) * (x.dim() - 2))
-    return _normalized(
+    return _normalize(
         x,
         list(range(2, x.dim())),
         None if gamma is None else gamma.reshape(affine_shape),
@@ -51,7 +51,7 @@ def layer_norm(
     """Statistics over ``axes`` (all by default); ``gamma`` and ``beta`` have the shape of those."""
     over = sorted(range(x.dim()) if axes is None else (axis % x.dim() for axis in axes))
     affine_shape = [size if axis in over else 1 for axis, size in enumerate(x.shape)]
-    return _normalized(
+    return _normalize(
         x,
         over,
         None if gamma is None else gamma.reshape(affine_shape),
@@ -75,7 +75,7 @@ def local_response_norm(
     return F.local_response_norm(x, size, alpha, beta, k)
 
 
-def _normalized(
+def _normalize(
     x: Tensor, axes: list[int], gamma: Tensor | None, beta: Tensor | None, epsilon: float
 ) -> Tensor:
     variance, mean = torch.var_mean(x, dim=axes, correction=0, keepdim=True)

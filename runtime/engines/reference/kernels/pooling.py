@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coreml_delegate.runtime.engines.reference.kernels.spatial import (
+from coreml_delegate.runtime.engines.reference.kernels import Ints, kernel
+from coreml_delegate.runtime.engines.reference.kernels.convolution import (
     Padding,
     pad_spatial,
     resolve_padding,
 )
-from coreml_delegate.runtime.engines.reference.registry import Ints, kernel
 
 _MAX: dict[int, Callable[..., Tensor]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _MEAN: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}

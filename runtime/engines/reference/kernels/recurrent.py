@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coreml_delegate.runtime.engines.reference.registry import kernel
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.engines.reference.kernels import kernel
+from coreml_delegate.targets import Opset
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "hard_sigmoid": lambda x: torch.clamp(0.2 * x + 0.5, 0, 1),

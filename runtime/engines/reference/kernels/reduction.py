@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from coreml_delegate.runtime.engines.reference.registry import Ints, kernel
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.engines.reference.kernels import Ints, kernel
+from coreml_delegate.targets import Opset
 
 _Reduce = Callable[[Tensor, list[int], bool], Tensor]
 
@@ -39,7 +39,7 @@ _INEXACT: dict[str, _Reduce] = {
 }
 
 
-def _over_axes(function: _Reduce, *, exact: bool) -> Callable[..., Tensor]:
+def _reduce_over_axes(function: _Reduce, *, exact: bool) -> Callable[..., Tensor]:
     def run(x: Tensor, axes: Ints | None = None, keep_dims: bool = False) -> Tensor:
         over = list(range(x.dim())) if axes is None else list(axes)
         if not over:
@@ -53,9 +53,9 @@ def _over_axes(function: _Reduce, *, exact: bool) -> Callable[..., Tensor]:
 
 
 for _name, _function in _EXACT.items():
-    kernel(_name, widen=True)(_over_axes(_function, exact=True))
+    kernel(_name, widen=True)(_reduce_over_axes(_function, exact=True))
 for _name, _function in _INEXACT.items():
-    kernel(_name, widen=True)(_over_axes(_function, exact=False))
+    kernel(_name, widen=True)(_reduce_over_axes(_function, exact=False))
 
 
 def _extremum(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coreml_delegate.runtime.engines.reference.kernels import Ints, kernel
 from coreml_delegate.runtime.engines.reference.kernels.resizing import (
     sample_linearly,
     sampling_grid,
 )
-from coreml_delegate.runtime.engines.reference.registry import Ints, kernel
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.targets import Opset
 
 
 def _corners(boxes: Tensor, mode: str) -> Tensor:
@@ -205,7 +205,7 @@ def resample(
     # torch reflects about the outer pixels' centres if corners are aligned, else about their edges.
     centred = padding_mode == "reflection"
     normalized = [
-        _normalized(_pixels(axis, size, coordinates_mode, align_corners), size, centred)
+        _normalize(_pixels(axis, size, coordinates_mode, align_corners), size, centred)
         for axis, size in zip(
             coordinates.double().unbind(-1), (x.shape[3], x.shape[2]), strict=True
         )
@@ -221,7 +221,7 @@ def resample(
     return (sampled + shift).to(x.dtype)
 
 
-def _normalized(pixels: Tensor, size: int, centred: bool) -> Tensor:
+def _normalize(pixels: Tensor, size: int, centred: bool) -> Tensor:
     if centred:
         return pixels * 2 / (size - 1) - 1 if size > 1 else torch.zeros_like(pixels)
     return (pixels * 2 + 1) / size - 1

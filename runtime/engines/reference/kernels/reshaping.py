@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coreml_delegate.runtime.engines.reference.kernels.spatial import pad_spatial
-from coreml_delegate.runtime.engines.reference.registry import (
+from coreml_delegate.runtime.engines.reference.kernels import (
     EachInt,
     IntPairs,
     Ints,
     kernel,
 )
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.engines.reference.kernels.convolution import pad_spatial
+from coreml_delegate.targets import Opset
 
 
 @kernel("shape")

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from coreml_delegate.runtime.engines.reference.registry import Ints, kernel
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.engines.reference.kernels import Ints, kernel
+from coreml_delegate.targets import Opset
 
 
 def sampling_grid(mode: str, start: Tensor, end: Tensor, count: int) -> Tensor:
@@ -49,7 +49,7 @@ def sampling_grid(mode: str, start: Tensor, end: Tensor, count: int) -> Tensor:
     )
 
 
-def _whole(mode: str, size: int, count: int) -> Tensor:
+def _full_grid(mode: str, size: int, count: int) -> Tensor:
     zero = torch.zeros((), dtype=torch.float64)
     return sampling_grid(mode, zero, zero + (size - 1), count).clamp(0, size - 1)
 
@@ -66,7 +66,7 @@ def sample_linearly(x: Tensor, axis: int, positions: Tensor) -> Tensor:
 def _resize(x: Tensor, sizes: Sequence[int], mode: str) -> Tensor:
     """``x`` with its last dimensions resized to ``sizes``, interpolated linearly."""
     for axis, size in zip(range(-len(sizes), 0), sizes, strict=True):
-        x = sample_linearly(x, axis, _whole(mode, x.shape[axis], size))
+        x = sample_linearly(x, axis, _full_grid(mode, x.shape[axis], size))
     return x
 
 
@@ -76,12 +76,12 @@ def _resize_nearest(x: Tensor, sizes: Sequence[int], mode: str, *, rounded: bool
     A position picks the element it falls into, or, ``rounded``, the nearest (of two, the later).
     """
     for axis, size in zip(range(-len(sizes), 0), sizes, strict=True):
-        positions = _whole(mode, x.shape[axis], size) + (0.5 if rounded else 0.0)
+        positions = _full_grid(mode, x.shape[axis], size) + (0.5 if rounded else 0.0)
         x = x.index_select(axis, positions.floor().long().clamp(max=x.shape[axis] - 1))
     return x
 
 
-def _scaled(x: Tensor, height: float, width: float) -> tuple[int, int]:
+def _scale_sizes(x: Tensor, height: float, width: float) -> tuple[int, int]:
     return int(x.shape[-2] * height), int(x.shape[-1] * width)
 
 
@@ -90,7 +90,7 @@ def upsample_nearest_neighbor(
     x: Tensor, scale_factor_height: float = 1, scale_factor_width: float = 1
 ) -> Tensor:
     """The last two dimensions scaled; sizes are rounded down."""
-    sizes = _scaled(x, scale_factor_height, scale_factor_width)
+    sizes = _scale_sizes(x, scale_factor_height, scale_factor_width)
     return _resize_nearest(x, sizes, "DEFAULT", rounded=False)
 
 
@@ -125,7 +125,7 @@ def upsample_bilinear_half_pixel(
     if align_corners and centred:
         raise ValueError("align_corners and half_pixel_centers exclude each other")
     unaligned = "UNALIGN_CORNERS" if centred else "DEFAULT"
-    sizes = _scaled(x, scale_factor_height, scale_factor_width)
+    sizes = _scale_sizes(x, scale_factor_height, scale_factor_width)
     return _resize(x, sizes, "STRICT_ALIGN_CORNERS" if align_corners else unaligned)
 
 

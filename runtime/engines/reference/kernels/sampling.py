@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from coreml_delegate.runtime.engines.reference.registry import Ints, kernel
+from coreml_delegate.runtime.engines.reference.kernels import Ints, kernel
 
 _UNSEEDED = -1
 

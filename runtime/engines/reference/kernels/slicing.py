@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coreml_delegate.runtime.engines.reference.kernels.spatial import pad_spatial
-from coreml_delegate.runtime.engines.reference.registry import Bools, Ints, kernel
-from coreml_delegate.runtime.mil.opset import Opset
+from coreml_delegate.runtime.engines.reference.kernels import Bools, Ints, kernel
+from coreml_delegate.runtime.engines.reference.kernels.convolution import pad_spatial
+from coreml_delegate.targets import Opset
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""Ops that need more than their arguments: constants, states, branches and loops.
+"""Structural ops: constants, states, branches and loops, which need the scope itself.
 
-A branch becomes a body of OpenVINO's ``If``, a loop its ``Loop``. MIL tests before each turn and
-OpenVINO after it, so the condition is translated twice: for the first turn outside of the loop, and
-behind the body for the others. A state that a body writes leaves it as one more result.
+A branch becomes a body of OpenVINO's ``If``, a loop its ``Loop``. MIL tests the condition before
+each iteration and OpenVINO after it, so the condition is translated twice: outside of the loop for
+the first iteration, and after the body for the others. A state that a body writes is one more
+result of the body.
 """
 
 from __future__ import annotations
@@ -14,19 +15,23 @@ import openvino as ov
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines import limits
-from coreml_delegate.runtime.engines.openvino.blocks import BlockTranslator, Special, literal
+from coreml_delegate.runtime.engines.openvino.blocks import (
+    BlockTranslator,
+    StructuralOp,
+    read_literal,
+)
 from coreml_delegate.runtime.engines.openvino.graph import (
     GRAPH_TYPE,
     INT_MAX,
-    converted,
+    constant_data,
+    convert_to,
     element_type,
     ints,
-    known,
     rank,
     reshape,
 )
-from coreml_delegate.runtime.engines.openvino.registry import TensorList, Weight, refuse
-from coreml_delegate.runtime.engines.openvino.scope import Scope, Value, partial_shape
+from coreml_delegate.runtime.engines.openvino.scope import Scope, partial_shape
+from coreml_delegate.runtime.engines.openvino.values import TensorList, Value, Weight, refusal
 from coreml_delegate.runtime.mil.program import (
     Block,
     Constant,
@@ -38,22 +43,22 @@ from coreml_delegate.runtime.mil.program import (
     ValueType,
 )
 
-# Op type -> its parameters for the state and for what is written.
+# Op type -> its parameters for the state and for the value to write.
 _WRITES = {"write_state": ("input", "data"), "coreml_update_state": ("state", "value")}
 
 
 def const(_: BlockTranslator, op: Op, __: Scope) -> tuple[Value, ...]:
-    """A constant: its value, made a node where a tensor is wanted."""
+    """Return the constant; it becomes a node where a tensor is needed."""
     return (op.attributes["val"],)
 
 
 def read_state(_: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]:
-    """The state as the program has left it so far."""
+    """Return the state as the program has left it so far."""
     return (scope.state(_state_name(op, "input")),)
 
 
 def write_state(_: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]:
-    """Replace the state; ``coreml_update_state`` also returns what it wrote."""
+    """Replace the state; ``coreml_update_state`` also returns the new value."""
     state, data = _WRITES[op.type]
     (binding,) = op.inputs[data]
     written = scope.tensor(scope.value(binding))
@@ -65,15 +70,15 @@ def cond(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]
     """The first block if the predicate is true, else the second."""
     (binding,) = op.inputs["pred"]
     predicate = scope.value(binding)
-    if isinstance(predicate, Constant | Weight) or known(predicate) is not None:
-        chosen = op.blocks[0 if bool(literal("pred", predicate)) else 1]
+    if isinstance(predicate, Constant | Weight) or constant_data(predicate) is not None:
+        chosen = op.blocks[0 if bool(read_literal("pred", predicate)) else 1]
         return tuple(translator.block(chosen, scope.nested()))
     states = _written_states(op.blocks)
     then_scope, else_scope = scope.body(), scope.body()
     values, then = _branch(translator, op.blocks[0], op.outputs, states, then_scope)
     _, otherwise = _branch(translator, op.blocks[1], op.outputs, states, else_scope)
     # The stub does not know that a capture may be missing from one of the bodies.
-    node: Any = ops.if_op(_one_flag(predicate))
+    node: Any = ops.if_op(_as_scalar_flag(predicate))
     node.set_then_body(then)
     node.set_else_body(otherwise)
     for capture in then_scope.captures:
@@ -84,7 +89,7 @@ def cond(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]
         node.set_output(*pair)
         for pair in zip(then.get_results(), otherwise.get_results(), strict=True)
     ]
-    return _results(values, outputs, states, scope)
+    return _bind_results(values, outputs, states, scope)
 
 
 def while_loop(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]:
@@ -92,8 +97,8 @@ def while_loop(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value
     condition, body = op.blocks
     initial = [scope.value(binding) for binding in op.inputs.get("loop_vars", ())]
     states = _written_states(op.blocks)
-    first = _test(translator, condition, scope, initial)
-    starts = [_packed(value, scope) for value in initial] + [scope.state(n) for n in states]
+    first = _translate_condition(translator, condition, scope, initial)
+    starts = [_to_tensor(value, scope) for value in initial] + [scope.state(n) for n in states]
     shapes = [_shape(n.type, v) for n, v in zip(body.inputs, initial, strict=True)]
     shapes += [value.get_partial_shape() for value in starts[len(initial) :]]
     inner = scope.body()
@@ -104,16 +109,16 @@ def while_loop(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value
     carried = [parameter.output(0) for parameter in parameters]
     for name, value in zip(states, carried[len(initial) :], strict=True):
         inner.set_state(name, value)
-    variables = [_unpacked(like, t) for like, t in zip(initial, carried, strict=False)]
+    variables = [_from_tensor(like, t) for like, t in zip(initial, carried, strict=False)]
     computed = translator.block(body, inner, variables)
-    again = _test(translator, condition, inner, computed)
-    results = [_packed(value, inner) for value in computed] + [inner.state(n) for n in states]
+    again = _translate_condition(translator, condition, inner, computed)
+    results = [_to_tensor(value, inner) for value in computed] + [inner.state(n) for n in states]
     results = [
-        converted(value, element_type(start)) for value, start in zip(results, starts, strict=True)
+        convert_to(value, element_type(start)) for value, start in zip(results, starts, strict=True)
     ]
     turn = ov.op.Parameter(ov.Type.i32, ov.PartialShape([]))
     turned = ops.add(turn, ints(1))
-    model = _model([again, turned, *results], [turn, *parameters], inner)
+    model = _make_body([again, turned, *results], [turn, *parameters], inner)
     node = ops.loop(ints(limits.MAX_TURNS + 1).output(0), first)
     node.set_function(model)
     node.set_special_body_ports([-1, 0])
@@ -124,11 +129,11 @@ def while_loop(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value
     for capture in inner.captures:
         node.set_invariant_input(capture.parameter, capture.outer)
     endless = ops.greater(node.get_iter_value(turns, -1), ints(limits.MAX_TURNS))
-    outputs = [_unless(endless, node.get_iter_value(end, -1)) for end in ends]
-    return _results(initial, outputs, states, scope)
+    outputs = [_fail_if(endless, node.get_iter_value(end, -1)) for end in ends]
+    return _bind_results(initial, outputs, states, scope)
 
 
-SPECIAL: Mapping[str, Special] = {
+STRUCTURAL: Mapping[str, StructuralOp] = {
     "cond": cond,
     "const": const,
     "coreml_update_state": write_state,
@@ -136,7 +141,7 @@ SPECIAL: Mapping[str, Special] = {
     "while_loop": while_loop,
     "write_state": write_state,
 }
-"""The ops of this module, which get the scope instead of their arguments."""
+"""The ops of this module by type."""
 
 
 def _branch(
@@ -146,21 +151,21 @@ def _branch(
     states: Sequence[str],
     scope: Scope,
 ) -> tuple[list[Value], Any]:
-    """The outputs of a block, and a model of it whose results are those, then the states."""
+    """Return the outputs of a block, and a model whose results are the outputs and the states."""
     values = translator.block(block, scope)
     results = [
-        converted(_packed(value, scope), _element_type(named.type))
+        convert_to(_to_tensor(value, scope), _element_type(named.type))
         for value, named in zip(values, declared, strict=True)
     ]
     results += [scope.state(name) for name in states]
-    return values, _model(results, [], scope)
+    return values, _make_body(results, [], scope)
 
 
-def _unless(condition: Any, value: Any) -> Any:
-    """``value``, whose computation fails if ``condition`` is true.
+def _fail_if(condition: Any, value: Any) -> Any:
+    """Return ``value``, whose computation fails if ``condition`` is true.
 
-    OpenVINO has no assertion, but it refuses to write where there is nothing: the value is written
-    over itself at index 0, or else at one that does not exist.
+    OpenVINO has no assertion, but it refuses to write at an index that does not exist: the value is
+    written over itself at index 0, or at such an index.
     """
     place = reshape(ops.select(condition, ints(INT_MAX), ints(0)), (1,))
     row = ops.unsqueeze(value, ints(0))
@@ -168,69 +173,69 @@ def _unless(condition: Any, value: Any) -> Any:
     return ops.squeeze(written, ints(0)).output(0)
 
 
-def _test(
+def _translate_condition(
     translator: BlockTranslator, condition: Block, scope: Scope, variables: Sequence[Value]
 ) -> Any:
-    """Whether the loop goes on with these variables."""
+    """Return the flag that says whether the loop goes on with these variables."""
     (flag,) = translator.block(condition, scope.nested(), variables)
-    return _one_flag(scope.tensor(flag))
+    return _as_scalar_flag(scope.tensor(flag))
 
 
-def _one_flag(value: Any) -> Any:
-    """A boolean of any shape with one element, as the scalar OpenVINO wants."""
-    flag = converted(value, ov.Type.boolean)
+def _as_scalar_flag(value: Any) -> Any:
+    """Return a boolean tensor of one element as the scalar that OpenVINO needs."""
+    flag = convert_to(value, ov.Type.boolean)
     return flag if rank(flag) == 0 else reshape(flag, ()).output(0)
 
 
-def _model(results: Sequence[Any], parameters: Sequence[Any], scope: Scope) -> Any:
+def _make_body(results: Sequence[Any], parameters: Sequence[Any], scope: Scope) -> Any:
     # The stub binds the constructor to the base class.
     make_model: Any = ov.Model
     captured = [capture.parameter for capture in scope.captures]
     return make_model([ops.result(value) for value in results], [*parameters, *captured], "body")
 
 
-def _results(
+def _bind_results(
     like: Sequence[Value], outputs: Sequence[Any], states: Sequence[str], scope: Scope
 ) -> tuple[Value, ...]:
-    """Values like those given; what follows them in ``outputs`` are states."""
+    """Set the states to the last outputs; return the others as values of the kinds of ``like``."""
     for name, value in zip(states, outputs[len(like) :], strict=True):
         scope.set_state(name, value)
-    return tuple(_unpacked(value, tensor) for value, tensor in zip(like, outputs, strict=False))
+    return tuple(_from_tensor(value, tensor) for value, tensor in zip(like, outputs, strict=False))
 
 
-def _packed(value: Value, scope: Scope) -> Any:
-    """A value as the one tensor that passes in and out of a body."""
+def _to_tensor(value: Value, scope: Scope) -> Any:
+    """Return a value as the one tensor that enters or leaves a body."""
     return value.elements if isinstance(value, TensorList) else scope.tensor(value)
 
 
-def _unpacked(like: Value, tensor: Any) -> Value:
-    """A tensor that passed in or out of a body as a value of the same kind as another."""
+def _from_tensor(like: Value, tensor: Any) -> Value:
+    """Return a tensor that entered or left a body as a value of the kind of ``like``."""
     return TensorList(tensor, like.grows) if isinstance(like, TensorList) else tensor
 
 
-def _element(type_: ValueType) -> TensorType:
+def _element_of(type_: ValueType) -> TensorType:
     tensor = type_.element if isinstance(type_, ListType) else type_
     if not isinstance(tensor, TensorType):
-        raise refuse("value of a block that is no tensor", type_)
+        raise refusal("value of a block that is no tensor", type_)
     return tensor
 
 
 def _element_type(type_: ValueType) -> ov.Type:
-    return GRAPH_TYPE[_element(type_).dtype]
+    return GRAPH_TYPE[_element_of(type_).dtype]
 
 
 def _shape(type_: ValueType, initial: Value) -> Any:
-    """The shape that a variable has in every turn."""
-    element = _element(type_)
+    """Return the shape that a variable has in every iteration."""
+    element = _element_of(type_)
     if isinstance(type_, ListType) and element.shape is not None:
-        # The declared length of a list that grows is the one it starts with.
+        # A list that grows is declared with its initial length.
         grows = isinstance(initial, TensorList) and initial.grows
         return partial_shape((None if grows else type_.length, *element.shape))
     return partial_shape(element.shape)
 
 
 def _written_states(blocks: Sequence[Block]) -> list[str]:
-    """Names of the states that blocks write, each once."""
+    """Return the names of the states that blocks write, each once."""
     writes = [op for block in blocks for op in block.walk() if op.type in _WRITES]
     return list(dict.fromkeys(_state_name(op, _WRITES[op.type][0]) for op in writes))
 
@@ -238,5 +243,5 @@ def _written_states(blocks: Sequence[Block]) -> list[str]:
 def _state_name(op: Op, parameter: str) -> str:
     (binding,) = op.inputs[parameter]
     if not isinstance(binding, Ref):
-        raise refuse("state", "a constant", "a parameter of the function")
+        raise refusal("state", "a constant", "a parameter of the function")
     return binding.name

@@ -1,9 +1,9 @@
-"""Functions whose inputs have enumerated shapes: one static graph for each.
+"""Functions whose inputs have enumerated shapes: one static graph for each shape.
 
 A static graph is faster: MobileNetV2 takes 0.9 of the time, and 0.7 where the shape changes from
-call to call. It costs another compilation and another copy of the rearranged weights, so ranges of
-sizes, of which every call may bring a new one, run on one dynamic graph (a transformer's block
-gains 3 to 7 %). Declaring their bounds to OpenVINO was measured to change nothing.
+call to call. It costs another compilation and another copy of the rearranged weights. So inputs
+with ranges of sizes, where every call may bring a new size, run on one dynamic graph (a transformer
+block would gain 3 to 7 %). Declaring the bounds to OpenVINO was measured to change nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from coreml_delegate.runtime.engines.base import Array, State
-from coreml_delegate.runtime.engines.openvino.session.session import OpenVinoFunction
+from coreml_delegate.runtime.engines.openvino.session.inference import OpenVinoFunction
 from coreml_delegate.runtime.engines.openvino.session.states import OpenVinoState
 from coreml_delegate.runtime.engines.shapes import check_shape
 from coreml_delegate.runtime.mil.program import Function, NamedType, TensorType
@@ -29,13 +29,13 @@ _Key: TypeAlias = tuple[tuple[int, ...], ...]
 _KEPT = 8
 
 
-def default_shapes(function: Function) -> Shapes:
-    """The first shape of every input that has enumerated ones; empty if none has."""
+def first_shapes(function: Function) -> Shapes:
+    """Return the first shape of every input with enumerated shapes; empty if there is none."""
     return {feature.name: feature.shapes[0] for feature in function.inputs if feature.shapes}
 
 
-def specialised(function: Function, shapes: Shapes) -> Function:
-    """``function`` with parameters of fixed shapes.
+def fix_shapes(function: Function, shapes: Shapes) -> Function:
+    """Return ``function`` with fixed shapes of some parameters.
 
     Args:
         function: Its other parameters stay as they are.
@@ -43,11 +43,11 @@ def specialised(function: Function, shapes: Shapes) -> Function:
     """
     if not shapes:
         return function
-    params = tuple(_fixed(param, shapes.get(param.name)) for param in function.params)
+    params = tuple(_fix_shape(param, shapes.get(param.name)) for param in function.params)
     return dataclasses.replace(function, params=params)
 
 
-def _fixed(param: NamedType, shape: tuple[int, ...] | None) -> NamedType:
+def _fix_shape(param: NamedType, shape: tuple[int, ...] | None) -> NamedType:
     if shape is None or not isinstance(param.type, TensorType):
         return param
     return NamedType(param.name, TensorType(param.type.dtype, shape))
@@ -56,8 +56,8 @@ def _fixed(param: NamedType, shape: tuple[int, ...] | None) -> NamedType:
 class EnumeratedFunction:
     """A function with enumerated shapes; see ``CompiledFunction``.
 
-    The graph of the first shape is made at once, so that what cannot be run is known when loading;
-    the others when a call first brings their shape. The graphs used most recently are kept.
+    The graph of the first shape is made at once, so that loading fails if it cannot be run; the
+    others are made when a call first brings their shape. The graphs used most recently are kept.
 
     Args:
         function: The function.
@@ -70,13 +70,13 @@ class EnumeratedFunction:
         self._lock = threading.Lock()  # of the graphs
         self._building = threading.Lock()
         self._graphs: OrderedDict[_Key, OpenVinoFunction] = OrderedDict()
-        self._first = self._graph(default_shapes(function))
+        self._first = self._graph(first_shapes(function))
 
     def __call__(self, inputs: Mapping[str, Array], state: State | None = None) -> dict[str, Array]:
         """Run once.
 
         Raises:
-            InputError: A shape that is not among those enumerated; or as ``OpenVinoFunction``.
+            InputError: A shape is not enumerated; or as ``OpenVinoFunction``.
             ExecutionError: OpenVINO failed.
         """
         shapes = {feature.name: inputs[feature.name].shape for feature in self._features}

@@ -1,9 +1,9 @@
-"""Running a compiled model: infer requests, the arrays at their ports, states.
+"""Run a compiled model: infer requests, the arrays at their ports, states.
 
-What a call costs beyond the model itself was measured on a three-layer perceptron: binding an array
-to a port takes about 10 us, copying a few kilobytes under 1 us, and OpenVINO's public ``infer``
-4 us more than the extension method below it. So small arrays are copied through views made once,
-and large ones bound where they lie.
+The cost of a call beyond the model itself was measured on a three-layer perceptron: binding an
+array to a port takes about 10 us, copying a few kilobytes less than 1 us, and OpenVINO's public
+``infer`` 4 us more than the extension method below it. So small arrays are copied through views
+made once, and large ones are bound without a copy.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from coreml_delegate.runtime.engines.openvino.session.states import (
 )
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import TensorType
+from coreml_delegate.runtime.op_errors import last_line
 
 # Arrays of at least this size are bound instead of copied, in bytes.
 _BIND_BYTES = 1 << 16
 
-# What openvino.InferRequest.infer wraps in argument dispatch and a dictionary class: the method of
-# the extension class it descends from.
+# The method of the extension class: openvino.InferRequest.infer wraps it in argument dispatch and a
+# dictionary class.
 _infer: Any = next(
     vars(base)["infer"] for base in reversed(ov.InferRequest.__mro__) if "infer" in vars(base)
 )
@@ -40,8 +41,8 @@ _infer: Any = next(
 def _infer_on_one_thread(request: Any) -> None:
     """Run a request whose model has one thread.
 
-    There OpenVINO 2026.4's ``infer`` loses what goes wrong, and leaves the outputs as they were in
-    memory; waiting for a request that was started raises it.
+    There OpenVINO 2026.4's ``infer`` loses errors, and leaves the outputs as they were in memory;
+    waiting for a request that was started raises them.
     """
     request.start_async()
     request.wait()
@@ -49,16 +50,16 @@ def _infer_on_one_thread(request: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """What the ports of a compiled model mean: inputs then states, outputs then what is written.
+    """The meaning of a compiled model's ports: inputs then states, outputs then state updates.
 
-    A state that is made anew is one port; rows that are written to one are two, for each write:
-    their places, int32 [C], and themselves.
+    The update of a whole state is one port; each write of rows is two: the indices of the rows,
+    int32 [C], and the rows.
 
     Attributes:
         inputs: Feature names.
         outputs: Feature names.
         states: Name and type of every state tensor.
-        writes: How each is written.
+        writes: How each state is written.
     """
 
     inputs: tuple[str, ...]
@@ -73,7 +74,7 @@ class Interface:
         return len(self.inputs) + len(self.states), len(self.outputs) + written
 
     def encode(self) -> dict[str, Any]:
-        """As plain data, ready for JSON."""
+        """Return the fields as plain data, ready for JSON."""
         return {
             "inputs": list(self.inputs),
             "outputs": list(self.outputs),
@@ -83,7 +84,7 @@ class Interface:
 
     @classmethod
     def decode(cls, fields: Mapping[str, Any]) -> Interface:
-        """Read back what ``encode`` made.
+        """Make an interface from what ``encode`` returned.
 
         Raises:
             KeyError: A field is missing.
@@ -149,13 +150,13 @@ class _Request:
             for port in outputs
         ]
         self._first_state = len(inputs)
-        # Of each state: the port that makes it anew, or views of the places and rows written.
-        self._made: list[tuple[int, int]] = []
+        # For each state: the port of its new value, or views of the indices and rows to write.
+        self._replaced: list[tuple[int, int]] = []
         self._rows: list[list[tuple[NDArray[np.int32], Array]]] = []
         port = len(outputs)
         for place, axes in enumerate(writes):
             if axes is None:
-                self._made.append((place, port))
+                self._replaced.append((place, port))
             count = len(axes or ())
             starts = range(port, port + 2 * count, 2)
             self._rows.append([(self._view(start), self._view(start + 1)) for start in starts])
@@ -195,7 +196,7 @@ class _Request:
         self._held[port.name] = data
 
     def _result(self, port: _Port, view: Array | None) -> Array:
-        """A fresh array bound to a large output; a placeholder for the others."""
+        """Return a new array bound to a large output, or a placeholder for another output."""
         if view is not None or port.shape is None:
             return _PENDING
         array = np.empty(port.shape, dtype=port.dtype)
@@ -206,7 +207,7 @@ class _Request:
         current, spare = state.tensors()
         for place, source in enumerate(current):
             self._request.set_input_tensor(self._first_state + place, source)
-        for place, port in self._made:
+        for place, port in self._replaced:
             self._request.set_output_tensor(port, spare[place])
 
 
@@ -220,9 +221,9 @@ class OpenVinoFunction:
     are kept for later calls.
 
     Args:
-        interface: What the ports of the model mean.
+        interface: Meaning of the model's ports.
         compiled: OpenVINO's compiled model.
-        keep: What must live as long as the model does.
+        keep: An object that must live as long as the model does.
 
     Raises:
         ValueError: The model has another number of ports.
@@ -267,7 +268,7 @@ class OpenVinoFunction:
             return request.run(inputs, state if isinstance(state, OpenVinoState) else None)
         except RuntimeError as error:
             raise ExecutionError(
-                "OpenVINO failed to run the function", got=str(error).strip().splitlines()[-1]
+                "OpenVINO failed to run the function", got=last_line(error)
             ) from error
         finally:
             self._idle.append(request)

@@ -1,7 +1,7 @@
-"""The seam between hosts of ``.pte`` programs and whatever executes a delegated subgraph.
+"""The interface between hosts of ``.pte`` programs and delegates.
 
-Hosts know nothing of MIL, engines or blobs: they are given a loader, hand it the bytes of each
-delegate once, and call what it returns.
+Hosts know nothing of MIL, engines or blobs: they pass the bytes of each delegate to a loader once,
+and call the callable that it returns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DelegateCallable(Protocol):
 
     @property
     def input_count(self) -> int:
-        """How many tensors it takes.
+        """Number of tensors that the delegate takes.
 
         A program lists a delegate's inputs and outputs in one row and does not say where the inputs
         end: only the delegate knows.
@@ -36,8 +36,8 @@ class DelegateCallable(Protocol):
         """Run once.
 
         Args:
-            inputs: In the delegate's own order, of any strides. They live in memory the host
-                reuses: nothing may keep them beyond the call.
+            inputs: In the delegate's own order, of any strides. The host reuses their memory:
+                nothing may keep them beyond the call.
 
         Returns:
             Outputs in order. The host copies them before anything else runs, casting to the dtype
@@ -55,15 +55,15 @@ NamedData: TypeAlias = Callable[[str], memoryview | None]
 class DelegatePayload:
     """Everything a program holds about one delegate.
 
-    Views are read-only and valid for as long as the host holds the callable made from them; what
-    must outlive that (a cache across programs) is to be copied.
+    Views are read-only and valid as long as the host holds the callable made from them. A cache
+    across programs must copy them.
 
     Attributes:
         backend_id: Name of the backend that lowered the subgraph.
-        processed: What its preprocess returned.
+        processed: The bytes that its preprocess returned.
         compile_specs: Keys and values, in order.
         method_name: Method that the delegate belongs to.
-        named_data: Data of the program by key. To be called while loading, not later.
+        named_data: Finds data of the program by key. To be called while loading, not later.
     """
 
     backend_id: str

@@ -43,7 +43,7 @@ from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.conversion.blob_cache import fingerprint
 from coreml_delegate.conversion.delegation_tags import cut_partitions, tag_of
 from coreml_delegate.ops import Reason, ReasonCode
-from coreml_delegate.ops.constants import constant_nodes
+from coreml_delegate.ops.constants import stored_nodes
 from coreml_delegate.partition.grouping.decision import DataOwnership, decide
 from coreml_delegate.partition.grouping.selection import Selection
 from coreml_delegate.partition.verdicts.parts import refuse_results
@@ -235,7 +235,7 @@ class Drawn(Partitioner):
         return {n: r for n, r in self.refused(program).items() if tag_of(n) in tags}
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
-        constants = constant_nodes(exported_program) if self._ownership.constants else ()
+        constants = stored_nodes(exported_program) if self._ownership.constants else ()
         decision = decide(
             exported_program,
             self.refused(exported_program),

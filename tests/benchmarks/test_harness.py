@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.tolerances import SQNR_FP32
+
 from benchmarks import report
 from benchmarks.contenders import CONTENDERS, EAGER, Contender, NotAvailableError, Settings
 from benchmarks.footprint import probe
 from benchmarks.measuring import Bench, Row
 from benchmarks.models import Decoder, ExplicitState, Workload, perceptron
 from benchmarks.timing import Turn, race
-from support.tolerances import SQNR_FP32
 
 _BY_NAME = {contender.name: contender for contender in CONTENDERS}
 _OURS = _BY_NAME["ours float32, openvino"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 MAPPED = ("partition", "quantizer", "runtime", "scripts")
 TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
 SETUPTOOLS = TOOLS["setuptools"]

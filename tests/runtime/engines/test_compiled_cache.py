@@ -34,7 +34,7 @@ from coreml_delegate.runtime.mil.reader import read_files
 from coreml_delegate.runtime.model import Model
 
 X = {"x": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)}
-_TESTS = str(Path(__file__).parents[1])
+_TESTS = str(Path(__file__).parents[2])
 
 
 @pytest.fixture(scope="module")

@@ -348,7 +348,7 @@ def test_a_process_that_used_threads_on_the_plain_runtime_ends_well(tmp_path: Pa
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
         check=False,
         timeout=120,
     )

@@ -134,7 +134,7 @@ def test_a_damaged_file_of_verdicts_is_replaced(
     assert kept.read_text() == whole
 
 
-def test_a_folder_that_cannot_be_written_is_no_obstacle(
+def test_lowering_works_if_the_folder_of_verdicts_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     blocked = tmp_path / "file"
@@ -180,7 +180,7 @@ def test_an_op_that_needs_a_later_target_can_stand_beside_a_state(
     assert partition.demanded_by == ("mutable buffers as states",)
 
 
-def test_a_target_given_is_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_given_target_is_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     ct = coremltools()
     fail_at(monkeypatch, "tanh", before=ct.target.iOS17)
     specs = fp32_specs(minimum_deployment_target=ct.target.iOS16)
@@ -188,7 +188,7 @@ def test_a_target_given_is_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(28, "No space left on device")], ids=repr)
-def test_what_the_machine_lacks_is_no_verdict(
+def test_a_lack_of_memory_or_disk_space_is_not_kept_as_a_verdict(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     with monkeypatch.context() as broken:
@@ -208,7 +208,7 @@ def test_an_option_of_another_machine_is_an_error(monkeypatch: pytest.MonkeyPatc
         lower(Chain(), INPUTS, compile_specs=specs)
 
 
-def test_blobs_that_were_taken_hold_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_taken_blobs_hold_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     records: list[kept.KeptBlob] = []
     keep = kept.keep
 

@@ -28,7 +28,7 @@ def test_wire_names_of_several_methods():
     assert json.loads(TWO.encode())["methods"]["decode"] == {"inputNames": [], "outputNames": ["c"]}
 
 
-def test_lookup():
+def test_a_method_is_found_by_name_unless_the_blob_is_not_shared():
     assert ONE.method("forward").input_names == ("x",)
     assert TWO.method("decode").output_names == ("c",)
     with pytest.raises(BlobFormatError, match="no such method: got 'forward'"):

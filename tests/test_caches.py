@@ -38,7 +38,7 @@ def test_a_module_that_moves_changes_the_digest(package: Path) -> None:
     assert _digest() != before
 
 
-def test_other_files_do_not_count(package: Path) -> None:
+def test_other_files_do_not_change_the_digest(package: Path) -> None:
     before = _digest()
     (package / "inner" / "notes.txt").write_text("read by nobody")
     assert _digest() == before

@@ -30,7 +30,7 @@ def test_defaults_are_the_documented_ones():
     }
 
 
-def test_every_upstream_keyword():
+def test_every_upstream_keyword_is_accepted():
     specs = CoreMLBackend.generate_compile_specs(
         compute_unit=ct.ComputeUnit.CPU_AND_NE,
         minimum_deployment_target=ct.target.iOS17,
@@ -50,7 +50,7 @@ def test_every_upstream_keyword():
 
 
 @pytest.mark.parametrize("name", ["POSITIONAL", "DISABLED"])
-def test_every_strategy_to_share_weights(name):
+def test_every_strategy_to_share_weights_round_trips(name):
     # ExecuTorch's own enum takes seconds to import; it is told by its names.
     theirs = enum.Enum("MULTIMETHOD_WEIGHT_SHARING_STRATEGY", {name: name.lower()})[name]
     ours = MULTIMETHOD_WEIGHT_SHARING_STRATEGY[name]
@@ -64,7 +64,7 @@ def test_every_strategy_to_share_weights(name):
 
 
 @pytest.mark.parametrize("unit", list(ct.ComputeUnit))
-def test_every_compute_unit_of_coremltools(unit):
+def test_every_compute_unit_of_coremltools_is_accepted(unit):
     (options,) = {
         CompileOptions.from_specs(CoreMLBackend.generate_compile_specs(compute_unit=u))
         for u in (unit, ComputeUnit[unit.name])
@@ -81,7 +81,7 @@ def test_every_compute_unit_of_coremltools(unit):
         ("all", ComputeUnit.ALL),
     ],
 )
-def test_oldest_values_are_read_and_written_anew(old, unit):
+def test_values_of_the_oldest_documents_are_read_and_rewritten(old, unit):
     options = CompileOptions.from_specs([CompileSpec("compute_units", old.encode())])
     assert options.compute_unit is unit
     assert _wire(options.to_specs())["compute_units"] == unit.value
@@ -106,7 +106,7 @@ def test_no_specs_mean_the_defaults():
         ("pass_pipeline", b"[1]", "expected a JSON list of strings"),
     ],
 )
-def test_what_is_not_accepted_is_an_error(key, value, message):
+def test_unknown_keys_and_values_are_errors(key, value, message):
     with pytest.raises(OptionError, match=message):
         CompileOptions.from_specs([CompileSpec(key, value)])
 

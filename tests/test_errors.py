@@ -19,11 +19,11 @@ def test_message_carries_all_four_parts():
         ({"remedy": "Mend it"}, "broken. Mend it"),
     ],
 )
-def test_absent_parts_leave_no_trace(fields, message):
+def test_absent_parts_are_left_out_of_the_message(fields, message):
     assert str(CoreMLDelegateError("broken", **fields)) == message
 
 
-def test_every_error_is_in_the_tree():
+def test_every_error_descends_from_the_base_class():
     classes = [
         v for v in vars(errors).values() if isinstance(v, type) and v.__module__ == errors.__name__
     ]

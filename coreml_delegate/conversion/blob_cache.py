@@ -22,7 +22,7 @@ from coreml_delegate.formats.blob import Files
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Whether several methods store a partition's weights once.
+    """The answer whether a partition shares its weights with other methods.
 
     Attributes:
         methods: The methods whose partitions are functions of one model; empty if this one is a

@@ -121,8 +121,8 @@ def check_translation(program: ExportedProgram, target: Opset | None) -> None:
     This is much cheaper than a conversion, and nearly all conversions that fail, fail here.
 
     Args:
-        program: As for ``convert_program``; stand-ins of the right shape and
-            dtype will do for constants.
+        program: As for ``convert_program``, but constants may be stand-ins of their shape and
+            dtype.
         target: Opset to translate to, or None for the oldest.
 
     Raises:

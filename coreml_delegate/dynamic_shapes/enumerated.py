@@ -28,7 +28,7 @@ class SymbolicSize:
     """A dimension whose size is not fixed.
 
     Attributes:
-        expression: In symbols of the exported program, ``s0`` or ``2*s0``.
+        expression: The size in symbols of the exported program, ``s0`` or ``2*s0``.
         low: Smallest size that the program was exported for, None if it has no lower bound.
         high: Largest size, None if it has no upper bound.
     """

@@ -117,7 +117,7 @@ class SizeExpression:
 
     @property
     def is_solvable(self) -> bool:
-        """Whether ``solve`` can work: the expression is linear in one symbol."""
+        """Whether the expression is linear in one symbol, so that ``solve`` can answer."""
         return self._linear() is not None
 
     def _linear(self) -> tuple[Fraction, Fraction] | None:

@@ -1,1 +1,1 @@
-"""Bytes: the blob, the mlpackage in it, their metadata and weights, and files written whole."""
+"""Byte formats (blob, mlpackage, weight file), the files inside a blob, and atomic writing."""

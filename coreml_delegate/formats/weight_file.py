@@ -37,7 +37,7 @@ class WeightRecord:
 
     Attributes:
         dtype: The data type's number.
-        size: In bytes.
+        size: Size in bytes.
         start: Offset of its first byte.
         padding: Unused bits of its last byte.
     """
@@ -67,7 +67,7 @@ def check_header(name: str, buffer: memoryview) -> None:
     """Check that a file is a weight file.
 
     Args:
-        name: Of the file, for the message.
+        name: Name of the file, for messages.
         buffer: The whole file.
 
     Raises:
@@ -86,9 +86,9 @@ def read_record(name: str, buffer: memoryview, offset: int) -> WeightRecord:
     """Read a record; whether its data lies inside the file is for the caller to check.
 
     Args:
-        name: Of the file, for the message.
+        name: Name of the file, for messages.
         buffer: The whole file.
-        offset: Of the record, in bytes.
+        offset: Offset of the record in bytes.
 
     Raises:
         BlobFormatError: There is no record.
@@ -110,9 +110,9 @@ def read_weight(name: str, buffer: memoryview, offset: int) -> StoredWeight:
     """Read a weight, without a copy.
 
     Args:
-        name: Of the file, for the message.
+        name: Name of the file, for messages.
         buffer: The whole file.
-        offset: Of the weight's record, in bytes.
+        offset: Offset of the weight's record in bytes.
 
     Raises:
         BlobFormatError: The record or its data lies outside the file.

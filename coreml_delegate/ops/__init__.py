@@ -139,7 +139,7 @@ def obstacle(node: Node, target: Opset | None, constants: Collection[Node] = ())
     Args:
         node: Of a graph in ATen or edge dialect, with fake tensors in ``meta["val"]``.
         target: Opset of the deployment target, or None if the newest may be demanded.
-        constants: The nodes whose values are known when the model is converted.
+        constants: The stored constants of the graph; see ``ops.constants``.
     """
     name = target_name(node.target)
     if name == GETITEM and isinstance(node.args[0], Node):

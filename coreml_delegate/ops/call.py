@@ -83,7 +83,7 @@ class OpCall:
     Attributes:
         node: The call.
         arguments: By schema name, defaults included.
-        constants: The nodes of the graph that are known when the model is converted.
+        constants: The stored constants of the graph; see ``ops.constants``.
     """
 
     node: Node

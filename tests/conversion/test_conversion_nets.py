@@ -210,7 +210,7 @@ def test_an_option_that_needs_macos_is_an_error_elsewhere(monkeypatch: pytest.Mo
         lower(Chain(), INPUTS, compile_specs=specs)
 
 
-def test_a_blob_that_was_handed_over_holds_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_taken_blobs_hold_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     records: list[kept.KeptBlob] = []
     keep = kept.keep
 

@@ -43,7 +43,7 @@ def spec(shapes, kind="free"):
     return CoreMLBackend.generate_enumerated_shapes_compile_spec(program(kind), shapes)
 
 
-def test_form_is_that_of_executorch():
+def test_json_has_the_form_of_executorch():
     found = importlib.util.find_spec("executorch")
     path = Path(found.submodule_search_locations[0])
     path = path / "backends/apple/coreml/compiler/enumerated_shape_utils.py"
@@ -69,7 +69,7 @@ def test_round_trip():
     ]
 
 
-def test_derived_sizes_that_go_together():
+def test_consistent_derived_sizes_are_accepted():
     shapes = {"x": [[2, 6, 10], [3, 6, 10]], "y": [[4, 11], [6, 11]]}
     bindings = CompileOptions.from_specs([spec(shapes, "derived")]).enumerated_shapes.bindings()
     assert [list(binding.values()) for binding in bindings] == [[2], [3]]
@@ -92,8 +92,8 @@ def test_derived_sizes_that_go_together():
         ("free", {**LISTED, "x": [[1, 5, 10], [5, 6, 10]]}, "out of bounds in dimension 0: got 5"),
         ("free", {**LISTED, "x": [[1, 4, 10], [4, 6, 10]]}, "out of bounds in dimension 1: got 4"),
         ("free", {"x": [[1, 5, 10]] * 2, "y": [[3, 11]] * 2}, "listed twice"),
-        ("free", {**LISTED, "y": [[3.0, 11], [5, 11]]}, "no list of integers from 1"),
-        ("free", {**LISTED, "y": [[0, 11], [5, 11]]}, "no list of integers from 1"),
+        ("free", {**LISTED, "y": [[3.0, 11], [5, 11]]}, "not a list of positive integers"),
+        ("free", {**LISTED, "y": [[0, 11], [5, 11]]}, "not a list of positive integers"),
         ("free", {**LISTED, "y": 3}, "are not a list"),
         (
             "shared",
@@ -108,7 +108,7 @@ def test_derived_sizes_that_go_together():
         ("fixed", {"x": [[4, 6, 10]] * 2, "y": [[5, 11]] * 2}, "no input has dynamic dimensions"),
     ],
 )
-def test_refused(kind, shapes, message):
+def test_shapes_that_do_not_fit_the_program_are_refused(kind, shapes, message):
     with pytest.raises(OptionError, match=message):
         spec(shapes, kind)
 
@@ -126,12 +126,12 @@ def test_refused(kind, shapes, message):
         b'[[{"shape": [2]}, [[[2]], []]]]',
     ],
 )
-def test_malformed_spec(content):
+def test_a_malformed_spec_is_refused(content):
     with pytest.raises(OptionError):
         CompileOptions.from_pairs([("enumerated_shapes", content)])
 
 
-def test_spec_of_another_program():
+def test_a_spec_of_a_different_program_is_refused():
     from executorch.exir import to_edge_transform_and_lower
 
     from coreml_delegate import CoreMLPartitioner
@@ -141,6 +141,6 @@ def test_spec_of_another_program():
         to_edge_transform_and_lower(program("shared"), partitioner=[partitioner])
 
 
-def test_described():
+def test_combinations_are_described_as_text():
     enumerated = EnumeratedShapes.decode(json.loads(spec(LISTED).value))
     assert enumerated.describe() == "x [1, 5, 10], y [3, 11] | x [4, 6, 10], y [5, 11]"

@@ -119,7 +119,7 @@ def test_inconsistent_directories_are_refused(nodes, message):
 
 
 @pytest.mark.parametrize("data", [b"", bytes(5000), b"no directory", b"}" * 100, b"\xff{"])
-def test_other_bytes_are_refused(data):
+def test_bytes_without_a_directory_are_refused(data):
     with pytest.raises(BlobFormatError):
         unflatten(data)
 
@@ -134,7 +134,7 @@ def test_reference_round_trip():
     assert BlobReference.decode(reference.encode()) == reference
 
 
-def test_a_blob_is_no_reference():
+def test_a_blob_is_not_a_reference():
     assert BlobReference.decode(flatten(FILES)) is None
 
 

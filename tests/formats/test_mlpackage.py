@@ -47,7 +47,7 @@ def test_written_folder_maps_back(tmp_path):
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["m.mlpackage"], "no staging is left"
 
 
-def test_existing_output_is_kept_unless_told(tmp_path):
+def test_existing_folder_is_replaced_only_with_overwrite(tmp_path):
     target = tmp_path / "m.mlpackage"
     write_folder({"old": b"1"}, target)
     with pytest.raises(ProgramError, match="output exists"):
@@ -63,7 +63,7 @@ def test_failure_in_the_middle_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folders_made_for_it_go_with_it(tmp_path):
+def test_created_parent_folders_are_removed_after_a_failure(tmp_path):
     (tmp_path / "there").mkdir()
     for parent in ("there", "there/new", "new/deep"):
         with pytest.raises(TypeError):
@@ -97,6 +97,6 @@ def test_broken_manifests_are_refused(manifest, message):
         locate(files)
 
 
-def test_missing_folder_is_one_clear_error(tmp_path):
+def test_a_missing_folder_is_a_program_error(tmp_path):
     with pytest.raises(ProgramError, match="no such mlpackage"):
         map_folder(tmp_path / "none")

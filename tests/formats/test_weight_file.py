@@ -20,7 +20,7 @@ def written(weights):
     return b"".join(pieces.parts), offsets
 
 
-def test_the_native_reader_reads_them(tmp_path):
+def test_coremltools_reads_our_weight_files(tmp_path):
     storage = pytest.importorskip("coremltools.libmilstoragepython")
     data, offsets = written(WEIGHTS)
     path = tmp_path / "weight.bin"
@@ -31,7 +31,7 @@ def test_the_native_reader_reads_them(tmp_path):
     np.testing.assert_array_equal(reader.read_int32_data(offsets[2]), np.arange(64))
 
 
-def test_the_native_writer_writes_the_same(tmp_path):
+def test_coremltools_writes_the_same_bytes(tmp_path):
     storage = pytest.importorskip("coremltools.libmilstoragepython")
     path = tmp_path / "weight.bin"
     writer = storage._BlobStorageWriter(str(path))
@@ -56,7 +56,7 @@ def test_round_trip():
     assert [read_weight("w.bin", view, offset) for offset in offsets] == WEIGHTS
 
 
-def test_data_outside_the_file():
+def test_data_outside_the_file_is_refused():
     data, (offset, *_) = written(WEIGHTS[:1])
     with pytest.raises(BlobFormatError, match="data lies outside the file: got 20 bytes at 128"):
         read_weight("w.bin", memoryview(data[:140]), offset)

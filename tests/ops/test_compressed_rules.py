@@ -86,7 +86,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_taken(name):
+def test_compressed_weights_are_delegated(name):
     module, target = TAKEN[name]
     inputs = (torch.ones(module.weight().shape),)
     lowered = lower(module, inputs)
@@ -106,7 +106,7 @@ class Filter(nn.Module):
         return nn.functional.conv2d(x, self.compressed.weight())
 
 
-def test_a_convolution_in_groups_of_channels():
+def test_a_convolution_with_a_scale_per_group_of_channels():
     module, inputs = Filter(), (torch.linspace(-1, 1, 16 * 25).reshape(1, 16, 5, 5),)
     lowered = lower(module, inputs)
     assert lowered.operators == ()
@@ -139,7 +139,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_unsupported_compressed_weights_are_refused(name):
     module, text = REFUSED[name]
     shape = (1,) if "vectors" in name else (1, 1)
     assert text in _reason(module, (torch.ones(shape),))
@@ -158,7 +158,7 @@ def _reason(module, inputs):
     return reason.text
 
 
-def test_what_is_refused_runs_on_the_cpu():
+def test_refused_compressed_weights_run_on_the_cpu():
     module, inputs = ScaleGiven((4, 6), (1, 3)), (torch.ones(1, 1),)
     lowered = lower(module, inputs)
     assert not set(lowered.operators) & DECOMPRESS

@@ -166,7 +166,7 @@ def cases(flow: Flow) -> list[Any]:
 @pytest.mark.parametrize(
     ("flow", "batch", "sample"), [case for flow in FLOWS for case in cases(flow)]
 )
-def test_accepted(flow: Flow, batch: tuple[Sample, ...], sample: Sample) -> None:
+def test_accept_samples_are_accepted(flow: Flow, batch: tuple[Sample, ...], sample: Sample) -> None:
     outcome = batch_outcome(batch, flow) or lower_and_run([sample], flow, flow.engines)
     assert [(n.op, str(n.reason)) for n in outcome.report.undelegated] == []
     if sample.compare:
@@ -181,7 +181,7 @@ def assert_close(outcome: Outcome, sample: Sample, precision: str) -> None:
 
 
 @pytest.mark.parametrize("family", ACCEPTED)
-def test_rules_take_the_calls_themselves(family: str) -> None:
+def test_rules_accept_the_calls_of_accept_samples(family: str) -> None:
     """Before ExecuTorch decomposes or casts anything."""
     for batch in batches(ACCEPTED[family]):
         for sample, _, reason in calls(batch):
@@ -219,7 +219,7 @@ REJECTIONS = [
 
 
 @pytest.mark.parametrize(("family", "rejected"), REJECTIONS)
-def test_rejected_with_the_reason(family: str, rejected: Rejected) -> None:
+def test_reject_samples_are_rejected_with_the_reason(family: str, rejected: Rejected) -> None:
     _, reason = verdicts(family)[rejected.id]
     assert reason is not None
     assert reason.code is rejected.code
@@ -227,7 +227,7 @@ def test_rejected_with_the_reason(family: str, rejected: Rejected) -> None:
 
 
 @pytest.mark.parametrize("family", REJECTED)
-def test_rejected_calls_abort_nothing(family: str) -> None:
+def test_rejected_calls_do_not_abort_an_export(family: str) -> None:
     """They stay on the CPU, or ExecuTorch makes of them what Core ML takes."""
     left = 0
     for batch in batches([r.sample for r in REJECTED[family]]):

@@ -92,7 +92,7 @@ def _lowered(module, target=Opset.iOS17, **options):
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_taken(name):
+def test_quantized_ops_are_delegated(name):
     module = TAKEN[name]
     edge, report = _lowered(module)
     assert reasons(report) == {}
@@ -169,7 +169,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_unsupported_quantized_ops_are_refused(name):
     module, op, text = REFUSED[name]
     program = torch.export.export(module, X)
     constants = stored_nodes(program)
@@ -179,7 +179,7 @@ def test_refused(name):
     assert text in reason.text
 
 
-def test_what_is_refused_runs_on_the_cpu():
+def test_refused_quantized_ops_run_on_the_cpu():
     module = Grid((0.02, 64, 0, 127, torch.uint8))
     edge, report = _lowered(module)
     assert set(reasons(report)) == {QUANTIZE, DEQUANTIZE}
@@ -205,12 +205,12 @@ def test_integers_stay_in_one_partition():
     torch.testing.assert_close(actual, module(*X), atol=ATOL, rtol=RTOL)
 
 
-def test_opset():
+def test_quantized_ops_need_ios17():
     edge, report = _lowered(Grid(), Opset.iOS16)
     assert "needs iOS17, the deployment target is iOS16" in reasons(report)[QUANTIZE]
     assert edge.to_executorch().buffer
 
 
-def test_constants_outside():
+def test_quantized_constants_outside_are_refused():
     _, report = _lowered(Weight(per_channel), take_over_constant_data=False)
     assert "is neither a constant nor quantized" in reasons(report)[CHANNELS]

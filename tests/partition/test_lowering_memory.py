@@ -84,12 +84,12 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_the_verdict_is_coremltools_own(name: str) -> None:
+def test_the_overflow_check_agrees_with_coremltools(name: str) -> None:
     op = op_with(ARRAYS[name])
     assert overflows(op) is bool(FP16ComputePrecision.fp16_overflow(op))
 
 
-def test_the_verdicts_differ() -> None:
+def test_the_overflow_check_finds_values_in_any_chunk() -> None:
     assert overflows(op_with(ARRAYS["in the second chunk"]))
     assert not overflows(op_with(ARRAYS["nowhere"]))
 
@@ -188,7 +188,7 @@ def test_small_files_are_read(tmp_path: Path) -> None:
     }
 
 
-def test_pieces_are_one_file(tmp_path: Path) -> None:
+def test_pieces_are_written_as_one_file(tmp_path: Path) -> None:
     words = memoryview(array("H", range(3)))
     pieces = Pieces((b"one", words, b"", bytearray(b"two")))
     whole = b"one" + words.tobytes() + b"two"

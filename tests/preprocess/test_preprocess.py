@@ -90,7 +90,7 @@ def test_same_model_same_bytes() -> None:
     assert build_blob(linear(), FP32) == build_blob(linear(), FP32)
 
 
-def test_identifier_tells_models_apart() -> None:
+def test_different_models_have_different_identifiers() -> None:
     def identifier(program: ExportedProgram, options: CompileOptions) -> str:
         return read_blob(build_blob(program, options))[1].identifier
 
@@ -106,13 +106,13 @@ def test_identifier_tells_models_apart() -> None:
 
 
 @pytest.mark.parametrize("target", list(Opset))
-def test_deployment_target_is_the_opset(target: Opset) -> None:
+def test_the_deployment_target_is_the_opset_of_the_model(target: Opset) -> None:
     program, _ = read_blob(build_blob(linear(), CompileOptions(deployment_target=target)))
     assert program.specification_version == int(target)
     assert program.functions[program.default_function].opset == target.mil_name
 
 
-def test_free_target_is_the_oldest_that_can_express_the_program() -> None:
+def test_without_a_target_the_oldest_possible_opset_is_chosen() -> None:
     def version(module: nn.Module, *inputs: torch.Tensor) -> int:
         return read_blob(build_blob(edge_program(module, *inputs), FP32))[0].specification_version
 
@@ -130,7 +130,7 @@ def test_free_target_is_the_oldest_that_can_express_the_program() -> None:
 @pytest.mark.parametrize(
     ("precision", "dtype"), [(Precision.FLOAT32, DType.FP32), (Precision.FLOAT16, DType.FP16)]
 )
-def test_precision_is_the_dtype_of_the_computation(precision: Precision, dtype: DType) -> None:
+def test_precision_sets_the_dtype_of_the_ops(precision: Precision, dtype: DType) -> None:
     blob = build_blob(linear(), CompileOptions(precision=precision))
     (relu,) = [op for op in ops(blob) if op.type == "relu"]
     assert relu.outputs[0].type.dtype is dtype  # pyright: ignore[reportAttributeAccessIssue]
@@ -164,13 +164,13 @@ def test_a_program_needs_an_output() -> None:
     assert str(raised.value) == "subgraph has no output: expected at least one"
 
 
-def test_only_tensors_cross() -> None:
+def test_only_tensors_cross_the_boundary() -> None:
     with pytest.raises(ContractError, match="only tensors can cross into Core ML"):
         boundary_of(edge_program(Function(lambda x: (x + 1, 3)), torch.ones(2)))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
-def test_dtypes_the_device_does_not_convert(dtype: torch.dtype) -> None:
+def test_dtypes_that_the_device_does_not_convert_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ContractError) as raised:
         check(Function(torch.neg), torch.ones(2).to(dtype))
     assert "cannot cross into Core ML" in str(raised.value)
@@ -179,11 +179,11 @@ def test_dtypes_the_device_does_not_convert(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted(BOUNDARY_DTYPES, key=str))
-def test_dtypes_the_device_converts(dtype: torch.dtype) -> None:
+def test_dtypes_that_the_device_converts_are_accepted(dtype: torch.dtype) -> None:
     check(Function(lambda x: x.clone()), torch.ones(2).to(dtype))
 
 
-def test_empty_tensors_do_not_cross() -> None:
+def test_empty_tensors_at_the_boundary_are_refused() -> None:
     with pytest.raises(ContractError, match=r"is empty: got \(2, 0\)"):
         check(Function(torch.relu), torch.ones(2, 0))
 
@@ -200,7 +200,7 @@ class Counter(nn.Module):
         return x + self.count
 
 
-def test_states_need_their_opset() -> None:
+def test_states_need_ios18() -> None:
     with pytest.raises(ContractError) as raised:
         check(Counter(), torch.ones(1), target=Opset.iOS17)
     assert str(raised.value) == (
@@ -211,7 +211,7 @@ def test_states_need_their_opset() -> None:
     check(Counter(), torch.ones(1), target=Opset.iOS18)
 
 
-def test_models_without_inputs_need_their_opset() -> None:
+def test_models_without_inputs_need_ios18() -> None:
     module = Function(lambda: torch.full((2,), 1.5))
     with pytest.raises(ContractError, match="a model without inputs need iOS18"):
         check(module, target=Opset.iOS16)
@@ -222,13 +222,13 @@ def test_models_without_inputs_need_their_opset() -> None:
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (lambda d: d.output.add().CopyFrom(d.output[0]), "another number of outputs"),
-        (lambda d: d.input.pop(), "another number of inputs"),
-        (lambda d: d.input[0].type.multiArrayType.shape.append(7), "another rank"),
+        (lambda d: d.output.add().CopyFrom(d.output[0]), "different number of outputs"),
+        (lambda d: d.input.pop(), "different number of inputs"),
+        (lambda d: d.input[0].type.multiArrayType.shape.append(7), "different rank"),
         (lambda d: setattr(d.output[0], "name", d.input[0].name), "are not unique"),
     ],
 )
-def test_converted_models_that_break_the_contract(break_it: Any, message: str) -> None:
+def test_converted_models_that_break_the_contract_are_refused(break_it: Any, message: str) -> None:
     intact = convert._convert
 
     def broken(*args: Any) -> convert.Conversion:
@@ -271,7 +271,7 @@ def test_conversion_errors_are_wrapped(temporary: Path, error: Exception) -> Non
     assert not list(temporary.iterdir())
 
 
-def test_interrupts_pass_and_leave_nothing(temporary: Path) -> None:
+def test_an_interrupt_leaves_no_temporary_files(temporary: Path) -> None:
     with (
         mock.patch.object(coremltools(), "convert", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
@@ -280,12 +280,12 @@ def test_interrupts_pass_and_leave_nothing(temporary: Path) -> None:
     assert not list(temporary.iterdir())
 
 
-def test_success_leaves_nothing(temporary: Path) -> None:
+def test_success_leaves_no_temporary_files(temporary: Path) -> None:
     build_blob(linear(), FP32)
     assert not list(temporary.iterdir())
 
 
-def test_a_failure_after_the_conversion_leaves_nothing(temporary: Path) -> None:
+def test_a_failure_after_the_conversion_leaves_no_temporary_files(temporary: Path) -> None:
     with (
         mock.patch.object(
             coremltools().optimize.coreml,
@@ -351,7 +351,7 @@ def test_an_unknown_quantizer_option_is_named() -> None:
     assert "mood" in str(raised.value)
 
 
-def test_passes_are_the_ones_named() -> None:
+def test_only_the_named_passes_run() -> None:
     none = build_blob(linear(), CompileOptions(pass_names=()))
     cast = build_blob(
         linear(), CompileOptions(pass_names=("common::add_fp16_cast", "common::cast_optimization"))
@@ -361,7 +361,7 @@ def test_passes_are_the_ones_named() -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_the_caller_s_arrangement_with_the_collector_stays(frozen: bool) -> None:
+def test_objects_that_the_caller_froze_stay_frozen(frozen: bool) -> None:
     before = gc.get_freeze_count()
     if frozen:
         gc.freeze()

@@ -40,7 +40,7 @@ VALUES = st.tuples(*[st.integers(1, 50)] * len(SYMBOLS))
 
 @QUICK
 @given(EXPRESSIONS, VALUES)
-def test_evaluates_as_sympy_does(expression, values):
+def test_values_are_those_of_sympy(expression, values):
     expected = expression.xreplace(dict(zip(SYMBOLS, map(sympy.Integer, values), strict=True)))
     named = dict(zip(map(str, SYMBOLS), values, strict=True))
     parsed = SizeExpression.parse(str(expression))
@@ -50,7 +50,7 @@ def test_evaluates_as_sympy_does(expression, values):
 
 @QUICK
 @given(st.integers(1, 20), st.integers(-20, 20), st.integers(1, 100))
-def test_solves_what_is_linear(factor, constant, value):
+def test_linear_expressions_are_solved(factor, constant, value):
     expression = SizeExpression.parse(f"{factor}*s0 + {constant}")
     assert expression.is_solvable
     assert expression.solve(factor * value + constant) == value
@@ -60,7 +60,7 @@ def test_solves_what_is_linear(factor, constant, value):
 
 @QUICK
 @given(st.text(max_size=40))
-def test_other_text_is_one_error(text):
+def test_any_other_text_raises_only_our_error(text):
     try:
         expression = SizeExpression.parse(text)
         expression.evaluate(dict.fromkeys(expression.symbols, 7))
@@ -72,7 +72,7 @@ def test_other_text_is_one_error(text):
     "text",
     ["__import__('os')", "s0.real", "s0 if s0 else 1", "f(s0)", "1 < s0", "'s0'", "s0[0]", "True"],
 )
-def test_nothing_else_is_parsed(text):
+def test_other_syntax_is_refused(text):
     with pytest.raises(OptionError, match="not an expression of a size"):
         SizeExpression.parse(text)
 
@@ -86,6 +86,6 @@ def test_nothing_else_is_parsed(text):
         ("9000000000000000000 * s0", "beyond 64 bits"),
     ],
 )
-def test_no_value(text, got):
+def test_an_expression_without_a_value_is_an_error(text, got):
     with pytest.raises(OptionError, match=got):
         SizeExpression.parse(text).evaluate({"s0": 4})

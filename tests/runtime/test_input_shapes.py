@@ -39,7 +39,7 @@ def shapes_of(sizes):
         ({"x": ["(s0 + 1)//2", 4], "y": ["s1"]}, (3, 4), (9,)),
     ],
 )
-def test_right_sizes_pass(sizes, x, y):
+def test_shapes_that_fit_are_accepted(sizes, x, y):
     shapes_of(sizes).check({"x": x, "y": y})
 
 
@@ -65,7 +65,7 @@ def test_right_sizes_pass(sizes, x, y):
         ({"x": ["s0", 4], "y": ["s0//2 + 1"]}, (8, 4), (4,), r"'y' .*: got 4 .*expected 5"),
     ],
 )
-def test_wrong_sizes_are_refused(sizes, x, y, message):
+def test_shapes_that_do_not_fit_are_refused(sizes, x, y, message):
     with pytest.raises(InputError, match=message):
         shapes_of(sizes).check({"x": x, "y": y})
 
@@ -90,7 +90,7 @@ def test_enumerated_shapes_go_together():
     "content",
     ["{", "[]", '{"main": []}', '{"main": {"x": [1.5, 4]}}', '{"main": {"x": ["import os", 4]}}'],
 )
-def test_malformed_metadata(content):
+def test_malformed_metadata_is_refused(content):
     with pytest.raises(BlobFormatError, match=r"malformed metadata coreml_delegate\.input_sizes"):
         input_sizes.read({input_sizes.METADATA_KEY: content}, "main")
 
@@ -101,7 +101,7 @@ def test_sizes_of_an_unknown_input_are_refused():
         InputShapes([X], input_sizes.read(metadata, "main"))
 
 
-def test_free_sizes_are_not_stored():
+def test_independent_sizes_are_not_stored():
     metadata = {}
     input_sizes.write(metadata, {"main": {}})
     assert metadata == {}

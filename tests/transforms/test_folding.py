@@ -73,7 +73,7 @@ def lowered(module: nn.Module, x: torch.Tensor, **options: Any) -> tuple[CoreMLP
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_weights_computed_of_parameters(name: str) -> None:
+def test_weights_computed_from_parameters_are_folded(name: str) -> None:
     make, shape = MODULES[name]
     torch.manual_seed(0)
     module, x = make().eval(), torch.randn(shape)
@@ -86,7 +86,7 @@ def test_weights_computed_of_parameters(name: str) -> None:
     assert {op.type for op in function.block.ops} <= convolutions
 
 
-def test_lowering_leaves_the_parameters_alone() -> None:
+def test_lowering_does_not_change_the_parameters() -> None:
     torch.manual_seed(0)
     module, x = weight_norm(nn.Conv1d(4, 6, 3)).eval(), torch.randn(LINE)
     exported = torch.export.export(module, (x,))
@@ -100,7 +100,7 @@ def test_lowering_leaves_the_parameters_alone() -> None:
     torch.testing.assert_close(exported.module()(x), module(x))
 
 
-def test_weights_computed_of_inputs_stay_outside() -> None:
+def test_convolutions_with_weights_computed_from_inputs_stay_on_the_cpu() -> None:
     class Dynamic(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -118,7 +118,7 @@ def test_weights_computed_of_inputs_stay_outside() -> None:
 @pytest.mark.parametrize(
     "ops", [["aten.mul.Tensor"], ["aten.conv1d.default", "aten.convolution.default"]]
 )
-def test_what_is_kept_outside_has_its_weight_all_the_same(ops: list[str]) -> None:
+def test_a_convolution_kept_on_the_cpu_takes_the_folded_weight(ops: list[str]) -> None:
     """The calls that made it are gone; a convolution on the CPU takes the constant."""
     torch.manual_seed(0)
     module, x = weight_norm(nn.Conv1d(4, 6, 3)).eval(), torch.randn(LINE)
@@ -128,7 +128,7 @@ def test_what_is_kept_outside_has_its_weight_all_the_same(ops: list[str]) -> Non
     assert_equal_eager(edge.to_executorch().buffer, module, (x,))
 
 
-def test_what_nothing_reads_any_more_is_not_stored() -> None:
+def test_parameters_without_users_are_not_stored() -> None:
     torch.manual_seed(0)
     plain, x = nn.Conv1d(32, 64, 9).eval(), torch.randn(1, 32, 32)
     stored = len(lowered(plain, x)[1].to_executorch().buffer)

@@ -53,14 +53,14 @@ def test_a_half_precision_model_lowers_and_keeps_its_interface(
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_a_plan_foretells_it(dtype: torch.dtype) -> None:
+def test_a_plan_of_a_half_precision_model_equals_its_lowering(dtype: torch.dtype) -> None:
     module, inputs = Block().eval().to(dtype), _image(dtype)
     plan = CoreMLPartitioner(compile_specs=fp32_specs()).plan(torch.export.export(module, inputs))
     assert plan == lower(module, inputs).report
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_widening_leaves_the_program_it_is_given(dtype: torch.dtype) -> None:
+def test_promotion_does_not_change_the_given_program(dtype: torch.dtype) -> None:
     module, inputs = Block().eval().to(dtype), _image(dtype)
     exported = torch.export.export(module, inputs)
     before = str(exported)
@@ -69,7 +69,7 @@ def test_widening_leaves_the_program_it_is_given(dtype: torch.dtype) -> None:
     assert exported.module()(*inputs).dtype is dtype
 
 
-def test_widening_returns_fp32_programs_themselves() -> None:
+def test_promotion_returns_fp32_programs_themselves() -> None:
     exported = torch.export.export(Block().eval(), _image(torch.float32))
     assert promote_half_to_fp32(exported) is exported
 
@@ -105,7 +105,7 @@ class Counter(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_mutable_buffers_and_returned_inputs(dtype: torch.dtype) -> None:
+def test_mutable_buffers_and_returned_inputs_keep_their_dtypes(dtype: torch.dtype) -> None:
     x = torch.tensor([1.0, 2.0, 3.0], dtype=dtype)
     program = runtime.load_program(lower(Counter().to(dtype), (x,)).pte)
     for turn in (1, 2):
@@ -215,11 +215,11 @@ def test_a_norm_overflows_in_fp16() -> None:
     ],
     ids=str,
 )
-def test_an_island_cures_it(keep: dict[str, list[str]]) -> None:
+def test_a_norm_kept_in_fp32_does_not_overflow(keep: dict[str, list[str]]) -> None:
     assert _sqnr(compile_specs=_specs(keep_fp32=keep)) > SQNR_HALF[torch.float16]
 
 
-def test_an_island_by_predicate_cures_it() -> None:
+def test_a_norm_kept_in_fp32_by_a_predicate_does_not_overflow() -> None:
     def in_norm(node: torch.fx.Node) -> bool:
         return "norm" in str(node.meta["nn_module_stack"])
 
@@ -227,7 +227,7 @@ def test_an_island_by_predicate_cures_it() -> None:
     assert sqnr > SQNR_HALF[torch.float16]
 
 
-def test_islands_are_carried_in_the_compile_specs() -> None:
+def test_keep_fp32_is_part_of_the_compile_specs() -> None:
     edge = to_edge_transform_and_lower(
         torch.export.export(Normed().eval(), (_large(),)),
         partitioner=[
@@ -242,17 +242,17 @@ def test_islands_are_carried_in_the_compile_specs() -> None:
     assert kept == b'{"modules": ["norm"], "nodes": ["aten_rsqrt_default"], "ops": ["softmax"]}'
 
 
-def test_an_unknown_op_of_an_island_is_an_error() -> None:
+def test_an_unknown_op_in_keep_fp32_is_an_error() -> None:
     with pytest.raises(OptionError, match=r"unknown MIL op.*'sofmax'.*softmax"):
         lower(Normed(), (_large(),), compile_specs=_specs(keep_fp32={"ops": ["sofmax"]}))
 
 
-def test_an_unknown_kind_of_island_is_an_error() -> None:
+def test_an_unknown_kind_in_keep_fp32_is_an_error() -> None:
     with pytest.raises(OptionError, match="'layers'"):
         _specs(keep_fp32={"layers": ["norm"]})
 
 
-def test_islands_make_no_difference_in_fp32() -> None:
+def test_keep_fp32_makes_no_difference_in_fp32() -> None:
     module, x = Normed().eval(), _large()
     plain = lower(module, (x,)).pte
     kept = lower(module, (x,), compile_specs=fp32_specs(keep_fp32={"ops": ["mul"]})).pte

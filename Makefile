@@ -8,16 +8,25 @@ STAMP := $(VENV)/.installed
 TEST_ENV := OMP_NUM_THREADS=1 COREML_DELEGATE_COMPILED_CACHE=off
 FUZZ := PYTHONPATH=../..:../../tests OMP_NUM_THREADS=1 ../../$(BIN)/python -m tests.fuzz.fuzz_mil
 
-.PHONY: demo test test-all lint types imports bench conformance suite fuzz clean
+.PHONY: demo test test-all pytest pytest-all checks lint types imports bench conformance suite fuzz clean
 
 demo: $(STAMP)
 	$(BIN)/coreml-delegate demo
 
-test: lint types imports
+# The checks run beside the tests: one test process often waits for the other at the end.
+test: $(STAMP)
+	$(MAKE) -j 2 pytest checks
+
+test-all: $(STAMP)
+	$(MAKE) -j 2 pytest-all checks
+
+pytest: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" tests
 
-test-all: lint types imports
+pytest-all: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup tests
+
+checks: lint types imports
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,27 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if folder is not None:
         del os.environ[CACHE_VARIABLE]
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what ``share(n)`` leaves out: of each test, all but one in n of its cases.
+
+    Which they are depends on nothing but the names of the cases.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("share") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same_test in cases.values():
+        marker = same_test[0].get_closest_marker("share")
+        assert marker is not None
+        kept = -(-len(same_test) // marker.args[0])
+        by_name = sorted(
+            same_test, key=lambda item: zlib.crc32(item.nodeid.partition("[")[2].encode())
+        )
+        for item in by_name[kept:]:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:

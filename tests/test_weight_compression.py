@@ -216,6 +216,7 @@ for config in (
 """
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("reproducible")
 def test_two_processes_write_equal_bytes():
     def export(seed):

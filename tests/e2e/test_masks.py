@@ -99,6 +99,7 @@ def check(module: nn.Module, example: tuple[Any, ...], precision: Precision, **o
         assert sqnr_db(expected, actual.numpy()) > SQNR[precision]
 
 
+@pytest.mark.share(3)
 @precisions
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_padded_tokens(name: str, precision: Precision) -> None:
@@ -157,6 +158,7 @@ def test_what_stays_in_fp32_keeps_its_range() -> None:
     assert sqnr_db(expected, actual.numpy()) > SQNR_FP16
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_padded_batch_of_transformers(attention: str) -> None:
     """In fp16, which has not the number it hides tokens with; in one partition."""

@@ -80,6 +80,7 @@ TAKEN = {
 }
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", TAKEN)
 def test_weights_stay_compressed(name):
     config, bits, target = TAKEN[name]

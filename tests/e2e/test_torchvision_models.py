@@ -33,8 +33,8 @@ MODELS = {
 }
 HOSTS = ["python", pytest.param("stock", marks=needs_compiler)]
 ENGINES = ["openvino", "reference"]
-# A plain and a depthwise network; the others, attention among them, take five times as long.
-QUICK = {"mobilenet_v2", "resnet18"}
+# The others take up to five times as long.
+QUICK = {"resnet18"}
 
 
 def _marks(name):

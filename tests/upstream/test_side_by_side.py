@@ -21,6 +21,9 @@ _REPOSITORY = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("side-by-side")
 
 
+pytestmark = pytest.mark.share(2)
+
+
 @pytest.fixture(scope="module", params=ORDERS)
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What ``tests.upstream.side_by_side`` prints, by the backend that is imported first."""

@@ -62,6 +62,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+def _digest_of_case(item: pytest.Item) -> int:
+    return zlib.crc32(item.nodeid.partition("[")[2].encode())
+
+
 def pytest_collectstart(collector: pytest.Collector) -> None:
     """What a module draws while it is imported, and its cases with it, is the same each time."""
     if isinstance(collector, pytest.Module):

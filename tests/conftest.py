@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -74,8 +75,7 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 
 def pytest_collection_finish() -> None:
     coremltools()
-    # Counting is by walking over all frozen objects; conversions ask whether there are any.
-    gc.get_freeze_count = lambda: 1
+    gc.get_freeze_count = _some_are_frozen
     for module in (torch.export.exported_program, torch.export.decomp_utils):
         module._collect_all_valid_cia_ops = _known_composite_ops
     _freeze()
@@ -92,6 +92,15 @@ def _known_composite_ops() -> set[Any]:
     if key not in _composite_ops:
         _composite_ops[key] = _collect_composite_ops()
     return _composite_ops[key]
+
+
+_count_frozen = gc.get_freeze_count
+
+
+@functools.wraps(_count_frozen)
+def _some_are_frozen() -> int:
+    """Answer whether any object is frozen, as conversions ask, without walking over all of them."""
+    return 1
 
 
 def pytest_runtest_logfinish() -> None:

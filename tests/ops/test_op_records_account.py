@@ -73,7 +73,7 @@ def test_samples_stand_in_the_module_of_the_same_family() -> None:
 
 _NAMED_ELSEWHERE = {
     # They have no result, and vanish before the program runs.
-    "partition/cpu_kernels.py": {
+    "partition/verdicts/cpu_kernels.py": {
         "aten._assert_async.msg",
         "aten._assert_scalar.default",
         "aten._assert_tensor_metadata.default",

@@ -78,6 +78,7 @@ class Layers(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.share(3)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("op", ["linear", "layer_norm", "hardswish", "scaled_dot_product"])
 def test_a_preserved_call_that_fails_to_convert_is_decomposed(

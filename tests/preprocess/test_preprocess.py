@@ -361,7 +361,11 @@ def test_only_the_named_passes_run() -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_objects_that_the_caller_froze_stay_frozen(frozen: bool) -> None:
+def test_objects_that_the_caller_froze_stay_frozen(
+    frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In place of the quick answer that conftest.py has for all other tests.
+    monkeypatch.setattr(gc, "get_freeze_count", gc.get_freeze_count.__wrapped__)
     before = gc.get_freeze_count()
     if frozen:
         gc.freeze()

@@ -2,9 +2,9 @@
 
 After a parallel kernel torch's idle threads spin for milliseconds before they sleep, on the very
 cores that OpenVINO's threads need for the next delegate. So while a program with delegates runs,
-torch computes on the calling thread alone, and on all threads only for what takes long. On two
-cores, ten convolutions that OpenVINO runs with ten ``tanh`` of torch's between them took 45 ms a
-call without this, 52 ms on one thread in all, and 30 ms with it.
+torch computes on the calling thread alone, and on all threads only for what takes long. Ten
+convolutions on OpenVINO with ten ``tanh`` of torch's between them take 32 ms a call on two cores, 49
+ms without this and 51 ms on one thread in all (docs/benchmarks.md).
 """
 
 from __future__ import annotations

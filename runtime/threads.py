@@ -3,8 +3,8 @@
 After a parallel kernel torch's idle threads spin for milliseconds before they sleep, on the very
 cores that OpenVINO's threads need for the next delegate. So while a program with delegates runs,
 torch computes on the calling thread alone, and on all threads only for what takes long. Ten
-convolutions on OpenVINO with ten ``tanh`` of torch's between them take 32 ms a call on two cores, 49
-ms without this and 51 ms on one thread in all (docs/benchmarks.md).
+convolutions on OpenVINO with ten ``tanh`` of torch's between them take 32 ms a call on two cores,
+49 ms without this and 51 ms on one thread in all (docs/benchmarks.md).
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def _openmp() -> _OpenMp | None:
 
 class _Caller(threading.local):
     threads: int | None = None
-    """What the thread may use outside of ``one_torch_thread``; None outside of it."""
+    """Torch threads to restore at the end of ``one_torch_thread``; None outside of it."""
 
 
 _CALLER = _Caller()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import openvino as ov
 from openvino import opset15 as ops
 
@@ -98,6 +99,9 @@ def while_loop(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value
     initial = [scope.value(binding) for binding in op.inputs.get("loop_vars", ())]
     states = _written_states(op.blocks)
     first = _translate_condition(translator, condition, scope, initial)
+    known = constant_data(first)
+    if known is not None and not known.item():
+        return tuple(initial)
     starts = [_to_tensor(value, scope) for value in initial] + [scope.state(n) for n in states]
     shapes = [_shape(n.type, v) for n, v in zip(body.inputs, initial, strict=True)]
     shapes += [value.get_partial_shape() for value in starts[len(initial) :]]
@@ -117,6 +121,10 @@ def while_loop(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value
         convert_to(value, element_type(start)) for value, start in zip(results, starts, strict=True)
     ]
     turn = ov.op.Parameter(ov.Type.i32, ov.PartialShape([]))
+    results = [
+        _copy_of_other(value, own, parameters, turn)
+        for value, own in zip(results, parameters, strict=True)
+    ]
     turned = ops.add(turn, ints(1))
     model = _make_body([again, turned, *results], [turn, *parameters], inner)
     node = ops.loop(ints(limits.MAX_TURNS + 1).output(0), first)
@@ -171,6 +179,32 @@ def _fail_if(condition: Any, value: Any) -> Any:
     row = ops.unsqueeze(value, ints(0))
     written = ops.scatter_update(row, place, row, ints(0))
     return ops.squeeze(written, ints(0)).output(0)
+
+
+# What OpenVINO computes in the memory of its operand.
+_VIEWS = {"Convert", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
+
+
+def _copy_of_other(value: Any, own: Any, parameters: Sequence[Any], turn: Any) -> Any:
+    """Return a variable's next value, copied if it is another variable of this turn.
+
+    The plugin replaces the variables one after another, in place.
+
+    Args:
+        value: The next value.
+        own: The variable's parameter.
+        parameters: Those of all variables.
+        turn: The number of the turn, from 0 on.
+    """
+    source = value.get_node()
+    while source.get_type_name() in _VIEWS:
+        source = source.input_value(0).get_node()
+    others = [parameter.get_friendly_name() for parameter in parameters if parameter is not own]
+    if source.get_friendly_name() not in others:
+        return value
+    is_turn = ops.greater_equal(turn, ints(0))  # with a constant the copy would be folded
+    zero = ops.constant(np.zeros((), bool), element_type(value))
+    return ops.select(is_turn, value, zero).output(0)
 
 
 def _translate_condition(

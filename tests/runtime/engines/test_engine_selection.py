@@ -1,4 +1,4 @@
-"""Which engine runs a function, when it is compiled, and how often that is said."""
+"""The choice of an engine for a function, its compilation, and what is logged of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a test of one MIL op consists of, whichever engine runs it."""
+"""A test of one MIL op, for every engine."""
 
 from __future__ import annotations
 

@@ -42,6 +42,8 @@ UNARY = [
 
 _BROADCAST = {"x": normal(2, 3, 4, scale=3), "y": normal(3, 1, seed=1, scale=2)}
 _INTEGERS = {"x": integers(2, 3, 4), "y": np.array([[-4], [3], [7]], dtype=np.int32)}
+_WORDS = np.array([-(2**31), -(2**31) + 1, -70000, -1, 0, 1, 77777777, 2**31 - 1], np.int32)
+_POWERS_OF_TWO = np.array([[1], [4], [1 << 8], [1 << 30]], np.int32)
 _TIED = {
     "x": np.array([1.0, 2.0, 3.0, -0.0], dtype=np.float32),
     "y": np.array([1.0, 3.0, 2.0, 0.0], dtype=np.float32),
@@ -55,6 +57,10 @@ BINARY = [
     *(
         OpCase(op, "int", _INTEGERS)
         for op in ("add", "floor_div", "maximum", "minimum", "mod", "mul", "sub")
+    ),
+    *(
+        OpCase(op, "powers of two", {"x": _WORDS}, {"y": _POWERS_OF_TWO})
+        for op in ("floor_div", "mod")
     ),
     *(
         OpCase(op, "tied", _TIED)

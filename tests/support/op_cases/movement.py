@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from coreml_delegate.targets import Opset
+from support.mil import mb
 from support.op_cases.case import OpCase, normal, together
 
 _X = normal(2, 3, 4)
@@ -250,6 +251,18 @@ SLICES = [
         {},
         {"begin": [0, 1, 0], "end": [2, 2, 4], "squeeze_mask": [False, True, False]},
         expected=lambda x, update: x.select_scatter(update, 1, 1),
+    ),
+    OpCase(
+        "slice_update",
+        "by-a-slice-at-a-place-known-at-run-time",
+        {"x": _X, "begin": np.array([1, 0, 0], np.int32)},
+        {},
+        {"begin": [0, 0, 0], "end": [1, 3, 4]},
+        arrange=lambda x, begin: {
+            "x": x,
+            "update": mb.slice_by_size(x=x, begin=begin, size=[1, 3, 4]),
+        },
+        expected=lambda x, begin: x[[1, 1]],
     ),
 ]
 

@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 import openvino as ov
+from numpy.typing import NDArray
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
     constant_data,
+    dims,
     element_type,
     f32,
     ints,
@@ -30,6 +32,8 @@ from coreml_delegate.runtime.engines.openvino.graph import (
 from coreml_delegate.runtime.mil.dtypes import DType
 
 _EXACT = 1 << 24
+_WORD = 32
+_HALF = np.int32(1 << 16)
 _SHORT = (ov.Type.boolean, ov.Type.i8, ov.Type.u8)
 
 
@@ -89,6 +93,9 @@ def exact_select(condition: Any, a: Any, b: Any) -> Any:
 
 def floor_divide(x: Any, y: Any) -> Any:
     """Return ``x / y`` rounded towards negative infinity, for int32."""
+    exponents = _exponents(y)
+    if exponents is not None:
+        return _shift_right(x, exponents)
     quotient = ops.convert(ops.round(ops.divide(f32(x), f32(y)), "half_to_even"), "i32")
     # The quotient may be off by hundreds; the rest over y, small now, is right in f32 within one.
     rest = ops.subtract(x, ops.multiply(quotient, y))
@@ -103,7 +110,35 @@ def floor_divide(x: Any, y: Any) -> Any:
 
 def floor_modulo(x: Any, y: Any) -> Any:
     """Return the remainder of ``x / y``, with the sign of ``y``, for int32."""
+    exponents = _exponents(y)
+    if exponents is not None:
+        return ops.bitwise_and(x, ops.constant((1 << exponents) - 1))
     return ops.subtract(x, ops.multiply(floor_divide(x, y), y))
+
+
+def _exponents(y: Any) -> NDArray[np.int32] | None:
+    """Return the exponents of constant int32 powers of two, None for anything else."""
+    data = constant_data(y)
+    if data is None or element_type(y) != ov.Type.i32:
+        return None
+    wide = data.astype(np.int64)
+    if (wide <= 0).any() or (wide & (wide - 1)).any():
+        return None
+    return np.log2(wide).astype(np.int32)
+
+
+def _shift_right(x: Any, exponents: NDArray[np.int32]) -> Any:
+    """Return int32 over powers of two, rounded down; the plugin's shift is no fast kernel."""
+    # Without the bits that are lost, and in two parts if these are few, f32 holds the dividend.
+    masks = [-(1 << exponents)]
+    if exponents.min() < _WORD - _EXACT.bit_length() + 1:
+        masks = [masks[0] & -_HALF, masks[0] & (_HALF - 1)]
+    scale = ops.constant(np.exp2(-exponents).astype(np.float32))
+    parts = [
+        ops.convert(ops.multiply(f32(ops.bitwise_and(x, ops.constant(mask))), scale), "i32")
+        for mask in masks
+    ]
+    return parts[0] if len(parts) == 1 else ops.add(*parts)
 
 
 def truncated_divide(x: Any, y: Any) -> Any:
@@ -135,6 +170,24 @@ def exact_sum(x: Any, axes: Sequence[int], keep_dims: bool) -> Any:
     """Return the sum along axes, for int32."""
     for axis in axes:
         x = ops.gather(ops.cum_sum(x, ints(axis), False, False), ints([-1]), ints(axis))
+    return _drop_axes(x, axes, keep_dims)
+
+
+def exact_product(x: Any, axes: Sequence[int], keep_dims: bool) -> Any:
+    """Return the product along axes, for int32; rounded where a size is not known."""
+    if any(dims(x)[axis] is None for axis in axes):
+        return ops.reduce_prod(x, ints(list(axes)), keep_dims)
+    for axis in axes:
+        # The kernel for rows multiplies as f32.
+        left = dims(x)[axis] or 0
+        while left > 1:
+            half = left // 2
+            parts = [half, half, left - 2 * half]
+            first, second, rest = ops.variadic_split(x, ints(axis), ints(parts)).outputs()
+            x = ops.multiply(first, second)
+            if left % 2:
+                x = ops.concat([x, rest], axis)
+            left -= half
     return _drop_axes(x, axes, keep_dims)
 
 

@@ -77,6 +77,9 @@ def sort_key(x: Tensor, *, largest: bool = True) -> Any:
 def spread_nan(build: Callable[..., Any], *operands: Tensor, sign: int) -> Any:
     """Return what ``build`` selects from its operands, NaN where it selects among NaN.
 
+    The kernels start with the least of the finite numbers: where all elements are infinite beyond
+    it, the result is that infinity.
+
     Args:
         build: Selects the largest or the smallest of some elements.
         operands: The operands of ``build``.
@@ -84,9 +87,17 @@ def spread_nan(build: Callable[..., Any], *operands: Tensor, sign: int) -> Any:
     """
     if not all(is_float(operand) for operand in operands):
         return build(*operands)
-    marks = build(*(_replace_nan(x, scalar(0, x), sign) for x in operands))
-    found = ops.not_equal(marks, scalar(0, marks))
-    return ops.select(found, scalar(np.nan, marks), build(*operands))
+    marks = [_replace_nan(x, _mark_infinity(x, -sign), sign) for x in operands]
+    found = ops.multiply(build(*marks), scalar(sign, marks[0]))
+    zero = scalar(0, found)
+    least = ops.select(ops.less(found, zero), scalar(-sign * np.inf, found), build(*operands))
+    return ops.select(ops.greater(found, zero), scalar(np.nan, found), least)
+
+
+def _mark_infinity(x: Tensor, sign: int) -> Any:
+    """Return ``sign`` where ``x`` is infinite with that sign, else zero."""
+    is_infinite = ops.equal(x, scalar(sign * np.inf, x))
+    return ops.select(is_infinite, scalar(sign, x), scalar(0, x))
 
 
 def _extremum(of_both: Callable[[Any, Any], Any], x: Tensor, y: Tensor) -> Any:

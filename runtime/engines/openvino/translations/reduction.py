@@ -46,7 +46,7 @@ _REDUCTIONS: dict[str, tuple[_Reduce, _Reduce | None]] = {
     "reduce_log_sum": (_log_sum, None),
     "reduce_log_sum_exp": (_log_sum_exp, None),
     "reduce_mean": (_plain(ops.reduce_mean), None),
-    "reduce_prod": (_plain(ops.reduce_prod), _plain(ops.reduce_prod)),
+    "reduce_prod": (_plain(ops.reduce_prod), integers.exact_product),
     "reduce_sum": (_plain(ops.reduce_sum), integers.exact_sum),
     "reduce_sum_square": (_of_squares(_plain(ops.reduce_sum)), _of_squares(integers.exact_sum)),
 }
@@ -106,7 +106,10 @@ def _register_argument(op_type: str, mode: str) -> None:
     ) -> Result:
         if is_float(x):
             x = nan.sort_key(x, largest=mode == "max")
-        best = ops.topk(x, ints(1), axis, mode, "value", index_element_type="i32").output(1)
+        # The first of equal elements.
+        best = ops.topk(
+            x, ints(1), axis, mode, "value", index_element_type="i32", stable=True
+        ).output(1)
         return best if keep_dims else ops.squeeze(best, ints((axis,)))
 
     translation(op_type)(argument)

@@ -54,7 +54,44 @@ def slice_by_index(
         axis, place = element
         # The plugin makes a view of it where memory allows; a strided slice is always a copy.
         return ops.gather(x, ints(place), ints(axis))
+    if any(step != 1 for step in steps):
+        return _stepped(x, begin, end, steps, *masks, squeezed)
     return ops.strided_slice(x, begin, end, ints(steps), *masks, [0] * axes, squeezed, [0] * axes)
+
+
+def _stepped(
+    x: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    steps: list[int],
+    begin_mask: list[int],
+    end_mask: list[int],
+    squeezed: list[int],
+) -> Result:
+    """``slice_by_index`` with steps, by a Slice.
+
+    OpenVINO 2026.4 loses the steps of a StridedSlice: where such slices share a concatenation, its
+    EliminateConcatStridedSlice takes them for whole parts.
+    """
+    begin, end = ops.convert(begin, "i32"), ops.convert(end, "i32")
+    after = ops.select(ops.equal(begin, ints(-1)), ints(INT_MAX), ops.add(begin, ints(1)))
+    end = ops.select(_constant_flags(squeezed), after, end)
+    firsts = [INT_MIN if step > 0 else INT_MAX for step in steps]
+    lasts = [INT_MAX if step > 0 else INT_MIN for step in steps]
+    # The mask of a squeezed axis has no meaning.
+    is_first, is_last = (
+        _constant_flags([flag and not drop for flag, drop in zip(mask, squeezed, strict=True)])
+        for mask in (begin_mask, end_mask)
+    )
+    begin = ops.select(is_first, ints(firsts), begin)
+    end = ops.select(is_last, ints(lasts), end)
+    sliced = ops.slice(x, begin, end, ints(steps))
+    dropped = [axis for axis, drop in enumerate(squeezed) if drop]
+    return ops.squeeze(sliced, ints(dropped)) if dropped else sliced
+
+
+def _constant_flags(flags: list[Any]) -> Tensor:
+    return ops.constant(np.array(flags, np.bool_))
 
 
 def _find_single_index(
@@ -105,7 +142,11 @@ def slice_by_size(x: Tensor, begin: Tensor, size: Tensor) -> Result:
     begin, size = (convert_to(value, element_type(zero)) for value in (begin, size))
     first = ops.select(ops.less(begin, zero), ops.add(begin, shape_of(x)), begin)
     stop = ops.select(ops.less(size, zero), ints(INT_MAX), ops.add(first, size))
-    return ops.slice(x, first, stop, ints([1] * axes))
+    taken = ops.slice(x, first, stop, ints([1] * axes))
+    if count is None or min(count) < 0:
+        return taken
+    # The sizes are known, though the places are not.
+    return ops.reshape(taken, ints(count), special_zero=False)
 
 
 @translation("slice_update")
@@ -116,7 +157,7 @@ def slice_update(
     end: Tensor,  # noqa: ARG001 - the shape of the update says where the region ends
     stride: Ints | None = None,
     begin_mask: Bools | None = None,
-    end_mask: Bools | None = None,  # noqa: ARG001 - likewise
+    end_mask: Bools | None = None,
     squeeze_mask: Bools | None = None,
 ) -> Result:
     """``x`` with the region that ``slice_by_index`` would take replaced by ``update``.
@@ -130,32 +171,40 @@ def slice_update(
     if dropped:
         update = ops.unsqueeze(update, ints(dropped))
     steps = [1 if drop else step for drop, step in zip(squeezed, stride or [1] * axes, strict=True)]
-    first = _first_indices(x, begin, steps, _flags(begin_mask, axes))
-    sizes, counts = static_dims(x, range(axes)), static_dims(update, range(axes))
-    places = [
-        (axis, _slice_indices(first, axis, steps[axis], counts[axis]))
-        for axis in range(axes)
-        if counts[axis] != sizes[axis] or steps[axis] < 0
-    ]
+    masks = _flags(begin_mask, axes), _flags(end_mask, axes)
+    first = _first_indices(x, begin, steps, masks[0])
+    sizes, counts = dims(x), dims(update)
+    places: list[tuple[int, Any]] = []
+    for axis, (size, count, step) in enumerate(zip(sizes, counts, steps, strict=True)):
+        is_open = step == 1 and masks[0][axis] and masks[1][axis] and not squeezed[axis]
+        is_as_large = step > 0 and size is not None and size == count
+        if not is_open and not is_as_large:
+            places.append((axis, _slice_indices(first, update, axis, step)))
     return _replace_region(x, update, places)
 
 
 def _first_indices(x: Tensor, begin: Tensor, steps: list[int], begin_mask: list[int]) -> Any:
     """Index on every axis of the first element of a slice, by numpy's rules."""
     begin = convert_to(begin, element_type(ints(0)))  # 8-bit ones could not hold a sum with a size
-    sizes = np.asarray(static_dims(x, range(rank(x))), dtype=np.int32)
-    forward = np.asarray(steps) > 0
-    default = np.where(forward, 0, sizes - 1).astype(np.int32)
-    start = ops.select(ops.less(begin, ints(0)), ops.add(begin, ops.constant(sizes)), begin)
-    last = ops.constant(np.where(forward, sizes, sizes - 1).astype(np.int32))
+    known = [size for size in dims(x) if size is not None]
+    sizes = ints(known) if len(known) == rank(x) else shape_of(x)
+    backward = ints([int(step < 0) for step in steps])
+    last = ops.subtract(sizes, backward)
+    start = ops.select(ops.less(begin, ints(0)), ops.add(begin, sizes), begin)
     start = ops.minimum(ops.maximum(start, ints(0)), last)
-    return ops.select(ops.constant(np.asarray(begin_mask, bool)), ops.constant(default), start)
+    return ops.select(
+        ops.constant(np.asarray(begin_mask, bool)), ops.multiply(last, backward), start
+    )
 
 
-def _slice_indices(first: Any, axis: int, step: int, count: int) -> Any:
-    """The ``count`` indices along ``axis`` of a slice."""
+def _slice_indices(first: Any, update: Tensor, axis: int, step: int) -> Any:
+    """The indices along ``axis`` of a slice, as many as the update has."""
     start = ops.gather(first, ints((axis,)), ints(0))
-    return ops.add(start, ints((np.arange(count) * step).tolist()))
+    count = dims(update)[axis]
+    if count is not None:
+        return ops.add(start, ints((np.arange(count) * step).tolist()))
+    steps = ops.range(ints(0), dim_of(update, axis), ints(1), "i32")
+    return ops.add(start, ops.multiply(steps, ints(step)))
 
 
 def _replace_region(x: Tensor, update: Tensor, places: list[tuple[int, Any]]) -> Any:

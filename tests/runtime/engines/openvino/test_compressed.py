@@ -211,7 +211,7 @@ _ORDERS = [None, (0, 1, 3, 2), (0, 2, 1, 3), (0, 2, 3, 1), (0, 3, 1, 2)]
 @pytest.mark.parametrize("after", _ORDERS)
 @pytest.mark.parametrize("before", _ORDERS)
 def test_convolutions_of_one_pixel_between_transposes(before, after):
-    """Of compressed weights, which are of as many channels as any transpose puts there."""
+    """The weights are compressed, and square, so that they fit any order of dimensions."""
     size = 6
     data = _RNG.integers(-8, 8, (size, size, 1, 1)).astype(np.int8)
     scale = (2.0 ** _RNG.integers(-2, 2, size)).astype(np.float32)

@@ -189,6 +189,41 @@ def test_loop_variables_may_swap():
     np.testing.assert_array_equal(results[1], b)
 
 
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_loop_variables_may_swap_with_nothing_computed_before(turns):
+    """The plugin replaces variables in place, one after another."""
+
+    def function(x, y, flag):
+        flags = mb.cast(x=flag, dtype="bool")
+        others = mb.logical_not(x=flags)
+
+        def body(_, u, v, s, t):
+            rows = mb.reshape(x=mb.expand_dims(x=v, axes=[0]), shape=[3])
+            return rows, u, mb.identity(x=t), mb.identity(x=s)
+
+        *found, s, t = _repeat(np.int32(turns), body, x, y, flags, others)
+        return (*found, mb.cast(x=s, dtype="int32"), mb.cast(x=t, dtype="int32"))
+
+    arrays = [_X, _X * 10], [np.array([1, 0], np.int32), np.array([0, 1], np.int32)]
+    given = {"x": _X, "y": _X * 10, "flag": arrays[1][0]}
+    found = run(OPENVINO, function, given)
+    expected = [array for pair in arrays for array in (pair[::-1] if turns % 2 else pair)]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_loop_whose_condition_is_constantly_false_has_no_turn():
+    def function(x):
+        return mb.while_loop(
+            _cond=lambda _: mb.const(val=False),
+            _body=lambda v: mb.mul(x=v, y=np.float32(2)),
+            loop_vars=(mb.identity(x=x),),
+        )
+
+    (result,) = run(OPENVINO, function, {"x": _X})
+    np.testing.assert_array_equal(result, _X)
+
+
 def test_an_unsupported_op_in_a_block_is_reported_once_by_name():
     def refused(value, name):
         return mb.resize(x=value, shape=[3], resized_dims=np.uint32(1), name=name)

@@ -66,7 +66,7 @@ class _Network:
         return {"bias": self.steps(count)} if self.flip() else {}
 
     def between(self, y: Any) -> Any:
-        """What stands between a product and the next quantization."""
+        """Return ``y`` after the ops that stand between a product and the next quantization."""
         again, axis = self.quantized, min(y.rank - 1, 1)
         return self.one_of(
             lambda: y,
@@ -203,7 +203,7 @@ def _pooled(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
 
 
 def _sums(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
-    """What convolutions give between the steps is rounded before it is added, and not after."""
+    """Results of convolutions between two steps are rounded before they are added, not after."""
     channels, join = net.one_of(4, 8, 16), net.one_of(mb.add, mb.add, mb.sub)
     step = float(net.scale)
 
@@ -227,7 +227,7 @@ def _sums(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
 
 
 def _extrema(net: _Network) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
-    """What is between the steps is rounded once, after the extremum is found."""
+    """A value between two steps is rounded once, after the extremum is found."""
     reduce, axes = net.one_of(mb.reduce_max, mb.reduce_min), net.one_of([1], [3], [2, 3])
     after = net.one_of(lambda y: y, lambda y: mb.relu(x=y), lambda y: mb.mul(x=y, y=net.kind(-0.5)))
     # Never in the middle of two steps, where engines may round to either.
@@ -350,7 +350,7 @@ def test_concatenated_values_keep_their_scales(scales: tuple[float, float]) -> N
 
 
 def test_a_norm_of_quantized_values_adds_epsilon_to_the_variance_of_the_values():
-    """Of values whose variance is less than it."""
+    """The variance of the values is less than epsilon."""
     net = _Network(0)
     net.kind, net.scale, net.shift = np.float32, np.float32(2**-7), {}
     gamma = np.ones(4, np.float32)

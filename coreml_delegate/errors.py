@@ -118,6 +118,10 @@ class ContractError(LoweringError):
     """A converted model breaks the contract of the device runtime (names, dtypes, ranks, state)."""
 
 
+class GraphError(CoreMLDelegateError, ValueError):
+    """A graph is built wrongly: an operand, shape, dtype or attribute that does not fit."""
+
+
 class BlobFormatError(CoreMLDelegateError, ValueError):
     """Bytes that should hold a blob, mlpackage, MIL program or ``.pte`` do not parse."""
 

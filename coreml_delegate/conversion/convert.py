@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +35,10 @@ from coreml_delegate.errors import (
 from coreml_delegate.formats.blob import Content
 from coreml_delegate.formats.files import write_folder
 from coreml_delegate.targets import Opset
-from coreml_delegate.third_party import coremltools, quiet_import
+from coreml_delegate.third_party import coremltools, describe_error, quiet_import
+
+MilSource = tuple[Any, Mapping[str, Any]]
+"""A program that coremltools converts, and further keywords of ``coremltools.convert``."""
 
 # coremltools keeps global state while it converts, and tempfile.tempdir is global too.
 _LOCK = threading.Lock()
@@ -75,7 +78,24 @@ def convert_program(
     if options.model_type is ModelType.COMPILED_MODEL:
         check_compiler()
     with temporary_folder() as folder:
-        yield _convert(program, options, in_fp32, folder)
+        yield _convert(lambda: (program, {}), options, in_fp32, folder)
+
+
+@contextmanager
+def convert_mil(build: Callable[[], MilSource], options: CompileOptions) -> Generator[Conversion]:
+    """Convert a MIL program inside a temporary directory that is always removed.
+
+    Args:
+        build: Makes the program with coremltools' builder, and keywords of ``coremltools.convert``
+            that describe it, as ``inputs``. It is called while coremltools' global state is held.
+        options: How to lower.
+
+    Raises:
+        ConversionError: As ``convert_program``.
+        LoweringError: As ``convert_program``.
+    """
+    with temporary_folder() as folder:
+        yield _convert(build, options, frozenset(), folder, source="milinternal")
 
 
 @contextmanager
@@ -100,7 +120,7 @@ def compile_package(package: Mapping[str, Content]) -> Generator[Path]:
         except Exception as error:
             raise LoweringError(
                 "Core ML's compiler fails on the model",
-                got=f"{type(error).__name__}: {_first_line(error)}",
+                got=describe_error(error),
             ) from error
         yield destination
 
@@ -140,14 +160,21 @@ def check_translation(program: ExportedProgram, target: Opset | None) -> None:
 
 
 def _convert(
-    program: ExportedProgram, options: CompileOptions, in_fp32: frozenset[int], folder: Path
+    build: Callable[[], MilSource],
+    options: CompileOptions,
+    in_fp32: frozenset[int],
+    folder: Path,
+    source: str = "pytorch",
 ) -> Conversion:
     ct = coremltools()
-    keywords = convert_keywords(ct, options, in_fp32)
+    keywords = {**convert_keywords(ct, options, in_fp32), "source": source}
     compression = compression_passes(ct, options)
     with _LOCK, _quiet(), mock.patch.object(tempfile, "tempdir", str(folder)):
-        with _conversion_errors(), chunked_overflow_check(), _collecting_new_objects_only():
-            model = ct.convert(program, package_dir=str(folder / "converted.mlpackage"), **keywords)
+        with _conversion_errors(source), chunked_overflow_check(), _collecting_new_objects_only():
+            program, described = build()
+            package = str(folder / "converted.mlpackage")
+            model = ct.convert(program, package_dir=package, **keywords, **described)
+            del program
             for compress in compression:
                 gc.collect()
                 model = compress(model)
@@ -195,7 +222,7 @@ def _collecting_new_objects_only() -> Generator[None]:
 
 
 @contextmanager
-def _conversion_errors() -> Generator[None]:
+def _conversion_errors(source: str = "pytorch") -> Generator[None]:
     """Raise coremltools' errors as ``ConversionError``, with the node that it was translating."""
     from coremltools.converters.mil.frontend.torch import ops
 
@@ -217,14 +244,16 @@ def _conversion_errors() -> Generator[None]:
     except (OSError, MemoryError) as error:
         raise LoweringError(
             "this machine cannot convert the subgraph",
-            got=f"{type(error).__name__}: {_first_line(error)}",
+            got=describe_error(error),
             remedy="Free disk space or memory and lower again",
         ) from error
     except Exception as error:
+        is_partition = source == "pytorch"
+        remedy = "Exclude the operator with skip_ops_for_coreml_delegation"
         failure = ConversionError(
-            "coremltools cannot convert the subgraph",
-            got=f"{type(error).__name__}: {_first_line(error)}",
-            remedy="Exclude the operator with skip_ops_for_coreml_delegation",
+            f"coremltools cannot convert the {'sub' if is_partition else ''}graph",
+            got=describe_error(error),
+            remedy=remedy if is_partition else None,
         )
         failure.node = failed_at[0] if failed_at else None
         raise failure from error
@@ -302,8 +331,3 @@ def _silent_log() -> Generator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else "no message"

@@ -1,0 +1,99 @@
+"""``Backend``: how graphs are compiled and run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from coreml_delegate.compile_options import CompileOptions, ComputeUnit, Precision
+from coreml_delegate.errors import OptionError
+from coreml_delegate.graph.builder import Builder
+from coreml_delegate.graph.emitter import OPERATIONS, REFUSED
+from coreml_delegate.graph.executable import Buffer
+from coreml_delegate.graph.tensor_types import DType
+from coreml_delegate.runtime import AUTO, ENGINES, EngineOptions
+from coreml_delegate.targets import Opset
+
+
+class Backend:
+    """How graphs are compiled and run.
+
+    Args:
+        engine: ``auto``, ``openvino`` or ``reference``: what runs them on this machine.
+        compute_units: Where a device may run them: a ``ct.ComputeUnit``, or its name.
+        target: Deployment target, a ``ct.target`` or its name.
+        precision: Floating-point type for values of float32: a ``ct.precision`` or ``"float16"`` or
+            ``"float32"``.
+        options: How the engine executes.
+
+    Raises:
+        OptionError: An unknown engine, compute unit, target or precision.
+    """
+
+    def __init__(
+        self,
+        engine: str = AUTO,
+        *,
+        compute_units: Any = "ALL",
+        target: Any = Opset.iOS18,
+        precision: Any = Precision.FLOAT32,
+        options: EngineOptions | None = None,
+    ) -> None:
+        if engine not in (AUTO, *ENGINES):
+            raise OptionError(
+                "unknown engine", got=repr(engine), expected=" | ".join((AUTO, *ENGINES))
+            )
+        self.engine = engine
+        self.options = options or EngineOptions()
+        self.opset = _opset(target)
+        self.compile_options = dataclasses.replace(
+            CompileOptions(),
+            compute_unit=_member(ComputeUnit, compute_units, "compute unit"),
+            deployment_target=self.opset,
+            precision=_member(Precision, precision, "precision"),
+        )
+
+    def builder(self, name: str = "main") -> Builder:
+        """Return a builder of a new graph."""
+        return Builder(self, name)
+
+    def buffer(self, array: Any, dtype: Any = None) -> Buffer:
+        """Return an array in the form in which executables take it.
+
+        Args:
+            array: NumPy's, or anything with ``__dlpack__``.
+            dtype: Its element type, where it is a Python number or list.
+
+        Raises:
+            InputError: See ``Buffer.of``.
+        """
+        return Buffer.of(array, None if dtype is None else DType.of(dtype))
+
+    def capabilities(self) -> dict[str, tuple[str, ...] | str]:
+        """Return the operations: element types of the first operand, or why it is refused."""
+        taken = {
+            name: tuple(dtype.label for dtype in DType if dtype in record.dtypes)
+            for name, record in OPERATIONS.items()
+        }
+        return dict(sorted({**taken, **REFUSED}.items()))
+
+
+def _opset(target: Any) -> Opset:
+    if isinstance(target, str):
+        return Opset.from_target_name(target)
+    number = getattr(target, "value", target)
+    try:
+        return Opset(number)
+    except ValueError:
+        raise OptionError(
+            "unknown deployment target",
+            got=repr(target),
+            expected=", ".join(opset.name for opset in Opset),
+        ) from None
+
+
+def _member(kind: Any, given: Any, what: str) -> Any:
+    name = str(getattr(given, "name", given)).upper()
+    if name not in kind.__members__:
+        raise OptionError(f"unknown {what}", got=repr(given), expected=" | ".join(kind.__members__))
+    return kind[name]

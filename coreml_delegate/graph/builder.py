@@ -1,0 +1,279 @@
+"""``Builder``: makes a graph, one operation at a time, and compiles it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import sympy
+
+from coreml_delegate.errors import GraphError
+from coreml_delegate.graph.compose import Composer, Var, to_carrier
+from coreml_delegate.graph.emitter import operation
+from coreml_delegate.graph.node import Node, Value
+from coreml_delegate.graph.operations.bits import Bits
+from coreml_delegate.graph.operations.comparison import Comparison
+from coreml_delegate.graph.operations.contraction import Contraction
+from coreml_delegate.graph.operations.control import Control
+from coreml_delegate.graph.operations.convolution import Convolution
+from coreml_delegate.graph.operations.elementwise import Elementwise
+from coreml_delegate.graph.operations.indexing import Indexing
+from coreml_delegate.graph.operations.normalization import Normalization
+from coreml_delegate.graph.operations.quantized import Quantized
+from coreml_delegate.graph.operations.reduction import Reduction
+from coreml_delegate.graph.operations.shapes import Shapes
+from coreml_delegate.graph.operations.slicing import Slicing
+from coreml_delegate.graph.operations.sorting import Sorting
+from coreml_delegate.graph.operations.windows import Windows
+from coreml_delegate.graph.tensor_types import (
+    ALL,
+    Dim,
+    Dimension,
+    DType,
+    TensorType,
+    linear,
+    simplify,
+)
+
+if TYPE_CHECKING:
+    from coreml_delegate.graph.backend import Backend
+    from coreml_delegate.graph.executable import Executable
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z")
+# Words of MIL's text: coremltools would rename inputs and outputs of these names.
+_RESERVED = frozenset(
+    [
+        "any",
+        "bool",
+        "program",
+        "func",
+        "tensor",
+        "list",
+        "dict",
+        "tuple",
+        "true",
+        "false",
+        "string",
+        "state",
+        "bf16",
+        "fp16",
+        "fp32",
+        "fp64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+    ]
+)
+
+
+def is_feature_name(name: str) -> bool:
+    """Whether an input or output of a Core ML model can have this name."""
+    return _NAME.match(name) is not None and name not in _RESERVED
+
+
+def check_feature_name(name: str, what: str) -> None:
+    """Refuse a name that an input or output of a Core ML model cannot have.
+
+    Raises:
+        GraphError: Says what it is the name of.
+    """
+    if not is_feature_name(name):
+        raise GraphError(
+            f"not a name for {what}",
+            got=repr(name),
+            expected="a letter, then letters, digits and underscores, and no word of MIL",
+        )
+
+
+def _compose_constant(c: Composer, node: Node) -> Var:
+    return c.const(node["array"])
+
+
+def _compose_size(c: Composer, node: Node) -> Var:
+    size = c.size(node["size"])
+    return c.const(np.int32(size)) if isinstance(size, int) else size
+
+
+def _compose_parameter(*_: Any) -> Any:
+    raise AssertionError("parameters are bound before anything is composed")
+
+
+class Builder(
+    Bits,
+    Comparison,
+    Contraction,
+    Control,
+    Convolution,
+    Elementwise,
+    Indexing,
+    Normalization,
+    Quantized,
+    Reduction,
+    Shapes,
+    Slicing,
+    Sorting,
+    Windows,
+):
+    """A graph in the making: parameters, constants, operations, and the outputs to compile.
+
+    Each operation is a method that takes and returns values, and checks its arguments at once.
+
+    Args:
+        backend: What compiles the graph.
+        name: For messages.
+    """
+
+    def __init__(self, backend: Backend, name: str = "main") -> None:
+        super().__init__()
+        self.backend = backend
+        self.name = name
+        self.parameters: dict[str, Value] = {}
+        self.dimensions: dict[str, Dimension] = {}
+
+    @operation(ALL, _compose_parameter)
+    def parameter(
+        self, name: str, dtype: Any, shape: Sequence[Dim | Dimension | str | None] = ()
+    ) -> Value:
+        """Return an input of the graph.
+
+        Args:
+            name: Also the name of the Core ML input: a letter, then letters, digits and
+                underscores, and no word of MIL such as ``state`` or ``int32``.
+            dtype: See ``DType.of``.
+            shape: A size that is known at run time only is a ``Dimension``, the name of one (from 1
+                to 16,384 if it is new), or None for one without a name; or an expression of the
+                symbol of one, linear as ``2 * n + 1``.
+
+        Raises:
+            GraphError: A name that does not fit or is taken, no such element type, a negative size.
+        """
+        check_feature_name(name, "a parameter")
+        if name in self.parameters:
+            raise GraphError("the graph has a parameter of this name", got=repr(name))
+        sizes = tuple(
+            self._declared_size(size, f"{name}_{axis}") for axis, size in enumerate(shape)
+        )
+        scope, self.scope = self.scope, self._outermost()
+        try:
+            type = TensorType(DType.of(dtype), sizes)
+            value: Value = self.emit("parameter", (), type, name=name)
+        finally:
+            self.scope = scope
+        self.parameters[name] = value
+        return value
+
+    @operation(ALL, _compose_constant)
+    def constant(self, array: Any, dtype: Any = None) -> Value:
+        """Return a constant.
+
+        Args:
+            array: Anything ``numpy.asarray`` takes.
+            dtype: Element type to convert to; None for that of ``array``, where Python's floats are
+                float32 and Python's ints int32.
+
+        Raises:
+            GraphError: No element type for it, or 64-bit integers that 32 bits cannot hold.
+        """
+        data = np.asarray(array)
+        if dtype is None:
+            is_python = isinstance(array, int | float | list | tuple)
+            kinds = {"i": DType.INT32, "f": DType.FLOAT32}
+            found = kinds.get(data.dtype.kind) if is_python else None
+            element = found or DType.of(data.dtype)
+        else:
+            element = DType.of(dtype)
+        carried = to_carrier(data, element)
+        known = _known_sizes(carried, element)
+        type = TensorType(element, data.shape)
+        return self.emit("constant", (), type, array=carried, known=known)
+
+    @operation(ALL, _compose_size)
+    def size(self, size: Dim) -> Value:
+        """Return a size, which may be an expression of sizes of parameters, as an int32 scalar."""
+        return self.emit("size", (), TensorType(DType.INT32, ()), size=size, known=(size,))
+
+    def check_outputs(self, outputs: Mapping[str, Value]) -> None:
+        """Refuse outputs that are no values of this graph, or whose names do not fit.
+
+        Raises:
+            GraphError: Names the first.
+        """
+        for name, value in outputs.items():
+            if not isinstance(value, Value) or value.node.scope is not self.scope:
+                raise GraphError(f"output {name!r} is not a value of this graph", got=repr(value))
+            check_feature_name(name, "an output")
+            if name in self.parameters:
+                raise GraphError("an output has the name of a parameter", got=repr(name))
+
+    def compile(
+        self,
+        outputs: Value | Sequence[Value] | Mapping[str, Value],
+        *,
+        states: Mapping[Value, Value] | None = None,
+    ) -> Executable:
+        """Compile the graph that computes some values.
+
+        Args:
+            outputs: One value, several, or several by name.
+            states: Parameters that are states, each with the value that replaces it after a run.
+                A state is no argument of ``run``; it starts as zeros, and holds fp16, to which
+                floats are rounded.
+
+        Raises:
+            GraphError: No outputs, or values of another graph.
+            LoweringError: Core ML cannot express the graph.
+            CoreMLDelegateError: The engine cannot run it.
+        """
+        from coreml_delegate.graph.executable import compile_graph
+
+        return compile_graph(self, outputs, states or {})
+
+    def _outermost(self) -> Any:
+        scope = self.scope
+        while scope.outer is not None:
+            scope = scope.outer
+        return scope
+
+    def _declared_size(self, size: Any, name: str) -> Dim:
+        if isinstance(size, int | np.integer):
+            if size < 0:
+                raise GraphError("a size is negative", got=str(size), expected="0 or more")
+            return int(size)
+        if isinstance(size, sympy.Expr) and not isinstance(size, sympy.Symbol):
+            return self._declared_expression(size)
+        if isinstance(size, sympy.Symbol):
+            size = size.name
+        dimension = size if isinstance(size, Dimension) else Dimension(size or name)
+        known = self.dimensions.setdefault(dimension.name, dimension)
+        if known != dimension and not isinstance(size, str):
+            raise GraphError(
+                f"dimension {dimension.name!r} has two ranges", got=f"{known} and {dimension}"
+            )
+        return known.symbol
+
+    def _declared_expression(self, size: sympy.Expr) -> Dim:
+        found = simplify(size)
+        parts = linear(found)
+        if parts is None and not isinstance(found, int):
+            raise GraphError(
+                "a size of a parameter is no linear expression of one dimension",
+                got=str(size),
+                expected="one as 2 * n + 1",
+            )
+        if parts is not None:
+            self._declared_size(parts[0].name, "")
+        return found
+
+
+def _known_sizes(carried: np.ndarray[Any, Any], dtype: DType) -> tuple[Dim, ...] | None:
+    """Return the elements of an array that may be a shape: a few integers."""
+    if not dtype.is_integer or carried.ndim > 1 or carried.size > 16:
+        return None
+    return tuple(int(element) for element in carried.reshape(-1))

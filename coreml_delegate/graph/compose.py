@@ -1,0 +1,342 @@
+"""``Composer``: makes a MIL function of a graph, with coremltools' builder.
+
+An operation's ``compose`` function is called with the composer, the node, and one MIL value per
+operand, of the carrier of its element type (see ``tensor_types``). It returns the MIL value of the
+result, or a tuple of several. A value without elements is None: MIL has no such tensors. A value
+of more than five dimensions is a vector of its elements: Core ML has no such ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import sympy
+
+from coreml_delegate.errors import GraphError, UnsupportedOperatorError
+from coreml_delegate.graph.node import Closure, Node, Scope, Value, needed_nodes
+from coreml_delegate.graph.tensor_types import Dim, DType, TensorType, linear, simplify
+from coreml_delegate.targets import Opset
+
+Var = Any
+"""A value of coremltools' MIL builder."""
+
+MOST_AXES = 5
+"""The highest rank of a tensor in Core ML."""
+
+_INT_MIN = np.int32(-(2**31))
+
+
+class Composer:
+    """The MIL function that is being made.
+
+    Args:
+        mb: coremltools' builder of MIL.
+        opset: Whose ops may be used.
+        order: Returns the nodes to compose for values of a scope, in this order.
+    """
+
+    def __init__(
+        self,
+        mb: Any,
+        opset: Opset,
+        order: Callable[[Scope, Sequence[Value]], Iterable[Node]] = needed_nodes,
+    ) -> None:
+        self.mb = mb
+        self.opset = opset
+        self.order = order
+        self._vars: dict[Value, Var | None] = {}
+        self._sizes: dict[sympy.Symbol, tuple[Var, int, Dim]] = {}
+
+    # Values
+
+    def bind(self, value: Value, var: Var | None) -> None:
+        """Set the MIL value of a value; its symbolic sizes can be read from it from now on."""
+        self._vars[value] = var
+        if var is None or value.rank > MOST_AXES:
+            return
+        for axis, size in enumerate(value.shape):
+            parts = linear(size)
+            if parts is not None and parts[0] not in self._sizes:
+                self._sizes[parts[0]] = (var, axis, size)
+
+    def var(self, value: Value) -> Var | None:
+        """Return the MIL value of a value that has been composed."""
+        return self._vars[value]
+
+    def compose(self, nodes: Iterable[Node]) -> None:
+        """Make MIL of nodes, in this order."""
+        for node in nodes:
+            if node.results and node.results[0] in self._vars:
+                continue
+            returned = self._compose_node(node)
+            results = returned if isinstance(returned, tuple) else (returned,)
+            for value, var in zip(node.results, results, strict=True):
+                self.bind(value, None if value.type.is_empty else var)
+
+    def call(self, closure: Closure, arguments: Sequence[Var | None]) -> tuple[Var | None, ...]:
+        """Make MIL of a closure's nodes in the current block; return the values of its results."""
+        before = dict(self._vars)
+        sizes = dict(self._sizes)
+        try:
+            for parameter, argument in zip(closure.parameters, arguments, strict=True):
+                self.bind(parameter, argument)
+            self.compose(self.order(closure.scope, closure.results))
+            return tuple(self._vars[result] for result in closure.results)
+        finally:
+            # Another call has other arguments, and values of a nested block end with it.
+            self._vars, self._sizes = before, sizes
+
+    def _compose_node(self, node: Node) -> Any:
+        compose = node.record.compose
+        if compose is None:
+            raise AssertionError(f"{node.name} is made of other operations")
+        if node.results and all(value.type.is_empty for value in node.results):
+            return (None,) * len(node.results)
+        carried = [self._vars[operand] for operand in node.operands]
+        if not (node.record.moves_data and _has_bool(node)):
+            return compose(self, node, *carried)
+        # Hardly any op of MIL moves bools.
+        moved = [
+            self.mb.cast(x=var, dtype="int32")
+            if operand.dtype is DType.BOOL and var is not None
+            else var
+            for operand, var in zip(node.operands, carried, strict=True)
+        ]
+        returned = compose(self, node, *moved)
+        results = returned if isinstance(returned, tuple) else (returned,)
+        back = tuple(
+            self.mb.cast(x=var, dtype="bool") if value.dtype is DType.BOOL else var
+            for value, var in zip(node.results, results, strict=True)
+        )
+        return back if isinstance(returned, tuple) else back[0]
+
+    # Constants and sizes
+
+    def const(self, array: Any, dtype: DType | None = None) -> Var:
+        """Return a constant.
+
+        Args:
+            array: Of ``dtype``, or of its carrier's dtype.
+            dtype: Element type of the graph; None if the array has the carrier's dtype.
+        """
+        array = np.asarray(array)
+        carried = array if dtype is None else to_carrier(array, dtype)
+        if carried.ndim > MOST_AXES:
+            carried = carried.reshape(-1)
+        if carried.ndim == 0:
+            return self.mb.const(val=carried[()])
+        return self.mb.const(val=np.ascontiguousarray(carried))
+
+    def full(self, value: Any, like: TensorType) -> Var:
+        """Return a tensor of one value, which may have a symbolic shape."""
+        scalar = to_carrier(np.asarray(value), like.dtype)[()]
+        if like.rank == 0:
+            return self.mb.const(val=scalar)
+        if like.is_static:
+            return self.const(np.full(like.static_shape, scalar, like.dtype.carrier_numpy))
+        return self.mb.fill(shape=self.shape(carried_shape(like.shape)), value=scalar)
+
+    def size(self, size: Dim) -> Var | int:
+        """Return a size: an int, or an int32 of rank 0 computed from a parameter's shape."""
+        if isinstance(size, int):
+            return size
+        return self._expression(sympy.expand(size))
+
+    def shape(self, shape: Sequence[Dim]) -> Any:
+        """Return a shape as ops take it: a list of ints, or an int32 tensor of rank 1."""
+        if all(isinstance(size, int) for size in shape):
+            return [int(size) for size in shape]
+        parts = [self.size(size) for size in shape]
+        vectors = [
+            self.const(np.array([part], np.int32))
+            if isinstance(part, int)
+            else self.mb.expand_dims(x=part, axes=[0])
+            for part in parts
+        ]
+        return vectors[0] if len(vectors) == 1 else self.mb.concat(values=vectors, axis=0)
+
+    def _read_size(self, size: sympy.Symbol) -> Var:
+        """Return the size that a symbol stands for, from the shape of a value that has it."""
+        if size not in self._sizes:
+            raise GraphError(
+                f"no value in reach has a dimension of size {size}",
+                remedy="Give a parameter a dimension of that name",
+            )
+        var, axis, whole = self._sizes[size]
+        shape = self.mb.shape(x=var)
+        found = self.mb.gather(x=shape, indices=np.int32(axis), axis=0)
+        _, slope, offset = linear(whole) or (None, 1, 0)
+        if offset:
+            found = self.mb.sub(x=found, y=np.int32(offset))
+        return self.mb.floor_div(x=found, y=np.int32(slope)) if slope != 1 else found
+
+    def _expression(self, size: Any) -> Var:
+        if isinstance(size, sympy.Symbol):
+            return self._read_size(size)
+        if size.is_Integer:
+            return self.mb.const(val=np.int32(int(size)))
+        functions: dict[Any, tuple[Callable[..., Var], Any]] = {
+            sympy.Add: (lambda x, y: self.mb.add(x=x, y=y), 0),
+            sympy.Mul: (lambda x, y: self.mb.mul(x=x, y=y), 1),
+            sympy.Max: (lambda x, y: self.mb.maximum(x=x, y=y), None),
+            sympy.Min: (lambda x, y: self.mb.minimum(x=x, y=y), None),
+        }
+        if size.func in functions:
+            combine, _ = functions[size.func]
+            first, *others = (self._expression(part) for part in size.args)
+            for other in others:
+                first = combine(first, other)
+            return first
+        if isinstance(size, sympy.floor):
+            top, bottom = sympy.fraction(sympy.together(size.args[0]))
+            return self.mb.floor_div(x=self._expression(top), y=self._expression(bottom))
+        if isinstance(size, sympy.Mod):
+            return self.mb.mod(x=self._expression(size.args[0]), y=self._expression(size.args[1]))
+        if isinstance(size, sympy.Pow) and isinstance(size.args[1], sympy.Integer):
+            base, exponent = self._expression(size.args[0]), int(size.args[1])
+            power = base
+            for _ in range(exponent - 1):
+                power = self.mb.mul(x=power, y=base)
+            return power
+        raise UnsupportedOperatorError("a size cannot be computed in Core ML", got=str(size))
+
+    # Element types
+
+    def convert(self, x: Var, source: DType, target: DType) -> Var:
+        """Return values of one element type as another, by StableHLO's rules.
+
+        Floats are rounded towards zero to integers; integers keep their low bits; bool is 0 or 1,
+        and everything but 0 is true.
+        """
+        if source is target or (
+            source.carrier == target.carrier and not (source.is_integer and target.is_integer)
+        ):
+            return x
+        if target is DType.BOOL:
+            return self.mb.not_equal(x=x, y=source.carrier_numpy.type(0))
+        if source.is_integer and target.is_integer:
+            return self.wrap(x, target)
+        if source.is_integer and target.is_float and source is DType.UINT32:
+            return self._unsigned_to_float(x, target)
+        if source.is_float and target is DType.UINT32:
+            return self._float_to_unsigned(x, source)
+        return self.wrap(self.mb.cast(x=x, dtype=target.carrier), target)
+
+    def wrap(self, x: Var, dtype: DType) -> Var:
+        """Return int32 values modulo the range of a narrower integer type; others as they are."""
+        if not dtype.wraps:
+            return x
+        span = np.int32(1 << dtype.bits)
+        if dtype.is_unsigned:
+            return self.mb.mod(x=x, y=span)
+        half = np.int32(1 << (dtype.bits - 1))
+        return self.mb.sub(x=self.mb.mod(x=self.mb.add(x=x, y=half), y=span), y=half)
+
+    def ordered(self, x: Var, dtype: DType) -> Var:
+        """Return values whose order as the carrier is the order of the element type.
+
+        That is what they are already, but for uint32, which is carried by its bits.
+        """
+        return self.mb.add(x=x, y=_INT_MIN) if dtype is DType.UINT32 else x
+
+    def _unsigned_to_float(self, x: Var, target: DType) -> Var:
+        high = self.mb.floor_div(x=x, y=np.int32(1 << 16))
+        high = self.mb.mod(x=high, y=np.int32(1 << 16))
+        low = self.mb.mod(x=x, y=np.int32(1 << 16))
+        scaled = self.mb.mul(x=self.mb.cast(x=high, dtype="fp32"), y=np.float32(1 << 16))
+        whole = self.mb.add(x=scaled, y=self.mb.cast(x=low, dtype="fp32"))
+        return whole if target.carrier == "fp32" else self.mb.cast(x=whole, dtype=target.carrier)
+
+    def _float_to_unsigned(self, x: Var, source: DType) -> Var:
+        wide = x if source.carrier == "fp32" else self.mb.cast(x=x, dtype="fp32")
+        above = self.mb.greater_equal(x=wide, y=np.float32(2**31))
+        low = self.mb.select(cond=above, a=self.mb.sub(x=wide, y=np.float32(2**31)), b=wide)
+        whole = self.mb.cast(x=low, dtype="int32")
+        return self.mb.select(cond=above, a=self.mb.add(x=whole, y=_INT_MIN), b=whole)
+
+    # Shapes
+
+    def reshape(self, x: Var, shape: Sequence[Dim]) -> Var:
+        """Return the elements of a tensor of any rank in another shape, which may have rank 0."""
+        shape = carried_shape(shape)
+        if tuple(x.shape) == tuple(shape):
+            return x
+        if not shape:
+            if x.rank > 1:
+                # Of a constant, coremltools 9 squeezes one axis, however many are named.
+                x = self.mb.reshape(x=x, shape=[1])
+            return self.mb.squeeze(x=x, axes=[0]) if x.rank else x
+        if x.rank == 0:
+            x = self.mb.expand_dims(x=x, axes=[0])
+        unknown = [n for n, size in enumerate(shape) if not isinstance(size, int)]
+        if len(unknown) == 1:
+            sizes = [-1 if n in unknown else int(size) for n, size in enumerate(shape)]
+            return self.mb.reshape(x=x, shape=sizes)
+        return self.mb.reshape(x=x, shape=self.shape(shape))
+
+    def broadcast(self, x: Var, shape: Sequence[Dim]) -> Var:
+        """Return ``x`` repeated to a shape: of the same rank, with sizes equal or 1; or rank 0."""
+        if x.rank == 0:
+            shape = carried_shape(shape)
+        if x.rank < len(shape):
+            x = self.reshape(x, (1,) * (len(shape) - x.rank) + tuple(x.shape))
+        repeated = [
+            have == 1 and want != 1 for have, want in zip(tuple(x.shape), shape, strict=True)
+        ]
+        if not any(repeated):
+            return x
+        if all(isinstance(size, int) for size in shape):
+            reps = [int(w) if r else 1 for w, r in zip(shape, repeated, strict=True)]
+            return self.mb.tile(x=x, reps=reps)
+        reps = self.shape([w if r else 1 for w, r in zip(shape, repeated, strict=True)])
+        return self.mb.tile(x=x, reps=reps)
+
+
+def carried_shape(shape: Sequence[Dim]) -> tuple[Dim, ...]:
+    """Return the shape in which MIL holds a tensor: that of a vector if it has too many axes."""
+    if len(shape) <= MOST_AXES:
+        return tuple(shape)
+    count: Any = 1
+    for size in shape:
+        count = count * size
+    return (simplify(count),)
+
+
+def _has_bool(node: Node) -> bool:
+    return any(value.dtype is DType.BOOL for value in (*node.operands, *node.results))
+
+
+def to_carrier(array: np.ndarray[Any, Any], dtype: DType) -> np.ndarray[Any, Any]:
+    """Return an array of a graph's element type as its carrier holds it.
+
+    Args:
+        array: Of ``dtype``; other dtypes are cast to it first.
+        dtype: Element type.
+
+    Raises:
+        GraphError: Integers of 64 bits that 32 bits cannot hold.
+    """
+    array = np.asarray(array)
+    if dtype.bits == 64 and dtype.is_integer:
+        bounds = np.iinfo(np.int32)
+        if array.size and (array.min() < bounds.min or array.max() > bounds.max):
+            raise GraphError(
+                f"{dtype.label} values are beyond 32 bits, the widest integers of Core ML",
+                got=f"{array.min()} to {array.max()}",
+                expected=f"{bounds.min} to {bounds.max}",
+            )
+        return array.astype(np.int32)
+    if dtype is DType.UINT32:
+        return array.astype(np.uint32).view(np.int32)
+    if dtype.is_integer:
+        return array.astype(dtype.numpy).astype(np.int32)
+    return array.astype(dtype.carrier_numpy)
+
+
+def from_carrier(array: np.ndarray[Any, Any], dtype: DType) -> np.ndarray[Any, Any]:
+    """Return an array that the carrier holds as the graph's element type."""
+    if dtype is DType.UINT32:
+        return np.asarray(array, np.int32, order="C").view(np.uint32)
+    return array.astype(dtype.numpy, copy=False)

@@ -1,0 +1,265 @@
+"""``Emitter``: what all families of operations have in common when they add a node to a graph."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+import sympy
+
+from coreml_delegate.errors import GraphError
+from coreml_delegate.graph.node import (
+    Closure,
+    Compose,
+    Node,
+    OperationRecord,
+    Scope,
+    Value,
+)
+from coreml_delegate.graph.tensor_types import ALL, Dim, DType, TensorType, simplify
+
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
+Self = TypeVar("Self", bound="Emitter")
+
+OPERATIONS: dict[str, OperationRecord] = {}
+"""Every operation by name."""
+
+_COMPLEX = "Core ML has no complex numbers"
+_TRAINING = "models are for inference; use batch_norm_inference"
+REFUSED: dict[str, str] = {
+    "complex": _COMPLEX,
+    "real": _COMPLEX,
+    "imag": _COMPLEX,
+    "conj": _COMPLEX,
+    "fft": _COMPLEX,
+    "batch_norm_training": _TRAINING,
+    "batch_norm_grad": _TRAINING,
+    "cholesky": "Core ML has no decompositions of matrices",
+    "triangular_solve": "Core ML has no solvers of matrices",
+    "rng": "the bits are not defined; use rng_bit_generator",
+}
+"""Operations of StableHLO that the builder does not have, with the reason."""
+
+
+def operation(
+    dtypes: Iterable[DType], compose: Compose | None = None, *, moves_data: bool = False
+) -> Callable[
+    [Callable[Concatenate[Self, Parameters], Returned]],
+    Callable[Concatenate[Self, Parameters], Returned],
+]:
+    """Return a decorator that makes a method of the builder an operation, with its record.
+
+    The method is the shape rule: it checks its arguments and calls ``self.emit`` with the type of
+    the result, or calls other operations. Before it is called, each value among its arguments is
+    checked to be one of this graph, and the first one's element type to be one of ``dtypes``.
+
+    Args:
+        dtypes: Element types that the first operand may have.
+        compose: Makes MIL of a node; None for an operation that is made of other operations.
+        moves_data: See ``OperationRecord``.
+    """
+
+    def decorate(
+        method: Callable[Concatenate[Self, Parameters], Returned],
+    ) -> Callable[Concatenate[Self, Parameters], Returned]:
+        name = method.__name__.removesuffix("_")
+        summary = (inspect.getdoc(method) or "").partition("\n")[0]
+        record = OperationRecord(name, frozenset(dtypes), compose, moves_data, summary)
+        OPERATIONS[name] = record
+
+        @functools.wraps(method)
+        def checked(self: Self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
+            self.check_operands(record, [*args, *kwargs.values()])
+            return method(self, *args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+class Emitter:
+    """Adds nodes to the scope that is being built.
+
+    Attributes:
+        scope: Where new nodes go.
+    """
+
+    def __init__(self) -> None:
+        self.scope = Scope()
+
+    def check_operands(self, record: OperationRecord, arguments: Iterable[Any]) -> None:
+        """Refuse values of other graphs or scopes, and an element type that the operation lacks.
+
+        Raises:
+            GraphError: Names the operation.
+        """
+        values = list(_values_in(arguments))
+        for value in values:
+            if not self.scope.sees(value.node.scope):
+                raise GraphError(
+                    f"{record.name}: an operand belongs to another graph, or to a closure that "
+                    "is complete",
+                    got=repr(value),
+                )
+        if values and values[0].dtype not in record.dtypes:
+            raise GraphError(
+                f"{record.name} does not take this element type",
+                got=values[0].dtype.label,
+                expected=", ".join(d.label for d in DType if d in record.dtypes),
+            )
+
+    def emit(
+        self,
+        name: str,
+        operands: Sequence[Value],
+        types: TensorType | Sequence[TensorType],
+        /,
+        *,
+        closures: Mapping[str, Closure] | None = None,
+        known: tuple[Dim, ...] | None = None,
+        **attributes: Any,
+    ) -> Any:
+        """Add a node.
+
+        Args:
+            name: Of the operation, which is in ``OPERATIONS``.
+            operands: Values of this graph.
+            types: Type of the result, or types of several.
+            closures: By name.
+            known: Elements of the result where they are sizes; see ``Value``.
+            attributes: Whatever the operation's ``compose`` reads.
+
+        Returns:
+            The result, or a tuple of several.
+        """
+        node = Node(OPERATIONS[name], tuple(operands), attributes, closures or {}, self.scope)
+        several = not isinstance(types, TensorType)
+        result_types = tuple(types) if not isinstance(types, TensorType) else (types,)
+        node.results = tuple(Value(node, n, t, known) for n, t in enumerate(result_types))
+        self.scope.nodes.append(node)
+        return node.results if several else node.results[0]
+
+    def trace(
+        self, name: str, function: Callable[..., Any], types: Sequence[TensorType]
+    ) -> Closure:
+        """Call a Python function with new values, and return the closure that it describes.
+
+        Args:
+            name: For messages.
+            function: Takes one value per type; returns a value, or a sequence of values.
+            types: Of its parameters.
+        """
+        outer, self.scope = self.scope, Scope(self.scope)
+        try:
+            parameters = tuple(self.emit("argument", (), t) for t in types)
+            returned = function(*parameters)
+            results = (returned,) if isinstance(returned, Value) else tuple(returned)
+            for result in results:
+                if not isinstance(result, Value):
+                    raise GraphError(
+                        f"{name!r} has to return values of the graph", got=type(result).__name__
+                    )
+                if not self.scope.sees(result.node.scope):
+                    raise GraphError(f"{name!r} returns a value of another graph", got=repr(result))
+            return Closure(name, self.scope, parameters, results)
+        finally:
+            self.scope = outer
+
+
+def _compose_argument(*_: Any) -> Any:
+    raise AssertionError("arguments are bound by whoever composes the closure")
+
+
+OPERATIONS["argument"] = OperationRecord(
+    "argument", ALL, _compose_argument, False, "A parameter of a closure."
+)
+
+
+def _values_in(arguments: Iterable[Any]) -> Iterator[Value]:
+    for argument in arguments:
+        if isinstance(argument, Value):
+            yield argument
+        elif isinstance(argument, tuple | list):
+            yield from _values_in(argument)
+
+
+def normalize_axis(axis: int, rank: int, what: str = "axis") -> int:
+    """Return an axis from 0 on; negative ones count from the end.
+
+    Raises:
+        GraphError: There is no such axis.
+    """
+    if not -rank <= axis < rank:
+        raise GraphError(f"no such {what}", got=str(axis), expected=f"{-rank} to {rank - 1}")
+    return axis % rank
+
+
+def normalize_axes(axes: int | Sequence[int], rank: int, what: str = "axes") -> tuple[int, ...]:
+    """Return axes from 0 on, in the order given.
+
+    Raises:
+        GraphError: There is no such axis, or one is given twice.
+    """
+    given = (axes,) if isinstance(axes, int | np.integer) else tuple(axes)
+    found = tuple(normalize_axis(int(axis), rank, what) for axis in given)
+    if len(set(found)) != len(found):
+        raise GraphError(f"{what} repeat", got=str(list(given)))
+    return found
+
+
+def same_size(one: Dim, other: Dim) -> bool:
+    """Whether two sizes are known to be equal."""
+    if isinstance(one, int) and isinstance(other, int):
+        return one == other
+    return sympy.expand(one - other) == 0
+
+
+def same_shape(one: Sequence[Dim], other: Sequence[Dim]) -> bool:
+    """Whether two shapes are known to be equal."""
+    return len(one) == len(other) and all(map(same_size, one, other))
+
+
+def broadcast_shapes(name: str, *types: TensorType) -> tuple[Dim, ...]:
+    """Return the shape of an elementwise result.
+
+    Operands have the same rank, with sizes that are equal or 1, or rank 0.
+
+    Raises:
+        GraphError: Sizes differ.
+    """
+    full = [t.shape for t in types if t.rank]
+    if not full:
+        return ()
+    rank = len(full[0])
+    shape: list[Dim] = []
+    for sizes in zip(*full, strict=False):
+        wide = [size for size in sizes if size != 1]
+        if not all(same_size(size, wide[0]) for size in wide[1:]):
+            break
+        shape.append(wide[0] if wide else 1)
+    if len(shape) != rank or any(len(sizes) != rank for sizes in full):
+        raise GraphError(
+            f"{name}: shapes of operands differ",
+            got=" and ".join(str(t) for t in types),
+            expected="equal shapes, or sizes of 1 and rank 0, which are repeated",
+        )
+    return tuple(simplify(size) for size in shape)
+
+
+def require_same_dtype(name: str, *values: Value) -> None:
+    """Refuse operands of different element types.
+
+    Raises:
+        GraphError: Names the operation and the types.
+    """
+    if len({value.dtype for value in values}) > 1:
+        raise GraphError(
+            f"{name}: element types of operands differ",
+            got=" and ".join(value.dtype.label for value in values),
+            expected=f"all {values[0].dtype.label}",
+            remedy="Convert one with convert",
+        )

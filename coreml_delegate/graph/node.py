@@ -1,0 +1,186 @@
+"""What a graph consists of: values, the nodes that compute them, and closures.
+
+A node is one call of an operation. A closure is a function of values whose nodes stand in a scope
+of their own, as the body of a loop; they may use values of the scopes around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from coreml_delegate.errors import GraphError
+from coreml_delegate.graph.tensor_types import Dim, DType, TensorType
+
+Compose = Callable[..., Any]
+"""``compose(composer, node, *carried)``: the MIL values of a node's results."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperationRecord:
+    """What is known of one operation, beside the shape rule, which is the builder's method.
+
+    Attributes:
+        name: Name of the builder's method.
+        dtypes: Element types that its first operand may have.
+        compose: Makes MIL of a node; None for an operation that is made of other operations.
+        moves_data: Whether it only moves elements: bool operands are then carried by int32.
+        summary: First line of the method's docstring.
+    """
+
+    name: str
+    dtypes: frozenset[DType]
+    compose: Compose | None
+    moves_data: bool
+    summary: str
+
+
+class Scope:
+    """The nodes of a graph or of a closure, in the order in which they were made.
+
+    Args:
+        outer: The scope around it, or None for a graph's own.
+    """
+
+    def __init__(self, outer: Scope | None = None) -> None:
+        self.outer = outer
+        self.nodes: list[Node] = []
+
+    def sees(self, scope: Scope) -> bool:
+        """Whether nodes of this scope may use values of ``scope``."""
+        return scope is self or (self.outer is not None and self.outer.sees(scope))
+
+
+class Value:
+    """A tensor in a graph: a parameter, a constant, or a result of a node.
+
+    Args:
+        node: The node that computes it.
+        index: Its position among the node's results.
+        type: Element type and shape.
+        known: Its elements where they are sizes, for shape arithmetic: a nested tuple of numbers
+            and expressions, flat, or None.
+    """
+
+    __slots__ = ("index", "known", "node", "type")
+
+    def __init__(
+        self, node: Node, index: int, type: TensorType, known: tuple[Dim, ...] | None = None
+    ) -> None:
+        self.node = node
+        self.index = index
+        self.type = type
+        self.known = known
+
+    @property
+    def dtype(self) -> DType:
+        """Element type."""
+        return self.type.dtype
+
+    @property
+    def shape(self) -> tuple[Dim, ...]:
+        """Sizes of the dimensions."""
+        return self.type.shape
+
+    @property
+    def rank(self) -> int:
+        """Number of dimensions."""
+        return self.type.rank
+
+    def __repr__(self) -> str:
+        return f"<{self.node.name}: {self.type}>"
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One call of an operation.
+
+    Attributes:
+        record: The operation.
+        operands: Its values.
+        attributes: The other arguments, normalized.
+        closures: Functions that it calls, by parameter name.
+        scope: Where it stands.
+        results: Its values.
+    """
+
+    record: OperationRecord
+    operands: tuple[Value, ...]
+    attributes: Mapping[str, Any]
+    closures: Mapping[str, Closure]
+    scope: Scope
+    results: tuple[Value, ...] = field(init=False, default=())
+
+    @property
+    def name(self) -> str:
+        """Name of the operation."""
+        return self.record.name
+
+    @property
+    def type(self) -> TensorType:
+        """Type of the only result."""
+        (result,) = self.results
+        return result.type
+
+    @property
+    def types(self) -> tuple[TensorType, ...]:
+        """Types of the operands."""
+        return tuple(operand.type for operand in self.operands)
+
+    def __getitem__(self, attribute: str) -> Any:
+        return self.attributes[attribute]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Closure:
+    """A function of values.
+
+    Attributes:
+        name: For messages.
+        scope: Its nodes.
+        parameters: What it takes.
+        results: What it returns; a parameter, or a value from outside, may be among them.
+    """
+
+    name: str
+    scope: Scope
+    parameters: tuple[Value, ...]
+    results: tuple[Value, ...]
+
+    def check(
+        self, takes: Sequence[TensorType], returns: Sequence[TensorType] | None = None
+    ) -> None:
+        """Refuse a closure of other parameters or results.
+
+        Raises:
+            GraphError: Names the first that differs.
+        """
+        _check_types(f"parameters of {self.name!r}", self.parameters, takes)
+        if returns is not None:
+            _check_types(f"results of {self.name!r}", self.results, returns)
+
+
+def _check_types(what: str, values: Sequence[Value], expected: Sequence[TensorType]) -> None:
+    got = [value.type for value in values]
+    if got != list(expected):
+        raise GraphError(
+            f"wrong {what}",
+            got=", ".join(map(str, got)) or "none",
+            expected=", ".join(map(str, expected)) or "none",
+        )
+
+
+def needed_nodes(scope: Scope, results: Sequence[Value]) -> Iterator[Node]:
+    """Yield the nodes of a scope that results depend on, in the order in which they were made."""
+    wanted: set[Node] = set()
+    pending = [value.node for value in results]
+    while pending:
+        node = pending.pop()
+        if node in wanted:
+            continue
+        wanted.add(node)
+        pending.extend(operand.node for operand in node.operands)
+        for closure in node.closures.values():
+            pending.extend(value.node for value in closure.results)
+    return (node for node in scope.nodes if node in wanted)

@@ -1,0 +1,207 @@
+"""Logic, shifts and counts of bits, and random bits.
+
+MIL has no bitwise ops. Logic looks pairs of bytes up in tables; shifts multiply and divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from coreml_delegate.errors import GraphError
+from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.emitter import (
+    Emitter,
+    broadcast_shapes,
+    operation,
+    require_same_dtype,
+)
+from coreml_delegate.graph.node import Node, Value
+from coreml_delegate.graph.operations import float_bits, shifts, threefry
+from coreml_delegate.graph.operations.byte_tables import combine, counts, lengths
+from coreml_delegate.graph.tensor_types import ALL, BOOLEANS, INTEGERS, Dim, DType, TensorType
+
+_RANDOM = (DType.UINT8, DType.UINT16, DType.UINT32)
+
+
+def _logic(function: np.ufunc, of_bools: str) -> Callable[..., Var]:
+    """Compose with a NumPy function of bits, or MIL's op of bools."""
+
+    def compose(c: Composer, node: Node, x: Var, y: Var) -> Var:
+        if node.type.dtype is DType.BOOL:
+            return getattr(c.mb, of_bools)(x=x, y=y)
+        return combine(c, function, node.type, x, y)
+
+    return compose
+
+
+_compose_any_or = _logic(np.bitwise_or, "logical_or")
+
+
+def _compose_or(c: Composer, node: Node, x: Var, y: Var) -> Var:
+    if shifts.are_disjoint(c, *node.operands):
+        return c.wrap(c.mb.add(x=x, y=y), node.type.dtype)
+    return _compose_any_or(c, node, x, y)
+
+
+def _compose_not(c: Composer, node: Node, x: Var) -> Var:
+    dtype = node.type.dtype
+    if dtype is DType.BOOL:
+        return c.mb.logical_not(x=x)
+    ones = (1 << dtype.bits) - 1 if dtype.is_unsigned and dtype.wraps else -1
+    return c.mb.sub(x=np.int32(ones), y=x)
+
+
+def _compose_popcnt(c: Composer, node: Node, x: Var) -> Var:
+    dtype = node.type.dtype
+    count = counts(c, x, dtype)
+    if dtype.bits < 64:
+        return count
+    # The upper half repeats the sign.
+    below = c.mb.cast(x=c.mb.less(x=x, y=np.int32(0)), dtype="int32")
+    return c.mb.add(x=count, y=c.mb.mul(x=below, y=np.int32(32)))
+
+
+def _compose_count_leading_zeros(c: Composer, node: Node, x: Var) -> Var:
+    dtype = node.type.dtype
+    count = c.mb.sub(x=np.int32(dtype.bits), y=lengths(c, x, dtype))
+    if dtype.bits < 64:
+        return count
+    below = c.mb.less(x=x, y=np.int32(0))
+    return c.mb.select(cond=below, a=np.int32(0), b=count)
+
+
+def _compose_bitcast_convert(c: Composer, node: Node, x: Var) -> Var:
+    source, target = node.types[0].dtype, node.type.dtype
+    if source is target:
+        return x
+    if source.is_float:
+        return float_bits.from_float(c, x, source, target)
+    if target.is_float:
+        return float_bits.to_float(c, x, source, target)
+    return c.wrap(x, target)
+
+
+def _compose_rng_bit_generator(c: Composer, node: Node, state: Var) -> tuple[Var, Var]:
+    return threefry.compose(c, state, node.results[1].type)
+
+
+class Bits(Emitter):
+    """Logic, shifts and counts of bits; shapes as for ``Elementwise``."""
+
+    @operation(INTEGERS | BOOLEANS, _logic(np.bitwise_and, "logical_and"))
+    def and_(self, x: Value, y: Value) -> Value:
+        """Return the bits that both have."""
+        return self._bitwise("and", x, y)
+
+    @operation(INTEGERS | BOOLEANS, _compose_or)
+    def or_(self, x: Value, y: Value) -> Value:
+        """Return the bits that one has or both have."""
+        return self._bitwise("or", x, y)
+
+    @operation(INTEGERS | BOOLEANS, _logic(np.bitwise_xor, "logical_xor"))
+    def xor(self, x: Value, y: Value) -> Value:
+        """Return the bits that one of the two has."""
+        return self._bitwise("xor", x, y)
+
+    @operation(INTEGERS | BOOLEANS, _compose_not)
+    def not_(self, x: Value) -> Value:
+        """Return the bits that it does not have."""
+        return self._bitwise("not", x)
+
+    @operation(INTEGERS, shifts.left)
+    def shift_left(self, x: Value, y: Value) -> Value:
+        """Return bits moved up by ``y`` places; 0 by all places, more, or less than none."""
+        return self._bitwise("shift_left", x, y)
+
+    @operation(INTEGERS, shifts.right_logical)
+    def shift_right_logical(self, x: Value, y: Value) -> Value:
+        """Return bits moved down by ``y`` places; 0 by all places, more, or less than none."""
+        return self._bitwise("shift_right_logical", x, y)
+
+    @operation(INTEGERS, shifts.right_arithmetic)
+    def shift_right_arithmetic(self, x: Value, y: Value) -> Value:
+        """Return bits moved down by ``y`` places, the highest bit repeated."""
+        return self._bitwise("shift_right_arithmetic", x, y)
+
+    @operation(INTEGERS, _compose_popcnt)
+    def popcnt(self, x: Value) -> Value:
+        """Return the number of bits that are set."""
+        return self._bitwise("popcnt", x)
+
+    @operation(INTEGERS, _compose_count_leading_zeros)
+    def count_leading_zeros(self, x: Value) -> Value:
+        """Return the number of bits above the highest that is set."""
+        return self._bitwise("count_leading_zeros", x)
+
+    @operation(ALL, _compose_bitcast_convert)
+    def bitcast_convert(self, x: Value, dtype: Any) -> Value:
+        """Return the same bits as another element type of the same width.
+
+        Floats to and from integers are float32 and float16, and exact but for what a NaN holds.
+
+        Args:
+            x: Any value.
+            dtype: See ``DType.of``.
+        """
+        target = DType.of(dtype)
+        _check_bitcast(x.dtype, target)
+        return self.emit("bitcast_convert", (x,), x.type.with_dtype(target))
+
+    @operation({DType.UINT32}, _compose_rng_bit_generator)
+    def rng_bit_generator(
+        self, state: Value, dtype: Any, shape: Sequence[Dim], algorithm: str = "threefry"
+    ) -> tuple[Value, Value]:
+        """Return the state that follows, and random bits: those of XLA's ``THREE_FRY``.
+
+        Args:
+            state: uint32 of shape [4]: the low and the high word of the key, then of the counter.
+            dtype: ``uint8``, ``uint16`` or ``uint32``.
+            shape: Of the bits.
+            algorithm: ``threefry``.
+        """
+        if algorithm != "threefry":
+            raise GraphError(
+                "rng_bit_generator: no such algorithm",
+                got=repr(algorithm),
+                expected="threefry; others need products of 64 bits, which Core ML lacks",
+            )
+        if state.shape != (4,):
+            raise GraphError(
+                "rng_bit_generator: wrong state", got=str(state.type), expected="uint32[4]"
+            )
+        element = DType.of(dtype)
+        if element not in _RANDOM:
+            raise GraphError(
+                "rng_bit_generator does not return this element type",
+                got=element.label,
+                expected=", ".join(label.label for label in _RANDOM),
+            )
+        bits = TensorType(element, ()).with_shape(shape)
+        bits.static_shape  # noqa: B018 - refuses symbolic sizes
+        return self.emit("rng_bit_generator", (state,), (state.type, bits))
+
+    def _bitwise(self, name: str, *operands: Value) -> Value:
+        require_same_dtype(name, *operands)
+        shape = broadcast_shapes(name, *(operand.type for operand in operands))
+        return self.emit(name, operands, TensorType(operands[0].dtype, shape))
+
+
+def _check_bitcast(source: DType, target: DType) -> None:
+    if source is target:
+        return
+    both = f"{source.label} as {target.label}"
+    if DType.BOOL in (source, target) or source.bits != target.bits:
+        raise GraphError(
+            "bitcast_convert: widths of element types differ",
+            got=both,
+            expected="types of the same width, and not bool",
+        )
+    if source.bits == 64 and source.is_float != target.is_float:
+        raise GraphError(
+            "bitcast_convert: Core ML holds 64-bit types by 32 bits",
+            got=both,
+            expected="types of 32 bits or less",
+        )

@@ -1,0 +1,119 @@
+"""Comparisons of elements."""
+
+from __future__ import annotations
+
+from coreml_delegate.errors import GraphError
+from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.emitter import (
+    Emitter,
+    broadcast_shapes,
+    operation,
+    require_same_dtype,
+)
+from coreml_delegate.graph.node import Node, Value
+from coreml_delegate.graph.operations.functions import sign_bit
+from coreml_delegate.graph.tensor_types import ALL, DType, TensorType
+
+_OPS = {
+    "EQ": "equal",
+    "NE": "not_equal",
+    "LT": "less",
+    "LE": "less_equal",
+    "GT": "greater",
+    "GE": "greater_equal",
+}
+
+
+def _compose_compare(c: Composer, node: Node, x: Var, y: Var) -> Var:
+    dtype, direction = node.types[0].dtype, node["direction"]
+    if node["total_order"]:
+        return _compare_totally(c, direction, dtype, x, y)
+    op = getattr(c.mb, _OPS[direction])
+    if dtype is DType.BOOL:
+        return op(x=c.mb.cast(x=x, dtype="int32"), y=c.mb.cast(x=y, dtype="int32"))
+    if direction in ("EQ", "NE"):
+        return op(x=x, y=y)
+    return op(x=c.ordered(x, dtype), y=c.ordered(y, dtype))
+
+
+def _compare_totally(c: Composer, direction: str, dtype: DType, x: Var, y: Var) -> Var:
+    """Compare floats in the order -infinity, ..., -0, 0, ..., infinity, NaN."""
+    if direction in ("GT", "LE"):
+        return _compare_totally(c, {"GT": "LT", "LE": "GE"}[direction], dtype, y, x)
+    if direction in ("NE", "GE"):
+        opposite = {"NE": "EQ", "GE": "LT"}[direction]
+        return c.mb.logical_not(x=_compare_totally(c, opposite, dtype, x, y))
+    x_is_nan, y_is_nan = c.mb.not_equal(x=x, y=x), c.mb.not_equal(x=y, y=y)
+    x_sign, y_sign = sign_bit(c, x, dtype), sign_bit(c, y, dtype)
+    is_equal = c.mb.equal(x=x, y=y)
+    signs_differ = c.mb.logical_xor(x=x_sign, y=y_sign)
+    if direction == "EQ":
+        alike = c.mb.logical_and(x=is_equal, y=c.mb.logical_not(x=signs_differ))
+        return c.mb.logical_or(x=alike, y=c.mb.logical_and(x=x_is_nan, y=y_is_nan))
+    # Equal numbers of different signs are zeros.
+    zeros = c.mb.logical_and(x=is_equal, y=c.mb.logical_and(x=signs_differ, y=x_sign))
+    before_nan = c.mb.logical_and(x=y_is_nan, y=c.mb.logical_not(x=x_is_nan))
+    is_less = c.mb.logical_or(x=c.mb.less(x=x, y=y), y=zeros)
+    return c.mb.logical_or(x=is_less, y=before_nan)
+
+
+class Comparison(Emitter):
+    """Comparisons of elements; shapes as for ``Elementwise``.
+
+    Comparisons with NaN are false, but for not equal. In the total order, -0 is less than 0, and
+    NaN equals itself and is greater than all else.
+    """
+
+    @operation(ALL, _compose_compare)
+    def compare(self, x: Value, y: Value, direction: str, total_order: bool = False) -> Value:
+        """Return whether a relation holds.
+
+        Args:
+            x: Any value.
+            y: One of the same element type.
+            direction: ``EQ``, ``NE``, ``LT``, ``LE``, ``GT`` or ``GE``.
+            total_order: Whether floats compare in the total order.
+        """
+        if direction not in _OPS:
+            raise GraphError(
+                "compare: no such direction", got=repr(direction), expected=" | ".join(_OPS)
+            )
+        require_same_dtype("compare", x, y)
+        shape = broadcast_shapes("compare", x.type, y.type)
+        return self.emit(
+            "compare",
+            (x, y),
+            TensorType(DType.BOOL, shape),
+            direction=direction,
+            total_order=total_order and x.dtype.is_float,
+        )
+
+    @operation(ALL)
+    def equal(self, x: Value, y: Value, *, total_order: bool = False) -> Value:
+        """Return whether elements are equal."""
+        return self.compare(x, y, "EQ", total_order)
+
+    @operation(ALL)
+    def not_equal(self, x: Value, y: Value, *, total_order: bool = False) -> Value:
+        """Return whether elements differ."""
+        return self.compare(x, y, "NE", total_order)
+
+    @operation(ALL)
+    def less(self, x: Value, y: Value, *, total_order: bool = False) -> Value:
+        """Return whether elements of ``x`` are less."""
+        return self.compare(x, y, "LT", total_order)
+
+    @operation(ALL)
+    def less_equal(self, x: Value, y: Value, *, total_order: bool = False) -> Value:
+        """Return whether elements of ``x`` are less or equal."""
+        return self.compare(x, y, "LE", total_order)
+
+    @operation(ALL)
+    def greater(self, x: Value, y: Value, *, total_order: bool = False) -> Value:
+        """Return whether elements of ``x`` are greater."""
+        return self.compare(x, y, "GT", total_order)
+
+    @operation(ALL)
+    def greater_equal(self, x: Value, y: Value, *, total_order: bool = False) -> Value:
+        """Return whether elements of ``x`` are greater or equal."""
+        return self.compare(x, y, "GE", total_order)

@@ -1,0 +1,306 @@
+"""Products of tensors that are summed along axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from coreml_delegate.errors import GraphError
+from coreml_delegate.graph.arrange import reshape, transpose
+from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.emitter import (
+    Emitter,
+    normalize_axes,
+    operation,
+    same_size,
+)
+from coreml_delegate.graph.node import Node, Value
+from coreml_delegate.graph.tensor_types import ALL, Dim, DType, TensorType, simplify
+
+Axes = tuple[int, ...]
+
+_MOST_AXES = 5
+
+
+def product_dtype(name: str, x: Value, y: Value, preferred: Any) -> DType:
+    """Return the element type of sums of products.
+
+    Raises:
+        GraphError: Types differ and none is preferred, or an integer is preferred for floats.
+    """
+    if preferred is None:
+        if x.dtype is not y.dtype:
+            raise GraphError(
+                f"{name}: element types of operands differ",
+                got=f"{x.dtype.label} and {y.dtype.label}",
+                expected="equal types, or preferred_dtype",
+            )
+        return x.dtype
+    dtype = DType.of(preferred)
+    if not dtype.is_float and (x.dtype.is_float or y.dtype.is_float):
+        raise GraphError(
+            f"{name}: the products of floats are floats",
+            got=f"preferred_dtype={dtype.label} for {x.dtype.label} and {y.dtype.label}",
+            remedy="Convert the result with convert",
+        )
+    return dtype
+
+
+def sum_dtype(operands: Sequence[DType], result: DType) -> DType:
+    """Return the element type in which products are summed, of those that Core ML computes with."""
+    if result.is_integer:
+        return DType.INT32
+    carriers = {dtype.carrier for dtype in (*operands, result)}
+    return DType.FLOAT16 if carriers == {"fp16"} else DType.FLOAT32
+
+
+def _count(sizes: Sequence[Dim]) -> Dim:
+    count: Dim = 1
+    for size in sizes:
+        count = count * size
+    return simplify(count)
+
+
+class _Side:
+    """One operand: its MIL value, its shape, and what its axes are to the product."""
+
+    def __init__(
+        self, var: Var, shape: Sequence[Dim], batching: Sequence[int], contracting: Sequence[int]
+    ) -> None:
+        self.var = var
+        self.shape = tuple(shape)
+        self.batching = list(batching)
+        self.contracting = list(contracting)
+        taken = (*batching, *contracting)
+        self.free = [axis for axis in range(len(self.shape)) if axis not in taken]
+
+    def sizes(self, axes: Sequence[int]) -> list[Dim]:
+        return [self.shape[axis] for axis in axes]
+
+    def moves(self, order: Sequence[int]) -> bool:
+        """Whether elements have to change places for axes to be in an order."""
+        wide = [axis for axis in order if self.shape[axis] != 1]
+        return self.var.val is None and wide != sorted(wide)
+
+    @property
+    def wide_free(self) -> list[int]:
+        """The axes that are neither batching nor contracting, without those of size 1."""
+        return [axis for axis in self.free if self.shape[axis] != 1]
+
+    def order(self, turn: bool, first: Sequence[int], second: Sequence[int]) -> list[int]:
+        """Return all axes: batching, first, second; or second before first."""
+        return [*self.batching, *(second if turn else first), *(first if turn else second)]
+
+    def is_better_turned(self, first: Sequence[int], second: Sequence[int]) -> bool:
+        """Whether elements are in place with the second group of axes before the first only."""
+        in_order = self.moves(self.order(False, first, second))
+        return in_order and not self.moves(self.order(True, first, second))
+
+    def arranged(self, c: Composer, order: Sequence[int], wanted: Sequence[Dim]) -> Var:
+        """Return the operand with its axes in an order, in a shape."""
+        moved, shape = transpose(c, self.var, self.shape, order)
+        return reshape(c, moved, shape, wanted)
+
+
+def _compose_dot_general(c: Composer, node: Node, x: Var, y: Var) -> Var:
+    result = node.type
+    if x is None or y is None:
+        return c.full(0, result)
+    dtypes = [operand.dtype for operand in node.operands]
+    summed = sum_dtype(dtypes, result.dtype)
+    x, y = (c.convert(var, dtype, summed) for var, dtype in zip((x, y), dtypes, strict=True))
+    batching, contracting = node["batching"], node["contracting"]
+    left = _Side(x, node.types[0].shape, batching[0], contracting[0])
+    right = _Side(y, node.types[1].shape, batching[1], contracting[1])
+    _order_contraction(left, right)
+    if not left.contracting:
+        product, shape = _outer(c, left, right)
+    elif summed is not DType.INT32 and _is_linear(left, right):
+        product, shape = _linear(c, left, right)
+    elif summed is not DType.INT32 and _is_linear(right, left) and not right.wide_free:
+        product, shape = _linear(c, right, left)
+    else:
+        product, shape = _matmul(c, left, right)
+    return c.convert(reshape(c, product, shape, result.shape), summed, result.dtype)
+
+
+def _order_contraction(left: _Side, right: _Side) -> None:
+    """Take contracted axes in the order of one operand, if that leaves the other in place too."""
+    pairs = list(zip(left.contracting, right.contracting, strict=True))
+
+    def moves(order: list[tuple[int, int]]) -> int:
+        return sum(
+            side.moves([*side.batching, *side.free, *(pair[n] for pair in order)])
+            and side.moves([*side.batching, *(pair[n] for pair in order), *side.free])
+            for n, side in enumerate((left, right))
+        )
+
+    orders = [sorted(pairs), sorted(pairs, key=lambda pair: pair[1])]
+    best = min(orders, key=moves)
+    left.contracting, right.contracting = [p[0] for p in best], [p[1] for p in best]
+
+
+def _is_linear(x: _Side, weight: _Side) -> bool:
+    """Whether the product is MIL's ``linear``: of rows in place, with a constant matrix."""
+    return (
+        not x.batching
+        and weight.var.val is not None
+        and bool(x.shape)
+        and not x.moves([*x.free, *x.contracting])
+    )
+
+
+def _linear(c: Composer, x: _Side, weight: _Side) -> tuple[Var, list[Dim]]:
+    depth = _count(x.sizes(x.contracting))
+    rows, columns = x.sizes(x.free), [_count(weight.sizes(weight.free))]
+    if len(rows) >= _MOST_AXES:
+        rows = [_count(rows)]
+    product = c.mb.linear(
+        x=x.arranged(c, [*x.free, *x.contracting], [*rows, depth]),
+        weight=weight.arranged(c, [*weight.free, *weight.contracting], [*columns, depth]),
+    )
+    return product, [*rows, *columns]
+
+
+def _matmul(c: Composer, left: _Side, right: _Side) -> tuple[Var, list[Dim]]:
+    batch = left.sizes(left.batching)
+    if len(batch) > _MOST_AXES - 2:
+        batch = [_count(batch)]
+    depth = _count(left.sizes(left.contracting))
+    rows, columns = [_count(left.sizes(left.free))], [_count(right.sizes(right.free))]
+    turn_left = left.is_better_turned(left.free, left.contracting)
+    turn_right = right.is_better_turned(right.contracting, right.free)
+    if not batch and not turn_left and len(left.free) < _MOST_AXES:
+        # The matrix is repeated for each of the leading axes.
+        rows = left.sizes(left.free) or rows
+    product = c.mb.matmul(
+        x=left.arranged(
+            c,
+            left.order(turn_left, left.free, left.contracting),
+            [*batch, *([depth, *rows] if turn_left else [*rows, depth])],
+        ),
+        y=right.arranged(
+            c,
+            right.order(turn_right, right.contracting, right.free),
+            [*batch, *([*columns, depth] if turn_right else [depth, *columns])],
+        ),
+        transpose_x=turn_left,
+        transpose_y=turn_right,
+    )
+    return product, [*batch, *rows, *columns]
+
+
+def _outer(c: Composer, left: _Side, right: _Side) -> tuple[Var, list[Dim]]:
+    """Multiply without a sum."""
+    batch = left.sizes(left.batching)
+    rows, columns = left.sizes(left.free), right.sizes(right.free)
+    if len(batch) + len(rows) + len(columns) > _MOST_AXES:
+        batch, rows, columns = [_count(batch)], [_count(rows)], [_count(columns)]
+    product = c.mb.mul(
+        x=left.arranged(c, [*left.batching, *left.free], [*batch, *rows, *[1 for _ in columns]]),
+        y=right.arranged(c, [*right.batching, *right.free], [*batch, *[1 for _ in rows], *columns]),
+    )
+    return product, [*batch, *rows, *columns]
+
+
+class Contraction(Emitter):
+    """Products of tensors that are summed along axes."""
+
+    @operation(ALL, _compose_dot_general)
+    def dot_general(
+        self,
+        x: Value,
+        y: Value,
+        *,
+        contracting: tuple[Sequence[int], Sequence[int]],
+        batching: tuple[Sequence[int], Sequence[int]] = ((), ()),
+        preferred_dtype: Any = None,
+    ) -> Value:
+        """Return sums of products along axes.
+
+        The axes of the result are the batching ones, then the other axes of ``x``, then those of
+        ``y``. Integers wrap; bools are or-ed after they are and-ed. Where an operand is constant,
+        the product is MIL's ``linear`` if that needs no transpose.
+
+        Args:
+            x: First operand.
+            y: Second operand.
+            contracting: Axes of ``x`` and of ``y`` that are multiplied and summed.
+            batching: Axes of ``x`` and of ``y`` that run along together.
+            preferred_dtype: Element type of the result; None for that of both operands.
+
+        Raises:
+            GraphError: Axes that do not exist, repeat, or differ in number or size; element types
+                that differ without ``preferred_dtype``.
+        """
+        both = (x, y)
+        contracted = _axes_of("contracting", contracting, both)
+        batched = _axes_of("batching", batching, both)
+        for axes, value in zip(zip(batched, contracted, strict=True), both, strict=True):
+            if set(axes[0]) & set(axes[1]):
+                raise GraphError(
+                    "dot_general: an axis is both batching and contracting",
+                    got=f"{list(axes[0])} and {list(axes[1])} of {value.type}",
+                )
+        dtype = product_dtype("dot_general", x, y, preferred_dtype)
+        shape = [x.shape[axis] for axis in batched[0]]
+        for axes, value in zip(zip(batched, contracted, strict=True), both, strict=True):
+            taken = (*axes[0], *axes[1])
+            shape += [size for axis, size in enumerate(value.shape) if axis not in taken]
+        return self.emit(
+            "dot_general",
+            both,
+            TensorType(dtype, tuple(shape)),
+            contracting=contracted,
+            batching=batched,
+        )
+
+    @operation(ALL)
+    def dot(self, x: Value, y: Value, *, preferred_dtype: Any = None) -> Value:
+        """Return the product of two vectors or matrices, as ``numpy.dot`` does.
+
+        Args:
+            x: Of rank 1 or 2; its last axis is contracted.
+            y: Of rank 1 or 2; its first axis is contracted.
+            preferred_dtype: See ``dot_general``.
+
+        Raises:
+            GraphError: Another rank, or what ``dot_general`` refuses.
+        """
+        for value in (x, y):
+            if value.rank not in (1, 2):
+                raise GraphError(
+                    "dot takes vectors and matrices",
+                    got=str(value.type),
+                    expected="rank 1 or 2",
+                    remedy="Use dot_general",
+                )
+        return self.dot_general(
+            x, y, contracting=((x.rank - 1,), (0,)), preferred_dtype=preferred_dtype
+        )
+
+
+def _axes_of(
+    what: str, given: tuple[Sequence[int], Sequence[int]], operands: tuple[Value, Value]
+) -> tuple[Axes, Axes]:
+    """Return the axes of both operands from 0 on.
+
+    Raises:
+        GraphError: They do not exist, repeat, or differ in number or size.
+    """
+    if len(given) != 2 or len(given[0]) != len(given[1]):
+        raise GraphError(
+            f"dot_general: {what} has as many axes of one operand as of the other", got=str(given)
+        )
+    one, other = (
+        normalize_axes(axes, value.rank, f"{what} axes")
+        for axes, value in zip(given, operands, strict=True)
+    )
+    for axis, along in zip(one, other, strict=True):
+        sizes = operands[0].shape[axis], operands[1].shape[along]
+        if not same_size(*sizes):
+            raise GraphError(
+                f"dot_general: sizes of {what} axes differ",
+                got=f"{sizes[0]} (axis {axis}) and {sizes[1]} (axis {along})",
+            )
+    return one, other

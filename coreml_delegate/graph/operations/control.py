@@ -1,0 +1,283 @@
+"""Closures, calls, branches and loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from coreml_delegate.errors import GraphError
+from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.emitter import Emitter, operation
+from coreml_delegate.graph.node import Closure, Node, Scope, Value, needed_nodes
+from coreml_delegate.graph.tensor_types import ALL, BOOLEANS, DType, TensorType
+
+Function = Callable[..., Any] | Closure
+"""A function of values: a closure, or a Python function that describes one."""
+
+_FLAG = TensorType(DType.BOOL, ())
+
+
+def opaque(c: Composer, var: Var) -> Var:
+    """Return a value that coremltools does not take for a constant while the graph is made."""
+    copy = c.mb.identity(x=var)
+    copy._sym_val = None
+    return copy
+
+
+def _compose_while(c: Composer, node: Node, *initial: Var | None) -> tuple[Var | None, ...]:
+    condition, body = node.closures["condition"], node.closures["body"]
+    changing = [
+        n
+        for n, var in enumerate(initial)
+        if var is not None and body.results[n] is not body.parameters[n]
+    ]
+    if not changing:  # such a loop has no turn, or no end
+        return initial
+
+    def all_variables(some: Sequence[Var]) -> list[Var | None]:
+        variables = list(initial)
+        for n, var in zip(changing, some, strict=True):
+            variables[n] = var
+        return variables
+
+    def test(*variables: Var) -> Var:
+        (flag,) = _block_results(c, c.call(condition, all_variables(variables)))
+        return flag
+
+    def turn(*variables: Var) -> tuple[Var, ...]:
+        results = c.call(body, all_variables(variables))
+        return _block_results(c, [results[n] for n in changing])
+
+    # A variable that starts as a constant is none in the body.
+    starts = tuple(opaque(c, initial[n]) for n in changing)
+    ends = c.mb.while_loop(_cond=test, _body=turn, loop_vars=starts)
+    return tuple(all_variables(_several(ends)))
+
+
+def _compose_if(
+    c: Composer, node: Node, predicate: Var, *operands: Var | None
+) -> tuple[Var | None, ...]:
+    closures = node.closures["on_true"], node.closures["on_false"]
+    return _choose(c, node, [predicate], closures, operands)
+
+
+def _compose_case(
+    c: Composer, node: Node, index: Var, *operands: Var | None
+) -> tuple[Var | None, ...]:
+    branches = list(node.closures.values())
+    predicates = [c.mb.equal(x=index, y=c.const(n, DType.INT32)) for n in range(len(branches) - 1)]
+    return _choose(c, node, predicates, branches, operands)
+
+
+def _choose(
+    c: Composer,
+    node: Node,
+    predicates: Sequence[Var],
+    closures: Sequence[Closure],
+    operands: Sequence[Var | None],
+) -> tuple[Var | None, ...]:
+    """Return the results of the closure of the first predicate that is true, else of the last."""
+    if not predicates or predicates[0].val is not None:
+        is_first = not predicates or bool(predicates[0].val)
+        if is_first:
+            return c.call(closures[0], operands)
+        return _choose(c, node, predicates[1:], closures[1:], operands)
+    kept = [n for n, result in enumerate(node.results) if not result.type.is_empty]
+
+    def kept_results(results: Sequence[Var | None]) -> tuple[Var, ...]:
+        return _block_results(c, [results[n] for n in kept])
+
+    chosen = c.mb.cond(
+        pred=predicates[0],
+        _true_fn=lambda: kept_results(c.call(closures[0], operands)),
+        _false_fn=lambda: kept_results(_choose(c, node, predicates[1:], closures[1:], operands)),
+    )
+    results: list[Var | None] = [None] * len(node.results)
+    for n, var in zip(kept, _several(chosen), strict=True):
+        results[n] = var
+    return tuple(results)
+
+
+def _block_results(c: Composer, vars: Sequence[Var]) -> tuple[Var, ...]:
+    """Return results of the current block as values that its ops compute, each another one.
+
+    coremltools takes a variable of a loop for unchanging if the body returns a value from outside,
+    and constants move outside.
+    """
+    from coremltools.converters.mil.mil.block import curr_block
+
+    results: list[Var] = []
+    for var in vars:
+        is_computed = var.op is not None and var.op.enclosing_block is curr_block()
+        is_new = is_computed and var.val is None and all(var is not other for other in results)
+        results.append(var if is_new else opaque(c, var))
+    return tuple(results)
+
+
+def _several(vars: Var) -> tuple[Var, ...]:
+    """Return what coremltools returns for an op of several results, which may be but one."""
+    return tuple(vars) if isinstance(vars, tuple | list) else (vars,)
+
+
+class Control(Emitter):
+    """Closures, calls, branches and loops.
+
+    A function that is wanted is a closure, or a Python function, which is called once with new
+    values. Functions may use values of the scopes around them; they return one value or several.
+    """
+
+    def closure(self, name: str, function: Callable[..., Any], *types: TensorType) -> Closure:
+        """Return the closure that a Python function describes.
+
+        Args:
+            name: For messages.
+            function: Takes one value per type; returns a value, or a sequence of values.
+            types: Of its parameters.
+
+        Raises:
+            GraphError: It returns something else.
+        """
+        return self.trace(name, function, types)
+
+    @operation(ALL)
+    def call(self, closure: Closure, *arguments: Value) -> tuple[Value, ...]:
+        """Return the results of a closure, whose nodes are repeated here.
+
+        Raises:
+            GraphError: Other arguments than it takes, or a closure of another graph.
+        """
+        closure = self._closure_of("call", closure, [value.type for value in arguments])
+        values = dict(zip(closure.parameters, arguments, strict=True))
+        _copy_nodes(closure, self.scope, values)
+        return tuple(values.get(result, result) for result in closure.results)
+
+    @operation(ALL, _compose_while)
+    def while_(self, condition: Function, body: Function, *initial: Value) -> tuple[Value, ...]:
+        """Return the variables of a loop after its last turn.
+
+        Args:
+            condition: Takes the variables; returns a bool of rank 0, whether there is a turn.
+            body: Takes the variables; returns those after the turn, of the same types.
+            initial: The variables before the first turn.
+
+        Raises:
+            GraphError: Functions that take or return something else, or no variables.
+        """
+        if not initial:
+            raise GraphError("while has no variables", expected="at least one")
+        types = [value.type for value in initial]
+        closures = {
+            "condition": self._closure_of("condition", condition, types, [_FLAG]),
+            "body": self._closure_of("body", body, types, types),
+        }
+        return self.emit("while", initial, types, closures=closures)
+
+    @operation(BOOLEANS, _compose_if)
+    def if_(
+        self, predicate: Value, on_true: Function, on_false: Function, *operands: Value
+    ) -> tuple[Value, ...]:
+        """Return the results of one of two functions.
+
+        Args:
+            predicate: A bool of rank 0.
+            on_true: Takes the operands; called if the predicate is true.
+            on_false: The same for false, with results of the same types.
+            operands: Of the functions.
+
+        Raises:
+            GraphError: A predicate of another rank, or functions that do not fit.
+        """
+        _require_rank_0("the predicate of if", predicate)
+        types = [value.type for value in operands]
+        first = self._closure_of("on_true", on_true, types)
+        returned = [result.type for result in first.results]
+        second = self._closure_of("on_false", on_false, types, returned)
+        closures = {"on_true": first, "on_false": second}
+        return self.emit("if", (predicate, *operands), returned, closures=closures)
+
+    @operation({DType.INT32}, _compose_case)
+    def case(
+        self, index: Value, branches: Sequence[Function], *operands: Value
+    ) -> tuple[Value, ...]:
+        """Return the results of one of several functions.
+
+        Args:
+            index: Of the function, of rank 0; the last one is called for an index out of range.
+            branches: Each takes the operands; the results have the same types.
+            operands: Of the functions.
+
+        Raises:
+            GraphError: An index of another rank, no functions, or functions that do not fit.
+        """
+        _require_rank_0("the index of case", index)
+        if not branches:
+            raise GraphError("case has no branches", expected="at least one")
+        types = [value.type for value in operands]
+        closures: dict[str, Closure] = {}
+        returned: list[TensorType] | None = None
+        for n, branch in enumerate(branches):
+            closure = self._closure_of(f"branch {n}", branch, types, returned)
+            closures[f"branch_{n}"] = closure
+            returned = [result.type for result in closure.results]
+        return self.emit("case", (index, *operands), returned or (), closures=closures)
+
+    def _closure_of(
+        self,
+        name: str,
+        function: Function,
+        takes: Sequence[TensorType],
+        returns: Sequence[TensorType] | None = None,
+    ) -> Closure:
+        """Return a function as a closure that may be called here, with these types."""
+        if not isinstance(function, Closure):
+            function = self.trace(name, function, takes)
+        elif function.scope.outer is None or not self.scope.sees(function.scope.outer):
+            raise GraphError(
+                "the closure belongs to another graph, or to a closure that is complete",
+                got=repr(function.name),
+            )
+        function.check(takes, returns)
+        return function
+
+
+def _require_rank_0(what: str, value: Value) -> None:
+    if value.rank:
+        raise GraphError(f"{what} is no scalar", got=str(value.type), expected="rank 0")
+
+
+def _copy_nodes(closure: Closure, scope: Scope, values: dict[Value, Value]) -> None:
+    """Repeat a closure's nodes at the end of a scope.
+
+    Args:
+        closure: The closure.
+        scope: Where the nodes go.
+        values: What stands for each value there; the copies' results are added.
+    """
+    for node in needed_nodes(closure.scope, closure.results):
+        if node.results and node.results[0] in values:
+            continue
+        closures = {
+            name: _copy_closure(inner, scope, values) for name, inner in node.closures.items()
+        }
+        operands = tuple(values.get(operand, operand) for operand in node.operands)
+        copy = Node(node.record, operands, node.attributes, closures, scope)
+        copy.results = tuple(Value(copy, v.index, v.type, v.known) for v in node.results)
+        scope.nodes.append(copy)
+        values.update(zip(node.results, copy.results, strict=True))
+
+
+def _copy_closure(closure: Closure, outer: Scope, values: dict[Value, Value]) -> Closure:
+    scope = Scope(outer)
+    inner = dict(values)
+    for parameter in closure.parameters:
+        node = Node(parameter.node.record, (), {}, {}, scope)
+        node.results = (Value(node, 0, parameter.type),)
+        scope.nodes.append(node)
+        inner[parameter] = node.results[0]
+    _copy_nodes(closure, scope, inner)
+    return Closure(
+        closure.name,
+        scope,
+        tuple(inner[parameter] for parameter in closure.parameters),
+        tuple(inner.get(result, result) for result in closure.results),
+    )

@@ -1,0 +1,398 @@
+"""Convolutions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from coreml_delegate.errors import GraphError
+from coreml_delegate.graph.arrange import flip, pad, reshape, spread, transpose
+from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.emitter import Emitter, operation, same_size
+from coreml_delegate.graph.node import Node, Value
+from coreml_delegate.graph.operations.contraction import product_dtype, sum_dtype
+from coreml_delegate.graph.tensor_types import NUMBERS, Dim, DType, TensorType
+from coreml_delegate.graph.window_sizes import (
+    Pairs,
+    dilated_size,
+    each_axis,
+    window_count,
+    window_padding,
+)
+
+# Integers that fp32 holds.
+_EXACT_BITS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionLayout:
+    """What the axes of a convolution's tensors are, as in ``jax.lax.ConvDimensionNumbers``.
+
+    Attributes:
+        input: The axes of the batch, of the channels, and the spatial ones.
+        kernel: The axes of output channels, of input channels, and the spatial ones.
+        output: As ``input``.
+    """
+
+    input: tuple[int, ...]
+    kernel: tuple[int, ...]
+    output: tuple[int, ...]
+
+    @classmethod
+    def of(cls, given: Any, rank: int) -> ConvolutionLayout:
+        """Return the layout that is meant.
+
+        Args:
+            given: A layout; None for channels first; ``"NHWC,HWIO->NHWC"``, or its three parts,
+                with any letters for spatial axes.
+            rank: Of the tensors.
+
+        Raises:
+            GraphError: Not a layout for this rank.
+        """
+        if isinstance(given, ConvolutionLayout):
+            found = given
+        elif given is None:
+            found = cls(*(tuple(range(rank)),) * 3)
+        else:
+            found = _parse(given)
+        for axes in (found.input, found.kernel, found.output):
+            if sorted(axes) != list(range(rank)):
+                raise GraphError(
+                    "the layout of a convolution does not fit its operands",
+                    got=str(given),
+                    expected=f"every axis of rank {rank} once",
+                )
+        return found
+
+
+def _parse(given: Any) -> ConvolutionLayout:
+    parts = given.replace("->", ",").split(",") if isinstance(given, str) else list(given)
+    if len(parts) != 3 or not all(isinstance(part, str) for part in parts):
+        raise _bad_layout(given)
+    image, kernel, output = (part.strip() for part in parts)
+    spatial = [letter for letter in kernel if letter not in "OI"]
+
+    def axes(spec: str, first: str) -> tuple[int, ...]:
+        wanted = [*first, *spatial]
+        if sorted(spec) != sorted(wanted):
+            raise _bad_layout(given)
+        return tuple(spec.index(letter) for letter in wanted)
+
+    return ConvolutionLayout(axes(image, "NC"), axes(kernel, "OI"), axes(output, "NC"))
+
+
+def _bad_layout(given: Any) -> GraphError:
+    return GraphError(
+        "not a layout of a convolution",
+        got=str(given),
+        expected="for example 'NHWC,HWIO->NHWC': N and C, O and I, and the same spatial letters",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """How the kernel moves over the input, for each spatial axis."""
+
+    strides: tuple[int, ...]
+    padding: Pairs
+    input_dilation: tuple[int, ...]
+    kernel_dilation: tuple[int, ...]
+
+
+def _compose_convolution(c: Composer, node: Node, x: Var, kernel: Var) -> Var:
+    result = node.type
+    if x is None or kernel is None:
+        return c.full(0, result)
+    layout: ConvolutionLayout = node["layout"]
+    x, sizes = transpose(c, x, node.types[0].shape, layout.input)
+    kernel, taps = transpose(c, kernel, node.types[1].shape, layout.kernel)
+    taps = tuple(int(size) for size in taps)
+    kernel = flip(c, kernel, [axis + 2 for axis, turn in enumerate(node["reversal"]) if turn])
+    windows, groups = node["windows"], node["feature_groups"]
+    if len(sizes) == 2:
+        # Without spatial axes it is a product; MIL wants one.
+        x, kernel = reshape(c, x, sizes, (*sizes, 1)), reshape(c, kernel, taps, (*taps, 1))
+        sizes, taps = (*sizes, 1), (*taps, 1)
+        windows = _Windows((1,), ((0, 0),), (1,), (1,))
+    if node["batch_groups"] != 1:
+        groups = node["batch_groups"]
+        x, sizes = _batches_to_channels(c, x, sizes, groups)
+    compose = _Convolution(sizes, taps, windows, groups)
+    dtypes = [operand.dtype for operand in node.operands]
+    summed = sum_dtype(dtypes, result.dtype)
+    if summed is DType.INT32:
+        product = compose.of_integers(c, (x, kernel), dtypes)
+    else:
+        x, kernel = (c.convert(v, d, summed) for v, d in zip((x, kernel), dtypes, strict=True))
+        product = compose.of_floats(c, x, kernel, summed)
+    shape = [result.shape[axis] for axis in layout.output]
+    if len(sizes) != len(shape):
+        product = c.reshape(product, shape)
+    product, _ = transpose(c, product, shape, np.argsort(layout.output).tolist())
+    return c.convert(product, summed, result.dtype)
+
+
+def _batches_to_channels(
+    c: Composer, x: Var, sizes: Sequence[Dim], groups: int
+) -> tuple[Var, tuple[Dim, ...]]:
+    """Return groups of batches beside each other as channels, of which kernels take one each."""
+    batch, channels, *spatial = (int(size) for size in sizes)
+    pixels = math.prod((channels, *spatial))
+    apart = reshape(c, x, sizes, (groups, batch // groups, pixels))
+    apart, shape = transpose(c, apart, (groups, batch // groups, pixels), (1, 0, 2))
+    wanted = (batch // groups, groups * channels, *spatial)
+    return reshape(c, apart, shape, wanted), wanted
+
+
+class _Convolution:
+    """Makes the MIL of convolutions of [N, C, *spatial] with [O, C / groups, *kernel].
+
+    Args:
+        sizes: Of the input.
+        taps: Sizes of the kernel.
+        windows: How it moves.
+        groups: Of channels.
+    """
+
+    def __init__(
+        self, sizes: Sequence[Dim], taps: tuple[int, ...], windows: _Windows, groups: int
+    ) -> None:
+        self.sizes = tuple(sizes)
+        self.taps = taps
+        self.windows = windows
+        self.groups = groups
+
+    def of_floats(self, c: Composer, x: Var, kernel: Var, dtype: DType = DType.FLOAT32) -> Var:
+        """Return the convolution of floats, which have the carrier of ``dtype``."""
+        windows, sizes = self.windows, self.sizes
+        padding = windows.padding
+        still = (1, 1)
+        zero = c.const(0, dtype)
+        if any(factor != 1 for factor in windows.input_dilation):
+            if self._is_transposed(kernel):
+                return self._transposed(c, x, kernel)
+            x, sizes = spread(c, x, sizes, (*still, *windows.input_dilation), zero)
+        if any(amount < 0 for pair in padding for amount in pair):
+            cropped = [(min(low, 0), min(high, 0)) for low, high in padding]
+            x, sizes = pad(c, x, sizes, [(0, 0), (0, 0), *cropped], zero)
+            padding = tuple((max(low, 0), max(high, 0)) for low, high in padding)
+        dilations = windows.kernel_dilation
+        if kernel.val is None and any(factor != 1 for factor in dilations):
+            # MIL dilates constant kernels only.
+            kernel, _ = spread(c, kernel, self.taps, (*still, *dilations), zero)
+            dilations = (1,) * len(dilations)
+        pads = [amount for pair in padding for amount in pair]
+        return c.mb.conv(
+            x=x,
+            weight=kernel,
+            strides=list(windows.strides),
+            pad_type="custom" if any(pads) else "valid",
+            pad=pads,
+            dilations=list(dilations),
+            groups=self.groups,
+        )
+
+    def of_integers(self, c: Composer, operands: Sequence[Var], dtypes: Sequence[DType]) -> Var:
+        """Return the convolution of integers, modulo 2**32.
+
+        MIL convolves floats only. The integers are taken apart into digits that are so small that
+        fp32 holds every sum of their products.
+        """
+        terms = math.prod(self.taps[1:])
+        room = _EXACT_BITS - (terms - 1).bit_length()
+        widths = [d.bits - (not d.is_unsigned) if d.bits < 32 else 32 for d in dtypes]
+        digit = max(room // 2, 1)
+        if sum(widths) <= room:
+            digit = max(widths)
+        x_digits, kernel_digits = (
+            _digits(c, var, width, digit) for var, width in zip(operands, widths, strict=True)
+        )
+        total = None
+        for n, x in enumerate(x_digits):
+            for m, kernel in enumerate(kernel_digits):
+                shift = (n + m) * digit
+                if shift >= 32:
+                    continue
+                part = c.mb.cast(x=self.of_floats(c, x, kernel), dtype="int32")
+                if shift:
+                    part = c.mb.mul(x=part, y=np.array(1 << shift, np.uint32).view(np.int32)[()])
+                total = part if total is None else c.mb.add(x=total, y=part)
+        return total
+
+    def _is_transposed(self, kernel: Var) -> bool:
+        """Whether MIL's transposed convolution does it: a constant kernel, little padding."""
+        windows = self.windows
+        return (
+            kernel.val is not None
+            and all(stride == 1 for stride in windows.strides)
+            and all(
+                amount <= reach
+                for pair, reach in zip(windows.padding, self._reach, strict=True)
+                for amount in pair
+            )
+        )
+
+    @property
+    def _reach(self) -> list[int]:
+        """How far the kernel reaches beyond its first element, along each spatial axis."""
+        return [
+            (size - 1) * factor
+            for size, factor in zip(self.taps[2:], self.windows.kernel_dilation, strict=True)
+        ]
+
+    def _transposed(self, c: Composer, x: Var, kernel: Var) -> Var:
+        out, depth, *taps = self.taps
+        grouped = kernel.val.reshape(self.groups, out // self.groups, depth, *taps)
+        turned = np.flip(np.swapaxes(grouped, 1, 2), tuple(range(3, grouped.ndim)))
+        weight = turned.reshape(self.groups * depth, out // self.groups, *taps)
+        pads = [
+            reach - amount
+            for pair, reach in zip(self.windows.padding, self._reach, strict=True)
+            for amount in pair
+        ]
+        return c.mb.conv_transpose(
+            x=x,
+            weight=c.const(weight),
+            pad_type="custom" if any(pads) else "valid",
+            pad=pads,
+            strides=list(self.windows.input_dilation),
+            dilations=list(self.windows.kernel_dilation),
+            groups=self.groups,
+        )
+
+
+def _digits(c: Composer, x: Var, width: int, digit: int) -> list[Var]:
+    """Return the digits of int32 values as fp32, the lowest first; the highest has the sign.
+
+    Args:
+        c: The composer.
+        x: The values.
+        width: Bits that they have.
+        digit: Bits of a digit.
+    """
+    found = []
+    for low in range(0, width, digit):
+        part = x
+        if low + digit < width:
+            part = c.mb.mod(x=x, y=np.int32(1 << digit))
+            x = c.mb.floor_div(x=x, y=np.int32(1 << digit))
+        found.append(c.mb.cast(x=part, dtype="fp32"))
+    return found
+
+
+class Convolution(Emitter):
+    """Convolutions."""
+
+    @operation(NUMBERS, _compose_convolution)
+    def convolution(
+        self,
+        x: Value,
+        kernel: Value,
+        *,
+        strides: Sequence[int] | None = None,
+        padding: str | Sequence[tuple[int, int]] | None = None,
+        input_dilation: Sequence[int] | None = None,
+        kernel_dilation: Sequence[int] | None = None,
+        reversal: Sequence[bool] | None = None,
+        layout: ConvolutionLayout | str | Sequence[str] | None = None,
+        feature_groups: int = 1,
+        batch_groups: int = 1,
+        preferred_dtype: Any = None,
+    ) -> Value:
+        """Return the convolution of an input with a kernel, up to 3 spatial axes.
+
+        Integers are exact, and wrap; a model of precision float16 rounds them as it does floats.
+
+        Args:
+            x: The input.
+            kernel: The kernel; its input channels are those of ``x`` over ``feature_groups``.
+            strides: Steps of the kernel, for each spatial axis.
+            padding: Zeros before and after; negative amounts crop. ``"VALID"`` for none,
+                ``"SAME"`` for as many outputs as inputs, over the stride.
+            input_dilation: Distance of neighbours of the input, zeros between them.
+            kernel_dilation: Distance of neighbours of the kernel.
+            reversal: Whether the kernel is turned around.
+            layout: See ``ConvolutionLayout.of``.
+            feature_groups: Groups of channels, each convolved by itself.
+            batch_groups: Groups of batches, each convolved with its part of the output channels.
+            preferred_dtype: Element type of the result; None for that of both operands.
+
+        Raises:
+            GraphError: Arguments that do not fit together.
+        """
+        dtype = product_dtype("convolution", x, kernel, preferred_dtype)
+        if x.rank != kernel.rank or not 2 <= x.rank <= 5:
+            raise GraphError(
+                "convolution: ranks of the operands",
+                got=f"{x.type} and {kernel.type}",
+                expected="the same, from 2 to 5",
+            )
+        shapes = ConvolutionLayout.of(layout, x.rank)
+        sizes = [x.shape[axis] for axis in shapes.input]
+        taps = list(TensorType(kernel.dtype, kernel.shape).static_shape)
+        taps = [taps[axis] for axis in shapes.kernel]
+        _check_channels(sizes, taps, feature_groups, batch_groups)
+        spatial = len(taps) - 2
+        moves = each_axis("strides", strides, spatial)
+        spreads = each_axis("input_dilation", input_dilation, spatial)
+        dilations = each_axis("kernel_dilation", kernel_dilation, spatial)
+        dilated = [dilated_size(n, factor) for n, factor in zip(sizes[2:], spreads, strict=True)]
+        reach = [int(dilated_size(n, f)) for n, f in zip(taps[2:], dilations, strict=True)]
+        pads = window_padding("convolution", padding, dilated, reach, moves)
+        windows = _Windows(moves, pads, spreads, dilations)
+        axes = zip(dilated, reach, moves, pads, strict=True)
+        counts = [window_count(*axis) for axis in axes]
+        batch = sizes[0] if batch_groups == 1 else int(sizes[0]) // batch_groups
+        ordered: list[Dim] = [batch, taps[0], *counts]
+        shape = [ordered[shapes.output.index(axis)] for axis in range(x.rank)]
+        return self.emit(
+            "convolution",
+            (x, kernel),
+            TensorType(dtype, tuple(shape)),
+            windows=windows,
+            layout=shapes,
+            reversal=_flags(reversal, spatial),
+            feature_groups=feature_groups,
+            batch_groups=batch_groups,
+        )
+
+
+def _check_channels(
+    sizes: Sequence[Dim], taps: Sequence[int], feature_groups: int, batch_groups: int
+) -> None:
+    batch, channels = sizes[:2]
+    if feature_groups < 1 or batch_groups < 1 or (feature_groups > 1 and batch_groups > 1):
+        raise GraphError(
+            "convolution: groups",
+            got=f"{feature_groups} of features and {batch_groups} of batches",
+            expected="1 or more, one of them 1",
+        )
+    if not same_size(channels, taps[1] * feature_groups):
+        raise GraphError(
+            "convolution: channels of the input and of the kernel differ",
+            got=f"{channels} and {taps[1]} in each of {feature_groups} groups",
+        )
+    if taps[0] % (feature_groups * batch_groups):
+        raise GraphError(
+            "convolution: output channels are not divisible by the groups",
+            got=f"{taps[0]} by {feature_groups * batch_groups}",
+        )
+    if batch_groups > 1 and not (
+        all(isinstance(size, int) for size in sizes) and int(batch) % batch_groups == 0
+    ):
+        raise GraphError(
+            "convolution: with batch_groups, sizes are fixed, and the batch divisible",
+            got=f"{list(sizes)} by {batch_groups}",
+        )
+
+
+def _flags(given: Sequence[bool] | None, count: int) -> tuple[bool, ...]:
+    found = (False,) * count if given is None else tuple(bool(flag) for flag in given)
+    if len(found) != count:
+        raise GraphError("reversal: wrong number", got=str(len(found)), expected=str(count))
+    return found

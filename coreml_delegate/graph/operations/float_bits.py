@@ -1,0 +1,182 @@
+"""The bits of floating-point numbers by exact arithmetic: MIL has no op that reinterprets them.
+
+Numbers of both formats are computed in fp32, where every step here is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.node import Node
+from coreml_delegate.graph.operations.functions import sign_bit
+from coreml_delegate.graph.tensor_types import DType
+
+
+@dataclass(frozen=True)
+class Format:
+    """A floating-point format.
+
+    Attributes:
+        exponent_bits: Bits of the exponent.
+        mantissa_bits: Bits of the mantissa, without the leading one.
+    """
+
+    exponent_bits: int
+    mantissa_bits: int
+
+    @property
+    def bias(self) -> int:
+        """What is added to exponents."""
+        return (1 << (self.exponent_bits - 1)) - 1
+
+    @property
+    def least_exponent(self) -> int:
+        """Exponent of the least number that is not subnormal."""
+        return 1 - self.bias
+
+    @property
+    def unit(self) -> np.int32:
+        """The bits of the least number that is not subnormal: of an exponent field of 1."""
+        return np.int32(1 << self.mantissa_bits)
+
+
+FORMATS = {DType.FLOAT32: Format(8, 23), DType.FLOAT16: Format(5, 10)}
+"""Formats by element type."""
+
+
+def from_float(c: Composer, x: Var, source: DType, target: DType) -> Var:
+    """Return the bits of floats as integers of equal width."""
+    layout = FORMATS[source]
+    wide = _as_fp32(c, x, source)
+    size = c.mb.abs(x=wide)
+    is_finite = c.mb.less(x=size, y=np.float32(np.inf))
+    finite = c.mb.select(cond=is_finite, a=size, b=np.float32(1))
+    mantissa, exponent = _split(c, finite, layout.least_exponent)
+    # A subnormal number has the exponent field 0, and its mantissa is below the leading one.
+    field = c.mb.mul(x=c.mb.sub(x=exponent, y=np.int32(layout.least_exponent)), y=layout.unit)
+    scaled = c.mb.mul(x=mantissa, y=np.float32(layout.unit))
+    bits = c.mb.add(x=field, y=c.mb.cast(x=scaled, dtype="int32"))
+    infinity = np.int32(((1 << layout.exponent_bits) - 1) << layout.mantissa_bits)
+    is_nan = c.mb.not_equal(x=wide, y=wide)
+    quiet = np.int32(infinity + (layout.unit >> 1))
+    beyond = c.mb.select(cond=is_nan, a=quiet, b=infinity)
+    bits = c.mb.select(cond=is_finite, a=bits, b=beyond)
+    highest = np.int32(-(1 << (layout.exponent_bits + layout.mantissa_bits)))
+    negative = c.mb.cast(x=sign_bit(c, wide, DType.FLOAT32), dtype="int32")
+    bits = c.mb.add(x=bits, y=c.mb.mul(x=negative, y=highest))
+    return c.wrap(bits, target)
+
+
+def to_float(c: Composer, x: Var, source: DType, target: DType) -> Var:
+    """Return the floats of equal width whose bits integers have."""
+    layout = FORMATS[target]
+    x = c.wrap(x, DType.INT16) if source is DType.UINT16 else x
+    is_negative = c.mb.less(x=x, y=np.int32(0))
+    highest = np.int32(-(1 << (layout.exponent_bits + layout.mantissa_bits)))
+    rest = c.mb.select(cond=is_negative, a=c.mb.sub(x=x, y=highest), b=x)
+    field = c.mb.floor_div(x=rest, y=layout.unit)
+    fraction = c.mb.mod(x=rest, y=layout.unit)
+    last = (1 << layout.exponent_bits) - 1
+    first, second = _powers(np.maximum(np.arange(last + 1), 1) - layout.bias)
+    first[last] = np.inf
+    number = _mantissa(c, field, fraction, layout.mantissa_bits)
+    for factors in (first, second):
+        factor = c.mb.gather(x=c.const(factors), indices=field, axis=0)
+        number = c.mb.mul(x=number, y=factor)
+    is_nan = c.mb.logical_and(
+        x=c.mb.equal(x=field, y=np.int32(last)), y=c.mb.greater(x=fraction, y=np.int32(0))
+    )
+    number = c.mb.select(cond=is_nan, a=np.float32(np.nan), b=number)
+    negated = c.mb.mul(x=number, y=np.float32(-1))
+    number = c.mb.select(cond=is_negative, a=negated, b=number)
+    return number if target.carrier == "fp32" else c.mb.cast(x=number, dtype=target.carrier)
+
+
+def _mantissa(c: Composer, field: Var, fraction: Var, bits: int) -> Var:
+    """Return the mantissa, in [0, 2), of an exponent field and a fraction.
+
+    In parts of 11 bits: a graph that is compiled to fp16 loses the lower ones only.
+    """
+    low_bits = max(bits - 11, 0)
+    high = c.mb.floor_div(x=fraction, y=np.int32(1 << low_bits)) if low_bits else fraction
+    scaled = c.mb.mul(x=c.mb.cast(x=high, dtype="fp32"), y=np.float32(2.0 ** (low_bits - bits)))
+    is_normal = c.mb.cast(x=c.mb.greater(x=field, y=np.int32(0)), dtype="fp32")
+    result = c.mb.add(x=is_normal, y=scaled)
+    if low_bits:
+        low = c.mb.cast(x=c.mb.mod(x=fraction, y=np.int32(1 << low_bits)), dtype="fp32")
+        result = c.mb.add(x=result, y=c.mb.mul(x=low, y=np.float32(2.0**-bits)))
+    return result
+
+
+def compose_reduce_precision(c: Composer, node: Node, x: Var) -> Var:
+    """Compose the rounding of floats to a narrower format."""
+    layout = Format(node["exponent_bits"], node["mantissa_bits"])
+    dtype = node.type.dtype
+    own = FORMATS.get(dtype, FORMATS[DType.FLOAT32])
+    keeps_range = layout.exponent_bits >= own.exponent_bits
+    if keeps_range and layout.mantissa_bits >= own.mantissa_bits:
+        return x
+    wide = _as_fp32(c, x, dtype)
+    is_finite = c.mb.less(x=c.mb.abs(x=wide), y=np.float32(np.inf))
+    finite = c.mb.select(cond=is_finite, a=c.mb.abs(x=wide), b=np.float32(1))
+    mantissa, exponent = _split(c, finite, own.least_exponent)
+    scale = np.float32(2.0 ** min(layout.mantissa_bits, own.mantissa_bits))
+    rounded = c.mb.round(x=c.mb.mul(x=mantissa, y=scale))
+    result = _scaled(c, c.mb.mul(x=rounded, y=1 / scale), exponent, own.least_exponent)
+    if not keeps_range:
+        result = _within(c, result, layout)
+    signed = c.mb.mul(x=result, y=c.mb.sign(x=wide))
+    result = c.mb.select(cond=is_finite, a=signed, b=wide)
+    return result if dtype.carrier == "fp32" else c.mb.cast(x=result, dtype=dtype.carrier)
+
+
+def _within(c: Composer, x: Var, layout: Format) -> Var:
+    """Return rounded numbers that a format has: 0 below the least normal one, and infinity."""
+    too_large = np.float32(math.ldexp(1.0, layout.bias + 1))
+    is_large = c.mb.greater_equal(x=x, y=too_large)
+    x = c.mb.select(cond=is_large, a=np.float32(np.inf), b=x)
+    is_small = c.mb.less(x=x, y=np.float32(math.ldexp(1.0, layout.least_exponent)))
+    return c.mb.select(cond=is_small, a=np.float32(0), b=x)
+
+
+def _as_fp32(c: Composer, x: Var, dtype: DType) -> Var:
+    return x if dtype.carrier == "fp32" else c.mb.cast(x=x, dtype="fp32")
+
+
+def _powers(exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return two factors of each power of two, both normal where the power may be subnormal."""
+    half = exponents // 2
+    return np.exp2(half).astype(np.float32), np.exp2(exponents - half).astype(np.float32)
+
+
+def _scaled(c: Composer, x: Var, exponent: Var, least: int, *, sign: int = 1) -> Var:
+    """Return fp32 times a power of two, by its int32 exponent of ``least`` to 127."""
+    index = c.mb.sub(x=exponent, y=np.int32(least))
+    for factors in _powers(sign * np.arange(least, 128)):
+        x = c.mb.mul(x=x, y=c.mb.gather(x=c.const(factors), indices=index, axis=0))
+    return x
+
+
+def _split(c: Composer, x: Var, least: int) -> tuple[Var, Var]:
+    """Return positive fp32 as a mantissa in [1, 2) and an int32 exponent.
+
+    The mantissa is less than 1 where the exponent would be less than ``least``.
+    """
+    logarithm = c.mb.log(x=x, epsilon=np.float32(0))
+    estimate = c.mb.floor(x=c.mb.mul(x=logarithm, y=np.float32(1 / math.log(2))))
+    bounded = c.mb.minimum(x=c.mb.maximum(x=estimate, y=np.float32(least)), y=np.float32(127))
+    exponent = c.mb.cast(x=bounded, dtype="int32")
+    mantissa = _scaled(c, x, exponent, least, sign=-1)
+    # The logarithm is not exact.
+    is_high = c.mb.greater_equal(x=mantissa, y=np.float32(2))
+    is_low = c.mb.logical_and(
+        x=c.mb.less(x=mantissa, y=np.float32(1)), y=c.mb.greater(x=exponent, y=np.int32(least))
+    )
+    factor = c.mb.select(cond=is_low, a=np.float32(2), b=np.float32(1))
+    factor = c.mb.select(cond=is_high, a=np.float32(0.5), b=factor)
+    change = c.mb.sub(x=c.mb.cast(x=is_high, dtype="int32"), y=c.mb.cast(x=is_low, dtype="int32"))
+    return c.mb.mul(x=mantissa, y=factor), c.mb.add(x=exponent, y=change)

@@ -1,0 +1,514 @@
+"""Layers that Core ML computes as a whole: activations, normalizations, attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from coreml_delegate.errors import GraphError
+from coreml_delegate.graph.compose import MOST_AXES, Composer, Var
+from coreml_delegate.graph.emitter import (
+    Emitter,
+    normalize_axes,
+    normalize_axis,
+    operation,
+    require_same_dtype,
+    same_shape,
+    same_size,
+)
+from coreml_delegate.graph.node import Node, Value
+from coreml_delegate.graph.tensor_types import BOOLEANS, FLOATS, Dim, DType, TensorType
+from coreml_delegate.targets import Opset
+
+_GELU = {"none": "EXACT", "tanh": "TANH_APPROXIMATION"}
+_LINEAR_RANK = 3  # the largest that ``linear`` takes
+
+
+def _unary(op: str) -> Callable[[Composer, Node, Var], Var]:
+    def compose(c: Composer, _: Node, x: Var) -> Var:
+        return getattr(c.mb, op)(x=x)
+
+    return compose
+
+
+def around_axis(type: TensorType, axis: int) -> tuple[tuple[int, int, int], int]:
+    """Return a shape of rank 3 that keeps an axis, and where it is there."""
+    shape = type.static_shape
+    return (math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])), 1
+
+
+def _along_axis(
+    function: Callable[[Composer, Var, int], Var],
+) -> Callable[[Composer, Node, Var], Var]:
+    """Compose with a function of a tensor and an axis."""
+
+    def compose(c: Composer, node: Node, x: Var) -> Var:
+        if node.type.rank <= MOST_AXES:
+            return function(c, x, node["axis"])
+        shape, axis = around_axis(node.type, node["axis"])
+        return c.reshape(function(c, c.reshape(x, shape), axis), node.type.shape)
+
+    return compose
+
+
+def _softmax(c: Composer, x: Var, axis: int) -> Var:
+    return c.mb.softmax(x=x, axis=axis)
+
+
+def _log_softmax(c: Composer, x: Var, axis: int) -> Var:
+    # Without the largest first, a large one would take the digits of the sum.
+    shifted = c.mb.sub(x=x, y=c.mb.reduce_max(x=x, axes=[axis], keep_dims=True))
+    total = c.mb.reduce_log_sum_exp(x=shifted, axes=[axis], keep_dims=True)
+    return c.mb.sub(x=shifted, y=total)
+
+
+def _compose_gelu(c: Composer, node: Node, x: Var) -> Var:
+    return c.mb.gelu(x=x, mode=_GELU[node["approximate"]])
+
+
+def _compose_layer_norm(c: Composer, node: Node, x: Var, *parameters: Var) -> Var:
+    """Compose with constant parameters as the op's own, which come in this order; others after."""
+    axes, shape = node["axes"], node.types[0].shape
+    number = node.type.dtype.carrier_numpy.type
+    given = dict(zip(node["parameters"], parameters, strict=True))
+    own: dict[str, Var] = {}
+    if "scale" in given and given["scale"].val is not None:
+        own["gamma"] = given.pop("scale")
+    if "scale" not in given and "offset" in given and given["offset"].val is not None:
+        sizes = given["offset"].shape
+        own = {"gamma": c.const(np.ones(sizes, number)), **own, "beta": given.pop("offset")}
+    y = c.mb.layer_norm(x=x, axes=list(axes), epsilon=number(node["epsilon"]), **own)
+    along = [size if n in axes else 1 for n, size in enumerate(shape)]
+    for name, op in (("scale", c.mb.mul), ("offset", c.mb.add)):
+        if name in given:
+            y = op(x=y, y=c.reshape(given[name], along))
+    return y
+
+
+def _compose_rms_norm(c: Composer, node: Node, x: Var, *scale: Var) -> Var:
+    axes, shape = node["axes"], node.types[0].shape
+    is_half = node.type.dtype.carrier == "fp16"
+    # In fp16 squares of numbers above 255 are infinite.
+    wide = c.mb.cast(x=x, dtype="fp32") if is_half else x
+    mean = c.mb.reduce_mean(x=c.mb.mul(x=wide, y=wide), axes=list(axes), keep_dims=True)
+    y = c.mb.mul(x=wide, y=c.mb.rsqrt(x=mean, epsilon=np.float32(node["epsilon"])))
+    y = c.mb.cast(x=y, dtype="fp16") if is_half else y
+    along = [size if n in axes else 1 for n, size in enumerate(shape)]
+    return c.mb.mul(x=y, y=c.reshape(scale[0], along)) if scale else y
+
+
+def _compose_dense(c: Composer, node: Node, x: Var, weight: Var, *bias: Var) -> Var:
+    return linear(c, node.types[0].shape, x, weight, bias[0] if bias else None)
+
+
+def linear(c: Composer, shape: Sequence[Dim], x: Var, weight: Var, bias: Var | None) -> Var:
+    """Return ``x @ weight.T + bias``.
+
+    Args:
+        c: The composer.
+        shape: Of ``x``: [..., size].
+        x: The features.
+        weight: [outputs, size].
+        bias: [outputs], or None.
+    """
+    is_constant = all(v is None or _is_constant(v) for v in (weight, bias))
+    if not is_constant and len(shape) > MOST_AXES:
+        y = linear(c, (1, shape[-1]), c.reshape(x, (-1, shape[-1])), weight, bias)
+        return c.reshape(y, (-1,))
+    if not is_constant:
+        row = len(shape) == 1
+        y = c.mb.matmul(x=c.reshape(x, (1, *shape)) if row else x, y=weight, transpose_y=True)
+        y = c.mb.squeeze(x=y, axes=[0]) if row else y
+        return y if bias is None else c.mb.add(x=y, y=bias)
+    keywords = {} if bias is None else {"bias": bias}
+    if len(shape) <= _LINEAR_RANK:
+        return c.mb.linear(x=x, weight=weight, **keywords)
+    flat = c.reshape(x, (-1, int(weight.shape[1])))
+    y = c.mb.linear(x=flat, weight=weight, **keywords)
+    return c.reshape(y, (*shape[:-1], int(weight.shape[0])))
+
+
+def _is_constant(var: Var) -> bool:
+    return var.val is not None or (var.op is not None and var.op.op_type.startswith("constexpr_"))
+
+
+def _compose_attention(
+    c: Composer, node: Node, query: Var, key: Var, value: Var, *mask: Var
+) -> Var:
+    shape, keys = node.types[0].shape, node.types[1].shape[-2]
+    masks = list(mask)
+    if node["is_causal"]:
+        causal = _causal_mask(c, shape[-2], keys)
+        is_flag = masks and node.types[3].dtype is DType.BOOL
+        if is_flag:
+            masks = [c.mb.logical_and(x=masks[0], y=causal)]
+        elif masks:
+            masks = [hide(c, node.type.dtype, causal, masks[0], -math.inf)]
+        else:
+            masks = [causal]
+    return attention(c, node.type.dtype, query, key, value, masks, node["scale"])
+
+
+def attention(
+    c: Composer,
+    dtype: DType,
+    query: Var,
+    key: Var,
+    value: Var,
+    masks: Sequence[Var],
+    scale: float,
+) -> Var:
+    """Return ``softmax(query @ key.T * scale + mask) @ value``, of the last two dimensions.
+
+    Args:
+        c: The composer.
+        dtype: Element type.
+        query: [..., L, E].
+        key: [..., S, E].
+        value: [..., S, EV].
+        masks: At most one, [..., L, S]: bool, true where a key takes part, or what is added.
+        scale: Factor.
+    """
+    number = dtype.carrier_numpy.type
+    own = 1 / math.sqrt(query.shape[-1])
+    is_op = c.opset >= Opset.iOS18 and query.rank >= 3
+    factor = scale / own if is_op else scale
+    if not math.isclose(factor, 1, rel_tol=1e-6):
+        query = c.mb.mul(x=query, y=number(factor))
+    if is_op:
+        keywords = {"attn_mask": masks[0]} if masks else {}
+        return c.mb.scaled_dot_product_attention(query=query, key=key, value=value, **keywords)
+    scores = c.mb.matmul(x=query, y=key, transpose_y=True)
+    for mask in masks:
+        if mask.dtype == query.dtype:
+            scores = c.mb.add(x=scores, y=mask)
+        else:
+            scores = c.mb.select(cond=mask, a=scores, b=number(-np.inf))
+    return c.mb.matmul(x=c.mb.softmax(x=scores, axis=-1), y=value)
+
+
+def hide(c: Composer, dtype: DType, flag: Var, added: Var | None, score: float) -> Var:
+    """Return what to add to scores to have ``score`` where a flag is false.
+
+    Args:
+        c: The composer.
+        dtype: Element type of the scores.
+        flag: True where a score is shown.
+        added: What is added to shown scores, or None; its shape and the flag's may be repeated.
+        score: Replaces what it is added to: infinite, or so low that nothing else is left.
+    """
+    number = dtype.carrier_numpy.type
+    # ``select`` of two scalars is a scalar to coremltools, whatever the condition's shape.
+    zeros = c.mb.mul(x=c.mb.cast(x=flag, dtype=dtype.carrier), y=number(0))
+    shown = zeros if added is None else c.mb.add(x=zeros, y=added)
+    return c.mb.select(cond=flag, a=shown, b=number(score))
+
+
+def _causal_mask(c: Composer, queries: Dim, keys: Dim) -> Var:
+    """Return [queries, keys], true where the key is not after the query."""
+    if isinstance(queries, int) and isinstance(keys, int):
+        return c.const(np.tri(queries, keys, dtype=bool))
+    places = [
+        c.mb.range_1d(start=np.int32(0), end=c.size(size), step=np.int32(1))
+        for size in (queries, keys)
+    ]
+    rows = c.mb.expand_dims(x=places[0], axes=[1])
+    return c.mb.greater_equal(x=rows, y=c.mb.expand_dims(x=places[1], axes=[0]))
+
+
+def _compose_qkv(c: Composer, node: Node, x: Var, weight: Var, *bias: Var) -> tuple[Var, ...]:
+    y = _compose_dense(c, node, x, weight, *bias)
+    return tuple(c.mb.split(x=y, split_sizes=list(node["sizes"]), axis=-1))
+
+
+class Fused(Emitter):
+    """Layers that Core ML computes as a whole: activations, normalizations, attention."""
+
+    @operation(FLOATS, _along_axis(_softmax))
+    def softmax(self, x: Value, axis: int = -1) -> Value:
+        """Return the exponentials over their sum along an axis.
+
+        Raises:
+            GraphError: There is no such axis.
+        """
+        return self.emit("softmax", (x,), x.type, axis=normalize_axis(axis, x.rank))
+
+    @operation(FLOATS, _along_axis(_log_softmax))
+    def log_softmax(self, x: Value, axis: int = -1) -> Value:
+        """Return the logarithm of ``softmax``.
+
+        Raises:
+            GraphError: There is no such axis.
+        """
+        return self.emit("log_softmax", (x,), x.type, axis=normalize_axis(axis, x.rank))
+
+    @operation(FLOATS, _compose_gelu)
+    def gelu(self, x: Value, approximate: str = "none") -> Value:
+        """Return ``x`` times the normal distribution function of it.
+
+        Args:
+            x: The tensor.
+            approximate: ``none``, or ``tanh`` for the approximation by it.
+
+        Raises:
+            GraphError: Another approximation.
+        """
+        if approximate not in _GELU:
+            raise GraphError(
+                "unknown approximation of gelu", got=repr(approximate), expected=" | ".join(_GELU)
+            )
+        return self.emit("gelu", (x,), x.type, approximate=approximate)
+
+    @operation(FLOATS, _unary("relu"))
+    def relu(self, x: Value) -> Value:
+        """Return ``x``, or 0 where it is negative."""
+        return self.emit("relu", (x,), x.type)
+
+    @operation(FLOATS, _unary("silu"))
+    def silu(self, x: Value) -> Value:
+        """Return ``x`` times its logistic function."""
+        return self.emit("silu", (x,), x.type)
+
+    @operation(FLOATS, _compose_layer_norm)
+    def layer_norm(
+        self,
+        x: Value,
+        axes: int | Sequence[int] = -1,
+        scale: Value | None = None,
+        offset: Value | None = None,
+        epsilon: float = 1e-5,
+    ) -> Value:
+        """Return ``(x - mean) / sqrt(variance + epsilon) * scale + offset`` over axes.
+
+        Args:
+            x: The tensor.
+            axes: Over which mean and variance are taken.
+            scale: Of the sizes of those axes, in their order in ``x``; None for 1.
+            offset: Of the same shape; None for 0.
+            epsilon: Keeps the divisor from 0.
+
+        Raises:
+            GraphError: No such axes, or parameters of another shape or element type.
+        """
+        _require_few_axes("layer_norm", x)
+        over = _norm_axes("layer_norm", x, axes, scale, offset)
+        named = {"scale": scale, "offset": offset}
+        given = {name: value for name, value in named.items() if value is not None}
+        return self.emit(
+            "layer_norm",
+            (x, *given.values()),
+            x.type,
+            axes=over,
+            parameters=tuple(given),
+            epsilon=float(epsilon),
+        )
+
+    @operation(FLOATS, _compose_rms_norm)
+    def rms_norm(
+        self,
+        x: Value,
+        axes: int | Sequence[int] = -1,
+        scale: Value | None = None,
+        epsilon: float = 1e-6,
+    ) -> Value:
+        """Return ``x / sqrt(mean(x ** 2) + epsilon) * scale`` over axes.
+
+        Args:
+            x: The tensor.
+            axes: Over which the mean is taken.
+            scale: Of the sizes of those axes, in their order in ``x``; None for 1.
+            epsilon: Keeps the divisor from 0.
+
+        Raises:
+            GraphError: No such axes, or a scale of another shape or element type.
+        """
+        _require_few_axes("rms_norm", x)
+        over = _norm_axes("rms_norm", x, axes, scale)
+        operands = (x,) if scale is None else (x, scale)
+        return self.emit("rms_norm", operands, x.type, axes=over, epsilon=float(epsilon))
+
+    @operation(FLOATS, _compose_dense)
+    def dense(
+        self, x: Value, weight: Value, bias: Value | None = None, activation: str | None = None
+    ) -> Value:
+        """Return ``activation(x @ weight.T + bias)``.
+
+        Args:
+            x: [..., size].
+            weight: [outputs, size].
+            bias: [outputs], or None.
+            activation: ``relu``, ``gelu``, ``gelu_tanh``, ``silu``, ``tanh`` or None.
+
+        Raises:
+            GraphError: Shapes or element types that do not fit, or no such activation.
+        """
+        type = _dense_type("dense", x, weight, bias)
+        operands = (x, weight) if bias is None else (x, weight, bias)
+        return self._activated(self.emit("dense", operands, type), activation)
+
+    @operation(FLOATS, _compose_attention)
+    def scaled_dot_product_attention(
+        self,
+        query: Value,
+        key: Value,
+        value: Value,
+        mask: Value | None = None,
+        scale: float | None = None,
+        is_causal: bool = False,
+    ) -> Value:
+        """Return ``softmax(query @ key.T * scale + mask) @ value``, of the last two dimensions.
+
+        Args:
+            query: [..., L, E].
+            key: [..., S, E].
+            value: [..., S, EV].
+            mask: [..., L, S], or sizes of 1 instead, or fewer dimensions: what is added, or bool,
+                true where a key takes part. A query without any has NaN.
+            scale: None for ``1 / sqrt(E)``.
+            is_causal: Whether keys after the query, by position, take no part.
+
+        Raises:
+            GraphError: Shapes or element types that do not fit.
+        """
+        name = "scaled_dot_product_attention"
+        _require_few_axes(name, query)
+        require_same_dtype(name, query, key, value)
+        _check_attention(name, query, key, value)
+        size = query.shape[-1]
+        if not isinstance(size, int):
+            raise GraphError(f"{name}: the last size has to be fixed", got=str(query.type))
+        type = query.type.with_shape((*query.shape[:-1], value.shape[-1]))
+        operands = (query, key, value)
+        if mask is not None:
+            _check_mask(name, mask, query, key)
+            operands = (*operands, mask)
+        factor = 1 / math.sqrt(max(1, size)) if scale is None else float(scale)
+        return self.emit(name, operands, type, scale=factor, is_causal=bool(is_causal))
+
+    @operation(FLOATS, _compose_qkv)
+    def qkv_projection(
+        self,
+        x: Value,
+        weight: Value,
+        bias: Value | None,
+        query_size: int,
+        key_value_size: int,
+    ) -> tuple[Value, Value, Value]:
+        """Return queries, keys and values, which are parts of ``x @ weight.T + bias``.
+
+        Args:
+            x: [..., size].
+            weight: [query_size + 2 * key_value_size, size].
+            bias: [query_size + 2 * key_value_size], or None.
+            query_size: Last size of the queries.
+            key_value_size: Last size of the keys, and of the values.
+
+        Raises:
+            GraphError: Shapes or element types that do not fit.
+        """
+        _require_few_axes("qkv_projection", x)
+        type = _dense_type("qkv_projection", x, weight, bias)
+        sizes = (query_size, key_value_size, key_value_size)
+        if type.shape[-1] != sum(sizes) or min(sizes) < 1:
+            raise GraphError(
+                "qkv_projection: the weight has another size than its parts",
+                got=str(weight.type),
+                expected=f"{query_size} + 2 * {key_value_size} rows",
+            )
+        types = [type.with_shape((*type.shape[:-1], size)) for size in sizes]
+        operands = (x, weight) if bias is None else (x, weight, bias)
+        return self.emit("qkv_projection", operands, types, sizes=sizes)
+
+    def _activated(self, x: Value, activation: str | None) -> Value:
+        builder: Any = self
+        activations: dict[str | None, Callable[[Value], Value]] = {
+            None: lambda x: x,
+            "relu": self.relu,
+            "gelu": self.gelu,
+            "gelu_tanh": lambda x: self.gelu(x, "tanh"),
+            "silu": self.silu,
+            "tanh": lambda x: builder.tanh(x),
+        }
+        if activation not in activations:
+            raise GraphError(
+                "unknown activation",
+                got=repr(activation),
+                expected=" | ".join(name for name in activations if name),
+            )
+        return activations[activation](x)
+
+
+def _require_few_axes(name: str, x: Value) -> None:
+    if x.rank > MOST_AXES:
+        raise GraphError(
+            f"{name}: too many dimensions for Core ML", got=str(x.type), expected=f"{MOST_AXES}"
+        )
+
+
+def _norm_axes(
+    name: str, x: Value, axes: int | Sequence[int], *parameters: Value | None
+) -> tuple[int, ...]:
+    """Return sorted axes; refuse parameters that do not have their sizes."""
+    over = tuple(sorted(normalize_axes(axes, x.rank)))
+    if not over:
+        raise GraphError(f"{name} has no axes", expected="at least one")
+    given = [value for value in parameters if value is not None]
+    require_same_dtype(name, x, *given)
+    sizes = tuple(x.shape[axis] for axis in over)
+    for value in given:
+        if not same_shape(value.shape, sizes):
+            raise GraphError(
+                f"{name}: a parameter has another shape than the axes",
+                got=str(value.type),
+                expected=str(TensorType(x.dtype, sizes)),
+            )
+    return over
+
+
+def _dense_type(name: str, x: Value, weight: Value, bias: Value | None) -> TensorType:
+    values = [x, weight] if bias is None else [x, weight, bias]
+    require_same_dtype(name, *values)
+    fits = x.rank > 0 and weight.rank == 2 and same_size(weight.shape[1], x.shape[-1])
+    fits = fits and (bias is None or same_shape(bias.shape, weight.shape[:1]))
+    if not fits:
+        raise GraphError(
+            f"{name}: shapes do not fit",
+            got=", ".join(str(value.type) for value in values),
+            expected="[..., size], [outputs, size] and [outputs]",
+        )
+    if x.shape[-1] == 0:
+        raise GraphError(f"{name}: there are no features", got=str(x.type))
+    return x.type.with_shape((*x.shape[:-1], weight.shape[0]))
+
+
+def _check_attention(name: str, query: Value, key: Value, value: Value) -> None:
+    q, k, v = query.shape, key.shape, value.shape
+    fits = len(q) == len(k) == len(v) >= 2
+    fits = fits and same_shape(q[:-2], k[:-2]) and same_shape(q[:-2], v[:-2])
+    fits = fits and same_size(q[-1], k[-1]) and same_size(k[-2], v[-2])
+    if not fits or 0 in (k[-2], q[-1]):
+        raise GraphError(
+            f"{name}: shapes do not fit",
+            got=", ".join(str(given.type) for given in (query, key, value)),
+            expected="[..., L, E], [..., S, E] and [..., S, EV], where E and S are not 0",
+        )
+
+
+def _check_mask(name: str, mask: Value, query: Value, key: Value) -> None:
+    if mask.dtype not in (query.dtype, *BOOLEANS):
+        raise GraphError(
+            f"{name}: wrong element type of the mask",
+            got=mask.dtype.label,
+            expected=f"bool or {query.dtype.label}",
+        )
+    full = (*query.shape[:-1], key.shape[-2])
+    sizes = zip(mask.shape[::-1], full[::-1], strict=False)
+    if mask.rank > len(full) or not all(one == 1 or same_size(one, size) for one, size in sizes):
+        raise GraphError(
+            f"{name}: the mask does not fit",
+            got=str(mask.type),
+            expected=f"{TensorType(query.dtype, full)}, or sizes of 1 instead",
+        )

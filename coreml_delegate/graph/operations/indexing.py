@@ -1,0 +1,343 @@
+"""Reading and writing at indices that are values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from coreml_delegate.errors import GraphError
+from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.emitter import (
+    Emitter,
+    normalize_axes,
+    normalize_axis,
+    operation,
+    require_same_dtype,
+    same_shape,
+)
+from coreml_delegate.graph.node import Closure, Node, Value
+from coreml_delegate.graph.operations.axes import as_index, counting, require_rank, sizes_of
+from coreml_delegate.graph.operations.gathers import compose_gather
+from coreml_delegate.graph.operations.scatters import compose_scatter
+from coreml_delegate.graph.tensor_types import ALL, INTEGERS, Dim, DType, TensorType
+
+GATHER_MODES = ("clip", "promise_in_bounds")
+SCATTER_MODES = ("update", "add", "sub", "mul", "min", "max")
+
+_BODIES = {
+    "add": "add",
+    "subtract": "sub",
+    "multiply": "mul",
+    "minimum": "min",
+    "maximum": "max",
+    "and": "min",
+    "or": "max",
+}
+_LOGICAL = ("and", "or")
+# Of bools, which are 0 or 1.
+_OF_BOOLS = {"add": "max", "mul": "min"}
+
+
+def _compose_one_hot(c: Composer, node: Node, indices: Var) -> Var:
+    dtype = node.type.dtype
+    places = c.mb.expand_dims(x=as_index(c, indices, node.types[0].dtype), axes=[-1])
+    hot = c.mb.equal(x=places, y=counting(c, node.type.shape[-1]))
+    return hot if dtype is DType.BOOL else c.mb.cast(x=hot, dtype=dtype.carrier)
+
+
+class Indexing(Emitter):
+    """Reading and writing at indices that are values."""
+
+    @operation(ALL, compose_gather, moves_data=True)
+    def gather(
+        self,
+        x: Value,
+        indices: Value,
+        *,
+        offset_dims: Sequence[int],
+        collapsed_slice_dims: Sequence[int],
+        start_index_map: Sequence[int],
+        index_vector_dim: int,
+        slice_sizes: Sequence[Dim],
+        operand_batching_dims: Sequence[int] = (),
+        start_indices_batching_dims: Sequence[int] = (),
+        indices_are_sorted: bool = False,  # noqa: ARG002 - a hint
+        mode: str = "clip",
+    ) -> Value:
+        """Return slices at index vectors, with StableHLO's dimension numbers.
+
+        Args:
+            x: Any tensor.
+            indices: Integers; the vectors lie along ``index_vector_dim``, or are scalars if that is
+                the rank.
+            offset_dims: Dimensions of the result that are those of a slice.
+            collapsed_slice_dims: Dimensions of ``x``, of size 1 in a slice, that the result lacks.
+            start_index_map: For each element of an index vector, which dimension of ``x`` it is.
+            index_vector_dim: Of ``indices``.
+            slice_sizes: Of a slice, per dimension of ``x``.
+            operand_batching_dims: Dimensions of ``x`` that run along with
+                ``start_indices_batching_dims`` of ``indices``.
+            start_indices_batching_dims: See there.
+            indices_are_sorted: Has no effect.
+            mode: ``clip`` moves a slice until it fits into ``x``; ``promise_in_bounds`` leaves open
+                what happens to one that does not.
+        """
+        name = "gather"
+        if mode not in GATHER_MODES:
+            raise GraphError(
+                f"{name}: unknown mode", got=repr(mode), expected=" | ".join(GATHER_MODES)
+            )
+        batch = _batch(name, indices, index_vector_dim, len(start_index_map))
+        sizes = sizes_of(name, slice_sizes)
+        require_rank(name, "slice sizes", sizes, x.rank)
+        collapsed = normalize_axes(collapsed_slice_dims, x.rank, "collapsed slice dimensions")
+        batching = normalize_axes(operand_batching_dims, x.rank, "operand batching dimensions")
+        mapped = normalize_axes(start_index_map, x.rank, "dimensions of the start index map")
+        linked = _linked(name, x, indices, batching, start_indices_batching_dims, index_vector_dim)
+        _check_apart(name, collapsed, batching, mapped)
+        for d, (size, have) in enumerate(zip(sizes, x.shape, strict=True)):
+            exact = d in collapsed or d in batching
+            if (exact and size != 1) or (
+                isinstance(size, int) and isinstance(have, int) and size > have
+            ):
+                raise GraphError(
+                    f"{name}: a slice does not fit dimension {d} of {x.type}",
+                    got=str(size),
+                    expected="1" if exact else f"{have} or less",
+                )
+        kept = [d for d in range(x.rank) if d not in collapsed and d not in batching]
+        rank = len(batch) + len(kept)
+        require_rank(name, "offset dimensions", offset_dims, len(kept))
+        offsets = tuple(sorted(normalize_axes(offset_dims, rank, "offset dimensions")))
+        inner, outer = iter([sizes[d] for d in kept]), iter(batch)
+        type = x.type.with_shape([next(inner if n in offsets else outer) for n in range(rank)])
+        return self.emit(
+            name,
+            (x, indices),
+            type,
+            known=_known_elements(x, indices, sizes),
+            offset_dims=offsets,
+            collapsed_slice_dims=collapsed,
+            operand_batching_dims=batching,
+            start_indices_batching_dims=linked,
+            start_index_map=mapped,
+            index_vector_dim=index_vector_dim,
+            slice_sizes=sizes,
+            mode=mode,
+        )
+
+    @operation(ALL, compose_scatter, moves_data=True)
+    def scatter(
+        self,
+        x: Value,
+        indices: Value,
+        updates: Value,
+        body: Callable[[Value, Value], Any] | Closure | str,
+        *,
+        update_window_dims: Sequence[int],
+        inserted_window_dims: Sequence[int],
+        scatter_dims_to_operand_dims: Sequence[int],
+        index_vector_dim: int,
+        input_batching_dims: Sequence[int] = (),
+        scatter_indices_batching_dims: Sequence[int] = (),
+        indices_are_sorted: bool = False,  # noqa: ARG002 - a hint
+        unique_indices: bool = False,  # noqa: ARG002 - a hint
+    ) -> Value:
+        """Return ``x`` with updates at index vectors, with StableHLO's dimension numbers.
+
+        An update whose window is not inside of ``x`` is dropped. Which of several updates of one
+        element replaces it is not defined; they add up, if the body adds.
+
+        Args:
+            x: Any tensor.
+            indices: Integers; the vectors lie along ``index_vector_dim``, or are scalars if that is
+                the rank.
+            updates: Windows, for each index vector.
+            body: Takes the element and its update: one operation of ``update``, ``add``, ``sub``,
+                ``mul``, ``min``, ``max``, ``and``, ``or``, or its name.
+            update_window_dims: Dimensions of ``updates`` that are those of a window.
+            inserted_window_dims: Dimensions of ``x``, of size 1 in a window, that it lacks.
+            scatter_dims_to_operand_dims: For each element of an index vector, which dimension of
+                ``x`` it is.
+            index_vector_dim: Of ``indices``.
+            input_batching_dims: Dimensions of ``x`` that run along with
+                ``scatter_indices_batching_dims`` of ``indices``.
+            scatter_indices_batching_dims: See there.
+            indices_are_sorted: Has no effect.
+            unique_indices: Has no effect.
+        """
+        name = "scatter"
+        require_same_dtype(name, x, updates)
+        batch = _batch(name, indices, index_vector_dim, len(scatter_dims_to_operand_dims))
+        inserted = normalize_axes(inserted_window_dims, x.rank, "inserted window dimensions")
+        batching = normalize_axes(input_batching_dims, x.rank, "input batching dimensions")
+        mapped = normalize_axes(scatter_dims_to_operand_dims, x.rank, "dimensions of index vectors")
+        linked = _linked(
+            name, x, indices, batching, scatter_indices_batching_dims, index_vector_dim
+        )
+        _check_apart(name, inserted, batching, mapped)
+        kept = [d for d in range(x.rank) if d not in inserted and d not in batching]
+        windows = tuple(
+            sorted(normalize_axes(update_window_dims, updates.rank, "window dimensions"))
+        )
+        require_rank(name, "window dimensions", windows, len(kept))
+        outer = [size for n, size in enumerate(updates.shape) if n not in windows]
+        fits = all(
+            not isinstance(size, int) or not isinstance(have, int) or size <= have
+            for size, have in zip(
+                [updates.shape[n] for n in windows], [x.shape[d] for d in kept], strict=True
+            )
+        )
+        if not fits or not same_shape(outer, batch):
+            raise GraphError(
+                f"{name}: the updates do not fit",
+                got=f"{updates.type} for {indices.type} into {x.type}",
+                expected=f"windows inside of {x.type}, [{', '.join(map(str, batch))}] of them",
+            )
+        mode = self._scatter_mode(x.dtype, body)
+        if mode is None:
+            return x
+        return self.emit(
+            name,
+            (x, indices, updates),
+            x.type,
+            mode=mode,
+            update_window_dims=windows,
+            inserted_window_dims=inserted,
+            input_batching_dims=batching,
+            scatter_indices_batching_dims=linked,
+            scatter_dims_to_operand_dims=mapped,
+            index_vector_dim=index_vector_dim,
+        )
+
+    @operation(ALL)
+    def take(self, x: Value, indices: Value, axis: int) -> Value:
+        """Return slices along an axis, whose place the dimensions of ``indices`` take.
+
+        Indices out of range are clamped to it.
+        """
+        at = normalize_axis(axis, x.rank)
+        after = x.rank - at - 1
+        rank = x.rank - 1 + indices.rank
+        return self.gather(
+            x,
+            indices,
+            offset_dims=(*range(at), *range(rank - after, rank)),
+            collapsed_slice_dims=(at,),
+            start_index_map=(at,),
+            index_vector_dim=indices.rank,
+            slice_sizes=[1 if d == at else size for d, size in enumerate(x.shape)],
+        )
+
+    @operation(INTEGERS, _compose_one_hot)
+    def one_hot(self, indices: Value, depth: Dim, dtype: Any = "float32") -> Value:
+        """Return a vector per index, along a new last dimension: 1 at the index, else 0.
+
+        Args:
+            indices: Those out of range have zeros only.
+            depth: Size of the new dimension.
+            dtype: Element type of the result.
+        """
+        (size,) = sizes_of("one_hot", (depth,))
+        type = TensorType(DType.of(dtype), (*indices.shape, size))
+        return self.emit("one_hot", (indices,), type)
+
+    def _scatter_mode(
+        self, dtype: DType, body: Callable[[Value, Value], Any] | Closure | str
+    ) -> str | None:
+        """Return MIL's mode for a body, or None if it keeps what was there."""
+        if isinstance(body, str):
+            is_logical = body in _LOGICAL and dtype is DType.BOOL
+            mode = _BODIES[body] if is_logical else body
+        else:
+            scalar = TensorType(dtype, ())
+            closure = body if isinstance(body, Closure) else self.trace("body", body, [scalar] * 2)
+            closure.check([scalar] * 2, [scalar])
+            old, new = closure.parameters
+            (result,) = closure.results
+            if result is old:
+                return None
+            mode = "update" if result is new else _mode_of(result, old, new)
+        if mode not in SCATTER_MODES or (dtype is DType.BOOL and mode == "sub"):
+            raise GraphError(
+                "scatter: a body that MIL's scatter cannot express",
+                got=mode,
+                expected="one of "
+                + ", ".join((*_BODIES, "update"))
+                + " of the element and its update",
+            )
+        return _OF_BOOLS.get(mode, mode) if dtype is DType.BOOL else mode
+
+
+def _mode_of(result: Value, old: Value, new: Value) -> str:
+    """Return the mode of a body that is one operation, or a description of it."""
+    operands = list(result.node.operands)
+    mode = _BODIES.get(result.node.name)
+    if result.node.name in _LOGICAL and result.dtype is not DType.BOOL:
+        return f"{result.node.name} of {result.dtype.label}"
+    if mode is not None and (operands == [old, new] or (operands == [new, old] and mode != "sub")):
+        return mode
+    return f"{result.node.name} of {', '.join(value.node.name for value in operands)}"
+
+
+def _batch(name: str, indices: Value, axis: int, count: int) -> list[Dim]:
+    """Return the shape of the indices without the index vectors, which have ``count`` elements."""
+    if not indices.dtype.is_integer:
+        raise GraphError(f"{name}: indices are no integers", got=str(indices.type))
+    if not 0 <= axis <= indices.rank:
+        raise GraphError(
+            f"{name}: no such index vector dimension",
+            got=str(axis),
+            expected=f"0 to {indices.rank}, of {indices.type}",
+        )
+    length = indices.shape[axis] if axis < indices.rank else 1
+    if length != count:
+        raise GraphError(
+            f"{name}: index vectors have a wrong number of elements",
+            got=str(length),
+            expected=f"{count}, one per dimension that they point into",
+        )
+    return [size for n, size in enumerate(indices.shape) if n != axis]
+
+
+def _linked(
+    name: str,
+    x: Value,
+    indices: Value,
+    batching: Sequence[int],
+    given: Sequence[int],
+    index_axis: int,
+) -> tuple[int, ...]:
+    """Return the dimensions of the indices that run along with ``batching`` of ``x``."""
+    linked = normalize_axes(given, indices.rank, "batching dimensions of the indices")
+    sizes = [x.shape[d] for d in batching], [indices.shape[n] for n in linked]
+    if index_axis in linked or not same_shape(*sizes):
+        raise GraphError(
+            f"{name}: batching dimensions do not fit",
+            got=f"{list(batching)} of {x.type} and {list(linked)} of {indices.type}",
+            expected="pairs of equal sizes, without the index vectors' dimension",
+        )
+    return linked
+
+
+def _check_apart(
+    name: str, dropped: Sequence[int], batching: Sequence[int], mapped: Sequence[int]
+) -> None:
+    if set(dropped) & set(batching) or set(mapped) & set(batching):
+        raise GraphError(
+            f"{name}: a batching dimension is dropped or indexed, too",
+            got=f"batching {list(batching)}, dropped {list(dropped)}, indexed {list(mapped)}",
+        )
+
+
+def _known_elements(x: Value, indices: Value, sizes: Sequence[Dim]) -> tuple[Dim, ...] | None:
+    """Return what is gathered from a vector of sizes."""
+    if x.known is None or x.rank != 1 or list(sizes) != [1] or indices.known is None:
+        return None
+    places = [place for place in indices.known if isinstance(place, int)]
+    if len(places) != len(indices.known):
+        return None
+    last = len(x.known) - 1
+    return tuple(x.known[int(np.clip(place, 0, last))] for place in places)

@@ -1,0 +1,278 @@
+"""``Lookup``: what gather and scatter have in common, and the arithmetic of their indices.
+
+Axes are told apart by labels: ``("batch", n)`` is the n-th dimension of the indices without the
+index vectors, ``("window", d)`` what is taken of the operand's dimension d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from coreml_delegate.errors import UnsupportedOperatorError
+from coreml_delegate.graph.compose import MOST_AXES, Composer, Var
+from coreml_delegate.graph.emitter import same_size
+from coreml_delegate.graph.node import Node
+from coreml_delegate.graph.operations.axes import arrange, as_index, counting, join, product
+from coreml_delegate.graph.tensor_types import Dim, DType, TensorType, simplify
+
+Label = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Where index vectors point to in an operand.
+
+    Attributes:
+        shape: Of the operand.
+        sizes: Of the window that an index vector points to, per dimension of the operand.
+        batch: Sizes of the dimensions of the indices without the index vectors.
+        batching: Dimensions of the operand that run along with one of ``batch``, by dimension.
+        mapped: For each element of an index vector, which dimension it points into.
+        index_axis: Of the index vectors; the rank of the indices if they are scalars.
+        dtype: Of the indices.
+    """
+
+    shape: tuple[Dim, ...]
+    sizes: tuple[Dim, ...]
+    batch: tuple[Dim, ...]
+    batching: dict[int, int]
+    mapped: tuple[int, ...]
+    index_axis: int
+    dtype: DType
+
+    @classmethod
+    def of(
+        cls,
+        node: Node,
+        sizes: Sequence[Dim],
+        operand_batching: Sequence[int],
+        indices_batching: Sequence[int],
+        mapped: Sequence[int],
+    ) -> Lookup:
+        """Return the lookup of a node whose first operands are the tensor and the indices.
+
+        Raises:
+            UnsupportedOperatorError: A tensor has more dimensions than Core ML has.
+        """
+        types = (*node.types, node.type)
+        if max(t.rank for t in types) > MOST_AXES:
+            raise UnsupportedOperatorError(
+                f"{node.name} of a tensor with too many dimensions",
+                got=", ".join(map(str, types)),
+                expected=f"{MOST_AXES}, the highest rank of Core ML",
+            )
+        axis = node["index_vector_dim"]
+        indices = node.types[1]
+        places = [n - (n > axis) for n in indices_batching]
+        return cls(
+            node.types[0].shape,
+            tuple(sizes),
+            tuple(size for n, size in enumerate(indices.shape) if n != axis),
+            dict(zip(operand_batching, places, strict=True)),
+            tuple(mapped),
+            axis,
+            indices.dtype,
+        )
+
+    def cropped(self) -> Lookup:
+        """Return the lookup in an operand whose unmapped dimensions are as small as the window."""
+        free = {*self.mapped, *self.batching}
+        pairs = enumerate(zip(self.shape, self.sizes, strict=True))
+        return replace(self, shape=tuple(h if d in free else s for d, (h, s) in pairs))
+
+    @property
+    def partial(self) -> list[int]:
+        """Dimensions of which a window has a part that is not the same for all."""
+        return [
+            d
+            for d, (have, size) in enumerate(zip(self.shape, self.sizes, strict=True))
+            if d not in self.batching and not same_size(have, size)
+        ]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one index vector only."""
+        return not self.batching and all(size == 1 for size in self.batch)
+
+    @property
+    def are_points(self) -> bool:
+        """Whether windows have size 1 in each partial dimension."""
+        return all(self.sizes[d] == 1 for d in self.partial)
+
+    @property
+    def batch_labels(self) -> list[Label]:
+        """Labels of ``batch``."""
+        return [("batch", n) for n in range(len(self.batch))]
+
+    @property
+    def linked(self) -> list[int]:
+        """Dimensions of the operand that run along with one of ``batch``, ascending."""
+        return sorted(self.batching)
+
+    @property
+    def linked_labels(self) -> list[Label]:
+        """Labels of ``linked``."""
+        return [("batch", self.batching[d]) for d in self.linked]
+
+    @property
+    def extra_labels(self) -> list[Label]:
+        """Labels of the other dimensions of ``batch``."""
+        return [label for label in self.batch_labels if label[1] not in self.batching.values()]
+
+    @property
+    def labels(self) -> list[Label]:
+        """Labels of the operand."""
+        return [
+            ("batch", self.batching[d]) if d in self.batching else ("window", d)
+            for d in range(len(self.shape))
+        ]
+
+    def along_axis(self) -> list[Label] | None:
+        """Return labels for indices in the operand's order if each points along one dimension."""
+        partial, extra = self.partial, self.extra_labels
+        if len(partial) != 1 or not self.are_points or len(extra) > 1:
+            return None
+        if len(self.batching) != len(self.shape) - 1:
+            return None
+        place = extra[0] if extra else ("batch", len(self.batch))
+        return [place if label == ("window", partial[0]) else label for label in self.labels]
+
+    def windows(self, dimensions: Sequence[int]) -> list[int]:
+        """Return those of some dimensions of which a window has more than one element."""
+        return [d for d in dimensions if d not in self.batching and self.sizes[d] != 1]
+
+    def limit(self, dimension: int) -> Dim:
+        """Return the last index at which a window is inside of a dimension."""
+        return simplify(self.shape[dimension] - self.sizes[dimension])
+
+    # Indices
+
+    def column(self, c: Composer, indices: Var, dimension: int, *, clamp: bool = True) -> Var:
+        """Return the indices into one dimension: int32 in the shape of ``batch``."""
+        if dimension not in self.mapped:
+            return c.full(0, _int32(self.batch))
+        place = self.mapped.index(dimension)
+        if self.index_axis == indices.rank:
+            found = indices
+        elif len(self.mapped) == 1:
+            found = c.mb.squeeze(x=indices, axes=[self.index_axis])
+        else:
+            found = c.mb.gather(x=indices, indices=np.int32(place), axis=self.index_axis)
+        found = as_index(c, found, self.dtype)
+        return self._clamp(c, found, c.size(self.limit(dimension))) if clamp else found
+
+    def matrix(self, c: Composer, indices: Var, dimensions: Sequence[int], *, clamp: bool) -> Var:
+        """Return the index vectors of some dimensions along a last axis, for [*batch, count]."""
+        if self.index_axis == indices.rank:
+            indices = c.mb.expand_dims(x=indices, axes=[self.index_axis])
+        order = [n for n in range(indices.rank) if n != self.index_axis]
+        if self.index_axis != indices.rank - 1:
+            indices = c.mb.transpose(x=indices, perm=[*order, self.index_axis])
+        chosen = [self.mapped.index(d) for d in dimensions]
+        if chosen != list(range(len(self.mapped))):
+            indices = c.mb.gather(x=indices, indices=np.array(chosen, np.int32), axis=-1)
+        found = as_index(c, indices, self.dtype)
+        if not clamp:
+            return found
+        return self._clamp(c, found, _vector(c.shape([self.limit(d) for d in dimensions])))
+
+    def begin(self, c: Composer, indices: Var | None, *, clamp: bool = True) -> Var:
+        """Return where the only window begins: an index vector of the operand."""
+        scalars = [
+            c.reshape(self.column(c, indices, d, clamp=clamp), ())
+            if d in self.partial and d in self.mapped
+            else 0
+            for d in range(len(self.shape))
+        ]
+        return join(c, scalars)
+
+    def inside(self, c: Composer, indices: Var | None) -> Var | None:
+        """Return 1 for each window that is inside of the operand, else 0; None if all are."""
+        if indices is None or not self.mapped:
+            return None
+        given = self.matrix(c, indices, self.mapped, clamp=False)
+        limits = _vector(c.shape([self.limit(d) for d in self.mapped]))
+        if _are_inside(given.val, limits):
+            return None
+        same = c.mb.equal(x=given, y=self._clamp(c, given, limits))
+        return c.mb.reduce_min(x=c.mb.cast(x=same, dtype="int32"), axes=[-1])
+
+    def rows(self, c: Composer, indices: Var | None, rows: Sequence[int], *, clamp: bool) -> Var:
+        """Return where windows begin if some dimensions were one: [*batch]."""
+        strides = [product([self.shape[n] for n in rows[k + 1 :]]) for k in range(len(rows))]
+        total: Var | None = None
+        for d, stride in zip(rows, strides, strict=True):
+            if d in self.batching:
+                place = self.batching[d]
+                sizes = [s if n == place else 1 for n, s in enumerate(self.batch)]
+                part = c.reshape(counting(c, self.shape[d]), sizes)
+            elif d in self.mapped:
+                part = self.column(c, indices, d, clamp=clamp)
+            else:
+                continue
+            part = part if stride == 1 else c.mb.mul(x=part, y=_number(c.size(stride)))
+            total = part if total is None else c.mb.add(x=total, y=part)
+        if total is None:
+            return c.full(0, _int32(self.batch))
+        return c.broadcast(total, self.batch) if self.batch else total
+
+    def offsets(self, c: Composer, rows: Sequence[int]) -> Var | None:
+        """Return where the elements of a window are from its beginning: a vector; None if it is 1.
+
+        Args:
+            c: Composer.
+            rows: Dimensions that are taken as one.
+        """
+        windows = self.windows(rows)
+        total: Var | None = None
+        for n, d in enumerate(windows):
+            stride = product([self.shape[k] for k in rows[rows.index(d) + 1 :]])
+            part = counting(c, self.sizes[d])
+            part = part if stride == 1 else c.mb.mul(x=part, y=_number(c.size(stride)))
+            part = c.reshape(part, (self.sizes[d], *(1 for _ in windows[n + 1 :])))
+            total = (
+                part if total is None else c.mb.add(x=c.mb.expand_dims(x=total, axes=[-1]), y=part)
+            )
+        if total is None:
+            return None
+        return c.reshape(total, (product([self.sizes[d] for d in windows]),))
+
+    @staticmethod
+    def _clamp(c: Composer, x: Var, limit: Any) -> Var:
+        return c.mb.minimum(x=c.mb.maximum(x=x, y=np.int32(0)), y=_number(limit))
+
+
+def spread_windows(c: Composer, starts: Var, offsets: Var | None) -> Var:
+    """Return the indices of all elements of windows: a vector, or [*batch] without offsets."""
+    if offsets is None:
+        return starts
+    column = c.mb.reshape(x=starts, shape=[-1, 1])
+    return c.mb.reshape(x=c.mb.add(x=column, y=offsets), shape=[-1])
+
+
+def arranged(c: Composer, x: Var, have: Sequence[Label], want: Sequence[Label]) -> Var:
+    """Return ``arrange`` of labelled axes."""
+    return x if list(have) == list(want) else arrange(c, x, have, want)
+
+
+def _are_inside(indices: Any, limits: Any) -> bool:
+    """Whether index vectors are known to be in range."""
+    if not isinstance(indices, np.ndarray) or not isinstance(limits, np.ndarray):
+        return False
+    return bool(((indices >= 0) & (indices <= limits)).all())
+
+
+def _number(size: Any) -> Any:
+    return np.int32(size) if isinstance(size, int) else size
+
+
+def _vector(sizes: Any) -> Any:
+    return np.array(sizes, np.int32) if isinstance(sizes, list) else sizes
+
+
+def _int32(shape: Sequence[Dim]) -> TensorType:
+    return TensorType(DType.INT32, tuple(shape))

@@ -1,0 +1,412 @@
+"""Reductions along axes, and running ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from coreml_delegate.errors import GraphError
+from coreml_delegate.graph.arrange import join, reshape, take, transpose
+from coreml_delegate.graph.bodies import (
+    call_wide,
+    combine,
+    identity_element,
+    is_identity,
+    known_extremum,
+    known_kinds,
+    trace_body,
+    trace_wide,
+)
+from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.emitter import (
+    Emitter,
+    normalize_axes,
+    normalize_axis,
+    operation,
+    same_shape,
+)
+from coreml_delegate.graph.node import Node, Value
+from coreml_delegate.graph.tensor_types import (
+    ALL,
+    BOOLEANS,
+    INTEGERS,
+    NUMBERS,
+    Dim,
+    DType,
+    TensorType,
+)
+
+Body = Callable[..., Any]
+
+_METHODS = {
+    "add": "reduce_sum",
+    "multiply": "reduce_product",
+    "maximum": "reduce_max",
+    "minimum": "reduce_min",
+    "and": "reduce_and",
+    "or": "reduce_or",
+    "xor": "reduce_xor",
+}
+_OPS = {
+    "add": "reduce_sum",
+    "multiply": "reduce_prod",
+    "maximum": "reduce_max",
+    "minimum": "reduce_min",
+}
+
+
+def _full(c: Composer, number: Any, type: TensorType) -> Var:
+    """Return a tensor of one number, which is as the carrier holds it."""
+    if type.is_static and type.rank:
+        return c.const(np.full(type.static_shape, number))
+    return c.broadcast(c.const(number), type.shape) if type.rank else c.const(number)
+
+
+def _reduction(kind: str) -> Callable[[Composer, Node, Var], Var]:
+    def compose(c: Composer, node: Node, x: Var) -> Var:
+        dtype = node.type.dtype
+        if x is None:
+            return _full(c, identity_element(kind, dtype), node.type)
+        axes = list(node["dimensions"])
+        if dtype is DType.BOOL:
+            return _reduce_bools(c, kind, x, axes)
+        has_order = kind in ("maximum", "minimum")
+        x = c.ordered(x, dtype) if has_order else x
+        result = getattr(c.mb, _OPS[kind])(x=x, axes=axes)
+        return c.ordered(result, dtype) if has_order else c.wrap(result, dtype)
+
+    return compose
+
+
+def _reduce_bools(c: Composer, kind: str, x: Var, axes: list[int]) -> Var:
+    if kind == "xor":
+        count = c.mb.reduce_sum(x=c.mb.cast(x=x, dtype="int32"), axes=axes)
+        return c.mb.not_equal(x=c.mb.mod(x=count, y=np.int32(2)), y=np.int32(0))
+    op = c.mb.reduce_max if kind in ("or", "maximum") else c.mb.reduce_min
+    return c.mb.cast(x=op(x=c.mb.cast(x=x, dtype="fp32"), axes=axes), dtype="bool")
+
+
+def _compose_reduce(c: Composer, node: Node, *operands: Var) -> tuple[Var, ...]:
+    """Combine neighbours along one axis, and again their results, until one is left."""
+    count = len(node.results)
+    shape, dimensions = node.types[0].shape, node["dimensions"]
+    rest = node.results[0].shape
+    if operands[0] is None and len(operands) == count:
+        return (_full(c, identity_element(node["kind"], node.type.dtype), node.type),)
+    initial = [c.broadcast(var, (1, *rest)) for var in operands[count:]]
+    if operands[0] is None:
+        return tuple(reshape(c, var, (1, *rest), rest) for var in initial)
+    others = [axis for axis in range(len(shape)) if axis not in dimensions]
+    left = math.prod(int(shape[axis]) for axis in dimensions)
+    rows: list[Var] = []
+    for var in operands[:count]:
+        moved, sizes = transpose(c, var, shape, [*dimensions, *others])
+        rows.append(reshape(c, moved, sizes, (left, *rest)))
+    while left > 1:
+        even = left - left % 2
+        halves = [take(c, row, 0, n, even, 2) for n in (0, 1) for row in rows]
+        pairs = call_wide(c, node.closures[f"pairs_of_{left}"], halves)
+        if left % 2:
+            # The last has no neighbour; it keeps its place.
+            pairs = [join(c, [p, take(c, r, 0, even)], 0) for p, r in zip(pairs, rows, strict=True)]
+        rows, left = pairs, even // 2 + left % 2
+    if initial:
+        rows = call_wide(c, node.closures["initial"], [*initial, *rows])
+    return tuple(reshape(c, row, (1, *rest), rest) for row in rows)
+
+
+def _extremum_index(op: str) -> Callable[[Composer, Node, Var], Var]:
+    def compose(c: Composer, node: Node, x: Var) -> Var:
+        x = c.ordered(x, node.operands[0].dtype)
+        index = getattr(c.mb, op)(x=x, axis=node["dimension"])
+        return c.wrap(index, node.type.dtype)
+
+    return compose
+
+
+def compose_cumulative(
+    c: Composer, kind: str, dtype: DType, x: Var, axis: int, size: Dim, reverse: bool
+) -> Var:
+    """Return a running sum, product or extremum along an axis; bools are carried by int32."""
+    if kind == "add":
+        return c.wrap(c.mb.cumsum(x=x, axis=axis, reverse=reverse), dtype)
+    has_order = kind in ("maximum", "minimum")
+    x = c.ordered(x, dtype) if has_order else x
+    step = 1
+    while step < int(size):
+        # Each element so far covers ``step`` of them.
+        first, second = take(c, x, axis, 0, -step), take(c, x, axis, step)
+        both = combine(c, kind, dtype, first, second)
+        done = take(c, x, axis, -step) if reverse else take(c, x, axis, 0, step)
+        x = join(c, [both, done] if reverse else [done, both], axis)
+        step *= 2
+    return c.ordered(x, dtype) if has_order else c.wrap(x, dtype)
+
+
+def _cumulative(kind: str) -> Callable[[Composer, Node, Var], Var]:
+    def compose(c: Composer, node: Node, x: Var) -> Var:
+        axis = node["dimension"]
+        return compose_cumulative(
+            c, kind, node.type.dtype, x, axis, node.type.shape[axis], node["reverse"]
+        )
+
+    return compose
+
+
+class Reduction(Emitter):
+    """Reductions along axes, and running ones.
+
+    ``dimensions`` are axes, or None for all; the result does not have them.
+    """
+
+    @operation(ALL, _compose_reduce, moves_data=True)
+    def reduce(
+        self,
+        values: Value | Sequence[Value],
+        initial_values: Value | Sequence[Value],
+        dimensions: int | Sequence[int] | None,
+        body: Body,
+    ) -> Any:
+        """Return values combined along axes by a function.
+
+        A body that is an operation of its own (sum, product, maximum, minimum, and, or, xor)
+        becomes the reduction of that name, and one that keeps an extremum and its index, over
+        values and an ``iota``, becomes ``arg_max`` or ``arg_min``. Other bodies are called on
+        whole tensors, about log2 of the number of elements times: they have to be associative, and
+        to consist of operations on each element.
+
+        Args:
+            values: Tensors of one shape.
+            initial_values: Of rank 0, one for each tensor, combined before its first element.
+            dimensions: The axes.
+            body: Takes accumulators, one for each tensor, then as many elements; returns the
+                accumulators.
+
+        Returns:
+            The result, or a tuple of them if ``values`` is a sequence.
+
+        Raises:
+            GraphError: Shapes or types that do not fit, or a body that cannot be called on tensors.
+        """
+        tensors, initial = as_values(values), as_values(initial_values)
+        check_initial("reduce", tensors, initial)
+        axes = self._axes(tensors[0], dimensions)
+        scalar = trace_body(self, "body of reduce", body, tensors)
+        results = self._reduce_known(scalar, tensors, initial, axes)
+        if results is None:
+            results = self._reduce_by_body(body, tensors, initial, axes)
+        return results[0] if isinstance(values, Value) else results
+
+    def _reduce_known(
+        self, body: Any, tensors: Sequence[Value], initial: Sequence[Value], axes: tuple[int, ...]
+    ) -> tuple[Value, ...] | None:
+        kinds = known_kinds(body)
+        if kinds is not None:
+            reduced = [
+                getattr(self, _METHODS[kind])(x, axes)
+                for kind, x in zip(kinds, tensors, strict=True)
+            ]
+            return tuple(
+                x if is_identity(kind, first) else self._call(kind, x, first)
+                for kind, x, first in zip(kinds, reduced, initial, strict=True)
+            )
+        kind = known_extremum(body)
+        if kind is None or not _is_search(kind, tensors, initial, axes):
+            return None
+        dtype = tensors[1].dtype
+        if kind == "maximum":
+            return self.reduce_max(tensors[0], axes), self.arg_max(tensors[0], axes[0], dtype)
+        return self.reduce_min(tensors[0], axes), self.arg_min(tensors[0], axes[0], dtype)
+
+    def _reduce_by_body(
+        self,
+        body: Body,
+        tensors: Sequence[Value],
+        initial: Sequence[Value],
+        axes: tuple[int, ...],
+        kind: str | None = None,
+    ) -> tuple[Value, ...]:
+        shape = tensors[0].shape
+        if not all(isinstance(shape[axis], int) for axis in axes):
+            raise GraphError(
+                "reduce: with this body, the sizes of the axes have to be fixed",
+                got=str(tensors[0].type),
+            )
+        rest = tuple(size for axis, size in enumerate(shape) if axis not in axes)
+
+        def wide(rows: int) -> Any:
+            types = [TensorType(x.dtype, (rows, *rest)) for x in tensors]
+            return trace_wide(self, "body of reduce", body, types)
+
+        left = math.prod(int(shape[axis]) for axis in axes)
+        closures: dict[str, Any] = {}
+        while left > 1:
+            closures[f"pairs_of_{left}"] = wide(left // 2)
+            left = left // 2 + left % 2
+        if initial:
+            closures["initial"] = wide(1)
+        return self.emit(
+            "reduce",
+            (*tensors, *initial),
+            [TensorType(x.dtype, rest) for x in tensors],
+            closures=closures,
+            dimensions=axes,
+            kind=kind,
+        )
+
+    @operation(NUMBERS, _reduction("add"))
+    def reduce_sum(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
+        """Return the sum along axes; integers wrap."""
+        return self._reduced("reduce_sum", x, dimensions)
+
+    @operation(NUMBERS, _reduction("multiply"))
+    def reduce_product(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
+        """Return the product along axes; integers wrap."""
+        return self._reduced("reduce_product", x, dimensions)
+
+    @operation(ALL, _reduction("maximum"))
+    def reduce_max(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
+        """Return the largest element along axes; NaN if one is; of none, the smallest number."""
+        return self._reduced("reduce_max", x, dimensions)
+
+    @operation(ALL, _reduction("minimum"))
+    def reduce_min(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
+        """Return the smallest element along axes; NaN if one is; of none, the largest number."""
+        return self._reduced("reduce_min", x, dimensions)
+
+    @operation(BOOLEANS | INTEGERS, _reduction("and"))
+    def reduce_and(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
+        """Return whether all elements along axes are true; the bits that all integers have."""
+        return self._reduce_bits("and", x, dimensions)
+
+    @operation(BOOLEANS | INTEGERS, _reduction("or"))
+    def reduce_or(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
+        """Return whether any element along axes is true; the bits that any integer has."""
+        return self._reduce_bits("or", x, dimensions)
+
+    @operation(BOOLEANS | INTEGERS, _reduction("xor"))
+    def reduce_xor(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
+        """Return whether an odd number of elements along axes is true; of integers, each bit."""
+        return self._reduce_bits("xor", x, dimensions)
+
+    @operation(ALL, _extremum_index("reduce_argmax"), moves_data=True)
+    def arg_max(self, x: Value, dimension: int, dtype: Any = "int32") -> Value:
+        """Return the index of the largest element along an axis: the first, or of a NaN."""
+        return self._index_of("arg_max", x, dimension, dtype)
+
+    @operation(ALL, _extremum_index("reduce_argmin"), moves_data=True)
+    def arg_min(self, x: Value, dimension: int, dtype: Any = "int32") -> Value:
+        """Return the index of the smallest element along an axis: the first, or of a NaN."""
+        return self._index_of("arg_min", x, dimension, dtype)
+
+    @operation(NUMBERS, _cumulative("add"))
+    def cumulative_sum(self, x: Value, dimension: int, reverse: bool = False) -> Value:
+        """Return the sum of each element and those before it, or after it if ``reverse``."""
+        return self._running("cumulative_sum", x, dimension, reverse)
+
+    @operation(NUMBERS, _cumulative("multiply"))
+    def cumulative_product(self, x: Value, dimension: int, reverse: bool = False) -> Value:
+        """Return the product of each element and those before it, or after it if ``reverse``."""
+        return self._running("cumulative_product", x, dimension, reverse)
+
+    @operation(NUMBERS, _cumulative("maximum"))
+    def cumulative_max(self, x: Value, dimension: int, reverse: bool = False) -> Value:
+        """Return the largest of each element and those before it, or after it if ``reverse``."""
+        return self._running("cumulative_max", x, dimension, reverse)
+
+    @operation(NUMBERS, _cumulative("minimum"))
+    def cumulative_min(self, x: Value, dimension: int, reverse: bool = False) -> Value:
+        """Return the smallest of each element and those before it, or after it if ``reverse``."""
+        return self._running("cumulative_min", x, dimension, reverse)
+
+    def _axes(self, x: Value, dimensions: int | Sequence[int] | None) -> tuple[int, ...]:
+        if dimensions is None:
+            return tuple(range(x.rank))
+        return tuple(sorted(normalize_axes(dimensions, x.rank, "dimensions")))
+
+    def _reduced(self, name: str, x: Value, dimensions: int | Sequence[int] | None) -> Value:
+        axes = self._axes(x, dimensions)
+        if not axes:
+            return x
+        shape = tuple(size for axis, size in enumerate(x.shape) if axis not in axes)
+        return self.emit(name, (x,), TensorType(x.dtype, shape), dimensions=axes)
+
+    def _reduce_bits(self, kind: str, x: Value, dimensions: int | Sequence[int] | None) -> Value:
+        if x.dtype is DType.BOOL:
+            return self._reduced(f"reduce_{kind}", x, dimensions)
+        axes = self._axes(x, dimensions)
+        if not axes:
+            return x
+        (result,) = self._reduce_by_body(
+            lambda total, element: self._call(kind, total, element), (x,), (), axes, kind
+        )
+        return result
+
+    def _index_of(self, name: str, x: Value, dimension: int, dtype: Any) -> Value:
+        axis = normalize_axis(dimension, x.rank, "dimension")
+        index = DType.of(dtype)
+        if not index.is_integer:
+            raise GraphError(f"{name}: indices are integers", got=index.label)
+        if x.shape[axis] == 0:
+            raise GraphError(f"{name}: no element to choose", got=str(x.type))
+        shape = tuple(size for n, size in enumerate(x.shape) if n != axis)
+        return self.emit(name, (x,), TensorType(index, shape), dimension=axis)
+
+    def _running(self, name: str, x: Value, dimension: int, reverse: bool) -> Value:
+        axis = normalize_axis(dimension, x.rank, "dimension")
+        if name != "cumulative_sum" and not isinstance(x.shape[axis], int):
+            raise GraphError(f"{name}: the size of the axis has to be fixed", got=str(x.type))
+        return self.emit(name, (x,), x.type, dimension=axis, reverse=bool(reverse))
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Call an operation of another family by its name."""
+        method = getattr(self, name, None) or getattr(self, f"{name}_")
+        return method(*arguments)
+
+
+def as_values(given: Value | Sequence[Value]) -> tuple[Value, ...]:
+    """Return one value or several as a tuple."""
+    return (given,) if isinstance(given, Value) else tuple(given)
+
+
+def check_initial(name: str, tensors: Sequence[Value], initial: Sequence[Value]) -> None:
+    """Refuse tensors of different shapes, and initial values that do not fit them.
+
+    Raises:
+        GraphError: Names the operation.
+    """
+    if not tensors or len(initial) != len(tensors):
+        raise GraphError(
+            f"{name}: one initial value for each tensor",
+            got=f"{len(tensors)} tensors and {len(initial)} initial values",
+        )
+    if not all(same_shape(x.shape, tensors[0].shape) for x in tensors):
+        raise GraphError(
+            f"{name}: shapes of the tensors differ", got=" and ".join(str(x.type) for x in tensors)
+        )
+    for x, first in zip(tensors, initial, strict=True):
+        if first.type != TensorType(x.dtype, ()):
+            raise GraphError(
+                f"{name}: an initial value has the element type of its tensor, and rank 0",
+                got=str(first.type),
+                expected=str(TensorType(x.dtype, ())),
+            )
+
+
+def _is_search(
+    kind: str, tensors: Sequence[Value], initial: Sequence[Value], axes: tuple[int, ...]
+) -> bool:
+    """Whether an extremum is kept with its index along the only axis, and nothing else counts."""
+    index = tensors[1].node
+    return (
+        len(axes) == 1
+        and index.name == "iota"
+        and index["dimension"] == axes[0]
+        and tensors[0].shape[axes[0]] != 0
+        and tensors[0].dtype is not DType.BOOL
+        and is_identity(kind, initial[0])
+        and is_identity("add", initial[1])
+    )

@@ -1,0 +1,393 @@
+"""Regions: slices, writing into slices, padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import sympy
+
+from coreml_delegate.errors import GraphError
+from coreml_delegate.graph.compose import MOST_AXES, Composer, Var
+from coreml_delegate.graph.emitter import Emitter, operation, require_same_dtype, same_size
+from coreml_delegate.graph.node import Node, Value
+from coreml_delegate.graph.operations.axes import (
+    Axes,
+    as_index,
+    clamp_index,
+    counting,
+    join,
+    known_result,
+    product,
+    require_rank,
+    sizes_of,
+)
+from coreml_delegate.graph.operations.shapes import known_sizes
+from coreml_delegate.graph.tensor_types import ALL, Dim, TensorType, simplify
+from coreml_delegate.targets import Opset
+
+
+def _compose_slice(c: Composer, node: Node, x: Var) -> Var:
+    shape = node.types[0].shape
+    start, limit, strides = node["start"], node["limit"], node["strides"]
+    whole = [
+        low == 0 and step == 1 and same_size(high, size)
+        for low, high, step, size in zip(start, limit, strides, shape, strict=True)
+    ]
+    if all(whole):
+        return x
+    axes = Axes.of([flag or None for flag in whole])
+    masks = axes.pick(whole)
+    steps = axes.pick(strides)
+    x = c.mb.slice_by_index(
+        x=axes.merge(c, x, shape),
+        begin=c.shape(axes.pick(start)),
+        end=c.shape([0 if m else high for m, high in zip(masks, axes.pick(limit), strict=True)]),
+        stride=steps if any(step != 1 for step in steps) else None,
+        begin_mask=masks,
+        end_mask=masks,
+    )
+    return axes.split(c, x, node.type.shape)
+
+
+def _compose_dynamic_slice(c: Composer, node: Node, x: Var, *starts: Var) -> Var:
+    shape, sizes = node.types[0].shape, node.type.shape
+    axes, begin = _region(c, node, shape, sizes, 1, starts)
+    if begin is None:
+        return x
+    return axes.split(
+        c, slice_at(c, axes.merge(c, x, shape), begin, axes.shape(shape), axes.shape(sizes)), sizes
+    )
+
+
+def _compose_dynamic_update_slice(
+    c: Composer, node: Node, x: Var, update: Var | None, *starts: Var
+) -> Var:
+    if update is None:
+        return x
+    shape, sizes = node.type.shape, node.types[1].shape
+    axes, begin = _region(c, node, shape, sizes, 2, starts)
+    if begin is None:
+        return update
+    x, update = axes.merge(c, x, shape), axes.merge(c, update, sizes)
+    x = write_slice(c, x, update, begin, axes.shape(shape), axes.shape(sizes))
+    return axes.split(c, x, shape)
+
+
+def _region(
+    c: Composer,
+    node: Node,
+    shape: Sequence[Dim],
+    sizes: Sequence[Dim],
+    first: int,
+    starts: Sequence[Var],
+) -> tuple[Axes, Var | None]:
+    """Return axes, and the clamped indices where a region begins; None if it is the whole."""
+    whole = [same_size(size, have) for size, have in zip(sizes, shape, strict=True)]
+    axes = Axes.of([flag or None for flag in whole])
+    if all(whole):
+        return axes, None
+    parts = [
+        0 if full else as_index(c, start, type.dtype)
+        for full, start, type in zip(whole, starts, node.types[first:], strict=True)
+    ]
+    limits = [
+        0 if full else simplify(have - size)
+        for full, have, size in zip(whole, shape, sizes, strict=True)
+    ]
+    return axes, clamp_index(c, join(c, axes.pick(parts)), axes.pick(limits))
+
+
+def slice_at(c: Composer, x: Var, begin: Var, shape: Sequence[Dim], sizes: Sequence[Dim]) -> Var:
+    """Return the region of ``sizes`` at ``begin``, an index vector in range."""
+    counts = [
+        -1 if same_size(size, have) and not isinstance(size, int) else size
+        for size, have in zip(sizes, shape, strict=True)
+    ]
+    return c.mb.slice_by_size(x=x, begin=begin, size=c.shape(counts))
+
+
+def write_slice(
+    c: Composer, x: Var, update: Var, begin: Var, shape: Sequence[Dim], sizes: Sequence[Dim]
+) -> Var:
+    """Return ``x`` with the region at ``begin``, an index vector in range, replaced."""
+    whole = [same_size(size, have) for size, have in zip(sizes, shape, strict=True)]
+    if c.opset >= Opset.iOS18:
+        span = c.shape([0 if w else size for w, size in zip(whole, sizes, strict=True)])
+        end = c.mb.add(x=begin, y=np.array(span, np.int32) if isinstance(span, list) else span)
+        return c.mb.slice_update(
+            x=x, update=update, begin=begin, end=end, begin_mask=whole, end_mask=whole
+        )
+    return _write_axes(c, x, update, begin, sizes, [n for n, w in enumerate(whole) if not w])
+
+
+def _write_axes(
+    c: Composer, x: Var, update: Var, begin: Var, sizes: Sequence[Dim], axes: Sequence[int]
+) -> Var:
+    """Replace a region by one scatter per axis, on what the axes before it select."""
+    axis, *rest = axes
+    start = c.mb.gather(x=begin, indices=np.int32(axis), axis=0)
+    places = c.mb.add(x=counting(c, sizes[axis]), y=start)
+    if rest:
+        inner = c.mb.gather(x=x, indices=places, axis=axis)
+        update = _write_axes(c, inner, update, begin, sizes, rest)
+    return c.mb.scatter(data=x, indices=places, updates=update, axis=axis, mode="update")
+
+
+def _compose_pad(c: Composer, node: Node, x: Var | None, value: Var) -> Var:
+    if x is None:
+        return c.broadcast(value, node.type.shape)
+    low, high, interior = node["low"], node["high"], node["interior"]
+    kinds = [any(amounts) for amounts in zip(low, high, interior, strict=True)]
+    if not any(kinds):
+        return x
+    axes = Axes.of([None if kind else 0 for kind in kinds])
+    shape = list(axes.shape(node.types[0].shape))
+    x = axes.merge(c, x, node.types[0].shape)
+    low, high, interior = axes.pick(low), axes.pick(high), axes.pick(interior)
+    for axis, count in enumerate(interior):
+        if count and shape[axis] != 1:
+            x = _spread(c, x, value, shape, axis, count)
+            shape[axis] = simplify(shape[axis] * (count + 1) - count)
+    x = _extend(c, x, value, shape, [max(n, 0) for n in low], [max(n, 0) for n in high])
+    if min(*low, *high) < 0:
+        x = _crop(c, x, [max(-n, 0) for n in low], [max(-n, 0) for n in high])
+    return axes.split(c, x, node.type.shape)
+
+
+def _spread(c: Composer, x: Var, value: Var, shape: Sequence[Dim], axis: int, count: int) -> Var:
+    """Return a tensor with ``count`` elements put between those along an axis."""
+    before, after = shape[:axis], shape[axis + 1 :]
+    if len(shape) == MOST_AXES:  # one more is needed
+        before, after = [product(before)], [product(after)]
+        x = c.reshape(x, (*before, shape[axis], *after))
+    wide = [*before, shape[axis], 1, *after]
+    place = len(before)
+    added = [count if n == place + 1 else 0 for n in range(len(wide))]
+    x = _extend(c, c.mb.expand_dims(x=x, axes=[place + 1]), value, wide, [0] * len(wide), added)
+    x = c.reshape(x, [*shape[:axis], simplify(shape[axis] * (count + 1)), *shape[axis + 1 :]])
+    last = [count if n == axis else 0 for n in range(len(shape))]
+    return _crop(c, x, [0] * len(shape), last)
+
+
+def _extend(
+    c: Composer,
+    x: Var,
+    value: Var,
+    shape: Sequence[Dim],
+    before: Sequence[int],
+    after: Sequence[int],
+) -> Var:
+    """Return a tensor with elements added at the ends of its axes."""
+    if not any(before) and not any(after):
+        return x
+    if value.val is not None and value.dtype.__name__ in ("fp16", "fp32"):
+        amounts = [n for pair in zip(before, after, strict=True) for n in pair]
+        return c.mb.pad(x=x, pad=amounts, constant_val=value.val)
+    sizes = list(shape)
+    for axis, (low, high) in enumerate(zip(before, after, strict=True)):
+
+        def border(count: int, axis: int = axis) -> list[Var]:
+            wide = [*sizes[:axis], count, *sizes[axis + 1 :]]
+            return [c.broadcast(value, wide)] if count else []
+
+        if low or high:
+            x = c.mb.concat(values=[*border(low), x, *border(high)], axis=axis)
+            sizes[axis] = simplify(sizes[axis] + low + high)
+    return x
+
+
+def _crop(c: Composer, x: Var, before: Sequence[int], after: Sequence[int]) -> Var:
+    """Return a tensor without elements at the ends of its axes."""
+    return c.mb.slice_by_index(
+        x=x,
+        begin=list(before),
+        end=[-n for n in after],
+        begin_mask=[n == 0 for n in before],
+        end_mask=[n == 0 for n in after],
+    )
+
+
+class Slicing(Emitter):
+    """Slices, writing into slices, padding."""
+
+    @operation(ALL, _compose_slice, moves_data=True)
+    def slice(
+        self,
+        x: Value,
+        start: Sequence[Dim],
+        limit: Sequence[Dim],
+        strides: Sequence[int] | None = None,
+    ) -> Value:
+        """Return every ``strides``-th element from ``start`` up to, not including, ``limit``."""
+        steps = (1,) * x.rank if strides is None else strides
+        for what, given in (("starts", start), ("limits", limit), ("strides", steps)):
+            require_rank("slice", what, given, x.rank)
+        first, last = sizes_of("slice", start), sizes_of("slice", limit)
+        step = _numbers("slice", "strides", sizes_of("slice", steps, 1))
+        for low, high, size in zip(first, last, x.shape, strict=True):
+            if _exceeds(low, high) or _exceeds(high, size):
+                raise GraphError(
+                    "slice: a range is not within its dimension",
+                    got=f"{low} to {high}",
+                    expected=f"0 <= start <= limit <= {size}",
+                )
+        shape = [
+            _steps(high - low, step) for low, high, step in zip(first, last, step, strict=True)
+        ]
+        known = None
+        if x.type.is_static and x.known is not None:
+            index = tuple(map(slice, first, last, step))
+            known = known_result(lambda array: array[index], x)
+        return self.emit(
+            "slice",
+            (x,),
+            x.type.with_shape(shape),
+            start=first,
+            limit=last,
+            strides=step,
+            known=known,
+        )
+
+    @operation(ALL, _compose_dynamic_slice, moves_data=True)
+    def dynamic_slice(self, x: Value, starts: Sequence[Value], sizes: Sequence[Dim]) -> Value:
+        """Return the region of ``sizes`` at ``starts``, which is moved until it fits into ``x``.
+
+        Args:
+            x: Any tensor.
+            starts: An integer of rank 0 per dimension.
+            sizes: Of the result.
+        """
+        counts = sizes_of("dynamic_slice", sizes)
+        require_rank("dynamic_slice", "sizes", counts, x.rank)
+        _check_region("dynamic_slice", x, counts, starts)
+        fixed = _fixed_starts(x, starts, counts)
+        if fixed is not None:
+            limit = [low + size for low, size in zip(fixed, counts, strict=True)]
+            return self.slice(x, fixed, limit)
+        return self.emit("dynamic_slice", (x, *starts), x.type.with_shape(counts))
+
+    @operation(ALL, _compose_dynamic_update_slice, moves_data=True)
+    def dynamic_update_slice(self, x: Value, update: Value, starts: Sequence[Value]) -> Value:
+        """Return ``x`` with the region at ``starts`` replaced, which is moved until it fits.
+
+        Args:
+            x: Any tensor.
+            update: Tensor of the same rank, no larger.
+            starts: An integer of rank 0 per dimension.
+        """
+        name = "dynamic_update_slice"
+        require_same_dtype(name, x, update)
+        require_rank(name, "dimensions of the update", update.shape, x.rank)
+        _check_region(name, x, update.shape, starts)
+        return self.emit(name, (x, update, *starts), x.type)
+
+    @operation(ALL, _compose_pad, moves_data=True)
+    def pad(
+        self,
+        x: Value,
+        value: Value,
+        low: Sequence[int],
+        high: Sequence[int],
+        interior: Sequence[int] | None = None,
+    ) -> Value:
+        """Return ``x`` with elements added at the ends of dimensions and between their elements.
+
+        Args:
+            x: Any tensor.
+            value: Of rank 0: the elements that are added.
+            low: Added at the start of each dimension; negative: so many are removed.
+            high: Added at the end, or removed.
+            interior: Added between two elements, before anything is removed.
+        """
+        name = "pad"
+        require_same_dtype(name, x, value)
+        if value.rank:
+            raise GraphError(f"{name}: the value is not of rank 0", got=str(value.type))
+        between = (0,) * x.rank if interior is None else interior
+        lists: list[tuple[int, ...]] = []
+        for what, given in (("low", low), ("high", high), ("interior", between)):
+            require_rank(name, f"sizes in {what!r}", given, x.rank)
+            least = 0 if what == "interior" else -(2**31)
+            lists.append(_numbers(name, what, sizes_of(name, given, least)))
+        shape: list[Dim] = []
+        for size, before, after, inner in zip(x.shape, *lists, strict=True):
+            gaps: Any = inner * max(size - 1, 0) if isinstance(size, int) else inner * (size - 1)
+            shape.append(simplify(size + gaps + before + after))
+        if any(isinstance(size, int) and size < 0 for size in shape):
+            raise GraphError(
+                f"{name}: more is removed than there is",
+                got=f"{x.type}, low {list(lists[0])}, high {list(lists[1])}",
+            )
+        type = x.type.with_shape(shape)
+        return self.emit(name, (x, value), type, low=lists[0], high=lists[1], interior=lists[2])
+
+    @operation(ALL)
+    def dynamic_pad(
+        self, x: Value, value: Value, low: Value, high: Value, interior: Value
+    ) -> Value:
+        """Return ``pad`` with sizes that are vectors of integers; see ``dynamic_reshape``."""
+        sizes = [known_sizes("dynamic_pad", given) for given in (low, high, interior)]
+        return self.pad(x, value, *(_numbers("dynamic_pad", "sizes", given) for given in sizes))
+
+    @operation(ALL)
+    def real_dynamic_slice(self, x: Value, start: Value, limit: Value, strides: Value) -> Value:
+        """Return ``slice`` with bounds that are vectors of integers; see ``dynamic_reshape``."""
+        name = "real_dynamic_slice"
+        first, last, step = (known_sizes(name, given) for given in (start, limit, strides))
+        return self.slice(x, first, last, _numbers(name, "strides", step))
+
+
+def _check_region(name: str, x: Value, sizes: Sequence[Dim], starts: Sequence[Value]) -> None:
+    require_rank(name, "starts", starts, x.rank)
+    for start in starts:
+        if start.rank or not start.dtype.is_integer:
+            raise GraphError(
+                f"{name}: a start is not an integer of rank 0",
+                got=str(start.type),
+                expected="int32[]",
+            )
+    for size, have in zip(sizes, x.shape, strict=True):
+        if _exceeds(size, have):
+            raise GraphError(
+                f"{name}: the region is larger than the tensor",
+                got=str(TensorType(x.dtype, tuple(sizes))),
+                expected=f"within {x.type}",
+            )
+
+
+def _fixed_starts(x: Value, starts: Sequence[Value], sizes: Sequence[Dim]) -> list[int] | None:
+    """Return starts that are constants, clamped; None if one is not."""
+    found: list[int] = []
+    for start, size, have in zip(starts, sizes, x.shape, strict=True):
+        if same_size(size, have):
+            found.append(0)
+            continue
+        limit = simplify(have - size)
+        (known,) = start.known or (None,)
+        if not isinstance(known, int) or not isinstance(limit, int):
+            return None
+        if start.dtype.is_unsigned and known < 0:
+            known = limit  # carried by its bits
+        found.append(min(max(known, 0), limit))
+    return found
+
+
+def _steps(length: Any, stride: int) -> Dim:
+    if isinstance(length, int):
+        return -(-length // stride)
+    return simplify(length) if stride == 1 else sympy.floor((length + stride - 1) / stride)
+
+
+def _exceeds(size: Dim, limit: Dim) -> bool:
+    """Whether a size is known to be larger."""
+    difference = simplify(limit - size)
+    return difference < 0 if isinstance(difference, int) else difference.is_negative is True
+
+
+def _numbers(name: str, what: str, sizes: Sequence[Dim]) -> tuple[int, ...]:
+    found = tuple(size for size in sizes if isinstance(size, int))
+    if len(found) != len(sizes):
+        raise GraphError(f"{name}: {what} have to be numbers", got=str(list(map(str, sizes))))
+    return found

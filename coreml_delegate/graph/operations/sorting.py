@@ -1,0 +1,235 @@
+"""Sorting.
+
+Core ML sorts by one key, and does not say what becomes of equal elements and of NaN; on both our
+engines equal elements keep their order and NaN is the largest. A sort by several keys, the last one
+first, needs the former.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from coreml_delegate.errors import GraphError
+from coreml_delegate.graph.compose import MOST_AXES, Composer, Var
+from coreml_delegate.graph.emitter import Emitter, normalize_axis, operation, same_shape
+from coreml_delegate.graph.node import Closure, Node, Value
+from coreml_delegate.graph.operations.comparators import SortKey, is_elementwise, sort_keys
+from coreml_delegate.graph.operations.fused import around_axis
+from coreml_delegate.graph.tensor_types import ALL, Dim, DType, TensorType
+
+Comparator = Callable[..., Any] | str
+
+_ORDERS = {"ascending": True, "descending": False}
+# Every element is compared with every other one, so that this makes 4 million comparisons per row.
+_MAX_COMPARED = 2048
+
+
+def _compose_sort(c: Composer, node: Node, *values: Var) -> tuple[Var, ...]:
+    shape, axis = node.types[0].shape, node["dimension"]
+    if len(shape) > MOST_AXES:
+        given, (shape, axis) = shape, around_axis(node.types[0], axis)
+        values = tuple(c.reshape(value, shape) for value in values)
+        return tuple(c.reshape(value, given) for value in _sorted(c, node, values, shape, axis))
+    return _sorted(c, node, values, shape, axis)
+
+
+def _sorted(
+    c: Composer, node: Node, values: tuple[Var, ...], shape: Sequence[Dim], axis: int
+) -> tuple[Var, ...]:
+    if "comparator" in node.closures:
+        order = _order_by_comparison(c, node, values, shape, axis)
+    else:
+        order = _order_by_keys(c, node, values, axis)
+    if order is None:
+        return values
+    return tuple(c.mb.gather_along_axis(x=value, indices=order, axis=axis) for value in values)
+
+
+def _order_by_keys(c: Composer, node: Node, values: Sequence[Var], axis: int) -> Var | None:
+    """Return the indices that sort by keys, or None if there are none."""
+    order: Var | None = None
+    for key in reversed(node["keys"]):
+        dtype = node.operands[key.operand].dtype
+        value = c.ordered(values[key.operand], dtype)
+        passes = [value]
+        if key.splits_zeros:
+            passes.insert(0, _sign_of_zero(c, value, dtype))
+        for by in passes:
+            moved = by if order is None else c.mb.gather_along_axis(x=by, indices=order, axis=axis)
+            step = c.mb.argsort(x=moved, axis=axis, ascending=key.ascending)
+            if order is None:
+                order = step
+            else:
+                order = c.mb.gather_along_axis(x=order, indices=step, axis=axis)
+    return order
+
+
+def _sign_of_zero(c: Composer, x: Var, dtype: DType) -> Var:
+    """Return 0 where ``x`` is -0, and 1 elsewhere, as int32."""
+    zero = dtype.carrier_numpy.type(0)
+    is_negative = c.mb.less(x=c.mb.real_div(x=dtype.carrier_numpy.type(1), y=x), y=zero)
+    found = c.mb.logical_and(x=c.mb.equal(x=x, y=zero), y=is_negative)
+    return c.mb.cast(x=c.mb.logical_not(x=found), dtype="int32")
+
+
+def _order_by_comparison(
+    c: Composer, node: Node, values: Sequence[Var], shape: Sequence[Dim], axis: int
+) -> Var:
+    """Return the indices that sort by a comparator, with which every pair is compared.
+
+    The place of an element is the number of those that go before it; of equal ones those that stand
+    before it.
+    """
+    comparator = node.closures["comparator"]
+    count = int(shape[axis])
+    last = [n for n in range(len(shape)) if n != axis] + [axis]
+    moved_shape = [int(shape[n]) for n in last]
+    arguments: list[Var] = []
+    for value, operand in zip(values, node.operands, strict=True):
+        moved = value if last == sorted(last) else c.mb.transpose(x=value, perm=last)
+        rows = c.reshape(moved, (-1, count))
+        if operand.dtype is DType.BOOL:  # carried as int32 by a sort
+            rows = c.mb.cast(x=rows, dtype="bool")
+        arguments += [c.mb.expand_dims(x=rows, axes=[2]), c.mb.expand_dims(x=rows, axes=[1])]
+    (flag,) = c.call(comparator, arguments)
+    pairs = (int(np.prod(moved_shape[:-1], dtype=np.int64)), count, count)
+    before = c.broadcast(c.mb.cast(x=flag, dtype="int32"), pairs)
+    either = c.mb.add(x=before, y=c.mb.transpose(x=before, perm=[0, 2, 1]))
+    equal = c.mb.sub(x=np.int32(1), y=c.mb.minimum(x=either, y=np.int32(1)))
+    earlier = c.mb.band_part(x=equal, lower=0, upper=-1)  # itself too, which shifts all alike
+    rank = c.mb.reduce_sum(x=c.mb.add(x=before, y=earlier), axes=[1], keep_dims=False)
+    order = c.reshape(c.mb.argsort(x=rank, axis=-1, ascending=True), moved_shape)
+    back = [last.index(n) for n in range(len(last))]
+    return order if last == sorted(last) else c.mb.transpose(x=order, perm=back)
+
+
+def _compose_top_k(c: Composer, node: Node, x: Var) -> tuple[Var, Var]:
+    dtype, shape = node.operands[0].dtype, node.types[0].shape
+    if len(shape) > MOST_AXES:
+        x = c.reshape(x, (-1, shape[-1]))
+    values, indices = c.mb.topk(x=c.ordered(x, dtype), k=node["k"], axis=-1, ascending=False)
+    values = c.ordered(values, dtype)  # twice is not at all
+    if len(shape) > MOST_AXES:
+        return c.reshape(values, (-1,)), c.reshape(indices, (-1,))
+    return values, indices
+
+
+class Sorting(Emitter):
+    """Sorting."""
+
+    @operation(ALL, _compose_sort, moves_data=True)
+    def sort(
+        self,
+        values: Sequence[Value],
+        dimension: int = -1,
+        comparator: Comparator = "ascending",
+        is_stable: bool = True,
+    ) -> tuple[Value, ...]:
+        """Return tensors sorted along a dimension, all in the order that a comparator decides.
+
+        Args:
+            values: Tensors of one shape.
+            dimension: To sort along.
+            comparator: ``ascending`` or ``descending`` order of the first tensor, where NaN is the
+                largest; or a function that takes two elements of each tensor, as (x, other x, y,
+                other y), and returns a bool, whether the first ones go before the others. It is a
+                strict weak order. Comparisons of tensors in turn, as ``jax.lax.sort`` makes them,
+                are known; any other function has to be of operations on each element, and the
+                dimension no larger than 2,048.
+            is_stable: Whether equal elements have to keep their order. They do in any case.
+
+        Raises:
+            GraphError: Shapes that differ, or a comparator that cannot be used.
+        """
+        del is_stable
+        if not values:
+            raise GraphError("sort has no operands", expected="at least one")
+        for value in values[1:]:
+            if not same_shape(value.shape, values[0].shape):
+                raise GraphError(
+                    "sort: shapes of operands differ",
+                    got=" and ".join(str(value.type) for value in values),
+                )
+        axis = normalize_axis(dimension, values[0].rank, "dimension to sort")
+        types = [value.type for value in values]
+        if isinstance(comparator, str):
+            if comparator not in _ORDERS:
+                raise GraphError(
+                    "unknown order", got=repr(comparator), expected=" | ".join(_ORDERS)
+                )
+            keys: tuple[SortKey, ...] | None = (SortKey(0, _ORDERS[comparator], False),)
+            return self.emit("sort", values, types, dimension=axis, keys=keys)
+        closure = self._comparator(comparator, types, ((), ()))
+        keys = sort_keys(closure)
+        if keys is not None:
+            return self.emit("sort", values, types, dimension=axis, keys=keys)
+        if not is_elementwise(closure):
+            raise GraphError(
+                "the comparator is not made of operations on each element alone",
+                got=", ".join(sorted({node.name for node in closure.scope.nodes})),
+            )
+        counted = self._counting_comparator(comparator, types, axis)
+        return self.emit(
+            "sort", values, types, closures={"comparator": counted}, dimension=axis, keys=()
+        )
+
+    @operation(ALL, _compose_top_k, moves_data=True)
+    def top_k(self, x: Value, k: int) -> tuple[Value, Value]:
+        """Return the largest elements along the last dimension, in descending order, and indices.
+
+        NaN is the largest; of equal elements, as -0 and 0 are, the first is taken first.
+
+        Args:
+            x: The tensor.
+            k: How many.
+
+        Returns:
+            The elements, and their indices as int32.
+
+        Raises:
+            GraphError: There are not so many, or their number is known at run time only.
+        """
+        if not x.rank:
+            raise GraphError("top_k takes no scalars", got=str(x.type))
+        size = x.shape[-1]
+        if not isinstance(size, int) or not 0 <= k <= size:
+            raise GraphError("no such number of largest elements", got=f"{k} of {x.type}")
+        type = x.type.with_shape((*x.shape[:-1], k))
+        return self.emit("top_k", (x,), (type, type.with_dtype(DType.INT32)), k=k)
+
+    def _counting_comparator(
+        self, comparator: Callable[..., Any], types: Sequence[TensorType], axis: int
+    ) -> Closure:
+        """Return a comparator of all pairs of each row."""
+        if not types[0].is_static or types[0].static_shape[axis] > _MAX_COMPARED:
+            raise GraphError(
+                "the comparator is none of the known ones, so every element is compared with "
+                "every other one: too many",
+                got=str(types[0]),
+                expected=f"a fixed size of {_MAX_COMPARED} or less",
+                remedy="Compare the operands in turn by less or greater",
+            )
+        shape = types[0].static_shape
+        count = max(1, shape[axis])
+        rows = max(1, types[0].count) // count
+        return self._comparator(comparator, types, ((rows, count, 1), (rows, 1, count)))
+
+    def _comparator(
+        self,
+        comparator: Callable[..., Any],
+        types: Sequence[TensorType],
+        shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    ) -> Closure:
+        takes = [type.with_shape(shape) for type in types for shape in shapes]
+        closure = self.trace("comparator", comparator, takes)
+        is_flag = len(closure.results) == 1 and closure.results[0].dtype is DType.BOOL
+        if not is_flag or (not shapes[0] and closure.results[0].rank):
+            raise GraphError(
+                "the comparator returns no flag",
+                got=", ".join(str(result.type) for result in closure.results),
+                expected="bool[]",
+            )
+        return closure

@@ -1,0 +1,94 @@
+"""Threefry-2x32: a counter turned to random bits by 20 rounds of additions, rotations and xor.
+
+Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.operations.byte_tables import combine_constant, combine_words
+from coreml_delegate.graph.operations.shifts import shift_right_word
+from coreml_delegate.graph.tensor_types import DType, TensorType
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = 0x1BD11BDA
+_ROW = 1024
+
+
+def compose(c: Composer, state: Var, bits: TensorType) -> tuple[Var, Var | None]:
+    """Return the state that follows, and random bits, as XLA lays them out.
+
+    Args:
+        c: Composer.
+        state: int32 of shape [4]: key and counter, the low word of each first.
+        bits: Type of the result.
+    """
+    if bits.is_empty:
+        return state, None
+    shape = bits.static_shape or (1,)
+    axis = _split_axis(shape)
+    half = (*shape[:axis], -(-shape[axis] // 2), *shape[axis + 1 :])
+    count = int(np.prod(half))
+    key_low, key_high, low, high = c.mb.split(x=state, num_splits=4, axis=0)
+    after = c.mb.add(x=low, y=np.int32(count))
+    new_words = [key_low, key_high, after, _carried(c, after, low, high)]
+    new_state = c.mb.concat(values=new_words, axis=0)
+    totals = _totals(c, low, count)
+    counters = (totals, _carried(c, totals, low, high))
+    words = _rounds(c, (key_low, key_high), counters)
+    # Both words of a counter become neighbours along the axis.
+    outer, inner = int(np.prod(half[: axis + 1])), int(np.prod(half[axis + 1 :]))
+    columns = [c.mb.reshape(x=word, shape=(outer, 1, inner)) for word in words]
+    pairs = c.mb.concat(values=columns, axis=1)
+    rows = (int(np.prod(shape[:axis])), 2 * half[axis], inner)
+    result = c.mb.reshape(x=pairs, shape=rows)
+    if shape[axis] % 2:
+        result = c.mb.slice_by_size(x=result, begin=[0, 0, 0], size=[rows[0], shape[axis], inner])
+    return new_state, c.wrap(c.reshape(result, bits.shape), bits.dtype)
+
+
+def _split_axis(shape: tuple[int, ...]) -> int:
+    """Return the axis along which XLA halves: the first of even size, else the first longest."""
+    even = [axis for axis, size in enumerate(shape) if size % 2 == 0]
+    return even[0] if even else int(np.argmax(shape))
+
+
+def _totals(c: Composer, low: Var, count: int) -> Var:
+    """Return a word plus 0, 1, 2, ...; of many numbers only sums are stored."""
+    if count <= _ROW:
+        return c.mb.add(x=low, y=c.const(np.arange(count, dtype=np.int32)))
+    rows = np.arange(-(-count // _ROW), dtype=np.int32)[:, None] * np.int32(_ROW)
+    starts = c.mb.add(x=low, y=c.const(rows))
+    grid = c.mb.add(x=starts, y=c.const(np.arange(_ROW, dtype=np.int32)))
+    flat = c.mb.reshape(x=grid, shape=[-1])
+    return c.mb.slice_by_size(x=flat, begin=[0], size=[count])
+
+
+def _carried(c: Composer, total: Var, low: Var, high: Var) -> Var:
+    """Return the high word of a counter after its low word was increased to ``total``."""
+    ordered = [c.ordered(word, DType.UINT32) for word in (total, low)]
+    carry = c.mb.cast(x=c.mb.less(x=ordered[0], y=ordered[1]), dtype="int32")
+    return c.mb.add(x=high, y=carry)
+
+
+def _rounds(c: Composer, key: tuple[Var, Var], counter: tuple[Var, Var]) -> tuple[Var, Var]:
+    """Return two random words per counter."""
+    first, second = key
+    mixed = combine_words(c, np.bitwise_xor, first, second)
+    keys = (first, second, combine_constant(c, np.bitwise_xor, DType.UINT32, mixed, _PARITY))
+    x, y = (c.mb.add(x=word, y=part) for word, part in zip(counter, key, strict=True))
+    for group in range(5):
+        for places in _ROTATIONS[group % 2]:
+            x = c.mb.add(x=x, y=y)
+            y = combine_words(c, np.bitwise_xor, _rotated(c, y, places), x)
+        x = c.mb.add(x=x, y=keys[(group + 1) % 3])
+        y = c.mb.add(x=y, y=c.mb.add(x=keys[(group + 2) % 3], y=np.int32(group + 1)))
+    return x, y
+
+
+def _rotated(c: Composer, x: Var, places: int) -> Var:
+    """Return bits moved up, those moved out of the word at its lower end."""
+    up = c.mb.mul(x=x, y=np.int32(1 << places))
+    return c.mb.add(x=up, y=shift_right_word(c, x, 32 - places))

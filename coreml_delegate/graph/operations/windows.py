@@ -1,0 +1,507 @@
+"""Reductions of windows that move over tensors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from coreml_delegate.errors import GraphError
+from coreml_delegate.graph.arrange import pad, reshape, spread, take, transpose
+from coreml_delegate.graph.bodies import (
+    call_wide,
+    combine,
+    identity_element,
+    is_composable,
+    is_identity,
+    known_kinds,
+    trace_body,
+    trace_wide,
+)
+from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.emitter import Emitter, operation, same_shape
+from coreml_delegate.graph.node import Closure, Node, Value
+from coreml_delegate.graph.operations.reduction import (
+    Body,
+    as_values,
+    check_initial,
+    compose_cumulative,
+)
+from coreml_delegate.graph.tensor_types import ALL, Dim, DType, TensorType, simplify
+from coreml_delegate.graph.window_sizes import (
+    Pairs,
+    dilated_size,
+    each_axis,
+    window_count,
+    window_padding,
+)
+
+# MIL pools up to three axes, beside those of batch and channels.
+_POOLED_AXES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """Windows of a tensor, for each axis."""
+
+    window: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: Pairs
+    base_dilation: tuple[int, ...]
+    window_dilation: tuple[int, ...]
+
+    @property
+    def active(self) -> list[int]:
+        """The axes along which there is anything to do."""
+        still = zip(self.window, self.strides, self.padding, self.base_dilation, strict=True)
+        return [axis for axis, of in enumerate(still) if of != (1, 1, (0, 0), 1)]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether neither the tensor nor the window is dilated, and nothing is cropped."""
+        dilations = (*self.base_dilation, *self.window_dilation)
+        return max(dilations, default=1) == 1 and min(map(min, self.padding), default=0) >= 0
+
+    def running_axis(self, shape: Sequence[Dim]) -> tuple[int, bool] | None:
+        """Return the axis along which this is a running reduction, and whether from its end."""
+        if len(self.active) != 1 or not self.is_plain:
+            return None
+        (axis,) = self.active
+        size = shape[axis]
+        if self.window[axis] != size or self.strides[axis] != 1:
+            return None
+        reach = self.window[axis] - 1
+        ways = {(reach, 0): False, (0, reach): True}
+        return (axis, ways[self.padding[axis]]) if self.padding[axis] in ways else None
+
+
+def _steps(windows: _Windows) -> Iterator[tuple[int, int, int]]:
+    """Yield how windows grow: along which axis, from how many elements, by how many.
+
+    They grow by themselves, or by one element.
+    """
+    # The elements of a window are combined in their order if the last axis comes first.
+    for axis in reversed(range(len(windows.window))):
+        covered = 1
+        for bit in bin(windows.window[axis])[3:]:
+            yield axis, covered, covered
+            covered *= 2
+            if bit == "1":
+                yield axis, covered, 1
+                covered += 1
+
+
+def _grow(
+    c: Composer,
+    windows: _Windows,
+    tensors: list[Var],
+    join: Callable[[list[Var], list[Var]], list[Var]],
+) -> list[Var]:
+    """Return tensors, padded before, combined over windows, by what joins two parts of windows."""
+    for axis, steps in itertools.groupby(_steps(windows), key=lambda step: step[0]):
+        single = tensors
+        distance = windows.window_dilation[axis]
+        for _, covered, more in steps:
+            other = tensors if more == covered and covered > 1 else single
+            tensors = join(
+                [take(c, x, axis, 0, -more * distance) for x in tensors],
+                [take(c, x, axis, covered * distance) for x in other],
+            )
+    for axis, stride in enumerate(windows.strides):
+        tensors = [take(c, x, axis, 0, None, stride) for x in tensors]
+    return tensors
+
+
+def _compose_reduce_window(c: Composer, node: Node, *operands: Var) -> Any:
+    count = len(node.results)
+    windows: _Windows = node["windows"]
+    tensors, initial = list(operands[:count]), operands[count:]
+    if node["kind"] is not None:
+        return (_known_windows(c, node, tensors[0], initial[0]),)
+    tensors = [_padded(c, node, x, first) for x, first in zip(tensors, initial, strict=True)]
+    closures = iter([node.closures[name] for name in node.closures if name != "initial"])
+
+    def join(first: list[Var], second: list[Var]) -> list[Var]:
+        return call_wide(c, next(closures), [*first, *second])
+
+    results = _grow(c, windows, tensors, join)
+    before = [c.broadcast(var, node.results[0].shape) for var in initial]
+    return tuple(call_wide(c, node.closures["initial"], [*before, *results]))
+
+
+def _padded(c: Composer, node: Node, x: Var, fill: Var) -> Var:
+    windows: _Windows = node["windows"]
+    shape = node.types[0].shape
+    if x is None:
+        return c.broadcast(fill, _padded_shape(windows, shape))
+    x, shape = spread(c, x, shape, windows.base_dilation, fill)
+    return pad(c, x, shape, windows.padding, fill)[0]
+
+
+def _known_windows(c: Composer, node: Node, x: Var, initial: Var) -> Var:
+    windows: _Windows = node["windows"]
+    kind, dtype, shape = node["kind"], node.operands[0].dtype, node.types[0].shape
+    has_order = kind in ("maximum", "minimum")
+    running = windows.running_axis(shape)
+    if node["is_identity"]:
+        number = identity_element(kind, dtype)
+        initial = c.const(np.int32(number) if dtype is DType.BOOL else number)
+        if x is not None and running is not None:
+            return compose_cumulative(c, kind, dtype, x, running[0], shape[running[0]], running[1])
+        if x is not None and _can_pool(windows, kind, dtype):
+            return _pool(c, windows, kind, x, shape, initial)
+    x = _padded(c, node, x, initial)
+    x, initial = (c.ordered(var, dtype) if has_order else var for var in (x, initial))
+
+    def join(first: list[Var], second: list[Var]) -> list[Var]:
+        return [combine(c, kind, dtype, first[0], second[0])]
+
+    (x,) = _grow(c, windows, [x], join)
+    if not node["is_identity"]:
+        x = combine(c, kind, dtype, x, initial)
+    return c.ordered(x, dtype) if has_order else c.wrap(x, dtype)
+
+
+def _can_pool(windows: _Windows, kind: str, dtype: DType) -> bool:
+    return (
+        dtype.is_float
+        and kind in ("add", "maximum", "minimum")
+        and windows.is_plain
+        and 1 <= len(windows.active) <= _POOLED_AXES
+    )
+
+
+def _pool(
+    c: Composer, windows: _Windows, kind: str, x: Var, shape: Sequence[Dim], fill: Var
+) -> Var:
+    """Return sums or extrema of floats by a pooling op of MIL."""
+    active = windows.active
+    others = [axis for axis in range(len(shape)) if axis not in active]
+    window = [windows.window[axis] for axis in active]
+    pads = [windows.padding[axis] for axis in active]
+    # Wider padding than a window has no meaning to a device.
+    if any(max(pair) >= size for pair, size in zip(pads, window, strict=True)):
+        x, shape = pad(c, x, shape, windows.padding, fill)
+        pads = [(0, 0)] * len(pads)
+    x, moved = transpose(c, x, shape, [*others, *active])
+    still, sizes = list(moved[: len(others)]), moved[len(others) :]
+    channels = [1, 1, *still][-2:] if len(still) < 3 else [_product(still[:-1]), still[-1]]
+    x = reshape(c, x, moved, [*channels, *sizes])
+    keywords: dict[str, Any] = {
+        "kernel_sizes": window,
+        "strides": [windows.strides[axis] for axis in active],
+        "pad_type": "custom" if any(map(any, pads)) else "valid",
+        "pad": [amount for pair in pads for amount in pair],
+    }
+    if kind == "add":
+        mean = c.mb.avg_pool(x=x, exclude_padding_from_average=False, **keywords)
+        x = c.mb.mul(x=mean, y=np.array(math.prod(window), fill.val.dtype)[()])
+    elif kind == "maximum":
+        x = c.mb.max_pool(x=x, **keywords)
+    else:
+        negative = c.mb.max_pool(x=c.mb.mul(x=x, y=np.array(-1, fill.val.dtype)[()]), **keywords)
+        x = c.mb.mul(x=negative, y=np.array(-1, fill.val.dtype)[()])
+    counts = [
+        window_count(size, reach, windows.strides[axis], pair)
+        for axis, size, reach, pair in zip(active, sizes, window, pads, strict=True)
+    ]
+    x = reshape(c, x, [*channels, *counts], [*still, *counts])
+    order = [*others, *active]
+    return transpose(c, x, [*still, *counts], [order.index(n) for n in range(len(order))])[0]
+
+
+def _product(sizes: Sequence[Dim]) -> Dim:
+    count: Dim = 1
+    for size in sizes:
+        count = count * size
+    return simplify(count)
+
+
+def _compose_select_and_scatter(c: Composer, node: Node, x: Var, source: Var, initial: Var) -> Var:
+    result = node.type
+    total = result.count
+    kind, dtype = node["kind"], result.dtype
+    if source is None:
+        return c.broadcast(initial, result.shape)
+    place, is_everywhere = _selected_places(c, node, x)
+    slots = total if is_everywhere else total + 1
+    has_order = kind in ("maximum", "minimum")
+    data = c.broadcast(initial, (slots,))
+    updates = c.reshape(source, (math.prod(node.types[1].static_shape),))
+    if has_order:
+        data, updates = c.ordered(data, dtype), c.ordered(updates, dtype)
+    modes = {"add": "add", "multiply": "mul", "maximum": "max", "minimum": "min"}
+    if dtype is DType.BOOL:
+        kind = {"or": "maximum", "and": "minimum"}[kind]
+    scattered = c.mb.scatter(data=data, indices=place, updates=updates, axis=0, mode=modes[kind])
+    scattered = c.reshape(take(c, scattered, 0, 0, total - slots or None), result.shape)
+    return c.ordered(scattered, dtype) if has_order else c.wrap(scattered, dtype)
+
+
+def _selected_places(c: Composer, node: Node, x: Var) -> tuple[Var, bool]:
+    """Return where the selected element of each window is in the flat tensor.
+
+    Also whether every window has one; where it has none, the place is beyond the end.
+    """
+    windows: _Windows = node["windows"]
+    shape = node.types[0].static_shape
+    grid = node.types[1].static_shape
+    pitch = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    zero = c.const(np.zeros((), node.types[0].dtype.carrier_numpy))
+    if node.types[0].dtype is DType.BOOL:
+        zero = c.const(np.int32(0))
+    padded, _ = pad(c, x, shape, windows.padding, zero)
+    best = offset = None
+    seen = np.zeros((1,) * len(shape), bool)
+    for corner in itertools.product(*map(range, windows.window)):
+        inside = _inside(windows, shape, grid, corner)
+        here = np.int32(np.dot(corner, pitch))
+        current = padded
+        for axis, (first, count, stride) in enumerate(
+            zip(corner, grid, windows.strides, strict=True)
+        ):
+            current = take(c, current, axis, first, first + (count - 1) * stride + 1, stride)
+        if best is None:
+            best, offset = current, c.const(np.full(grid, here, np.int32))
+        else:
+            keep = c.call(node.closures["select"], _as_bools(c, node, [best, current]))[0]
+            keep = _only_where(c, keep, seen, inside)
+            best = c.mb.select(cond=keep, a=best, b=current)
+            offset = c.mb.select(cond=keep, a=offset, b=c.const(np.full(grid, here, np.int32)))
+        seen = seen | inside
+    place = offset
+    for axis, (count, stride, (low, _)) in enumerate(
+        zip(grid, windows.strides, windows.padding, strict=True)
+    ):
+        starts = (np.arange(count, dtype=np.int32) * stride - low) * pitch[axis]
+        along = [count if n == axis else 1 for n in range(len(grid))]
+        if starts.any():
+            place = c.mb.add(x=place, y=c.const(starts.astype(np.int32).reshape(along)))
+    if not seen.all():
+        nowhere = c.const(np.full(grid, math.prod(shape), np.int32))
+        place = c.mb.select(cond=c.const(np.broadcast_to(seen, grid)), a=place, b=nowhere)
+    return c.reshape(place, (math.prod(grid),)), bool(seen.all())
+
+
+def _as_bools(c: Composer, node: Node, values: list[Var]) -> list[Var]:
+    is_bool = node.types[0].dtype is DType.BOOL
+    return [c.mb.cast(x=x, dtype="bool") for x in values] if is_bool else values
+
+
+def _inside(
+    windows: _Windows, shape: Sequence[int], grid: Sequence[int], corner: Sequence[int]
+) -> np.ndarray[Any, Any]:
+    """Return in which windows an element is one of the tensor, not of the padding."""
+    inside = np.ones((1,) * len(grid), bool)
+    for axis, (size, count, first) in enumerate(zip(shape, grid, corner, strict=True)):
+        at = np.arange(count) * windows.strides[axis] + first - windows.padding[axis][0]
+        along = [count if n == axis else 1 for n in range(len(grid))]
+        inside = inside & ((at >= 0) & (at < size)).reshape(along)
+    return inside
+
+
+def _only_where(
+    c: Composer, keep: Var, seen: np.ndarray[Any, Any], inside: np.ndarray[Any, Any]
+) -> Var:
+    """Return whether to keep what is selected so far, also if that or the next is padding."""
+    grid = tuple(keep.shape)
+    if not seen.all():
+        keep = c.mb.logical_and(x=keep, y=c.const(np.broadcast_to(seen, grid)))
+    if not inside.all():
+        keep = c.mb.logical_or(x=keep, y=c.const(np.broadcast_to(~inside, grid)))
+    return keep
+
+
+class Windows(Emitter):
+    """Reductions of windows that move over tensors."""
+
+    @operation(ALL, _compose_reduce_window, moves_data=True)
+    def reduce_window(
+        self,
+        values: Value | Sequence[Value],
+        initial_values: Value | Sequence[Value],
+        body: Body,
+        *,
+        window: Sequence[int],
+        strides: Sequence[int] | None = None,
+        padding: str | Sequence[tuple[int, int]] | None = None,
+        base_dilation: Sequence[int] | None = None,
+        window_dilation: Sequence[int] | None = None,
+    ) -> Any:
+        """Return the elements of each window combined by a function.
+
+        Args:
+            values: Tensors of one shape.
+            initial_values: Of rank 0, one for each tensor: before the first element of a window,
+                and around the tensor and between its elements where these are padded or dilated.
+            body: See ``reduce``.
+            window: Sizes of the window, for each axis.
+            strides: Steps of the window.
+            padding: Elements before and after; negative amounts crop; ``"SAME"`` or ``"VALID"``.
+            base_dilation: Distance of neighbours of the tensors.
+            window_dilation: Distance of neighbours of the window.
+
+        Returns:
+            The result, or a tuple of them if ``values`` is a sequence.
+
+        Raises:
+            GraphError: Arguments that do not fit together, or a body that cannot be called on
+                tensors.
+        """
+        tensors, initial = as_values(values), as_values(initial_values)
+        check_initial("reduce_window", tensors, initial)
+        windows = _windows(
+            "reduce_window",
+            tensors[0].shape,
+            (window, strides, base_dilation, window_dilation),
+            padding,
+        )
+        shape = _counts(windows, tensors[0].shape)
+        kinds = known_kinds(trace_body(self, "body of reduce_window", body, tensors))
+        results: tuple[Value, ...]
+        if kinds and all(
+            is_composable(kind, x.dtype) for kind, x in zip(kinds, tensors, strict=True)
+        ):
+            results = tuple(
+                self.emit(
+                    "reduce_window",
+                    (x, first),
+                    [TensorType(x.dtype, shape)],
+                    windows=windows,
+                    kind=kind,
+                    is_identity=is_identity(kind, first),
+                )[0]
+                for kind, x, first in zip(kinds, tensors, initial, strict=True)
+            )
+        else:
+            results = self.emit(
+                "reduce_window",
+                (*tensors, *initial),
+                [TensorType(x.dtype, shape) for x in tensors],
+                closures=self._wide_bodies(body, tensors, windows, shape),
+                windows=windows,
+                kind=None,
+            )
+        return results[0] if isinstance(values, Value) else results
+
+    @operation(ALL, _compose_select_and_scatter, moves_data=True)
+    def select_and_scatter(
+        self,
+        x: Value,
+        source: Value,
+        initial_value: Value,
+        select: Body,
+        scatter: Body,
+        *,
+        window: Sequence[int],
+        strides: Sequence[int] | None = None,
+        padding: str | Sequence[tuple[int, int]] | None = None,
+    ) -> Value:
+        """Return a tensor that collects each source element where its window selects an element.
+
+        Args:
+            x: The tensor that windows move over; its sizes are fixed.
+            source: One element for each window.
+            initial_value: Of rank 0: what every element of the result starts with.
+            select: Takes the element that is selected so far, and the next; returns whether to keep
+                the first. Operations on each element.
+            scatter: Sum, product, maximum or minimum of an element and one of the source.
+            window: Sizes of the window, for each axis.
+            strides: Steps of the window.
+            padding: Elements before and after, which are never selected.
+
+        Raises:
+            GraphError: Arguments that do not fit together, or another function.
+        """
+        name = "select_and_scatter"
+        shape = x.type.static_shape
+        windows = _windows(name, shape, (window, strides, None, None), padding)
+        if any(amount < 0 for pair in windows.padding for amount in pair):
+            raise GraphError(f"{name}: padding is negative", got=str(windows.padding))
+        counts = _counts(windows, shape)
+        if not same_shape(source.shape, counts):
+            raise GraphError(
+                f"{name}: the source has one element for each window",
+                got=str(source.type),
+                expected=str(list(counts)),
+            )
+        check_initial(name, (source,), (initial_value,))
+        kinds = known_kinds(trace_body(self, "scatter", scatter, (source,)))
+        if kinds is None or not is_composable(kinds[0], source.dtype) or kinds[0] == "xor":
+            raise GraphError(
+                f"{name}: scatter is none of the functions that Core ML scatters with",
+                expected="add, multiply, maximum or minimum; or, and of bools",
+            )
+        trace_body(self, "select", select, (x,), [DType.BOOL])
+        wide = TensorType(x.dtype, source.shape)
+        return self.emit(
+            name,
+            (x, source, initial_value),
+            TensorType(source.dtype, shape),
+            closures={"select": trace_wide(self, "select", select, [wide], [DType.BOOL])},
+            windows=windows,
+            kind=kinds[0],
+        )
+
+    def _wide_bodies(
+        self, body: Body, tensors: Sequence[Value], windows: _Windows, shape: Sequence[Dim]
+    ) -> dict[str, Closure]:
+        """Return the body for each step of ``_grow``, and for the initial values."""
+        name = "body of reduce_window"
+        if not all(isinstance(size, int) for size in shape):
+            raise GraphError(
+                "reduce_window: with this body, sizes have to be fixed", got=str(tensors[0].type)
+            )
+        closures: dict[str, Closure] = {}
+        if 0 in shape:
+            return closures
+        sizes = list(_padded_shape(windows, tensors[0].shape))
+        for axis, _, more in _steps(windows):
+            sizes[axis] = sizes[axis] - more * windows.window_dilation[axis]
+            types = [TensorType(x.dtype, tuple(sizes)) for x in tensors]
+            closures[f"step_{len(closures)}"] = trace_wide(self, name, body, types)
+        results = [TensorType(x.dtype, tuple(shape)) for x in tensors]
+        closures["initial"] = trace_wide(self, name, body, results)
+        return closures
+
+
+def _windows(
+    name: str,
+    shape: Sequence[Dim],
+    numbers: Sequence[Sequence[int] | None],
+    padding: str | Sequence[tuple[int, int]] | None,
+) -> _Windows:
+    rank = len(shape)
+    labels = ("window", "strides", "base_dilation", "window_dilation")
+    window, strides, base, dilation = (
+        each_axis(f"{name}: {label}", given, rank)
+        for label, given in zip(labels, numbers, strict=True)
+    )
+    spread_sizes = [dilated_size(n, factor) for n, factor in zip(shape, base, strict=True)]
+    reach = [int(dilated_size(n, factor)) for n, factor in zip(window, dilation, strict=True)]
+    pads = window_padding(name, padding, spread_sizes, reach, strides)
+    return _Windows(window, strides, pads, base, dilation)
+
+
+def _padded_shape(windows: _Windows, shape: Sequence[Dim]) -> tuple[Dim, ...]:
+    return tuple(
+        simplify(dilated_size(size, factor) + sum(pair))
+        for size, factor, pair in zip(shape, windows.base_dilation, windows.padding, strict=True)
+    )
+
+
+def _counts(windows: _Windows, shape: Sequence[Dim]) -> tuple[Dim, ...]:
+    return tuple(
+        window_count(size, int(dilated_size(window, dilation)), stride, (0, 0))
+        for size, window, dilation, stride in zip(
+            _padded_shape(windows, shape),
+            windows.window,
+            windows.window_dilation,
+            windows.strides,
+            strict=True,
+        )
+    )

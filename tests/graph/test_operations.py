@@ -1,0 +1,90 @@
+"""Every operation computes what NumPy or JAX does, with each element type, on each engine."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+from graph import operation_table
+from graph.samples import SAMPLES, Sample
+from support.tolerances import ATOL_RTOL
+
+from coreml_delegate import graph
+from coreml_delegate.graph.emitter import OPERATIONS
+from coreml_delegate.graph.tensor_types import DType
+from coreml_delegate.runtime import EngineOptions, Model
+
+ENGINES = ("reference", "openvino")
+_OPTIONS = EngineOptions(exact_nan=True)
+# What has no value by itself; sizes of tensors are those of test_symbolic_shapes.py.
+_STRUCTURAL = {"argument", "parameter", "size"}
+
+
+def _build(builder: graph.Builder, samples: list[Sample]) -> dict[str, graph.Value]:
+    outputs: dict[str, graph.Value] = {}
+    for number, sample in enumerate(samples):
+        values = [
+            builder.parameter(f"x{number}_{n}", np.asarray(a).dtype, np.shape(a))
+            for n, a in enumerate(sample.arrays)
+        ]
+        returned = sample.build(builder, *values)
+        results = returned if isinstance(returned, tuple | list) else (returned,)
+        outputs |= {f"y{number}_{n}": value for n, value in enumerate(results)}
+    return outputs
+
+
+@functools.cache
+def _executable(operation: str) -> graph.Executable:
+    """All samples of an operation in one graph: most of a conversion's time is not the graph's."""
+    builder = graph.Backend("reference").builder(operation)
+    return builder.compile(_build(builder, SAMPLES[operation]))
+
+
+@pytest.mark.parametrize("operation", SAMPLES)
+def test_results_are_those_of_numpy(operation: str) -> None:
+    samples = SAMPLES[operation]
+    executable = _executable(operation)
+    arrays = [np.asarray(array) for sample in samples for array in sample.arrays]
+    wrong: list[str] = []
+    for engine in ENGINES:
+        executable.model = Model.from_files(executable.files, engine=engine, options=_OPTIONS)
+        outputs = dict(zip(executable.outputs, executable.run(*arrays), strict=True))
+        for number, sample in enumerate(samples):
+            for n, expected in enumerate(sample.results):
+                complaint = _difference(outputs[f"y{number}_{n}"], expected, sample)
+                if complaint:
+                    wrong.append(
+                        f"{engine}, {sample.case}, {sample.dtype}, result {n}: {complaint}"
+                    )
+    assert not wrong, "\n".join(wrong)
+
+
+def _difference(actual: np.ndarray, expected: np.ndarray, sample: Sample) -> str | None:
+    if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
+        return f"{actual.dtype}{actual.shape} is not {expected.dtype}{expected.shape}"
+    kind = DType.of(expected.dtype).carrier
+    atol, rtol = sample.tolerance or ATOL_RTOL[kind]
+    if kind in ("int32", "bool"):
+        atol, rtol = sample.tolerance or (0.0, 0.0)
+    with np.errstate(invalid="ignore"):  # casting some NaNs, which are equal to any other here
+        wide = actual.astype(np.float64), expected.astype(np.float64)
+    if np.allclose(*wide, rtol, atol, equal_nan=True):
+        return None
+    return f"{actual.ravel()[:8]} is not {expected.ravel()[:8]}"
+
+
+def test_every_operation_and_element_type_has_a_sample() -> None:
+    missing = [
+        f"{name} of {dtype.label}"
+        for name, record in OPERATIONS.items()
+        if name not in _STRUCTURAL
+        for dtype in record.dtypes
+        if dtype.label not in {sample.dtype for sample in SAMPLES.get(name, ())}
+    ]
+    assert not missing, "\n".join(sorted(missing))
+
+
+def test_the_documented_table_is_that_of_the_records() -> None:
+    text = operation_table.PAGE.read_text()
+    assert operation_table.page(text) == text, "run python -m tests.graph.operation_table"

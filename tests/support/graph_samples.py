@@ -1,0 +1,82 @@
+"""Arrays of every element type, for samples, and what JAX makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from graph.samples.sample import Sample
+
+FLOATS = ("float32", "float16", "float64")
+INTEGERS = ("int32", "int8", "int16", "int64", "uint8", "uint16", "uint32", "uint64")
+NUMBERS = FLOATS + INTEGERS
+ALL = (*NUMBERS, "bool")
+
+_RANDOM = np.random.default_rng(0)
+
+
+def of(dtype: str, shape: tuple[int, ...], most: int | None = None) -> np.ndarray:
+    """Random numbers from the whole range of a type; 64-bit integers that 32 bits hold.
+
+    Args:
+        dtype: Element type.
+        shape: Of the array.
+        most: The largest magnitude of an integer, for arithmetic in 64 bits.
+    """
+    if dtype in FLOATS:
+        values = np.asarray(_RANDOM.standard_normal(shape))
+    elif dtype == "bool":
+        values = np.asarray(_RANDOM.integers(0, 2, shape))
+    else:
+        bounds = np.iinfo(np.int32 if np.iinfo(dtype).bits == 64 else dtype)
+        high = bounds.max if most is None else most
+        low = 0 if dtype.startswith("u") else bounds.min if most is None else -most
+        values = np.asarray(_RANDOM.integers(low, high, shape, endpoint=True))
+    return values.astype(dtype)
+
+
+@dataclass(frozen=True)
+class ByJax:
+    """What a function of JAX returns.
+
+    Attributes:
+        function: Takes the arrays; its other arguments are bound.
+        arrays: Its arguments.
+    """
+
+    function: Callable[..., Any]
+    arrays: tuple[Any, ...]
+
+
+def by_jax(function: Callable[..., Any], *arrays: Any, **options: Any) -> ByJax:
+    """Return what stands for a function's result until ``computed`` replaces it."""
+    return ByJax(functools.partial(function, **options), arrays)
+
+
+def computed(samples: Iterable[Sample]) -> list[Sample]:
+    """Return samples with what JAX returns as expected arrays, all compiled at once."""
+    samples = list(samples)
+    calls = [sample.expected for sample in samples if isinstance(sample.expected, ByJax)]
+
+    def call_all(arrays: list[Any]) -> list[Any]:
+        return [call.function(*given) for call, given in zip(calls, arrays, strict=True)]
+
+    with jax.enable_x64(True):
+        results = iter(jax.jit(call_all)([call.arrays for call in calls]))
+    return [
+        dataclasses.replace(sample, expected=_as_numpy(next(results)))
+        if isinstance(sample.expected, ByJax)
+        else sample
+        for sample in samples
+    ]
+
+
+def _as_numpy(found: Any) -> Any:
+    if isinstance(found, tuple | list):
+        return tuple(np.asarray(array) for array in found)
+    return np.asarray(found)

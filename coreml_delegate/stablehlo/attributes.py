@@ -1,0 +1,169 @@
+"""Types, attributes and locations of MLIR as Python values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coreml_delegate.errors import UnsupportedOperatorError
+from coreml_delegate.graph.tensor_types import DType
+from coreml_delegate.stablehlo.parse import Mlir
+
+_DTYPES = MappingProxyType({dtype.short: dtype for dtype in DType})
+_SIGNED = re.compile(r"s(i\d+)\Z")
+_REASONS = (
+    (re.compile(r"complex"), "Core ML has no complex numbers"),
+    (re.compile(r"f8|f6|f4|tf32"), "Core ML has no floats of 8 bits or fewer"),
+    (re.compile(r"u?i[24]\Z"), "Core ML computes with no integers of 4 bits or fewer"),
+    (re.compile(r"!quant"), "quantized element types have no counterpart in a Core ML program"),
+)
+_BFLOAT16 = "bf16"
+_FILE = re.compile(r'"([^"]*)":(\d+):\d+')
+_NAME = re.compile(r'loc\("([^"]*)"\(')
+
+
+def element_type(spelled: str, *, bfloat16_as_float32: bool) -> DType:
+    """Return the element type that MLIR spells so, as ``ui8``.
+
+    Raises:
+        UnsupportedOperatorError: Core ML has nothing that could carry it.
+    """
+    spelled = _SIGNED.sub(r"\1", spelled)
+    if spelled in _DTYPES:
+        return _DTYPES[spelled]
+    if spelled == _BFLOAT16:
+        if bfloat16_as_float32:
+            return DType.FLOAT32
+        raise UnsupportedOperatorError(
+            "element type bf16: Core ML has no bfloat16",
+            remedy="Pass bfloat16='float32' to read it as float32",
+        )
+    reasons = [reason for pattern, reason in _REASONS if pattern.match(spelled)]
+    raise UnsupportedOperatorError(
+        f"element type {spelled}: {reasons[0] if reasons else 'Core ML cannot carry it'}"
+    )
+
+
+def is_tensor(type: Mlir) -> bool:
+    """Whether a type is that of tensors, rather than of tokens or tuples."""
+    return str(type).startswith("tensor<")
+
+
+def shape_of(type: Mlir) -> tuple[int | None, ...]:
+    """Return the sizes of a tensor type; None for one that is known at run time only.
+
+    Raises:
+        UnsupportedOperatorError: Its rank is not known.
+    """
+    if not type.has_rank:
+        raise UnsupportedOperatorError("the rank of a tensor is not known", got=str(type))
+    return tuple(
+        None if type.is_dynamic_dim(axis) else int(type.get_dim_size(axis))
+        for axis in range(type.rank)
+    )
+
+
+def python_value(attribute: Mlir) -> Any:
+    """Return an attribute as a Python value.
+
+    Numbers, bools, strings, and lists and dictionaries of them; tensors as NumPy arrays; names of
+    functions without ``@``; members of StableHLO's enumerations, and anything else, as text.
+    """
+    kind = type(attribute).__name__
+    if kind in ("BoolAttr", "IntegerAttr", "FloatAttr", "StringAttr", "FlatSymbolRefAttr"):
+        return attribute.value
+    if kind == "DictAttr":
+        return {entry.name: python_value(entry.attr) for entry in attribute}
+    if kind == "ArrayAttr":
+        return [python_value(element) for element in attribute]
+    if kind.startswith("Dense") and kind.endswith("ArrayAttr"):
+        return list(attribute)
+    if kind in ("DenseIntElementsAttr", "DenseFPElementsAttr"):
+        return tensor_value(attribute)
+    if kind == "UnitAttr":
+        return True
+    return _enumeration_member(str(attribute))
+
+
+def _enumeration_member(text: str) -> str:
+    """Return the member of ``#stablehlo<comparison_direction EQ>``; other text as it is."""
+    match = re.fullmatch(r"#\w+<\w+ (\w+)>", text)
+    return match.group(1) if match else text
+
+
+def tensor_value(attribute: Mlir) -> NDArray[Any]:
+    """Return a dense tensor; bf16 as float32, and one of equal elements as a view of one."""
+    shape = tuple(attribute.type.shape)
+    spelled = str(attribute.type.element_type)
+    if attribute.is_splat and int(np.prod(shape)):
+        element = attribute.get_splat_value().value
+        dtype = np.float32 if spelled == _BFLOAT16 else _DTYPES[_SIGNED.sub(r"\1", spelled)].numpy
+        return np.broadcast_to(np.array(element).astype(dtype), shape)
+    if spelled == _BFLOAT16:
+        return _bfloat16_values(str(attribute)).reshape(shape)
+    return np.array(attribute)
+
+
+def _bfloat16_values(text: str) -> NDArray[np.float32]:
+    """Return the elements of a printed tensor: numbers, bits of one each, or bits of all."""
+    body = text[text.index("<") + 1 : text.rindex("> :")]
+    if body.startswith('"0x'):
+        bits = np.frombuffer(bytes.fromhex(body[3:-1]), np.uint16)
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    elements = [
+        np.uint32(int(token, 16) << 16).view(np.float32) if "0x" in token else np.float32(token)
+        for token in re.findall(r"[^\[\],\s]+", body)
+    ]
+    return np.array(elements, np.float32)
+
+
+def resources(text: str) -> dict[str, bytes]:
+    """Return the resources of a module that is printed, by name, without their alignment."""
+    entries = re.finditer(r'([\w.$-]+|"[^"\n]*"): "0x([0-9A-Fa-f]*)"', text.rpartition("{-#")[2])
+    return {e.group(1).strip('"'): bytes.fromhex(e.group(2))[4:] for e in entries}
+
+
+def resource_array(key: str, content: bytes, dtype: DType, shape: Sequence[int]) -> NDArray[Any]:
+    """Return the tensor that a resource holds, little-endian and row-major.
+
+    Raises:
+        UnsupportedOperatorError: It has another size.
+    """
+    width = np.dtype(dtype.numpy).itemsize
+    count = int(np.prod(shape, dtype=np.int64))
+    if len(content) == width and count != 1:
+        content *= count
+    if len(content) != width * count:
+        raise UnsupportedOperatorError(
+            f"resource {key!r} has another size than its type",
+            got=f"{len(content)} bytes",
+            expected=str(width * count),
+        )
+    return np.frombuffer(content, dtype.numpy).reshape(shape)
+
+
+def describe_location(location: Mlir) -> str:
+    """Return a location for a message: name and line, as far as they are known."""
+    text = str(location)
+    name, file = _NAME.search(text), _FILE.search(text)
+    parts: list[str] = []
+    if name:
+        parts.append(name.group(1))
+    if file:
+        path, line = file.groups()
+        parts.append(f"line {line}" if path in ("-", "") else f"{path.rpartition('/')[2]}:{line}")
+    if not parts:
+        plain = re.fullmatch(r'loc\("([^"]*)"\)', text)
+        parts = [plain.group(1)] if plain else []
+    return ", ".join(parts)
+
+
+def argument_name(location: Mlir) -> str | None:
+    """Return the name that a location gives an argument, or None."""
+    name = getattr(location, "name_str", None)
+    return name if isinstance(name, str) and name else None

@@ -1,0 +1,294 @@
+"""Contractions, reductions, windows, gathers, scatters, sorts and random bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from coreml_delegate.graph import Value
+from coreml_delegate.stablehlo.parse import dialect
+from coreml_delegate.stablehlo.source_op import Operand, Rule, SourceOp, Words
+
+_ALGORITHMS = {"THREE_FRY": "threefry"}
+
+
+def _several(returned: Any) -> list[Operand]:
+    """Return what the builder returns for an operation of several results, or of one, as a list."""
+    return [returned] if isinstance(returned, Value) else list(returned)
+
+
+# Contractions
+
+
+def _dot_general(source: SourceOp) -> Value:
+    x, y = source.values
+    numbers = dialect("stablehlo").DotDimensionNumbers(
+        source.raw_attribute("dot_dimension_numbers")
+    )
+    result = source.builder.dot_general(
+        x,
+        y,
+        contracting=(
+            tuple(numbers.lhs_contracting_dimensions),
+            tuple(numbers.rhs_contracting_dimensions),
+        ),
+        batching=(tuple(numbers.lhs_batching_dimensions), tuple(numbers.rhs_batching_dimensions)),
+        preferred_dtype=source.dtype(),
+    )
+    return (
+        result if result.dtype is source.dtype() else source.builder.convert(result, source.dtype())
+    )
+
+
+def _dot(source: SourceOp) -> Value:
+    x, y = source.values
+    result = source.builder.dot_general(
+        x, y, contracting=((x.rank - 1,), (0,)), preferred_dtype=source.dtype()
+    )
+    return (
+        result if result.dtype is source.dtype() else source.builder.convert(result, source.dtype())
+    )
+
+
+def _einsum(source: SourceOp) -> Value:
+    """Read a sum of products whose operands have each letter once, as the builder contracts."""
+    x, y = source.values
+    inputs, _, output = str(source.attribute("einsum_config")).replace(" ", "").partition("->")
+    left, right = inputs.split(",")
+    shared = [letter for letter in left if letter in right]
+    batch = [letter for letter in shared if letter in output]
+    summed = [letter for letter in shared if letter not in output]
+    result = source.builder.dot_general(
+        x,
+        y,
+        contracting=(tuple(map(left.index, summed)), tuple(map(right.index, summed))),
+        batching=(tuple(map(left.index, batch)), tuple(map(right.index, batch))),
+    )
+    order = [*batch, *(c for c in left if c not in shared), *(c for c in right if c not in shared)]
+    if sorted(order) != sorted(output):
+        raise source.refusal("a letter repeats, or is summed over in one operand")
+    return source.builder.transpose(result, [order.index(letter) for letter in output])
+
+
+def _convolution(source: SourceOp) -> Value:
+    return _convolve(source, source.pairs("padding"))
+
+
+def _dynamic_conv(source: SourceOp) -> Value:
+    known = source.value(2).known
+    if known is None or not all(isinstance(size, int) for size in known):
+        raise source.refusal("the padding has to be fixed")
+    low, high = known[::2], known[1::2]
+    return _convolve(source, [(int(a), int(b)) for a, b in zip(low, high, strict=True)])
+
+
+def _convolve(source: SourceOp, padding: Sequence[tuple[int, int]] | None) -> Value:
+    reversal = source.attribute("window_reversal", None)
+    result = source.builder.convolution(
+        source.value(0),
+        source.value(1),
+        strides=source.integers("window_strides"),
+        padding=padding,
+        input_dilation=source.integers("lhs_dilation"),
+        kernel_dilation=source.integers("rhs_dilation"),
+        reversal=None if reversal is None else tuple(map(bool, reversal)),
+        layout=_layout(source.raw_attribute("dimension_numbers")),
+        feature_groups=source.attribute("feature_group_count", 1),
+        batch_groups=source.attribute("batch_group_count", 1),
+    )
+    return (
+        result if result.dtype is source.dtype() else source.builder.convert(result, source.dtype())
+    )
+
+
+def _layout(attribute: Any) -> str:
+    """Return a convolution's dimension numbers as text, like ``NHWC,HWIO->NHWC``."""
+    numbers = dialect("stablehlo").ConvDimensionNumbers(attribute)
+    spatial = list(numbers.input_spatial_dimensions)
+    letters = "0123456789"[: len(spatial)]
+
+    def spelled(first: str, at: int, second: str, then: int, sizes: Sequence[int]) -> str:
+        places = {at: first, then: second, **dict(zip(sizes, letters, strict=True))}
+        return "".join(places[n] for n in range(len(places)))
+
+    image = spelled(
+        "N", numbers.input_batch_dimension, "C", numbers.input_feature_dimension, spatial
+    )
+    kernel = spelled(
+        "O",
+        numbers.kernel_output_feature_dimension,
+        "I",
+        numbers.kernel_input_feature_dimension,
+        list(numbers.kernel_spatial_dimensions),
+    )
+    output = spelled(
+        "N",
+        numbers.output_batch_dimension,
+        "C",
+        numbers.output_feature_dimension,
+        list(numbers.output_spatial_dimensions),
+    )
+    return f"{image},{kernel}->{output}"
+
+
+# Reductions and windows
+
+
+def _reduce(source: SourceOp) -> list[Operand]:
+    values = source.values
+    half = len(values) // 2
+    dimensions = source.integers("dimensions") or ()
+    return _several(
+        source.builder.reduce(values[:half], values[half:], dimensions, source.region())
+    )
+
+
+def _reduce_window(source: SourceOp) -> list[Operand]:
+    values = source.values
+    half = len(values) // 2
+    return _several(
+        source.builder.reduce_window(
+            values[:half],
+            values[half:],
+            source.region(),
+            window=source.integers("window_dimensions") or (),
+            strides=source.integers("window_strides"),
+            padding=source.pairs("padding"),
+            base_dilation=source.integers("base_dilations"),
+            window_dilation=source.integers("window_dilations"),
+        )
+    )
+
+
+def _select_and_scatter(source: SourceOp) -> Value:
+    x, values, initial = source.values
+    return source.builder.select_and_scatter(
+        x,
+        values,
+        initial,
+        source.region(0),
+        source.region(1),
+        window=source.integers("window_dimensions") or (),
+        strides=source.integers("window_strides"),
+        padding=source.pairs("padding"),
+    )
+
+
+def _batch_norm_inference(source: SourceOp) -> Value:
+    x, scale, offset, mean, variance = source.values
+    epsilon, axis = source.attribute("epsilon"), source.attribute("feature_index")
+    return source.builder.batch_norm_inference(x, scale, offset, mean, variance, epsilon, axis)
+
+
+# Indexing
+
+
+def _gather(source: SourceOp) -> Value:
+    return _gathered(source, source.integers("slice_sizes") or ())
+
+
+def _dynamic_gather(source: SourceOp) -> Value:
+    sizes = source.value(2).known
+    if sizes is None:
+        raise source.refusal("the sizes of slices have to be known")
+    return _gathered(source, sizes)
+
+
+def _gathered(source: SourceOp, sizes: Sequence[Any]) -> Value:
+    numbers = dialect("stablehlo").GatherDimensionNumbers(source.raw_attribute("dimension_numbers"))
+    return source.builder.gather(
+        source.value(0),
+        source.value(1),
+        offset_dims=tuple(numbers.offset_dims),
+        collapsed_slice_dims=tuple(numbers.collapsed_slice_dims),
+        operand_batching_dims=tuple(numbers.operand_batching_dims),
+        start_indices_batching_dims=tuple(numbers.start_indices_batching_dims),
+        start_index_map=tuple(numbers.start_index_map),
+        index_vector_dim=numbers.index_vector_dim,
+        slice_sizes=tuple(sizes),
+        indices_are_sorted=bool(source.attribute("indices_are_sorted", False)),
+    )
+
+
+def _scatter(source: SourceOp) -> list[Operand]:
+    if len(source.operands) != 3:
+        raise source.refusal("it has several operands")
+    x, indices, updates = source.values
+    numbers = dialect("stablehlo").ScatterDimensionNumbers(
+        source.raw_attribute("scatter_dimension_numbers")
+    )
+    return _several(
+        source.builder.scatter(
+            x,
+            indices,
+            updates,
+            source.region(),
+            update_window_dims=tuple(numbers.update_window_dims),
+            inserted_window_dims=tuple(numbers.inserted_window_dims),
+            input_batching_dims=tuple(numbers.input_batching_dims),
+            scatter_indices_batching_dims=tuple(numbers.scatter_indices_batching_dims),
+            scatter_dims_to_operand_dims=tuple(numbers.scattered_dims_to_operand_dims),
+            index_vector_dim=numbers.index_vector_dim,
+            indices_are_sorted=bool(source.attribute("indices_are_sorted", False)),
+            unique_indices=bool(source.attribute("unique_indices", False)),
+        )
+    )
+
+
+# Order and chance
+
+
+def _sort(source: SourceOp) -> list[Operand]:
+    comparator = source.region()
+
+    def single(*values: Value) -> Value:
+        (result,) = comparator(*values)
+        return result
+
+    values = source.values
+    dimension = source.attribute("dimension", values[0].rank - 1)
+    is_stable = bool(source.attribute("is_stable", False))
+    return _several(source.builder.sort(values, dimension, single, is_stable))
+
+
+def _top_k(source: SourceOp) -> list[Operand]:
+    return list(source.builder.top_k(source.value(0), source.attribute("k")))
+
+
+def _rng_bit_generator(source: SourceOp) -> list[Operand]:
+    algorithm = source.attribute("rng_algorithm")
+    if algorithm not in _ALGORITHMS:
+        raise source.refusal(f"its algorithm {algorithm} is left to the implementation")
+    state = source.operands[0]
+    pairs = state.pairs if isinstance(state, Words) else None
+    if pairs is None or pairs.rank != 2:
+        raise source.refusal("the state has to be two integers of 64 bits, made of pairs of ui32")
+    new, bits = source.builder.rng_bit_generator(
+        source.builder.reshape(pairs, (4,)),
+        source.dtype(1),
+        source.shape(1),
+        algorithm=_ALGORITHMS[algorithm],
+    )
+    return [Words(source.builder.reshape(new, pairs.shape)), bits]
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "chlo.top_k": _top_k,
+        "stablehlo.batch_norm_inference": _batch_norm_inference,
+        "stablehlo.convolution": _convolution,
+        "stablehlo.dot": _dot,
+        "stablehlo.dot_general": _dot_general,
+        "stablehlo.dynamic_conv": _dynamic_conv,
+        "stablehlo.dynamic_gather": _dynamic_gather,
+        "stablehlo.einsum": _einsum,
+        "stablehlo.gather": _gather,
+        "stablehlo.reduce": _reduce,
+        "stablehlo.reduce_window": _reduce_window,
+        "stablehlo.rng_bit_generator": _rng_bit_generator,
+        "stablehlo.scatter": _scatter,
+        "stablehlo.select_and_scatter": _select_and_scatter,
+        "stablehlo.sort": _sort,
+    }
+)

@@ -1,0 +1,114 @@
+"""Custom calls: the few whose meaning is known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from coreml_delegate.graph import Value
+from coreml_delegate.stablehlo.source_op import Operand, Rule, SourceOp
+
+_UNCHANGED = frozenset(
+    {
+        "AllocateBuffer",
+        "LayoutConstraint",
+        "MoveToDevice",
+        "MoveToHost",
+        "Sharding",
+        "SPMDFullToShardShape",
+        "SPMDShardToFullShape",
+        "annotate_device_placement",
+        "checkpoint_name",
+        "name",
+        "xla.sdy.FuncResultSharding",
+        "xla.sdy.GlobalToLocalShape",
+        "xla.sdy.LocalToGlobalShape",
+    }
+)
+"""Targets that say where a tensor lies or what it is called; the tensor is what it was."""
+
+_REASONS = (
+    (
+        re.compile(r"lapack_|cusolver|hipsolver|Qr|Eigh|Cholesky|ProductOfElementary|Lu"),
+        "Core ML has no decompositions or solvers of matrices",
+    ),
+    (re.compile(r"ducc_fft"), "Core ML has no complex numbers"),
+    (re.compile(r"xla_(ffi_)?(python|partitioned_python)"), "it calls Python while the model runs"),
+    (re.compile(r"tpu_custom_call|triton|mosaic"), "it is a kernel for another device"),
+)
+
+
+def _custom_call(source: SourceOp) -> list[Operand] | None:
+    target = str(source.attribute("call_target_name"))
+    if target == "shape_assertion":
+        return []
+    if target in _UNCHANGED:
+        return list(source.operands[: source.result_count])
+    if target in _TARGETS:
+        return _TARGETS[target](source)
+    reasons = [reason for pattern, reason in _REASONS if pattern.match(target)]
+    reason = f"{reasons[0]}" if reasons else "what it computes is not known"
+    raise source.refusal(f"target {target!r}: {reason}")
+
+
+def _attributes(source: SourceOp) -> dict[str, Any]:
+    for name in ("mhlo.attributes", "mhlo.backend_config", "backend_config"):
+        found = source.attribute(name, None)
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _direct(method: str) -> Rule:
+    def rule(source: SourceOp) -> list[Operand]:
+        return [getattr(source.builder, method)(*source.values)]
+
+    return rule
+
+
+def _top_k(source: SourceOp) -> list[Operand]:
+    attributes = _attributes(source)
+    if not attributes.get("largest", True):
+        raise source.refusal("it returns the smallest elements")
+    return list(source.builder.top_k(source.value(0), attributes["k"]))
+
+
+def _approximate_top_k(source: SourceOp) -> list[Operand]:
+    """Sort, and keep the first elements: exact, which is as good as it may be."""
+    attributes = _attributes(source)
+    values = source.values
+    values = values[: len(values) // 2]
+    (comparator,) = source.attribute("called_computations")
+
+    def compare(*pair: Value) -> Operand:
+        (result,) = source.reader.call(comparator, pair)
+        return result
+
+    axis, count = int(attributes["reduction_dim"]), int(attributes["top_k"])
+    ordered = source.builder.sort(values, axis, compare, is_stable=True)
+    kept: list[Operand] = []
+    for value in ordered:
+        limit = [count if n == axis else size for n, size in enumerate(value.shape)]
+        kept.append(source.builder.slice(value, [0] * value.rank, limit))
+    return kept
+
+
+_TARGETS: Mapping[str, Any] = MappingProxyType(
+    {
+        "ApproxTopK": _approximate_top_k,
+        "mhlo.acos": _direct("acos"),
+        "mhlo.acosh": _direct("acosh"),
+        "mhlo.asin": _direct("asin"),
+        "mhlo.asinh": _direct("asinh"),
+        "mhlo.atanh": _direct("atanh"),
+        "mhlo.cosh": _direct("cosh"),
+        "mhlo.erf": _direct("erf"),
+        "mhlo.sinh": _direct("sinh"),
+        "mhlo.tan": _direct("tan"),
+        "mhlo.topk": _top_k,
+    }
+)
+
+RULES: Mapping[str, Rule] = MappingProxyType({"stablehlo.custom_call": _custom_call})

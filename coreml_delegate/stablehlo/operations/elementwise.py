@@ -1,0 +1,225 @@
+"""Operations on each element."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+
+from coreml_delegate.graph import DType, Value
+from coreml_delegate.graph.emitter import same_shape
+from coreml_delegate.graph.tensor_types import Dim
+from coreml_delegate.stablehlo.source_op import Operand, Rule, SourceOp, Words
+
+_UNARY = [
+    "abs",
+    "cbrt",
+    "ceil",
+    "cosine",
+    "count_leading_zeros",
+    "exponential",
+    "exponential_minus_one",
+    "floor",
+    "is_finite",
+    "log",
+    "log_plus_one",
+    "logistic",
+    "negate",
+    "popcnt",
+    "round_nearest_afz",
+    "round_nearest_even",
+    "rsqrt",
+    "sign",
+    "sine",
+    "sqrt",
+    "tan",
+    "tanh",
+]
+_BINARY = [
+    "add",
+    "atan2",
+    "divide",
+    "maximum",
+    "minimum",
+    "multiply",
+    "power",
+    "remainder",
+    "shift_left",
+    "shift_right_arithmetic",
+    "shift_right_logical",
+    "subtract",
+    "xor",
+]
+_LOGICAL = {"and": "and_", "or": "or_", "not": "not_"}
+_CHLO_UNARY = [
+    "acos",
+    "acosh",
+    "asin",
+    "asinh",
+    "atan",
+    "atanh",
+    "cosh",
+    "erf",
+    "erf_inv",
+    "erfc",
+    "is_inf",
+    "sinh",
+    "square",
+    "tan",
+]
+_CHLO_BROADCAST = [
+    "add",
+    "and",
+    "atan2",
+    "divide",
+    "maximum",
+    "minimum",
+    "multiply",
+    "or",
+    "power",
+    "remainder",
+    "shift_left",
+    "shift_right_arithmetic",
+    "shift_right_logical",
+    "subtract",
+    "xor",
+    "compare",
+    "select",
+]
+
+
+def lean(source: SourceOp, values: Sequence[Value]) -> list[Value]:
+    """Return operands before they were repeated to a common shape, which operations do themselves.
+
+    One of them keeps the shape. Without this, a model would hold a tensor of each constant.
+    """
+    broadcasts = source.reader.broadcasts
+    if all(value in broadcasts for value in values):
+        return list(values)
+    return [_before_broadcast(source, v) if v in broadcasts else v for v in values]
+
+
+def _before_broadcast(source: SourceOp, value: Value) -> Value:
+    small, dimensions = source.reader.broadcasts[value]
+    if not small.rank:
+        return small
+    shape: list[Dim] = [1] * value.rank
+    for size, axis in zip(small.shape, dimensions, strict=True):
+        shape[axis] = size
+    if same_shape(shape, value.shape) or list(dimensions) != sorted(dimensions):
+        return value
+    return source.builder.reshape(small, shape)
+
+
+def _direct(method: str) -> Rule:
+    def rule(source: SourceOp) -> Operand:
+        return getattr(source.builder, method)(*lean(source, source.values))
+
+    return rule
+
+
+def _compare(source: SourceOp) -> Value:
+    is_total = source.attribute("compare_type", "") == "TOTALORDER"
+    x, y = lean(source, source.values)
+    return source.builder.compare(
+        x, y, source.attribute("comparison_direction"), total_order=is_total
+    )
+
+
+def _select(source: SourceOp) -> Value:
+    predicate, on_true, on_false = source.values
+    if not predicate.rank or same_shape(predicate.shape, on_true.shape):
+        predicate, on_true, on_false = lean(source, (predicate, on_true, on_false))
+    return source.builder.select(predicate, on_true, on_false)
+
+
+def _convert(source: SourceOp) -> Value:
+    return source.builder.convert(source.value(0), source.dtype())
+
+
+def _clamp(source: SourceOp) -> Value:
+    low, x, high = source.values
+    return source.builder.clamp(*lean(source, (low, x, high)))
+
+
+def _bitcast_convert(source: SourceOp) -> Operand:
+    operand = source.operands[0]
+    spelled = source.spelled_dtype()
+    if isinstance(operand, Words):
+        if spelled != "ui32":
+            raise source.refusal("Core ML has no integers of 64 bits")
+        return operand.pairs
+    value = source.value(0)
+    if value.dtype is DType.UINT32 and spelled == "ui64":
+        return Words(value)
+    for given in (source.spelled_operand_dtype(), spelled):
+        if given == "bf16" or given.endswith("64"):
+            raise source.refusal(f"the bits of {given} are not kept")
+    return source.builder.bitcast_convert(value, source.dtype())
+
+
+def _reduce_precision(source: SourceOp) -> Value:
+    return source.builder.reduce_precision(
+        source.value(0), source.attribute("exponent_bits"), source.attribute("mantissa_bits")
+    )
+
+
+def _is_infinity(sign: float) -> Rule:
+    def rule(source: SourceOp) -> Operand:
+        x = source.value(0)
+        infinity = source.builder.constant(np.asarray(sign * np.inf, x.dtype.numpy))
+        return source.builder.equal(x, infinity)
+
+    return rule
+
+
+def _map(source: SourceOp) -> list[Operand]:
+    return list(source.region()(*source.values))
+
+
+def _broadcasting(name: str) -> Rule:
+    """Read an operation of CHLO that repeats its operands to a common shape."""
+
+    def rule(source: SourceOp) -> Operand:
+        builder = source.builder
+        values = source.values
+        rank = max(value.rank for value in values)
+        if source.attribute("broadcast_dimensions", None) is not None:
+            raise source.refusal("broadcast_dimensions have to be those of NumPy")
+        padded = [
+            v if not v.rank else builder.reshape(v, (1,) * (rank - v.rank) + v.shape)
+            for v in values
+        ]
+        if name == "compare":
+            x, y = padded
+            return builder.compare(x, y, source.attribute("comparison_direction"))
+        return getattr(builder, _LOGICAL.get(name, name))(*padded)
+
+    return rule
+
+
+def _constant_like(source: SourceOp) -> Value:
+    x = source.value(0)
+    scalar = source.builder.constant(np.asarray(source.attribute("value"), x.dtype.numpy))
+    return source.builder.broadcast_in_dim(scalar, x.shape, ())
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        **{f"stablehlo.{name}": _direct(name) for name in (*_UNARY, *_BINARY)},
+        **{f"stablehlo.{name}": _direct(method) for name, method in _LOGICAL.items()},
+        **{f"chlo.{name}": _direct(name) for name in _CHLO_UNARY},
+        **{f"chlo.broadcast_{name}": _broadcasting(name) for name in _CHLO_BROADCAST},
+        "chlo.constant_like": _constant_like,
+        "chlo.is_neg_inf": _is_infinity(-1.0),
+        "chlo.is_pos_inf": _is_infinity(1.0),
+        "stablehlo.bitcast_convert": _bitcast_convert,
+        "stablehlo.clamp": _clamp,
+        "stablehlo.compare": _compare,
+        "stablehlo.convert": _convert,
+        "stablehlo.map": _map,
+        "stablehlo.reduce_precision": _reduce_precision,
+        "stablehlo.select": _select,
+    }
+)

@@ -1,0 +1,179 @@
+"""Constants, and operations that move elements."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from coreml_delegate.graph import DType, Value
+from coreml_delegate.stablehlo.attributes import resource_array, tensor_value
+from coreml_delegate.stablehlo.source_op import Operand, Rule, SourceOp, Words
+
+# Tensors of equal elements that are larger become a scalar that is repeated.
+_LARGEST_SPLAT = 64
+_RESOURCE = re.compile(r'dense_resource<("[^"]*"|[^>]*)>')
+_WIDE_INTEGERS = (DType.INT64, DType.UINT64)
+
+
+def _constant(source: SourceOp) -> Value:
+    dtype = source.dtype()
+    attribute = source.raw_attribute("value")
+    resource = (
+        _RESOURCE.match(str(attribute)[:300]) if type(attribute).__name__ == "Attribute" else None
+    )
+    if resource:
+        key = resource.group(1).strip('"')
+        content = source.reader.resource(key)
+        array = resource_array(key, content, dtype, source.shape())
+    else:
+        array = tensor_value(attribute)
+    if dtype in _WIDE_INTEGERS and array.size:
+        array = _saturated(array)
+    if array.size > _LARGEST_SPLAT and not any(array.strides):
+        scalar = source.builder.constant(np.array(array.flat[0]), dtype)
+        repeated = source.builder.broadcast_in_dim(scalar, array.shape, ())
+        source.reader.broadcasts[repeated] = scalar, ()
+        return repeated
+    return source.builder.constant(array, dtype)
+
+
+def _saturated(array: np.ndarray) -> np.ndarray:
+    """Return integers with the ends of 64 bits replaced by those of 32.
+
+    Searches for an extreme start there.
+    """
+    wide, narrow = np.iinfo(array.dtype), np.iinfo(np.int32)
+    array = np.where(array == wide.max, array.dtype.type(narrow.max), array)
+    return np.where(array == wide.min, array.dtype.type(narrow.min), array) if wide.min else array
+
+
+def _reshape(source: SourceOp) -> Operand:
+    operand = source.operands[0]
+    if isinstance(operand, Words):
+        return Words(source.builder.reshape(operand.pairs, (*source.shape(), 2)))
+    return source.builder.reshape(source.value(0), source.shape())
+
+
+def _broadcast_in_dim(source: SourceOp) -> Value:
+    x, shape = source.value(0), source.shape()
+    dimensions = source.integers("broadcast_dimensions") or ()
+    return _noted(source, x, source.builder.broadcast_in_dim(x, shape, dimensions), dimensions)
+
+
+def _dynamic_broadcast_in_dim(source: SourceOp) -> Value:
+    x, shape = source.values
+    dimensions = source.integers("broadcast_dimensions") or ()
+    result = source.builder.dynamic_broadcast_in_dim(x, shape, dimensions)
+    return _noted(source, x, result, dimensions)
+
+
+def _broadcast(source: SourceOp) -> Value:
+    x = source.value(0)
+    sizes = source.integers("broadcast_sizes") or ()
+    dimensions = tuple(range(len(sizes), len(sizes) + x.rank))
+    result = source.builder.broadcast_in_dim(x, (*sizes, *x.shape), dimensions)
+    return _noted(source, x, result, dimensions)
+
+
+def _noted(source: SourceOp, x: Value, result: Value, dimensions: tuple[int, ...]) -> Value:
+    source.reader.broadcasts[result] = x, dimensions
+    return result
+
+
+def _transpose(source: SourceOp) -> Value:
+    return source.builder.transpose(source.value(0), source.integers("permutation") or ())
+
+
+def _concatenate(source: SourceOp) -> Value:
+    return source.builder.concatenate(source.values, source.attribute("dimension"))
+
+
+def _slice(source: SourceOp) -> Value:
+    starts, limits, strides = (
+        source.integers(name) for name in ("start_indices", "limit_indices", "strides")
+    )
+    return source.builder.slice(source.value(0), starts or (), limits or (), strides)
+
+
+def _dynamic_slice(source: SourceOp) -> Value:
+    x, *starts = source.values
+    return source.builder.dynamic_slice(x, starts, source.integers("slice_sizes") or ())
+
+
+def _dynamic_update_slice(source: SourceOp) -> Value:
+    x, update, *starts = source.values
+    return source.builder.dynamic_update_slice(x, update, starts)
+
+
+def _pad(source: SourceOp) -> Value:
+    x, value = source.values
+    low, high, interior = (
+        source.integers(f"{name}_padding")
+        if name == "interior"
+        else source.integers(f"edge_padding_{name}")
+        for name in ("low", "high", "interior")
+    )
+    return source.builder.pad(x, value, low or (), high or (), interior)
+
+
+def _dynamic_pad(source: SourceOp) -> Value:
+    return source.builder.dynamic_pad(*source.values)
+
+
+def _reverse(source: SourceOp) -> Value:
+    return source.builder.reverse(source.value(0), source.integers("dimensions") or ())
+
+
+def _iota(source: SourceOp) -> Value:
+    return source.builder.iota(source.dtype(), source.shape(), source.attribute("iota_dimension"))
+
+
+def _dynamic_iota(source: SourceOp) -> Value:
+    dimension = source.attribute("iota_dimension")
+    return source.builder.dynamic_iota(source.dtype(), source.value(0), dimension)
+
+
+def _dynamic_reshape(source: SourceOp) -> Value:
+    x, shape = source.values
+    return source.builder.dynamic_reshape(x, shape)
+
+
+def _get_dimension_size(source: SourceOp) -> Value:
+    return source.builder.get_dimension_size(source.value(0), source.attribute("dimension"))
+
+
+def _real_dynamic_slice(source: SourceOp) -> Value:
+    return source.builder.real_dynamic_slice(*source.values)
+
+
+def _optimization_barrier(source: SourceOp) -> list[Operand]:
+    return list(source.operands)
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "chlo.dynamic_reshape": _dynamic_reshape,
+        "stablehlo.broadcast": _broadcast,
+        "stablehlo.broadcast_in_dim": _broadcast_in_dim,
+        "stablehlo.concatenate": _concatenate,
+        "stablehlo.constant": _constant,
+        "stablehlo.dynamic_broadcast_in_dim": _dynamic_broadcast_in_dim,
+        "stablehlo.dynamic_iota": _dynamic_iota,
+        "stablehlo.dynamic_pad": _dynamic_pad,
+        "stablehlo.dynamic_reshape": _dynamic_reshape,
+        "stablehlo.dynamic_slice": _dynamic_slice,
+        "stablehlo.dynamic_update_slice": _dynamic_update_slice,
+        "stablehlo.get_dimension_size": _get_dimension_size,
+        "stablehlo.iota": _iota,
+        "stablehlo.optimization_barrier": _optimization_barrier,
+        "stablehlo.pad": _pad,
+        "stablehlo.real_dynamic_slice": _real_dynamic_slice,
+        "stablehlo.reshape": _reshape,
+        "stablehlo.reverse": _reverse,
+        "stablehlo.slice": _slice,
+        "stablehlo.transpose": _transpose,
+    }
+)

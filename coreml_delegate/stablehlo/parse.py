@@ -1,0 +1,258 @@
+"""Reads StableHLO of any form into a module of jaxlib's MLIR.
+
+MLIR's own parser is recursive: text that is nested too deeply would end the process. So nesting is
+measured before MLIR sees it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from coreml_delegate.errors import CoreMLDelegateError, LoweringError
+
+Mlir = Any
+"""A value of jaxlib's MLIR bindings, which have no types."""
+
+_BYTECODE = b"ML\xefR"
+# Producers that write portable artifacts begin their name so.
+_PORTABLE = b"StableHLO_v"
+_DEEPEST_TEXT = 500
+_DEEPEST_REGIONS = 100
+_SUFFIX_OF_EXPORTS = ".jax"
+_DECOMPOSE = "builtin.module(func.func(chlo-legalize-to-stablehlo))"
+
+# Strings and comments are skipped; an arrow is no bracket.
+_TOKEN = re.compile(
+    r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|->|^[ \t]*[#!][\w$.]+[ \t]*=|[#!][\w$.]+|[(\[{<>}\])]'
+    r"|-{50,}|affine_(?:map|set)\b",
+    re.MULTILINE,
+)
+_OPEN, _CLOSE = "([{<", ")]}>"
+
+
+def mlir_module(source: Any) -> Mlir:
+    """Return the MLIR module of a program.
+
+    Args:
+        source: MLIR text; MLIR bytecode, a portable artifact or a serialized ``jax.export`` as
+            bytes; the path of a file with any of these; a ``jax.export.Exported``, a
+            ``jax.stages.Lowered``, or a module.
+
+    Raises:
+        LoweringError: jaxlib is not installed, or ``source`` is none of these.
+        OSError: The file cannot be read.
+    """
+    ir = mlir_ir()
+    if isinstance(source, ir.Module):
+        return _checked(source)
+    if hasattr(source, "mlir_module_serialized"):
+        return _of_bytes(source.mlir_module_serialized)
+    if hasattr(source, "compiler_ir"):
+        return _checked(source.compiler_ir(dialect="stablehlo"))
+    if isinstance(source, Path) or (isinstance(source, str) and _is_path(source)):
+        path = Path(source)
+        content = path.read_bytes()
+        return _of_export(content) if path.suffix == _SUFFIX_OF_EXPORTS else _of_bytes(content)
+    if isinstance(source, str):
+        return _of_text(source)
+    if isinstance(source, bytes | bytearray | memoryview):
+        return _of_bytes(bytes(source))
+    raise LoweringError(
+        "not a StableHLO program",
+        got=type(source).__name__,
+        expected="MLIR text, bytes, a path, a jax.export.Exported or a jax.stages.Lowered",
+    )
+
+
+def mlir_ir() -> Any:
+    """Return jaxlib's module ``ir``.
+
+    Raises:
+        LoweringError: It is not installed.
+    """
+    return _jax("jax.extend.mlir.ir")
+
+
+def dialect(name: str) -> Any:
+    """Return the Python module of a dialect, as ``stablehlo``."""
+    return _jax(f"jax.extend.mlir.dialects.{name}")
+
+
+def _jax(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise LoweringError(
+            "StableHLO is read with jaxlib, which is not installed",
+            got=str(error),
+            remedy="pip install 'coreml-delegate[jax]'",
+        ) from error
+
+
+def jax_export() -> Any:
+    """Return ``jax.export``.
+
+    Raises:
+        LoweringError: JAX is not installed.
+    """
+    return _jax("jax.export")
+
+
+def _is_path(source: str) -> bool:
+    """Whether text is too short for a program, and has none of what every program has."""
+    return 0 < len(source) < 4096 and not re.search(r"[\n\r\0{}<>\"]", source)
+
+
+def _of_bytes(content: bytes) -> Mlir:
+    if content.startswith(_BYTECODE):
+        return _of_bytecode(content)
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        return _of_export(content)
+    if "\0" in text:
+        return _of_export(content)
+    return _of_text(text)
+
+
+def _of_export(content: bytes) -> Mlir:
+    export = jax_export()
+    try:
+        exported = export.deserialize(bytearray(content))
+    except Exception as error:
+        raise LoweringError(
+            "neither MLIR nor a serialized jax.export", got=_first_line(error)
+        ) from error
+    return _of_bytes(exported.mlir_module_serialized)
+
+
+def _of_bytecode(content: bytes) -> Mlir:
+    context = _context()
+    is_portable = _PORTABLE in content[:64]
+    try:
+        if is_portable:
+            read = _jax("jax.extend.mlir").deserialize_portable_artifact
+            return _checked(read(content, context))
+        return _checked(mlir_ir().Module.parse(content, context))
+    except CoreMLDelegateError:
+        raise
+    except Exception as error:
+        kind = "portable artifact" if is_portable else "MLIR bytecode"
+        raise LoweringError(f"malformed {kind}", got=_first_line(error)) from error
+
+
+def _of_text(text: str) -> Mlir:
+    check_nesting(text)
+    try:
+        module = mlir_ir().Module.parse(text, _context())
+    except Exception as error:
+        raise LoweringError("malformed MLIR text", got=_first_line(error)) from error
+    return _checked(module)
+
+
+def decomposed(op: Mlir) -> Mlir | None:
+    """Return a module whose function of StableHLO's operations computes an operation of CHLO.
+
+    Args:
+        op: The operation; it stays as it is.
+
+    Returns:
+        The module, or None if MLIR does not decompose the operation.
+    """
+    takes, gives = ([str(value.type) for value in values] for values in (op.operands, op.results))
+    names = [f"%a{n}" for n in range(len(takes))]
+    attributes = ", ".join(f"{a} = {op.attributes[a]}" for a in op.attributes)
+    results = f"%r:{len(gives)}" if len(gives) > 1 else "%r"
+    returned = ", ".join(f"%r#{n}" if len(gives) > 1 else "%r" for n in range(len(gives)))
+    arguments = ", ".join(f"{name}: {type}" for name, type in zip(names, takes, strict=True))
+    text = f"""
+    func.func @main({arguments}) -> ({", ".join(gives)}) {{
+      {results} = "{op.name}"({", ".join(names)}) {{{attributes}}}
+        : ({", ".join(takes)}) -> ({", ".join(gives)})
+      return {returned} : {", ".join(gives)}
+    }}"""
+    context = _context()
+    try:
+        module = mlir_ir().Module.parse(text, context)
+        # Makes the pass known; it may be called again.
+        dialect("stablehlo").register_stablehlo_passes()
+        with context:
+            manager = _jax("jax.extend.mlir.passmanager").PassManager
+            manager.parse(_DECOMPOSE).run(module.operation)
+    except CoreMLDelegateError:
+        raise
+    except Exception:  # noqa: BLE001 - MLIR's errors, of whatever class: it does not know the operation
+        return None
+    (function,) = module.body.operations
+    operations = function.operation.regions[0].blocks[0].operations
+    return None if any(v.operation.name == op.name for v in operations) else module
+
+
+def _context() -> Any:
+    # One each: a context keeps every constant that it has read. Its maker is JAX's own, since the
+    # dialect of functions can be registered through nothing public.
+    return _jax("jax._src.interpreters.mlir").make_ir_context()
+
+
+def check_nesting(text: str) -> None:
+    """Refuse text whose brackets, or aliases of one another, are nested too deeply for MLIR.
+
+    Raises:
+        LoweringError: They are; or there is an affine map, which StableHLO has none of.
+    """
+    depth = 0
+    aliases: dict[str, int] = {}
+    defined, deepest = "", 0
+    for token in _tokens(text):
+        if token in _OPEN:
+            depth += 1
+        elif token in _CLOSE:
+            depth = max(0, depth - 1)
+        elif token.startswith(("affine", "-")):
+            raise LoweringError("not StableHLO", got=token[:10])
+        elif token.endswith("="):
+            aliases[defined] = deepest
+            defined, deepest = token[:-1].strip(), 0
+            depth = 0
+        here = depth + aliases.get(token, 0)
+        deepest = max(deepest, here)
+        if here > _DEEPEST_TEXT:
+            raise LoweringError(
+                "the text is nested too deeply", expected=f"{_DEEPEST_TEXT} brackets at most"
+            )
+
+
+def _tokens(text: str) -> Iterator[str]:
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        if token != "->" and token[0] not in '"/':
+            yield token
+
+
+def _checked(module: Mlir) -> Mlir:
+    """Return the module, whose regions are not nested too deeply for the reader."""
+    pending = [(module.operation, 0)]
+    while pending:
+        operation, depth = pending.pop()
+        if depth > _DEEPEST_REGIONS:
+            raise LoweringError(
+                "regions are nested too deeply", expected=f"{_DEEPEST_REGIONS} at most"
+            )
+        pending.extend(
+            (inner.operation, depth + 1)
+            for region in operation.regions
+            for block in region.blocks
+            for inner in block.operations
+        )
+    return module
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    wanted = [line for line in lines if not line.endswith("assembly:")]
+    text = (wanted or lines or [type(error).__name__])[0]
+    return text if len(text) <= 300 else f"{text[:300]}..."

@@ -1,0 +1,242 @@
+"""``Program``: a compiled StableHLO program."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from coreml_delegate.compile_options import Precision
+from coreml_delegate.errors import CoreMLDelegateError, OptionError, near_matches
+from coreml_delegate.graph import Backend, Builder, Executable, TensorType, Value
+from coreml_delegate.graph.node import Node
+from coreml_delegate.runtime import AUTO, EngineOptions
+from coreml_delegate.runtime.engines.base import State
+from coreml_delegate.stablehlo.parse import mlir_module
+from coreml_delegate.stablehlo.reader import (
+    Reader,
+    argument_names,
+    functions_of,
+    located,
+    main_of,
+    result_names,
+)
+from coreml_delegate.stablehlo.sizes import Range, declared_shapes
+from coreml_delegate.targets import Opset
+
+logger = logging.getLogger(__name__)
+
+_BFLOAT16 = ("refuse", "float32")
+
+
+class Program:
+    """A compiled StableHLO program. Safe to use from several threads, with a state each.
+
+    Attributes:
+        executable: The graph that it became.
+        narrowed: What has 64 bits in the source and 32 in the model, in words.
+    """
+
+    def __init__(self, executable: Executable, narrowed: Sequence[str]) -> None:
+        self.executable = executable
+        self.narrowed = tuple(narrowed)
+
+    @property
+    def parameters(self) -> dict[str, TensorType]:
+        """Types of the inputs by name, in the order of ``run``."""
+        return self.executable.parameters
+
+    @property
+    def outputs(self) -> dict[str, TensorType]:
+        """Types of the outputs by name, in the order of ``main``."""
+        return self.executable.outputs
+
+    @property
+    def states(self) -> dict[str, TensorType]:
+        """Types of the states by name."""
+        return self.executable.states
+
+    @property
+    def engine_name(self) -> str:
+        """Name of the engine that runs it."""
+        return self.executable.engine_name
+
+    def make_state(self) -> State | None:
+        """Return a new state, all zeros, to pass to ``run``; None for a program without states."""
+        return self.executable.make_state()
+
+    def run(self, *arrays: Any, state: State | None = None) -> tuple[NDArray[Any], ...]:
+        """Run once.
+
+        Args:
+            arrays: One per parameter: NumPy's, or anything with ``__dlpack__``.
+            state: From ``make_state``; updated in place.
+
+        Returns:
+            The results of ``main``, without those that are states.
+
+        Raises:
+            InputError: A wrong number of arrays, a wrong shape or element type.
+            ExecutionError: An op failed.
+        """
+        return self.executable.run(*arrays, state=state)
+
+    def save(self, path: Path | str) -> None:
+        """Write the model as an ``.mlpackage`` or ``.pte``; see ``Executable.save``."""
+        self.executable.save(path)
+
+    def __repr__(self) -> str:
+        takes = ", ".join(f"{name}: {type}" for name, type in self.parameters.items())
+        gives = ", ".join(map(str, self.outputs.values()))
+        return f"<Program({takes}) -> {gives}>"
+
+
+def compile(
+    source: Any,
+    engine: str = AUTO,
+    *,
+    states: Mapping[int | str, int] | None = None,
+    dimensions: Mapping[str, Range] | None = None,
+    bfloat16: str = "refuse",
+    target: Any = Opset.iOS18,
+    precision: Any = Precision.FLOAT32,
+    compute_units: Any = "ALL",
+    options: EngineOptions | None = None,
+) -> Program:
+    """Compile a StableHLO program.
+
+    Args:
+        source: MLIR text; MLIR bytecode, a portable artifact or a serialized ``jax.export`` as
+            bytes; the path of a file with any of these; a ``jax.export.Exported`` or a
+            ``jax.stages.Lowered``.
+        engine: ``auto``, ``openvino`` or ``reference``: what runs it on this machine.
+        states: Arguments of ``main``, by position or name, that become states, each with the
+            position of the result that replaces it.
+        dimensions: For sizes that the program leaves open, by name: the least and the most (from 1
+            to 16,384 if the program does not say), the size itself, or the name of an equal one.
+            The names are those of ``jax.export``, or ``x_0`` for the first size of argument ``x``.
+        bfloat16: ``refuse``, or ``float32`` to compute what has this type in float32.
+        target: Deployment target, a ``ct.target`` or its name.
+        precision: Floating-point type for values of float32; see ``graph.Backend``.
+        compute_units: Where a device may run it: a ``ct.ComputeUnit``, or its name.
+        options: How the engine executes.
+
+    Raises:
+        LoweringError: ``source`` is no StableHLO, or has what Core ML cannot express; names the
+            operation and where it stands in the source.
+        OptionError: An option that is not accepted.
+        OSError: The file cannot be read.
+    """
+    if bfloat16 not in _BFLOAT16:
+        raise OptionError(
+            "unknown way to read bfloat16", got=repr(bfloat16), expected=" | ".join(_BFLOAT16)
+        )
+    backend = Backend(
+        engine, target=target, precision=precision, compute_units=compute_units, options=options
+    )
+    module = mlir_module(source)
+    builder = backend.builder()
+    reader = Reader(module, builder, bfloat16_as_float32=bfloat16 == "float32")
+    arguments = _parameters(reader, builder, module, dimensions or {})
+    results = reader.read(arguments)
+    kept = _states(states or {}, builder, results)
+    names = result_names(reader.main, len(results), list(builder.parameters))
+    outputs = {
+        name: value
+        for n, (name, value) in enumerate(zip(names, results, strict=True))
+        if n not in kept.values()
+    }
+    try:
+        executable = builder.compile(
+            outputs, states={value: results[n] for value, n in kept.items()}
+        )
+    except CoreMLDelegateError as error:
+        raise _located(error, reader) from error
+    for what in reader.narrowed:
+        logger.info("%s", what)
+    return Program(executable, list(reader.narrowed))
+
+
+def convert(source: Any, path: Path | str, **options: Any) -> Program:
+    """Compile a StableHLO program, and write the model.
+
+    Args:
+        source: See ``compile``.
+        path: A ``.mlpackage`` or ``.pte``; one of that name is replaced.
+        options: Those of ``compile``.
+
+    Returns:
+        The program that was written, on the reference engine if no other is asked for.
+
+    Raises:
+        LoweringError: See ``compile``.
+        OptionError: See ``compile``; or another suffix.
+        OSError: It cannot be written; an existing one is left as it was.
+    """
+    given: dict[str, Any] = {"engine": "reference", **options}
+    program = compile(source, **given)
+    program.save(path)
+    return program
+
+
+def _parameters(
+    reader: Reader, builder: Builder, module: Any, dimensions: Mapping[str, Range]
+) -> list[Value]:
+    functions = functions_of(module)
+    main = main_of(functions)
+    names = argument_names(main, functions)
+    declared = declared_shapes(main, functions, names, dimensions)
+    builder.dimensions.update(declared.dimensions)
+    values: list[Value] = []
+    types = [argument.type for argument in main.regions[0].blocks[0].arguments]
+    for name, type, shape in zip(names, types, declared.shapes, strict=True):
+        try:
+            dtype = reader.dtype(type)
+        except CoreMLDelegateError as error:
+            raise located(error, f"argument {name!r}", "") from error
+        reader.narrow(f"argument {name!r}", dtype)
+        values.append(builder.parameter(name, dtype, shape))
+    return values
+
+
+def _states(
+    states: Mapping[int | str, int], builder: Builder, results: Sequence[Value]
+) -> dict[Value, int]:
+    parameters = list(builder.parameters.items())
+    named = dict(parameters)
+    found: dict[Value, int] = {}
+    for argument, result in states.items():
+        if isinstance(argument, str) and argument not in named:
+            raise OptionError(
+                "states names an argument that main does not have",
+                got=repr(argument),
+                expected=near_matches(argument, named),
+            )
+        if not isinstance(argument, str) and not 0 <= argument < len(parameters):
+            raise OptionError(
+                "states has a position that main does not have",
+                got=str(argument),
+                expected=f"0 to {len(parameters) - 1}",
+            )
+        if not 0 <= result < len(results):
+            raise OptionError(
+                "states has a result that main does not have",
+                got=str(result),
+                expected=f"0 to {len(results) - 1}",
+            )
+        value = named[argument] if isinstance(argument, str) else parameters[argument][1]
+        found[value] = result
+    return found
+
+
+def _located(error: CoreMLDelegateError, reader: Reader) -> CoreMLDelegateError:
+    """Return an error of the composition with the operation of the source that it stems from."""
+    node = getattr(error, "node", None)
+    where = reader.location(node) if isinstance(node, Node) else None
+    if where is None:
+        return error
+    name, _, location = where.partition(" at ")
+    return located(error, name, location)

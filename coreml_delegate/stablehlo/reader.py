@@ -1,0 +1,387 @@
+"""``Reader``: makes a graph of a StableHLO module.
+
+Functions are inlined where they are called; regions become Python functions that the builder calls.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from coreml_delegate.errors import (
+    CoreMLDelegateError,
+    GraphError,
+    LoweringError,
+    UnsupportedOperatorError,
+)
+from coreml_delegate.graph import Builder, DType, Value
+from coreml_delegate.graph.builder import is_feature_name
+from coreml_delegate.graph.node import Node
+from coreml_delegate.stablehlo import sizes
+from coreml_delegate.stablehlo.attributes import (
+    argument_name,
+    describe_location,
+    element_type,
+    is_tensor,
+    python_value,
+    resources,
+)
+from coreml_delegate.stablehlo.operations import REFUSED, RULES, refusal_reason
+from coreml_delegate.stablehlo.parse import Mlir, decomposed
+from coreml_delegate.stablehlo.source_op import Operand, SourceOp
+
+_RETURNS = ("func.return", "stablehlo.return")
+_DEEPEST_CALLS = 200
+# A function that calls another twice, which calls another twice, and so on, has no end.
+_MOST_OPERATIONS = 250_000
+_ENTRY = "main"
+_WIDE = frozenset({DType.INT64, DType.UINT64, DType.FLOAT64})
+# What can make values of 64 bits of none.
+_WIDENS = ("stablehlo.constant", "stablehlo.convert", "stablehlo.iota", "stablehlo.dynamic_iota")
+# Functions of sizes that JAX writes out; see ``sizes``.
+_SIZE_FUNCTION = re.compile(r"(floor_divide|remainder|divmod)(_\d+)?\Z")
+
+
+class Frame:
+    """What the values of a function, or of a region in it, stand for.
+
+    Args:
+        outer: The frame around it, of which a region may use values.
+    """
+
+    def __init__(self, outer: Frame | None = None) -> None:
+        self._outer = outer
+        self._operands: dict[Mlir, Operand] = {}
+
+    def __setitem__(self, value: Mlir, operand: Operand) -> None:
+        self._operands[value] = operand
+
+    def __getitem__(self, value: Mlir) -> Operand:
+        frame: Frame | None = self
+        while frame is not None:
+            if value in frame._operands:
+                return frame._operands[value]
+            frame = frame._outer
+        raise LoweringError("a value is used before it is computed")
+
+
+class Reader:
+    """Makes a graph of a module.
+
+    Args:
+        module: Of MLIR.
+        builder: What the graph is made with.
+        bfloat16_as_float32: Whether bf16 is read as float32, rather than refused.
+
+    Attributes:
+        narrowed: What has 64 bits in the source and 32 in the graph.
+    """
+
+    def __init__(self, module: Mlir, builder: Builder, *, bfloat16_as_float32: bool) -> None:
+        self.builder = builder
+        self.narrowed: dict[str, None] = {}
+        self.broadcasts: dict[Value, tuple[Value, tuple[int, ...]]] = {}
+        self._module = module
+        self._bfloat16_as_float32 = bfloat16_as_float32
+        self._functions = functions_of(module)
+        self._calls: list[str] = []
+        self._count = 0
+        self._resources: Mapping[str, bytes] | None = None
+        self._locations: dict[int, tuple[Node, str]] = {}
+
+    @property
+    def main(self) -> Mlir:
+        """The function that is the program: ``main``, or the only one that is public."""
+        return main_of(self._functions)
+
+    def read(self, arguments: Sequence[Value]) -> list[Value]:
+        """Read the program.
+
+        Args:
+            arguments: What stands for the arguments of ``main``.
+
+        Returns:
+            The results of ``main``, tuples flattened.
+
+        Raises:
+            LoweringError: Something cannot be expressed; names the operation, and its location in
+                the source.
+        """
+        main = self.main
+        try:
+            results = self.call(_symbol(main), list(arguments))
+        except RecursionError:
+            raise LoweringError("the program is nested too deeply") from None
+        values = list(_flat(results))
+        for value in values:
+            if not isinstance(value, Value):
+                raise LoweringError("a result of main is no tensor", got=type(value).__name__)
+        return [value for value in values if isinstance(value, Value)]
+
+    def call(self, name: str, operands: Sequence[Operand]) -> list[Operand]:
+        """Return the results of a function of the module.
+
+        Raises:
+            LoweringError: There is none of that name, or it calls itself.
+        """
+        function = self._functions.get(name)
+        if function is None or not function.regions[0].blocks:
+            raise LoweringError("a function is called that the module does not have", got=name)
+        if name in self._calls:
+            raise LoweringError("a function calls itself", got=" > ".join([*self._calls, name]))
+        if len(self._calls) >= _DEEPEST_CALLS:
+            raise LoweringError("calls are nested too deeply", expected=f"{_DEEPEST_CALLS} at most")
+        computed = self._computed_sizes(name, function, operands)
+        if computed is not None:
+            return computed
+        self._calls.append(name)
+        try:
+            return self._read_body(function.regions[0], operands, Frame())
+        finally:
+            self._calls.pop()
+
+    def read_region(self, region: Mlir, arguments: Sequence[Value], outer: Frame) -> Any:
+        """Return the results of a region, for these arguments: a list."""
+        return self._read_body(region, arguments, Frame(outer))
+
+    def dtype(self, type: Mlir) -> DType:
+        """Return the element type of a tensor type.
+
+        Raises:
+            UnsupportedOperatorError: It is no tensor, or Core ML cannot carry its elements.
+        """
+        if not is_tensor(type):
+            raise UnsupportedOperatorError(f"{type} is no tensor")
+        return element_type(str(type.element_type), bfloat16_as_float32=self._bfloat16_as_float32)
+
+    def resource(self, key: str) -> bytes:
+        """Return the content of a resource of the module.
+
+        Raises:
+            LoweringError: There is none.
+        """
+        if self._resources is None:
+            self._resources = resources(str(self._module.operation))
+        if key not in self._resources:
+            raise LoweringError("a constant refers to data that the module does not have", got=key)
+        return self._resources[key]
+
+    def narrow(self, what: str, dtype: DType) -> None:
+        """Note that something has 64 bits in the source and 32 in the graph."""
+        if dtype in _WIDE:
+            self.narrowed[f"{what}: {dtype.label} computed in {dtype.carrier}"] = None
+
+    def location(self, node: Node) -> str | None:
+        """Return the operation of the source that a node of the graph was made for."""
+        found = self._locations.get(id(node))
+        return found[1] if found else None
+
+    def _computed_sizes(
+        self, name: str, function: Mlir, operands: Sequence[Operand]
+    ) -> list[Operand] | None:
+        """Return the results of a function of sizes, or None if it is another."""
+        match = _SIZE_FUNCTION.match(name)
+        known = [o.known for o in operands if isinstance(o, Value) and o.known is not None]
+        if match is None or len(known) != len(operands) or not sizes.is_of_sizes(function):
+            return None
+        expressions = sizes.call_function(match.group(1), [k[0] for k in known])
+        return [self.builder.size(expression) for expression in expressions]
+
+    def _read_body(self, region: Mlir, arguments: Sequence[Operand], frame: Frame) -> list[Operand]:
+        blocks = list(region.blocks)
+        if len(blocks) != 1:
+            raise LoweringError(
+                "a region has several blocks, or none", got=str(len(blocks)), expected="one"
+            )
+        (block,) = blocks
+        for argument, operand in zip(block.arguments, arguments, strict=True):
+            frame[argument] = operand
+        for view in block.operations:
+            op = view.operation
+            if op.name in _RETURNS:
+                return [frame[operand] for operand in op.operands]
+            self._read_op(op, frame)
+        raise LoweringError("a region does not return")
+
+    def _read_op(self, op: Mlir, frame: Frame) -> None:
+        self._count += 1
+        if self._count > _MOST_OPERATIONS:
+            raise LoweringError(
+                "the program is too large when its functions are inlined",
+                expected=f"{_MOST_OPERATIONS} operations at most",
+            )
+        first = len(self.builder.scope.nodes)
+        with self._locating(op):
+            rule = RULES.get(op.name)
+            source = SourceOp(op, [frame[operand] for operand in op.operands], self, frame)
+            results = self._decompose(op, source) if rule is None else _results(rule(source))
+            if len(results) != len(op.results):
+                raise source.refusal(f"it has {len(op.results)} results, not {len(results)}")
+            sizes.note_known(source, results)
+        for value, result in zip(op.results, results, strict=True):
+            frame[value] = result
+        self._note(op, first, results)
+
+    def _decompose(self, op: Mlir, source: SourceOp) -> list[Operand]:
+        """Read an operation without a rule as others, if it is one of CHLO that MLIR writes out."""
+        is_candidate = op.name.startswith("chlo.") and op.name not in REFUSED and not op.regions
+        module = decomposed(op) if is_candidate else None
+        if module is None:
+            raise source.refusal(refusal_reason(op.name))
+        (function,) = functions_of(module).values()
+        return self._read_body(function.regions[0], source.operands, Frame())
+
+    def _note(self, op: Mlir, first: int, results: Sequence[Operand]) -> None:
+        nodes = self.builder.scope.nodes[first:]
+        if nodes:
+            where = f"{op.name} at {describe_location(op.location) or 'an unknown place'}"
+            self._locations.update((id(node), (node, where)) for node in nodes)
+        if op.name in _WIDENS:
+            for result in results:
+                if isinstance(result, Value) and result.dtype in _WIDE:
+                    where = describe_location(op.location)
+                    self.narrow(f"{op.name}{f' at {where}' if where else ''}", result.dtype)
+
+    @contextmanager
+    def _locating(self, op: Mlir) -> Generator[None]:
+        """Add the operation and its location to errors, once."""
+        try:
+            yield
+        except (UnsupportedOperatorError, GraphError) as error:
+            if hasattr(error, "source_location"):
+                raise
+            raise located(error, op.name, describe_location(op.location)) from error
+
+
+def located(error: CoreMLDelegateError, name: str, location: str) -> CoreMLDelegateError:
+    """Return an error of the same class that names an operation and its location."""
+    what = error.what if error.what.startswith(name) else f"{name}: {error.what}"
+    if location:
+        what = f"{what} (at {location})"
+    found = copy.copy(error)
+    CoreMLDelegateError.__init__(
+        found, what, got=error.got, expected=error.expected, remedy=error.remedy
+    )
+    found.__dict__["source_location"] = location
+    return found
+
+
+def functions_of(module: Mlir) -> dict[str, Mlir]:
+    """Return the functions of a module by name.
+
+    Raises:
+        LoweringError: There is none.
+    """
+    operations = [view.operation for view in module.body.operations]
+    functions = {_symbol(op): op for op in operations if op.name == "func.func"}
+    if not functions:
+        raise LoweringError("the module has no functions", expected="func.func @main")
+    return functions
+
+
+def main_of(functions: Mapping[str, Mlir]) -> Mlir:
+    """Return the function that is the program: ``main``, or the only one that is public.
+
+    Raises:
+        LoweringError: There is none.
+    """
+    if _ENTRY in functions:
+        return functions[_ENTRY]
+    public = [
+        function
+        for function in functions.values()
+        if "sym_visibility" not in function.attributes
+        or python_value(function.attributes["sym_visibility"]) == "public"
+    ]
+    if len(public) != 1:
+        raise LoweringError(
+            "the module has no function main", got=", ".join(functions), expected="@main"
+        )
+    return public[0]
+
+
+def argument_names(main: Mlir, functions: Mapping[str, Mlir]) -> list[str]:
+    """Return names for the arguments of ``main``: Core ML's identifiers, each another one.
+
+    They are those that the source's locations give; a ``main`` that only calls another function has
+    them there.
+    """
+    names: dict[str, None] = {}
+    for index, argument in enumerate(main.regions[0].blocks[0].arguments):
+        given = _given_name(argument, index, main, functions)
+        names[_unique(_identifier(given or f"arg{index}"), names)] = None
+    return list(names)
+
+
+def result_names(main: Mlir, count: int, taken: Sequence[str]) -> list[str]:
+    """Return names for the results of ``main``, from where they lie in what JAX's function returns.
+
+    Args:
+        main: The function.
+        count: How many results there are.
+        taken: Names of the arguments.
+    """
+    names = dict.fromkeys(taken)
+    infos = _argument_dictionaries(main, "res_attrs", count)
+    for index, info in enumerate(infos):
+        given = str(info.get("jax.result_info") or "") or f"result[{index}]"
+        names[_unique(_identifier(given), names)] = None
+    return list(names)[len(taken) :]
+
+
+def _given_name(
+    argument: Mlir, index: int, main: Mlir, functions: Mapping[str, Mlir]
+) -> str | None:
+    count = len(main.regions[0].blocks[0].arguments)
+    info = _argument_dictionaries(main, "arg_attrs", count)[index]
+    given = info.get("jax.arg_info") or argument_name(argument.location)
+    if given:
+        return str(given)
+    for use in argument.uses:
+        caller = use.owner.operation
+        if caller.name != "func.call":
+            continue
+        callee = functions.get(python_value(caller.attributes["callee"]))
+        if callee is not None and callee.regions[0].blocks:
+            inner = callee.regions[0].blocks[0].arguments[use.operand_number]
+            return argument_name(inner.location)
+    return None
+
+
+def _argument_dictionaries(main: Mlir, name: str, count: int) -> list[dict[str, Any]]:
+    if name not in main.attributes:
+        return [{}] * count
+    found: list[dict[str, Any]] = python_value(main.attributes[name])
+    return found if len(found) == count else [{}] * count
+
+
+def _identifier(given: str) -> str:
+    name = re.sub(r"\W+", "_", given, flags=re.ASCII).strip("_")
+    return name if is_feature_name(name) else f"x_{name}"
+
+
+def _unique(name: str, taken: Mapping[str, None]) -> str:
+    if name not in taken:
+        return name
+    return next(f"{name}_{n}" for n in range(1, len(taken) + 2) if f"{name}_{n}" not in taken)
+
+
+def _symbol(function: Mlir) -> str:
+    return python_value(function.attributes["sym_name"])
+
+
+def _results(returned: Operand | Sequence[Operand] | None) -> list[Operand]:
+    if returned is None:
+        return []
+    return list(returned) if isinstance(returned, list) else [returned]  # type: ignore[list-item]
+
+
+def _flat(operands: Sequence[Any]) -> Generator[Any]:
+    for operand in operands:
+        if isinstance(operand, tuple):
+            yield from _flat(operand)
+        else:
+            yield operand

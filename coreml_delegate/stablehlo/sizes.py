@@ -1,0 +1,390 @@
+"""Sizes that are known at run time only: what is known of them, and arithmetic with them.
+
+An argument's type says ``?`` for each such size. ``jax.export`` writes at the start of ``main``
+what it knows of them: that one is thrice another, or 8 at most. ``declared_shapes`` evaluates this,
+so that equal sizes get equal symbols; while the program is read, ``note_known`` follows sizes
+through integer arithmetic to the shapes that are made of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import sympy
+
+from coreml_delegate.errors import LoweringError, OptionError, near_matches
+from coreml_delegate.graph import Dimension, Value
+from coreml_delegate.graph.tensor_types import Dim, simplify
+from coreml_delegate.stablehlo.attributes import is_tensor, python_value, shape_of, tensor_value
+from coreml_delegate.stablehlo.parse import Mlir
+
+if TYPE_CHECKING:
+    from coreml_delegate.stablehlo.source_op import Operand, SourceOp
+
+Known = tuple[Dim, ...]
+"""Elements of a tensor of rank 0 or 1 whose elements are sizes."""
+
+Range = tuple[int, int] | int | str | Dimension
+"""Least and most of a size, the size itself, or the name of an equal size."""
+
+_MOST_SIZES = 16
+_GLOBAL = "jax.global_constant"
+_PREFIX = "stablehlo."
+
+
+def _divide(x: Dim, y: Dim) -> Dim:
+    """Return the quotient of sizes, which are not negative."""
+    if isinstance(x, int) and isinstance(y, int):
+        return int(math.copysign(abs(x) // abs(y), x * y)) if y else -1
+    return simplify(sympy.floor(sympy.sympify(x) / y))
+
+
+def _remainder(x: Dim, y: Dim) -> Dim:
+    if isinstance(x, int) and isinstance(y, int):
+        return int(math.fmod(x, y)) if y else x
+    return simplify(sympy.Mod(x, y))
+
+
+def _greater(x: Dim, y: Dim) -> Dim:
+    return simplify(sympy.Max(x, y))
+
+
+def _smaller(x: Dim, y: Dim) -> Dim:
+    return simplify(sympy.Min(x, y))
+
+
+_BINARY: Mapping[str, Callable[[Any, Any], Dim]] = MappingProxyType(
+    {
+        "add": lambda x, y: simplify(x + y),
+        "subtract": lambda x, y: simplify(x - y),
+        "multiply": lambda x, y: simplify(x * y),
+        "divide": _divide,
+        "remainder": _remainder,
+        "maximum": _greater,
+        "minimum": _smaller,
+    }
+)
+_UNCHANGED = ("convert", "reshape", "optimization_barrier")
+
+
+def call_function(name: str, operands: Sequence[Dim]) -> list[Dim]:
+    """Return the results of a function that JAX writes out: floor_divide, remainder or divmod."""
+    x, y = operands
+    if isinstance(x, int) and isinstance(y, int) and y:
+        quotient, rest = divmod(x, y)
+    else:
+        quotient, rest = _divide(x, y), _remainder(x, y)
+    return {"floor_divide": [quotient], "remainder": [rest], "divmod": [quotient, rest]}[name]
+
+
+def is_of_sizes(function: Mlir) -> bool:
+    """Whether JAX has made a function to compute sizes."""
+    return any(_global_names(function))
+
+
+def _global_names(function: Mlir) -> list[str | None]:
+    """Return for each argument the name of the dimension that it is; "" for one of arithmetic."""
+    if "arg_attrs" not in function.attributes:
+        return [None]
+    entries = python_value(function.attributes["arg_attrs"])
+    return [entry.get(_GLOBAL) if _GLOBAL in entry else None for entry in entries]
+
+
+def compute(name: str, operands: Sequence[Known]) -> Known | None:
+    """Return the result of an operation on sizes, or None if it is not arithmetic of sizes.
+
+    Args:
+        name: Of the operation, without its dialect.
+        operands: Their elements; one of one element stands for any number.
+    """
+    if name in _UNCHANGED and len(operands) == 1:
+        return operands[0]
+    if name == "concatenate":
+        return tuple(size for operand in operands for size in operand)
+    if name == "clamp" and len(operands) == 3:
+        low, x, high = operands
+        return _each(_smaller, _each(_greater, low, x), high)
+    if name in _BINARY and len(operands) == 2:
+        return _each(_BINARY[name], *operands)
+    return None
+
+
+def _each(function: Callable[[Any, Any], Dim], x: Known, y: Known) -> Known:
+    count = max(len(x), len(y))
+    xs, ys = (list(some) * (count if len(some) == 1 else 1) for some in (x, y))
+    return tuple(function(a, b) for a, b in zip(xs, ys, strict=True))
+
+
+def note_known(source: SourceOp, results: Sequence[Operand]) -> None:
+    """Set the elements of a result that are sizes, where its operation is arithmetic of sizes."""
+    if len(results) != 1 or not isinstance(results[0], Value) or results[0].known is not None:
+        return
+    (result,) = results
+    if not isinstance(result, Value) or not result.dtype.is_integer or result.rank > 1:
+        return
+    count = result.shape[0] if result.rank else 1
+    if not isinstance(count, int) or count > _MOST_SIZES:
+        return
+    operands = [o.known for o in source.operands if isinstance(o, Value) and o.known is not None]
+    if not operands or len(operands) != len(source.operands):
+        return
+    name = source.name.removeprefix(_PREFIX)
+    known = _sliced(source, operands[0]) if name == "slice" else compute(name, operands)
+    if name == "broadcast_in_dim" and len(operands[0]) == 1:
+        known = operands[0] * count
+    if known is not None and len(known) == count:
+        result.known = known
+
+
+def _sliced(source: SourceOp, known: Known) -> Known:
+    starts, limits, strides = (
+        source.integers(name) or (0,) for name in ("start_indices", "limit_indices", "strides")
+    )
+    return known[starts[0] : limits[0] : strides[0]]
+
+
+# What main says of its sizes
+
+
+@dataclass
+class _Relation:
+    direction: str
+    left: Any
+    right: Any
+
+
+@dataclass
+class _Facts:
+    """What is known of the sizes of arguments.
+
+    Attributes:
+        shapes: Of the arguments; None for one that is no tensor.
+        replaced: Symbols that other sizes determine.
+        names: Symbols by the names that JAX gives them.
+        least: The smallest each symbol may be, by name.
+        most: The largest.
+    """
+
+    shapes: list[list[Any]]
+    replaced: dict[Any, Any] = field(default_factory=dict)
+    names: dict[str, Any] = field(default_factory=dict)
+    least: dict[str, int] = field(default_factory=dict)
+    most: dict[str, int] = field(default_factory=dict)
+
+    def current(self, size: Any) -> Any:
+        """Return a size in terms of symbols that nothing determines."""
+        for _ in range(len(self.replaced) + 1):
+            found = sympy.sympify(size).subs(self.replaced)
+            if found == size:
+                break
+            size = found
+        return sympy.expand(size)
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """The shapes of a program's arguments.
+
+    Attributes:
+        shapes: As ``Builder.parameter`` takes them.
+        dimensions: What their symbols are, by name.
+    """
+
+    shapes: list[tuple[Any, ...]]
+    dimensions: dict[str, Dimension]
+
+
+def declared_shapes(
+    main: Mlir, functions: Mapping[str, Mlir], names: Sequence[str], given: Mapping[str, Range]
+) -> Declared:
+    """Return the shapes of main's arguments.
+
+    Args:
+        main: The function.
+        functions: All of the module.
+        names: Of the arguments.
+        given: What the caller says of sizes, by their names: those of JAX, or ``x_0`` for the first
+            size of argument ``x``.
+
+    Raises:
+        OptionError: There is no size of that name.
+        LoweringError: An argument is no tensor.
+    """
+    block = main.regions[0].blocks[0]
+    facts = _Facts(
+        [_fresh_sizes(a.type, name) for a, name in zip(block.arguments, names, strict=True)]
+    )
+    _evaluate(block, functions, facts)
+    renamed = _names_for(facts)
+    dimensions = _dimensions(facts, renamed, given)
+    shapes = [
+        tuple(_declared(facts.current(size).subs(renamed), dimensions) for size in shape)
+        for shape in facts.shapes
+    ]
+    return Declared(shapes, {name: d for name, d in dimensions.items() if isinstance(d, Dimension)})
+
+
+def _fresh_sizes(type: Mlir, name: str) -> list[Any]:
+    if not is_tensor(type):
+        raise LoweringError(f"argument {name!r} is no tensor", got=str(type))
+    return [
+        _symbol(f"{name}_{axis}") if size is None else size
+        for axis, size in enumerate(shape_of(type))
+    ]
+
+
+def _symbol(name: str) -> sympy.Symbol:
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+def _evaluate(block: Mlir, functions: Mapping[str, Mlir], facts: _Facts) -> None:
+    """Evaluate what is arithmetic of sizes in a block, and learn from its assertions."""
+    if all(isinstance(size, int) for shape in facts.shapes for size in shape):
+        return
+    arguments = {argument: n for n, argument in enumerate(block.arguments)}
+    found: dict[Mlir, Any] = {}
+    for view in block.operations:
+        op = view.operation
+        if op.name == "stablehlo.get_dimension_size" and op.operands[0] in arguments:
+            axis = python_value(op.attributes["dimension"])
+            found[op.results[0]] = (facts.shapes[arguments[op.operands[0]]][axis],)
+        elif op.name == "stablehlo.constant":
+            found.update(_constant(op))
+        elif all(operand in found for operand in op.operands):
+            _learn(op, [found[operand] for operand in op.operands], found, facts)
+        elif op.name == "func.call":
+            _learn_names(op, functions, found, facts)
+
+
+def _constant(op: Mlir) -> Iterator[tuple[Mlir, Known]]:
+    attribute = op.attributes["value"]
+    kind = type(attribute).__name__
+    if kind == "DenseIntElementsAttr" and attribute.type.rank < 2 and len(attribute) <= _MOST_SIZES:
+        yield op.results[0], tuple(int(n) for n in np.ravel(tensor_value(attribute)))
+
+
+def _learn(op: Mlir, operands: list[Any], found: dict[Mlir, Any], facts: _Facts) -> None:
+    name = op.name.removeprefix(_PREFIX)
+    if name == "compare":
+        direction = str(python_value(op.attributes["comparison_direction"]))
+        found[op.results[0]] = _Relation(direction, operands[0][0], operands[1][0])
+    elif name == "custom_call":
+        if isinstance(operands[0], _Relation):
+            _assume(operands[0], facts)
+    elif name == "func.call":
+        callee = str(python_value(op.attributes["callee"])).rstrip("_0123456789")
+        if callee in ("floor_divide", "remainder", "divmod"):
+            results = call_function(callee, [facts.current(o[0]) for o in operands])
+            found.update((r, (size,)) for r, size in zip(op.results, results, strict=True))
+    elif not any(isinstance(operand, _Relation) for operand in operands):
+        known = compute(name, operands)
+        if known is not None:
+            found[op.results[0]] = known
+
+
+def _learn_names(
+    op: Mlir, functions: Mapping[str, Mlir], found: Mapping[Mlir, Any], facts: _Facts
+) -> None:
+    callee = functions.get(python_value(op.attributes["callee"]))
+    if callee is None:
+        return
+    for name, operand in zip(_global_names(callee), op.operands, strict=False):
+        if name and operand in found and not isinstance(found[operand], _Relation):
+            facts.names.setdefault(name, found[operand][0])
+
+
+def _assume(relation: _Relation, facts: _Facts) -> None:
+    """Take an asserted relation of sizes for true."""
+    left, right = (facts.current(side) for side in (relation.left, relation.right))
+    if relation.direction == "EQ":
+        _assume_equal(left, right, facts)
+    elif relation.direction in ("GE", "LE"):
+        more, less = (left, right) if relation.direction == "GE" else (right, left)
+        _assume_bound(sympy.expand(more - less), facts)
+
+
+def _assume_equal(left: Any, right: Any, facts: _Facts) -> None:
+    if isinstance(left, sympy.Mod) and right == 0 and isinstance(left.args[0], sympy.Symbol):
+        whole, divisor = left.args
+        facts.replaced[whole] = divisor * _symbol(f"{whole}_by_{divisor}")
+        return
+    for one, other in ((left, right), (right, left)):
+        if isinstance(one, sympy.Symbol) and one not in sympy.sympify(other).free_symbols:
+            facts.replaced[one] = other
+            return
+
+
+def _assume_bound(difference: Any, facts: _Facts) -> None:
+    """Learn from an expression that is 0 or more, where it is linear in one symbol."""
+    symbols = list(difference.free_symbols)
+    if len(symbols) != 1 or not difference.is_polynomial(*symbols):
+        return
+    (symbol,) = symbols
+    if sympy.degree(difference, symbol) != 1:
+        return
+    slope = difference.coeff(symbol, 1)
+    root = -difference.coeff(symbol, 0) / slope
+    name = symbol.name
+    if slope > 0:
+        facts.least[name] = max(facts.least.get(name, 1), int(sympy.ceiling(root)))
+    else:
+        most = int(sympy.floor(root))
+        facts.most[name] = min(facts.most.get(name, most), most)
+
+
+def _names_for(facts: _Facts) -> dict[Any, Any]:
+    """Return what each symbol is called: as JAX calls it, where it does."""
+    renamed: dict[Any, Any] = {}
+    for name, expression in facts.names.items():
+        current = facts.current(expression)
+        if isinstance(current, sympy.Symbol) and current not in renamed:
+            renamed[current] = _symbol(name)
+    return renamed
+
+
+def _dimensions(
+    facts: _Facts, renamed: Mapping[Any, Any], given: Mapping[str, Range]
+) -> dict[str, Any]:
+    """Return a dimension, a fixed size, or the name of an equal dimension for each symbol."""
+    symbols = {
+        symbol
+        for shape in facts.shapes
+        for size in shape
+        for symbol in sympy.sympify(facts.current(size)).free_symbols
+    }
+    dimensions: dict[str, Any] = {}
+    for symbol in symbols:
+        name = renamed.get(symbol, symbol).name
+        least, most = facts.least.get(symbol.name, 1), facts.most.get(symbol.name)
+        dimensions[name] = Dimension(name, max(1, least), *([] if most is None else [most]))
+    for name, said in given.items():
+        if name not in dimensions or (isinstance(said, str) and said not in dimensions):
+            raise OptionError(
+                "no size of that name is open in the program",
+                got=repr(name),
+                expected=near_matches(name, dimensions) or "none is",
+            )
+        is_range = isinstance(said, tuple | list)
+        dimensions[name] = Dimension(name, *said) if is_range else said
+    return dimensions
+
+
+def _declared(size: Any, dimensions: Mapping[str, Any]) -> Any:
+    """Return a size with dimensions in place of symbols."""
+    if not getattr(size, "free_symbols", None):
+        return int(size)
+    values: dict[Any, Any] = {}
+    for symbol in size.free_symbols:
+        dimension = dimensions[symbol.name]
+        while isinstance(dimension, str):
+            dimension = dimensions[dimension]
+        values[symbol] = dimension.symbol if isinstance(dimension, Dimension) else dimension
+        if size == symbol and isinstance(dimension, Dimension):
+            return dimension
+    found = sympy.expand(size.subs(values))
+    return found if found.free_symbols else int(found)

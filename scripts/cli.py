@@ -18,6 +18,7 @@ from coreml_delegate.errors import CoreMLDelegateError
 from coreml_delegate.scripts import console, interruption
 from coreml_delegate.scripts.commands import (
     cache,
+    convert,
     demo,
     export,
     export_llm,
@@ -36,6 +37,7 @@ COMMANDS = tuple(
     module.COMMAND
     for module in (
         export,
+        convert,
         quantize_report,
         extract,
         inspect_program,

@@ -1,4 +1,4 @@
-"""A ``.pte`` or an ``.mlpackage``, loaded to be run or traced by the same calls."""
+"""A ``.pte``, an ``.mlpackage`` or StableHLO, loaded to be run or traced by the same calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -26,7 +26,16 @@ from coreml_delegate.runtime.program.plan import TensorSpec
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.runtime.program.states import mutated_inputs
 from coreml_delegate.scripts.delegates import open_pte, partition_names, partitions_of
+from coreml_delegate.scripts.stablehlo_files import (
+    compile_file,
+    default_shape,
+    is_stablehlo,
+    torch_dtype,
+)
 from coreml_delegate.source_model import Outcome
+
+if TYPE_CHECKING:
+    from coreml_delegate.stablehlo import Program
 
 PACKAGE_SUFFIX = ".mlpackage"
 
@@ -60,7 +69,7 @@ Output: TypeAlias = torch.Tensor | None
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """Which engines run the Core ML models of a program, and in which types.
+    """The engines that run the Core ML models of a program, and the types they compute in.
 
     Attributes:
         engines: The floating-point types that each engine computes in, by engine name.
@@ -120,7 +129,7 @@ def load(
     """Load a program.
 
     Args:
-        path: ``.pte`` file or ``.mlpackage`` folder.
+        path: ``.pte`` file, ``.mlpackage`` folder or StableHLO file.
         method: Method, or function of the package; None for ``forward``, the only method, or the
             default function.
         host: ``auto``, ``python`` or ``stock``; an ``.mlpackage`` needs none.
@@ -133,12 +142,13 @@ def load(
         CoreMLDelegateError: See ``runtime.load_program`` and ``runtime.load_mlpackage``.
     """
     options = options or runtime.EngineOptions()
+    if is_stablehlo(path):
+        _refuse_options_of_pte(path, host=host, data=data, method=method)
+        return _LoadedStableHLO(compile_file(path, engine, options), options)
     if engine is None:
         engine = _judging_engine(path, method, options, data)
     if is_package(path):
-        for option, given in (("--host", host != runtime.AUTO), ("--data", bool(data))):
-            if given:
-                raise OptionError(f"{option} is for a .pte", got=str(path))
+        _refuse_options_of_pte(path, host=host, data=data)
         return _LoadedPackage(
             runtime.load_mlpackage(path, function_name=method, engine=engine, options=options),
             options,
@@ -147,6 +157,19 @@ def load(
         path, data=data or None, host=host, engine=engine, options=options
     )
     return _LoadedPte(program, method or default_method(program.method_names), options)
+
+
+def _refuse_options_of_pte(
+    path: Path, *, host: str, data: Sequence[Path], method: str | None = None
+) -> None:
+    given = {
+        "--host": host != runtime.AUTO,
+        "--data": bool(data),
+        "--method": method is not None,
+    }
+    for option, is_given in given.items():
+        if is_given:
+            raise OptionError(f"{option} is for a .pte", got=str(path))
 
 
 def engine_options(args: argparse.Namespace) -> runtime.EngineOptions:
@@ -286,6 +309,31 @@ class _LoadedPackage:
         return [value for value in outcome.results if isinstance(value, torch.Tensor)]
 
 
+class _LoadedStableHLO:
+    def __init__(self, program: Program, options: runtime.EngineOptions) -> None:
+        self._program = program
+        self.inputs = stablehlo_ports(program)
+        self.execution = _execution([program.executable.model], options)
+
+    def run(self, inputs: Sequence[Any]) -> dict[str, Output]:
+        results = self._program.run(*(tensor.numpy() for tensor in inputs))
+        return {
+            name: torch.from_numpy(np.array(array))
+            for name, array in zip(self._program.outputs, results, strict=True)
+        }
+
+    def expected_of(self, outcome: Outcome) -> list[Output]:
+        return [value for value in outcome.results if isinstance(value, torch.Tensor)]
+
+
+def stablehlo_ports(program: Program) -> tuple[Port, ...]:
+    """Return the inputs of a StableHLO program."""
+    return tuple(
+        Port(name, torch_dtype(type), default_shape(program, type))
+        for name, type in program.parameters.items()
+    )
+
+
 def feature_port(feature: Feature) -> Port:
     """Return an input of an ``.mlpackage``."""
     shape = tuple(1 if d is None else d for d in feature.type.shape or ())
@@ -314,7 +362,7 @@ def load_traceable(path: Path, *, method: str | None, min_sqnr_db: float) -> Tra
     """Load a program to be traced.
 
     Args:
-        path: ``.pte`` file or ``.mlpackage`` folder.
+        path: ``.pte`` file, ``.mlpackage`` folder or StableHLO file.
         method: Method, or function of the package; None for ``forward``, the only method, or the
             default function.
         min_sqnr_db: A value below it, in dB, is bad.
@@ -322,6 +370,10 @@ def load_traceable(path: Path, *, method: str | None, min_sqnr_db: float) -> Tra
     Raises:
         CoreMLDelegateError: See ``runtime.load_program`` and ``runtime.load_mlpackage``.
     """
+    if is_stablehlo(path):
+        _refuse_options_of_pte(path, host=runtime.AUTO, data=(), method=method)
+        model = compile_file(path, REFERENCE.name).executable.model
+        return _TraceablePackage(path.stem, model, min_sqnr_db)
     if is_package(path):
         model = runtime.load_mlpackage(path, function_name=method, engine=REFERENCE.name)
         return _TraceablePackage(path.stem, model, min_sqnr_db)

@@ -28,6 +28,7 @@ from coreml_delegate.runtime.program.plan import (
 )
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts.delegates import CoreMLPartition, open_pte, partitions_of
+from coreml_delegate.scripts.stablehlo_files import compile_file
 from coreml_delegate.targets import Opset
 
 _CONST = "const"
@@ -63,6 +64,20 @@ def summarize_package(path: Path) -> dict[str, Any]:
     """
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     return {"file": str(path), "bytes": size, "model": summarize_model(read_mlpackage(path))}
+
+
+def summarize_stablehlo(path: Path) -> dict[str, Any]:
+    """Summarize the model that a StableHLO file is converted to.
+
+    Raises:
+        CoreMLDelegateError: See ``stablehlo.compile``.
+    """
+    model = compile_file(path).executable.model
+    return {
+        "file": str(path),
+        "bytes": path.stat().st_size,
+        "model": summarize_model(model.program),
+    }
 
 
 def summarize_model(program: Program) -> dict[str, Any]:

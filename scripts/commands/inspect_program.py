@@ -16,7 +16,12 @@ _SHOWN = 10
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("program", type=Path, metavar="PROGRAM", help=".pte or .mlpackage")
+    parser.add_argument(
+        "program",
+        type=Path,
+        metavar="PROGRAM",
+        help=".pte, .mlpackage, or StableHLO (.mlir, .stablehlo, .jax)",
+    )
     parser.add_argument(
         "--weights",
         action="store_true",
@@ -28,11 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    from coreml_delegate.scripts.summary import summarize_package, summarize_pte
+    from coreml_delegate.scripts.stablehlo_files import is_stablehlo
+    from coreml_delegate.scripts.summary import (
+        summarize_package,
+        summarize_pte,
+        summarize_stablehlo,
+    )
 
     path: Path = args.program
-    is_package = path.suffix == _SUFFIX or path.is_dir()
-    summary = summarize_package(path) if is_package else summarize_pte(path, args.data)
+    is_package = path.suffix == _SUFFIX or path.is_dir() or is_stablehlo(path)
+    if is_stablehlo(path):
+        summary = summarize_stablehlo(path)
+    else:
+        summary = summarize_package(path) if is_package else summarize_pte(path, args.data)
     if args.json:
         console.write_json(summary)
     else:

@@ -18,7 +18,12 @@ _TOP = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("program", type=Path, metavar="PROGRAM", help=".pte or .mlpackage")
+    parser.add_argument(
+        "program",
+        type=Path,
+        metavar="PROGRAM",
+        help=".pte, .mlpackage, or StableHLO (.mlir, .stablehlo, .jax)",
+    )
     arguments.add_inputs(parser)
     arguments.add_execution(parser)
     arguments.add_data(parser)

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("program", type=Path, metavar="PROGRAM", help=".pte or .mlpackage")
+    parser.add_argument(
+        "program",
+        type=Path,
+        metavar="PROGRAM",
+        help=".pte, .mlpackage, or StableHLO (.mlir, .stablehlo, .jax)",
+    )
     arguments.add_inputs(parser)
     arguments.add_method(parser)
     arguments.add_seed(parser, "random inputs")

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coreml_delegate.errors import InputError, ProgramError
+from coreml_delegate.errors import InputError, OptionError, ProgramError
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.commands import Command
 
@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     arguments.add_source(parser)
-    parser.add_argument("program", type=Path, metavar="PROGRAM", help=".pte or .mlpackage")
+    parser.add_argument(
+        "program",
+        type=Path,
+        metavar="PROGRAM",
+        help=".pte, .mlpackage, or StableHLO (.mlir, .stablehlo, .jax)",
+    )
     parser.add_argument(
         "--min-sqnr",
         type=arguments.decibels,
@@ -41,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     from coreml_delegate.scripts.inputs.source import load_source
     from coreml_delegate.scripts.programs import engine_options, load
+    from coreml_delegate.scripts.stablehlo_files import is_stablehlo, load_xla_model
 
     with console.step(f"Loading {args.program}"):
         program = load(
@@ -52,9 +58,13 @@ def run(args: argparse.Namespace) -> int:
             data=args.data,
         )
     with console.step(f"Loading {args.source}"):
-        source = load_source(
-            args.source, shapes=args.input_shape, weights=args.weights, seed=args.seed
-        )
+        if is_stablehlo(args.source):
+            _refuse_options_of_models(args)
+            source = load_xla_model(Path(args.source), seed=args.seed)
+        else:
+            source = load_source(
+                args.source, shapes=args.input_shape, weights=args.weights, seed=args.seed
+            )
     with console.step("Comparing"):
         results = compare(source, program, _samples(args, source, program))
     _print(results, program.execution, as_json=args.json)
@@ -69,6 +79,12 @@ def run(args: argparse.Namespace) -> int:
             expected=f"at least {args.min_sqnr:g} dB",
         )
     return 0
+
+
+def _refuse_options_of_models(args: argparse.Namespace) -> None:
+    for option, given in (("--weights", args.weights), ("--input-shape", args.input_shape)):
+        if given:
+            raise OptionError(f"{option} is for a PyTorch model", got=args.source)
 
 
 def compare(
@@ -171,9 +187,10 @@ def _print(results: dict[str, Accuracy], execution: Execution, *, as_json: bool)
 
 COMMAND = Command(
     name="verify",
-    summary="compare a program with the PyTorch model it was made from",
-    description="Run the PyTorch model and the program on the same inputs and compare every "
-    "output. Give SOURCE, --weights, --input-shape and --seed the values that export got.",
+    summary="compare a program with the model it was made from",
+    description="Run the model and the program on the same inputs and compare every output. Give "
+    "SOURCE, --weights, --input-shape and --seed the values that export got. SOURCE may be a "
+    "StableHLO file (.mlir, .stablehlo, .jax), which XLA runs.",
     add_arguments=add_arguments,
     run=run,
 )

@@ -14,9 +14,9 @@ from coreml_delegate.errors import InputError, OptionError
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
 MEAN = (0.485, 0.456, 0.406)
-"""Of ImageNet's pixels in [0, 1], per channel (RGB)."""
+"""Mean of ImageNet's pixels in [0, 1], per channel (RGB)."""
 STD = (0.229, 0.224, 0.225)
-"""Of ImageNet's pixels in [0, 1], per channel (RGB)."""
+"""Standard deviation of ImageNet's pixels in [0, 1], per channel (RGB)."""
 
 _CROPPED = 0.875  # share of the resized shorter side that the crop keeps: 224 of 256
 

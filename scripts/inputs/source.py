@@ -15,6 +15,7 @@ from torch import nn
 from coreml_delegate.errors import OptionError
 from coreml_delegate.scripts.inputs import vision
 from coreml_delegate.scripts.inputs.sampling import generator, random_tensor
+from coreml_delegate.scripts.stablehlo_files import is_stablehlo
 from coreml_delegate.source_model import SourceModel, register_dataclasses
 from coreml_delegate.third_party import describe_error, wrap_errors
 
@@ -36,6 +37,12 @@ def load_source(
     Raises:
         OptionError: The source does not exist, cannot be loaded, or needs a shape.
     """
+    if is_stablehlo(source):
+        raise OptionError(
+            "a StableHLO file is no PyTorch model",
+            got=source,
+            remedy="Use coreml-delegate convert",
+        )
     if source.endswith(".pt2"):
         if weights is not None:
             raise OptionError("--weights is for a model; a .pt2 has its own weights")

@@ -1,0 +1,136 @@
+"""StableHLO files on the command line: compiled to be run here, or run by XLA as the truth."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from coreml_delegate import runtime
+from coreml_delegate.errors import OptionError
+from coreml_delegate.graph import DType, TensorType
+from coreml_delegate.scripts.inputs.sampling import generator, random_tensor
+from coreml_delegate.source_model import SourceModel
+from coreml_delegate.third_party import wrap_errors
+
+if TYPE_CHECKING:
+    from coreml_delegate.stablehlo import Program
+
+SUFFIXES = (".mlir", ".stablehlo", ".jax")
+"""MLIR text or bytecode, portable artifacts, and serialized ``jax.export``."""
+_EXPORT = ".jax"
+
+
+def is_stablehlo(path: Path | str) -> bool:
+    """Whether a path is taken for a StableHLO file."""
+    return Path(path).suffix in SUFFIXES
+
+
+def compile_file(
+    path: Path, engine: str | None = runtime.AUTO, options: runtime.EngineOptions | None = None
+) -> Program:
+    """Compile a StableHLO file.
+
+    Args:
+        path: One of ``SUFFIXES``.
+        engine: Name of an engine; None for the fastest that computes in the program's own types.
+        options: Engine options.
+
+    Raises:
+        OptionError: No such file.
+        CoreMLDelegateError: See ``stablehlo.compile``.
+    """
+    from coreml_delegate import stablehlo
+
+    if not path.is_file():
+        raise OptionError("no such file", got=str(path))
+    program = stablehlo.compile(path, engine=engine or runtime.AUTO, options=options)
+    types = [*program.parameters.values(), *program.outputs.values()]
+    if engine is None and any(type.dtype is DType.FLOAT16 for type in types):
+        return stablehlo.compile(path, engine="reference", options=options)
+    return program
+
+
+def default_shape(program: Program, type: TensorType) -> tuple[int, ...]:
+    """Return a shape that an input takes: symbolic sizes are the smallest."""
+    dimensions = program.executable.dimensions
+    return tuple(
+        size if isinstance(size, int) else dimensions[str(size)].least for size in type.shape
+    )
+
+
+def torch_dtype(type: TensorType) -> torch.dtype:
+    """Return torch's dtype for an element type."""
+    return torch.from_numpy(np.empty(0, type.dtype.numpy)).dtype
+
+
+def load_xla_model(path: Path, *, seed: int) -> SourceModel:
+    """Return a StableHLO program as a model that XLA runs, with random example inputs.
+
+    Args:
+        path: One of ``SUFFIXES``.
+        seed: Seed of the inputs.
+
+    Raises:
+        OptionError: No such file, or XLA cannot compile it.
+        CoreMLDelegateError: See ``stablehlo.compile``, which says what the inputs are.
+    """
+    program = compile_file(path, "reference")
+    random = generator(seed)
+    args = tuple(
+        random_tensor(torch_dtype(type), default_shape(program, type), random)
+        for type in program.parameters.values()
+    )
+    run = _run_export if path.suffix == _EXPORT else _run_mlir
+    with wrap_errors(f"XLA cannot compile {path}"):
+        compiled = run(path)
+
+    def model(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results = compiled([tensor.numpy() for tensor in inputs])
+        return tuple(torch.from_numpy(np.array(result)) for result in results)
+
+    return SourceModel(model, args, {}, None)
+
+
+_Compiled = Callable[[list[Any]], Sequence[Any]]
+
+
+def _run_export(path: Path) -> _Compiled:
+    """Return the function of a serialized ``jax.export``; its sizes may be symbolic."""
+    import jax
+    from jax import export
+
+    exported = export.deserialize(bytearray(path.read_bytes()))
+
+    def run(arrays: list[Any]) -> Sequence[Any]:
+        args, kwargs = jax.tree.unflatten(exported.in_tree, arrays)
+        return jax.tree.leaves(exported.call(*args, **kwargs))
+
+    return run
+
+
+def _run_mlir(path: Path) -> _Compiled:
+    """Return the function of MLIR, whose sizes are fixed."""
+    import jax
+    from jax.extend import backend
+
+    from coreml_delegate.stablehlo.parse import mlir_module
+
+    xla_client: Any = importlib.import_module("jax._src.lib").xla_client
+    client = backend.get_backend("cpu")
+    device = client.local_devices()[0]
+    # MLIR of one context is no MLIR of another: XLA reads the text again.
+    compiled = client.compile_and_load(
+        str(mlir_module(path)), xla_client.DeviceList((device,)), xla_client.CompileOptions()
+    )
+
+    def run(arrays: list[Any]) -> Sequence[Any]:
+        placed = [jax.device_put(array, device) for array in arrays]
+        results = compiled.execute_sharded(placed).disassemble_into_single_device_arrays()
+        return [shards[0] for shards in results]
+
+    return run

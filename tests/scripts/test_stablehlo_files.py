@@ -1,0 +1,154 @@
+"""Commands on StableHLO files: convert, run, inspect, trace and verify."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coreml_delegate.scripts.cli import main
+
+jax = pytest.importorskip("jax")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run_main(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs the command in this process."""
+
+    def run(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return Outcome(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one program in each form; the export has a symbolic size."""
+
+    def function(x, scale):
+        return jax.numpy.tanh(x) * scale, x > 0
+
+    folder = tmp_path_factory.mktemp("stablehlo")
+    scalar = jax.ShapeDtypeStruct((), np.float32)
+    fixed = jax.export.export(jax.jit(function))(jax.ShapeDtypeStruct((2, 4), np.float32), scalar)
+    (folder / "f.mlir").write_text(fixed.mlir_module())
+    (folder / "f.stablehlo").write_bytes(fixed.mlir_module_serialized)
+    shape = jax.export.symbolic_shape("rows, 4")
+    open_ended = jax.export.export(jax.jit(function))(
+        jax.ShapeDtypeStruct(shape, np.float32), scalar
+    )
+    (folder / "f.jax").write_bytes(open_ended.serialize())
+    return folder
+
+
+@pytest.mark.parametrize("name", ["f.mlir", "f.stablehlo", "f.jax"])
+def test_run_takes_every_form(run_main: Run, files: Path, tmp_path: Path, name: str) -> None:
+    x, scale = np.float32([[1, -2, 3, -4]] * 2), np.float32(2)
+    np.savez(tmp_path / "in.npz", x=x, scale=scale)
+    run = run_main(
+        "run", files / name, "--input", tmp_path / "in.npz", "-o", tmp_path / "out.npz", "--json"
+    )
+    assert run.code == 0, run.stderr
+    out = np.load(tmp_path / "out.npz")
+    np.testing.assert_allclose(out["result_0"], np.tanh(x) * 2, rtol=1e-5)
+    assert out["result_1"].tolist() == (x > 0).tolist()
+
+
+@pytest.mark.parametrize("suffix", [".mlpackage", ".pte"])
+@pytest.mark.parametrize("name", ["f.mlir", "f.jax"])
+def test_converted_programs_verify_against_xla(
+    run_main: Run, files: Path, tmp_path: Path, name: str, suffix: str
+) -> None:
+    target = tmp_path / f"f{suffix}"
+    converted = run_main("convert", files / name, "-o", target, "--json")
+    assert converted.code == 0, converted.stderr
+    assert set(json.loads(converted.stdout)["inputs"]) == {"x", "scale"}
+    verified = run_main("verify", files / name, target, "--min-sqnr", "100")
+    assert verified.code == 0, verified.stderr
+
+
+def test_inspect_and_trace_show_the_model_that_a_file_becomes(run_main: Run, files: Path) -> None:
+    inspected = run_main("inspect", files / "f.jax")
+    assert "x fp32[1..16384, 4]" in inspected.stdout
+    assert "tanh 1" in inspected.stdout
+    traced = run_main("trace", files / "f.mlir")
+    assert "tanh" in traced.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("convert", "missing.mlir", "-o", "f.pte"), "no such StableHLO file: got missing.mlir"),
+        (("convert", "f.mlir", "-o", "f.onnx"), "unknown kind of output: got f.onnx"),
+        (("convert", "f.mlir", "-o", "nowhere/f.pte"), "no such folder for the output"),
+        (("convert", "f.mlir", "-o", "f.jax"), "unknown kind of output"),
+        (("convert", "f.mlir", "-o", "f.pte", "--state", "y=1"), "y"),
+        (("convert", "broken.mlir", "-o", "f.pte"), "malformed MLIR text"),
+        (("run", "f.mlir", "--method", "other"), "--method is for a .pte"),
+        (("run", "f.mlir", "--host", "stock"), "--host is for a .pte"),
+        (("export", "f.mlir", "-o", "f.pte"), "Use coreml-delegate convert"),
+        (("verify", "f.mlir", "f.stablehlo", "--input-shape", "2,4"), "is for a PyTorch model"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_leave_nothing(
+    run_main: Run,
+    files: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    for file in files.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "broken.mlir").write_text("module {")
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.chdir(tmp_path)
+    run = run_main(*arguments)
+    assert run.code == 1
+    assert message in run.stderr
+    assert run.stderr.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_output_is_replaced_by_force_only(run_main: Run, files: Path, tmp_path: Path) -> None:
+    target = tmp_path / "f.pte"
+    target.write_text("kept")
+    refused = run_main("convert", files / "f.mlir", "-o", target)
+    assert refused.code == 1
+    assert target.read_text() == "kept"
+    assert run_main("convert", files / "f.mlir", "-o", target, "--force").code == 0
+    assert target.stat().st_size > 1000
+
+
+def test_an_input_becomes_a_state(run_main: Run, tmp_path: Path) -> None:
+    def step(total, x):
+        total = total + x
+        return total * 2, total
+
+    row = jax.ShapeDtypeStruct((4,), np.float16)
+    exported = jax.export.export(jax.jit(step))(row, row)
+    (tmp_path / "step.jax").write_bytes(exported.serialize())
+    target = tmp_path / "step.mlpackage"
+    converted = run_main(
+        "convert", tmp_path / "step.jax", "-o", target, "--state", "total=1", "--json"
+    )
+    assert converted.code == 0, converted.stderr
+    summary = json.loads(converted.stdout)
+    assert list(summary["states"]) == ["total"]
+    assert list(summary["inputs"]) == ["x"]

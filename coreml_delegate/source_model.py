@@ -37,7 +37,7 @@ _UNBOUNDED = 2**31  # sizes beyond are what torch.export writes for none
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one eager run returned and wrote.
+    """Results of one eager run, and the inputs as it left them.
 
     Attributes:
         results: What the model returned, flattened; not all of it need be tensors.

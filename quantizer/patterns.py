@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from coreml_delegate.ops import COMPOSITES, RECORDS
 from coreml_delegate.ops.call import OpCall, target_name
@@ -65,14 +65,3 @@ def pattern_of(call: OpCall, constants: Collection[Node]) -> Pattern | None:
 
 def _is_matrix(value: Any, constants: Collection[Node]) -> bool:
     return value in constants and value.meta["val"].dim() == 2
-
-
-def constants_of(graph: Graph) -> frozenset[Node]:
-    """Return the parameters and buffers of a graph, and nodes computed from them only."""
-    found: set[Node] = set()
-    for node in graph.nodes:
-        sources = node.all_input_nodes
-        computed = node.op == "call_function" and bool(sources)
-        if node.op == "get_attr" or (computed and found.issuperset(sources)):
-            found.add(node)
-    return frozenset(found)

@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Fixtures and hooks for every test."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _digest_of_case(item: pytest.Item) -> int:
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
-    """What a module draws while it is imported, and its cases with it, is the same each time."""
+    """Random numbers drawn while a module is imported, for its cases, are the same each time."""
     if isinstance(collector, pytest.Module):
         torch.manual_seed(0)
 

@@ -106,7 +106,7 @@ OperationPath = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class DebugInfo:
-    """Which operations of a model come from which calls of the program.
+    """Maps the operations of a model to the calls of the program that they come from.
 
     Attributes:
         version: Version of the mapping's form, as coremltools' file states it.

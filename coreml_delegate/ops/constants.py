@@ -1,4 +1,4 @@
-"""Which values of a program are constants: the three answers that this package tells apart.
+"""Three kinds of constants in a program, which this package tells apart.
 
 stored
     The program has the value: a parameter, a buffer that nothing mutates, a lifted literal.

@@ -43,7 +43,7 @@ def rank_between(name: str, low: int, high: int) -> Constraint:
 
 
 def only_result_used(index: int) -> Constraint:
-    """Of the op's results only ``index`` is used; Core ML does not compute the others."""
+    """Only result ``index`` of the op is used; Core ML does not compute the others."""
 
     def check(call: OpCall) -> Reason | None:
         others = [n for n in call.results_used() if n != index]

@@ -95,7 +95,7 @@ def number(value: Any, dtype: torch.dtype) -> Any:
 
 
 def truth(node: Node, value: Node) -> Node:
-    """Which elements of ``value`` are not zero, computed before ``node``."""
+    """Return a bool node, inserted before ``node``: true where ``value`` is not zero."""
     if value_of(value).dtype is torch.bool:
         return value
     return insert(node, ATEN.ne.Scalar, value, 0)

@@ -107,7 +107,7 @@ def _translate() -> None:
 
 
 def _value(context: Any, name: Any) -> Any:
-    """What an argument is, constants as numpy arrays."""
+    """Return an argument's value: a MIL variable, or the numpy array of a constant."""
     found = context[name] if isinstance(name, str) else name
     return getattr(found, "val", found)
 

@@ -50,7 +50,7 @@ _QUANTIZES: tuple[Constraint, ...] = (_whole_range, rank_between("input", 1, MAX
 
 
 def _used_inside(call: OpCall) -> Reason | None:
-    """What is quantized is dequantized by calls that Core ML takes."""
+    """Every use of the quantized result is a dequantize call that Core ML takes."""
     for user in call.node.users:
         dequantizes = target_name(user.target) in DEQUANTIZE
         if not dequantizes or user.meta["val"].dtype not in FLOAT:

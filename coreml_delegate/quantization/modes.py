@@ -220,7 +220,7 @@ MODES_BY_FORM = MappingProxyType({row.form: row.mode for row in _ROWS})
 """Modes by form; a family has one representative."""
 
 FORMS: Mapping[str, str] = MappingProxyType({row.form: row.mode.summary for row in _ROWS})
-"""What each form of name quantizes, for help texts."""
+"""Summary of each form of mode names, for help texts."""
 
 _EXAMPLES = {"N": "32", "codebook-N": "4", "palettize-N": "4", "prune-N": "50"}
 

@@ -39,7 +39,7 @@ FLOAT_BITS = 16
 
 @dataclass(frozen=True, slots=True)
 class LayerSensitivity:
-    """What quantizing one layer alone costs the model.
+    """Accuracy of the model with one layer quantized alone.
 
     Attributes:
         path: Path of the module.
@@ -56,7 +56,7 @@ class LayerSensitivity:
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """What quantization costs a model, and a suggestion that costs less.
+    """Accuracy of the quantized model, by layer, and a suggestion that loses less.
 
     Attributes:
         mode: The quantization.

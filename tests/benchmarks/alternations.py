@@ -1,4 +1,4 @@
-"""What CPU nodes between delegates cost: ten of them, on each host, at several thread settings.
+"""Latency of ten CPU nodes between delegates, on each host, at several thread settings.
 
 Torch and OpenVINO have threads of their own, which compete for the same cores. Each setting is
 measured in processes of its own that take turns. As a program:

@@ -1,4 +1,4 @@
-"""What compressed weights cost and save: a decoder of 12 layers in several forms, on OpenVINO.
+"""Time and memory of compressed weights: a decoder of 12 layers in several forms, on OpenVINO.
 
 Peak memory is that of a process of its own that loads a program and runs it once; latencies are
 medians of interleaved rounds in one process. All compute in fp32. As a program:
@@ -125,7 +125,7 @@ def latencies(files: Mapping[str, Path], call: str, rounds: int) -> dict[str, fl
 
 
 def _child(*arguments: str) -> Any:
-    """What this module prints in a process of its own."""
+    """Run this module in a new process, and return its output."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compressed", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(_TESTS), "COREML_DELEGATE_COMPILED_CACHE": "off"}
     result = subprocess.run(
@@ -137,7 +137,7 @@ def _child(*arguments: str) -> Any:
 
 
 def _answer(request: Sequence[str]) -> object:
-    """What a child is asked for."""
+    """Return the result of a task that ``_child`` was given."""
     task, call, *rest = request
     if task == "lower":
         form, file, layers = rest

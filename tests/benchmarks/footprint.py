@@ -25,7 +25,7 @@ _SECONDS = 600.0  # beyond this a probe hangs
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What loading and the first call took.
+    """Time and memory of loading and the first call.
 
     Attributes:
         seconds: From the file to the first result.

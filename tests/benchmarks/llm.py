@@ -213,7 +213,7 @@ FILES: Mapping[str, Callable[[Path], None]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was measured of one contender; None where nothing was.
+    """Measurements of one contender; None where there is none.
 
     Attributes:
         decode: Median seconds of a token.
@@ -258,7 +258,7 @@ def _probe(name: str, folder: Path, threads: int) -> int:
 
 
 def _imports(contender: Contender) -> None:
-    """What loading imports, which does not count."""
+    """Import the modules that loading needs: importing is not measured."""
     names = ["coreml_delegate.llm.checkpoint", "coreml_delegate.llm.export"]
     if contender.file == "xnnpack.pte":
         names.append("executorch.runtime")

@@ -1,4 +1,4 @@
-"""What lowering costs: time and memory, beside ExecuTorch's own Core ML backend.
+"""Time and memory of lowering, beside ExecuTorch's own Core ML backend.
 
 Each lowering is in a process of its own, the two backends taking turns; imports and export do not
 count. Ours is measured without and with the trial verdicts of an earlier one. As a program:

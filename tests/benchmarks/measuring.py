@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was measured of one contender; None where nothing was.
+    """Measurements of one contender; None where there is none.
 
     Attributes:
         name: The contender's.

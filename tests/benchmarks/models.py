@@ -1,4 +1,4 @@
-"""What is measured: two convolutional networks, a transformer, a decoder and a perceptron.
+"""The measured models: two convolutional networks, a transformer, a decoder, a perceptron.
 
 All have seeded random weights; none is downloaded. The decoder is a small model of Llama's kind,
 whose key and value caches are mutable buffers, which become Core ML states.

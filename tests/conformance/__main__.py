@@ -17,7 +17,7 @@ from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
 
 PLUGIN = "tests.conformance.plugin"
 FILES = (".", "test_torch_stateful_model.py")
-"""What is run if no files are named: all op tests, and the frontend's tests of states."""
+"""Files that are run by default: all op tests, and the frontend's tests of states."""
 
 
 def tests_folder() -> Path:

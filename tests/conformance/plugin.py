@@ -43,7 +43,7 @@ _MACOS_VERSION = (26, 0)
 
 @dataclass(slots=True)
 class Evidence:
-    """What became of one test.
+    """Outcome of one test.
 
     Attributes:
         outcome: One of those in the module's docstring.
@@ -170,7 +170,7 @@ class Conformance:
             terminalreporter.line(f"{share:.2%} passed of {reached} that reached a prediction")
 
     def summary(self) -> dict[str, object]:
-        """What ``--results`` holds."""
+        """Return the content of the ``--results`` file."""
         return {
             "engine": self.engine,
             "sample": self.sample,

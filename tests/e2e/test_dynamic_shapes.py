@@ -69,7 +69,7 @@ def pooled(module):
 
 
 def computing(forward, **options):
-    """Of one input with two dynamic dimensions."""
+    """Return the case of one input with two dynamic dimensions."""
     return Case(lambda _, x: forward(x), X, ({0: S, 1: T},), XS, **options)
 
 

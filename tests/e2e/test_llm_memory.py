@@ -12,7 +12,7 @@ import pytest
 
 _TESTS = Path(__file__).parents[1]
 LIMIT = 2.5
-"""Of the weights in fp32: the decoder, both methods in fp16, and what allocators keep."""
+"""Multiple of the fp32 weights: the decoder, both methods in fp16, and what allocators keep."""
 
 EXPORT = """
 import sys

@@ -30,7 +30,7 @@ def causal() -> torch.Tensor:
 
 
 def allowed(tokens: torch.Tensor) -> torch.Tensor:
-    """Which key each query may see, of tokens that are there (1) or padding (0): [B, 1, L, S]."""
+    """Return a mask [B, 1, L, S] of the keys each query may see, for tokens (1) and padding (0)."""
     return causal() & tokens.bool()[:, None, None, :]
 
 

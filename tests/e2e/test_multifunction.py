@@ -252,7 +252,7 @@ def test_states_of_different_buffers_stay_apart(counters, host):
 
 @pytest.fixture(scope="module")
 def left_to_executorch():
-    """What the error about a buffer of several methods advises."""
+    """The error about a buffer of several methods advises this."""
     partitioner = CoreMLPartitioner(
         compile_specs=specs("POSITIONAL"), take_over_mutable_buffer=False
     )

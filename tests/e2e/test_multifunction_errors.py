@@ -1,4 +1,4 @@
-"""What keeps methods from sharing weights or states, and models compiled ahead of time."""
+"""Errors of methods that cannot share weights or states, and of ahead-of-time compilation."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ with atheris.instrument_imports(include=["coreml_delegate"]):
 
 CORPUS = Path(__file__).parent / "corpus"
 _MAX_TURNS = 200
-"""Of loops, so that an endless one is a quick refusal."""
+"""Most turns of a loop, so that an endless one is refused quickly."""
 
 
 def main() -> None:

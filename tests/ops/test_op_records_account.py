@@ -86,7 +86,7 @@ _NAMED_ELSEWHERE = {
 
 
 def test_ops_are_named_in_their_records_alone() -> None:
-    """What another module knows of an op by name would have to be found and changed with it."""
+    """Whoever changes a record would have to find and change every other mention of the op."""
     root = Path(__file__).parents[2]
     named: dict[str, set[str]] = {}
     core = ("conversion", "preprocess", "transforms")

@@ -76,7 +76,7 @@ FLOWS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one batch."""
+    """Report and results of one batch of samples."""
 
     report: DelegationReport
     expected: dict[str, tuple[torch.Tensor, ...]]

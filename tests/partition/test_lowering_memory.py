@@ -1,4 +1,4 @@
-"""What lowering keeps in memory, and that what it shares with its caller stays as it was."""
+"""Memory that lowering keeps, and objects of the caller's that it leaves unchanged."""
 
 from __future__ import annotations
 

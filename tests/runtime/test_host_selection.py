@@ -1,4 +1,4 @@
-"""Which host executes a program, and how that is said."""
+"""The choice of the host that executes a program, and what is logged of it."""
 
 from __future__ import annotations
 

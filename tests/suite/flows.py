@@ -39,7 +39,7 @@ class Source(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Lowering:
-    """What a flow asks of the backend.
+    """Options that a flow passes to the backend.
 
     Attributes:
         target: Deployment target, None for the smallest that a model needs.

@@ -55,7 +55,7 @@ _OUTCOMES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(slots=True)
 class Case:
-    """What became of one model of one test.
+    """Outcome of one model of one test.
 
     Attributes:
         outcome: One of those in the module's docstring.
@@ -168,7 +168,7 @@ class Suite:
         terminalreporter.line(", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items())))
 
     def summary(self) -> dict[str, object]:
-        """What ``--results`` holds."""
+        """Return the content of the ``--results`` file."""
         return {
             "flow": self.flow,
             "source": str(self.source),

@@ -43,5 +43,5 @@ def start(*args: object, **environment: object) -> subprocess.Popen[str]:
 
 
 def leftovers(folder: Path) -> set[str]:
-    """What lies in a folder, apart from the caches torch keeps in the temporary directory."""
+    """Return the files in a folder, apart from the caches that torch keeps there."""
     return {p.name for p in folder.iterdir() if not p.name.startswith("torchinductor_")}

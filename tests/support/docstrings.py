@@ -91,5 +91,5 @@ def held_out_rows(count: int, length: int = CONTEXT) -> torch.Tensor:
 
 @torch.no_grad()
 def perplexity(logits: torch.Tensor, rows: torch.Tensor) -> float:
-    """Of the tokens of ``rows`` [N, L] after the first, by logits [N, L - 1, V]."""
+    """Return the perplexity of ``rows`` [N, L] after the first token; logits [N, L - 1, V]."""
     return float(functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).exp())

@@ -35,7 +35,7 @@ TARGETS = {opset: ct.target[opset.name] for opset in Opset if opset <= Opset.iOS
 
 
 def _feature_dtype(dtype: np.dtype, opset: Opset) -> np.dtype:
-    """What a value of ``dtype`` is as a model input or output, which take few dtypes."""
+    """Return the dtype in which a value of ``dtype`` enters or leaves a model."""
     if np.issubdtype(dtype, np.floating):
         return np.dtype(np.float16 if dtype == np.float16 and opset >= Opset.iOS16 else np.float32)
     return np.dtype(np.int32)

@@ -11,7 +11,7 @@ _REPOSITORY = Path(__file__).parents[2]
 
 
 def run_upstream(*arguments: str) -> str:
-    """What ``python -m tests.upstream`` prints; it must succeed."""
+    """Return the output of ``python -m tests.upstream``, which must succeed."""
     finished = subprocess.run(
         [sys.executable, "-m", "tests.upstream", *arguments],
         cwd=_REPOSITORY,

@@ -17,7 +17,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class Block(nn.Module):
-    """What a half-precision model is made of, upstream's failures among it."""
+    """Layers of a half-precision model, with those that upstream fails on."""
 
     def __init__(self) -> None:
         super().__init__()

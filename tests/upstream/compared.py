@@ -1,4 +1,4 @@
-"""What the public names of both backends give for the same arguments."""
+"""Results of the public functions of both backends for the same arguments."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def names_of(backend: Any) -> dict[str, list[str] | None]:
 
 
 def results_of(backend: Any, strategies: Any) -> dict[str, Any]:
-    """What the functions of a backend return, as plain data."""
+    """Return the results of a backend's functions, as plain data."""
     made: dict[str, Any] = {}
     for name, arguments in _generated(backend, strategies).items():
         made[name] = [getattr(backend, name)(*given) for given in arguments]
@@ -133,7 +133,7 @@ def _plain(value: Any) -> Any:
 
 
 def _foreign(value: Any) -> Any:
-    """What is of a class of ExecuTorch's or coremltools' own."""
+    """Return an object of ExecuTorch's or coremltools' own classes as plain data."""
     if hasattr(value, "to_json"):  # their enumerated shapes
         return json.loads(value.to_json())
     if hasattr(value, "passes"):

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.xdist_group("side-by-side"), pytest.mark.share(2)]
 
 @pytest.fixture(scope="module", params=ORDERS)
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What ``tests.upstream.side_by_side`` prints, by the backend that is imported first."""
+    """Output of ``tests.upstream.side_by_side``, by the backend that is imported first."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.upstream.side_by_side", request.param],
         cwd=_REPOSITORY,

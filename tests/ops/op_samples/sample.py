@@ -1,4 +1,4 @@
-"""What a test of one op rule consists of: a call of one ATen overload, as data."""
+"""A test of one op rule: a call of one ATen overload, as data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which function computes an operator, and how its arguments are bound."""
+"""The function that computes an operator, and the binding of its arguments."""
 
 from __future__ import annotations
 

@@ -52,6 +52,12 @@ class ByJax:
     function: Callable[..., Any]
     arrays: tuple[Any, ...]
 
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Element type of the first result."""
+        with jax.enable_x64(True):
+            return jax.tree.leaves(jax.eval_shape(self.function, *self.arrays))[0].dtype
+
 
 def by_jax(function: Callable[..., Any], *arrays: Any, **options: Any) -> ByJax:
     """Return what stands for a function's result until ``computed`` replaces it."""

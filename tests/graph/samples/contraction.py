@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from graph.samples.sample import Sample
 from support.graph_numbers import numbers
-from support.graph_samples import ALL, by_jax, computed
+from support.graph_samples import ALL, by_jax
 
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -104,20 +104,18 @@ _MIXED = [
 
 _TYPED = [(dtype, numbers(dtype, (3, 40)), numbers(dtype, (40, 2), 1)) for dtype in ALL]
 
-SAMPLES = computed(
-    [
-        *(_sample("matrices", x, y, _MATRIX) for _, x, y in _TYPED),
-        *(_sample("constant", x, y, _MATRIX, constant="y") for _, x, y in _TYPED),
-        *(
-            _sample(case, _floats(*x), _floats(*y), contracting, batching, constant=constant)
-            for case, x, y, contracting, batching, constant in _CASES
-        ),
-        *(
-            _sample(case, numbers(x, (3, 40)), numbers(y, (40, 2), 1), _MATRIX, preferred=preferred)
-            for case, x, y, preferred in _MIXED
-        ),
-        *(_dot("matrices", x, y) for _, x, y in _TYPED),
-        _dot("vectors", _floats(5), _floats(5)),
-        _dot("matrix and vector", _floats(3, 5), _floats(5)),
-    ]
-)
+SAMPLES = [
+    *(_sample("matrices", x, y, _MATRIX) for _, x, y in _TYPED),
+    *(_sample("constant", x, y, _MATRIX, constant="y") for _, x, y in _TYPED),
+    *(
+        _sample(case, _floats(*x), _floats(*y), contracting, batching, constant=constant)
+        for case, x, y, contracting, batching, constant in _CASES
+    ),
+    *(
+        _sample(case, numbers(x, (3, 40)), numbers(y, (40, 2), 1), _MATRIX, preferred=preferred)
+        for case, x, y, preferred in _MIXED
+    ),
+    *(_dot("matrices", x, y) for _, x, y in _TYPED),
+    _dot("vectors", _floats(5), _floats(5)),
+    _dot("matrix and vector", _floats(3, 5), _floats(5)),
+]

@@ -111,10 +111,15 @@ _ACTIVATIONS = [
             operation,
             "extremes",
             _calling(operation),
-            (_POINTS,),
-            np.asarray(function(_POINTS)),
+            (points,),
+            np.asarray(function(points)),
         )
-        for operation, function in (("gelu", _gelu), ("relu", jax.nn.relu), ("silu", jax.nn.silu))
+        # The exact gelu of infinity is NaN where torch and OpenVINO have AVX-512.
+        for operation, function, points in (
+            ("gelu", _gelu, _POINTS[2:]),
+            ("relu", jax.nn.relu, _POINTS),
+            ("silu", jax.nn.silu, _POINTS),
+        )
     ),
     Sample(
         "gelu",

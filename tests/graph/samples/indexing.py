@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from graph.samples.sample import Sample
 from jax import lax
-from support.graph_samples import ALL, INTEGERS, by_jax, computed, of
+from support.graph_samples import ALL, INTEGERS, by_jax, of
 
 _ARITHMETIC = ("add", "sub", "mul")
 _CLIP = lax.GatherScatterMode.CLIP
@@ -359,50 +359,46 @@ _OVERLAPPING = {
 # XLA fails itself where every index vector is empty and the tensor has rank 0.
 _SCATTERED = [form for form in _FORMS if form.case != "no index, rank 0"]
 
-SAMPLES = computed(
-    [
-        *(form.gather("float32") for form in _FORMS),
-        *(_ROWS.gather(dtype) for dtype in ALL[1:]),
-        *(_at_axis(form, axis) for form, axis in _PLACES),
-        *(_INDICES.gather("float32", indices_dtype=dtype) for dtype in INTEGERS),
-        _Form("rows", (5, 3), [[2**32 - 1], [0]], (1,), (0,), (0,), (1, 3)).gather(
-            "float32", indices_dtype="uint32"
-        ),
-        _Form("rows in range", (5, 3), [[3], [0]], (1,), (0,), (0,), (1, 3)).gather(
-            "float32", mode="promise_in_bounds"
-        ),
-        *(form.scatter("float32") for form in _SCATTERED if form.case not in _OVERLAPPING),
-        *(form.scatter("int32", "add") for form in _SCATTERED),
-        *(_ROWS.scatter(dtype) for dtype in ALL[1:]),
-        *(
-            _REPEATED.scatter(dtype, mode)
-            for dtype in ALL[:-1]
-            for mode in _MODES
-            if (dtype, mode) != ("uint64", "sub")
-        ),  # below 0
-        *(_REPEATED.scatter("bool", mode) for mode in ("add", "mul", "min", "max")),
-        *(form.scatter("float32", mode) for form in (_ROWS, _ELEMENTS, _ALONG) for mode in _MODES),
-        *(form.scatter("float32", fixed=True) for form in (_ROWS, _ELEMENTS, _ALONG)),
-        _Form("in range", (5, 3), [[3], [0]], (1,), (0,), (0,), (1, 3)).scatter(
-            "float32", fixed=True
-        ),
-        _Form("in range", (5, 3), [[3, 1], [0, 1]], (), (0, 1), (0, 1), (1, 1)).scatter(
-            "float32", fixed=True
-        ),
-        *(_ROWS.scatter("float32", index_vector_dim=axis) for axis in (0, 2)),
-        _REPEATED.scatter("float32", "add", _add),
-        _REPEATED.scatter("int8", "sub", _subtract),
-        _ROWS.scatter("float32", "update", _replace),
-        _REPEATED.scatter("float32", "mul", _closure),
-        _keep(),
-        *(_take("rows", of(dtype, (4, 3)), [[2, 0], [9, -1]], 0) for dtype in ALL),
-        _take("a scalar index", of("float32", (4, 3)), 1, -1),
-        _take("no indices", of("float32", (4, 3)), np.zeros((0, 2)), 1),
-        _known(),
-        *(_one_hot(dtype, [[0, 2], [3, 1]], 3, "float32") for dtype in INTEGERS),
-        *(_one_hot("int32", [0, -1, 2, 7], 3, result) for result in ALL),
-        _one_hot("int32", 1, 3, "float32"),
-        _one_hot("uint32", [2**32 - 1, 1], 3, "float32"),
-        _one_hot("int32", [1], 0, "float32"),
-    ]
-)
+SAMPLES = [
+    *(form.gather("float32") for form in _FORMS),
+    *(_ROWS.gather(dtype) for dtype in ALL[1:]),
+    *(_at_axis(form, axis) for form, axis in _PLACES),
+    *(_INDICES.gather("float32", indices_dtype=dtype) for dtype in INTEGERS),
+    _Form("rows", (5, 3), [[2**32 - 1], [0]], (1,), (0,), (0,), (1, 3)).gather(
+        "float32", indices_dtype="uint32"
+    ),
+    _Form("rows in range", (5, 3), [[3], [0]], (1,), (0,), (0,), (1, 3)).gather(
+        "float32", mode="promise_in_bounds"
+    ),
+    *(form.scatter("float32") for form in _SCATTERED if form.case not in _OVERLAPPING),
+    *(form.scatter("int32", "add") for form in _SCATTERED),
+    *(_ROWS.scatter(dtype) for dtype in ALL[1:]),
+    *(
+        _REPEATED.scatter(dtype, mode)
+        for dtype in ALL[:-1]
+        for mode in _MODES
+        if (dtype, mode) != ("uint64", "sub")
+    ),  # below 0
+    *(_REPEATED.scatter("bool", mode) for mode in ("add", "mul", "min", "max")),
+    *(form.scatter("float32", mode) for form in (_ROWS, _ELEMENTS, _ALONG) for mode in _MODES),
+    *(form.scatter("float32", fixed=True) for form in (_ROWS, _ELEMENTS, _ALONG)),
+    _Form("in range", (5, 3), [[3], [0]], (1,), (0,), (0,), (1, 3)).scatter("float32", fixed=True),
+    _Form("in range", (5, 3), [[3, 1], [0, 1]], (), (0, 1), (0, 1), (1, 1)).scatter(
+        "float32", fixed=True
+    ),
+    *(_ROWS.scatter("float32", index_vector_dim=axis) for axis in (0, 2)),
+    _REPEATED.scatter("float32", "add", _add),
+    _REPEATED.scatter("int8", "sub", _subtract),
+    _ROWS.scatter("float32", "update", _replace),
+    _REPEATED.scatter("float32", "mul", _closure),
+    _keep(),
+    *(_take("rows", of(dtype, (4, 3)), [[2, 0], [9, -1]], 0) for dtype in ALL),
+    _take("a scalar index", of("float32", (4, 3)), 1, -1),
+    _take("no indices", of("float32", (4, 3)), np.zeros((0, 2)), 1),
+    _known(),
+    *(_one_hot(dtype, [[0, 2], [3, 1]], 3, "float32") for dtype in INTEGERS),
+    *(_one_hot("int32", [0, -1, 2, 7], 3, result) for result in ALL),
+    _one_hot("int32", 1, 3, "float32"),
+    _one_hot("uint32", [2**32 - 1, 1], 3, "float32"),
+    _one_hot("int32", [1], 0, "float32"),
+]

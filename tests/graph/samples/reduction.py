@@ -9,7 +9,7 @@ import numpy as np
 from graph.samples.sample import Sample
 from jax import lax
 from support.graph_numbers import numbers
-from support.graph_samples import ALL, INTEGERS, NUMBERS, by_jax, computed
+from support.graph_samples import ALL, INTEGERS, NUMBERS, by_jax
 
 _NAN, _INF = np.nan, np.inf
 _SPECIAL = np.array([[1, _NAN, 5], [_INF, -_INF, 3], [-_INF, -_INF, -_INF]], np.float32)
@@ -281,13 +281,11 @@ def _reduce() -> list[Sample]:
     return found
 
 
-SAMPLES = computed(
-    [
-        *_reductions(),
-        *_indices("arg_max"),
-        *_indices("arg_min"),
-        *(sample for operation in _RUNNING for sample in _running(operation)),
-        *_reduce(),
-        *_reduce_known(),
-    ]
-)
+SAMPLES = [
+    *_reductions(),
+    *_indices("arg_max"),
+    *_indices("arg_min"),
+    *(sample for operation in _RUNNING for sample in _running(operation)),
+    *_reduce(),
+    *_reduce_known(),
+]

@@ -19,7 +19,7 @@ class Sample:
         build: Takes the builder and one value per array; returns a value or a tuple of values.
         arrays: The arguments. Tuple of arrays; rank 0 and any element type are fine.
         expected: Array or tuple of arrays, computed by something independent of this package: NumPy
-            or JAX.
+            or JAX; or a call of JAX, from ``by_jax``, that is made when it is needed.
         tolerance: (absolute, relative), or None for that of the element type.
     """
 
@@ -39,4 +39,6 @@ class Sample:
     @property
     def dtype(self) -> str:
         """Element type of the first argument, or of the first result if there is none."""
-        return str(np.asarray(self.arrays[0] if self.arrays else self.results[0]).dtype)
+        first = self.arrays[0] if self.arrays else self.expected
+        first = first[0] if isinstance(first, tuple) else first
+        return str(first.dtype if hasattr(first, "dtype") else np.asarray(first).dtype)

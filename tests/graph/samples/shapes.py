@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from graph.samples.sample import Sample
 from jax import lax
-from support.graph_samples import ALL, NUMBERS, by_jax, computed, of
+from support.graph_samples import ALL, NUMBERS, by_jax, of
 
 
 def _moved(
@@ -185,61 +185,59 @@ def _several(dtype: str) -> Sample:
 
 _RANK_6 = of("float32", (2, 1, 2, 1, 2, 2))
 
-SAMPLES = computed(
-    [
-        *_moved("reshape", "matrix", (2, 6), lambda x: x.reshape(4, 3), (4, 3)),
-        *(
-            _one("reshape", case, have, lambda x, want=want: x.reshape(want), want)
-            for case, have, want in _RESHAPES
-        ),
-        *_moved("transpose", "rank 3", (2, 3, 4), lambda x: x.transpose(1, 2, 0), (1, 2, 0)),
-        *(
-            _one("transpose", case, shape, lambda x, p=order: x.transpose(p), order)
-            for case, shape, order in _TRANSPOSES
-        ),
-        *_moved(
-            "broadcast_in_dim",
-            "a new dimension, and one repeated",
-            (3, 1),
-            _broadcast((2, 3, 4), (1, 2)),
-            (2, 3, 4),
-            (1, 2),
-        ),
-        *(
-            _one("broadcast_in_dim", case, have, _broadcast(want, dims), want, dims)
-            for case, have, want, dims in _BROADCASTS
-        ),
-        *_moved("broadcast", "rows", (3,), lambda x: np.broadcast_to(x, (2, 3)), (2, 3)),
-        _one("broadcast", "rank 0", (), lambda x: np.broadcast_to(x, (2,)), (2,)),
-        *_joined("columns", 1, (2, 3), (2, 1), (2, 2)),
-        _joined("a part without elements", 0, (2, 3), (0, 3), (1, 3))[0],
-        _joined("one part with elements", 0, (0, 3), (2, 3))[0],
-        _joined("no elements", 0, (0, 3), (0, 3))[0],
-        _joined("one value", -1, (2, 3))[0],
-        _joined("rank 6", 2, (2, 1, 2, 2, 1, 2), (2, 1, 3, 2, 1, 2))[0],
-        *_moved("reverse", "two dimensions", (2, 3, 2), lambda x: x[::-1, :, ::-1], (0, 2)),
-        _one("reverse", "none", (2, 3), lambda x: x, ()),
-        _one("reverse", "rank 0", (), lambda x: x, ()),
-        _one("reverse", "no elements", (0, 3), lambda x: x, (0,)),
-        _one("reverse", "rank 6", (2, 1, 2, 2, 1, 2), lambda x: x[:, :, ::-1], (2,)),
-        *_iota("vector", (5,), 0, NUMBERS),
-        *_iota("matrix", (3, 4), 1, ("float32", "uint8")),
-        *_iota("more than 8 bits hold", (300,), 0, ("int8", "uint8", "float16")),
-        *_iota("large", (2, 70, 50), 1, ("float32", "int16", "uint32")),
-        *_iota("rank 6", (2, 1, 3, 1, 2, 2), 2, ("float32",)),
-        *_iota("large, rank 6", (20, 2, 3, 10, 2, 4), 3, ("int8",)),
-        Sample("constant", "rank 6", lambda b: b.constant(_RANK_6), (), _RANK_6),
-        *_iota("no elements", (0, 2), 1, ("int32",)),
-        *_moved("identity", "matrix", (2, 3), lambda x: x),
-        _one("identity", "rank 0", (), lambda x: x),
-        *(_several(dtype) for dtype in ALL),
-        *_moved("get_dimension_size", "last", (2, 3), lambda x: np.int32(3), -1),
-        _one("get_dimension_size", "of no elements", (0, 3), lambda x: np.int32(0), 0),
-        *_moved("expand_dims", "two", (2, 3), lambda x: x[None, :, None], (0, 2)),
-        _one("expand_dims", "of rank 0", (), lambda x: x[None], 0),
-        *_moved("squeeze", "one", (1, 2, 1), lambda x: x[0], 0),
-        _one("squeeze", "all", (1, 2, 1), lambda x: x[0, :, 0]),
-        _one("squeeze", "to rank 0", (1,), lambda x: x[0], 0),
-        *_dynamic(),
-    ]
-)
+SAMPLES = [
+    *_moved("reshape", "matrix", (2, 6), lambda x: x.reshape(4, 3), (4, 3)),
+    *(
+        _one("reshape", case, have, lambda x, want=want: x.reshape(want), want)
+        for case, have, want in _RESHAPES
+    ),
+    *_moved("transpose", "rank 3", (2, 3, 4), lambda x: x.transpose(1, 2, 0), (1, 2, 0)),
+    *(
+        _one("transpose", case, shape, lambda x, p=order: x.transpose(p), order)
+        for case, shape, order in _TRANSPOSES
+    ),
+    *_moved(
+        "broadcast_in_dim",
+        "a new dimension, and one repeated",
+        (3, 1),
+        _broadcast((2, 3, 4), (1, 2)),
+        (2, 3, 4),
+        (1, 2),
+    ),
+    *(
+        _one("broadcast_in_dim", case, have, _broadcast(want, dims), want, dims)
+        for case, have, want, dims in _BROADCASTS
+    ),
+    *_moved("broadcast", "rows", (3,), lambda x: np.broadcast_to(x, (2, 3)), (2, 3)),
+    _one("broadcast", "rank 0", (), lambda x: np.broadcast_to(x, (2,)), (2,)),
+    *_joined("columns", 1, (2, 3), (2, 1), (2, 2)),
+    _joined("a part without elements", 0, (2, 3), (0, 3), (1, 3))[0],
+    _joined("one part with elements", 0, (0, 3), (2, 3))[0],
+    _joined("no elements", 0, (0, 3), (0, 3))[0],
+    _joined("one value", -1, (2, 3))[0],
+    _joined("rank 6", 2, (2, 1, 2, 2, 1, 2), (2, 1, 3, 2, 1, 2))[0],
+    *_moved("reverse", "two dimensions", (2, 3, 2), lambda x: x[::-1, :, ::-1], (0, 2)),
+    _one("reverse", "none", (2, 3), lambda x: x, ()),
+    _one("reverse", "rank 0", (), lambda x: x, ()),
+    _one("reverse", "no elements", (0, 3), lambda x: x, (0,)),
+    _one("reverse", "rank 6", (2, 1, 2, 2, 1, 2), lambda x: x[:, :, ::-1], (2,)),
+    *_iota("vector", (5,), 0, NUMBERS),
+    *_iota("matrix", (3, 4), 1, ("float32", "uint8")),
+    *_iota("more than 8 bits hold", (300,), 0, ("int8", "uint8", "float16")),
+    *_iota("large", (2, 70, 50), 1, ("float32", "int16", "uint32")),
+    *_iota("rank 6", (2, 1, 3, 1, 2, 2), 2, ("float32",)),
+    *_iota("large, rank 6", (20, 2, 3, 10, 2, 4), 3, ("int8",)),
+    Sample("constant", "rank 6", lambda b: b.constant(_RANK_6), (), _RANK_6),
+    *_iota("no elements", (0, 2), 1, ("int32",)),
+    *_moved("identity", "matrix", (2, 3), lambda x: x),
+    _one("identity", "rank 0", (), lambda x: x),
+    *(_several(dtype) for dtype in ALL),
+    *_moved("get_dimension_size", "last", (2, 3), lambda x: np.int32(3), -1),
+    _one("get_dimension_size", "of no elements", (0, 3), lambda x: np.int32(0), 0),
+    *_moved("expand_dims", "two", (2, 3), lambda x: x[None, :, None], (0, 2)),
+    _one("expand_dims", "of rank 0", (), lambda x: x[None], 0),
+    *_moved("squeeze", "one", (1, 2, 1), lambda x: x[0], 0),
+    _one("squeeze", "all", (1, 2, 1), lambda x: x[0, :, 0]),
+    _one("squeeze", "to rank 0", (1,), lambda x: x[0], 0),
+    *_dynamic(),
+]

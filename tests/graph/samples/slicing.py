@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from graph.samples.sample import Sample
 from jax import lax
-from support.graph_samples import ALL, INTEGERS, ByJax, by_jax, computed, of
+from support.graph_samples import ALL, INTEGERS, ByJax, by_jax, of
 
 _SLICES: list[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = [
     ("rank 0", (), (), (), ()),
@@ -148,50 +148,48 @@ def _of_type(dtype: str) -> list[Sample]:
 _FLOAT = of("float32", (4, 5))
 _SPECIAL = (np.nan, np.inf, -np.inf, -0.0)
 
-SAMPLES = computed(
-    [
-        *(sample for dtype in ALL for sample in _of_type(dtype)),
-        *(_slice(case, of("float32", shape), *rest) for case, shape, *rest in _SLICES),
-        *(
-            _dynamic_slice(f"starts beyond the ends, {dtype}", _FLOAT, starts, (3, 2))
-            for dtype in INTEGERS
-            for starts in [_starts(0, 100, dtype=dtype)]
-        ),
-        _dynamic_slice("negative starts", _FLOAT, _starts(-1, -9), (3, 2)),
-        _dynamic_slice("extreme starts", _FLOAT, _starts(2**31 - 1, -(2**31)), (3, 2)),
-        _dynamic_slice("unsigned starts", _FLOAT, _starts(2**32 - 1, 1, dtype="uint32"), (3, 2)),
-        _dynamic_slice("the whole", _FLOAT, _starts(1, 2), (4, 5)),
-        _dynamic_slice("rank 0", of("float32", ()), (), ()),
-        _dynamic_slice("no elements", _FLOAT, _starts(1, 2), (0, 5)),
-        _dynamic_slice("of no elements", of("float32", (0, 3)), _starts(1, 2), (0, 2)),
-        _dynamic_slice(
-            "rank 6",
-            of("float32", (2, 1, 3, 2, 1, 2)),
-            _starts(0, 0, 1, 0, 0, 1),
-            (2, 1, 2, 2, 1, 1),
-        ),
-        _fixed(_FLOAT, _starts(9, -2), (3, 2)),
-        _fixed(_FLOAT, _starts(2**32 - 1, 1, dtype="uint32"), (3, 2)),
-        _update("starts beyond the ends", _FLOAT, of("float32", (2, 2)), _starts(7, -3)),
-        _update("extremes", _FLOAT, of("float32", (2, 2)), _starts(2**31 - 1, -(2**31))),
-        _update("the whole", _FLOAT, of("float32", (4, 5)), _starts(1, 2)),
-        _update("whole rows", _FLOAT, of("float32", (1, 5)), _starts(2, 2)),
-        _update("rank 0", of("float32", ()), of("float32", ()), ()),
-        _update("an update without elements", _FLOAT, of("float32", (0, 5)), _starts(1, 2)),
-        _update("no elements", of("float32", (0, 5)), of("float32", (0, 2)), _starts(1, 2)),
-        _update(
-            "rank 6",
-            of("float32", (2, 1, 3, 2, 1, 2)),
-            of("float32", (2, 1, 2, 2, 1, 2)),
-            _starts(0, 0, 1, 0, 0, 0),
-        ),
-        _update_fixed("float32"),
-        *(
-            _pad(case, of(dtype, shape), 3, amounts, known=known)
-            for dtype in ("float32", "int32")
-            for case, shape, amounts in _PADS
-            for known in (False, True)
-        ),
-        *(_pad(str(v), _FLOAT, v, [(1, 0, 0), (0, 0, 1)], known=True) for v in _SPECIAL),
-    ]
-)
+SAMPLES = [
+    *(sample for dtype in ALL for sample in _of_type(dtype)),
+    *(_slice(case, of("float32", shape), *rest) for case, shape, *rest in _SLICES),
+    *(
+        _dynamic_slice(f"starts beyond the ends, {dtype}", _FLOAT, starts, (3, 2))
+        for dtype in INTEGERS
+        for starts in [_starts(0, 100, dtype=dtype)]
+    ),
+    _dynamic_slice("negative starts", _FLOAT, _starts(-1, -9), (3, 2)),
+    _dynamic_slice("extreme starts", _FLOAT, _starts(2**31 - 1, -(2**31)), (3, 2)),
+    _dynamic_slice("unsigned starts", _FLOAT, _starts(2**32 - 1, 1, dtype="uint32"), (3, 2)),
+    _dynamic_slice("the whole", _FLOAT, _starts(1, 2), (4, 5)),
+    _dynamic_slice("rank 0", of("float32", ()), (), ()),
+    _dynamic_slice("no elements", _FLOAT, _starts(1, 2), (0, 5)),
+    _dynamic_slice("of no elements", of("float32", (0, 3)), _starts(1, 2), (0, 2)),
+    _dynamic_slice(
+        "rank 6",
+        of("float32", (2, 1, 3, 2, 1, 2)),
+        _starts(0, 0, 1, 0, 0, 1),
+        (2, 1, 2, 2, 1, 1),
+    ),
+    _fixed(_FLOAT, _starts(9, -2), (3, 2)),
+    _fixed(_FLOAT, _starts(2**32 - 1, 1, dtype="uint32"), (3, 2)),
+    _update("starts beyond the ends", _FLOAT, of("float32", (2, 2)), _starts(7, -3)),
+    _update("extremes", _FLOAT, of("float32", (2, 2)), _starts(2**31 - 1, -(2**31))),
+    _update("the whole", _FLOAT, of("float32", (4, 5)), _starts(1, 2)),
+    _update("whole rows", _FLOAT, of("float32", (1, 5)), _starts(2, 2)),
+    _update("rank 0", of("float32", ()), of("float32", ()), ()),
+    _update("an update without elements", _FLOAT, of("float32", (0, 5)), _starts(1, 2)),
+    _update("no elements", of("float32", (0, 5)), of("float32", (0, 2)), _starts(1, 2)),
+    _update(
+        "rank 6",
+        of("float32", (2, 1, 3, 2, 1, 2)),
+        of("float32", (2, 1, 2, 2, 1, 2)),
+        _starts(0, 0, 1, 0, 0, 0),
+    ),
+    _update_fixed("float32"),
+    *(
+        _pad(case, of(dtype, shape), 3, amounts, known=known)
+        for dtype in ("float32", "int32")
+        for case, shape, amounts in _PADS
+        for known in (False, True)
+    ),
+    *(_pad(str(v), _FLOAT, v, [(1, 0, 0), (0, 0, 1)], known=True) for v in _SPECIAL),
+]

@@ -29,6 +29,7 @@ OPERATIONS: dict[str, OperationRecord] = {}
 """Every operation by name."""
 
 _COMPLEX = "Core ML has no complex numbers"
+_LINEAR_ALGEBRA = "Core ML has no decompositions or solvers of matrices"
 _TRAINING = "models are for inference; use batch_norm_inference"
 REFUSED: dict[str, str] = {
     "complex": _COMPLEX,
@@ -38,9 +39,9 @@ REFUSED: dict[str, str] = {
     "fft": _COMPLEX,
     "batch_norm_training": _TRAINING,
     "batch_norm_grad": _TRAINING,
-    "cholesky": "Core ML has no decompositions of matrices",
-    "triangular_solve": "Core ML has no solvers of matrices",
-    "rng": "the bits are not defined; use rng_bit_generator",
+    "cholesky": _LINEAR_ALGEBRA,
+    "triangular_solve": _LINEAR_ALGEBRA,
+    "rng": "what it draws is left to the implementation; rng_bit_generator is exact",
 }
 """Operations of StableHLO that the builder does not have, with the reason."""
 

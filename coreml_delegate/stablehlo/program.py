@@ -154,7 +154,11 @@ def compile(
             outputs, states={value: results[n] for value, n in kept.items()}
         )
     except CoreMLDelegateError as error:
-        raise _located(error, reader) from error
+        where = _source_of(error, reader)
+        if where is None:
+            raise
+        name, _, location = where.partition(" at ")
+        raise located(error, name, location) from error
     for what in reader.narrowed:
         logger.info("%s", what)
     return Program(executable, list(reader.narrowed))
@@ -232,11 +236,7 @@ def _states(
     return found
 
 
-def _located(error: CoreMLDelegateError, reader: Reader) -> CoreMLDelegateError:
-    """Return an error of the composition with the operation of the source that it stems from."""
+def _source_of(error: CoreMLDelegateError, reader: Reader) -> str | None:
+    """Return the operation of the source that an error of the composition stems from."""
     node = getattr(error, "node", None)
-    where = reader.location(node) if isinstance(node, Node) else None
-    if where is None:
-        return error
-    name, _, location = where.partition(" at ")
-    return located(error, name, location)
+    return reader.location(node) if isinstance(node, Node) else None

@@ -11,6 +11,8 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from coreml_delegate.errors import (
     CoreMLDelegateError,
     GraphError,
@@ -38,6 +40,7 @@ _DEEPEST_CALLS = 200
 # A function that calls another twice, which calls another twice, and so on, has no end.
 _MOST_OPERATIONS = 250_000
 _ENTRY = "main"
+_LINE = re.compile(r":\d+\Z|line \d+\Z")
 _WIDE = frozenset({DType.INT64, DType.UINT64, DType.FLOAT64})
 # What can make values of 64 bits of none.
 _WIDENS = ("stablehlo.constant", "stablehlo.convert", "stablehlo.iota", "stablehlo.dynamic_iota")
@@ -172,7 +175,8 @@ class Reader:
     def narrow(self, what: str, dtype: DType) -> None:
         """Note that something has 64 bits in the source and 32 in the graph."""
         if dtype in _WIDE:
-            self.narrowed[f"{what}: {dtype.label} computed in {dtype.carrier}"] = None
+            carrier = np.dtype(dtype.carrier_numpy).name
+            self.narrowed[f"{what}: {dtype.label} computed in {carrier}"] = None
 
     def location(self, node: Node) -> str | None:
         """Return the operation of the source that a node of the graph was made for."""
@@ -251,9 +255,13 @@ class Reader:
         try:
             yield
         except (UnsupportedOperatorError, GraphError) as error:
-            if hasattr(error, "source_location"):
+            location = describe_location(op.location)
+            if not hasattr(error, "source_location"):
+                raise located(error, op.name, location) from error
+            # JAX's own functions, as of jax.numpy, have no lines; their calls have.
+            if _LINE.search(error.source_location) or not _LINE.search(location):
                 raise
-            raise located(error, op.name, describe_location(op.location)) from error
+            raise located(error, "", f"called at {location}") from error
 
 
 def located(error: CoreMLDelegateError, name: str, location: str) -> CoreMLDelegateError:

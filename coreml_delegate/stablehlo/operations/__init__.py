@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from coreml_delegate.errors import near_matches
+from coreml_delegate.graph import emitter as graph
 from coreml_delegate.stablehlo.operations import (
     computing,
     control,
@@ -26,41 +27,31 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 )
 """The rule of every operation that is read, by name."""
 
-_COMPLEX = "Core ML has no complex numbers"
 _DEVICES = "a Core ML model runs on one device alone"
-_LINEAR_ALGEBRA = "Core ML has no decompositions or solvers of matrices"
 _FEEDS = "a Core ML model takes its inputs before it runs, and returns its outputs after"
 _QUANTIZED = "quantized element types have no counterpart in a Core ML program"
+_BY_REASON: Mapping[str, tuple[str, ...]] = {
+    _DEVICES: (
+        "all_gather",
+        "all_reduce",
+        "all_to_all",
+        "async_done",
+        "async_start",
+        "collective_broadcast",
+        "collective_permute",
+        "cross-replica-sum",
+        "reduce_scatter",
+    ),
+    _FEEDS: ("infeed", "outfeed", "recv", "send"),
+    _QUANTIZED: ("uniform_dequantize", "uniform_quantize"),
+    "sizes of a Core ML tensor cannot be set": ("set_dimension_size",),
+}
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "stablehlo.all_gather": _DEVICES,
-        "stablehlo.all_reduce": _DEVICES,
-        "stablehlo.all_to_all": _DEVICES,
-        "stablehlo.async_done": _DEVICES,
-        "stablehlo.async_start": _DEVICES,
-        "stablehlo.batch_norm_grad": "it is of training",
-        "stablehlo.batch_norm_training": "it is of training",
-        "stablehlo.cholesky": _LINEAR_ALGEBRA,
-        "stablehlo.collective_broadcast": _DEVICES,
-        "stablehlo.collective_permute": _DEVICES,
-        "stablehlo.complex": _COMPLEX,
-        "stablehlo.cross-replica-sum": _DEVICES,
-        "stablehlo.fft": _COMPLEX,
-        "stablehlo.imag": _COMPLEX,
-        "stablehlo.infeed": _FEEDS,
-        "stablehlo.outfeed": _FEEDS,
-        "stablehlo.real": _COMPLEX,
-        "stablehlo.recv": _FEEDS,
-        "stablehlo.reduce_scatter": _DEVICES,
-        "stablehlo.rng": "what it draws is left to the implementation, so that no result is right; "
-        "jax.random and rng_bit_generator are exact",
-        "stablehlo.send": _FEEDS,
-        "stablehlo.set_dimension_size": "sizes of a Core ML tensor cannot be set",
-        "stablehlo.triangular_solve": _LINEAR_ALGEBRA,
-        "stablehlo.uniform_dequantize": _QUANTIZED,
-        "stablehlo.uniform_quantize": _QUANTIZED,
-        "chlo.conj": _COMPLEX,
+        "chlo.conj": graph.REFUSED["conj"],
+        **{f"stablehlo.{name}": reason for name, reason in graph.REFUSED.items()},
+        **{f"stablehlo.{name}": reason for reason, names in _BY_REASON.items() for name in names},
     }
 )
 """Why other operations are refused, by name."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
 from support.stablehlo_runs import ENGINES
 from support.tolerances import SQNR_FP32, sqnr_db
 
@@ -79,7 +80,7 @@ class Vit(nnx.Module):
     """A vision transformer with a class token."""
 
     def __init__(self, size: int, patch: int, width: int, depth: int, rngs: nnx.Rngs) -> None:
-        self.embed = nnx.Conv(3, width, (patch, patch), (patch, patch), "VALID", rngs=rngs)
+        self.embed = nnx.Conv(3, width, (patch, patch), patch, padding="VALID", rngs=rngs)
         count = (size // patch) ** 2 + 1
         self.token = nnx.Param(jax.random.normal(rngs.params(), (1, 1, width)))
         self.positions = nnx.Param(jax.random.normal(rngs.params(), (1, count, width)))
@@ -124,11 +125,14 @@ class Lstm(nnx.Module):
     """An LSTM over a sequence, by ``lax.scan``, and a head."""
 
     def __init__(self, inputs: int, width: int, rngs: nnx.Rngs) -> None:
-        self.rnn = nnx.RNN(nnx.OptimizedLSTMCell(inputs, width, rngs=rngs))
+        self.cell = nnx.OptimizedLSTMCell(inputs, width, rngs=rngs)
+        self.width = width
         self.head = nnx.Linear(width, 5, rngs=rngs)
 
     def __call__(self, x: Any) -> Any:
-        return self.head(self.rnn(x))
+        start = (jnp.zeros((x.shape[0], self.width)),) * 2
+        _, found = lax.scan(self.cell, start, x.swapaxes(0, 1))
+        return self.head(found.swapaxes(0, 1))
 
 
 def _of_flax(model: Any) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 TEST_ENV := OMP_NUM_THREADS=1 COREML_DELEGATE_COMPILED_CACHE=off
 FUZZ := PYTHONPATH=../..:../../tests OMP_NUM_THREADS=1 ../../$(BIN)/python -m tests.fuzz.fuzz_mil
 
-.PHONY: demo test test-all pytest pytest-all checks lint types imports bench conformance suite fuzz clean
+.PHONY: demo test test-all pytest pytest-all checks lint types imports bench conformance suite jax-suite fuzz clean
 
 demo: $(STAMP)
 	$(BIN)/coreml-delegate demo
@@ -58,6 +58,12 @@ suite: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m tests.suite --jobs 2 --results build/suite.json
 	-$(TEST_ENV) $(BIN)/python -m tests.suite --jobs 2 --upstream --results build/suite-upstream.json
 	$(BIN)/python -m tests.suite --compare build/suite.json build/suite-upstream.json
+
+# JAX's own harnesses of its primitives, all of them, on both engines: ten minutes on two cores.
+jax-suite: $(STAMP)
+	mkdir -p build
+	$(TEST_ENV) $(BIN)/python -m tests.jax_suite -n 2 --results build/jax-suite.json
+	$(BIN)/python -m tests.jax_suite.support_table build/jax-suite.json
 
 # Ten minutes of mutated programs, half of them on each engine; what it finds stays in build/fuzz.
 fuzz: $(STAMP)

@@ -170,7 +170,12 @@ def _convert(
     keywords = {**convert_keywords(ct, options, in_fp32), "source": source}
     compression = compression_passes(ct, options)
     with _LOCK, _quiet(), mock.patch.object(tempfile, "tempdir", str(folder)):
-        with _conversion_errors(source), chunked_overflow_check(), _collecting_new_objects_only():
+        with (
+            _conversion_errors(source),
+            chunked_overflow_check(),
+            _validating_at_the_ends(),
+            _collecting_new_objects_only(),
+        ):
             program, described = build()
             package = str(folder / "converted.mlpackage")
             model = ct.convert(program, package_dir=package, **keywords, **described)
@@ -219,6 +224,25 @@ def _collecting_new_objects_only() -> Generator[None]:
             yield
         finally:
             gc.unfreeze()
+
+
+@contextmanager
+def _validating_at_the_ends() -> Generator[None]:
+    """Validate MIL before the first pass and after the last, rather than after each of about 110.
+
+    Validating changes nothing in a program, and takes about 40 % of the passes' time.
+    """
+    from coremltools.converters.mil.mil import Program
+
+    validate = Program.validate
+
+    def seldom(program: Any, check_essential_scope: bool | None = None) -> None:
+        # Passes that need no check of their own say so: they pass False.
+        if check_essential_scope is not False:
+            validate(program, bool(check_essential_scope))
+
+    with mock.patch.object(Program, "validate", seldom):
+        yield
 
 
 @contextmanager

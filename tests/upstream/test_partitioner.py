@@ -1,4 +1,4 @@
-"""The partitioner tests of ExecuTorch's own Core ML backend pass on ours."""
+"""Tests of ExecuTorch's own Core ML backend, of its partitioner and of shapes, pass on ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from support.upstream_runs import run_upstream
 _LEFT_TO_THE_SUITE = "test_vit_skip_conv"
 
 
-def test_partitioner() -> None:
-    output = run_upstream(f"-k=not {_LEFT_TO_THE_SUITE}", "test_coreml_partitioner.py")
-    assert "10 passed" in output
+def test_partitioner_and_enumerated_shapes() -> None:
+    files = ("test_coreml_partitioner.py", "test_enumerated_shapes.py")
+    output = run_upstream(f"-k=not {_LEFT_TO_THE_SUITE}", *files)
+    assert "11 passed" in output
     assert "1 xfailed" in output

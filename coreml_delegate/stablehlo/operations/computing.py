@@ -26,7 +26,7 @@ def _dot_general(source: SourceOp) -> Value:
     numbers = dialect("stablehlo").DotDimensionNumbers(
         source.raw_attribute("dot_dimension_numbers")
     )
-    result = source.builder.dot_general(
+    return source.builder.dot_general(
         x,
         y,
         contracting=(
@@ -36,19 +36,11 @@ def _dot_general(source: SourceOp) -> Value:
         batching=(tuple(numbers.lhs_batching_dimensions), tuple(numbers.rhs_batching_dimensions)),
         preferred_dtype=source.dtype(),
     )
-    return (
-        result if result.dtype is source.dtype() else source.builder.convert(result, source.dtype())
-    )
 
 
 def _dot(source: SourceOp) -> Value:
     x, y = source.values
-    result = source.builder.dot_general(
-        x, y, contracting=((x.rank - 1,), (0,)), preferred_dtype=source.dtype()
-    )
-    return (
-        result if result.dtype is source.dtype() else source.builder.convert(result, source.dtype())
-    )
+    return source.builder.dot(x, y, preferred_dtype=source.dtype())
 
 
 def _einsum(source: SourceOp) -> Value:
@@ -64,6 +56,7 @@ def _einsum(source: SourceOp) -> Value:
         y,
         contracting=(tuple(map(left.index, summed)), tuple(map(right.index, summed))),
         batching=(tuple(map(left.index, batch)), tuple(map(right.index, batch))),
+        preferred_dtype=source.dtype(),
     )
     order = [*batch, *(c for c in left if c not in shared), *(c for c in right if c not in shared)]
     if sorted(order) != sorted(output):
@@ -85,7 +78,7 @@ def _dynamic_conv(source: SourceOp) -> Value:
 
 def _convolve(source: SourceOp, padding: Sequence[tuple[int, int]] | None) -> Value:
     reversal = source.attribute("window_reversal", None)
-    result = source.builder.convolution(
+    return source.builder.convolution(
         source.value(0),
         source.value(1),
         strides=source.integers("window_strides"),
@@ -96,9 +89,7 @@ def _convolve(source: SourceOp, padding: Sequence[tuple[int, int]] | None) -> Va
         layout=_layout(source.raw_attribute("dimension_numbers")),
         feature_groups=source.attribute("feature_group_count", 1),
         batch_groups=source.attribute("batch_group_count", 1),
-    )
-    return (
-        result if result.dtype is source.dtype() else source.builder.convert(result, source.dtype())
+        preferred_dtype=source.dtype(),
     )
 
 

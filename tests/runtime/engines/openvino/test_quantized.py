@@ -385,7 +385,10 @@ def _assert_largest_products_are_summed() -> None:
     _assert_equal({"x": values}, network)
 
 
-@pytest.mark.parametrize("instructions", ["ALL", "AVX512_CORE"])
+# Without a limit, the tests above run where there is VNNI.
+@pytest.mark.parametrize(
+    "instructions", [pytest.param("ALL", marks=pytest.mark.slow), "AVX512_CORE"]
+)
 def test_the_largest_products_are_summed_with_and_without_vnni(monkeypatch, instructions):
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", instructions)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as new_process:

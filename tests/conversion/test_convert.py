@@ -1,0 +1,43 @@
+"""MIL is validated where it is read and written, not after each pass, and is what it would be."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from coreml_delegate import graph
+from coreml_delegate.conversion import convert
+from coreml_delegate.errors import ConversionError
+from coreml_delegate.third_party import coremltools
+
+
+def _files() -> dict[str, bytes]:
+    builder = graph.Backend("reference").builder()
+    x = builder.parameter("x", "float32", (2, 3))
+    executable = builder.compile([builder.softmax(x), builder.reduce_sum(builder.tanh(x), 1)])
+    return {path: bytes(content) for path, content in executable.files.items()}
+
+
+def test_the_bytes_are_those_of_validating_after_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    seldom = _files()
+    monkeypatch.setattr(convert, "_validating_at_the_ends", nullcontext)
+    assert _files() == seldom
+
+
+def test_a_pass_that_breaks_the_program_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    coremltools()
+    from coremltools.converters.mil.mil.passes.pass_registry import PASS_REGISTRY
+
+    elimination = PASS_REGISTRY["common::noop_elimination"]
+    run = type(elimination).apply
+
+    def breaks(self: Any, program: Any) -> None:
+        run(self, program)
+        for function in program.functions.values():
+            next(iter(function.operations)).outputs[0]._child_ops.clear()
+
+    monkeypatch.setattr(type(elimination), "apply", breaks)
+    with pytest.raises(ConversionError, match="cannot convert"):
+        _files()

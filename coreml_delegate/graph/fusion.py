@@ -14,7 +14,14 @@ from typing import Any
 from coreml_delegate.graph.attention import attention_of
 from coreml_delegate.graph.emitter import OPERATIONS
 from coreml_delegate.graph.node import Closure, Node, Scope, Value, needed_nodes
-from coreml_delegate.graph.patterns import Pattern, layer_norm_of, softmax_of
+from coreml_delegate.graph.patterns import (
+    Pattern,
+    layer_norm_of,
+    logistic_of,
+    other_than,
+    softmax_of,
+)
+from coreml_delegate.graph.recurrence import lstm_of
 from coreml_delegate.graph.views import factors, is_number
 
 _SQRT_HALF = math.sqrt(0.5)
@@ -71,27 +78,12 @@ def _softmax(node: Node) -> Pattern | None:
     return Pattern("softmax", (x,), {"axis": axis})
 
 
-def _logistic(node: Node) -> Pattern | None:
-    """``1 / (1 + exp(-x))``."""
-    numerator, denominator = node.operands
-    if not is_number(numerator, 1) or numerator.rank > node.type.rank:
-        return None
-    power = _other_than(denominator, 1, "add", node.scope)
-    if power is None or power.node.name != "exponential" or power.node.scope is not node.scope:
-        return None
-    (negated,) = power.node.operands
-    if negated.node.name != "negate" or negated.node.scope is not node.scope:
-        return None
-    (x,) = negated.node.operands
-    return Pattern("logistic", (x,), {}) if x.type == node.type else None
-
-
 def _silu(node: Node) -> Pattern | None:
     """``x * logistic(x)``."""
     for x, gate in _both_ways(node):
         inner: Node | Pattern = gate.node
         if gate.node.name == "divide" and gate.node.scope is node.scope:
-            found = _logistic(gate.node)
+            found = logistic_of(gate.node)
             inner = gate.node if found is None else found
         if inner.name == "logistic" and gate.node.scope is node.scope and inner.operands == (x,):
             return Pattern("silu", (x,), {})
@@ -115,7 +107,7 @@ def _gelu_kind(x: Value, rest: Value, scope: Scope) -> str | None:
         return None
     if rest.node.name == "erfc":
         return "none" if _is_multiple(rest.node.operands[0], -_SQRT_HALF, x, scope) else None
-    function = _other_than(rest, 1, "add", scope)
+    function = other_than(rest, 1, "add", scope)
     if function is None or function.node.scope is not scope:
         return None
     (argument, *_) = function.node.operands or (None,)
@@ -141,7 +133,7 @@ def _is_gelu_polynomial(value: Value, x: Value, scope: Scope) -> bool:
     if total is None or total.node.name != "add" or total.node.scope is not scope:
         return False
     if len(product) == 2:  # x * (1 + 0.044715 * x ** 2)
-        square = _other_than(total, 1, "add", scope)
+        square = other_than(total, 1, "add", scope)
         is_square = square is not None and _is_power(square, 2, x, scope)
         return is_square and any(v is x for v in product)
     one, other = total.node.operands
@@ -165,16 +157,6 @@ def _close(found: float, expected: float, x: Value) -> bool:
     return math.isclose(found, expected, rel_tol=2e-3 if x.dtype.carrier == "fp16" else 1e-5)
 
 
-def _other_than(value: Value, constant: float, name: str, scope: Scope) -> Value | None:
-    """Return the operand beside a constant in a node of this name, or None."""
-    if value.node.name != name or value.node.scope is not scope:
-        return None
-    one, other = value.node.operands
-    if is_number(one, constant) and other.type == value.type:
-        return other
-    return one if is_number(other, constant) and one.type == value.type else None
-
-
 def _both_ways(node: Node) -> Iterator[tuple[Value, Value]]:
     one, other = node.operands
     if one.type == other.type:
@@ -189,9 +171,10 @@ def _layer_norm(node: Node) -> Pattern | None:
 
 _PATTERNS: Mapping[str, Sequence[Callable[[Node], Pattern | None]]] = {
     "add": (_layer_norm,),
-    "divide": (_softmax, _logistic, _layer_norm),
+    "divide": (_softmax, logistic_of, _layer_norm),
     "dot_general": (attention_of,),
     "multiply": (_gelu, _silu, _layer_norm),
+    "while": (lstm_of,),
 }
 """By the node that computes the layer's result: functions that return what to put in its place."""
 

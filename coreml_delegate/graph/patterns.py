@@ -63,6 +63,31 @@ def softmax_of(node: Node) -> tuple[Value, int] | None:
     )
 
 
+def logistic_of(node: Node) -> Pattern | None:
+    """``1 / (1 + exp(-x))``."""
+    numerator, denominator = node.operands
+    if not is_number(numerator, 1) or numerator.rank > node.type.rank:
+        return None
+    power = other_than(denominator, 1, "add", node.scope)
+    if power is None or power.node.name != "exponential" or power.node.scope is not node.scope:
+        return None
+    (negated,) = power.node.operands
+    if negated.node.name != "negate" or negated.node.scope is not node.scope:
+        return None
+    (x,) = negated.node.operands
+    return Pattern("logistic", (x,), {}) if x.type == node.type else None
+
+
+def other_than(value: Value, constant: float, name: str, scope: Scope) -> Value | None:
+    """Return the operand beside a constant in a node of this name, or None."""
+    if value.node.name != name or value.node.scope is not scope:
+        return None
+    one, other = value.node.operands
+    if is_number(one, constant) and other.type == value.type:
+        return other
+    return one if is_number(other, constant) and one.type == value.type else None
+
+
 def _reduced_axis(reduction: Place, name: str, whole: Place) -> int | None:
     """Return the only axis of the outer tensor that is reduced, if this is a reduction of it."""
     inner = reduction.unreduced()

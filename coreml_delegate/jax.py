@@ -33,6 +33,7 @@ class Function:
     def __init__(self, program: Program, signature: _Signature) -> None:
         self.program = program
         self._signature = signature
+        self._dtypes = [np.dtype(type.dtype.numpy) for type in program.parameters.values()]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the function returns, with NumPy arrays for leaves.
@@ -53,10 +54,13 @@ class Function:
         """Return the function with new states, all zeros."""
         return Session(self)
 
-    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], state: State | None) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State | None) -> Any:
         """Call it with a state, from ``program.make_state``; see ``Session``."""
         leaves = self._signature.leaves(args, kwargs)
-        return self._signature.returned(self.program.run(*map(_as_array, leaves), state=state))
+        for n, (leaf, dtype) in enumerate(zip(leaves, self._dtypes, strict=True)):
+            if type(leaf) is not np.ndarray or leaf.dtype is not dtype:
+                leaves[n] = _as_array(leaf)
+        return self._signature.returned(self.program.run(*leaves, state=state))
 
     def save(self, path: Path | str) -> None:
         """Write the model as an ``.mlpackage`` or ``.pte``."""
@@ -110,13 +114,15 @@ class _Signature:
         self._taken = [n for n in self._kept if n not in held]
         self.program_states = self._program_states(arguments)
 
-    def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the leaves that the program takes.
 
         Raises:
             InputError: The arguments have another structure, or static ones another value.
         """
-        given = ((*self._positional_arguments(args),), self._named_arguments(kwargs))
+        given: tuple[Any, Any] = (args, kwargs)
+        if self._static or self.states:
+            given = ((*self._positional_arguments(args),), self._named_arguments(kwargs))
         leaves, tree = self._tree_util.tree_flatten(given)
         if tree != self._exported.in_tree:
             raise InputError(

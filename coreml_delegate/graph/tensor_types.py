@@ -9,6 +9,7 @@ values enter the graph.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,12 +58,12 @@ class DType(enum.Enum):
         """StableHLO's name, for example ``f32``."""
         return self.value.short
 
-    @property
+    @functools.cached_property
     def numpy(self) -> np.dtype[Any]:
         """The NumPy dtype."""
         return np.dtype(self.label)
 
-    @property
+    @functools.cached_property
     def carrier_numpy(self) -> np.dtype[Any]:
         """The NumPy dtype of the carrier."""
         return _CARRIERS[self.carrier]

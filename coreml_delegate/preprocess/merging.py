@@ -1,7 +1,7 @@
 """Merging of models with one function each into one model, which stores equal weights once.
 
 Nothing is converted again: in a function only the places of its weights change. Two weights are
-equal if they have the same type and the same bytes.
+equal if they have the same type, number of elements and bytes.
 
 Source: coremltools' ``Model.proto`` (``FunctionDescription``) and ``MIL.proto``.
 """

@@ -145,6 +145,16 @@ class Executable:
         """Name of the engine that runs it."""
         return self.model.engine_name
 
+    @property
+    def signature(self) -> str:
+        """The inputs' names and types, and the outputs' types: ``(x: float32[2]) -> bool[]``."""
+        takes = ", ".join(f"{name}: {type}" for name, type in self.parameters.items())
+        gives = ", ".join(map(str, self.outputs.values()))
+        return f"({takes}) -> {gives}"
+
+    def __repr__(self) -> str:
+        return f"<Executable{self.signature}>"
+
     def make_state(self) -> State | None:
         """Return a new state, all zeros, to pass to ``run``; None for a graph without states."""
         return self.model.make_state()

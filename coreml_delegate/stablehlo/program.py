@@ -89,9 +89,7 @@ class Program:
         self.executable.save(path)
 
     def __repr__(self) -> str:
-        takes = ", ".join(f"{name}: {type}" for name, type in self.parameters.items())
-        gives = ", ".join(map(str, self.outputs.values()))
-        return f"<Program({takes}) -> {gives}>"
+        return f"<Program{self.executable.signature}>"
 
 
 def compile(

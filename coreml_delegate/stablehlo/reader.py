@@ -256,10 +256,11 @@ class Reader:
             yield
         except (UnsupportedOperatorError, GraphError) as error:
             location = describe_location(op.location)
-            if not hasattr(error, "source_location"):
+            inner: str | None = getattr(error, "source_location", None)
+            if inner is None:
                 raise located(error, op.name, location) from error
             # JAX's own functions, as of jax.numpy, have no lines; their calls have.
-            if _LINE.search(error.source_location) or not _LINE.search(location):
+            if _LINE.search(inner) or not _LINE.search(location):
                 raise
             raise located(error, "", f"called at {location}") from error
 

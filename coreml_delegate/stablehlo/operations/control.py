@@ -9,24 +9,8 @@ from typing import Any
 import numpy as np
 
 from coreml_delegate.graph import DType, Value
+from coreml_delegate.stablehlo.operations.elementwise import CHLO_UNARY
 from coreml_delegate.stablehlo.source_op import Operand, Rule, SourceOp, Token
-
-_CHLO = [
-    "acos",
-    "acosh",
-    "asin",
-    "asinh",
-    "atan",
-    "atanh",
-    "cosh",
-    "erf",
-    "erf_inv",
-    "erfc",
-    "is_inf",
-    "sinh",
-    "square",
-    "tan",
-]
 
 
 def _call(source: SourceOp) -> list[Operand]:
@@ -100,7 +84,7 @@ def _top_k(source: SourceOp, attributes: Mapping[str, Any]) -> list[Operand]:
 
 
 _COMPOSITES: Mapping[str, Callable[[SourceOp, Mapping[str, Any]], Any]] = MappingProxyType(
-    {**{f"chlo.{name}": _direct(name) for name in _CHLO}, "chlo.top_k": _top_k}
+    {**{f"chlo.{name}": _direct(name) for name in CHLO_UNARY}, "chlo.top_k": _top_k}
 )
 """Composites that the builder has an operation for; the others are decomposed."""
 

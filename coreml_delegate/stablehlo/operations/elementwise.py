@@ -52,7 +52,7 @@ _BINARY = [
     "xor",
 ]
 _LOGICAL = {"and": "and_", "or": "or_", "not": "not_"}
-_CHLO_UNARY = [
+CHLO_UNARY = [
     "acos",
     "acosh",
     "asin",
@@ -68,25 +68,9 @@ _CHLO_UNARY = [
     "square",
     "tan",
 ]
-_CHLO_BROADCAST = [
-    "add",
-    "and",
-    "atan2",
-    "divide",
-    "maximum",
-    "minimum",
-    "multiply",
-    "or",
-    "power",
-    "remainder",
-    "shift_left",
-    "shift_right_arithmetic",
-    "shift_right_logical",
-    "subtract",
-    "xor",
-    "compare",
-    "select",
-]
+"""Operations of CHLO on one operand, which are the builder's of the same names."""
+
+_CHLO_BROADCAST = [*_BINARY, *(name for name in _LOGICAL if name != "not"), "compare", "select"]
 
 
 def lean(source: SourceOp, values: Sequence[Value]) -> list[Value]:
@@ -209,7 +193,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
     {
         **{f"stablehlo.{name}": _direct(name) for name in (*_UNARY, *_BINARY)},
         **{f"stablehlo.{name}": _direct(method) for name, method in _LOGICAL.items()},
-        **{f"chlo.{name}": _direct(name) for name in _CHLO_UNARY},
+        **{f"chlo.{name}": _direct(name) for name in CHLO_UNARY},
         **{f"chlo.broadcast_{name}": _broadcasting(name) for name in _CHLO_BROADCAST},
         "chlo.constant_like": _constant_like,
         "chlo.is_neg_inf": _is_infinity(-1.0),

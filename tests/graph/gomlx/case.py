@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,49 +82,15 @@ def _arrays(given: Sequence[Any]) -> Arrays:
     return tuple(np.asarray(array) for array in given)
 
 
-def f32(values: Any) -> np.ndarray:
-    """Return an array of float32."""
-    return np.array(values, np.float32)
-
-
-def f16(values: Any) -> np.ndarray:
-    """Return an array of float16; GoMLX has some of these cases with bfloat16."""
-    return np.array(values, np.float16)
-
-
-def f64(values: Any) -> np.ndarray:
-    """Return an array of float64."""
-    return np.array(values, np.float64)
-
-
-def i32(values: Any) -> np.ndarray:
-    """Return an array of int32."""
-    return np.array(values, np.int32)
-
-
-def i64(values: Any) -> np.ndarray:
-    """Return an array of int64."""
-    return np.array(values, np.int64)
-
-
-def i8(values: Any) -> np.ndarray:
-    """Return an array of int8."""
-    return np.array(values, np.int8)
-
-
-def u8(values: Any) -> np.ndarray:
-    """Return an array of uint8."""
-    return np.array(values, np.uint8)
-
-
-def u32(values: Any) -> np.ndarray:
-    """Return an array of uint32."""
-    return np.array(values, np.uint32)
-
-
-def flags(values: Any) -> np.ndarray:
-    """Return an array of bool."""
-    return np.array(values, np.bool_)
+f32 = functools.partial(np.array, dtype=np.float32)
+f16 = functools.partial(np.array, dtype=np.float16)  # GoMLX has some of these cases with bfloat16
+f64 = functools.partial(np.array, dtype=np.float64)
+i32 = functools.partial(np.array, dtype=np.int32)
+i64 = functools.partial(np.array, dtype=np.int64)
+i8 = functools.partial(np.array, dtype=np.int8)
+u8 = functools.partial(np.array, dtype=np.uint8)
+u32 = functools.partial(np.array, dtype=np.uint32)
+flags = functools.partial(np.array, dtype=np.bool_)
 
 
 def counted(dtype: Any, *shape: int, first: int = 0) -> np.ndarray:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+import sys
+from typing import Any, cast
 
 from coreml_delegate.errors import EngineUnavailableError
 from coreml_delegate.runtime.engines.base import CompiledFunction, Engine, EngineOptions
 from coreml_delegate.runtime.engines.openvino.plugin import DEVICE
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function
+
+_TELEMETRY = "openvino_telemetry"
+_MODULES = cast("dict[str, Any]", sys.modules)
+# Importing openvino reports the import over the network, from a process that it forks: JAX, and
+# whatever else has threads, may deadlock in that. Without this module it has a stand-in.
+_MODULES.setdefault(_TELEMETRY, None)
 
 
 class OpenVinoEngine:
@@ -69,6 +76,8 @@ class OpenVinoEngine:
 @functools.cache
 def _core() -> Any:
     core = importlib.import_module("openvino").Core()
+    if _MODULES.get(_TELEMETRY, core) is None:
+        del _MODULES[_TELEMETRY]  # for whoever else wants it
     core.get_property(DEVICE, "FULL_DEVICE_NAME")  # loads the CPU plugin
     return core
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from flax import nnx
 from jax import lax
+from support.lowering import fp32_specs, lower
+from support.partitioned import delegate_functions
 from support.stablehlo_runs import ENGINES
 from support.tolerances import SQNR_FP32, sqnr_db
+from torch import nn
 
 from coreml_delegate import jax as cj
+from coreml_delegate.runtime.mil.program import Function
+from coreml_delegate.targets import Opset
 
 _RANDOM = np.random.default_rng(0)
 
@@ -181,6 +189,43 @@ def test_a_model_computes_what_it_does_in_jax(name: str, engine: str) -> None:
     function, arrays = MODELS[name]()
     compiled = cj.compile(function, *arrays, options={"engine": engine})
     assert sqnr_db(np.asarray(function(*arrays)), compiled(*arrays)) > SQNR_FP32
+
+
+class TorchLayer(nn.Module):
+    """What ``Layer`` is, in torch."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.norm_after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        heads = [
+            part(y).view(*y.shape[:2], self.heads, -1).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
+        ]
+        found = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        x = x + self.out(found)
+        return x + self.narrow(F.gelu(self.wide(self.norm_after(x)), approximate="tanh"))
+
+
+def _computing_ops(function: Function) -> Counter[str]:
+    moving = ("const", "identity", "reshape", "transpose")
+    return Counter(op.type for op in function.block.walk() if op.type not in moving)
+
+
+def test_a_transformers_layer_has_the_ops_that_torch_export_gives() -> None:
+    x = _input(2, 6, 32)
+    compiled = cj.compile(_of_flax(Layer(32, 4, _rngs())), x, options={"engine": "reference"})
+    specs = fp32_specs(minimum_deployment_target=Opset.iOS18)
+    lowered = lower(TorchLayer(32, 4), (torch.from_numpy(x),), compile_specs=specs)
+    (function,) = delegate_functions(lowered.edge)
+    ops = _computing_ops(compiled.program.executable.model.function)
+    assert ops == _computing_ops(function)
+    assert {"gelu", "layer_norm", "linear", "scaled_dot_product_attention"} <= set(ops)
 
 
 class Decoder:

@@ -132,7 +132,11 @@ def unusual():
 def stalling():
     """A model whose conversion says that it has begun, by ``$STALLED``, and does not end."""
 
-    def stall(*_args, **_keywords):
+    convert = coremltools().convert
+
+    def stall(*args, **keywords):
+        if "package_dir" not in keywords:  # a trial of one call
+            return convert(*args, **keywords)
         Path(os.environ["STALLED"]).touch()
         time.sleep(600)
 

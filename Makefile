@@ -59,10 +59,11 @@ suite: $(STAMP)
 	-$(TEST_ENV) $(BIN)/python -m tests.suite --jobs 2 --upstream --results build/suite-upstream.json
 	$(BIN)/python -m tests.suite --compare build/suite.json build/suite-upstream.json
 
-# JAX's own harnesses of its primitives, all of them, on both engines: ten minutes on two cores.
+# JAX's own harnesses of its primitives, all of them, on both engines: ten minutes on two cores. The
+# table names those that do not pass.
 jax-suite: $(STAMP)
 	mkdir -p build
-	$(TEST_ENV) $(BIN)/python -m tests.jax_suite -n 2 --results build/jax-suite.json
+	-$(TEST_ENV) $(BIN)/python -m tests.jax_suite -n 2 --results build/jax-suite.json
 	$(BIN)/python -m tests.jax_suite.support_table build/jax-suite.json
 
 # Ten minutes of mutated programs, half of them on each engine; what it finds stays in build/fuzz.

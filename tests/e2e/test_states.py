@@ -25,6 +25,10 @@ CALLS = 4
 ENGINES = ("reference", "openvino")
 
 
+# One process lowers a model, for all its tests.
+_EACH = [pytest.param(name, marks=pytest.mark.xdist_group(f"states of {name}")) for name in CASES]
+
+
 @functools.cache
 def lowered(name: str, precision: Precision = Precision.FLOAT32, *, inside: bool = True) -> Lowered:
     case = CASES[name]
@@ -54,7 +58,7 @@ def states(edge: Any) -> list[str]:
     return sorted(p.name for p in params if isinstance(p.type, StateType))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", _EACH)
 def test_buffers_that_can_be_states_are(name: str) -> None:
     case, result = CASES[name], lowered(name)
     assert [name for name in states(result.edge) if name != STARTED] == sorted(case.states)
@@ -64,7 +68,7 @@ def test_buffers_that_can_be_states_are(name: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", _EACH)
 def test_calls_in_turn_equal_eager(name: str, engine: str) -> None:
     # Core ML's states are fp16, whatever the model computes in.
     precision = "fp16" if CASES[name].states else "fp32"

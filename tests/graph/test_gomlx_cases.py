@@ -26,10 +26,16 @@ from coreml_delegate.runtime import Model
 ENGINES = ("reference", "openvino")
 # GoMLX's interface, less complex numbers, FFT and normalization by the batch.
 _SUPPORTED = 94
+
+
+def _marks(group: str) -> list[pytest.MarkDecorator]:
+    """One process compiles all cases of a group in one graph."""
+    in_one_process = pytest.mark.xdist_group(f"gomlx {group}")
+    return [in_one_process, pytest.mark.slow] if group in SLOW else [in_one_process]
+
+
 _CASES = [
-    pytest.param(
-        group, number, id=f"{group}-{case}", marks=[pytest.mark.slow] if group in SLOW else []
-    )
+    pytest.param(group, number, id=f"{group}-{case}", marks=_marks(group))
     for group, cases in GROUPS.items()
     for number, case in enumerate(cases)
 ]

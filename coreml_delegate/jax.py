@@ -83,7 +83,7 @@ class Session:
 
 
 class _Signature:
-    """How the arguments and results of a function are those of its program.
+    """Maps a function's arguments and results to those of its program.
 
     Args:
         exported: From ``jax.export``.

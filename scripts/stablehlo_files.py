@@ -51,16 +51,14 @@ def compile_file(
     program = stablehlo.compile(path, engine=engine or runtime.AUTO, options=options)
     types = [*program.parameters.values(), *program.outputs.values()]
     if engine is None and any(type.dtype is DType.FLOAT16 for type in types):
-        return stablehlo.compile(path, engine="reference", options=options)
+        return program.on("reference", options)
     return program
 
 
 def default_shape(program: Program, type: TensorType) -> tuple[int, ...]:
     """Return a shape that an input takes: symbolic sizes are the smallest."""
-    dimensions = program.executable.dimensions
-    return tuple(
-        size if isinstance(size, int) else dimensions[str(size)].least for size in type.shape
-    )
+    least: Any = {d.symbol: d.least for d in program.executable.dimensions.values()}
+    return tuple(size if isinstance(size, int) else int(size.subs(least)) for size in type.shape)
 
 
 def torch_dtype(type: TensorType) -> torch.dtype:

@@ -71,7 +71,7 @@ _RECORD = OperationRecord(
 
 @dataclass(slots=True)
 class _Scores:
-    """What a softmax is taken of.
+    """The operand of a softmax: scaled, masked scores.
 
     Attributes:
         product: Place of the product of queries and keys.

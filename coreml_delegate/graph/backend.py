@@ -16,7 +16,7 @@ from coreml_delegate.targets import Opset
 
 
 class Backend:
-    """How graphs are compiled and run.
+    """The options that graphs are compiled and run with.
 
     Args:
         engine: ``auto``, ``openvino`` or ``reference``: what runs them on this machine.

@@ -1,4 +1,4 @@
-"""What the functions do that reductions call: known operations, and forms for whole tensors.
+"""Analysis of the functions that reductions call: known operations, and forms for whole tensors.
 
 A body is a function of scalars, but is called with tensors: as it consists of operations on each
 element, it is traced again with the types of the tensors.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -28,7 +29,7 @@ from coreml_delegate.graph.node import Value
 from coreml_delegate.graph.pte import delegate_program
 from coreml_delegate.graph.tensor_types import Dim, Dimension, DType, TensorType, linear
 from coreml_delegate.preprocess.package import model_files
-from coreml_delegate.runtime import Model
+from coreml_delegate.runtime import EngineOptions, Model
 from coreml_delegate.runtime.engines.base import State
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
@@ -144,6 +145,21 @@ class Executable:
     def engine_name(self) -> str:
         """Name of the engine that runs it."""
         return self.model.engine_name
+
+    def on(self, engine: str, options: EngineOptions | None = None) -> Executable:
+        """Return the same graph on another engine, without converting it again.
+
+        Args:
+            engine: ``auto``, ``openvino`` or ``reference``.
+            options: How it executes; None for those that the graph was compiled with.
+
+        Raises:
+            CoreMLDelegateError: The engine cannot be used here, or lacks an op.
+        """
+        found = copy.copy(self)
+        chosen = self._backend.options if options is None else options
+        found.model = Model.from_files(self.files, engine=engine, options=chosen)
+        return found
 
     @property
     def signature(self) -> str:

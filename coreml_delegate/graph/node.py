@@ -1,4 +1,4 @@
-"""What a graph consists of: values, the nodes that compute them, and closures.
+"""The parts of a graph: values, the nodes that compute them, and closures.
 
 A node is one call of an operation. A closure is a function of values whose nodes stand in a scope
 of their own, as the body of a loop; they may use values of the scopes around it.
@@ -19,7 +19,7 @@ Compose = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class OperationRecord:
-    """What is known of one operation, beside the shape rule, which is the builder's method.
+    """Properties of one operation; its shape rule is the builder's method.
 
     Attributes:
         name: Name of the builder's method.

@@ -14,7 +14,7 @@ from coreml_delegate.graph.views import Place, alike, factors, is_number, number
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What to put in the place of nodes.
+    """The node that replaces a group of nodes.
 
     Attributes:
         name: Of the operation.

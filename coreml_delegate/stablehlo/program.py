@@ -64,6 +64,10 @@ class Program:
         """Name of the engine that runs it."""
         return self.executable.engine_name
 
+    def on(self, engine: str, options: EngineOptions | None = None) -> Program:
+        """Return the same program on another engine; see ``Executable.on``."""
+        return Program(self.executable.on(engine, options), self.narrowed)
+
     def make_state(self) -> State | None:
         """Return a new state, all zeros, to pass to ``run``; None for a program without states."""
         return self.executable.make_state()

@@ -49,7 +49,7 @@ _SIZE_FUNCTION = re.compile(r"(floor_divide|remainder|divmod)(_\d+)?\Z")
 
 
 class Frame:
-    """What the values of a function, or of a region in it, stand for.
+    """Scope of the source: maps the values of a function, or of a region in it, to operands.
 
     Args:
         outer: The frame around it, of which a region may use values.

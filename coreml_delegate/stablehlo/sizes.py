@@ -160,7 +160,7 @@ class _Relation:
 
 @dataclass
 class _Facts:
-    """What is known of the sizes of arguments.
+    """Shapes of the arguments, with the ranges of their symbolic sizes.
 
     Attributes:
         shapes: Of the arguments; None for one that is no tensor.

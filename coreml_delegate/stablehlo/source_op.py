@@ -20,7 +20,7 @@ _REQUIRED = object()
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What orders side effects; there are none."""
+    """A StableHLO token. Tokens order side effects, of which there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Words:
 
 
 Operand = Value | Token | Words | tuple[Any, ...]
-"""What a value of the source stands for; a tuple for a tuple."""
+"""The graph's counterpart of a value of the source; a tuple for a tuple."""
 
 Rule = Callable[["SourceOp"], Operand | Sequence[Operand] | None]
 """Reads one operation: its result, a list of several, or None if it has none."""

@@ -175,8 +175,7 @@ def _check(function: Callable[..., Any], arrays: tuple[np.ndarray, ...]) -> set[
     program = stablehlo.compile(jax.jit(function).lower(*arrays).as_text())
     expected = np.asarray(jax.jit(function)(*arrays))
     for engine in ENGINES:
-        program.executable.model = Model.from_files(program.executable.files, engine=engine)
-        (actual,) = program.run(*arrays)
+        (actual,) = program.on(engine).run(*arrays)
         np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=1e-5, err_msg=engine)
     return _ops(program)
 

@@ -1,4 +1,4 @@
-"""What is known of integer tensors that hold sizes."""
+"""The builder knows the elements of integer tensors that hold sizes."""
 
 from __future__ import annotations
 

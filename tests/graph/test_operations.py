@@ -15,7 +15,7 @@ from support.tolerances import ATOL_RTOL
 from coreml_delegate import graph
 from coreml_delegate.graph.emitter import OPERATIONS
 from coreml_delegate.graph.tensor_types import DType
-from coreml_delegate.runtime import EngineOptions, Model
+from coreml_delegate.runtime import EngineOptions
 
 ENGINES = ("reference", "openvino")
 _OWN_CARRIERS = ("float32", "int32", "bool")
@@ -60,8 +60,8 @@ def test_results_are_those_of_numpy(
     arrays = [np.asarray(array) for sample in samples for array in sample.arrays]
     wrong: list[str] = []
     for engine in ENGINES:
-        executable.model = Model.from_files(executable.files, engine=engine, options=_OPTIONS)
-        outputs = dict(zip(executable.outputs, executable.run(*arrays), strict=True))
+        results = executable.on(engine, _OPTIONS).run(*arrays)
+        outputs = dict(zip(executable.outputs, results, strict=True))
         for number, sample in enumerate(samples):
             for n, expected in enumerate(sample.results):
                 complaint = _difference(outputs[f"y{number}_{n}"], expected, sample)

@@ -14,7 +14,6 @@ import numpy as np
 
 from coreml_delegate import stablehlo
 from coreml_delegate.errors import ConversionError, GraphError, LoweringError, UnsupportedOpError
-from coreml_delegate.runtime import Model
 
 ENGINES = ("reference", "openvino")
 PASSED, REFUSED, WRONG, CRASHED, EXCLUDED = "passed", "refused", "wrong", "crashed", "excluded"
@@ -42,7 +41,7 @@ _TOLERANCE: Mapping[str, tuple[float, float]] = MappingProxyType(
 
 @dataclass
 class Outcome:
-    """What became of a harness.
+    """The outcome of a harness.
 
     Attributes:
         outcome: ``passed``: right on the reference engine, and on OpenVINO unless that declines the
@@ -148,9 +147,7 @@ def _run_on(
     engine: str, program: Any, arrays: list[Any], expected: list[Any], keys: int | None
 ) -> str:
     try:
-        if engine != program.engine_name:
-            program.executable.model = Model.from_files(program.executable.files, engine=engine)
-        results = program.run(*arrays)
+        results = program.on(engine).run(*arrays)
     except UnsupportedOpError:
         return "declined"
     except Exception as error:  # noqa: BLE001 - what is not ours is a crash

@@ -46,7 +46,7 @@ class _Worker:
         self.connection.send(name)
 
     def result(self) -> dict[str, Any] | None:
-        """What became of its harness, or None while it runs."""
+        """Return the outcome of its harness, or None while it runs."""
         crashed = {"outcome": suite.CRASHED, "primitive": "", "engines": {}}
         if self.connection.poll():
             try:

@@ -70,6 +70,16 @@ def test_run_takes_every_form(run_main: Run, files: Path, tmp_path: Path, name: 
     assert out["result_1"].tolist() == (x > 0).tolist()
 
 
+def test_sizes_may_be_multiples_of_others(run_main: Run, tmp_path: Path) -> None:
+    specs = [
+        jax.ShapeDtypeStruct((size,), np.float32) for size in jax.export.symbolic_shape("2*b, b")
+    ]
+    exported = jax.export.export(jax.jit(lambda x, y: (x + x, y + y)))(*specs)
+    (tmp_path / "f.jax").write_bytes(exported.serialize())
+    run = run_main("run", tmp_path / "f.jax", "--json")
+    assert run.code == 0, run.stderr
+
+
 @pytest.mark.parametrize("suffix", [".mlpackage", ".pte"])
 @pytest.mark.parametrize("name", ["f.mlir", "f.jax"])
 def test_converted_programs_verify_against_xla(

@@ -1,4 +1,4 @@
-"""What Core ML cannot express is refused with the operation, its place and the reason."""
+"""A program that Core ML cannot express is refused with the operation, its place and the reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from coreml_delegate import graph, stablehlo
 from coreml_delegate.errors import GraphError, InputError, LoweringError, OptionError
-from coreml_delegate.graph.emitter import OPERATIONS, REFUSED
+from coreml_delegate.graph.emitter import REFUSED
 from coreml_delegate.stablehlo.operations import RULES, refusal_reason
 
 _X = np.ones((4, 4), np.float32)
@@ -93,16 +93,12 @@ def test_texts_are_refused(name: str) -> None:
         stablehlo.compile(text, "reference")
 
 
-def test_every_operation_of_the_dialects_is_read_or_refused_with_a_reason() -> None:
-    """The builder's operations are all reached, and what it refuses is refused here."""
+def test_operations_that_the_builder_refuses_are_refused_for_its_reason() -> None:
     assert not set(RULES) & {f"stablehlo.{name}" for name in REFUSED}
     for name in REFUSED:
         assert refusal_reason(f"stablehlo.{name}") == REFUSED[name]
-    assert refusal_reason("stablehlo.ad") == "it is not known, nearest is 'stablehlo.add'" or (
-        "stablehlo.add" in refusal_reason("stablehlo.ad")
-    )
+    assert "stablehlo.add" in refusal_reason("stablehlo.addd")
     assert refusal_reason("tosa.add") == "it is no operation of StableHLO"
-    assert "add" in OPERATIONS
 
 
 def test_arguments_that_do_not_fit_are_input_errors() -> None:

@@ -42,7 +42,7 @@ def of(dtype: str, shape: tuple[int, ...], most: int | None = None) -> np.ndarra
 
 @dataclass(frozen=True)
 class ByJax:
-    """What a function of JAX returns.
+    """A call of JAX that is made when its result is needed.
 
     Attributes:
         function: Takes the arrays; its other arguments are bound.

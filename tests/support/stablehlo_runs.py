@@ -10,7 +10,6 @@ import numpy as np
 
 from coreml_delegate import stablehlo
 from coreml_delegate.graph import DType
-from coreml_delegate.runtime import Model
 from support.tolerances import ATOL_RTOL
 
 ENGINES = ("reference", "openvino")
@@ -18,13 +17,7 @@ ENGINES = ("reference", "openvino")
 
 def run_on_each(program: stablehlo.Program, *arrays: Any) -> list[tuple[np.ndarray, ...]]:
     """The outputs of a program on each engine."""
-    results = []
-    for engine in ENGINES:
-        if program.engine_name != engine:
-            files = program.executable.files
-            program.executable.model = Model.from_files(files, engine=engine)
-        results.append(program.run(*arrays))
-    return results
+    return [program.on(engine).run(*arrays) for engine in ENGINES]
 
 
 def check_text(

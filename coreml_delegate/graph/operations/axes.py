@@ -1,4 +1,4 @@
-"""What operations that move elements share: sizes, merged axes, labelled axes, known elements."""
+"""Shared by operations that move elements: sizes, merged axes, labelled axes, known elements."""
 
 from __future__ import annotations
 

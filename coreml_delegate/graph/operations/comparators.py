@@ -1,4 +1,4 @@
-"""What a comparator of a sort compares, read from its nodes.
+"""Analysis of the comparator of a sort: the keys it compares, and in which direction.
 
 JAX compares tensors in turn, the first one first: ``a0 < b0 or (a0 == b0 and (a1 < b1 or ...))``.
 Of floating-point numbers, it compares all NaN as one and both zeros as one, by selects.

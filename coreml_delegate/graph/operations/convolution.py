@@ -30,7 +30,7 @@ _EXACT_BITS = 24
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionLayout:
-    """What the axes of a convolution's tensors are, as in ``jax.lax.ConvDimensionNumbers``.
+    """Roles of the axes of a convolution's tensors, as in ``jax.lax.ConvDimensionNumbers``.
 
     Attributes:
         input: The axes of the batch, of the channels, and the spatial ones.
@@ -96,7 +96,7 @@ def _bad_layout(given: Any) -> GraphError:
 
 @dataclass(frozen=True, slots=True)
 class _Windows:
-    """How the kernel moves over the input, for each spatial axis."""
+    """Strides, padding and dilations, for each spatial axis."""
 
     strides: tuple[int, ...]
     padding: Pairs
@@ -239,7 +239,7 @@ class _Convolution:
 
     @property
     def _reach(self) -> list[int]:
-        """How far the kernel reaches beyond its first element, along each spatial axis."""
+        """Distance from the kernel's first element to its last, along each spatial axis."""
         return [
             (size - 1) * factor
             for size, factor in zip(self.taps[2:], self.windows.kernel_dilation, strict=True)

@@ -30,7 +30,7 @@ class Format:
 
     @property
     def bias(self) -> int:
-        """What is added to exponents."""
+        """The bias of the exponent field."""
         return (1 << (self.exponent_bits - 1)) - 1
 
     @property

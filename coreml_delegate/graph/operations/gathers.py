@@ -1,4 +1,4 @@
-"""How a gather becomes MIL: the most specific op that does it, else one on flattened data."""
+"""Composition of a gather in MIL: the most specific op that does it, else one on flattened data."""
 
 from __future__ import annotations
 

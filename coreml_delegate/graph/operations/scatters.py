@@ -1,4 +1,4 @@
-"""How a scatter becomes MIL: the most specific op that does it, else one on flattened data.
+"""Composition of a scatter in MIL: the most specific op that does it, else one on flattened data.
 
 A window that is not inside of the tensor changes nothing: its updates become the identity of the
 operation, or go to an element behind the tensor's own where they replace what was there.

@@ -1,4 +1,4 @@
-"""How each operation of StableHLO and CHLO is read: calls of the builder, by name."""
+"""Rules that read operations of StableHLO and CHLO as calls of the builder, by name."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ NOT_CARRIED = [
     Refusal("SpecialOps/DynamicIota", _AT_RUN_TIME, _numbered, "dynamic_iota"),
     Refusal("SpecialOps/DynamicPad", _AT_RUN_TIME, _padded, "pad"),
 ]
-"""What Core ML cannot carry; the numbers of cases of bfloat16 are checked with float16."""
+"""Cases that Core ML cannot carry; the numbers of those of bfloat16 are checked with float16."""
 
 
 def _sort_of_nothing(b: Any) -> Any:

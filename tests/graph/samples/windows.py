@@ -267,7 +267,7 @@ def _scatter(
     scatter: str,
     windows: tuple[Any, Any, Any],
 ) -> np.ndarray:
-    """What the specification says, element by element: JAX has only sums of the largest."""
+    """Compute by the specification, element by element: JAX has only sums of the largest."""
     window, steps, pads = windows
     keeps = {"GE": np.greater_equal, "GT": np.greater, "LE": np.less_equal}[select]
     combine = {

@@ -64,16 +64,12 @@ class Outcome:
 
 @functools.cache
 def harnesses() -> Mapping[str, Any]:
-    """Every harness of JAX by its name; the few that share one are numbered."""
+    """Every harness of JAX by its name, in the names' order: JAX's own follows addresses of types."""
     module = importlib.import_module("jax._src.internal_test_util.test_harnesses")
-    found: dict[str, Any] = {}
-    for harness in module.all_harnesses:
-        name, number = harness.fullname, 1
-        while name in found:
-            number += 1
-            name = f"{harness.fullname}_{number}"
-        found[name] = harness
-    return MappingProxyType(found)
+    by_name = sorted(module.all_harnesses, key=lambda harness: harness.fullname)
+    found = MappingProxyType({harness.fullname: harness for harness in by_name})
+    assert len(found) == len(by_name), "two harnesses share a name"
+    return found
 
 
 def digest(name: str) -> bytes:

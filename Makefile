@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Half the cores per test process would idle in conversion; one thread each keeps them apart.
-# Tests compile; only those of the cache read what others have compiled.
-TEST_ENV := OMP_NUM_THREADS=1 COREML_DELEGATE_COMPILED_CACHE=off
+# Tests compile; only those of the cache read what others have compiled. Commands that tests start
+# read the modules' bytecode, whatever the caller's environment says of it.
+TEST_ENV := OMP_NUM_THREADS=1 COREML_DELEGATE_COMPILED_CACHE=off PYTHONDONTWRITEBYTECODE=
 FUZZ := PYTHONPATH=../..:../../tests OMP_NUM_THREADS=1 ../../$(BIN)/python -m tests.fuzz.fuzz_mil
 
 .PHONY: demo test test-all pytest pytest-all checks lint types imports bench conformance suite jax-suite fuzz clean

@@ -64,7 +64,7 @@ class Outcome:
 
 @functools.cache
 def harnesses() -> Mapping[str, Any]:
-    """Every harness of JAX by its name, in the names' order: JAX's own follows addresses of types."""
+    """Every harness of JAX by its name, in their order; the order in JAX follows addresses."""
     module = importlib.import_module("jax._src.internal_test_util.test_harnesses")
     by_name = sorted(module.all_harnesses, key=lambda harness: harness.fullname)
     found = MappingProxyType({harness.fullname: harness for harness in by_name})

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from graph.edge_arrays import ALL, INTEGERS, by_integers, extremes, numbers, pairs
 from graph.samples.sample import Sample
+from support.graph_samples import ByJax, by_jax
 
 
 def _logic(operation: str, method: str, function: np.ufunc) -> Iterator[Sample]:
@@ -195,12 +195,15 @@ def _bitcasts() -> Iterator[Sample]:
             yield _bitcast(x[3], integer, x[3].view(integer), "rank 0")
 
 
-def _random(key: np.ndarray, dtype: str, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-    """Return JAX's new state and random bits."""
-    element: Any = dtype
-    algorithm = jax.lax.RandomAlgorithm.RNG_THREE_FRY
-    found = jax.lax.rng_bit_generator(jnp.asarray(key), shape, element, algorithm)
-    return tuple(np.asarray(array) for array in found)
+def _random(key: np.ndarray, dtype: str, shape: tuple[int, ...]) -> ByJax:
+    """JAX's new state and random bits."""
+    return by_jax(
+        jax.lax.rng_bit_generator,
+        key,
+        shape=shape,
+        dtype=dtype,
+        algorithm=jax.lax.RandomAlgorithm.RNG_THREE_FRY,
+    )
 
 
 def _random_bits() -> Iterator[Sample]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import scipy.special
 from graph.samples.sample import Sample
+from support.graph_samples import by_jax
 
 _FLOATS = ("float32", "float16", "float64")
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -60,8 +64,11 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
-def _gelu(x: np.ndarray) -> Any:
-    return jax.nn.gelu(x, approximate=False)
+def _gelu(x: np.ndarray) -> np.ndarray:
+    return x * (1 + scipy.special.erf(x / np.sqrt(2))) / 2
+
+
+_GELU_OF_JAX = functools.partial(jax.nn.gelu, approximate=False)
 
 
 def _normalized(x: np.ndarray, axes: Any = -1, epsilon: float = 1e-5) -> np.ndarray:
@@ -90,7 +97,7 @@ _ACTIVATIONS = [
             f"axis {axis}, extremes",
             _calling(operation, axis),
             (_EXTREMES,),
-            np.asarray(getattr(jax.nn, operation)(_EXTREMES, axis)),
+            by_jax(getattr(jax.nn, operation), _EXTREMES, axis=axis),
         )
         for operation in ("softmax", "log_softmax")
         for axis in (0, 1)
@@ -101,7 +108,7 @@ _ACTIVATIONS = [
             "more dimensions than Core ML has",
             _calling(operation, 3),
             (x,),
-            np.asarray(getattr(jax.nn, operation)(x, 3)),
+            by_jax(getattr(jax.nn, operation), x, axis=3),
         )
         for operation in ("softmax", "log_softmax")
         for x in (_numbers(*_SIX),)
@@ -112,11 +119,11 @@ _ACTIVATIONS = [
             "extremes",
             _calling(operation),
             (points,),
-            np.asarray(function(points)),
+            by_jax(function, points),
         )
         # The exact gelu of infinity is NaN where torch and OpenVINO have AVX-512.
         for operation, function, points in (
-            ("gelu", _gelu, _POINTS[2:]),
+            ("gelu", _GELU_OF_JAX, _POINTS[2:]),
             ("relu", jax.nn.relu, _POINTS),
             ("silu", jax.nn.silu, _POINTS),
         )
@@ -126,14 +133,14 @@ _ACTIVATIONS = [
         "by tanh",
         lambda b, x: b.gelu(x, "tanh"),
         (_POINTS,),
-        np.asarray(jax.nn.gelu(_POINTS, approximate=True)),
+        by_jax(jax.nn.gelu, _POINTS, approximate=True),
     ),
     *(
-        Sample(operation, "rank 0", _calling(operation), (x,), function(x))
+        Sample(operation, "rank 0", _calling(operation), (x,), by_jax(function, x))
         for operation, function in (
-            ("gelu", lambda x: np.asarray(_gelu(x))),
-            ("relu", lambda x: x),
-            ("silu", lambda x: np.asarray(jax.nn.silu(x))),
+            ("gelu", _GELU_OF_JAX),
+            ("relu", jax.nn.relu),
+            ("silu", jax.nn.silu),
         )
         for x in (np.array(1.5, np.float32),)
     ),
@@ -246,13 +253,13 @@ _DENSE = [
             activation,
             _activated(activation),
             (_X,),
-            np.asarray(function(_X @ _WEIGHT.T)),
+            by_jax(function, _X @ _WEIGHT.T),
         )
         for activation, function in (
-            ("gelu", _gelu),
+            ("gelu", _GELU_OF_JAX),
             ("gelu_tanh", jax.nn.gelu),
             ("silu", jax.nn.silu),
-            ("tanh", np.tanh),
+            ("tanh", jnp.tanh),
         )
     ),
 ]

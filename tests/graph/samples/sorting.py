@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from graph.samples.sample import Sample
+from support.graph_samples import by_jax
 
 from coreml_delegate.graph import DType
 
@@ -59,19 +60,22 @@ def _jax_comparator(b: Any, keys: int) -> Callable[..., Any]:
     return comparator
 
 
+def _sorted_by_jax(*arrays: Any, keys: int) -> Any:
+    return jax.lax.sort(arrays, num_keys=keys)
+
+
 def _lexicographic(label: str, keys: int) -> Sample:
     first = _RANDOM.integers(0, 2, (3, 8)).astype(label)
     second = _RANDOM.choice([0.0, -0.0, 1, np.nan, -np.inf], (3, 8)).astype(np.float32)
     third = _RANDOM.integers(0, 3, (3, 8)).astype(np.int8)
     last = np.tile(np.arange(8, dtype=np.int32), (3, 1))
     arrays = (first, second, third, last)
-    expected = tuple(np.asarray(array) for array in jax.lax.sort(arrays, num_keys=keys))
     return Sample(
         "sort",
         f"{keys} keys, as jax.lax.sort",
         lambda b, *values: b.sort(values, 1, _jax_comparator(b, keys)),
         arrays,
-        expected,
+        by_jax(_sorted_by_jax, *arrays, keys=keys),
     )
 
 
@@ -114,7 +118,7 @@ _SORTED = [
         "extremes",
         lambda b, x, p: b.sort((x, p)),
         (_EXTREMES, _PLACES),
-        tuple(np.asarray(a) for a in jax.lax.sort((_EXTREMES, _PLACES), num_keys=1)),
+        by_jax(_sorted_by_jax, _EXTREMES, _PLACES, keys=1),
     ),
     Sample(
         "sort",

@@ -84,7 +84,7 @@ def call_function(name: str, operands: Sequence[Dim]) -> list[Dim]:
 
 def is_of_sizes(function: Mlir) -> bool:
     """Whether JAX has made a function to compute sizes."""
-    return any(_global_names(function))
+    return any(name is not None for name in _global_names(function))
 
 
 def _global_names(function: Mlir) -> list[str | None]:

@@ -168,6 +168,30 @@ TEXTS: dict[str, tuple[str, Any]] = {
         ),
         _X.astype(np.int32),
     ),
+    "scatter of two tensors": (
+        _main(
+            """
+  %n = stablehlo.convert %x : (tensor<4xf32>) -> tensor<4xi32>
+  %i = stablehlo.constant dense<[[2], [0], [2]]> : tensor<3x1xi32>
+  %u = stablehlo.constant dense<[10.0, 20.0, 30.0]> : tensor<3xf32>
+  %v = stablehlo.constant dense<[7, -8, 9]> : tensor<3xi32>
+  %0:2 = "stablehlo.scatter"(%x, %n, %i, %u, %v) ({
+    ^bb0(%a: tensor<f32>, %b: tensor<i32>, %c: tensor<f32>, %d: tensor<i32>):
+      %1 = stablehlo.add %a, %c : tensor<f32>
+      %2 = stablehlo.minimum %b, %d : tensor<i32>
+      stablehlo.return %1, %2 : tensor<f32>, tensor<i32>
+  }) {scatter_dimension_numbers = #stablehlo.scatter<inserted_window_dims = [0],
+      scatter_dims_to_operand_dims = [0], index_vector_dim = 1>}
+    : (tensor<4xf32>, tensor<4xi32>, tensor<3x1xi32>, tensor<3xf32>, tensor<3xi32>)
+    -> (tensor<4xf32>, tensor<4xi32>)
+  %3 = stablehlo.convert %0#1 : (tensor<4xi32>) -> tensor<4xf32>
+  %4 = stablehlo.concatenate %0#0, %3, dim = 0
+    : (tensor<4xf32>, tensor<4xf32>) -> tensor<8xf32>
+  return %4 : tensor<8xf32>""",
+            gives="tensor<8xf32>",
+        ),
+        np.array([21, -2, 40, 4, -8, -2, 0, 4], np.float32),
+    ),
     "einsum": (
         _main(
             """
@@ -252,6 +276,16 @@ SIZED: dict[str, tuple[Callable[..., Any], tuple[str, ...], list[tuple[tuple[int
         lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], 3, x.shape[1])),
         ("b, n",),
         [((2, 3),), ((4, 1),)],
+    ),
+    "a multiple of a size": (
+        lambda x: x * jnp.arange(x.shape[0], dtype=jnp.float32),
+        ("2*b",),
+        [((2,),), ((6,),)],
+    ),
+    "half of a multiple": (
+        lambda x: jnp.broadcast_to(x.reshape(2, -1).sum(0), (3, x.shape[0] // 2)),
+        ("2*b",),
+        [((2,),), ((6,),)],
     ),
     "softmax over a symbolic size": (jax.nn.softmax, ("b, n",), [((2, 3),), ((1, 7),)]),
 }

@@ -66,6 +66,19 @@ TEXTS: dict[str, tuple[str, str]] = {
   }) {replica_groups = dense<0> : tensor<1x1xi64>} : (tensor<4xf32>) -> tensor<4xf32>"""),
         "all_reduce cannot be expressed: a Core ML model runs on one device alone",
     ),
+    "scatter whose body mixes two tensors": (
+        _main("""  %i = stablehlo.constant dense<[[2]]> : tensor<1x1xi32>
+  %u = stablehlo.constant dense<[10.0]> : tensor<1xf32>
+  %0, %1 = "stablehlo.scatter"(%x, %x, %i, %u, %u) ({
+    ^bb0(%a: tensor<f32>, %b: tensor<f32>, %c: tensor<f32>, %d: tensor<f32>):
+      %2 = stablehlo.add %a, %d : tensor<f32>
+      stablehlo.return %2, %b : tensor<f32>, tensor<f32>
+  }) {scatter_dimension_numbers = #stablehlo.scatter<inserted_window_dims = [0],
+      scatter_dims_to_operand_dims = [0], index_vector_dim = 1>}
+    : (tensor<4xf32>, tensor<4xf32>, tensor<1x1xi32>, tensor<1xf32>, tensor<1xf32>)
+    -> (tensor<4xf32>, tensor<4xf32>)"""),
+        "a body that MIL's scatter cannot express",
+    ),
     "undefined random numbers": (
         """func.func @main(%x: tensor<f32>) -> tensor<4xf32> {
   %s = stablehlo.constant dense<4> : tensor<1xi64>

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.compose import MOST_AXES, Composer, Var
 from coreml_delegate.graph.emitter import (
-    Emitter,
     normalize_axes,
     normalize_axis,
     operation,
@@ -18,9 +18,17 @@ from coreml_delegate.graph.emitter import (
     same_shape,
 )
 from coreml_delegate.graph.node import Closure, Node, Value
-from coreml_delegate.graph.operations.axes import as_index, counting, require_rank, sizes_of
+from coreml_delegate.graph.operations.axes import (
+    as_index,
+    counting,
+    product,
+    require_rank,
+    sizes_of,
+)
 from coreml_delegate.graph.operations.gathers import compose_gather
+from coreml_delegate.graph.operations.lookup import Label
 from coreml_delegate.graph.operations.scatters import compose_scatter
+from coreml_delegate.graph.operations.shapes import Shapes
 from coreml_delegate.graph.tensor_types import ALL, INTEGERS, Dim, DType, TensorType
 
 GATHER_MODES = ("clip", "promise_in_bounds")
@@ -47,7 +55,114 @@ def _compose_one_hot(c: Composer, node: Node, indices: Var) -> Var:
     return hot if dtype is DType.BOOL else c.mb.cast(x=hot, dtype=dtype.carrier)
 
 
-class Indexing(Emitter):
+@dataclass(frozen=True)
+class _Merged:
+    """A lookup of fewer dimensions that finds the same.
+
+    Dimensions of size 1 are left out, as far as nothing points into them, and the dimensions of
+    the indices that do not run along with the tensor are one. The result has first those that do,
+    then that one, then those of a window.
+
+    Attributes:
+        shape: Of the tensor.
+        sizes: Of a window, per dimension of the tensor.
+        batching: Dimensions of the tensor that run along with the first ones of the indices.
+        mapped: For each element of an index vector, which dimension of the tensor it is.
+        outer: Sizes of the indices' dimensions without the index vectors, which are last.
+        batch: Dimensions of the original indices in this order, without the index vectors.
+        axis: Of the original index vectors.
+    """
+
+    shape: tuple[Dim, ...]
+    sizes: tuple[Dim, ...]
+    batching: tuple[int, ...]
+    mapped: tuple[int, ...]
+    outer: tuple[Dim, ...]
+    batch: tuple[int, ...]
+    axis: int
+
+    @classmethod
+    def of(
+        cls,
+        x: Value,
+        indices: Value,
+        axis: int,
+        sizes: Sequence[Dim],
+        batching: Sequence[int],
+        linked: Sequence[int],
+        mapped: Sequence[int],
+    ) -> _Merged:
+        """Return the lookup of a gather or a scatter."""
+        dims = [d for d, size in enumerate(x.shape) if size != 1 or d in mapped]
+        pairs = [(d, n) for d, n in zip(batching, linked, strict=True) if d in dims]
+        extra = [n for n in range(indices.rank) if n != axis and n not in linked]
+        return cls(
+            tuple(x.shape[d] for d in dims),
+            tuple(sizes[d] for d in dims),
+            tuple(dims.index(d) for d, _ in pairs),
+            tuple(dims.index(d) for d in mapped),
+            (*(indices.shape[n] for _, n in pairs), product([indices.shape[n] for n in extra])),
+            (*linked, *extra),
+            axis,
+        )
+
+    @property
+    def windows(self) -> list[int]:
+        """Dimensions of the tensor that the result has."""
+        return [d for d, n in enumerate(self.sizes) if n != 1 and d not in self.batching]
+
+    @property
+    def dropped(self) -> list[int]:
+        """Dimensions of the tensor that the result does not have."""
+        return [d for d, n in enumerate(self.sizes) if n == 1 and d not in self.batching]
+
+    @property
+    def linked(self) -> tuple[int, ...]:
+        """Dimensions of the indices that run along with ``batching``."""
+        return tuple(range(len(self.batching)))
+
+    @property
+    def index_vector_dim(self) -> int:
+        """Where the index vectors are in the indices."""
+        return len(self.outer)
+
+    @property
+    def indices_shape(self) -> tuple[Dim, ...]:
+        """Shape of the indices."""
+        return (*self.outer, len(self.mapped))
+
+    @property
+    def result_shape(self) -> tuple[Dim, ...]:
+        """Shape of what is found."""
+        return (*self.outer, *(self.sizes[d] for d in self.windows))
+
+    @property
+    def window_dims(self) -> range:
+        """Dimensions of what is found that are those of a window."""
+        return range(len(self.outer), len(self.result_shape))
+
+    @property
+    def most_axes(self) -> int:
+        """The highest rank among the tensor, the indices and what is found."""
+        return max(map(len, (self.shape, self.indices_shape, self.result_shape)))
+
+    def labels(self, kept: Sequence[int]) -> list[Label]:
+        """Return what is found with all dimensions, in this order.
+
+        Args:
+            kept: Dimensions of the original tensor that the original result has.
+        """
+        return [*(("batch", n) for n in self.batch), *(("window", d) for d in kept)]
+
+    def labels_among(self, kept: Sequence[int], at: Sequence[int], rank: int) -> list[Label]:
+        """Return what the original result has, whose dimensions ``at`` are those of a window."""
+        windows, batch = iter(kept), iter(sorted(self.batch))
+        return [
+            ("window", next(windows)) if n in at else ("batch", next(batch)) for n in range(rank)
+        ]
+
+
+class Indexing(Shapes):
     """Reading and writing at indices that are values."""
 
     @operation(ALL, compose_gather, moves_data=True)
@@ -113,6 +228,25 @@ class Indexing(Emitter):
         offsets = tuple(sorted(normalize_axes(offset_dims, rank, "offset dimensions")))
         inner, outer = iter([sizes[d] for d in kept]), iter(batch)
         type = x.type.with_shape([next(inner if n in offsets else outer) for n in range(rank)])
+        if max(x.rank, indices.rank, rank) > MOST_AXES:
+            merged = _Merged.of(x, indices, index_vector_dim, sizes, batching, linked, mapped)
+            if merged.most_axes <= MOST_AXES:
+                found = self.gather(
+                    self.reshape(x, merged.shape),
+                    self._merged_indices(indices, merged),
+                    offset_dims=merged.window_dims,
+                    collapsed_slice_dims=merged.dropped,
+                    start_index_map=merged.mapped,
+                    index_vector_dim=merged.index_vector_dim,
+                    slice_sizes=merged.sizes,
+                    operand_batching_dims=merged.batching,
+                    start_indices_batching_dims=merged.linked,
+                    mode=mode,
+                )
+                apart, together = merged.labels(kept), merged.labels_among(kept, offsets, rank)
+                order = [apart.index(label) for label in together]
+                shape = [type.shape[together.index(label)] for label in apart]
+                return self.transpose(self.reshape(found, shape), order)
         return self.emit(
             name,
             (x, indices),
@@ -199,6 +333,27 @@ class Indexing(Emitter):
         mode = self._scatter_mode(x.dtype, body)
         if mode is None:
             return x
+        if max(x.rank, indices.rank, updates.rank) > MOST_AXES:
+            taken = dict(zip(kept, (updates.shape[n] for n in windows), strict=True))
+            sizes = [taken.get(d, 1) for d in range(x.rank)]
+            merged = _Merged.of(x, indices, index_vector_dim, sizes, batching, linked, mapped)
+            if merged.most_axes <= MOST_AXES:
+                apart = merged.labels(kept)
+                together = merged.labels_among(kept, windows, updates.rank)
+                order = [together.index(label) for label in apart]
+                found = self.scatter(
+                    self.reshape(x, merged.shape),
+                    self._merged_indices(indices, merged),
+                    self.reshape(self.transpose(updates, order), merged.result_shape),
+                    body,
+                    update_window_dims=merged.window_dims,
+                    inserted_window_dims=merged.dropped,
+                    scatter_dims_to_operand_dims=merged.mapped,
+                    index_vector_dim=merged.index_vector_dim,
+                    input_batching_dims=merged.batching,
+                    scatter_indices_batching_dims=merged.linked,
+                )
+                return self.reshape(found, x.shape)
         return self.emit(
             name,
             (x, indices, updates),
@@ -243,6 +398,10 @@ class Indexing(Emitter):
         (size,) = sizes_of("one_hot", (depth,))
         type = TensorType(DType.of(dtype), (*indices.shape, size))
         return self.emit("one_hot", (indices,), type)
+
+    def _merged_indices(self, indices: Value, merged: _Merged) -> Value:
+        order = [*merged.batch, *([merged.axis] if merged.axis < indices.rank else [])]
+        return self.reshape(self.transpose(indices, order), merged.indices_shape)
 
     def _scatter_mode(
         self, dtype: DType, body: Callable[[Value, Value], Any] | Closure | str

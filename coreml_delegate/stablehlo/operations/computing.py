@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from coreml_delegate.graph import Value
+from coreml_delegate.graph import TensorType, Value
 from coreml_delegate.stablehlo.parse import dialect
 from coreml_delegate.stablehlo.source_op import Operand, Rule, SourceOp, Words
 
@@ -203,18 +204,25 @@ def _gathered(source: SourceOp, sizes: Sequence[Any]) -> Value:
 
 
 def _scatter(source: SourceOp) -> list[Operand]:
-    if len(source.operands) != 3:
-        raise source.refusal("it has several operands")
-    x, indices, updates = source.values
+    values, count = source.values, len(source.operands) // 2
+    tensors, indices, updates = values[:count], values[count], values[count + 1 :]
     numbers = dialect("stablehlo").ScatterDimensionNumbers(
         source.raw_attribute("scatter_dimension_numbers")
     )
-    return _several(
+    scalars = [TensorType(x.dtype, ()) for x in tensors]
+    body = source.builder.trace("body", source.region(), scalars * 2)
+    body.check(scalars * 2, scalars)
+    return [
         source.builder.scatter(
             x,
             indices,
-            updates,
-            source.region(),
+            update,
+            # One that reads another tensor's element is no body that a scatter can have.
+            replace(
+                body,
+                parameters=(body.parameters[n], body.parameters[count + n]),
+                results=(body.results[n],),
+            ),
             update_window_dims=tuple(numbers.update_window_dims),
             inserted_window_dims=tuple(numbers.inserted_window_dims),
             input_batching_dims=tuple(numbers.input_batching_dims),
@@ -224,7 +232,8 @@ def _scatter(source: SourceOp) -> list[Operand]:
             indices_are_sorted=bool(source.attribute("indices_are_sorted", False)),
             unique_indices=bool(source.attribute("unique_indices", False)),
         )
-    )
+        for n, (x, update) in enumerate(zip(tensors, updates, strict=True))
+    ]
 
 
 # Order and chance

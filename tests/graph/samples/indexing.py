@@ -251,6 +251,35 @@ _FORMS = [
         ((0,), (0,)),
     ),
     _Form("only a batch", (2, 3), np.zeros((2, 4, 0)), (2,), (), (), (1, 3), ((0,), (0,))),
+    # More dimensions than Core ML has
+    _Form(
+        "rows at many places",
+        (5, 3),
+        np.arange(32).reshape(2, 1, 2, 2, 2, 2, 1) % 7 - 1,
+        (3,),
+        (0,),
+        (0,),
+        (1, 3),
+    ),
+    _Form(
+        "regions with dimensions of 1",
+        (4, 1, 3, 5, 1, 2),
+        [[[0, 0, 1], [2, 0, 4]], [[3, 0, 0], [1, 0, 2]]],
+        (0, 2, 4, 5),
+        (2, 4),
+        (0, 4, 3),
+        (2, 1, 1, 3, 1, 2),
+    ),
+    _Form(
+        "elements of a batch at many places",
+        (2, 4, 1, 3),
+        np.arange(32).reshape(2, 2, 2, 2, 1, 2) % 5,
+        (4,),
+        (1, 3),
+        (1, 3),
+        (1, 1, 1, 1),
+        ((0,), (1,)),
+    ),
 ]
 # A gather's index_vector_dim may be any dimension of the indices, or their rank.
 _PLACES = [(_ROWS, 0), (_ROWS, 2), (_ELEMENTS, 0), (_COLUMNS, 1), (_ALONG, 0), (_ALONG, 3)]

@@ -143,10 +143,6 @@ def _types(body: Body, dtypes: tuple[str, ...]) -> list[Sample]:
     return found
 
 
-def _last(first: Any, second: Any) -> Any:
-    return second
-
-
 def _by_body() -> list[Sample]:
     """Bodies that are no operation of their own."""
     x = _floats(2, 7)

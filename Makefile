@@ -43,11 +43,12 @@ imports: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks
 
-# coremltools' own op tests, all of them, on each engine: about half an hour on two cores.
+# coremltools' own op tests, all of them, on each engine: about an hour on two cores. A few fail, as
+# docs/op-support.md says.
 conformance: $(STAMP)
 	mkdir -p build
-	$(TEST_ENV) $(BIN)/python -m tests.conformance -n 2 --engine reference --results build/conformance-reference.json
-	$(TEST_ENV) $(BIN)/python -m tests.conformance -n 2 --engine openvino --results build/conformance-openvino.json
+	-$(TEST_ENV) $(BIN)/python -m tests.conformance -n 2 --engine reference --results build/conformance-reference.json
+	-$(TEST_ENV) $(BIN)/python -m tests.conformance -n 2 --engine openvino --results build/conformance-openvino.json
 	$(BIN)/python -m tests.conformance.op_support build/conformance-reference.json build/conformance-openvino.json
 
 # ExecuTorch's own operator and model suite, lowered by us and by its own Core ML backend, and compared;

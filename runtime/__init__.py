@@ -9,13 +9,13 @@ if __name__ == "runtime":
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.blob import Buffer
+from coreml_delegate.formats.entry_cache import CacheOptions
 from coreml_delegate.formats.mlpackage import map_folder
 from coreml_delegate.runtime import hosts
 from coreml_delegate.runtime.coremltools_patch import CoreMLToolsPatch, patch_coremltools
 from coreml_delegate.runtime.delegate import blob_files, delegate_loader
 from coreml_delegate.runtime.diagnosis import Diagnosis, Fault, ValueReport
 from coreml_delegate.runtime.engines.base import EngineOptions, Precision, State
-from coreml_delegate.runtime.engines.entry_cache import CacheOptions
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
 from coreml_delegate.runtime.hosts import HOSTS
 from coreml_delegate.runtime.model import Model

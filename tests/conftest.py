@@ -20,6 +20,7 @@ import torch
 import torch._export.utils
 
 from coreml_delegate.caches import CACHE_VARIABLE
+from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE
 from coreml_delegate.third_party import coremltools
 
 _OWN_CACHE = pytest.StashKey[Path]()
@@ -28,8 +29,10 @@ _OWN_CACHE = pytest.StashKey[Path]()
 def pytest_configure(config: pytest.Config) -> None:
     """Give the session a cache of its own, which its workers inherit and share.
 
-    The user's is neither read, which would hide what a change does to trials, nor filled.
+    The user's is neither read, which would hide what a change does to trials, nor filled. Tests
+    convert and compile; only those of these caches find what others have left.
     """
+    os.environ.setdefault(LIMIT_VARIABLE, "off")
     if CACHE_VARIABLE not in os.environ:
         config.stash[_OWN_CACHE] = Path(tempfile.mkdtemp(prefix="coreml-delegate-tests-"))
         os.environ[CACHE_VARIABLE] = str(config.stash[_OWN_CACHE])

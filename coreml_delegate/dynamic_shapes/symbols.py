@@ -30,12 +30,16 @@ _TRACED_MINIMUM = 2  # of every size, to torch while it traces
 
 def declare_sizes(program: ExportedProgram) -> None:
     """Set the range constraint of every dynamic input size to the range that its input gets."""
-    ranges = program.range_constraints
-    declared: dict[Any, ValueRanges[Any]] = {}
-    for _, size in _dynamic_sizes(program):
-        low, high = bounds_of(size, ranges)
-        declared[expression_of(size)] = ValueRanges(low, high)
-    ranges.update(declared)
+    declared = declared_ranges(program)
+    program.range_constraints.update({e: ValueRanges(*found) for e, found in declared.items()})
+
+
+def declared_ranges(program: ExportedProgram) -> dict[Any, tuple[int, int]]:
+    """Return the smallest and the largest value that each dynamic input size gets."""
+    return {
+        expression_of(size): bounds_of(size, program.range_constraints)
+        for _, size in _dynamic_sizes(program)
+    }
 
 
 def bounds_of(size: torch.SymInt, ranges: Mapping[Any, ValueRanges[Any]]) -> tuple[int, int]:

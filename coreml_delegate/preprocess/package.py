@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 from coreml_delegate.compile_options import CompileOptions, Precision
 from coreml_delegate.conversion import fp16
 from coreml_delegate.conversion.convert import Conversion, compile_package, convert_program
+from coreml_delegate.conversion.kept_conversions import KeptConversion
 from coreml_delegate.conversion.prepare import prepare
 from coreml_delegate.dynamic_shapes import input_sizes, symbols
 from coreml_delegate.dynamic_shapes.enumerated import Shape
@@ -34,7 +35,7 @@ def build_blob(program: ExportedProgram, options: CompileOptions) -> bytes:
 
 
 def build_files(program: ExportedProgram, options: CompileOptions) -> Files:
-    """Lower a whole subgraph.
+    """Lower a whole subgraph, or find what an earlier lowering of it has made.
 
     Large files are mapped: the files are removed from disk already, but take up its space until the
     last reference is gone.
@@ -53,6 +54,16 @@ def build_files(program: ExportedProgram, options: CompileOptions) -> Files:
         OptionError: The compression of weights needs a later deployment target.
     """
     options.check_compression()
+    place = KeptConversion.of(program, options)
+    files = place and place.find()
+    if files is None:
+        files = _convert(program, options)
+        if place is not None:
+            place.keep(files)
+    return files
+
+
+def _convert(program: ExportedProgram, options: CompileOptions) -> Files:
     shapes = check_enumerated(program, options)
     inputs = enumerated_shapes.enumerated_inputs(shapes)
     enumerated_shapes.fix_sizes(program, shapes)

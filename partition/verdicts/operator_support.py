@@ -80,7 +80,9 @@ def _check_inputs(program: ExportedProgram, enumerated: EnumeratedShapes) -> Non
     for entry in () if fixed else enumerated.inputs:
         expected = [str(getattr(size, "expression", size)) for size in entry.sizes]
         for name in entry.names:
-            got = [str(size) for size in tensors[name].shape] if name in tensors else None
+            # Where a graph is rebuilt, torch renames an input called like a Python builtin.
+            tensor = tensors.get(name, tensors.get(f"{name}_1"))
+            got = None if tensor is None else [str(size) for size in tensor.shape]
             if got != expected:
                 raise OptionError(
                     f"enumerated shapes are of another program, by its input {name!r}",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.runtime.engines.entry_cache import CacheOptions
+from coreml_delegate.formats.entry_cache import CacheOptions
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function
 from coreml_delegate.runtime.snapshots import Array, Snapshot

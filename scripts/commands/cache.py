@@ -1,8 +1,9 @@
-"""``coreml-delegate cache``: show or clear the compiled programs on this machine."""
+"""``coreml-delegate cache``: show or clear what is kept of conversions and compilations."""
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.commands import Command
@@ -16,43 +17,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    from coreml_delegate.runtime.engines.entry_cache import CacheOptions, EntryCache
+    from coreml_delegate.conversion.kept_conversions import FOLDER
+    from coreml_delegate.formats.entry_cache import COMPILED, CacheOptions
 
     configured = CacheOptions.from_environment()
-    # Switched off, it may still hold entries of before.
-    options = CacheOptions() if configured is None else configured
-    cache = EntryCache(options)
-    removed = cache.clear() if args.clear else 0
-    files = cache.files()
-    summary = {
-        "folder": str(options.folder),
-        "enabled": configured is not None,
-        "limit_bytes": options.limit_bytes,
-        "entries": len(files),
-        "bytes": sum(file.size for file in files),
-        "removed": removed,
-    }
+    # Switched off, they may still hold entries of before.
+    limit = CacheOptions().limit_bytes if configured is None else configured.limit_bytes
+    compiled, converted = (_state(name, clear=args.clear) for name in (COMPILED, FOLDER))
     if args.json:
-        console.write_json(summary)
+        common = {"enabled": configured is not None, "limit_bytes": limit}
+        console.write_json({**common, **compiled, "conversions": converted})
         return 0
-    limit = f"at most {console.size(options.limit_bytes)}" if configured is not None else "off"
-    rows = [
-        ("folder", options.folder),
-        ("limit", limit),
-        ("entries", len(files)),
-        ("size", console.size(sum(file.size for file in files))),
+    rows: list[tuple[str, object]] = [
+        ("limit", f"at most {console.size(limit)} each" if configured is not None else "off")
     ]
-    if args.clear:
-        rows.append(("removed", removed))
+    for name, state in (("compiled programs", compiled), ("conversions", converted)):
+        removed = f", {state['removed']} removed" if args.clear else ""
+        entries = "1 entry" if state["entries"] == 1 else f"{state['entries']} entries"
+        kept = f"{entries}, {console.size(state['bytes'])}{removed}"
+        rows += [(name, kept), ("", state["folder"])]
     console.write(console.columns(rows))
     return 0
 
 
+def _state(name: str, *, clear: bool) -> dict[str, Any]:
+    """Return what a cache holds, after it has been cleared if that is asked for."""
+    from coreml_delegate.caches import cache_folder
+    from coreml_delegate.formats.entry_cache import CacheOptions, EntryCache
+
+    folder = cache_folder() / name
+    cache = EntryCache(CacheOptions(folder))
+    removed = cache.clear() if clear else 0
+    files = cache.files()
+    size = sum(file.size for file in files)
+    return {"folder": str(folder), "entries": len(files), "bytes": size, "removed": removed}
+
+
 COMMAND = Command(
     name="cache",
-    summary="show or clear the cache of compiled programs",
-    description="Show where the programs compiled for this machine are kept and how much space "
-    "they take; with --clear, remove them.",
+    summary="show or clear the caches of conversions and of compiled programs",
+    description="Show where the partitions converted and the programs compiled on this machine are "
+    "kept and how much space they take; with --clear, remove them.",
     add_arguments=add_arguments,
     run=run,
 )

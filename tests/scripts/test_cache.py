@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE, CacheOptions, EntryCache
 from coreml_delegate.runtime import Precision
-from coreml_delegate.runtime.engines.entry_cache import LIMIT_VARIABLE, CacheOptions, EntryCache
 from coreml_delegate.scripts import arguments
 from coreml_delegate.scripts.cli import main
 
@@ -22,34 +22,37 @@ def test_engine_precisions_equal_the_enum():
     assert {precision.value for precision in Precision} == set(arguments.ENGINE_PRECISIONS)
 
 
-def test_cache_is_shown_and_cleared(tmp_path, capsys):
+def test_caches_are_shown_and_cleared(tmp_path, capsys):
+    compiled, converted = tmp_path / "compiled", tmp_path / "converted"
     EntryCache(CacheOptions()).write(bytes(32), {}, bytes(10))
+    for n in range(2):
+        EntryCache(CacheOptions(converted)).write(bytes([n]) * 32, {}, b"", bytes(5))
     assert main(["cache", "--json"]) == 0
+    entry = {"folder": str(compiled), "entries": 1, "bytes": 4096 + 10 + 2, "removed": 0}
+    others = {"folder": str(converted), "entries": 2, "bytes": 2 * (4096 + 5 + 2), "removed": 0}
     assert json.loads(capsys.readouterr().out) == {
-        "folder": str(tmp_path / "compiled"),
         "enabled": True,
         "limit_bytes": 2 << 30,
-        "entries": 1,
-        "bytes": 4096 + 10 + 2,
-        "removed": 0,
+        **entry,
+        "conversions": others,
     }
     assert main(["cache", "--clear"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"folder   {tmp_path / 'compiled'}",
-        "limit    at most 2.1 GB",
-        "entries  0",
-        "size     0 B",
-        "removed  1",
+        "limit              at most 2.1 GB each",
+        "compiled programs  0 entries, 0 B, 1 removed",
+        f"                   {compiled}",
+        "conversions        0 entries, 0 B, 2 removed",
+        f"                   {converted}",
     ]
 
 
-def test_a_disabled_cache_is_shown(tmp_path, monkeypatch, capsys):
+def test_a_disabled_cache_is_shown(monkeypatch, capsys):
     EntryCache(CacheOptions()).write(bytes(32), {}, b"")
     monkeypatch.setenv(LIMIT_VARIABLE, "off")
     assert main(["cache"]) == 0
-    printed = capsys.readouterr().out
-    assert "limit    off" in printed
-    assert "entries  1" in printed
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "limit              off"
+    assert printed[1].startswith("compiled programs  1 entry, ")
 
 
 def test_an_invalid_environment_variable_is_an_error(monkeypatch, capsys):

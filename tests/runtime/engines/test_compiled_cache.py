@@ -23,10 +23,10 @@ from support.packages import (
 )
 
 from coreml_delegate.errors import OptionError
+from coreml_delegate.formats import entry_cache
+from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE, EntryCache
 from coreml_delegate.formats.files import write_folder
 from coreml_delegate.runtime import CacheOptions, EngineOptions
-from coreml_delegate.runtime.engines import entry_cache
-from coreml_delegate.runtime.engines.entry_cache import LIMIT_VARIABLE, EntryCache
 from coreml_delegate.runtime.engines.openvino import engine, translate
 from coreml_delegate.runtime.engines.openvino.session import compilation, compiled_cache
 from coreml_delegate.runtime.engines.source import ProgramSource
@@ -266,7 +266,7 @@ for name in ("runtime", "runtime.engines"):
     package = types.ModuleType(f"coreml_delegate.{name}")
     package.__path__ = [str(Path(coreml_delegate.__path__[0], *name.split(".")))]
     sys.modules[package.__name__] = package
-from coreml_delegate.runtime.engines.entry_cache import CacheOptions, EntryCache
+from coreml_delegate.formats.entry_cache import CacheOptions, EntryCache
 
 cache = EntryCache(CacheOptions(Path(sys.argv[1])))
 print("ready", flush=True)
@@ -370,7 +370,7 @@ def test_a_folder_that_cannot_be_written_is_logged_once(chain, tmp_path, caplog)
     for _ in range(2):
         _output(_load(chain, blocked / "cache"))
     (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
-    assert "no cache of compiled programs: cannot write" in record.getMessage()
+    assert "the cache is not used: cannot write" in record.getMessage()
 
 
 def test_a_full_disk_fails_no_load(chain, folder, monkeypatch, caplog):

@@ -20,8 +20,8 @@ import numpy as np
 import openvino as ov
 
 from coreml_delegate.caches import source_digest
+from coreml_delegate.formats.entry_cache import EntryCache
 from coreml_delegate.runtime.engines.base import EngineOptions
-from coreml_delegate.runtime.engines.entry_cache import EntryCache
 from coreml_delegate.runtime.engines.openvino.plugin import DEVICE
 from coreml_delegate.runtime.engines.openvino.session.inference import Interface, OpenVinoFunction
 from coreml_delegate.runtime.engines.source import ProgramSource

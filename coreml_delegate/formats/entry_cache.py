@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import mmap
@@ -25,22 +26,24 @@ import re
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from coreml_delegate.caches import cache_folder
 from coreml_delegate.errors import OptionError
-from coreml_delegate.formats.blob import Buffer
+from coreml_delegate.formats.blob import Content, chunks_of, size_of
 from coreml_delegate.formats.files import UNFINISHED, new_file
 
 _logger = logging.getLogger(__name__)
 
 LIMIT_VARIABLE: Final = "COREML_DELEGATE_COMPILED_CACHE"
-"""Environment variable that turns the cache ``off`` or says how large it may grow."""
+"""Environment variable that turns every such cache ``off`` or says how large each may grow."""
 
-_FOLDER: Final = "compiled"
+COMPILED: Final = "compiled"
+"""Folder of the programs that engines have compiled, in the folder of all caches."""
+
 _DEFAULT_LIMIT: Final = 2 << 30
 _OFF: Final = ("off", "0")
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -67,12 +70,15 @@ class CacheOptions:
         limit_bytes: Of all entries together; the least recently used go first.
     """
 
-    folder: Path = field(default_factory=lambda: cache_folder() / _FOLDER)
+    folder: Path = field(default_factory=lambda: cache_folder() / COMPILED)
     limit_bytes: int = _DEFAULT_LIMIT
 
     @classmethod
-    def from_environment(cls) -> CacheOptions | None:
+    def from_environment(cls, name: str = COMPILED) -> CacheOptions | None:
         """Read ``COREML_DELEGATE_COMPILED_CACHE``: ``off``, or a limit such as ``500M``.
+
+        Args:
+            name: Of the cache's folder, in the folder of all caches.
 
         Returns:
             The options, or None for no cache.
@@ -81,8 +87,9 @@ class CacheOptions:
             OptionError: The value is neither.
         """
         value = os.environ.get(LIMIT_VARIABLE, "").strip()
+        folder = cache_folder() / name
         if not value:
-            return cls()
+            return cls(folder)
         if value.lower() in _OFF:
             return None
         size = _SIZE.fullmatch(value.upper())
@@ -92,7 +99,7 @@ class CacheOptions:
                 got=repr(value),
                 expected="off, or bytes such as 500000000, 500M or 2G",
             )
-        return cls(limit_bytes=int(size[1]) * _UNITS[size[2]])
+        return cls(folder, int(size[1]) * _UNITS[size[2]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,28 +156,36 @@ class EntryCache:
     def reject(self, key: bytes, reason: str) -> None:
         """Drop an entry that cannot be used."""
         path = self._path(key)
-        _logger.warning("compiled program %s is made again: %s", path, reason)
+        _logger.warning("cache entry %s is made again: %s", path, reason)
         with contextlib.suppress(OSError):
             path.unlink()
 
-    def write(self, key: bytes, metadata: dict[str, Any], payload: Buffer) -> None:
-        """Write an entry, dropping others to make room. If that is impossible, write nothing."""
+    def write(self, key: bytes, metadata: dict[str, Any], *payload: Content) -> None:
+        """Write an entry, dropping others to make room. If that is impossible, write nothing.
+
+        Args:
+            key: 32 bytes.
+            metadata: For JSON.
+            payload: Its parts, one after another.
+        """
         described = json.dumps(metadata, sort_keys=True).encode()
-        data = memoryview(payload).cast("B")
-        size = _PAYLOAD + data.nbytes + len(described)
+        size = _PAYLOAD + sum(map(size_of, payload)) + len(described)
         if size > self._limit:
             _logger.debug("not cached: %d bytes exceed the limit of %d", size, self._limit)
             return
         head = struct.pack("<QQ32s", size, len(described), key)
         rest = head.ljust(_PAYLOAD - _CHECKED_FROM, b"\0")
-        checksum = zlib.crc32(described, zlib.crc32(data, zlib.crc32(rest)))
+        checksum = zlib.crc32(rest)
+        for chunk in _chunks(payload):
+            checksum = zlib.crc32(chunk, checksum)
+        checksum = zlib.crc32(described, checksum)
         start = struct.pack("<8sII", _MAGIC, _VERSION, checksum)
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             _sweep_unfinished(self._folder)
             self._make_room(size)
             with new_file(self._path(key), permissions=0o600) as file:
-                file.writelines((start, rest, data, described))
+                file.writelines(itertools.chain((start, rest), _chunks(payload), (described,)))
         except OSError as error:
             _log_unusable(self._folder, "write", error.strerror or str(error))
 
@@ -206,6 +221,10 @@ class EntryCache:
                 return
             _try_unlink(file.path)
             excess -= file.size
+
+
+def _chunks(payload: Iterable[Content]) -> Iterator[memoryview]:
+    return (chunk for content in payload for chunk in chunks_of(content))
 
 
 def _parse(content: memoryview, key: bytes) -> Entry:
@@ -251,9 +270,9 @@ def _sweep_unfinished(folder: Path) -> None:
 
 @functools.cache
 def _log_unusable(folder: Path, verb: str, reason: str) -> None:
-    """Log once that programs are compiled every time."""
+    """Log once that nothing is kept."""
     _logger.warning(
-        "no cache of compiled programs: cannot %s %s (%s); %s=off silences this",
+        "the cache is not used: cannot %s %s (%s); %s=off silences this",
         verb,
         folder,
         reason,

@@ -19,7 +19,7 @@ from coreml_delegate.formats.blob_layout import (
     models_in,
 )
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
-from coreml_delegate.runtime.engines.base import EngineOptions, State
+from coreml_delegate.runtime.engines.base import EngineOptions, NativeCall, State
 from coreml_delegate.runtime.engines.reference import REFERENCE
 from coreml_delegate.runtime.mil.program import Program
 from coreml_delegate.runtime.mil.reader import read_files
@@ -27,11 +27,21 @@ from coreml_delegate.runtime.model import Model, cast_input
 from coreml_delegate.runtime.program.delegate_interface import DelegateLoader, DelegatePayload
 from coreml_delegate.runtime.threads import all_torch_threads
 
+_SMALL = 4 << 20
+"""Size of a blob, in bytes, up to which native calls are made ready while it is loaded, which takes
+OpenVINO 2026.4 some 5 ms; of a larger model the calls take long enough by themselves."""
+
 
 class CoreMLDelegate:
-    """One loaded delegate, with its own state: zero at start, kept across calls."""
+    """One loaded delegate, with its own state: zero at start, kept across calls.
 
-    def __init__(self, model: Model, names: MethodMetadata) -> None:
+    Args:
+        model: What it runs.
+        names: Of its inputs and outputs, in the order of calls.
+        is_small: Whether calls take so little time that they are worth another way to make them.
+    """
+
+    def __init__(self, model: Model, names: MethodMetadata, *, is_small: bool = False) -> None:
         _check_names("input", names.input_names, model.input_names)
         _check_names("output", names.output_names, model.output_names)
         self.model = model
@@ -43,12 +53,18 @@ class CoreMLDelegate:
         self._computes_with_torch = model.engine_name == REFERENCE.name
         # Shapes seldom change from call to call: the shapes of the last call need no check.
         self._flexible = model.flexible_inputs
+        self._native = self._native_call() if is_small else None
         self._fitting: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def state(self) -> State | None:
         """The state that persists between calls; None if there is none."""
         return self._state
+
+    @property
+    def native(self) -> NativeCall | None:
+        """How to call it without Python; see ``DelegateCallable``."""
+        return self._native
 
     @property
     def input_count(self) -> int:
@@ -85,6 +101,12 @@ class CoreMLDelegate:
         """
         return self.model.diagnose(self._arrays(inputs), self._state, min_sqnr_db=min_sqnr_db)
 
+    def _native_call(self) -> NativeCall | None:
+        # A shape that is not fixed is checked against more than what the engine takes.
+        if self._state is not None or self._flexible:
+            return None
+        return self.model.native_call([name for name, _, _ in self._inputs], self._outputs)
+
     def _check_shapes(self, arrays: Mapping[str, np.ndarray]) -> None:
         shapes = tuple(arrays[name].shape for name in self._flexible)
         if shapes != self._fitting:
@@ -116,7 +138,8 @@ def delegate_loader(engine: str, options: EngineOptions | None = None) -> Delega
         blob, function = resolve(payload)
         files, metadata = blob_files(blob)
         model = Model.from_files(files, function_name=function, engine=engine, options=options)
-        return CoreMLDelegate(model, metadata.method(payload.method_name))
+        is_small = memoryview(blob).nbytes <= _SMALL
+        return CoreMLDelegate(model, metadata.method(payload.method_name), is_small=is_small)
 
     return load
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from coreml_delegate.formats.blob import Buffer
 from coreml_delegate.runtime import diagnosis, tracing
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
 from coreml_delegate.runtime.engines import limits
-from coreml_delegate.runtime.engines.base import EngineOptions, State
+from coreml_delegate.runtime.engines.base import EngineOptions, NativeCall, State
 from coreml_delegate.runtime.engines.reference import REFERENCE, ReferenceFunction
 from coreml_delegate.runtime.engines.selection import AUTO, compile_function
 from coreml_delegate.runtime.engines.shapes import InputShapes, check_shape, smallest_shape
@@ -197,6 +197,10 @@ class Model:
             state=state,
             min_sqnr_db=min_sqnr_db,
         )
+
+    def native_call(self, inputs: Sequence[str], outputs: Sequence[str]) -> NativeCall | None:
+        """Return how to run without Python; see ``CompiledFunction.native_call``."""
+        return self._compiled.native_call(inputs, outputs)
 
     def run_unchecked(self, inputs: Mapping[str, Array], state: State | None) -> dict[str, Array]:
         """Run as ``predict`` without checks: names, shapes and dtypes must be right."""

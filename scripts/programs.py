@@ -429,6 +429,8 @@ class _TraceablePte:
 class _TraceableDelegate:
     """A delegate that is diagnosed at every call, before it runs."""
 
+    native = None
+
     def __init__(
         self,
         name: str,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -98,6 +98,22 @@ class State(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class NativeCall:
+    """The way to run a function without Python, for as long as this object lives.
+
+    Attributes:
+        run: Address of ``int32_t run(void* model, const Argument* arguments, uint64_t count)``,
+            which any thread may call at any time. The arguments are contiguous tensors, inputs
+            before outputs; ``native_calls.cpp`` has their layout. It returns 0 if it has run, and
+            something else if the call has to be made in Python, with nothing changed.
+        model: What it takes first.
+    """
+
+    run: int
+    model: int
+
+
 class CompiledFunction(Protocol):
     """One function, ready to run. Safe to call from several threads, one call at a time each."""
 
@@ -119,6 +135,15 @@ class CompiledFunction(Protocol):
 
     def make_state(self) -> State | None:
         """Return a new state, all zeros; None if the function has no state."""
+        ...
+
+    def native_call(self, inputs: Sequence[str], outputs: Sequence[str]) -> NativeCall | None:
+        """Return how to run without Python, if that is possible.
+
+        Args:
+            inputs: Feature names, in the order in which calls pass the tensors.
+            outputs: Likewise.
+        """
         ...
 
 

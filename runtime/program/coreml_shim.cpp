@@ -4,6 +4,7 @@
 // headers, and builds in seconds. The runtime is built without exceptions, so none may leave
 // a function of this file that the runtime calls.
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -57,6 +58,17 @@ struct Callbacks {
   DestroyCallback destroy;
 };
 
+// A tensor as native calls take it; native_calls.cpp has the other side of it.
+struct NativeArgument {
+  void* data;
+  const int32_t* sizes;
+  int32_t rank;
+  int32_t type; // ScalarType number
+};
+// Returns 0 if it has run; otherwise the callback has to.
+using NativeRun =
+    int32_t (*)(void* model, const NativeArgument* arguments, uint64_t count);
+
 // A value travels as int64 numbers: these fields, then `rank` sizes and `rank` strides.
 enum Field : size_t {
   kIsTensor, // 0: no tensor, and the other fields are zero
@@ -69,7 +81,8 @@ enum Field : size_t {
   kFieldCount,
 };
 
-constexpr int32_t kInterfaceVersion = 1;
+constexpr size_t kMostNativeArguments = 64;
+constexpr int32_t kInterfaceVersion = 2;
 
 // --- State --------------------------------------------------------------------------------------
 
@@ -79,6 +92,9 @@ std::atomic<bool> closed{false};
 struct Delegate {
   // Only while init runs: the map belongs to the program, not to us.
   const et::NamedDataMap* named_data = nullptr;
+  // Set while init runs, if the delegate can be called without Python.
+  NativeRun native_run = nullptr;
+  void* native_model = nullptr;
   // Keeps named data alive for as long as the delegate may look at it.
   std::vector<et::FreeableBuffer> buffers;
 };
@@ -140,6 +156,31 @@ void append_record(et::EValue* value, std::vector<int64_t>& records) {
   records.insert(records.end(), strides.begin(), strides.end());
 }
 
+// Runs the delegate without Python; false if that is not possible, and nothing has changed.
+bool run_natively(const Delegate& delegate, et::Span<et::EValue*> args) {
+  if (delegate.native_run == nullptr || args.size() > kMostNativeArguments) {
+    return false;
+  }
+  std::array<NativeArgument, kMostNativeArguments> arguments;
+  for (size_t n = 0; n < args.size(); ++n) {
+    if (args[n] == nullptr || !args[n]->isTensor()) {
+      return false;
+    }
+    const Tensor& tensor = args[n]->toTensor();
+    if (!et::is_contiguous_dim_order(
+            tensor.dim_order().data(), tensor.dim_order().size())) {
+      return false;
+    }
+    arguments[n] = {
+        tensor.mutable_data_ptr(),
+        tensor.sizes().data(),
+        static_cast<int32_t>(tensor.dim()),
+        static_cast<int32_t>(tensor.scalar_type())};
+  }
+  return delegate.native_run(
+             delegate.native_model, arguments.data(), args.size()) == 0;
+}
+
 class CallbackBackend final : public et::BackendInterface {
  public:
   CallbackBackend(std::string name, const Callbacks& callbacks)
@@ -174,6 +215,9 @@ class CallbackBackend final : public et::BackendInterface {
       et::Span<et::EValue*> args) const override {
     if (closed.load() || handle == nullptr) {
       return et::Error::InvalidState;
+    }
+    if (run_natively(*static_cast<Delegate*>(handle), args)) {
+      return et::Error::Ok;
     }
     try {
       std::vector<int64_t> records;
@@ -311,6 +355,20 @@ SHIM_EXPORT int32_t coreml_shim_named_data(
   } catch (...) {
     return static_cast<int32_t>(et::Error::MemoryAllocationFailed);
   }
+}
+
+// To be called by init callbacks only: from now on the delegate is called this way, where possible.
+SHIM_EXPORT int32_t
+coreml_shim_set_native(void* handle, NativeRun run, void* model) {
+  auto* const delegate = static_cast<Delegate*>(handle);
+  if (delegate == nullptr || run == nullptr) {
+    return static_cast<int32_t>(et::Error::InvalidArgument);
+  }
+  static_assert(
+      std::is_same_v<SizesType, int32_t>, "sizes are passed as they are");
+  delegate->native_run = run;
+  delegate->native_model = model;
+  return 0;
 }
 
 // Resizes an output tensor and describes it anew: `record` has room for kFieldCount + 2 * rank.

@@ -14,6 +14,7 @@ from typing import Final, Protocol, TypeAlias
 import torch
 
 from coreml_delegate.errors import ExecutionError
+from coreml_delegate.runtime.engines.base import NativeCall
 from coreml_delegate.runtime.program.plan import describe
 
 COREML_BACKEND_ID: Final = "CoreMLBackend"
@@ -29,6 +30,14 @@ class DelegateCallable(Protocol):
 
         A program lists a delegate's inputs and outputs in one row and does not say where the inputs
         end: only the delegate knows.
+        """
+        ...
+
+    @property
+    def native(self) -> NativeCall | None:
+        """How to call it with addresses of tensors, without Python; None if there is no such way.
+
+        What it declines has to be called as below, which also says what is wrong with a call.
         """
         ...
 

@@ -7,6 +7,7 @@ method is loaded; only values that are replaced are looked up at run time.
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Any, TypeAlias
 import torch
 
 from coreml_delegate.errors import BlobFormatError, ProgramError
+from coreml_delegate.runtime.engines.base import NativeCall
+from coreml_delegate.runtime.program.decoder import DTYPES
 from coreml_delegate.runtime.program.delegate_interface import (
     DelegateCallable,
     check_output_count,
@@ -166,6 +169,23 @@ def _result_index(call: KernelCall, method: MethodInfo, kernel: Kernel) -> int |
         if index not in filled and not isinstance(method.values[index], IndexList):
             return index
     return None
+
+
+class _NativeArgument(ctypes.Structure):
+    """A tensor as native calls take it; ``native_calls.cpp`` has the other side of it."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("sizes", ctypes.POINTER(ctypes.c_int32)),
+        ("rank", ctypes.c_int32),
+        ("type", ctypes.c_int32),
+    )
+
+
+_NATIVE_RUN = ctypes.CFUNCTYPE(
+    ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(_NativeArgument), ctypes.c_uint64
+)
+_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
 
 class _Binder:
@@ -347,7 +367,54 @@ class _Binder:
                     target.resize_(source.shape)
                 fill(target, source)
 
-        return step
+        natively = self._native_step(delegate.native, call.args, len(inputs), passed, dynamic)
+        return step if natively is None else lambda: None if natively() else step()
+
+    def _native_step(
+        self,
+        native: NativeCall | None,
+        args: Sequence[int],
+        input_count: int,
+        passed: Sequence[bool],
+        dynamic: Sequence[bool],
+    ) -> Callable[[], bool] | None:
+        """Return a function that runs a delegate without Python, or says that this cannot be."""
+        specs = [spec for n in args if isinstance(spec := self._method.values[n], TensorSpec)]
+        if native is None or any(dynamic) or not all(spec.is_row_major for spec in specs):
+            return None
+        values, count = self._values, len(args)
+        arguments = (_NativeArgument * count)()
+        for argument, spec in zip(arguments, specs, strict=True):
+            argument.rank, argument.type = len(spec.shape), _NUMBERS[spec.dtype]
+            argument.sizes = (ctypes.c_int32 * len(spec.shape))(*spec.shape)
+        model, call = native.model, _NATIVE_RUN(native.run)
+        made = [
+            (n, args[n], specs[n].shape, specs[n].dtype)
+            for n in range(input_count, count)
+            if passed[n - input_count]
+        ]
+        given = [
+            (n, args[n]) for n in range(count) if n < input_count or not passed[n - input_count]
+        ]
+
+        def natively(_: NativeCall = native) -> bool:  # which has to live as long as this
+            for n, index in given:
+                tensor = values[index]
+                if not tensor.is_contiguous():
+                    return False
+                arguments[n].data = tensor.data_ptr()
+            results: list[tuple[int, torch.Tensor]] = []
+            for n, index, shape, dtype in made:
+                result = torch.empty(shape, dtype=dtype)
+                arguments[n].data = result.data_ptr()
+                results.append((index, result))
+            if call(model, arguments, count):
+                return False
+            for index, result in results:
+                values[index] = result
+            return True
+
+        return natively
 
     def _move(self, call: MoveCall) -> Step:
         values, source, target = self._values, call.source, call.target

@@ -33,7 +33,7 @@ from coreml_delegate.runtime.threads import one_torch_thread
 
 _logger = logging.getLogger(__name__)
 
-_INTERFACE_VERSION: Final = 1
+_INTERFACE_VERSION: Final = 2
 _OK: Final = 0
 _FAILED: Final = 0x1  # Error::Internal
 _NOT_FOUND: Final = 0x20  # Error::NotFound
@@ -109,6 +109,7 @@ _PROTOTYPES: Final[Mapping[str, tuple[Any, ...]]] = {
         ctypes.POINTER(ctypes.c_void_p),
         ctypes.POINTER(ctypes.c_uint64),
     ),
+    "coreml_shim_set_native": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
     "coreml_shim_resize": (
         ctypes.c_void_p,
         ctypes.POINTER(ctypes.c_int32),
@@ -217,6 +218,9 @@ class Shim:
             )
             delegate = self._loaders[payload.backend_id](payload)
             self._delegates[handle] = _Delegate(delegate)
+            native = delegate.native
+            if native is not None:
+                self._library.coreml_shim_set_native(handle, native.run, native.model)
             if self._state.loaded is not None:
                 self._state.loaded.append(delegate)
         except BaseException as error:  # noqa: BLE001 - nothing may be raised into C++

@@ -21,6 +21,7 @@ QUICK = settings(
 
 class Delegate:
     input_count = 1
+    native = None
 
     def __call__(self, inputs):
         raise AssertionError("nothing is run here")

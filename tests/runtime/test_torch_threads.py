@@ -84,6 +84,7 @@ def test_the_number_is_restored_when_a_delegate_fails() -> None:
 
         class Failing:
             input_count = delegate.input_count
+            native = None
 
             def __call__(self, inputs):
                 raise ValueError("broken")

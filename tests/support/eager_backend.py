@@ -95,6 +95,8 @@ class EagerDelegate:
         self.placeholders = [node[0] for node in self.nodes if node[1] == "placeholder"]
         self.calls = 0
 
+    native = None
+
     @property
     def input_count(self) -> int:
         return len(self.placeholders)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +118,10 @@ class ReferenceFunction:
             name: value_to_array(by_name[name], self._outputs[name])
             for name in (feature.name for feature in self._function.outputs)
         }
+
+    def native_call(self, inputs: Sequence[str], outputs: Sequence[str]) -> None:  # noqa: ARG002
+        """Return None: the engine is Python."""
+        return
 
     def make_state(self) -> ReferenceState | None:
         """Fresh state, all zeros; None when the function has none."""

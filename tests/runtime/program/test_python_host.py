@@ -134,6 +134,7 @@ class Altered:
 
         class Delegate:
             input_count = inner.input_count
+            native = None
             alter = staticmethod(self.alter)
 
             def __call__(self, inputs):
@@ -151,6 +152,7 @@ def test_an_input_for_delegates_alone_is_not_copied(shared_with_cpu: bool, copie
 
         class Delegate:
             input_count = inner.input_count
+            native = None
 
             def __call__(self, inputs):
                 taken.extend(tensor.data_ptr() for tensor in inputs)

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from support.gates import needs_compiler
 
+from coreml_delegate.caches import CACHE_VARIABLE
 from coreml_delegate.errors import EngineUnavailableError
 from coreml_delegate.runtime.program import shim_build
 
 
 @needs_compiler
 def test_a_build_is_cached(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv(shim_build.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     built = shim_build.build()
     assert built.parent == tmp_path / "stock-shim"
     assert [path.suffix for path in sorted(built.parent.iterdir())] in ([".so"], [".lock", ".so"])
@@ -26,7 +27,7 @@ def test_a_build_is_cached(tmp_path: Path, monkeypatch) -> None:
 
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch) -> Path:
-    monkeypatch.setenv(shim_build.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path
 
 
@@ -62,6 +63,6 @@ def test_a_failing_compiler_is_quoted_and_leaves_nothing(empty_cache: Path, monk
 def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    monkeypatch.setenv(shim_build.CACHE_VARIABLE, str(blocked))
+    monkeypatch.setenv(CACHE_VARIABLE, str(blocked))
     with pytest.raises(EngineUnavailableError, match="Set COREML_DELEGATE_CACHE to a directory"):
         shim_build.build()

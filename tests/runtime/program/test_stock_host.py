@@ -60,6 +60,7 @@ class Altered:
 
         class Delegate:
             input_count = inner.input_count
+            native = None
 
             def __call__(self, inputs):
                 return alter(inner(inputs))

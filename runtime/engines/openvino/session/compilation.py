@@ -116,7 +116,7 @@ def _build(
     interface = Interface(
         translated.inputs, translated.outputs, translated.states, translated.writes
     )
-    made = OpenVinoFunction(interface, compiled)
+    made = OpenVinoFunction(interface, compiled, config)
     if cache is not None:
         cache.keep(made, shapes)
     return made

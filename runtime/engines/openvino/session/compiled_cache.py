@@ -91,7 +91,7 @@ class CompiledCache:
         try:
             compiled = core.import_model(ov.Tensor(data, shared_memory=True), DEVICE, config)
             # The mapping must outlive the model, whose constants may lie in it.
-            return OpenVinoFunction(Interface.decode(entry.metadata), compiled, keep=data)
+            return OpenVinoFunction(Interface.decode(entry.metadata), compiled, config, keep=data)
         except (RuntimeError, KeyError, TypeError, ValueError) as error:
             self.entries.reject(key, last_line(error))
             return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from coreml_delegate.runtime.engines.base import Array, State
@@ -85,6 +85,10 @@ class EnumeratedFunction:
     def make_state(self) -> OpenVinoState | None:
         """Fresh state, all zeros, for calls of every shape; None when the function has none."""
         return self._first.make_state()
+
+    def native_call(self, inputs: Sequence[str], outputs: Sequence[str]) -> None:  # noqa: ARG002
+        """Return None: each shape has a model of its own."""
+        return
 
     def _graph(self, shapes: Shapes) -> OpenVinoFunction:
         key = tuple(shapes.values())

@@ -9,7 +9,7 @@ made once, and large ones are bound without a copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from coreml_delegate.errors import ExecutionError, InputError
-from coreml_delegate.runtime.engines.base import Array, State
+from coreml_delegate.runtime.engines.base import Array, NativeCall, State
+from coreml_delegate.runtime.engines.openvino.session.native_calls import native_call
 from coreml_delegate.runtime.engines.openvino.session.states import (
     OpenVinoState,
     StateTypes,
@@ -223,13 +224,21 @@ class OpenVinoFunction:
     Args:
         interface: Meaning of the model's ports.
         compiled: OpenVINO's compiled model.
+        config: The properties that it was compiled with.
         keep: An object that must live as long as the model does.
 
     Raises:
         ValueError: The model has another number of ports.
     """
 
-    def __init__(self, interface: Interface, compiled: Any, *, keep: object = None) -> None:
+    def __init__(
+        self,
+        interface: Interface,
+        compiled: Any,
+        config: Mapping[str, object],
+        *,
+        keep: object = None,
+    ) -> None:
         expected = interface.port_counts
         if (len(compiled.inputs), len(compiled.outputs)) != expected:
             raise ValueError(
@@ -238,6 +247,7 @@ class OpenVinoFunction:
             )
         self.interface = interface
         self.compiled = compiled
+        self._config = config
         self._keep = keep
         self._states = interface.states
         self._inputs = _ports(interface.inputs, compiled.inputs)
@@ -278,6 +288,17 @@ class OpenVinoFunction:
         if not self._states:
             return None
         return OpenVinoState(self._states, self.interface.writes)
+
+    def native_call(self, inputs: Sequence[str], outputs: Sequence[str]) -> NativeCall | None:
+        """Return how to run without Python; see ``CompiledFunction``."""
+        if self._states:
+            return None
+        return native_call(
+            self.compiled,
+            self._config,
+            [self.interface.inputs.index(name) for name in inputs],
+            [self.interface.outputs.index(name) for name in outputs],
+        )
 
     def _request(self) -> _Request:
         return _Request(self.compiled, self._inputs, self._outputs, self.interface.writes)

@@ -1,0 +1,119 @@
+"""Small C++ libraries that are compiled on this machine, on first use, and cached.
+
+They are not shipped as binaries, because they depend on the libraries of other wheels that are
+installed beside this package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import filelock
+
+from coreml_delegate.caches import CACHE_VARIABLE, cache_folder
+from coreml_delegate.errors import EngineUnavailableError
+from coreml_delegate.formats.files import new_path
+
+_logger = logging.getLogger(__name__)
+
+_COMPILERS: Final = ("c++", "g++", "clang++")
+_FLAGS: Final = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
+_ERROR_LINES: Final = 12
+
+
+def find_compiler() -> list[str] | None:
+    """Return the C++ compiler as the start of a command line: $CXX, else the first on the path."""
+    named = os.environ.get("CXX")
+    if named:
+        command = shlex.split(named)
+        return command if command and shutil.which(command[0]) else None
+    found = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    return [found] if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class CppLibrary:
+    """A library of one source file.
+
+    Attributes:
+        name: Of the file in the cache.
+        folder: Of the cache, in the folder of all caches.
+        source: The source.
+        flags: Of the compiler, before the source: definitions and folders of headers.
+        libraries: Arguments of the linker.
+        depends_on: What it has to be built again for, in words: versions and sizes of what it uses.
+    """
+
+    name: str
+    folder: str
+    source: bytes
+    flags: tuple[str, ...]
+    libraries: tuple[str, ...]
+    depends_on: tuple[object, ...]
+
+    @property
+    def path(self) -> Path:
+        """Where the library is, built or not."""
+        machine = (platform.machine(), platform.platform())
+        parts = (self.source.hex(), *self.depends_on, *_FLAGS, *self.flags, *machine)
+        digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:24]
+        return cache_folder() / self.folder / f"{self.name}-{digest}.so"
+
+    def unavailable_reason(self) -> str | None:
+        """Return why the library can be neither found nor built; None if it can."""
+        if self.path.is_file() or find_compiler() is not None:
+            return None
+        named = os.environ.get("CXX")
+        return (
+            f"the C++ compiler that CXX names was not found: {named}"
+            if named
+            else f"no C++ compiler was found (looked for {', '.join(_COMPILERS)})"
+        )
+
+    def build(self) -> Path:
+        """Return the path of the library, built if this is its first use.
+
+        Raises:
+            EngineUnavailableError: The compiler fails, and the message has its last lines; or the
+                cache cannot be written.
+        """
+        target = self.path
+        if target.is_file():
+            return target
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with filelock.FileLock(target.with_suffix(".lock")):
+                if not target.is_file():
+                    self._compile(find_compiler() or [], target)
+        except OSError as error:
+            raise EngineUnavailableError(
+                "cannot write the cache directory",
+                got=f"{target.parent} ({error.strerror})",
+                remedy=f"Set {CACHE_VARIABLE} to a directory that can be written.",
+            ) from error
+        return target
+
+    def _compile(self, compiler: list[str], target: Path) -> None:
+        with new_path(target) as output:
+            source = output.with_name(f"{self.name}.cpp")
+            source.write_bytes(self.source)
+            command = [*compiler, *_FLAGS, *self.flags, str(source), *self.libraries]
+            command += ["-o", str(output)]
+            _logger.debug("building %s: %s", self.name, shlex.join(command))
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            if result.returncode != 0:
+                lines = result.stderr.strip().splitlines()[-_ERROR_LINES:]
+                raise EngineUnavailableError(
+                    f"{compiler[0]} failed to build {self.name}",
+                    got=f"exit code {result.returncode}:\n" + "\n".join(lines),
+                    remedy="Try another compiler (set CXX), or use the Python host.",
+                )

@@ -1,0 +1,252 @@
+"""Delegates of small programs are called without Python, and give what Python gives."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.gates import needs_compiler
+from support.lowering import Function, lower
+from support.tolerances import ATOL_RTOL
+from torch import nn
+
+from coreml_delegate import runtime
+from coreml_delegate.errors import InputError
+from coreml_delegate.runtime import delegate as delegates
+from coreml_delegate.runtime.delegate import CoreMLDelegate
+from coreml_delegate.runtime.engines.openvino.session import native_calls
+
+ATOL, RTOL = ATOL_RTOL["fp32"]
+HOSTS = ["python", pytest.param("stock", marks=needs_compiler)]
+pytestmark = needs_compiler
+
+
+def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.arange(torch.Size(shape).numel()).reshape(shape) % 23 - 11).to(dtype)
+
+
+def _mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...]]] = {
+    "perceptron": (_mlp, (_numbers(2, 8),)),
+    "tensors that are bound": (
+        lambda: Function(lambda x, y: torch.relu(x) - y * 2),
+        (_numbers(80, 90), _numbers(80, 90) / 7),
+    ),
+    "integers of 64 bits": (
+        lambda: Function(lambda n, m: (n + m, n * 2)),
+        (_numbers(3, 4, dtype=torch.int64), _numbers(3, 4, dtype=torch.int64)),
+    ),
+    "integers of 32 bits": (
+        lambda: Function(lambda n, x: (n + 2, x + n)),
+        (_numbers(7, dtype=torch.int32), _numbers(7)),
+    ),
+    "scalars": (lambda: Function(lambda x: (x.sum(), x * x.mean())), (_numbers(5),)),
+    "inputs in another order": (
+        lambda: Function(lambda x, y, z: (z - x, torch.tanh(y), x / 3)),
+        (_numbers(4), _numbers(2, 3), _numbers(4) * 2),
+    ),
+    "a delegate between operators": (
+        lambda: Function(lambda x: torch.asinh(torch.relu(torch.asinh(x)) + x)),
+        (_numbers(3, 5),),
+    ),
+}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the delegates' calls that are made in Python."""
+    made: list[str] = []
+    original = CoreMLDelegate.__call__
+
+    def call(self: CoreMLDelegate, inputs: Any) -> Any:
+        made.append(self.model.function.name)
+        return original(self, inputs)
+
+    monkeypatch.setattr(CoreMLDelegate, "__call__", call)
+    return made
+
+
+def _load(module: nn.Module, inputs: tuple[torch.Tensor, ...], host: str, **options: Any) -> Any:
+    pte = lower(module, inputs).pte
+    return runtime.load_program(pte, host=host, engine="openvino", **options)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_calls_enter_no_python_and_compute_the_same(
+    case: str, host: str, threads: int, calls: list[str]
+) -> None:
+    make, inputs = CASES[case]
+    module = make().eval()
+    program = _load(module, inputs, host, options=runtime.EngineOptions(threads=threads))
+    for change in (0, 1):  # other numbers in other memory
+        given = tuple(x + change for x in inputs)
+        expected = module(*given)
+        results = program.run("forward", given)
+        for result, wanted in zip(
+            results, expected if isinstance(expected, tuple) else (expected,), strict=True
+        ):
+            assert result.dtype == wanted.dtype
+            torch.testing.assert_close(result, wanted, atol=ATOL, rtol=RTOL)
+    assert calls == []
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_results_stay_as_they_are(host: str) -> None:
+    program = _load(Function(lambda x: x * 2), (_numbers(90, 90),), host)
+    (first,) = program.run("forward", (torch.ones(90, 90),))
+    (second,) = program.run("forward", (torch.zeros(90, 90),))
+    assert (first.unique().tolist(), second.unique().tolist()) == ([2.0], [0.0])
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_integers_beyond_32_bits_are_refused_in_words(host: str, calls: list[str]) -> None:
+    program = _load(Function(lambda n: n + 1), (_numbers(3, dtype=torch.int64),), host)
+    with pytest.raises(InputError, match=r"beyond int32: got 1 to 4294967296"):
+        program.run("forward", (torch.tensor([1, 2, 2**32]),))
+    assert calls == ["main"]
+    (result,) = program.run("forward", (torch.tensor([1, 2, 3]),))
+    assert result.tolist() == [2, 3, 4]
+    assert calls == ["main"]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_transposed_inputs_are_called_in_some_way(host: str) -> None:
+    program = _load(Function(lambda x: x * 3), (_numbers(4, 6),), host)
+    x = _numbers(6, 4).t()
+    (result,) = program.run("forward", (x,))
+    torch.testing.assert_close(result, x * 3)
+
+
+def test_large_blobs_are_called_in_python(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delegates, "_SMALL", 100)
+    _load(_mlp(), (_numbers(2, 8),), "python").run("forward", (_numbers(2, 8),))
+    assert calls == ["main"]
+
+
+class Counting(nn.Module):
+    """Keeps a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(x)
+        return self.count * 2
+
+
+def test_states_are_kept_in_python(calls: list[str]) -> None:
+    program = _load(Counting(), (torch.ones(2),), "python")
+    for expected in (2.0, 4.0):
+        (result,) = program.run("forward", (torch.ones(2),))
+        assert result.tolist() == [expected] * 2
+    assert len(calls) == 2
+
+
+def test_the_reference_engine_has_no_native_calls(calls: list[str]) -> None:
+    program = runtime.load_program(lower(_mlp(), (_numbers(2, 8),)).pte, engine="reference")
+    program.run("forward", (_numbers(2, 8),))
+    assert calls == ["main"]
+
+
+def test_without_a_compiler_calls_are_made_in_python(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: Any
+) -> None:
+    monkeypatch.setenv("COREML_DELEGATE_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    native_calls._library.cache_clear()
+    try:
+        program = _load(_mlp(), (_numbers(2, 8),), "python")
+        with caplog.at_level(logging.DEBUG, "coreml_delegate"):
+            (result,) = program.run("forward", (_numbers(2, 8),))
+    finally:
+        native_calls._library.cache_clear()
+    torch.testing.assert_close(result, _mlp()(_numbers(2, 8)), atol=ATOL, rtol=RTOL)
+    assert calls == ["main"]
+    assert "the C++ compiler that CXX names was not found" in caplog.text
+
+
+def _native(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
+    program = _load(module, inputs, "python")
+    (delegate,) = program.delegates("forward")
+    assert delegate.native is not None
+    return program, delegate.native
+
+
+class _Argument(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("sizes", ctypes.POINTER(ctypes.c_int32)),
+        ("rank", ctypes.c_int32),
+        ("type", ctypes.c_int32),
+    )
+
+
+_RUN = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(_Argument), ctypes.c_uint64)
+
+
+def _arguments(*arrays: np.ndarray) -> Any:
+    numbers = {"float32": 6, "float16": 5, "int64": 4, "int32": 3, "float64": 7}
+    made = (_Argument * len(arrays))()
+    for argument, array in zip(made, arrays, strict=True):
+        argument.data, argument.rank = array.ctypes.data, array.ndim
+        argument.sizes = (ctypes.c_int32 * array.ndim)(*array.shape)
+        argument.type = numbers[str(array.dtype)]
+    return made
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        (np.ones((2, 8), np.float32),),
+        (np.ones((2, 8), np.float32), np.empty((2, 4), np.float32), np.empty(1, np.float32)),
+        (np.ones((2, 8), np.float64), np.empty((2, 4), np.float32)),
+        (np.ones((2, 8), np.float32), np.empty((2, 4), np.float16)),
+        (np.ones((8, 2), np.float32), np.empty((2, 4), np.float32)),
+        (np.ones((2, 8), np.float32), np.empty((2, 4, 1), np.float32)),
+        (np.ones(16, np.float32), np.empty((2, 4), np.float32)),
+    ],
+)
+def test_calls_that_do_not_fit_are_declined_and_touch_nothing(arrays: Any) -> None:
+    _program, native = _native(_mlp(), (_numbers(2, 8),))
+    before = [array.copy() for array in arrays]
+    assert _RUN(native.run)(native.model, _arguments(*arrays), len(arrays)) == 1
+    for array, kept in zip(arrays, before, strict=True):
+        np.testing.assert_array_equal(array.view(np.uint8), kept.view(np.uint8))
+
+
+def test_eight_threads_get_their_own_results() -> None:
+    module = _mlp()
+    _program, native = _native(module, (_numbers(2, 8),))
+    run, wrong = _RUN(native.run), list[int]()
+
+    def call(seed: int) -> None:
+        x = np.full((2, 8), seed, np.float32)
+        expected = module(torch.from_numpy(x)).detach().numpy()
+        y = np.empty((2, 4), np.float32)
+        arguments = _arguments(x, y)
+        for _ in range(1000):
+            y.fill(np.nan)
+            if run(native.model, arguments, 2) or not np.allclose(y, expected, ATOL, RTOL):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []

@@ -184,7 +184,7 @@ def test_scatter_of_bools_does_not_subtract(builder: graph.Builder) -> None:
 
 
 def test_lookups_in_too_many_dimensions_are_refused(builder: graph.Builder) -> None:
-    x = builder.constant(np.zeros((2, 1, 2, 1, 2, 1), np.float32))
+    x = builder.constant(np.zeros((2,) * 6, np.float32))
     taken = builder.take(x, builder.parameters["i"], 0)
     with pytest.raises(CoreMLDelegateError, match="gather of a tensor with too many dimensions"):
         builder.compile(taken)

@@ -246,6 +246,8 @@ class _LoadedMethod:
                 raise ProgramError(f"method {method.name!r} returns a list as a single output")
         passed = find_delegate_only_values(method, delegates)
         self._replaced = self._replaced_inputs(passed.inputs)
+        # Each run's are new; one that is returned twice is copied all the same.
+        self._new = {i for i in passed.outputs if method.outputs.count(i) == 1}
         bound = bind_method(method, values, delegates, self._replaced, passed)
         self._chains = bound.chains
         # A run that failed half-way must not leave its loop counters behind.
@@ -282,7 +284,11 @@ class _LoadedMethod:
                 self._set_input(index, value)
             for number in range(len(self._chains)):
                 self._run_chain(number)
-            return [_copy(self._values[index]) for index in self._method.outputs]
+            return [
+                value if index in self._new else _copy(value)
+                for index in self._method.outputs
+                for value in (self._values[index],)
+            ]
 
     def _set_input(self, index: int, value: Value) -> None:
         spec = self._method.values[index]

@@ -92,7 +92,7 @@ class DelegateOnlyValues:
 
     Attributes:
         inputs: Inputs of the method that delegates take.
-        outputs: Outputs of the method that one delegate returns.
+        outputs: Outputs of the method that one delegate returns; a new tensor in each run.
     """
 
     inputs: frozenset[int]
@@ -169,6 +169,11 @@ def _result_index(call: KernelCall, method: MethodInfo, kernel: Kernel) -> int |
         if index not in filled and not isinstance(method.values[index], IndexList):
             return index
     return None
+
+
+def _new_tensor(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of a dtype that is row-major and shares no memory with ``source``."""
+    return torch.empty(source.shape, dtype=dtype).copy_(source)
 
 
 class _NativeArgument(ctypes.Structure):
@@ -361,7 +366,7 @@ class _Binder:
                     result, target.shape, dynamic=dynamic[position], position=position
                 )
                 if passed[position]:
-                    values[index] = source.to(target.dtype)
+                    values[index] = _new_tensor(source, target.dtype)
                     continue
                 if source.shape != target.shape:
                     target.resize_(source.shape)

@@ -176,7 +176,7 @@ def _new_tensor(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(source.shape, dtype=dtype).copy_(source)
 
 
-class _NativeArgument(ctypes.Structure):
+class NativeArgument(ctypes.Structure):
     """A tensor as native calls take it; ``native_calls.cpp`` has the other side of it."""
 
     _fields_ = (
@@ -187,8 +187,8 @@ class _NativeArgument(ctypes.Structure):
     )
 
 
-_NATIVE_RUN = ctypes.CFUNCTYPE(
-    ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(_NativeArgument), ctypes.c_uint64
+NATIVE_RUN = ctypes.CFUNCTYPE(
+    ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(NativeArgument), ctypes.c_uint64
 )
 _NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
@@ -388,11 +388,11 @@ class _Binder:
         if native is None or any(dynamic) or not all(spec.is_row_major for spec in specs):
             return None
         values, count = self._values, len(args)
-        arguments = (_NativeArgument * count)()
+        arguments = (NativeArgument * count)()
         for argument, spec in zip(arguments, specs, strict=True):
             argument.rank, argument.type = len(spec.shape), _NUMBERS[spec.dtype]
             argument.sizes = (ctypes.c_int32 * len(spec.shape))(*spec.shape)
-        model, call = native.model, _NATIVE_RUN(native.run)
+        model, call = native.model, NATIVE_RUN(native.run)
         made = [
             (n, args[n], specs[n].shape, specs[n].dtype)
             for n in range(input_count, count)

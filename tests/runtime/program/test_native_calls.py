@@ -21,6 +21,7 @@ from coreml_delegate.errors import InputError
 from coreml_delegate.runtime import delegate as delegates
 from coreml_delegate.runtime.delegate import CoreMLDelegate
 from coreml_delegate.runtime.engines.openvino.session import native_calls
+from coreml_delegate.runtime.program.instructions import NATIVE_RUN, NativeArgument
 
 ATOL, RTOL = ATOL_RTOL["fp32"]
 HOSTS = ["python", pytest.param("stock", marks=needs_compiler)]
@@ -187,21 +188,9 @@ def _native(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, A
     return program, delegate.native
 
 
-class _Argument(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("sizes", ctypes.POINTER(ctypes.c_int32)),
-        ("rank", ctypes.c_int32),
-        ("type", ctypes.c_int32),
-    )
-
-
-_RUN = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(_Argument), ctypes.c_uint64)
-
-
 def _arguments(*arrays: np.ndarray) -> Any:
     numbers = {"float32": 6, "float16": 5, "int64": 4, "int32": 3, "float64": 7}
-    made = (_Argument * len(arrays))()
+    made = (NativeArgument * len(arrays))()
     for argument, array in zip(made, arrays, strict=True):
         argument.data, argument.rank = array.ctypes.data, array.ndim
         argument.sizes = (ctypes.c_int32 * array.ndim)(*array.shape)
@@ -224,7 +213,7 @@ def _arguments(*arrays: np.ndarray) -> Any:
 def test_calls_that_do_not_fit_are_declined_and_touch_nothing(arrays: Any) -> None:
     _program, native = _native(_mlp(), (_numbers(2, 8),))
     before = [array.copy() for array in arrays]
-    assert _RUN(native.run)(native.model, _arguments(*arrays), len(arrays)) == 1
+    assert NATIVE_RUN(native.run)(native.model, _arguments(*arrays), len(arrays)) == 1
     for array, kept in zip(arrays, before, strict=True):
         np.testing.assert_array_equal(array.view(np.uint8), kept.view(np.uint8))
 
@@ -232,7 +221,7 @@ def test_calls_that_do_not_fit_are_declined_and_touch_nothing(arrays: Any) -> No
 def test_eight_threads_get_their_own_results() -> None:
     module = _mlp()
     _program, native = _native(module, (_numbers(2, 8),))
-    run, wrong = _RUN(native.run), list[int]()
+    run, wrong = NATIVE_RUN(native.run), list[int]()
 
     def call(seed: int) -> None:
         x = np.full((2, 8), seed, np.float32)

@@ -19,17 +19,14 @@ from coreml_delegate.formats.blob_layout import (
     models_in,
 )
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
-from coreml_delegate.runtime.engines.base import EngineOptions, NativeCall, State
+from coreml_delegate.runtime.engines.base import EngineOptions, State
 from coreml_delegate.runtime.engines.reference import REFERENCE
 from coreml_delegate.runtime.mil.program import Program
 from coreml_delegate.runtime.mil.reader import read_files
 from coreml_delegate.runtime.model import Model, cast_input
+from coreml_delegate.runtime.native import SMALL, NativeCall
 from coreml_delegate.runtime.program.delegate_interface import DelegateLoader, DelegatePayload
 from coreml_delegate.runtime.threads import all_torch_threads
-
-_SMALL = 4 << 20
-"""Size of a blob, in bytes, up to which native calls are made ready while it is loaded, which takes
-OpenVINO 2026.4 some 5 ms; of a larger model the calls take long enough by themselves."""
 
 
 class CoreMLDelegate:
@@ -138,7 +135,7 @@ def delegate_loader(engine: str, options: EngineOptions | None = None) -> Delega
         blob, function = resolve(payload)
         files, metadata = blob_files(blob)
         model = Model.from_files(files, function_name=function, engine=engine, options=options)
-        is_small = memoryview(blob).nbytes <= _SMALL
+        is_small = memoryview(blob).nbytes <= SMALL
         return CoreMLDelegate(model, metadata.method(payload.method_name), is_small=is_small)
 
     return load

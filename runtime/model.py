@@ -16,7 +16,7 @@ from coreml_delegate.formats.blob import Buffer
 from coreml_delegate.runtime import diagnosis, tracing
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
 from coreml_delegate.runtime.engines import limits
-from coreml_delegate.runtime.engines.base import EngineOptions, NativeCall, State
+from coreml_delegate.runtime.engines.base import EngineOptions, State
 from coreml_delegate.runtime.engines.reference import REFERENCE, ReferenceFunction
 from coreml_delegate.runtime.engines.selection import AUTO, compile_function
 from coreml_delegate.runtime.engines.shapes import InputShapes, check_shape, smallest_shape
@@ -30,6 +30,7 @@ from coreml_delegate.runtime.mil.program import (
     TensorType,
 )
 from coreml_delegate.runtime.mil.reader import read_files
+from coreml_delegate.runtime.native import NativeCall
 from coreml_delegate.runtime.tracing import Listener
 
 Array = NDArray[Any]
@@ -201,6 +202,13 @@ class Model:
     def native_call(self, inputs: Sequence[str], outputs: Sequence[str]) -> NativeCall | None:
         """Return how to run without Python; see ``CompiledFunction.native_call``."""
         return self._compiled.native_call(inputs, outputs)
+
+    def prepare_native_calls(self) -> None:
+        """Make calls without Python from now on; see ``CompiledFunction.prepare_native_calls``.
+
+        It takes some milliseconds, and gains as many microseconds for each call.
+        """
+        self._compiled.prepare_native_calls()
 
     def run_unchecked(self, inputs: Mapping[str, Array], state: State | None) -> dict[str, Array]:
         """Run as ``predict`` without checks: names, shapes and dtypes must be right."""

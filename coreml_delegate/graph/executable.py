@@ -31,6 +31,7 @@ from coreml_delegate.graph.tensor_types import Dim, Dimension, DType, TensorType
 from coreml_delegate.preprocess.package import model_files
 from coreml_delegate.runtime import EngineOptions, Model
 from coreml_delegate.runtime.engines.base import State
+from coreml_delegate.runtime.native import SMALL
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
 
@@ -134,7 +135,7 @@ class Executable:
         self.states = dict(states)
         self.dimensions = dict(dimensions)
         self._backend = backend
-        self.model = Model.from_files(files, engine=backend.engine, options=backend.options)
+        self.model = self._loaded(backend.engine, backend.options)
         self._takes = [
             (name, type, 0 < type.rank <= MOST_AXES, type.shape if type.is_static else None)
             for name, type in parameters.items()
@@ -158,8 +159,14 @@ class Executable:
         """
         found = copy.copy(self)
         chosen = self._backend.options if options is None else options
-        found.model = Model.from_files(self.files, engine=engine, options=chosen)
+        found.model = found._loaded(engine, chosen)
         return found
+
+    def _loaded(self, engine: str, options: EngineOptions | None) -> Model:
+        model = Model.from_files(self.files, engine=engine, options=options)
+        if sum(memoryview(content).nbytes for content in self.files.values()) <= SMALL:
+            model.prepare_native_calls()
+        return model
 
     @property
     def signature(self) -> str:

@@ -11,6 +11,7 @@ from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.entry_cache import CacheOptions
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function
+from coreml_delegate.runtime.native import NativeCall
 from coreml_delegate.runtime.snapshots import Array, Snapshot
 
 
@@ -98,22 +99,6 @@ class State(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
-class NativeCall:
-    """The way to run a function without Python, for as long as this object lives.
-
-    Attributes:
-        run: Address of ``int32_t run(void* model, const Argument* arguments, uint64_t count)``,
-            which any thread may call at any time. The arguments are contiguous tensors, inputs
-            before outputs; ``native_calls.cpp`` has their layout. It returns 0 if it has run, and
-            something else if the call has to be made in Python, with nothing changed.
-        model: What it takes first.
-    """
-
-    run: int
-    model: int
-
-
 class CompiledFunction(Protocol):
     """One function, ready to run. Safe to call from several threads, one call at a time each."""
 
@@ -144,6 +129,10 @@ class CompiledFunction(Protocol):
             inputs: Feature names, in the order in which calls pass the tensors.
             outputs: Likewise.
         """
+        ...
+
+    def prepare_native_calls(self) -> None:
+        """Make calls of this object itself without Python from now on, if that is possible."""
         ...
 
 

@@ -14,7 +14,7 @@ from typing import Final, Protocol, TypeAlias
 import torch
 
 from coreml_delegate.errors import ExecutionError
-from coreml_delegate.runtime.engines.base import NativeCall
+from coreml_delegate.runtime.native import NativeCall
 from coreml_delegate.runtime.program.plan import describe
 
 COREML_BACKEND_ID: Final = "CoreMLBackend"

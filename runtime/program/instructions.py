@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from coreml_delegate.errors import BlobFormatError, ProgramError
-from coreml_delegate.runtime.engines.base import NativeCall
+from coreml_delegate.runtime.native import NATIVE_RUN, NativeArgument, NativeCall
 from coreml_delegate.runtime.program.decoder import DTYPES
 from coreml_delegate.runtime.program.delegate_interface import (
     DelegateCallable,
@@ -176,20 +176,6 @@ def _new_tensor(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(source.shape, dtype=dtype).copy_(source)
 
 
-class NativeArgument(ctypes.Structure):
-    """A tensor as native calls take it; ``native_calls.cpp`` has the other side of it."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("sizes", ctypes.POINTER(ctypes.c_int32)),
-        ("rank", ctypes.c_int32),
-        ("type", ctypes.c_int32),
-    )
-
-
-NATIVE_RUN = ctypes.CFUNCTYPE(
-    ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(NativeArgument), ctypes.c_uint64
-)
 _NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
 

@@ -123,6 +123,9 @@ class ReferenceFunction:
         """Return None: the engine is Python."""
         return
 
+    def prepare_native_calls(self) -> None:
+        """Do nothing: the engine is Python."""
+
     def make_state(self) -> ReferenceState | None:
         """Fresh state, all zeros; None when the function has none."""
         tensors = {

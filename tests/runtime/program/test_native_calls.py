@@ -16,12 +16,12 @@ from support.lowering import Function, lower
 from support.tolerances import ATOL_RTOL
 from torch import nn
 
-from coreml_delegate import runtime
+from coreml_delegate import graph, runtime
 from coreml_delegate.errors import InputError
-from coreml_delegate.runtime import delegate as delegates
+from coreml_delegate.runtime import delegate
 from coreml_delegate.runtime.delegate import CoreMLDelegate
-from coreml_delegate.runtime.engines.openvino.session import native_calls
-from coreml_delegate.runtime.program.instructions import NATIVE_RUN, NativeArgument
+from coreml_delegate.runtime.engines.openvino.session import inference, native_calls
+from coreml_delegate.runtime.native import NATIVE_RUN, NativeArgument
 
 ATOL, RTOL = ATOL_RTOL["fp32"]
 HOSTS = ["python", pytest.param("stock", marks=needs_compiler)]
@@ -133,7 +133,7 @@ def test_transposed_inputs_are_called_in_some_way(host: str) -> None:
 def test_large_blobs_are_called_in_python(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delegates, "_SMALL", 100)
+    monkeypatch.setattr(delegate, "SMALL", 100)
     _load(_mlp(), (_numbers(2, 8),), "python").run("forward", (_numbers(2, 8),))
     assert calls == ["main"]
 
@@ -183,9 +183,9 @@ def test_without_a_compiler_calls_are_made_in_python(
 
 def _native(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
     program = _load(module, inputs, "python")
-    (delegate,) = program.delegates("forward")
-    assert delegate.native is not None
-    return program, delegate.native
+    (loaded,) = program.delegates("forward")
+    assert loaded.native is not None
+    return program, loaded.native
 
 
 def _arguments(*arrays: np.ndarray) -> Any:
@@ -211,29 +211,79 @@ def _arguments(*arrays: np.ndarray) -> Any:
     ],
 )
 def test_calls_that_do_not_fit_are_declined_and_touch_nothing(arrays: Any) -> None:
-    _program, native = _native(_mlp(), (_numbers(2, 8),))
+    _program, call = _native(_mlp(), (_numbers(2, 8),))
     before = [array.copy() for array in arrays]
-    assert NATIVE_RUN(native.run)(native.model, _arguments(*arrays), len(arrays)) == 1
+    assert NATIVE_RUN(call.run)(call.model, _arguments(*arrays), len(arrays)) == 1
     for array, kept in zip(arrays, before, strict=True):
         np.testing.assert_array_equal(array.view(np.uint8), kept.view(np.uint8))
 
 
+@pytest.fixture
+def executable(monkeypatch: pytest.MonkeyPatch) -> graph.Executable:
+    """A graph whose calls fail where they are made through OpenVINO's Python package."""
+    builder = graph.Backend("openvino").builder("small")
+    x = builder.parameter("x", "float32", (3, 200, 50))
+    n = builder.parameter("n", "int32", ())
+    factor = builder.broadcast_in_dim(builder.convert(n, "float32"), x.shape, ())
+    outputs = {
+        "scaled": builder.multiply(x, factor),
+        "following": builder.add(n, builder.constant(1, "int32")),
+        "flag": builder.greater(x, builder.constant(np.zeros(x.shape, np.float32))),
+    }
+    executable = builder.compile(outputs)
+
+    def fail(*_: Any) -> Any:
+        raise AssertionError("called in Python")
+
+    monkeypatch.setattr(inference._Request, "run", fail)
+    return executable
+
+
+def test_graphs_are_called_natively_with_arrays_of_any_strides(
+    executable: graph.Executable,
+) -> None:
+    x = np.random.default_rng(0).standard_normal((50, 200, 3)).astype(np.float32).T
+    for n in (3, -2):
+        scaled, following, flag = executable.run(x, np.int32(n))
+        np.testing.assert_allclose(scaled, x * n, rtol=RTOL)
+        assert following == n + 1
+        np.testing.assert_array_equal(flag, x > 0)
+
+
+def test_graphs_are_called_from_several_threads(executable: graph.Executable) -> None:
+    x = np.ones((3, 200, 50), np.float32)
+    wrong: list[int] = []
+
+    def repeat(seed: int) -> None:
+        for _ in range(200):
+            scaled, following, _flag = executable.run(x, np.int32(seed))
+            if not (scaled == seed).all() or following != seed + 1:
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=repeat, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
 def test_eight_threads_get_their_own_results() -> None:
     module = _mlp()
-    _program, native = _native(module, (_numbers(2, 8),))
-    run, wrong = NATIVE_RUN(native.run), list[int]()
+    _program, call = _native(module, (_numbers(2, 8),))
+    run, wrong = NATIVE_RUN(call.run), list[int]()
 
-    def call(seed: int) -> None:
+    def repeat(seed: int) -> None:
         x = np.full((2, 8), seed, np.float32)
         expected = module(torch.from_numpy(x)).detach().numpy()
         y = np.empty((2, 4), np.float32)
         arguments = _arguments(x, y)
         for _ in range(1000):
             y.fill(np.nan)
-            if run(native.model, arguments, 2) or not np.allclose(y, expected, ATOL, RTOL):
+            if run(call.model, arguments, 2) or not np.allclose(y, expected, ATOL, RTOL):
                 wrong.append(seed)
 
-    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(8)]
+    threads = [threading.Thread(target=repeat, args=(seed,)) for seed in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -90,6 +90,9 @@ class EnumeratedFunction:
         """Return None: each shape has a model of its own."""
         return
 
+    def prepare_native_calls(self) -> None:
+        """Do nothing: each shape has a model of its own."""
+
     def _graph(self, shapes: Shapes) -> OpenVinoFunction:
         key = tuple(shapes.values())
         graph = self._found(key)

@@ -18,7 +18,7 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from coreml_delegate.errors import ExecutionError, InputError
-from coreml_delegate.runtime.engines.base import Array, NativeCall, State
+from coreml_delegate.runtime.engines.base import Array, State
 from coreml_delegate.runtime.engines.openvino.session.native_calls import native_call
 from coreml_delegate.runtime.engines.openvino.session.states import (
     OpenVinoState,
@@ -27,6 +27,7 @@ from coreml_delegate.runtime.engines.openvino.session.states import (
 )
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import TensorType
+from coreml_delegate.runtime.native import ArrayCall, NativeCall
 from coreml_delegate.runtime.op_errors import last_line
 
 # Arrays of at least this size are bound instead of copied, in bytes.
@@ -252,6 +253,7 @@ class OpenVinoFunction:
         self._states = interface.states
         self._inputs = _ports(interface.inputs, compiled.inputs)
         self._outputs = _ports(interface.outputs, compiled.outputs)
+        self._native: ArrayCall | None = None
         self._idle = [self._request()]
 
     def __call__(self, inputs: Mapping[str, Array], state: State | None = None) -> dict[str, Array]:
@@ -262,6 +264,10 @@ class OpenVinoFunction:
                 reverse.
             ExecutionError: OpenVINO failed.
         """
+        if self._native is not None and state is None:
+            results = self._native(inputs)
+            if results is not None:
+                return results
         if isinstance(state, OpenVinoState) is not bool(self._states):
             raise InputError(
                 "wrong state",
@@ -299,6 +305,17 @@ class OpenVinoFunction:
             [self.interface.inputs.index(name) for name in inputs],
             [self.interface.outputs.index(name) for name in outputs],
         )
+
+    def prepare_native_calls(self) -> None:
+        """Make calls without Python from now on, if that is possible."""
+        inputs, outputs = self.interface.inputs, self.interface.outputs
+        call = self.native_call(inputs, outputs) if self._native is None else None
+        if call is not None:
+            types = [
+                [(port.name, port.dtype, port.shape or ()) for port in ports]
+                for ports in (self._inputs, self._outputs)
+            ]
+            self._native = ArrayCall(call, *types)
 
     def _request(self) -> _Request:
         return _Request(self.compiled, self._inputs, self._outputs, self.interface.writes)

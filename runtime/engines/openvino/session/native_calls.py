@@ -21,8 +21,8 @@ import openvino as ov
 
 from coreml_delegate.errors import EngineUnavailableError
 from coreml_delegate.runtime.cpp_libraries import CppLibrary
-from coreml_delegate.runtime.engines.base import NativeCall
 from coreml_delegate.runtime.engines.openvino.plugin import DEVICE
+from coreml_delegate.runtime.native import NativeCall
 
 _logger = logging.getLogger(__name__)
 

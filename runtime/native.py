@@ -1,0 +1,109 @@
+"""Functions that run without Python: how they are called, with addresses of tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from coreml_delegate.runtime.snapshots import Array
+
+SMALL: Final = 4 << 20
+"""Size of a model, in bytes, up to which native calls are made ready when it is loaded, which takes
+OpenVINO 2026.4 some 10 ms. The calls of a larger model take long enough by themselves."""
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class NativeCall:
+    """The way to run a function without Python, for as long as this object lives.
+
+    Attributes:
+        run: Address of ``int32_t run(void* model, const Argument* arguments, uint64_t count)``,
+            which any thread may call at any time. The arguments are contiguous tensors, inputs
+            before outputs; ``native_calls.cpp`` has their layout. It returns 0 if it has run, and
+            something else if the call has to be made in Python, with nothing changed.
+        model: What it takes first.
+    """
+
+    run: int
+    model: int
+
+
+class NativeArgument(ctypes.Structure):
+    """A tensor of a native call; ``native_calls.cpp`` has the other side of it."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("sizes", ctypes.POINTER(ctypes.c_int32)),
+        ("rank", ctypes.c_int32),
+        ("type", ctypes.c_int32),
+    )
+
+
+NATIVE_RUN: Final = ctypes.CFUNCTYPE(
+    ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(NativeArgument), ctypes.c_uint64
+)
+"""Type of ``NativeCall.run``. Calling it releases the interpreter's lock."""
+
+_SCALAR_TYPES: Final[Mapping[str, int]] = {
+    "uint8": 0,
+    "int8": 1,
+    "int16": 2,
+    "int32": 3,
+    "int64": 4,
+    "float16": 5,
+    "float32": 6,
+    "float64": 7,
+    "bool": 11,
+}
+"""Numbers of torch's scalar types, in which a native call is told of dtypes."""
+
+ArrayType = tuple[str, np.dtype[Any], tuple[int, ...]]
+"""Name, dtype and shape of an array."""
+
+
+class ArrayCall:
+    """A native call with NumPy's arrays. May be used by several threads.
+
+    Args:
+        call: The native call.
+        inputs: In its order.
+        outputs: Likewise.
+    """
+
+    def __init__(
+        self, call: NativeCall, inputs: Sequence[ArrayType], outputs: Sequence[ArrayType]
+    ) -> None:
+        self._call = call
+        self._run = NATIVE_RUN(call.run)
+        self._inputs = [(n, name) for n, (name, _, _) in enumerate(inputs)]
+        self._outputs = [(len(inputs) + n, *output) for n, output in enumerate(outputs)]
+        self._layout = NativeArgument * (len(inputs) + len(outputs))
+        self._template = self._layout()
+        for argument, (_, dtype, shape) in zip(self._template, (*inputs, *outputs), strict=True):
+            argument.rank, argument.type = len(shape), _SCALAR_TYPES[dtype.name]
+            argument.sizes = (ctypes.c_int32 * len(shape))(*shape)
+
+    def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array] | None:
+        """Run once.
+
+        Args:
+            inputs: Of the dtypes and shapes given, any strides.
+
+        Returns:
+            New arrays; None if the call has to be made in another way.
+        """
+        arguments = self._layout.from_buffer_copy(self._template)
+        held: list[Array] = []  # until the call is over
+        for n, name in self._inputs:
+            array = np.ascontiguousarray(inputs[name])
+            arguments[n].data = array.__array_interface__["data"][0]
+            held.append(array)
+        results: dict[str, Array] = {}
+        for n, name, dtype, shape in self._outputs:
+            results[name] = array = np.empty(shape, dtype)
+            arguments[n].data = array.__array_interface__["data"][0]
+        return None if self._run(self._call.model, arguments, len(arguments)) else results

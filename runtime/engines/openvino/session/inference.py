@@ -9,7 +9,7 @@ made once, and large ones are bound without a copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,26 +103,56 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class _Port:
-    """An input or output: its feature, its index, and its fixed shape or None."""
+    """An input or output: its feature, its index, and its fixed shape or None.
+
+    Attributes:
+        is_input_passed_on: Whether it is an output that is one of the inputs.
+    """
 
     name: str
     index: int
     dtype: np.dtype[np.generic]
     shape: tuple[int, ...] | None
+    is_input_passed_on: bool
 
     @property
     def copied(self) -> bool:
         """Whether its arrays are copied through a view rather than bound."""
-        return self.shape is not None and self.dtype.itemsize * math.prod(self.shape) < _BIND_BYTES
+        if self.shape is None:
+            return False
+        is_small = self.dtype.itemsize * math.prod(self.shape) < _BIND_BYTES
+        return is_small or self.is_input_passed_on
 
 
-def _ports(names: tuple[str, ...], ports: list[Any]) -> list[_Port]:
+def _inputs_passed_on(compiled: Any) -> frozenset[int]:
+    """Return the outputs of a model that are inputs of it.
+
+    OpenVINO 2026.4's CPU plugin gives such an input the memory that is bound to the output, and so
+    computes everything with what is there. No issue is known.
+    """
+    results = compiled.get_runtime_model().get_results()
+    names = {
+        result.get_friendly_name()
+        for result in results
+        if result.input_value(0).get_node().get_type_name() == "Parameter"
+    }
+    return frozenset(
+        index
+        for index, port in enumerate(compiled.outputs)
+        if port.get_node().get_friendly_name() in names
+    )
+
+
+def _ports(
+    names: tuple[str, ...], ports: list[Any], passed_on: Collection[int] = ()
+) -> list[_Port]:
     return [
         _Port(
             name,
             index,
             np.dtype(port.get_element_type().to_dtype()),
             tuple(port.get_shape()) if port.get_partial_shape().is_static else None,
+            index in passed_on,
         )
         for index, (name, port) in enumerate(zip(names, ports, strict=False))
     ]
@@ -137,6 +167,7 @@ class _Request:
         inputs: list[_Port],
         outputs: list[_Port],
         writes: tuple[Writes, ...],
+        passed_on: Collection[int],
     ) -> None:
         self._request = compiled.create_infer_request()
         self._alone = int(compiled.get_property("INFERENCE_NUM_THREADS")) == 1
@@ -154,10 +185,13 @@ class _Request:
         self._first_state = len(inputs)
         # For each state: the port of its new value, or views of the indices and rows to write.
         self._replaced: list[tuple[int, int]] = []
+        self._copied_states: list[tuple[int, Array]] = []
         self._rows: list[list[tuple[NDArray[np.int32], Array]]] = []
         port = len(outputs)
         for place, axes in enumerate(writes):
-            if axes is None:
+            if axes is None and port in passed_on:
+                self._copied_states.append((place, self._view(port)))
+            elif axes is None:
                 self._replaced.append((place, port))
             count = len(axes or ())
             starts = range(port, port + 2 * count, 2)
@@ -183,6 +217,9 @@ class _Request:
             elif port.shape is None:
                 results[port.name] = self._request.get_output_tensor(port.index).data.copy()
         if state is not None:
+            _, spare = state.tensors()
+            for place, view in self._copied_states:
+                np.copyto(spare[place].data, view)
             state.advance(self._rows)
         return results
 
@@ -251,8 +288,9 @@ class OpenVinoFunction:
         self._config = config
         self._keep = keep
         self._states = interface.states
+        self._passed_on = _inputs_passed_on(compiled)
         self._inputs = _ports(interface.inputs, compiled.inputs)
-        self._outputs = _ports(interface.outputs, compiled.outputs)
+        self._outputs = _ports(interface.outputs, compiled.outputs, self._passed_on)
         self._native: ArrayCall | None = None
         self._idle = [self._request()]
 
@@ -297,7 +335,7 @@ class OpenVinoFunction:
 
     def native_call(self, inputs: Sequence[str], outputs: Sequence[str]) -> NativeCall | None:
         """Return how to run without Python; see ``CompiledFunction``."""
-        if self._states:
+        if self._states or self._passed_on:
             return None
         return native_call(
             self.compiled,
@@ -318,4 +356,6 @@ class OpenVinoFunction:
             self._native = ArrayCall(call, *types)
 
     def _request(self) -> _Request:
-        return _Request(self.compiled, self._inputs, self._outputs, self.interface.writes)
+        return _Request(
+            self.compiled, self._inputs, self._outputs, self.interface.writes, self._passed_on
+        )

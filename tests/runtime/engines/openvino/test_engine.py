@@ -13,6 +13,7 @@ from support import handmade, mil
 from support.mil import ct, mb, types
 from support.tolerances import ATOL_RTOL
 
+from coreml_delegate import graph
 from coreml_delegate.errors import (
     EngineUnavailableError,
     ExecutionError,
@@ -258,3 +259,33 @@ def test_a_missing_openvino_package_makes_the_engine_unavailable(monkeypatch):
     main = mil.main(mil.build(_double, {"x": np.zeros(2, np.float32)}))
     with pytest.raises(EngineUnavailableError, match="pip install openvino"):
         OPENVINO.compile(main, EngineOptions())
+
+
+@pytest.mark.parametrize("size", [4, 90, 300], ids=["copied", "copied in Python", "bound"])
+def test_inputs_that_are_outputs_are_returned_as_they_are(size):
+    """OpenVINO would compute with the memory that is bound to such an output."""
+    builder = graph.Backend("openvino").builder("passing on")
+    x = builder.parameter("x", "float32", (size, size))
+    outputs = {"same": builder.multiply(x, builder.constant(np.ones((size, size), np.float32)))}
+    outputs |= {"input": x, "computed": builder.tanh(x)}
+    executable = builder.compile(outputs)
+    for shift in range(3):
+        array = np.random.default_rng(shift).standard_normal((size, size)).astype(np.float32)
+        same, given, computed = executable.run(array)
+        np.testing.assert_array_equal(same, array)
+        np.testing.assert_array_equal(given, array)
+        np.testing.assert_allclose(computed, np.tanh(array), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [4, 300])
+def test_states_that_become_inputs_have_their_values(size):
+    builder = graph.Backend("openvino").builder("last input")
+    x = builder.parameter("x", "float16", (size, size))
+    last = builder.parameter("last", "float16", (size, size))
+    executable = builder.compile({"before": builder.negate(last)}, states={last: x})
+    state = executable.make_state()
+    expected = np.zeros((size, size), np.float16)
+    for shift in range(4):
+        array = np.full((size, size), shift + 0.5, np.float16)
+        np.testing.assert_array_equal(executable.run(array, state=state)[0], -expected)
+        expected = array

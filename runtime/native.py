@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -65,6 +66,26 @@ ArrayType = tuple[str, np.dtype[Any], tuple[int, ...]]
 """Name, dtype and shape of an array."""
 
 
+_COPIED: Final = 1 << 16
+"""Size of arrays, in bytes, up to which they are copied: finding an address takes a microsecond."""
+
+
+class _Frame:
+    """The arguments of one call at a time, with memory for small arrays."""
+
+    def __init__(self, inputs: Sequence[ArrayType], outputs: Sequence[ArrayType]) -> None:
+        self.arguments: Any = (NativeArgument * (len(inputs) + len(outputs)))()
+        self.buffers: list[Array | None] = []
+        for argument, (_, dtype, shape) in zip(self.arguments, (*inputs, *outputs), strict=True):
+            argument.rank, argument.type = len(shape), _SCALAR_TYPES[dtype.name]
+            argument.sizes = (ctypes.c_int32 * len(shape))(*shape)
+            is_small = dtype.itemsize * math.prod(shape) <= _COPIED
+            buffer = np.empty(shape, dtype) if is_small else None
+            if buffer is not None:
+                argument.data = buffer.ctypes.data
+            self.buffers.append(buffer)
+
+
 class ArrayCall:
     """A native call with NumPy's arrays. May be used by several threads.
 
@@ -79,13 +100,10 @@ class ArrayCall:
     ) -> None:
         self._call = call
         self._run = NATIVE_RUN(call.run)
+        self._types = inputs, outputs
         self._inputs = [(n, name) for n, (name, _, _) in enumerate(inputs)]
         self._outputs = [(len(inputs) + n, *output) for n, output in enumerate(outputs)]
-        self._layout = NativeArgument * (len(inputs) + len(outputs))
-        self._template = self._layout()
-        for argument, (_, dtype, shape) in zip(self._template, (*inputs, *outputs), strict=True):
-            argument.rank, argument.type = len(shape), _SCALAR_TYPES[dtype.name]
-            argument.sizes = (ctypes.c_int32 * len(shape))(*shape)
+        self._idle = [_Frame(inputs, outputs)]
 
     def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array] | None:
         """Run once.
@@ -96,14 +114,30 @@ class ArrayCall:
         Returns:
             New arrays; None if the call has to be made in another way.
         """
-        arguments = self._layout.from_buffer_copy(self._template)
+        try:
+            frame = self._idle.pop()  # atomic, so no lock
+        except IndexError:
+            frame = _Frame(*self._types)
+        arguments, buffers = frame.arguments, frame.buffers
+        results: dict[str, Array] = {}
         held: list[Array] = []  # until the call is over
         for n, name in self._inputs:
+            buffer = buffers[n]
+            if buffer is not None:
+                np.copyto(buffer, inputs[name], casting="no")
+                continue
             array = np.ascontiguousarray(inputs[name])
-            arguments[n].data = array.__array_interface__["data"][0]
+            arguments[n].data = array.ctypes.data
             held.append(array)
-        results: dict[str, Array] = {}
         for n, name, dtype, shape in self._outputs:
-            results[name] = array = np.empty(shape, dtype)
-            arguments[n].data = array.__array_interface__["data"][0]
-        return None if self._run(self._call.model, arguments, len(arguments)) else results
+            if buffers[n] is None:
+                results[name] = array = np.empty(shape, dtype)
+                arguments[n].data = array.ctypes.data
+        has_run = not self._run(self._call.model, arguments, len(buffers))
+        if has_run:
+            for n, name, _, _ in self._outputs:
+                buffer = buffers[n]
+                # In the order of the outputs.
+                results[name] = results.pop(name) if buffer is None else buffer.copy()
+        self._idle.append(frame)
+        return results if has_run else None

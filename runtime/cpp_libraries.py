@@ -115,5 +115,5 @@ class CppLibrary:
                 raise EngineUnavailableError(
                     f"{compiler[0]} failed to build {self.name}",
                     got=f"exit code {result.returncode}:\n" + "\n".join(lines),
-                    remedy="Try another compiler (set CXX), or use the Python host.",
+                    remedy="Try another compiler (set CXX).",
                 )

@@ -30,7 +30,7 @@ from coreml_delegate.module_scope import scopes_of
 from coreml_delegate.third_party import quiet_import
 
 FOLDER: Final = "converted"
-"""Of the entries, in the folder of all caches."""
+"""Name of this cache's folder, in the folder of all caches."""
 
 # Their code takes part in a conversion.
 _DISTRIBUTIONS: Final = ("coremltools", "executorch", "numpy", "torch", "torchao")

@@ -1,4 +1,4 @@
-"""What was converted once is found on disk, if nothing that a conversion reads has changed."""
+"""Unchanged subgraphs are read from the cache of conversions; changed ones are converted."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Outcome:
 
 @functools.cache
 def harnesses() -> Mapping[str, Any]:
-    """Every harness of JAX by its name, in their order; the order in JAX follows addresses."""
+    """JAX's harnesses by name, sorted: their order in JAX depends on memory addresses."""
     module = importlib.import_module("jax._src.internal_test_util.test_harnesses")
     by_name = sorted(module.all_harnesses, key=lambda harness: harness.fullname)
     found = MappingProxyType({harness.fullname: harness for harness in by_name})

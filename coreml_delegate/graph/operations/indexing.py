@@ -57,11 +57,11 @@ def _compose_one_hot(c: Composer, node: Node, indices: Var) -> Var:
 
 @dataclass(frozen=True)
 class _Merged:
-    """A lookup of fewer dimensions that finds the same.
+    """A gather or scatter with the same elements and fewer dimensions.
 
-    Dimensions of size 1 are left out, as far as nothing points into them, and the dimensions of
-    the indices that do not run along with the tensor are one. The result has first those that do,
-    then that one, then those of a window.
+    Dimensions of size 1 are dropped unless an index points into them, and all batch dimensions of
+    the indices that are no batching dimensions are merged into one. The result's dimensions are
+    the batching ones, the merged one, and those of the window, in this order.
 
     Attributes:
         shape: Of the tensor.
@@ -147,7 +147,7 @@ class _Merged:
         return max(map(len, (self.shape, self.indices_shape, self.result_shape)))
 
     def labels(self, kept: Sequence[int]) -> list[Label]:
-        """Return what is found with all dimensions, in this order.
+        """Return labels of the result's dimensions, in its order, before any are merged.
 
         Args:
             kept: Dimensions of the original tensor that the original result has.
@@ -155,7 +155,7 @@ class _Merged:
         return [*(("batch", n) for n in self.batch), *(("window", d) for d in kept)]
 
     def labels_among(self, kept: Sequence[int], at: Sequence[int], rank: int) -> list[Label]:
-        """Return what the original result has, whose dimensions ``at`` are those of a window."""
+        """Return labels of the original result's dimensions; ``at`` are those of a window."""
         windows, batch = iter(kept), iter(sorted(self.batch))
         return [
             ("window", next(windows)) if n in at else ("batch", next(batch)) for n in range(rank)

@@ -218,6 +218,14 @@ def test_calls_that_do_not_fit_are_declined_and_touch_nothing(arrays: Any) -> No
         np.testing.assert_array_equal(array.view(np.uint8), kept.view(np.uint8))
 
 
+def _in_threads(function: Callable[[int], None], count: int) -> None:
+    threads = [threading.Thread(target=function, args=(n,)) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 @pytest.fixture
 def executable(monkeypatch: pytest.MonkeyPatch) -> graph.Executable:
     """A graph whose calls fail where they are made through OpenVINO's Python package."""
@@ -260,11 +268,7 @@ def test_graphs_are_called_from_several_threads(executable: graph.Executable) ->
             if not (scaled == seed).all() or following != seed + 1:
                 wrong.append(seed)
 
-    threads = [threading.Thread(target=repeat, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _in_threads(repeat, 4)
     assert wrong == []
 
 
@@ -283,9 +287,5 @@ def test_eight_threads_get_their_own_results() -> None:
             if run(call.model, arguments, 2) or not np.allclose(y, expected, ATOL, RTOL):
                 wrong.append(seed)
 
-    threads = [threading.Thread(target=repeat, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _in_threads(repeat, 8)
     assert wrong == []

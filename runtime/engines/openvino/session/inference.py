@@ -128,7 +128,8 @@ def _inputs_passed_on(compiled: Any) -> frozenset[int]:
     """Return the outputs of a model that are inputs of it.
 
     OpenVINO 2026.4's CPU plugin gives such an input the memory that is bound to the output, and so
-    computes everything with what is there. No issue is known.
+    computes everything with what is there. No issue is known. States are fp16 at the boundary and
+    fp32 inside, so that a conversion is always in between.
     """
     results = compiled.get_runtime_model().get_results()
     names = {
@@ -167,7 +168,6 @@ class _Request:
         inputs: list[_Port],
         outputs: list[_Port],
         writes: tuple[Writes, ...],
-        passed_on: Collection[int],
     ) -> None:
         self._request = compiled.create_infer_request()
         self._alone = int(compiled.get_property("INFERENCE_NUM_THREADS")) == 1
@@ -185,13 +185,10 @@ class _Request:
         self._first_state = len(inputs)
         # For each state: the port of its new value, or views of the indices and rows to write.
         self._replaced: list[tuple[int, int]] = []
-        self._copied_states: list[tuple[int, Array]] = []
         self._rows: list[list[tuple[NDArray[np.int32], Array]]] = []
         port = len(outputs)
         for place, axes in enumerate(writes):
-            if axes is None and port in passed_on:
-                self._copied_states.append((place, self._view(port)))
-            elif axes is None:
+            if axes is None:
                 self._replaced.append((place, port))
             count = len(axes or ())
             starts = range(port, port + 2 * count, 2)
@@ -217,9 +214,6 @@ class _Request:
             elif port.shape is None:
                 results[port.name] = self._request.get_output_tensor(port.index).data.copy()
         if state is not None:
-            _, spare = state.tensors()
-            for place, view in self._copied_states:
-                np.copyto(spare[place].data, view)
             state.advance(self._rows)
         return results
 
@@ -356,6 +350,4 @@ class OpenVinoFunction:
             self._native = ArrayCall(call, *types)
 
     def _request(self) -> _Request:
-        return _Request(
-            self.compiled, self._inputs, self._outputs, self.interface.writes, self._passed_on
-        )
+        return _Request(self.compiled, self._inputs, self._outputs, self.interface.writes)

@@ -274,17 +274,3 @@ def test_inputs_that_are_outputs_are_returned_as_they_are(size, is_alone):
         np.testing.assert_array_equal(given, array)
         for result in computed:
             np.testing.assert_allclose(result, np.tanh(array), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("size", [4, 300])
-def test_states_that_become_inputs_have_their_values(size):
-    builder = graph.Backend("openvino").builder("last input")
-    x = builder.parameter("x", "float16", (size, size))
-    last = builder.parameter("last", "float16", (size, size))
-    executable = builder.compile({"before": builder.negate(last)}, states={last: x})
-    state = executable.make_state()
-    expected = np.zeros((size, size), np.float16)
-    for shift in range(4):
-        array = np.full((size, size), shift + 0.5, np.float16)
-        np.testing.assert_array_equal(executable.run(array, state=state)[0], -expected)
-        expected = array

@@ -14,7 +14,7 @@ from coreml_delegate.runtime.snapshots import Array
 
 SMALL: Final = 4 << 20
 """Size of a model, in bytes, up to which native calls are made ready when it is loaded: 15 ms
-for a model of 2 MB on a busy machine. The calls of a larger model take long enough by themselves."""
+for a model of 2 MB on a busy machine. Calls of a larger model take long enough by themselves."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)

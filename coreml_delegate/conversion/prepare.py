@@ -22,9 +22,10 @@ from torch.fx import Node
 from coreml_delegate.conversion.states import make_states
 from coreml_delegate.dynamic_shapes.symbols import declare_sizes
 from coreml_delegate.ops import record_of
-from coreml_delegate.ops.call import BOUNDARY, CAST, NARROW, target_name
+from coreml_delegate.ops.call import BOUNDARY, CAST, NARROW, OpCall, target_name
 from coreml_delegate.ops.constants import mark_stored
 from coreml_delegate.ops.edits import ATEN, become, insert, unite_copies, value_of
+from coreml_delegate.ops.high_rank import has_high_rank, merge_dimensions
 from coreml_delegate.ops.layouts import is_row_major
 from coreml_delegate.ops.record import OpRecord
 
@@ -39,6 +40,7 @@ def prepare(program: ExportedProgram) -> None:
     make_states(program)
     mark_stored(program)
     declare_sizes(program)
+    _merge_dimensions(program)
     for node in list(program.graph.nodes):
         record = _record(node)
         if record is not None and record.rewrite is not None:
@@ -53,6 +55,15 @@ def prepare(program: ExportedProgram) -> None:
         if isinstance(output, Node) and _may_be_skipped(output):
             _add_identity(output)
     program.graph_module.recompile()
+
+
+def _merge_dimensions(program: ExportedProgram) -> None:
+    """Do without tensors of more dimensions than Core ML has."""
+    for node in list(program.graph.nodes):
+        record = _record(node)
+        if record is not None and record.merge is not None and has_high_rank(OpCall.of(node)):
+            merge_dimensions(node, record.merge)
+    program.graph.eliminate_dead_code()
 
 
 def _record(node: Node) -> OpRecord | None:

@@ -27,10 +27,12 @@ from coreml_delegate.ops import (
     resizing,
     shape,
     sizes,
+    windows,
 )
 from coreml_delegate.ops.call import GETITEM, OpCall, Reason, ReasonCode, target_name
 from coreml_delegate.ops.constants import narrow_constants, stored_nodes
 from coreml_delegate.ops.flops import WITHOUT_RECORD, Estimator, unknown
+from coreml_delegate.ops.high_rank import high_rank_obstacles
 from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.ops.layouts import layout_obstacles
 from coreml_delegate.ops.quantization import CompositeOp
@@ -53,6 +55,7 @@ FAMILIES = (
     resizing,
     shape,
     sizes,
+    windows,
 )
 
 
@@ -113,8 +116,10 @@ def obstacles_in(
         return reason or obstacle(node, target, constants) or around.get(node)
 
     found = _with_parts(program, own_reason)
+    found |= high_rank_obstacles(program.graph.nodes, found)
     layouts = layout_obstacles(program, found)
-    return _with_parts(program, lambda node: found.get(node) or layouts.get(node))
+    found = _with_parts(program, lambda node: found.get(node) or layouts.get(node))
+    return found | high_rank_obstacles(program.graph.nodes, found)
 
 
 def _with_parts(

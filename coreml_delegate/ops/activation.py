@@ -20,6 +20,7 @@ from coreml_delegate.ops.edits import (
     value_of,
 )
 from coreml_delegate.ops.flops import SOFTMAX_FLOPS, per_result
+from coreml_delegate.ops.merging import along, pointwise
 from coreml_delegate.ops.quantization import CompositeOp, Pattern, Quantization, activation
 from coreml_delegate.ops.record import MaskRole, OpRecord
 
@@ -72,7 +73,8 @@ def _prelu(node: Node) -> None:
 
 _CHANNELED_RANK = 4
 
-_op = partial(OpRecord, quantization=activation())
+_op = partial(OpRecord, merge=pointwise, quantization=activation())
+_along = partial(OpRecord, merge=along("dim"))
 _SOFTMAX = per_result(SOFTMAX_FLOPS)
 _UNIT = Quantization(patterns=(Pattern("softmax"),), fixed_range=(0.0, 1.0))
 
@@ -105,14 +107,14 @@ RECORDS = (
     ),
     _op("aten.elu.default", rewrite=_elu),
     _op("aten.gelu.default", rewrite=_gelu),
-    _op("aten.prelu.default", constraints=(IsConstant("weight"),), rewrite=_prelu),
-    OpRecord("aten.glu.default"),
+    _op("aten.prelu.default", constraints=(IsConstant("weight"),), merge=None, rewrite=_prelu),
+    _along("aten.glu.default"),
     *(
-        OpRecord(name, mask_role=MaskRole.NORMALIZES, flops=_SOFTMAX, quantization=_UNIT)
+        _along(name, mask_role=MaskRole.NORMALIZES, flops=_SOFTMAX, quantization=_UNIT)
         for name in ("aten._softmax.default", "aten.softmax.int")
     ),
     *(
-        OpRecord(name, flops=_SOFTMAX)
+        _along(name, flops=_SOFTMAX)
         for name in ("aten._log_softmax.default", "aten.log_softmax.int")
     ),
 )

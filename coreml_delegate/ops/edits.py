@@ -48,15 +48,16 @@ def arguments_of(node: Node) -> dict[str, Any]:
 
 
 def set_arguments(node: Node, **changes: Any) -> None:
-    """Give arguments of a call other values, each in the place it has, by position or by name."""
-    positions = {a.name: n for n, a in enumerate(overload_of(node.target)._schema.arguments)}
+    """Give arguments of a call other values, by position as long as those before are."""
+    schema = overload_of(node.target)._schema.arguments
+    positions = {a.name: n for n, a in enumerate(schema)}
     args, kwargs = list(node.args), dict(node.kwargs)
     for name, value in changes.items():
         position = positions[name]
-        if name not in kwargs and position < len(args):
-            args[position] = value
-        else:
+        if name in kwargs or schema[position].kwarg_only or position > len(args):
             kwargs[name] = value
+        else:
+            args[position : position + 1] = [value]
     node.args, node.kwargs = tuple(args), kwargs
 
 

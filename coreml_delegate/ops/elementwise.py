@@ -27,6 +27,7 @@ from coreml_delegate.ops.edits import (
     truth,
     value_of,
 )
+from coreml_delegate.ops.merging import pointwise
 from coreml_delegate.ops.mil_ops import floor_divide
 from coreml_delegate.ops.quantization import Pattern, Quantization, Tail, activation
 from coreml_delegate.ops.record import MaskRole, OpRecord, Rewrite
@@ -247,7 +248,7 @@ _SMALL_POWER = holds(
     _power, ReasonCode.ARGUMENT, "Core ML has powers of integers from 2 to 4 alone"
 )
 
-_op = partial(OpRecord, mask_role=MaskRole.CARRIES)
+_op = partial(OpRecord, mask_role=MaskRole.CARRIES, merge=pointwise)
 # Their results are floats whatever they are given.
 _floating = partial(_op, dtypes={"": ANY}, rewrite=promote("self"))
 _numeric = partial(_op, dtypes={"": NUMERIC})

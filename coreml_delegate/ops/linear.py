@@ -13,11 +13,12 @@ from functools import partial
 import torch
 from torch.fx import Node
 
-from coreml_delegate.ops.call import BOOL, FLOAT, MAX_RANK, OpCall, ReasonCode
+from coreml_delegate.ops.call import BOOL, FLOAT, OpCall, ReasonCode
 from coreml_delegate.ops.constants import stored_value
 from coreml_delegate.ops.constraints import argument_is, holds, rank_between
 from coreml_delegate.ops.edits import ATEN, arguments_of, become, insert, value_of
 from coreml_delegate.ops.flops import SOFTMAX_FLOPS, contraction, elements, extent
+from coreml_delegate.ops.merging import leading, matrices
 from coreml_delegate.ops.quantization import Pattern, Quantization, Tail
 from coreml_delegate.ops.record import OpRecord
 
@@ -29,6 +30,11 @@ def _two_operands(call: OpCall) -> bool:
 def _explicit(call: OpCall) -> bool:
     equation = call.arguments["equation"]
     return "->" in equation and "..." not in equation
+
+
+def _by_matrices(call: OpCall) -> bool:
+    other = call.tensor("other")
+    return other is not None and other.dim() > 1
 
 
 def _rewrite_attention(node: Node) -> None:
@@ -86,6 +92,10 @@ def _by_matrix(weight: str, data: str) -> Pattern:
     return Pattern("linear", weight=weight, channel_axis=1, data=(data,), tail=_TAIL)
 
 
+def _vectors(_: OpCall) -> int:
+    return 1
+
+
 _op = partial(OpRecord, flops=contraction("self", -1))
 
 RECORDS = (
@@ -93,7 +103,8 @@ RECORDS = (
     _op("aten.bmm.default", quantization=Quantization((_MATMUL,))),
     _op(
         "aten.matmul.default",
-        constraints=(rank_between("other", 2, MAX_RANK),),
+        constraints=(holds(_by_matrices, ReasonCode.RANK, "'other' is a vector"),),
+        merge=matrices,
         quantization=Quantization((_by_matrix("other", "self"), _MATMUL)),
     ),
     _op(
@@ -105,6 +116,7 @@ RECORDS = (
     _op(
         "aten.linear.default",
         constraints=(rank_between("weight", 2, 2),),
+        merge=leading("input", _vectors),
         flops=contraction("input", -1, bias="bias"),
         quantization=Quantization(
             (Pattern("linear", weight="weight", tail=(Tail.NORM, Tail.ACTIVATION)),)
@@ -123,6 +135,7 @@ RECORDS = (
         "aten.scaled_dot_product_attention.default",
         dtypes={"": FLOAT, "attn_mask": FLOAT | BOOL},
         constraints=(argument_is("dropout_p", 0.0), argument_is("enable_gqa", False)),
+        merge=matrices,
         rewrite=_rewrite_attention,
         flops=_attention_flops,
     ),

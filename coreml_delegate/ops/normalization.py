@@ -27,6 +27,7 @@ from coreml_delegate.ops.edits import (
     value_of,
 )
 from coreml_delegate.ops.flops import per_result
+from coreml_delegate.ops.merging import leading
 from coreml_delegate.ops.quantization import Quantization, Tail
 from coreml_delegate.ops.record import OpRecord
 
@@ -124,7 +125,12 @@ def _aligned(node: Node, parameter: Node | None, shape: Sequence[int]) -> Node |
     return insert(node, ATEN.view_copy.default, parameter, list(shape))
 
 
+def _normalized(call: OpCall) -> int:
+    return len(call.arguments["normalized_shape"])
+
+
 _UNFOLDED_RANK = 4
+_LAYERS = leading("input", _normalized)
 _STATISTICS = tuple(IsConstant(n) for n in ("weight", "bias", "running_mean", "running_var"))
 
 # Two passes for the moments, then scale and shift.
@@ -144,10 +150,11 @@ RECORDS = (
         constraints=(only_result_used(0),),
         rewrite=_instance_norm,
     ),
-    _op("aten.layer_norm.default", rewrite=_layer_norm),
+    _op("aten.layer_norm.default", merge=_LAYERS, rewrite=_layer_norm),
     _op(
         "aten.native_layer_norm.default",
         constraints=(only_result_used(0),),
+        merge=_LAYERS,
         rewrite=_layer_norm,
     ),
     _op(
@@ -161,5 +168,5 @@ RECORDS = (
         constraints=(only_result_used(0),),
         rewrite=_group_norm,
     ),
-    _op("aten.rms_norm.default", rewrite=_rms_norm),
+    _op("aten.rms_norm.default", merge=_LAYERS, rewrite=_rms_norm),
 )

@@ -28,6 +28,7 @@ from coreml_delegate.ops.call import (
     overload_of,
 )
 from coreml_delegate.ops.flops import ONE_PER_RESULT, Estimator
+from coreml_delegate.ops.merging import Merge, obstacle_to_merging
 from coreml_delegate.ops.quantization import IN_FLOAT, Quantization
 from coreml_delegate.targets import Opset
 
@@ -66,6 +67,8 @@ class OpRecord:
         constraints: Further conditions, tried in order.
         symbolic: Arguments, by name, that may be computed from shapes.
         max_rank: Highest rank of an argument or result.
+        merge: Says how a call on tensors of higher rank is made on tensors of ``MAX_RANK`` or less,
+            see ``ops.merging``; None if it cannot be.
         since: First opset that can express it.
         demand: The opset that a call needs beyond ``since``, and for what; None if it needs none.
         preserve: Keep the op from ExecuTorch's decompositions, because Core ML has it as one.
@@ -86,6 +89,7 @@ class OpRecord:
     constraints: tuple[Constraint, ...] = ()
     symbolic: frozenset[str] = frozenset()
     max_rank: int = MAX_RANK
+    merge: Merge | None = None
     since: Opset = Opset.iOS15
     demand: Callable[[OpCall], tuple[Opset, str] | None] = lambda _: None
     preserve: bool = True
@@ -136,13 +140,15 @@ class OpRecord:
     def _shapes(self, call: OpCall) -> Reason | None:
         named = [*call.tensors(), *(("result", t) for t in call.outputs())]
         for name, tensor in named:
-            if tensor.dim() > self.max_rank:
+            if tensor.dim() > self.max_rank and self.merge is None:
                 return Reason(
                     ReasonCode.RANK,
                     f"{name!r} has rank {tensor.dim()}, Core ML takes at most {self.max_rank}",
                 )
             if any(isinstance(d, int) and d == 0 for d in tensor.shape):
                 return Reason(ReasonCode.SHAPE, f"{name!r} is empty: {tuple(tensor.shape)}")
+        if self.merge is not None and any(tensor.dim() > self.max_rank for _, tensor in named):
+            return obstacle_to_merging(call, self.merge)
         return None
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch.fx import Node
 
-from coreml_delegate.ops.call import ANY, NUMERIC
+from coreml_delegate.ops.call import ANY, NUMERIC, OpCall
 from coreml_delegate.ops.edits import (
     ATEN,
     arguments_of,
@@ -22,6 +22,7 @@ from coreml_delegate.ops.edits import (
     value_of,
 )
 from coreml_delegate.ops.flops import per_input
+from coreml_delegate.ops.merging import along, leading, over
 from coreml_delegate.ops.quantization import AVERAGE_POOL, MOVE
 from coreml_delegate.ops.record import OpRecord
 
@@ -69,30 +70,35 @@ def _variance(node: Node) -> None:
     become(node, ATEN.mul.Scalar, variance, count / (count - correction))
 
 
-_op = partial(OpRecord, flops=per_input(1))
+def _nothing_kept(_: OpCall) -> int:
+    return 0
+
+
+_op = partial(OpRecord, flops=per_input(1), merge=over("dim"))
+_along = partial(_op, merge=along("dim"))
+_of_all = partial(_op, merge=leading("self", _nothing_kept))
 # Squares or exponentials, their sum, and a function of it.
-_of_powers = partial(OpRecord, flops=per_input(3))
+_of_powers = partial(_op, flops=per_input(3))
 
 RECORDS = (
     _op("aten.mean.dim", quantization=AVERAGE_POOL),
-    _op("aten.mean.default"),
-    *(
-        _op(f"aten.{name}", dtypes={"": ANY}, rewrite=_sum)
-        for name in ("sum.dim_IntList", "sum.default", "cumsum.default")
-    ),
+    _of_all("aten.mean.default"),
+    _op("aten.sum.dim_IntList", dtypes={"": ANY}, rewrite=_sum),
+    _of_all("aten.sum.default", dtypes={"": ANY}, rewrite=_sum),
+    _along("aten.cumsum.default", dtypes={"": ANY}, rewrite=_sum),
     _op("aten.amax.default", dtypes={"": NUMERIC}, quantization=MOVE),
-    *(_op(f"aten.{name}.default", dtypes={"": NUMERIC}) for name in ("amin", "max", "min")),
-    _op("aten.max.dim"),
-    _op("aten.min.dim"),
+    _op("aten.amin.default", dtypes={"": NUMERIC}),
+    *(_of_all(f"aten.{name}.default", dtypes={"": NUMERIC}) for name in ("max", "min")),
+    _along("aten.max.dim"),
+    _along("aten.min.dim"),
     _of_powers("aten.logsumexp.default"),
     _of_powers("aten.linalg_vector_norm.default", rewrite=cast_after),
     _of_powers("aten.var.correction", rewrite=_variance),
+    _of_all("aten.any.default", dtypes={"": ANY}, rewrite=_any),
+    _along("aten.any.dim", dtypes={"": ANY}, rewrite=_any),
+    _op("aten.any.dims", dtypes={"": ANY}, rewrite=_any),
     *(
-        _op(f"aten.any.{overload}", dtypes={"": ANY}, rewrite=_any)
-        for overload in ("default", "dim", "dims")
-    ),
-    *(
-        _op(f"aten.{name}.default", dtypes={"": NUMERIC}, rewrite=_flat_extremum)
+        _along(f"aten.{name}.default", dtypes={"": NUMERIC}, rewrite=_flat_extremum)
         for name in ("argmax", "argmin")
     ),
 )

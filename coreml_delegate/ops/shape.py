@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from functools import partial
 
-import torch
 from torch.fx import Node
 
 from coreml_delegate.ops.call import (
@@ -17,9 +16,13 @@ from coreml_delegate.ops.call import (
     OpCall,
     Reason,
     ReasonCode,
-    target_name,
 )
-from coreml_delegate.ops.constraints import contiguous_result, holds, static_argument
+from coreml_delegate.ops.constraints import (
+    contiguous_result,
+    holds,
+    static_argument,
+    static_result,
+)
 from coreml_delegate.ops.edits import (
     ATEN,
     arguments_of,
@@ -31,68 +34,25 @@ from coreml_delegate.ops.edits import (
     value_of,
 )
 from coreml_delegate.ops.flops import nothing
+from coreml_delegate.ops.merging import (
+    along,
+    expansion,
+    leading,
+    permutation,
+    pointwise,
+    stacking,
+    view,
+)
 from coreml_delegate.ops.quantization import MOVE, CompositeOp, Output, Pattern, Quantization, Tail
 from coreml_delegate.ops.record import MaskRole, OpRecord
 from coreml_delegate.targets import Opset
 
 
-def _role(node: object) -> str:
-    """``view``, ``permute``, ``clone`` or empty, for the pattern below."""
-    if not isinstance(node, Node) or node.op != "call_function":
-        return ""
-    name = target_name(node.target).split(".")[1]
-    return {
-        "view_copy": "view",
-        "view": "view",
-        "reshape": "view",
-        "permute_copy": "permute",
-        "permute": "permute",
-        "transpose_copy": "permute",
-        "transpose": "permute",
-        "clone": "clone",
-        "_clone_dim_order": "clone",
-    }.get(name, "")
-
-
-def _rank(node: Node) -> int:
-    value = node.meta.get("val")
-    return value.dim() if isinstance(value, torch.Tensor) else 0
-
-
-def _chain(node: Node) -> list[Node]:
-    """The maximal chain of single-use nodes of rank above five around ``node``, ends included."""
-    chain = [node]
-    while _rank(chain[0]) > MAX_RANK and chain[0].args:
-        source = chain[0].args[0]
-        if not isinstance(source, Node) or _rank(source) <= MAX_RANK:
-            break
-        chain.insert(0, source)
-    while _rank(chain[-1]) > MAX_RANK and len(chain[-1].users) == 1:
-        chain.append(next(iter(chain[-1].users)))
-    return chain
-
-
-def _high_rank_in_pattern(call: OpCall) -> Reason | None:
-    """Rank above five occurs only inside view -> permute -> view, which coremltools rewrites."""
-    ranks = [t.dim() for _, t in call.tensors()] + [t.dim() for t in call.outputs()]
-    if max(ranks) <= MAX_RANK:
+def _dynamic_where_broadcast(call: OpCall) -> Reason | None:
+    """A tensor of high rank is not broadcast to a size that is computed."""
+    if max(t.dim() for t in call.outputs()) <= MAX_RANK:
         return None
-    node = call.node
-    if _rank(node) <= MAX_RANK and isinstance(node.args[0], Node):
-        node = node.args[0]
-    chain = _chain(node)
-    roles = [role for role in map(_role, chain) if role != "clone"]
-    inner = chain[:-1]
-    if (
-        roles == ["view", "permute", "view"]
-        and _rank(chain[-1]) <= MAX_RANK
-        and all(len(n.users) == 1 for n in inner)
-    ):
-        return None
-    return Reason(
-        ReasonCode.RANK,
-        f"rank {max(ranks)} outside of reshape, permute, reshape; Core ML takes at most {MAX_RANK}",
-    )
+    return static_result(call)
 
 
 def _padded_dims(call: OpCall) -> Reason | None:
@@ -103,6 +63,10 @@ def _padded_dims(call: OpCall) -> Reason | None:
     if mode == "constant" or len(pads) <= _PADS_OF_TWO_DIMS:
         return None
     return Reason(ReasonCode.ARGUMENT, f"mode={mode!r} with {len(pads) // 2} padded dimensions")
+
+
+def _padded(call: OpCall) -> int:
+    return len(call.arguments["pad"]) // 2
 
 
 def _crops(call: OpCall) -> bool:
@@ -238,7 +202,6 @@ def _pads_with_zero(call: OpCall) -> str | None:
 
 
 _END = (1 << 63) - 1
-_NO_LIMIT = 1 << 30
 _CARRIED = ANY | NARROW
 _PADS_OF_TWO_DIMS = 4
 _CROPS_CONSTANT = holds(
@@ -250,45 +213,50 @@ _JOIN = Quantization((Pattern("cat", tail=(Tail.ACTIVATION,), keeps_sign=True),)
 _op = partial(OpRecord, moves_data=True, mask_role=MaskRole.CARRIES, flops=nothing)
 # Any dtype; decomposed or not, coremltools has it as one.
 _moves = partial(_op, dtypes={"": _CARRIED}, results=_CARRIED, preserve=False)
-_reshapes = partial(_moves, max_rank=_NO_LIMIT, constraints=(_high_rank_in_pattern,))
+_views = partial(_moves, merge=view)
+_permutes = partial(_moves, merge=permutation)
 
 RECORDS = (
-    _reshapes("aten.view.default", symbolic=frozenset({"size"}), rewrite=_view, quantization=MOVE),
-    _reshapes("aten.reshape.default", symbolic=frozenset({"shape"}), quantization=MOVE),
-    _reshapes("aten.permute.default", quantization=MOVE),
-    _reshapes("aten.transpose.int", quantization=MOVE),
-    _reshapes(
-        "aten.clone.default",
-        constraints=(_high_rank_in_pattern, contiguous_result),
+    _views("aten.view.default", symbolic=frozenset({"size"}), rewrite=_view, quantization=MOVE),
+    _views("aten.reshape.default", symbolic=frozenset({"shape"}), quantization=MOVE),
+    *(
+        _views(f"aten.{name}", quantization=MOVE)
+        for name in ("squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default")
+    ),
+    _views("aten.clone.default", constraints=(contiguous_result,), quantization=MOVE),
+    _views(
+        "dim_order_ops._clone_dim_order.default", constraints=(contiguous_result,), rewrite=_clone
+    ),
+    _views("aten.alias.default", rewrite=_clone, quantization=MOVE),
+    _views("aten.lift_fresh_copy.default", rewrite=_clone),
+    _permutes("aten.permute.default", quantization=MOVE),
+    _permutes("aten.transpose.int", quantization=MOVE),
+    _moves(
+        "aten.expand.default",
+        constraints=(_dynamic_where_broadcast,),
+        symbolic=frozenset({"size"}),
+        merge=expansion,
         quantization=MOVE,
     ),
-    _reshapes(
-        "dim_order_ops._clone_dim_order.default",
-        constraints=(_high_rank_in_pattern, contiguous_result),
-        rewrite=_clone,
-    ),
-    _moves("aten.alias.default", rewrite=_clone, quantization=MOVE),
-    _moves("aten.lift_fresh_copy.default", rewrite=_clone),
-    _moves("aten.expand.default", symbolic=frozenset({"size"}), quantization=MOVE),
     _moves("aten.repeat.default", symbolic=frozenset({"repeats"}), quantization=MOVE),
-    _moves("aten.select.int", symbolic=frozenset({"index"}), quantization=MOVE),
+    _moves("aten.select.int", symbolic=frozenset({"index"}), merge=along("dim"), quantization=MOVE),
     _moves(
         "aten.slice.Tensor",
         symbolic=frozenset({"start", "end"}),
+        merge=along("dim"),
         rewrite=_slice,
         quantization=MOVE,
     ),
+    _moves("aten.flip.default", merge=along("dims"), quantization=MOVE),
     *(
-        _moves(f"aten.{name}", quantization=MOVE)
-        for name in (
-            *("flip.default", "split_with_sizes.default", "split.Tensor", "unbind.int"),
-            *("squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default"),
-        )
+        _moves(f"aten.{name}", merge=along("dim"), quantization=MOVE)
+        for name in ("split_with_sizes.default", "split.Tensor", "unbind.int")
     ),
     _op(
         "aten.cat.default",
         dtypes={"": _CARRIED},
         results=_CARRIED,
+        merge=along("dim", tensors="tensors"),
         rewrite=_join,
         quantization=_JOIN,
     ),
@@ -296,12 +264,14 @@ RECORDS = (
         "aten.stack.default",
         dtypes={"": _CARRIED},
         results=_CARRIED,
+        merge=stacking,
         rewrite=_join,
         quantization=_JOIN,
     ),
     _op(
         "aten.roll.default",
         constraints=(static_argument("self", when=_rolls_flat),),
+        merge=along("dims"),
         rewrite=_roll_flat,
         quantization=MOVE,
     ),
@@ -314,6 +284,7 @@ RECORDS = (
     _op(
         "aten.constant_pad_nd.default",
         constraints=(static_argument("self", when=_crops),),
+        merge=leading("self", _padded),
         rewrite=_crop,
         quantization=_PAD,
     ),
@@ -327,6 +298,7 @@ RECORDS = (
             results=_CARRIED | BOUNDARY,
             constraints=(contiguous_result, _by_way_of_fp32),
             preserve=False,
+            merge=pointwise,
             rewrite=_to_copy,
         )
         for target in ("aten._to_copy.default", "dim_order_ops._to_dim_order_copy.default")

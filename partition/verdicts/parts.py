@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from coreml_delegate.ops import Reason, part_of
 from coreml_delegate.ops.call import DEQUANTIZE, GETITEM, target_name
+from coreml_delegate.ops.high_rank import high_rank_obstacles
 from coreml_delegate.ops.sizes import is_check
 
 
@@ -34,8 +35,11 @@ def whole_call(node: Node) -> Node:
 
 
 def refuse_results(refused: Mapping[Node, Reason]) -> dict[Node, Reason]:
-    """Return the refused calls with their results: none can be delegated without its call."""
-    return {
+    """Return the refused calls with those that cannot be delegated without them.
+
+    These take one of several results, or share a tensor of more dimensions than Core ML has.
+    """
+    found = {
         **refused,
         **{
             user: part_of(call, reason)
@@ -44,3 +48,5 @@ def refuse_results(refused: Mapping[Node, Reason]) -> dict[Node, Reason]:
             if target_name(user.target) == GETITEM
         },
     }
+    graph = next((node.graph for node in refused), None)
+    return found if graph is None else found | high_rank_obstacles(graph.nodes, found)

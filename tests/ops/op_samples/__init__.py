@@ -14,6 +14,7 @@ from ops.op_samples import (
     reduction,
     resizing,
     shape,
+    windows,
 )
 from ops.op_samples.sample import Rejected, Sample
 
@@ -29,6 +30,7 @@ _FAMILIES = (
     reduction,
     resizing,
     shape,
+    windows,
 )
 
 ACCEPTED: dict[str, tuple[Sample, ...]] = {

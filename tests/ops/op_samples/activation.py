@@ -81,8 +81,9 @@ REJECTED = (
     reject(
         ReasonCode.RANK,
         "'self' has rank 6, Core ML takes at most 5",
-        "aten.tanh.default",
+        "aten.prelu.default",
         x(1, 1, 2, 1, 1, 2),
+        w(1),
         note="rank6",
     ),
     reject(

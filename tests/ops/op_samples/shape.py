@@ -172,8 +172,6 @@ ACCEPTED = (
     accept("aten.diagonal.default", x(4, 2, 3, 5), 1, -1, 0, note="dims"),
 )
 
-_SIX = (1, 2, 1, 2, 1, 2)
-_HIGH = "rank 6 outside of reshape, permute, reshape; Core ML takes at most 5"
 _LAST = {"memory_format": torch.channels_last}
 _IMAGE = (1, 2, 3, 4)
 
@@ -201,17 +199,6 @@ REJECTED = (
         i(2, 3, dtype=torch.int8),
         dtype=torch.float32,
         note="int8",
-    ),
-    *(
-        reject(ReasonCode.RANK, _HIGH, op, x(*_SIX), *args, note="rank6")
-        for op, args in (
-            ("aten.view.default", ([2, 2, 2],)),
-            ("aten.reshape.default", ([2, 2, 2],)),
-            ("aten.permute.default", ([5, 4, 3, 2, 1, 0],)),
-            ("aten.transpose.int", (1, 3)),
-            (_CLONE, ()),
-            (_CLONE_DIM_ORDER, ()),
-        )
     ),
     reject(
         ReasonCode.LAYOUT,

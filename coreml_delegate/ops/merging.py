@@ -1,0 +1,268 @@
+"""Calls on tensors of more than five dimensions, as calls on tensors of fewer.
+
+Core ML has at most five dimensions. Most ops treat neighbouring dimensions alike, and compute the
+same where these are one: a softmax over the last of seven dimensions is that of a matrix. A record
+says which dimensions its op tells apart; ``ops.high_rank`` makes the calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from coreml_delegate.ops.call import MAX_RANK, OpCall, Reason, ReasonCode
+
+Sizes = Sequence[Any]
+"""Sizes of a tensor, numbers or symbols."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergedCall:
+    """A call on tensors whose dimensions are merged; row-major, the values are the same.
+
+    Attributes:
+        shapes: Of the tensors in each argument, by its name; others stay as they are.
+        arguments: Other arguments that change, by name.
+    """
+
+    shapes: Mapping[str, Sequence[Sizes]]
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+Merge = Callable[[OpCall], Sequence[MergedCall]]
+"""Gives the calls, each on the result of the one before, that compute what a call does.
+
+None of them: the result is the first argument in another shape.
+"""
+
+
+def obstacle_to_merging(call: OpCall, merge: Merge) -> Reason | None:
+    """Return why a call cannot be made on tensors of five dimensions or fewer, or None."""
+    merged = [s for step in merge(call) for shapes in step.shapes.values() for s in shapes]
+    highest = max(map(len, merged), default=0)
+    if highest > MAX_RANK:
+        return Reason(
+            ReasonCode.RANK,
+            f"it tells {highest} dimensions apart, Core ML has at most {MAX_RANK}",
+        )
+    results = [t.shape for t in call.outputs() if t.dim() <= MAX_RANK]
+    shapes = merged if merge is view else [*merged, *results]
+    if any(sum(not isinstance(size, int) for size in shape) > 1 for shape in shapes):
+        return Reason(
+            ReasonCode.SYMBOLIC,
+            f"several dimensions of a tensor of more than {MAX_RANK} are dynamic",
+        )
+    return None
+
+
+def view(call: OpCall) -> Sequence[MergedCall]:
+    """The result has the elements of the first argument in their order."""
+    del call
+    return ()
+
+
+def permutation(call: OpCall) -> Sequence[MergedCall]:
+    """Merge dimensions that stay neighbours; what is left is permuted in turns if need be."""
+    sizes, order = _sizes(call, "self"), order_of(call)
+    steps = (
+        MergedCall({"self": [shape]}, {"dims": dims}) for shape, dims in transposes(sizes, order)
+    )
+    return tuple(steps)
+
+
+def order_of(call: OpCall) -> list[int]:
+    """Return the order in which a call of ``permute`` or ``transpose`` puts dimensions."""
+    rank, arguments = len(_sizes(call, "self")), call.arguments
+    if "dims" in arguments:
+        return [dim % rank for dim in arguments["dims"]]
+    order = list(range(rank))
+    first, second = arguments["dim0"], arguments["dim1"]
+    order[first], order[second] = order[second], order[first]
+    return order
+
+
+def transposes(sizes: Sizes, order: Sequence[int]) -> Iterator[tuple[list[Any], list[int]]]:
+    """Yield transposes of at most five dimensions that, one after the other, permute a tensor.
+
+    Args:
+        sizes: Of the tensor.
+        order: Its dimensions in the order in which they are to be.
+
+    Yields:
+        The shape to view the tensor in, and the order of that shape's dimensions.
+    """
+    sizes, order = _merge_runs(sizes, order)
+    while len(order) > MAX_RANK:
+        # The first group that is out of place moves to the front, or behind the one that is there.
+        done = int(order[0] == 0)
+        moved = order[done]
+        before, after = math.prod(sizes[done:moved]), math.prod(sizes[moved + 1 :])
+        yield (
+            [*sizes[:done], before, sizes[moved], after],
+            [*range(done), done + 1, done, done + 2],
+        )
+        places = [*range(done), moved, *(d for d in range(done, len(sizes)) if d != moved)]
+        sizes, order = _merge_runs(
+            [sizes[place] for place in places], [places.index(dim) for dim in order]
+        )
+    if len(order) > 1:
+        yield list(sizes), list(order)
+
+
+def _merge_runs(sizes: Sizes, order: Sequence[int]) -> tuple[list[Any], list[int]]:
+    """Merge dimensions that follow each other before and after; leave out those of one element."""
+    kept = [dim for dim in range(len(sizes)) if not _is_one(sizes[dim])]
+    runs: list[list[int]] = []
+    for dim in (kept.index(dim) for dim in order if dim in kept):
+        if runs and runs[-1][-1] + 1 == dim:
+            runs[-1].append(dim)
+        else:
+            runs.append([dim])
+    in_place = sorted(runs)
+    merged = [math.prod(sizes[kept[dim]] for dim in run) for run in in_place]
+    return merged, [in_place.index(run) for run in runs]
+
+
+def along(name: str, tensors: str = "self") -> Merge:
+    """Merge all dimensions but those that an argument names, one or several.
+
+    Args:
+        name: Of the argument; None and an empty list name none.
+        tensors: The argument with the tensors.
+    """
+
+    def merge(call: OpCall) -> Sequence[MergedCall]:
+        given = call.arguments[name]
+        shapes = [tensor.shape for _, tensor in call.tensors(tensors)]
+        rank = len(shapes[0])
+        dims = [given] if isinstance(given, int) else given or []
+        named = {dim % rank for dim in dims}
+        groups = _groups(rank, [dim if dim in named else -1 for dim in range(rank)])
+        places = [groups.index((dim % rank,)) for dim in dims]
+        changed = {name: places[0] if isinstance(given, int) else places} if places else {}
+        return (MergedCall({tensors: [_merged(s, groups) for s in shapes]}, changed),)
+
+    return merge
+
+
+def over(name: str) -> Merge:
+    """Merge neighbouring dimensions that are reduced, and neighbouring ones that are not.
+
+    Args:
+        name: Of the argument with the dimensions; None and an empty list stand for all.
+    """
+
+    def merge(call: OpCall) -> Sequence[MergedCall]:
+        sizes = _sizes(call, "self")
+        dims = call.arguments[name]
+        reduced = {dim % len(sizes) for dim in dims} if dims else set(range(len(sizes)))
+        groups = _groups(len(sizes), [dim in reduced for dim in range(len(sizes))])
+        places = [n for n, group in enumerate(groups) if group[0] in reduced]
+        return (MergedCall({"self": [_merged(sizes, groups)]}, {name: places}),)
+
+    return merge
+
+
+def stacking(call: OpCall) -> Sequence[MergedCall]:
+    """Merge the dimensions before the new one, and those after it."""
+    shapes = [tensor.shape for _, tensor in call.tensors("tensors")]
+    dim = call.arguments["dim"] % (len(shapes[0]) + 1)
+    merged = [[math.prod(shape[:dim]), math.prod(shape[dim:])] for shape in shapes]
+    return (MergedCall({"tensors": merged}, {"dim": 1}),)
+
+
+def leading(tensor: str, kept: Callable[[OpCall], int]) -> Merge:
+    """Merge all dimensions but the last ones.
+
+    Args:
+        tensor: The argument.
+        kept: Gives the number of dimensions that stay.
+    """
+
+    def merge(call: OpCall) -> Sequence[MergedCall]:
+        sizes = _sizes(call, tensor)
+        first = len(sizes) - kept(call)
+        return (MergedCall({tensor: [[math.prod(sizes[:first]), *sizes[first:]]]}),)
+
+    return merge
+
+
+def pointwise(call: OpCall) -> Sequence[MergedCall]:
+    """Merge neighbouring dimensions in which the same tensors are broadcast."""
+    return _broadcast(call, kept=0)
+
+
+def matrices(call: OpCall) -> Sequence[MergedCall]:
+    """Merge neighbouring dimensions before the last two in which the same tensors are broadcast."""
+    return _broadcast(call, kept=2)
+
+
+def _broadcast(call: OpCall, kept: int) -> Sequence[MergedCall]:
+    shape = call.outputs()[0].shape
+    rank = len(shape) - kept
+    if any(tensor.dim() < kept for _, tensor in call.tensors()):
+        return (MergedCall({name: [tensor.shape] for name, tensor in call.tensors()}),)
+    named: dict[str, list[Any]] = {
+        name: [1] * (len(shape) - tensor.dim()) + list(tensor.shape)
+        for name, tensor in call.tensors()
+    }
+    spread = [tuple(_is_one(sizes[dim]) for sizes in named.values()) for dim in range(rank)]
+    groups = _groups(rank, spread, anywhere=[d for d in range(rank) if _is_one(shape[d])])
+    shapes = {
+        name: [[*_without_leading_ones(_merged(sizes, groups)), *sizes[rank:]]]
+        for name, sizes in named.items()
+    }
+    return (MergedCall(shapes),)
+
+
+def expansion(call: OpCall) -> Sequence[MergedCall]:
+    """Merge neighbouring dimensions in which the tensor is broadcast, or is not."""
+    shape = call.outputs()[0].shape
+    rank = len(shape)
+    sizes = [1] * (rank - len(_sizes(call, "self"))) + list(_sizes(call, "self"))
+    ones = [d for d in range(rank) if _is_one(shape[d])]
+    groups = _groups(rank, [_is_one(size) for size in sizes], anywhere=ones)
+    size = whole_sizes(_merged(shape, groups))
+    return (MergedCall({"self": [_merged(sizes, groups)]}, {"size": size}),)
+
+
+def whole_sizes(sizes: Sizes) -> list[int]:
+    """Return sizes as a view takes them: a dynamic one is what is left."""
+    return [size if isinstance(size, int) else -1 for size in sizes]
+
+
+def _groups(
+    rank: int, keys: Sequence[object], anywhere: Collection[int] = ()
+) -> list[tuple[int, ...]]:
+    """Group neighbouring dimensions of equal keys; those ``anywhere`` join the group before."""
+    groups: list[list[int]] = []
+    key: object = None
+    for dim in range(rank):
+        if groups and (dim in anywhere or keys[dim] == key):
+            groups[-1].append(dim)
+            continue
+        if groups and all(d in anywhere for d in groups[-1]):
+            groups[-1].append(dim)
+        else:
+            groups.append([dim])
+        key = None if dim in anywhere else keys[dim]
+    return [tuple(group) for group in groups]
+
+
+def _merged(sizes: Sizes, groups: Sequence[Sequence[int]]) -> list[Any]:
+    return [math.prod(sizes[dim] for dim in group) for group in groups]
+
+
+def _without_leading_ones(sizes: Sizes) -> list[Any]:
+    return list(itertools.dropwhile(_is_one, sizes))
+
+
+def _sizes(call: OpCall, name: str) -> Sizes:
+    return tuple(next(call.tensors(name))[1].shape)
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1

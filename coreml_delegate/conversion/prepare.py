@@ -22,11 +22,11 @@ from torch.fx import Node
 from coreml_delegate.conversion.states import make_states
 from coreml_delegate.dynamic_shapes.symbols import declare_sizes
 from coreml_delegate.ops import record_of
+from coreml_delegate.ops.boundary import is_row_major
 from coreml_delegate.ops.call import BOUNDARY, CAST, NARROW, OpCall, target_name
 from coreml_delegate.ops.constants import mark_stored
 from coreml_delegate.ops.edits import ATEN, become, insert, unite_copies, value_of
 from coreml_delegate.ops.high_rank import has_high_rank, merge_dimensions
-from coreml_delegate.ops.layouts import is_row_major
 from coreml_delegate.ops.record import OpRecord
 
 

@@ -29,12 +29,11 @@ from coreml_delegate.ops import (
     sizes,
     windows,
 )
+from coreml_delegate.ops.boundary import boundary_obstacles
 from coreml_delegate.ops.call import GETITEM, OpCall, Reason, ReasonCode, target_name
 from coreml_delegate.ops.constants import narrow_constants, stored_nodes
 from coreml_delegate.ops.flops import WITHOUT_RECORD, Estimator, unknown
-from coreml_delegate.ops.high_rank import high_rank_obstacles
 from coreml_delegate.ops.integer_ranges import WideIntegers
-from coreml_delegate.ops.layouts import layout_obstacles
 from coreml_delegate.ops.quantization import CompositeOp
 from coreml_delegate.ops.record import OpRecord
 from coreml_delegate.ops.refused import REFUSED
@@ -116,10 +115,9 @@ def obstacles_in(
         return reason or obstacle(node, target, constants) or around.get(node)
 
     found = _with_parts(program, own_reason)
-    found |= high_rank_obstacles(program.graph.nodes, found)
-    layouts = layout_obstacles(program, found)
-    found = _with_parts(program, lambda node: found.get(node) or layouts.get(node))
-    return found | high_rank_obstacles(program.graph.nodes, found)
+    inputs = program.graph_signature.user_inputs
+    crossing = boundary_obstacles(program.graph, found, inputs)
+    return _with_parts(program, lambda node: found.get(node) or crossing.get(node))
 
 
 def _with_parts(

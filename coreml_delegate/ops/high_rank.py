@@ -1,19 +1,19 @@
-"""Tensors of more than five dimensions: where they may be, and the calls that do without them.
+"""Calls on tensors of more than five dimensions, made on tensors of fewer.
 
-Between calls that are made on merged dimensions such a tensor need not exist in its shape. It needs
-to where it crosses the boundary of a partition.
+Between such calls a tensor need not exist in its shape; where it crosses the boundary of a
+partition it would have to, see ``ops.boundary``.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from coreml_delegate.ops.call import GETITEM, MAX_RANK, OpCall, Reason, ReasonCode, target_name
+from coreml_delegate.ops.call import MAX_RANK, OpCall, target_name
 from coreml_delegate.ops.edits import (
     ATEN,
     become,
@@ -31,45 +31,6 @@ def has_high_rank(call: OpCall) -> bool:
     """Return whether an argument or a result of a call has more than five dimensions."""
     tensors = [*(tensor for _, tensor in call.tensors()), *call.outputs()]
     return any(tensor.dim() > MAX_RANK for tensor in tensors)
-
-
-def high_rank_obstacles(
-    nodes: Iterable[Node], refused: Mapping[Node, Reason]
-) -> dict[Node, Reason]:
-    """Return the calls that share a tensor of more than five dimensions with one on the CPU.
-
-    Args:
-        nodes: Of a graph, in its order.
-        refused: The calls that are known not to be delegated.
-
-    Returns:
-        The further calls, each with the reason.
-    """
-    found: dict[Node, Reason] = {}
-    values = [(v, _touching(v)) for v in nodes if _rank(v) > MAX_RANK]
-    before = -1
-    while before != len(found):
-        before = len(found)
-        for value, touching in values:
-            outside = [n for n in touching if n.op != "call_function" or n in refused or n in found]
-            if not outside:
-                continue
-            text = f"{value.name!r} has rank {_rank(value)} and crosses the boundary of a partition"
-            at = f" at {outside[0].name!r}; Core ML takes at most {MAX_RANK}"
-            reason = Reason(ReasonCode.RANK, text + at)
-            found |= {n: reason for n in touching if n not in outside}
-    return found
-
-
-def _rank(node: Node) -> int:
-    value = node.meta.get("val")
-    return value.dim() if isinstance(value, torch.Tensor) else 0
-
-
-def _touching(value: Node) -> list[Node]:
-    """Return the calls that make or take a tensor."""
-    whole = [value.args[0]] if target_name(value.target) == GETITEM else []
-    return [*(n for n in whole if isinstance(n, Node)), value, *value.users]
 
 
 def merge_dimensions(node: Node, merge: Merge) -> None:

@@ -17,12 +17,7 @@ from coreml_delegate.ops.call import (
     Reason,
     ReasonCode,
 )
-from coreml_delegate.ops.constraints import (
-    contiguous_result,
-    holds,
-    static_argument,
-    static_result,
-)
+from coreml_delegate.ops.constraints import holds, static_argument, static_result
 from coreml_delegate.ops.edits import (
     ATEN,
     arguments_of,
@@ -98,7 +93,7 @@ def _by_way_of_fp32(call: OpCall) -> Reason | None:
 
 
 def _clone(node: Node) -> None:
-    # Constraints leave row-major results alone, so the dim order says nothing.
+    # Inside a partition the layout says nothing.
     become(node, ATEN.clone.default, node.args[0])
 
 
@@ -223,10 +218,8 @@ RECORDS = (
         _views(f"aten.{name}", quantization=MOVE)
         for name in ("squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default")
     ),
-    _views("aten.clone.default", constraints=(contiguous_result,), quantization=MOVE),
-    _views(
-        "dim_order_ops._clone_dim_order.default", constraints=(contiguous_result,), rewrite=_clone
-    ),
+    _views("aten.clone.default", rewrite=_clone, quantization=MOVE),
+    _views("dim_order_ops._clone_dim_order.default", rewrite=_clone),
     _views("aten.alias.default", rewrite=_clone, quantization=MOVE),
     _views("aten.lift_fresh_copy.default", rewrite=_clone),
     _permutes("aten.permute.default", quantization=MOVE),
@@ -296,7 +289,7 @@ RECORDS = (
             target,
             dtypes={"": _CARRIED | BOUNDARY},
             results=_CARRIED | BOUNDARY,
-            constraints=(contiguous_result, _by_way_of_fp32),
+            constraints=(_by_way_of_fp32,),
             preserve=False,
             merge=pointwise,
             rewrite=_to_copy,

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from torch.fx import Node
 
 from coreml_delegate.ops import Reason, part_of
+from coreml_delegate.ops.boundary import boundary_obstacles
 from coreml_delegate.ops.call import DEQUANTIZE, GETITEM, target_name
-from coreml_delegate.ops.high_rank import high_rank_obstacles
 from coreml_delegate.ops.sizes import is_check
 
 
@@ -37,7 +37,7 @@ def whole_call(node: Node) -> Node:
 def refuse_results(refused: Mapping[Node, Reason]) -> dict[Node, Reason]:
     """Return the refused calls with those that cannot be delegated without them.
 
-    These take one of several results, or share a tensor of more dimensions than Core ML has.
+    These take one of several results, or share a tensor that may not cross a boundary.
     """
     found = {
         **refused,
@@ -49,4 +49,4 @@ def refuse_results(refused: Mapping[Node, Reason]) -> dict[Node, Reason]:
         },
     }
     graph = next((node.graph for node in refused), None)
-    return found if graph is None else found | high_rank_obstacles(graph.nodes, found)
+    return found if graph is None else found | boundary_obstacles(graph, found)

@@ -156,6 +156,26 @@ def test_channels_last_weights_are_delegated() -> None:
     assert_equal_eager(lowered.pte, module, inputs)
 
 
+def test_other_layouts_inside_a_partition_are_delegated() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        last = (x * 2).clone(memory_format=torch.channels_last)
+        return last.relu().permute(0, 2, 3, 1).reshape(1, -1, 3) + 1
+
+    module, inputs = Function(function), (torch.randn(1, 3, 5, 6),)
+    lowered = lower(module, inputs)
+    assert not lowered.operators
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
+def test_results_of_another_layout_stay_on_the_cpu() -> None:
+    module = Function(lambda x: (x * 2).to(memory_format=torch.channels_last))
+    inputs = (torch.randn(1, 3, 5, 6),)
+    lowered = lower(module, inputs)
+    (text,) = reasons(lowered.report).values()
+    assert "has dim order (0, 2, 3, 1) and leaves the partition at 'output'" in text
+    assert_equal_eager(lowered.pte, module, inputs)
+
+
 def test_inputs_with_names_like_constants_stay_inputs() -> None:
     class Named(nn.Module):
         def forward(

@@ -172,7 +172,6 @@ ACCEPTED = (
     accept("aten.diagonal.default", x(4, 2, 3, 5), 1, -1, 0, note="dims"),
 )
 
-_LAST = {"memory_format": torch.channels_last}
 _IMAGE = (1, 2, 3, 4)
 
 REJECTED = (
@@ -199,33 +198,6 @@ REJECTED = (
         i(2, 3, dtype=torch.int8),
         dtype=torch.float32,
         note="int8",
-    ),
-    reject(
-        ReasonCode.LAYOUT,
-        "torch.channels_last, Core ML is row-major",
-        _CLONE,
-        x(*_IMAGE),
-        **_LAST,
-        note="channels-last",
-    ),
-    reject(
-        ReasonCode.LAYOUT,
-        "torch.channels_last, Core ML is row-major",
-        _TO_COPY,
-        x(*_IMAGE),
-        **_LAST,
-        note="channels-last",
-    ),
-    *(
-        reject(
-            ReasonCode.LAYOUT,
-            "dim_order=[0, 2, 3, 1], Core ML is row-major",
-            op,
-            x(*_IMAGE),
-            dim_order=[0, 2, 3, 1],
-            note="channels-last",
-        )
-        for op in (_CLONE_DIM_ORDER, _TO_DIM_ORDER_COPY)
     ),
     *(
         reject(

@@ -60,6 +60,7 @@ def test_a_race_times_everyone_by_their_share():
     assert calls == {"whole": 3 + 10 * bursts, "fifth": 3 + 2 * bursts}
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path):
     torch.manual_seed(0)
     workload = Workload("mlp", "MLP", perceptron().eval(), (torch.randn(1, 256),))

@@ -37,6 +37,7 @@ def _ending(run: dict[str, Any], *outcomes: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("engine", ["reference", "openvino"])
 def test_sample_passes(engine: str, tmp_path: Path) -> None:
     code, run = _run(tmp_path / "run.json", "--engine", engine, "--sample", str(_SAMPLE))
@@ -50,6 +51,7 @@ def test_sample_passes(engine: str, tmp_path: Path) -> None:
         assert unsupported == {}
 
 
+@pytest.mark.slow
 def test_wrong_predictions_are_noticed(tmp_path: Path) -> None:
     code, run = _run(
         tmp_path / "run.json",

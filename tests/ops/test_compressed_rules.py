@@ -85,6 +85,7 @@ TAKEN = {
 }
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", TAKEN)
 def test_compressed_weights_are_delegated(name):
     module, target = TAKEN[name]

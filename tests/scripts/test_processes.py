@@ -56,6 +56,7 @@ def test_a_signal_during_conversion_leaves_nothing(number, code, message, tmp_pa
     assert (here / "a.pte").read_text() == "old"
 
 
+@pytest.mark.slow
 def test_an_interrupt_during_calibration_leaves_nothing(tmp_path):
     here, temporary, stalled = (tmp_path / name for name in ("here", "temporary", "stalled"))
     here.mkdir()

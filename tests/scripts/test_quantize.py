@@ -50,6 +50,7 @@ def _weights(capsys, path="a.pte"):
     return delegate["model"]["weights"]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("mode", "scheme", "stored_as"),
     [

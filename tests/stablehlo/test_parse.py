@@ -157,6 +157,7 @@ def test_calls_are_not_inlined_without_end(monkeypatch: pytest.MonkeyPatch) -> N
         stablehlo.compile(_chain(40, 2))
 
 
+@pytest.mark.slow
 def test_the_extra_is_named_where_jax_is_missing() -> None:
     code = (
         "import sys; sys.modules['jax'] = None\n"

@@ -82,6 +82,7 @@ def _load(module: nn.Module, inputs: tuple[torch.Tensor, ...], host: str, **opti
     return runtime.load_program(pte, host=host, engine="openvino", **options)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("threads", [1, 2])

@@ -18,6 +18,7 @@ from coreml_delegate.runtime.mil.reader import read_mlpackage
 _FLOOR = {"FLOAT32": SQNR_FP32, "FLOAT16": SQNR_FP16}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("name", "precision"),
     [

@@ -64,6 +64,7 @@ def _nan_inputs(case: OpCase):
                 yield {**arrays, name: _with(array, place, np.nan)}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("case", _ONE_OF_A_KIND, ids=lambda case: case.id)
 def test_nan_is_where_the_reference_engine_has_it(case):
     options = EngineOptions(exact_nan=case.op in _LOSING)

@@ -12,6 +12,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,27 @@ def _known_composite_ops() -> set[Any]:
 
 
 _override_composite_ops = torch.export.exported_program._override_composite_implicit_decomp
-_overridden: dict[Any, tuple[dict[Any, Any], dict[Any, Any], Any]] = {}
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+@dataclass(frozen=True)
+class _Override:
+    """What torch makes of one op: its kernels before and meanwhile, and its rule for fake tensors.
+
+    Torch leaves a rule that was there before, and takes it away all the same in the end.
+    """
+
+    before: dict[Any, Any]
+    had_rule: bool
+    meanwhile: dict[Any, Any]
+    rule: Any
+
+    def is_of(self, op: Any) -> bool:
+        return self.before == op.py_kernels and self.had_rule == _has_rule(op)
+
+
+_overrides: dict[Any, _Override] = {}
+_has_rule = fake_impls._is_op_registered_to_fake_rule
 
 
 @contextmanager
@@ -123,35 +144,25 @@ def _composite_ops_overridden(callables: Mapping[Any, Any]) -> Iterator[None]:
 
     It makes them for a thousand ops at each decomposition, a twentieth of the suite's time.
     """
-    new = [op for op in callables if op not in _overridden or _overridden[op][0] != op.py_kernels]
-    if new:
-        before = {
-            op: (dict(op.py_kernels), fake_impls._is_op_registered_to_fake_rule(op)) for op in new
-        }
-        with _override_composite_ops({op: callables[op] for op in new}):
-            for op, (kernels, has_rule) in before.items():
-                rule = None if has_rule else fake_impls.op_implementations_dict[op]
-                _overridden[op] = kernels, dict(op.py_kernels), rule
+    new = [op for op in callables if op not in _overrides or not _overrides[op].is_of(op)]
+    before = {op: (dict(op.py_kernels), _has_rule(op)) for op in new}
+    with _override_composite_ops({op: callables[op] for op in new}):
+        for op in new:
+            rule = fake_impls.op_implementations_dict[op]
+            _overrides[op] = _Override(*before[op], dict(op.py_kernels), rule)
     for op, kernel in callables.items():
-        _, kernels, rule = _overridden[op]
-        op.py_kernels.update(kernels)
+        op.py_kernels.update(_overrides[op].meanwhile)
         op.py_kernels[_COMPOSITE] = kernel
         op._dispatch_cache.clear()
-        if rule is not None:
-            fake_impls.op_implementations_dict[op] = rule
+        fake_impls.op_implementations_dict[op] = _overrides[op].rule
     try:
         yield
     finally:
         for op in callables:
-            kernels, _, rule = _overridden[op]
             op.py_kernels.clear()
-            op.py_kernels.update(kernels)
+            op.py_kernels.update(_overrides[op].before)
             op._dispatch_cache.clear()
-            if rule is not None:
-                fake_impls._deregister_op_impl(op)
-
-
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+            fake_impls._deregister_op_impl(op)
 
 
 class _Any(type):

@@ -115,8 +115,10 @@ def obstacles_in(
         return reason or obstacle(node, target, constants) or around.get(node)
 
     found = _with_parts(program, own_reason)
-    inputs = program.graph_signature.user_inputs
-    crossing = boundary_obstacles(program.graph, found, inputs)
+    passed = set(program.graph_signature.user_inputs)
+    if not constants_inside:
+        passed.update(node.name for node in program.graph.find_nodes(op="placeholder"))
+    crossing = boundary_obstacles(program.graph, found, passed)
     return _with_parts(program, lambda node: found.get(node) or crossing.get(node))
 
 

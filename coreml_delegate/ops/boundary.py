@@ -35,7 +35,7 @@ def boundary_obstacles(
     Args:
         graph: In ATen or edge dialect, with fake tensors in ``meta["val"]``.
         refused: The calls that are known not to be delegated.
-        inputs: Names of the placeholders that are inputs at run time.
+        inputs: Names of the placeholders that are passed at run time.
 
     Returns:
         The further calls, each with the reason.
@@ -43,7 +43,7 @@ def boundary_obstacles(
     found: dict[Node, Reason] = {}
     while True:
         before = len(found)
-        for value, code, text, remedy in _confined(graph, {**refused, **found}, set(inputs)):
+        for value, code, text, remedy in _confined(graph, {**refused, **found}, inputs):
             touching = _touching(value)
             outside = [n for n in touching if n.op != "call_function" or n in refused or n in found]
             if outside:
@@ -89,9 +89,9 @@ def _confined(
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             continue
-        if value.dim() > MAX_RANK:
-            yield node, ReasonCode.RANK, f"{node.name!r} has rank {value.dim()}", None
         comes_in = node.op == "placeholder" and node.name in inputs
+        if value.dim() > MAX_RANK and (comes_in or node.op == "call_function"):
+            yield node, ReasonCode.RANK, f"{node.name!r} has rank {value.dim()}", None
         from_cpu = node in on_cpu and not _is_view(node)
         follows = any(source in strided for source in node.all_input_nodes)
         if (comes_in or follows or from_cpu or _demands(node)) and _order(node) is not None:

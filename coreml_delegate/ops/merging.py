@@ -48,9 +48,10 @@ def obstacle_to_merging(call: OpCall, merge: Merge) -> Reason | None:
             ReasonCode.RANK,
             f"it tells {highest} dimensions apart, Core ML has at most {MAX_RANK}",
         )
-    results = [t.shape for t in call.outputs() if t.dim() <= MAX_RANK]
-    shapes = merged if merge is view else [*merged, *results]
-    if any(sum(not isinstance(size, int) for size in shape) > 1 for shape in shapes):
+    # A view has its sizes among its arguments; of other results, one is what is left.
+    has_sizes = merge is view and not {"size", "shape"}.isdisjoint(call.arguments)
+    results = [] if has_sizes else [t.shape for t in call.outputs() if t.dim() <= MAX_RANK]
+    if any(sum(not isinstance(size, int) for size in shape) > 1 for shape in [*merged, *results]):
         return Reason(
             ReasonCode.SYMBOLIC,
             f"several dimensions of a tensor of more than {MAX_RANK} are dynamic",

@@ -150,18 +150,16 @@ def _few_offsets(call: OpCall) -> bool:
 
 
 _MANY = 64
-_CONSTRAINTS = (
-    holds(_known_places, ReasonCode.SYMBOLIC, "the places of windows depend on a dynamic size"),
-    holds(_few_offsets, ReasonCode.ARGUMENT, f"windows of more than {_MANY} rows and columns"),
-)
+_KNOWN = holds(_known_places, ReasonCode.SYMBOLIC, "the places of windows depend on a dynamic size")
+_FEW = holds(_few_offsets, ReasonCode.ARGUMENT, f"windows of more than {_MANY} rows and columns")
 
 RECORDS = (
     OpRecord(
         "aten.im2col.default",
-        constraints=_CONSTRAINTS,
+        constraints=(_KNOWN, _FEW),
         rewrite=_unfold,
         mask_role=MaskRole.CARRIES,
         flops=nothing,
     ),
-    OpRecord("aten.col2im.default", constraints=_CONSTRAINTS, rewrite=_fold, flops=per_input(1)),
+    OpRecord("aten.col2im.default", constraints=(_FEW,), rewrite=_fold, flops=per_input(1)),
 )

@@ -75,6 +75,7 @@ def test_of_a_changed_layer_only_its_partition_is_converted(counts: Any) -> None
     assert_equal_eager(lowered.pte, changed, INPUTS)
 
 
+@pytest.mark.slow
 def test_another_process_finds_what_this_one_has_made(folder: Path) -> None:
     first = lower(Layers(), INPUTS).pte
     code = (

@@ -97,6 +97,7 @@ def test_the_model_is_trained():
     assert learnt < perplexity(by_frequency, rows) / 1.5
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("engine", "host"),
     [

@@ -24,6 +24,7 @@ _SIX = (2, 2, 3, 2, 1, 4)
 _SEVEN = (2, 3, 2, 2, 1, 2, 2)
 _WEIGHTS = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
 _ROW = torch.linspace(0.0, 1.0, 4)
+_BIAS = torch.linspace(-1.0, 1.0, 24).reshape(2, 1, 3, 1, 1, 4)
 
 # By name, what is done to a tensor of the shape _SIX.
 CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -32,6 +33,7 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "same shapes": lambda x: x * x.sigmoid(),
     "number": lambda x: x / 3.0,
     "row": lambda x: x + _ROW,
+    "constant": lambda x: x + _BIAS,
     "broadcast": lambda x: x + x[:, :1] * x[..., :1],
     "of lower rank": lambda x: x - x[0, 1],
     "bool": lambda x: torch.where(x > 0.1, x, -x),

@@ -68,9 +68,9 @@ FLOWS = (
     # The oldest opset, everything that can be kept whole.
     Flow("oldest", "fp32", None, core=False, engines=("reference", "openvino")),
     # A new opset, decomposed to core ATen.
-    Flow("core", "fp32", Opset.iOS18, core=True, engines=("reference", "openvino"), share=8),
+    Flow("core", "fp32", Opset.iOS18, core=True, engines=("reference", "openvino"), share=16),
     # As devices compute.
-    Flow("fp16", "fp16", Opset.iOS17, core=False, engines=("reference",), share=8),
+    Flow("fp16", "fp16", Opset.iOS17, core=False, engines=("reference",), share=16),
 )
 
 

@@ -116,6 +116,7 @@ class Branch(nn.Module):
         return self.conv(torch.cond(x.sum() > 0, branch, torch.neg, (x,)))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_preserved_call_in_a_branch_is_decomposed(sign: int) -> None:
     module, inputs = Branch(), tuple(sign * 9 * x for x in example(2, 4, 5))

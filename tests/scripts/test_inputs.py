@@ -193,7 +193,7 @@ print(vision._declare_operators.cache_info().misses, sys.meta_path == finders)
 """
 
 
-@pytest.mark.share(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("torchvision", "result"),
     [

@@ -15,7 +15,7 @@ from tests.suite.comparison import compare
 from tests.suite.plugin import FAILURES, in_sample
 
 _REPOSITORY = Path(__file__).parents[2]
-_SAMPLE = 0.014
+_SAMPLE = 0.008
 
 
 def _run(results: Path, *arguments: str) -> tuple[int, dict[str, Any]]:

@@ -17,7 +17,7 @@ from tests.upstream.side_by_side import ORDERS
 _REPOSITORY = Path(__file__).parents[2]
 
 # On one worker, so that each order runs once.
-pytestmark = [pytest.mark.xdist_group("side-by-side"), pytest.mark.share(2)]
+pytestmark = [pytest.mark.xdist_group("side-by-side"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module", params=ORDERS)

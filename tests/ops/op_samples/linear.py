@@ -84,7 +84,7 @@ REJECTED = (
     *(
         reject(
             ReasonCode.RANK,
-            "'other' has rank 1, Core ML takes 2 to 5 here",
+            "'other' is a vector",
             "aten.matmul.default",
             x(*shape),
             x(4),

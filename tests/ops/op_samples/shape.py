@@ -229,6 +229,15 @@ REJECTED = (
         note="three",
     ),
     reject(
+        ReasonCode.SYMBOLIC,
+        "the result has dynamic shape",
+        "aten.expand.default",
+        x(2, 1, 2, 1, 2, 3),
+        [2, 2, 2, 2, 2, -1],
+        note="rank6",
+        dynamic=True,
+    ),
+    reject(
         ReasonCode.OPSET,
         "aten.pixel_unshuffle.default needs iOS16, the deployment target is iOS15",
         "aten.pixel_unshuffle.default",

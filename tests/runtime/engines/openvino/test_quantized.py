@@ -386,7 +386,7 @@ def _assert_largest_products_are_summed() -> None:
     _assert_equal({"x": values}, network)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 # Without a limit, the tests above run where there is VNNI.
 @pytest.mark.parametrize(
     "instructions", [pytest.param("ALL", marks=pytest.mark.slow), "AVX512_CORE"]

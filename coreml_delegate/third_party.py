@@ -19,7 +19,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -48,8 +48,34 @@ _NOISE = {
 @cache
 def coremltools() -> Any:
     """The ``coremltools`` module, imported without noise."""
-    with quiet_import():
+    with quiet_import(), _leaving_out(_LEFT_OUT):
         return importlib.import_module("coremltools")
+
+
+_LEFT_OUT: set[str] = set()
+
+
+def leave_out_other_converters() -> None:
+    """Import coremltools without the packages whose models alone it converts, if installed.
+
+    It looks for them when it is imported: two seconds for scikit-learn and transformers. Without
+    them it has no converters of theirs, so this is for processes of our own. A package can be
+    imported all the same afterwards.
+    """
+    _LEFT_OUT.update(("libsvm", "sklearn", "tensorflow", "transformers", "xgboost"))
+
+
+@contextmanager
+def _leaving_out(names: Iterable[str]) -> Generator[None]:
+    """Let packages that are not imported yet look as if they were not installed."""
+    modules: dict[str, Any] = sys.modules
+    absent = [name for name in names if name not in modules]
+    modules.update(dict.fromkeys(absent))
+    try:
+        yield
+    finally:
+        for name in absent:
+            del modules[name]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from coreml_delegate.formats.blob_layout import (
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
 from coreml_delegate.runtime.engines.base import EngineOptions, State
 from coreml_delegate.runtime.engines.reference import REFERENCE
-from coreml_delegate.runtime.mil.program import Program
+from coreml_delegate.runtime.mil.program import Function, Program
 from coreml_delegate.runtime.mil.reader import read_files
 from coreml_delegate.runtime.model import Model, cast_input
 from coreml_delegate.runtime.native import SMALL, NativeCall
@@ -35,10 +35,14 @@ class CoreMLDelegate:
     Args:
         model: What it runs.
         names: Of its inputs and outputs, in the order of calls.
-        is_small: Whether calls take so little time that they are worth another way to make them.
+        nbytes: Size of the blob that the model was read from.
+
+    Attributes:
+        model: What it runs.
+        python_reason: Why calls need Python, for people; None if they do not.
     """
 
-    def __init__(self, model: Model, names: MethodMetadata, *, is_small: bool = False) -> None:
+    def __init__(self, model: Model, names: MethodMetadata, nbytes: int) -> None:
         _check_names("input", names.input_names, model.input_names)
         _check_names("output", names.output_names, model.output_names)
         self.model = model
@@ -50,7 +54,12 @@ class CoreMLDelegate:
         self._computes_with_torch = model.engine_name == REFERENCE.name
         # Shapes seldom change from call to call: the shapes of the last call need no check.
         self._flexible = model.flexible_inputs
-        self._native = self._native_call() if is_small else None
+        self.python_reason = (
+            python_reason(model.function, model.engine_name, nbytes) or model.native_obstacle()
+        )
+        given = [name for name, _, _ in self._inputs]
+        is_native = self.python_reason is None
+        self._native = model.native_call(given, self._outputs) if is_native else None
         self._fitting: tuple[tuple[int, ...], ...] | None = None
 
     @property
@@ -98,12 +107,6 @@ class CoreMLDelegate:
         """
         return self.model.diagnose(self._arrays(inputs), self._state, min_sqnr_db=min_sqnr_db)
 
-    def _native_call(self) -> NativeCall | None:
-        # A shape that is not fixed is checked against more than what the engine takes.
-        if self._state is not None or self._flexible:
-            return None
-        return self.model.native_call([name for name, _, _ in self._inputs], self._outputs)
-
     def _check_shapes(self, arrays: Mapping[str, np.ndarray]) -> None:
         shapes = tuple(arrays[name].shape for name in self._flexible)
         if shapes != self._fitting:
@@ -123,6 +126,24 @@ class CoreMLDelegate:
         }
 
 
+def python_reason(function: Function, engine: str, nbytes: int) -> str | None:
+    """Return why calls of a delegate need Python, as far as its program says; None if they do not.
+
+    Args:
+        function: What it runs.
+        engine: Name of the engine that runs it.
+        nbytes: Size of its blob.
+    """
+    if engine == REFERENCE.name:
+        return "the reference engine is Python"
+    if function.states:
+        return "it has states"
+    # A shape that is not fixed is checked against more than what the engine takes.
+    if any(feature.shapes or feature.bounds for feature in function.inputs):
+        return "the shapes of its inputs are not fixed"
+    return None if nbytes <= SMALL else f"it has more than {SMALL >> 20} MB"
+
+
 def delegate_loader(engine: str, options: EngineOptions | None = None) -> DelegateLoader:
     """Return a loader of Core ML delegates for a host.
 
@@ -135,8 +156,8 @@ def delegate_loader(engine: str, options: EngineOptions | None = None) -> Delega
         blob, function = resolve(payload)
         files, metadata = blob_files(blob)
         model = Model.from_files(files, function_name=function, engine=engine, options=options)
-        is_small = memoryview(blob).nbytes <= SMALL
-        return CoreMLDelegate(model, metadata.method(payload.method_name), is_small=is_small)
+        names = metadata.method(payload.method_name)
+        return CoreMLDelegate(model, names, memoryview(blob).nbytes)
 
     return load
 

@@ -203,12 +203,21 @@ class Model:
         """Return how to run without Python; see ``CompiledFunction.native_call``."""
         return self._compiled.native_call(inputs, outputs)
 
+    def native_obstacle(self) -> str | None:
+        """Return why calls need Python; None if ``native_call`` returns one that does not."""
+        return self._compiled.native_obstacle()
+
     def prepare_native_calls(self) -> None:
         """Make calls without Python from now on; see ``CompiledFunction.prepare_native_calls``.
 
         It takes some milliseconds, and gains as many microseconds for each call.
         """
         self._compiled.prepare_native_calls()
+
+    def prepare_shapes(self) -> None:
+        """Compile for every enumerated shape now, instead of when a call first brings it."""
+        for shapes in self._shapes.enumerated():
+            self._compiled.prepare_shape(shapes)
 
     def run_unchecked(self, inputs: Mapping[str, Array], state: State | None) -> dict[str, Array]:
         """Run as ``predict`` without checks: names, shapes and dtypes must be right."""

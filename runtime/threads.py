@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -23,6 +24,12 @@ from threadpoolctl import ThreadpoolController
 _logger = logging.getLogger(__name__)
 
 _PAUSE_SOFT = 1  # omp_pause_soft of OpenMP 5.0, section 3.2.44
+
+
+def cpu_count() -> int:
+    """Return how many CPUs this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from coreml_delegate.errors import CoreMLDelegateError
 from coreml_delegate.scripts import console, interruption
 from coreml_delegate.scripts.commands import (
     cache,
+    compile_program,
     convert,
     demo,
     export,
@@ -30,6 +31,7 @@ from coreml_delegate.scripts.commands import (
     trace_values,
     verify,
 )
+from coreml_delegate.third_party import leave_out_other_converters
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ COMMANDS = tuple(
         run,
         verify,
         trace_values,
+        compile_program,
         cache,
         export_llm,
         generate,
@@ -114,6 +117,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _dispatch(args: argparse.Namespace) -> int:
+    leave_out_other_converters()
     try:
         code: int = args.run(args)
         console.flush()

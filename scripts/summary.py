@@ -12,7 +12,7 @@ from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.formats.blob import unflatten
 from coreml_delegate.formats.blob_layout import metadata_in
 from coreml_delegate.quantization.weight_inventory import summarize_weights
-from coreml_delegate.runtime.delegate import read_blob
+from coreml_delegate.runtime.delegate import python_reason, read_blob
 from coreml_delegate.runtime.engines.selection import ENGINES
 from coreml_delegate.runtime.mil.program import (
     Feature,
@@ -135,9 +135,16 @@ def _core_ml(partition: CoreMLPartition) -> dict[str, Any]:
         program, metadata = read_blob(partition.blob)
     except ProgramError as error:  # compiled ahead of time: only Apple devices can read it
         return summary | _identified(partition) | {"model": None, "unreadable": str(error)}
+    model = summarize_model(program)
+    name = partition.reference.function_name if partition.reference is not None else None
+    function = program.function(name)
+    engine = next(f["engine"] for f in model["functions"] if f["name"] == function.name)
     return summary | {
         "identifier": metadata.identifier,
-        "model": summarize_model(program),
+        "python_reason": "no engine here runs it"
+        if engine is None
+        else python_reason(function, engine, summary["blob_bytes"]),
+        "model": model,
     }
 
 

@@ -115,7 +115,7 @@ def obstacles_in(
         return reason or obstacle(node, target, constants) or around.get(node)
 
     found = _with_parts(program, own_reason)
-    passed = set(program.graph_signature.user_inputs)
+    passed = {name for name in program.graph_signature.user_inputs if isinstance(name, str)}
     if not constants_inside:
         passed.update(node.name for node in program.graph.find_nodes(op="placeholder"))
     crossing = boundary_obstacles(program.graph, found, passed)

@@ -131,8 +131,20 @@ class CompiledFunction(Protocol):
         """
         ...
 
+    def native_obstacle(self) -> str | None:
+        """Return why ``native_call`` returns None, or None if it does not."""
+        ...
+
     def prepare_native_calls(self) -> None:
         """Make calls of this object itself without Python from now on, if that is possible."""
+        ...
+
+    def prepare_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Compile for enumerated shapes, which is done at a call's need otherwise.
+
+        Args:
+            shapes: Of the inputs that have enumerated shapes, by name.
+        """
         ...
 
 

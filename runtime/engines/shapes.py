@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,14 @@ class InputShapes:
     def names(self) -> tuple[str, ...]:
         """The inputs whose shape is not fixed."""
         return self._names
+
+    def enumerated(self) -> list[dict[str, Shape]]:
+        """Return every combination of shapes of the inputs that have enumerated ones, by name."""
+        listed = [feature for feature in self._open if feature.shapes]
+        shapes = [feature.shapes for feature in listed]
+        combinations = zip(*shapes, strict=True) if self._tied else itertools.product(*shapes)
+        names = [feature.name for feature in listed]
+        return [dict(zip(names, each, strict=True)) for each in combinations] if listed else []
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
         """Refuse shapes that the function does not take.

@@ -44,7 +44,7 @@ from coreml_delegate.runtime.program.plan import (
 from coreml_delegate.runtime.program.ptd import ExternalData, check_complete
 from coreml_delegate.runtime.program.pte import PteProgram, Source
 from coreml_delegate.runtime.snapshots import Array, Snapshot
-from coreml_delegate.runtime.threads import one_torch_thread
+from coreml_delegate.runtime.threads import cpu_count, one_torch_thread
 
 _logger = logging.getLogger(__name__)
 
@@ -73,7 +73,10 @@ def check_support(method: MethodInfo, backend_id: str = COREML_BACKEND_ID) -> No
 
 
 class PythonProgram:
-    """A ``.pte`` loaded for execution in Python. Calls from several threads take turns.
+    """A ``.pte`` loaded for execution in Python.
+
+    Calls from several threads run at the same time, as many as there are CPUs, each with memory of
+    its own for what the program computes. Those of a method that keeps something take turns.
 
     Mutable buffers, and the states of its delegates, belong to the loaded program: they start at
     their exported values and persist from one call to the next.
@@ -100,6 +103,7 @@ class PythonProgram:
         self._backend_id = backend_id
         self._memory = ProgramMemory(program, program.named_data)
         self._methods: dict[str, _LoadedMethod] = {}
+        self._copies: dict[str, _Copies] = {}
         self._lock = threading.RLock()
 
     @classmethod
@@ -175,9 +179,14 @@ class PythonProgram:
             ExecutionError: A kernel or a delegate failed.
             ProgramError: See ``load_method``, as are the other errors of the first run.
         """
-        with self._lock:
-            loaded = self._loaded(method)
-            return loaded.run(inputs)
+        copies = self._copies.get(method)
+        if copies is None:
+            with self._lock:
+                loaded = self._loaded(method)
+                copies = self._copies.get(method)
+                if copies is None:
+                    return loaded.run(inputs)
+        return copies.run(inputs)
 
     def reset_state(self) -> None:
         """Set all states to their initial values."""
@@ -216,6 +225,8 @@ class PythonProgram:
             delegates = [self._load_delegate(method, info) for info in method.delegates]
             loaded = _LoadedMethod(method, self._memory, delegates)
             self._methods[name] = loaded
+            if not loaded.keeps_something:
+                self._copies[name] = _Copies(loaded)
             _logger.debug("loaded method %s: %d delegates", name, len(delegates))
         return loaded
 
@@ -231,11 +242,39 @@ class PythonProgram:
         )
 
 
+class _Copies:
+    """Copies of a loaded method, for calls at the same time.
+
+    Args:
+        first: A method that keeps nothing from one call to the next.
+    """
+
+    def __init__(self, first: _LoadedMethod) -> None:
+        self._first = first
+        self._idle = [first]
+        self._room = threading.Semaphore(cpu_count())
+
+    def run(self, inputs: Sequence[Value]) -> list[Value]:
+        """Run the method once, as soon as fewer calls run than there are CPUs."""
+        with self._room:
+            try:
+                copy = self._idle.pop()  # atomic, so no lock
+            except IndexError:
+                copy = self._first.copy()
+            try:
+                return copy.run(inputs)
+            finally:
+                self._idle.append(copy)
+
+
 class _LoadedMethod:
     """One method with its memory and its steps."""
 
     def __init__(
-        self, method: MethodInfo, memory: ProgramMemory, delegates: list[DelegateCallable]
+        self,
+        method: MethodInfo,
+        memory: ProgramMemory,
+        delegates: Sequence[DelegateCallable],
     ) -> None:
         self._method = method
         self._memory = memory
@@ -252,6 +291,15 @@ class _LoadedMethod:
         self._chains = bound.chains
         # A run that failed half-way must not leave its loop counters behind.
         self._initial = [(index, values[index]) for index in sorted(bound.moving)]
+
+    def copy(self) -> _LoadedMethod:
+        """Return the method with the same delegates, and memory of its own."""
+        return _LoadedMethod(self._method, self._memory, self.delegates)
+
+    @property
+    def keeps_something(self) -> bool:
+        """Whether a call leaves something to the next one, or to another method."""
+        return any(True for _ in self.states()) or self._memory.is_shared(self._method)
 
     def states(self) -> Iterator[tuple[str, states.DelegateState]]:
         """Yield the states of the method, with their names."""

@@ -79,6 +79,10 @@ class ProgramMemory:
             for value in method.values
         ]
 
+    def is_shared(self, method: MethodInfo) -> bool:
+        """Return whether a method has memory that other methods have too."""
+        return len(method.arena_sizes) > _PRIVATE_ARENA + 1
+
     def initial_value(self, spec: TensorSpec) -> torch.Tensor | None:
         """Return the initial value of a planned tensor; None for zeros."""
         stored = self._program.tensor_data(spec)

@@ -76,6 +76,9 @@ def _delegate_lines(index: int, delegate: Mapping[str, Any], *, every: bool) -> 
         yield f"    shared: {delegate['shared_as']}, function {delegate['function']}"
     if "identifier" in delegate:
         yield f"    identifier: {delegate['identifier']}"
+    if "python_reason" in delegate:
+        reason = delegate["python_reason"]
+        yield f"    calls here: {f'in Python, because {reason}' if reason else 'without Python'}"
     if "unreadable" in delegate:
         yield f"    {delegate['unreadable']}"
     elif "model" in delegate:

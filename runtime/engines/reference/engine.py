@@ -123,8 +123,15 @@ class ReferenceFunction:
         """Return None: the engine is Python."""
         return
 
+    def native_obstacle(self) -> str:
+        """Return why ``native_call`` returns None."""
+        return "the reference engine is Python"
+
     def prepare_native_calls(self) -> None:
         """Do nothing: the engine is Python."""
+
+    def prepare_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Do nothing: every shape is interpreted."""
 
     def make_state(self) -> ReferenceState | None:
         """Fresh state, all zeros; None when the function has none."""

@@ -273,6 +273,24 @@ def test_graphs_are_called_from_several_threads(executable: graph.Executable) ->
     assert wrong == []
 
 
+def test_eight_threads_of_a_program_get_their_own_results() -> None:
+    """Delegates, and an operator between them, whose results lie in memory that is planned."""
+    module = Function(lambda x: torch.asinh(torch.tanh(x) * 3) * x)
+    program = _load(module, (_numbers(4, 6),), "python")
+    wrong: list[int] = []
+
+    def repeat(seed: int) -> None:
+        x = _numbers(4, 6) + seed
+        expected = module(x)
+        for _ in range(1000):
+            (result,) = program.run("forward", [x])
+            if not torch.allclose(result, expected, RTOL, ATOL):
+                wrong.append(seed)
+
+    _in_threads(repeat, 8)
+    assert wrong == []
+
+
 def test_eight_threads_get_their_own_results() -> None:
     module = _mlp()
     _program, call = _native(module, (_numbers(2, 8),))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from coreml_delegate.errors import (
     ProgramError,
     UnsupportedOpError,
 )
-from coreml_delegate.runtime.program import kernels
+from coreml_delegate.runtime.program import host, kernels
 from coreml_delegate.runtime.program.delegate_interface import DelegatePayload
 from coreml_delegate.runtime.program.host import PythonProgram
 from coreml_delegate.runtime.program.ptd import ExternalData
@@ -402,7 +403,35 @@ def test_methods_that_share_a_buffer() -> None:
     check_close(host.run("get", [torch.ones(2)]), [x + 2])
 
 
-def test_threads_take_turns() -> None:
+def test_threads_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "cpu_count", lambda: 2)
+    module, data = one_input(shared_with_cpu=True)
+    meeting = threading.Barrier(2, timeout=60)
+
+    class Meeting(EagerDelegate):
+        """A delegate that waits in each call for another one."""
+
+        def __call__(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            meeting.wait()
+            return super().__call__(inputs)
+
+    program = PythonProgram.load(data, Meeting, backend_id=BACKEND_ID)
+    inputs = [torch.randn(3, 4) for _ in range(2)]
+    results: dict[int, list[object]] = {}
+
+    def call(number: int) -> None:
+        results[number] = program.run("forward", [inputs[number]])
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(2):
+        check_close(results[number], outputs_of(module(inputs[number])))
+
+
+def test_threads_take_turns_at_what_is_kept() -> None:
     _, data = export_case("zero_counter")
     program = PythonProgram.load(data, no_delegates)
     threads = [

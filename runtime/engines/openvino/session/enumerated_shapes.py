@@ -90,8 +90,16 @@ class EnumeratedFunction:
         """Return None: each shape has a model of its own."""
         return
 
+    def native_obstacle(self) -> str:
+        """Return why ``native_call`` returns None."""
+        return "each of its shapes has a model of its own"
+
     def prepare_native_calls(self) -> None:
         """Do nothing: each shape has a model of its own."""
+
+    def prepare_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Make the graph of these shapes; the cache keeps it if memory does not."""
+        self._graph({feature.name: shapes[feature.name] for feature in self._features})
 
     def _graph(self, shapes: Shapes) -> OpenVinoFunction:
         key = tuple(shapes.values())

@@ -19,7 +19,10 @@ from numpy.typing import NDArray
 
 from coreml_delegate.errors import ExecutionError, InputError
 from coreml_delegate.runtime.engines.base import Array, State
-from coreml_delegate.runtime.engines.openvino.session.native_calls import native_call
+from coreml_delegate.runtime.engines.openvino.session.native_calls import (
+    native_call,
+    native_obstacle,
+)
 from coreml_delegate.runtime.engines.openvino.session.states import (
     OpenVinoState,
     StateTypes,
@@ -329,7 +332,7 @@ class OpenVinoFunction:
 
     def native_call(self, inputs: Sequence[str], outputs: Sequence[str]) -> NativeCall | None:
         """Return how to run without Python; see ``CompiledFunction``."""
-        if self._states or self._passed_on:
+        if self.native_obstacle() is not None:
             return None
         return native_call(
             self.compiled,
@@ -337,6 +340,14 @@ class OpenVinoFunction:
             [self.interface.inputs.index(name) for name in inputs],
             [self.interface.outputs.index(name) for name in outputs],
         )
+
+    def native_obstacle(self) -> str | None:
+        """Return why ``native_call`` returns None, or None if it does not."""
+        if self._states:
+            return "it has states"
+        if self._passed_on:
+            return "a result is one of its inputs"
+        return native_obstacle(self.compiled)
 
     def prepare_native_calls(self) -> None:
         """Make calls without Python from now on, if that is possible."""
@@ -348,6 +359,9 @@ class OpenVinoFunction:
                 for ports in (self._inputs, self._outputs)
             ]
             self._native = ArrayCall(call, *types)
+
+    def prepare_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Do nothing: one model runs every shape."""
 
     def _request(self) -> _Request:
         return _Request(self.compiled, self._inputs, self._outputs, self.interface.writes)

@@ -66,17 +66,13 @@ def native_call(
         outputs: Of its outputs, likewise.
 
     Returns:
-        None if the model has dynamic shapes or element types that no tensor has, or if the library
-        cannot be built here.
+        None if there is an obstacle, see ``native_obstacle``, or if the library refuses the model.
     """
-    chosen = [compiled.inputs[n] for n in inputs], [compiled.outputs[n] for n in outputs]
-    ports = [*chosen[0], *chosen[1]]
-    if not all(port.get_partial_shape().is_static for port in ports):
+    if native_obstacle(compiled) is not None:
         return None
-    types = [_TYPES.get(port.get_element_type().get_type_name()) for port in ports]
-    library = _library()
-    if library is None or None in types:
-        return None
+    library, _ = _library()
+    ports = [*(compiled.inputs[n] for n in inputs), *(compiled.outputs[n] for n in outputs)]
+    types = [_TYPES[port.get_element_type().get_type_name()] for port in ports]
     content = compiled.export_model().getvalue()
     specs = (_PortSpec * len(ports))()
     for spec, index, port, kind in zip(specs, (*inputs, *outputs), ports, types, strict=True):
@@ -107,19 +103,33 @@ def native_call(
     return call
 
 
+def native_obstacle(compiled: Any) -> str | None:
+    """Return why a compiled model cannot be called without Python, or None.
+
+    Args:
+        compiled: ``openvino.CompiledModel``.
+    """
+    ports = [*compiled.inputs, *compiled.outputs]
+    if not all(port.get_partial_shape().is_static for port in ports):
+        return "its shapes are not fixed"
+    types = {port.get_element_type().get_type_name() for port in ports}
+    if not types <= _TYPES.keys():
+        return f"tensors of {', '.join(sorted(types - _TYPES.keys()))} cross its boundary"
+    return _library()[1]
+
+
 def _free(library: Any, model: int, _: bytes) -> None:
     """Free a model, whose constants lie in the bytes that it was imported from."""
     library.coreml_native_free(model)
 
 
 @functools.cache
-def _library() -> Any:
-    """Return the library; None if it cannot be built or loaded, which is logged."""
+def _library() -> tuple[Any, str | None]:
+    """Return the library, and why it cannot be built or loaded."""
     try:
-        return _load()
+        return _load(), None
     except (EngineUnavailableError, OSError, AttributeError) as error:
-        _logger.debug("no native calls: %s", error)
-        return None
+        return None, str(error)
 
 
 def _load() -> Any:

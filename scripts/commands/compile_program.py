@@ -1,0 +1,113 @@
+"""``coreml-delegate compile``: compile programs ahead of time, into the cache."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from coreml_delegate.errors import OptionError
+from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts.commands import Command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "programs", type=Path, nargs="+", metavar="PROGRAM", help=".pte or .mlpackage, or several"
+    )
+    arguments.add_engine(parser)
+    arguments.add_data(parser)
+    arguments.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    from coreml_delegate.formats.entry_cache import CacheOptions
+
+    if CacheOptions.from_environment() is None:
+        raise OptionError(
+            "the cache of compiled programs is off",
+            got="COREML_DELEGATE_COMPILED_CACHE=off",
+            remedy="Unset the variable, or set it to a size such as 4G",
+        )
+    compiled = []
+    for path in args.programs:
+        start = time.perf_counter()
+        with console.step(f"Compiling {path}"):
+            parts = list(_compiled(path, args))
+        seconds = time.perf_counter() - start
+        compiled.append({"file": str(path), "seconds": seconds, "delegates": parts})
+    if args.json:
+        console.write_json({"programs": compiled})
+    else:
+        console.write("\n".join(line for program in compiled for line in _lines(program)))
+    return 0
+
+
+def _compiled(path: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Compile what Core ML runs of a program, for every method and shape."""
+    from coreml_delegate import runtime
+    from coreml_delegate.runtime.delegate import CoreMLDelegate
+    from coreml_delegate.scripts.programs import PACKAGE_SUFFIX, engine_options
+
+    options: dict[str, Any] = {"engine": args.engine, "options": engine_options(args)}
+    if path.suffix == PACKAGE_SUFFIX or path.is_dir():
+        names = _functions(path)
+        for name in names:
+            model = runtime.load_mlpackage(path, function_name=name, **options)
+            model.prepare_shapes()
+            yield {"method": name, "delegate": None, "engine": model.engine_name}
+        return
+    program = runtime.load_program(path, data=args.data or None, host=args.host, **options)
+    for method in program.method_names:
+        for number, delegate in enumerate(program.delegates(method)):
+            if not isinstance(delegate, CoreMLDelegate):
+                continue  # another backend's, on the stock host
+            delegate.model.prepare_shapes()
+            yield {
+                "method": method,
+                "delegate": number,
+                "engine": delegate.model.engine_name,
+                "python_reason": delegate.python_reason,
+            }
+
+
+def _functions(path: Path) -> tuple[str, ...]:
+    from coreml_delegate.runtime.mil.reader import read_mlpackage
+
+    return tuple(read_mlpackage(path).functions)
+
+
+def _lines(program: dict[str, Any]) -> Iterator[str]:
+    yield f"{program['file']}: compiled in {program['seconds']:.2f} s"
+    rows = [
+        (
+            f"  {part['method']}",
+            "" if part["delegate"] is None else f"delegate {part['delegate']}",
+            part["engine"],
+            _calls(part),
+        )
+        for part in program["delegates"]
+    ]
+    yield console.columns(rows) if rows else "  nothing in it is Core ML's"
+
+
+def _calls(part: dict[str, Any]) -> str:
+    if "python_reason" not in part:
+        return ""
+    reason = part["python_reason"]
+    return "calls without Python" if reason is None else f"calls in Python, because {reason}"
+
+
+COMMAND = Command(
+    name="compile",
+    summary="compile programs ahead of time, into the cache",
+    description="Compile the delegates of a .pte, or the functions of an .mlpackage, for every "
+    "method and enumerated shape, so that loading finds them in the cache, and say how each is "
+    "called.",
+    add_arguments=add_arguments,
+    run=run,
+)

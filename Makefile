@@ -68,10 +68,11 @@ jax-suite: $(STAMP)
 	-$(TEST_ENV) $(BIN)/python -m tests.jax_suite -n 2 --results build/jax-suite.json
 	$(BIN)/python -m tests.jax_suite.support_table build/jax-suite.json
 
-# Ten minutes of mutated programs, half of them on each engine; what it finds stays in build/fuzz.
+# Fifteen minutes of mutated programs: on each engine, and through native calls of openvino. What it
+# finds stays in build/fuzz.
 fuzz: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[fuzz]"
-	for engine in reference openvino; do \
+	for engine in reference openvino native; do \
 	  mkdir -p build/fuzz/$$engine && (cd build/fuzz && $(FUZZ) --engine $$engine $$engine \
 	    ../../tests/fuzz/corpus -max_total_time=300 -timeout=60 -rss_limit_mb=4096 -max_len=20000) || exit 1; \
 	done

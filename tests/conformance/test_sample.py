@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 _REPOSITORY = Path(__file__).parents[2]
-_SAMPLE = 0.004
+_SAMPLE = 0.002
 _EXPECTED = int(0.5 * _SAMPLE * 10_000)  # half of the sample reaches a prediction, or more
 
 

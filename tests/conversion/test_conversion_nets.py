@@ -272,6 +272,7 @@ def test_partitions_without_values_are_only_translated(monkeypatch: pytest.Monke
     assert_equal_eager(lowered.pte, module, INPUTS)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("supported", [True, False])
 def test_every_partition_is_converted_once(
     monkeypatch: pytest.MonkeyPatch, supported: bool

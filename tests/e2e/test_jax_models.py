@@ -274,6 +274,7 @@ class Decoder:
         return self.embed.attend(self.last(x)), cache
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -114,7 +114,7 @@ def test_greedy_tokens_equal_those_of_torch(fp32, engine, host):
     assert (generator.prefill.tokens, generator.decode.tokens) == (len(PROMPT), 63)
 
 
-@pytest.mark.share(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_perplexity_in_fp16_is_close_to_torch(fp16, engine):
     rows = held_out_rows(8, 64)

@@ -158,7 +158,7 @@ def test_what_stays_in_fp32_keeps_its_range() -> None:
     assert sqnr_db(expected, actual.numpy()) > SQNR_FP16
 
 
-@pytest.mark.share(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_padded_batch_of_transformers(attention: str) -> None:
     """In fp16, which has not the number it hides tokens with; in one partition."""

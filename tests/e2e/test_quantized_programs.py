@@ -207,7 +207,7 @@ CASES = [
 ]
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 @pytest.mark.parametrize(("module", "inputs", "settings"), CASES)
 def test_the_program_equals_the_quantized_model(module, inputs, settings):
     _, model = quantized(module, inputs, config(**settings))

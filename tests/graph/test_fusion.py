@@ -180,7 +180,7 @@ def _check(function: Callable[..., Any], arrays: tuple[np.ndarray, ...]) -> set[
     return _ops(program)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 @pytest.mark.parametrize("case", _LAYERS)
 def test_a_layer_in_pieces_becomes_one_op(case: str) -> None:
     op, function, arrays = _LAYERS[case]

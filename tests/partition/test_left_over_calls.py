@@ -51,6 +51,7 @@ def composite_calls() -> tuple[Sample, ...]:
     return tuple(found.values())
 
 
+@pytest.mark.slow
 def test_every_preserved_op_is_decomposed_for_the_cpu() -> None:
     samples = composite_calls()
     module = Calls(samples)

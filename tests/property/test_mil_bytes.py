@@ -33,7 +33,7 @@ def choose(data: st.DataObject):
     return lambda count: data.draw(st.integers(0, count - 1))
 
 
-@pytest.mark.parametrize("engine", ["reference", "openvino"])
+@pytest.mark.parametrize("engine", ["reference", "openvino", damage.NATIVE])
 @pytest.mark.parametrize("name", SAMPLES)
 def test_corpus(name, engine):
     errors = damage.execute((CORPUS / name).read_bytes(), engine)

@@ -11,10 +11,9 @@ import torch
 from executorch.exir import to_edge_transform_and_lower
 from support.command import tiny_pte
 from support.gates import needs_compiler
-from support.lowering import Function, lower
+from support.lowering import Function, fp32_specs, lower
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
-from coreml_delegate.compile_options import Precision
 from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE
 from coreml_delegate.runtime.engines.openvino.session import compilation, compiled_cache
 from coreml_delegate.scripts.cli import main
@@ -41,6 +40,7 @@ def test_what_is_compiled_is_found_when_loaded(
 ) -> None:
     path = tmp_path / "tiny.pte"
     path.write_bytes(tiny_pte())
+    capsys.readouterr()
     assert main(["compile", str(path), "--json"]) == 0
     (program,) = json.loads(capsys.readouterr().out)["programs"]
     assert program["file"] == str(path)
@@ -58,15 +58,13 @@ def test_every_enumerated_shape_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shapes = [[1, 4], [3, 4], [7, 4]]
-    specs = [
-        *CoreMLBackend.generate_compile_specs(compute_precision=Precision.FLOAT32),
-        CoreMLBackend.generate_enumerated_shapes_compile_spec({"x": shapes}),
-    ]
     exported = torch.export.export(
         Function(lambda x: torch.tanh(x) * 2),
         (torch.ones(3, 4),),
         dynamic_shapes=(({0: torch.export.Dim("rows", min=1, max=7)},),),
     )
+    listed = CoreMLBackend.generate_enumerated_shapes_compile_spec(exported, {"inputs_0": shapes})
+    specs = [*fp32_specs(), listed]
     edge = to_edge_transform_and_lower(
         exported, partitioner=[CoreMLPartitioner(compile_specs=specs)]
     )

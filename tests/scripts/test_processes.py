@@ -87,7 +87,7 @@ def test_a_closed_pipe_ends_quietly(tmp_path):
     assert leftovers(tmp_path / "out") == {"forward_0.mlpackage", "forward_1.mlpackage"}
 
 
-@pytest.mark.share(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("closed", "args", "ending"),
     [

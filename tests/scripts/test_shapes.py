@@ -162,6 +162,7 @@ def test_sizes_that_executorch_fixes_are_an_error(monkeypatch, tmp_path, capsys)
     assert leftovers(tmp_path) == set()
 
 
+@pytest.mark.slow
 def test_recurrent_layers_take_a_range():
     """ExecuTorch's decomposition fixes the batch where gradients are recorded."""
     assert export_sized("recurrent", "--dynamic", "input:0=1..8") == 0

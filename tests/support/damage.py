@@ -17,6 +17,7 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from coreml_delegate.errors import CoreMLDelegateError
 from coreml_delegate.runtime.engines.base import EngineOptions
+from coreml_delegate.runtime.engines.openvino import OPENVINO
 from coreml_delegate.runtime.engines.selection import ENGINES
 from coreml_delegate.runtime.mil.program import Program
 from coreml_delegate.runtime.mil.reader import WeightFile, read_program
@@ -71,8 +72,19 @@ def read(sample: bytes) -> Program:
     return read_program(spec, files)
 
 
+NATIVE = "native"
+"""The openvino engine with calls that enter no Python."""
+
+
 def execute(sample: bytes, engine: str) -> list[CoreMLDelegateError]:
-    """Read a sample and run its functions; errors of ours are returned, any other is raised."""
+    """Read a sample and run its functions; errors of ours are returned, any other is raised.
+
+    Args:
+        sample: See above.
+        engine: An engine's name, or ``NATIVE``: then calls give what they give in Python.
+    """
+    is_native = engine == NATIVE
+    engine = OPENVINO.name if is_native else engine
     try:
         program = read(sample)
     except CoreMLDelegateError as error:
@@ -83,11 +95,31 @@ def execute(sample: bytes, engine: str) -> list[CoreMLDelegateError]:
             model = Model(
                 program, function_name=name, engine=engine, options=EngineOptions(threads=1)
             )
-            model.predict(_inputs(model), model.make_state())
+            inputs = _inputs(model)
+            results = model.predict(inputs, model.make_state())
+            if is_native and model.native_obstacle() is None:
+                _check_native_calls(model, inputs, results)
         except CoreMLDelegateError as error:
             errors.append(error)
             ENGINES[engine].unsupported(program.functions[name])
     return errors
+
+
+def _check_native_calls(
+    model: Model, inputs: dict[str, np.ndarray], results: dict[str, np.ndarray]
+) -> None:
+    is_repeatable = _are_equal(results, model.predict(inputs))
+    model.prepare_native_calls()
+    for _ in range(2):  # the second finds everything bound
+        if not _are_equal(results, model.predict(inputs)) and is_repeatable:
+            raise AssertionError("a native call gives something else")
+
+
+def _are_equal(results: dict[str, np.ndarray], others: dict[str, np.ndarray]) -> bool:
+    return results.keys() == others.keys() and all(
+        np.array_equal(results[n], others[n], equal_nan=results[n].dtype.kind == "f")
+        for n in results
+    )
 
 
 def _inputs(model: Model) -> dict[str, np.ndarray]:

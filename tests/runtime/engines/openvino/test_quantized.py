@@ -265,7 +265,7 @@ def _assert_equal(inputs: mil.Arrays, network: Callable[..., Any]) -> Any:
     return compiled
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("family", _FAMILIES, ids=lambda family: family.__name__[1:])
 def test_products_between_quantized_values_are_exact(family: Any, seed: int) -> None:
@@ -386,7 +386,7 @@ def _assert_largest_products_are_summed() -> None:
     _assert_equal({"x": values}, network)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 # Without a limit, the tests above run where there is VNNI.
 @pytest.mark.parametrize(
     "instructions", [pytest.param("ALL", marks=pytest.mark.slow), "AVX512_CORE"]

@@ -43,29 +43,22 @@ ACCEPTED = (
     _accept(_FOLD, x(12, 72), [9, 10], [2, 2], _ONE, _NONE, _ONE, note="unbatched"),
 )
 
+_SHORT = (_ONE, _NONE, _ONE)
+
 REJECTED = (
-    reject(
-        ReasonCode.ARGUMENT,
-        "windows of more than 64 rows and columns",
-        _UNFOLD,
-        x(1, 1, 40, 40),
-        [33, 33],
-        _ONE,
-        _NONE,
-        _ONE,
-        note="large",
-    ),
-    reject(
-        ReasonCode.ARGUMENT,
-        "windows of more than 64 rows and columns",
-        _FOLD,
-        x(1, 33 * 33, 64),
-        [40, 40],
-        [33, 33],
-        _ONE,
-        _NONE,
-        _ONE,
-        note="large",
+    *(
+        reject(
+            ReasonCode.ARGUMENT,
+            "windows of more than 64 rows and columns",
+            op,
+            *options,
+            *_SHORT,
+            note="large",
+        )
+        for op, *options in (
+            (_UNFOLD, x(1, 1, 40, 40), [33, 33]),
+            (_FOLD, x(1, 33 * 33, 64), [40, 40], [33, 33]),
+        )
     ),
     reject(
         ReasonCode.SYMBOLIC,
@@ -73,9 +66,7 @@ REJECTED = (
         _UNFOLD,
         x(1, 2, 5, 6),
         [2, 2],
-        _ONE,
-        _NONE,
-        _ONE,
+        *_SHORT,
         note="dynamic",
         dynamic=True,
     ),

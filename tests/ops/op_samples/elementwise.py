@@ -302,7 +302,7 @@ REJECTED = (
         "Core ML has powers of integers from 2 to 4 alone",
         "aten.pow.Tensor_Scalar",
         i(2, 3),
-        7,
+        5,
         note="integers",
     ),
     *(

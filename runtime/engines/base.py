@@ -31,7 +31,8 @@ class EngineOptions:
     """How to execute.
 
     Attributes:
-        threads: CPU threads, or None for the engine's default.
+        threads: CPU threads of a call, or None for the engine's default. With 1, calls of several
+            threads compute side by side on the openvino engine.
         precision: A ``Precision`` or its value, ``"f32"`` or ``"bf16"``.
         exact_nan: Whether NaN has to pass through every op, even where a fast engine's kernels lose
             it and have to be replaced by slower ones.

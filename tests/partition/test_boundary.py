@@ -167,12 +167,16 @@ def test_other_layouts_inside_a_partition_are_delegated() -> None:
     assert_equal_eager(lowered.pte, module, inputs)
 
 
-def test_results_of_another_layout_stay_on_the_cpu() -> None:
-    module = Function(lambda x: (x * 2).to(memory_format=torch.channels_last))
-    inputs = (torch.randn(1, 3, 5, 6),)
+@pytest.mark.parametrize("follows", [False, True])
+def test_results_of_another_layout_stay_on_the_cpu(follows: bool) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        last = (x * 2).to(memory_format=torch.channels_last)
+        return last.relu() if follows else last
+
+    module, inputs = Function(function), (torch.randn(1, 3, 5, 6),)
     lowered = lower(module, inputs)
-    (text,) = reasons(lowered.report).values()
-    assert "has dim order (0, 2, 3, 1) and leaves the partition at 'output'" in text
+    texts = [str(node.reason) for node in lowered.report.undelegated]
+    assert "has dim order (0, 2, 3, 1) and leaves the partition at 'output'" in texts[-1]
     assert_equal_eager(lowered.pte, module, inputs)
 
 

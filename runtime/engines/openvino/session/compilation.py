@@ -29,6 +29,7 @@ from coreml_delegate.runtime.engines.openvino.session.inference import Interface
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function
 from coreml_delegate.runtime.op_errors import last_line
+from coreml_delegate.runtime.threads import cpu_count
 
 _logger = logging.getLogger(__name__)
 
@@ -129,7 +130,10 @@ def _config(options: EngineOptions, mode: _Mode, function: Function) -> dict[str
         # Otherwise activations are quantized to int8 where weights are compressed integers.
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
     }
-    if options.threads is not None:
+    if options.threads == 1:
+        # A call has one thread of several: calls of several threads run side by side.
+        config["INFERENCE_NUM_THREADS"] = config["NUM_STREAMS"] = cpu_count()
+    elif options.threads is not None:
         config["INFERENCE_NUM_THREADS"] = options.threads
     if any(op.type == "quantize" for op in function.block.walk()) and int8_sums_saturate():
         config[_INTEGER_KERNELS] = "NO"

@@ -244,11 +244,16 @@ def test_a_failure_of_openvino_at_run_time_is_an_execution_error():
     assert result.shape == (6, 1)
 
 
-def test_threads_option_reaches_openvino():
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_option_reaches_openvino(threads):
     compiled = _compile(
-        _double, {"x": np.zeros(2, np.float32)}, options=EngineOptions(threads=1)
+        _double, {"x": np.zeros(2, np.float32)}, options=EngineOptions(threads=threads)
     ).compiled
-    assert compiled.get_property("INFERENCE_NUM_THREADS") == 1
+    streams = compiled.get_property("NUM_STREAMS")
+    # Of one thread each, as many as there are CPUs; or one stream of all that are asked for.
+    expected = streams if threads == 1 else threads
+    assert compiled.get_property("INFERENCE_NUM_THREADS") == expected
+    assert threads == 1 or streams == 1
     assert compiled.get_property("INFERENCE_PRECISION_HINT").to_string() == "f32"
 
 

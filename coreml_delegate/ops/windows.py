@@ -13,11 +13,11 @@ from typing import Any
 
 from torch.fx import Node
 
-from coreml_delegate.ops.call import OpCall, ReasonCode
+from coreml_delegate.ops.call import ANY, OpCall, ReasonCode
 from coreml_delegate.ops.constraints import holds
 from coreml_delegate.ops.edits import ATEN, arguments_of, become, insert, shape_of
 from coreml_delegate.ops.flops import nothing, per_input
-from coreml_delegate.ops.merging import whole_sizes
+from coreml_delegate.ops.merging import along, whole_sizes
 from coreml_delegate.ops.record import MaskRole, OpRecord
 
 
@@ -139,6 +139,33 @@ def _placed(node: Node, part: Node, windows: _Windows, dim: int, element: int) -
     return part
 
 
+def _unfold_one(node: Node) -> None:
+    """Windows along one dimension, their elements as a last one."""
+    arguments = arguments_of(node)
+    x, size, step = (arguments[n] for n in ("self", "size", "step"))
+    shape = shape_of(x)
+    dim = arguments["dimension"] % len(shape)
+    windows = _Windows(shape[dim], size, 1, 0, step)
+    if windows.tile:
+        split = [*shape[:dim], windows.count, size, *shape[dim + 1 :]]
+        order = [*range(dim + 1), *range(dim + 2, len(split)), dim + 1]
+        tiles = insert(node, ATEN.view_copy.default, x, whole_sizes(split))
+        become(node, ATEN.permute_copy.default, tiles, order)
+    else:
+        become(node, ATEN.clone.default, _taken(node, x, windows, dim, len(shape)))
+
+
+def _known_windows(call: OpCall) -> bool:
+    """The sizes are known, or one other than that of the windows is not."""
+    sizes = list(call.outputs()[0].shape)
+    given = next(call.tensors("self"))[1].shape[call.arguments["dimension"]]
+    return isinstance(given, int) and sum(not isinstance(size, int) for size in sizes) <= 1
+
+
+def _few_elements(call: OpCall) -> bool:
+    return call.arguments["size"] <= _MANY
+
+
 def _known_places(call: OpCall) -> bool:
     tensor = call.tensor("self")
     return tensor is not None and all(isinstance(size, int) for size in tensor.shape[-2:])
@@ -158,6 +185,18 @@ RECORDS = (
         "aten.im2col.default",
         constraints=(_KNOWN, _FEW),
         rewrite=_unfold,
+        mask_role=MaskRole.CARRIES,
+        flops=nothing,
+    ),
+    OpRecord(
+        "aten.unfold.default",
+        dtypes={"": ANY},
+        constraints=(
+            holds(_known_windows, ReasonCode.SYMBOLIC, "several sizes, or that of windows, vary"),
+            holds(_few_elements, ReasonCode.ARGUMENT, f"windows of more than {_MANY} elements"),
+        ),
+        merge=along("dimension"),
+        rewrite=_unfold_one,
         mask_role=MaskRole.CARRIES,
         flops=nothing,
     ),

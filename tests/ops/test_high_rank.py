@@ -56,6 +56,7 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "flip": lambda x: x.flip(1, 5),
     "roll": lambda x: x.roll((1, 2), (-1, 2)),
     "unsqueeze": lambda x: x.unsqueeze(3).exp().squeeze(5),
+    "windows": lambda x: x.unfold(2, 2, 1),
     "pad": lambda x: nn.functional.pad(x, (1, 2, 0, 0, 2, 0), value=0.5),
     "softmax": lambda x: x.softmax(-1),
     "softmax inside": lambda x: x.log_softmax(2),
@@ -150,9 +151,17 @@ def _windows(x: torch.Tensor) -> torch.Tensor:
     return (split.softmax(-1) + 1).reshape(n, -1, c)
 
 
+def _unfolded(x: torch.Tensor) -> torch.Tensor:
+    n, _, _, c = x.shape
+    return x.unfold(1, 2, 2).unfold(2, 3, 1).reshape(n, -1, c) * 2
+
+
 @pytest.mark.parametrize("engine", ["reference", "openvino"])
-def test_windows_of_a_dynamic_batch(engine: str) -> None:
-    module, inputs = Function(_windows), (torch.randn(2, 4, 6, 3),)
+@pytest.mark.parametrize("function", [_windows, _unfolded])
+def test_windows_of_a_dynamic_batch(
+    function: Callable[[torch.Tensor], torch.Tensor], engine: str
+) -> None:
+    module, inputs = Function(function), (torch.randn(2, 4, 6, 3),)
     partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
     batch = torch.export.Dim("batch", min=1, max=8)
     exported = torch.export.export(module, inputs, dynamic_shapes=(({0: batch},),))

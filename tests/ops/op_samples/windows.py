@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 
-from ops.op_samples.sample import accept, reject, x
+from ops.op_samples.sample import accept, i, reject, x
 
 from coreml_delegate.ops import ReasonCode
 
 _UNFOLD = "aten.im2col.default"
 _FOLD = "aten.col2im.default"
+_ALONG = "aten.unfold.default"
 _ONE, _NONE = [1, 1], [0, 0]
 
 # Kernel, dilation, padding and stride, of an image of 9 by 10 elements.
@@ -41,6 +42,10 @@ ACCEPTED = (
         for note, kernel, *options in _WINDOWS
     ),
     _accept(_FOLD, x(12, 72), [9, 10], [2, 2], _ONE, _NONE, _ONE, note="unbatched"),
+    accept(_ALONG, x(2, 3, 9), -1, 4, 2),
+    accept(_ALONG, x(2, 9, 3), 1, 3, 1, note="inside"),
+    accept(_ALONG, x(2, 9, 3), 1, 3, 3, note="tiles"),
+    accept(_ALONG, i(8), 0, 2, 4, note="int64-gaps"),
 )
 
 _SHORT = (_ONE, _NONE, _ONE)
@@ -59,6 +64,27 @@ REJECTED = (
             (_UNFOLD, x(1, 1, 40, 40), [33, 33]),
             (_FOLD, x(1, 33 * 33, 64), [40, 40], [33, 33]),
         )
+    ),
+    reject(
+        ReasonCode.SYMBOLIC,
+        "several sizes, or that of windows, vary",
+        _ALONG,
+        x(3, 8),
+        1,
+        2,
+        2,
+        note="dynamic",
+        dynamic=True,
+    ),
+    reject(
+        ReasonCode.ARGUMENT,
+        "windows of more than 64 elements",
+        _ALONG,
+        x(2, 80),
+        1,
+        65,
+        5,
+        note="large",
     ),
     reject(
         ReasonCode.SYMBOLIC,

@@ -73,6 +73,20 @@ def test_results_are_those_of_numpy(
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
+def test_an_arithmetic_shift_repeats_the_highest_bit(dtype: str) -> None:
+    """Of integers without a sign too."""
+    x = np.array([1, np.iinfo(dtype).max // 2 + 1], dtype)
+    builder = graph.Backend("reference").builder("shift")
+    value = builder.parameter("x", dtype, x.shape)
+    shift = builder.constant(np.ones_like(x))
+    executable = builder.compile(builder.shift_right_arithmetic(value, shift))
+    for engine in ENGINES:
+        (result,) = executable.on(engine, _OPTIONS).run(x)
+        signed = x.view(dtype.removeprefix("u"))
+        np.testing.assert_array_equal(result, (signed >> 1).view(dtype))
+
+
 def _difference(actual: np.ndarray, expected: np.ndarray, sample: Sample) -> str | None:
     if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
         return f"{actual.dtype}{actual.shape} is not {expected.dtype}{expected.shape}"

@@ -60,6 +60,14 @@ GATHER = [
         )
         for opset in (_I15, _I17)
     ),
+    OpCase(
+        "gather_along_axis",
+        "negative",
+        {"x": normal(3, 4), "indices": _ALONG - 3},
+        {},
+        {"axis": 0},
+        _I15,
+    ),
     *(
         OpCase(
             "gather_nd",

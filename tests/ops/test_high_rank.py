@@ -115,6 +115,12 @@ def test_transposes_of_few_dimensions_make_any_permutation(data: st.DataObject) 
     np.testing.assert_array_equal(moved.reshape(-1), array.transpose(order).reshape(-1))
 
 
+def _torn(x: torch.Tensor) -> torch.Tensor:
+    six = x.reshape(_SIX).tanh()
+    # Core ML runs what is before the operator and what is behind it, in two partitions.
+    return (six * six.sum().asinh()).flatten()
+
+
 @pytest.mark.parametrize(
     ("function", "why"),
     [
@@ -127,12 +133,13 @@ def test_transposes_of_few_dimensions_make_any_permutation(data: st.DataObject) 
             lambda x: (x.reshape(_SIX).asinh().reshape(_SEVEN).tanh().flatten(),),
             "has rank 7, Core ML takes at most 5",
         ),
+        (_torn, "has rank 6 and is shared by several partitions"),
         (
             lambda x: (x[:6].reshape(1, 6, 1, 3, 1, 4) + x[:6].reshape(6, 1, 3, 1, 4, 1)).flatten(),
             "it tells 6 dimensions apart, Core ML has at most 5",
         ),
     ],
-    ids=["result", "operator", "chain", "broadcast"],
+    ids=["result", "operator", "chain", "torn", "broadcast"],
 )
 def test_what_needs_six_dimensions_stays_on_the_cpu(
     function: Callable[[torch.Tensor], Any], why: str

@@ -9,12 +9,13 @@ Source: coremltools' MIL op reference, ``control_flow``.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from openvino import opset15 as ops
 
-from coreml_delegate.runtime.engines.limits import MAX_LIST
+from coreml_delegate.runtime.engines.limits import MAX_LIST, require_memory
 from coreml_delegate.runtime.engines.openvino.graph import (
     GRAPH_TYPE,
     constant_ints,
@@ -52,7 +53,9 @@ def make_list(
     # Sizes not known yet are 0: nothing is held before something is written.
     sizes = [size or 0 for size in elem_shape]
     if length is not None:
-        zeros = ops.constant(np.zeros((*length, *sizes), type_.to_dtype()))
+        whole, dtype_ = (*length, *sizes), np.dtype(type_.to_dtype())
+        require_memory(math.prod(whole) * dtype_.itemsize, f"a list of shape {list(whole)}")
+        zeros = ops.constant(np.zeros(whole, dtype_))
     else:
         shape = ops.concat([reshape(init_length, (1,)), ints(sizes)], 0)
         zeros = ops.broadcast(ops.constant(np.zeros((), type_.to_dtype())), shape)

@@ -120,9 +120,16 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 @dataclass(frozen=True)
 class _Override:
-    """What torch makes of one op: its kernels before and meanwhile, and its rule for fake tensors.
+    """The tables of one composite op while its kernels are overridden.
 
-    Torch leaves a rule that was there before, and takes it away all the same in the end.
+    Torch adds a rule for fake tensors if the op has none, and removes the rule afterwards in both
+    cases.
+
+    Attributes:
+        before: The op's Python kernels without the override.
+        had_rule: Whether the op had a rule for fake tensors before.
+        meanwhile: The op's Python kernels during the override.
+        rule: The op's rule for fake tensors during the override.
     """
 
     before: dict[Any, Any]

@@ -3,9 +3,9 @@
 Inside a partition neither matters: calls are made on merged dimensions, and Core ML knows no
 strides. At its boundary a tensor has at most five dimensions, and is row-major.
 
-What counts as another layout is one that comes in from outside, that a memory format demands, or
-that a call on the CPU gives its result. Views of ATen dialect have strides too, but ExecuTorch
-makes copies of them.
+A tensor has another layout if it is an input with that layout, if a memory format demands it, if a
+call on the CPU gives it to its result, or if it is computed from such a tensor. Views of ATen
+dialect have strides too, but ExecuTorch makes copies of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Sliding windows as columns of a matrix, and the sum of such columns back into an image.
+"""Sliding windows of an image as columns (im2col), their sum (col2im), and ``Tensor.unfold``.
 
-ExecuTorch decomposes both to indexing with tensors of six dimensions. Here the windows of one
-dimension are taken or added up at a time, by slices whose places are known.
+ExecuTorch decomposes the first two to indexing with tensors of six dimensions. Here windows are
+taken, or added up, along one dimension after the other, by slices at fixed places.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Windows:
 
     @property
     def tile(self) -> bool:
-        """Whether every element is in one window, and adjacent windows are so in the image."""
+        """Whether the windows cover the dimension without gaps, overlap or padding."""
         whole = self.count * self.kernel == self.size
         return whole and self.kernel == self.stride and self.dilation == 1 and self.padding == 0
 
@@ -140,7 +140,7 @@ def _placed(node: Node, part: Node, windows: _Windows, dim: int, element: int) -
 
 
 def _unfold_one(node: Node) -> None:
-    """Windows along one dimension, their elements as a last one."""
+    """Take windows along one dimension; their elements become the last dimension."""
     arguments = arguments_of(node)
     x, size, step = (arguments[n] for n in ("self", "size", "step"))
     shape = shape_of(x)

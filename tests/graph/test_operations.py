@@ -75,7 +75,7 @@ def test_results_are_those_of_numpy(
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
 def test_an_arithmetic_shift_repeats_the_highest_bit(dtype: str) -> None:
-    """Of integers without a sign too."""
+    """Unsigned integers are shifted like signed ones of the same bits."""
     x = np.array([1, np.iinfo(dtype).max // 2 + 1], dtype)
     builder = graph.Backend("reference").builder("shift")
     value = builder.parameter("x", dtype, x.shape)

@@ -107,7 +107,8 @@ def test_no_program_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path = tmp_path / "none.pte"
     path.write_bytes(b"no program")
     assert main(["compile", str(path)]) == 1
-    assert "error" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("coreml-delegate: error: ")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -42,12 +43,13 @@ def find_compiler() -> list[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class CppLibrary:
-    """A library of one source file.
+    """A library of one source file and its headers.
 
     Attributes:
         name: Of the file in the cache.
         folder: Of the cache, in the folder of all caches.
         source: The source.
+        headers: By name, the headers beside it.
         flags: Of the compiler, before the source: definitions and folders of headers.
         libraries: Arguments of the linker.
         depends_on: What it has to be built again for, in words: versions and sizes of what it uses.
@@ -56,6 +58,7 @@ class CppLibrary:
     name: str
     folder: str
     source: bytes
+    headers: Mapping[str, bytes]
     flags: tuple[str, ...]
     libraries: tuple[str, ...]
     depends_on: tuple[object, ...]
@@ -64,7 +67,8 @@ class CppLibrary:
     def path(self) -> Path:
         """Where the library is, built or not."""
         machine = (platform.machine(), platform.platform())
-        parts = (self.source.hex(), *self.depends_on, *_FLAGS, *self.flags, *machine)
+        sources = (self.source.hex(), *(text.hex() for text in self.headers.values()))
+        parts = (*sources, *self.depends_on, *_FLAGS, *self.flags, *machine)
         digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:24]
         return cache_folder() / self.folder / f"{self.name}-{digest}.so"
 
@@ -106,6 +110,8 @@ class CppLibrary:
         with new_path(target) as output:
             source = output.with_name(f"{self.name}.cpp")
             source.write_bytes(self.source)
+            for name, text in self.headers.items():
+                output.with_name(name).write_bytes(text)
             command = [*compiler, *_FLAGS, *self.flags, str(source), *self.libraries]
             command += ["-o", str(output)]
             _logger.debug("building %s: %s", self.name, shlex.join(command))

@@ -21,7 +21,7 @@ from coreml_delegate.formats.blob_layout import (
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
 from coreml_delegate.runtime.engines.base import EngineOptions, State
 from coreml_delegate.runtime.engines.reference import REFERENCE
-from coreml_delegate.runtime.mil.program import Function, Program
+from coreml_delegate.runtime.mil.program import Program
 from coreml_delegate.runtime.mil.reader import read_files
 from coreml_delegate.runtime.model import Model, cast_input
 from coreml_delegate.runtime.native import SMALL, NativeCall
@@ -54,12 +54,10 @@ class CoreMLDelegate:
         self._computes_with_torch = model.engine_name == REFERENCE.name
         # Shapes seldom change from call to call: the shapes of the last call need no check.
         self._flexible = model.flexible_inputs
-        self.python_reason = (
-            python_reason(model.function, model.engine_name, nbytes) or model.native_obstacle()
-        )
+        self.python_reason = python_reason(model.engine_name, nbytes) or model.native_obstacle()
         given = [name for name, _, _ in self._inputs]
         is_native = self.python_reason is None
-        self._native = model.native_call(given, self._outputs) if is_native else None
+        self._native = model.native_call(given, self._outputs, self._state) if is_native else None
         self._fitting: tuple[tuple[int, ...], ...] | None = None
 
     @property
@@ -126,21 +124,15 @@ class CoreMLDelegate:
         }
 
 
-def python_reason(function: Function, engine: str, nbytes: int) -> str | None:
-    """Return why calls of a delegate need Python, as far as its program says; None if they do not.
+def python_reason(engine: str, nbytes: int) -> str | None:
+    """Return why a host calls a delegate in Python, as far as its engine and size say; or None.
 
     Args:
-        function: What it runs.
         engine: Name of the engine that runs it.
         nbytes: Size of its blob.
     """
     if engine == REFERENCE.name:
         return "the reference engine is Python"
-    if function.states:
-        return "it has states"
-    # A shape that is not fixed is checked against more than what the engine takes.
-    if any(feature.shapes or feature.bounds for feature in function.inputs):
-        return "the shapes of its inputs are not fixed"
     return None if nbytes <= SMALL else f"it has more than {SMALL >> 20} MB"
 
 

@@ -30,7 +30,7 @@ from coreml_delegate.runtime.mil.program import (
     TensorType,
 )
 from coreml_delegate.runtime.mil.reader import read_files
-from coreml_delegate.runtime.native import NativeCall
+from coreml_delegate.runtime.native import NativeCall, NativeInterface, NativeProgram
 from coreml_delegate.runtime.tracing import Listener
 
 Array = NDArray[Any]
@@ -199,13 +199,44 @@ class Model:
             min_sqnr_db=min_sqnr_db,
         )
 
-    def native_call(self, inputs: Sequence[str], outputs: Sequence[str]) -> NativeCall | None:
-        """Return how to run without Python; see ``CompiledFunction.native_call``."""
-        return self._compiled.native_call(inputs, outputs)
+    def native_call(
+        self, inputs: Sequence[str], outputs: Sequence[str], state: State | None
+    ) -> NativeCall | None:
+        """Return how to run without Python, if that is possible.
+
+        Args:
+            inputs: Names, in the order in which calls pass the tensors.
+            outputs: Likewise.
+            state: What calls read and write; from ``make_state``.
+        """
+        interface = self._native_interface(inputs, outputs)
+        return None if interface is None else self._compiled.native_call(interface, state)
+
+    def native_program(self, inputs: Sequence[str], outputs: Sequence[str]) -> NativeProgram | None:
+        """Return what is loaded where there is no Python, if that is possible.
+
+        Args:
+            inputs: As for ``native_call``.
+            outputs: Likewise.
+        """
+        interface = self._native_interface(inputs, outputs)
+        if interface is None:
+            return None
+        return self._compiled.native_program(interface, self._shapes.enumerated())
 
     def native_obstacle(self) -> str | None:
         """Return why calls need Python; None if ``native_call`` returns one that does not."""
+        if self._shapes.limits(self.input_names) is None:
+            return "sizes of its inputs are given by formulas"
         return self._compiled.native_obstacle()
+
+    def _native_interface(
+        self, inputs: Sequence[str], outputs: Sequence[str]
+    ) -> NativeInterface | None:
+        limits = self._shapes.limits(inputs)
+        if limits is None:
+            return None
+        return NativeInterface(tuple(inputs), tuple(outputs), limits)
 
     def prepare_native_calls(self) -> None:
         """Make calls without Python from now on; see ``CompiledFunction.prepare_native_calls``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.resources
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,51 @@ import numpy as np
 
 from coreml_delegate.runtime.snapshots import Array
 
+HEADER: Final = "native_calls.h"
+"""The header that says how native functions are called."""
+
 SMALL: Final = 4 << 20
 """Size of a model, in bytes, up to which native calls are made ready when it is loaded: 15 ms
 for a model of 2 MB on a busy machine. Calls of a larger model take long enough by themselves."""
+
+
+def header() -> bytes:
+    """Return the content of the header."""
+    return importlib.resources.files("coreml_delegate.runtime").joinpath(HEADER).read_bytes()
+
+
+@dataclass(frozen=True, slots=True)
+class SizeLimit:
+    """The sizes that a dimension of an input may have.
+
+    Attributes:
+        low: The smallest.
+        high: The largest, or None.
+        same_as: Number of an input and of a dimension of it that has to have the same size.
+    """
+
+    low: int
+    high: int | None
+    same_as: tuple[int, int] | None = None
+
+
+InputLimits = tuple[SizeLimit, ...] | None
+"""Of each dimension of an input; None if only the compiled model knows what it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeInterface:
+    """The tensors of native calls.
+
+    Attributes:
+        inputs: Feature names, in the order in which calls pass the tensors.
+        outputs: Likewise.
+        limits: Of each input.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    limits: tuple[InputLimits, ...]
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -22,10 +65,8 @@ class NativeCall:
     """The way to run a function without Python, for as long as this object lives.
 
     Attributes:
-        run: Address of ``int32_t run(void* model, const Argument* arguments, uint64_t count)``,
-            which any thread may call at any time. The arguments are contiguous tensors, inputs
-            before outputs; ``native_calls.cpp`` has their layout. It returns 0 if it has run, and
-            something else if the call has to be made in Python, with nothing changed.
+        run: Address of a ``NativeRun``; ``native_calls.h`` says what it takes. Any thread may call
+            it at any time, if the function has no states.
         model: Its first argument.
     """
 
@@ -33,8 +74,39 @@ class NativeCall:
     model: int
 
 
+@dataclass(frozen=True, slots=True)
+class NativeModel:
+    """A compiled model of a function.
+
+    Attributes:
+        words: The description of its ports and states, int64 numbers that ``native_calls.cpp``
+            reads.
+        content: What the engine exports of it.
+    """
+
+    words: tuple[int, ...]
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NativeProgram:
+    """A function, as it is loaded without Python.
+
+    Attributes:
+        device: Name of the engine's device.
+        config: Names and values of the engine's properties.
+        words: The description of the function, as ``NativeModel.words``.
+        models: One, or one for each of its input shapes.
+    """
+
+    device: str
+    config: tuple[tuple[str, str], ...]
+    words: tuple[int, ...]
+    models: tuple[NativeModel, ...]
+
+
 class NativeArgument(ctypes.Structure):
-    """A tensor of a native call; ``native_calls.cpp`` has the other side of it."""
+    """A tensor of a native call, as in ``native_calls.h``."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -44,8 +116,32 @@ class NativeArgument(ctypes.Structure):
     )
 
 
+class NativeState(ctypes.Structure):
+    """The states of a caller, as in ``native_calls.h``."""
+
+    _fields_ = (
+        ("side", ctypes.c_int64),
+        ("has_rows", ctypes.POINTER(ctypes.c_int64)),
+        ("memory", ctypes.POINTER(ctypes.c_void_p) * 2),
+    )
+
+
+NATIVE_RESIZE: Final = ctypes.CFUNCTYPE(
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_uint64,
+    ctypes.POINTER(ctypes.c_int64),
+    ctypes.c_uint64,
+)
+"""Type of what gives outputs other sizes."""
+
 NATIVE_RUN: Final = ctypes.CFUNCTYPE(
-    ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(NativeArgument), ctypes.c_uint64
+    ctypes.c_int32,
+    ctypes.c_void_p,
+    ctypes.POINTER(NativeArgument),
+    ctypes.c_uint64,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
 )
 """Type of ``NativeCall.run``. Calling it releases the interpreter's lock."""
 
@@ -132,7 +228,7 @@ class ArrayCall:
             if buffers[n] is None:
                 results[name] = array = np.empty(shape, dtype)
                 arguments[n].data = array.ctypes.data
-        has_run = not self._run(self._call.model, arguments, len(buffers))
+        has_run = not self._run(self._call.model, arguments, len(buffers), None, None)
         if has_run:
             for n, name, _, _ in self._outputs:
                 buffer = buffers[n]

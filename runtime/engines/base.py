@@ -11,7 +11,7 @@ from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.entry_cache import CacheOptions
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function
-from coreml_delegate.runtime.native import NativeCall
+from coreml_delegate.runtime.native import NativeCall, NativeInterface, NativeProgram
 from coreml_delegate.runtime.snapshots import Array, Snapshot
 
 
@@ -123,17 +123,28 @@ class CompiledFunction(Protocol):
         """Return a new state, all zeros; None if the function has no state."""
         ...
 
-    def native_call(self, inputs: Sequence[str], outputs: Sequence[str]) -> NativeCall | None:
+    def native_call(self, interface: NativeInterface, state: State | None) -> NativeCall | None:
         """Return how to run without Python, if that is possible.
 
         Args:
-            inputs: Feature names, in the order in which calls pass the tensors.
-            outputs: Likewise.
+            interface: The tensors of calls.
+            state: What calls read and write; from ``make_state``.
+        """
+        ...
+
+    def native_program(
+        self, interface: NativeInterface, shapes: Sequence[Mapping[str, tuple[int, ...]]]
+    ) -> NativeProgram | None:
+        """Return what is loaded where there is no Python, if that is possible.
+
+        Args:
+            interface: The tensors of calls.
+            shapes: All combinations of enumerated shapes, by input; empty if there are none.
         """
         ...
 
     def native_obstacle(self) -> str | None:
-        """Return why ``native_call`` returns None, or None if it does not."""
+        """Return why there are no native calls, or None if there are."""
         ...
 
     def prepare_native_calls(self) -> None:

@@ -10,6 +10,7 @@ from coreml_delegate.dynamic_shapes.expressions import SizeExpression
 from coreml_delegate.dynamic_shapes.input_sizes import Sizes
 from coreml_delegate.errors import BlobFormatError, InputError, OptionError
 from coreml_delegate.runtime.mil.program import Feature
+from coreml_delegate.runtime.native import InputLimits, SizeLimit
 
 Range = tuple[int, int | None]
 Shape = tuple[int, ...]
@@ -27,6 +28,7 @@ class InputShapes:
     """
 
     def __init__(self, features: Sequence[Feature], sizes: Mapping[str, Sizes]) -> None:
+        self._features = {feature.name: feature for feature in features}
         self._open = [f for f in features if f.shapes or f.bounds]
         listed = [f for f in features if f.shapes]
         # If several inputs have equally many shapes, their n-th shapes go together.
@@ -47,6 +49,36 @@ class InputShapes:
         combinations = zip(*shapes, strict=True) if self._tied else itertools.product(*shapes)
         names = [feature.name for feature in listed]
         return [dict(zip(names, each, strict=True)) for each in combinations] if listed else []
+
+    def limits(self, inputs: Sequence[str]) -> tuple[InputLimits, ...] | None:
+        """Return what ``check`` checks, as native calls check it: enumerated shapes aside.
+
+        Args:
+            inputs: Names of all inputs, in the order of calls.
+
+        Returns:
+            For each input; None if sizes are given by formulas, which native calls do not have.
+        """
+        if not all(place.is_plain for place in self._related):
+            return None
+        firsts: dict[str, tuple[int, int]] = {}
+        same_as: dict[tuple[str, int], tuple[int, int]] = {}
+        for place in self._related:
+            first = firsts.setdefault(place.expression.text, (inputs.index(place.name), place.axis))
+            same_as[place.name, place.axis] = first
+        return tuple(self._input_limits(self._features[name], same_as) for name in inputs)
+
+    @staticmethod
+    def _input_limits(
+        feature: Feature, same_as: Mapping[tuple[str, int], tuple[int, int]]
+    ) -> InputLimits:
+        ranges = None if feature.shapes else _allowed_sizes(feature)
+        if ranges is None:
+            return None
+        return tuple(
+            SizeLimit(low, high, same_as.get((feature.name, axis)))
+            for axis, (low, high) in enumerate(ranges)
+        )
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
         """Refuse shapes that the function does not take.

@@ -4,7 +4,6 @@
 // headers, and builds in seconds. The runtime is built without exceptions, so none may leave
 // a function of this file that the runtime calls.
 
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -23,6 +22,8 @@
 #include <executorch/runtime/core/evalue.h>
 #include <executorch/runtime/core/exec_aten/util/tensor_util.h>
 #include <executorch/runtime/platform/log.h>
+
+#include "delegate_calls.h"
 
 namespace {
 
@@ -58,17 +59,6 @@ struct Callbacks {
   DestroyCallback destroy;
 };
 
-// A tensor as native calls take it; native_calls.cpp has the other side of it.
-struct NativeArgument {
-  void* data;
-  const int32_t* sizes;
-  int32_t rank;
-  int32_t type; // ScalarType number
-};
-// Returns 0 if it has run; otherwise the callback has to.
-using NativeRun =
-    int32_t (*)(void* model, const NativeArgument* arguments, uint64_t count);
-
 // A value travels as int64 numbers: these fields, then `rank` sizes and `rank` strides.
 enum Field : size_t {
   kIsTensor, // 0: no tensor, and the other fields are zero
@@ -81,8 +71,7 @@ enum Field : size_t {
   kFieldCount,
 };
 
-constexpr size_t kMostNativeArguments = 64;
-constexpr int32_t kInterfaceVersion = 2;
+constexpr int32_t kInterfaceVersion = 3;
 
 // --- State --------------------------------------------------------------------------------------
 
@@ -156,31 +145,6 @@ void append_record(et::EValue* value, std::vector<int64_t>& records) {
   records.insert(records.end(), strides.begin(), strides.end());
 }
 
-// Runs the delegate without Python; false if that is not possible, and nothing has changed.
-bool run_natively(const Delegate& delegate, et::Span<et::EValue*> args) {
-  if (delegate.native_run == nullptr || args.size() > kMostNativeArguments) {
-    return false;
-  }
-  std::array<NativeArgument, kMostNativeArguments> arguments;
-  for (size_t n = 0; n < args.size(); ++n) {
-    if (args[n] == nullptr || !args[n]->isTensor()) {
-      return false;
-    }
-    const Tensor& tensor = args[n]->toTensor();
-    if (!et::is_contiguous_dim_order(
-            tensor.dim_order().data(), tensor.dim_order().size())) {
-      return false;
-    }
-    arguments[n] = {
-        tensor.mutable_data_ptr(),
-        tensor.sizes().data(),
-        static_cast<int32_t>(tensor.dim()),
-        static_cast<int32_t>(tensor.scalar_type())};
-  }
-  return delegate.native_run(
-             delegate.native_model, arguments.data(), args.size()) == 0;
-}
-
 class CallbackBackend final : public et::BackendInterface {
  public:
   CallbackBackend(std::string name, const Callbacks& callbacks)
@@ -216,7 +180,9 @@ class CallbackBackend final : public et::BackendInterface {
     if (closed.load() || handle == nullptr) {
       return et::Error::InvalidState;
     }
-    if (run_natively(*static_cast<Delegate*>(handle), args)) {
+    const auto& delegate = *static_cast<Delegate*>(handle);
+    if (delegate.native_run != nullptr &&
+        call_natively(delegate.native_run, delegate.native_model, args) == kDone) {
       return et::Error::Ok;
     }
     try {
@@ -364,8 +330,6 @@ coreml_shim_set_native(void* handle, NativeRun run, void* model) {
   if (delegate == nullptr || run == nullptr) {
     return static_cast<int32_t>(et::Error::InvalidArgument);
   }
-  static_assert(
-      std::is_same_v<SizesType, int32_t>, "sizes are passed as they are");
   delegate->native_run = run;
   delegate->native_model = model;
   return 0;

@@ -7,7 +7,6 @@ method is loaded; only values that are replaced are looked up at run time.
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from typing import Any, TypeAlias
 import torch
 
 from coreml_delegate.errors import BlobFormatError, ProgramError
-from coreml_delegate.runtime.native import NATIVE_RUN, NativeArgument, NativeCall
-from coreml_delegate.runtime.program.decoder import DTYPES
+from coreml_delegate.runtime.native import NativeCall
+from coreml_delegate.runtime.program.delegate_calls import CallValue, DelegateStep
 from coreml_delegate.runtime.program.delegate_interface import (
     DelegateCallable,
     check_output_count,
@@ -174,9 +173,6 @@ def _result_index(call: KernelCall, method: MethodInfo, kernel: Kernel) -> int |
 def _new_tensor(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of a dtype that is row-major and shares no memory with ``source``."""
     return torch.empty(source.shape, dtype=dtype).copy_(source)
-
-
-_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
 
 class _Binder:
@@ -358,7 +354,7 @@ class _Binder:
                     target.resize_(source.shape)
                 fill(target, source)
 
-        natively = self._native_step(delegate.native, call.args, len(inputs), passed, dynamic)
+        natively = self._native_step(delegate.native, call.args, len(inputs), passed)
         return step if natively is None else lambda: None if natively() else step()
 
     def _native_step(
@@ -367,45 +363,17 @@ class _Binder:
         args: Sequence[int],
         input_count: int,
         passed: Sequence[bool],
-        dynamic: Sequence[bool],
-    ) -> Callable[[], bool] | None:
-        """Return a function that runs a delegate without Python, or says that this cannot be."""
+    ) -> DelegateStep | None:
+        """Return a step that runs a delegate without Python, or says that this cannot be."""
         specs = [spec for n in args if isinstance(spec := self._method.values[n], TensorSpec)]
-        if native is None or any(dynamic) or not all(spec.is_row_major for spec in specs):
+        if native is None or not all(spec.is_row_major for spec in specs):
             return None
-        values, count = self._values, len(args)
-        arguments = (NativeArgument * count)()
-        for argument, spec in zip(arguments, specs, strict=True):
-            argument.rank, argument.type = len(spec.shape), _NUMBERS[spec.dtype]
-            argument.sizes = (ctypes.c_int32 * len(spec.shape))(*spec.shape)
-        model, call = native.model, NATIVE_RUN(native.run)
-        made = [
-            (n, args[n], specs[n].shape, specs[n].dtype)
-            for n in range(input_count, count)
-            if passed[n - input_count]
+        is_new = (*(False,) * input_count, *passed)
+        arguments = [
+            CallValue(index, spec.shape, spec.dtype, self._dynamism(index) is not None, new)
+            for index, spec, new in zip(args, specs, is_new, strict=True)
         ]
-        given = [
-            (n, args[n]) for n in range(count) if n < input_count or not passed[n - input_count]
-        ]
-
-        def natively(_: NativeCall = native) -> bool:  # which has to live as long as this
-            for n, index in given:
-                tensor = values[index]
-                if not tensor.is_contiguous():
-                    return False
-                arguments[n].data = tensor.data_ptr()
-            results: list[tuple[int, torch.Tensor]] = []
-            for n, index, shape, dtype in made:
-                result = torch.empty(shape, dtype=dtype)
-                arguments[n].data = result.data_ptr()
-                results.append((index, result))
-            if call(model, arguments, count):
-                return False
-            for index, result in results:
-                values[index] = result
-            return True
-
-        return natively
+        return DelegateStep(native, self._values, arguments)
 
     def _move(self, call: MoveCall) -> Step:
         values, source, target = self._values, call.source, call.target

@@ -33,7 +33,7 @@ from coreml_delegate.runtime.threads import one_torch_thread
 
 _logger = logging.getLogger(__name__)
 
-_INTERFACE_VERSION: Final = 2
+_INTERFACE_VERSION: Final = 3
 _OK: Final = 0
 _FAILED: Final = 0x1  # Error::Internal
 _NOT_FOUND: Final = 0x20  # Error::NotFound

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Final
 
 from coreml_delegate.errors import EngineUnavailableError
+from coreml_delegate.runtime import native
 from coreml_delegate.runtime.cpp_libraries import CppLibrary
 
 _PACKAGE: Final = "coreml_delegate.runtime.program"
 _SOURCE: Final = "coreml_shim.cpp"
+_HEADER: Final = "delegate_calls.h"
 _FLAGS: Final = (
     # The wheel's headers need this one to find their generated macros ...
     "-DC10_USING_CUSTOM_GENERATED_MACROS",
@@ -71,10 +73,15 @@ def build() -> Path:
 def _shim_for(root: Path) -> CppLibrary:
     headers = root / "include"
     library = library_path(root).stat()
+    sources = importlib.resources.files(_PACKAGE)
     return CppLibrary(
         name="coreml_shim",
         folder="stock-shim",
-        source=importlib.resources.files(_PACKAGE).joinpath(_SOURCE).read_bytes(),
+        source=sources.joinpath(_SOURCE).read_bytes(),
+        headers={
+            _HEADER: sources.joinpath(_HEADER).read_bytes(),
+            native.HEADER: native.header(),
+        },
         flags=(
             *_FLAGS,
             f"-I{headers}",

@@ -23,6 +23,7 @@ from coreml_delegate.runtime.engines.reference.values import (
 )
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function, StateType, TensorType
+from coreml_delegate.runtime.native import NativeInterface
 from coreml_delegate.runtime.snapshots import Snapshot, cast_snapshot, cast_state
 
 
@@ -119,12 +120,18 @@ class ReferenceFunction:
             for name in (feature.name for feature in self._function.outputs)
         }
 
-    def native_call(self, inputs: Sequence[str], outputs: Sequence[str]) -> None:  # noqa: ARG002
+    def native_call(self, interface: NativeInterface, state: State | None) -> None:
         """Return None: the engine is Python."""
-        return
+
+    def native_program(
+        self,
+        interface: NativeInterface,
+        shapes: Sequence[Mapping[str, tuple[int, ...]]],
+    ) -> None:
+        """Return None: the engine is Python."""
 
     def native_obstacle(self) -> str:
-        """Return why ``native_call`` returns None."""
+        """Return why there are no native calls."""
         return "the reference engine is Python"
 
     def prepare_native_calls(self) -> None:

@@ -8,17 +8,26 @@ block would gain 3 to 7 %). Declaring the bounds to OpenVINO was measured to cha
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
+from coreml_delegate.errors import EngineUnavailableError
 from coreml_delegate.runtime.engines.base import Array, State
 from coreml_delegate.runtime.engines.openvino.session.inference import OpenVinoFunction
-from coreml_delegate.runtime.engines.openvino.session.states import OpenVinoState
+from coreml_delegate.runtime.engines.openvino.session.native_calls import (
+    NativeFunction,
+    describe_function,
+    load_natively,
+)
+from coreml_delegate.runtime.engines.openvino.session.states import OpenVinoState, native_state
 from coreml_delegate.runtime.engines.shapes import check_shape
 from coreml_delegate.runtime.mil.program import Function, NamedType, TensorType
+from coreml_delegate.runtime.native import NativeCall, NativeInterface, NativeModel, NativeProgram
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 """Shape by name of every input that has enumerated shapes."""
@@ -70,6 +79,8 @@ class EnumeratedFunction:
         self._lock = threading.Lock()  # of the graphs
         self._building = threading.Lock()
         self._graphs: OrderedDict[_Key, OpenVinoFunction] = OrderedDict()
+        # Each caller may pass the tensors in another order, and has states of its own.
+        self._native = WeakKeyDictionary[NativeFunction, NativeInterface]()
         self._first = self._graph(first_shapes(function))
 
     def __call__(self, inputs: Mapping[str, Array], state: State | None = None) -> dict[str, Array]:
@@ -86,16 +97,39 @@ class EnumeratedFunction:
         """Fresh state, all zeros, for calls of every shape; None when the function has none."""
         return self._first.make_state()
 
-    def native_call(self, inputs: Sequence[str], outputs: Sequence[str]) -> None:  # noqa: ARG002
-        """Return None: each shape has a model of its own."""
-        return
+    def native_call(self, interface: NativeInterface, state: State | None) -> NativeCall | None:
+        """Return how to run without Python; see ``CompiledFunction``.
 
-    def native_obstacle(self) -> str:
-        """Return why ``native_call`` returns None."""
-        return "each of its shapes has a model of its own"
+        A call in Python that brings another shape adds it, as long as there are few.
+        """
+        if self.native_obstacle() is not None:
+            return None
+        with self._building:
+            models = [graph.native_model(interface) for graph in self._graphs.values()]
+            function = load_natively(describe_function(self._first.config, interface, models))
+            if function is None:
+                return None
+            self._native[function] = interface
+        return function.bind(native_state(state))
+
+    def native_program(
+        self, interface: NativeInterface, shapes: Sequence[Mapping[str, tuple[int, ...]]]
+    ) -> NativeProgram | None:
+        """Return what is loaded where there is no Python; see ``CompiledFunction``."""
+        models: list[NativeModel] = []
+        for each in shapes:
+            graph = self._graph({feature.name: each[feature.name] for feature in self._features})
+            if graph.native_obstacle() is not None:
+                return None
+            models.append(graph.native_model(interface))
+        return describe_function(self._first.config, interface, models)
+
+    def native_obstacle(self) -> str | None:
+        """Return why there are no native calls, or None if there are."""
+        return self._first.native_obstacle()
 
     def prepare_native_calls(self) -> None:
-        """Do nothing: each shape has a model of its own."""
+        """Do nothing: arrays of enumerated shapes are passed in Python."""
 
     def prepare_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Make the graph of these shapes; the cache keeps it if memory does not."""
@@ -113,7 +147,16 @@ class EnumeratedFunction:
             if graph is None:
                 graph = self._build(shapes)
                 self._keep(key, graph)
+                self._add_natively(graph)
         return graph
+
+    def _add_natively(self, graph: OpenVinoFunction) -> None:
+        if graph.native_obstacle() is not None:
+            return
+        for function, interface in self._native.items():
+            if function.model_count < _KEPT:
+                with contextlib.suppress(EngineUnavailableError):  # then it is called in Python
+                    function.add(graph.native_model(interface))
 
     def _found(self, key: _Key) -> OpenVinoFunction | None:
         with self._lock:

@@ -20,17 +20,26 @@ from numpy.typing import NDArray
 from coreml_delegate.errors import ExecutionError, InputError
 from coreml_delegate.runtime.engines.base import Array, State
 from coreml_delegate.runtime.engines.openvino.session.native_calls import (
-    native_call,
+    describe_function,
+    describe_model,
+    load_natively,
     native_obstacle,
 )
 from coreml_delegate.runtime.engines.openvino.session.states import (
     OpenVinoState,
     StateTypes,
     Writes,
+    native_state,
 )
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import TensorType
-from coreml_delegate.runtime.native import ArrayCall, NativeCall
+from coreml_delegate.runtime.native import (
+    ArrayCall,
+    NativeCall,
+    NativeInterface,
+    NativeModel,
+    NativeProgram,
+)
 from coreml_delegate.runtime.op_errors import last_line
 
 # Arrays of at least this size are bound instead of copied, in bytes.
@@ -282,7 +291,7 @@ class OpenVinoFunction:
             )
         self.interface = interface
         self.compiled = compiled
-        self._config = config
+        self.config = config
         self._keep = keep
         self._states = interface.states
         self._passed_on = _inputs_passed_on(compiled)
@@ -330,34 +339,62 @@ class OpenVinoFunction:
             return None
         return OpenVinoState(self._states, self.interface.writes)
 
-    def native_call(self, inputs: Sequence[str], outputs: Sequence[str]) -> NativeCall | None:
+    def native_call(self, interface: NativeInterface, state: State | None) -> NativeCall | None:
         """Return how to run without Python; see ``CompiledFunction``."""
+        program = self.native_program(interface, ())
+        function = None if program is None else load_natively(program)
+        return None if function is None else function.bind(native_state(state))
+
+    def native_program(
+        self,
+        interface: NativeInterface,
+        shapes: Sequence[Mapping[str, tuple[int, ...]]],  # noqa: ARG002
+    ) -> NativeProgram | None:
+        """Return what is loaded where there is no Python; see ``CompiledFunction``."""
         if self.native_obstacle() is not None:
             return None
-        return native_call(
+        return describe_function(self.config, interface, [self.native_model(interface)])
+
+    def native_model(self, interface: NativeInterface) -> NativeModel:
+        """Return the native form of the model, which has no obstacle."""
+        own = self.interface
+        return describe_model(
             self.compiled,
-            self._config,
-            [self.interface.inputs.index(name) for name in inputs],
-            [self.interface.outputs.index(name) for name in outputs],
+            [own.inputs.index(name) for name in interface.inputs],
+            [own.outputs.index(name) for name in interface.outputs],
+            self._passed_on,
+            range(len(own.inputs), len(own.inputs) + len(own.states)),
+            own.writes,
         )
 
     def native_obstacle(self) -> str | None:
-        """Return why ``native_call`` returns None, or None if it does not."""
-        if self._states:
-            return "it has states"
-        if self._passed_on:
-            return "a result is one of its inputs"
+        """Return why there are no native calls, or None if there are."""
+        ports = iter(range(len(self.interface.outputs), len(self.compiled.outputs)))
+        for place, axes in enumerate(self.interface.writes, len(self.interface.inputs)):
+            kept = self._type_name(self.compiled.inputs[place])
+            for _ in range(1 if axes is None else len(axes)):
+                # Behind the places of rows, the rows.
+                port = next(ports) if axes is None else (next(ports), next(ports))[1]
+                written = self._type_name(self.compiled.outputs[port])
+                if (written, kept) != ("f16", "f32") and written != kept:
+                    return f"its states are kept in {kept} and written in {written}"
         return native_obstacle(self.compiled)
+
+    @staticmethod
+    def _type_name(port: Any) -> str:
+        return port.get_element_type().get_type_name()
 
     def prepare_native_calls(self) -> None:
         """Make calls without Python from now on, if that is possible."""
-        inputs, outputs = self.interface.inputs, self.interface.outputs
-        call = self.native_call(inputs, outputs) if self._native is None else None
+        ports = self._inputs, self._outputs
+        if self._native is not None or self._states:
+            return
+        if any(port.shape is None for side in ports for port in side):
+            return
+        names = self.interface.inputs, self.interface.outputs
+        call = self.native_call(NativeInterface(*names, (None,) * len(names[0])), None)
         if call is not None:
-            types = [
-                [(port.name, port.dtype, port.shape or ()) for port in ports]
-                for ports in (self._inputs, self._outputs)
-            ]
+            types = [[(port.name, port.dtype, port.shape or ()) for port in side] for side in ports]
             self._native = ArrayCall(call, *types)
 
     def prepare_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -1,17 +1,20 @@
-// Calls of a compiled model without Python, through OpenVINO's C library.
+// Calls of a compiled function without Python, through OpenVINO's C library.
 //
-// A call is given the addresses of its tensors. Small ones are copied; large ones are bound, and
-// stay bound for as long as the caller passes the same memory. What a call cannot do here it leaves
-// to the caller, who has another way: it says so, and has changed nothing.
+// A function has one model, or one for each of its enumerated shapes. A call is given the addresses
+// of its tensors. Small ones are copied; large ones are bound, and stay bound for as long as the
+// caller passes the same memory. What a call cannot do here it leaves to the caller, who has
+// another way: it says so, and has changed nothing.
+
+#include "native_calls.h"
 
 #include <cstddef>
-#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,31 +23,85 @@
 
 namespace {
 
-// --- The interface; native_calls.py holds the other side of it. ---------------------------------
-
-// An input or output of the model, in the order in which calls pass it.
-struct PortSpec {
-  int32_t index; // of the model
-  int32_t type; // ov_element_type_e
-  int64_t rank;
-  const int64_t* sizes;
-};
-
-// A contiguous tensor of a call.
-struct Argument {
-  void* data;
-  const int32_t* sizes;
-  int32_t rank;
-  int32_t type; // c10::ScalarType
-};
-
-constexpr int32_t kInterfaceVersion = 1;
-constexpr int32_t kDone = 0;
-constexpr int32_t kNotHere = 1; // another type, shape or number of tensors, or a value out of range
-constexpr int32_t kFailed = 2; // OpenVINO failed
+constexpr int32_t kInterfaceVersion = 2;
+constexpr int64_t kOpen = -1; // a size that each call brings, or a limit that there is not
 
 // Binding costs about a microsecond, as copying this much does.
 constexpr size_t kCopied = size_t{1} << 14;
+
+using Sizes = std::vector<int64_t>;
+
+// --- Descriptions -------------------------------------------------------------------------------
+
+// Numbers that describe a function or a model of it; native_calls.py writes them.
+class Words {
+ public:
+  Words(const int64_t* words, uint64_t count) : at_(words), end_(words + count) {}
+
+  int64_t next() {
+    if (at_ == end_) {
+      throw std::runtime_error("the description is too short");
+    }
+    return *at_++;
+  }
+
+  // A number of things that are described next, each by one word or more.
+  size_t count() {
+    const int64_t count = next();
+    if (count < 0 || count > end_ - at_) {
+      throw std::runtime_error("the description is too short");
+    }
+    return static_cast<size_t>(count);
+  }
+
+  Sizes sizes() {
+    Sizes read(count());
+    for (int64_t& size : read) {
+      size = next();
+    }
+    return read;
+  }
+
+ private:
+  const int64_t* at_;
+  const int64_t* end_;
+};
+
+// The sizes that a dimension of an input may have.
+struct Limit {
+  int64_t low;
+  int64_t high;
+  // The dimension that has to have the same size; an input of kOpen is none.
+  int64_t same_input;
+  int64_t same_axis;
+};
+
+struct InputLimits {
+  bool any_rank;
+  std::vector<Limit> axes;
+};
+
+struct Port {
+  size_t index = 0;
+  ov_element_type_e type = DYNAMIC;
+  Sizes sizes;
+  // An output that is fetched from OpenVINO's own memory, because its size is not known before, or
+  // because it must not be bound.
+  bool is_fetched = false;
+};
+
+struct RowWrite {
+  int64_t axis;
+  size_t places; // output with the numbers of the rows, i32
+  size_t rows; // output with the rows
+};
+
+struct StatePorts {
+  Port input;
+  bool has_rows;
+  Port output; // of the new value, if the state is replaced
+  std::vector<RowWrite> writes;
+};
 
 // --- Types --------------------------------------------------------------------------------------
 
@@ -95,47 +152,38 @@ size_t size_of(ov_element_type_e type) {
   }
 }
 
-struct Port {
-  size_t index = 0;
-  ov_element_type_e type = DYNAMIC;
-  std::vector<int64_t> sizes;
+template <typename Size, typename Rank>
+size_t count_of(const Size* sizes, Rank rank) {
   size_t count = 1;
-  size_t bytes = 0;
-};
-
-Port port_of(const PortSpec& spec) {
-  Port port;
-  port.index = static_cast<size_t>(spec.index);
-  port.type = static_cast<ov_element_type_e>(spec.type);
-  port.sizes.assign(spec.sizes, spec.sizes + spec.rank);
-  for (const int64_t size : port.sizes) {
-    port.count *= static_cast<size_t>(size);
+  for (Rank n = 0; n < rank; ++n) {
+    count *= static_cast<size_t>(sizes[n]);
   }
-  port.bytes = port.count * size_of(port.type);
-  return port;
+  return count;
+}
+
+size_t count_of(const Sizes& sizes) {
+  return count_of(sizes.data(), sizes.size());
 }
 
 // Core ML's widest integers have 32 bits; programs have 64.
-bool is_widened(const Port& port, const Argument& argument) {
+bool is_widened(const Port& port, const NativeArgument& argument) {
   return port.type == I32 && argument.type == kLong;
 }
 
-bool fits(const Port& port, const Argument& argument) {
-  if (argument.data == nullptr && port.bytes > 0) {
-    return false;
-  }
-  if (element_type(argument.type) != port.type && !is_widened(port, argument)) {
-    return false;
-  }
+bool has_type(const Port& port, const NativeArgument& argument) {
+  return element_type(argument.type) == port.type || is_widened(port, argument);
+}
+
+bool has_sizes(const NativeArgument& argument, const int64_t* sizes, size_t rank) {
   // A tensor of one element stands for a scalar.
-  if (argument.rank == 0 && port.sizes.size() == 1 && port.sizes[0] == 1) {
+  if (argument.rank == 0 && rank == 1 && sizes[0] == 1) {
     return true;
   }
-  if (static_cast<size_t>(argument.rank) != port.sizes.size()) {
+  if (static_cast<size_t>(argument.rank) != rank) {
     return false;
   }
-  for (size_t n = 0; n < port.sizes.size(); ++n) {
-    if (argument.sizes[n] != port.sizes[n]) {
+  for (size_t n = 0; n < rank; ++n) {
+    if (argument.sizes[n] != sizes[n] && sizes[n] != kOpen) {
       return false;
     }
   }
@@ -163,6 +211,23 @@ void widen(const void* from, void* to, size_t count) {
   }
 }
 
+float to_float(uint16_t half) {
+  const uint32_t sign = uint32_t{half & 0x8000u} << 16;
+  const uint32_t exponent = (half >> 10) & 0x1Fu;
+  const uint32_t fraction = half & 0x3FFu;
+  uint32_t bits = sign | (exponent + 112) << 23 | fraction << 13;
+  float value = 0;
+  if (exponent == 0) { // zero, or subnormal: a multiple of 2**-24
+    value = static_cast<float>(fraction) / 16777216.0f;
+    return sign != 0 ? -value : value;
+  }
+  if (exponent == 0x1F) {
+    bits = sign | 0x7F800000u | fraction << 13;
+  }
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
 // --- Requests -----------------------------------------------------------------------------------
 
 struct FreeTensor {
@@ -172,17 +237,36 @@ struct FreeTensor {
 };
 using TensorPointer = std::unique_ptr<ov_tensor_t, FreeTensor>;
 
-// The memory at a port: its own, or that of a caller.
+ov_shape_t shape_of(const Sizes& sizes) {
+  return {static_cast<int64_t>(sizes.size()), const_cast<int64_t*>(sizes.data())};
+}
+
+// A tensor that the request reads or writes, and where it lies.
+struct Memory {
+  TensorPointer tensor;
+  const void* data = nullptr;
+  Sizes sizes;
+};
+
+// What may be bound to a port: memory of its own, and two places of a caller, as states have.
 struct Slot {
-  TensorPointer own;
-  void* own_data = nullptr;
-  TensorPointer bound;
-  const void* bound_data = nullptr; // what the request reads or writes now
+  Memory own;
+  Memory given[2];
+  const Memory* bound = nullptr;
+};
+
+// A result in OpenVINO's memory.
+struct Fetched {
+  TensorPointer tensor;
+  const void* data = nullptr;
+  ov_element_type_e type = DYNAMIC;
+  Sizes sizes;
 };
 
 class Request {
  public:
   ~Request() {
+    slots_.clear();
     if (request_ != nullptr) {
       ov_infer_request_free(request_);
     }
@@ -191,47 +275,79 @@ class Request {
   Request(const Request&) = delete;
   Request& operator=(const Request&) = delete;
 
-  bool create(const ov_compiled_model_t* model, size_t ports) {
-    slots_.resize(ports);
+  bool create(const ov_compiled_model_t* model, size_t slots) {
+    slots_.resize(slots);
     return ov_compiled_model_create_infer_request(model, &request_) == OK;
   }
 
-  // Returns the port's own memory, bound; null if OpenVINO fails.
-  void* own(const Port& port, size_t slot, bool is_input) {
+  // Returns memory of the port's own, bound; null if OpenVINO fails or there are no bytes.
+  void* own(const Port& port, size_t slot, bool is_input, const Sizes& sizes) {
     Slot& at = slots_[slot];
-    if (at.own == nullptr) {
+    void* data = const_cast<void*>(at.own.data);
+    if (at.own.tensor == nullptr || at.own.sizes != sizes) {
       ov_tensor_t* tensor = nullptr;
-      const ov_shape_t shape = shape_of(port);
-      if (ov_tensor_create(port.type, shape, &tensor) != OK) {
+      if (ov_tensor_create(port.type, shape_of(sizes), &tensor) != OK) {
         return nullptr;
       }
-      at.own.reset(tensor);
-      if (ov_tensor_data(tensor, &at.own_data) != OK) {
+      TensorPointer made(tensor);
+      // Memory of no bytes cannot be asked for.
+      data = nullptr;
+      if ((count_of(sizes) > 0 && ov_tensor_data(tensor, &data) != OK) ||
+          !set(port, tensor, is_input)) {
         return nullptr;
       }
-    }
-    if (at.bound_data != at.own_data && !set(port, at.own.get(), is_input)) {
+      at.own = {std::move(made), data, sizes};
+    } else if (at.bound != &at.own && !set(port, at.own.tensor.get(), is_input)) {
       return nullptr;
     }
-    at.bound_data = at.own_data;
-    return at.own_data;
+    at.bound = &at.own;
+    return data;
   }
 
-  bool bind(const Port& port, size_t slot, bool is_input, void* data) {
+  bool bind(const Port& port, size_t slot, bool is_input, void* data, const Sizes& sizes) {
     Slot& at = slots_[slot];
-    if (at.bound_data == data) {
+    for (Memory& memory : at.given) {
+      if (memory.data != data || memory.tensor == nullptr || memory.sizes != sizes) {
+        continue;
+      }
+      if (at.bound != &memory && !set(port, memory.tensor.get(), is_input)) {
+        return false;
+      }
+      at.bound = &memory;
       return true;
     }
     ov_tensor_t* tensor = nullptr;
-    if (ov_tensor_create_from_host_ptr(port.type, shape_of(port), data, &tensor) != OK) {
+    if (ov_tensor_create_from_host_ptr(port.type, shape_of(sizes), data, &tensor) != OK) {
       return false;
     }
     TensorPointer made(tensor);
     if (!set(port, tensor, is_input)) {
       return false;
     }
-    at.bound = std::move(made);
-    at.bound_data = data;
+    Memory& free = at.given[at.bound == &at.given[0] ? 1 : 0];
+    free = {std::move(made), data, sizes};
+    at.bound = &free;
+    return true;
+  }
+
+  bool fetch(size_t index, Fetched& found) {
+    ov_tensor_t* tensor = nullptr;
+    if (ov_infer_request_get_output_tensor_by_index(request_, index, &tensor) != OK) {
+      return false;
+    }
+    found.tensor.reset(tensor);
+    void* data = nullptr;
+    ov_shape_t shape{};
+    if (ov_tensor_get_shape(tensor, &shape) != OK) {
+      return false;
+    }
+    found.sizes.assign(shape.dims, shape.dims + shape.rank);
+    ov_shape_free(&shape);
+    if (ov_tensor_get_element_type(tensor, &found.type) != OK ||
+        (count_of(found.sizes) > 0 && ov_tensor_data(tensor, &data) != OK)) {
+      return false;
+    }
+    found.data = data;
     return true;
   }
 
@@ -243,11 +359,11 @@ class Request {
     return ov_infer_request_start_async(request_) == OK && ov_infer_request_wait(request_) == OK;
   }
 
- private:
-  static ov_shape_t shape_of(const Port& port) {
-    return {static_cast<int64_t>(port.sizes.size()), const_cast<int64_t*>(port.sizes.data())};
-  }
+  // Of the call at hand: its arguments, and the sizes of the one that is looked at.
+  std::vector<NativeArgument> arguments;
+  Sizes sizes;
 
+ private:
   bool set(const Port& port, const ov_tensor_t* tensor, bool is_input) {
     return (is_input
                 ? ov_infer_request_set_input_tensor_by_index(request_, port.index, tensor)
@@ -258,10 +374,39 @@ class Request {
   std::vector<Slot> slots_;
 };
 
+// --- Models -------------------------------------------------------------------------------------
+
+struct Caller {
+  NativeResize resize;
+  void* context;
+  NativeState* state;
+};
+
 class Model {
  public:
-  Model(std::vector<Port> inputs, std::vector<Port> outputs, bool alone)
-      : inputs_(std::move(inputs)), outputs_(std::move(outputs)), alone_(alone) {}
+  explicit Model(Words& words) : alone_(words.next() != 0) {
+    inputs_ = read_ports(words);
+    outputs_ = read_ports(words);
+    states_.resize(words.count());
+    for (StatePorts& state : states_) {
+      state.input = read_port(words);
+      state.has_rows = words.next() != 0;
+      if (!state.has_rows) {
+        state.output = state.input;
+        state.output.index = static_cast<size_t>(words.next());
+        continue;
+      }
+      state.writes.resize(words.count());
+      for (RowWrite& write : state.writes) {
+        write.axis = words.next();
+        write.places = static_cast<size_t>(words.next());
+        write.rows = static_cast<size_t>(words.next());
+        if (write.axis < 0 || static_cast<size_t>(write.axis) >= state.input.sizes.size()) {
+          throw std::runtime_error("rows of an axis that there is not");
+        }
+      }
+    }
+  }
   ~Model() {
     idle_.clear();
     if (compiled_ != nullptr) {
@@ -283,12 +428,38 @@ class Model {
     return true;
   }
 
-  int32_t run(const Argument* arguments, size_t count) {
+  // Whether the model takes these tensors, outputs of other sizes aside.
+  bool fits(const NativeArgument* arguments, size_t count) const {
     if (count != inputs_.size() + outputs_.size()) {
-      return kNotHere;
+      return false;
     }
     for (size_t n = 0; n < count; ++n) {
-      if (!fits(port(n), arguments[n])) {
+      const Port& at = port(n);
+      const NativeArgument& argument = arguments[n];
+      if (!has_type(at, argument)) {
+        return false;
+      }
+      if (n >= inputs_.size()) {
+        continue;
+      }
+      if (!has_sizes(argument, at.sizes.data(), at.sizes.size()) ||
+          (argument.data == nullptr && count_of(argument.sizes, argument.rank) > 0)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  const std::vector<StatePorts>& states() const {
+    return states_;
+  }
+
+  int32_t run(const NativeArgument* arguments, size_t count, const Caller& caller) {
+    if ((caller.state == nullptr) != states_.empty()) {
+      return kNotHere;
+    }
+    for (size_t n = 0; n < states_.size(); ++n) {
+      if ((caller.state->has_rows[n] != 0) != states_[n].has_rows) {
         return kNotHere;
       }
     }
@@ -296,7 +467,8 @@ class Model {
     if (request == nullptr) {
       return kFailed;
     }
-    const int32_t code = run_on(*request, arguments, count);
+    request->arguments.assign(arguments, arguments + count);
+    const int32_t code = run_on(*request, caller);
     // One that failed is not used again.
     if (code != kFailed) {
       give_back(std::move(request));
@@ -305,55 +477,243 @@ class Model {
   }
 
  private:
+  static Port read_port(Words& words) {
+    Port port;
+    port.index = static_cast<size_t>(words.next());
+    port.type = static_cast<ov_element_type_e>(words.next());
+    port.is_fetched = words.next() != 0;
+    port.sizes = words.sizes();
+    return port;
+  }
+
+  static std::vector<Port> read_ports(Words& words) {
+    std::vector<Port> ports(words.count());
+    for (Port& port : ports) {
+      port = read_port(words);
+    }
+    return ports;
+  }
+
   const Port& port(size_t n) const {
     return n < inputs_.size() ? inputs_[n] : outputs_[n - inputs_.size()];
   }
 
-  static bool is_copied(const Port& port, const Argument& argument) {
-    return port.bytes <= kCopied || is_widened(port, argument);
+  static bool is_copied(const Port& port, const NativeArgument& argument, size_t count) {
+    return count * size_of(port.type) <= kCopied || is_widened(port, argument);
   }
 
-  int32_t run_on(Request& request, const Argument* arguments, size_t count) {
-    for (size_t n = 0; n < count; ++n) {
-      const Port& at = port(n);
-      const Argument& argument = arguments[n];
-      const bool is_input = n < inputs_.size();
-      if (!is_copied(at, argument)) {
-        if (!request.bind(at, n, is_input, argument.data)) {
+  // The sizes of a tensor as the model has them: those of a scalar are [1].
+  static void set_sizes(const Port& port, const NativeArgument& argument, Sizes& sizes) {
+    sizes.assign(argument.sizes, argument.sizes + argument.rank);
+    sizes.resize(port.sizes.size(), 1);
+  }
+
+  int32_t run_on(Request& request, const Caller& caller) {
+    int32_t code = set_inputs(request);
+    if (code == kDone) {
+      code = set_outputs(request, caller);
+    }
+    if (code != kDone) {
+      return code;
+    }
+    if (!bind_states(request, caller.state) || !request.infer(alone_)) {
+      return kFailed;
+    }
+    code = take_outputs(request, caller);
+    return code == kDone && caller.state != nullptr ? advance(request, *caller.state) : code;
+  }
+
+  int32_t set_inputs(Request& request) {
+    for (size_t n = 0; n < inputs_.size(); ++n) {
+      const Port& at = inputs_[n];
+      const NativeArgument& argument = request.arguments[n];
+      set_sizes(at, argument, request.sizes);
+      const size_t count = count_of(request.sizes);
+      if (!is_copied(at, argument, count)) {
+        if (!request.bind(at, n, true, argument.data, request.sizes)) {
           return kFailed;
         }
         continue;
       }
-      void* const memory = request.own(at, n, is_input);
-      if (memory == nullptr && at.bytes > 0) {
+      void* const memory = request.own(at, n, true, request.sizes);
+      if (memory == nullptr && count > 0) {
         return kFailed;
       }
-      if (!is_input) {
-        continue;
-      }
       if (!is_widened(at, argument)) {
-        std::memcpy(memory, argument.data, at.bytes);
-      } else if (!narrow(argument.data, memory, at.count)) {
+        if (count > 0) {
+          std::memcpy(memory, argument.data, count * size_of(at.type));
+        }
+      } else if (!narrow(argument.data, memory, count)) {
         return kNotHere;
       }
     }
-    if (!request.infer(alone_)) {
-      return kFailed;
-    }
-    for (size_t n = inputs_.size(); n < count; ++n) {
-      const Port& at = port(n);
-      const Argument& argument = arguments[n];
-      if (!is_copied(at, argument)) {
+    return kDone;
+  }
+
+  int32_t set_outputs(Request& request, const Caller& caller) {
+    for (size_t n = 0; n < outputs_.size(); ++n) {
+      const Port& at = outputs_[n];
+      if (at.is_fetched) {
         continue;
       }
-      const void* const memory = request.own(at, n, false);
-      if (is_widened(at, argument)) {
-        widen(memory, argument.data, at.count);
-      } else {
-        std::memcpy(argument.data, memory, at.bytes);
+      const size_t position = inputs_.size() + n;
+      NativeArgument& argument = request.arguments[position];
+      if (!make_fit(argument, position, at.sizes, caller)) {
+        return kNotHere;
+      }
+      const size_t count = count_of(at.sizes);
+      if (is_copied(at, argument, count)) {
+        if (request.own(at, position, false, at.sizes) == nullptr && count > 0) {
+          return kFailed;
+        }
+      } else if (!request.bind(at, position, false, argument.data, at.sizes)) {
+        return kFailed;
       }
     }
     return kDone;
+  }
+
+  // Gives an output the sizes that it is to have, if it has others, or no memory.
+  static bool make_fit(
+      NativeArgument& argument, size_t n, const Sizes& sizes, const Caller& caller) {
+    const bool has_memory = argument.data != nullptr || count_of(sizes) == 0;
+    if (has_memory && has_sizes(argument, sizes.data(), sizes.size())) {
+      return true;
+    }
+    if (caller.resize == nullptr || static_cast<size_t>(argument.rank) != sizes.size()) {
+      return false;
+    }
+    argument.data = caller.resize(caller.context, n, sizes.data(), sizes.size());
+    return argument.data != nullptr || count_of(sizes) == 0;
+  }
+
+  bool bind_states(Request& request, const NativeState* state) {
+    size_t slot = inputs_.size() + outputs_.size();
+    for (size_t n = 0; n < states_.size(); ++n, slot += 2) {
+      const StatePorts& at = states_[n];
+      void* const read = state->memory[state->side][n];
+      void* const written = state->memory[1 - state->side][n];
+      if (!request.bind(at.input, slot, true, read, at.input.sizes) ||
+          (!at.has_rows &&
+           !request.bind(at.output, slot + 1, false, written, at.input.sizes))) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  int32_t take_outputs(Request& request, const Caller& caller) {
+    Fetched found;
+    for (size_t n = 0; n < outputs_.size(); ++n) {
+      const Port& at = outputs_[n];
+      const size_t position = inputs_.size() + n;
+      NativeArgument& argument = request.arguments[position];
+      const void* memory = nullptr;
+      const Sizes* sizes = &at.sizes;
+      if (at.is_fetched) {
+        if (!request.fetch(at.index, found)) {
+          return kFailed;
+        }
+        if (found.type != at.type || !make_fit(argument, position, found.sizes, caller)) {
+          return kNotHere;
+        }
+        memory = found.data;
+        sizes = &found.sizes;
+      } else if (is_copied(at, argument, count_of(at.sizes))) {
+        memory = request.own(at, position, false, at.sizes);
+      } else {
+        continue;
+      }
+      const size_t count = count_of(*sizes);
+      if (is_widened(at, argument)) {
+        widen(memory, argument.data, count);
+      } else if (count > 0) {
+        std::memcpy(argument.data, memory, count * size_of(at.type));
+      }
+    }
+    return kDone;
+  }
+
+  // Makes the states just written the ones to read.
+  int32_t advance(Request& request, NativeState& state) {
+    struct Update {
+      const StatePorts* ports;
+      const RowWrite* write;
+      char* target;
+      Fetched places;
+      Fetched rows;
+    };
+    std::vector<Update> updates;
+    for (size_t n = 0; n < states_.size(); ++n) {
+      for (const RowWrite& write : states_[n].writes) {
+        Update update{
+            &states_[n], &write, static_cast<char*>(state.memory[state.side][n]), {}, {}};
+        if (!request.fetch(write.places, update.places) ||
+            !request.fetch(write.rows, update.rows) || !is_writable(update.ports->input, write,
+                update.places, update.rows)) {
+          return kFailed;
+        }
+        updates.push_back(std::move(update));
+      }
+    }
+    for (const Update& update : updates) {
+      write_rows(
+          update.ports->input, *update.write, update.target, update.places, update.rows);
+    }
+    state.side = 1 - state.side;
+    return kDone;
+  }
+
+  static bool is_writable(
+      const Port& state, const RowWrite& write, const Fetched& places, const Fetched& rows) {
+    const auto axis = static_cast<size_t>(write.axis);
+    const size_t count = count_of(places.sizes);
+    Sizes expected = state.sizes;
+    expected[axis] = static_cast<int64_t>(count);
+    if (places.type != I32 || rows.sizes != expected ||
+        (rows.type != state.type && !(rows.type == F16 && state.type == F32))) {
+      return false;
+    }
+    const auto* const numbers = static_cast<const int32_t*>(places.data);
+    for (size_t n = 0; n < count; ++n) {
+      if (numbers[n] < 0 || numbers[n] >= state.sizes[axis]) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  static void write_rows(
+      const Port& state,
+      const RowWrite& write,
+      char* target,
+      const Fetched& places,
+      const Fetched& rows) {
+    const auto axis = static_cast<size_t>(write.axis);
+    const size_t outer = count_of(state.sizes.data(), axis);
+    const size_t inner =
+        count_of(state.sizes.data() + axis + 1, state.sizes.size() - axis - 1);
+    const auto total = static_cast<size_t>(state.sizes[axis]);
+    const size_t count = count_of(places.sizes);
+    const auto* const numbers = static_cast<const int32_t*>(places.data);
+    const auto* const source = static_cast<const char*>(rows.data);
+    const bool is_converted = rows.type != state.type;
+    for (size_t o = 0; o < outer; ++o) {
+      for (size_t n = 0; n < count; ++n) {
+        const size_t to = (o * total + static_cast<size_t>(numbers[n])) * inner;
+        const size_t from = (o * count + n) * inner;
+        if (is_converted) {
+          const auto* const halves = reinterpret_cast<const uint16_t*>(source) + from;
+          float* const floats = reinterpret_cast<float*>(target) + to;
+          for (size_t k = 0; k < inner; ++k) {
+            floats[k] = to_float(halves[k]);
+          }
+        } else {
+          const size_t size = size_of(state.type);
+          std::memcpy(target + to * size, source + from * size, inner * size);
+        }
+      }
+    }
   }
 
   std::unique_ptr<Request> take() {
@@ -366,7 +726,8 @@ class Model {
       }
     }
     auto made = std::make_unique<Request>();
-    return made->create(compiled_, inputs_.size() + outputs_.size()) ? std::move(made) : nullptr;
+    const size_t slots = inputs_.size() + outputs_.size() + 2 * states_.size();
+    return made->create(compiled_, slots) ? std::move(made) : nullptr;
   }
 
   void give_back(std::unique_ptr<Request> request) {
@@ -374,13 +735,50 @@ class Model {
     idle_.push_back(std::move(request));
   }
 
-  const std::vector<Port> inputs_;
-  const std::vector<Port> outputs_;
-  const bool alone_;
+  std::vector<Port> inputs_;
+  std::vector<Port> outputs_;
+  std::vector<StatePorts> states_;
+  const bool alone_; // whether a call has one thread
   ov_compiled_model_t* compiled_ = nullptr;
   std::mutex mutex_;
   std::vector<std::unique_ptr<Request>> idle_; // as many as calls ran at once
 };
+
+// States that are nobody else's, all zeros at first.
+class OwnState {
+ public:
+  explicit OwnState(const std::vector<StatePorts>& states) {
+    for (const StatePorts& state : states) {
+      const size_t bytes = count_of(state.input.sizes) * size_of(state.input.type);
+      const size_t sides = state.has_rows ? 1 : 2;
+      for (size_t side = 0; side < 2; ++side) {
+        if (side < sides) {
+          content_.push_back(std::make_unique<Line[]>(bytes / sizeof(Line) + 1));
+        }
+        memory_[side].push_back(content_.back().get());
+      }
+      has_rows_.push_back(state.has_rows ? 1 : 0);
+    }
+    view_ = {0, has_rows_.data(), {memory_[0].data(), memory_[1].data()}};
+  }
+  OwnState(const OwnState&) = delete;
+  OwnState& operator=(const OwnState&) = delete;
+
+  NativeState* view() {
+    return &view_;
+  }
+
+ private:
+  struct alignas(64) Line {
+    char bytes[64];
+  };
+  std::vector<std::unique_ptr<Line[]>> content_;
+  std::vector<void*> memory_[2];
+  std::vector<int64_t> has_rows_;
+  NativeState view_{};
+};
+
+// --- Functions ----------------------------------------------------------------------------------
 
 // One core for each configuration, for the life of the process: importing takes no configuration.
 const ov_core_t* core_of(const char* device, const char* const* config, size_t pairs) {
@@ -410,7 +808,112 @@ const ov_core_t* core_of(const char* device, const char* const* config, size_t p
   return core;
 }
 
+class Function {
+ public:
+  Function(
+      Words& words,
+      const char* device,
+      const char* const* config,
+      uint64_t pairs)
+      : device_(device), core_(core_of(device, config, pairs)) {
+    limits_.resize(words.count());
+    for (InputLimits& limits : limits_) {
+      limits.any_rank = words.next() != 0;
+      limits.axes.resize(words.count());
+      for (Limit& axis : limits.axes) {
+        axis.low = words.next();
+        axis.high = words.next();
+        axis.same_input = words.next();
+        axis.same_axis = words.next();
+      }
+    }
+  }
+
+  bool add(Words& words, const char* content, size_t size) {
+    auto model = std::make_shared<Model>(words);
+    if (core_ == nullptr || !model->import(core_, device_.c_str(), content, size)) {
+      return false;
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    models_.push_back(std::move(model));
+    return true;
+  }
+
+  // Returns states as the first model has them; null if it has none.
+  std::unique_ptr<OwnState> make_state() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (models_.empty() || models_.front()->states().empty()) {
+      return nullptr;
+    }
+    return std::make_unique<OwnState>(models_.front()->states());
+  }
+
+  int32_t run(const NativeArgument* arguments, uint64_t count, const Caller& caller) {
+    if (count < limits_.size() || !is_within_limits(arguments)) {
+      return kNotHere;
+    }
+    const std::shared_ptr<Model> model = find(arguments, count);
+    return model == nullptr ? static_cast<int32_t>(kNotHere)
+                            : model->run(arguments, count, caller);
+  }
+
+ private:
+  bool is_within_limits(const NativeArgument* arguments) const {
+    for (size_t n = 0; n < limits_.size(); ++n) {
+      const InputLimits& limits = limits_[n];
+      if (limits.any_rank) {
+        continue;
+      }
+      const NativeArgument& argument = arguments[n];
+      const bool is_scalar = argument.rank == 0 && limits.axes.size() == 1;
+      if (!is_scalar && static_cast<size_t>(argument.rank) != limits.axes.size()) {
+        return false;
+      }
+      for (size_t axis = 0; axis < limits.axes.size(); ++axis) {
+        const Limit& limit = limits.axes[axis];
+        const int64_t size = is_scalar ? 1 : argument.sizes[axis];
+        if (size < limit.low || (limit.high != kOpen && size > limit.high)) {
+          return false;
+        }
+        if (limit.same_input == kOpen) {
+          continue;
+        }
+        const NativeArgument& other = arguments[limit.same_input];
+        if (limit.same_axis >= other.rank || other.sizes[limit.same_axis] != size) {
+          return false;
+        }
+      }
+    }
+    return true;
+  }
+
+  std::shared_ptr<Model> find(const NativeArgument* arguments, uint64_t count) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const std::shared_ptr<Model>& model : models_) {
+      if (model->fits(arguments, count)) {
+        return model;
+      }
+    }
+    return nullptr;
+  }
+
+  const std::string device_;
+  const ov_core_t* const core_;
+  std::vector<InputLimits> limits_;
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<Model>> models_;
+};
+
+// A function with the states of one caller, or without states.
+struct Bound {
+  std::shared_ptr<Function> function;
+  std::unique_ptr<OwnState> own;
+  NativeState* state;
+};
+
 } // namespace
+
+// --- The interface; the header describes it -------------------------------------------------------
 
 #define NATIVE_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -418,49 +921,74 @@ NATIVE_EXPORT int32_t coreml_native_version() {
   return kInterfaceVersion;
 }
 
-// Returns a model, or null with OpenVINO's message in `error`. The content has to stay as long as
-// the model does: constants are read from it.
-NATIVE_EXPORT void* coreml_native_load(
-    const char* content,
-    uint64_t size,
+NATIVE_EXPORT void* coreml_native_create(
+    const int64_t* words,
+    uint64_t count,
     const char* device,
     const char* const* config,
     uint64_t pairs,
-    const PortSpec* ports,
-    uint64_t inputs,
-    uint64_t outputs,
-    int32_t alone,
     char* error,
     uint64_t error_size) {
   try {
-    std::vector<Port> taken;
-    std::vector<Port> given;
-    for (uint64_t n = 0; n < inputs + outputs; ++n) {
-      (n < inputs ? taken : given).push_back(port_of(ports[n]));
-    }
-    auto model = std::make_unique<Model>(std::move(taken), std::move(given), alone != 0);
-    const ov_core_t* const core = core_of(device, config, pairs);
-    if (core != nullptr && model->import(core, device, content, size)) {
-      return model.release();
-    }
-    const char* const message = ov_get_last_err_msg();
-    std::snprintf(error, error_size, "%s", message == nullptr ? "" : message);
-    ov_free(message);
-  } catch (...) {
-    std::snprintf(error, error_size, "not enough memory");
+    Words description(words, count);
+    return new std::shared_ptr<Function>(
+        std::make_shared<Function>(description, device, config, pairs));
+  } catch (const std::exception& failure) {
+    std::snprintf(error, error_size, "%s", failure.what());
   }
   return nullptr;
 }
 
-NATIVE_EXPORT void coreml_native_free(void* model) {
-  delete static_cast<Model*>(model);
+NATIVE_EXPORT int32_t coreml_native_add(
+    void* function,
+    const int64_t* words,
+    uint64_t count,
+    const char* content,
+    uint64_t size,
+    char* error,
+    uint64_t error_size) {
+  try {
+    Words description(words, count);
+    if ((*static_cast<std::shared_ptr<Function>*>(function))->add(description, content, size)) {
+      return 1;
+    }
+    const char* const message = ov_get_last_err_msg();
+    std::snprintf(error, error_size, "%s", message == nullptr ? "" : message);
+    ov_free(message);
+  } catch (const std::exception& failure) {
+    std::snprintf(error, error_size, "%s", failure.what());
+  }
+  return 0;
 }
 
-// Runs once: `arguments` are the inputs, then the outputs. May be called by several threads.
-NATIVE_EXPORT int32_t
-coreml_native_run(void* model, const Argument* arguments, uint64_t count) {
+NATIVE_EXPORT void coreml_native_free(void* function) {
+  delete static_cast<std::shared_ptr<Function>*>(function);
+}
+
+NATIVE_EXPORT void* coreml_native_bind(void* function, NativeState* state) {
   try {
-    return static_cast<Model*>(model)->run(arguments, count);
+    const auto& shared = *static_cast<std::shared_ptr<Function>*>(function);
+    std::unique_ptr<OwnState> own = state == nullptr ? shared->make_state() : nullptr;
+    NativeState* const bound = own == nullptr ? state : own->view();
+    return new Bound{shared, std::move(own), bound};
+  } catch (...) {
+    return nullptr;
+  }
+}
+
+NATIVE_EXPORT void coreml_native_unbind(void* model) {
+  delete static_cast<Bound*>(model);
+}
+
+NATIVE_EXPORT int32_t coreml_native_run(
+    void* model,
+    const NativeArgument* arguments,
+    uint64_t count,
+    NativeResize resize,
+    void* context) {
+  try {
+    const Bound& bound = *static_cast<Bound*>(model);
+    return bound.function->run(arguments, count, {resize, context, bound.state});
   } catch (...) {
     return kFailed;
   }

@@ -1,8 +1,8 @@
-"""Calls of a compiled model that enter no Python, for hosts that pass addresses.
+"""Calls of compiled models that enter no Python, for hosts that pass addresses.
 
 A call of OpenVINO's Python package takes 10 to 20 us beyond the model itself, as long as a small
 model. Its C library does without. A compiled model gets there by its export, which is imported
-again: worth it for small models, where the call is what takes time.
+again: worth it for small models, where the call is what takes time, and where there is no Python.
 """
 
 from __future__ import annotations
@@ -13,23 +13,33 @@ import importlib.resources
 import logging
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import openvino as ov
 
 from coreml_delegate.errors import EngineUnavailableError
+from coreml_delegate.runtime import native
 from coreml_delegate.runtime.cpp_libraries import CppLibrary
 from coreml_delegate.runtime.engines.openvino.plugin import DEVICE
-from coreml_delegate.runtime.native import NativeCall
+from coreml_delegate.runtime.native import (
+    InputLimits,
+    NativeCall,
+    NativeInterface,
+    NativeModel,
+    NativeProgram,
+    NativeState,
+)
 
 _logger = logging.getLogger(__name__)
 
 _PACKAGE: Final = "coreml_delegate.runtime.engines.openvino.session"
 _SOURCE: Final = "native_calls.cpp"
-_INTERFACE_VERSION: Final = 1
+_INTERFACE_VERSION: Final = 2
 _ERROR_BYTES: Final = 1024
+# A size that is not fixed, a limit or a dimension that there is not.
+_OPEN: Final = -1
 
 # Element types as OpenVINO's C library counts them (ov_common.h), of those that cross a boundary.
 _TYPES: Final[Mapping[str, int]] = {
@@ -45,62 +55,78 @@ _TYPES: Final[Mapping[str, int]] = {
 }
 
 
-class _PortSpec(ctypes.Structure):
-    _fields_ = (
-        ("index", ctypes.c_int32),
-        ("type", ctypes.c_int32),
-        ("rank", ctypes.c_int64),
-        ("sizes", ctypes.POINTER(ctypes.c_int64)),
-    )
-
-
-def native_call(
-    compiled: Any, config: Mapping[str, object], inputs: Sequence[int], outputs: Sequence[int]
-) -> NativeCall | None:
-    """Return how to call a compiled model without Python.
+class NativeFunction:
+    """A function that is called without Python.
 
     Args:
-        compiled: ``openvino.CompiledModel``.
-        config: The properties that it was compiled with.
-        inputs: Indices of its inputs, in the order in which calls pass them.
-        outputs: Of its outputs, likewise.
+        program: The function and its models; more may be added.
 
-    Returns:
-        None if there is an obstacle, see ``native_obstacle``, or if the library refuses the model.
+    Raises:
+        EngineUnavailableError: The library cannot be built or loaded, or refuses the function.
     """
-    if native_obstacle(compiled) is not None:
+
+    def __init__(self, program: NativeProgram) -> None:
+        library, reason = _library()
+        if reason is not None:
+            raise EngineUnavailableError("native calls are not possible", got=reason)
+        pairs = [text.encode() for pair in program.config for text in pair]
+        error = ctypes.create_string_buffer(_ERROR_BYTES)
+        self._library = library
+        self._function = library.coreml_native_create(
+            *_array(program.words),
+            program.device.encode(),
+            (ctypes.c_char_p * len(pairs))(*pairs),
+            len(program.config),
+            error,
+            len(error),
+        )
+        if not self._function:
+            raise _refused(error)
+        self._contents: list[bytes] = []
+        weakref.finalize(self, _free, library, self._function, self._contents)
+        for model in program.models:
+            self.add(model)
+
+    @property
+    def model_count(self) -> int:
+        """How many models it has."""
+        return len(self._contents)
+
+    def add(self, model: NativeModel) -> None:
+        """Add a model, for the input shapes that it takes.
+
+        Raises:
+            EngineUnavailableError: OpenVINO refuses it.
+        """
+        error = ctypes.create_string_buffer(_ERROR_BYTES)
+        content = model.content
+        self._contents.append(content)
+        if not self._library.coreml_native_add(
+            self._function, *_array(model.words), content, len(content), error, len(error)
+        ):
+            raise _refused(error)
+
+    def bind(self, state: NativeState | None) -> NativeCall:
+        """Return how to call it with these states, which have to live as long as the result."""
+        library = self._library
+        model = library.coreml_native_bind(
+            self._function, None if state is None else ctypes.byref(state)
+        )
+        if not model:
+            raise MemoryError
+        run = ctypes.cast(library.coreml_native_run, ctypes.c_void_p).value or 0
+        call = NativeCall(run, model)
+        weakref.finalize(call, _unbind, library, model, self, state)
+        return call
+
+
+def load_natively(program: NativeProgram) -> NativeFunction | None:
+    """Return a function to be called without Python; None if the library refuses it."""
+    try:
+        return NativeFunction(program)
+    except EngineUnavailableError as error:
+        _logger.debug("no native calls: %s", error)
         return None
-    library, _ = _library()
-    ports = [*(compiled.inputs[n] for n in inputs), *(compiled.outputs[n] for n in outputs)]
-    types = [_TYPES[port.get_element_type().get_type_name()] for port in ports]
-    content = compiled.export_model().getvalue()
-    specs = (_PortSpec * len(ports))()
-    for spec, index, port, kind in zip(specs, (*inputs, *outputs), ports, types, strict=True):
-        sizes = tuple(port.get_shape())
-        spec.index, spec.type, spec.rank = index, kind, len(sizes)
-        spec.sizes = (ctypes.c_int64 * len(sizes))(*sizes)
-    pairs = [str(text).encode() for pair in config.items() for text in pair]
-    error = ctypes.create_string_buffer(_ERROR_BYTES)
-    model = library.coreml_native_load(
-        content,
-        len(content),
-        DEVICE.encode(),
-        (ctypes.c_char_p * len(pairs))(*pairs),
-        len(config),
-        specs,
-        len(inputs),
-        len(outputs),
-        int(int(compiled.get_property("INFERENCE_NUM_THREADS")) == 1),
-        error,
-        len(error),
-    )
-    if not model:
-        _logger.debug("no native calls: %s", error.value.decode(errors="replace"))
-        return None
-    run = ctypes.cast(library.coreml_native_run, ctypes.c_void_p).value or 0
-    call = NativeCall(run, model)
-    weakref.finalize(call, _free, library, model, content)
-    return call
 
 
 def native_obstacle(compiled: Any) -> str | None:
@@ -110,17 +136,109 @@ def native_obstacle(compiled: Any) -> str | None:
         compiled: ``openvino.CompiledModel``.
     """
     ports = [*compiled.inputs, *compiled.outputs]
-    if not all(port.get_partial_shape().is_static for port in ports):
-        return "its shapes are not fixed"
+    if any(port.get_partial_shape().rank.is_dynamic for port in ports):
+        return "the ranks of its tensors are not fixed"
     types = {port.get_element_type().get_type_name() for port in ports}
     if not types <= _TYPES.keys():
         return f"tensors of {', '.join(sorted(types - _TYPES.keys()))} cross its boundary"
     return _library()[1]
 
 
-def _free(library: Any, model: int, _: bytes) -> None:
-    """Free a model, whose constants lie in the bytes that it was imported from."""
-    library.coreml_native_free(model)
+def describe_function(
+    config: Mapping[str, object], interface: NativeInterface, models: Iterable[NativeModel]
+) -> NativeProgram:
+    """Return the native form of a function.
+
+    Args:
+        config: The properties that its models were compiled with.
+        interface: Its tensors.
+        models: Its models.
+    """
+    words = [len(interface.limits)]
+    for limits in interface.limits:
+        words += _limit_words(limits)
+    pairs = tuple((name, str(value)) for name, value in config.items())
+    return NativeProgram(DEVICE, pairs, tuple(words), tuple(models))
+
+
+def describe_model(
+    compiled: Any,
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    passed_on: Iterable[int],
+    states: Sequence[int],
+    writes: Sequence[tuple[int, ...] | None],
+) -> NativeModel:
+    """Return the native form of a compiled model.
+
+    Args:
+        compiled: ``openvino.CompiledModel``.
+        inputs: Indices of its inputs, in the order in which calls pass them.
+        outputs: Of its outputs, likewise.
+        passed_on: Outputs that are inputs, whose memory must not be bound.
+        states: Indices of the inputs that are states.
+        writes: How each state is written, by the outputs behind ``outputs``.
+    """
+    kept = frozenset(passed_on)
+    is_alone = int(compiled.get_property("INFERENCE_NUM_THREADS")) == 1
+    words = [int(is_alone), len(inputs)]
+    for index in inputs:
+        words += _port_words(compiled.inputs[index], index)
+    words.append(len(outputs))
+    for index in outputs:
+        words += _port_words(compiled.outputs[index], index, is_kept=index in kept)
+    words.append(len(states))
+    output = len(outputs)
+    for index, axes in zip(states, writes, strict=True):
+        words += _port_words(compiled.inputs[index], index)
+        if axes is None:
+            words += [0, output]
+            output += 1
+            continue
+        words += [1, len(axes)]
+        for axis in axes:
+            words += [axis, output, output + 1]
+            output += 2
+    return NativeModel(tuple(words), compiled.export_model().getvalue())
+
+
+def _limit_words(limits: InputLimits) -> Iterator[int]:
+    yield int(limits is None)
+    yield len(limits or ())
+    for limit in limits or ():
+        yield limit.low
+        yield _OPEN if limit.high is None else limit.high
+        yield from limit.same_as or (_OPEN, _OPEN)
+
+
+def _port_words(port: Any, index: int, *, is_kept: bool = False) -> Iterator[int]:
+    shape = port.get_partial_shape()
+    yield index
+    yield _TYPES[port.get_element_type().get_type_name()]
+    yield int(is_kept or shape.is_dynamic)
+    yield len(shape)
+    for size in shape:
+        yield size.get_length() if size.is_static else _OPEN
+
+
+def _array(words: Sequence[int]) -> tuple[Any, int]:
+    return (ctypes.c_int64 * len(words))(*words), len(words)
+
+
+def _refused(error: Any) -> EngineUnavailableError:
+    return EngineUnavailableError(
+        "OpenVINO's C library refuses the function", got=error.value.decode(errors="replace")
+    )
+
+
+def _free(library: Any, function: int, _: list[bytes]) -> None:
+    """Free a function, whose constants lie in the bytes that its models were imported from."""
+    library.coreml_native_free(function)
+
+
+def _unbind(library: Any, model: int, *_: object) -> None:
+    """Free what calls are made with, while the function and its states are there."""
+    library.coreml_native_unbind(model)
 
 
 @functools.cache
@@ -137,10 +255,12 @@ def _load() -> Any:
     found = sorted((root / "libs").glob("libopenvino_c.so*"))
     if sys.platform != "linux" or not found:
         raise EngineUnavailableError(f"the openvino package for {sys.platform} has no C library")
+    folder = importlib.resources.files(_PACKAGE)
     source = CppLibrary(
         name="native_calls",
         folder="native-calls",
-        source=importlib.resources.files(_PACKAGE).joinpath(_SOURCE).read_bytes(),
+        source=folder.joinpath(_SOURCE).read_bytes(),
+        headers={native.HEADER: native.header()},
         flags=(f"-I{root / 'include'}",),
         libraries=(str(found[0]),),
         depends_on=(ov.get_version(), found[0].stat().st_size),
@@ -153,20 +273,16 @@ def _load() -> Any:
     library = ctypes.CDLL(str(path))
     if library.coreml_native_version() != _INTERFACE_VERSION:
         raise EngineUnavailableError("native calls are of another version", got=str(path))
-    library.coreml_native_load.restype = ctypes.c_void_p
-    library.coreml_native_load.argtypes = (
-        ctypes.c_char_p,
-        ctypes.c_uint64,
-        ctypes.c_char_p,
-        ctypes.POINTER(ctypes.c_char_p),
-        ctypes.c_uint64,
-        ctypes.POINTER(_PortSpec),
-        ctypes.c_uint64,
-        ctypes.c_uint64,
-        ctypes.c_int32,
-        ctypes.c_char_p,
-        ctypes.c_uint64,
+    words = ctypes.POINTER(ctypes.c_int64), ctypes.c_uint64
+    message = ctypes.c_char_p, ctypes.c_uint64
+    text, pointer = ctypes.c_char_p, ctypes.c_void_p
+    library.coreml_native_create.restype = pointer
+    library.coreml_native_create.argtypes = (
+        *(*words, text, ctypes.POINTER(text), ctypes.c_uint64, *message),
     )
-    library.coreml_native_free.restype = None
-    library.coreml_native_free.argtypes = (ctypes.c_void_p,)
+    library.coreml_native_add.argtypes = (pointer, *words, text, ctypes.c_uint64, *message)
+    library.coreml_native_bind.restype = pointer
+    library.coreml_native_bind.argtypes = (pointer, ctypes.POINTER(NativeState))
+    for release in (library.coreml_native_free, library.coreml_native_unbind):
+        release.restype, release.argtypes = None, (pointer,)
     return library

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -10,9 +11,10 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from coreml_delegate.errors import ExecutionError
-from coreml_delegate.runtime.engines.base import Array
+from coreml_delegate.runtime.engines.base import Array, State
 from coreml_delegate.runtime.engines.openvino.graph import GRAPH_TYPE
 from coreml_delegate.runtime.mil.program import TensorType
+from coreml_delegate.runtime.native import NativeState
 from coreml_delegate.runtime.snapshots import Snapshot, cast_snapshot, cast_state
 
 StateTypes: TypeAlias = tuple[tuple[str, TensorType], ...]
@@ -33,9 +35,9 @@ class OpenVinoState:
     def __init__(self, types: StateTypes, writes: tuple[Writes, ...]) -> None:
         self._types = types
         self._writes = writes
-        self._side = 0
         self._arrays: tuple[list[Array], list[Array]] = ([], [])
         self._tensors: tuple[list[Any], list[Any]] = ([], [])
+        self._native = NativeState()
         zeros = {name: np.zeros(state_shape(type_), type_.dtype.numpy) for name, type_ in types}
         self._keep(zeros)
 
@@ -43,7 +45,7 @@ class OpenVinoState:
         """Copies of every state tensor; see ``State``."""
         return {
             name: array.astype(type_.dtype.numpy)
-            for (name, type_), array in zip(self._types, self._arrays[self._side], strict=True)
+            for (name, type_), array in zip(self._types, self._current(), strict=True)
         }
 
     def restore(self, snapshot: Mapping[str, Array]) -> None:
@@ -72,9 +74,15 @@ class OpenVinoState:
             self._writes = writes
             self._keep(content)
 
+    @property
+    def native(self) -> NativeState:
+        """The tensors for native calls; the same object for as long as this one lives."""
+        return self._native
+
     def tensors(self) -> tuple[list[Any], list[Any]]:
         """Return the tensors to read from and the tensors to write to."""
-        return self._tensors[self._side], self._tensors[1 - self._side]
+        side = self._native.side
+        return self._tensors[side], self._tensors[1 - side]
 
     def advance(self, rows: Sequence[Sequence[tuple[NDArray[np.int32], Array]]]) -> None:
         """Make the tensors just written the ones to read.
@@ -85,7 +93,7 @@ class OpenVinoState:
         Raises:
             ExecutionError: An index is outside of its state; then no state has changed.
         """
-        held = self._arrays[self._side]
+        held = self._current()
         updates = [
             (name, array, axis, places, values)
             for (name, _), array, axes, written in zip(
@@ -102,7 +110,7 @@ class OpenVinoState:
                 )
         for _, array, axis, places, values in updates:
             np.moveaxis(array, axis, 0)[places] = np.moveaxis(values, axis, 0)
-        self._side = 1 - self._side
+        self._native.side = 1 - self._native.side
 
     def _keep(self, content: Snapshot) -> None:
         """Replace the arrays by new ones with this content."""
@@ -117,11 +125,20 @@ class OpenVinoState:
                 kept[0].append(value)
                 kept[1].append(value)
         first, second = ([ov.Tensor(array, shared_memory=True) for array in side] for side in kept)
-        self._arrays, self._tensors, self._side = kept, (first, second), 0
+        self._arrays, self._tensors = kept, (first, second)
+        native, count = self._native, len(self._types)
+        native.side = 0
+        native.has_rows = (ctypes.c_int64 * count)(*(axes is not None for axes in self._writes))
+        for number, side in enumerate(kept):
+            addresses = (array.ctypes.data for array in side)
+            native.memory[number] = (ctypes.c_void_p * count)(*addresses)
 
     def _held(self) -> Snapshot:
         names = (name for name, _ in self._types)
-        return dict(zip(names, self._arrays[self._side], strict=True))
+        return dict(zip(names, self._current(), strict=True))
+
+    def _current(self) -> list[Array]:
+        return self._arrays[self._native.side]
 
     def _declared(self) -> Snapshot:
         """Return arrays of the declared dtypes and shapes that take no memory, for comparison."""
@@ -129,6 +146,11 @@ class OpenVinoState:
             name: np.broadcast_to(np.zeros((), type_.dtype.numpy), state_shape(type_))
             for name, type_ in self._types
         }
+
+
+def native_state(state: State | None) -> NativeState | None:
+    """Return the tensors of a state for native calls; None for no state."""
+    return state.native if isinstance(state, OpenVinoState) else None
 
 
 def state_shape(type_: TensorType) -> tuple[int, ...]:

@@ -1,0 +1,69 @@
+// Calls of a delegate with ExecuTorch's tensors, without Python.
+
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include <executorch/runtime/core/evalue.h>
+#include <executorch/runtime/core/exec_aten/util/tensor_util.h>
+#include <executorch/runtime/core/span.h>
+
+#include "native_calls.h"
+
+namespace {
+
+constexpr size_t kMostNativeArguments = 64;
+
+using NativeValues = executorch::runtime::Span<executorch::runtime::EValue*>;
+
+// A NativeResize whose context are the values of the call.
+void* resize_value(void* context, uint64_t n, const int64_t* sizes, uint64_t rank) {
+  using executorch::aten::SizesType;
+  std::array<SizesType, executorch::runtime::kTensorDimensionLimit> target{};
+  if (rank > target.size()) {
+    return nullptr;
+  }
+  for (uint64_t axis = 0; axis < rank; ++axis) {
+    target[axis] = static_cast<SizesType>(sizes[axis]);
+  }
+  const auto& values = *static_cast<NativeValues*>(context);
+  executorch::aten::Tensor& tensor = values[n]->toTensor();
+  const executorch::aten::ArrayRef<SizesType> shape(target.data(), rank);
+  if (executorch::runtime::resize_tensor(tensor, shape) !=
+      executorch::runtime::Error::Ok) {
+    return nullptr;
+  }
+  return tensor.mutable_data_ptr();
+}
+
+// Returns kNotHere also for values that are no tensors in row-major order.
+int32_t call_natively(NativeRun run, void* model, NativeValues values) {
+  static_assert(
+      std::is_same_v<executorch::aten::SizesType, int32_t>,
+      "sizes are passed as they are");
+  if (values.size() > kMostNativeArguments) {
+    return kNotHere;
+  }
+  std::array<NativeArgument, kMostNativeArguments> arguments;
+  for (size_t n = 0; n < values.size(); ++n) {
+    if (values[n] == nullptr || !values[n]->isTensor()) {
+      return kNotHere;
+    }
+    const executorch::aten::Tensor& tensor = values[n]->toTensor();
+    if (!executorch::runtime::is_contiguous_dim_order(
+            tensor.dim_order().data(), tensor.dim_order().size())) {
+      return kNotHere;
+    }
+    arguments[n] = {
+        tensor.mutable_data_ptr(),
+        tensor.sizes().data(),
+        static_cast<int32_t>(tensor.dim()),
+        static_cast<int32_t>(tensor.scalar_type())};
+  }
+  return run(model, arguments.data(), values.size(), resize_value, &values);
+}
+
+} // namespace

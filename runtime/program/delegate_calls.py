@@ -1,0 +1,111 @@
+"""Calls of a delegate with the Python host's tensors, without Python.
+
+``delegate_calls.h`` does the same for ExecuTorch's tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from coreml_delegate.runtime.native import (
+    NATIVE_RESIZE,
+    NATIVE_RUN,
+    NativeArgument,
+    NativeCall,
+)
+from coreml_delegate.runtime.program.decoder import DTYPES
+
+_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class CallValue:
+    """An argument of a delegate.
+
+    Attributes:
+        index: Of its tensor in the values of the method.
+        shape: Its shape, or the largest if it is dynamic.
+        dtype: Its dtype.
+        is_dynamic: Whether its shape changes.
+        is_new: Whether it is an output that is a new tensor after each call.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_dynamic: bool
+    is_new: bool
+
+
+class DelegateStep:
+    """A step of a method that runs a delegate without Python; one call at a time.
+
+    Args:
+        native: How to call it; has to live as long as this object, which keeps it.
+        values: The tensors of the method, which calls read and replace.
+        arguments: Inputs, then outputs, all of them row-major.
+    """
+
+    def __init__(
+        self, native: NativeCall, values: list[Any], arguments: Sequence[CallValue]
+    ) -> None:
+        self._native = native
+        self._run = NATIVE_RUN(native.run)
+        self._values = values
+        self._arguments = arguments
+        self._frame = (NativeArgument * len(arguments))()
+        for native_argument, argument in zip(self._frame, arguments, strict=True):
+            native_argument.rank = len(argument.shape)
+            native_argument.type = _NUMBERS[argument.dtype]
+            native_argument.sizes = (ctypes.c_int32 * len(argument.shape))(*argument.shape)
+        numbered = list(enumerate(arguments))
+        self._given = [
+            (n, value.index, value.is_dynamic) for n, value in numbered if not value.is_new
+        ]
+        # New ones of dynamic shapes are made when these are known.
+        self._made = [(n, value) for n, value in numbered if value.is_new and not value.is_dynamic]
+        self._new: list[tuple[int, torch.Tensor]] = []
+        is_resized = any(value.is_dynamic for value in arguments)
+        self._resize = NATIVE_RESIZE(self._resized) if is_resized else None
+
+    def __call__(self) -> bool:
+        """Run the delegate.
+
+        Returns:
+            Whether it has run; if not, it has to be called in Python, and nothing has changed.
+        """
+        values, frame = self._values, self._frame
+        self._new.clear()
+        for n, index, is_dynamic in self._given:
+            tensor = values[index]
+            if not tensor.is_contiguous():
+                return False
+            frame[n].data = tensor.data_ptr()
+            if is_dynamic:
+                for axis, size in enumerate(tensor.shape):
+                    frame[n].sizes[axis] = size
+        for n, value in self._made:
+            self._new.append((value.index, torch.empty(value.shape, dtype=value.dtype)))
+            frame[n].data = self._new[-1][1].data_ptr()
+        if self._run(self._native.model, frame, len(frame), self._resize, None):
+            return False
+        for index, tensor in self._new:
+            values[index] = tensor
+        return True
+
+    def _resized(self, _: object, n: int, sizes: Any, rank: int) -> int | None:
+        """Give an output another shape; see ``NativeResize``."""
+        value, shape = self._arguments[n], tuple(sizes[:rank])
+        if not value.is_dynamic or rank != len(value.shape):
+            return None
+        if value.is_new:
+            tensor = torch.empty(shape, dtype=value.dtype)
+            self._new.append((value.index, tensor))
+        else:
+            tensor = self._values[value.index].resize_(shape)
+        return tensor.data_ptr()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 if __name__ == "runtime":
     raise ImportError("'runtime' is a subpackage; import coreml_delegate.runtime instead")
 
-from coreml_delegate.errors import OptionError
+from coreml_delegate.errors import EngineUnavailableError, OptionError
 from coreml_delegate.formats.blob import Buffer
 from coreml_delegate.formats.entry_cache import CacheOptions
 from coreml_delegate.formats.mlpackage import map_folder
@@ -19,7 +20,7 @@ from coreml_delegate.runtime.engines.base import EngineOptions, Precision, State
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
 from coreml_delegate.runtime.hosts import HOSTS
 from coreml_delegate.runtime.model import Model
-from coreml_delegate.runtime.program import stock
+from coreml_delegate.runtime.program import shim_build, stock
 from coreml_delegate.runtime.program.host import PythonProgram
 from coreml_delegate.runtime.program.ptd import Sources
 from coreml_delegate.runtime.program.stock import StockProgram
@@ -131,6 +132,24 @@ def register(*, engine: str = AUTO, options: EngineOptions | None = None) -> Non
     stock.register(delegate_loader(engine, options))
 
 
+def cmake_prefix_path() -> str:
+    """Return the ``CMAKE_PREFIX_PATH`` of applications that run ``.pte`` files without Python.
+
+    CMake finds there the packages ``coreml-delegate``, ``executorch`` and ``OpenVINO``.
+
+    Raises:
+        EngineUnavailableError: One of them is not installed.
+    """
+    executorch, openvino = shim_build.executorch_root(), importlib.util.find_spec("openvino")
+    for name, found in (("executorch", executorch), ("openvino", openvino)):
+        if found is None:
+            raise EngineUnavailableError(
+                f"the {name} package is not installed", remedy=f"pip install {name}"
+            )
+    folders = executorch, Path(str(openvino and openvino.origin)).parent, Path(__file__).parent
+    return ";".join(str(folder) for folder in folders)
+
+
 __all__ = [
     "AUTO",
     "HOSTS",
@@ -146,6 +165,7 @@ __all__ = [
     "StockProgram",
     "TracedValue",
     "ValueReport",
+    "cmake_prefix_path",
     "load_blob",
     "load_mlpackage",
     "load_program",

@@ -24,7 +24,7 @@ from coreml_delegate.runtime.engines.reference import REFERENCE
 from coreml_delegate.runtime.mil.program import Program
 from coreml_delegate.runtime.mil.reader import read_files
 from coreml_delegate.runtime.model import Model, cast_input
-from coreml_delegate.runtime.native import SMALL, NativeCall
+from coreml_delegate.runtime.native import SMALL, NativeCall, NativeProgram
 from coreml_delegate.runtime.program.delegate_interface import DelegateLoader, DelegatePayload
 from coreml_delegate.runtime.threads import all_torch_threads
 
@@ -69,6 +69,14 @@ class CoreMLDelegate:
     def native(self) -> NativeCall | None:
         """How to call it without Python; see ``DelegateCallable``."""
         return self._native
+
+    def native_program(self) -> NativeProgram | None:
+        """Return what is loaded where there is no Python, if that is possible.
+
+        Raises:
+            CoreMLDelegateError: The model cannot be compiled for one of its enumerated shapes.
+        """
+        return self.model.native_program([name for name, _, _ in self._inputs], self._outputs)
 
     @property
     def input_count(self) -> int:

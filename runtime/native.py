@@ -93,12 +93,14 @@ class NativeProgram:
     """A function, as it is loaded without Python.
 
     Attributes:
+        machine: What the models depend on besides the program: versions, and the CPU.
         device: Name of the engine's device.
         config: Names and values of the engine's properties.
         words: The description of the function, as ``NativeModel.words``.
         models: One, or one for each of its input shapes.
     """
 
+    machine: str
     device: str
     config: tuple[tuple[str, str], ...]
     words: tuple[int, ...]
@@ -145,7 +147,7 @@ NATIVE_RUN: Final = ctypes.CFUNCTYPE(
 )
 """Type of ``NativeCall.run``. Calling it releases the interpreter's lock."""
 
-_SCALAR_TYPES: Final[Mapping[str, int]] = {
+SCALAR_TYPES: Final[Mapping[str, int]] = {
     "uint8": 0,
     "int8": 1,
     "int16": 2,
@@ -172,7 +174,7 @@ class _Frame:
         self.arguments: Any = (NativeArgument * (len(inputs) + len(outputs)))()
         self.buffers: list[Array | None] = []
         for argument, (_, dtype, shape) in zip(self.arguments, (*inputs, *outputs), strict=True):
-            argument.rank, argument.type = len(shape), _SCALAR_TYPES[dtype.name]
+            argument.rank, argument.type = len(shape), SCALAR_TYPES[dtype.name]
             argument.sizes = (ctypes.c_int32 * len(shape))(*shape)
             is_small = dtype.itemsize * math.prod(shape) <= _COPIED
             buffer = np.empty(shape, dtype) if is_small else None

@@ -46,6 +46,10 @@ extern "C" {
 
 int32_t coreml_native_version();
 
+// Writes what compiled models depend on besides the program: OpenVINO's version, and the CPU with
+// what it is capable of. Returns 1, or 0 if OpenVINO fails or the text takes more bytes.
+int32_t coreml_native_machine(const char* device, char* text, uint64_t size);
+
 // Returns a function without models, or null with a message in `error`. The words describe its
 // inputs, `config` are the names and values of OpenVINO's properties, one after another.
 void* coreml_native_create(

@@ -160,19 +160,22 @@ class EntryCache:
         with contextlib.suppress(OSError):
             path.unlink()
 
-    def write(self, key: bytes, metadata: dict[str, Any], *payload: Content) -> None:
+    def write(self, key: bytes, metadata: dict[str, Any], *payload: Content) -> bool:
         """Write an entry, dropping others to make room. If that is impossible, write nothing.
 
         Args:
             key: 32 bytes.
             metadata: For JSON.
             payload: Its parts, one after another.
+
+        Returns:
+            Whether the entry has been written.
         """
         described = json.dumps(metadata, sort_keys=True).encode()
         size = _PAYLOAD + sum(map(size_of, payload)) + len(described)
         if size > self._limit:
             _logger.debug("not cached: %d bytes exceed the limit of %d", size, self._limit)
-            return
+            return False
         head = struct.pack("<QQ32s", size, len(described), key)
         rest = head.ljust(_PAYLOAD - _CHECKED_FROM, b"\0")
         checksum = zlib.crc32(rest)
@@ -188,6 +191,8 @@ class EntryCache:
                 file.writelines(itertools.chain((start, rest), _chunks(payload), (described,)))
         except OSError as error:
             _log_unusable(self._folder, "write", error.strerror or str(error))
+            return False
+        return True
 
     def files(self) -> list[EntryFile]:
         """Return the files of all entries, the least recently used first."""

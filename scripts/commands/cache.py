@@ -19,19 +19,22 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     from coreml_delegate.conversion.kept_conversions import FOLDER
     from coreml_delegate.formats.entry_cache import COMPILED, CacheOptions
+    from coreml_delegate.runtime import native_files
 
     configured = CacheOptions.from_environment()
     # Switched off, they may still hold entries of before.
     limit = CacheOptions().limit_bytes if configured is None else configured.limit_bytes
-    compiled, converted = (_state(name, clear=args.clear) for name in (COMPILED, FOLDER))
+    folders = COMPILED, FOLDER, native_files.FOLDER
+    compiled, converted, native = (_state(name, clear=args.clear) for name in folders)
     if args.json:
         common = {"enabled": configured is not None, "limit_bytes": limit}
-        console.write_json({**common, **compiled, "conversions": converted})
+        console.write_json({**common, **compiled, "conversions": converted, "native": native})
         return 0
     rows: list[tuple[str, object]] = [
         ("limit", f"at most {console.size(limit)} each" if configured is not None else "off")
     ]
-    for name, state in (("compiled programs", compiled), ("conversions", converted)):
+    states = {"compiled programs": compiled, "conversions": converted, "without Python": native}
+    for name, state in states.items():
         removed = f", {state['removed']} removed" if args.clear else ""
         entries = "1 entry" if state["entries"] == 1 else f"{state['entries']} entries"
         kept = f"{entries}, {console.size(state['bytes'])}{removed}"

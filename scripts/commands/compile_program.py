@@ -6,11 +6,15 @@ import argparse
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.commands import Command
+
+if TYPE_CHECKING:
+    from coreml_delegate.formats.blob import Buffer
+    from coreml_delegate.runtime.delegate import CoreMLDelegate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +55,7 @@ def _compiled(path: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Compile what Core ML runs of a program, for every method and shape."""
     from coreml_delegate import runtime
     from coreml_delegate.runtime.delegate import CoreMLDelegate
+    from coreml_delegate.runtime.program.delegate_interface import COREML_BACKEND_ID
     from coreml_delegate.scripts.programs import PACKAGE_SUFFIX, engine_options
 
     options: dict[str, Any] = {"engine": args.engine, "options": engine_options(args)}
@@ -63,16 +68,34 @@ def _compiled(path: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         return
     program = runtime.load_program(path, data=args.data or None, host=args.host, **options)
     for method in program.method_names:
-        for number, delegate in enumerate(program.delegates(method)):
-            if not isinstance(delegate, CoreMLDelegate):
-                continue  # another backend's, on the stock host
+        infos = program.program.method(method).delegates
+        own = [info for info in infos if info.backend_id == COREML_BACKEND_ID]
+        delegates = [d for d in program.delegates(method) if isinstance(d, CoreMLDelegate)]
+        for number, (info, delegate) in enumerate(zip(own, delegates, strict=True)):
             delegate.model.prepare_shapes()
             yield {
                 "method": method,
                 "delegate": number,
                 "engine": delegate.model.engine_name,
                 "python_reason": delegate.python_reason,
+                "application_reason": _write_native(delegate, method, info.processed),
             }
+
+
+def _write_native(delegate: CoreMLDelegate, method: str, processed: Buffer) -> str | None:
+    """Write what applications without Python load; return why that cannot be, or None."""
+    from coreml_delegate.formats.entry_cache import CacheOptions
+    from coreml_delegate.runtime import native_files
+
+    obstacle = delegate.model.native_obstacle()
+    options = CacheOptions.from_environment(native_files.FOLDER)
+    if obstacle is not None or options is None:
+        return obstacle
+    program = delegate.native_program()
+    if program is None:
+        return "one of its shapes needs Python"
+    is_kept = native_files.write_native_file(options, program, method, processed)
+    return None if is_kept else "the cache has no room for it"
 
 
 def _functions(path: Path) -> tuple[str, ...]:
@@ -98,16 +121,23 @@ def _lines(program: dict[str, Any]) -> Iterator[str]:
 def _calls(part: dict[str, Any]) -> str:
     if "python_reason" not in part:
         return ""
-    reason = part["python_reason"]
-    return "calls without Python" if reason is None else f"calls in Python, because {reason}"
+    calls, application = part["python_reason"], part["application_reason"]
+    made = "calls without Python" if calls is None else f"calls in Python, because {calls}"
+    if application == calls:
+        return made
+    return made + (
+        "; applications without Python load it"
+        if application is None
+        else f"; not for applications without Python: {application}"
+    )
 
 
 COMMAND = Command(
     name="compile",
     summary="compile programs ahead of time, into the cache",
     description="Compile the delegates of a .pte, or the functions of an .mlpackage, for every "
-    "method and enumerated shape, so that loading finds them in the cache, and say how each is "
-    "called.",
+    "method and enumerated shape, so that loading finds them in the cache, and so do applications "
+    "without Python (docs/native.md), and say how each is called.",
     add_arguments=add_arguments,
     run=run,
 )

@@ -35,6 +35,7 @@ def test_caches_are_shown_and_cleared(tmp_path, capsys):
         "limit_bytes": 2 << 30,
         **entry,
         "conversions": others,
+        "native": {"folder": str(tmp_path / "native"), "entries": 0, "bytes": 0, "removed": 0},
     }
     assert main(["cache", "--clear"]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -43,6 +44,8 @@ def test_caches_are_shown_and_cleared(tmp_path, capsys):
         f"                   {compiled}",
         "conversions        0 entries, 0 B, 2 removed",
         f"                   {converted}",
+        "without Python     0 entries, 0 B, 0 removed",
+        f"                   {tmp_path / 'native'}",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shutil
 
 import pytest
 
@@ -13,6 +14,8 @@ from coreml_delegate.runtime.program import stock
 needs_compiler = pytest.mark.skipif(
     stock.unavailable_reason() is not None, reason=str(stock.unavailable_reason())
 )
+
+needs_cmake = pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake on this machine")
 
 
 def _has_bf16() -> bool:

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable
 from typing import Any
 
-import coremltools as ct
 import numpy as np
 import pytest
 import torch
-from executorch.exir import to_edge_transform_and_lower
+from support.damage import native_arguments
 from support.gates import needs_compiler
-from support.lowering import Function, fp32_specs, lower
+from support.kept_and_flexible import (
+    Counting,
+    Scaled,
+    Writing,
+    counting_steps,
+    lower_scaled,
+    lower_stateful,
+)
+from support.lowering import Function, lower
 from support.tolerances import ATOL_RTOL
 from torch import nn
 
-from coreml_delegate import CoreMLBackend, CoreMLPartitioner, graph, runtime
+from coreml_delegate import graph, runtime
 from coreml_delegate.errors import ExecutionError, InputError
 from coreml_delegate.runtime import delegate
 from coreml_delegate.runtime.delegate import CoreMLDelegate
 from coreml_delegate.runtime.engines.openvino.session import inference, native_calls
-from coreml_delegate.runtime.native import NATIVE_RUN, NativeArgument
+from coreml_delegate.runtime.native import NATIVE_RUN
 
 ATOL, RTOL = ATOL_RTOL["fp32"]
 STATE_ATOL, STATE_RTOL = ATOL_RTOL["fp16"]
@@ -141,38 +147,11 @@ def test_large_blobs_are_called_in_python(
     assert calls == ["main"]
 
 
-class Counting(nn.Module):
-    """Replaces a state, writes rows of another one, and returns both, and the input as it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(2))
-        self.register_buffer("rows", torch.zeros(3, 6, 2))
-
-    def forward(self, x: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        self.count.add_(x[0, 0])
-        self.rows.index_copy_(1, places, x)
-        return self.count * 2, self.rows + 1, x
-
-
-def _steps() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    places = ([0, 1], [5, 2], [1, 1], [4, 0])
-    return [
-        (torch.randn(3, 2, 2, generator=torch.Generator().manual_seed(n)).half().float(), p)
-        for n, p in enumerate(torch.tensor(each) for each in places)
-    ]
-
-
-def _stateful(module: nn.Module) -> bytes:
-    specs = fp32_specs(minimum_deployment_target=ct.target.iOS18)
-    return lower(module, _steps()[0], compile_specs=specs, take_over_mutable_buffer=True).pte
-
-
 @pytest.mark.parametrize("host", HOSTS)
 def test_states_are_read_and_written(host: str, calls: list[str]) -> None:
-    program = runtime.load_program(_stateful(Counting()), host=host, engine="openvino")
+    program = runtime.load_program(lower_stateful(Counting()), host=host, engine="openvino")
     eager = Counting()
-    for step in _steps():
+    for step in counting_steps():
         for result, wanted in zip(program.run("forward", step), eager(*step), strict=True):
             torch.testing.assert_close(result, wanted, atol=STATE_ATOL, rtol=STATE_RTOL)
     assert calls == []
@@ -180,8 +159,8 @@ def test_states_are_read_and_written(host: str, calls: list[str]) -> None:
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_states_are_saved_restored_and_reset(host: str, calls: list[str]) -> None:
-    program = runtime.load_program(_stateful(Counting()), host=host, engine="openvino")
-    first, *rest = _steps()
+    program = runtime.load_program(lower_stateful(Counting()), host=host, engine="openvino")
+    first, *rest = counting_steps()
     program.run("forward", first)
     saved = program.snapshot_state()
     expected = [program.run("forward", step)[1] for step in rest]
@@ -197,24 +176,12 @@ def test_states_are_saved_restored_and_reset(host: str, calls: list[str]) -> Non
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_two_programs_have_states_of_their_own(host: str) -> None:
-    pte = _stateful(Counting())
+    pte = lower_stateful(Counting())
     one, other = (runtime.load_program(pte, host=host, engine="openvino") for _ in range(2))
-    first, second, *_ = _steps()
+    first, second, *_ = counting_steps()
     one.run("forward", first)
     count, *_ = other.run("forward", second)
     torch.testing.assert_close(count, 2 * second[0][0, 0], atol=STATE_ATOL, rtol=STATE_RTOL)
-
-
-class Writing(nn.Module):
-    """Writes rows of a state that it does not read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("rows", torch.zeros(3, 6, 2))
-
-    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        self.rows.index_copy_(1, places, x)
-        return x * 2
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -222,8 +189,8 @@ class Writing(nn.Module):
 def test_a_row_that_does_not_exist_is_refused_in_words(
     host: str, outside: list[int], calls: list[str]
 ) -> None:
-    program = runtime.load_program(_stateful(Writing()), host=host, engine="openvino")
-    (x, places), *_ = _steps()
+    program = runtime.load_program(lower_stateful(Writing()), host=host, engine="openvino")
+    (x, places), *_ = counting_steps()
     program.run("forward", (x, places))
     before = program.snapshot_state()
     assert [value.any() for value in before.values()] == [True]
@@ -233,24 +200,6 @@ def test_a_row_that_does_not_exist_is_refused_in_words(
     assert calls == ["main"]
     for name, value in program.snapshot_state().items():
         np.testing.assert_array_equal(value, before[name])
-
-
-class Scaled(nn.Module):
-    """Outputs that follow the sizes of its inputs, one of them an input as it is."""
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.relu(x) + y.sum(), x.sum(0), y * 2, y
-
-
-def _flexible(sizes: Any, *, others: int = 6, listed: Any = None) -> Any:
-    exported = torch.export.export(
-        Scaled(), (torch.randn(6, 30), torch.randn(others, 4)), dynamic_shapes=sizes
-    )
-    specs = fp32_specs(minimum_deployment_target=ct.target.iOS18)
-    if listed is not None:
-        specs.append(CoreMLBackend.generate_enumerated_shapes_compile_spec(exported, listed))
-    partitioner = CoreMLPartitioner(compile_specs=specs)
-    return to_edge_transform_and_lower(exported, partitioner=[partitioner]).to_executorch().buffer
 
 
 def _check_scaled(program: Any, rows: int, columns: int) -> None:
@@ -265,7 +214,7 @@ _DIM = torch.export.Dim
 @pytest.mark.parametrize("host", HOSTS)
 def test_shapes_within_bounds_enter_no_python(host: str, calls: list[str]) -> None:
     sizes = ({0: _DIM("rows", min=2, max=900)}, {0: _DIM("others", min=2, max=50)})
-    program = runtime.load_program(_flexible(sizes), host=host, engine="openvino")
+    program = runtime.load_program(lower_scaled(sizes), host=host, engine="openvino")
     # The largest are bound, the others copied.
     for rows, columns in ((2, 2), (900, 50), (6, 6), (7, 3), (899, 4), (2, 2)):
         _check_scaled(program, rows, columns)
@@ -277,7 +226,9 @@ def test_shapes_within_bounds_enter_no_python(host: str, calls: list[str]) -> No
 @pytest.mark.parametrize("host", HOSTS)
 def test_equal_sizes_are_asked_for_without_python(host: str, calls: list[str]) -> None:
     rows = _DIM("rows", min=2, max=90)
-    program = runtime.load_program(_flexible(({0: rows}, {0: rows})), host=host, engine="openvino")
+    program = runtime.load_program(
+        lower_scaled(({0: rows}, {0: rows})), host=host, engine="openvino"
+    )
     for size in (6, 2, 90):
         _check_scaled(program, size, size)
     assert calls == []
@@ -287,7 +238,7 @@ def test_equal_sizes_are_asked_for_without_python(host: str, calls: list[str]) -
 
 def test_sizes_given_by_formulas_need_python(calls: list[str]) -> None:
     rows = _DIM("rows", min=2, max=90)
-    pte = _flexible(({0: rows}, {0: 2 * rows}), others=12)
+    pte = lower_scaled(({0: rows}, {0: 2 * rows}), others=12)
     program = runtime.load_program(pte, host="python", engine="openvino")
     _check_scaled(program, 3, 6)
     assert calls == ["main"]
@@ -299,7 +250,7 @@ def test_sizes_given_by_formulas_need_python(calls: list[str]) -> None:
 def test_python_is_entered_once_for_each_listed_shape(host: str, calls: list[str]) -> None:
     sizes = ({0: _DIM.AUTO(min=2, max=900)}, {0: _DIM.AUTO(min=2, max=5)})
     listed = {"x": [[900, 30], [6, 30], [2, 30]], "y": [[4, 4], [5, 4], [2, 4]]}
-    pte = _flexible(sizes, listed=listed)
+    pte = lower_scaled(sizes, listed=listed)
     program = runtime.load_program(pte, host=host, engine="openvino")
     shapes = [(x[0], y[0]) for x, y in zip(*listed.values(), strict=True)]
     for rows, columns in (*shapes, *reversed(shapes), *shapes):
@@ -312,7 +263,7 @@ def test_python_is_entered_once_for_each_listed_shape(host: str, calls: list[str
 def test_listed_shapes_beyond_those_kept_are_called_in_python(calls: list[str]) -> None:
     listed = {"x": [[n, 30] for n in range(2, 12)], "y": [[n, 4] for n in range(2, 12)]}
     sizes = ({0: _DIM.AUTO(min=2, max=11)}, {0: _DIM.AUTO(min=2, max=11)})
-    program = runtime.load_program(_flexible(sizes, listed=listed), engine="openvino")
+    program = runtime.load_program(lower_scaled(sizes, listed=listed), engine="openvino")
     for _ in range(2):
         for size in range(2, 12):
             _check_scaled(program, size, size)
@@ -349,16 +300,6 @@ def _native(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, A
     return program, loaded.native
 
 
-def _arguments(*arrays: np.ndarray) -> Any:
-    numbers = {"float32": 6, "float16": 5, "int64": 4, "int32": 3, "float64": 7}
-    made = (NativeArgument * len(arrays))()
-    for argument, array in zip(made, arrays, strict=True):
-        argument.data, argument.rank = array.ctypes.data, array.ndim
-        argument.sizes = (ctypes.c_int32 * array.ndim)(*array.shape)
-        argument.type = numbers[str(array.dtype)]
-    return made
-
-
 @pytest.mark.parametrize(
     "arrays",
     [
@@ -374,7 +315,7 @@ def _arguments(*arrays: np.ndarray) -> Any:
 def test_calls_that_do_not_fit_are_declined_and_touch_nothing(arrays: Any) -> None:
     _program, call = _native(_mlp(), (_numbers(2, 8),))
     before = [array.copy() for array in arrays]
-    arguments = _arguments(*arrays)
+    arguments = native_arguments(*arrays)
     assert NATIVE_RUN(call.run)(call.model, arguments, len(arrays), None, None) == 1
     for array, kept in zip(arrays, before, strict=True):
         np.testing.assert_array_equal(array.view(np.uint8), kept.view(np.uint8))
@@ -461,7 +402,7 @@ def test_eight_threads_get_their_own_results() -> None:
         x = np.full((2, 8), seed, np.float32)
         expected = module(torch.from_numpy(x)).detach().numpy()
         y = np.empty((2, 4), np.float32)
-        arguments = _arguments(x, y)
+        arguments = native_arguments(x, y)
         for _ in range(1000):
             y.fill(np.nan)
             if run(call.model, arguments, 2, None, None) or not np.allclose(

@@ -825,6 +825,10 @@ class Function {
         axis.high = words.next();
         axis.same_input = words.next();
         axis.same_axis = words.next();
+        if (axis.same_input >= static_cast<int64_t>(limits_.size()) ||
+            (axis.same_input != kOpen && (axis.same_input < 0 || axis.same_axis < 0))) {
+          throw std::runtime_error("the size of an input that there is not");
+        }
       }
     }
   }
@@ -919,6 +923,34 @@ struct Bound {
 
 NATIVE_EXPORT int32_t coreml_native_version() {
   return kInterfaceVersion;
+}
+
+NATIVE_EXPORT int32_t coreml_native_machine(const char* device, char* text, uint64_t size) {
+  const ov_core_t* const core = core_of(device, nullptr, 0);
+  ov_version_t version{};
+  if (core == nullptr || ov_get_openvino_version(&version) != OK) {
+    return 0;
+  }
+  try {
+    std::string found = version.buildNumber;
+    ov_version_free(&version);
+    for (const char* const name : {"FULL_DEVICE_NAME", "OPTIMIZATION_CAPABILITIES"}) {
+      char* value = nullptr;
+      if (ov_core_get_property(core, device, name, &value) != OK) {
+        return 0;
+      }
+      found += '\n';
+      found += value;
+      ov_free(value);
+    }
+    if (found.size() >= size) {
+      return 0;
+    }
+    std::memcpy(text, found.c_str(), found.size() + 1);
+    return 1;
+  } catch (...) {
+    return 0;
+  }
 }
 
 NATIVE_EXPORT void* coreml_native_create(

@@ -38,6 +38,7 @@ _PACKAGE: Final = "coreml_delegate.runtime.engines.openvino.session"
 _SOURCE: Final = "native_calls.cpp"
 _INTERFACE_VERSION: Final = 2
 _ERROR_BYTES: Final = 1024
+_MACHINE_BYTES: Final = 4096
 # A size that is not fixed, a limit or a dimension that there is not.
 _OPEN: Final = -1
 
@@ -158,7 +159,7 @@ def describe_function(
     for limits in interface.limits:
         words += _limit_words(limits)
     pairs = tuple((name, str(value)) for name, value in config.items())
-    return NativeProgram(DEVICE, pairs, tuple(words), tuple(models))
+    return NativeProgram(_machine(), DEVICE, pairs, tuple(words), tuple(models))
 
 
 def describe_model(
@@ -200,6 +201,14 @@ def describe_model(
             words += [axis, output, output + 1]
             output += 2
     return NativeModel(tuple(words), compiled.export_model().getvalue())
+
+
+@functools.cache
+def _machine() -> str:
+    text = ctypes.create_string_buffer(_MACHINE_BYTES)
+    if not _library()[0].coreml_native_machine(DEVICE.encode(), text, len(text)):
+        raise EngineUnavailableError("OpenVINO's C library does not describe the machine")
+    return text.value.decode()
 
 
 def _limit_words(limits: InputLimits) -> Iterator[int]:
@@ -281,6 +290,7 @@ def _load() -> Any:
         *(*words, text, ctypes.POINTER(text), ctypes.c_uint64, *message),
     )
     library.coreml_native_add.argtypes = (pointer, *words, text, ctypes.c_uint64, *message)
+    library.coreml_native_machine.argtypes = (text, *message)
     library.coreml_native_bind.restype = pointer
     library.coreml_native_bind.argtypes = (pointer, ctypes.POINTER(NativeState))
     for release in (library.coreml_native_free, library.coreml_native_unbind):

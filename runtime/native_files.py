@@ -1,0 +1,83 @@
+"""Files from which applications without Python run delegates; ``native_backend.cpp`` reads them.
+
+A file is an entry of a cache, ``native`` in the folder of all caches. Its key is a digest of the
+delegate and of what compiled models depend on: an application computes it from what it finds in the
+``.pte``. The payload, numbers being little-endian of 64 bits::
+
+    size of the texts, number of pairs, of words of the function, of models
+    texts     device, and name and value of each property, each with a zero behind it
+    words     of the function
+    models    number of words, offset and size of the content, words
+    contents  each from a multiple of 4096 on, counted from the start of the payload
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from typing import Final
+
+from coreml_delegate.formats.blob import Buffer
+from coreml_delegate.formats.entry_cache import CacheOptions, EntryCache
+from coreml_delegate.runtime.native import NativeProgram
+
+FOLDER: Final = "native"
+"""Folder of these files, in the folder of all caches."""
+
+_SCHEMA: Final = "coreml-delegate native 1"
+_PAGE: Final = 4096
+
+
+def write_native_file(
+    options: CacheOptions, program: NativeProgram, method: str, processed: Buffer
+) -> bool:
+    """Write the file of a delegate.
+
+    Args:
+        options: Of the cache.
+        program: What the delegate runs.
+        method: The method that it belongs to.
+        processed: Its bytes in the ``.pte``.
+
+    Returns:
+        Whether it has been written: it may be larger than the cache.
+    """
+    key = native_file_key(program.machine, method, processed)
+    return EntryCache(options).write(key, {"method": method}, *_parts(program))
+
+
+def native_file_key(machine: str, method: str, processed: Buffer) -> bytes:
+    """Return the key, 32 bytes, of a delegate's file.
+
+    Args:
+        machine: See ``NativeProgram``.
+        method: See ``write_native_file``.
+        processed: See ``write_native_file``.
+    """
+    digest = hashlib.blake2b(digest_size=32)
+    for text in (_SCHEMA, machine, method):
+        digest.update(text.encode() + b"\0")
+    digest.update(processed)
+    return digest.digest()
+
+
+def _parts(program: NativeProgram) -> Iterator[bytes]:
+    texts = [program.device, *(text for pair in program.config for text in pair)]
+    text = b"".join(each.encode() + b"\0" for each in texts)
+    text += bytes(-len(text) % 8)
+    words = _words(program.words)
+    head = _words((len(text), len(program.config), len(program.words), len(program.models)))
+    described = sum(8 * (3 + len(model.words)) for model in program.models)
+    end = len(head) + len(text) + len(words) + described
+    models, contents = list[bytes](), list[bytes]()
+    for model in program.models:
+        padding = -end % _PAGE
+        models.append(_words((len(model.words), end + padding, len(model.content), *model.words)))
+        contents += [bytes(padding), model.content]
+        end += padding + len(model.content)
+    yield from (head, text, words, *models, *contents)
+
+
+def _words(words: tuple[int, ...]) -> bytes:
+    return struct.pack(f"<{len(words)}q", *words)

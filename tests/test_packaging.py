@@ -87,7 +87,7 @@ def test_wheel_has_every_module(tmp_path):
         f"coreml_delegate/{p.relative_to(ROOT).as_posix().removeprefix('coreml_delegate/')}"
         for folder in ("coreml_delegate", *MAPPED)
         for p in (ROOT / folder).rglob("*")
-        if p.suffix in (".py", ".cpp", ".typed") and "__pycache__" not in p.parts
+        if p.suffix in (".py", ".cpp", ".h", ".cmake", ".typed") and "__pycache__" not in p.parts
     }
     assert expected <= names
     assert wheel.name.endswith("py3-none-any.whl")

@@ -31,12 +31,12 @@ int call(void* model, int64_t number, std::vector<float>& result) {
       std::vector<float>(12000).swap(y);
     }
     std::fill(y.begin(), y.end(), NAN);
-    const Argument arguments[] = {
+    const NativeArgument arguments[] = {
         {const_cast<float*>(x.data()), sizes[0], 2, 6},
         {const_cast<int64_t*>(n.data()), sizes[1], 1, kLong},
         {y.data(), sizes[2], 2, 6},
         {m.data(), sizes[3], 1, kLong}};
-    const bool is_done = coreml_native_run(model, arguments, 4) == kDone;
+    const bool is_done = coreml_native_run(model, arguments, 4, nullptr, nullptr) == kDone;
     if (result.empty()) {
       result = y;
     }
@@ -50,13 +50,26 @@ int call(void* model, int64_t number, std::vector<float>& result) {
 int main(int, char** arguments) {
   std::ifstream file(arguments[1], std::ios::binary);
   const std::string content{std::istreambuf_iterator<char>(file), {}};
-  const int64_t sizes[4][2] = {{2, 300}, {3}, {2, 6000}, {3}};
-  const PortSpec ports[] = {
-      {0, F32, 2, sizes[0]}, {1, I32, 1, sizes[1]}, {0, F32, 2, sizes[2]}, {1, I32, 1, sizes[3]}};
+  const int64_t function[] = {
+      2, // inputs: whether of any rank, rank; of each dimension the bounds, and no equal one
+      0, 2, 2, 2, -1, -1, 300, 300, -1, -1,
+      0, 1, 3, 3, -1, -1};
+  const int64_t ports[] = {
+      0, // it has more than one thread
+      2, 0, F32, 0, 2, 2, 300, 1, I32, 0, 1, 3, // inputs: index, type, not fetched, rank, sizes
+      2, 0, F32, 0, 2, 2, 6000, 1, I32, 0, 1, 3, // outputs
+      0}; // states
   const char* const config[] = {"PERFORMANCE_HINT", "LATENCY"};
   char error[1024] = "";
-  void* const model = coreml_native_load(
-      content.data(), content.size(), "CPU", config, 1, ports, 2, 2, 0, error, sizeof error);
+  void* const loaded = coreml_native_create(
+      function, std::size(function), "CPU", config, 1, error, sizeof error);
+  const auto add = [&] {
+    return loaded != nullptr &&
+        coreml_native_add(
+               loaded, ports, std::size(ports), content.data(), content.size(), error,
+               sizeof error) == 1;
+  };
+  void* const model = add() ? coreml_native_bind(loaded, nullptr) : nullptr;
   if (model == nullptr) {
     std::printf("not loaded: %s\n", error);
     return 1;
@@ -67,6 +80,7 @@ int main(int, char** arguments) {
   for (int n = 0; n < kThreads; ++n) {
     threads.emplace_back([&, n] { wrong[n] = call(model, n, results[n]); });
   }
+  const bool is_added = add(); // while the model is called
   for (std::thread& thread : threads) {
     thread.join();
   }
@@ -77,6 +91,8 @@ int main(int, char** arguments) {
     }
     std::printf("thread %d: %d wrong\n", n, wrong[n]);
   }
-  coreml_native_free(model);
-  return std::any_of(wrong.begin(), wrong.end(), [](int count) { return count > 0; });
+  coreml_native_unbind(model);
+  coreml_native_free(loaded);
+  return !is_added ||
+      std::any_of(wrong.begin(), wrong.end(), [](int count) { return count > 0; });
 }

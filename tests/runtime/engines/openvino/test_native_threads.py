@@ -14,6 +14,7 @@ import pytest
 from openvino import opset15 as ops
 from support.gates import needs_compiler
 
+from coreml_delegate.runtime import native
 from coreml_delegate.runtime.engines.openvino.plugin import DEVICE
 from coreml_delegate.runtime.engines.openvino.session import native_calls
 
@@ -52,6 +53,7 @@ def _run(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Build the driver around a source of native calls, and run it under ThreadSanitizer."""
     compiler = str(shutil.which("g++"))
     (folder / "calls.cpp").write_text(source)
+    (folder / native.HEADER).write_bytes(native.header())
     (folder / "preloaded.c").write_text(_PRELOADED)
     (folder / "suppressed").write_text(_SUPPRESSED)
     _export(folder / "model.blob")
@@ -99,9 +101,9 @@ def test_eight_threads_race_for_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, whose ThreadSanitizer is used")
 def test_a_race_is_noticed(tmp_path: Path) -> None:
-    """Without the lock around the idle requests."""
+    """Without the locks around models and idle requests."""
     lock = "const std::lock_guard<std::mutex> lock(mutex_);"
-    assert _source().count(lock) == 2
+    assert _source().count(lock) == 5
     done = _run(_source().replace(lock, ""), tmp_path)
     assert done.returncode != 0
     assert "WARNING: ThreadSanitizer: data race" in done.stderr

@@ -20,6 +20,10 @@ MAX_LIST = 1 << 20
 """Elements of one list, and of a tensor where Python values are needed. Neither holds data: beyond
 it a program is taken for damaged."""
 
+MAX_COMPUTED = 1 << 30
+"""Bytes of a tensor whose sizes are computed from values, on an engine that cannot ask for the free
+memory before it makes the tensor. A program of a device has none so large."""
+
 _SHARE = 4
 _MEMORY_INFO = Path("/proc/meminfo")
 _AVAILABLE = "MemAvailable:"

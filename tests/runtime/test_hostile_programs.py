@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -32,6 +33,7 @@ from coreml_delegate.runtime.mil.program import NamedType, Program, StateType, T
 from coreml_delegate.runtime.mil.reader import WeightFile, read_files, read_mlpackage, read_program
 from coreml_delegate.runtime.mil.validation import MAX_ELEMENTS, check_function
 from coreml_delegate.runtime.model import Model
+from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import model_pb2
 
 CORPUS = Path(__file__).parents[1] / "fuzz" / "corpus"
@@ -308,24 +310,155 @@ def test_lists_do_not_grow_without_end(length):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=lambda engine: engine.name)
-def test_endless_loops_end(engine, threads, monkeypatch):
+def test_endless_loops_end(engine, dtype, threads, monkeypatch):
     monkeypatch.setattr(limits, "MAX_TURNS", 50)
 
     def function(x):
         return mb.while_loop(
-            _cond=lambda i: mb.less(x=i, y=np.float32(np.inf)),
+            _cond=lambda i: mb.less(x=i, y=dtype(1e9)),
             _body=lambda i: mb.identity(x=i),
             loop_vars=(mb.reduce_sum(x=x, axes=[0], keep_dims=False),),
         )
 
-    compiled = engine.compile(main(build(function, {"x": _X})), EngineOptions(threads=threads))
-    with pytest.raises(ExecutionError) as caught:
-        compiled({"x": _X})
-    if engine is REFERENCE:
-        assert re.search(
-            r"while_loop '\w+' at main op \d+ .*do not end within 50 turns", str(caught.value)
-        )
+    inputs = {"x": _X.astype(dtype)}
+    compiled = engine.compile(main(build(function, inputs)), EngineOptions(threads=threads))
+    message = (
+        r"while_loop '\w+' at main op \d+ .*do not end within 50 turns"
+        if engine is REFERENCE
+        else "the program asks for too much: got a loop has more than 50 turns"
+    )
+    with pytest.raises(ExecutionError, match=message):
+        compiled(inputs)
+
+
+def _scalar(n):
+    return mb.squeeze(x=n, axes=[0])
+
+
+def _vector(n, *others):
+    return mb.concat(values=[n, *(np.array([other], np.int32) for other in others)], axis=0)
+
+
+_WRITES = {
+    "scatter": lambda x, n, v: mb.scatter(
+        data=x, indices=n, updates=v, axis=0, mode="update", validate_indices=False
+    ),
+    "scatter_along_axis": lambda x, n, v: mb.scatter_along_axis(
+        data=x, indices=n, updates=v, axis=0, mode="update", validate_indices=False
+    ),
+    "scatter_nd": lambda x, n, v: mb.scatter_nd(
+        data=x,
+        indices=mb.expand_dims(x=n, axes=[1]),
+        updates=v,
+        mode="update",
+        validate_indices=False,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+@pytest.mark.parametrize("case", _WRITES)
+def test_writes_outside_of_a_vector_are_refused(case, dtype):
+    """The reference engine writes to the nearest element."""
+    inputs = {"x": np.zeros(3, dtype), "n": np.array([2], np.int32), "v": np.ones(1, dtype)}
+    function = main(build(_WRITES[case], inputs, opset=Opset.iOS17))
+    compiled = OPENVINO.compile(function, EngineOptions())
+    (result,) = compiled(inputs).values()
+    assert result.tolist() == [0, 0, 1]
+    for place in (3, -7, 1 << 20, -(1 << 20)):
+        with pytest.raises(ExecutionError):
+            compiled(inputs | {"n": np.array([place], np.int32)})
+
+
+def test_updates_of_a_slice_outside_of_a_vector_write_nothing_beyond_it():
+    def function(x, n, v):
+        return mb.slice_update(x=x, update=v, begin=n, end=mb.add(x=n, y=np.array([1], np.int32)))
+
+    inputs = {"x": np.zeros(3, np.int32), "n": np.array([2], np.int32), "v": np.ones(1, np.int32)}
+    compiled = OPENVINO.compile(main(build(function, inputs)), EngineOptions())
+    (result,) = compiled(inputs).values()
+    assert result.tolist() == [0, 0, 1]
+    for place in (3, 1 << 20, -(1 << 20)):
+        with contextlib.suppress(ExecutionError):
+            (result,) = compiled(inputs | {"n": np.array([place], np.int32)}).values()
+            assert result.shape == (3,)
+
+
+# Tensors of n times a hundred elements of four bytes, or some more.
+_GROWING = {
+    "fill": lambda x, n: mb.fill(shape=_vector(n, 100), value=np.float32(2)),
+    "one_hot": lambda x, n: mb.one_hot(
+        indices=np.arange(100, dtype=np.int32), one_hot_vector_size=_scalar(n)
+    ),
+    "pad": lambda x, n: mb.pad(
+        x=mb.reshape(x=mb.tile(x=x, reps=np.array([100], np.int32)), shape=[-1, 100]),
+        pad=mb.concat(values=[np.zeros(1, np.int32), n, np.zeros(2, np.int32)], axis=0),
+    ),
+    "random_uniform": lambda x, n: mb.random_uniform(
+        shape=_vector(n, 100), low=np.float32(0), high=np.float32(1), seed=np.int32(3)
+    ),
+    "range_1d": lambda x, n: mb.range_1d(
+        start=np.int32(0), end=mb.mul(x=_scalar(n), y=np.int32(100)), step=np.int32(1)
+    ),
+    "a range downwards": lambda x, n: mb.range_1d(
+        start=mb.mul(x=_scalar(n), y=np.int32(100)), end=np.int32(0), step=np.int32(-1)
+    ),
+    "resize": lambda x, n: mb.resize(
+        x=mb.reshape(x=x, shape=[1, 1, 1, -1]),
+        shape=_vector(n, 100),
+        resized_dims=np.uint32(2),
+        interpolation_mode="NEAREST_NEIGHBOR",
+        sampling_mode="UNALIGN_CORNERS",
+    ),
+    "tile": lambda x, n: mb.tile(
+        x=mb.reshape(x=mb.tile(x=x, reps=np.array([100], np.int32)), shape=[-1, 100]),
+        reps=_vector(n, 1),
+    ),
+    "a range that sizes another tensor": lambda x, n: mb.fill(
+        shape=mb.concat(
+            values=[
+                mb.shape(x=mb.range_1d(start=np.int32(0), end=_scalar(n), step=np.int32(1))),
+                np.array([100], np.int32),
+            ],
+            axis=0,
+        ),
+        value=np.float32(2),
+    ),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("case", _GROWING)
+def test_tensors_of_computed_sizes_are_bounded(case, threads, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_COMPUTED", 1 << 16)
+    inputs = {"x": _X, "n": np.array([20], np.int32)}
+    function = main(build(_GROWING[case], inputs, opset=Opset.iOS17))
+    compiled = OPENVINO.compile(function, EngineOptions(threads=threads))
+    (result,) = compiled(inputs).values()
+    (expected,) = REFERENCE.compile(function, EngineOptions())(inputs).values()
+    assert result.size >= 2000
+    assert result.shape == expected.shape
+    if case != "random_uniform":  # each engine draws others
+        np.testing.assert_array_equal(result, expected)
+    for count in (200, 2**24):
+        with pytest.raises(ExecutionError, match="a computed size takes more than 65536 bytes"):
+            compiled(inputs | {"n": np.array([count], np.int32)})
+    (again,) = compiled(inputs).values()
+    np.testing.assert_array_equal(again, result)
+
+
+def test_sizes_that_follow_from_shapes_are_not_checked(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_COMPUTED", 0)
+
+    def function(x):
+        rows = mb.gather(x=mb.shape(x=x), indices=np.int32(0))
+        return mb.range_1d(start=np.int32(0), end=rows, step=np.int32(1))
+
+    compiled = OPENVINO.compile(main(build(function, {"x": _X})), EngineOptions())
+    (result,) = compiled({"x": _X}).values()
+    assert result.tolist() == list(range(len(_X)))
 
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=lambda engine: engine.name)

@@ -31,7 +31,14 @@ from coreml_delegate.targets import Opset
 _WRONGLY_DECLARED = frozenset({"select"})
 
 # What OpenVINO's binding raises for a graph it refuses to build.
-_BUILD_ERRORS = (ArithmeticError, RuntimeError, TypeError, ValueError, LookupError)
+_BUILD_ERRORS = (
+    ArithmeticError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True, slots=True)

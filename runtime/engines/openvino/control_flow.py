@@ -23,10 +23,10 @@ from coreml_delegate.runtime.engines.openvino.blocks import (
 )
 from coreml_delegate.runtime.engines.openvino.graph import (
     GRAPH_TYPE,
-    INT_MAX,
     constant_data,
     convert_to,
     element_type,
+    fail_if,
     ints,
     rank,
     reshape,
@@ -137,7 +137,8 @@ def while_loop(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value
     for capture in inner.captures:
         node.set_invariant_input(capture.parameter, capture.outer)
     endless = ops.greater(node.get_iter_value(turns, -1), ints(limits.MAX_TURNS))
-    outputs = [_fail_if(endless, node.get_iter_value(end, -1)) for end in ends]
+    reason = f"a loop has more than {limits.MAX_TURNS} turns"
+    outputs = [fail_if(endless, node.get_iter_value(end, -1), reason) for end in ends]
     return _bind_results(initial, outputs, states, scope)
 
 
@@ -167,18 +168,6 @@ def _branch(
     ]
     results += [scope.state(name) for name in states]
     return values, _make_body(results, [], scope)
-
-
-def _fail_if(condition: Any, value: Any) -> Any:
-    """Return ``value``, whose computation fails if ``condition`` is true.
-
-    OpenVINO has no assertion, but it refuses to write at an index that does not exist: the value is
-    written over itself at index 0, or at such an index.
-    """
-    place = reshape(ops.select(condition, ints(INT_MAX), ints(0)), (1,))
-    row = ops.unsqueeze(value, ints(0))
-    written = ops.scatter_update(row, place, row, ints(0))
-    return ops.squeeze(written, ints(0)).output(0)
 
 
 # What OpenVINO computes in the memory of its operand.

@@ -148,6 +148,45 @@ def reshape(value: Tensor, shape: Sequence[int]) -> Any:
     return ops.reshape(value, ints(list(shape)), special_zero=False)
 
 
+def make_negative_invalid(indices: Tensor) -> Any:
+    """Replace negative indices by one beyond the end, which OpenVINO refuses.
+
+    In OpenVINO 2026.4, ScatterElementsUpdate writes outside of its memory at a negative index.
+    """
+    data = constant_data(indices)
+    if data is not None and int(data.min(initial=0)) >= 0:
+        return indices
+    return ops.select(ops.less(indices, ints(0)), ints(INT_MAX), indices)
+
+
+def replace_slices(data: Tensor, places: Tensor, updates: Tensor, axis: int) -> Any:
+    """Replace the slices at ``places`` [C] of ``axis``; one that does not exist is refused.
+
+    In OpenVINO 2026.4, ScatterUpdate writes outside of a vector of i32 at such an index. No issue
+    is known.
+    """
+    if rank(data) == 1 and not is_float(data):
+        return ops.scatter_elements_update(data, make_negative_invalid(places), updates, ints(0))
+    return ops.scatter_update(data, places, updates, ints(axis))
+
+
+FAILURE = "refused because "
+"""The beginning of the names of nodes that fail on purpose, before the reason."""
+
+
+def fail_if(condition: Any, value: Any, reason: str) -> Any:
+    """Return ``value``, whose computation fails if ``condition`` is true.
+
+    OpenVINO has no assertion, but it refuses to write at an index that does not exist: the value is
+    written over itself at index 0, or at such an index.
+    """
+    place = reshape(ops.select(condition, ints(INT_MAX), ints(0)), (1,))
+    row = ops.unsqueeze(value, ints((0, 1)))  # not a vector, see replace_slices
+    written = ops.scatter_update(row, place, row, ints(0))
+    written.set_friendly_name(FAILURE + reason)
+    return ops.squeeze(written, ints((0, 1))).output(0)
+
+
 def per_channel(vector: Tensor, rank_: int, axis: int = 1) -> Any:
     """Return a vector [C] shaped to broadcast along ``axis`` of a tensor of rank ``rank_``."""
     if rank(vector) != 1:

@@ -30,6 +30,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     output,
     per_channel,
     rank,
+    replace_slices,
     reshape,
     scalar,
     shape_of,
@@ -57,7 +58,7 @@ class RowWrite:
 
     def with_rows(self, before: Any, rows: Any, axis: int) -> Any:
         """Return ``before`` with ``rows`` written at the same indices along ``axis``."""
-        return ops.scatter_update(before, self.places, rows, ints(axis)).output(0)
+        return replace_slices(before, self.places, rows, axis).output(0)
 
 
 def find_row_writes(before: Any, after: Any) -> tuple[RowWrite, ...] | None:

@@ -106,7 +106,7 @@ def _build(
     _require_memory(translated.model)
     try:
         compiled = core.compile_model(translated.model, DEVICE, config)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         raise UnsupportedOpError(
             "OpenVINO cannot compile the function", got=last_line(error)
         ) from error

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from coreml_delegate.errors import ExecutionError, InputError
 from coreml_delegate.runtime.engines.base import Array, State
+from coreml_delegate.runtime.engines.openvino.graph import FAILURE
 from coreml_delegate.runtime.engines.openvino.session.native_calls import (
     describe_function,
     describe_model,
@@ -259,6 +260,13 @@ class _Request:
 _PENDING: Array = np.empty(0)
 
 
+def _execution_error(message: str) -> ExecutionError:
+    _, purpose, reason = message.partition(FAILURE)
+    if purpose:
+        return ExecutionError("the program asks for too much", got=reason.partition("'")[0])
+    return ExecutionError("OpenVINO failed to run the function", got=message)
+
+
 class OpenVinoFunction:
     """A compiled function; see ``CompiledFunction``.
 
@@ -326,10 +334,8 @@ class OpenVinoFunction:
             request = self._request()
         try:
             return request.run(inputs, state if isinstance(state, OpenVinoState) else None)
-        except RuntimeError as error:
-            raise ExecutionError(
-                "OpenVINO failed to run the function", got=last_line(error)
-            ) from error
+        except (RuntimeError, MemoryError) as error:
+            raise _execution_error(last_line(error)) from error
         finally:
             self._idle.append(request)
 

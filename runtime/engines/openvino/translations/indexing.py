@@ -9,18 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 from openvino import opset15 as ops
 
+from coreml_delegate.runtime.engines.openvino.computed_sizes import require_room
 from coreml_delegate.runtime.engines.openvino.graph import (
-    INT_MAX,
     constant_data,
     convert_to,
     dim_of,
     dims,
     element_type,
+    f32,
     ints,
     is_float,
+    make_negative_invalid,
     normalize_axis,
     output,
     rank,
+    replace_slices,
     reshape,
     scalar,
     shape_of,
@@ -225,23 +228,12 @@ def _scatter_along_axis(
     vector = _find_repeated_vector(indices, axis)
     if vector is not None and mode == "update":
         return _write_slices(data, vector, updates, axis)
-    wrapped = _make_negative_invalid(_wrap_negative(_as_int32(indices), lambda: dim_of(data, axis)))
+    wrapped = make_negative_invalid(_wrap_negative(_as_int32(indices), lambda: dim_of(data, axis)))
 
     def scatter(data: Tensor, values: Tensor, reduction: str) -> Result:
         return ops.scatter_elements_update(data, wrapped, values, ints(axis), reduction)
 
     return _scatter_reduced(mode, data, updates, scatter, exact_nan)
-
-
-def _make_negative_invalid(indices: Tensor) -> Any:
-    """Replace negative indices by one beyond the end, which OpenVINO refuses.
-
-    In OpenVINO 2026.4, ScatterElementsUpdate writes outside of its memory at a negative index.
-    """
-    data = constant_data(indices)
-    if data is not None and int(data.min(initial=0)) >= 0:
-        return indices
-    return ops.select(ops.less(indices, ints(0)), ints(INT_MAX), indices)
 
 
 def _find_repeated_vector(indices: Tensor, axis: int) -> Any | None:
@@ -265,7 +257,7 @@ def _find_repeated_vector(indices: Tensor, axis: int) -> Any | None:
 def _write_slices(data: Tensor, vector: Tensor, updates: Tensor, axis: int) -> Result:
     """Replace the slices at ``vector`` [C] of ``axis`` by ``updates``."""
     places = _wrap_negative(_as_int32(vector), lambda: dim_of(data, axis))
-    return ops.scatter_update(data, places, updates, ints(axis))
+    return replace_slices(data, places, updates, axis)
 
 
 def _scatter(
@@ -368,7 +360,8 @@ def one_hot(
     """Vectors along a new ``axis``: ``on_value`` at each index, ``off_value`` elsewhere."""
     on = ints(1) if on_value is None else on_value
     off = ints(0) if off_value is None else off_value
-    return ops.one_hot(indices, one_hot_vector_size, on, off, axis)
+    size = require_room(one_hot_vector_size, one_hot_vector_size, on, beside=indices)
+    return ops.one_hot(indices, size, on, off, axis)
 
 
 @translation("non_zero")
@@ -381,7 +374,7 @@ def non_zero(x: Tensor) -> Result:
 def fill(shape: Tensor, value: Tensor | None = None) -> Result:
     """A tensor of the given shape, every element ``value``."""
     number = ops.constant(np.float32(0)) if value is None else value
-    return ops.broadcast(number, shape)
+    return ops.broadcast(number, require_room(shape, shape, number))
 
 
 @translation("fill_like")
@@ -393,4 +386,7 @@ def fill_like(ref_tensor: Tensor, value: Tensor | None = None) -> Result:
 @translation("range_1d")
 def range_1d(end: Tensor, start: Tensor, step: Tensor) -> Result:
     """``start``, ``start + step``, ... below ``end``."""
+    if any(constant_data(each) is None for each in (start, end, step)):
+        count = ops.divide(ops.subtract(f32(end), f32(start)), f32(step))
+        start, end, step = (require_room(each, count, start) for each in (start, end, step))
     return ops.range(start, end, step, element_type(start).get_type_name())

@@ -22,6 +22,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     dim_of,
     dims,
     ints,
+    replace_slices,
     reshape,
     scalar,
     shape_of,
@@ -90,7 +91,7 @@ def list_write(ls: List, index: Tensor, value: Tensor) -> Result:
 def list_scatter(ls: List, indices: Tensor, value: Tensor) -> Result:
     """The list with several elements replaced by those along the first dimension of ``value``."""
     elements = _grow(ls, indices, value)
-    return TensorList(ops.scatter_update(elements, indices, value, ints(0)).output(0), ls.grows)
+    return TensorList(replace_slices(elements, indices, value, 0).output(0), ls.grows)
 
 
 def _grow(ls: TensorList, indices: Tensor, value: Tensor) -> Any:

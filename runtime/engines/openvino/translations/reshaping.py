@@ -8,6 +8,7 @@ from typing import Any
 
 from openvino import opset15 as ops
 
+from coreml_delegate.runtime.engines.openvino.computed_sizes import require_room
 from coreml_delegate.runtime.engines.openvino.graph import (
     constant_ints,
     dim_of,
@@ -152,7 +153,7 @@ def split(
 @translation("tile")
 def tile(x: Tensor, reps: Tensor) -> Result:
     """``x`` repeated ``reps[i]`` times along axis i."""
-    return ops.tile(x, reps)
+    return ops.tile(x, require_room(reps, reps, x, beside=x))
 
 
 @translation("shape")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from openvino import opset15 as ops
 
+from coreml_delegate.runtime.engines.openvino.computed_sizes import require_room
 from coreml_delegate.runtime.engines.openvino.graph import (
     constant_ints,
     dim_of,
@@ -124,6 +125,9 @@ def resize(
     if resized_dims == 0:
         return x
     sizes = [_target_size(x, shape, place) for place in range(-resized_dims, 0)]
+    kept = [dim_of(x, axis) for axis in range(rank(x) - resized_dims)]
+    result = ops.concat([reshape(size, (1,)) for size in (*kept, *sizes)], 0)
+    sizes = [require_room(size, result, x) for size in sizes]
     if interpolation_mode == "LINEAR":
         if not is_float(x):
             # Its fractions are dropped, so that a rounding in f32 can cost a whole unit.

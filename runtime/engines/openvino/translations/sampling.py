@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from openvino import opset15 as ops
 
+from coreml_delegate.runtime.engines.openvino.computed_sizes import require_room
 from coreml_delegate.runtime.engines.openvino.graph import (
     f32,
     ints,
@@ -40,7 +41,7 @@ def random_uniform(
 ) -> Result:
     """Uniformly distributed over [low, high)."""
     if low == high:
-        return ops.broadcast(ops.constant(np.float32(low)), shape)
+        return ops.broadcast(ops.constant(np.float32(low)), require_room(shape, shape))
     if low > high:
         mirrored = _uniform(shape, seed, 0.0, low - high)
         return ops.subtract(scalar(low, mirrored), mirrored)
@@ -94,6 +95,7 @@ def random_categorical(
 
 def _uniform(shape: Tensor, seed: int, low: float = 0.0, high: float = 1.0) -> Any:
     """Values of a shape, uniformly distributed over [low, high); ``low`` is less than ``high``."""
+    shape = require_room(shape, shape)
     if seed == _UNSEEDED:
         bounds = (ops.constant(np.float32(bound)) for bound in (low, high))
         return ops.random_uniform(shape, *bounds, "f32", 0, 0)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from openvino import opset15 as ops
 
+from coreml_delegate.runtime.engines.openvino.computed_sizes import require_room
 from coreml_delegate.runtime.engines.openvino.graph import (
     INT_MAX,
     INT_MIN,
@@ -18,6 +19,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     ints,
     normalize_axis,
     rank,
+    replace_slices,
     scalar,
     shape_of,
     static_dims,
@@ -213,7 +215,7 @@ def _replace_region(x: Tensor, update: Tensor, places: list[tuple[int, Any]]) ->
         return update
     (axis, indices), rest = places[0], places[1:]
     inner = _replace_region(ops.gather(x, indices, ints(axis)), update, rest) if rest else update
-    return ops.scatter_update(x, indices, inner, ints(axis))
+    return replace_slices(x, indices, inner, axis)
 
 
 @translation("crop")
@@ -235,6 +237,7 @@ def pad(x: Tensor, pad: Tensor, mode: str = "constant", constant_val: float = 0.
     if amounts is None:
         begin = ops.strided_slice(pad, ints((0,)), ints((0,)), ints((2,)), [0], [1])
         end = ops.strided_slice(pad, ints((1,)), ints((0,)), ints((2,)), [0], [1])
+        end = require_room(end, ops.add(shape_of(x), ops.add(begin, end)), x)
     else:
         leading = [0] * (axes - len(amounts) // 2)
         begin = ints([*leading, *amounts[0::2]])

@@ -1,0 +1,91 @@
+"""Tensors whose sizes a program computes from values: refused where they are too large.
+
+A few bytes of a program, or of an input, can ask for more memory than the machine has, which on
+many systems ends the process. Sizes that follow from the shapes of inputs are known, or bounded by
+what the inputs may be, and need no check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+from openvino import opset15 as ops
+
+from coreml_delegate.runtime.engines import limits
+from coreml_delegate.runtime.engines.openvino.graph import (
+    constant_data,
+    element_type,
+    f32,
+    fail_if,
+    ints,
+    output,
+    rank,
+    shape_of,
+)
+from coreml_delegate.runtime.engines.openvino.values import Tensor
+
+# Node types whose output has sizes of its own, and the inputs whose values they come from.
+_SIZED_BY: Final[Mapping[str, tuple[int, ...]]] = {
+    "Broadcast": (1,),
+    "Interpolate": (1, 2),
+    "NonZero": (0,),
+    "OneHot": (1,),
+    "Pad": (1, 2),
+    "RandomUniform": (0,),
+    "Range": (0, 1, 2),
+    "Tile": (1,),
+}
+
+
+def require_room(
+    control: Tensor, sizes: Tensor, like: Tensor | None = None, beside: Tensor | None = None
+) -> Tensor:
+    """Return ``control``, whose computation fails if a tensor would be too large.
+
+    Args:
+        control: What the tensor's sizes are computed from; returned as it is if that is no value
+            of an input.
+        sizes: Numbers whose product is the number of elements, a vector or a scalar.
+        like: A tensor with its element type; None for four bytes.
+        beside: A tensor whose number of elements is another factor.
+    """
+    if not _comes_from_values(control):
+        return control
+    nbytes = 4 if like is None else max(element_type(like).bitwidth // 8, 1)
+    elements = ops.absolute(f32(sizes))
+    if rank(sizes):
+        elements = ops.reduce_prod(elements, ints(0))
+    if beside is not None:
+        elements = ops.multiply(elements, ops.reduce_prod(f32(shape_of(beside)), ints(0)))
+    most = ops.constant(np.float32(limits.MAX_COMPUTED // nbytes))
+    # NaN, of a range with a step of zero, is not less either.
+    too_large = ops.logical_not(ops.less_equal(elements, most))
+    reason = f"a tensor of a computed size takes more than {limits.MAX_COMPUTED} bytes"
+    return fail_if(too_large, control, reason)
+
+
+def _comes_from_values(value: Tensor) -> bool:
+    """Whether a value depends on the values of inputs, not on their shapes alone."""
+    if constant_data(value) is not None:
+        return False
+    waiting: list[tuple[Any, bool]] = [(output(value), False)]
+    seen: set[tuple[str, int, bool]] = set()
+    while waiting:
+        source, is_shape = waiting.pop()
+        node = source.get_node()
+        place = node.get_name(), source.get_index(), is_shape
+        if place in seen:
+            continue
+        seen.add(place)
+        kind = node.get_type_name()
+        if kind == "Parameter" and not is_shape:
+            return True
+        if is_shape and not source.get_partial_shape().is_dynamic:
+            continue
+        inputs = [port.get_source_output() for port in node.inputs()]
+        if is_shape:
+            waiting += [(inputs[n], False) for n in _SIZED_BY.get(kind, ()) if n < len(inputs)]
+        waiting += [(each, is_shape or kind == "ShapeOf") for each in inputs]
+    return False

@@ -169,13 +169,16 @@ Reduce = Callable[[Any, Sequence[int], bool], Any]
 def exact_sum(x: Any, axes: Sequence[int], keep_dims: bool) -> Any:
     """Return the sum along axes, for int32."""
     for axis in axes:
+        if not dims(x)[axis]:  # of nothing there is no last sum
+            before = ints([int(place == axis % rank(x)) for place in range(rank(x))])
+            x = ops.pad(x, before, ints([0] * rank(x)), "constant", scalar(0, x))
         x = ops.gather(ops.cum_sum(x, ints(axis), False, False), ints([-1]), ints(axis))
     return _drop_axes(x, axes, keep_dims)
 
 
 def exact_product(x: Any, axes: Sequence[int], keep_dims: bool) -> Any:
     """Return the product along axes, for int32; rounded where a size is not known."""
-    if any(dims(x)[axis] is None for axis in axes):
+    if not all(dims(x)[axis] for axis in axes):
         return ops.reduce_prod(x, ints(list(axes)), keep_dims)
     for axis in axes:
         # The kernel for rows multiplies as f32.

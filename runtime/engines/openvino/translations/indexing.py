@@ -119,9 +119,22 @@ def gather(
     _refuse_validation(indices, validate_indices)
     axis = normalize_axis(axis, rank(x))
     batch = dims(x)[:batch_dims]
+    if 0 in dims(indices):
+        return _gather_nothing(x, indices, axis, batch_dims)
     if not batch or all(size is not None and size > 1 for size in batch):
         return ops.gather(x, _as_int32(indices), ints(axis), batch_dims)
     return _gather_in_batches(x, _as_int32(indices), axis, batch_dims)
+
+
+def _gather_nothing(x: Tensor, indices: Tensor, axis: int, batch_dims: int) -> Result:
+    """``gather`` without an index, with which OpenVINO 2026.4's CPU plugin ends the process.
+
+    No issue is known.
+    """
+    kept = [dim_of(x, place) for place in range(rank(x)) if place != axis]
+    read = [dim_of(indices, place) for place in range(batch_dims, rank(indices))]
+    sizes = [reshape(size, (1,)) for size in (*kept[:axis], *read, *kept[axis:])]
+    return ops.broadcast(scalar(0, x), ops.concat(sizes, 0))
 
 
 def _gather_in_batches(x: Tensor, indices: Tensor, axis: int, batch_dims: int) -> Result:

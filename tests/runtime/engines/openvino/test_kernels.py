@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -200,3 +201,20 @@ def test_attention_does_not_transpose_the_keys():
     assert_close(attended, expected.numpy())
     assert_close(kept, key.clip(0))
     assert kernels["Transpose"] == 0
+
+
+@pytest.mark.parametrize(("op", "expected"), [("reduce_sum", 0), ("reduce_prod", 1)])
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_reductions_of_nothing(op: str, expected: int, dtype: Any, *, is_dynamic: bool) -> None:
+    def function(x: Any, n: Any) -> Any:
+        stop = mb.squeeze(x=n, axes=[0]) if is_dynamic else np.int32(0)
+        places = mb.range_1d(start=np.int32(0), end=stop, step=np.int32(1))
+        rows = mb.gather(x=x, indices=places, axis=1, validate_indices=False)
+        return getattr(mb, op)(x=rows, axes=[1], keep_dims=False), mb.mul(x=x, y=x)
+
+    inputs = {"x": np.full((200, 3), 7, dtype), "n": np.zeros(1, np.int32)}
+    compiled = OPENVINO.compile(mil.main(mil.build(function, inputs)), EngineOptions())
+    for _ in range(3):
+        reduced, _ = compiled(inputs).values()
+        assert reduced.tolist() == [expected] * 200

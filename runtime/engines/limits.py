@@ -22,7 +22,8 @@ it a program is taken for damaged."""
 
 MAX_COMPUTED = 1 << 30
 """Bytes of a tensor whose sizes are computed from values, on an engine that cannot ask for the free
-memory before it makes the tensor. A program of a device has none so large."""
+memory before it makes the tensor, and of a constant that a translation makes. A program of a device
+has none so large."""
 
 _SHARE = 4
 _MEMORY_INFO = Path("/proc/meminfo")
@@ -48,6 +49,18 @@ def require_memory(nbytes: int, what: str) -> None:
             f"{what} does not fit into memory",
             got=f"{nbytes} bytes",
             expected=f"at most {limit} bytes, a quarter of what is available",
+        )
+
+
+def require_constant(count: int, what: str) -> None:
+    """Refuse ``what``, which a translation makes of ``count`` numbers, if that is too many.
+
+    Raises:
+        ExecutionError: They take more than ``MAX_COMPUTED``, at 8 bytes each.
+    """
+    if 8 * count > MAX_COMPUTED:
+        raise ExecutionError(
+            f"{what} is too large", got=f"{8 * count} bytes", expected=f"at most {MAX_COMPUTED}"
         )
 
 

@@ -5,6 +5,7 @@ Source: coremltools' MIL op reference, ``image_resizing``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from openvino import opset15 as ops
 
+from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.engines.openvino.graph import (
     dim_of,
     dims,
@@ -187,6 +189,7 @@ def _crops(
 
 def _grid(mode: str, start: Any, end: Any, count: int) -> Any:
     """Positions [..., count] at which [start, end] is sampled; both are [..., 1]."""
+    limits.require_constant(count, f"a grid of {count} positions")
     steps = np.arange(count, dtype=np.float64)
     length = ops.subtract(end, start)
     if mode == "ALIGN_CORNERS" and count == 1:
@@ -343,6 +346,7 @@ def affine(
 
 def _base_grid(sizes: Sequence[int], align_corners: bool) -> NDArray[np.float32]:
     """Homogeneous coordinates [1, H * W, 3] of every output pixel, between -1 and 1."""
+    limits.require_constant(3 * math.prod(sizes), f"a grid of {list(sizes)} positions")
     rows, columns = (
         np.linspace(-1, 1, size) if align_corners and size > 1 else _centres(size, align_corners)
         for size in sizes

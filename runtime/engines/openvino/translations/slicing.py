@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from openvino import opset15 as ops
 
+from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.engines.openvino.computed_sizes import require_room
 from coreml_delegate.runtime.engines.openvino.graph import (
     INT_MAX,
@@ -269,7 +270,9 @@ def sliding_windows(x: Tensor, axis: int, size: int, stride: int = 1) -> Result:
     axis = normalize_axis(axis, rank(x))
     (length,) = static_dims(x, (axis,))
     starts = np.arange(0, length - size + 1, stride)
-    return ops.gather(x, ints((starts[:, None] + np.arange(size)).tolist()), ints(axis))
+    limits.require_constant(len(starts) * size, f"{len(starts)} windows of {size} elements")
+    places = (starts[:, None] + np.arange(size)).astype(np.int32)
+    return ops.gather(x, ops.constant(places), ints(axis))
 
 
 @translation("band_part")

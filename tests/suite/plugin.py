@@ -102,8 +102,10 @@ class Suite:
         runner.UNSUPPORTED_PORTABLE_OPS = frozenset()
         runner._graph_has_unsupported_patterns = lambda _: False
         reporting.begin_test_session(None, seed=_SEED)
-        # Coremltools collects garbage at every conversion; what the imports made is none.
-        gc.freeze()
+        if self.source is Source.UPSTREAM:
+            # Coremltools collects garbage at every conversion; what the imports made is none. Our
+            # conversions see to that themselves, unless somebody else does.
+            gc.freeze()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(

@@ -25,7 +25,7 @@ from support.lowering import Function, lower
 from support.multimethod import IOS18, Layers, linear, lower_methods, specs, two
 from support.tolerances import ATOL_RTOL
 
-from coreml_delegate import runtime
+from coreml_delegate import CoreMLBackend, runtime
 from coreml_delegate.caches import CACHE_VARIABLE
 from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE, CacheOptions, EntryCache
 from coreml_delegate.runtime import native_files
@@ -120,6 +120,15 @@ def test_delegates_between_operators(application: Path, cache: Path, tmp_path: P
     assert done.returncode == 1
     assert "Core ML delegate of method forward: a tensor has a dtype" in done.stderr
     assert "integers beyond 32 bits" in done.stderr
+
+
+def test_half_precision(application: Path, cache: Path, tmp_path: Path) -> None:
+    """The default: what a delegate gives in half precision, the program has in single."""
+    module = Function(lambda x: torch.softmax(x @ x.mT, -1))
+    x = torch.randn(1, 300, 20)
+    lowered = lower(module, (x,), compile_specs=CoreMLBackend.generate_compile_specs())
+    program = _compiled(lowered.pte, tmp_path)
+    _assert_close(_outputs(_run(application, program, [x])), [module(x)], "fp16")
 
 
 def test_states_are_the_applications(application: Path, cache: Path, tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from support.lowering import Function, lower
 from support.tolerances import ATOL_RTOL
 from torch import nn
 
-from coreml_delegate import graph, runtime
+from coreml_delegate import CoreMLBackend, graph, runtime
+from coreml_delegate.compile_options import Precision
 from coreml_delegate.errors import ExecutionError, InputError
 from coreml_delegate.runtime import delegate
 from coreml_delegate.runtime.delegate import CoreMLDelegate
@@ -85,8 +86,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-def _load(module: nn.Module, inputs: tuple[torch.Tensor, ...], host: str, **options: Any) -> Any:
-    pte = lower(module, inputs).pte
+def _load(
+    module: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    host: str,
+    precision: Precision = Precision.FLOAT32,
+    **options: Any,
+) -> Any:
+    specs = CoreMLBackend.generate_compile_specs(compute_precision=precision)
+    pte = lower(module, inputs, compile_specs=specs).pte
     return runtime.load_program(pte, host=host, engine="openvino", **options)
 
 
@@ -94,12 +102,15 @@ def _load(module: nn.Module, inputs: tuple[torch.Tensor, ...], host: str, **opti
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("precision", Precision)
 def test_calls_enter_no_python_and_compute_the_same(
-    case: str, host: str, threads: int, calls: list[str]
+    precision: Precision, case: str, host: str, threads: int, calls: list[str]
 ) -> None:
     make, inputs = CASES[case]
     module = make().eval()
-    program = _load(module, inputs, host, options=runtime.EngineOptions(threads=threads))
+    options = runtime.EngineOptions(threads=threads)
+    program = _load(module, inputs, host, precision, options=options)
+    atol, rtol = ATOL_RTOL["fp32" if precision is Precision.FLOAT32 else "fp16"]
     for change in (0, 1):  # other numbers in other memory
         given = tuple(x + change for x in inputs)
         expected = module(*given)
@@ -108,8 +119,39 @@ def test_calls_enter_no_python_and_compute_the_same(
             results, expected if isinstance(expected, tuple) else (expected,), strict=True
         ):
             assert result.dtype == wanted.dtype
-            torch.testing.assert_close(result, wanted, atol=ATOL, rtol=RTOL)
+            torch.testing.assert_close(result, wanted, atol=atol, rtol=rtol)
     assert calls == []
+
+
+def _called(call: Any, *arrays: np.ndarray) -> None:
+    arguments = native_arguments(*arrays)
+    assert NATIVE_RUN(call.run)(call.model, arguments, len(arrays), None, None) == 0
+
+
+def test_every_half_is_converted_exactly() -> None:
+    """An output of half precision becomes a tensor of single precision, as in Python."""
+    module, x = Function(torch.neg), torch.zeros(1 << 16)
+    program = _load(module, (x,), "python", Precision.FLOAT16)
+    (delegate,) = program.delegates("forward")
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    result = np.empty(1 << 16, np.float32)
+    _called(delegate.native, halves.astype(np.float32), result)
+    np.testing.assert_array_equal(result, -halves.astype(np.float32))
+
+
+def test_tensors_of_half_precision_are_converted_as_numpy_does() -> None:
+    _program, call = _native(Function(torch.neg), (torch.zeros(1 << 18),))
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    with np.errstate(over="ignore", invalid="ignore"):
+        middles = (halves.astype(np.float32) + np.roll(halves, -1).astype(np.float32)) / 2
+        near = [np.nextafter(middles, np.float32(end)) for end in (np.inf, -np.inf)]
+        values = np.concatenate([halves.astype(np.float32), middles, *near])
+        rounded = values.astype(np.float16)
+    half, single = np.empty(values.shape, np.float16), np.empty(values.shape, np.float32)
+    _called(call, values, half)
+    np.testing.assert_array_equal(half, -rounded)
+    _called(call, rounded, single)
+    np.testing.assert_array_equal(single, -rounded.astype(np.float32))
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -306,7 +348,7 @@ def _native(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, A
         (np.ones((2, 8), np.float32),),
         (np.ones((2, 8), np.float32), np.empty((2, 4), np.float32), np.empty(1, np.float32)),
         (np.ones((2, 8), np.float64), np.empty((2, 4), np.float32)),
-        (np.ones((2, 8), np.float32), np.empty((2, 4), np.float16)),
+        (np.ones((2, 8), np.float32), np.empty((2, 4), np.int32)),
         (np.ones((8, 2), np.float32), np.empty((2, 4), np.float32)),
         (np.ones((2, 8), np.float32), np.empty((2, 4, 1), np.float32)),
         (np.ones(16, np.float32), np.empty((2, 4), np.float32)),

@@ -165,13 +165,16 @@ size_t count_of(const Sizes& sizes) {
   return count_of(sizes.data(), sizes.size());
 }
 
-// Core ML's widest integers have 32 bits; programs have 64.
-bool is_widened(const Port& port, const NativeArgument& argument) {
-  return port.type == I32 && argument.type == kLong;
+// Whether a tensor has another type than the model's. Core ML's widest integers have 32 bits, where
+// programs have 64; and it computes in half precision, where programs have single.
+bool is_converted(const Port& port, const NativeArgument& argument) {
+  return element_type(argument.type) != port.type;
 }
 
 bool has_type(const Port& port, const NativeArgument& argument) {
-  return element_type(argument.type) == port.type || is_widened(port, argument);
+  const ov_element_type_e type = element_type(argument.type);
+  return type == port.type || (port.type == I32 && type == I64) ||
+      (port.type == F16 && type == F32) || (port.type == F32 && type == F16);
 }
 
 bool has_sizes(const NativeArgument& argument, const int64_t* sizes, size_t rank) {
@@ -190,42 +193,89 @@ bool has_sizes(const NativeArgument& argument, const int64_t* sizes, size_t rank
   return true;
 }
 
-bool narrow(const void* from, void* to, size_t count) {
-  const auto* const wide = static_cast<const int64_t*>(from);
-  auto* const narrow = static_cast<int32_t*>(to);
+template <typename To, typename From>
+To bits_of(From value) {
+  static_assert(sizeof(To) == sizeof(From));
+  To bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+float to_float(uint16_t half) {
+  // The exponent's bias differs by 112; subnormal numbers come out right too.
+  const uint32_t magnitude = uint32_t{half & 0x7FFFu} << 13;
+  uint32_t bits = bits_of<uint32_t>(bits_of<float>(magnitude) * 0x1p112f);
+  bits |= (half & 0x7C00u) == 0x7C00u ? 0x7F800000u : 0u; // infinity and NaN stay what they are
+  return bits_of<float>(bits | uint32_t{half & 0x8000u} << 16);
+}
+
+// Rounds to the nearest, and to the even one of two.
+uint16_t to_half(float value) {
+  const uint32_t bits = bits_of<uint32_t>(value);
+  const uint32_t sign = bits >> 16 & 0x8000u;
+  const uint32_t magnitude = bits & 0x7FFFFFFFu;
+  uint32_t half = 0;
+  if (magnitude > 0x7F800000u) {
+    half = 0x7E00u | (magnitude >> 13 & 0x1FFu); // NaN
+  } else if (magnitude >= 0x47800000u) { // 2**16
+    half = 0x7C00u;
+  } else if (magnitude < 0x38800000u) { // 2**-14, below which numbers are subnormal
+    half = bits_of<uint32_t>(bits_of<float>(magnitude) + 0.5f) - 0x3F000000u;
+  } else {
+    half = (magnitude - 0x38000000u + 0xFFFu + (magnitude >> 13 & 1u)) >> 13;
+  }
+  return static_cast<uint16_t>(sign | half);
+}
+
+template <typename From, typename To, typename Convert>
+void convert(const void* from, void* to, size_t count, Convert one) {
+  const auto* const source = static_cast<const From*>(from);
+  auto* const target = static_cast<To*>(to);
   for (size_t n = 0; n < count; ++n) {
-    if (wide[n] < std::numeric_limits<int32_t>::min() ||
-        wide[n] > std::numeric_limits<int32_t>::max()) {
-      return false;
+    target[n] = one(source[n]);
+  }
+}
+
+// Copies an input to the model's memory; false if it has an integer that does not fit there.
+bool copy_in(const Port& port, const NativeArgument& argument, void* memory, size_t count) {
+  if (count == 0) {
+    return true;
+  }
+  if (!is_converted(port, argument)) {
+    std::memcpy(memory, argument.data, count * size_of(port.type));
+  } else if (port.type == F16) {
+    convert<float, uint16_t>(argument.data, memory, count, to_half);
+  } else if (port.type == F32) {
+    convert<uint16_t, float>(argument.data, memory, count, to_float);
+  } else {
+    const auto* const wide = static_cast<const int64_t*>(argument.data);
+    for (size_t n = 0; n < count; ++n) {
+      if (wide[n] < std::numeric_limits<int32_t>::min() ||
+          wide[n] > std::numeric_limits<int32_t>::max()) {
+        return false;
+      }
+      static_cast<int32_t*>(memory)[n] = static_cast<int32_t>(wide[n]);
     }
-    narrow[n] = static_cast<int32_t>(wide[n]);
   }
   return true;
 }
 
-void widen(const void* from, void* to, size_t count) {
-  const auto* const narrow = static_cast<const int32_t*>(from);
-  auto* const wide = static_cast<int64_t*>(to);
-  for (size_t n = 0; n < count; ++n) {
-    wide[n] = narrow[n];
+// Copies an output from the model's memory.
+void copy_out(const Port& port, const void* memory, const NativeArgument& argument, size_t count) {
+  if (count == 0) {
+    return;
   }
-}
-
-float to_float(uint16_t half) {
-  const uint32_t sign = uint32_t{half & 0x8000u} << 16;
-  const uint32_t exponent = (half >> 10) & 0x1Fu;
-  const uint32_t fraction = half & 0x3FFu;
-  uint32_t bits = sign | (exponent + 112) << 23 | fraction << 13;
-  float value = 0;
-  if (exponent == 0) { // zero, or subnormal: a multiple of 2**-24
-    value = static_cast<float>(fraction) / 16777216.0f;
-    return sign != 0 ? -value : value;
+  if (!is_converted(port, argument)) {
+    std::memcpy(argument.data, memory, count * size_of(port.type));
+  } else if (port.type == F16) {
+    convert<uint16_t, float>(memory, argument.data, count, to_float);
+  } else if (port.type == F32) {
+    convert<float, uint16_t>(memory, argument.data, count, to_half);
+  } else {
+    convert<int32_t, int64_t>(memory, argument.data, count, [](int32_t value) {
+      return int64_t{value};
+    });
   }
-  if (exponent == 0x1F) {
-    bits = sign | 0x7F800000u | fraction << 13;
-  }
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
 }
 
 // --- Requests -----------------------------------------------------------------------------------
@@ -499,7 +549,7 @@ class Model {
   }
 
   static bool is_copied(const Port& port, const NativeArgument& argument, size_t count) {
-    return count * size_of(port.type) <= kCopied || is_widened(port, argument);
+    return count * size_of(port.type) <= kCopied || is_converted(port, argument);
   }
 
   // The sizes of a tensor as the model has them: those of a scalar are [1].
@@ -539,11 +589,7 @@ class Model {
       if (memory == nullptr && count > 0) {
         return kFailed;
       }
-      if (!is_widened(at, argument)) {
-        if (count > 0) {
-          std::memcpy(memory, argument.data, count * size_of(at.type));
-        }
-      } else if (!narrow(argument.data, memory, count)) {
+      if (!copy_in(at, argument, memory, count)) {
         return kNotHere;
       }
     }
@@ -624,12 +670,7 @@ class Model {
       } else {
         continue;
       }
-      const size_t count = count_of(*sizes);
-      if (is_widened(at, argument)) {
-        widen(memory, argument.data, count);
-      } else if (count > 0) {
-        std::memcpy(argument.data, memory, count * size_of(at.type));
-      }
+      copy_out(at, memory, argument, count_of(*sizes));
     }
     return kDone;
   }
@@ -703,11 +744,11 @@ class Model {
         const size_t to = (o * total + static_cast<size_t>(numbers[n])) * inner;
         const size_t from = (o * count + n) * inner;
         if (is_converted) {
-          const auto* const halves = reinterpret_cast<const uint16_t*>(source) + from;
-          float* const floats = reinterpret_cast<float*>(target) + to;
-          for (size_t k = 0; k < inner; ++k) {
-            floats[k] = to_float(halves[k]);
-          }
+          convert<uint16_t, float>(
+              reinterpret_cast<const uint16_t*>(source) + from,
+              reinterpret_cast<float*>(target) + to,
+              inner,
+              to_float);
         } else {
           const size_t size = size_of(state.type);
           std::memcpy(target + to * size, source + from * size, inner * size);

@@ -21,7 +21,8 @@ from coreml_delegate.formats.blob_layout import (
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
 from coreml_delegate.runtime.engines.base import EngineOptions, State
 from coreml_delegate.runtime.engines.reference import REFERENCE
-from coreml_delegate.runtime.mil.program import Program
+from coreml_delegate.runtime.engines.shapes import InputShapes
+from coreml_delegate.runtime.mil.program import Function, Program
 from coreml_delegate.runtime.mil.reader import read_files
 from coreml_delegate.runtime.model import Model, cast_input
 from coreml_delegate.runtime.native import SMALL, NativeCall, NativeProgram
@@ -54,7 +55,10 @@ class CoreMLDelegate:
         self._computes_with_torch = model.engine_name == REFERENCE.name
         # Shapes seldom change from call to call: the shapes of the last call need no check.
         self._flexible = model.flexible_inputs
-        self.python_reason = python_reason(model.engine_name, nbytes) or model.native_obstacle()
+        self.python_reason = (
+            python_reason(model.program, model.function, model.engine_name, nbytes)
+            or model.native_obstacle()
+        )
         given = [name for name, _, _ in self._inputs]
         is_native = self.python_reason is None
         self._native = model.native_call(given, self._outputs, self._state) if is_native else None
@@ -132,16 +136,23 @@ class CoreMLDelegate:
         }
 
 
-def python_reason(engine: str, nbytes: int) -> str | None:
-    """Return why a host calls a delegate in Python, as far as its engine and size say; or None.
+def python_reason(program: Program, function: Function, engine: str, nbytes: int) -> str | None:
+    """Return why a host calls a delegate in Python, as far as that is known before compilation.
 
     Args:
+        program: Its program.
+        function: What it runs.
         engine: Name of the engine that runs it.
         nbytes: Size of its blob.
+
+    Returns:
+        The reason, for people; None if there is none.
     """
     if engine == REFERENCE.name:
         return "the reference engine is Python"
-    return None if nbytes <= SMALL else f"it has more than {SMALL >> 20} MB"
+    if nbytes > SMALL:
+        return f"it has more than {SMALL >> 20} MB"
+    return InputShapes.of(program, function).native_obstacle
 
 
 def delegate_loader(engine: str, options: EngineOptions | None = None) -> DelegateLoader:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coreml_delegate.dynamic_shapes import input_sizes
 from coreml_delegate.errors import InputError
 from coreml_delegate.formats.blob import Buffer
 from coreml_delegate.runtime import diagnosis, tracing
@@ -67,9 +66,7 @@ class Model:
             engine, self.function, options or EngineOptions(), source
         )
         self._compiled = self._selection.compiled
-        self._shapes = InputShapes(
-            self.function.inputs, input_sizes.read(program.metadata, self.function.name)
-        )
+        self._shapes = InputShapes.of(program, self.function)
         params = {p.name: p.type for p in self.function.params}
         self._param_dtypes = {
             f.name: param.dtype
@@ -226,9 +223,7 @@ class Model:
 
     def native_obstacle(self) -> str | None:
         """Return why calls need Python; None if ``native_call`` returns one that does not."""
-        if self._shapes.limits(self.input_names) is None:
-            return "sizes of its inputs are given by formulas"
-        return self._compiled.native_obstacle()
+        return self._shapes.native_obstacle or self._compiled.native_obstacle()
 
     def _native_interface(
         self, inputs: Sequence[str], outputs: Sequence[str]

@@ -143,7 +143,7 @@ def _core_ml(partition: CoreMLPartition) -> dict[str, Any]:
         "identifier": metadata.identifier,
         "python_reason": "no engine here runs it"
         if engine is None
-        else python_reason(engine, summary["blob_bytes"]),
+        else python_reason(program, function, engine, summary["blob_bytes"]),
         "model": model,
     }
 

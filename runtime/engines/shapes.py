@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from coreml_delegate.dynamic_shapes import input_sizes
 from coreml_delegate.dynamic_shapes.expressions import SizeExpression
 from coreml_delegate.dynamic_shapes.input_sizes import Sizes
 from coreml_delegate.errors import BlobFormatError, InputError, OptionError
-from coreml_delegate.runtime.mil.program import Feature
+from coreml_delegate.runtime.mil.program import Feature, Function, Program
 from coreml_delegate.runtime.native import InputLimits, SizeLimit
 
 Range = tuple[int, int | None]
@@ -37,6 +38,15 @@ class InputShapes:
         self._related = list(_dimensions_with_expressions(features, sizes))
         self._names = tuple(f.name for f in self._open)
 
+    @classmethod
+    def of(cls, program: Program, function: Function) -> InputShapes:
+        """Return the shapes that a function of a program takes.
+
+        Raises:
+            BlobFormatError: See the class, or the metadata have another form.
+        """
+        return cls(function.inputs, input_sizes.read(program.metadata, function.name))
+
     @property
     def names(self) -> tuple[str, ...]:
         """The inputs whose shape is not fixed."""
@@ -50,6 +60,12 @@ class InputShapes:
         names = [feature.name for feature in listed]
         return [dict(zip(names, each, strict=True)) for each in combinations] if listed else []
 
+    @property
+    def native_obstacle(self) -> str | None:
+        """Why native calls cannot check the shapes, or None if they can."""
+        is_formula = not all(place.is_plain for place in self._related)
+        return "sizes of its inputs are given by formulas" if is_formula else None
+
     def limits(self, inputs: Sequence[str]) -> tuple[InputLimits, ...] | None:
         """Return what ``check`` checks, as native calls check it: enumerated shapes aside.
 
@@ -57,9 +73,9 @@ class InputShapes:
             inputs: Names of all inputs, in the order of calls.
 
         Returns:
-            For each input; None if sizes are given by formulas, which native calls do not have.
+            For each input; None if there is an obstacle.
         """
-        if not all(place.is_plain for place in self._related):
+        if self.native_obstacle is not None:
             return None
         firsts: dict[str, tuple[int, int]] = {}
         same_as: dict[tuple[str, int], tuple[int, int]] = {}

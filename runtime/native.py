@@ -16,6 +16,9 @@ from coreml_delegate.runtime.snapshots import Array
 HEADER: Final = "native_calls.h"
 """The header that says how native functions are called."""
 
+VERSION: Final = 3
+"""Of the header's interface, and of the descriptions that ``native_calls.cpp`` reads."""
+
 SMALL: Final = 4 << 20
 """Size of a model, in bytes, up to which native calls are made ready when it is loaded: 15 ms
 for a model of 2 MB on a busy machine. Calls of a larger model take long enough by themselves."""

@@ -4,6 +4,9 @@
 
 #include <cstdint>
 
+// Of this interface, and of the descriptions of functions and models. To be raised with any of them.
+constexpr int32_t kNativeVersion = 3;
+
 // A contiguous tensor of a call.
 struct NativeArgument {
   void* data;

@@ -20,12 +20,13 @@ from typing import Final
 
 from coreml_delegate.formats.blob import Buffer
 from coreml_delegate.formats.entry_cache import CacheOptions, EntryCache
-from coreml_delegate.runtime.native import NativeProgram
+from coreml_delegate.runtime.native import VERSION, NativeProgram
 
 FOLDER: Final = "native"
 """Folder of these files, in the folder of all caches."""
 
-_SCHEMA: Final = "coreml-delegate native 1"
+# With another version, files have other keys.
+_SCHEMA: Final = f"coreml-delegate native {VERSION}"
 _PAGE: Final = 4096
 
 
@@ -41,10 +42,11 @@ def write_native_file(
         processed: Its bytes in the ``.pte``.
 
     Returns:
-        Whether it has been written: it may be larger than the cache.
+        Whether it has been written: the cache may have no room for it.
     """
     key = native_file_key(program.machine, method, processed)
-    return EntryCache(options).write(key, {"method": method}, *_parts(program))
+    # An application would miss a file that another program's displaces.
+    return EntryCache(options, drops_others=False).write(key, {"method": method}, *_parts(program))
 
 
 def native_file_key(machine: str, method: str, processed: Buffer) -> bytes:

@@ -124,9 +124,16 @@ class _DamagedError(Exception):
 
 
 class EntryCache:
-    """The cache in one folder; the module describes its files."""
+    """The cache in one folder; the module describes its files.
 
-    def __init__(self, options: CacheOptions) -> None:
+    Args:
+        options: Where it is, and how large it may grow.
+        drops_others: Whether an entry is made room for by dropping others; if not, one that does
+            not fit in is not written.
+    """
+
+    def __init__(self, options: CacheOptions, *, drops_others: bool = True) -> None:
+        self._drops_others = drops_others
         self._folder = options.folder
         self._limit = options.limit_bytes
 
@@ -186,7 +193,9 @@ class EntryCache:
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             _sweep_unfinished(self._folder)
-            self._make_room(size)
+            if not self._make_room(size, key):
+                _logger.debug("not cached: there is no room for %d bytes", size)
+                return False
             with new_file(self._path(key), permissions=0o600) as file:
                 file.writelines(itertools.chain((start, rest), _chunks(payload), (described,)))
         except OSError as error:
@@ -218,14 +227,18 @@ class EntryCache:
                 status = path.stat()
                 yield EntryFile(path, status.st_size, status.st_mtime_ns)
 
-    def _make_room(self, size: int) -> None:
-        files = self.files()
+    def _make_room(self, size: int, key: bytes) -> bool:
+        """Drop entries until one of this size and key fits in, if that is allowed."""
+        files = [file for file in self.files() if file.path != self._path(key)]
         excess = sum(file.size for file in files) + size - self._limit
+        if not self._drops_others:
+            return excess <= 0
         for file in files:
             if excess <= 0:
-                return
+                break
             _try_unlink(file.path)
             excess -= file.size
+        return True
 
 
 def _chunks(payload: Iterable[Content]) -> Iterator[memoryview]:

@@ -5,7 +5,9 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <new>
 #include <type_traits>
+#include <vector>
 
 #include <executorch/runtime/core/evalue.h>
 #include <executorch/runtime/core/exec_aten/util/tensor_util.h>
@@ -14,8 +16,6 @@
 #include "native_calls.h"
 
 namespace {
-
-constexpr size_t kMostNativeArguments = 64;
 
 using NativeValues = executorch::runtime::Span<executorch::runtime::EValue*>;
 
@@ -44,10 +44,12 @@ int32_t call_natively(NativeRun run, void* model, NativeValues values) {
   static_assert(
       std::is_same_v<executorch::aten::SizesType, int32_t>,
       "sizes are passed as they are");
-  if (values.size() > kMostNativeArguments) {
-    return kNotHere;
+  std::vector<NativeArgument> arguments;
+  try {
+    arguments.resize(values.size());
+  } catch (const std::bad_alloc&) { // nothing may be thrown into the runtime
+    return kFailed;
   }
-  std::array<NativeArgument, kMostNativeArguments> arguments;
   for (size_t n = 0; n < values.size(); ++n) {
     if (values[n] == nullptr || !values[n]->isTensor()) {
       return kNotHere;

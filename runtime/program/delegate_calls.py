@@ -64,9 +64,7 @@ class DelegateStep:
             native_argument.type = _NUMBERS[argument.dtype]
             native_argument.sizes = (ctypes.c_int32 * len(argument.shape))(*argument.shape)
         numbered = list(enumerate(arguments))
-        self._given = [
-            (n, value.index, value.is_dynamic) for n, value in numbered if not value.is_new
-        ]
+        self._given = [(n, value) for n, value in numbered if not value.is_new]
         # New ones of dynamic shapes are made when these are known.
         self._made = [(n, value) for n, value in numbered if value.is_new and not value.is_dynamic]
         self._new: list[tuple[int, torch.Tensor]] = []
@@ -81,13 +79,19 @@ class DelegateStep:
         """
         values, frame = self._values, self._frame
         self._new.clear()
-        for n, index, is_dynamic in self._given:
-            tensor = values[index]
+        for n, value in self._given:
+            tensor = values[value.index]
+            shape = tensor.shape
             if not tensor.is_contiguous():
                 return False
             frame[n].data = tensor.data_ptr()
-            if is_dynamic:
-                for axis, size in enumerate(tensor.shape):
+            if not value.is_dynamic:
+                if shape != value.shape:  # moved there by a damaged program
+                    return False
+            elif len(shape) != len(value.shape):
+                return False
+            else:
+                for axis, size in enumerate(shape):
                     frame[n].sizes[axis] = size
         for n, value in self._made:
             self._new.append((value.index, torch.empty(value.shape, dtype=value.dtype)))
@@ -96,6 +100,7 @@ class DelegateStep:
             return False
         for index, tensor in self._new:
             values[index] = tensor
+        self._new.clear()
         return True
 
     def _resized(self, _: object, n: int, sizes: Any, rank: int) -> int | None:

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include <fcntl.h>
+#include <pwd.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -128,22 +129,24 @@ class Digest {
   uint64_t counted_ = 0;
 };
 
-constexpr char kSchema[] = "coreml-delegate native 1";
 constexpr char kDevice[] = "CPU";
 
 // What compiled models depend on besides the program.
 const std::string& machine() {
   static const std::string text = [] {
     std::array<char, 4096> found{};
-    return std::string(
-        coreml_native_machine(kDevice, found.data(), found.size()) == 1 ? found.data() : "");
+    if (coreml_native_machine(kDevice, found.data(), found.size()) != 1) {
+      throw std::runtime_error("OpenVINO's CPU plugin does not start");
+    }
+    return std::string(found.data());
   }();
   return text;
 }
 
 std::string key_of(const char* method, const void* processed, size_t size) {
   Digest digest;
-  for (const std::string& text : {std::string(kSchema), machine(), std::string(method)}) {
+  const std::string schema = "coreml-delegate native " + std::to_string(kNativeVersion);
+  for (const std::string& text : {schema, machine(), std::string(method)}) {
     digest.update(text);
     digest.update("\0", 1);
   }
@@ -155,11 +158,15 @@ std::string cache_folder() {
   if (const char* const named = std::getenv("COREML_DELEGATE_CACHE"); named && *named) {
     return named;
   }
-  if (const char* const caches = std::getenv("XDG_CACHE_HOME"); caches && *caches) {
+  if (const char* const caches = std::getenv("XDG_CACHE_HOME"); caches && *caches == '/') {
     return std::string(caches) + "/coreml-delegate";
   }
-  const char* const home = std::getenv("HOME");
-  return std::string(home == nullptr ? "" : home) + "/.cache/coreml-delegate";
+  const char* home = std::getenv("HOME");
+  if (home == nullptr) {
+    const passwd* const user = getpwuid(getuid());
+    home = user == nullptr ? "" : user->pw_dir;
+  }
+  return std::string(home) + "/.cache/coreml-delegate";
 }
 
 std::string path_of(const std::string& key) {
@@ -336,14 +343,17 @@ class Delegate {
       : method_(method), file_(path) {
     if (file_.data() == nullptr) {
       throw std::runtime_error(
-          "there is no such file: run `coreml-delegate compile` on this machine, with this "
-          "version of OpenVINO");
+          "it is not compiled; run `coreml-delegate compile` on this machine, with this version "
+          "of OpenVINO, which writes");
     }
     Reader reader = payload_of(file_, key);
     const uint64_t text = reader.number();
     const uint64_t pairs = reader.number();
     const uint64_t words = reader.number();
     const uint64_t models = reader.number();
+    if (pairs > text) {
+      throw std::runtime_error("its texts are damaged");
+    }
     const std::vector<const char*> texts = strings(reader.take(text), text, 1 + 2 * pairs);
     std::array<char, 1024> error{};
     const int64_t* const described = reader.words(words);
@@ -443,8 +453,9 @@ class NativeBackend final : public et::BackendInterface {
     } catch (const std::bad_alloc&) {
       return et::Error::MemoryAllocationFailed;
     } catch (const std::exception& error) {
+      // The reason first: the runtime cuts long messages off.
       ET_LOG(
-          Error, "Core ML delegate of method %s: %s: %s", method, path.c_str(), error.what());
+          Error, "Core ML delegate of method %s: %s: %s", method, error.what(), path.c_str());
       return et::Error::NotFound;
     }
   }

@@ -7,7 +7,7 @@ import os
 import random
 import struct
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +71,7 @@ def _run(
     *,
     method: str = "forward",
     times: int = 1,
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run the application with an environment that has nothing but the cache's folder."""
     files = []
@@ -80,7 +81,7 @@ def _run(
         files.append(f"{path}:{','.join(map(str, tensor.shape))}")
     return subprocess.run(
         [application, program, method, str(times), *files],
-        env={CACHE_VARIABLE: os.environ[CACHE_VARIABLE]},
+        env=environment or {CACHE_VARIABLE: os.environ[CACHE_VARIABLE]},
         capture_output=True,
         text=True,
         check=False,
@@ -129,6 +130,45 @@ def test_half_precision(application: Path, cache: Path, tmp_path: Path) -> None:
     lowered = lower(module, (x,), compile_specs=CoreMLBackend.generate_compile_specs())
     program = _compiled(lowered.pte, tmp_path)
     _assert_close(_outputs(_run(application, program, [x])), [module(x)], "fp16")
+
+
+def test_more_than_64_tensors(application: Path, cache: Path, tmp_path: Path) -> None:
+    module = Function(lambda *xs: tuple(torch.tanh(x) for x in xs))
+    inputs = tuple(torch.randn(2, 3) for _ in range(40))
+    program = _compiled(lower(module, inputs).pte, tmp_path)
+    _assert_close(_outputs(_run(application, program, inputs)), module(*inputs))
+
+
+def test_a_file_displaces_no_other(
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _compiled(_small()[2], tmp_path)
+    (first,) = cache.glob("native/*.entry")
+    monkeypatch.setenv(LIMIT_VARIABLE, str(first.stat().st_size + 1000))
+    _compiled(_small()[2], tmp_path)  # again, in its own place
+    capsys.readouterr()
+    _compiled(lower(Function(torch.tanh), (torch.randn(7),)).pte, tmp_path)
+    assert "not for applications without Python: the cache has no room for it" in (
+        capsys.readouterr().out
+    )
+    assert list(cache.glob("native/*.entry")) == [first]
+
+
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "HOME"])
+def test_files_are_found_where_they_are_written(
+    variable: str, application: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(LIMIT_VARIABLE, raising=False)
+    for name in (CACHE_VARIABLE, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path / "home"))
+    _, x, pte = _small()
+    program = _compiled(pte, tmp_path)
+    done = _run(application, program, [x], environment={variable: str(tmp_path / "home")})
+    assert len(_outputs(done)) == 1
 
 
 def test_states_are_the_applications(application: Path, cache: Path, tmp_path: Path) -> None:
@@ -222,7 +262,7 @@ def test_damaged_files_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("length", "message"), [(5000, "it is cut off"), (100, "no entry"), (0, "no such file")]
+    ("length", "message"), [(5000, "it is cut off"), (100, "no entry"), (0, "it is not compiled")]
 )
 def test_files_that_are_cut_off_are_refused(
     length: int, message: str, application: Path, cache: Path, tmp_path: Path
@@ -236,11 +276,24 @@ def test_files_that_are_cut_off_are_refused(
     assert message in done.stderr
 
 
+def _dynamic() -> tuple[bytes, tuple[torch.Tensor, ...]]:
+    rows = _DIM("rows", min=2, max=90)
+    return lower_scaled(({0: rows}, {0: rows})), (torch.randn(7, 30), torch.randn(7, 4))
+
+
+_DESCRIBED = {
+    "fixed": lambda: (_small()[2], (_small()[1],)),
+    "dynamic": _dynamic,
+    "states": lambda: (lower_stateful(Counting()), counting_steps()[0]),
+}
+
+
+@pytest.mark.parametrize("kind", _DESCRIBED)
 def test_descriptions_of_anything_end_no_process(
-    application: Path, cache: Path, tmp_path: Path
+    kind: str, application: Path, cache: Path, tmp_path: Path
 ) -> None:
     """Numbers that describe a delegate are replaced, and the checksum made right."""
-    _, x, pte = _small()
+    pte, inputs = _DESCRIBED[kind]()
     program = _compiled(pte, tmp_path)
     (path,) = cache.glob("native/*.entry")
     key = bytes.fromhex(path.stem)
@@ -255,13 +308,13 @@ def test_descriptions_of_anything_end_no_process(
     for _ in range(60):
         damaged = bytearray(payload)
         place = choose.choice([8 * choose.randrange(4), start + 8 * choose.randrange(words)])
-        value = choose.choice([-1, 0, 1, 2, 7, 64, 1 << 20, 1 << 40, -(1 << 62)])
+        value = choose.choice([-1, 0, 1, 2, 7, 64, 1 << 20, 1 << 40, -(1 << 62), -(1 << 63)])
         struct.pack_into("<q", damaged, place, value)
         assert entries.write(key, {}, bytes(damaged))
-        done = _run(application, program, [x])
+        done = _run(application, program, inputs)
         assert done.returncode in (0, 1), (place, value, done.stderr)
     assert entries.write(key, {}, payload)
-    assert _run(application, program, [x]).returncode == 0
+    assert _run(application, program, inputs).returncode == 0
 
 
 def test_the_key_is_the_same_for_any_length(application: Path, cache: Path, tmp_path: Path) -> None:

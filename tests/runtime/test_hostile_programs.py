@@ -416,6 +416,10 @@ _GROWING = {
         x=mb.reshape(x=mb.tile(x=x, reps=np.array([100], np.int32)), shape=[-1, 100]),
         reps=_vector(n, 1),
     ),
+    "a tile of a range": lambda x, n: mb.tile(
+        x=mb.range_1d(start=np.int32(0), end=_scalar(n), step=np.int32(1)),
+        reps=np.array([100], np.int32),
+    ),
     "a range that sizes another tensor": lambda x, n: mb.fill(
         shape=mb.concat(
             values=[

@@ -45,13 +45,14 @@ def require_room(
     """Return ``control``, whose computation fails if a tensor would be too large.
 
     Args:
-        control: What the tensor's sizes are computed from; returned as it is if that is no value
-            of an input.
+        control: What the tensor's sizes are computed from; returned as it is if they follow from
+            shapes.
         sizes: Numbers whose product is the number of elements, a vector or a scalar.
         like: A tensor with its element type; None for four bytes.
         beside: A tensor whose number of elements is another factor.
     """
-    if not _comes_from_values(control):
+    others = () if beside is None else (shape_of(beside),)
+    if not any(map(_comes_from_values, (control, *others))):
         return control
     nbytes = 4 if like is None else max(element_type(like).bitwidth // 8, 1)
     elements = ops.absolute(f32(sizes))

@@ -105,7 +105,9 @@ class EnumeratedFunction:
         if self.native_obstacle() is not None:
             return None
         with self._building:
-            models = [graph.native_model(interface) for graph in self._graphs.values()]
+            with self._lock:
+                graphs = list(self._graphs.values())
+            models = [graph.native_model(interface) for graph in graphs]
             function = load_natively(describe_function(self._first.config, interface, models))
             if function is None:
                 return None

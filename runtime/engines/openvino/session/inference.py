@@ -382,7 +382,8 @@ class OpenVinoFunction:
                 # Behind the places of rows, the rows.
                 port = next(ports) if axes is None else (next(ports), next(ports))[1]
                 written = self._type_name(self.compiled.outputs[port])
-                if (written, kept) != ("f16", "f32") and written != kept:
+                # Of other types, a new value may be an input as it is, or lie in the state itself.
+                if written != "f16" or kept != ("f16" if axes is None else "f32"):
                     return f"its states are kept in {kept} and written in {written}"
         return native_obstacle(self.compiled)
 

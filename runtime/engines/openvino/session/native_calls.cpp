@@ -7,6 +7,7 @@
 
 #include "native_calls.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
@@ -23,7 +24,6 @@
 
 namespace {
 
-constexpr int32_t kInterfaceVersion = 2;
 constexpr int64_t kOpen = -1; // a size that each call brings, or a limit that there is not
 
 // Binding costs about a microsecond, as copying this much does.
@@ -308,7 +308,7 @@ struct Slot {
 // A result in OpenVINO's memory.
 struct Fetched {
   TensorPointer tensor;
-  const void* data = nullptr;
+  void* data = nullptr;
   ov_element_type_e type = DYNAMIC;
   Sizes sizes;
 };
@@ -330,28 +330,28 @@ class Request {
     return ov_compiled_model_create_infer_request(model, &request_) == OK;
   }
 
-  // Returns memory of the port's own, bound; null if OpenVINO fails or there are no bytes.
-  void* own(const Port& port, size_t slot, bool is_input, const Sizes& sizes) {
+  // Binds memory of the port's own. The address is null if there are no bytes.
+  bool own(const Port& port, size_t slot, bool is_input, const Sizes& sizes, void*& data) {
     Slot& at = slots_[slot];
-    void* data = const_cast<void*>(at.own.data);
+    data = const_cast<void*>(at.own.data);
     if (at.own.tensor == nullptr || at.own.sizes != sizes) {
       ov_tensor_t* tensor = nullptr;
       if (ov_tensor_create(port.type, shape_of(sizes), &tensor) != OK) {
-        return nullptr;
+        return false;
       }
       TensorPointer made(tensor);
       // Memory of no bytes cannot be asked for.
       data = nullptr;
       if ((count_of(sizes) > 0 && ov_tensor_data(tensor, &data) != OK) ||
           !set(port, tensor, is_input)) {
-        return nullptr;
+        return false;
       }
       at.own = {std::move(made), data, sizes};
     } else if (at.bound != &at.own && !set(port, at.own.tensor.get(), is_input)) {
-      return nullptr;
+      return false;
     }
     at.bound = &at.own;
-    return data;
+    return true;
   }
 
   bool bind(const Port& port, size_t slot, bool is_input, void* data, const Sizes& sizes) {
@@ -437,9 +437,17 @@ class Model {
   explicit Model(Words& words) : alone_(words.next() != 0) {
     inputs_ = read_ports(words);
     outputs_ = read_ports(words);
+    for (const Port& output : outputs_) {
+      if (!output.is_fetched && is_open(output)) {
+        throw std::runtime_error("an output of open sizes that is not fetched");
+      }
+    }
     states_.resize(words.count());
     for (StatePorts& state : states_) {
       state.input = read_port(words);
+      if (is_open(state.input)) {
+        throw std::runtime_error("a state of open sizes");
+      }
       state.has_rows = words.next() != 0;
       if (!state.has_rows) {
         state.output = state.input;
@@ -504,6 +512,16 @@ class Model {
     return states_;
   }
 
+  // Whether both read and write the same memory.
+  bool has_states_of(const Model& other) const {
+    return std::equal(
+        states_.begin(), states_.end(), other.states_.begin(), other.states_.end(),
+        [](const StatePorts& one, const StatePorts& two) {
+          return one.input.type == two.input.type && one.input.sizes == two.input.sizes &&
+              one.has_rows == two.has_rows;
+        });
+  }
+
   int32_t run(const NativeArgument* arguments, size_t count, const Caller& caller) {
     if ((caller.state == nullptr) != states_.empty()) {
       return kNotHere;
@@ -527,12 +545,21 @@ class Model {
   }
 
  private:
+  static bool is_open(const Port& port) {
+    return std::find(port.sizes.begin(), port.sizes.end(), kOpen) != port.sizes.end();
+  }
+
   static Port read_port(Words& words) {
     Port port;
     port.index = static_cast<size_t>(words.next());
     port.type = static_cast<ov_element_type_e>(words.next());
     port.is_fetched = words.next() != 0;
     port.sizes = words.sizes();
+    for (const int64_t size : port.sizes) {
+      if (size < kOpen) {
+        throw std::runtime_error("a size that is negative");
+      }
+    }
     return port;
   }
 
@@ -585,8 +612,8 @@ class Model {
         }
         continue;
       }
-      void* const memory = request.own(at, n, true, request.sizes);
-      if (memory == nullptr && count > 0) {
+      void* memory = nullptr;
+      if (!request.own(at, n, true, request.sizes, memory)) {
         return kFailed;
       }
       if (!copy_in(at, argument, memory, count)) {
@@ -609,7 +636,8 @@ class Model {
       }
       const size_t count = count_of(at.sizes);
       if (is_copied(at, argument, count)) {
-        if (request.own(at, position, false, at.sizes) == nullptr && count > 0) {
+        void* memory = nullptr;
+        if (!request.own(at, position, false, at.sizes, memory)) {
           return kFailed;
         }
       } else if (!request.bind(at, position, false, argument.data, at.sizes)) {
@@ -654,7 +682,7 @@ class Model {
       const Port& at = outputs_[n];
       const size_t position = inputs_.size() + n;
       NativeArgument& argument = request.arguments[position];
-      const void* memory = nullptr;
+      void* memory = nullptr;
       const Sizes* sizes = &at.sizes;
       if (at.is_fetched) {
         if (!request.fetch(at.index, found)) {
@@ -666,7 +694,9 @@ class Model {
         memory = found.data;
         sizes = &found.sizes;
       } else if (is_copied(at, argument, count_of(at.sizes))) {
-        memory = request.own(at, position, false, at.sizes);
+        if (!request.own(at, position, false, at.sizes, memory)) {
+          return kFailed;
+        }
       } else {
         continue;
       }
@@ -880,6 +910,9 @@ class Function {
       return false;
     }
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (!models_.empty() && !models_.front()->has_states_of(*model)) {
+      throw std::runtime_error("models that keep other states");
+    }
     models_.push_back(std::move(model));
     return true;
   }
@@ -963,16 +996,16 @@ struct Bound {
 #define NATIVE_EXPORT extern "C" __attribute__((visibility("default")))
 
 NATIVE_EXPORT int32_t coreml_native_version() {
-  return kInterfaceVersion;
+  return kNativeVersion;
 }
 
 NATIVE_EXPORT int32_t coreml_native_machine(const char* device, char* text, uint64_t size) {
-  const ov_core_t* const core = core_of(device, nullptr, 0);
-  ov_version_t version{};
-  if (core == nullptr || ov_get_openvino_version(&version) != OK) {
-    return 0;
-  }
   try {
+    const ov_core_t* const core = core_of(device, nullptr, 0);
+    ov_version_t version{};
+    if (core == nullptr || ov_get_openvino_version(&version) != OK) {
+      return 0;
+    }
     std::string found = version.buildNumber;
     ov_version_free(&version);
     for (const char* const name : {"FULL_DEVICE_NAME", "OPTIMIZATION_CAPABILITIES"}) {

@@ -13,7 +13,7 @@ import importlib.resources
 import logging
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,11 +36,11 @@ _logger = logging.getLogger(__name__)
 
 _PACKAGE: Final = "coreml_delegate.runtime.engines.openvino.session"
 _SOURCE: Final = "native_calls.cpp"
-_INTERFACE_VERSION: Final = 2
 _ERROR_BYTES: Final = 1024
 _MACHINE_BYTES: Final = 4096
 # A size that is not fixed, a limit or a dimension that there is not.
 _OPEN: Final = -1
+_LARGEST: Final = 1 << 62
 
 # Element types as OpenVINO's C library counts them (ov_common.h), of those that cross a boundary.
 _TYPES: Final[Mapping[str, int]] = {
@@ -84,7 +84,7 @@ class NativeFunction:
         if not self._function:
             raise _refused(error)
         self._contents: list[bytes] = []
-        weakref.finalize(self, _free, library, self._function, self._contents)
+        _when_gone(self, _free, library, self._function, self._contents)
         for model in program.models:
             self.add(model)
 
@@ -101,11 +101,11 @@ class NativeFunction:
         """
         error = ctypes.create_string_buffer(_ERROR_BYTES)
         content = model.content
-        self._contents.append(content)
         if not self._library.coreml_native_add(
             self._function, *_array(model.words), content, len(content), error, len(error)
         ):
             raise _refused(error)
+        self._contents.append(content)
 
     def bind(self, state: NativeState | None) -> NativeCall:
         """Return how to call it with these states, which have to live as long as the result."""
@@ -117,7 +117,7 @@ class NativeFunction:
             raise MemoryError
         run = ctypes.cast(library.coreml_native_run, ctypes.c_void_p).value or 0
         call = NativeCall(run, model)
-        weakref.finalize(call, _unbind, library, model, self, state)
+        _when_gone(call, _unbind, library, model, self, state)
         return call
 
 
@@ -159,7 +159,9 @@ def describe_function(
     for limits in interface.limits:
         words += _limit_words(limits)
     pairs = tuple((name, str(value)) for name, value in config.items())
-    return NativeProgram(_machine(), DEVICE, pairs, tuple(words), tuple(models))
+    return NativeProgram(
+        _describe_machine(_library()[0]), DEVICE, pairs, tuple(words), tuple(models)
+    )
 
 
 def describe_model(
@@ -203,10 +205,9 @@ def describe_model(
     return NativeModel(tuple(words), compiled.export_model().getvalue())
 
 
-@functools.cache
-def _machine() -> str:
+def _describe_machine(library: Any) -> str:
     text = ctypes.create_string_buffer(_MACHINE_BYTES)
-    if not _library()[0].coreml_native_machine(DEVICE.encode(), text, len(text)):
+    if not library.coreml_native_machine(DEVICE.encode(), text, len(text)):
         raise EngineUnavailableError("OpenVINO's C library does not describe the machine")
     return text.value.decode()
 
@@ -215,8 +216,9 @@ def _limit_words(limits: InputLimits) -> Iterator[int]:
     yield int(limits is None)
     yield len(limits or ())
     for limit in limits or ():
-        yield limit.low
-        yield _OPEN if limit.high is None else limit.high
+        # A program may have any bounds; no tensor has larger sizes.
+        yield min(limit.low, _LARGEST)
+        yield _OPEN if limit.high is None else min(limit.high, _LARGEST)
         yield from limit.same_as or (_OPEN, _OPEN)
 
 
@@ -238,6 +240,11 @@ def _refused(error: Any) -> EngineUnavailableError:
     return EngineUnavailableError(
         "OpenVINO's C library refuses the function", got=error.value.decode(errors="replace")
     )
+
+
+def _when_gone(owner: object, release: Callable[..., None], *arguments: Any) -> None:
+    """Call ``release`` when ``owner`` is gone; not at the end of the process, where it may run."""
+    weakref.finalize(owner, release, *arguments).atexit = False
 
 
 def _free(library: Any, function: int, _: list[bytes]) -> None:
@@ -280,7 +287,7 @@ def _load() -> Any:
     path = source.build()
     ctypes.CDLL(str(found[0]))  # by its name, the library finds the one that is loaded
     library = ctypes.CDLL(str(path))
-    if library.coreml_native_version() != _INTERFACE_VERSION:
+    if library.coreml_native_version() != native.VERSION:
         raise EngineUnavailableError("native calls are of another version", got=str(path))
     words = ctypes.POINTER(ctypes.c_int64), ctypes.c_uint64
     message = ctypes.c_char_p, ctypes.c_uint64
@@ -295,4 +302,5 @@ def _load() -> Any:
     library.coreml_native_bind.argtypes = (pointer, ctypes.POINTER(NativeState))
     for release in (library.coreml_native_free, library.coreml_native_unbind):
         release.restype, release.argtypes = None, (pointer,)
+    _describe_machine(library)  # so that it is known to be possible
     return library

@@ -61,12 +61,14 @@ class Scaled(nn.Module):
         return torch.relu(x) + y.sum(), x.sum(0), y * 2, y
 
 
-def lower_scaled(sizes: Any, *, others: int = 6, listed: Any = None) -> Any:
+def lower_scaled(
+    sizes: Any, module: nn.Module | None = None, *, others: int = 6, listed: Any = None
+) -> Any:
     exported = torch.export.export(
-        Scaled(), (torch.randn(6, 30), torch.randn(others, 4)), dynamic_shapes=sizes
+        module or Scaled(), (torch.randn(6, 30), torch.randn(others, 4)), dynamic_shapes=sizes
     )
     specs = fp32_specs(minimum_deployment_target=ct.target.iOS18)
     if listed is not None:
         specs.append(CoreMLBackend.generate_enumerated_shapes_compile_spec(exported, listed))
-    partitioner = CoreMLPartitioner(compile_specs=specs)
+    partitioner = CoreMLPartitioner(compile_specs=specs, take_over_mutable_buffer=True)
     return to_edge_transform_and_lower(exported, partitioner=[partitioner]).to_executorch().buffer

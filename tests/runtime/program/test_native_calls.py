@@ -29,7 +29,7 @@ from coreml_delegate.errors import ExecutionError, InputError
 from coreml_delegate.runtime import delegate
 from coreml_delegate.runtime.delegate import CoreMLDelegate
 from coreml_delegate.runtime.engines.openvino.session import inference, native_calls
-from coreml_delegate.runtime.native import NATIVE_RUN
+from coreml_delegate.runtime.native import NATIVE_RESIZE, NATIVE_RUN
 
 ATOL, RTOL = ATOL_RTOL["fp32"]
 STATE_ATOL, STATE_RTOL = ATOL_RTOL["fp16"]
@@ -263,6 +263,41 @@ def test_shapes_within_bounds_enter_no_python(host: str, calls: list[str]) -> No
     assert calls == []
     with pytest.raises(InputError, match="901 in dimension 0, at most 900"):
         program.run("forward", (torch.randn(901, 30), torch.randn(6, 4)))
+
+
+class ScaledAndCounted(Scaled):
+    """Keeps how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.count.add_(1)
+        return (*super().forward(x, y), self.count + 0)
+
+
+def test_a_call_whose_outputs_cannot_be_resized_changes_no_state() -> None:
+    sizes = ({0: _DIM("rows", min=2, max=9)}, {0: _DIM("others", min=2, max=9)})
+    pte = lower_scaled(sizes, ScaledAndCounted())
+    program = runtime.load_program(pte, engine="openvino")
+    (delegate,) = program.delegates("forward")
+    names = delegate.model.output_names
+    given = {name: np.ones((3, width), np.float32) for name, width in (("x", 30), ("y", 4))}
+    results = delegate.model.predict(given, delegate.model.make_state())
+    order = [n for n, _, _ in delegate._inputs]
+    outputs = [np.empty([1] * results[name].ndim, np.float32) for name in names]
+    arguments = native_arguments(*(given[name] for name in order), *outputs)
+    call = delegate.model.native_call(order, names, delegate.state)
+    asked: list[tuple[int, ...]] = []
+
+    def refuse(_: object, n: int, sizes: Any, rank: int) -> None:
+        asked.append((n, *sizes[:rank]))
+
+    for resize in (NATIVE_RESIZE(refuse), None):
+        assert NATIVE_RUN(call.run)(call.model, arguments, len(arguments), resize, None) == 1
+    assert asked
+    assert not any(value.any() for value in delegate.state.snapshot().values())
 
 
 @pytest.mark.parametrize("host", HOSTS)

@@ -17,7 +17,8 @@ HEADER: Final = "native_calls.h"
 """The header that says how native functions are called."""
 
 VERSION: Final = 3
-"""Of the header's interface, and of the descriptions that ``native_calls.cpp`` reads."""
+"""Version of the header and of the format in which functions and models are described; equal to
+``kNativeVersion`` of the header."""
 
 SMALL: Final = 4 << 20
 """Size of a model, in bytes, up to which native calls are made ready when it is loaded: 15 ms
@@ -45,7 +46,8 @@ class SizeLimit:
 
 
 InputLimits = tuple[SizeLimit, ...] | None
-"""Of each dimension of an input; None if only the compiled model knows what it takes."""
+"""The limits of the dimensions of one input, in order; None if the shapes of the compiled models
+are its only limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class NativeInterface:
     Attributes:
         inputs: Feature names, in the order in which calls pass the tensors.
         outputs: Likewise.
-        limits: Of each input.
+        limits: The sizes that each input may have.
     """
 
     inputs: tuple[str, ...]

@@ -36,7 +36,7 @@ def write_native_file(
     """Write the file of a delegate.
 
     Args:
-        options: Of the cache.
+        options: Where the cache is, and how large it may grow.
         program: What the delegate runs.
         method: The method that it belongs to.
         processed: Its bytes in the ``.pte``.

@@ -7,7 +7,7 @@ import os
 import random
 import struct
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -243,34 +243,31 @@ def test_without_a_compiled_program_it_says_what_to_do(
     assert "run `coreml-delegate compile` on this machine" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [(0, "no entry of this version"), (-1, "its checksum is wrong"), (5000, "checksum is wrong")],
-)
+_DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "another magic": (lambda content: b"?" + content[1:], "no entry of this version"),
+    "a byte of the models": (
+        lambda content: content[:5000] + bytes([content[5000] ^ 1]) + content[5001:],
+        "its checksum is wrong",
+    ),
+    "the last byte": (
+        lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+        "its checksum is wrong",
+    ),
+    "cut off": (lambda content: content[:5000], "it is cut off"),
+    "cut off in the header": (lambda content: content[:100], "no entry"),
+    "empty": (lambda _: b"", "it is not compiled"),
+}
+
+
+@pytest.mark.parametrize("damage", _DAMAGES)
 def test_damaged_files_are_refused(
-    place: int, message: str, application: Path, cache: Path, tmp_path: Path
+    damage: str, application: Path, cache: Path, tmp_path: Path
 ) -> None:
     _, x, pte = _small()
     program = _compiled(pte, tmp_path)
     (entry,) = cache.glob("native/*.entry")
-    content = bytearray(entry.read_bytes())
-    content[place] ^= 1
-    entry.write_bytes(content)
-    done = _run(application, program, [x])
-    assert done.returncode == 1
-    assert message in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("length", "message"), [(5000, "it is cut off"), (100, "no entry"), (0, "it is not compiled")]
-)
-def test_files_that_are_cut_off_are_refused(
-    length: int, message: str, application: Path, cache: Path, tmp_path: Path
-) -> None:
-    _, x, pte = _small()
-    program = _compiled(pte, tmp_path)
-    (entry,) = cache.glob("native/*.entry")
-    entry.write_bytes(entry.read_bytes()[:length])
+    change, message = _DAMAGES[damage]
+    entry.write_bytes(change(entry.read_bytes()))
     done = _run(application, program, [x])
     assert done.returncode == 1
     assert message in done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -10,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import openvino as ov
 import pytest
+from openvino import opset15 as ov_ops
 from support import damage, handmade
 from support.mil import build, main, mb
 
@@ -25,6 +26,8 @@ from coreml_delegate.formats.mlpackage import map_folder
 from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.limits import MAX_LIST
+from coreml_delegate.runtime.engines.openvino import graph
+from coreml_delegate.runtime.engines.openvino.computed_sizes import require_room
 from coreml_delegate.runtime.engines.openvino.engine import OPENVINO
 from coreml_delegate.runtime.engines.reference import REFERENCE, memory_guard
 from coreml_delegate.runtime.engines.selection import ENGINES
@@ -372,7 +375,7 @@ def test_writes_outside_of_a_vector_are_refused(case, dtype):
             compiled(inputs | {"n": np.array([place], np.int32)})
 
 
-def test_updates_of_a_slice_outside_of_a_vector_write_nothing_beyond_it():
+def test_updates_of_a_slice_outside_of_a_vector_are_refused():
     def function(x, n, v):
         return mb.slice_update(x=x, update=v, begin=n, end=mb.add(x=n, y=np.array([1], np.int32)))
 
@@ -380,10 +383,12 @@ def test_updates_of_a_slice_outside_of_a_vector_write_nothing_beyond_it():
     compiled = OPENVINO.compile(main(build(function, inputs)), EngineOptions())
     (result,) = compiled(inputs).values()
     assert result.tolist() == [0, 0, 1]
-    for place in (3, 1 << 20, -(1 << 20)):
-        with contextlib.suppress(ExecutionError):
-            (result,) = compiled(inputs | {"n": np.array([place], np.int32)}).values()
-            assert result.shape == (3,)
+    for place in (3, 1 << 20):
+        with pytest.raises(ExecutionError):
+            compiled(inputs | {"n": np.array([place], np.int32)})
+    # A beginning before the first element is the first.
+    (result,) = compiled(inputs | {"n": np.array([-(1 << 20)], np.int32)}).values()
+    assert result.tolist() == [1, 0, 0]
 
 
 # Tensors of n times a hundred elements of four bytes, or some more.
@@ -453,16 +458,17 @@ def test_tensors_of_computed_sizes_are_bounded(case, threads, monkeypatch):
     np.testing.assert_array_equal(again, result)
 
 
-def test_sizes_that_follow_from_shapes_are_not_checked(monkeypatch):
-    monkeypatch.setattr(limits, "MAX_COMPUTED", 0)
-
-    def function(x):
-        rows = mb.gather(x=mb.shape(x=x), indices=np.int32(0))
-        return mb.range_1d(start=np.int32(0), end=rows, step=np.int32(1))
-
-    compiled = OPENVINO.compile(main(build(function, {"x": _X})), EngineOptions())
-    (result,) = compiled({"x": _X}).values()
-    assert result.tolist() == list(range(len(_X)))
+def test_sizes_that_follow_from_shapes_are_not_checked():
+    x, n = ov_ops.parameter(ov.PartialShape([-1, 3]), np.float32), ov_ops.parameter([1], np.int32)
+    count = ov_ops.squeeze(n, graph.ints(0))
+    computed = ov_ops.range(graph.ints(0), count, graph.ints(1), "i32")
+    for sizes, is_checked in (
+        (graph.shape_of(x), False),
+        (n, True),
+        (graph.shape_of(computed), True),
+        (ov_ops.add(graph.shape_of(x), n), True),
+    ):
+        assert (require_room(sizes, sizes) is not sizes) is is_checked
 
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=lambda engine: engine.name)

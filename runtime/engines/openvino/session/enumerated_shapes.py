@@ -8,8 +8,8 @@ block would gain 3 to 7 %). Declaring the bounds to OpenVINO was measured to cha
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +28,8 @@ from coreml_delegate.runtime.engines.openvino.session.states import OpenVinoStat
 from coreml_delegate.runtime.engines.shapes import check_shape
 from coreml_delegate.runtime.mil.program import Function, NamedType, TensorType
 from coreml_delegate.runtime.native import NativeCall, NativeInterface, NativeModel, NativeProgram
+
+_logger = logging.getLogger(__name__)
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 """Shape by name of every input that has enumerated shapes."""
@@ -157,8 +159,10 @@ class EnumeratedFunction:
             return
         for function, interface in self._native.items():
             if function.model_count < _KEPT:
-                with contextlib.suppress(EngineUnavailableError):  # then it is called in Python
+                try:
                     function.add(graph.native_model(interface))
+                except EngineUnavailableError as error:
+                    _logger.debug("calls of this shape are made in Python: %s", error)
 
     def _found(self, key: _Key) -> OpenVinoFunction | None:
         with self._lock:

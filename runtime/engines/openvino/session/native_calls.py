@@ -177,7 +177,7 @@ def describe_model(
     Args:
         compiled: ``openvino.CompiledModel``.
         inputs: Indices of its inputs, in the order in which calls pass them.
-        outputs: Of its outputs, likewise.
+        outputs: Indices of its outputs, likewise.
         passed_on: Outputs that are inputs, whose memory must not be bound.
         states: Indices of the inputs that are states.
         writes: How each state is written, by the outputs behind ``outputs``.

@@ -227,5 +227,5 @@ def _label(constant: Constant) -> str:
 
 def _address(constant: Constant) -> int:
     """Return where the data lies; functions share weights, so one address is one weight."""
-    data = constant.data if constant.packed is None else constant.packed
+    data = constant.stored
     return data.ctypes.data if isinstance(data, np.ndarray) else id(constant)

@@ -109,6 +109,9 @@ _BY_NUMBER = {member.value.number: member for member in DType}
 _BY_LABEL = {member.value.label: member for member in DType}
 
 
+_NIBBLE = 4  # bits
+
+
 def packed_nbytes(dtype: DType, count: int) -> int:
     """Return the bytes that ``count`` elements of ``dtype`` take in storage."""
     return (dtype.bits * count + 7) // 8
@@ -125,9 +128,12 @@ def unpack_bits(packed: NDArray[np.uint8], dtype: DType, count: int) -> NDArray[
     Returns:
         [count], int8 for int4 and uint8 for the rest.
     """
-    bits = np.unpackbits(packed, bitorder="little", count=count * dtype.bits)
-    weights = (1 << np.arange(dtype.bits)).astype(np.uint8)
-    values = (bits.reshape(count, dtype.bits) * weights).sum(axis=1, dtype=np.uint8)
+    if dtype.bits == _NIBBLE:
+        values = np.stack((packed & 0x0F, packed >> _NIBBLE), axis=-1).reshape(-1)[:count]
+    else:
+        bits = np.unpackbits(packed, bitorder="little", count=count * dtype.bits)
+        weights = (1 << np.arange(dtype.bits)).astype(np.uint8)
+        values = (bits.reshape(count, dtype.bits) * weights).sum(axis=1, dtype=np.uint8)
     if dtype is DType.INT4:
-        return ((values.astype(np.int8) ^ 8) - 8).astype(np.int8)
+        return (values.view(np.int8) ^ 8) - np.int8(8)
     return values

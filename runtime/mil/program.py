@@ -7,6 +7,7 @@ read-only views, of the mapped weight file wherever the value lives there.
 from __future__ import annotations
 
 import enum
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coreml_delegate.errors import ProgramError
-from coreml_delegate.runtime.mil.dtypes import DType
+from coreml_delegate.runtime.mil.dtypes import DType, unpack_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,24 +76,55 @@ Literal: TypeAlias = "NDArray[np.generic] | str | tuple[Literal, ...] | dict[Lit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """Integers of fewer than eight bits, as they are stored.
+
+    Attributes:
+        stored: [ceil(elements * bits / 8)], uint8, least significant bits first.
+        dtype: A packed type.
+        shape: Of the tensor.
+    """
+
+    stored: NDArray[np.uint8]
+    dtype: DType
+    shape: tuple[int, ...]
+
+    def unpack(self) -> NDArray[np.generic]:
+        """Return the tensor with one element per byte, in new memory."""
+        data = unpack_bits(self.stored, self.dtype, math.prod(self.shape)).reshape(self.shape)
+        data.flags.writeable = False
+        return data
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Constant:
     """A literal value.
 
-    ``data`` of a packed type (``type.dtype.is_packed``) is already widened to one element per byte;
-    ``packed`` then keeps the stored bytes, for engines that take them as they are.
+    Attributes:
+        type: Its type.
+        content: The value; packed as it is stored if its type is (``type.dtype.is_packed``).
+        offset: Byte offset in the weight file, None for an immediate value.
     """
 
     type: ValueType
-    data: Literal
-    packed: NDArray[np.uint8] | None = None
-    offset: int | None = None  # byte offset in the weight file, None for an immediate value
+    content: Literal | Packed
+    offset: int | None = None
+
+    @property
+    def data(self) -> Literal:
+        """The value. That of a packed type is unpacked at every access, and not kept."""
+        return self.content.unpack() if isinstance(self.content, Packed) else self.content
+
+    @property
+    def stored(self) -> Literal:
+        """The value as it is stored: the bytes of a packed type."""
+        return self.content.stored if isinstance(self.content, Packed) else self.content
 
     @property
     def nbytes(self) -> int:
         """Stored size in bytes (packed size for sub-byte types)."""
-        if self.packed is not None:
-            return self.packed.nbytes
-        return self.data.nbytes if isinstance(self.data, np.ndarray) else 0
+        stored = self.stored
+        return stored.nbytes if isinstance(stored, np.ndarray) else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from coreml_delegate.formats.blob import Buffer
 from coreml_delegate.formats.mlpackage import MAIN, MODEL_PATH, locate, map_folder
 from coreml_delegate.formats.weight_file import check_header, read_record
 from coreml_delegate.runtime.mil import features
-from coreml_delegate.runtime.mil.dtypes import DType, packed_nbytes, unpack_bits
+from coreml_delegate.runtime.mil.dtypes import DType, packed_nbytes
 from coreml_delegate.runtime.mil.program import (
     Binding,
     Block,
@@ -32,6 +32,7 @@ from coreml_delegate.runtime.mil.program import (
     Literal,
     NamedType,
     Op,
+    Packed,
     Program,
     Ref,
     StateType,
@@ -186,6 +187,8 @@ class WeightFile:
 class _Reader:
     def __init__(self, weights: Mapping[str, WeightFile]) -> None:
         self._weights = weights
+        # Functions share weights: one constant for all of them.
+        self._stored: dict[tuple[str, int, TensorType], Constant] = {}
 
     def function(self, name: str, message: Any, description: Any) -> Function:
         if message.opset not in message.block_specializations:
@@ -275,9 +278,12 @@ class _Reader:
                 got=value.fileName,
                 expected=", ".join(self._weights) or "no weight file at all",
             )
-        shape, count = _static(declared)
-        raw = self._weights[name].read(value.offset, declared.dtype, count)
-        return _from_bytes(declared, shape, raw, offset=value.offset)
+        key = name, int(value.offset), declared
+        if key not in self._stored:
+            shape, count = _static(declared)
+            raw = self._weights[name].read(value.offset, declared.dtype, count)
+            self._stored[key] = _from_bytes(declared, shape, raw, offset=value.offset)
+        return self._stored[key]
 
 
 def _value_type(message: Any, depth: int) -> ValueType:
@@ -368,9 +374,7 @@ def _from_bytes(
     declared: TensorType, shape: tuple[int, ...], raw: NDArray[np.uint8], *, offset: int | None
 ) -> Constant:
     if declared.dtype.is_packed:
-        data = unpack_bits(raw, declared.dtype, math.prod(shape)).reshape(shape)
-        data.flags.writeable = False
-        return Constant(declared, data, packed=raw, offset=offset)
+        return Constant(declared, Packed(raw, declared.dtype, shape), offset)
     if declared.dtype is DType.BOOL and raw.size and raw.max() > 1:
         raise BlobFormatError("boolean constant holds other bytes than 0 and 1")
     data = raw.view(declared.dtype.numpy).reshape(shape)

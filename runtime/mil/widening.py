@@ -76,13 +76,14 @@ def _binding(binding: Binding) -> Binding:
 
 
 def _constant(constant: Constant) -> Constant:
-    if isinstance(constant.data, str) and constant.data in _WIDER_LABELS:
-        return replace(constant, data=_WIDER_LABELS[constant.data])
+    content = constant.content
+    if isinstance(content, str) and content in _WIDER_LABELS:
+        return replace(constant, content=_WIDER_LABELS[content])
     declared = _type(constant.type)
-    if declared == constant.type or not isinstance(constant.data, np.ndarray):
+    if declared == constant.type or not isinstance(content, np.ndarray):
         return constant
-    numpy = declared.dtype.numpy if isinstance(declared, TensorType) else constant.data.dtype
-    return Constant(declared, constant.data.astype(numpy))
+    numpy = declared.dtype.numpy if isinstance(declared, TensorType) else content.dtype
+    return Constant(declared, content.astype(numpy))
 
 
 def _named(named: NamedType) -> NamedType:

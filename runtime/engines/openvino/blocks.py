@@ -171,6 +171,9 @@ def _argument(name: str, form: Form, values: list[Value], scope: Scope) -> Any:
         if not isinstance(value, TensorList):
             raise refusal(f"parameter {name!r}", "a tensor", "a list")
         return value
+    if form is Form.INTEGERS:
+        (value,) = values
+        return value.content if isinstance(value, Constant) else read_literal(name, value)
     literals = [read_literal(name, value) for value in values]
     return _READERS[form](literals)
 

@@ -13,6 +13,7 @@ from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.values import Tensor, refusal
 from coreml_delegate.runtime.mil.dtypes import DType
+from coreml_delegate.runtime.mil.program import Packed
 
 GRAPH_TYPE: dict[DType, ov.Type] = {
     # fp16 values are computed in f32: the program's weights, without its rounding.
@@ -241,11 +242,13 @@ def array_constant(array: NDArray[np.generic]) -> Any:
     """
     if array.nbytes == 0 or array.ndim == 0:
         return ops.constant(array)
-    data = np.ascontiguousarray(array)
+    return ops.constant(_writable_alias(np.ascontiguousarray(array)), shared_memory=True)
+
+
+def _writable_alias(data: NDArray[Any]) -> NDArray[Any]:
     block: Any = (ctypes.c_ubyte * data.nbytes).from_address(data.ctypes.data)
     block.owner = data  # alias -> memoryview -> block -> data
-    alias = np.frombuffer(memoryview(block), dtype=data.dtype).reshape(data.shape)
-    return ops.constant(alias, shared_memory=True)
+    return np.frombuffer(memoryview(block), dtype=data.dtype).reshape(data.shape)
 
 
 def widen_constant(constant: Any, destination: ov.Type) -> Any:
@@ -260,17 +263,31 @@ def widen_constant(constant: Any, destination: ov.Type) -> Any:
     return node
 
 
+# Both have the lower nibble first.
+_STORED_NIBBLES: dict[DType, ov.Type] = {DType.INT4: ov.Type.i4, DType.UINT4: ov.Type.u4}
 _FOUR_BITS: dict[np.dtype[Any], tuple[ov.Type, int, int]] = {
     np.dtype(np.int8): (ov.Type.i4, -8, 7),
     np.dtype(np.uint8): (ov.Type.u4, 0, 15),
 }
 
 
-def integer_constant(array: NDArray[np.generic]) -> Any:
+def integer_constant(integers: NDArray[np.generic] | Packed, shape: Sequence[int]) -> Any:
     """Return a constant of integer weights, packed to four bits an element if all of them fit.
 
     Kernels then read half the memory; a row times 1024 x 1024 weights takes 0.8 of the time.
+
+    Args:
+        integers: The weights. The constant lies in the memory of packed ones, and does not keep it
+            alive.
+        shape: Of the constant, which has as many elements.
     """
+    if isinstance(integers, Packed):
+        if integers.dtype in _STORED_NIBBLES and integers.stored.nbytes:
+            stored = _writable_alias(integers.stored)
+            type_ = _STORED_NIBBLES[integers.dtype]
+            return ov.op.Constant(ov.Tensor(stored, ov.Shape(list(shape)), type_))
+        integers = integers.unpack()
+    array = integers.reshape(shape)
     narrow = _FOUR_BITS.get(array.dtype)
     if narrow is None or array.size == 0 or array.size % 2:
         return array_constant(array)
@@ -278,6 +295,6 @@ def integer_constant(array: NDArray[np.generic]) -> Any:
     if int(array.min()) < least or int(array.max()) > most:
         return array_constant(array)
     nibbles = np.bitwise_and(array.reshape(-1).astype(np.uint8), 0x0F)
-    tensor = ov.Tensor(type_, ov.Shape(list(array.shape)))
+    tensor = ov.Tensor(type_, ov.Shape(list(shape)))
     tensor.data.reshape(-1)[:] = nibbles[0::2] | (nibbles[1::2] << 4)
     return ov.op.Constant(tensor)

@@ -31,6 +31,7 @@ class Translated:
 
     Attributes:
         model: Its inputs are ``inputs`` then ``states``, its results ``outputs`` then ``writes``.
+            Weights may lie in the memory of the function's, which has to live as long.
         inputs: Feature names.
         outputs: Feature names.
         states: Name and type of every state tensor.

@@ -6,6 +6,7 @@ The annotation of a translation's parameter says in which form its argument arri
 ``Tensor``     an OpenVINO output, constant or computed
 ``Tensors``    a tuple of outputs, for variadic parameters
 ``Array``      a numpy array, known at compile time
+``Integers``   the same, or ``Packed`` if the program stores it packed
 ``Ints``       a tuple of Python ints, known at compile time (``Bools`` likewise)
 ``Sizes``      the same, with None for a size that is given as a symbol
 ``List``       a ``TensorList``
@@ -26,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coreml_delegate.errors import UnsupportedOpError
+from coreml_delegate.runtime.mil.program import Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Form(enum.Enum):
     TENSOR = "tensor"
     TENSORS = "tensors"
     ARRAY = "array"
+    INTEGERS = "integers"
     INTS = "ints"
     BOOLS = "bools"
     SIZES = "sizes"
@@ -78,6 +81,7 @@ class Form(enum.Enum):
 Tensor: TypeAlias = Annotated[Any, Form.TENSOR]
 Tensors: TypeAlias = Annotated[tuple[Any, ...], Form.TENSORS]
 Array: TypeAlias = Annotated[NDArray[np.generic], Form.ARRAY]
+Integers: TypeAlias = Annotated[NDArray[np.generic] | Packed, Form.INTEGERS]
 Ints: TypeAlias = Annotated[tuple[int, ...], Form.INTS]
 Bools: TypeAlias = Annotated[tuple[bool, ...], Form.BOOLS]
 Sizes: TypeAlias = Annotated[tuple[int | None, ...], Form.SIZES]

@@ -8,7 +8,7 @@ from support.mil import builder_program
 
 from coreml_delegate.errors import BlobFormatError, ProgramError
 from coreml_delegate.runtime.mil.dtypes import DType, packed_nbytes, unpack_bits
-from coreml_delegate.runtime.mil.program import TensorType
+from coreml_delegate.runtime.mil.program import Constant, Packed, TensorType
 from coreml_delegate.runtime.mil.reader import WeightFile, read_mlpackage, read_program
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools, model_pb2
@@ -121,6 +121,28 @@ def test_mlpackage_weights_are_mapped_not_copied(package):
     assert not stored.data.flags.writeable
     assert function.opset == "CoreML7"
     assert isinstance(function.inputs[0].type, TensorType)
+
+
+def test_functions_share_the_constants_they_store_once(package):
+    model, weights = _model(package)
+    model.mlProgram.functions["other"].CopyFrom(model.mlProgram.functions["main"])
+    model.description.defaultFunctionName = "main"
+    functions = read_program(model.SerializeToString(), weights).functions.values()
+    weight, same = (
+        next(c for op in f.block.ops for c in op.attributes.values() if c.offset is not None)
+        for f in functions
+    )
+    assert weight is same
+
+
+def test_packed_constants_are_unpacked_at_every_access_and_not_kept():
+    stored = np.array([0x1F, 0x28], np.uint8)  # nibbles 15, 1, 8, 2
+    packed = Packed(stored, DType.INT4, (2, 2))
+    constant = Constant(TensorType(DType.INT4, (2, 2)), packed)
+    np.testing.assert_array_equal(constant.data, np.array([[-1, 1], [-8, 2]], np.int8))
+    assert constant.data is not constant.data
+    assert constant.stored is stored
+    assert constant.nbytes == 2
 
 
 def _model(package):

@@ -113,11 +113,11 @@ def _build(
     _logger.debug(
         "compiled %s %s: %d nodes", function.name, shapes or "", len(translated.model.get_ops())
     )
-    # The translated model is dropped: the compiled one has copies of what it needs.
     interface = Interface(
         translated.inputs, translated.outputs, translated.states, translated.writes
     )
-    made = OpenVinoFunction(interface, compiled, config)
+    # The translated model is dropped, but constants of the compiled one may lie in the program's.
+    made = OpenVinoFunction(interface, compiled, config, keep=function)
     if cache is not None:
         cache.keep(made, shapes)
     return made

@@ -21,8 +21,15 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     integer_constant,
 )
 from coreml_delegate.runtime.engines.openvino.translations import translation
-from coreml_delegate.runtime.engines.openvino.values import Array, Result, Weight, refusal
+from coreml_delegate.runtime.engines.openvino.values import (
+    Array,
+    Integers,
+    Result,
+    Weight,
+    refusal,
+)
 from coreml_delegate.runtime.mil.dtypes import DType, unpack_bits
+from coreml_delegate.runtime.mil.program import Packed
 from coreml_delegate.targets import Opset
 
 
@@ -50,23 +57,30 @@ def _blocks(
     return data, scale
 
 
+def _unpacked(integers: Integers) -> NDArray[np.generic]:
+    return integers.unpack() if isinstance(integers, Packed) else integers
+
+
 def _shift_scale(
-    data: NDArray[np.generic], scale: NDArray[np.generic], offset: NDArray[np.generic] | None
+    data: Integers, scale: NDArray[np.generic], offset: NDArray[np.generic] | None
 ) -> Weight:
     """``scale * (data - offset)`` with one scale and offset per block."""
     shapes = _blocks(data.shape, scale.shape)
     split_data, split_scale = shapes or (list(data.shape), list(scale.shape))
 
     def dense() -> NDArray[np.generic]:
-        values = _as_float32(data.reshape(split_data))
+        values = _as_float32(_unpacked(data).reshape(split_data))
         if offset is not None:
             values = values - _as_float32(offset.reshape(split_scale))
         return (values * _as_float32(scale.reshape(split_scale))).reshape(data.shape)
 
     def node() -> Any:
         # No kernel of convolutions reads four bits; those between quantized values read eight.
-        constant = integer_constant if data.ndim <= 2 else array_constant
-        value = ops.convert(constant(data.reshape(split_data)), "f32")
+        if len(data.shape) <= 2:
+            constant = integer_constant(data, split_data)
+        else:
+            constant = array_constant(_unpacked(data).reshape(split_data))
+        value = ops.convert(constant, "f32")
         if offset is not None:
             shift = np.ascontiguousarray(offset.reshape(split_scale))
             value = ops.subtract(value, f32(ops.constant(shift)))
@@ -77,12 +91,13 @@ def _shift_scale(
             )
         return value.output(0)
 
-    return Weight(dense, node if np.issubdtype(data.dtype, np.integer) else None)
+    integers = isinstance(data, Packed) or np.issubdtype(data.dtype, np.integer)
+    return Weight(dense, node if integers else None)
 
 
 @translation("constexpr_blockwise_shift_scale")
 def constexpr_blockwise_shift_scale(
-    data: Array, scale: Array, offset: Array | None = None
+    data: Integers, scale: Array, offset: Array | None = None
 ) -> Result:
     """``scale * (data - offset)``, one scale and offset per block of ``data``."""
     return _shift_scale(data, scale, offset)
@@ -128,9 +143,9 @@ def constexpr_lut_to_dense_ios16(indices: Array, lut: Array, shape: Array) -> Re
 
 
 @translation("constexpr_lut_to_dense", since=Opset.iOS18)
-def constexpr_lut_to_dense(indices: Array, lut: Array, vector_axis: int | None = None) -> Result:
+def constexpr_lut_to_dense(indices: Integers, lut: Array, vector_axis: int | None = None) -> Result:
     """``lut`` [*groups, palettes, vector] at ``indices``, one table per block of ``indices``."""
-    return Weight(lambda: _look_up(indices, lut, vector_axis))
+    return Weight(lambda: _look_up(_unpacked(indices), lut, vector_axis))
 
 
 def _look_up(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
+import openvino as ov
 import pytest
 import torch
 from support import mil
@@ -12,6 +16,8 @@ from support.tolerances import ATOL_RTOL
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO
 from coreml_delegate.runtime.engines.openvino.session.compilation import int8_sums_saturate
+from coreml_delegate.runtime.engines.openvino.translate import translate
+from coreml_delegate.runtime.mil.program import Constant, Packed
 from coreml_delegate.targets import Opset
 
 _RNG = np.random.default_rng(0)
@@ -75,6 +81,34 @@ def test_a_linear_layer_multiplies_by_the_stored_weights(name):
     atol, rtol = ATOL_RTOL["fp32" if name == "f32" else "fp16"]
     expected = x @ dense[0].T.astype(np.float32)
     np.testing.assert_allclose(actual, expected, atol=atol * 100, rtol=rtol)
+
+
+def test_packed_weights_stay_in_the_memory_of_the_program_which_the_function_keeps_alive():
+    def function(x):
+        return mb.linear(x=mb.cast(x=x, dtype="fp16"), weight=_WEIGHTS["i4"]())
+
+    x = _RNG.standard_normal((3, _IN)).astype(np.float32)
+    program = mil.build(function, {"x": x}, Opset.iOS18)
+    main = mil.main(program)
+    (stored,) = (
+        constant.stored
+        for op in main.block.ops
+        for bindings in op.inputs.values()
+        for constant in bindings
+        if isinstance(constant, Constant) and isinstance(constant.content, Packed)
+    )
+    nodes = translate(main).model.get_ops()
+    (weight,) = (n for n in nodes if n.get_output_element_type(0) == ov.Type.i4)
+    assert np.shares_memory(weight.data, stored)
+    compiled = OPENVINO.compile(main, EngineOptions(cache=None))
+    features = mil.features(main, {"x": x})
+    (before,) = compiled(features).values()
+    kept = weakref.ref(stored)
+    del program, main, nodes, weight, stored
+    gc.collect()
+    assert kept() is not None
+    (after,) = compiled(features).values()
+    np.testing.assert_array_equal(before, after)
 
 
 def test_a_convolution_widens_fp16_weights_only_where_it_rearranges_them():

@@ -1,15 +1,17 @@
-"""Static 8-bit programs beside their fp32 form and beside XNNPACK's.
+"""Static 8-bit programs, and bf16, beside their fp32 form and beside XNNPACK and ONNX Runtime.
 
-Every model is quantized twice by PT2E with the same images, once by each backend's quantizer.
-Latencies are medians of interleaved rounds in one process. As a program:
-``python -m tests.benchmarks.int8 [MODEL ...] [--rounds N] [--threads N]``.
+Every backend's own quantizer makes its 8-bit form, with the same images. Latencies are medians of
+interleaved rounds in one process. As a program:
+``python -m tests.benchmarks.int8 [MODEL ...] [--rounds N] [--threads N] [--markdown]``.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,10 @@ from benchmarks.timing import Turn, race  # noqa: E402
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, CoreMLQuantizer, runtime  # noqa: E402
 from coreml_delegate.compile_options import Precision  # noqa: E402
 
-MODELS = ("mobilenet_v2", "resnet18")
+MODELS = ("mobilenet_v2", "resnet18", "vit_b_16")
 _SIZE = 224  # pixels
 _CALIBRATION = 8  # images
+_INPUT = "image"
 
 
 def _images() -> list[torch.Tensor]:
@@ -88,12 +91,16 @@ def _lowered(module: torch.nn.Module, partitioner: Any) -> bytes:
     return to_edge_transform_and_lower(exported, partitioner=[partitioner]).to_executorch().buffer
 
 
-def _here(program: bytes, image: torch.Tensor) -> Callable[[], torch.Tensor]:
-    loaded = runtime.load_program(program, host="python", engine="openvino")
+Call = Callable[[], torch.Tensor]
+
+
+def _here(program: bytes, image: torch.Tensor, precision: str = "f32") -> Call:
+    options = runtime.EngineOptions(precision=precision)
+    loaded = runtime.load_program(program, host="python", engine="openvino", options=options)
     return lambda: loaded.run("forward", [image])[0]
 
 
-def _stock(program: bytes, image: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _stock(program: bytes, image: torch.Tensor) -> Call:
     from executorch.runtime import Runtime
 
     loaded = Runtime.get().load_program(program)
@@ -102,27 +109,84 @@ def _stock(program: bytes, image: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: kept[1].execute([image])[0]
 
 
-def measure(name: str, rounds: int) -> list[list[str]]:
-    """The rows of one model: name, MB of the ``.pte``, ms, and dB against its PyTorch model."""
-    module, _ = build(name, _SIZE)
+def _onnx_runtime(path: Path, image: torch.Tensor, threads: int) -> Call:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    feeds = {_INPUT: image.numpy()}
+    return lambda: torch.from_numpy(session.run(None, feeds)[0])
+
+
+def _onnx_files(module: torch.nn.Module, folder: Path) -> Mapping[str, Path]:
+    """Export to ONNX, and quantize as ONNX Runtime's documentation says, by form."""
+    from onnxruntime import quantization
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    paths = {form: folder / f"{form}.onnx" for form in ("fp32", "prepared", "int8")}
+    images = _images()
+    with torch.no_grad():
+        torch.onnx.export(
+            *(module, (images[0],), paths["fp32"]),
+            input_names=[_INPUT],
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
+    quant_pre_process(str(paths["fp32"]), str(paths["prepared"]), skip_symbolic_shape=True)
+
+    left = iter(images)
+
+    class Reader(quantization.CalibrationDataReader):
+        def get_next(self) -> dict[str, Any] | None:
+            image = next(left, None)
+            return None if image is None else {_INPUT: image.numpy()}
+
+    quantization.quantize_static(
+        str(paths["prepared"]), str(paths["int8"]), Reader(), per_channel=True
+    )
+    return {form: paths[form] for form in ("fp32", "int8")}
+
+
+def _programs(
+    module: torch.nn.Module,
+) -> Iterator[tuple[str, torch.nn.Module, bytes, Callable[[bytes, torch.Tensor], Call]]]:
+    """Name, model in PyTorch, ``.pte`` and loader of each form that ExecuTorch lowers."""
     ours, theirs = _quantized(module, _our_quantizer()), _quantized(module, _xnnpack_quantizer())
-    forms: Mapping[str, tuple[torch.nn.Module, Any, Any]] = {
-        "XNNPACK fp32": (module, _xnnpack(), _stock),
-        "XNNPACK int8": (theirs, _xnnpack(), _stock),
-        "ours fp32": (module, _ours(Precision.FLOAT32), _here),
-        "ours int8, rest fp32": (ours, _ours(Precision.FLOAT32), _here),
-        "ours int8, rest fp16": (ours, _ours(Precision.FLOAT16), _here),
-    }
+    yield "XNNPACK fp32", module, _lowered(module, _xnnpack()), _stock
+    yield "XNNPACK int8", theirs, _lowered(theirs, _xnnpack()), _stock
+    fp32 = _lowered(module, _ours(Precision.FLOAT32))
+    yield "ours fp32", module, fp32, _here
+    yield "ours bf16", module, fp32, lambda program, image: _here(program, image, "bf16")
+    for rest in (Precision.FLOAT32, Precision.FLOAT16):
+        name = f"ours int8, the rest {'fp32' if rest is Precision.FLOAT32 else 'fp16'}"
+        yield name, ours, _lowered(ours, _ours(rest)), _here
+
+
+def measure(name: str, rounds: int, threads: int) -> list[list[str]]:
+    """The rows of one model: name, MB of the file, ms, and dB against its PyTorch model.
+
+    That of a form quantized by ONNX Runtime is the model in fp32.
+    """
+    module, _ = build(name, _SIZE)
     image = _images()[-1]
     rows: dict[str, list[str]] = {}
     calls: dict[str, Turn] = {}
-    for form, (model, partitioner, load) in forms.items():
-        program = _lowered(model, partitioner)
-        call = load(program, image)
+
+    def add(form: str, model: torch.nn.Module, size: int, call: Call) -> None:
         with torch.no_grad():
             sqnr = sqnr_db(model(image).numpy(), call().float().numpy())
-        rows[form] = [f"{len(program) / 1e6:.2f}", f"{sqnr:.1f}"]
+        rows[form] = [f"{size / 1e6:.2f}", f"{sqnr:.1f}"]
         calls[form] = Turn(call)
+
+    for form, model, program, load in _programs(module):
+        add(form, model, len(program), load(program, image))
+    if importlib.util.find_spec("onnxruntime") is not None:
+        with tempfile.TemporaryDirectory(prefix="coreml-delegate-benchmarks-") as folder:
+            for form, path in _onnx_files(module, Path(folder)).items():
+                call = _onnx_runtime(path, image, threads)
+                add(f"ONNX Runtime {form}", module, path.stat().st_size, call)
     seconds = race(calls, rounds)
     return [[form, size, f"{1e3 * seconds[form]:.2f}", db] for form, (size, db) in rows.items()]
 
@@ -133,13 +197,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
+    headers = ("", "MB", "ms", "dB against its PyTorch model")
     for name in options.models or MODELS:
-        table = Table(title=f"{name}, 1x3x{_SIZE}x{_SIZE}", title_justify="left")
-        for header in ("", "MB of .pte", "ms", "dB against the PyTorch model"):
+        rows = measure(name, options.rounds, options.threads)
+        title = f"{name}, 1x3x{_SIZE}x{_SIZE}"
+        if options.markdown:
+            lines = [(title, *headers[1:]), ("---", "---:", "---:", "---:"), *rows]
+            print("\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
+            continue
+        table = Table(title=title, title_justify="left")
+        for header in headers:
             table.add_column(header, justify="right" if header else "left")
-        for row in measure(name, options.rounds):
+        for row in rows:
             table.add_row(*row)
         Console(width=None if sys.stdout.isatty() else 100).print(table)
 

@@ -41,9 +41,13 @@ class _ScaledRmsNorm:
     numbers are far from overflowing, and ``x / sqrt(mean(x ** 2) + root ** 2)`` is the same except
     for the guard inside MIL's ``rsqrt``, which is negligible beside a mean of at least one over the
     number of elements. The plugin has a kernel for the plain norm: one pass over memory, not five.
+
+    Args:
+        inverts: Whether ``root / s`` is lowered as ``1 / s * root``, as ExecuTorch does with a
+            number that a tensor divides.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, inverts: bool) -> None:
         self._x: Any = AnyInput()
         self._reduced: Any = AnyInput()
         self._averaged: Any = AnyInput()
@@ -56,7 +60,12 @@ class _ScaledRmsNorm:
         scaled = WrapType("opset1.Divide", [self._x, scale])
         square = WrapType("opset1.Multiply", [scaled, scaled])
         self._mean: Any = WrapType("opset1.ReduceMean", [square, self._averaged])
-        ratio = WrapType("opset1.Divide", [self._root, scale])
+        self._unit: Any = AnyInput()
+        if inverts:
+            unit = WrapType("opset1.Divide", [self._unit, scale])
+            ratio = WrapType("opset1.Multiply", [unit, self._root])
+        else:
+            ratio = WrapType("opset1.Divide", [self._root, scale])
         total = WrapType("opset1.Add", [self._mean, WrapType("opset1.Multiply", [ratio, ratio])])
         deviation = WrapType("opset1.Sqrt", [WrapType("opset1.Add", [total, self._guard])])
         inverse = WrapType("opset1.Divide", [self._one, deviation])
@@ -68,6 +77,8 @@ class _ScaledRmsNorm:
         root, guard, one = (_number(found[p]) for p in (self._root, self._guard, self._one))
         axes = constant_ints(found[self._averaged])
         if root is None or guard is None or axes is None or one != 1.0:
+            return False
+        if self._unit in found and _number(found[self._unit]) != 1.0:
             return False
         if axes != constant_ints(found[self._reduced]) or abs(guard) > _LARGEST_GUARD:
             return False
@@ -135,7 +146,11 @@ def _sums_over(reader: Any, axis: int) -> bool:
 
 # The classes are no passes themselves: OpenVINO never frees a pass whose callback holds the pass.
 # Nor does it free the nodes of a pattern, so the process has one instance of each.
-_REWRITES: Final = (_ScaledRmsNorm(), _MultipliedSoftmax())
+_REWRITES: Final = (
+    _ScaledRmsNorm(inverts=False),
+    _ScaledRmsNorm(inverts=True),
+    _MultipliedSoftmax(),
+)
 
 
 def _number(value: Any) -> float | None:

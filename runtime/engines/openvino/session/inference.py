@@ -234,7 +234,8 @@ class _Request:
         return self._request.get_output_tensor(port).data
 
     def _bind_input(self, port: _Port, array: Array) -> None:
-        if self._held.get(port.name) is array:
+        held = self._held.get(port.name)
+        if held is array or (held is not None and _is_same_memory(held, array)):
             return
         # OpenVINO takes contiguous writable arrays only, though it writes to none.
         data = np.require(array, requirements=("C", "W"))
@@ -258,6 +259,16 @@ class _Request:
 
 
 _PENDING: Array = np.empty(0)
+
+
+def _is_same_memory(held: Array, array: Array) -> bool:
+    """Whether ``array`` is another view of what ``held``, which is contiguous, keeps alive."""
+    return (
+        array.flags.c_contiguous
+        and held.ctypes.data == array.ctypes.data
+        and held.shape == array.shape
+        and held.dtype == array.dtype
+    )
 
 
 def _execution_error(message: str) -> ExecutionError:

@@ -71,6 +71,18 @@ def test_an_input_changed_in_place_is_read_again(shape):
     np.testing.assert_array_equal(result, np.full(shape, 4))
 
 
+def test_views_of_one_memory_are_told_apart():
+    x = _RNG.standard_normal((256, 256)).astype(np.float32)
+    compiled = _compile(_double, {"x": x})
+    # The same address and shape, and yet another matrix.
+    for view in (x, x[:], x.T, x[:], x.view()):
+        (result,) = compiled({"x": view}).values()
+        np.testing.assert_array_equal(result, view * 2)
+    x += 1
+    (result,) = compiled({"x": x[:]}).values()
+    np.testing.assert_array_equal(result, x * 2)
+
+
 def test_outputs_keep_declaration_order_and_may_repeat_values():
     x = np.ones((2, 2), np.float32)
 

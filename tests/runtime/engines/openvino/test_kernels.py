@@ -13,6 +13,7 @@ from support.engine_runs import assert_close
 from support.lowering import lower
 from support.mil import mb
 
+from coreml_delegate.llm.decoder import RMSNorm
 from coreml_delegate.runtime.delegate import read_blob
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO
@@ -44,12 +45,18 @@ def _run(function, inputs):
 # Root-mean-square norm, in the form in which it is lowered.
 
 
-@pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_lowered_rms_norm_is_one_kernel(weighted, precision):
+@pytest.mark.parametrize(
+    "norm",
+    [
+        pytest.param(torch.nn.RMSNorm(64, eps=1e-5), id="weighted"),
+        pytest.param(torch.nn.RMSNorm(64, eps=1e-5, elementwise_affine=False), id="plain"),
+        pytest.param(RMSNorm(64, 1e-5, safe=True), id="of-a-language-model"),
+    ],
+)
+def test_a_lowered_rms_norm_is_one_kernel(norm, precision):
     torch.manual_seed(0)
-    norm = torch.nn.RMSNorm(64, eps=1e-5, elementwise_affine=weighted)
-    if weighted:
+    if norm.weight is not None:
         torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
     x = torch.randn(1, 7, 64)
     x[0, 1] *= 1e4  # its squares overflow in fp16
@@ -68,12 +75,16 @@ def test_a_lowered_rms_norm_is_one_kernel(weighted, precision):
     assert_close(actual, norm(x).detach().numpy(), precision)
 
 
-def _scaled_norm(x, *, averaged=(-1,), guard=1e-12, keep=True):
+def _scaled_norm(x, *, averaged=(-1,), guard=1e-12, keep=True, numerator=None):
     largest = mb.reduce_max(x=mb.abs(x=x), axes=[-1], keep_dims=True)
     scale = mb.clip(x=largest, alpha=np.float32(1e-3), beta=np.float32(3e38))
     scaled = mb.real_div(x=x, y=scale)
     mean = mb.reduce_mean(x=mb.mul(x=scaled, y=scaled), axes=averaged, keep_dims=keep)
-    ratio = mb.real_div(x=mb.fill_like(ref_tensor=scale, value=np.float32(1e-3)), y=scale)
+    root = np.float32(1e-3)
+    if numerator is None:
+        ratio = mb.real_div(x=mb.fill_like(ref_tensor=scale, value=root), y=scale)
+    else:
+        ratio = mb.mul(x=mb.real_div(x=np.float32(numerator), y=scale), y=root)
     total = mb.add(x=mean, y=mb.mul(x=ratio, y=ratio))
     return mb.mul(x=scaled, y=mb.rsqrt(x=total, epsilon=np.float32(guard)))
 
@@ -82,6 +93,8 @@ def _scaled_norm(x, *, averaged=(-1,), guard=1e-12, keep=True):
     "difference",
     [
         pytest.param({}, id="none"),
+        pytest.param({"numerator": 1}, id="none-by-reciprocal"),
+        pytest.param({"numerator": 500}, id="another-epsilon"),
         pytest.param({"averaged": (-2,)}, id="another-axis"),
         pytest.param({"averaged": (-2, -1)}, id="more-axes"),
         pytest.param({"guard": 1e-3}, id="an-epsilon-that-matters"),
@@ -93,7 +106,8 @@ def test_only_the_norm_itself_is_rewritten(difference):
     (actual,), kernels = _run(lambda x: _scaled_norm(x, **difference), {"x": x})
     (expected,) = mil.infer(lambda x: _scaled_norm(x, **difference), {"x": x})
     assert_close(actual, expected)
-    assert (kernels["Reduce"] == 0) is not bool(difference)
+    same = difference in ({}, {"numerator": 1})
+    assert (kernels["Reduce"] == 0) is same
 
 
 # One element of one axis.

@@ -267,6 +267,9 @@ class _Copies:
                 self._idle.append(copy)
 
 
+_NOTHING: Final = nullcontext()
+
+
 class _LoadedMethod:
     """One method with its memory and its steps."""
 
@@ -289,6 +292,8 @@ class _LoadedMethod:
         self._new = {i for i in passed.outputs if method.outputs.count(i) == 1}
         bound = bind_method(method, values, delegates, self._replaced, passed)
         self._chains = bound.chains
+        has_kernels = any(isinstance(call, KernelCall) for c in method.chains for call in c)
+        self._shares_cores = bool(delegates) and has_kernels
         # A run that failed half-way must not leave its loop counters behind.
         self._initial = [(index, values[index]) for index in sorted(bound.moving)]
 
@@ -325,7 +330,7 @@ class _LoadedMethod:
 
     def run(self, inputs: Sequence[Value]) -> list[Value]:
         check_inputs(self._method, inputs)
-        with torch.no_grad(), one_torch_thread() if self.delegates else nullcontext():
+        with torch.no_grad(), one_torch_thread() if self._shares_cores else _NOTHING:
             for index, value in self._initial:
                 self._values[index] = value
             for index, value in zip(self._method.inputs, inputs, strict=True):

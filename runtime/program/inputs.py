@@ -39,6 +39,8 @@ def check_inputs(method: MethodInfo, inputs: Sequence[Value]) -> None:
         )
     for index, (spec, value) in enumerate(zip(method.input_specs, inputs, strict=True)):
         if isinstance(spec, TensorSpec):
+            if isinstance(value, torch.Tensor) and _is_usual(spec, value):
+                continue
             _check_tensor(index, method, spec, value)
         elif not _is_exported_value(spec, value):
             raise _wrong(index, method, "was fixed at export", _describe(value), spec)
@@ -49,6 +51,16 @@ def _is_exported_value(spec: ValueSpec, value: object) -> bool:
     if spec is None:
         return value is None or isinstance(value, str)
     return type(value) is type(spec) and value == spec
+
+
+def _is_usual(spec: TensorSpec, value: torch.Tensor) -> bool:
+    """Whether ``value`` is to the letter what ``spec`` says: most are, and it is quickly seen."""
+    return (
+        value.shape == spec.shape
+        and value.dtype is spec.dtype
+        and value.is_cpu
+        and value.layout is torch.strided
+    )
 
 
 def _check_tensor(index: int, method: MethodInfo, spec: TensorSpec, value: object) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -48,6 +48,7 @@ class TensorSpec:
         allocation: Planned memory, None for constants and for tensors given memory at run time.
         mutable_segment: Which group of initial values ``buffer`` counts in.
         external_key: Name of the data when it is stored outside the program, else None.
+        is_row_major: Whether the last dimension is the innermost in memory, and so on.
     """
 
     dtype: torch.dtype
@@ -58,6 +59,11 @@ class TensorSpec:
     allocation: Allocation | None = None
     mutable_segment: int = 0
     external_key: str | None = None
+    is_row_major: bool = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        in_order = self.dim_order == tuple(range(len(self.dim_order)))
+        object.__setattr__(self, "is_row_major", in_order)
 
     @property
     def is_constant(self) -> bool:
@@ -76,11 +82,6 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Bytes that ``shape`` occupies."""
         return self.numel * self.dtype.itemsize
-
-    @property
-    def is_row_major(self) -> bool:
-        """Whether the last dimension is the innermost in memory, and so on."""
-        return self.dim_order == tuple(range(len(self.dim_order)))
 
     def strides_for(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Strides, in elements, of a dense tensor of ``shape`` in this tensor's dimension order."""
@@ -195,6 +196,7 @@ class MethodInfo:
         chains: Instructions, in chains executed one after another (exporters write one).
         delegates: Delegated subgraphs, by the number that ``DelegateCall`` uses.
         arena_sizes: Bytes of planned memory by arena number; arena 0 is unused.
+        input_specs: Metadata of the inputs, in order.
     """
 
     name: str
@@ -204,11 +206,10 @@ class MethodInfo:
     chains: tuple[tuple[Instruction, ...], ...]
     delegates: tuple[DelegateInfo, ...]
     arena_sizes: tuple[int, ...]
+    input_specs: tuple[ValueSpec, ...] = field(init=False)
 
-    @property
-    def input_specs(self) -> tuple[ValueSpec, ...]:
-        """Metadata of the inputs, in order."""
-        return tuple(self.values[index] for index in self.inputs)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "input_specs", tuple(self.values[i] for i in self.inputs))
 
     @property
     def operators(self) -> Counter[str]:

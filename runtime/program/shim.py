@@ -12,10 +12,10 @@ import functools
 import logging
 import struct
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 
@@ -98,6 +98,32 @@ class _ThreadState(threading.local):
     loaded: list[DelegateCallable] | None = None
 
 
+class KeptErrors:
+    """A block in which exceptions of callbacks on this thread are not logged but kept.
+
+    Every call enters one, so it is no generator: that takes microseconds.
+    """
+
+    __slots__ = ("_before", "_state")
+
+    def __init__(self, state: _ThreadState) -> None:
+        self._state = state
+
+    def __enter__(self) -> Self:
+        state = self._state
+        self._before = state.is_kept, state.error
+        state.is_kept, state.error = True, None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._state.is_kept, self._state.error = self._before
+
+    @property
+    def error(self) -> BaseException | None:
+        """The exception that was kept last, if any."""
+        return self._state.error
+
+
 # The functions of the library, with what they take; all but the last return an error code.
 _PROTOTYPES: Final[Mapping[str, tuple[Any, ...]]] = {
     "coreml_shim_has_backend": (ctypes.c_char_p,),
@@ -157,20 +183,9 @@ class Shim:
                 )
         self._loaders[backend_id] = loader
 
-    @contextmanager
-    def keeping_errors(self) -> Generator[Callable[[], BaseException | None]]:
-        """Within this block, exceptions of callbacks on this thread are kept instead of logged.
-
-        Yields:
-            A function that gives the exception kept last, if any.
-        """
-        state = self._state
-        before = state.is_kept, state.error
-        state.is_kept, state.error = True, None
-        try:
-            yield lambda: state.error
-        finally:
-            state.is_kept, state.error = before
+    def keeping_errors(self) -> KeptErrors:
+        """Return a block in which errors of callbacks on this thread are kept, not logged."""
+        return KeptErrors(self._state)
 
     @contextmanager
     def collecting(self) -> Generator[list[DelegateCallable]]:

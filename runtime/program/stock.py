@@ -211,7 +211,7 @@ class StockProgram:
         check_inputs(info, inputs)
         # The runtime reads an input's memory in its own order, whatever the strides say.
         arranged = [
-            in_dim_order(value.detach(), spec)
+            in_dim_order(value.detach() if value.requires_grad else value, spec)
             if isinstance(spec, TensorSpec) and isinstance(value, torch.Tensor)
             else spec  # as checked; of a text the program has None
             for spec, value in zip(info.input_specs, inputs, strict=True)
@@ -336,7 +336,7 @@ def _call(action: Callable[[], Any], info: MethodInfo, what: str) -> Any:
         try:
             return action()
         except (RuntimeError, MemoryError) as error:
-            cause = kept()
+            cause = kept.error
             if cause is None:
                 raise _failure(info, what, error) from error
             if isinstance(cause, Exception) and not isinstance(cause, CoreMLDelegateError):

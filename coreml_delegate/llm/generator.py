@@ -252,7 +252,8 @@ class Generator:
             results = self._run(self.layout.methods[-1], [chunk, at, last, *self._caches])
         logits, *new = results
         for cache, values in zip(self._caches, new, strict=True):
-            cache[:, :, self._position : self._position + count] = values[:, :, :count]
+            rows = cache.narrow(2, self._position, count)
+            rows.copy_(values.narrow(2, 0, count))
         self._position += count
         return logits
 

@@ -211,11 +211,16 @@ def _openvino(path: Path, settings: Settings) -> Bind:
 
 
 def _xnnpack(path: Path, settings: Settings) -> Bind:
-    torch = _torch(settings.threads)
     from executorch.extension.pybindings.portable_lib import _unsafe_reset_threadpool
-    from executorch.runtime import Runtime
 
     _unsafe_reset_threadpool(settings.threads)
+    return _on_stock_runtime(path, settings)
+
+
+def _on_stock_runtime(path: Path, settings: Settings) -> Bind:
+    torch = _torch(settings.threads)
+    from executorch.runtime import Runtime
+
     program = Runtime.get().load_program(path)
     method = program.load_method("forward")
 
@@ -241,6 +246,9 @@ def _ours(engine: str, host: str) -> Callable[[Path, Settings], Bind]:
 
         cache = runtime.CacheOptions(settings.cache)
         options = runtime.EngineOptions(threads=settings.threads, cache=cache)
+        if host == "stock":
+            runtime.register(engine=engine, options=options)
+            return _on_stock_runtime(path, settings)
         program = runtime.load_program(path, host=host, engine=engine, options=options)
         program.load_method("forward")
 

@@ -23,9 +23,9 @@ def _scale(*shape):
     return (2.0 ** _RNG.integers(-4, 2, shape)).astype(np.float16)
 
 
-def _blockwise(label, low, high, blocks, offset):
+def _blockwise(label, low, high, blocks, offset, shape=(8, 6)):
     arguments = {
-        "data": _typed(_RNG.integers(low, high, (8, 6)), label),
+        "data": _typed(_RNG.integers(low, high, shape), label),
         "scale": _scale(*blocks),
     }
     if offset:
@@ -42,6 +42,9 @@ _WEIGHTS = {
         for blocks in ((8, 1), (2, 3))
         for offset in (False, True)
     },
+    # The last byte holds one element.
+    "int4-odd": _blockwise("int4", -8, 8, (5, 1), offset=False, shape=(5, 7)),
+    "uint4-odd": _blockwise("uint4", 0, 16, (5, 1), offset=True, shape=(5, 7)),
     "affine": (
         "constexpr_affine_dequantize",
         Opset.iOS16,
@@ -104,7 +107,8 @@ def test_weight_of_a_linear(name):
         x = mb.cast(x=x, dtype=types.builtin_to_string(weight.dtype))
         return mb.linear(x=x, weight=weight)
 
-    x = _RNG.standard_normal((3, 4 if name == "sparse" else 6)).astype(np.float32)
+    width = 4 if name == "sparse" else 7 if name.endswith("odd") else 6
+    x = _RNG.standard_normal((3, width)).astype(np.float32)
     (actual,) = run(OPENVINO, function, {"x": x}, opset)
     # The product itself is returned in the weight's dtype, mostly fp16.
     assert_close(actual, x @ expanded[0].T.astype(np.float32), "fp16")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -231,7 +230,4 @@ def _require_memory(model: Any) -> None:
 
 
 def _nbytes(value: Any) -> int:
-    shape = value.get_partial_shape()
-    if shape.is_dynamic:
-        return 0
-    return math.prod(shape.to_shape()) * value.get_element_type().bitwidth // 8
+    return 0 if value.get_partial_shape().is_dynamic else value.get_tensor().size

@@ -51,16 +51,20 @@ conformance: $(STAMP)
 	-$(TEST_ENV) $(BIN)/python -m tests.conformance -n 2 --engine openvino --results build/conformance-openvino.json
 	$(BIN)/python -m tests.conformance.op_support build/conformance-reference.json build/conformance-openvino.json
 
-# ExecuTorch's own operator and model suite, lowered by us and by its own Core ML backend, and compared;
-# and the tests of that backend on ours. A few models with random weights miss the suite's absolute
-# tolerance with either backend, so the comparison decides.
+# ExecuTorch's own operator and model suite in fp16 and in static int8, lowered by us and by its own
+# Core ML backend, and compared; and the tests of that backend on ours. A few models with random weights
+# miss the suite's absolute tolerance with either backend, so the comparisons decide. Hours.
+SUITE = $(TEST_ENV) $(BIN)/python -m tests.suite --jobs 2
+FLOWS = coreml_static_int8 coreml
 suite: $(STAMP)
 	mkdir -p build
+	rm -f $(FLOWS:%=build/suite-%.json) $(FLOWS:%=build/suite-%-upstream.json)
 	$(TEST_ENV) $(BIN)/python -m tests.upstream
-	-$(TEST_ENV) $(BIN)/python -m tests.suite --jobs 2 --flow coreml_static_int8 --results build/suite-int8.json
-	-$(TEST_ENV) $(BIN)/python -m tests.suite --jobs 2 --results build/suite.json
-	-$(TEST_ENV) $(BIN)/python -m tests.suite --jobs 2 --upstream --results build/suite-upstream.json
-	$(BIN)/python -m tests.suite --compare build/suite.json build/suite-upstream.json
+	-for flow in $(FLOWS); do $(SUITE) --flow $$flow --results build/suite-$$flow.json; done
+	-for flow in $(FLOWS); do $(SUITE) --flow $$flow --upstream --results build/suite-$$flow-upstream.json; done
+	failed=0; for flow in $(FLOWS); do \
+	  $(BIN)/python -m tests.suite --compare build/suite-$$flow.json build/suite-$$flow-upstream.json || failed=1; \
+	done; exit $$failed
 
 # JAX's own harnesses of its primitives, all of them, on both engines: ten minutes on two cores. The
 # table names those that do not pass.

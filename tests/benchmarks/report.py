@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import math
 import platform
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -119,7 +120,32 @@ def markdown(results: Sequence[Result], line: str) -> str:
         rows = [list(_COLUMNS), ["---", *["---:"] * (len(_COLUMNS) - 1)], *_cells(result)]
         lines = [f"| {' | '.join(cells)} |" for cells in rows]
         parts.append("\n".join([f"### {result.title}", "", *lines]))
-    return "\n\n".join(parts)
+    compared = _beside_xnnpack(results)
+    return "\n\n".join([*parts, compared] if compared else parts)
+
+
+# Ours that stand beside XNNPACK in the last table, by its columns.
+_OURS = {
+    "python host": "ours float32, openvino",
+    "stock host": "ours float32, openvino, stock host",
+}
+
+
+def _beside_xnnpack(results: Sequence[Result]) -> str:
+    """A table of our times by XNNPACK's; empty if no model has been run by all of them."""
+    found: dict[str, list[float]] = {}
+    for result in results:
+        seconds = {row.name: row.seconds for row in result.rows}
+        base, *ours = (seconds.get(name) for name in ("XNNPACK .pte", *_OURS.values()))
+        times = [time for time in ours if time is not None]
+        if base is not None and len(times) == len(_OURS):
+            found[result.title] = [time / base for time in times]
+    if not found:
+        return ""
+    found["geometric mean"] = [statistics.geometric_mean(c) for c in zip(*found.values(), strict=True)]
+    rows = [[title, *(f"{ratio:.2f}" for ratio in ratios)] for title, ratios in found.items()]
+    lines = [["ours float32", *_OURS], ["---", *["---:"] * len(_OURS)], *rows]
+    return "\n".join(["### Of XNNPACK's time", "", *(f"| {' | '.join(c)} |" for c in lines)])
 
 
 def write_markdown(page: Path, text: str) -> None:

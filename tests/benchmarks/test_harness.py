@@ -98,6 +98,18 @@ def test_tables(tmp_path):
         "| absent | not installed |  |  |  |  |  |",
     ]
     assert report.table(report.Result("MLP", rows)).row_count == 3
+    names = ("XNNPACK .pte", "ours float32, openvino", "ours float32, openvino, stock host")
+    timed = [
+        report.Result(title, [Row(EAGER, 1.0), *(map(Row, names, seconds))])
+        for title, seconds in (("A", (0.2, 0.1, 0.4)), ("B", (0.4, 0.8, 0.4)))
+    ]
+    assert report.markdown([*timed, report.Result("C", rows)], "it").splitlines()[-5:] == [
+        "| ours float32 | python host | stock host |",
+        "| --- | ---: | ---: |",
+        "| A | 0.50 | 2.00 |",
+        "| B | 2.00 | 1.00 |",
+        "| geometric mean | 1.00 | 1.41 |",
+    ]
     page = tmp_path / "page.md"
     page.write_text("# Page\n\n<!-- tables: begin -->\nold\n<!-- tables: end -->\nend\n")
     report.write_markdown(page, "new")

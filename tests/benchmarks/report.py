@@ -142,7 +142,9 @@ def _beside_xnnpack(results: Sequence[Result]) -> str:
             found[result.title] = [time / base for time in times]
     if not found:
         return ""
-    found["geometric mean"] = [statistics.geometric_mean(c) for c in zip(*found.values(), strict=True)]
+    found["geometric mean"] = [
+        statistics.geometric_mean(c) for c in zip(*found.values(), strict=True)
+    ]
     rows = [[title, *(f"{ratio:.2f}" for ratio in ratios)] for title, ratios in found.items()]
     lines = [["ours float32", *_OURS], ["---", *["---:"] * len(_OURS)], *rows]
     return "\n".join(["### Of XNNPACK's time", "", *(f"| {' | '.join(c)} |" for c in lines)])

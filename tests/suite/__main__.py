@@ -41,6 +41,8 @@ def pytest_arguments(options: argparse.Namespace, more: list[str]) -> list[str]:
     if options.jobs:
         # A test may kill its process: it is counted as a crash, and another process goes on.
         arguments += ["-n", str(options.jobs), "--max-worker-restart", "1000"]
+    if options.missed is not None:
+        arguments += ["--missed", str(options.missed.absolute())]
     if options.results is not None:
         arguments += ["--results", str(options.results.absolute())]
     return arguments + more + [str(root / name) for name in options.files or FOLDERS]
@@ -53,6 +55,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--engine", choices=(*ENGINES, AUTO), default=AUTO)
     made.add_argument("--upstream", action="store_true", help="lower with ExecuTorch's own backend")
     made.add_argument("--sample", type=float, default=1.0, help="share of the tests (0 to 1)")
+    made.add_argument(
+        "--missed", type=Path, help="results of another run: only the tests that it did not pass"
+    )
     made.add_argument("--jobs", type=int, default=0, help="processes; 0 for this one")
     made.add_argument("--results", type=Path, help="JSON file to write")
     made.add_argument("--files", nargs="*", help="relative to the folder of the suite")

@@ -42,8 +42,11 @@ class Pair:
 
     @property
     def ahead(self) -> bool:
-        """Whether we pass and upstream does not, or leave fewer nodes to the CPU."""
-        if self.ours["outcome"] != "passed":
+        """Whether we pass and upstream does not, or leave fewer nodes to the CPU.
+
+        Nothing is known of a case that upstream did not run.
+        """
+        if self.ours["outcome"] != "passed" or self.upstream is _NO_CASE:
             return False
         if self.upstream["outcome"] != "passed":
             return True

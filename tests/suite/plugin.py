@@ -84,6 +84,7 @@ class Suite:
         self.source = Source(options.source)
         self.engine: str = options.engine
         self.sample: float = options.sample
+        self.missed = None if options.missed is None else missed(options.missed)
         self.results: Path | None = options.results
         self.cases: dict[str, Case] = {}
         self._is_worker = False
@@ -111,7 +112,12 @@ class Suite:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        kept = [item for item in items if in_sample(case_name(item.nodeid), self.sample)]
+        names = [case_name(item.nodeid) for item in items]
+        kept = [
+            item
+            for item, name in zip(items, names, strict=True)
+            if in_sample(name, self.sample) and (self.missed is None or name in self.missed)
+        ]
         dropped = [item for item in items if item not in kept]
         if dropped:
             config.hook.pytest_deselected(items=dropped)
@@ -221,6 +227,14 @@ def in_sample(name: str, share: float) -> bool:
     return int.from_bytes(_digest(name)[:8], "big") < share * 2**64
 
 
+def missed(results: Path) -> frozenset[str]:
+    """Names of the tests of which a case failed, from a file that ``--results`` wrote."""
+    cases = json.loads(results.read_text())["cases"]
+    return frozenset(
+        name.rsplit("/", 1)[0] for name, case in cases.items() if case["outcome"] in FAILURES
+    )
+
+
 @functools.cache
 def _digest(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
@@ -232,6 +246,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--source", choices=tuple(map(str, Source)), default=str(Source.OURS))
     group.addoption("--engine", choices=(*ENGINES, AUTO), default=AUTO)
     group.addoption("--sample", type=float, default=1.0, help="share of the tests, chosen by name")
+    group.addoption("--missed", type=Path, help="only the tests that the run of this file missed")
     group.addoption("--results", type=Path, help="JSON file to write")
 
 

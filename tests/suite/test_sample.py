@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.suite.comparison import compare
-from tests.suite.plugin import FAILURES, in_sample
+from tests.suite.plugin import FAILURES, Suite, in_sample
 
 _REPOSITORY = Path(__file__).parents[2]
 _SAMPLE = 0.008
@@ -96,3 +97,24 @@ def test_a_case_of_one_run_alone_is_missing_in_the_other(tmp_path: Path) -> None
     empty.write_text(json.dumps({"cases": {}}))
     assert [pair.name for pair in compare(empty, full).behind] == ["a"]
     assert "1 missing" in compare(empty, full).to_table()
+    # That upstream did not run it is no merit of ours.
+    assert compare(full, empty).ahead == ()
+
+
+def test_only_the_tests_that_another_run_missed(tmp_path: Path) -> None:
+    outcomes = {"a/0": "passed", "b/0": "passed", "b/1": "mismatch", "c/0": "skipped"}
+    outcomes = {f"operators/test_x.py::{name}": got for name, got in outcomes.items()}
+    first = tmp_path / "first.json"
+    first.write_text(json.dumps({"cases": {n: {"outcome": got} for n, got in outcomes.items()}}))
+    options = SimpleNamespace(
+        **dict(flow="coreml", source="upstream", engine="auto", sample=1.0, results=None),
+        missed=first,
+    )
+    items = [SimpleNamespace(nodeid=f"/any/operators/test_x.py::{name}") for name in "abcd"]
+    dropped: list[Any] = []
+    config = SimpleNamespace(
+        hook=SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items))
+    )
+    Suite(options).pytest_collection_modifyitems(config, items)  # type: ignore[arg-type]
+    assert [item.nodeid[-1] for item in items] == ["b"]
+    assert len(dropped) == 3

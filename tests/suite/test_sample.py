@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.suite.comparison import compare
+from tests.suite.flows import Source
 from tests.suite.plugin import FAILURES, Suite, in_sample
 
 _REPOSITORY = Path(__file__).parents[2]
@@ -107,7 +108,7 @@ def test_only_the_tests_that_another_run_missed(tmp_path: Path) -> None:
     first = tmp_path / "first.json"
     first.write_text(json.dumps({"cases": {n: {"outcome": got} for n, got in outcomes.items()}}))
     options = SimpleNamespace(
-        **dict(flow="coreml", source="upstream", engine="auto", sample=1.0, results=None),
+        **dict(flow="coreml", source=str(Source.UPSTREAM), engine="auto", sample=1.0, results=None),
         missed=first,
     )
     items = [SimpleNamespace(nodeid=f"/any/operators/test_x.py::{name}") for name in "abcd"]

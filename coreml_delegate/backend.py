@@ -15,8 +15,8 @@ from torch.export import ExportedProgram
 from coreml_delegate.compile_options import CompileOptions, ModelType, WeightSharing, is_own
 from coreml_delegate.compile_spec_methods import CompileSpecMethods, member_of
 from coreml_delegate.conversion import blob_cache
+from coreml_delegate.conversion.debug_handles import handles_of, with_handles
 from coreml_delegate.errors import LoweringError
-from coreml_delegate.formats.blob import flatten
 from coreml_delegate.formats.blob_layout import (
     DEBUG_INFO,
     METADATA,
@@ -26,7 +26,7 @@ from coreml_delegate.formats.blob_layout import (
 )
 from coreml_delegate.preprocess import saved_models
 from coreml_delegate.preprocess.multifunction import lower_methods
-from coreml_delegate.preprocess.package import build_files
+from coreml_delegate.preprocess.package import build_files, result_of
 
 _Item = TypeVar("_Item")
 
@@ -110,9 +110,10 @@ class CoreMLBackend(CompileSpecMethods, BackendDetails):
         if owner is not CoreMLBackend:
             return owner.preprocess(edge_program, compile_specs)
         options = CompileOptions.from_specs(compile_specs)
+        handles = handles_of(edge_program)
         files = blob_cache.take(edge_program, options) or build_files(edge_program, options)
         compile_specs[:] = options.to_specs()
-        return PreprocessResult(processed_bytes=flatten(files))
+        return result_of(with_handles(files, handles))
 
     @classmethod
     def preprocess_multimethod(

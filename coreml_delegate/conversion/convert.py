@@ -13,7 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch.export import ExportedProgram
 
 from coreml_delegate.compile_options import CompileOptions, ModelType
 from coreml_delegate.conversion.coremltools_options import compression_passes, convert_keywords
+from coreml_delegate.conversion.debug_handles import operation_calls
 from coreml_delegate.conversion.fp16 import chunked_overflow_check
 from coreml_delegate.errors import (
     ContractError,
@@ -52,11 +53,13 @@ class Conversion:
         spec: The ``Model`` message.
         package: The mlpackage on disk; it is removed at the end of ``convert_program``.
         compiled: The mlmodelc on disk, with ``ModelType.COMPILED_MODEL`` only.
+        calls: Number of the call that an operation was translated from, by its first output.
     """
 
     spec: Any
     package: Path
     compiled: Path | None
+    calls: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 @contextmanager
@@ -180,6 +183,8 @@ def _convert(
             package = str(folder / "converted.mlpackage")
             model = ct.convert(program, package_dir=package, **keywords, **described)
             del program
+            # A compressed model is another one, which has forgotten them.
+            calls = operation_calls(model._mil_program)
             for compress in compression:
                 gc.collect()
                 model = compress(model)
@@ -189,7 +194,7 @@ def _convert(
                 compiled = shutil.copytree(
                     model.get_compiled_model_path(), folder / "converted.mlmodelc"
                 )
-            conversion = Conversion(model.get_spec(), Path(model.package_path), compiled)
+            conversion = Conversion(model.get_spec(), Path(model.package_path), compiled, calls)
             # The MIL program holds the weights, and itself in cycles.
             del model
             gc.collect()

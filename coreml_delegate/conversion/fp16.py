@@ -29,6 +29,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.compile_options import KeepFp32
+from coreml_delegate.conversion.debug_handles import HANDLE
 from coreml_delegate.module_scope import ModulePattern, scopes_of
 from coreml_delegate.ops import record_of
 from coreml_delegate.ops.call import target_name
@@ -42,31 +43,29 @@ from coreml_delegate.third_party import quiet_import
 OpSelector = Callable[[Any], bool]
 """Returns whether coremltools may cast a MIL op to fp16."""
 
-_HANDLE = "debug_handle"
 _OPTION = "keep_fp32"
 
 
 def mark_fp32_calls(program: ExportedProgram, keep: KeepFp32) -> frozenset[int]:
-    """Give every call of a subgraph a debug handle of its own, before calls are rewritten.
+    """Return the handles of the calls that stay in fp32.
 
-    Returns:
-        The handles of the calls that stay in fp32.
+    Args:
+        program: The subgraph, whose calls have been numbered, and not yet rewritten.
+        keep: Which calls stay in fp32.
     """
     if not keep.modules and not keep.nodes:
         return frozenset()
     patterns = [ModulePattern.of(text, _OPTION) for text in keep.modules]
-    kept: set[int] = set()
-    calls = (node for node in program.graph.nodes if node.op == "call_function")
-    for handle, node in enumerate(calls, start=1):
-        node.meta[_HANDLE] = handle
-        if node.name in keep.nodes or _is_covered(node, patterns):
-            kept.add(handle)
-    return frozenset(kept)
+    return frozenset(
+        node.meta[HANDLE]
+        for node in program.graph.nodes
+        if node.op == "call_function" and (node.name in keep.nodes or _is_covered(node, patterns))
+    )
 
 
 def _stays_fp32(node: Node, op: str, handles: Collection[int], ops: Collection[str]) -> bool:
     """Return whether a call, translated to MIL op ``op``, stays in fp32."""
-    return op in ops or node.meta.get(_HANDLE) in handles
+    return op in ops or node.meta.get(HANDLE) in handles
 
 
 def fp16_selector(keep: KeepFp32, handles: frozenset[int]) -> OpSelector:

@@ -31,6 +31,7 @@ PACKAGE = "model.mlpackage"
 COMPILED = "model.mlmodelc"
 
 _IDENTIFIER = "coreml_delegate_"
+_WITH_VALUE = "debugSymbolsWithValue"
 _IDENTIFIER_DIGITS = 32  # hexadecimal, of SHA-256
 
 _Content = TypeVar("_Content", bound=Content)
@@ -112,20 +113,47 @@ class DebugInfo:
         version: Version of the mapping's form, as coremltools' file states it.
         paths: Path of each operation, by debug symbol.
         handles: Debug handles of the calls that it comes from, by debug symbol.
+        with_value: Symbols of the operations whose results are those of the call with their last
+            handle. Only this package writes and reads them; files without are as before.
     """
 
     version: Any
     paths: Mapping[str, OperationPath]
     handles: Mapping[str, Sequence[int]]
+    with_value: Sequence[str] = ()
 
     def encode(self) -> bytes:
-        """Return the content of ``debug_info.json``."""
-        body = {
+        """Return the content of ``debug_info.json``; equal info gives equal bytes."""
+        body: dict[str, object] = {
             "versionInfo": self.version,
             "debugSymbolToOperationPath": dict(self.paths),
             "debugSymbolToHandles": dict(self.handles),
         }
-        return json.dumps(body).encode()
+        if self.with_value:
+            body[_WITH_VALUE] = list(self.with_value)
+        return json.dumps(body, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: Content) -> DebugInfo:
+        """Read the content of ``debug_info.json``.
+
+        Raises:
+            BlobFormatError: Not JSON, or a field is missing or of the wrong type.
+        """
+        try:
+            body: Any = json.loads(b"".join(chunks_of(data)))
+            handles = {
+                symbol: tuple(map(int, listed))
+                for symbol, listed in body["debugSymbolToHandles"].items()
+            }
+            paths = {
+                symbol: tuple({str(k): str(v) for k, v in step.items()} for step in path)
+                for symbol, path in body["debugSymbolToOperationPath"].items()
+            }
+            values = tuple(map(str, body.get(_WITH_VALUE, ())))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise BlobFormatError(f"malformed {DEBUG_INFO}", got=f"{error!r}") from error
+        return cls(body.get("versionInfo"), paths, handles, values)
 
 
 def in_folder(folder: str, files: Mapping[str, Content]) -> Files:

@@ -14,6 +14,7 @@ Source: ExecuTorch 1.0 to 1.5, Core ML runtime: one ``MLState`` for each loaded 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,15 +27,21 @@ from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
 
 from coreml_delegate.compile_options import CompileOptions, ModelType, WeightSharing
-from coreml_delegate.conversion import blob_cache
+from coreml_delegate.conversion import blob_cache, debug_handles
 from coreml_delegate.conversion.blob_cache import Outcome, Sharing
 from coreml_delegate.conversion.convert import check_compiler, compile_package
+from coreml_delegate.conversion.debug_handles import handles_of, with_handles
 from coreml_delegate.errors import ContractError, LoweringError, OptionError
 from coreml_delegate.formats.blob import ALIGNMENT, BlobReference, Files, flatten, size_of
-from coreml_delegate.formats.blob_layout import PACKAGE, identify, in_folder
+from coreml_delegate.formats.blob_layout import DEBUG_INFO, PACKAGE, identify, in_folder
 from coreml_delegate.ops.constants import state_value
 from coreml_delegate.preprocess.merging import FunctionModel, merge
-from coreml_delegate.preprocess.package import build_files, compiled_files, required_opset
+from coreml_delegate.preprocess.package import (
+    build_files,
+    compiled_files,
+    required_opset,
+    result_of,
+)
 from coreml_delegate.targets import STATE_OPSET, Opset
 
 logger = logging.getLogger(__name__)
@@ -44,12 +51,17 @@ _OR_DISABLE = "Use strategy DISABLED to make every partition a model by itself"
 
 @dataclass(frozen=True, slots=True)
 class _Partition:
-    """One subgraph, and the options to lower it with."""
+    """One subgraph, and the options to lower it with.
+
+    Attributes:
+        handles: Debug handles of its calls, see ``handles_of``.
+    """
 
     method: str
     index: int
     program: ExportedProgram
     options: CompileOptions
+    handles: tuple[int | None, ...]
 
     def __str__(self) -> str:
         return f"partition {self.index} of {self.method!r}"
@@ -88,7 +100,7 @@ def lower_methods(
     """
     partitions = {
         method: [
-            _Partition(method, index, program, CompileOptions.from_specs(each))
+            _Partition(method, index, program, CompileOptions.from_specs(each), handles_of(program))
             for index, (program, each) in enumerate(zip(listed, specs[method], strict=True))
         ]
         for method, listed in programs.items()
@@ -176,7 +188,7 @@ def _lower_each(partitions: Sequence[_Partition]) -> list[_Lowered]:
         files = None if record is None else made[id(record)]
         outcome = Outcome() if record is None else next(outcomes[id(record)])
         files = build_files(partition.program, partition.options) if files is None else files
-        done.append(_Lowered(partition, files, outcome))
+        done.append(_Lowered(partition, with_handles(files, partition.handles), outcome))
     return done
 
 
@@ -189,10 +201,7 @@ def _by_method(lowered: Iterable[_Lowered]) -> dict[str, list[_Lowered]]:
 
 def _own_blobs(lowered: Iterable[_Lowered]) -> _Results:
     return {
-        (each.partition.method, each.partition.index): PreprocessResult(
-            processed_bytes=flatten(each.files)
-        )
-        for each in lowered
+        (each.partition.method, each.partition.index): result_of(each.files) for each in lowered
     }
 
 
@@ -336,7 +345,15 @@ def _share_model(
     functions = _function_names(methods)
     names = {method: model.names for method, model in zip(methods, models, strict=True)}
     package = merge(dict(zip(functions, models, strict=True)))
+    infos = [
+        debug_handles.of_function(debug_handles.debug_info_of(each.files), function)
+        for each, function in zip(row, functions, strict=True)
+    ]
     key, files = identify(_model_files(package, kind), names)
+    if info := debug_handles.united(infos):
+        files[DEBUG_INFO] = encoded = info.encode()
+        # Equal models may come from calls of different handles, and a key has one content.
+        key = f"{key}_{hashlib.sha256(encoded).hexdigest()[:8]}"
     blob = flatten(files)
     store = NamedDataStore()
     store.add_named_data(key, blob, alignment=ALIGNMENT)
@@ -346,10 +363,12 @@ def _share_model(
         "%s are one model: %d bytes instead of %d", ", ".join(map(str, row)), len(blob), separate
     )
     results: _Results = {}
-    for each, function in zip(row, functions, strict=True):
+    for each, function, info in zip(row, functions, infos, strict=True):
         each.outcome.sharing = Sharing(methods=methods)
         results[each.partition.method, each.partition.index] = PreprocessResult(
-            processed_bytes=BlobReference(key, function).encode(), data_store_output=data
+            processed_bytes=BlobReference(key, function).encode(),
+            debug_handle_map=debug_handles.handle_map(info),
+            data_store_output=data,
         )
     return results
 

@@ -6,23 +6,33 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 
+from executorch.exir.backend.backend_details import PreprocessResult
 from torch.export import ExportedProgram
 
 from coreml_delegate.compile_options import CompileOptions, Precision
 from coreml_delegate.conversion import fp16
 from coreml_delegate.conversion.convert import Conversion, compile_package, convert_program
+from coreml_delegate.conversion.debug_handles import (
+    debug_info_of,
+    describe,
+    handle_map,
+    handles_of,
+    number_calls,
+    with_handles,
+)
 from coreml_delegate.conversion.kept_conversions import KeptConversion
 from coreml_delegate.conversion.prepare import prepare
 from coreml_delegate.dynamic_shapes import input_sizes, symbols
 from coreml_delegate.dynamic_shapes.enumerated import Shape
 from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.formats.blob import Files, flatten
-from coreml_delegate.formats.blob_layout import COMPILED, PACKAGE, identify, in_folder
+from coreml_delegate.formats.blob_layout import COMPILED, DEBUG_INFO, PACKAGE, identify, in_folder
 from coreml_delegate.formats.mlpackage import MAIN, WEIGHTS, assemble, locate, map_folder
 from coreml_delegate.ops import obstacles_in
 from coreml_delegate.ops import required_opset as opset_of_calls
 from coreml_delegate.preprocess import contract, enumerated_shapes
 from coreml_delegate.targets import Opset
+from coreml_delegate.third_party import coremltools
 
 _COREMLTOOLS = "com.github.apple.coremltools"
 _MAPPED = 16 * 2**20
@@ -31,7 +41,14 @@ _MAPPED = 16 * 2**20
 
 def build_blob(program: ExportedProgram, options: CompileOptions) -> bytes:
     """Lower a whole subgraph to its blob; see ``build_files``."""
-    return flatten(build_files(program, options))
+    handles = handles_of(program)
+    return flatten(with_handles(build_files(program, options), handles))
+
+
+def result_of(files: Files) -> PreprocessResult:
+    """Return what ExecuTorch takes for a blob, with the debug handles that its debug info has."""
+    handles = handle_map(debug_info_of(files))
+    return PreprocessResult(processed_bytes=flatten(files), debug_handle_map=handles)
 
 
 def build_files(program: ExportedProgram, options: CompileOptions) -> Files:
@@ -45,7 +62,8 @@ def build_files(program: ExportedProgram, options: CompileOptions) -> Files:
         options: How to lower.
 
     Returns:
-        The files of the blob; see ``formats.blob_layout``. Equal arguments give equal bytes.
+        The files of the blob; see ``formats.blob_layout``. Debug info has the numbers of calls, for
+        ``with_handles`` to replace. Equal arguments give equal bytes.
 
     Raises:
         UnsupportedOperatorError: An operator has no translation; lists every one.
@@ -74,6 +92,7 @@ def _convert(program: ExportedProgram, options: CompileOptions) -> Files:
         needed = max(required_opset(program, inputs), options.oldest_for_compression)
         # With None coremltools itself starts from the oldest; only a later one is stated.
         options = replace(options, deployment_target=needed if needed > Opset.iOS15 else None)
+    calls = number_calls(program)
     in_fp32 = fp16.mark_fp32_calls(program, options.keep_fp32)
     sizes = {} if inputs else symbols.relations_of(program)
     prepare(program)
@@ -90,7 +109,9 @@ def _convert(program: ExportedProgram, options: CompileOptions) -> Files:
             conversion.spec.description.metadata.userDefined,
             {MAIN: {feature_of[name]: listed for name, listed in sizes.items()}},
         )
-        return identify(model_files(conversion, is_declared=bool(inputs)), {"": names})[1]
+        files = identify(model_files(conversion, is_declared=bool(inputs)), {"": names})[1]
+        info = describe(conversion.spec, calls, conversion.calls, coremltools().__version__)
+        return {**files, DEBUG_INFO: info.encode()}
 
 
 def check_supported(program: ExportedProgram, target: Opset | None) -> None:

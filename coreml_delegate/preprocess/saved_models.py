@@ -19,7 +19,6 @@ from executorch.exir.backend.backend_details import PreprocessResult
 from coreml_delegate.compile_options import ModelType
 from coreml_delegate.conversion.convert import Conversion, check_compiler, temporary_folder
 from coreml_delegate.errors import ContractError
-from coreml_delegate.formats.blob import flatten
 from coreml_delegate.formats.blob_layout import (
     DEBUG_INFO,
     PACKAGE,
@@ -29,7 +28,7 @@ from coreml_delegate.formats.blob_layout import (
     OperationPath,
     identify,
 )
-from coreml_delegate.preprocess.package import model_files
+from coreml_delegate.preprocess.package import model_files, result_of
 from coreml_delegate.targets import STATE_OPSET
 
 _MAPPING = "executorch_debug_handle_mapping.json"
@@ -107,6 +106,4 @@ def lower_model(model: Any, model_type: ModelType) -> PreprocessResult:
         )
         if info is not None:
             files[DEBUG_INFO] = info.encode()
-        # ExecuTorch annotates one handle for each symbol, but takes several.
-        handles: Any = None if info is None else {s: tuple(h) for s, h in info.handles.items()}
-        return PreprocessResult(processed_bytes=flatten(files), debug_handle_map=handles)
+        return result_of(files)

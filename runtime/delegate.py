@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from coreml_delegate.formats.blob_layout import (
     PACKAGE,
     MethodMetadata,
     ModelMetadata,
+    debug_info_in,
     metadata_in,
     models_in,
 )
@@ -26,7 +28,12 @@ from coreml_delegate.runtime.mil.program import Function, Program
 from coreml_delegate.runtime.mil.reader import read_files
 from coreml_delegate.runtime.model import Model, cast_input
 from coreml_delegate.runtime.native import SMALL, NativeCall, NativeProgram
-from coreml_delegate.runtime.program.delegate_interface import DelegateLoader, DelegatePayload
+from coreml_delegate.runtime.observation import Observer
+from coreml_delegate.runtime.program.delegate_interface import (
+    DelegateLoader,
+    DelegatePayload,
+    OpEvent,
+)
 from coreml_delegate.runtime.threads import all_torch_threads
 
 
@@ -37,13 +44,21 @@ class CoreMLDelegate:
         model: What it runs.
         names: Of its inputs and outputs, in the order of calls.
         nbytes: Size of the blob that the model was read from.
+        observer: Runs the model where calls are observed; see ``observe``.
 
     Attributes:
         model: What it runs.
         python_reason: Why calls need Python, for people; None if they do not.
     """
 
-    def __init__(self, model: Model, names: MethodMetadata, nbytes: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        names: MethodMetadata,
+        nbytes: int,
+        *,
+        observer: Observer | None = None,
+    ) -> None:
         _check_names("input", names.input_names, model.input_names)
         _check_names("output", names.output_names, model.output_names)
         self.model = model
@@ -55,8 +70,10 @@ class CoreMLDelegate:
         self._computes_with_torch = model.engine_name == REFERENCE.name
         # Shapes seldom change from call to call: the shapes of the last call need no check.
         self._flexible = model.flexible_inputs
+        self._observer = observer
         self.python_reason = (
-            python_reason(model.program, model.function, model.engine_name, nbytes)
+            ("its calls are observed" if observer is not None else None)
+            or python_reason(model.program, model.function, model.engine_name, nbytes)
             or model.native_obstacle()
         )
         given = [name for name, _, _ in self._inputs]
@@ -98,13 +115,30 @@ class CoreMLDelegate:
                 that its dtype does not hold (a device cuts them silently).
             ExecutionError: An op failed.
         """
-        arrays = self._arrays(inputs)
-        if self._flexible:
-            self._check_shapes(arrays)
+        arrays = self._checked_arrays(inputs)
         # OpenVINO has threads of its own; the reference engine has those of torch.
         with all_torch_threads() if self._computes_with_torch else nullcontext():
             results = self.model.run_unchecked(arrays, self._state)
         return [torch.from_numpy(results[name]) for name in self._outputs]
+
+    def observe(
+        self, inputs: Sequence[torch.Tensor], *, with_values: bool
+    ) -> tuple[list[torch.Tensor], tuple[OpEvent, ...]]:
+        """Run once, and tell what its ops did, if the delegate was loaded to be observed.
+
+        Args:
+            inputs: As for a call.
+            with_values: Whether the values that ops compute are wanted; see ``Observer.run``.
+
+        Returns:
+            The outputs as of a call, and the ops.
+        """
+        if self._observer is None:
+            return self(inputs), ()
+        arrays = self._checked_arrays(inputs)
+        with all_torch_threads() if self._computes_with_torch else nullcontext():
+            results, events = self._observer.run(arrays, self._state, with_values=with_values)
+        return [torch.from_numpy(results[name]) for name in self._outputs], events
 
     def diagnose(
         self, inputs: Sequence[torch.Tensor], *, min_sqnr_db: float = MIN_SQNR_DB
@@ -116,6 +150,12 @@ class CoreMLDelegate:
             min_sqnr_db: See ``Model.diagnose``.
         """
         return self.model.diagnose(self._arrays(inputs), self._state, min_sqnr_db=min_sqnr_db)
+
+    def _checked_arrays(self, inputs: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
+        arrays = self._arrays(inputs)
+        if self._flexible:
+            self._check_shapes(arrays)
+        return arrays
 
     def _check_shapes(self, arrays: Mapping[str, np.ndarray]) -> None:
         shapes = tuple(arrays[name].shape for name in self._flexible)
@@ -166,9 +206,13 @@ def delegate_loader(engine: str, options: EngineOptions | None = None) -> Delega
     def load(payload: DelegatePayload) -> CoreMLDelegate:
         blob, function = resolve(payload)
         files, metadata = blob_files(blob)
-        model = Model.from_files(files, function_name=function, engine=engine, options=options)
+        given = options or EngineOptions()
+        if payload.is_observed:
+            given = replace(given, profiling=True)
+        model = Model.from_files(files, function_name=function, engine=engine, options=given)
         names = metadata.method(payload.method_name)
-        return CoreMLDelegate(model, names, memoryview(blob).nbytes)
+        observer = Observer(model, debug_info_in(unflatten(blob))) if payload.is_observed else None
+        return CoreMLDelegate(model, names, memoryview(blob).nbytes, observer=observer)
 
     return load
 

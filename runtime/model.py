@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from coreml_delegate.formats.blob import Buffer
 from coreml_delegate.runtime import diagnosis, tracing
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
 from coreml_delegate.runtime.engines import limits
-from coreml_delegate.runtime.engines.base import EngineOptions, State
+from coreml_delegate.runtime.engines.base import EngineOptions, KernelTime, State
 from coreml_delegate.runtime.engines.reference import REFERENCE, ReferenceFunction
 from coreml_delegate.runtime.engines.selection import AUTO, compile_function
 from coreml_delegate.runtime.engines.shapes import InputShapes, check_shape, smallest_shape
@@ -62,9 +63,8 @@ class Model:
     ) -> None:
         self.program = program
         self.function = program.function(function_name)
-        self._selection = compile_function(
-            engine, self.function, options or EngineOptions(), source
-        )
+        self._options = options or EngineOptions()
+        self._selection = compile_function(engine, self.function, self._options, source)
         self._compiled = self._selection.compiled
         self._shapes = InputShapes.of(program, self.function)
         params = {p.name: p.type for p in self.function.params}
@@ -248,6 +248,35 @@ class Model:
     def run_unchecked(self, inputs: Mapping[str, Array], state: State | None) -> dict[str, Array]:
         """Run as ``predict`` without checks: names, shapes and dtypes must be right."""
         return self._compiled(inputs, state)
+
+    def run_profiled(
+        self, inputs: Mapping[str, Array], state: State | None
+    ) -> tuple[dict[str, Array], tuple[KernelTime, ...]]:
+        """Run unchecked, and time the kernels; see ``CompiledFunction.run_profiled``."""
+        return self._compiled.run_profiled(inputs, state)
+
+    def with_outputs(self, outputs: Sequence[Feature]) -> Model:
+        """Return a model that computes other values of the function, on the same engine.
+
+        Args:
+            outputs: Named after values of the function's own block, with their types.
+
+        Raises:
+            CoreMLDelegateError: See ``compile_function``.
+        """
+        names = tuple(feature.name for feature in outputs)
+        function = replace(
+            self.function,
+            outputs=tuple(outputs),
+            block=replace(self.function.block, outputs=names),
+        )
+        functions = {**self.program.functions, function.name: function}
+        return Model(
+            replace(self.program, functions=functions),
+            function_name=function.name,
+            engine=self.engine_name,
+            options=replace(self._options, profiling=False),
+        )
 
     @property
     def flexible_inputs(self) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 Coremltools hands the debug handle of a call on to the operations that it translates it to, and its
 passes to those that take their place. Of several calls that become one operation, only the last is
-known that way; so a call that has left no operation is counted among those of the next one that
-has.
+known that way; so a call that has left no operation is counted among those of the first of its
+users that has.
 
 A conversion is kept and found again by the content of a subgraph, whatever handles its calls have.
 So a conversion numbers the calls, in the order of the graph, and the handles of the subgraph at
@@ -25,7 +25,12 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.formats.blob import Files
-from coreml_delegate.formats.blob_layout import DEBUG_INFO, DebugInfo, OperationPath
+from coreml_delegate.formats.blob_layout import (
+    DEBUG_INFO,
+    DebugInfo,
+    OperationPath,
+    debug_info_in,
+)
 from coreml_delegate.ops.call import GETITEM, target_name
 
 HANDLE = "debug_handle"
@@ -128,7 +133,11 @@ def describe(
         version,
         places,
         numbers,
-        tuple(s for n, s in last.items() if _agree(calls[n].shapes, shapes[s])),
+        {
+            symbol: len(calls[number].shapes)
+            for number, symbol in last.items()
+            if _agree(calls[number].shapes, shapes[symbol])
+        },
     )
 
 
@@ -139,18 +148,12 @@ def with_handles(files: Files, handles: Sequence[int | None]) -> Files:
         files: The files; debug info has the numbers of calls.
         handles: Handle of each call, see ``handles_of``; debug info of no handle is left out.
     """
-    content = files.get(DEBUG_INFO)
-    if content is None:
+    numbered = debug_info_in(files)
+    if numbered is None:
         return files
     others = {name: held for name, held in files.items() if name != DEBUG_INFO}
-    info = renumber(DebugInfo.decode(content), handles)
+    info = renumber(numbered, handles)
     return {**others, DEBUG_INFO: info.encode()} if info.handles else others
-
-
-def debug_info_of(files: Files) -> DebugInfo | None:
-    """Return the debug info among the files of a blob; None if there is none."""
-    content = files.get(DEBUG_INFO)
-    return None if content is None else DebugInfo.decode(content)
 
 
 def of_function(info: DebugInfo | None, function: str) -> DebugInfo | None:
@@ -171,7 +174,7 @@ def of_function(info: DebugInfo | None, function: str) -> DebugInfo | None:
             for symbol, path in info.paths.items()
         },
         {renamed[symbol]: listed for symbol, listed in info.handles.items()},
-        [renamed[symbol] for symbol in info.with_value],
+        {renamed[symbol]: count for symbol, count in info.with_value.items()},
     )
 
 
@@ -184,7 +187,7 @@ def united(infos: Iterable[DebugInfo | None]) -> DebugInfo | None:
         found[0].version,
         {symbol: path for info in found for symbol, path in info.paths.items()},
         {symbol: listed for info in found for symbol, listed in info.handles.items()},
-        [symbol for info in found for symbol in info.with_value],
+        {symbol: count for info in found for symbol, count in info.with_value.items()},
     )
 
 
@@ -210,7 +213,7 @@ def renumber(info: DebugInfo, handles: Sequence[int | None]) -> DebugInfo:
     """
     latest = {handle: number for number, handle in enumerate(handles, start=1)}
     found: dict[str, tuple[int, ...]] = {}
-    values: list[str] = []
+    values: dict[str, int] = {}
     for symbol, numbers in info.handles.items():
         own = [(n, handle) for n in numbers if (handle := handles[n - 1]) is not None]
         if not own:
@@ -219,9 +222,9 @@ def renumber(info: DebugInfo, handles: Sequence[int | None]) -> DebugInfo:
         found[symbol] = tuple(dict.fromkeys(handle for _, handle in reversed(own)))[::-1]
         number, handle = own[-1]
         if symbol in info.with_value and number == numbers[-1] == latest[handle]:
-            values.append(symbol)
+            values[symbol] = info.with_value[symbol]
     paths = {symbol: info.paths[symbol] for symbol in found}
-    return replace(info, paths=paths, handles=found, with_value=tuple(values))
+    return replace(info, paths=paths, handles=found, with_value=values)
 
 
 def _calls(program: ExportedProgram) -> Iterator[Node]:
@@ -247,27 +250,29 @@ def _merged(
 ) -> dict[int, tuple[int, ...]]:
     """Return the calls that the operations of each call stand for, its own last.
 
+    Each call is in one place: several would tie operations together that have nothing in common.
+
     Args:
         calls: The calls by number.
         present: Those that operations come from.
     """
-    owners: dict[int, set[int]] = {number: {number} for number in present}
-    for number in sorted(calls.keys() - owners.keys(), reverse=True):
-        owners[number] = {owner for user in calls[number].users for owner in owners[user]}
+    owner: dict[int, int | None] = {number: number for number in present}
+    for number in sorted(calls.keys() - owner.keys(), reverse=True):
+        owner[number] = _first(owner[user] for user in calls[number].users)
     for number in sorted(calls):
         # Nothing computes with it: a change of nothing at the end.
-        owners[number] = owners[number] or {
-            owner for source in calls[number].sources for owner in owners[source]
-        }
-    found: dict[int, list[int]] = {}
+        if owner[number] is None:
+            owner[number] = _first(owner[source] for source in calls[number].sources)
+    found: dict[int, list[int]] = {number: [] for number in present}
     for number in sorted(calls):
-        for owner in owners[number] - {number}:
-            found.setdefault(owner, []).append(number)
-    return {
-        number: (*found.get(number, ()), number)
-        for number, of_whom in owners.items()
-        if number in of_whom
-    }
+        holder = owner[number]
+        if holder is not None and holder != number:
+            found[holder].append(number)
+    return {number: (*absorbed, number) for number, absorbed in found.items()}
+
+
+def _first(owners: Iterable[int | None]) -> int | None:
+    return min((owner for owner in owners if owner is not None), default=None)
 
 
 def _operations(
@@ -300,9 +305,13 @@ def _declared_shape(type_: Any) -> list[int | None]:
 def _agree(
     results: Sequence[Sequence[int | None]], outputs: Sequence[Sequence[int | None]]
 ) -> bool:
-    """Whether an operation has the results of a call, as far as shapes tell."""
-    return len(results) == len(outputs) and all(
+    """Whether an operation has the results of a call, as far as shapes tell.
+
+    The statistics of a norm in inference, for one, are empty results.
+    """
+    whole = [result for result in results if 0 not in result]
+    return len(whole) == len(outputs) and all(
         len(result) == len(output)
         and all(a == b or None in (a, b) for a, b in zip(result, output, strict=True))
-        for result, output in zip(results, outputs, strict=True)
+        for result, output in zip(whole, outputs, strict=True)
     )

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from coreml_delegate.errors import BlobFormatError
@@ -113,14 +113,15 @@ class DebugInfo:
         version: Version of the mapping's form, as coremltools' file states it.
         paths: Path of each operation, by debug symbol.
         handles: Debug handles of the calls that it comes from, by debug symbol.
-        with_value: Symbols of the operations whose results are those of the call with their last
-            handle. Only this package writes and reads them; files without are as before.
+        with_value: Number of results of the call with an operation's last handle, by the debug
+            symbols of the operations that have these results; those that it lacks are empty. Only
+            this package writes and reads them.
     """
 
     version: Any
     paths: Mapping[str, OperationPath]
     handles: Mapping[str, Sequence[int]]
-    with_value: Sequence[str] = ()
+    with_value: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def encode(self) -> bytes:
         """Return the content of ``debug_info.json``; equal info gives equal bytes."""
@@ -130,7 +131,7 @@ class DebugInfo:
             "debugSymbolToHandles": dict(self.handles),
         }
         if self.with_value:
-            body[_WITH_VALUE] = list(self.with_value)
+            body[_WITH_VALUE] = dict(self.with_value)
         return json.dumps(body, separators=(",", ":")).encode()
 
     @classmethod
@@ -150,7 +151,7 @@ class DebugInfo:
                 symbol: tuple({str(k): str(v) for k, v in step.items()} for step in path)
                 for symbol, path in body["debugSymbolToOperationPath"].items()
             }
-            values = tuple(map(str, body.get(_WITH_VALUE, ())))
+            values = {str(s): int(count) for s, count in body.get(_WITH_VALUE, {}).items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise BlobFormatError(f"malformed {DEBUG_INFO}", got=f"{error!r}") from error
         return cls(body.get("versionInfo"), paths, handles, values)
@@ -192,6 +193,16 @@ def metadata_in(files: Mapping[str, Buffer]) -> ModelMetadata:
     if METADATA not in files:
         raise BlobFormatError("blob lacks its metadata", expected=METADATA)
     return ModelMetadata.decode(files[METADATA])
+
+
+def debug_info_in(files: Mapping[str, Content]) -> DebugInfo | None:
+    """Read the debug info of a blob; None if it has none.
+
+    Raises:
+        BlobFormatError: It is malformed.
+    """
+    content = files.get(DEBUG_INFO)
+    return None if content is None else DebugInfo.decode(content)
 
 
 def models_in(files: Mapping[str, _Content]) -> dict[str, dict[str, _Content]]:

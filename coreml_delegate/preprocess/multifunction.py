@@ -33,7 +33,13 @@ from coreml_delegate.conversion.convert import check_compiler, compile_package
 from coreml_delegate.conversion.debug_handles import handles_of, with_handles
 from coreml_delegate.errors import ContractError, LoweringError, OptionError
 from coreml_delegate.formats.blob import ALIGNMENT, BlobReference, Files, flatten, size_of
-from coreml_delegate.formats.blob_layout import DEBUG_INFO, PACKAGE, identify, in_folder
+from coreml_delegate.formats.blob_layout import (
+    DEBUG_INFO,
+    PACKAGE,
+    debug_info_in,
+    identify,
+    in_folder,
+)
 from coreml_delegate.ops.constants import state_value
 from coreml_delegate.preprocess.merging import FunctionModel, merge
 from coreml_delegate.preprocess.package import (
@@ -346,7 +352,7 @@ def _share_model(
     names = {method: model.names for method, model in zip(methods, models, strict=True)}
     package = merge(dict(zip(functions, models, strict=True)))
     infos = [
-        debug_handles.of_function(debug_handles.debug_info_of(each.files), function)
+        debug_handles.of_function(debug_info_in(each.files), function)
         for each, function in zip(row, functions, strict=True)
     ]
     key, files = identify(_model_files(package, kind), names)

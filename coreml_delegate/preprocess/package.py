@@ -13,7 +13,6 @@ from coreml_delegate.compile_options import CompileOptions, Precision
 from coreml_delegate.conversion import fp16
 from coreml_delegate.conversion.convert import Conversion, compile_package, convert_program
 from coreml_delegate.conversion.debug_handles import (
-    debug_info_of,
     describe,
     handle_map,
     handles_of,
@@ -26,7 +25,14 @@ from coreml_delegate.dynamic_shapes import input_sizes, symbols
 from coreml_delegate.dynamic_shapes.enumerated import Shape
 from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.formats.blob import Files, flatten
-from coreml_delegate.formats.blob_layout import COMPILED, DEBUG_INFO, PACKAGE, identify, in_folder
+from coreml_delegate.formats.blob_layout import (
+    COMPILED,
+    DEBUG_INFO,
+    PACKAGE,
+    debug_info_in,
+    identify,
+    in_folder,
+)
 from coreml_delegate.formats.mlpackage import MAIN, WEIGHTS, assemble, locate, map_folder
 from coreml_delegate.ops import obstacles_in
 from coreml_delegate.ops import required_opset as opset_of_calls
@@ -47,7 +53,7 @@ def build_blob(program: ExportedProgram, options: CompileOptions) -> bytes:
 
 def result_of(files: Files) -> PreprocessResult:
     """Return what ExecuTorch takes for a blob, with the debug handles that its debug info has."""
-    handles = handle_map(debug_info_of(files))
+    handles = handle_map(debug_info_in(files))
     return PreprocessResult(processed_bytes=flatten(files), debug_handle_map=handles)
 
 

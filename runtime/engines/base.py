@@ -36,6 +36,8 @@ class EngineOptions:
         precision: A ``Precision`` or its value, ``"f32"`` or ``"bf16"``.
         exact_nan: Whether NaN has to pass through every op, even where a fast engine's kernels lose
             it and have to be replaced by slower ones.
+        profiling: Whether ops are timed, which takes some time itself; see
+            ``CompiledFunction.run_profiled``.
         cache: Where compiled programs are kept between processes, or None to keep none. By default
             read from the environment; see ``CacheOptions.from_environment``.
 
@@ -47,6 +49,7 @@ class EngineOptions:
     threads: int | None = None
     precision: Precision | str = Precision.F32
     exact_nan: bool = False
+    profiling: bool = False
     cache: CacheOptions | None = field(default_factory=CacheOptions.from_environment)
 
     def __post_init__(self) -> None:
@@ -100,6 +103,22 @@ class State(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """The time of one kernel in a run.
+
+    Attributes:
+        ops: Positions, among the ops of the function's block, of those that it computed: several if
+            they are fused, none for work of the engine that belongs to no op.
+        nanoseconds: Its time.
+        kernel: The engine's name of it.
+    """
+
+    ops: tuple[int, ...]
+    nanoseconds: int
+    kernel: str
+
+
 class CompiledFunction(Protocol):
     """One function, ready to run. Safe to call from several threads, one call at a time each."""
 
@@ -116,6 +135,15 @@ class CompiledFunction(Protocol):
 
         Raises:
             ExecutionError: An op failed.
+        """
+        ...
+
+    def run_profiled(
+        self, inputs: Mapping[str, Array], state: State | None = None
+    ) -> tuple[dict[str, Array], tuple[KernelTime, ...]]:
+        """Run once, and return the outputs and the time of every kernel, in order of execution.
+
+        The function must have been compiled with ``profiling``. Raises as a call does.
         """
         ...
 

@@ -20,6 +20,7 @@
 #include <executorch/runtime/backend/interface.h>
 #include <executorch/runtime/core/error.h>
 #include <executorch/runtime/core/evalue.h>
+#include <executorch/runtime/core/event_tracer_hooks_delegate.h>
 #include <executorch/runtime/core/exec_aten/util/tensor_util.h>
 #include <executorch/runtime/platform/log.h>
 
@@ -48,9 +49,14 @@ using InitCallback = int32_t (*)(
     const void* processed,
     uint64_t nbytes,
     const SpecView* specs,
-    uint64_t spec_count);
-using ExecuteCallback =
-    int32_t (*)(void* delegate, const int64_t* records, uint64_t length);
+    uint64_t spec_count,
+    int32_t is_observed);
+// `tracer` is null unless events are to be logged.
+using ExecuteCallback = int32_t (*)(
+    void* delegate,
+    const int64_t* records,
+    uint64_t length,
+    void* tracer);
 using DestroyCallback = void (*)(void* delegate);
 
 struct Callbacks {
@@ -71,7 +77,7 @@ enum Field : size_t {
   kFieldCount,
 };
 
-constexpr int32_t kInterfaceVersion = 3;
+constexpr int32_t kInterfaceVersion = 4;
 
 // --- State --------------------------------------------------------------------------------------
 
@@ -174,7 +180,7 @@ class CallbackBackend final : public et::BackendInterface {
   }
 
   et::Error execute(
-      et::BackendExecutionContext& /*context*/,
+      et::BackendExecutionContext& context,
       et::DelegateHandle* handle,
       et::Span<et::EValue*> args) const override {
     if (closed.load() || handle == nullptr) {
@@ -193,7 +199,8 @@ class CallbackBackend final : public et::BackendInterface {
       }
       const StreamGuard guard;
       return static_cast<et::Error>(
-          callbacks_.execute(handle, records.data(), records.size()));
+          callbacks_.execute(
+              handle, records.data(), records.size(), context.event_tracer()));
     } catch (...) {
       return et::Error::MemoryAllocationFailed;
     }
@@ -240,7 +247,8 @@ class CallbackBackend final : public et::BackendInterface {
           data.get(),
           processed.size(),
           specs.data(),
-          specs.size());
+          specs.size(),
+          context.event_tracer() != nullptr);
     }
     delegate->named_data = nullptr;
     if (code != 0) {
@@ -358,6 +366,77 @@ SHIM_EXPORT int32_t coreml_shim_resize(
     append_record(value, fields);
     std::memcpy(record, fields.data(), fields.size() * sizeof(int64_t));
     return 0;
+  } catch (...) {
+    return static_cast<int32_t>(et::Error::MemoryAllocationFailed);
+  }
+}
+
+// Whether a tracer wants the values of ops, and not their times alone.
+SHIM_EXPORT int32_t coreml_shim_wants_values(void* tracer) {
+  return tracer != nullptr &&
+      static_cast<et::EventTracer*>(tracer)->event_tracer_debug_level() >=
+      et::EventTracerDebugLogLevel::kIntermediateOutputs;
+}
+
+// To be called by execute callbacks only, as is the next: logs one op of the delegate. Times are in
+// ticks of the runtime's clock, which counts nanoseconds.
+SHIM_EXPORT int32_t coreml_shim_log_op(
+    void* tracer,
+    const char* symbol,
+    uint64_t start,
+    uint64_t end,
+    const void* metadata,
+    uint64_t nbytes) {
+  if (tracer == nullptr || symbol == nullptr) {
+    return static_cast<int32_t>(et::Error::InvalidArgument);
+  }
+  et::event_tracer_log_profiling_delegate(
+      static_cast<et::EventTracer*>(tracer),
+      symbol,
+      static_cast<et::DebugHandle>(-1),
+      start,
+      end,
+      metadata,
+      nbytes);
+  return 0;
+}
+
+// Logs a row-major tensor that an op has computed, copied into the tracer's buffer.
+SHIM_EXPORT int32_t coreml_shim_log_value(
+    void* tracer,
+    const char* symbol,
+    int32_t dtype,
+    void* data,
+    const int32_t* sizes,
+    uint64_t rank) {
+  if (tracer == nullptr || symbol == nullptr || (rank > 0 && sizes == nullptr)) {
+    return static_cast<int32_t>(et::Error::InvalidArgument);
+  }
+  try {
+    std::vector<int32_t> shape(sizes, sizes + rank);
+    std::vector<executorch::aten::DimOrderType> order(rank);
+    for (size_t axis = 0; axis < rank; ++axis) {
+      order[axis] = static_cast<executorch::aten::DimOrderType>(axis);
+    }
+    std::vector<executorch::aten::StridesType> strides(rank);
+    executorch::aten::StridesType stride = 1;
+    for (size_t axis = rank; axis-- > 0;) {
+      strides[axis] = stride;
+      stride *= shape[axis];
+    }
+    executorch::aten::TensorImpl implementation(
+        static_cast<executorch::aten::ScalarType>(dtype),
+        static_cast<ssize_t>(rank),
+        shape.data(),
+        data,
+        order.data(),
+        strides.data());
+    const auto logged =
+        static_cast<et::EventTracer*>(tracer)->log_intermediate_output_delegate(
+            symbol,
+            static_cast<et::DebugHandle>(-1),
+            Tensor(&implementation));
+    return static_cast<int32_t>(logged.error());
   } catch (...) {
     return static_cast<int32_t>(et::Error::MemoryAllocationFailed);
   }

@@ -6,11 +6,13 @@ and call the callable that it returns.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
 import torch
 
 from coreml_delegate.errors import ExecutionError
@@ -19,6 +21,31 @@ from coreml_delegate.runtime.program.plan import describe
 
 COREML_BACKEND_ID: Final = "CoreMLBackend"
 """The backend name that Core ML delegates carry in a ``.pte``."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpEvent:
+    """One op in one call.
+
+    Attributes:
+        symbol: Its debug symbol.
+        start: When it began, in nanoseconds of a steady clock. Engines measure how long an op
+            takes, not when it runs: ops are laid one after another from the start of the call.
+        nanoseconds: Its time; 0 if it is fused with another, which has the time.
+        kernel: The engine's kernel, and the symbols of all ops that it computes.
+        values: What it computed; empty if nobody asked, or no call of the program has that value.
+    """
+
+    symbol: str
+    start: int
+    nanoseconds: int
+    kernel: Mapping[str, object]
+    values: tuple[np.ndarray[Any, Any], ...] = ()
+
+    @property
+    def metadata(self) -> bytes:
+        """The kernel as JSON."""
+        return json.dumps(self.kernel).encode()
 
 
 class DelegateCallable(Protocol):
@@ -56,6 +83,25 @@ class DelegateCallable(Protocol):
         ...
 
 
+@runtime_checkable
+class ObservableDelegate(Protocol):
+    """A delegate that tells what its ops do, if its payload asked for that."""
+
+    def observe(
+        self, inputs: Sequence[torch.Tensor], *, with_values: bool
+    ) -> tuple[Sequence[torch.Tensor], Sequence[OpEvent]]:
+        """Run once, as a call does.
+
+        Args:
+            inputs: As for a call.
+            with_values: Whether the values that ops compute are wanted.
+
+        Returns:
+            The outputs, and what the ops did, in the order to be logged.
+        """
+        ...
+
+
 NamedData: TypeAlias = Callable[[str], memoryview | None]
 """Named data of a program by key; None when it has none under that key."""
 
@@ -72,6 +118,7 @@ class DelegatePayload:
         processed: The bytes that its preprocess returned.
         compile_specs: Keys and values, in order.
         method_name: Method that the delegate belongs to.
+        is_observed: Whether the host wants to know what the ops of a call do.
         named_data: Finds data of the program by key. To be called while loading, not later.
     """
 
@@ -80,6 +127,7 @@ class DelegatePayload:
     compile_specs: tuple[tuple[str, bytes], ...]
     method_name: str
     named_data: NamedData
+    is_observed: bool = False
 
 
 DelegateLoader: TypeAlias = Callable[[DelegatePayload], DelegateCallable]

@@ -12,11 +12,12 @@ import functools
 import logging
 import struct
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
+import numpy as np
 import torch
 
 from coreml_delegate.errors import EngineUnavailableError, ExecutionError, ProgramError
@@ -26,6 +27,8 @@ from coreml_delegate.runtime.program.delegate_interface import (
     DelegateCallable,
     DelegateLoader,
     DelegatePayload,
+    ObservableDelegate,
+    OpEvent,
     check_output_count,
     fit_output,
 )
@@ -33,12 +36,17 @@ from coreml_delegate.runtime.threads import one_torch_thread
 
 _logger = logging.getLogger(__name__)
 
-_INTERFACE_VERSION: Final = 3
+_INTERFACE_VERSION: Final = 4
 _OK: Final = 0
 _FAILED: Final = 0x1  # Error::Internal
 _NOT_FOUND: Final = 0x20  # Error::NotFound
 # A value's record: is tensor, dtype, rank, is dynamic, address, bytes, address of the value.
 _FIELDS: Final = struct.Struct("=7q")
+
+
+# ExecuTorch's event traces have no tensors of these dtypes.
+_LOGGED_AS: Final = {"float16": np.float32, "int16": np.int32, "uint16": np.int32}
+_SCALAR_TYPES: Final = {dtype: number for number, dtype in DTYPES.items()}
 
 
 class _SpecView(ctypes.Structure):
@@ -58,9 +66,10 @@ _INIT: Final = ctypes.CFUNCTYPE(
     ctypes.c_uint64,
     ctypes.POINTER(_SpecView),
     ctypes.c_uint64,
+    ctypes.c_int32,
 )
 _EXECUTE: Final = ctypes.CFUNCTYPE(
-    ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64
+    ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p
 )
 _DESTROY: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -142,6 +151,23 @@ _PROTOTYPES: Final[Mapping[str, tuple[Any, ...]]] = {
         ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_int64),
     ),
+    "coreml_shim_wants_values": (ctypes.c_void_p,),
+    "coreml_shim_log_op": (
+        ctypes.c_void_p,
+        ctypes.c_char_p,
+        ctypes.c_uint64,
+        ctypes.c_uint64,
+        ctypes.c_char_p,
+        ctypes.c_uint64,
+    ),
+    "coreml_shim_log_value": (
+        ctypes.c_void_p,
+        ctypes.c_char_p,
+        ctypes.c_int32,
+        ctypes.c_void_p,
+        ctypes.POINTER(ctypes.c_int32),
+        ctypes.c_uint64,
+    ),
     "coreml_shim_close": (),
 }
 
@@ -219,6 +245,7 @@ class Shim:
         nbytes: int,
         specs: Any,
         spec_count: int,
+        is_observed: int,
     ) -> int:
         try:
             payload = DelegatePayload(
@@ -230,6 +257,7 @@ class Shim:
                 ),
                 method_name=method.decode(),
                 named_data=functools.partial(self._named_data, handle),
+                is_observed=bool(is_observed),
             )
             delegate = self._loaders[payload.backend_id](payload)
             self._delegates[handle] = _Delegate(delegate)
@@ -242,7 +270,7 @@ class Shim:
             return self._report(error, "loading a delegate")
         return _OK
 
-    def _execute(self, handle: int, records: int, length: int) -> int:
+    def _execute(self, handle: int, records: int, length: int, tracer: int | None) -> int:
         try:
             delegate = self._delegates[handle]
             key = ctypes.string_at(records, length * 8)
@@ -250,7 +278,7 @@ class Shim:
                 delegate.arguments = _arguments(key)
                 delegate.records = key
             with torch.no_grad():
-                self._call(delegate)
+                self._call(delegate, tracer)
         except BaseException as error:  # noqa: BLE001 - nothing may be raised into C++
             return self._report(error, "executing a delegate")
         return _OK
@@ -259,11 +287,17 @@ class Shim:
         self._delegates.pop(handle, None)
 
     @one_torch_thread()
-    def _call(self, delegate: _Delegate) -> None:
+    def _call(self, delegate: _Delegate, tracer: int | None) -> None:
         function, arguments = delegate.callable, delegate.arguments
         count = function.input_count
         outputs = arguments[count:]
-        results = function([argument.tensor for argument in arguments[:count]])
+        inputs = [argument.tensor for argument in arguments[:count]]
+        if tracer is not None and isinstance(function, ObservableDelegate):
+            wants_values = bool(self._library.coreml_shim_wants_values(tracer))
+            results, events = function.observe(inputs, with_values=wants_values)
+            self._log(tracer, events)
+        else:
+            results = function(inputs)
         check_output_count(len(results), len(outputs))
         for position, (argument, result) in enumerate(zip(outputs, results, strict=True)):
             target = argument.tensor
@@ -273,6 +307,34 @@ class Shim:
             if source.shape != target.shape:
                 target = self._resize(argument, tuple(source.shape))
             target.copy_(source)
+
+    def _log(self, tracer: int, events: Sequence[OpEvent]) -> None:
+        for event in events:
+            symbol, metadata = event.symbol.encode(), event.metadata
+            end = event.start + event.nanoseconds
+            self._library.coreml_shim_log_op(
+                tracer, symbol, event.start, end, metadata, len(metadata)
+            )
+            for value in event.values:
+                self._log_value(tracer, symbol, np.ascontiguousarray(value), events)
+
+    def _log_value(
+        self, tracer: int, symbol: bytes, value: np.ndarray[Any, Any], events: Sequence[OpEvent]
+    ) -> None:
+        value = value.astype(_LOGGED_AS.get(value.dtype.name, value.dtype))
+        dtype = _SCALAR_TYPES[torch.from_numpy(value).dtype]
+        sizes = (ctypes.c_int32 * value.ndim)(*value.shape)
+        code = self._library.coreml_shim_log_value(
+            tracer, symbol, dtype, value.ctypes.data, sizes, value.ndim
+        )
+        if code != _OK:
+            needed = sum(each.nbytes for event in events for each in event.values)
+            raise ExecutionError(
+                "the values of a delegate's ops do not fit into the debug buffer",
+                got=f"error {code:#x} at {symbol.decode()}",
+                expected=f"{needed} bytes for this delegate alone",
+                remedy="Load the program with a larger debug_buffer_size",
+            )
 
     def _resize(self, argument: _Argument, shape: tuple[int, ...]) -> torch.Tensor:
         rank = len(shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,17 +47,47 @@ class Translated:
     writes: tuple[Writes, ...]
 
 
-def translate(function: Function, *, exact_nan: bool = False) -> Translated:
+def translate(function: Function, *, exact_nan: bool = False, labelled: bool = False) -> Translated:
     """Translate ``function``.
 
     Args:
         function: The function.
         exact_nan: Whether NaN has to pass through every op, even where that takes time.
+        labelled: Whether the names of nodes say which op they come from; see ``labelled_ops``.
 
     Raises:
         UnsupportedOpError: An op, or a mode or type of it, has no translation.
     """
-    return _translate_blocks(function, None, exact_nan=exact_nan).model()
+    translation = _translate_blocks(function, None, exact_nan=exact_nan)
+    if labelled:
+        _label(function, translation.scope)
+    return translation.model()
+
+
+_LABEL = re.compile(r"op(\d+)\.\d+")
+
+
+def labelled_ops(names: str) -> tuple[int, ...]:
+    """Return the positions of the ops that labels name.
+
+    Args:
+        names: Names of nodes, as OpenVINO lists those of a kernel; other names name no op.
+    """
+    return tuple(sorted({int(position) for position in _LABEL.findall(names)}))
+
+
+def _label(function: Function, scope: Scope) -> None:
+    """Name every node after the first op that needs it."""
+    for position, op in enumerate(function.block.ops):
+        values = (scope.values.get(output.name) for output in op.outputs)
+        open_ends = [value.get_node() for value in values if isinstance(value, ov.Output)]
+        count = itertools.count()
+        while open_ends:
+            node = open_ends.pop()
+            is_done = _LABEL.fullmatch(node.get_friendly_name())
+            if not is_done and node.get_type_name() != "Parameter":
+                node.set_friendly_name(f"op{position}.{next(count)}")
+                open_ends += [value.get_node() for value in node.input_values()]
 
 
 def unsupported(function: Function) -> list[str]:

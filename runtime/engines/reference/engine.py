@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,21 @@ import torch
 from torch import Tensor
 
 from coreml_delegate.errors import InputError, OptionError
-from coreml_delegate.runtime.engines.base import Array, EngineOptions, Precision, State
+from coreml_delegate.runtime.engines.base import (
+    Array,
+    EngineOptions,
+    KernelTime,
+    Precision,
+    State,
+)
 from coreml_delegate.runtime.engines.reference import compiler
 from coreml_delegate.runtime.engines.reference.compiler import CompiledProgram
-from coreml_delegate.runtime.engines.reference.interpreter import Frame, KernelStep, Listener
+from coreml_delegate.runtime.engines.reference.interpreter import (
+    Computed,
+    Frame,
+    KernelStep,
+    Listener,
+)
 from coreml_delegate.runtime.engines.reference.values import (
     Value,
     array_to_tensor,
@@ -119,6 +131,31 @@ class ReferenceFunction:
             name: value_to_array(by_name[name], self._outputs[name])
             for name in (feature.name for feature in self._function.outputs)
         }
+
+    def run_profiled(
+        self, inputs: Mapping[str, Array], state: State | None = None
+    ) -> tuple[dict[str, Array], tuple[KernelTime, ...]]:
+        """Run once, and time every op; see ``CompiledFunction``.
+
+        An op with blocks takes as long as everything inside.
+        """
+        places = {op: place for place, op in enumerate(self._function.block.ops)}
+        times: dict[int, int] = {}
+        since = time.perf_counter_ns()
+
+        def note(computed: Computed) -> None:
+            nonlocal since
+            place = places.get(computed.op)
+            if place is not None:
+                times[place] = times.get(place, 0) + time.perf_counter_ns() - since
+                since = time.perf_counter_ns()
+
+        outputs = self.run(inputs, state, listener=note)
+        kernels = (
+            KernelTime((place,), elapsed, self._function.block.ops[place].type)
+            for place, elapsed in times.items()
+        )
+        return outputs, tuple(kernels)
 
     def native_call(self, interface: NativeInterface, state: State | None) -> None:
         """Return None: the engine is Python."""

@@ -24,7 +24,11 @@ from coreml_delegate.runtime.engines.openvino.session.enumerated_shapes import (
     first_shapes,
     fix_shapes,
 )
-from coreml_delegate.runtime.engines.openvino.session.inference import Interface, OpenVinoFunction
+from coreml_delegate.runtime.engines.openvino.session.inference import (
+    PROFILING,
+    Interface,
+    OpenVinoFunction,
+)
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function
 from coreml_delegate.runtime.op_errors import last_line
@@ -84,7 +88,7 @@ def compile_function(
     _require_precision(core, mode)
     config = _config(options, mode, function)
     cache = CompiledCache.of(core, function, source, options, config)
-    build = functools.partial(_build, core, function, options.exact_nan, config, cache)
+    build = functools.partial(_build, core, function, options, config, cache)
     shapes = first_shapes(function)
     return EnumeratedFunction(function, build) if shapes else build(shapes)
 
@@ -92,7 +96,7 @@ def compile_function(
 def _build(
     core: Any,
     function: Function,
-    exact_nan: bool,
+    options: EngineOptions,
     config: Mapping[str, object],
     cache: CompiledCache | None,
     shapes: Shapes,
@@ -100,7 +104,9 @@ def _build(
     if cache is not None and (found := cache.find(core, shapes)) is not None:
         _logger.debug("found %s %s compiled", function.name, shapes or "")
         return found
-    translated = translate.translate(fix_shapes(function, shapes), exact_nan=exact_nan)
+    translated = translate.translate(
+        fix_shapes(function, shapes), exact_nan=options.exact_nan, labelled=options.profiling
+    )
     fusion.rewrite_for_plugin(translated.model)
     _require_memory(translated.model)
     try:
@@ -129,6 +135,8 @@ def _config(options: EngineOptions, mode: _Mode, function: Function) -> dict[str
         # Otherwise activations are quantized to int8 where weights are compressed integers.
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
     }
+    if options.profiling:
+        config[PROFILING] = True
     if options.threads == 1:
         # A call has one thread of several: calls of several threads run side by side.
         config["INFERENCE_NUM_THREADS"] = config["NUM_STREAMS"] = cpu_count()

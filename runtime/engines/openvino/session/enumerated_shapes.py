@@ -17,7 +17,7 @@ from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 from coreml_delegate.errors import EngineUnavailableError
-from coreml_delegate.runtime.engines.base import Array, State
+from coreml_delegate.runtime.engines.base import Array, KernelTime, State
 from coreml_delegate.runtime.engines.openvino.session.inference import OpenVinoFunction
 from coreml_delegate.runtime.engines.openvino.session.native_calls import (
     NativeFunction,
@@ -94,6 +94,13 @@ class EnumeratedFunction:
         """
         shapes = {feature.name: inputs[feature.name].shape for feature in self._features}
         return self._graph(shapes)(inputs, state)
+
+    def run_profiled(
+        self, inputs: Mapping[str, Array], state: State | None = None
+    ) -> tuple[dict[str, Array], tuple[KernelTime, ...]]:
+        """Run once, and return the time of every kernel too; see ``CompiledFunction``."""
+        shapes = {feature.name: inputs[feature.name].shape for feature in self._features}
+        return self._graph(shapes).run_profiled(inputs, state)
 
     def make_state(self) -> OpenVinoState | None:
         """Fresh state, all zeros, for calls of every shape; None when the function has none."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from coreml_delegate.errors import ExecutionError, InputError
-from coreml_delegate.runtime.engines.base import Array, State
+from coreml_delegate.runtime.engines.base import Array, KernelTime, State
 from coreml_delegate.runtime.engines.openvino.graph import FAILURE
 from coreml_delegate.runtime.engines.openvino.session.native_calls import (
     describe_function,
@@ -32,6 +33,7 @@ from coreml_delegate.runtime.engines.openvino.session.states import (
     Writes,
     native_state,
 )
+from coreml_delegate.runtime.engines.openvino.translate import labelled_ops
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import TensorType
 from coreml_delegate.runtime.native import (
@@ -230,6 +232,22 @@ class _Request:
             state.advance(self._rows)
         return results
 
+    def kernel_times(self, ops_of: Mapping[str, tuple[int, ...]]) -> tuple[KernelTime, ...]:
+        """Return the times of the last run; the model must be compiled with ``PROFILING``.
+
+        Args:
+            ops_of: Positions of the ops of each kernel, by its name.
+        """
+        return tuple(
+            KernelTime(
+                ops_of.get(each.node_name, ()),
+                each.real_time // timedelta(microseconds=1) * 1000,
+                f"{each.node_type} {each.exec_type}",
+            )
+            for each in self._request.get_profiling_info()
+            if each.status == ov.ProfilingInfo.Status.EXECUTED
+        )
+
     def _view(self, port: int) -> NDArray[Any]:
         return self._request.get_output_tensor(port).data
 
@@ -259,6 +277,33 @@ class _Request:
 
 
 _PENDING: Array = np.empty(0)
+
+PROFILING = "PERF_COUNT"
+"""The property of a model whose kernels are timed."""
+
+_ORIGIN = "originalLayersNames"
+
+
+def _ops_of_kernels(compiled: Any) -> dict[str, tuple[int, ...]]:
+    """Return the positions of the ops that each kernel of a labelled model computes, by its name.
+
+    A kernel that OpenVINO has added, to change the layout of an operand, belongs to the op that
+    needs it.
+    """
+    nodes = compiled.get_runtime_model().get_ordered_ops()
+    found: dict[str, tuple[int, ...]] = {}
+    for node in reversed(nodes):
+        info = node.get_rt_info()
+        ops = labelled_ops(info[_ORIGIN].astype(str)) if _ORIGIN in info else ()
+        if not ops:
+            users = (port.get_node() for out in node.outputs() for port in out.get_target_inputs())
+            ops = next((o for user in users if (o := found.get(user.get_friendly_name()))), ())
+        found[node.get_friendly_name()] = ops
+    for node in nodes:
+        if not found[node.get_friendly_name()]:
+            sources = (value.get_node().get_friendly_name() for value in node.input_values())
+            found[node.get_friendly_name()] = next((o for s in sources if (o := found[s])), ())
+    return found
 
 
 def _is_same_memory(held: Array, array: Array) -> bool:
@@ -317,6 +362,7 @@ class OpenVinoFunction:
         self._inputs = _ports(interface.inputs, compiled.inputs)
         self._outputs = _ports(interface.outputs, compiled.outputs, self._passed_on)
         self._native: ArrayCall | None = None
+        self._ops_of: Mapping[str, tuple[int, ...]] | None = None
         self._idle = [self._request()]
 
     def __call__(self, inputs: Mapping[str, Array], state: State | None = None) -> dict[str, Array]:
@@ -331,6 +377,22 @@ class OpenVinoFunction:
             results = self._native(inputs)
             if results is not None:
                 return results
+        return self._run(inputs, state, None)[0]
+
+    def run_profiled(
+        self, inputs: Mapping[str, Array], state: State | None = None
+    ) -> tuple[dict[str, Array], tuple[KernelTime, ...]]:
+        """Run once, and return the time of every kernel too; see ``CompiledFunction``."""
+        if self._ops_of is None:
+            self._ops_of = _ops_of_kernels(self.compiled)
+        return self._run(inputs, state, self._ops_of)
+
+    def _run(
+        self,
+        inputs: Mapping[str, Array],
+        state: State | None,
+        ops_of: Mapping[str, tuple[int, ...]] | None,
+    ) -> tuple[dict[str, Array], tuple[KernelTime, ...]]:
         if isinstance(state, OpenVinoState) is not bool(self._states):
             raise InputError(
                 "wrong state",
@@ -344,7 +406,8 @@ class OpenVinoFunction:
         except IndexError:
             request = self._request()
         try:
-            return request.run(inputs, state if isinstance(state, OpenVinoState) else None)
+            outputs = request.run(inputs, state if isinstance(state, OpenVinoState) else None)
+            return outputs, () if ops_of is None else request.kernel_times(ops_of)
         except (RuntimeError, MemoryError) as error:
             raise _execution_error(last_line(error)) from error
         finally:

@@ -83,6 +83,8 @@ def load_program(
     host: str = AUTO,
     engine: str = AUTO,
     options: EngineOptions | None = None,
+    enable_etdump: bool = False,
+    debug_buffer_size: int = 0,
 ) -> PythonProgram | StockProgram:
     """Load a ``.pte``: Core ML delegates run on an engine, all other ops on the CPU.
 
@@ -97,6 +99,11 @@ def load_program(
             host can, ``auto`` is that one, and logs why.
         engine: ``auto``, ``openvino`` or ``reference``.
         options: How to execute.
+        enable_etdump: Whether calls log their events: the time of each op, in delegates too, which
+            makes them slower. ``write_etdump_result_to_file`` writes them, for ExecuTorch's
+            Inspector.
+        debug_buffer_size: Bytes for the values that ops compute; 0 if they are not wanted. Each
+            delegate then computes twice.
 
     Returns:
         An object with ``method_names``, ``run(method, inputs)``, and ``reset_state``,
@@ -111,7 +118,20 @@ def load_program(
     for kind, name, known in (("host", host, HOSTS), ("engine", engine, (AUTO, *ENGINES))):
         if name not in known:
             raise OptionError(f"unknown {kind}", got=repr(name), expected=" | ".join(known))
-    return hosts.load(program, delegate_loader(engine, options), data=data, host=host)
+    if debug_buffer_size < 0 or (debug_buffer_size and not enable_etdump):
+        raise OptionError(
+            "values are logged with the events of a program",
+            got=f"debug_buffer_size={debug_buffer_size} and enable_etdump={enable_etdump}",
+            remedy="Pass enable_etdump=True, and 0 or more bytes",
+        )
+    return hosts.load(
+        program,
+        delegate_loader(engine, options),
+        data=data,
+        host=host,
+        enable_etdump=enable_etdump,
+        debug_buffer_size=debug_buffer_size,
+    )
 
 
 def register(*, engine: str = AUTO, options: EngineOptions | None = None) -> None:

@@ -17,6 +17,7 @@ from coreml_delegate.runtime.program.delegate_interface import (
     DelegateLoader,
     PassedOver,
 )
+from coreml_delegate.runtime.program.event_trace import EventTrace
 from coreml_delegate.runtime.program.host import PythonProgram
 from coreml_delegate.runtime.program.plan import MethodInfo
 from coreml_delegate.runtime.program.ptd import ExternalData, Sources, list_sources
@@ -69,7 +70,13 @@ HOSTS: Final = (AUTO, *_OBSTACLES)
 
 
 def load(
-    pte: Source, loader: DelegateLoader, *, data: Sources | None = None, host: str = AUTO
+    pte: Source,
+    loader: DelegateLoader,
+    *,
+    data: Sources | None = None,
+    host: str = AUTO,
+    enable_etdump: bool = False,
+    debug_buffer_size: int = 0,
 ) -> HostProgram:
     """Load a program on a host.
 
@@ -79,6 +86,8 @@ def load(
         data: The data that the program keeps outside.
         host: One of ``HOSTS``. ``auto`` is ``python``, or ``stock`` where that one alone runs all
             methods, which is logged with the reason.
+        enable_etdump: See ``runtime.load_program``, as for the next.
+        debug_buffer_size: Bytes.
 
     Raises:
         CoreMLDelegateError: See ``runtime.load_program``.
@@ -90,10 +99,22 @@ def load(
         host, passed_over = _choose(program, data)
     if host == _DEFAULT:
         external = None if data is None else ExternalData.open(data)
-        return PythonProgram.load(program, loader, external_data=external, passed_over=passed_over)
+        return PythonProgram.load(
+            program,
+            loader,
+            external_data=external,
+            passed_over=passed_over,
+            trace=EventTrace(debug_buffer_size) if enable_etdump else None,
+        )
     with _STOCK_LOCK:
         stock.register(loader)
-        loaded = StockProgram.load(pte, data=data, passed_over=passed_over)
+        loaded = StockProgram.load(
+            pte,
+            data=data,
+            passed_over=passed_over,
+            enable_etdump=enable_etdump,
+            debug_buffer_size=debug_buffer_size,
+        )
         # Delegates are loaded with a method: now, before another loader takes this one's place.
         for name in loaded.method_names:
             loaded.load_method(name)

@@ -5,6 +5,7 @@
 // a function of this file that the runtime calls.
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -23,6 +24,7 @@
 #include <executorch/runtime/core/event_tracer_hooks_delegate.h>
 #include <executorch/runtime/core/exec_aten/util/tensor_util.h>
 #include <executorch/runtime/platform/log.h>
+#include <executorch/runtime/platform/platform.h>
 
 #include "delegate_calls.h"
 
@@ -378,8 +380,8 @@ SHIM_EXPORT int32_t coreml_shim_wants_values(void* tracer) {
       et::EventTracerDebugLogLevel::kIntermediateOutputs;
 }
 
-// To be called by execute callbacks only, as is the next: logs one op of the delegate. Times are in
-// ticks of the runtime's clock, which counts nanoseconds.
+// To be called by execute callbacks only, as is the next: logs one op of the delegate. Times are
+// nanoseconds of the steady clock, as those of the runtime are, which begin elsewhere.
 SHIM_EXPORT int32_t coreml_shim_log_op(
     void* tracer,
     const char* symbol,
@@ -390,12 +392,16 @@ SHIM_EXPORT int32_t coreml_shim_log_op(
   if (tracer == nullptr || symbol == nullptr) {
     return static_cast<int32_t>(et::Error::InvalidArgument);
   }
+  const auto now = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                       std::chrono::steady_clock::now().time_since_epoch())
+                       .count();
+  const et_timestamp_t ahead = et::pal_current_ticks() - static_cast<et_timestamp_t>(now);
   et::event_tracer_log_profiling_delegate(
       static_cast<et::EventTracer*>(tracer),
       symbol,
       static_cast<et::DebugHandle>(-1),
-      start,
-      end,
+      start + ahead,
+      end + ahead,
       metadata,
       nbytes);
   return 0;

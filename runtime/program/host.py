@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Final, NoReturn
 
 import torch
@@ -27,8 +28,21 @@ from coreml_delegate.runtime.program.delegate_interface import (
     DelegatePayload,
     PassedOver,
 )
+from coreml_delegate.runtime.program.event_trace import (
+    DELEGATE,
+    EXECUTE,
+    LOAD,
+    EventTrace,
+    ObservedDelegate,
+    check_traced,
+    write_trace,
+)
 from coreml_delegate.runtime.program.inputs import Value, check_inputs, in_dim_order
-from coreml_delegate.runtime.program.instructions import bind_method, find_delegate_only_values
+from coreml_delegate.runtime.program.instructions import (
+    Step,
+    bind_method,
+    find_delegate_only_values,
+)
 from coreml_delegate.runtime.program.kernels import find_kernel
 from coreml_delegate.runtime.program.memory import BufferState, ProgramMemory, fill
 from coreml_delegate.runtime.program.plan import (
@@ -96,9 +110,11 @@ class PythonProgram:
         *,
         backend_id: str,
         passed_over: PassedOver,
+        trace: EventTrace | None = None,
     ) -> None:
         self.passed_over = passed_over
         self._program = program
+        self._trace = trace
         self._loader = loader
         self._backend_id = backend_id
         self._memory = ProgramMemory(program, program.named_data)
@@ -115,6 +131,7 @@ class PythonProgram:
         backend_id: str = COREML_BACKEND_ID,
         external_data: ExternalData | None = None,
         passed_over: PassedOver = NOTHING_PASSED_OVER,
+        trace: EventTrace | None = None,
     ) -> PythonProgram:
         """Load a program; its methods are prepared when first run, or by ``load_method``.
 
@@ -124,6 +141,7 @@ class PythonProgram:
             backend_id: The backend whose delegates ``loader`` takes.
             external_data: Tensors and named data stored outside the program.
             passed_over: Value of the attribute.
+            trace: Where the events of calls are logged, if they are wanted.
 
         Returns:
             The program.
@@ -136,7 +154,7 @@ class PythonProgram:
         check_complete(program, external_data)
         if external_data is not None:
             program = program.with_external(external_data.get)
-        return cls(program, loader, backend_id=backend_id, passed_over=passed_over)
+        return cls(program, loader, backend_id=backend_id, passed_over=passed_over, trace=trace)
 
     @property
     def method_names(self) -> tuple[str, ...]:
@@ -188,6 +206,24 @@ class PythonProgram:
                     return loaded.run(inputs)
         return copies.run(inputs)
 
+    def write_etdump_result_to_file(
+        self, etdump_path: Path | str, debug_buffer_path: Path | str | None = None
+    ) -> None:
+        """Write the events of all calls so far; see ``runtime.load_program``.
+
+        Args:
+            etdump_path: The file that is written.
+            debug_buffer_path: The file that the values go to, if there are any.
+
+        Raises:
+            OptionError: The program was not loaded with ``enable_etdump``.
+            OSError: A file cannot be written.
+        """
+        check_traced(self._trace is not None)
+        with self._lock:
+            if self._trace is not None:
+                write_trace(*self._trace.write(), etdump_path, debug_buffer_path)
+
     def reset_state(self) -> None:
         """Set all states to their initial values."""
         with self._lock:
@@ -222,13 +258,19 @@ class PythonProgram:
         if loaded is None:
             method = self._program.method(name)
             check_support(method, self._backend_id)
-            delegates = [self._load_delegate(method, info) for info in method.delegates]
-            loaded = _LoadedMethod(method, self._memory, delegates)
+            if self._trace is None:
+                loaded = self._load_method(method)
+            else:
+                loaded = self._trace.run(LOAD, lambda: self._load_method(method))
             self._methods[name] = loaded
-            if not loaded.keeps_something:
+            if not loaded.keeps_something and self._trace is None:
                 self._copies[name] = _Copies(loaded)
-            _logger.debug("loaded method %s: %d delegates", name, len(delegates))
+            _logger.debug("loaded method %s: %d delegates", name, len(loaded.delegates))
         return loaded
+
+    def _load_method(self, method: MethodInfo) -> _LoadedMethod:
+        delegates = [self._load_delegate(method, info) for info in method.delegates]
+        return _LoadedMethod(method, self._memory, delegates, self._trace)
 
     def _load_delegate(self, method: MethodInfo, info: DelegateInfo) -> DelegateCallable:
         return self._loader(
@@ -238,6 +280,7 @@ class PythonProgram:
                 compile_specs=info.compile_specs,
                 method_name=method.name,
                 named_data=self._program.named_data,
+                is_observed=self._trace is not None,
             )
         )
 
@@ -278,7 +321,9 @@ class _LoadedMethod:
         method: MethodInfo,
         memory: ProgramMemory,
         delegates: Sequence[DelegateCallable],
+        trace: EventTrace | None = None,
     ) -> None:
+        self._trace = trace
         self._method = method
         self._memory = memory
         self.delegates = tuple(delegates)
@@ -290,8 +335,10 @@ class _LoadedMethod:
         self._replaced = self._replaced_inputs(passed.inputs)
         # Each run's are new; one that is returned twice is copied all the same.
         self._new = {i for i in passed.outputs if method.outputs.count(i) == 1}
+        if trace is not None:
+            delegates = [ObservedDelegate(delegate, trace) for delegate in delegates]
         bound = bind_method(method, values, delegates, self._replaced, passed)
-        self._chains = bound.chains
+        self._chains = bound.chains if trace is None else self._traced(bound.chains, trace)
         has_kernels = any(isinstance(call, KernelCall) for c in method.chains for call in c)
         self._shares_cores = bool(delegates) and has_kernels
         # A run that failed half-way must not leave its loop counters behind.
@@ -329,6 +376,43 @@ class _LoadedMethod:
         )
 
     def run(self, inputs: Sequence[Value]) -> list[Value]:
+        trace = self._trace
+        if trace is None:
+            return self._run(inputs)
+        outputs: list[Value] = trace.run(EXECUTE, lambda: self._run(inputs))
+        trace.values(outputs, are_outputs=True)
+        return outputs
+
+    def _traced(
+        self, chains: tuple[tuple[Step, ...], ...], trace: EventTrace
+    ) -> tuple[tuple[Step, ...], ...]:
+        """Return the steps with every call of a kernel or delegate logged."""
+
+        def traced(step: Step, chain: int, position: int) -> Step:
+            instruction = self._method.chains[chain][position]
+            match instruction:
+                case KernelCall():
+                    name = instruction.operator.removeprefix("aten::")
+                    outputs = find_kernel(instruction.operator).outputs
+                    results = [instruction.args[place] for place in outputs]
+                case DelegateCall():
+                    name, results = DELEGATE, list[int]()
+                case _:
+                    return step
+
+            def logged() -> int | None:
+                target: int | None = trace.step(name, chain, position, step)
+                trace.values(self._values[index] for index in results)
+                return target
+
+            return logged
+
+        return tuple(
+            tuple(traced(step, number, position) for position, step in enumerate(steps))
+            for number, steps in enumerate(chains)
+        )
+
+    def _run(self, inputs: Sequence[Value]) -> list[Value]:
         check_inputs(self._method, inputs)
         with torch.no_grad(), one_torch_thread() if self._shares_cores else _NOTHING:
             for index, value in self._initial:

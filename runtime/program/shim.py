@@ -32,6 +32,7 @@ from coreml_delegate.runtime.program.delegate_interface import (
     check_output_count,
     fit_output,
 )
+from coreml_delegate.runtime.program.event_trace import LOGGED_AS, debug_buffer_error
 from coreml_delegate.runtime.threads import one_torch_thread
 
 _logger = logging.getLogger(__name__)
@@ -44,8 +45,6 @@ _NOT_FOUND: Final = 0x20  # Error::NotFound
 _FIELDS: Final = struct.Struct("=7q")
 
 
-# ExecuTorch's event traces have no tensors of these dtypes.
-_LOGGED_AS: Final = {"float16": np.float32, "int16": np.int32, "uint16": np.int32}
 _SCALAR_TYPES: Final = {dtype: number for number, dtype in DTYPES.items()}
 
 
@@ -321,20 +320,21 @@ class Shim:
     def _log_value(
         self, tracer: int, symbol: bytes, value: np.ndarray[Any, Any], events: Sequence[OpEvent]
     ) -> None:
-        value = value.astype(_LOGGED_AS.get(value.dtype.name, value.dtype))
-        dtype = _SCALAR_TYPES[torch.from_numpy(value).dtype]
-        sizes = (ctypes.c_int32 * value.ndim)(*value.shape)
+        tensor = torch.from_numpy(value)
+        tensor = tensor.to(LOGGED_AS.get(tensor.dtype, tensor.dtype))
+        sizes = (ctypes.c_int32 * tensor.dim())(*tensor.shape)
         code = self._library.coreml_shim_log_value(
-            tracer, symbol, dtype, value.ctypes.data, sizes, value.ndim
+            tracer,
+            symbol,
+            _SCALAR_TYPES[tensor.dtype],
+            tensor.data_ptr(),
+            sizes,
+            tensor.dim(),
         )
         if code != _OK:
+            # The runtime says no more than that it cannot.
             needed = sum(each.nbytes for event in events for each in event.values)
-            raise ExecutionError(
-                "the values of a delegate's ops do not fit into the debug buffer",
-                got=f"error {code:#x} at {symbol.decode()}",
-                expected=f"{needed} bytes for this delegate alone",
-                remedy="Load the program with a larger debug_buffer_size",
-            )
+            raise debug_buffer_error("a delegate's values", needed)
 
     def _resize(self, argument: _Argument, shape: tuple[int, ...]) -> torch.Tensor:
         rank = len(shape)

@@ -31,6 +31,7 @@ from coreml_delegate.runtime.program.delegate_interface import (
     DelegateLoader,
     PassedOver,
 )
+from coreml_delegate.runtime.program.event_trace import check_traced, write_trace
 from coreml_delegate.runtime.program.inputs import Value, check_inputs, in_dim_order
 from coreml_delegate.runtime.program.plan import MethodInfo, TensorSpec
 from coreml_delegate.runtime.program.ptd import ExternalData, Sources, check_complete, list_sources
@@ -122,10 +123,13 @@ class StockProgram:
 
     host_name: Final = "stock"
 
-    def __init__(self, program: PteProgram, loaded: Any, *, passed_over: PassedOver) -> None:
+    def __init__(
+        self, program: PteProgram, loaded: Any, *, passed_over: PassedOver, has_events: bool = False
+    ) -> None:
         self.passed_over = passed_over
         self._program = program
         self._loaded = loaded
+        self._has_events = has_events
         self._methods: dict[str, Any] = {}
         self._delegates: dict[str, list[DelegateCallable]] = {}
 
@@ -136,6 +140,8 @@ class StockProgram:
         *,
         data: Sources | None = None,
         passed_over: PassedOver = NOTHING_PASSED_OVER,
+        enable_etdump: bool = False,
+        debug_buffer_size: int = 0,
     ) -> StockProgram:
         """Load a program; its methods are prepared when first run, or by ``load_method``.
 
@@ -143,6 +149,8 @@ class StockProgram:
             pte: Path of a ``.pte``, or its bytes.
             data: Path of a ``.ptd``, or its bytes: what the program keeps outside.
             passed_over: What the attribute is to say.
+            enable_etdump: See ``runtime.load_program``.
+            debug_buffer_size: See ``runtime.load_program``.
 
         Raises:
             BlobFormatError: Not a ``.pte``, or a truncated or corrupt one.
@@ -160,12 +168,17 @@ class StockProgram:
         content = bytes(pte) if isinstance(pte, bytes | bytearray | memoryview) else str(pte)
         with _RUNTIME_LOCK, _as_path(data) as data_path:
             try:
-                loaded = runtime.load_program(content, data_path=data_path)
+                loaded = runtime.load_program(
+                    content,
+                    data_path=data_path,
+                    enable_etdump=enable_etdump,
+                    debug_buffer_size=debug_buffer_size,
+                )
             except (RuntimeError, MemoryError) as error:
                 raise ProgramError(
                     "the stock runtime refuses the program", got=first_line(error)
                 ) from error
-        return cls(program, loaded, passed_over=passed_over)
+        return cls(program, loaded, passed_over=passed_over, has_events=enable_etdump)
 
     @property
     def method_names(self) -> tuple[str, ...]:
@@ -219,6 +232,27 @@ class StockProgram:
         with _RUNTIME_LOCK:
             loaded = self._method(info)
             return list(_call(lambda: loaded.execute(arranged), info, "failed to run"))
+
+    def write_etdump_result_to_file(
+        self, etdump_path: Path | str, debug_buffer_path: Path | str | None = None
+    ) -> None:
+        """Write the events of all calls so far; see ``runtime.load_program``.
+
+        Args:
+            etdump_path: The file that is written.
+            debug_buffer_path: The file that the values go to, if there are any.
+
+        Raises:
+            OptionError: The program was not loaded with ``enable_etdump``.
+            OSError: A file cannot be written.
+        """
+        check_traced(self._has_events)
+        with _RUNTIME_LOCK, tempfile.TemporaryDirectory(prefix="coreml-delegate-") as folder:
+            # The runtime writes nothing and says nothing where it cannot.
+            dump, values = Path(folder) / "etdump", Path(folder) / "values"
+            self._loaded.write_etdump_result_to_file(str(dump), str(values))
+            content = values.read_bytes() if values.exists() else b""
+            write_trace(dump.read_bytes(), content, etdump_path, debug_buffer_path)
 
     def reset_state(self) -> None:
         """Set the states of the delegates to zero.

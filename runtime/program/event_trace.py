@@ -1,0 +1,247 @@
+"""The events of a program's calls on the Python host, as ExecuTorch's runtime writes them.
+
+An ETDump is a FlatBuffer of runs, each with the times and values of its instructions and of the ops
+inside its delegates; tensors lie in a file of their own, the debug buffer.
+
+Source: ExecuTorch 1.5, ``devtools/etdump`` (schema and names of events).
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from coreml_delegate.errors import ExecutionError, OptionError
+from coreml_delegate.formats.files import new_file
+from coreml_delegate.runtime.program.decoder import DTYPES
+from coreml_delegate.runtime.program.delegate_interface import (
+    DelegateCallable,
+    ObservableDelegate,
+    OpEvent,
+)
+
+LOGGED_AS: Final = {
+    torch.float16: torch.float32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.bfloat16: torch.float32,
+}
+"""The dtypes of which ETDump has no tensors, and those that stand in for them."""
+
+EXECUTE: Final = "Method::execute"
+LOAD: Final = "Program::load_method"
+OPERATOR: Final = "OPERATOR_CALL"
+DELEGATE: Final = "DELEGATE_CALL"
+_NATIVE: Final = "native_call_"
+# Chain and instruction of what belongs to none, as the runtime numbers it.
+_OUTSIDE: Final = -1, 0
+_SCALAR_TYPES: Final = {dtype: number for number, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Logged:
+    """One event: the time of something, or a value."""
+
+    name: str
+    chain: int
+    instruction: int
+    symbol: str | None = None
+    times: tuple[int, int] | None = None
+    metadata: bytes = b""
+    tensor: tuple[int, tuple[int, ...], int] | None = None
+    is_output: bool = False
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run or a load of a method."""
+
+    name: str
+    events: list[_Logged] = field(default_factory=list[_Logged])
+
+
+class EventTrace:
+    """Collects events, and writes them as an ETDump.
+
+    Args:
+        buffer_size: Bytes that values may take; 0 if there are to be none.
+    """
+
+    def __init__(self, buffer_size: int) -> None:
+        self._buffer_size = buffer_size
+        self._buffer = bytearray()
+        self._runs: list[_Run] = []
+        self._place = _OUTSIDE
+
+    @property
+    def wants_values(self) -> bool:
+        """Whether values are to be logged, beside times."""
+        return self._buffer_size > 0
+
+    def run(self, name: str, action: Callable[[], Any]) -> Any:
+        """Log an action as a run of its own."""
+        self._runs.append(_Run("Execute" if name == EXECUTE else "Default"))
+        self._place = _OUTSIDE
+        start = time.perf_counter_ns()
+        result = action()
+        self._place = _OUTSIDE
+        self._log(name, times=(start, time.perf_counter_ns()))
+        return result
+
+    def step(self, name: str, chain: int, instruction: int, action: Callable[[], Any]) -> Any:
+        """Log an instruction: a call of an operator, of a delegate, or another."""
+        self._place = chain, instruction
+        start = time.perf_counter_ns()
+        result = action()
+        end = time.perf_counter_ns()
+        if name != DELEGATE:
+            self._log(f"{_NATIVE}{name}", times=(start, end))
+        self._log(DELEGATE if name == DELEGATE else OPERATOR, times=(start, end))
+        return result
+
+    def values(self, values: Iterable[Any], *, are_outputs: bool = False) -> None:
+        """Log tensors that the present instruction has computed, or the program returns."""
+        if self.wants_values:
+            for value in values:
+                if isinstance(value, torch.Tensor):
+                    self._log_tensor(value, is_output=are_outputs)
+
+    def ops(self, events: Sequence[OpEvent]) -> None:
+        """Log the ops of a delegate."""
+        for event in events:
+            end = event.start + event.nanoseconds
+            self._log("", event.symbol, times=(event.start, end), metadata=event.metadata)
+            for value in event.values:
+                self._log_tensor(torch.from_numpy(np.ascontiguousarray(value)), event.symbol)
+
+    def write(self) -> tuple[bytes, bytes]:
+        """Return the ETDump and the debug buffer."""
+        # Takes seconds to import.
+        from executorch.devtools.etdump import schema_flatcc as schema
+        from executorch.devtools.etdump.serialize import serialize_to_etdump_flatcc
+
+        runs = [
+            schema.RunData(run.name, -1, [], [_event(schema, each) for each in run.events])
+            for run in self._runs
+        ]
+        content = serialize_to_etdump_flatcc(schema.ETDumpFlatCC(0, runs))
+        return struct.pack("<I", len(content)) + content, bytes(self._buffer)
+
+    def _log(
+        self,
+        name: str,
+        symbol: str | None = None,
+        *,
+        times: tuple[int, int],
+        metadata: bytes = b"",
+    ) -> None:
+        self._runs[-1].events.append(
+            _Logged(name, *self._place, symbol, times=times, metadata=metadata)
+        )
+
+    def _log_tensor(
+        self, value: torch.Tensor, symbol: str | None = None, *, is_output: bool = False
+    ) -> None:
+        plain = value.detach().to(LOGGED_AS.get(value.dtype, value.dtype)).contiguous()
+        if len(self._buffer) + plain.nbytes > self._buffer_size:
+            raise debug_buffer_error(symbol or "an operator", plain.nbytes)
+        described = _SCALAR_TYPES[plain.dtype], tuple(plain.shape), len(self._buffer)
+        self._buffer += plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+        self._runs[-1].events.append(
+            _Logged("", *self._place, symbol, tensor=described, is_output=is_output)
+        )
+
+
+class ObservedDelegate:
+    """A delegate whose ops are logged at each call.
+
+    Args:
+        delegate: The delegate.
+        trace: Where they are logged.
+    """
+
+    native = None
+
+    def __init__(self, delegate: DelegateCallable, trace: EventTrace) -> None:
+        self.delegate = delegate
+        self._trace = trace
+
+    @property
+    def input_count(self) -> int:
+        """Number of tensors that the delegate takes."""
+        return self.delegate.input_count
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Run once; see ``DelegateCallable``."""
+        if not isinstance(self.delegate, ObservableDelegate):
+            return self.delegate(inputs)
+        outputs, events = self.delegate.observe(inputs, with_values=self._trace.wants_values)
+        self._trace.ops(events)
+        self._trace.values(outputs)
+        return outputs
+
+
+def check_traced(is_traced: bool) -> None:
+    """Refuse to write events that were not collected.
+
+    Raises:
+        OptionError: They were not.
+    """
+    if not is_traced:
+        raise OptionError("the program has no events", remedy="Load it with enable_etdump=True")
+
+
+def write_trace(
+    etdump: bytes,
+    debug_buffer: bytes,
+    etdump_path: Path | str,
+    debug_buffer_path: Path | str | None,
+) -> None:
+    """Write both files of a trace.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    with new_file(Path(etdump_path)) as file:
+        file.write(etdump)
+    if debug_buffer_path is not None:
+        with new_file(Path(debug_buffer_path)) as file:
+            file.write(debug_buffer)
+
+
+def debug_buffer_error(what: str, nbytes: int) -> ExecutionError:
+    """Return the error that values do not fit into the debug buffer.
+
+    Args:
+        what: Whose values.
+        nbytes: Their size.
+    """
+    return ExecutionError(
+        "values do not fit into the debug buffer",
+        got=f"{nbytes} bytes of {what}",
+        remedy="Load the program with a larger debug_buffer_size",
+    )
+
+
+def _event(schema: Any, logged: _Logged) -> Any:
+    place = logged.instruction, -1, logged.symbol or ""
+    if logged.times is not None:
+        timed = schema.ProfileEvent(
+            logged.name, logged.chain, *place, list(logged.metadata), *logged.times
+        )
+        return schema.Event(timed, None, None)
+    dtype, sizes, offset = logged.tensor or (0, (), 0)
+    strides = [int(np.prod(sizes[axis + 1 :])) for axis in range(len(sizes))]
+    tensor = schema.Tensor(schema.ScalarType(dtype), list(sizes), strides, offset)
+    output = schema.Bool(logged.is_output)
+    value = schema.Value("Tensor", tensor, None, None, None, None, None, output)
+    # The chain has no sign here.
+    valued = schema.DebugEvent(logged.name, logged.chain % 2**64, *place, value)
+    return schema.Event(None, None, valued)

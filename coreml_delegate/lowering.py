@@ -37,6 +37,8 @@ def lower_methods(
     methods: Mapping[str, ExportedProgram],
     partitioner: CoreMLPartitioner,
     constants: Mapping[str, Any] | None = None,
+    *,
+    generate_etrecord: bool = False,
 ) -> Any:
     """Lower the methods of one program; the partitioner keeps their reports.
 
@@ -44,9 +46,10 @@ def lower_methods(
         methods: Exported programs in ATen dialect, by method name.
         partitioner: Partitions all of them.
         constants: Methods that return a constant, by name with the value; None for none.
+        generate_etrecord: Whether ExecuTorch keeps the graphs for its Inspector.
 
     Returns:
-        ExecuTorch's program manager, which writes the ``.pte``.
+        ExecuTorch's program manager, which writes the ``.pte``, and has the ETRecord.
 
     Raises:
         CoreMLDelegateError: The partitioner or the backend refuses the model.
@@ -59,6 +62,7 @@ def lower_methods(
             dict(methods),
             partitioner=[partitioner],
             constant_methods=None if constants is None else dict(constants),
+            generate_etrecord=generate_etrecord,
             # Operators outside the core ATen opset stay on the CPU; the report says what runs them.
             compile_config=EdgeCompileConfig(_check_ir_validity=False),
         )

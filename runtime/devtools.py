@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 from executorch.devtools import Inspector as _Inspector
+from executorch.devtools import parse_etrecord
+
+from coreml_delegate.errors import ProgramError
+from coreml_delegate.runtime.op_errors import first_line
 
 
 class Inspector(_Inspector):
@@ -20,8 +26,25 @@ class Inspector(_Inspector):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        with warnings.catch_warnings():
+            # That there are no values is what the caller asked for.
+            warnings.filterwarnings("ignore", message="Output Buffer not found")
+            super().__init__(*args, **kwargs)
         for block in self.event_blocks:
             for event in block.events:
                 if event.delegate_debug_identifier is not None:
                     event.num_outputs = 1
+
+
+def read_etrecord(path: Path) -> Any:
+    """Read an ETRecord, for ``Inspector``.
+
+    Raises:
+        ProgramError: The file cannot be read, or is none.
+    """
+    try:
+        return parse_etrecord(str(path))
+    except Exception as error:
+        raise ProgramError(
+            f"{path} is no ETRecord", got=first_line(error), expected="a file of export --etrecord"
+        ) from error

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -157,6 +158,73 @@ def load(
         path, data=data or None, host=host, engine=engine, options=options
     )
     return _LoadedPte(program, method or default_method(program.method_names), options)
+
+
+DEBUG_BUFFER: Final = 2**30
+"""Bytes that the values of a traced run may take."""
+
+
+class TracedProgram:
+    """A ``.pte`` whose runs are logged.
+
+    Args:
+        program: Loaded with ``enable_etdump``.
+        method: The method that runs.
+    """
+
+    def __init__(self, program: runtime.PythonProgram | runtime.StockProgram, method: str) -> None:
+        self._program = program
+        self._method = method
+
+    def run(self, inputs: Sequence[Any]) -> None:
+        """Run once."""
+        self._program.run(self._method, inputs)
+
+    def events(self) -> tuple[bytes, bytes]:
+        """Return the ETDump and the debug buffer of all runs."""
+        with tempfile.TemporaryDirectory(prefix="coreml-delegate-") as folder:
+            etdump, values = Path(folder) / "etdump", Path(folder) / "values"
+            self._program.write_etdump_result_to_file(etdump, values)
+            return etdump.read_bytes(), values.read_bytes()
+
+
+def load_traced(
+    path: Path,
+    *,
+    method: str | None,
+    host: str,
+    engine: str,
+    options: runtime.EngineOptions,
+    data: Sequence[Path],
+    debug_buffer_size: int,
+) -> TracedProgram:
+    """Load a program whose runs are logged.
+
+    Args:
+        path: ``.pte`` file.
+        method: See ``load``, as for the next four.
+        host: One of ``HOSTS``.
+        engine: An engine, or ``auto``.
+        options: Engine options.
+        data: ``.ptd`` files.
+        debug_buffer_size: See ``runtime.load_program``.
+
+    Raises:
+        OptionError: The program is no ``.pte``.
+        CoreMLDelegateError: See ``runtime.load_program``.
+    """
+    if is_stablehlo(path) or is_package(path):
+        raise OptionError("only a .pte has events for ExecuTorch's Inspector", got=str(path))
+    program = runtime.load_program(
+        path,
+        data=data or None,
+        host=host,
+        engine=engine,
+        options=options,
+        enable_etdump=True,
+        debug_buffer_size=debug_buffer_size,
+    )
+    return TracedProgram(program, method or default_method(program.method_names))
 
 
 def _refuse_options_of_pte(

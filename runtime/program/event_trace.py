@@ -153,7 +153,7 @@ class EventTrace:
         if len(self._buffer) + plain.nbytes > self._buffer_size:
             raise debug_buffer_error(symbol or "an operator", plain.nbytes)
         described = _SCALAR_TYPES[plain.dtype], tuple(plain.shape), len(self._buffer)
-        self._buffer += plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+        self._buffer += plain.numpy().tobytes()
         self._runs[-1].events.append(
             _Logged("", *self._place, symbol, tensor=described, is_output=is_output)
         )

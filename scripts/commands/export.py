@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -36,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run",
         action="store_true",
         help="report what would be delegated, without lowering; only --report is written",
+    )
+    parser.add_argument(
+        "--etrecord",
+        type=Path,
+        metavar="FILE",
+        help="write an ETRecord, with the example inputs, for ExecuTorch's Inspector and verify",
     )
     arguments.add_compilation(parser)
     _add_filters(parser)
@@ -107,11 +114,16 @@ def run(args: argparse.Namespace) -> int:
         if output is None:
             report = plan(exported, partitioner)
         else:
-            program = lower_methods({"forward": exported}, partitioner)
+            program = lower_methods(
+                {"forward": exported}, partitioner, generate_etrecord=args.etrecord is not None
+            )
             report = partitioner.report
     with ExitStack() as files:
         if output is not None:
             program.write_to_file(files.enter_context(new_output(output, force=args.force)))
+        if args.etrecord is not None and program is not None:
+            file = files.enter_context(new_output(args.etrecord, force=args.force))
+            file.write(_etrecord(program, source))
         for path in args.report:
             file = files.enter_context(new_output(path, force=args.force))
             file.write(_FORMS[path.suffix](report).encode())
@@ -125,13 +137,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _etrecord(program: Any, source: SourceModel) -> bytes:
+    """Return the ETRecord of a lowered model, with its example inputs."""
+    record = program.get_etrecord()
+    record.update_representative_inputs(list(source.leaves))
+    with tempfile.TemporaryDirectory(prefix="coreml-delegate-") as folder:
+        path = Path(folder) / "record.etrecord"
+        record.save(str(path))
+        return path.read_bytes()
+
+
 def _check_outputs(args: argparse.Namespace) -> Path | None:
     """Return the path of the program, or None in a dry run; check all output paths."""
     if args.output is None and not args.dry_run:
         args.refuse_usage("the following arguments are required: -o/--output, or --dry-run")
     output: Path | None = None if args.dry_run else args.output
     reports: list[Path] = args.report
-    for path in (output, *reports):
+    if args.etrecord is not None and output is None:
+        args.refuse_usage("--etrecord goes with --output, and not with --dry-run")
+    for path in (output, args.etrecord, *reports):
         if path is not None:
             check_output(path, force=args.force)
     return output

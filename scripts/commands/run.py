@@ -6,6 +6,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="OUT.npz", help="write the outputs as arrays"
     )
+    parser.add_argument(
+        "--etdump",
+        type=Path,
+        metavar="FILE",
+        help="write the times of all ops in as many runs again, for ExecuTorch's Inspector",
+    )
+    parser.add_argument(
+        "--debug-buffer",
+        type=Path,
+        metavar="FILE",
+        help="with --etdump: write the values of all ops too, of one run",
+    )
     arguments.add_force(parser)
     arguments.add_json(parser)
+    parser.set_defaults(refuse_usage=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    if args.output is not None:
-        check_output(args.output, force=args.force)
+    if args.debug_buffer is not None and args.etdump is None:
+        args.refuse_usage("--debug-buffer goes with --etdump")
+    for path in (args.output, args.etdump, args.debug_buffer):
+        if path is not None:
+            check_output(path, force=args.force)
     from coreml_delegate.scripts.inputs.input_files import random_inputs, read_inputs
     from coreml_delegate.scripts.inputs.sampling import generator
     from coreml_delegate.scripts.programs import engine_options, load
@@ -62,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
     with console.step("Running"):
         outputs = program.run(inputs)  # the first run; a stateful program is timed in later states
         latency = statistics.median(_timed(program, inputs) for _ in range(args.repeat))
+    if args.etdump is not None:
+        _trace(args, inputs)
     if args.output is not None:
         _save(outputs, args.output, force=args.force)
     summaries = [_summary(name, tensor) for name, tensor in outputs.items()]
@@ -70,6 +89,28 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(summaries, latency, args.repeat)
     return 0
+
+
+def _trace(args: argparse.Namespace, inputs: list[Any]) -> None:
+    """Run once more, in a program of its own, and write the events."""
+    from coreml_delegate.scripts.programs import DEBUG_BUFFER, engine_options, load_traced
+
+    with console.step("Logging events"), ExitStack() as files:
+        traced = load_traced(
+            args.program,
+            method=args.method,
+            host=args.host,
+            engine=args.engine,
+            options=engine_options(args),
+            data=args.data,
+            debug_buffer_size=0 if args.debug_buffer is None else DEBUG_BUFFER,
+        )
+        for _ in range(1 if args.debug_buffer is not None else args.repeat):
+            traced.run(inputs)
+        etdump, values = traced.events()
+        files.enter_context(new_output(args.etdump, force=args.force)).write(etdump)
+        if args.debug_buffer is not None:
+            files.enter_context(new_output(args.debug_buffer, force=args.force)).write(values)
 
 
 def _timed(program: Any, inputs: list[Any]) -> float:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import InputError, OptionError, ProgramError
+from coreml_delegate.runtime.engines.selection import AUTO
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.commands import Command
 
@@ -35,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--samples", type=arguments.positive, default=4, help="random inputs (default: 4)"
+    )
+    parser.add_argument(
+        "--etrecord",
+        type=Path,
+        metavar="FILE",
+        help="ETRecord that export wrote: compare every operation of a .pte with the model's too",
     )
     arguments.add_inputs(parser)
     arguments.add_execution(parser, judging=True)
@@ -65,9 +74,14 @@ def run(args: argparse.Namespace) -> int:
             source = load_source(
                 args.source, shapes=args.input_shape, weights=args.weights, seed=args.seed
             )
+    samples = _samples(args, source, program)
     with console.step("Comparing"):
-        results = compare(source, program, _samples(args, source, program))
-    _print(results, program.execution, as_json=args.json)
+        results = compare(source, program, samples)
+    operations: list[Operation] | None = None
+    if args.etrecord is not None:
+        with console.step("Comparing operations"):
+            operations = _compare_operations(args, program.execution, samples[0])
+    _print(results, operations, program.execution, as_json=args.json)
     below = {n: a.sqnr_db for n, a in results.items() if not a.sqnr_db >= args.min_sqnr}
     if below:
         raise ProgramError(
@@ -79,6 +93,55 @@ def run(args: argparse.Namespace) -> int:
             expected=f"at least {args.min_sqnr:g} dB",
         )
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation of a program, beside the calls of the model that it has the value of.
+
+    Attributes:
+        name: Its debug symbol, or the name of its kernel.
+        calls: Names of the calls in the exported program.
+        sqnr_db: Ratio of signal to error, in dB.
+    """
+
+    name: str
+    calls: tuple[str, ...]
+    sqnr_db: float
+
+
+def _compare_operations(
+    args: argparse.Namespace, execution: Execution, inputs: list[Any]
+) -> list[Operation]:
+    """Compare the values of operations with those of the graph in the ETRecord."""
+    from coreml_delegate.runtime.devtools import Inspector, read_etrecord
+    from coreml_delegate.scripts.programs import DEBUG_BUFFER, engine_options, load_traced
+
+    record = read_etrecord(args.etrecord)
+    record.update_representative_inputs(list(inputs))
+    traced = load_traced(
+        args.program,
+        method=args.method,
+        host=args.host,
+        # That of the comparison above, if there is one.
+        engine=args.engine or next(iter(execution.engines), AUTO),
+        options=engine_options(args),
+        data=args.data,
+        debug_buffer_size=DEBUG_BUFFER,
+    )
+    traced.run(inputs)
+    with tempfile.TemporaryDirectory(prefix="coreml-delegate-") as folder:
+        etdump, values = traced.events()
+        buffer = Path(folder) / "values"
+        buffer.write_bytes(values)
+        inspector = Inspector(etdump_data=etdump, etrecord=record, debug_buffer_path=str(buffer))
+        table = inspector.calculate_numeric_gap("SNR")
+    return [
+        Operation(str(names[-1]), tuple(calls), float(gap[0]))
+        for names, calls, gap in zip(
+            table["runtime_ops"], table["aot_ops"], table["gap"], strict=True
+        )
+    ]
 
 
 def _refuse_options_of_models(args: argparse.Namespace) -> None:
@@ -152,7 +215,13 @@ def _samples(
     return [[resample(leaf, random) for leaf in source.leaves] for _ in range(args.samples)]
 
 
-def _print(results: dict[str, Accuracy], execution: Execution, *, as_json: bool) -> None:
+def _print(
+    results: dict[str, Accuracy],
+    operations: list[Operation] | None,
+    execution: Execution,
+    *,
+    as_json: bool,
+) -> None:
     if as_json:
         outputs = {
             name: {
@@ -164,7 +233,10 @@ def _print(results: dict[str, Accuracy], execution: Execution, *, as_json: bool)
             }
             for name, accuracy in results.items()
         }
-        console.write_json({"engines": execution.engines, "outputs": outputs})
+        content: dict[str, Any] = {"engines": execution.engines, "outputs": outputs}
+        if operations is not None:
+            content["operations"] = [asdict(operation) for operation in operations]
+        console.write_json(content)
         return
     rows = [("output", "SQNR", "max abs error", "top-1 agreement")]
     for name, accuracy in results.items():
@@ -182,6 +254,12 @@ def _print(results: dict[str, Accuracy], execution: Execution, *, as_json: bool)
     for name, accuracy in results.items():
         if accuracy.nan:
             console.write(f"{name}: {accuracy.nan} values are NaN in both")
+    if operations is not None:
+        table = [("operation", "SQNR", "calls of the model")]
+        for each in operations:
+            sqnr = "-" if math.isnan(each.sqnr_db) else f"{each.sqnr_db:.1f} dB"
+            table.append((each.name, sqnr, ", ".join(each.calls)))
+        console.write("\n" + console.columns(table))
     console.write(f"computed by {execution}")
 
 

@@ -8,6 +8,7 @@ Source: ExecuTorch 1.5, ``devtools/etdump`` (schema and names of events).
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -196,6 +197,26 @@ def check_traced(is_traced: bool) -> None:
     """
     if not is_traced:
         raise OptionError("the program has no events", remedy="Load it with enable_etdump=True")
+
+
+def used_bytes(etdump: bytes) -> int:
+    """Return how many bytes of the debug buffer the values of an ETDump take."""
+    from executorch.devtools.etdump.serialize import deserialize_from_etdump_flatcc
+
+    events = (
+        event.debug_event
+        for run in deserialize_from_etdump_flatcc(etdump).run_data
+        for event in run.events or ()
+    )
+    tensors = (event.debug_entry.tensor for event in events if event is not None)
+    return max(
+        (
+            tensor.offset + math.prod(tensor.sizes) * DTYPES[int(tensor.scalar_type)].itemsize
+            for tensor in tensors
+            if tensor is not None and tensor.offset is not None
+        ),
+        default=0,
+    )
 
 
 def write_trace(

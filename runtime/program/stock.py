@@ -31,7 +31,11 @@ from coreml_delegate.runtime.program.delegate_interface import (
     DelegateLoader,
     PassedOver,
 )
-from coreml_delegate.runtime.program.event_trace import check_traced, write_trace
+from coreml_delegate.runtime.program.event_trace import (
+    check_traced,
+    used_bytes,
+    write_trace,
+)
 from coreml_delegate.runtime.program.inputs import Value, check_inputs, in_dim_order
 from coreml_delegate.runtime.program.plan import MethodInfo, TensorSpec
 from coreml_delegate.runtime.program.ptd import ExternalData, Sources, check_complete, list_sources
@@ -251,8 +255,13 @@ class StockProgram:
             # The runtime writes nothing and says nothing where it cannot.
             dump, values = Path(folder) / "etdump", Path(folder) / "values"
             self._loaded.write_etdump_result_to_file(str(dump), str(values))
-            content = values.read_bytes() if values.exists() else b""
-            write_trace(dump.read_bytes(), content, etdump_path, debug_buffer_path)
+            etdump = dump.read_bytes()
+            content = b""
+            if values.exists():
+                # The whole buffer, whatever it holds.
+                with values.open("rb") as file:
+                    content = file.read(used_bytes(etdump))
+            write_trace(etdump, content, etdump_path, debug_buffer_path)
 
     def reset_state(self) -> None:
         """Set the states of the delegates to zero.

@@ -12,6 +12,9 @@ from executorch.devtools import parse_etrecord
 from coreml_delegate.errors import ProgramError
 from coreml_delegate.runtime.op_errors import first_line
 
+# That there are no values is what the caller asked for; the others say nothing about the program.
+_NO_NEWS = ("Output Buffer not found", "Unsupported kwarg encountered", "The given buffer is not w")
+
 
 class Inspector(_Inspector):
     """``executorch.devtools.Inspector``, whose ``calculate_numeric_gap`` takes such delegates.
@@ -27,8 +30,8 @@ class Inspector(_Inspector):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with warnings.catch_warnings():
-            # That there are no values is what the caller asked for.
-            warnings.filterwarnings("ignore", message="Output Buffer not found")
+            for message in _NO_NEWS:
+                warnings.filterwarnings("ignore", message=message)
             super().__init__(*args, **kwargs)
         for block in self.event_blocks:
             for event in block.events:

@@ -36,6 +36,9 @@ LOGGED_AS: Final = {
 }
 """The dtypes of which ETDump has no tensors, and those that stand in for them."""
 
+ALIGNMENT: Final = 64
+"""Bytes that the runtime may leave free before a value."""
+
 EXECUTE: Final = "Method::execute"
 LOAD: Final = "Program::load_method"
 OPERATOR: Final = "OPERATOR_CALL"

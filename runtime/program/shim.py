@@ -32,7 +32,7 @@ from coreml_delegate.runtime.program.delegate_interface import (
     check_output_count,
     fit_output,
 )
-from coreml_delegate.runtime.program.event_trace import LOGGED_AS, debug_buffer_error
+from coreml_delegate.runtime.program.event_trace import ALIGNMENT, LOGGED_AS, debug_buffer_error
 from coreml_delegate.runtime.threads import one_torch_thread
 
 _logger = logging.getLogger(__name__)
@@ -104,6 +104,7 @@ class _ThreadState(threading.local):
     error: BaseException | None = None
     is_kept: bool = False
     loaded: list[DelegateCallable] | None = None
+    room: int | None = None
 
 
 class KeptErrors:
@@ -226,6 +227,18 @@ class Shim:
         finally:
             self._state.loaded = before
 
+    def give_room(self, nbytes: int | None) -> None:
+        """Say how many bytes of values the delegates of this thread may log; None if nobody knows.
+
+        The runtime ends the process when its debug buffer is full.
+        """
+        self._state.room = nbytes
+
+    @property
+    def room(self) -> int | None:
+        """What is left of it."""
+        return self._state.room
+
     # --- callbacks
 
     def _report(self, error: BaseException, doing: str) -> int:
@@ -315,13 +328,17 @@ class Shim:
                 tracer, symbol, event.start, end, metadata, len(metadata)
             )
             for value in event.values:
-                self._log_value(tracer, symbol, np.ascontiguousarray(value), events)
+                tensor = torch.from_numpy(np.ascontiguousarray(value))
+                self._log_value(tracer, symbol, tensor)
 
-    def _log_value(
-        self, tracer: int, symbol: bytes, value: np.ndarray[Any, Any], events: Sequence[OpEvent]
-    ) -> None:
-        tensor = torch.from_numpy(value)
-        tensor = tensor.to(LOGGED_AS.get(tensor.dtype, tensor.dtype))
+    def _log_value(self, tracer: int, symbol: bytes, value: torch.Tensor) -> None:
+        tensor = value.to(LOGGED_AS.get(value.dtype, value.dtype))
+        room = self._state.room
+        if room is not None:
+            room -= tensor.nbytes + ALIGNMENT
+            if room < 0:
+                raise debug_buffer_error(symbol.decode(), tensor.nbytes)
+            self._state.room = room
         sizes = (ctypes.c_int32 * tensor.dim())(*tensor.shape)
         code = self._library.coreml_shim_log_value(
             tracer,
@@ -332,9 +349,7 @@ class Shim:
             tensor.dim(),
         )
         if code != _OK:
-            # The runtime says no more than that it cannot.
-            needed = sum(each.nbytes for event in events for each in event.values)
-            raise debug_buffer_error("a delegate's values", needed)
+            raise debug_buffer_error(symbol.decode(), tensor.nbytes)
 
     def _resize(self, argument: _Argument, shape: tuple[int, ...]) -> torch.Tensor:
         rank = len(shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import tempfile
 import threading
@@ -32,12 +33,19 @@ from coreml_delegate.runtime.program.delegate_interface import (
     PassedOver,
 )
 from coreml_delegate.runtime.program.event_trace import (
+    ALIGNMENT,
     check_traced,
+    debug_buffer_error,
     used_bytes,
     write_trace,
 )
 from coreml_delegate.runtime.program.inputs import Value, check_inputs, in_dim_order
-from coreml_delegate.runtime.program.plan import MethodInfo, TensorSpec
+from coreml_delegate.runtime.program.plan import (
+    DelegateCall,
+    KernelCall,
+    MethodInfo,
+    TensorSpec,
+)
 from coreml_delegate.runtime.program.ptd import ExternalData, Sources, check_complete, list_sources
 from coreml_delegate.runtime.program.pte import PteProgram, Source
 from coreml_delegate.runtime.program.shim import load_shim, loaded_shim
@@ -128,12 +136,13 @@ class StockProgram:
     host_name: Final = "stock"
 
     def __init__(
-        self, program: PteProgram, loaded: Any, *, passed_over: PassedOver, has_events: bool = False
+        self, program: PteProgram, loaded: Any, *, passed_over: PassedOver, room: int | None = None
     ) -> None:
         self.passed_over = passed_over
         self._program = program
         self._loaded = loaded
-        self._has_events = has_events
+        # Bytes left for values, 0 if only times are logged; None if nothing is.
+        self._room = room
         self._methods: dict[str, Any] = {}
         self._delegates: dict[str, list[DelegateCallable]] = {}
 
@@ -168,6 +177,7 @@ class StockProgram:
         check_complete(program, None if data is None else ExternalData.open(data))
         planned = max((sum(method.arena_sizes) for method in program.methods), default=0)
         limits.require_available_memory(planned, "the memory that the program plans")
+        room = debug_buffer_size if enable_etdump else None
         runtime = _runtime()
         content = bytes(pte) if isinstance(pte, bytes | bytearray | memoryview) else str(pte)
         with _RUNTIME_LOCK, _as_path(data) as data_path:
@@ -182,7 +192,7 @@ class StockProgram:
                 raise ProgramError(
                     "the stock runtime refuses the program", got=first_line(error)
                 ) from error
-        return cls(program, loaded, passed_over=passed_over, has_events=enable_etdump)
+        return cls(program, loaded, passed_over=passed_over, room=room)
 
     @property
     def method_names(self) -> tuple[str, ...]:
@@ -235,7 +245,25 @@ class StockProgram:
         ]
         with _RUNTIME_LOCK:
             loaded = self._method(info)
-            return list(_call(lambda: loaded.execute(arranged), info, "failed to run"))
+            with self._logging(info):
+                return list(_call(lambda: loaded.execute(arranged), info, "failed to run"))
+
+    @contextmanager
+    def _logging(self, info: MethodInfo) -> Generator[None]:
+        """Keep the values of a run within the debug buffer; the runtime itself would end."""
+        shim = loaded_shim()
+        if not self._room or shim is None:
+            yield
+            return
+        own = _logged_bytes(info)
+        if own > self._room:
+            raise debug_buffer_error(f"method {info.name!r}", own)
+        shim.give_room(self._room - own)
+        try:
+            yield
+        finally:
+            self._room = shim.room or 0
+            shim.give_room(None)
 
     def write_etdump_result_to_file(
         self, etdump_path: Path | str, debug_buffer_path: Path | str | None = None
@@ -250,7 +278,7 @@ class StockProgram:
             OptionError: The program was not loaded with ``enable_etdump``.
             OSError: A file cannot be written.
         """
-        check_traced(self._has_events)
+        check_traced(self._room is not None)
         with _RUNTIME_LOCK, tempfile.TemporaryDirectory(prefix="coreml-delegate-") as folder:
             # The runtime writes nothing and says nothing where it cannot.
             dump, values = Path(folder) / "etdump", Path(folder) / "values"
@@ -330,6 +358,22 @@ class StockProgram:
             self._methods[info.name] = loaded
             self._delegates[info.name] = list(delegates)
         return loaded
+
+
+def _logged_bytes(info: MethodInfo) -> int:
+    """Return how many bytes the runtime may log of a run, beside what delegates log.
+
+    It logs the arguments of calls, and the outputs.
+    """
+    calls = (c for chain in info.chains for c in chain if isinstance(c, KernelCall | DelegateCall))
+    logged = [*info.outputs, *(index for call in calls for index in call.args)]
+    specs = (info.values[index] for index in logged)
+    # A dtype that it has no tensors of is logged as none.
+    return sum(
+        ALIGNMENT + math.prod(spec.shape) * spec.dtype.itemsize
+        for spec in specs
+        if isinstance(spec, TensorSpec)
+    )
 
 
 @contextmanager

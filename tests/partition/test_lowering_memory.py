@@ -22,10 +22,10 @@ from torch.export import ExportedProgram
 
 from coreml_delegate import CoreMLBackend
 from coreml_delegate.compile_options import CompileOptions
+from coreml_delegate.conversion.debug_handles import handles_of, with_handles
 from coreml_delegate.conversion.fp16 import overflows
 from coreml_delegate.formats import blob
 from coreml_delegate.formats.blob import Pieces, chunks_of, flatten, size_of, unflatten
-from coreml_delegate.formats.blob_layout import DEBUG_INFO
 from coreml_delegate.formats.files import write_folder
 from coreml_delegate.formats.mlpackage import map_folder
 from coreml_delegate.preprocess import package
@@ -170,7 +170,7 @@ def test_large_files_stay_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert {type(c) for n, c in files.items() if n.endswith("json")} <= {bytes, memoryview}
     # Looked at in chunks that are let go of, and again.
     monkeypatch.setattr(blob, "_CHUNK", 100)
-    files.pop(DEBUG_INFO)  # the program has no debug handles
+    files = with_handles(files, handles_of(program()))
     assert flatten(files) == expected
     assert flatten(files) == expected
 

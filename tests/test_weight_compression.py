@@ -77,6 +77,7 @@ TAKEN = {
 }
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", TAKEN)
 def test_weights_are_compressed(name):
     options, ops, largest, target = TAKEN[name]

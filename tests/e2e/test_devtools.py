@@ -110,6 +110,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return lower(Encoder(), [torch.randn(1, 3, 8)], tmp_path_factory.mktemp("encoder"))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("host", ["python", "stock"])
 @pytest.mark.parametrize("engine", ["openvino", "reference"])
 def test_rows_have_times_and_modules(host: str, engine: str, encoder: Case, tmp_path: Path) -> None:
@@ -133,6 +134,7 @@ def test_rows_have_times_and_modules(host: str, engine: str, encoder: Case, tmp_
     assert inspector.find_total_for_module("block") > 0
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("host", ["python", "stock"])
 @pytest.mark.parametrize("engine", ["openvino", "reference"])
 def test_values_are_those_of_the_model(
@@ -147,6 +149,7 @@ def test_values_are_those_of_the_model(
     assert all(value < 10 for value in gaps(inspector, "L1").values())
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("host", ["python", "stock"])
 def test_several_delegates_with_operators_between(host: str, tmp_path: Path) -> None:
     options = {"skip_ops_for_coreml_delegation": ["aten.gelu"]}
@@ -156,6 +159,7 @@ def test_several_delegates_with_operators_between(host: str, tmp_path: Path) -> 
     assert min(found.values()) > SQNR_FP16
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("host", ["python", "stock"])
 def test_a_decoder_with_a_state_and_several_outputs(host: str, tmp_path: Path) -> None:
     case = lower(Decoder(), [torch.randn(1, 1, 8)], tmp_path)

@@ -11,6 +11,7 @@ from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
 from coreml_delegate.compile_options import Precision
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("engine", ["openvino", "reference"])
 @pytest.mark.parametrize("precision", list(Precision))
 def test_accuracy_through_the_delegate_equals_eager(precision, engine):

@@ -173,6 +173,7 @@ def test_each_generator_has_its_own_state(stateful):
     assert not torch.allclose(one.feed([10]), other.feed([10]), atol=0.1)
 
 
+@pytest.mark.slow
 def test_weights_are_stored_once(fp32, fp16):
     parameters = sum(parameter.numel() for parameter in trained().parameters())
     for pte, size in ((fp32, 4), (fp16, 2)):

@@ -170,6 +170,7 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.embedding(x)))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("config", [_int(8, ROWS), _int(4, GROUPS), _table(4, [16, -1])])
 @pytest.mark.parametrize("again", [False, True], ids=["as torchao leaves them", "tied again"])
 def test_tied_weights_are_stored_once(config, again):

@@ -65,6 +65,7 @@ def digits_model(request):
     return _digits_model(settings)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("precision", list(Precision))
 def test_digits_are_recognized_as_by_the_quantized_model(digits_model, precision):
     quantizer, model = digits_model

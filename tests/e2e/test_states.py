@@ -58,7 +58,7 @@ def states(edge: Any) -> list[str]:
     return sorted(p.name for p in params if isinstance(p.type, StateType))
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 @pytest.mark.parametrize("name", _EACH)
 def test_buffers_that_can_be_states_are(name: str) -> None:
     case, result = CASES[name], lowered(name)
@@ -68,7 +68,7 @@ def test_buffers_that_can_be_states_are(name: str) -> None:
     assert {b.name: b.reason for b in buffers if not b.is_state} == dict(case.outside)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", _EACH)
 def test_calls_in_turn_equal_eager(name: str, engine: str) -> None:
@@ -89,7 +89,7 @@ UNASKED = (
 )
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 @pytest.mark.parametrize("name", UNASKED)
 def test_no_state_is_made_unasked(name: str) -> None:
     result = lowered(name, inside=False)

@@ -28,6 +28,7 @@ def assert_equal_eager(pte: bytes, module: nn.Module, inputs: tuple[torch.Tensor
         torch.testing.assert_close(actual, tensor, atol=ATOL, rtol=RTOL)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
 @pytest.mark.parametrize(
     "function",

@@ -153,6 +153,7 @@ USES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", USES)
 def test_other_users_of_a_weight_do_not_keep_a_convolution_out(name: str) -> None:
     torch.manual_seed(0)

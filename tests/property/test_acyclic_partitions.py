@@ -298,7 +298,7 @@ _WRITES_FIRST = Sketch(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(SKETCHES, SELECTIONS, OWNERSHIPS)
 @example(_WRITES_FIRST, Selection(1, None), DataOwnership(constants=True, mutable_buffers=True))
 def test_partitions_can_be_cut_out(

@@ -212,6 +212,7 @@ def test_a_text_computes_what_stablehlo_defines(name: str) -> None:
     check_text(text, [_X], [expected])
 
 
+@pytest.mark.slow
 def test_random_bits_are_those_of_jax() -> None:
     def draw(seed: Any) -> Any:
         key = jax.random.key(seed)

@@ -66,6 +66,7 @@ def _check_tensor(spec: plan.TensorSpec, expected: schema.Tensor) -> None:
     )
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("name", [*CASES, "two_methods"])
 def test_reads_what_executorch_reads(name: str) -> None:
     data = two_methods() if name == "two_methods" else export_case(name)[1]

@@ -386,6 +386,7 @@ def _assert_largest_products_are_summed() -> None:
     _assert_equal({"x": values}, network)
 
 
+@pytest.mark.slow
 @pytest.mark.share(8)
 # Without a limit, the tests above run where there is VNNI.
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ ENGINE_PRECISIONS = ("f32", "bf16")
 HOSTS = ("auto", "python", "stock")
 _LARGEST = 2**63 - 1
 
+BUNDLE_SUFFIX = ".bpte"
+"""Suffix of programs that are bundled with inputs and outputs."""
+
 _SOURCE_HELP = (
     "torchvision:NAME; or MODULE:FACTORY, where MODULE may be in the current folder and FACTORY() "
     "returns (nn.Module, example_inputs) with a tensor, a tuple or a dict of keyword inputs, or "

@@ -323,16 +323,17 @@ class _LoadedPte:
         return {
             f"mutated_input_{self._mutated[position]}"
             if position in self._mutated
-            else f"output_{next(returned)}": _output(result)
+            else f"output_{next(returned)}": as_output(result)
             for position, result in enumerate(results)
         }
 
     def expected_of(self, outcome: Outcome) -> list[Output]:
         mutated = [outcome.inputs[position] for position in self._mutated.values()]
-        return [_output(value) for value in (*mutated, *outcome.results)]
+        return [as_output(value) for value in (*mutated, *outcome.results)]
 
 
-def _output(value: object) -> Output:
+def as_output(value: object) -> Output:
+    """Return a value that a model returns, as an output of a program."""
     if value is None or isinstance(value, torch.Tensor):
         return value
     if isinstance(value, float):

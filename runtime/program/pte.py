@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from coreml_delegate.errors import BlobFormatError, ProgramError
+from coreml_delegate.runtime.program.bundle import is_bundle, program_of
 from coreml_delegate.runtime.program.decoder import (
     DataLocation,
     DataReference,
@@ -46,7 +47,6 @@ Source: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview"
 """A program: path of a ``.pte``, or its bytes."""
 
 _IDENTIFIER: Final = b"ET12"
-_BUNDLED_IDENTIFIER: Final = b"BP08"
 _HEADER_MAGIC: Final = b"eh00"
 _HEADER: Final = struct.Struct("<4sIQQ")
 _SEGMENT_DATA_SIZE: Final = struct.Struct("<Q")
@@ -238,13 +238,9 @@ def named_errors(origin: str) -> Generator[None]:
 
 def _split(view: memoryview) -> _Container:
     """Check the file's identity and separate tables from segments."""
+    if is_bundle(view):
+        view = program_of(view)
     identifier = bytes(view[4:8])
-    if identifier == _BUNDLED_IDENTIFIER:
-        raise BlobFormatError(
-            "this is a bundled program",
-            expected="a plain .pte",
-            remedy="Save the program without its test cases.",
-        )
     if identifier != _IDENTIFIER:
         raise BlobFormatError(
             "not an ExecuTorch program",

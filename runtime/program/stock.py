@@ -25,6 +25,7 @@ from coreml_delegate.errors import (
 from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.op_errors import first_line
 from coreml_delegate.runtime.program import shim_build, states
+from coreml_delegate.runtime.program.bundle import is_bundle, program_of
 from coreml_delegate.runtime.program.delegate_interface import (
     COREML_BACKEND_ID,
     NOTHING_PASSED_OVER,
@@ -47,7 +48,7 @@ from coreml_delegate.runtime.program.plan import (
     TensorSpec,
 )
 from coreml_delegate.runtime.program.ptd import ExternalData, Sources, check_complete, list_sources
-from coreml_delegate.runtime.program.pte import PteProgram, Source
+from coreml_delegate.runtime.program.pte import PteProgram, Source, map_source
 from coreml_delegate.runtime.program.shim import load_shim, loaded_shim
 from coreml_delegate.runtime.snapshots import Array, Snapshot
 from coreml_delegate.third_party import quiet_import
@@ -179,7 +180,7 @@ class StockProgram:
         limits.require_available_memory(planned, "the memory that the program plans")
         room = debug_buffer_size if enable_etdump else None
         runtime = _runtime()
-        content = bytes(pte) if isinstance(pte, bytes | bytearray | memoryview) else str(pte)
+        content = _content(pte)
         with _RUNTIME_LOCK, _as_path(data) as data_path:
             try:
                 loaded = runtime.load_program(
@@ -374,6 +375,14 @@ def _logged_bytes(info: MethodInfo) -> int:
         for spec in specs
         if isinstance(spec, TensorSpec)
     )
+
+
+def _content(pte: Source) -> bytes | str:
+    """Return a program as the runtime takes it, which reads no bundle here: a path, or bytes."""
+    view, _ = map_source(pte, "the program", "a .pte file")
+    if is_bundle(view):
+        return bytes(program_of(view))
+    return bytes(pte) if isinstance(pte, bytes | bytearray | memoryview) else str(pte)
 
 
 @contextmanager

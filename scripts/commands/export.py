@@ -6,13 +6,16 @@ import argparse
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coreml_delegate.errors import LoweringError
 from coreml_delegate.scripts import arguments, console, quantization
-from coreml_delegate.scripts.arguments import check_output, new_output
+from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, check_output, new_output
 from coreml_delegate.scripts.commands import Command
 from coreml_delegate.scripts.inputs import flexible_shapes
+from coreml_delegate.third_party import quiet_import, wrap_errors
 
 if TYPE_CHECKING:
     from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
@@ -43,6 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="write an ETRecord, with the example inputs, for ExecuTorch's Inspector and verify",
+    )
+    parser.add_argument(
+        "--bundle",
+        type=arguments.positive,
+        metavar="N",
+        help="write a bundled program (.bpte) beside the output: it, N inputs, and what the model "
+        "returns for them",
     )
     arguments.add_compilation(parser)
     _add_filters(parser)
@@ -118,15 +128,7 @@ def run(args: argparse.Namespace) -> int:
                 {"forward": exported}, partitioner, generate_etrecord=args.etrecord is not None
             )
             report = partitioner.report
-    with ExitStack() as files:
-        if output is not None:
-            program.write_to_file(files.enter_context(new_output(output, force=args.force)))
-        if args.etrecord is not None and program is not None:
-            file = files.enter_context(new_output(args.etrecord, force=args.force))
-            file.write(_etrecord(program, source))
-        for path in args.report:
-            file = files.enter_context(new_output(path, force=args.force))
-            file.write(_FORMS[path.suffix](report).encode())
+    _write(args, output, program, source, report)
     if sizes is not None and program is not None:
         sizes = sizes.with_program(program.buffer)
     _print(report, sizes, as_json=args.json)
@@ -135,6 +137,33 @@ def run(args: argparse.Namespace) -> int:
     if output is not None and not report.partitions:
         console.warn(f"nothing was delegated to Core ML; {output} runs on the CPU")
     return 0
+
+
+def _write(
+    args: argparse.Namespace,
+    output: Path | None,
+    program: Any,
+    source: SourceModel,
+    report: DelegationReport,
+) -> None:
+    """Write the program and what goes with it: all files, or none."""
+    content: dict[Path, Callable[[], bytes]] = {
+        path: partial(_report, report, path.suffix) for path in args.report
+    }
+    if output is not None and args.etrecord is not None:
+        content[args.etrecord] = partial(_etrecord, program, source)
+    if output is not None and args.bundle is not None:
+        bundle = partial(_bundle, program, source, args.bundle, args.seed)
+        content[output.with_suffix(BUNDLE_SUFFIX)] = bundle
+    with ExitStack() as files:
+        if output is not None:
+            program.write_to_file(files.enter_context(new_output(output, force=args.force)))
+        for path, made in content.items():
+            files.enter_context(new_output(path, force=args.force)).write(made())
+
+
+def _report(report: DelegationReport, suffix: str) -> bytes:
+    return _FORMS[suffix](report).encode()
 
 
 def _etrecord(program: Any, source: SourceModel) -> bytes:
@@ -147,15 +176,50 @@ def _etrecord(program: Any, source: SourceModel) -> bytes:
         return path.read_bytes()
 
 
+def _bundle(program: Any, source: SourceModel, count: int, seed: int) -> bytes:
+    """Return a bundled program, with the model's own outputs for the example and random inputs."""
+    from coreml_delegate.runtime.program.pte import PteProgram
+    from coreml_delegate.runtime.program.states import mutated_inputs
+    from coreml_delegate.scripts.inputs.sampling import generator, resample
+
+    random = generator(seed)
+    mutated = mutated_inputs(PteProgram.open(program.buffer).method("forward"))
+    samples = [list(source.leaves)]
+    samples += [[resample(leaf, random) for leaf in source.leaves] for _ in range(count - 1)]
+    outcomes = [source.execute(sample) for sample in samples]
+    with quiet_import():
+        from executorch.devtools import BundledProgram
+        from executorch.devtools.bundled_program.config import MethodTestCase, MethodTestSuite
+        from executorch.devtools.bundled_program.serialize import (
+            serialize_from_bundled_program_to_flatbuffer,
+        )
+    cases = [
+        MethodTestCase(
+            inputs=sample,
+            expected_outputs=[*(outcome.inputs[i] for i in mutated.values()), *outcome.results],
+        )
+        for sample, outcome in zip(samples, outcomes, strict=True)
+    ]
+    with wrap_errors("ExecuTorch cannot bundle the program", kind=LoweringError):
+        bundle = BundledProgram(program, [MethodTestSuite("forward", cases)])
+        return bytes(serialize_from_bundled_program_to_flatbuffer(bundle))
+
+
 def _check_outputs(args: argparse.Namespace) -> Path | None:
     """Return the path of the program, or None in a dry run; check all output paths."""
     if args.output is None and not args.dry_run:
         args.refuse_usage("the following arguments are required: -o/--output, or --dry-run")
     output: Path | None = None if args.dry_run else args.output
     reports: list[Path] = args.report
-    if args.etrecord is not None and output is None:
-        args.refuse_usage("--etrecord goes with --output, and not with --dry-run")
-    for path in (output, args.etrecord, *reports):
+    for option, given in (("--etrecord", args.etrecord), ("--bundle", args.bundle)):
+        if given is not None and output is None:
+            args.refuse_usage(f"{option} goes with --output, and not with --dry-run")
+    bundle = None
+    if output is not None and args.bundle is not None:
+        if output.suffix == BUNDLE_SUFFIX:
+            args.refuse_usage(f"--output is the program itself, {BUNDLE_SUFFIX} lies beside it")
+        bundle = output.with_suffix(BUNDLE_SUFFIX)
+    for path in (output, bundle, args.etrecord, *reports):
         if path is not None:
             check_output(path, force=args.force)
     return output

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from coreml_delegate.errors import InputError, OptionError, ProgramError
 from coreml_delegate.runtime.engines.selection import AUTO
 from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX
 from coreml_delegate.scripts.commands import Command
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "program",
         type=Path,
         metavar="PROGRAM",
-        help=".pte, .mlpackage, or StableHLO (.mlir, .stablehlo, .jax)",
+        nargs="?",
+        help=".pte, .mlpackage, or StableHLO (.mlir, .stablehlo, .jax); left out if SOURCE is a "
+        "bundled program (.bpte), which has inputs and outputs of its own",
     )
     parser.add_argument(
         "--min-sqnr",
@@ -49,10 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_execution(parser, judging=True)
     arguments.add_data(parser)
     arguments.add_json(parser)
+    parser.set_defaults(refuse_usage=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    if args.program is None:
+        return _verify_bundle(args)
     from coreml_delegate.scripts.inputs.source import load_source
     from coreml_delegate.scripts.programs import engine_options, load
     from coreml_delegate.scripts.stablehlo_files import is_stablehlo, load_xla_model
@@ -82,7 +88,57 @@ def run(args: argparse.Namespace) -> int:
         with console.step("Comparing operations"):
             operations = _compare_operations(args, program.execution, samples[0])
     _print(results, operations, program.execution, as_json=args.json)
-    below = {n: a.sqnr_db for n, a in results.items() if not a.sqnr_db >= args.min_sqnr}
+    _require(results, args.min_sqnr)
+    return 0
+
+
+def _verify_bundle(args: argparse.Namespace) -> int:
+    """Compare a bundled program with the outputs that it brings."""
+    path = Path(args.source)
+    if path.suffix != BUNDLE_SUFFIX:
+        args.refuse_usage(f"PROGRAM is required, unless SOURCE is a {BUNDLE_SUFFIX}")
+    if args.etrecord is not None or args.input or args.weights or args.input_shape:
+        args.refuse_usage("a bundled program has a model's inputs and outputs of its own")
+    from coreml_delegate.runtime.accuracy import Accuracy
+    from coreml_delegate.runtime.program.bundle import cases_of
+    from coreml_delegate.runtime.program.pte import map_source
+    from coreml_delegate.scripts.programs import as_output, engine_options, load
+
+    view, _ = map_source(path, "the program", f"a {BUNDLE_SUFFIX} file")
+    cases = [case for case in cases_of(view) if args.method in (None, case.method)]
+    if not cases:
+        raise ProgramError("the bundle has no such case", got=args.method or "none at all")
+    results: dict[str, Accuracy] = {}
+    execution: Execution | None = None
+    with console.step("Comparing"):
+        for case in cases:
+            # Each begins with the program's own state.
+            program = load(
+                path,
+                method=case.method,
+                host=args.host,
+                engine=args.engine,
+                options=engine_options(args),
+                data=args.data,
+            )
+            execution = program.execution
+            actual = program.run(list(case.inputs))
+            if len(actual) != len(case.expected):
+                raise ProgramError(
+                    f"a case of {case.method!r} expects another number of outputs",
+                    got=str(len(case.expected)),
+                    expected=str(len(actual)),
+                )
+            for (name, got), want in zip(actual.items(), case.expected, strict=True):
+                results.setdefault(name, Accuracy()).add(as_output(want), got, None)
+    if execution is not None:
+        _print(results, None, execution, as_json=args.json)
+    _require(results, args.min_sqnr)
+    return 0
+
+
+def _require(results: dict[str, Accuracy], min_sqnr: float) -> None:
+    below = {n: a.sqnr_db for n, a in results.items() if not a.sqnr_db >= min_sqnr}
     if below:
         raise ProgramError(
             "the program differs from its model",
@@ -90,9 +146,8 @@ def run(args: argparse.Namespace) -> int:
                 f"{name} at {sqnr:.1f} dB{_int32_remark(results[name])}"
                 for name, sqnr in below.items()
             ),
-            expected=f"at least {args.min_sqnr:g} dB",
+            expected=f"at least {min_sqnr:g} dB",
         )
-    return 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,7 @@ def test_a_missing_file_is_an_error(tmp_path) -> None:
     [
         (b"", "not an ExecuTorch program"),
         (b"PK\x03\x04" * 20, r"file identifier b'PK\\x03\\x04' in 80 bytes"),
-        (b"\0\0\0\0BP08" + bytes(64), "bundled program"),
+        (b"\0\0\0\0BP08" + bytes(64), "not an ExecuTorch program"),
         (b"\0\0\0\0ET12eh00", "program is truncated"),
         (b"\xff\xff\xff\x7fET12", r"reference to bytes 2147483647\.\.2147483651"),
     ],

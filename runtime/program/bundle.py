@@ -1,0 +1,108 @@
+"""Bundled programs (``.bpte``): a program with inputs, and the outputs that they should give.
+
+Source: ExecuTorch 1.5, ``devtools/bundled_program/schema``.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from coreml_delegate.errors import BlobFormatError
+from coreml_delegate.runtime.program.decoder import DTYPES
+from coreml_delegate.runtime.program.flatbuffer import FlatBuffer, Table
+
+IDENTIFIER: Final = b"BP08"
+_INT32: Final = struct.Struct("<i")
+_INT64: Final = struct.Struct("<q")
+_DOUBLE: Final = struct.Struct("<d")
+_BYTE: Final = struct.Struct("<B")
+
+Value = torch.Tensor | int | float | bool
+
+
+@dataclass(frozen=True, slots=True)
+class BundledCase:
+    """One call of a method.
+
+    Attributes:
+        method: Its name.
+        inputs: The inputs.
+        expected: The outputs that they should give; empty if the bundle does not say.
+    """
+
+    method: str
+    inputs: tuple[Value, ...]
+    expected: tuple[Value, ...]
+
+
+def is_bundle(view: memoryview) -> bool:
+    """Whether these are the bytes of a bundled program."""
+    return bytes(view[4:8]) == IDENTIFIER
+
+
+def program_of(bundle: memoryview) -> memoryview:
+    """Return the program of a bundle, as a view.
+
+    Raises:
+        BlobFormatError: The bundle is truncated or corrupt.
+    """
+    return FlatBuffer(bundle).root().raw(2)
+
+
+def cases_of(bundle: memoryview) -> tuple[BundledCase, ...]:
+    """Return all cases of a bundle, in its order; tensors are copies.
+
+    Raises:
+        BlobFormatError: The bundle is truncated or corrupt.
+    """
+    suites = FlatBuffer(bundle).root().tables(1, _suite)
+    return tuple(case for suite in suites for case in suite)
+
+
+def _suite(table: Table) -> tuple[BundledCase, ...]:
+    name = table.text(0) or ""
+    return tuple(BundledCase(name, inputs, expected) for inputs, expected in table.tables(1, _case))
+
+
+def _case(table: Table) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+    return table.tables(0, _value), table.tables(1, _value)
+
+
+def _value(table: Table) -> Value:
+    kind, held = table.integer(0, _BYTE), table.table(1)
+    read: Any = _KINDS.get(kind)
+    if read is None or held is None:
+        raise BlobFormatError("a value of the bundle has an unknown type", got=str(kind))
+    return read(held)
+
+
+def _tensor(table: Table) -> torch.Tensor:
+    number = table.integer(0, _BYTE)
+    sizes, data = table.integers(1, _INT32), table.raw(2)
+    dtype = DTYPES.get(number)
+    expected = -1 if dtype is None else math.prod(sizes) * dtype.itemsize
+    if dtype is None or min(sizes, default=0) < 0 or len(data) != expected:
+        raise BlobFormatError(
+            "a tensor of the bundle is corrupt",
+            got=f"scalar type {number}, sizes {list(sizes)}, {len(data)} bytes",
+        )
+    order = table.integers(3, _BYTE) or tuple(range(len(sizes)))
+    if sorted(order) != list(range(len(sizes))):
+        raise BlobFormatError("a tensor of the bundle is corrupt", got=f"dim order {order}")
+    if not data:
+        return torch.empty(sizes, dtype=dtype)
+    stored = torch.frombuffer(bytearray(data), dtype=dtype).reshape([sizes[d] for d in order])
+    return stored.permute([order.index(d) for d in range(len(sizes))])
+
+
+_KINDS: Final = {
+    1: _tensor,
+    2: lambda table: table.integer(0, _INT64),
+    3: lambda table: bool(table.integer(0, _BYTE)),
+    4: lambda table: table.real(0, _DOUBLE),
+}

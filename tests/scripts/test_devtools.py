@@ -1,0 +1,169 @@
+"""Files for ExecuTorch's developer tools: ETRecords, ETDumps and bundled programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from executorch.extension.pybindings import portable_lib
+from support.command import TINY, leftovers
+from support.gates import needs_compiler
+
+from coreml_delegate import runtime
+from coreml_delegate.errors import BlobFormatError
+from coreml_delegate.runtime.devtools import Inspector
+from coreml_delegate.runtime.program.bundle import cases_of
+from coreml_delegate.scripts.cli import main
+
+pytestmark = pytest.mark.xdist_group("devtools")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("devtools")
+    command = ["export", *TINY, "-o", str(folder / "tiny.pte"), "--bundle", "3"]
+    assert main([*command, "--etrecord", str(folder / "tiny.etrecord")]) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_operation_is_verified(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["verify", TINY[0], str(exported / "tiny.pte"), "--json"]
+    assert main([*command, "--etrecord", str(exported / "tiny.etrecord")]) == 0
+    operations = json.loads(capsys.readouterr().out)["operations"]
+    calls = {call for operation in operations for call in operation["calls"]}
+    assert {"conv2d", "relu", "mean", "linear", "sin", "sum_1"} <= calls
+    assert all(
+        operation["sqnr_db"] == "inf" or operation["sqnr_db"] > 40 for operation in operations
+    )
+    assert main([*command[:-1], "--etrecord", str(exported / "tiny.etrecord")]) == 0
+    assert "calls of the model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("repeat", [1, 3])
+def test_a_run_writes_its_times(exported: Path, repeat: int) -> None:
+    command = ["run", str(exported / "tiny.pte"), "--etdump", "a.etdump"]
+    assert main([*command, "--repeat", str(repeat)]) == 0
+    inspector = Inspector(etdump_path="a.etdump", etrecord=str(exported / "tiny.etrecord"))
+    (block,) = (block for block in inspector.event_blocks if block.name == "Execute")
+    ops = [event for event in block.events if event.delegate_debug_identifier is not None]
+    assert {"aten.conv2d.default", "aten.linear.default"} <= {
+        name for event in ops for name in event.op_types
+    }
+    assert all(len(event.perf_data.raw) == repeat for event in ops)
+    assert leftovers(Path()) == {"a.etdump"}
+
+
+def test_a_run_writes_its_values(exported: Path) -> None:
+    command = ["run", str(exported / "tiny.pte"), "--etdump", "a.etdump"]
+    assert main([*command, "--debug-buffer", "a.values"]) == 0
+    inspector = Inspector(
+        etdump_path="a.etdump",
+        etrecord=str(exported / "tiny.etrecord"),
+        debug_buffer_path="a.values",
+    )
+    (block,) = (block for block in inspector.event_blocks if block.name == "Execute")
+    assert [tuple(output.shape) for output in block.run_output] == [(1, 10), ()]
+    assert sum(bool(event.debug_data) for event in block.events) >= 5
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["export", *TINY, "--dry-run", "--etrecord", "a"],
+        ["export", *TINY, "--dry-run", "--bundle", "1"],
+        ["export", *TINY, "-o", "a.bpte", "--bundle", "1"],
+        ["run", "a.pte", "--debug-buffer", "a"],
+        ["verify", TINY[0]],
+        ["verify", "a.bpte", "--weights", "a.pt"],
+    ],
+)
+def test_options_that_do_not_go_together(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert not list(Path().iterdir())
+
+
+def test_only_programs_have_events(capsys: pytest.CaptureFixture[str], exported: Path) -> None:
+    extract = ["extract", str(exported / "tiny.pte"), "-o", "models"]
+    assert main(extract) == 0
+    package = next(Path("models").iterdir())
+    assert main(["run", str(package), "--etdump", "a.etdump"]) == 1
+    assert "only a .pte has events" in capsys.readouterr().err
+    assert not Path("a.etdump").exists()
+
+
+def test_existing_files_stay(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.etdump").write_text("mine")
+    assert main(["run", str(exported / "tiny.pte"), "--etdump", "a.etdump"]) == 1
+    assert Path("a.etdump").read_text() == "mine"
+    assert "--force" in capsys.readouterr().err
+
+
+# Bundled programs
+
+
+def test_a_bundle_holds_what_the_model_returns(exported: Path) -> None:
+    bundle = (exported / "tiny.bpte").read_bytes()
+    cases = cases_of(memoryview(bundle))
+    assert [case.method for case in cases] == ["forward"] * 3
+    program = runtime.load_program(bundle, engine="openvino")
+    for case in cases:
+        for got, want in zip(program.run("forward", case.inputs), case.expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+    assert not torch.equal(cases[0].inputs[0], cases[1].inputs[0])
+
+
+def test_a_bundle_is_verified(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = exported / "tiny.bpte"
+    assert main(["verify", str(bundle), "--json"]) == 0
+    outputs = json.loads(capsys.readouterr().out)["outputs"]
+    assert all(output["sqnr_db"] > 40 for output in outputs.values())
+    content = bytearray(bundle.read_bytes())
+    expected = cases_of(memoryview(content))[2].expected[0]
+    place = content.index(expected.numpy().tobytes())
+    content[place : place + 40] = np.zeros(10, np.float32).tobytes()
+    Path("wrong.bpte").write_bytes(content)
+    assert main(["verify", "wrong.bpte"]) == 1
+    assert "differs from its model" in capsys.readouterr().err
+
+
+def test_a_damaged_bundle_is_an_error(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = (exported / "tiny.bpte").read_bytes()
+    for size in (0, 8, 40, 1000, len(content) // 2):
+        Path("cut.bpte").write_bytes(content[:size])
+        assert main(["verify", "cut.bpte"]) == 1
+        assert "error" in capsys.readouterr().err
+    with pytest.raises(BlobFormatError):
+        runtime.load_program(content[:1000])
+
+
+@needs_compiler
+def test_executorchs_bundled_runner_takes_it(exported: Path) -> None:
+    runtime.register(engine="openvino")
+    bundle = portable_lib._load_bundled_program_from_buffer((exported / "tiny.bpte").read_bytes())
+    for index in range(3):
+        bundle.verify_result_with_bundled_expected_output("forward", index, 1e-2, 1e-2)
+    with pytest.raises(RuntimeError, match="verification failed"):
+        bundle.verify_result_with_bundled_expected_output("forward", 0, 1e-9, 1e-9)
+
+
+def cases_of_file(folder: Path):
+    return cases_of(memoryview((folder / "tiny.bpte").read_bytes()))
+
+
+@needs_compiler
+def test_the_stock_host_runs_it(exported: Path) -> None:
+    bundle = exported / "tiny.bpte"
+    program = runtime.load_program(bundle, host="stock", engine="openvino")
+    (case, *_) = cases_of_file(exported)
+    for got, want in zip(program.run("forward", case.inputs), case.expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import InputError, OptionError, ProgramError
-from coreml_delegate.runtime.engines.selection import AUTO
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX
 from coreml_delegate.scripts.commands import Command
@@ -170,6 +169,7 @@ def _compare_operations(
 ) -> list[Operation]:
     """Compare the values of operations with those of the graph in the ETRecord."""
     from coreml_delegate.runtime.devtools import Inspector, read_etrecord
+    from coreml_delegate.runtime.engines.selection import AUTO
     from coreml_delegate.scripts.programs import DEBUG_BUFFER, engine_options, load_traced
 
     record = read_etrecord(args.etrecord)

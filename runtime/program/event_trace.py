@@ -99,13 +99,29 @@ class EventTrace:
         self._log(name, times=(start, time.perf_counter_ns()))
         return result
 
-    def step(self, name: str, chain: int, instruction: int, action: Callable[[], Any]) -> Any:
-        """Log an instruction: a call of an operator, of a delegate, or another."""
+    def step(
+        self,
+        name: str,
+        chain: int,
+        instruction: int,
+        action: Callable[[], Any],
+        *,
+        has_values: bool,
+    ) -> Any:
+        """Log a call of an operator or of a delegate.
+
+        Args:
+            name: The operator's, or ``DELEGATE``.
+            chain: Where the call stands, as the next.
+            instruction: Position in the chain.
+            action: Makes the call.
+            has_values: Whether it computes tensors; Inspector cannot compare an operator without.
+        """
         self._place = chain, instruction
         start = time.perf_counter_ns()
         result = action()
         end = time.perf_counter_ns()
-        if name != DELEGATE:
+        if name != DELEGATE and (has_values or not self.wants_values):
             self._log(f"{_NATIVE}{name}", times=(start, end))
         self._log(DELEGATE if name == DELEGATE else OPERATOR, times=(start, end))
         return result

@@ -401,8 +401,10 @@ class _LoadedMethod:
                     return step
 
             def logged() -> int | None:
-                target: int | None = trace.step(name, chain, position, step)
-                trace.values(self._values[index] for index in results)
+                target: int | None = trace.step(
+                    name, chain, position, step, has_values=bool(results)
+                )
+                trace.values(self._values_of(results))
                 return target
 
             return logged
@@ -411,6 +413,13 @@ class _LoadedMethod:
             tuple(traced(step, number, position) for position, step in enumerate(steps))
             for number, steps in enumerate(chains)
         )
+
+    def _values_of(self, indices: Sequence[int]) -> Iterator[Value]:
+        """Yield values, and those in lists one by one."""
+        for index in indices:
+            spec = self._method.values[index]
+            members = spec.items if isinstance(spec, IndexList) else (index,)
+            yield from (self._values[member] for member in members if member >= 0)
 
     def _run(self, inputs: Sequence[Value]) -> list[Value]:
         check_inputs(self._method, inputs)

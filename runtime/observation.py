@@ -97,7 +97,9 @@ class Observer:
                 spent = kernel.nanoseconds if place == owner else 0
                 known = events.get(place)
                 if known is not None:  # a layout is changed for it, say
-                    events[place] = replace(known, nanoseconds=known.nanoseconds + spent)
+                    longer = described if spent > known.nanoseconds else known.kernel
+                    spent += known.nanoseconds
+                    events[place] = replace(known, nanoseconds=spent, kernel=longer)
                     continue
                 events[place] = OpEvent(
                     self._symbols[place], start, spent, described, values.get(place, ())

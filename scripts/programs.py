@@ -175,6 +175,7 @@ class TracedProgram:
     def __init__(self, program: runtime.PythonProgram | runtime.StockProgram, method: str) -> None:
         self._program = program
         self._method = method
+        self.inputs = program_ports(program, method)
 
     def run(self, inputs: Sequence[Any]) -> None:
         """Run once."""

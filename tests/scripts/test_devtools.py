@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +15,11 @@ from support.command import TINY, leftovers
 from support.gates import needs_compiler
 
 from coreml_delegate import runtime
-from coreml_delegate.errors import BlobFormatError
+from coreml_delegate.errors import BlobFormatError, ProgramError
 from coreml_delegate.runtime.devtools import Inspector
 from coreml_delegate.runtime.program.bundle import cases_of
 from coreml_delegate.scripts.cli import main
+from coreml_delegate.scripts.commands.profile import read_profile
 
 pytestmark = pytest.mark.xdist_group("devtools")
 
@@ -106,6 +109,70 @@ def test_existing_files_stay(exported: Path, capsys: pytest.CaptureFixture[str])
     assert main(["run", str(exported / "tiny.pte"), "--etdump", "a.etdump"]) == 1
     assert Path("a.etdump").read_text() == "mine"
     assert "--force" in capsys.readouterr().err
+
+
+# Where the time goes
+
+
+def test_times_add_up_by_module(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["profile", str(exported / "tiny.pte"), "--repeat", "5", "--json"]
+    assert main([*command, "--etrecord", str(exported / "tiny.etrecord")]) == 0
+    profile = json.loads(capsys.readouterr().out)
+    assert profile["runs"] == 5
+    assert len(profile["delegates"]) == 2
+    by_call = {call: each for each in profile["operations"] for call in each["calls"]}
+    assert by_call["aten_conv2d_default_"]["module"] == "conv"
+    assert by_call["aten_conv2d_default_"]["delegate"] == 0
+    assert by_call["aten_sin_default_"]["delegate"] is None
+    assert by_call["aten_sin_default_"]["module"] == ""
+    inside = sum(each["in_kernels_ms"] for each in profile["delegates"])
+    total = profile["total_ms"]
+    assert inside > 0
+    assert 0 < sum(each["ms"] for each in profile["delegates"]) < total
+    assert 0 < profile["cpu_operators_ms"] < total
+    modules = profile["modules_ms"]
+    assert {"", "conv", "linear"} <= modules.keys()
+    assert max(modules["conv"], modules["linear"]) <= modules[""]
+
+
+def test_profiles_are_compared(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program, record = str(exported / "tiny.pte"), str(exported / "tiny.etrecord")
+    command = ["profile", program, "--compare", program, "--repeat", "2"]
+    assert main([*command, "--etrecord", record, "--compare-etrecord", record]) == 0
+    printed = capsys.readouterr().out
+    assert "difference" in printed
+    assert "  conv" in printed
+    assert main(command) == 0
+    assert ":conv" in capsys.readouterr().out
+    assert main(["profile", program, "--repeat", "2", "--top", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "its operations" in printed
+    assert "module  " not in printed.split("operation")[0]
+
+
+def test_a_module_holds_all_calls_of_an_operation() -> None:
+    stacks = [["", "a", "a.0", "a.0.conv"], ["", "a", "a.0", "a.0.norm"]]
+    hierarchy = {
+        name: {path: (path, "Module") for path in stack}
+        for name, stack in zip("xy", stacks, strict=True)
+    }
+
+    def event(name: str, times: list[float], **fields: Any) -> Any:
+        known = {"delegate_debug_identifier": None, "module_hierarchy": {}}
+        known |= {"raw_delegate_debug_metadatas": []} | fields
+        return SimpleNamespace(name=name, perf_data=SimpleNamespace(raw=times), **known)
+
+    fused = event("s", [9.0, 1.0, 3.0], delegate_debug_identifier="s", module_hierarchy=hierarchy)
+    other = event("t", [9.0, 4.0, 1.0], delegate_debug_identifier="t")
+    ends = [event("DELEGATE_CALL", [99.0, 6.0, 8.0]), event("Method::execute", [99.0, 7.0, 9.0])]
+    profile = read_profile([[fused, other, *ends]])
+    assert profile.operations[0].module == "a.0"
+    # The first run does not count; 1 + 4 and 3 + 1.
+    assert profile.modules(9) == {"": 4.5, "(no module)": 2.5, "a": 2.0, "a.0": 2.0}
+    assert profile.in_kernels(0) == 4.5
+    assert profile.total == (7.0, 9.0)
+    with pytest.raises(ProgramError, match="differ"):
+        read_profile([[fused, *ends], [other, *ends]])
 
 
 # Bundled programs

@@ -137,7 +137,7 @@ def _config(options: EngineOptions, mode: _Mode, function: Function) -> dict[str
     }
     if options.profiling:
         config[PROFILING] = True
-    if options.threads == 1:
+    if options.threads == 1 and not options.profiling:
         # A call has one thread of several: calls of several threads run side by side.
         config["INFERENCE_NUM_THREADS"] = config["NUM_STREAMS"] = cpu_count()
     elif options.threads is not None:

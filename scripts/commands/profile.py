@@ -210,11 +210,10 @@ def read_profile(blocks: Iterable[Sequence[Any]]) -> Profile:
     Raises:
         ProgramError: Runs differ in what they execute, or there is none.
     """
-    (events,) = found = [
-        events for events in map(list, blocks) if any(e.name == _EXECUTE for e in events)
-    ] or [[]]
-    if len(found) != 1 or not events:
+    found = [events for events in map(list, blocks) if any(e.name == _EXECUTE for e in events)]
+    if len(found) != 1:
         raise ProgramError("runs of the program differ in what they execute")
+    events = found[0]
     operations: list[Operation] = []
     delegates: list[tuple[float, ...]] = []
     total: tuple[float, ...] = ()

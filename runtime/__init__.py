@@ -102,8 +102,8 @@ def load_program(
         enable_etdump: Whether calls log their events: the time of each op, in delegates too, which
             makes them slower. ``write_etdump_result_to_file`` writes them, for ExecuTorch's
             Inspector.
-        debug_buffer_size: Bytes for the values that ops compute; 0 if they are not wanted. Each
-            delegate then computes twice.
+        debug_buffer_size: Bytes for the values that ops compute, for which each delegate computes
+            twice; 0 if they are not wanted. Inspector takes the values of one run.
 
     Returns:
         An object with ``method_names``, ``run(method, inputs)``, and ``reset_state``,

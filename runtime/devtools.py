@@ -46,8 +46,14 @@ def read_etrecord(path: Path) -> Any:
         ProgramError: The file cannot be read, or is none.
     """
     try:
-        return parse_etrecord(str(path))
+        record = parse_etrecord(str(path))
     except Exception as error:
         raise ProgramError(
             f"{path} is no ETRecord", got=first_line(error), expected="a file of export --etrecord"
         ) from error
+    if isinstance(record.edge_dialect_program, dict):
+        raise ProgramError(
+            f"{path} has several methods, which ExecuTorch's Inspector does not read",
+            got=", ".join(record.edge_dialect_program),
+        )
+    return record

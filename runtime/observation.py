@@ -92,7 +92,12 @@ class Observer:
             places = [place for place in kernel.ops if place in self._symbols]
             leading = next((p for p in places if self._ops[p].type in _LEADING), None)
             owner = places[0] if leading is None and places else leading
-            described = {"kernel": kernel.kernel, "ops": [self._symbols[p] for p in places]}
+            described: dict[str, object] = {
+                "kernel": kernel.kernel,
+                "ops": [self._symbols[p] for p in places],
+            }
+            if kernel.is_mean:
+                described["mean"] = True
             for place in places:
                 spent = kernel.nanoseconds if place == owner else 0
                 known = events.get(place)
@@ -132,8 +137,8 @@ def _symbols(function: Function, info: DebugInfo | None) -> dict[int, str]:
     """Return the debug symbol of each op, by its position among those of the function."""
     known: dict[tuple[str, str], str] = {}
     for symbol, path in () if info is None else info.paths.items():
-        names = {step["Name"] for step in path if step.get("Type") == "Function"}
-        if names == {function.name} and "Output" in path[-1]:
+        names = {step.get("Name") for step in path if step.get("Type") == "Function"}
+        if names == {function.name} and path and "Output" in path[-1]:
             known[path[-1]["Output"], path[-1].get("Operator", "")] = symbol
     return {
         place: known.get((op.outputs[0].name, op.type), f"{op.outputs[0].name}:{op.type}")

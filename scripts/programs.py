@@ -23,7 +23,7 @@ from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Feature, Function
 from coreml_delegate.runtime.mil.reader import read_mlpackage
 from coreml_delegate.runtime.program.delegate_interface import COREML_BACKEND_ID, DelegatePayload
-from coreml_delegate.runtime.program.plan import TensorSpec
+from coreml_delegate.runtime.program.plan import JumpFalseCall, TensorSpec
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.runtime.program.states import mutated_inputs
 from coreml_delegate.scripts.delegates import open_pte, partition_names, partitions_of
@@ -176,6 +176,8 @@ class TracedProgram:
         self._program = program
         self._method = method
         self.inputs = program_ports(program, method)
+        chains = program.program.method(method).chains
+        self.has_jumps = any(isinstance(i, JumpFalseCall) for chain in chains for i in chain)
 
     def run(self, inputs: Sequence[Any]) -> None:
         """Run once."""

@@ -32,6 +32,7 @@ COMPILED = "model.mlmodelc"
 
 _IDENTIFIER = "coreml_delegate_"
 _WITH_VALUE = "debugSymbolsWithValue"
+_MOST_RESULTS = 4096
 _IDENTIFIER_DIGITS = 32  # hexadecimal, of SHA-256
 
 _Content = TypeVar("_Content", bound=Content)
@@ -152,7 +153,12 @@ class DebugInfo:
                 for symbol, path in body["debugSymbolToOperationPath"].items()
             }
             values = {str(s): int(count) for s, count in body.get(_WITH_VALUE, {}).items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if not all(0 <= count <= _MOST_RESULTS for count in values.values()):
+                raise ValueError("a call with an impossible number of results")
+        except (
+            *(ValueError, KeyError, TypeError, AttributeError, RecursionError),
+            OverflowError,
+        ) as error:
             raise BlobFormatError(f"malformed {DEBUG_INFO}", got=f"{error!r}") from error
         return cls(body.get("versionInfo"), paths, handles, values)
 

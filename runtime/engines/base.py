@@ -49,8 +49,8 @@ class EngineOptions:
     threads: int | None = None
     precision: Precision | str = Precision.F32
     exact_nan: bool = False
-    profiling: bool = False
     cache: CacheOptions | None = field(default_factory=CacheOptions.from_environment)
+    profiling: bool = False
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -112,11 +112,13 @@ class KernelTime:
             they are fused, none for work of the engine that belongs to no op.
         nanoseconds: Its time.
         kernel: The engine's name of it.
+        is_mean: Whether the time is the mean of the runs so far.
     """
 
     ops: tuple[int, ...]
     nanoseconds: int
     kernel: str
+    is_mean: bool = False
 
 
 class CompiledFunction(Protocol):

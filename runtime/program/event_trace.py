@@ -93,8 +93,12 @@ class EventTrace:
         """Log an action as a run of its own."""
         self._runs.append(_Run("Execute" if name == EXECUTE else "Default"))
         self._place = _OUTSIDE
-        start = time.perf_counter_ns()
-        result = action()
+        start, size = time.perf_counter_ns(), len(self._buffer)
+        try:
+            result = action()
+        except BaseException:
+            del self._runs[-1], self._buffer[size:]
+            raise
         self._place = _OUTSIDE
         self._log(name, times=(start, time.perf_counter_ns()))
         return result

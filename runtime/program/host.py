@@ -392,7 +392,7 @@ class _LoadedMethod:
             instruction = self._method.chains[chain][position]
             match instruction:
                 case KernelCall():
-                    name = instruction.operator.removeprefix("aten::")
+                    name = instruction.operator.rpartition("::")[2]
                     outputs = find_kernel(instruction.operator).outputs
                     results = [instruction.args[place] for place in outputs]
                 case DelegateCall():

@@ -35,6 +35,7 @@ from coreml_delegate.runtime.program.delegate_interface import (
 )
 from coreml_delegate.runtime.program.event_trace import (
     ALIGNMENT,
+    LOGGED_AS,
     check_traced,
     debug_buffer_error,
     used_bytes,
@@ -43,6 +44,8 @@ from coreml_delegate.runtime.program.event_trace import (
 from coreml_delegate.runtime.program.inputs import Value, check_inputs, in_dim_order
 from coreml_delegate.runtime.program.plan import (
     DelegateCall,
+    IndexList,
+    JumpFalseCall,
     KernelCall,
     MethodInfo,
     TensorSpec,
@@ -142,8 +145,10 @@ class StockProgram:
         self.passed_over = passed_over
         self._program = program
         self._loaded = loaded
-        # Bytes left for values, 0 if only times are logged; None if nothing is.
+        # Bytes left for values; None if nothing is logged.
         self._room = room
+        self._logs_values = bool(room)
+        self._written: tuple[bytes, bytes] | None = None
         self._methods: dict[str, Any] = {}
         self._delegates: dict[str, list[DelegateCallable]] = {}
 
@@ -252,8 +257,13 @@ class StockProgram:
     @contextmanager
     def _logging(self, info: MethodInfo) -> Generator[None]:
         """Keep the values of a run within the debug buffer; the runtime itself would end."""
+        if self._written is not None:
+            raise OptionError(
+                "the events have been written, after which the stock runtime logs no more",
+                remedy="Load the program again, or use host='python'",
+            )
         shim = loaded_shim()
-        if not self._room or shim is None:
+        if not self._logs_values or self._room is None or shim is None:
             yield
             return
         own = _logged_bytes(info)
@@ -280,6 +290,11 @@ class StockProgram:
             OSError: A file cannot be written.
         """
         check_traced(self._room is not None)
+        if self._written is None:
+            self._written = self._events()
+        write_trace(*self._written, etdump_path, debug_buffer_path)
+
+    def _events(self) -> tuple[bytes, bytes]:
         with _RUNTIME_LOCK, tempfile.TemporaryDirectory(prefix="coreml-delegate-") as folder:
             # The runtime writes nothing and says nothing where it cannot.
             dump, values = Path(folder) / "etdump", Path(folder) / "values"
@@ -290,7 +305,7 @@ class StockProgram:
                 # The whole buffer, whatever it holds.
                 with values.open("rb") as file:
                     content = file.read(used_bytes(etdump))
-            write_trace(etdump, content, etdump_path, debug_buffer_path)
+            return etdump, content
 
     def reset_state(self) -> None:
         """Set the states of the delegates to zero.
@@ -364,17 +379,29 @@ class StockProgram:
 def _logged_bytes(info: MethodInfo) -> int:
     """Return how many bytes the runtime may log of a run, beside what delegates log.
 
-    It logs the arguments of calls, and the outputs.
+    That is no more than all arguments of calls, and the outputs.
+
+    Raises:
+        OptionError: That is unknown, or the runtime would write a damaged file.
     """
-    calls = (c for chain in info.chains for c in chain if isinstance(c, KernelCall | DelegateCall))
+    instructions = [instruction for chain in info.chains for instruction in chain]
+    calls = [c for c in instructions if isinstance(c, KernelCall | DelegateCall)]
     logged = [*info.outputs, *(index for call in calls for index in call.args)]
-    specs = (info.values[index] for index in logged)
-    # A dtype that it has no tensors of is logged as none.
-    return sum(
-        ALIGNMENT + math.prod(spec.shape) * spec.dtype.itemsize
-        for spec in specs
-        if isinstance(spec, TensorSpec)
-    )
+    specs = [info.values[index] for index in logged]
+    tensors = [spec for spec in specs if isinstance(spec, TensorSpec)]
+    obstacles = {
+        "loops": any(isinstance(each, JumpFalseCall) for each in instructions),
+        "lists of tensors": any(isinstance(spec, IndexList) for spec in specs),
+    }
+    dtypes = {spec.dtype for spec in tensors if LOGGED_AS.get(spec.dtype, spec.dtype) != spec.dtype}
+    obstacles |= {f"tensors of {dtype}": True for dtype in dtypes}
+    if found := [what for what, is_there in obstacles.items() if is_there]:
+        raise OptionError(
+            "the stock runtime does not log the values of this method safely",
+            got=", ".join(found),
+            remedy="Use host='python', or log times alone",
+        )
+    return sum(ALIGNMENT + math.prod(spec.shape) * spec.dtype.itemsize for spec in tensors)
 
 
 def _content(pte: Source) -> bytes | str:

@@ -6,6 +6,7 @@ import argparse
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
     from coreml_delegate.quantization import QuantizationAssignment
     from coreml_delegate.scripts.quantization import QuantizationSummary
-    from coreml_delegate.source_model import SourceModel
+    from coreml_delegate.source_model import Outcome, SourceModel
 
 _FORMS: Mapping[str, Callable[[DelegationReport], str]] = {
     ".html": lambda report: report.to_html(),
@@ -172,12 +173,15 @@ def _etrecord(program: Any, source: SourceModel) -> bytes:
     record.update_representative_inputs(list(source.leaves))
     with tempfile.TemporaryDirectory(prefix="coreml-delegate-") as folder:
         path = Path(folder) / "record.etrecord"
-        record.save(str(path))
+        with wrap_errors("ExecuTorch cannot write an ETRecord", kind=LoweringError):
+            record.save(str(path))
         return path.read_bytes()
 
 
 def _bundle(program: Any, source: SourceModel, count: int, seed: int) -> bytes:
     """Return a bundled program, with the model's own outputs for the example and random inputs."""
+    from torch.nn import Module
+
     from coreml_delegate.runtime.program.pte import PteProgram
     from coreml_delegate.runtime.program.states import mutated_inputs
     from coreml_delegate.scripts.inputs.sampling import generator, resample
@@ -186,23 +190,39 @@ def _bundle(program: Any, source: SourceModel, count: int, seed: int) -> bytes:
     mutated = mutated_inputs(PteProgram.open(program.buffer).method("forward"))
     samples = [list(source.leaves)]
     samples += [[resample(leaf, random) for leaf in source.leaves] for _ in range(count - 1)]
-    outcomes = [source.execute(sample) for sample in samples]
+    # Each case begins with the program's own state.
+    held: list[Any] = list(module.buffers()) if isinstance(module := source.module, Module) else []
+    buffers = [buffer.clone() for buffer in held]
+    outcomes: list[Outcome] = []
+    for sample in samples:
+        outcome = source.execute(sample)
+        results = tuple(map(_copied, outcome.results))  # they may be the buffers themselves
+        outcomes.append(replace(outcome, results=results))
+        for buffer, initial in zip(held, buffers, strict=True):
+            buffer.data.copy_(initial)
     with quiet_import():
         from executorch.devtools import BundledProgram
         from executorch.devtools.bundled_program.config import MethodTestCase, MethodTestSuite
         from executorch.devtools.bundled_program.serialize import (
             serialize_from_bundled_program_to_flatbuffer,
         )
-    cases = [
-        MethodTestCase(
-            inputs=sample,
-            expected_outputs=[*(outcome.inputs[i] for i in mutated.values()), *outcome.results],
-        )
-        for sample, outcome in zip(samples, outcomes, strict=True)
-    ]
     with wrap_errors("ExecuTorch cannot bundle the program", kind=LoweringError):
+        cases = [
+            MethodTestCase(
+                inputs=sample,
+                expected_outputs=[
+                    *(outcome.inputs[i] for i in mutated.values()),
+                    *outcome.results,
+                ],
+            )
+            for sample, outcome in zip(samples, outcomes, strict=True)
+        ]
         bundle = BundledProgram(program, [MethodTestSuite("forward", cases)])
         return bytes(serialize_from_bundled_program_to_flatbuffer(bundle))
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if hasattr(value, "clone") else value
 
 
 def _check_outputs(args: argparse.Namespace) -> Path | None:

@@ -75,7 +75,8 @@ class Operation:
         module: Path of the module that all its calls are in; None if unknown.
         calls: Names of its calls in the model's graph.
         kernel: What computes it, as the engine says.
-        times: Milliseconds in each run; 0 if it is fused with another.
+        times: Milliseconds in each run, or their mean for each if the engine knows no more; 0 if it
+            is fused with another.
     """
 
     name: str
@@ -175,6 +176,7 @@ def _measure(args: argparse.Namespace, path: Path, etrecord: Path | None) -> Pro
     from coreml_delegate.scripts.inputs.input_files import random_inputs, read_inputs
     from coreml_delegate.scripts.inputs.sampling import generator
     from coreml_delegate.scripts.programs import engine_options, load_traced
+    from coreml_delegate.third_party import wrap_errors
 
     if args.method not in (None, "forward") and etrecord is not None:
         raise OptionError("ExecuTorch's ETRecords are read for forward only", got=args.method)
@@ -193,11 +195,14 @@ def _measure(args: argparse.Namespace, path: Path, etrecord: Path | None) -> Pro
             inputs = read_inputs(args.input, traced.inputs)
         else:
             inputs = random_inputs(traced.inputs, generator(args.seed))
+    if traced.has_jumps:
+        raise ProgramError("a method with loops or branches is not profiled: its calls vary")
     with console.step("Running"):
         for _ in range(args.repeat + 1):
             traced.run(inputs)
         etdump, _ = traced.events()
-    inspector = Inspector(etdump_data=etdump, etrecord=record)
+    with wrap_errors("ExecuTorch's Inspector fails; is it this program's ETRecord?"):
+        inspector = Inspector(etdump_data=etdump, etrecord=record)
     return read_profile(block.events for block in inspector.event_blocks)
 
 
@@ -233,7 +238,10 @@ def _operation(event: Any, delegate: int | None, times: tuple[float, ...]) -> Op
     paths = [_module_of(stack) for stack in event.module_hierarchy.values() if stack]
     kernel = ""
     if event.raw_delegate_debug_metadatas:
-        kernel = str(json.loads(event.raw_delegate_debug_metadatas[-1]).get("kernel", ""))
+        described = json.loads(event.raw_delegate_debug_metadatas[-1])
+        kernel = str(described.get("kernel", ""))
+        if described.get("mean"):  # of all runs so far: the last one is of all
+            times = times[-1:] * len(times)
     return Operation(
         event.name.removeprefix(_NATIVE),
         delegate,

@@ -107,6 +107,7 @@ def _verify_bundle(args: argparse.Namespace) -> int:
     cases = [case for case in cases_of(view) if args.method in (None, case.method)]
     if not cases:
         raise ProgramError("the bundle has no such case", got=args.method or "none at all")
+    several = len({case.method for case in cases}) > 1
     results: dict[str, Accuracy] = {}
     execution: Execution | None = None
     with console.step("Comparing"):
@@ -122,6 +123,8 @@ def _verify_bundle(args: argparse.Namespace) -> int:
             )
             execution = program.execution
             actual = program.run(list(case.inputs))
+            if not case.expected:
+                raise ProgramError(f"a case of {case.method!r} does not say what to expect")
             if len(actual) != len(case.expected):
                 raise ProgramError(
                     f"a case of {case.method!r} expects another number of outputs",
@@ -129,7 +132,8 @@ def _verify_bundle(args: argparse.Namespace) -> int:
                     expected=str(len(actual)),
                 )
             for (name, got), want in zip(actual.items(), case.expected, strict=True):
-                results.setdefault(name, Accuracy()).add(as_output(want), got, None)
+                key = f"{case.method} {name}" if several else name
+                results.setdefault(key, Accuracy()).add(as_output(want), got, None)
     if execution is not None:
         _print(results, None, execution, as_json=args.json)
     _require(results, args.min_sqnr)
@@ -171,6 +175,7 @@ def _compare_operations(
     from coreml_delegate.runtime.devtools import Inspector, read_etrecord
     from coreml_delegate.runtime.engines.selection import AUTO
     from coreml_delegate.scripts.programs import DEBUG_BUFFER, engine_options, load_traced
+    from coreml_delegate.third_party import wrap_errors
 
     record = read_etrecord(args.etrecord)
     record.update_representative_inputs(list(inputs))
@@ -189,8 +194,11 @@ def _compare_operations(
         etdump, values = traced.events()
         buffer = Path(folder) / "values"
         buffer.write_bytes(values)
-        inspector = Inspector(etdump_data=etdump, etrecord=record, debug_buffer_path=str(buffer))
-        table = inspector.calculate_numeric_gap("SNR")
+        with wrap_errors("ExecuTorch's Inspector fails; is it this program's ETRecord?"):
+            inspector = Inspector(
+                etdump_data=etdump, etrecord=record, debug_buffer_path=str(buffer)
+            )
+            table = inspector.calculate_numeric_gap("SNR")
     return [
         Operation(str(names[-1]), tuple(calls), float(gap[0]))
         for names, calls, gap in zip(

@@ -304,6 +304,7 @@ class _Profiler:
                 self._ops_of.get(each.node_name, ()),
                 round(means[each.node_name]),
                 f"{each.node_type} {each.exec_type}",
+                is_mean=True,
             )
             for each in counters
         )

@@ -146,7 +146,8 @@ def test_perplexity_with_4_bit_weights_is_close_to_torch(int4, engine):
 @pytest.mark.slow
 def test_4_bit_weights_are_stored_in_4_bits(int4, fp16):
     """A scale for each 32 weights, and all functions' operations, come on top."""
-    assert len(int4) < 0.6 * len(fp16)
+    # A quarter of the weights, beside operations and their debug info.
+    assert len(int4) < 0.65 * len(fp16)
 
 
 @pytest.mark.slow
@@ -180,7 +181,9 @@ def test_weights_are_stored_once(fp32, fp16):
         assert len(PteProgram.open(pte).named_data_keys) == 1
         tables = 2 * 2 * CONTEXT * trained().settings.head_dim * size
         constants = parameters * size + tables
-        assert constants < len(pte) < constants + 250_000  # two functions of a hundred operations
+        assert (
+            constants < len(pte) < constants + 360_000
+        )  # two functions of a hundred operations, with debug info
 
 
 def test_a_program_declares_its_layout(fp32):

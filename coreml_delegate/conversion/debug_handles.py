@@ -1,4 +1,4 @@
-"""Which operations of a model come from which calls of its subgraph.
+"""Debug handles: they tie the operations of a model to the calls that they were made from.
 
 Coremltools hands the debug handle of a call on to the operations that it translates it to, and its
 passes to those that take their place. Of several calls that become one operation, only the last is

@@ -236,7 +236,7 @@ class Shim:
 
     @property
     def room(self) -> int | None:
-        """What is left of it."""
+        """Bytes that delegates of this thread may still log; None if nobody knows."""
         return self._state.room
 
     # --- callbacks

@@ -67,7 +67,7 @@ def blobs(edge: EdgeProgramManager) -> list[bytes]:
 
 
 def targets_by_handle(edge: EdgeProgramManager) -> dict[int, set[str]]:
-    """What was called, by debug handle, in the program before it was lowered."""
+    """Names of the operators that the edge program calls, by debug handle."""
     record = edge._etrecord
     assert record is not None
     program = record.edge_dialect_program

@@ -236,6 +236,27 @@ def test_a_debug_buffer_that_is_too_small_is_an_error(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_stock_host_refuses_what_its_runtime_would_not_survive(
+    encoder: Case, tmp_path: Path
+) -> None:
+    def load(path: Path) -> Any:
+        return runtime.load_program(
+            path, host="stock", enable_etdump=True, debug_buffer_size=_BUFFER
+        )
+
+    program = load(encoder.pte)
+    program.run("forward", encoder.inputs)
+    files = [tmp_path / name for name in ("a", "b")]
+    for file in files:
+        program.write_etdump_result_to_file(file)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    with pytest.raises(OptionError, match="have been written"):
+        program.run("forward", encoder.inputs)
+    half = lower(nn.ReLU(), [torch.randn(4).half()], tmp_path)
+    with pytest.raises(OptionError, match=r"tensors of torch\.float16"):
+        load(half.pte).run("forward", half.inputs)
+
+
 @pytest.mark.parametrize("host", ["python", "stock"])
 def test_events_are_collected_on_request_only(host: str, encoder: Case, tmp_path: Path) -> None:
     program = runtime.load_program(encoder.pte, host=host)

@@ -14,6 +14,7 @@ import numpy as np
 
 from coreml_delegate.formats.blob_layout import DebugInfo
 from coreml_delegate.runtime.engines.base import Array, KernelTime, State
+from coreml_delegate.runtime.mil.costs import Work
 from coreml_delegate.runtime.mil.program import Feature, Function, NamedType, TensorType
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.runtime.program.delegate_interface import OpEvent
@@ -46,6 +47,8 @@ class Observer:
             place: wanted[symbol] for place, symbol in self._symbols.items() if symbol in wanted
         }
         self._watched: Model | None = None
+        self._work = Work(model.function)
+        self._work_of: dict[tuple[tuple[int, ...], ...], dict[int, dict[str, int]]] = {}
 
     def run(
         self, inputs: Mapping[str, Array], state: State | None, *, with_values: bool
@@ -110,11 +113,35 @@ class Observer:
                     self._symbols[place], start, spent, described, values.get(place, ())
                 )
             start += kernel.nanoseconds
+        for place, work in self._work_in(kernels).items():
+            events[place] = replace(events[place], kernel={**events[place].kernel, **work})
         # What the engine has left out, a cast in fp32 say, has a value still.
         for place, computed in values.items():
             if place not in events:
                 events[place] = OpEvent(self._symbols[place], start, 0, {"kernel": ""}, computed)
         return list(events.values())
+
+    def _work_in(self, kernels: Sequence[KernelTime]) -> dict[int, dict[str, int]]:
+        """Return the known work of each op that kernels compute, by its position."""
+        key = tuple(kernel.ops for kernel in kernels)
+        if key not in self._work_of:
+            fused: dict[int, set[int]] = {}
+            for kernel in kernels:
+                for place in kernel.ops:
+                    fused.setdefault(place, set()).update(kernel.ops)
+            self._work_of[key] = {
+                place: {
+                    name: number
+                    for name, number in (
+                        ("flops", self._work.flops(place)),
+                        ("bytes", self._work.bytes_moved(place, together)),
+                    )
+                    if number is not None
+                }
+                for place, together in fused.items()
+                if place in self._symbols
+            }
+        return self._work_of[key]
 
     def _values(
         self, inputs: Mapping[str, Array], state: State | None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +13,10 @@ from support.command import TINY, leftovers
 from support.gates import needs_compiler
 
 from coreml_delegate import runtime
-from coreml_delegate.errors import BlobFormatError, ProgramError
+from coreml_delegate.errors import BlobFormatError
 from coreml_delegate.runtime.devtools import Inspector
 from coreml_delegate.runtime.program.bundle import cases_of
 from coreml_delegate.scripts.cli import main
-from coreml_delegate.scripts.commands.profile import read_profile
 
 pytestmark = pytest.mark.xdist_group("devtools")
 
@@ -150,29 +147,21 @@ def test_profiles_are_compared(exported: Path, capsys: pytest.CaptureFixture[str
     assert "module  " not in printed.split("operation")[0]
 
 
-def test_a_module_holds_all_calls_of_an_operation() -> None:
-    stacks = [["", "a", "a.0", "a.0.conv"], ["", "a", "a.0", "a.0.norm"]]
-    hierarchy = {
-        name: {path: (path, "Module") for path in stack}
-        for name, stack in zip("xy", stacks, strict=True)
-    }
-
-    def event(name: str, times: list[float], **fields: Any) -> Any:
-        known = {"delegate_debug_identifier": None, "module_hierarchy": {}}
-        known |= {"raw_delegate_debug_metadatas": []} | fields
-        return SimpleNamespace(name=name, perf_data=SimpleNamespace(raw=times), **known)
-
-    fused = event("s", [9.0, 1.0, 3.0], delegate_debug_identifier="s", module_hierarchy=hierarchy)
-    other = event("t", [9.0, 4.0, 1.0], delegate_debug_identifier="t")
-    ends = [event("DELEGATE_CALL", [99.0, 6.0, 8.0]), event("Method::execute", [99.0, 7.0, 9.0])]
-    profile = read_profile([[fused, other, *ends]])
-    assert profile.operations[0].module == "a.0"
-    # The first run does not count; 1 + 4 and 3 + 1.
-    assert profile.modules(9) == {"": 4.5, "(no module)": 2.5, "a": 2.0, "a.0": 2.0}
-    assert profile.in_kernels(0) == 4.5
-    assert profile.total == (7.0, 9.0)
-    with pytest.raises(ProgramError, match="differ"):
-        read_profile([[fused, *ends], [other, *ends]])
+def test_the_work_of_operations_is_known(
+    exported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["profile", str(exported / "tiny.pte"), "--repeat", "2", "--json"]
+    assert main([*command, "--html", "p.html"]) == 0
+    operations = json.loads(capsys.readouterr().out)["operations"]
+    conv = next(each for each in operations if each["name"].endswith(":conv"))
+    assert conv["flops"] > 0
+    assert conv["bytes"] > 0
+    page = Path("p.html").read_text()
+    assert conv["name"] in page
+    assert "(the model)" not in page
+    assert leftovers(Path()) == {"p.html"}
+    assert main([*command, "--html", "p.html"]) == 1
+    assert "--force" in capsys.readouterr().err
 
 
 # Bundled programs

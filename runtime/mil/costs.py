@@ -1,0 +1,342 @@
+"""Estimated work of MIL ops: floating-point operations, and bytes read and written.
+
+The numbers follow the report's own for ATen calls (``ops/flops.py``): a multiplication with its
+addition counts as two, any function of one element as one, moving data as nothing. They are of the
+arithmetic that an op defines, whatever an engine makes of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final
+
+import numpy as np
+
+from coreml_delegate.runtime.mil.program import (
+    Constant,
+    Function,
+    Op,
+    Ref,
+    StateType,
+    TensorType,
+    ValueType,
+)
+
+_Shape = tuple[int, ...]
+
+
+class UnknownSizeError(Exception):
+    """A size that is known only at run time."""
+
+
+class Work:
+    """The work of the ops of a function's own block.
+
+    Args:
+        function: Any function. Work that depends on sizes of run time is unknown.
+    """
+
+    def __init__(self, function: Function) -> None:
+        block = function.block
+        self._ops = block.ops
+        self._types: dict[str, ValueType] = {p.name: p.type for p in function.params}
+        self._producer: dict[str, int] = {}
+        self._users: dict[str, set[int]] = {}
+        for place, op in enumerate(block.ops):
+            for out in op.outputs:
+                self._types[out.name] = out.type
+                self._producer[out.name] = place
+            for name in _names(op):
+                self._users.setdefault(name, set()).add(place)
+        self._constants = {
+            op.outputs[0].name: op.attributes["val"]
+            for op in block.ops
+            if op.type == "const" and "val" in op.attributes
+        }
+        self._returned = frozenset(block.outputs)
+
+    def flops(self, place: int) -> int | None:
+        """Return the floating-point operations of an op.
+
+        Args:
+            place: Position among the ops of the block.
+
+        Returns:
+            None if a size is known only at run time, or the op has blocks of its own.
+        """
+        op = self._ops[place]
+        if op.blocks:
+            return None
+        estimate = _ESTIMATES.get(op.type, _per_result(1))
+        try:
+            return estimate(Operands(op, self._types, self._constants))
+        except UnknownSizeError:
+            return None
+
+    def bytes_moved(self, place: int, fused_with: Iterable[int] = ()) -> int | None:
+        """Return the bytes that an op has to read and write, in the types of the program.
+
+        Args:
+            place: Position among the ops of the block.
+            fused_with: Ops that are computed together with it: values between them stay inside.
+
+        Returns:
+            None if a size is known only at run time. Weights count with their stored size.
+        """
+        together = {place, *fused_with}
+        op = self._ops[place]
+        read = [name for name in _names(op) if self._producer.get(name) not in together]
+        picked = {b.name for b in op.inputs.get("x", ()) if isinstance(b, Ref)}
+        is_part = op.type in _TAKE_PARTS
+        written = [
+            out.name
+            for out in op.outputs
+            if out.name in self._returned or self._users.get(out.name, set()) - together
+        ]
+        try:
+            stored = sum(constant.nbytes for constant in _literals(op))
+            taken = sum(self._size(out.name) for out in op.outputs)
+            for name in read:
+                size = self._size(name)
+                stored += min(size, taken) if is_part and name in picked else size
+            return stored + sum(map(self._size, written))
+        except UnknownSizeError:
+            return None
+
+    def _size(self, name: str) -> int:
+        """Return the bytes of a value: as stored if it is a weight."""
+        place = self._producer.get(name)
+        if place is not None and self._ops[place].type.startswith("const"):
+            op = self._ops[place]
+            own = sum(constant.nbytes for constant in (*_literals(op), *op.attributes.values()))
+            return own + sum(map(self._size, _names(op)))
+        type_ = _tensor(self._types.get(name))
+        # A list, say: it grows at run time.
+        if type_ is None:
+            raise UnknownSizeError
+        return math.ceil(math.prod(_known(type_)) * type_.dtype.bits / 8)
+
+
+class Operands:
+    """An op with the sizes of its operands and results.
+
+    Args:
+        op: The op.
+        types: Types of the values in scope, by name.
+        constants: Those of them that are constant.
+    """
+
+    def __init__(
+        self, op: Op, types: Mapping[str, ValueType], constants: Mapping[str, Constant]
+    ) -> None:
+        self._op = op
+        self._types = types
+        self._constants = constants
+
+    def shape(self, parameter: str, index: int = 0) -> _Shape:
+        """Return the shape of an argument.
+
+        Raises:
+            UnknownSizeError: A size is known only at run time, or the argument is not given.
+        """
+        bindings = self._op.inputs.get(parameter, ())
+        if index >= len(bindings):
+            raise UnknownSizeError
+        binding = bindings[index]
+        type_ = binding.type if isinstance(binding, Constant) else self._types.get(binding.name)
+        found = _tensor(type_)
+        if found is None:
+            raise UnknownSizeError
+        return _known(found)
+
+    def has(self, parameter: str) -> bool:
+        """Whether an argument is given."""
+        return bool(self._op.inputs.get(parameter))
+
+    def result(self) -> _Shape:
+        """Return the shape of the first result: the others of an op are by-products."""
+        found = _tensor(self._op.outputs[0].type) if self._op.outputs else None
+        if found is None:
+            raise UnknownSizeError
+        return _known(found)
+
+    def literal(self, parameter: str, default: object = None) -> object:
+        """Return the value of a constant argument as plain Python."""
+        bindings = self._op.inputs.get(parameter, ())
+        binding = bindings[0] if bindings else None
+        if isinstance(binding, Ref):
+            binding = self._constants.get(binding.name)
+        if not isinstance(binding, Constant):
+            return default
+        data = binding.data
+        return data.tolist() if isinstance(data, np.ndarray | np.generic) else data
+
+
+Estimate = Callable[[Operands], int]
+
+
+def _per_result(operations: int) -> Estimate:
+    return lambda op: operations * math.prod(op.result())
+
+
+def _per_input(operations: int, parameter: str = "x") -> Estimate:
+    return lambda op: operations * math.prod(op.shape(parameter))
+
+
+def _nothing(_: Operands) -> int:
+    return 0
+
+
+def _contraction(elements: int, summed: int, op: Operands) -> int:
+    """Return the operations of sums of products, with the bias added to each."""
+    return elements * (2 * summed + op.has("bias"))
+
+
+def _conv(op: Operands) -> int:
+    return _contraction(math.prod(op.result()), math.prod(op.shape("weight")[1:]), op)
+
+
+def _conv_transpose(op: Operands) -> int:
+    products = 2 * math.prod(op.shape("x")) * math.prod(op.shape("weight")[1:])
+    return products + op.has("bias") * math.prod(op.result())
+
+
+def _linear(op: Operands) -> int:
+    return _contraction(math.prod(op.result()), op.shape("weight")[-1], op)
+
+
+def _matmul(op: Operands) -> int:
+    x = op.shape("x")
+    transposed = len(x) > 1 and bool(op.literal("transpose_x", default=False))
+    return _contraction(math.prod(op.result()), x[-2 if transposed else -1], op)
+
+
+def _einsum(op: Operands) -> int:
+    terms = str(op.literal("equation")).partition("->")[0].split(",")
+    sizes: dict[str, int] = {}
+    for index, term in enumerate(terms):
+        for letter, size in zip(term.strip(), op.shape("values", index), strict=True):
+            sizes[letter] = max(size, sizes.get(letter, 1))
+    return len(terms) * math.prod(sizes.values())
+
+
+def _attention(op: Operands) -> int:
+    *batch, length, width = op.shape("query")
+    keys, values = op.shape("key")[-2], op.shape("value")[-1]
+    scores = math.prod(batch) * length * keys
+    return scores * (2 * width + _SOFTMAX + 2 * values)
+
+
+def _recurrence(op: Operands) -> int:
+    """Operations of lstm, gru and rnn; ``x``: [steps, batch, width]."""
+    steps, batch = op.shape("x")[:2]
+    weights = [
+        name
+        for side in ("", "_back")
+        for name in (f"weight_ih{side}", f"weight_hh{side}")
+        if op.has(name)
+    ]
+    return 2 * steps * batch * sum(math.prod(op.shape(name)) for name in weights)
+
+
+def _pooling(op: Operands) -> int:
+    window = op.literal("kernel_sizes")
+    if not isinstance(window, list):
+        raise UnknownSizeError
+    return math.prod(op.result()) * math.prod(map(int, window))
+
+
+_SOFTMAX: Final = 5
+_NORM: Final = 7
+_BILINEAR: Final = 8
+
+MOVES: Final = frozenset(
+    {
+        *("const", "identity", "cast", "shape", "make_list", "list_length", "list_read"),
+        *("list_write", "list_gather", "list_scatter", "read_state", "write_state"),
+        *("coreml_update_state", "reshape", "reshape_like", "expand_dims", "squeeze", "transpose"),
+        *("concat", "stack", "split", "tile", "flatten2d", "depth_to_space", "space_to_depth"),
+        *("space_to_batch", "batch_to_space", "pixel_shuffle", "pixel_unshuffle", "pad", "crop"),
+        *("slice_by_index", "slice_by_size", "slice_update", "reverse", "reverse_sequence"),
+        *("sliding_windows", "band_part", "gather", "gather_along_axis", "gather_nd", "fill"),
+        *("fill_like", "range_1d", "one_hot", "non_zero", "resize_nearest_neighbor"),
+        *("upsample_nearest_neighbor", "constexpr_cast", "constexpr_affine_dequantize"),
+        *("constexpr_blockwise_shift_scale", "constexpr_lut_to_dense", "constexpr_lut_to_sparse"),
+        *("constexpr_sparse_blockwise_shift_scale", "constexpr_sparse_to_dense", "classify"),
+        *("random_bernoulli", "random_categorical", "random_normal", "random_uniform"),
+    }
+)
+"""Ops that move or make data. Weights are decompressed before a call, not in it."""
+
+_TAKE_PARTS: Final = frozenset(
+    {
+        *("gather", "gather_along_axis", "gather_nd"),
+        *("slice_by_index", "slice_by_size", "crop", "split"),
+    }
+)
+"""Ops that read of ``x`` no more than they return."""
+
+_ESTIMATES: Final[Mapping[str, Estimate]] = {
+    **dict.fromkeys(MOVES, _nothing),
+    "conv": _conv,
+    "conv_quantized": _conv,
+    "conv_transpose": _conv_transpose,
+    "linear": _linear,
+    "matmul": _matmul,
+    "einsum": _einsum,
+    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("lstm", "gru", "rnn"), _recurrence),
+    "softmax": _per_result(_SOFTMAX),
+    **dict.fromkeys(("layer_norm", "instance_norm", "l2_norm"), _per_result(_NORM)),
+    "local_response_norm": _per_result(_NORM),
+    "batch_norm": _per_result(2),
+    **dict.fromkeys(("avg_pool", "max_pool", "l2_pool"), _pooling),
+    **{
+        f"reduce_{name}": _per_input(1)
+        for name in ("argmax", "argmin", "l1_norm", "max", "mean", "min", "prod", "sum")
+    },
+    **{
+        f"reduce_{name}": _per_input(2)
+        for name in ("l2_norm", "log_sum", "log_sum_exp", "sum_square")
+    },
+    **dict.fromkeys(("cumsum", "topk", "argsort"), _per_input(1)),
+    **dict.fromkeys(("quantize", "dequantize"), _per_input(2, "input")),
+    **dict.fromkeys(("scatter", "scatter_along_axis", "scatter_nd"), _per_input(1, "updates")),
+    **dict.fromkeys(("resize_bilinear", "upsample_bilinear"), _per_result(_BILINEAR)),
+    **dict.fromkeys(("resize", "crop_resize", "resample"), _per_result(_BILINEAR)),
+    "non_maximum_suppression": _per_input(1, "boxes"),
+}
+"""Any other op computes a function of one element for each element of its result."""
+
+
+def _names(op: Op) -> Iterator[str]:
+    """Yield the values that an op reads, each once, those of its blocks included."""
+    inner = {out.name for block in op.blocks for each in block.walk() for out in each.outputs}
+    inner |= {param.name for block in op.blocks for param in block.inputs}
+    seen: dict[str, None] = {}
+    for each in (op, *(nested for block in op.blocks for nested in block.walk())):
+        for bindings in each.inputs.values():
+            seen.update((b.name, None) for b in bindings if isinstance(b, Ref))
+    return (name for name in seen if name not in inner)
+
+
+def _literals(op: Op) -> Iterator[Constant]:
+    """Yield the literals among the arguments of an op."""
+    for bindings in op.inputs.values():
+        yield from (b for b in bindings if isinstance(b, Constant))
+
+
+def _tensor(type_: ValueType | None) -> TensorType | None:
+    if isinstance(type_, StateType):
+        return type_.wrapped
+    return type_ if isinstance(type_, TensorType) else None
+
+
+def _known(type_: TensorType) -> _Shape:
+    if type_.shape is None:
+        raise UnknownSizeError
+    sizes = [size for size in type_.shape if size is not None]
+    if len(sizes) < len(type_.shape):
+        raise UnknownSizeError
+    return tuple(sizes)

@@ -39,7 +39,7 @@ class Observer:
     def __init__(self, model: Model, info: DebugInfo | None) -> None:
         self._model = model
         self._ops = model.function.block.ops
-        self._symbols = _symbols(model.function, info)
+        self._symbols = debug_symbols(model.function, info)
         self._handles = {} if info is None else info.handles
         wanted = {} if info is None else info.with_value
         # Number of results of the call whose value an op has, by the op's position.
@@ -160,8 +160,13 @@ class Observer:
         }
 
 
-def _symbols(function: Function, info: DebugInfo | None) -> dict[int, str]:
-    """Return the debug symbol of each op, by its position among those of the function."""
+def debug_symbols(function: Function, info: DebugInfo | None) -> dict[int, str]:
+    """Return the debug symbol of each op, by its position among those of the function.
+
+    Args:
+        function: Function of a delegate's program.
+        info: Debug info of the delegate's blob, if there is any.
+    """
     known: dict[tuple[str, str], str] = {}
     for symbol, path in () if info is None else info.paths.items():
         names = {step.get("Name") for step in path if step.get("Type") == "Function"}

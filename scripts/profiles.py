@@ -207,7 +207,7 @@ def place_in_tree(path: str) -> list[tuple[int, int, str]]:
 
 
 def _operation(event: Any, delegate: int | None, times: tuple[float, ...]) -> Operation:
-    paths = [_module_of(stack) for stack in event.module_hierarchy.values() if stack]
+    paths = [module_of(stack) for stack in event.module_hierarchy.values() if stack]
     described: dict[str, Any] = {}
     if event.raw_delegate_debug_metadatas:
         described = json.loads(event.raw_delegate_debug_metadatas[-1])
@@ -216,7 +216,7 @@ def _operation(event: Any, delegate: int | None, times: tuple[float, ...]) -> Op
     return Operation(
         name=event.name.removeprefix(_NATIVE),
         delegate=delegate,
-        module=_common(paths) if paths else None,
+        module=common_module(paths) if paths else None,
         calls=tuple(event.module_hierarchy),
         kernel=str(described.get("kernel", "")),
         times=times,
@@ -226,11 +226,12 @@ def _operation(event: Any, delegate: int | None, times: tuple[float, ...]) -> Op
     )
 
 
-def _module_of(stack: Mapping[str, Sequence[str]]) -> str:
+def module_of(stack: Mapping[str, Sequence[str]]) -> str:
+    """Return the path of the innermost module of a stack, as torch keeps it with a call."""
     return list(stack.values())[-1][0]
 
 
-def _common(paths: Sequence[str]) -> str:
+def common_module(paths: Sequence[str]) -> str:
     """Return the innermost module that has all of these."""
     levels = zip(*(path.split(".") for path in paths), strict=False)
     return ".".join(

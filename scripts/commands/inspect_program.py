@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from coreml_delegate.errors import OptionError
 from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts.arguments import check_output, new_output
 from coreml_delegate.scripts.commands import Command
 
 _SUFFIX = ".mlpackage"
@@ -27,8 +30,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help=f"list every weight, not only the {_SHOWN} largest of each model (--json always does)",
     )
+    parser.add_argument(
+        "--model-explorer",
+        type=Path,
+        metavar="FILE",
+        help="write the graphs for Model Explorer, with the operations inside delegates",
+    )
+    parser.add_argument(
+        "--etrecord",
+        type=Path,
+        metavar="FILE",
+        help="with --model-explorer: ETRecord that export wrote, for the modules of the model",
+    )
     arguments.add_data(parser)
+    arguments.add_force(parser)
     arguments.add_json(parser)
+    parser.set_defaults(refuse_usage=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,6 +58,12 @@ def run(args: argparse.Namespace) -> int:
     )
 
     path: Path = args.program
+    if args.etrecord is not None and args.model_explorer is None:
+        args.refuse_usage("--etrecord goes with --model-explorer")
+    if args.model_explorer is not None:
+        check_output(args.model_explorer, force=args.force)
+        _write_graphs(args)
+        return 0
     is_package = path.suffix == _SUFFIX or path.is_dir() or is_stablehlo(path)
     if is_stablehlo(path):
         summary = summarize_stablehlo(path)
@@ -52,6 +75,25 @@ def run(args: argparse.Namespace) -> int:
         lines = _package_lines if is_package else _pte_lines
         console.write("\n".join(lines(summary, every=args.weights)))
     return 0
+
+
+def _write_graphs(args: argparse.Namespace) -> None:
+    from coreml_delegate.runtime.devtools import read_etrecord
+    from coreml_delegate.scripts.model_explorer import graphs_of_package, graphs_of_pte
+    from coreml_delegate.scripts.stablehlo_files import is_stablehlo
+
+    path: Path = args.program
+    if is_stablehlo(path):
+        raise OptionError("Model Explorer opens StableHLO itself", got=str(path))
+    if path.suffix == _SUFFIX or path.is_dir():
+        if args.etrecord is not None:
+            raise OptionError("--etrecord is for a .pte", got=str(path))
+        graphs = graphs_of_package(path)
+    else:
+        record = None if args.etrecord is None else read_etrecord(args.etrecord)
+        graphs = graphs_of_pte(path, args.data, record)
+    with new_output(args.model_explorer, force=args.force) as file:
+        file.write(json.dumps(graphs).encode())
 
 
 def _pte_lines(summary: Mapping[str, Any], *, every: bool) -> Iterator[str]:

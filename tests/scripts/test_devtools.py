@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +13,14 @@ import torch
 from executorch.extension.pybindings import portable_lib
 from support.command import TINY, leftovers
 from support.gates import needs_compiler
+from support.mil import builder_program, ct, mb
 
 from coreml_delegate import runtime
 from coreml_delegate.errors import BlobFormatError
 from coreml_delegate.runtime.devtools import Inspector
 from coreml_delegate.runtime.program.bundle import cases_of
 from coreml_delegate.scripts.cli import main
+from coreml_delegate.targets import Opset
 
 pytestmark = pytest.mark.xdist_group("devtools")
 
@@ -82,6 +86,7 @@ def test_a_run_writes_its_values(exported: Path) -> None:
         ["export", *TINY, "-o", "a.bpte", "--bundle", "1"],
         ["run", "a.pte", "--debug-buffer", "a"],
         ["verify", TINY[0]],
+        ["inspect", "a.pte", "--etrecord", "a"],
         ["verify", "a.bpte", "--weights", "a.pt"],
     ],
 )
@@ -162,6 +167,88 @@ def test_the_work_of_operations_is_known(
     assert leftovers(Path()) == {"p.html"}
     assert main([*command, "--html", "p.html"]) == 1
     assert "--force" in capsys.readouterr().err
+
+
+# Model Explorer
+
+
+def graphs_of(*command: str) -> dict[str, Any]:
+    assert main(["inspect", *command, "--model-explorer", "graphs.json"]) == 0
+    content = json.loads(Path("graphs.json").read_text())
+    Path("graphs.json").unlink()
+    for graph in content["graphs"]:
+        ids = [node["id"] for node in graph["nodes"]]
+        assert len(set(ids)) == len(ids)
+        before = set[str]()
+        for node in graph["nodes"]:
+            assert {edge["sourceNodeId"] for edge in node["incomingEdges"]} <= before
+            before.add(node["id"])
+    return content
+
+
+def test_graphs_hold_the_operations_inside_delegates(
+    exported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = str(exported / "tiny.pte")
+    (graph,) = graphs_of(program, "--etrecord", str(exported / "tiny.etrecord"))["graphs"]
+    assert graph["id"] == "forward"
+    by_label = {node["label"]: node for node in graph["nodes"]}
+    conv, linear = by_label["conv"], by_label["linear"]
+    assert conv["namespace"] == "delegate 0 (CoreMLBackend)/conv"
+    assert linear["namespace"] == "delegate 0 (CoreMLBackend)/linear"
+    described = {pair["key"]: pair["value"] for pair in conv["attrs"]}
+    assert described["weight"].endswith("fp16[8, 3, 3, 3], 432 B")
+    assert described["strides"] == "int32[1, 1]"
+    # The sine is computed between two delegates, on the CPU.
+    (sine,) = (node for node in graph["nodes"] if node["label"].startswith("aten::sin"))
+    (source,) = (edge["sourceNodeId"] for edge in sine["incomingEdges"])
+    nodes = {node["id"]: node for node in graph["nodes"]}
+    assert nodes[source]["namespace"].startswith("delegate 0")
+    users = [
+        node["namespace"]
+        for node in graph["nodes"]
+        if sine["id"] in {edge["sourceNodeId"] for edge in node["incomingEdges"]}
+    ]
+    assert users == ["delegate 1 (CoreMLBackend)"]
+    assert main(["inspect", program, "--json"]) == 0
+    delegates = json.loads(capsys.readouterr().out)["methods"][0]["delegates"]
+    counted = Counter[str]()
+    for delegate in delegates:
+        counted.update(delegate["model"]["functions"][0]["ops"])
+    shown = Counter(n["label"] for n in graph["nodes"] if n["namespace"].startswith("delegate"))
+    assert shown == counted
+
+
+def test_graphs_of_a_model(exported: Path) -> None:
+    assert main(["extract", str(exported / "tiny.pte"), "-o", "models"]) == 0
+    package = next(path for path in Path("models").iterdir() if path.name.endswith("0.mlpackage"))
+    (graph,) = graphs_of(str(package))["graphs"]
+    labels = [node["label"] for node in graph["nodes"]]
+    assert {"conv", "relu", "linear"} <= set(labels)
+    last = graph["nodes"][-1]
+    assert last["namespace"] == "outputs"
+    assert last["incomingEdges"]
+
+
+def test_blocks_are_graphs_of_their_own(tmp_path: Path) -> None:
+    def branch(x):
+        return mb.cond(
+            pred=mb.greater(x=mb.reduce_sum(x=x), y=0.0),
+            _true_fn=lambda: mb.exp(x=x),
+            _false_fn=lambda: mb.sin(x=x),
+        )
+
+    package = tmp_path / "branch.mlpackage"
+    program = builder_program(branch, {"x": np.ones(3, np.float32)}, Opset.iOS16)
+    ct.convert(program, convert_to="mlprogram", minimum_deployment_target=ct.target.iOS16).save(
+        str(package)
+    )
+    whole, *inner = graphs_of(str(package))["graphs"]
+    (cond,) = (node for node in whole["nodes"] if node["label"] == "cond")
+    assert cond["subgraphIds"] == [graph["id"] for graph in inner]
+    computed = [{node["label"] for node in graph["nodes"]} for graph in inner]
+    assert "exp" in computed[0] - computed[1]
+    assert "sin" in computed[1] - computed[0]
 
 
 # Bundled programs

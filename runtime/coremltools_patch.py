@@ -430,4 +430,8 @@ def _install() -> None:
 
 
 def _only_core_ml(what: str) -> NoReturn:
-    raise FrameworkError(f"{what} exist only where Core ML itself does", expected="macOS")
+    raise FrameworkError(
+        f"{what} exist only where Core ML itself does",
+        expected="macOS",
+        remedy="For the times of operations here use coreml-delegate profile",
+    )

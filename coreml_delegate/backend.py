@@ -50,7 +50,7 @@ class CoreMLBackend(CompileSpecMethods, BackendDetails):
     @staticmethod
     def get_debug_symbol(operation_path: OperationPath) -> str | None:
         """Return ``output:operator`` of the last operation of a path; None if the path lacks it."""
-        return saved_models.debug_symbol(operation_path)
+        return saved_models.symbol_of(operation_path)
 
     @staticmethod
     def get_model_debug_info(model_package_dir: Path) -> DebugInfo | None:

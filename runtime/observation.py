@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from coreml_delegate.formats.blob_layout import DebugInfo
+from coreml_delegate.formats.blob_layout import DebugInfo, debug_symbol
 from coreml_delegate.runtime.engines.base import Array, KernelTime, State
 from coreml_delegate.runtime.mil.costs import Work
 from coreml_delegate.runtime.mil.program import Feature, Function, NamedType, TensorType
@@ -173,7 +173,7 @@ def debug_symbols(function: Function, info: DebugInfo | None) -> dict[int, str]:
         if names == {function.name} and path and "Output" in path[-1]:
             known[path[-1]["Output"], path[-1].get("Operator", "")] = symbol
     return {
-        place: known.get((op.outputs[0].name, op.type), f"{op.outputs[0].name}:{op.type}")
+        place: known.get((op.outputs[0].name, op.type), debug_symbol(op.outputs[0].name, op.type))
         for place, op in enumerate(function.block.ops)
         if op.outputs and not op.type.startswith("const")
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -177,6 +177,22 @@ def check_output(path: Path, *, force: bool) -> None:
         raise OptionError("output is not a regular file", got=str(path))
     if path.exists() and not force:
         raise OptionError("output exists", got=str(path), remedy="Pass --force to replace it")
+
+
+def check_outputs(paths: Iterable[Path | None], *, force: bool) -> None:
+    """Refuse output paths, see ``check_output``; those that are None are no outputs.
+
+    Raises:
+        OptionError: One is refused, or two are the same file.
+    """
+    seen: set[Path] = set()
+    for path in paths:
+        if path is None:
+            continue
+        check_output(path, force=force)
+        if path.resolve() in seen:
+            raise OptionError("two outputs are the same file", got=str(path))
+        seen.add(path.resolve())
 
 
 @contextmanager

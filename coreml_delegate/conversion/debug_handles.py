@@ -30,6 +30,7 @@ from coreml_delegate.formats.blob_layout import (
     DebugInfo,
     OperationPath,
     debug_info_in,
+    debug_symbol,
 )
 from coreml_delegate.ops.call import GETITEM, target_name
 
@@ -292,7 +293,7 @@ def _operations(
                 {"Type": "Operation", "Operator": operation.type, "Output": output},
             )
             shapes = [_declared_shape(value.type) for value in operation.outputs]
-            yield f"{output}:{operation.type}", path, output, shapes
+            yield debug_symbol(output, operation.type), path, output, shapes
 
 
 def _declared_shape(type_: Any) -> list[int | None]:

@@ -106,6 +106,16 @@ OperationPath = Sequence[Mapping[str, str]]
 """Output name and operator of each operation on the way to one."""
 
 
+def debug_symbol(output: str, operator: str) -> str:
+    """Return the debug symbol of an operation.
+
+    Args:
+        output: Name of its first output.
+        operator: Its MIL op type.
+    """
+    return f"{output}:{operator}"
+
+
 @dataclass(frozen=True, slots=True)
 class DebugInfo:
     """Maps the operations of a model to the calls of the program that they come from.

@@ -26,6 +26,7 @@ from coreml_delegate.formats.blob_layout import (
     MethodMetadata,
     ModelMetadata,
     OperationPath,
+    debug_symbol,
     identify,
 )
 from coreml_delegate.preprocess.package import model_files, result_of
@@ -34,11 +35,11 @@ from coreml_delegate.targets import STATE_OPSET
 _MAPPING = "executorch_debug_handle_mapping.json"
 
 
-def debug_symbol(operation_path: OperationPath) -> str | None:
-    """Return ``output:operator`` of the last operation of a path; None if the path lacks it."""
+def symbol_of(operation_path: OperationPath) -> str | None:
+    """Return the debug symbol of the last operation of a path; None if the path lacks it."""
     last = operation_path[-1] if operation_path else {}
     output, operator = last.get("Output"), last.get("Operator")
-    return None if output is None or operator is None else f"{output}:{operator}"
+    return None if output is None or operator is None else debug_symbol(output, operator)
 
 
 def read_debug_info(package: Path) -> DebugInfo | None:
@@ -56,7 +57,7 @@ def read_debug_info(package: Path) -> DebugInfo | None:
         if not handle.lstrip("-").isdecimal():
             continue
         for path in operation_paths:
-            symbol = debug_symbol(path)
+            symbol = symbol_of(path)
             if symbol is not None:
                 handles.setdefault(symbol, []).append(int(handle))
                 paths[symbol] = path

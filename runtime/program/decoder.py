@@ -68,6 +68,9 @@ DTYPES: Final[Mapping[int, torch.dtype]] = {
 }
 """ExecuTorch's ``ScalarType`` numbers; the quantized and bit types have no plain torch form."""
 
+SCALAR_TYPES: Final[Mapping[torch.dtype, int]] = {dtype: number for number, dtype in DTYPES.items()}
+"""The numbers by dtype."""
+
 _DYNAMISM: Final = {member.value: member for member in Dynamism}
 _MAX_RANK: Final = 16  # kTensorDimensionLimit
 _MAX_NBYTES: Final = 1 << 62

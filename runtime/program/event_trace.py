@@ -21,7 +21,7 @@ import torch
 
 from coreml_delegate.errors import ExecutionError, OptionError
 from coreml_delegate.formats.files import new_file
-from coreml_delegate.runtime.program.decoder import DTYPES
+from coreml_delegate.runtime.program.decoder import DTYPES, SCALAR_TYPES
 from coreml_delegate.runtime.program.delegate_interface import (
     DelegateCallable,
     ObservableDelegate,
@@ -33,6 +33,10 @@ LOGGED_AS: Final = {
     torch.int16: torch.int32,
     torch.uint16: torch.int32,
     torch.bfloat16: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
 }
 """The dtypes of which ETDump has no tensors, and those that stand in for them."""
 
@@ -46,7 +50,6 @@ DELEGATE: Final = "DELEGATE_CALL"
 _NATIVE: Final = "native_call_"
 # Chain and instruction of what belongs to none, as the runtime numbers it.
 _OUTSIDE: Final = -1, 0
-_SCALAR_TYPES: Final = {dtype: number for number, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +179,7 @@ class EventTrace:
         plain = value.detach().to(LOGGED_AS.get(value.dtype, value.dtype)).contiguous()
         if len(self._buffer) + plain.nbytes > self._buffer_size:
             raise debug_buffer_error(symbol or "an operator", plain.nbytes)
-        described = _SCALAR_TYPES[plain.dtype], tuple(plain.shape), len(self._buffer)
+        described = SCALAR_TYPES[plain.dtype], tuple(plain.shape), len(self._buffer)
         self._buffer += plain.numpy().tobytes()
         self._runs[-1].events.append(
             _Logged("", *self._place, symbol, tensor=described, is_output=is_output)

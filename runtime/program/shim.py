@@ -22,7 +22,7 @@ import torch
 
 from coreml_delegate.errors import EngineUnavailableError, ExecutionError, ProgramError
 from coreml_delegate.runtime.program import shim_build
-from coreml_delegate.runtime.program.decoder import DTYPES
+from coreml_delegate.runtime.program.decoder import DTYPES, SCALAR_TYPES
 from coreml_delegate.runtime.program.delegate_interface import (
     DelegateCallable,
     DelegateLoader,
@@ -43,9 +43,6 @@ _FAILED: Final = 0x1  # Error::Internal
 _NOT_FOUND: Final = 0x20  # Error::NotFound
 # A value's record: is tensor, dtype, rank, is dynamic, address, bytes, address of the value.
 _FIELDS: Final = struct.Struct("=7q")
-
-
-_SCALAR_TYPES: Final = {dtype: number for number, dtype in DTYPES.items()}
 
 
 class _SpecView(ctypes.Structure):
@@ -343,7 +340,7 @@ class Shim:
         code = self._library.coreml_shim_log_value(
             tracer,
             symbol,
-            _SCALAR_TYPES[tensor.dtype],
+            SCALAR_TYPES[tensor.dtype],
             tensor.data_ptr(),
             sizes,
             tensor.dim(),

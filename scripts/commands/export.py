@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import LoweringError
 from coreml_delegate.scripts import arguments, console, quantization
-from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, check_output, new_output
+from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, check_outputs, new_output
 from coreml_delegate.scripts.commands import Command
 from coreml_delegate.scripts.inputs import flexible_shapes
 from coreml_delegate.third_party import quiet_import, wrap_errors
@@ -239,9 +239,7 @@ def _check_outputs(args: argparse.Namespace) -> Path | None:
         if output.suffix == BUNDLE_SUFFIX:
             args.refuse_usage(f"--output is the program itself, {BUNDLE_SUFFIX} lies beside it")
         bundle = output.with_suffix(BUNDLE_SUFFIX)
-    for path in (output, bundle, args.etrecord, *reports):
-        if path is not None:
-            check_output(path, force=args.force)
+    check_outputs((output, bundle, args.etrecord, *reports), force=args.force)
     return output
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.scripts import arguments, console, quantization
-from coreml_delegate.scripts.arguments import check_output, new_output
+from coreml_delegate.scripts.arguments import check_outputs, new_output
 from coreml_delegate.scripts.commands import Command
 
 if TYPE_CHECKING:
@@ -83,9 +83,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     reports: list[Path] = args.report
     suggestion: Path | None = args.suggest
-    for path in (suggestion, *reports):
-        if path is not None:
-            check_output(path, force=args.force)
+    check_outputs((suggestion, *reports), force=args.force)
     quantization.check(args, args.quantize)
     with console.step("Importing ExecuTorch and coremltools"):
         from coreml_delegate.quantization.sensitivity import SensitivityStudy

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from coreml_delegate.scripts import arguments, console
-from coreml_delegate.scripts.arguments import check_output, new_output
+from coreml_delegate.scripts.arguments import check_outputs, new_output
 from coreml_delegate.scripts.commands import Command
 
 _TOP = 5
@@ -56,9 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     if args.debug_buffer is not None and args.etdump is None:
         args.refuse_usage("--debug-buffer goes with --etdump")
-    for path in (args.output, args.etdump, args.debug_buffer):
-        if path is not None:
-            check_output(path, force=args.force)
+    check_outputs((args.output, args.etdump, args.debug_buffer), force=args.force)
     from coreml_delegate.scripts.inputs.input_files import random_inputs, read_inputs
     from coreml_delegate.scripts.inputs.sampling import generator
     from coreml_delegate.scripts.programs import engine_options, load

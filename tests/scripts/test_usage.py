@@ -9,9 +9,11 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from support.command import TINY
 
 from coreml_delegate import runtime
 from coreml_delegate.compile_options import ComputeUnit, Precision
@@ -195,3 +197,32 @@ def test_logs_go_to_stderr(verbosity, expected, capsys):
         logging.getLogger("other").debug("too much")
     assert capsys.readouterr() == ("", expected)
     assert (root.level, list(root.handlers)) == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["export", *TINY, "-o", "a", "--etrecord", "./a"],
+        ["run", "a.pte", "--etdump", "b", "--debug-buffer", "b"],
+        [
+            "quantize-report",
+            TINY[0],
+            "--quantize",
+            "int8-weight",
+            "--report",
+            "r.json",
+            "--suggest",
+            "r.json",
+        ],
+    ],
+)
+def test_two_outputs_are_two_files(
+    command: list[str],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 1
+    assert "two outputs are the same file" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

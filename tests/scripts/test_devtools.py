@@ -10,13 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from executorch.devtools import BundledProgram
+from executorch.devtools.bundled_program.config import MethodTestCase, MethodTestSuite
+from executorch.devtools.bundled_program.serialize import (
+    serialize_from_bundled_program_to_flatbuffer,
+)
+from executorch.exir import to_edge_transform_and_lower
 from executorch.extension.pybindings import portable_lib
 from support.command import TINY, leftovers
 from support.gates import needs_compiler
 from support.mil import builder_program, ct, mb
+from torch import nn
 
 from coreml_delegate import runtime
 from coreml_delegate.errors import BlobFormatError
+from coreml_delegate.partition import CoreMLPartitioner
 from coreml_delegate.runtime.devtools import Inspector
 from coreml_delegate.runtime.program.bundle import cases_of
 from coreml_delegate.scripts.cli import main
@@ -287,6 +295,44 @@ def test_a_damaged_bundle_is_an_error(exported: Path, capsys: pytest.CaptureFixt
         assert "error" in capsys.readouterr().err
     with pytest.raises(BlobFormatError):
         runtime.load_program(content[:1000])
+
+
+class Accumulator(nn.Module):
+    """Adds up what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total.add_(x)
+        return self.total * 1.0
+
+
+class Doubler(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+
+def test_cases_begin_with_the_programs_own_state(capsys: pytest.CaptureFixture[str]) -> None:
+    ones = torch.ones(4)
+    methods = {"forward": Accumulator(), "double": Doubler()}
+    exported = {name: torch.export.export(model, (ones,)) for name, model in methods.items()}
+    lowered = to_edge_transform_and_lower(
+        exported, partitioner={name: [CoreMLPartitioner()] for name in exported}
+    ).to_executorch()
+
+    def suite(name: str, *expected: float) -> MethodTestSuite:
+        cases = [MethodTestCase([ones], [torch.full((4,), value)]) for value in expected]
+        return MethodTestSuite(name, cases)
+
+    for cases, code in (((1.0, 1.0), 0), ((1.0, 2.0), 1)):
+        bundled = BundledProgram(lowered, [suite("forward", *cases), suite("double", 2.0)])
+        Path("b.bpte").write_bytes(serialize_from_bundled_program_to_flatbuffer(bundled))
+        assert main(["verify", "b.bpte"]) == code
+        told = capsys.readouterr()
+        assert ("differs from its model" in told.err) is bool(code)
+    assert main(["verify", "b.bpte", "--method", "double"]) == 0
 
 
 @needs_compiler

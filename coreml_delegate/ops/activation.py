@@ -7,8 +7,8 @@ from functools import partial
 
 from torch.fx import Node
 
-from coreml_delegate.ops.call import ANY
-from coreml_delegate.ops.constraints import IsConstant
+from coreml_delegate.ops.call import ANY, OpCall, ReasonCode
+from coreml_delegate.ops.constraints import IsConstant, holds
 from coreml_delegate.ops.edits import (
     ATEN,
     arguments_of,
@@ -23,6 +23,10 @@ from coreml_delegate.ops.flops import SOFTMAX_FLOPS, per_result
 from coreml_delegate.ops.merging import along, pointwise
 from coreml_delegate.ops.quantization import CompositeOp, Pattern, Quantization, activation
 from coreml_delegate.ops.record import MaskRole, OpRecord
+
+
+def _bends_above_zero(call: OpCall) -> bool:
+    return call.arguments["beta"] > 0 and call.arguments["threshold"] >= 0
 
 
 def _gelu(node: Node) -> None:
@@ -59,6 +63,39 @@ def _elu(node: Node) -> None:
     become(node, ATEN.mul.Scalar, both, scale)
 
 
+def _log_softmax(node: Node) -> None:
+    """The distance from the largest score, less the logarithm of the sum of exponentials.
+
+    Coremltools takes the logarithm of a softmax, which is zero where a score is far below the
+    largest: apple/coremltools#2763.
+    """
+    arguments = arguments_of(node)
+    x, dim = cast(node, arguments["self"], value_of(node).dtype), arguments["dim"]
+    largest = insert(node, ATEN.amax.default, x, [dim], True)
+    distance = insert(node, ATEN.sub.Tensor, x, largest)
+    exponentials = insert(node, ATEN.exp.default, distance)
+    total = insert(node, ATEN.sum.dim_IntList, exponentials, [dim], True)
+    become(node, ATEN.sub.Tensor, distance, insert(node, ATEN.log.default, total))
+
+
+def _softplus(node: Node) -> None:
+    """Coremltools overlooks the threshold, above which PyTorch returns x: apple/coremltools#2725.
+
+    ``softplus(x) = relu(x) + softplus(-abs(x))``; above the threshold the second term vanishes.
+    """
+    arguments = arguments_of(node)
+    x, beta, threshold = (arguments[n] for n in ("self", "beta", "threshold"))
+    if threshold >= _VANISHES:
+        return
+    scaled = insert(node, ATEN.mul.Scalar, x, float(beta))
+    dtype = value_of(node).dtype
+    small = cast(node, insert(node, ATEN.le.Scalar, scaled, float(threshold)), dtype)
+    below = insert(node, ATEN.mul.Scalar, insert(node, ATEN.abs.default, scaled), -1.0)
+    bend = insert(node, ATEN.mul.Tensor, insert(node, ATEN.softplus.default, below), small)
+    bent = insert(node, ATEN.mul.Scalar, bend, 1.0 / beta)
+    become(node, ATEN.add.Tensor, insert(node, ATEN.relu.default, x), bent)
+
+
 def _prelu(node: Node) -> None:
     """The negative part times the slope, where coremltools takes no slope per channel."""
     arguments = arguments_of(node)
@@ -72,6 +109,9 @@ def _prelu(node: Node) -> None:
 
 
 _CHANNELED_RANK = 4
+_VANISHES = 16  # softplus(-16) is 1e-7
+
+_POSITIVE = holds(_bends_above_zero, ReasonCode.ARGUMENT, "beta or threshold below zero")
 
 _op = partial(OpRecord, merge=pointwise, quantization=activation())
 _along = partial(OpRecord, merge=along("dim"))
@@ -79,9 +119,11 @@ _SOFTMAX = per_result(SOFTMAX_FLOPS)
 _UNIT = Quantization(patterns=(Pattern("softmax"),), fixed_range=(0.0, 1.0))
 
 RECORDS = (
-    *(
-        _op(f"aten.{name}.default")
-        for name in ("hardswish", "leaky_relu", "mish", "silu", "softplus")
+    *(_op(f"aten.{name}.default") for name in ("hardswish", "leaky_relu", "mish", "silu")),
+    _op(
+        "aten.softplus.default",
+        constraints=(_POSITIVE,),
+        rewrite=_softplus,
     ),
     *(
         _op(f"aten.{name}.default", quantization=activation(lower_bound=0.0))
@@ -114,7 +156,7 @@ RECORDS = (
         for name in ("aten._softmax.default", "aten.softmax.int")
     ),
     *(
-        _along(name, flops=_SOFTMAX)
+        _along(name, flops=_SOFTMAX, rewrite=_log_softmax)
         for name in ("aten._log_softmax.default", "aten.log_softmax.int")
     ),
 )

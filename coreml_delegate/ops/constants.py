@@ -89,6 +89,21 @@ def is_stored(argument: Any) -> bool:
     return not isinstance(argument, Node) or argument.op == "get_attr" or _MARK in argument.meta
 
 
+def is_known(argument: Any) -> bool:
+    """Return whether an argument is stored or computed from stored ones: it may be folded."""
+    seen: set[Node] = set()
+    open_ends = [argument]
+    while open_ends:
+        source = open_ends.pop()
+        if source in seen or is_stored(source):
+            continue
+        if source.op != "call_function":
+            return False
+        seen.add(source)
+        open_ends += source.all_input_nodes
+    return True
+
+
 def stored_value(argument: Any) -> torch.Tensor | None:
     """Return the value of a stored argument, a number as a scalar; None if it is not at hand."""
     if isinstance(argument, int | float):

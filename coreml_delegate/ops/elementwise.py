@@ -5,13 +5,15 @@ PyTorch promotes operands of several kinds; the rewrites cast them, as Core ML d
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from coreml_delegate.ops.call import ANY, BOOL, NUMERIC, OpCall, ReasonCode
+from coreml_delegate.ops.call import ANY, BOOL, CAST, NUMERIC, OpCall, ReasonCode, target_name
+from coreml_delegate.ops.constants import is_known, is_stored, stored_value
 from coreml_delegate.ops.constraints import floating_result, holds, numeric_result
 from coreml_delegate.ops.edits import (
     ATEN,
@@ -94,8 +96,35 @@ def _divide(node: Node) -> None:
         _become_whole_quotient(node, x, y, mode)
     elif mode == "trunc":
         _become_truncated(node, insert(node, ATEN.div.Tensor, x, y))
+    elif mode != "floor":
+        become(node, ATEN.div.Tensor, x, y)
+    elif _may_be_ones(y):
+        become(node, ATEN.floor.default, insert(node, ATEN.floor_divide.default, x, y))
     else:
-        become(node, ATEN.floor_divide.default if mode == "floor" else ATEN.div.Tensor, x, y)
+        become(node, ATEN.floor_divide.default, x, y)
+
+
+def _is_filled_with(operand: Any, number: int) -> bool:
+    """Whether an operand is that number throughout; fills may have been cast already."""
+    while isinstance(operand, Node) and target_name(operand.target) == CAST:
+        operand = operand.args[0]
+    if is_stored(operand):
+        value = stored_value(operand)
+        return value is not None and bool((value == number).all())
+    if operand.op != "call_function":
+        return False
+    if target_name(operand.target) == _ONES_LIKE:
+        return number == 1
+    return arguments_of(operand).get("fill_value") == number
+
+
+def _may_be_ones(divisor: Any) -> bool:
+    """Whether coremltools may find that a divisor is one throughout.
+
+    It then takes even a quotient rounded down for the dividend: apple/coremltools#2836.
+    """
+    is_computed = isinstance(divisor, Node) and divisor.op == "call_function"
+    return _is_filled_with(divisor, 1) or (is_computed and is_known(divisor))
 
 
 def _become_whole_quotient(node: Node, x: Node, y: Any, mode: str) -> None:
@@ -131,12 +160,24 @@ def _fmod(node: Node) -> None:
     arguments, dtype = arguments_of(node), value_of(node).dtype
     x, y = (cast(node, arguments[n], dtype) for n in ("self", "other"))
     size = insert(node, ATEN.abs.default, x)
-    if isinstance(y, Node):
-        divisor = insert(node, ATEN.abs.default, y)
-        rest = insert(node, ATEN.remainder.Tensor, size, divisor)
-    else:
-        rest = insert(node, ATEN.remainder.Scalar, size, abs(y))
+    divisor = insert(node, ATEN.abs.default, y) if isinstance(y, Node) else abs(y)
+    rest = insert(node, *_rest(node, size, divisor))
     become(node, ATEN.mul.Tensor, rest, insert(node, ATEN.sign.default, x))
+
+
+def _remainder(node: Node) -> None:
+    arguments, dtype = arguments_of(node), value_of(node).dtype
+    x, y = (cast(node, arguments[n], dtype) for n in ("self", "other"))
+    become(node, *_rest(node, x, y))
+
+
+def _rest(node: Node, x: Node, y: Any) -> tuple[Any, ...]:
+    """The call, with its arguments, that leaves the rest of a division rounded down."""
+    if not value_of(x).dtype.is_floating_point or not _may_be_ones(y):
+        overload = ATEN.remainder.Tensor if isinstance(y, Node) else ATEN.remainder.Scalar
+        return overload, x, y
+    quotient = insert(node, ATEN.floor.default, insert(node, ATEN.floor_divide.default, x, y))
+    return ATEN.sub.Tensor, x, insert(node, ATEN.mul.Tensor, quotient, y)
 
 
 def _remainder_of_number(node: Node) -> None:
@@ -145,6 +186,77 @@ def _remainder_of_number(node: Node) -> None:
     divisor = cast(node, arguments["other"], dtype)
     dividend = insert(node, ATEN.full_like.default, divisor, number(arguments["self"], dtype))
     become(node, ATEN.remainder.Tensor, dividend, divisor)
+
+
+def _atan2(node: Node) -> None:
+    """The angle of the shorter side over the longer, mirrored into its octant.
+
+    Coremltools divides by ``x``, and turns no angle whose ``y`` is zero: apple/coremltools#2769.
+    """
+    arguments, dtype = arguments_of(node), value_of(node).dtype
+    y, x = (cast(node, arguments[n], dtype) for n in ("self", "other"))
+    height, width = (insert(node, ATEN.abs.default, side) for side in (y, x))
+    long = insert(node, ATEN.maximum.default, height, width)
+    short = insert(node, ATEN.minimum.default, height, width)
+    nowhere = cast(node, insert(node, ATEN.eq.Scalar, long, 0.0), dtype)
+    ratio = insert(node, ATEN.div.Tensor, short, insert(node, ATEN.add.Tensor, long, nowhere))
+    angle = insert(node, ATEN.atan.default, ratio)
+    mirrors = (
+        (insert(node, ATEN.gt.Tensor, height, width), math.pi / 2),
+        (_is_negative(node, x), math.pi),
+    )
+    for where, turn in mirrors:
+        way = _way_to_mirrored(node, angle, where, turn)
+        angle = insert(node, ATEN.add.Tensor, angle, way)
+    way = _way_to_mirrored(node, angle, _is_negative(node, y), 0.0)
+    become(node, ATEN.add.Tensor, angle, way)
+
+
+def _way_to_mirrored(node: Node, angle: Node, where: Node, turn: float) -> Node:
+    """What leads from an angle to ``turn - angle``, zero where the truths are false."""
+    way = insert(node, ATEN.add.Scalar, insert(node, ATEN.mul.Scalar, angle, -2.0), turn)
+    return insert(node, ATEN.mul.Tensor, way, cast(node, where, value_of(angle).dtype))
+
+
+def _is_negative(node: Node, x: Node) -> Node:
+    """Truths, also of a negative zero, whose reciprocal is infinite."""
+    one = insert(node, ATEN.full_like.default, x, 1.0)
+    reciprocal = insert(node, ATEN.div.Tensor, one, x)
+    signs = (insert(node, ATEN.lt.Scalar, value, 0.0) for value in (x, reciprocal))
+    return insert(node, ATEN.logical_or.default, *signs)
+
+
+def _asinh(node: Node) -> None:
+    """``log(|x| + sqrt(x ** 2 + 1))`` with the sign of x, in terms that no square overflows.
+
+    Coremltools registers it and fails: apple/coremltools#2569.
+    """
+    x = cast(node, node.args[0], value_of(node).dtype)
+    size = insert(node, ATEN.abs.default, x)
+    long = insert(node, ATEN.clamp.default, size, 1.0)
+    part = insert(node, ATEN.div.Tensor, size, long)
+    ratio = insert(node, ATEN.div.Tensor, insert(node, ATEN.clamp.default, size, None, 1.0), long)
+    square = insert(node, ATEN.mul.Tensor, ratio, ratio)
+    root = insert(node, ATEN.sqrt.default, insert(node, ATEN.add.Scalar, square, 1.0))
+    rest = insert(node, ATEN.log.default, insert(node, ATEN.add.Tensor, part, root))
+    whole = insert(node, ATEN.add.Tensor, insert(node, ATEN.log.default, long), rest)
+    become(node, ATEN.mul.Tensor, whole, insert(node, ATEN.sign.default, x))
+
+
+def _acosh(node: Node) -> None:
+    """``log(x) + log(1 + sqrt(1 - 1 / x ** 2))``, where no square overflows.
+
+    Coremltools registers it and fails: apple/coremltools#2569.
+    """
+    x = cast(node, node.args[0], value_of(node).dtype)
+    near = insert(node, ATEN.clamp.default, x, None, _ROOT_IS_ONE)
+    below, above = (
+        insert(node, ATEN.div.Tensor, insert(node, ATEN.add.Scalar, near, step), near)
+        for step in (-1.0, 1.0)
+    )
+    root = insert(node, ATEN.sqrt.default, insert(node, ATEN.mul.Tensor, below, above))
+    rest = insert(node, ATEN.log.default, insert(node, ATEN.add.Scalar, root, 1.0))
+    become(node, ATEN.add.Tensor, insert(node, ATEN.log.default, x), rest)
 
 
 def _pow(node: Node) -> None:
@@ -160,9 +272,16 @@ def _pow(node: Node) -> None:
     become(node, ATEN.mul.Tensor, product, x)
 
 
-def _pow_of_number(node: Node) -> None:
+def _floating_pow(node: Node) -> None:
+    """Powers of two by their own op: the device squares the exponent, apple/coremltools#2742."""
     arguments, dtype = arguments_of(node), value_of(node).dtype
-    become(node, node.target, *(cast(node, arguments[n], dtype) for n in ("self", "exponent")))
+    base, exponent = (cast(node, arguments[n], dtype) for n in ("self", "exponent"))
+    if not _is_filled_with(arguments["self"], 2):
+        become(node, node.target, base, exponent)
+        return
+    if shape_of(exponent) != shape_of(node):
+        exponent = insert(node, ATEN.expand_copy.default, exponent, shape_of(node))
+    become(node, ATEN.exp2.default, exponent)
 
 
 def _round_decimals(node: Node) -> None:
@@ -176,9 +295,21 @@ def _round_decimals(node: Node) -> None:
 
 
 def _clamp(node: Node) -> None:
+    """Bounds of the result's dtype.
+
+    For a missing bound coremltools takes the largest float, and so computes with floats, which have
+    not all integers: apple/coremltools#2839.
+    """
     arguments, dtype = arguments_of(node), value_of(node).dtype
-    bounds = (None if arguments[n] is None else cast(node, arguments[n], dtype) for n in _BOUNDS)
-    become(node, node.target, cast(node, arguments["self"], dtype), *bounds)
+    x = cast(node, arguments["self"], dtype)
+    bounds = [None if arguments[n] is None else cast(node, arguments[n], dtype) for n in _BOUNDS]
+    given = [bound for bound in bounds if bound is not None]
+    if dtype.is_floating_point or len(given) > 1:
+        become(node, node.target, x, *bounds)
+    elif isinstance(given[0], Node):
+        become(node, (ATEN.maximum if bounds[1] is None else ATEN.minimum).default, x, *given)
+    else:
+        become(node, (ATEN.clamp_min if bounds[1] is None else ATEN.clamp_max).default, x, *given)
 
 
 def _logical(target: Any) -> Rewrite:
@@ -242,7 +373,9 @@ def _reciprocal(node: Node) -> None:
 
 
 _HIGHEST_POWER = 4
+_ROOT_IS_ONE = 1e4  # and for all numbers above
 _BOUNDS = ("min", "max")
+_ONES_LIKE = "aten.ones_like.default"
 _ORDERED = holds(_ordered, ReasonCode.DTYPE, "booleans have no order in Core ML")
 _SMALL_POWER = holds(
     _power, ReasonCode.ARGUMENT, "Core ML has powers of integers from 2 to 4 alone"
@@ -256,7 +389,7 @@ _numeric = partial(_op, dtypes={"": NUMERIC})
 _arithmetic = partial(_op, dtypes={"": ANY})
 _number = partial(_op, dtypes={"": ANY}, constraints=(numeric_result,))
 _power_of_floats = partial(
-    _op, dtypes={"": ANY}, constraints=(floating_result,), rewrite=_pow_of_number
+    _op, dtypes={"": ANY}, constraints=(floating_result,), rewrite=_floating_pow
 )
 _ADD = Quantization((Pattern("add", tail=(Tail.ACTIVATION,), keeps_sign=True),))
 _MUL = Quantization((Pattern("mul", tail=(Tail.ACTIVATION,), keeps_sign=True),))
@@ -277,8 +410,11 @@ RECORDS = (
     ),
     *(
         _floating(f"aten.{name}", rewrite=promote("self", "other"))
-        for name in ("atan2.default", "div.Scalar", "div.Tensor")
+        for name in ("div.Scalar", "div.Tensor")
     ),
+    _floating("aten.acosh.default", rewrite=_acosh),
+    _floating("aten.asinh.default", rewrite=_asinh),
+    _floating("aten.atan2.default", rewrite=_atan2),
     _floating("aten.reciprocal.default", rewrite=_reciprocal),
     *(_numeric(f"aten.{name}.default") for name in ("abs", "neg", "sign")),
     _numeric("aten.clamp.Tensor", rewrite=_clamp),
@@ -290,10 +426,7 @@ RECORDS = (
         for name in ("div.Scalar_mode", "div.Tensor_mode", "floor_divide.default")
     ),
     *(_arithmetic(f"aten.fmod.{kind}", rewrite=_fmod) for kind in ("Scalar", "Tensor")),
-    *(
-        _arithmetic(f"aten.remainder.{kind}", rewrite=promote("self", "other"))
-        for kind in ("Scalar", "Tensor")
-    ),
+    *(_arithmetic(f"aten.remainder.{kind}", rewrite=_remainder) for kind in ("Scalar", "Tensor")),
     _arithmetic("aten.remainder.Scalar_Tensor", rewrite=_remainder_of_number),
     _arithmetic("aten.rsub.Scalar", rewrite=_rsub),
     _arithmetic("aten.sub.Scalar", rewrite=_add_scaled(ATEN.sub.Scalar)),

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from coreml_delegate.ops.call import ANY, FLOAT, INTEGER, MAX_RANK, OpCall, ReasonCode
+from coreml_delegate.ops.constants import is_known
 from coreml_delegate.ops.constraints import (
     argument_is,
     holds,
@@ -145,6 +146,31 @@ def _scatter(node: Node) -> None:
     become(node, ATEN.slice_scatter.default, data, written, d, 0, size, 1)
 
 
+def _scatter_add(node: Node) -> None:
+    """Among constants, sums at positions: folded, coremltools' op overwrites.
+
+    Source: apple/coremltools#2802.
+    """
+    arguments = arguments_of(node)
+    data, index, source = (arguments[n] for n in ("self", "index", "src"))
+    if not all(is_known(operand) for operand in (data, index, source)):
+        _scatter(node)
+        return
+    dim, sizes = arguments["dim"] % value_of(data).dim(), shape_of(index)
+    positions = [index if d == dim else _counted(node, sizes, d) for d in range(len(sizes))]
+    source = _cut(node, source, sizes, None)
+    become(node, ATEN.index_put.default, data, positions, source, True)
+
+
+def _counted(node: Node, sizes: list[int], dim: int) -> Node:
+    """Each element's position along a dimension."""
+    count = insert(node, ATEN.arange.start_step, 0, sizes[dim], 1, dtype=torch.int64)
+    aligned = [-1 if d == dim else 1 for d in range(len(sizes))]
+    return insert(
+        node, ATEN.expand_copy.default, insert(node, ATEN.view_copy.default, count, aligned), sizes
+    )
+
+
 def _searchsorted(node: Node) -> None:
     """The side as a flag, and nothing else, which coremltools would have to overlook."""
     arguments = arguments_of(node)
@@ -199,7 +225,7 @@ RECORDS = (
         "aten.scatter_add.default",
         dtypes={"": FLOAT, "index": INTEGER},
         constraints=(_KNOWN,),
-        rewrite=_scatter,
+        rewrite=_scatter_add,
         flops=per_input(1),
     ),
     _op(

@@ -36,6 +36,14 @@ def _sum(node: Node) -> None:
     cast_after(node)
 
 
+def _cumsum(node: Node) -> None:
+    """Counts the dimension from the first; coremltools takes -1 alone of those from the last."""
+    dim = arguments_of(node)["dim"]
+    if dim < -1:
+        set_arguments(node, dim=dim % value_of(node).dim())
+    _sum(node)
+
+
 def _any(node: Node) -> None:
     set_arguments(node, self=truth(node, arguments_of(node)["self"]))
 
@@ -85,7 +93,7 @@ RECORDS = (
     _of_all("aten.mean.default"),
     _op("aten.sum.dim_IntList", dtypes={"": ANY}, rewrite=_sum),
     _of_all("aten.sum.default", dtypes={"": ANY}, rewrite=_sum),
-    _along("aten.cumsum.default", dtypes={"": ANY}, rewrite=_sum),
+    _along("aten.cumsum.default", dtypes={"": ANY}, rewrite=_cumsum),
     _op("aten.amax.default", dtypes={"": NUMERIC}, quantization=MOVE),
     _op("aten.amin.default", dtypes={"": NUMERIC}),
     *(_of_all(f"aten.{name}.default", dtypes={"": NUMERIC}) for name in ("max", "min")),

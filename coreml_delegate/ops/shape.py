@@ -72,8 +72,17 @@ def _crops_constant(call: OpCall) -> bool:
     return call.arguments["mode"] == "constant" or not _crops(call)
 
 
-def _rolls_flat(call: OpCall) -> bool:
-    return not call.arguments["dims"]
+def _rolled_sizes(call: OpCall) -> Reason | None:
+    """The sizes of rolled dimensions are known.
+
+    Of others coremltools computes a remainder, which below zero is the device's own, and a range
+    that the device fails to make: apple/coremltools#2778, apple/coremltools#2838.
+    """
+    (_, tensor), dims = next(call.tensors()), call.arguments["dims"]
+    sizes = [tensor.shape[d] for d in dims] if dims else list(tensor.shape)
+    if all(isinstance(size, int) for size in sizes):
+        return None
+    return Reason(ReasonCode.SYMBOLIC, f"rolls a dynamic dimension of {tuple(tensor.shape)}")
 
 
 def _by_way_of_fp32(call: OpCall) -> Reason | None:
@@ -263,7 +272,7 @@ RECORDS = (
     ),
     _op(
         "aten.roll.default",
-        constraints=(static_argument("self", when=_rolls_flat),),
+        constraints=(_rolled_sizes,),
         merge=along("dims"),
         rewrite=_roll_flat,
         quantization=MOVE,

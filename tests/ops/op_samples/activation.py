@@ -25,6 +25,7 @@ _PLAIN = (
 _SOFTMAX = ("aten.softmax.int", "aten.log_softmax.int")
 _CORE_SOFTMAX = ("aten._softmax.default", "aten._log_softmax.default")
 _WIDE = {"low": -8.0, "high": 8.0}
+_FAR = x(values=[[0.0, 200.0, 150.0], [-300.0, 0.0, -0.5]])
 
 ACCEPTED = (
     *(accept(f"aten.{op}.default", x(2, 3, 4, **_WIDE)) for op in _PLAIN),
@@ -37,6 +38,7 @@ ACCEPTED = (
     accept("aten.hardtanh.default", x(2, 3, **_WIDE), 0.0, 6.0, note="relu6"),
     accept("aten.leaky_relu.default", x(2, 3), 0.3, note="slope"),
     accept("aten.softplus.default", x(2, 3, low=-30.0, high=30.0), 2.0, 10.0, note="beta"),
+    accept("aten.softplus.default", x(2, 3, **_WIDE), 0.5, 1.0, note="threshold"),
     accept("aten.prelu.default", x(2, 3, 4, 4), w(3), note="channels"),
     accept("aten.prelu.default", x(2, 3, 4), w(1), note="shared-rank3"),
     accept("aten.prelu.default", x(2, 3), w(1), note="shared-rank2"),
@@ -49,6 +51,7 @@ ACCEPTED = (
     *(accept(op, x(2, 3, 4), 0, False, note="first") for op in _CORE_SOFTMAX),
     *(accept(op, x(4), -1, False, note="rank1") for op in _CORE_SOFTMAX),
     *(accept(op, x(1, 2, 2, 3, 2), -2, False, note="rank5") for op in _CORE_SOFTMAX),
+    accept("aten._log_softmax.default", _FAR, -1, False, note="far"),
     accept("aten.elu.default", x(2, 3, **_WIDE), 0.5, 1.5, note="scale"),
     accept("aten.elu.default", x(2, 3, **_WIDE), 0.5, 1, 2.0, note="input_scale"),
     *(
@@ -77,6 +80,14 @@ REJECTED = (
         "aten.sigmoid.default",
         x(2, 3, dtype=torch.float64),
         note="float64",
+    ),
+    reject(
+        ReasonCode.ARGUMENT,
+        "beta or threshold below zero",
+        "aten.softplus.default",
+        x(2, 3),
+        -1.0,
+        note="below-zero",
     ),
     reject(
         ReasonCode.RANK,

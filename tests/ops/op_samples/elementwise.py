@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from ops.op_samples.sample import accept, b, i, reject, x
+from ops.op_samples.sample import accept, b, i, reject, w, x
 
 from coreml_delegate.ops import ReasonCode
 
@@ -24,6 +24,8 @@ _UNARY = {
     "sqrt": {"low": 0.0},
     "acos": {"low": -0.9, "high": 0.9},
     "asin": {"low": -0.9, "high": 0.9},
+    "asinh": {"low": -8.0, "high": 8.0},
+    "acosh": {"low": 1.0, "high": 8.0},
     "atan": {},
     "atanh": {"low": -0.9, "high": 0.9},
     "cosh": {},
@@ -46,6 +48,14 @@ _NUMBERS = ("add", "sub", "rsub", "mul", "div", "remainder")
 
 # Beyond 2**24, where fp32 has gaps, and fp16 long has no values.
 _WHOLE = i(values=[7, -7, 16777217, -2147483647])
+
+# All eight octants, the axes between them, and zeros of both signs.
+_OCTANTS = (
+    x(values=[1.0, 2.0, 2.0, 1.0, -1.0, -2.0, -2.0, -1.0, 0.0, 0.0, 1.0, -1.0, 0.0, -0.0, -0.0]),
+    x(values=[2.0, 1.0, -1.0, -2.0, -2.0, -1.0, 1.0, 2.0, 3.0, -3.0, 0.0, 0.0, 0.0, -3.0, -0.0]),
+)
+_BETWEEN = x(values=[0.25, 1.25, 2.5, -0.25, -1.75, 3.0])
+_ONES = w(values=[1.0] * 6)
 
 ACCEPTED = (
     *(accept(f"aten.{op}.default", x(2, 3, 4, **o)) for op, o in _UNARY.items()),
@@ -106,6 +116,8 @@ ACCEPTED = (
     accept("aten.pow.Tensor_Scalar", x(2, 3), 3, note="negative-base"),
     accept("aten.pow.Scalar", 2.0, x(2, 3), note="float"),
     accept("aten.pow.Scalar", 2, x(2, 3), note="int"),
+    accept("aten.pow.Scalar", 3.0, x(2, 3), note="three"),
+    accept("aten.pow.Tensor_Tensor", w(values=[[2.0], [2.0]]), x(3), note="twos"),
     accept("aten.rsub.Scalar", x(2, 3), 1.5),
     accept("aten.remainder.Scalar", x(2, 3), 0.75),
     accept("aten.remainder.Scalar", x(2, 3), -0.75, note="negative"),
@@ -127,6 +139,17 @@ ACCEPTED = (
     accept("aten.clamp.default", x(2, 3), None, 0.5, note="max"),
     accept("aten.clamp.default", x(2, 3), -1, 1, note="ints"),
     accept("aten.clamp.Tensor", x(2, 3), x(2, 3, high=0.0), x(2, 3, low=0.0)),
+    accept("aten.clamp.default", _WHOLE, -5, note="least", fp16=False),
+    accept("aten.clamp.default", _WHOLE, None, 16777217, note="most", fp16=False),
+    accept("aten.clamp.Tensor", _WHOLE, _WHOLE, note="least", fp16=False),
+    accept("aten.clamp.Tensor", _WHOLE, None, _WHOLE, note="most", fp16=False),
+    accept("aten.atan2.default", _OCTANTS[0], _OCTANTS[1], note="octants"),
+    accept("aten.atan2.default", x(), x(), note="rank0"),
+    accept("aten.remainder.Scalar", _BETWEEN, 1.0, note="one"),
+    accept("aten.remainder.Tensor", _BETWEEN, _ONES, note="ones"),
+    accept("aten.fmod.Scalar", _BETWEEN, 1.0, note="one"),
+    accept("aten.floor_divide.default", _BETWEEN, _ONES, note="ones"),
+    accept("aten.div.Scalar_mode", _BETWEEN, 1, rounding_mode="floor", note="one"),
     *(accept(f"aten.{op}.Tensor", x(2, 3), x(3), note="float") for op in _SCALARS),
     *(accept(f"aten.{op}.Tensor", i(2, 3), i(2, 3), note="int64") for op in _SCALARS),
     *(accept(f"aten.{op}.Tensor", b(2, 3), b(2, 3), note="bool") for op in ("eq", "ne")),

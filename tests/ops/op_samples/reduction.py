@@ -70,6 +70,7 @@ ACCEPTED = (
     accept("aten.any.dims", b(2, 3), [0, 1]),
     accept("aten.cumsum.default", x(2, 3), 1),
     accept("aten.cumsum.default", x(2, 3), 0, note="first"),
+    accept("aten.cumsum.default", x(2, 3, 2), -3, note="from-the-last"),
     accept("aten.cumsum.default", i(2, 3), -1, note="int64"),
     accept("aten.cumsum.default", b(2, 3), 1, note="bool"),
     accept("aten.cumsum.default", b(2, 3), 1, dtype=torch.float32, note="bool-to-floats"),

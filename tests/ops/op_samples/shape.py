@@ -257,11 +257,22 @@ REJECTED = (
             dynamic=True,
         )
         for op, more in (
-            ("roll", ([3],)),
             ("pad", ([-1, -1],)),
             ("constant_pad_nd", ([-1, 2],)),
             ("diagonal", ()),
         )
+    ),
+    *(
+        reject(
+            ReasonCode.SYMBOLIC,
+            "rolls a dynamic dimension of (4, s",
+            "aten.roll.default",
+            x(4, 5),
+            *more,
+            note=f"dynamic-{note}",
+            dynamic=True,
+        )
+        for note, more in (("flat", ([3],)), ("last", ([1], [-1])))
     ),
     reject(
         ReasonCode.ARGUMENT,

@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 TEST_ENV := OMP_NUM_THREADS=1 COREML_DELEGATE_COMPILED_CACHE=off PYTHONDONTWRITEBYTECODE=
 FUZZ := PYTHONPATH=../..:../../tests OMP_NUM_THREADS=1 ../../$(BIN)/python -m tests.fuzz.fuzz_mil
 
-.PHONY: demo test test-all pytest pytest-all checks lint types imports bench conformance suite suite-upstream jax-suite fuzz clean
+.PHONY: demo test test-all pytest pytest-all checks lint types imports bench conformance suite suite-upstream jax-suite regressions fuzz clean
 
 demo: $(STAMP)
 	$(BIN)/coreml-delegate demo
@@ -72,6 +72,12 @@ suite: $(STAMP)
 suite-upstream: $(STAMP)
 	-for flow in $(FLOWS); do $(SUITE) --flow $$flow --upstream --results build/suite-$$flow-upstream.json; done
 	$(COMPARE)
+
+# Upstream reports of wrong results, each with its calls in fp16 and fp32 on both engines; writes the
+# page that lists them.
+regressions: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m regressions.page
+	$(TEST_ENV) $(BIN)/python -m pytest tests/regressions
 
 # JAX's own harnesses of its primitives, all of them, on both engines: ten minutes on two cores. The
 # table names those that do not pass.

@@ -1,0 +1,291 @@
+"""Reports about shapes, indices and layers in coremltools' converter, after release 9.0."""
+
+from __future__ import annotations
+
+import torch
+from ops.op_samples.sample import i, w, x
+from torch.nn import functional
+
+from regressions.record import COREMLTOOLS, Here, Regression, case, issues
+
+_STATES = "tests/e2e/test_states.py::test_calls_in_turn_equal_eager"
+_MASK = w(values=[[True, False, False], [True, True, False], [True, True, True]], dtype=torch.bool)
+_RNN = (3, 4)
+
+
+def _constant_attention(q: torch.Tensor, mask: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Attention among constants, which is folded, added to an input."""
+    return functional.scaled_dot_product_attention(q, q, q, attn_mask=mask) + scores
+
+
+def _squeezed_constant(constant: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return constant.squeeze(1).narrow(0, 1, 2) + v
+
+
+def _scattered_constant(
+    table: torch.Tensor, index: torch.Tensor, values: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    return table.scatter_add(0, index, values) + v
+
+
+def _meshgrid(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    first, second = torch.meshgrid(rows / 2, columns / 2, indexing="ij")
+    return first * 10 + second
+
+
+def _twice(
+    v: torch.Tensor, h: torch.Tensor, c: torch.Tensor, *weights: torch.Tensor
+) -> torch.Tensor:
+    """Two layers of LSTM, used twice."""
+    state = (h, c)
+    for _ in range(2):
+        out, *state = torch.lstm(v, state, weights, True, 2, 0.0, False, False, True)
+    return out
+
+
+def _lstm_weights() -> list:
+    size, hidden = _RNN
+    shapes = [(4 * hidden, size), (4 * hidden, hidden), (4 * hidden,), (4 * hidden,)]
+    return [w(*shape) for shape in (*shapes, (4 * hidden, hidden), *shapes[1:])]
+
+
+RECORDS = (
+    Regression(
+        issues(COREMLTOOLS, 2682, 2565, 2765),
+        "`diagonal` kept the matrix and zeroed the rest of it",
+        Here.DELEGATED,
+        "elements at equal distances of the flattened matrix",
+        (
+            case(torch.diagonal, x(5, 5)),
+            case(torch.diagonal, x(3, 4), 1, note="above"),
+            case(torch.diagonal, x(2, 4, 3), -1, 2, 1, note="below"),
+        ),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2774),
+        "`narrow` from a negative start to the end was empty",
+        Here.DELEGATED,
+        "a slice that `torch.export` makes of it",
+        (
+            case(torch.narrow, x(2, 3, 4), -1, -1, 1),
+            case(torch.narrow, x(2, 3, 4), 1, -2, 2, note="two"),
+        ),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2778, 2838),
+        "`roll` of a dynamic dimension gave the input itself for a negative shift, and failed at "
+        "run time for others",
+        Here.REFUSED,
+        "the device has another remainder of negative numbers than coremltools, and does not make "
+        "the range of indices, so the CPU does",
+        (
+            case(torch.roll, x(3, 5), -1, -1, dynamic=True),
+            case(torch.roll, x(3, 5), 2, 1, dynamic=True, note="right"),
+        ),
+        refused={"operator.mod": "no Core ML translation of operator.mod is known"},
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2778),
+        "`roll` of a static dimension, which was right",
+        Here.DELEGATED,
+        "coremltools knows the remainder",
+        (case(torch.roll, x(3, 5), -8, 1, note="static"),),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2626, 2222),
+        "From iOS17 in fp16, integers were gathered as 16 bits without a sign",
+        Here.DELEGATED,
+        "the pass that narrows them does not run",
+        (
+            case(lambda v, n: v[n], i(values=[4, -12, -21, 70000]), i(values=[1, 3, -2])),
+            case(torch.gather, i(values=[[4, -12, 9]]), 1, i(values=[[1, 1, 0]]), note="along"),
+        ),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2841),
+        "`gather` by indices smaller than the input failed to convert",
+        Here.DELEGATED,
+        "the input is cut to the part that the indices span",
+        (case(torch.gather, x(3, 3), 1, i(values=[[0, 1], [1, 0]])),),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2844, 2772),
+        "`avg_pool` with `ceil_mode` divided windows beyond the edge by the whole kernel",
+        Here.DELEGATED,
+        "the divisors are computed",
+        (
+            case(functional.avg_pool2d, x(1, 1, 7, 7), 2, 3, ceil_mode=True),
+            case(functional.avg_pool1d, x(1, 1, 7), 2, 3, ceil_mode=True, note="1d"),
+            case(functional.avg_pool2d, x(1, 1, 3, 3), 2, 2, 1, ceil_mode=True, note="padded"),
+        ),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2748, 2745),
+        "`avg_pool` with `divisor_override` failed to convert",
+        Here.DELEGATED,
+        "the average is scaled",
+        (case(functional.avg_pool2d, x(1, 2, 4, 4), 2, divisor_override=3),),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2855),
+        "`scaled_dot_product_attention` with `enable_gqa` failed to convert",
+        Here.DELEGATED,
+        "ExecuTorch decomposes that form",
+        (
+            case(
+                functional.scaled_dot_product_attention,
+                x(1, 4, 3, 8),
+                x(1, 2, 3, 8),
+                x(1, 2, 3, 8),
+                enable_gqa=True,
+            ),
+        ),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2864),
+        "With `scale`, attention was translated to products and a softmax",
+        Here.DELEGATED,
+        "as there: its numbers are right",
+        (
+            case(
+                functional.scaled_dot_product_attention,
+                *(x(1, 2, 3, 8),) * 3,
+                scale=0.25,
+            ),
+        ),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2802),
+        "Folded among constants, attention lost its mask and `scatter_add` overwrote",
+        Here.REPAIRED,
+        "attention is not folded; sums among constants are made at positions",
+        (
+            case(_constant_attention, w(1, 1, 3, 4), _MASK, x(1, 1, 3, 4)),
+            case(
+                _scattered_constant,
+                w(values=[1.0, 2.0, 3.0]),
+                w(values=[0, 2], dtype=torch.int64),
+                w(values=[10.0, 20.0]),
+                x(3),
+                note="scatter",
+            ),
+            case(
+                lambda table, index, values, v: table.scatter_add(1, index, values) * v,
+                w(2, 3),
+                w(values=[[0, 2, 0]], dtype=torch.int64),
+                w(2, 4),
+                x(2, 3),
+                note="scatter-part",
+            ),
+        ),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2803),
+        "Folded among constants, `squeeze` and slices by size had other shapes than declared",
+        Here.DELEGATED,
+        "the case folds among constants, and is right",
+        (case(_squeezed_constant, w(4, 1, 1), x(2, 3)),),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2665),
+        "`meshgrid` of quotients failed to convert",
+        Here.DELEGATED,
+        "`torch.export` decomposes it",
+        (case(_meshgrid, x(3), x(4)),),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2818),
+        "Bicubic resizing did not convert",
+        Here.DELEGATED,
+        "ExecuTorch decomposes it",
+        (case(functional.interpolate, x(1, 1, 4, 4), scale_factor=2, mode="bicubic"),),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2643),
+        "An LSTM of two layers that a model uses twice failed to convert",
+        Here.DELEGATED,
+        "ExecuTorch decomposes it",
+        (case(_twice, x(2, 1, 3), x(2, 2, 4), x(2, 2, 4), *_lstm_weights()),),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2644),
+        "`einsum` of rotary attention failed to convert",
+        Here.DELEGATED,
+        "two operands and all dimensions named, as the rule wants",
+        (case(lambda a, b: torch.einsum("bhid,bhjd->bhij", a, b), x(1, 2, 3, 4), x(1, 2, 5, 4)),),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2572, 2276),
+        "Batch normalization in three dimensions crashed the device's GPU compiler",
+        Here.NOT_CONCERNED,
+        "an error of the device, which neither engine here has",
+        (
+            case(
+                functional.batch_norm,
+                x(1, 3, 4, 4, 4),
+                w(3),
+                w(3, low=0.5, high=2.0),
+                w(3),
+                w(3),
+            ),
+        ),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2667),
+        "Instance normalization in three dimensions crashed on the device's GPU",
+        Here.DELEGATED,
+        "means and products, without the op that crashed",
+        (case(functional.instance_norm, x(1, 3, 4, 4, 4)),),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2826),
+        "A state began with zeros, whatever its buffer held",
+        Here.DELEGATED,
+        "until the first run has ended, reads give the initial values",
+        held_by=_STATES,
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2589),
+        "Below iOS18 the scales of dequantized weights were taken along another dimension",
+        Here.DELEGATED,
+        "weights are dequantized by an op of our own",
+        held_by="tests/ops/test_compressed_rules.py::test_compressed_weights_are_delegated",
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2632),
+        "With NumPy 2.4 constants failed to convert",
+        Here.DELEGATED,
+        "the tests run with NumPy 2.4; a partition that fails to convert would stay on the CPU",
+        (case(lambda v, c: v.view(1, -1, int(c.numel() * 2)), x(2, 6), w(3)),),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2798),
+        "A packed sequence given to a GRU or RNN failed to convert",
+        Here.NOT_CONCERNED,
+        "exported programs cannot hold one: its shape depends on values",
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2720, 2280, 2756),
+        "`tf.pad` with mode `symmetric` was converted as `reflect`; `tf.nn.softplus` overflowed",
+        Here.NOT_CONCERNED,
+        "of the TensorFlow frontend, which ExecuTorch does not use",
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2743, 2615),
+        "`convert` refuses what `torch.export` of PyTorch 2.9 and later gives",
+        Here.NOT_CONCERNED,
+        "coremltools is given programs in ExecuTorch's edge dialect, which it takes",
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2831),
+        "Transposed and reshaped quantized weights are not stored in their final shape",
+        Here.NOT_CONCERNED,
+        "a matter of speed: the numbers are the same",
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2688),
+        "Palettized weights with a scale per channel crash on macOS 26",
+        Here.NOT_CONCERNED,
+        "an error of the device's compiler, which neither engine here has",
+    ),
+)

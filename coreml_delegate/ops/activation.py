@@ -79,21 +79,36 @@ def _log_softmax(node: Node) -> None:
 
 
 def _softplus(node: Node) -> None:
-    """Coremltools overlooks the threshold, above which PyTorch returns x: apple/coremltools#2725.
+    """``relu(x) + softplus(-beta * abs(x)) / beta``; above the threshold ``relu(x)`` alone.
 
-    ``softplus(x) = relu(x) + softplus(-abs(x))``; above the threshold the second term vanishes.
+    Coremltools overlooks the threshold: apple/coremltools#2725.
     """
     arguments = arguments_of(node)
     x, beta, threshold = (arguments[n] for n in ("self", "beta", "threshold"))
-    if threshold >= _VANISHES:
-        return
-    scaled = insert(node, ATEN.mul.Scalar, x, float(beta))
-    dtype = value_of(node).dtype
-    small = cast(node, insert(node, ATEN.le.Scalar, scaled, float(threshold)), dtype)
-    below = insert(node, ATEN.mul.Scalar, insert(node, ATEN.abs.default, scaled), -1.0)
-    bend = insert(node, ATEN.mul.Tensor, insert(node, ATEN.softplus.default, below), small)
-    bent = insert(node, ATEN.mul.Scalar, bend, 1.0 / beta)
-    become(node, ATEN.add.Tensor, insert(node, ATEN.relu.default, x), bent)
+    scaled = x if beta == 1 else insert(node, ATEN.mul.Scalar, x, float(beta))
+    bend = _bend(node, scaled)
+    if threshold < _VANISHES:
+        below = insert(node, ATEN.le.Scalar, scaled, float(threshold))
+        bend = insert(node, ATEN.mul.Tensor, bend, cast(node, below, value_of(node).dtype))
+    if beta != 1:
+        bend = insert(node, ATEN.mul.Scalar, bend, 1.0 / beta)
+    become(node, ATEN.add.Tensor, insert(node, ATEN.relu.default, x), bend)
+
+
+def _bend(node: Node, x: Node) -> Node:
+    """What softplus has and relu has not, ``softplus(-abs(x))``.
+
+    Of large numbers the Neural Engine's softplus is zero in fp16: apple/coremltools#2687.
+    """
+    below_zero = insert(node, ATEN.mul.Scalar, insert(node, ATEN.abs.default, x), -1.0)
+    return insert(node, ATEN.softplus.default, below_zero)
+
+
+def _mish(node: Node) -> None:
+    x = arguments_of(node)["self"]
+    relu = insert(node, ATEN.relu.default, x)
+    softplus = insert(node, ATEN.add.Tensor, relu, _bend(node, x))
+    become(node, ATEN.mul.Tensor, x, insert(node, ATEN.tanh.default, softplus))
 
 
 def _prelu(node: Node) -> None:
@@ -119,7 +134,8 @@ _SOFTMAX = per_result(SOFTMAX_FLOPS)
 _UNIT = Quantization(patterns=(Pattern("softmax"),), fixed_range=(0.0, 1.0))
 
 RECORDS = (
-    *(_op(f"aten.{name}.default") for name in ("hardswish", "leaky_relu", "mish", "silu")),
+    *(_op(f"aten.{name}.default") for name in ("hardswish", "leaky_relu", "silu")),
+    _op("aten.mish.default", rewrite=_mish),
     _op(
         "aten.softplus.default",
         constraints=(_POSITIVE,),

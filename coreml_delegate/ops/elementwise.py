@@ -95,13 +95,34 @@ def _divide(node: Node) -> None:
     if not dtype.is_floating_point:
         _become_whole_quotient(node, x, y, mode)
     elif mode == "trunc":
-        _become_truncated(node, insert(node, ATEN.div.Tensor, x, y))
-    elif mode != "floor":
-        become(node, ATEN.div.Tensor, x, y)
-    elif _may_be_ones(y):
-        become(node, ATEN.floor.default, insert(node, ATEN.floor_divide.default, x, y))
+        sizes = _absolute(node, x), _absolute(node, y)
+        signs = insert(node, ATEN.mul.Tensor, insert(node, ATEN.sign.default, x), _sign(node, y))
+        become(node, ATEN.mul.Tensor, insert(node, *_floor_quotient(node, *sizes)), signs)
+    elif mode == "floor":
+        become(node, *_floor_quotient(node, x, y))
     else:
-        become(node, ATEN.floor_divide.default, x, y)
+        become(node, ATEN.div.Tensor, x, y)
+
+
+def _floor_quotient(node: Node, x: Node, y: Any) -> tuple[Any, ...]:
+    """The call, with its arguments, that divides floats and rounds down.
+
+    No division and rounding apart: by a constant, coremltools multiplies with its reciprocal, and
+    the product may fall below a whole number.
+    """
+    if _may_be_ones(y):
+        return ATEN.floor.default, insert(node, ATEN.floor_divide.default, x, y)
+    return ATEN.floor_divide.default, x, y
+
+
+def _absolute(node: Node, value: Any) -> Any:
+    return insert(node, ATEN.abs.default, value) if isinstance(value, Node) else abs(value)
+
+
+def _sign(node: Node, value: Any) -> Any:
+    if isinstance(value, Node):
+        return insert(node, ATEN.sign.default, value)
+    return math.copysign(1.0, value)
 
 
 def _is_filled_with(operand: Any, number: int) -> bool:
@@ -159,9 +180,7 @@ def _fmod(node: Node) -> None:
     """The remainder with the sign of the dividend; Core ML has that of the divisor."""
     arguments, dtype = arguments_of(node), value_of(node).dtype
     x, y = (cast(node, arguments[n], dtype) for n in ("self", "other"))
-    size = insert(node, ATEN.abs.default, x)
-    divisor = insert(node, ATEN.abs.default, y) if isinstance(y, Node) else abs(y)
-    rest = insert(node, *_rest(node, size, divisor))
+    rest = insert(node, *_rest(node, _absolute(node, x), _absolute(node, y)))
     become(node, ATEN.mul.Tensor, rest, insert(node, ATEN.sign.default, x))
 
 
@@ -176,7 +195,7 @@ def _rest(node: Node, x: Node, y: Any) -> tuple[Any, ...]:
     if not value_of(x).dtype.is_floating_point or not _may_be_ones(y):
         overload = ATEN.remainder.Tensor if isinstance(y, Node) else ATEN.remainder.Scalar
         return overload, x, y
-    quotient = insert(node, ATEN.floor.default, insert(node, ATEN.floor_divide.default, x, y))
+    quotient = insert(node, *_floor_quotient(node, x, y))
     return ATEN.sub.Tensor, x, insert(node, ATEN.mul.Tensor, quotient, y)
 
 

@@ -78,6 +78,27 @@ def _variance(node: Node) -> None:
     become(node, ATEN.mul.Scalar, variance, count / (count - correction))
 
 
+def _logsumexp(node: Node) -> None:
+    """Exponentials of the distance from the largest; those of the Neural Engine overflow in fp16.
+
+    Source: apple/coremltools#2690.
+    """
+    arguments = arguments_of(node)
+    x = arguments["self"]
+    if not value_of(x).dim():
+        return
+    dims = list(arguments["dim"]) or list(range(value_of(x).dim()))
+    largest = insert(node, ATEN.amax.default, x, dims, True)
+    size = insert(node, ATEN.abs.default, largest)
+    is_infinite = insert(node, ATEN.eq.Scalar, size, math.inf)
+    largest = insert(node, ATEN.masked_fill.Scalar, largest, is_infinite, 0.0)
+    powers = insert(node, ATEN.exp.default, insert(node, ATEN.sub.Tensor, x, largest))
+    total = insert(node, ATEN.sum.dim_IntList, powers, dims, arguments["keepdim"])
+    if not arguments["keepdim"]:
+        largest = insert(node, ATEN.squeeze_copy.dims, largest, dims)
+    become(node, ATEN.add.Tensor, insert(node, ATEN.log.default, total), largest)
+
+
 def _nothing_kept(_: OpCall) -> int:
     return 0
 
@@ -99,7 +120,7 @@ RECORDS = (
     *(_of_all(f"aten.{name}.default", dtypes={"": NUMERIC}) for name in ("max", "min")),
     _along("aten.max.dim"),
     _along("aten.min.dim"),
-    _of_powers("aten.logsumexp.default"),
+    _of_powers("aten.logsumexp.default", rewrite=_logsumexp),
     _of_powers("aten.linalg_vector_norm.default", rewrite=cast_after),
     _of_powers("aten.var.correction", rewrite=_variance),
     _of_all("aten.any.default", dtypes={"": ANY}, rewrite=_any),

@@ -110,7 +110,7 @@ RECORDS = (
         (case(_circular, x(1, 5, 3), w(5, 5, 3)),),
     ),
     Regression(
-        issues(EXECUTORCH, 11705),
+        (*issues(EXECUTORCH, 11705), *issues(COREMLTOOLS, 2377)),
         "A transposed convolution with output padding ended the export",
         Here.DELEGATED,
         "the result is padded",

@@ -6,7 +6,7 @@ import torch
 from ops.op_samples.sample import i, w, x
 from torch.nn import functional
 
-from regressions.record import COREMLTOOLS, Here, Regression, case, issues
+from regressions.record import COREMLTOOLS, Here, Regression, case, issues, released
 
 _STATES = "tests/e2e/test_states.py::test_calls_in_turn_equal_eager"
 _MASK = w(values=[[True, False, False], [True, True, False], [True, True, True]], dtype=torch.bool)
@@ -26,6 +26,11 @@ def _scattered_constant(
     table: torch.Tensor, index: torch.Tensor, values: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
     return table.scatter_add(0, index, values) + v
+
+
+def _parts_of_a_stack(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    stack = torch.stack([a, b])
+    return stack[0] * 2, stack[1] + stack[0], stack
 
 
 def _meshgrid(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -236,6 +241,48 @@ RECORDS = (
         Here.DELEGATED,
         "means and products, without the op that crashed",
         (case(functional.instance_norm, x(1, 3, 4, 4, 4)),),
+    ),
+    Regression(
+        released("9.1.dev1"),
+        "A pass over stacked and split tensors took one use of a part for all",
+        Here.DELEGATED,
+        "the cases pass it, and are right",
+        (
+            case(lambda a, b: torch.stack([a, b]).unbind(), x(3), x(3), note="unbind"),
+            case(_parts_of_a_stack, x(3), x(3), note="parts"),
+        ),
+    ),
+    Regression(
+        released("9.1.dev1"),
+        "Products of vectors had wrong shapes, and integer weights became linear layers",
+        Here.DELEGATED,
+        "ExecuTorch makes matrices of the vectors; products of integers stay on the CPU",
+        (
+            case(torch.matmul, x(3), x(3, 4), note="vector-by-matrix"),
+            case(torch.matmul, x(4, 3), x(3), note="matrix-by-vector"),
+            case(torch.dot, x(3), x(3), note="dot"),
+        ),
+    ),
+    Regression(
+        released("9.1.dev1"),
+        "An ellipsis in `einsum` failed to convert",
+        Here.DELEGATED,
+        "ExecuTorch decomposes that form",
+        (case(lambda a, b: torch.einsum("...i,ij->...j", a, b), x(2, 3, 4), x(4, 5), note="dots"),),
+    ),
+    Regression(
+        released("9.1.dev1"),
+        "The shift of `layer_norm` was checked by the shape of its scale",
+        Here.DELEGATED,
+        "a shift alone is added",
+        (case(lambda v, b: functional.layer_norm(v, (4,), None, b), x(2, 4), w(4), note="shift"),),
+    ),
+    Regression(
+        released("9.1.dev1"),
+        "Weights quantized with zero points that are floats were dequantized with others",
+        Here.DELEGATED,
+        "weights are dequantized by an op of our own",
+        held_by="tests/ops/test_compressed_rules.py::test_compressed_weights_are_delegated",
     ),
     Regression(
         issues(COREMLTOOLS, 2826),

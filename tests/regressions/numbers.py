@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from ops.op_samples.sample import i, w, x
 from torch.nn import functional
 
-from regressions.record import COREMLTOOLS, Here, Regression, case, issues
+from regressions.record import COREMLTOOLS, Here, Regression, case, issues, released
 
+_BY_49 = x(values=[49.0 * n for n in range(-9, 10)])
 _SMALL = x(values=[1e-3, 1e-2, 0.25, 1.0])
 _ABOUT_ONE = x(values=[0.25, 1.25, 2.5, 7.25, -0.25, -1.75])
 _QUOTIENT = (
@@ -195,6 +198,53 @@ RECORDS = (
         refused={"aten.logcumsumexp.default": "coremltools unrolls it over the dimension"},
     ),
     Regression(
+        released("9.0"),
+        "A quotient by a constant is a product with its reciprocal, in fp16 below whole numbers: "
+        "`div` with `rounding_mode='trunc'` was one too small",
+        Here.REPAIRED,
+        "the op that divides and rounds down, on magnitudes",
+        (
+            case(torch.div, _BY_49, 49.0, rounding_mode="trunc", note="trunc"),
+            case(torch.div, _BY_49, -49.0, rounding_mode="trunc", note="trunc-negative"),
+            case(torch.floor_divide, _BY_49, 49.0, note="floor"),
+        ),
+    ),
+    Regression(
+        released("9.1.dev1"),
+        "`selu` and `celu` lost their scale",
+        Here.DELEGATED,
+        "the scale is a factor",
+        (
+            case(functional.selu, x(3, 4), note="selu"),
+            case(functional.celu, x(3, 4), 0.5, note="celu"),
+        ),
+    ),
+    Regression(
+        released("9.1.dev1"),
+        "`ones_like` of another dtype had that of its argument",
+        Here.DELEGATED,
+        "the result is cast",
+        (case(lambda v: torch.ones_like(v, dtype=torch.float32) * 0.5, i(3), note="ones_like"),),
+    ),
+    Regression(
+        released("9.1.dev1"),
+        "`cumsum` and `arange` of floats were folded to wrong values",
+        Here.DELEGATED,
+        "the cases fold, and are right",
+        (
+            case(lambda v: torch.cumsum(torch.ones(4), 0) + v, x(4), note="cumsum"),
+            case(lambda v: torch.arange(0, 1, 0.25) + v, x(4), note="arange"),
+        ),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2568),
+        "`randint` drew its upper bound, too",
+        Here.REFUSED,
+        "coremltools rounds toward zero, so not all integers are equally likely",
+        (case(lambda v: torch.randint(0, 3, (4,)) + v, x(4), compare=False),),
+        refused={"aten.randint.low": "not all integers are equally likely"},
+    ),
+    Regression(
         issues(COREMLTOOLS, 2601),
         "`pow(x, 2)` differed from `x * x` on the device, in fp16",
         Here.DELEGATED,
@@ -236,14 +286,25 @@ RECORDS = (
         ),
     ),
     Regression(
-        issues(COREMLTOOLS, 2687, 2359, 2618, 2690),
-        "`softplus`, `mish` and `logsumexp` collapse on the Neural Engine in fp16 beyond about 10",
-        Here.NOT_CONCERNED,
-        "an error of that engine; `compute_unit` and `keep_fp32` avoid it",
+        issues(COREMLTOOLS, 2687, 2359, 2618),
+        "`softplus` and `mish` are zero on the Neural Engine in fp16 beyond about 10",
+        Here.REPAIRED,
+        "of numbers below zero alone, to which `relu` is added",
         (
-            case(functional.softplus, x(values=[8.0, 10.5, 20.0, 50.0])),
-            case(functional.mish, x(values=[8.0, 10.5, 20.0, 50.0]), note="mish"),
-            case(torch.logsumexp, x(values=[[7.0, 8.0, 12.0], [20.0, 3.0, 1.0]]), -1, note="sum"),
+            case(functional.softplus, x(values=[-30.0, -1.0, 0.0, 8.0, 10.5, 20.0, 50.0])),
+            case(functional.mish, x(values=[-30.0, -1.0, 0.0, 8.0, 10.5, 50.0]), note="mish"),
         ),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2690),
+        "`logsumexp` is zero on the Neural Engine in fp16 beyond about 7",
+        Here.REPAIRED,
+        "exponentials of the distance from the largest number",
+        (
+            case(torch.logsumexp, x(values=[[7.0, 8.0, 12.0], [200.0, 3.0, 1.0]]), -1),
+            case(torch.logsumexp, x(2, 3, 4), (0, 2), keepdim=True, note="dimensions"),
+            case(torch.logsumexp, x(values=[[math.inf, 1.0]]), -1, note="infinite"),
+        ),
+        absent=("reduce_log_sum_exp",),
     ),
 )

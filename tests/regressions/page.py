@@ -60,6 +60,9 @@ def _links(record: Regression) -> str:
 def _link(issue: str) -> str:
     repository, _, number = issue.partition("#")
     name = repository.partition("/")[2]
+    if not number:
+        package, _, version = name.partition("@")
+        return f"[{package} {version}](https://pypi.org/project/{package}/{version}/)"
     return f"[{name} {number}](https://github.com/{repository}/issues/{number})"
 
 

@@ -67,7 +67,8 @@ class Regression:
     """One report, or several of the same error.
 
     Attributes:
-        issues: Issues and pull requests, as ``owner/repo#number``; the first names its tests.
+        issues: Issues and pull requests, as ``owner/repo#number``, or a release, as
+            ``owner/repo@version``; the first names its tests.
         wrong: What went wrong upstream, in a sentence.
         here: How this package treats it.
         because: By which means its result is right, or why it is refused or does not apply.
@@ -89,6 +90,11 @@ class Regression:
     def __post_init__(self) -> None:
         named = tuple(replace(c, target=self.issues[0]) for c in self.cases)
         object.__setattr__(self, "cases", named)
+
+
+def released(version: str) -> tuple[str, ...]:
+    """A release of coremltools, for what its sources alone show."""
+    return (f"{COREMLTOOLS}@{version}",)
 
 
 def issues(repository: str, *numbers: int) -> tuple[str, ...]:

@@ -54,6 +54,7 @@ _OCTANTS = (
     x(values=[1.0, 2.0, 2.0, 1.0, -1.0, -2.0, -2.0, -1.0, 0.0, 0.0, 1.0, -1.0, 0.0, -0.0, -0.0]),
     x(values=[2.0, 1.0, -1.0, -2.0, -2.0, -1.0, 1.0, 2.0, 3.0, -3.0, 0.0, 0.0, 0.0, -3.0, -0.0]),
 )
+_BY_49 = x(values=[49.0 * n for n in range(-9, 10)])
 _BETWEEN = x(values=[0.25, 1.25, 2.5, -0.25, -1.75, 3.0])
 _ONES = w(values=[1.0] * 6)
 
@@ -150,6 +151,10 @@ ACCEPTED = (
     accept("aten.fmod.Scalar", _BETWEEN, 1.0, note="one"),
     accept("aten.floor_divide.default", _BETWEEN, _ONES, note="ones"),
     accept("aten.div.Scalar_mode", _BETWEEN, 1, rounding_mode="floor", note="one"),
+    *(
+        accept("aten.div.Scalar_mode", _BY_49, y, rounding_mode="trunc", note=f"by{y:.0f}")
+        for y in (49.0, -49.0)
+    ),
     *(accept(f"aten.{op}.Tensor", x(2, 3), x(3), note="float") for op in _SCALARS),
     *(accept(f"aten.{op}.Tensor", i(2, 3), i(2, 3), note="int64") for op in _SCALARS),
     *(accept(f"aten.{op}.Tensor", b(2, 3), b(2, 3), note="bool") for op in ("eq", "ne")),

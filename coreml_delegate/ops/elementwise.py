@@ -245,39 +245,6 @@ def _is_negative(node: Node, x: Node) -> Node:
     return insert(node, ATEN.logical_or.default, *signs)
 
 
-def _asinh(node: Node) -> None:
-    """``log(|x| + sqrt(x ** 2 + 1))`` with the sign of x, in terms that no square overflows.
-
-    Coremltools registers it and fails: apple/coremltools#2569.
-    """
-    x = cast(node, node.args[0], value_of(node).dtype)
-    size = insert(node, ATEN.abs.default, x)
-    long = insert(node, ATEN.clamp.default, size, 1.0)
-    part = insert(node, ATEN.div.Tensor, size, long)
-    ratio = insert(node, ATEN.div.Tensor, insert(node, ATEN.clamp.default, size, None, 1.0), long)
-    square = insert(node, ATEN.mul.Tensor, ratio, ratio)
-    root = insert(node, ATEN.sqrt.default, insert(node, ATEN.add.Scalar, square, 1.0))
-    rest = insert(node, ATEN.log.default, insert(node, ATEN.add.Tensor, part, root))
-    whole = insert(node, ATEN.add.Tensor, insert(node, ATEN.log.default, long), rest)
-    become(node, ATEN.mul.Tensor, whole, insert(node, ATEN.sign.default, x))
-
-
-def _acosh(node: Node) -> None:
-    """``log(x) + log(1 + sqrt(1 - 1 / x ** 2))``, where no square overflows.
-
-    Coremltools registers it and fails: apple/coremltools#2569.
-    """
-    x = cast(node, node.args[0], value_of(node).dtype)
-    near = insert(node, ATEN.clamp.default, x, None, _ROOT_IS_ONE)
-    below, above = (
-        insert(node, ATEN.div.Tensor, insert(node, ATEN.add.Scalar, near, step), near)
-        for step in (-1.0, 1.0)
-    )
-    root = insert(node, ATEN.sqrt.default, insert(node, ATEN.mul.Tensor, below, above))
-    rest = insert(node, ATEN.log.default, insert(node, ATEN.add.Scalar, root, 1.0))
-    become(node, ATEN.add.Tensor, insert(node, ATEN.log.default, x), rest)
-
-
 def _pow(node: Node) -> None:
     """Small powers of integers as products: MIL has powers of floats alone."""
     arguments, dtype = arguments_of(node), value_of(node).dtype
@@ -392,7 +359,6 @@ def _reciprocal(node: Node) -> None:
 
 
 _HIGHEST_POWER = 4
-_ROOT_IS_ONE = 1e4  # and for all numbers above
 _BOUNDS = ("min", "max")
 _ONES_LIKE = "aten.ones_like.default"
 _ORDERED = holds(_ordered, ReasonCode.DTYPE, "booleans have no order in Core ML")
@@ -431,8 +397,6 @@ RECORDS = (
         _floating(f"aten.{name}", rewrite=promote("self", "other"))
         for name in ("div.Scalar", "div.Tensor")
     ),
-    _floating("aten.acosh.default", rewrite=_acosh),
-    _floating("aten.asinh.default", rewrite=_asinh),
     _floating("aten.atan2.default", rewrite=_atan2),
     _floating("aten.reciprocal.default", rewrite=_reciprocal),
     *(_numeric(f"aten.{name}.default") for name in ("abs", "neg", "sign")),

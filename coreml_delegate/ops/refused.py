@@ -72,3 +72,6 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
     )
 )
 """Every refused op by target name."""
+
+UNTRANSLATED = frozenset({"aten.acosh.default", "aten.asinh.default"})
+"""Ops that coremltools registers to say that it does not translate them: apple/coremltools#2569."""

@@ -178,8 +178,6 @@ _CITING = {
     "aten.argmax.default-flat": "pytorch/executorch#11715",
     "aten.argmin.default-flat": "pytorch/executorch#11715",
     "aten.diagonal.default-above": "apple/coremltools#2565",
-    "aten.asinh.default": "apple/coremltools#2569",
-    "aten.acosh.default": "apple/coremltools#2569",
     "aten.softplus.default-threshold": "apple/coremltools#2725",
     "aten._log_softmax.default-far": "apple/coremltools#2763",
     "aten.atan2.default-octants": "apple/coremltools#2769",

@@ -24,8 +24,6 @@ _UNARY = {
     "sqrt": {"low": 0.0},
     "acos": {"low": -0.9, "high": 0.9},
     "asin": {"low": -0.9, "high": 0.9},
-    "asinh": {"low": -8.0, "high": 8.0},
-    "acosh": {"low": 1.0, "high": 8.0},
     "atan": {},
     "atanh": {"low": -0.9, "high": 0.9},
     "cosh": {},

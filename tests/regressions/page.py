@@ -17,7 +17,7 @@ coremltools 9.0 converts some calls to programs that compute something else, or 
 cannot run, and says nothing. These are the reports about its converter that came after that
 release, and those about ExecuTorch's own Core ML backend. `tests/regressions` makes the calls of
 each, with the arguments that show the error, lowers them in fp16 and fp32, and compares both
-engines with PyTorch.
+engines with PyTorch. What is said of Apple's devices is as reported: the tests run without one.
 """
 _HEADINGS = {
     Here.REPAIRED: "Rewritten since",

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
 from coreml_delegate.errors import OptionError
 from coreml_delegate.option_checks import instance, list_of
-from coreml_delegate.targets import Opset
+from coreml_delegate.targets import ComputeUnit, Opset
 from coreml_delegate.weight_compression import (
     LINEAR_OPTION,
     Stage,
@@ -41,15 +41,6 @@ from coreml_delegate.weight_compression import OPTION as COMPRESSION_KEY
 
 if TYPE_CHECKING:
     from executorch.exir.backend.compile_spec_schema import CompileSpec
-
-
-class ComputeUnit(enum.Enum):
-    """Where Core ML may schedule the model; the value is what the device reads."""
-
-    ALL = "all"
-    CPU_AND_GPU = "cpu_and_gpu"
-    CPU_AND_NE = "cpu_and_ne"
-    CPU_ONLY = "cpu_only"
 
 
 class Precision(enum.Enum):

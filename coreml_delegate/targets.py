@@ -1,4 +1,4 @@
-"""Table of deployment targets, MIL opsets and Core ML specification versions.
+"""Deployment targets: processors, MIL opsets and Core ML specification versions.
 
 Each iOS release that ships a new opset has exactly one specification version; the macOS, watchOS
 and tvOS releases of the same year are aliases of it.
@@ -11,6 +11,15 @@ from __future__ import annotations
 import enum
 
 from coreml_delegate.errors import OptionError
+
+
+class ComputeUnit(enum.Enum):
+    """Where Core ML may schedule the model; the value is what the device reads."""
+
+    ALL = "all"
+    CPU_AND_GPU = "cpu_and_gpu"
+    CPU_AND_NE = "cpu_and_ne"
+    CPU_ONLY = "cpu_only"
 
 
 class Opset(enum.IntEnum):

@@ -39,7 +39,8 @@ def load_mlpackage(
     Args:
         path: The package folder; weights stay mapped, not read.
         function_name: None for the default function.
-        engine: ``auto`` (the fastest that can run it), ``openvino`` or ``reference``.
+        engine: ``auto`` (the fastest that can run it), ``coreml`` (on macOS), ``openvino`` or
+            ``reference``.
         options: How to execute.
 
     Raises:
@@ -65,7 +66,7 @@ def load_blob(
     Args:
         blob: The bytes; weights are views of it.
         function_name: None for the default function.
-        engine: ``auto``, ``openvino`` or ``reference``.
+        engine: ``auto``, or an engine's name.
         options: How to execute.
 
     Raises:
@@ -96,8 +97,9 @@ def load_program(
             runtime) or ``auto``, which is ``python``: it needs no compiler, and torch's kernels are
             faster than the portable ones for ops outside the delegates. Where it cannot run the
             program (delegates of other backends, ops that torch does not have) and the stock
-            host can, ``auto`` is that one, and logs why.
-        engine: ``auto``, ``openvino`` or ``reference``.
+            host can, ``auto`` is that one, and logs why. On macOS the stock host runs delegates by
+            the Core ML backend of ExecuTorch's own package, which keeps no states.
+        engine: ``auto``, or an engine's name.
         options: How to execute.
         enable_etdump: Whether calls log their events: the time of each op, in delegates too, which
             makes them slower. ``write_etdump_result_to_file`` writes them, for ExecuTorch's
@@ -110,7 +112,8 @@ def load_program(
         ``snapshot_state`` and ``restore_state``.
 
     Raises:
-        OptionError: Unknown host or engine, or several ``data`` for the stock host.
+        OptionError: Unknown host or engine, or several ``data`` for the stock host; or, on macOS,
+            an engine or its options for the stock host, which has none there.
         BlobFormatError: Not a ``.pte`` or ``.ptd``, or a corrupt one.
         ProgramError: A file cannot be read, or ``data`` lacks what the program keeps outside.
         EngineUnavailableError: The stock host cannot be used here; the message says why.
@@ -127,6 +130,8 @@ def load_program(
     return hosts.load(
         program,
         delegate_loader(engine, options),
+        engine=engine,
+        options=options,
         data=data,
         host=host,
         enable_etdump=enable_etdump,
@@ -138,17 +143,19 @@ def register(*, engine: str = AUTO, options: EngineOptions | None = None) -> Non
     """Let ``executorch.runtime.Runtime`` run programs with Core ML delegates.
 
     Programs loaded afterwards use this engine; a later call replaces it. On macOS, where the
-    runtime has Core ML itself, this does nothing.
+    runtime has Core ML itself, nothing is registered.
 
     Args:
-        engine: ``auto``, ``openvino`` or ``reference``.
+        engine: ``auto``, or an engine's name.
         options: How to execute.
 
     Raises:
+        OptionError: Unknown engine; or, on macOS, another than Core ML.
         EngineUnavailableError: For example, there is no C++ compiler for the library it needs.
     """
     if engine not in (AUTO, *ENGINES):
         raise OptionError("unknown engine", got=repr(engine), expected=" | ".join((AUTO, *ENGINES)))
+    hosts.check_demands_on_stock(engine, options)
     stock.register(delegate_loader(engine, options))
 
 

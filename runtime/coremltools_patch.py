@@ -11,7 +11,6 @@ Source: ``coremltools/models/model.py`` of coremltools 9.0.
 from __future__ import annotations
 
 import importlib
-import sys
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -26,6 +25,7 @@ import numpy as np
 from coreml_delegate import third_party
 from coreml_delegate.errors import CoreMLDelegateError, InputError, OptionError
 from coreml_delegate.formats.mlpackage import map_folder
+from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.engines.base import Array, EngineOptions, State
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
 from coreml_delegate.runtime.mil.program import ColorSpace, Feature
@@ -362,7 +362,7 @@ class CoreMLToolsPatch:
 
     def apply(self) -> None:
         """Serve predictions; does nothing if it already does, or on macOS."""
-        if sys.platform == "darwin":
+        if machine.has_core_ml():
             return
         with _LOCK:
             if self not in _ACTIVE:
@@ -393,7 +393,7 @@ def patch_coremltools(engine: str = AUTO, options: EngineOptions | None = None) 
     macOS, where coremltools has Core ML itself, this does nothing.
 
     Args:
-        engine: ``auto``, ``openvino`` or ``reference``.
+        engine: ``auto``, or an engine's name.
         options: How to execute.
 
     Returns:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 import torch
 
-from coreml_delegate.errors import BlobFormatError, InputError, ProgramError
+from coreml_delegate.errors import BlobFormatError, InputError, OptionError, ProgramError
 from coreml_delegate.formats.blob import BlobReference, Buffer, unflatten
 from coreml_delegate.formats.blob_layout import (
     COMPILED,
@@ -20,8 +21,10 @@ from coreml_delegate.formats.blob_layout import (
     metadata_in,
     models_in,
 )
+from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
 from coreml_delegate.runtime.engines.base import EngineOptions, State
+from coreml_delegate.runtime.engines.coreml import CALLED_IN_PYTHON, COREML
 from coreml_delegate.runtime.engines.reference import REFERENCE
 from coreml_delegate.runtime.engines.shapes import InputShapes
 from coreml_delegate.runtime.mil.program import Function, Program
@@ -190,6 +193,8 @@ def python_reason(program: Program, function: Function, engine: str, nbytes: int
     """
     if engine == REFERENCE.name:
         return "the reference engine is Python"
+    if engine == COREML.name:
+        return CALLED_IN_PYTHON
     if nbytes > SMALL:
         return f"it has more than {SMALL >> 20} MB"
     return InputShapes.of(program, function).native_obstacle
@@ -199,14 +204,14 @@ def delegate_loader(engine: str, options: EngineOptions | None = None) -> Delega
     """Return a loader of Core ML delegates for a host.
 
     Args:
-        engine: ``auto``, ``openvino`` or ``reference``.
+        engine: ``auto``, or an engine's name.
         options: How to execute.
     """
 
     def load(payload: DelegatePayload) -> CoreMLDelegate:
         blob, function = resolve(payload)
         files, metadata = blob_files(blob)
-        given = options or EngineOptions()
+        given = _with_compute_unit(options or EngineOptions(), payload)
         if payload.is_observed:
             given = replace(given, profiling=True)
         model = Model.from_files(files, function_name=function, engine=engine, options=given)
@@ -215,6 +220,31 @@ def delegate_loader(engine: str, options: EngineOptions | None = None) -> Delega
         return CoreMLDelegate(model, names, memoryview(blob).nbytes, observer=observer)
 
     return load
+
+
+def _with_compute_unit(options: EngineOptions, payload: DelegatePayload) -> EngineOptions:
+    """Return options with the compute unit that a delegate was exported for, if they have none.
+
+    Where there is no Core ML it stays out: delegates that differ in it are compiled once.
+
+    Raises:
+        BlobFormatError: The delegate has a compute unit that Core ML does not know.
+    """
+    unit = dict(payload.compile_specs).get(_COMPUTE_UNITS)
+    if unit is None or options.compute_unit is not None or not machine.has_core_ml():
+        return options
+    try:
+        return replace(options, compute_unit=unit.decode(errors="replace"))
+    except OptionError as error:
+        raise BlobFormatError(
+            "a compile spec of the delegate has no such value",
+            got=f"{_COMPUTE_UNITS}={error.got}",
+            expected=error.expected,
+        ) from error
+
+
+_COMPUTE_UNITS: Final = "compute_units"
+"""Key of the only compile spec that Core ML's own delegate reads."""
 
 
 def resolve(payload: DelegatePayload) -> tuple[Buffer, str | None]:

@@ -7,7 +7,16 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
 
-from coreml_delegate.errors import EngineUnavailableError, ProgramError, UnsupportedOpError
+from coreml_delegate.errors import (
+    EngineUnavailableError,
+    OptionError,
+    ProgramError,
+    UnsupportedOpError,
+)
+from coreml_delegate.runtime import machine
+from coreml_delegate.runtime.delegate import read_blob, resolve
+from coreml_delegate.runtime.engines.base import EngineOptions, Precision
+from coreml_delegate.runtime.engines.coreml import COREML
 from coreml_delegate.runtime.engines.selection import AUTO
 from coreml_delegate.runtime.program import host as python
 from coreml_delegate.runtime.program import stock
@@ -15,11 +24,12 @@ from coreml_delegate.runtime.program.delegate_interface import (
     COREML_BACKEND_ID,
     NOTHING_PASSED_OVER,
     DelegateLoader,
+    DelegatePayload,
     PassedOver,
 )
 from coreml_delegate.runtime.program.event_trace import EventTrace
 from coreml_delegate.runtime.program.host import PythonProgram
-from coreml_delegate.runtime.program.plan import MethodInfo
+from coreml_delegate.runtime.program.plan import DelegateInfo, MethodInfo
 from coreml_delegate.runtime.program.ptd import ExternalData, Sources, list_sources
 from coreml_delegate.runtime.program.pte import PteProgram, Source
 from coreml_delegate.runtime.program.stock import StockProgram
@@ -33,16 +43,25 @@ HostProgram: TypeAlias = PythonProgram | StockProgram
 _STOCK_LOCK: Final = threading.Lock()
 
 
-def _python_obstacles(program: PteProgram, data: Sources | None) -> tuple[str, ...]:
-    del data  # takes any
+def _python_obstacles(
+    program: PteProgram, data: Sources | None, demand: str | None
+) -> tuple[str, ...]:
+    del data, demand  # takes any
     return _refusals(program, python.check_support)
 
 
-def _stock_obstacles(program: PteProgram, data: Sources | None) -> tuple[str, ...]:
+def _stock_obstacles(
+    program: PteProgram, data: Sources | None, demand: str | None
+) -> tuple[str, ...]:
     if (reason := stock.unavailable_reason()) is not None:
         return (reason,)
     if data is not None and len(list_sources(data)) != 1:
         return ("it takes one file of external data",)
+    if machine.has_core_ml():
+        if demand is not None:
+            return (f"Core ML's own backend does not take {demand}",)
+        if methods := _stateful_methods(program, data):
+            return (f"{_KEEPS_NO_STATE}, which {', '.join(methods)} has",)
     return _refusals(program, lambda method: stock.check_support(method, COREML_BACKEND_ID))
 
 
@@ -57,10 +76,73 @@ def _refusals(program: PteProgram, check: Callable[[MethodInfo], None]) -> tuple
     return tuple(dict.fromkeys(found))
 
 
+_KEEPS_NO_STATE: Final = "ExecuTorch's Core ML backend for macOS keeps no state"
+
+
+def _stateful_methods(program: PteProgram, data: Sources | None) -> list[str]:
+    """Return the names of the methods of which a Core ML delegate has a state."""
+    if data is not None:
+        program = program.with_external(ExternalData.open(data).get)
+    return [
+        method.name
+        for method in program.methods
+        if any(
+            _has_state(program, method, info)
+            for info in method.delegates
+            if info.backend_id == COREML_BACKEND_ID
+        )
+    ]
+
+
+def _has_state(program: PteProgram, method: MethodInfo, info: DelegateInfo) -> bool:
+    payload = DelegatePayload(
+        info.backend_id, info.processed, info.compile_specs, method.name, program.named_data
+    )
+    blob, function = resolve(payload)
+    try:
+        model, _ = read_blob(blob)
+    except ProgramError:  # compiled ahead of time: nothing here reads it
+        return False
+    return bool(model.function(function).states)
+
+
+def _demand(engine: str, options: EngineOptions | None) -> str | None:
+    """Return what is asked that only engines of this package take; None if there is nothing."""
+    given = options or EngineOptions()
+    asked = {
+        f"engine={engine!r}": engine not in (AUTO, COREML.name),
+        f"precision={Precision(given.precision).value!r}": given.precision is not Precision.F32,
+        "exact_nan=True": given.exact_nan,
+        "a compute unit beside the program's own": given.compute_unit is not None,
+    }
+    return next((what for what, is_asked in asked.items() if is_asked), None)
+
+
+def check_demands_on_stock(engine: str, options: EngineOptions | None) -> None:
+    """Refuse an engine and its options where Core ML's own backend runs the delegates.
+
+    Args:
+        engine: ``auto``, or an engine's name.
+        options: How to execute.
+
+    Raises:
+        OptionError: This is macOS, and something is asked that the backend does not take.
+    """
+    demand = _demand(engine, options)
+    if machine.has_core_ml() and demand is not None:
+        raise OptionError(
+            "on macOS the stock host runs delegates by Core ML's own backend",
+            got=demand,
+            remedy="Use host='python', or leave it out",
+        )
+
+
 _DEFAULT: Final = PythonProgram.host_name
 
 # Functions that return why a host cannot run all methods of a program; the default host first.
-_OBSTACLES: Final[Mapping[str, Callable[[PteProgram, Sources | None], tuple[str, ...]]]] = {
+_OBSTACLES: Final[
+    Mapping[str, Callable[[PteProgram, Sources | None, str | None], tuple[str, ...]]]
+] = {
     _DEFAULT: _python_obstacles,
     StockProgram.host_name: _stock_obstacles,
 }
@@ -73,6 +155,8 @@ def load(
     pte: Source,
     loader: DelegateLoader,
     *,
+    engine: str = AUTO,
+    options: EngineOptions | None = None,
     data: Sources | None = None,
     host: str = AUTO,
     enable_etdump: bool = False,
@@ -83,6 +167,8 @@ def load(
     Args:
         pte: Path of a ``.pte``, or its bytes.
         loader: Prepares the Core ML delegates.
+        engine: The engine that ``loader`` uses, or ``auto``.
+        options: Its options.
         data: The data that the program keeps outside.
         host: One of ``HOSTS``. ``auto`` is ``python``, or ``stock`` where that one alone runs all
             methods, which is logged with the reason.
@@ -96,7 +182,7 @@ def load(
     passed_over = NOTHING_PASSED_OVER
     if host == AUTO:
         program = PteProgram.open(pte)
-        host, passed_over = _choose(program, data)
+        host, passed_over = _choose(program, data, _demand(engine, options))
     if host == _DEFAULT:
         external = None if data is None else ExternalData.open(data)
         return PythonProgram.load(
@@ -106,6 +192,9 @@ def load(
             passed_over=passed_over,
             trace=EventTrace(debug_buffer_size) if enable_etdump else None,
         )
+    check_demands_on_stock(engine, options)
+    if machine.has_core_ml() and (methods := _stateful_methods(PteProgram.open(pte), data)):
+        _logger.warning("%s, which %s has", _KEEPS_NO_STATE, ", ".join(methods))
     with _STOCK_LOCK:
         stock.register(loader)
         loaded = StockProgram.load(
@@ -121,11 +210,13 @@ def load(
     return loaded
 
 
-def _choose(program: PteProgram, data: Sources | None) -> tuple[str, PassedOver]:
+def _choose(
+    program: PteProgram, data: Sources | None, demand: str | None
+) -> tuple[str, PassedOver]:
     """Return the first host that runs all methods, or the default host, which may run some."""
     passed_over: dict[str, tuple[str, ...]] = {}
     for name, obstacles in _OBSTACLES.items():
-        reasons = obstacles(program, data)
+        reasons = obstacles(program, data, demand)
         if not reasons:
             if passed_over:
                 _log_passed_over(f"{program.origin} runs on the {name} host", passed_over)

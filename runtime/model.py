@@ -42,7 +42,7 @@ class Model:
     Args:
         program: As read from an mlpackage.
         function_name: None for the program's default function.
-        engine: ``auto``, ``openvino`` or ``reference``.
+        engine: ``auto``, or an engine's name.
         options: How to execute.
         source: The bytes that ``program`` was read from. With them, the compiled function is shared
             with others that run it, and may be found in the cache.

@@ -17,7 +17,7 @@ from coreml_delegate.targets import Opset
 # Copies, because importing the enums takes seconds; a test compares them.
 COMPUTE_UNITS = ("all", "cpu_and_gpu", "cpu_and_ne", "cpu_only")
 PRECISIONS = ("float16", "float32")
-ENGINES = ("auto", "openvino", "reference")
+ENGINES = ("auto", "coreml", "openvino", "reference")
 ENGINE_PRECISIONS = ("f32", "bf16")
 HOSTS = ("auto", "python", "stock")
 _LARGEST = 2**63 - 1
@@ -130,6 +130,11 @@ def add_engine(parser: argparse.ArgumentParser, *, judging: bool = False) -> Non
         help="floating-point type that the openvino engine computes in (default: f32)",
     )
     parser.add_argument(
+        "--compute-unit",
+        choices=COMPUTE_UNITS,
+        help="processors that the coreml engine may use (default: those of the export)",
+    )
+    parser.add_argument(
         "--exact-nan",
         action="store_true",
         help="propagate NaN through every op of the openvino engine, which costs some speed",
@@ -151,6 +156,24 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="one input per file, in order (.npy, .png, .jpg), or several in a .npz; default: "
         "random. Images are resized, cropped and normalised as for ImageNet",
+    )
+
+
+def add_min_sqnr(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--min-sqnr``."""
+    parser.add_argument(
+        "--min-sqnr",
+        type=decibels,
+        default=30.0,
+        metavar="DB",
+        help="fail below this ratio of signal to error, in dB, for any output (default: 30)",
+    )
+
+
+def add_samples(parser: argparse.ArgumentParser, *, of: str = "") -> None:
+    """Declare ``--samples``."""
+    parser.add_argument(
+        "--samples", type=positive, default=4, help=f"random inputs{of} (default: 4)"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
@@ -18,14 +18,15 @@ from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.runtime import hosts
 from coreml_delegate.runtime.delegate import CoreMLDelegate, delegate_loader, read_blob
 from coreml_delegate.runtime.diagnosis import Diagnosis
-from coreml_delegate.runtime.engines.selection import REFERENCE
+from coreml_delegate.runtime.engines.selection import OPENVINO, REFERENCE
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Feature, Function
 from coreml_delegate.runtime.mil.reader import read_mlpackage
 from coreml_delegate.runtime.program.delegate_interface import COREML_BACKEND_ID, DelegatePayload
 from coreml_delegate.runtime.program.plan import JumpFalseCall, TensorSpec
 from coreml_delegate.runtime.program.pte import PteProgram
-from coreml_delegate.runtime.program.states import mutated_inputs
+from coreml_delegate.runtime.program.states import mutated_inputs, snapshot, states_of
+from coreml_delegate.runtime.snapshots import Snapshot
 from coreml_delegate.scripts.delegates import open_pte, partition_names, partitions_of
 from coreml_delegate.scripts.stablehlo_files import (
     compile_file,
@@ -80,6 +81,12 @@ class Execution:
     engines: Mapping[str, tuple[str, ...]]
     declared: Mapping[str, tuple[str, ...]]
 
+    @classmethod
+    def of(cls, executions: Iterable[Execution]) -> Execution:
+        """Return the engines of all of these, each with its types in any of them."""
+        all_ = list(executions)
+        return cls(_united([e.engines for e in all_]), _united([e.declared for e in all_]))
+
     def __str__(self) -> str:
         return ", ".join(map(self._describe, self.engines)) or "no engine of this package"
 
@@ -89,8 +96,21 @@ class Execution:
         return f"{engine} in {' and '.join(types) or 'integers'}{remark}"
 
 
+def _united(mappings: Sequence[Mapping[str, tuple[str, ...]]]) -> dict[str, tuple[str, ...]]:
+    names = dict.fromkeys(name for mapping in mappings for name in mapping)
+    return {
+        name: tuple(sorted({type_ for mapping in mappings for type_ in mapping.get(name, ())}))
+        for name in names
+    }
+
+
 class LoadedProgram(Protocol):
     """A program ready to be called."""
+
+    @property
+    def host_name(self) -> str:
+        """Name of the host that runs it; empty for a program that needs none."""
+        ...
 
     @property
     def inputs(self) -> tuple[Port, ...]:
@@ -111,6 +131,10 @@ class LoadedProgram(Protocol):
         Returns:
             Outputs by name, in order.
         """
+        ...
+
+    def states(self) -> Snapshot:
+        """Return copies of the states of its Core ML models, by name."""
         ...
 
     def expected_of(self, outcome: Outcome) -> list[Output]:
@@ -134,7 +158,7 @@ def load(
         method: Method, or function of the package; None for ``forward``, the only method, or the
             default function.
         host: ``auto``, ``python`` or ``stock``; an ``.mlpackage`` needs none.
-        engine: ``auto``, ``openvino`` or ``reference``; None for the fastest engine that computes
+        engine: ``auto``, or an engine's name; None for the fastest engine that computes
             in the program's own types.
         options: Engine options.
         data: The ``.ptd`` files of a ``.pte`` with external data.
@@ -246,7 +270,10 @@ def _refuse_options_of_pte(
 def engine_options(args: argparse.Namespace) -> runtime.EngineOptions:
     """Return the engine options of the arguments of ``add_engine``."""
     return runtime.EngineOptions(
-        threads=args.threads, precision=args.engine_precision, exact_nan=args.exact_nan
+        threads=args.threads,
+        precision=args.engine_precision,
+        exact_nan=args.exact_nan,
+        compute_unit=args.compute_unit,
     )
 
 
@@ -287,7 +314,7 @@ def _execution(models: Sequence[runtime.Model], options: runtime.EngineOptions) 
     fast = _COMPUTED[runtime.Precision(options.precision)].label
     return Execution(
         {
-            name: tuple(sorted(types)) if name == REFERENCE.name else (fast,) if types else ()
+            name: tuple(sorted(types)) if name != OPENVINO.name else (fast,) if types else ()
             for name, types in declared.items()
         },
         {name: tuple(sorted(types)) for name, types in declared.items()},
@@ -313,6 +340,7 @@ class _LoadedPte:
     ) -> None:
         self._program = program
         self._method = method
+        self.host_name = program.host_name
         self.inputs = program_ports(program, method)
         program.load_method(method)
         self._mutated = mutated_inputs(program.program.method(method))
@@ -329,6 +357,10 @@ class _LoadedPte:
             else f"output_{next(returned)}": as_output(result)
             for position, result in enumerate(results)
         }
+
+    def states(self) -> Snapshot:
+        held = states_of(self._method, self._program.delegates(self._method))
+        return snapshot(dict(held))
 
     def expected_of(self, outcome: Outcome) -> list[Output]:
         mutated = [outcome.inputs[position] for position in self._mutated.values()]
@@ -365,6 +397,8 @@ def _port(index: int, spec: Any) -> Port:
 
 
 class _LoadedPackage:
+    host_name = ""
+
     def __init__(self, model: runtime.Model, options: runtime.EngineOptions) -> None:
         self._model = model
         self._state = model.make_state()
@@ -377,11 +411,16 @@ class _LoadedPackage:
         results = self._model.predict(arrays, self._state)
         return {name: torch.from_numpy(array) for name, array in results.items()}
 
+    def states(self) -> Snapshot:
+        return {} if self._state is None else self._state.snapshot()
+
     def expected_of(self, outcome: Outcome) -> list[Output]:
         return [value for value in outcome.results if isinstance(value, torch.Tensor)]
 
 
 class _LoadedStableHLO:
+    host_name = ""
+
     def __init__(self, program: Program, options: runtime.EngineOptions) -> None:
         self._program = program
         self.inputs = stablehlo_ports(program)
@@ -393,6 +432,9 @@ class _LoadedStableHLO:
             name: torch.from_numpy(np.array(array))
             for name, array in zip(self._program.outputs, results, strict=True)
         }
+
+    def states(self) -> Snapshot:
+        return {}
 
     def expected_of(self, outcome: Outcome) -> list[Output]:
         return [value for value in outcome.results if isinstance(value, torch.Tensor)]
@@ -481,7 +523,7 @@ class _TraceablePte:
             raise ProgramError(
                 f"method {self._method!r} has no {COREML_BACKEND_ID} delegate", got=path.name
             )
-        self._program = hosts.load(path, self._load)
+        self._program = hosts.load(path, self._load, engine=REFERENCE.name)
         self.inputs = program_ports(self._program, self._method)
         self._program.load_method(self._method)
 

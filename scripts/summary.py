@@ -13,7 +13,7 @@ from coreml_delegate.formats.blob import unflatten
 from coreml_delegate.formats.blob_layout import metadata_in
 from coreml_delegate.quantization.weight_inventory import summarize_weights
 from coreml_delegate.runtime.delegate import python_reason, read_blob
-from coreml_delegate.runtime.engines.selection import ENGINES
+from coreml_delegate.runtime.engines.selection import ENGINES, engines_here
 from coreml_delegate.runtime.mil.program import (
     Feature,
     Function,
@@ -173,7 +173,7 @@ def _options(info: DelegateInfo) -> dict[str, Any] | None:
 
 def _function(function: Function) -> dict[str, Any]:
     ops = [op for op in function.block.walk() if op.type != _CONST]
-    obstacles = {name: _obstacles(name, function) for name in ENGINES}
+    obstacles = {name: _obstacles(name, function) for name in engines_here()}
     return {
         "name": function.name,
         "opset": function.opset,

@@ -103,6 +103,25 @@ def locate(files: Mapping[str, Buffer]) -> PackageParts:
     return PackageParts(spec=memoryview(files[spec_path]), weights=weights)
 
 
+def empty_folders(files: Mapping[str, Buffer]) -> list[str]:
+    """Return the folders of an mlpackage that its manifest lists, and that have no file.
+
+    Coremltools lists a folder of weights even if there are no weights, and refuses a package that
+    lacks a listed folder.
+
+    Raises:
+        BlobFormatError: The manifest is missing or malformed.
+    """
+    items, _ = _read_manifest(files)
+    paths = [f"{_DATA}/{item.get('path')}" for item in items.values() if isinstance(item, dict)]
+    return [
+        path
+        for path in paths
+        if not any(name == path or name.startswith(f"{path}/") for name in files)
+        and not {"", ".", ".."} & set(path.split("/"))
+    ]
+
+
 def assemble(spec: bytes, weights: Mapping[str, Content]) -> dict[str, Content]:
     """Return the files of an mlpackage; equal arguments give equal bytes.
 
@@ -139,16 +158,23 @@ def _map_file(path: Path, smallest: int) -> memoryview:
 
 
 def _root_item(files: Mapping[str, Buffer]) -> str:
+    _, path = _read_manifest(files)
+    return f"{_DATA}/{path}"
+
+
+def _read_manifest(files: Mapping[str, Buffer]) -> tuple[Mapping[str, Any], str]:
+    """Return the items that the manifest lists, and the path of the specification."""
     if MANIFEST not in files:
         raise BlobFormatError("mlpackage lacks its manifest", expected=MANIFEST)
     try:
         manifest = json.loads(bytes(files[MANIFEST]))
-        path: Any = manifest["itemInfoEntries"][manifest["rootModelIdentifier"]]["path"]
+        items: Any = manifest["itemInfoEntries"]
+        path: Any = items[manifest["rootModelIdentifier"]]["path"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BlobFormatError("malformed mlpackage manifest", got=str(error)) from error
-    if not isinstance(path, str):
+    if not isinstance(path, str) or not isinstance(items, dict):
         raise BlobFormatError("malformed mlpackage manifest", got=f"path {path!r}")
-    return f"{_DATA}/{path}"
+    return items, path
 
 
 def _item_id(path: str) -> str:

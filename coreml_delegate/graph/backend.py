@@ -19,7 +19,7 @@ class Backend:
     """The options that graphs are compiled and run with.
 
     Args:
-        engine: ``auto``, ``openvino`` or ``reference``: what runs them on this machine.
+        engine: ``auto``, or an engine's name: what runs them on this machine.
         compute_units: Where a device may run them: a ``ct.ComputeUnit``, or its name.
         target: Deployment target, a ``ct.target`` or its name.
         precision: Floating-point type for values of float32: a ``ct.precision`` or ``"float16"`` or

@@ -151,7 +151,7 @@ class Executable:
         """Return the same graph on another engine, without converting it again.
 
         Args:
-            engine: ``auto``, ``openvino`` or ``reference``.
+            engine: ``auto``, or an engine's name.
             options: How it executes; None for those that the graph was compiled with.
 
         Raises:

@@ -114,7 +114,7 @@ def compile(
         source: MLIR text; MLIR bytecode, a portable artifact or a serialized ``jax.export`` as
             bytes; the path of a file with any of these; a ``jax.export.Exported`` or a
             ``jax.stages.Lowered``.
-        engine: ``auto``, ``openvino`` or ``reference``: what runs it on this machine.
+        engine: ``auto``, or an engine's name: what runs it on this machine.
         states: Arguments of ``main``, by position or name, that become states, each with the
             position of the result that replaces it.
         dimensions: For sizes that the program leaves open, by name: the least and the most (from 1

@@ -13,6 +13,7 @@ from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function
 from coreml_delegate.runtime.native import NativeCall, NativeInterface, NativeProgram
 from coreml_delegate.runtime.snapshots import Array, Snapshot
+from coreml_delegate.targets import ComputeUnit
 
 
 class Precision(enum.Enum):
@@ -40,10 +41,12 @@ class EngineOptions:
             ``CompiledFunction.run_profiled``.
         cache: Where compiled programs are kept between processes, or None to keep none. By default
             read from the environment; see ``CacheOptions.from_environment``.
+        compute_unit: Where the coreml engine may run a program: a ``ComputeUnit`` or its value, or
+            None for what the program was exported for.
 
     Raises:
-        OptionError: No such precision, fewer threads than one, or a value of the environment
-            variable that is not understood.
+        OptionError: No such precision or compute unit, fewer threads than one, or a value of the
+            environment variable that is not understood.
     """
 
     threads: int | None = None
@@ -51,20 +54,34 @@ class EngineOptions:
     exact_nan: bool = False
     cache: CacheOptions | None = field(default_factory=CacheOptions.from_environment)
     profiling: bool = False
+    compute_unit: ComputeUnit | str | None = None
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
             raise OptionError(
                 "wrong number of threads", got=str(self.threads), expected="1 or more, or None"
             )
-        try:
-            object.__setattr__(self, "precision", Precision(self.precision))
-        except ValueError:
-            raise OptionError(
-                "unknown engine precision",
-                got=repr(self.precision),
-                expected=" | ".join(member.value for member in Precision),
-            ) from None
+        object.__setattr__(self, "precision", _member(Precision, self.precision))
+        if self.compute_unit is not None:
+            object.__setattr__(self, "compute_unit", _member(ComputeUnit, self.compute_unit))
+
+
+def _member(kind: type[enum.Enum], value: object) -> enum.Enum:
+    """Return the member of an option's enum that ``value`` is, or is the value of."""
+    try:
+        return kind(value)
+    except ValueError:
+        raise OptionError(
+            f"unknown {_OPTIONS[kind]}",
+            got=repr(value),
+            expected=" | ".join(member.value for member in kind),
+        ) from None
+
+
+_OPTIONS: Mapping[type[enum.Enum], str] = {
+    Precision: "engine precision",
+    ComputeUnit: "compute unit",
+}
 
 
 class State(Protocol):

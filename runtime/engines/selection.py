@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import threading
-import weakref
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from coreml_delegate.errors import EngineUnavailableError, OptionError, UnsupportedOpError
+from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.engines.base import CompiledFunction, Engine, EngineOptions
+from coreml_delegate.runtime.engines.coreml import COREML
+from coreml_delegate.runtime.engines.live_values import LiveValues
 from coreml_delegate.runtime.engines.openvino.engine import OPENVINO
 from coreml_delegate.runtime.engines.reference.engine import REFERENCE
 from coreml_delegate.runtime.engines.source import ProgramSource
@@ -18,10 +18,19 @@ from coreml_delegate.runtime.mil.program import Function
 
 logger = logging.getLogger(__name__)
 
-ENGINES: Mapping[str, Engine] = {engine.name: engine for engine in (OPENVINO, REFERENCE)}
+ENGINES: Mapping[str, Engine] = {engine.name: engine for engine in (COREML, OPENVINO, REFERENCE)}
 """Every engine by name, fastest first."""
 
 AUTO = "auto"
+
+
+def engines_here() -> dict[str, Engine]:
+    """Return the engines that ``auto`` asks on this machine, by name, fastest first.
+
+    Core ML is no part of other systems than macOS: it is not asked there, and no reason is given.
+    """
+    left_out = set[str]() if machine.has_core_ml() else {COREML.name}
+    return {name: engine for name, engine in ENGINES.items() if name not in left_out}
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -39,56 +48,6 @@ class Selection:
     compiled: CompiledFunction
     passed_over: Mapping[str, tuple[str, ...]]
     source: ProgramSource | None = None
-
-
-Value = TypeVar("Value")
-
-
-@dataclass(slots=True)
-class _Slot(Generic[Value]):
-    """The value of one key, and the lock to create it; ``users`` counts the threads at it."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    value: weakref.ref[Value] | None = None
-    users: int = 0
-
-
-class LiveValues(Generic[Value]):
-    """One value for each key, shared by all who ask for the key while anyone holds the value.
-
-    Threads that ask for one key at the same time wait for the first of them; different keys do not
-    wait for each other.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._slots: dict[Hashable, _Slot[Value]] = {}
-
-    def get(self, key: Hashable, create: Callable[[], Value]) -> Value:
-        """Return the live value of ``key``, or ``create`` it; raises what ``create`` raises."""
-        with self._lock:
-            slot = self._slots.setdefault(key, _Slot[Value]())
-            slot.users += 1
-        try:
-            with slot.lock:
-                value = slot.value() if slot.value is not None else None
-                if value is None:
-                    value = create()
-                    slot.value = weakref.ref(value)
-                return value
-        finally:
-            with self._lock:
-                slot.users -= 1
-                self._drop_unused()
-
-    def _drop_unused(self) -> None:
-        unused = [
-            key
-            for key, slot in self._slots.items()
-            if not slot.users and (slot.value is None or slot.value() is None)
-        ]
-        for key in unused:
-            del self._slots[key]
 
 
 _COMPILED: LiveValues[Selection] = LiveValues()
@@ -133,7 +92,7 @@ def _compile_with(
         raise UnsupportedOpError(
             f"the {name} engine cannot run function {function.name!r}",
             got="; ".join(_reasons(engine, function, error)),
-            remedy="Use engine='auto'",
+            remedy=error.remedy or "Use engine='auto'",
         ) from error
 
 
@@ -141,7 +100,7 @@ def _compile_with_fastest(
     function: Function, options: EngineOptions, source: ProgramSource | None
 ) -> Selection:
     passed_over: dict[str, tuple[str, ...]] = {}
-    for name, engine in ENGINES.items():
+    for name, engine in engines_here().items():
         try:
             # Compiled at once: asking first would translate every program twice.
             return Selection(name, engine.compile(function, options, source), passed_over, source)

@@ -28,9 +28,16 @@ class ProgramSource:
     Args:
         spec: The serialized ``Model`` message.
         weights: Weight files by path relative to the specification.
+        files: All files of the mlpackage by relative POSIX path, if it is known.
     """
 
-    def __init__(self, spec: Buffer, weights: Mapping[str, Buffer]) -> None:
+    def __init__(
+        self,
+        spec: Buffer,
+        weights: Mapping[str, Buffer],
+        files: Mapping[str, Buffer] | None = None,
+    ) -> None:
+        self.files = dict(files or {})
         self._spec = memoryview(spec)
         self._weights = {name: memoryview(data) for name, data in sorted(weights.items())}
 
@@ -42,7 +49,12 @@ class ProgramSource:
             BlobFormatError: The manifest is malformed, or a part is missing.
         """
         parts = locate(files)
-        return cls(parts.spec, parts.weights)
+        return cls(parts.spec, parts.weights, files)
+
+    @property
+    def spec(self) -> memoryview:
+        """The serialized ``Model`` message."""
+        return self._spec
 
     @functools.cached_property
     def spec_digest(self) -> bytes:

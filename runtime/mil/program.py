@@ -247,6 +247,17 @@ class Function:
     outputs: tuple[Feature, ...]
     states: tuple[Feature, ...] = ()
 
+    def output_types(self) -> dict[str, TensorType]:
+        """Return the types that the outputs are computed in, by name."""
+        declared = {named.name: named.type for named in self.params}
+        for op in self.block.ops:
+            declared.update((output.name, output.type) for output in op.outputs)
+        return {
+            name: type_
+            for name in self.block.outputs
+            if isinstance(type_ := declared[name], TensorType)
+        }
+
     def computed_in(self) -> Counter[DType]:
         """Count the results that the function computes in each floating-point type.
 

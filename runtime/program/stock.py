@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -22,6 +21,7 @@ from coreml_delegate.errors import (
     ProgramError,
     UnsupportedOpError,
 )
+from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.op_errors import first_line
 from coreml_delegate.runtime.program import shim_build, states
@@ -66,7 +66,7 @@ _REGISTER_LOCK: Final = threading.Lock()
 
 def unavailable_reason() -> str | None:
     """Return why the stock runtime cannot run Core ML delegates on this machine; None if it can."""
-    return None if _has_core_ml() else shim_build.unavailable_reason()
+    return None if machine.has_core_ml() else shim_build.unavailable_reason()
 
 
 def register(loader: DelegateLoader, *, backend_id: str = COREML_BACKEND_ID) -> None:
@@ -83,7 +83,7 @@ def register(loader: DelegateLoader, *, backend_id: str = COREML_BACKEND_ID) -> 
     Raises:
         EngineUnavailableError: See ``unavailable_reason``; or another backend has that name.
     """
-    if _has_core_ml() and backend_id == COREML_BACKEND_ID:
+    if machine.has_core_ml() and backend_id == COREML_BACKEND_ID:
         _logger.debug("the runtime has Core ML's own backend; nothing to register")
         return
     with _REGISTER_LOCK:
@@ -355,7 +355,7 @@ class StockProgram:
 
     def _check_reachable(self, info: MethodInfo) -> None:
         buffers = states.mutable_buffers(info)
-        if buffers or (_has_core_ml() and info.delegates):
+        if buffers or (machine.has_core_ml() and info.delegates):
             raise ProgramError(
                 "the stock runtime does not give access to what the program keeps",
                 got=f"{len(buffers)} mutable buffer(s) outside of delegates in {info.name!r}"
@@ -433,10 +433,6 @@ def _as_path(data: Sources | None) -> Generator[Path | None]:
         path = Path(folder) / "external.ptd"
         path.write_bytes(source)
         yield path
-
-
-def _has_core_ml() -> bool:
-    return sys.platform == "darwin"
 
 
 def _runtime() -> Any:

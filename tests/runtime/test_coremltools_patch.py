@@ -397,6 +397,6 @@ def test_does_nothing_on_macos(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rejects_an_unknown_engine() -> None:
     before = _patched()
-    with pytest.raises(OptionError, match=r"unknown engine: got 'ane', expected auto \| openvino"):
+    with pytest.raises(OptionError, match=r"unknown engine: got 'ane', expected auto \| coreml"):
         runtime.patch_coremltools("ane")
     assert _patched() == before

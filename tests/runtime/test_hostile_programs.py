@@ -30,7 +30,7 @@ from coreml_delegate.runtime.engines.openvino import graph
 from coreml_delegate.runtime.engines.openvino.computed_sizes import require_room
 from coreml_delegate.runtime.engines.openvino.engine import OPENVINO
 from coreml_delegate.runtime.engines.reference import REFERENCE, memory_guard
-from coreml_delegate.runtime.engines.selection import ENGINES
+from coreml_delegate.runtime.engines.selection import engines_here
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import NamedType, Program, StateType, TensorType
 from coreml_delegate.runtime.mil.reader import WeightFile, read_files, read_mlpackage, read_program
@@ -184,7 +184,7 @@ def test_names_that_are_no_text_are_refused():
         read_program(data, {})
 
 
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=lambda engine: engine.name)
+@pytest.mark.parametrize("engine", engines_here().values(), ids=lambda engine: engine.name)
 def test_unknown_ops_and_opsets_are_unsupported(engine):
     unknown = handmade.function([handmade.op("wondrous", "y", x="x")], ["y"])
     with pytest.raises(UnsupportedOpError, match="wondrous"):
@@ -269,7 +269,7 @@ def test_sizes_of_values_are_refused_before_memory_is_taken(kind, little_memory)
     assert "at main op" in str(caught.value)
 
 
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=lambda engine: engine.name)
+@pytest.mark.parametrize("engine", engines_here().values(), ids=lambda engine: engine.name)
 def test_broadcasting_is_refused_before_memory_is_taken(engine, little_memory):
     inputs = {"x": np.ones((1 << 16, 1), np.float32), "y": np.ones((1, 1 << 16), np.float32)}
     function = main(build(lambda x, y: mb.add(x=x, y=y), inputs))
@@ -314,7 +314,7 @@ def test_lists_do_not_grow_without_end(length):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=lambda engine: engine.name)
+@pytest.mark.parametrize("engine", engines_here().values(), ids=lambda engine: engine.name)
 def test_endless_loops_end(engine, dtype, threads, monkeypatch):
     monkeypatch.setattr(limits, "MAX_TURNS", 50)
 
@@ -471,7 +471,7 @@ def test_sizes_that_follow_from_shapes_are_not_checked():
         assert (require_room(sizes, sizes) is not sizes) is is_checked
 
 
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=lambda engine: engine.name)
+@pytest.mark.parametrize("engine", engines_here().values(), ids=lambda engine: engine.name)
 @pytest.mark.parametrize("turns", [0, 1, 49, 50])
 def test_loops_that_end_in_time_do(engine, turns, monkeypatch):
     monkeypatch.setattr(limits, "MAX_TURNS", 50)

@@ -77,7 +77,7 @@ class ReferenceFunction:
         self._function = function
         self._program: CompiledProgram = compiler.compile_function(function)
         self._types = {param.name: param.type for param in function.params}
-        self._outputs = _output_types(function)
+        self._outputs = function.output_types()
         self._admitted: dict[KernelStep, tuple[Any, ...]] = {}
 
     def __call__(self, inputs: Mapping[str, Array], state: State | None = None) -> dict[str, Array]:
@@ -252,14 +252,3 @@ class ReferenceEngine:
 
 
 REFERENCE = ReferenceEngine()
-
-
-def _output_types(function: Function) -> dict[str, TensorType]:
-    declared = {named.name: named.type for named in function.params}
-    for op in function.block.ops:
-        declared.update((output.name, output.type) for output in op.outputs)
-    return {
-        name: declared_type
-        for name in function.block.outputs
-        if isinstance(declared_type := declared[name], TensorType)
-    }

@@ -73,7 +73,7 @@ class _Taking:
 
 
 def test_an_unknown_engine_is_refused():
-    with pytest.raises(OptionError, match=r"got 'gpu', expected auto \| openvino \| reference"):
+    with pytest.raises(OptionError, match=r"got 'gpu', expected auto \| coreml \| openvino"):
         compile_function("gpu", handmade.function([], ["x"]), _OPTIONS)
 
 

@@ -1,0 +1,58 @@
+"""Values that live as long as someone holds them, shared by all who ask for the same key."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+Value = TypeVar("Value")
+
+
+@dataclass(slots=True)
+class _Slot(Generic[Value]):
+    """The value of one key, and the lock to create it; ``users`` counts the threads at it."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    value: weakref.ref[Value] | None = None
+    users: int = 0
+
+
+class LiveValues(Generic[Value]):
+    """One value for each key, shared by all who ask for the key while anyone holds the value.
+
+    Threads that ask for one key at the same time wait for the first of them; different keys do not
+    wait for each other.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slots: dict[Hashable, _Slot[Value]] = {}
+
+    def get(self, key: Hashable, create: Callable[[], Value]) -> Value:
+        """Return the live value of ``key``, or ``create`` it; raises what ``create`` raises."""
+        with self._lock:
+            slot = self._slots.setdefault(key, _Slot[Value]())
+            slot.users += 1
+        try:
+            with slot.lock:
+                value = slot.value() if slot.value is not None else None
+                if value is None:
+                    value = create()
+                    slot.value = weakref.ref(value)
+                return value
+        finally:
+            with self._lock:
+                slot.users -= 1
+                self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        unused = [
+            key
+            for key, slot in self._slots.items()
+            if not slot.users and (slot.value is None or slot.value() is None)
+        ]
+        for key in unused:
+            del self._slots[key]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import InputError, OptionError, ProgramError
 from coreml_delegate.scripts import arguments, console
-from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX
+from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, ENGINES
 from coreml_delegate.scripts.commands import Command
 
 if TYPE_CHECKING:
@@ -29,18 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PROGRAM",
         nargs="?",
         help=".pte, .mlpackage, or StableHLO (.mlir, .stablehlo, .jax); left out if SOURCE is a "
-        "bundled program (.bpte), which has inputs and outputs of its own",
+        "bundled program (.bpte), which has inputs and outputs of its own, and with --against",
     )
     parser.add_argument(
-        "--min-sqnr",
-        type=arguments.decibels,
-        default=30.0,
-        metavar="DB",
-        help="fail below this ratio of signal to error, in dB, for any output (default: 30)",
+        "--against",
+        choices=ENGINES[1:],
+        metavar="ENGINE",
+        help="compare what two engines make of one program, which is SOURCE: --engine (default: "
+        f"auto) and this one ({', '.join(ENGINES[1:])})",
     )
-    parser.add_argument(
-        "--samples", type=arguments.positive, default=4, help="random inputs (default: 4)"
-    )
+    arguments.add_min_sqnr(parser)
+    arguments.add_samples(parser)
     parser.add_argument(
         "--etrecord",
         type=Path,
@@ -56,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    if args.against is not None:
+        return _verify_engine(args)
     if args.program is None:
         return _verify_bundle(args)
     from coreml_delegate.scripts.inputs.source import load_source
@@ -86,8 +88,49 @@ def run(args: argparse.Namespace) -> int:
     if args.etrecord is not None:
         with console.step("Comparing operations"):
             operations = _compare_operations(args, program.execution, samples[0])
-    _print(results, operations, program.execution, as_json=args.json)
-    _require(results, args.min_sqnr)
+    print_results(results, program.execution, operations=operations, as_json=args.json)
+    require(results, args.min_sqnr)
+    return 0
+
+
+def _verify_engine(args: argparse.Namespace) -> int:
+    """Compare two engines on one program, with the same inputs and from the same states."""
+    if args.program is not None or args.etrecord is not None or args.weights or args.input_shape:
+        args.refuse_usage("--against takes a program alone, without a model and its options")
+    if args.engine == args.against:
+        args.refuse_usage(f"--engine and --against are both {args.against}")
+    from coreml_delegate.runtime import EngineOptions
+    from coreml_delegate.runtime.accuracy import Accuracy
+    from coreml_delegate.runtime.engines.selection import AUTO
+    from coreml_delegate.scripts.inputs.input_files import random_inputs, read_inputs
+    from coreml_delegate.scripts.inputs.sampling import generator
+    from coreml_delegate.scripts.programs import engine_options, load
+    from coreml_delegate.source_model import copy_inputs
+
+    path, options = Path(args.source), engine_options(args)
+    with console.step(f"Loading {path}"):
+        # The other options are those of --engine, and other engines refuse them.
+        other_options = EngineOptions(threads=options.threads, compute_unit=options.compute_unit)
+        program, other = (
+            load(path, method=args.method, host=host, engine=engine, options=given, data=args.data)
+            for host, engine, given in (
+                (args.host, args.engine or AUTO, options),
+                (AUTO, args.against, other_options),
+            )
+        )
+    if args.input:
+        samples = [read_inputs(args.input, program.inputs)]
+    else:
+        random = generator(args.seed)
+        samples = [random_inputs(program.inputs, random) for _ in range(args.samples)]
+    results: dict[str, Accuracy] = {}
+    with console.step("Comparing"):
+        for inputs in samples:
+            actual, expected = (each.run(copy_inputs(inputs)) for each in (program, other))
+            for name, got in actual.items():
+                results.setdefault(name, Accuracy()).add(expected[name], got)
+    print_results(results, program.execution, against=other.execution, as_json=args.json)
+    require(results, args.min_sqnr, "the engines differ")
     return 0
 
 
@@ -135,16 +178,30 @@ def _verify_bundle(args: argparse.Namespace) -> int:
                 key = f"{case.method} {name}" if several else name
                 results.setdefault(key, Accuracy()).add(as_output(want), got, None)
     if execution is not None:
-        _print(results, None, execution, as_json=args.json)
-    _require(results, args.min_sqnr)
+        print_results(results, execution, as_json=args.json)
+    require(results, args.min_sqnr)
     return 0
 
 
-def _require(results: dict[str, Accuracy], min_sqnr: float) -> None:
+def require(
+    results: Mapping[str, Accuracy],
+    min_sqnr: float,
+    what: str = "the program differs from its model",
+) -> None:
+    """Refuse results of which one is less accurate than ``min_sqnr``.
+
+    Args:
+        results: Accuracy by output name.
+        min_sqnr: In dB.
+        what: What is wrong then.
+
+    Raises:
+        ProgramError: Names the outputs, and their ratios of signal to error.
+    """
     below = {n: a.sqnr_db for n, a in results.items() if not a.sqnr_db >= min_sqnr}
     if below:
         raise ProgramError(
-            "the program differs from its model",
+            what,
             got=", ".join(
                 f"{name} at {sqnr:.1f} dB{_int32_remark(results[name])}"
                 for name, sqnr in below.items()
@@ -278,13 +335,23 @@ def _samples(
     return [[resample(leaf, random) for leaf in source.leaves] for _ in range(args.samples)]
 
 
-def _print(
-    results: dict[str, Accuracy],
-    operations: list[Operation] | None,
+def print_results(
+    results: Mapping[str, Accuracy],
     execution: Execution,
     *,
+    operations: list[Operation] | None = None,
+    against: Execution | None = None,
     as_json: bool,
 ) -> None:
+    """Print the accuracy of every output.
+
+    Args:
+        results: Accuracy by output name.
+        execution: What computed the outputs.
+        operations: Accuracy of operations, if it is known.
+        against: What computed that with which they are compared, if it is no model.
+        as_json: Whether to write JSON.
+    """
     if as_json:
         outputs = {
             name: {
@@ -297,6 +364,8 @@ def _print(
             for name, accuracy in results.items()
         }
         content: dict[str, Any] = {"engines": execution.engines, "outputs": outputs}
+        if against is not None:
+            content["against"] = against.engines
         if operations is not None:
             content["operations"] = [asdict(operation) for operation in operations]
         console.write_json(content)
@@ -323,7 +392,8 @@ def _print(
             sqnr = "-" if math.isnan(each.sqnr_db) else f"{each.sqnr_db:.1f} dB"
             table.append((each.name, sqnr, ", ".join(each.calls)))
         console.write("\n" + console.columns(table))
-    console.write(f"computed by {execution}")
+    compared = "" if against is None else f", compared with {against}"
+    console.write(f"computed by {execution}{compared}")
 
 
 COMMAND = Command(
@@ -331,7 +401,8 @@ COMMAND = Command(
     summary="compare a program with the model it was made from",
     description="Run the model and the program on the same inputs and compare every output. Give "
     "SOURCE, --weights, --input-shape and --seed the values that export got. SOURCE may be a "
-    "StableHLO file (.mlir, .stablehlo, .jax), which XLA runs.",
+    "StableHLO file (.mlir, .stablehlo, .jax), which XLA runs. With --against, compare two engines "
+    "instead.",
     add_arguments=add_arguments,
     run=run,
 )

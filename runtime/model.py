@@ -45,7 +45,7 @@ class Model:
         engine: ``auto``, or an engine's name.
         options: How to execute.
         source: The bytes that ``program`` was read from. With them, the compiled function is shared
-            with others that run it, and may be found in the cache.
+            with others that run it, and may be found in the cache. Core ML runs nothing else.
 
     Raises:
         ProgramError: No such function.

@@ -91,10 +91,9 @@ class CoreMLState:
         }
         self.held = _new_state(model)
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of the state tensors."""
-        return frozenset(self._like)
+    def is_of(self, model: Any) -> bool:
+        """Whether this is a state of ``model``."""
+        return self._model is model
 
     def snapshot(self) -> Snapshot:
         """Copies of every state tensor; see ``State``."""
@@ -207,7 +206,7 @@ class CoreMLFunction:
         return array.reshape(()) if declared.shape == () else array
 
     def _held(self, state: State | None) -> Any:
-        if isinstance(state, CoreMLState) and state.names == self._states.keys():
+        if isinstance(state, CoreMLState) and state.is_of(self._model):
             return state.held
         if state is None and not self._states:
             return None
@@ -357,7 +356,7 @@ def _function_name(function: Function, source: ProgramSource) -> str | None:
 
 def _load(path: Path, function_name: str | None, unit: ComputeUnit) -> Any:
     ct = third_party.coremltools()
-    with third_party.log_prints(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         # The error itself follows.
         warnings.filterwarnings("ignore", "You will not be able to run predict", RuntimeWarning)
         try:
@@ -372,7 +371,7 @@ def _load(path: Path, function_name: str | None, unit: ComputeUnit) -> Any:
     if error is not None:
         raise _refusal(first_line(error)) from error
     newest = _proxy().maximum_supported_specification_version()
-    raise _refusal(f"its specification version is above {newest}, the newest of this macOS")
+    raise _refusal(f"its specification version is above {newest}, the newest that coremltools has")
 
 
 def _refusal(got: str) -> UnsupportedOpError:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support import core_ml
+from support.command import leftovers
 from support.mil import Opset, builder_program, ct, mb, types
 from support.packages import long_accumulator, long_chain_of_rows, package_files
 
@@ -82,13 +86,20 @@ def _proxied(files, folder, **options):
     return ct.models.MLModel(str(path), **options)
 
 
+def _read_only():
+    array = X.copy()
+    array.flags.writeable = False
+    return array
+
+
 _REFUSED_ARRAYS = {
     "int64": lambda: X.astype(np.int64),
     "bool": lambda: X > 0,
     "float64": lambda: X.astype(np.float64),
     "int32": lambda: X.astype(np.int32),
     "uint8": lambda: X.astype(np.uint8),
-    "read-only": lambda: np.broadcast_to(np.float32(1), X.shape),
+    "read-only": _read_only,
+    "broadcast": lambda: np.broadcast_to(np.float32(1), X.shape),
     "transposed": lambda: np.ascontiguousarray(X.T).T,
     "reversed": lambda: X[::-1],
     "with steps": lambda: np.zeros((2, 6), np.float32)[:, ::2],
@@ -271,7 +282,8 @@ def test_outputs_come_in_order_and_in_the_dtypes_of_the_program(loaded):
 _GIVEN = {
     "float64": lambda: X.astype(np.float64),
     "float16": lambda: X.astype(np.float16),
-    "read-only": lambda: np.broadcast_to(np.float32(1), X.shape),
+    "read-only": _read_only,
+    "broadcast": lambda: np.broadcast_to(np.float32(1), X.shape),
     "transposed": lambda: np.ascontiguousarray(X.T).T,
     "reversed": lambda: X[::-1],
     "with steps": lambda: np.repeat(X, 2, axis=1)[:, ::2],
@@ -365,6 +377,7 @@ def test_states_that_do_not_fit_are_refused(loaded):
         (lambda: state.restore({}), "lacks states"),
         (lambda: model.predict({"x": np.ones(3)}), "do not fit: got no state"),
         (lambda: _model().predict({"x": X}, state), "expected no state"),
+        (lambda: _model(long_accumulator()).predict({"x": np.ones(3)}, state), "do not fit: got"),
     ):
         with pytest.raises(InputError, match=message):
             use()
@@ -432,8 +445,33 @@ def test_functions_of_a_source_share_a_folder_that_is_removed(loaded, temporary)
     assert set(temporary.iterdir()) == before
 
 
+def test_nothing_is_left_by_a_process_that_ends(temporary):
+    program = (
+        "import sys\n"
+        "from support import core_ml\n"
+        "from support.packages import long_accumulator\n"
+        "from coreml_delegate.runtime.model import Model\n"
+        "with core_ml.strict() as loaded:\n"
+        "    model = Model.from_files(long_accumulator(), engine='coreml')\n"
+        "    assert loaded.paths[0].exists()\n"
+        "    print(loaded.paths[0])\n"
+        "    sys.exit(3)\n"
+    )
+    support = str(Path(core_ml.__file__).parents[1])
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": support}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 3, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(temporary)
+    assert not leftovers(temporary)
+
+
 def test_nothing_is_left_by_a_refusal(loaded, temporary):
-    with core_ml.strict(newest=8), pytest.raises(UnsupportedOpError, match=r"above 8, the newest"):
+    with (
+        core_ml.strict(newest=8),
+        pytest.raises(UnsupportedOpError, match=r"above 8, the newest that"),
+    ):
         _model()
     gc.collect()
     assert not list(temporary.iterdir())

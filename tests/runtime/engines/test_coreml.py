@@ -445,6 +445,7 @@ def test_functions_of_a_source_share_a_folder_that_is_removed(loaded, temporary)
     assert set(temporary.iterdir()) == before
 
 
+@pytest.mark.slow  # it imports everything again
 def test_nothing_is_left_by_a_process_that_ends(temporary):
     program = (
         "import sys\n"

@@ -15,6 +15,7 @@ from support.tolerances import ATOL_RTOL
 
 from coreml_delegate import runtime
 from coreml_delegate.errors import OptionError, UnsupportedOpError
+from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.coremltools_patch import FrameworkError, array_to_picture
 from coreml_delegate.runtime.mil.program import ColorSpace
 from coreml_delegate.third_party import quiet_import
@@ -389,7 +390,7 @@ def test_the_context_may_be_entered_again() -> None:
 
 def test_does_nothing_on_macos(monkeypatch: pytest.MonkeyPatch) -> None:
     before = _patched()
-    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(machine, "has_core_ml", lambda: True)
     with runtime.patch_coremltools():
         assert _patched() == before
     assert _patched() == before

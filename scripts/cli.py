@@ -18,6 +18,7 @@ from coreml_delegate.errors import CoreMLDelegateError
 from coreml_delegate.scripts import console, interruption
 from coreml_delegate.scripts.commands import (
     cache,
+    check,
     compile_program,
     convert,
     demo,
@@ -48,6 +49,7 @@ COMMANDS = tuple(
         inspect_program,
         run,
         verify,
+        check,
         trace_values,
         profile,
         record,

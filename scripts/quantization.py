@@ -57,7 +57,17 @@ def add_mode(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_calibration(parser: argparse._ActionsContainer) -> None:  # pyright: ignore[reportPrivateUsage] - groups have no public type
-    parser.add_argument("--calibration", metavar="DATA", help=_CALIBRATION)
+    add_calibration(parser, _CALIBRATION)
+
+
+def add_calibration(parser: argparse._ActionsContainer, purpose: str) -> None:  # pyright: ignore[reportPrivateUsage] - groups have no public type
+    """Declare ``--calibration`` and ``--calibration-samples``.
+
+    Args:
+        parser: Gets the arguments.
+        purpose: Help text of the first.
+    """
+    parser.add_argument("--calibration", metavar="DATA", help=purpose)
     parser.add_argument(
         "--calibration-samples",
         type=arguments.positive,

@@ -5,6 +5,7 @@ from coreml_delegate.partition.report.describe import describe
 from coreml_delegate.partition.report.records import (
     BufferReport,
     Coverage,
+    DeviceFinding,
     NodeReport,
     Obstacle,
     PartitionReport,
@@ -15,6 +16,7 @@ __all__ = [
     "BufferReport",
     "Coverage",
     "DelegationReport",
+    "DeviceFinding",
     "NodeReport",
     "Obstacle",
     "PartitionReport",

@@ -17,7 +17,7 @@ Sizes are in bytes. Reasons have code, text, remedy and issue.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
 from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.ops.call import GETITEM
 from coreml_delegate.partition.report.page import to_html
-from coreml_delegate.partition.report.records import Coverage, ProgramRecord
+from coreml_delegate.partition.report.records import Coverage, DeviceFinding, ProgramRecord
 from coreml_delegate.partition.report.table import to_table
 
 SCHEMA_VERSION = 1
@@ -111,9 +111,20 @@ class DelegationReport(ProgramRecord):
         """Return the report for a terminal: a summary, partitions by op, then every obstacle."""
         return to_table(self)
 
-    def to_html(self, title: str = "Delegation to Core ML") -> str:
-        """Return the report as one HTML page that works offline, its graph open to clicks."""
-        return to_html(self, title)
+    def to_html(
+        self,
+        title: str = "Delegation to Core ML",
+        *,
+        device: Sequence[DeviceFinding] | None = None,
+    ) -> str:
+        """Return the report as one HTML page that works offline, its graph open to clicks.
+
+        Args:
+            title: Title of the page.
+            device: What ``coreml-delegate check`` finds in the lowered program; None leaves its
+                section out.
+        """
+        return to_html(self, title, device)
 
     def __str__(self) -> str:
         return self.to_table()

@@ -16,6 +16,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
+from coreml_delegate.conversion.debug_handles import HANDLE
 from coreml_delegate.conversion.delegation_tags import tag_of
 from coreml_delegate.conversion.proof import ConversionProof
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes, Shape
@@ -145,6 +146,7 @@ def _node(
         flops=flops_of(node),
         weight_bytes=_total_bytes(value for value in values if value in constants),
         cpu_obstacle=cpu_obstacle,
+        debug_handle=handle if isinstance(handle := node.meta.get(HANDLE), int) else None,
     )
 
 

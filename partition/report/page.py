@@ -16,7 +16,7 @@ from coreml_delegate.partition.report.drawing import (
     draw,
     sections,
 )
-from coreml_delegate.partition.report.records import NodeReport, ProgramRecord
+from coreml_delegate.partition.report.records import DeviceFinding, NodeReport, ProgramRecord
 from coreml_delegate.partition.report.table import quantity
 
 _TEMPLATE = "page.html.j2"
@@ -61,8 +61,16 @@ class Panel:
     picture: Picture
 
 
-def to_html(report: ProgramRecord, title: str) -> str:
-    """Return the page."""
+def to_html(
+    report: ProgramRecord, title: str, device: Sequence[DeviceFinding] | None = None
+) -> str:
+    """Return the page.
+
+    Args:
+        report: The report.
+        title: Title of the page.
+        device: What a check of the lowered program has found; None if it was not checked.
+    """
     anchors = {node.name: f"node-{n}" for n, node in enumerate(report.nodes)}
     divided = sections(report.nodes) if len(report.nodes) > _WHOLE else []
     panels = [
@@ -72,6 +80,7 @@ def to_html(report: ProgramRecord, title: str) -> str:
     return _template().render(
         title=title,
         report=report,
+        device=device,
         split=report.node(report.first_split) if report.first_split is not None else None,
         overview=_overview(panels) if panels else _nodes(report.nodes, anchors),
         panels=panels,

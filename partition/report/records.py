@@ -47,6 +47,7 @@ class NodeReport:
         flops: Estimated operations, see ``ops.flops``.
         weight_bytes: Size of the parameters and constants that it takes.
         cpu_obstacle: Why ExecuTorch's own runtime does not run it on the CPU either, or None.
+        debug_handle: ExecuTorch's number of the call it comes from; None if it has none.
     """
 
     name: str
@@ -62,6 +63,7 @@ class NodeReport:
     flops: int
     weight_bytes: int
     cpu_obstacle: Reason | None = None
+    debug_handle: int | None = None
 
     @property
     def delegated(self) -> bool:
@@ -192,6 +194,33 @@ class Obstacle:
     def title(self) -> str:
         """The op, or the reason that calls of several ops have in common."""
         return self.ops[0] if len(self.ops) == 1 else str(self.reasons[0])
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFinding:
+    """A documented cause of trouble on a device, found in a lowered program.
+
+    Attributes:
+        rule: Name of the rule.
+        consequence: What it leads to, for a reader.
+        delegate: Names of the delegates.
+        places: The first places, for a reader.
+        others: How many more there are.
+        got: The value found.
+        reason: What the sources say.
+        remedy: What the user can do, in the imperative.
+        sources: Title and address of each source.
+    """
+
+    rule: str
+    consequence: str
+    delegate: str
+    places: tuple[str, ...]
+    others: int
+    got: str
+    reason: str
+    remedy: str
+    sources: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)

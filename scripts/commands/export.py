@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from coreml_delegate.scripts.quantization import QuantizationSummary
     from coreml_delegate.source_model import Outcome, SourceModel
 
+_PAGE = ".html"
 _FORMS: Mapping[str, Callable[[DelegationReport], str]] = {
-    ".html": lambda report: report.to_html(),
+    _PAGE: lambda report: report.to_html(),
     ".json": lambda report: f"{report.to_json()}\n",
     ".txt": lambda report: f"{report.to_table()}\n",
 }
@@ -149,7 +150,10 @@ def _write(
 ) -> None:
     """Write the program and what goes with it: all files, or none."""
     content: dict[Path, Callable[[], bytes]] = {
-        path: partial(_report, report, path.suffix) for path in args.report
+        path: partial(_page, report, program)
+        if path.suffix == _PAGE and output is not None
+        else partial(_report, report, path.suffix)
+        for path in args.report
     }
     if output is not None and args.etrecord is not None:
         content[args.etrecord] = partial(_etrecord, program, source)
@@ -165,6 +169,22 @@ def _write(
 
 def _report(report: DelegationReport, suffix: str) -> bytes:
     return _FORMS[suffix](report).encode()
+
+
+def _page(report: DelegationReport, program: Any) -> bytes:
+    """Return the report's page, with what a check of the program finds."""
+    from coreml_delegate.device_check import check
+    from coreml_delegate.runtime.program.pte import PteProgram
+    from coreml_delegate.scripts.device_findings import (
+        models_of_pte,
+        modules_of_report,
+        page_rows,
+    )
+
+    if not report.partitions:
+        return report.to_html(device=()).encode()
+    models = models_of_pte(PteProgram.open(program.buffer), modules_of_report(report))
+    return report.to_html(device=page_rows(check(models.checked))).encode()
 
 
 def _etrecord(program: Any, source: SourceModel) -> bytes:

@@ -1,0 +1,222 @@
+"""Rules on operations that the neural engine does not run, runs wrongly or runs slowly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Set
+
+import numpy as np
+
+from coreml_delegate.device_check import sources
+from coreml_delegate.device_check.functions import FunctionView, operands
+from coreml_delegate.device_check.records import (
+    Consequence,
+    Found,
+    Place,
+    Rule,
+    each_function,
+    grouped,
+)
+from coreml_delegate.runtime.mil.program import Constant, Op, Ref
+
+TOKENS = 2**16
+"""Values of uint16, which indices become on the neural engine."""
+
+_TOPK = "topk"
+_RECURRENT = frozenset({"gru", "lstm", "rnn"})
+_ATTENTION = "scaled_dot_product_attention"
+_SOFTMAX = frozenset({"softmax", _ATTENTION})
+_CONVOLUTIONS = frozenset({"conv"})
+_POOLS = frozenset({"avg_pool", "l2_pool", "max_pool"})
+_FAST_POOL_STRIDES = frozenset({1, 2, 4})
+# Ops that hand infinity on to a softmax in what they return.
+_CARRIES = frozenset(
+    {
+        *("add", "cast", "concat", "expand_dims", "identity", "maximum", "minimum", "mul"),
+        *("real_div", "reshape", "select", "slice_by_index", "slice_by_size", "squeeze", "sub"),
+        *("tile", "transpose"),
+    }
+)
+
+
+def _topk(view: FunctionView) -> Iterator[Found]:
+    """Yield the topk ops, those apart whose results only leave the function."""
+
+    def found() -> Iterator[tuple[str, Place]]:
+        for op in view.ops:
+            if op.type == _TOPK:
+                ends = all(_only_leaves(view, output.name) for output in op.outputs)
+                got = "at the end of the model" if ends else "its results are used in the model"
+                yield got, Place.of(view, op)
+
+    yield from grouped(view, found())
+
+
+def _only_leaves(view: FunctionView, name: str) -> bool:
+    """Whether nothing but casts for the outputs uses a value."""
+    return all(
+        user.type == "cast" and not view.users.get(user.outputs[0].name)
+        for user in view.users.get(name, ())
+    )
+
+
+def _recurrent(view: FunctionView) -> Iterator[Found]:
+    found = ((op.type, Place.of(view, op)) for op in view.ops if op.type in _RECURRENT)
+    yield from grouped(view, found)
+
+
+def _attention(view: FunctionView) -> Iterator[Found]:
+    places = tuple(Place.of(view, op) for op in view.ops if op.type == _ATTENTION)
+    if places:
+        yield Found(view.delegate, view.function.name, f"{len(places)} {_ATTENTION}", places)
+
+
+def _wide_gathers(view: FunctionView) -> Iterator[Found]:
+    def found() -> Iterator[tuple[str, Place]]:
+        for op in view.ops:
+            rows = _rows(view, op)
+            # Constant indices are known: they fit where the largest does.
+            indices = view.array(op, "indices")
+            largest = rows - 1 if indices is None else int(indices.max(initial=0))
+            if largest >= TOKENS:
+                yield f"{rows:,} rows", Place.of(view, op)
+
+    yield from grouped(view, found())
+
+
+def _rows(view: FunctionView, op: Op) -> int:
+    """Return the size of the axis that a gather reads; 0 if it is no gather, or unknown."""
+    bindings = op.inputs.get("x", ()) if op.type == "gather" else ()
+    kind = view.tensor_of(bindings[0]) if len(bindings) == 1 else None
+    axis = view.array(op, "axis")
+    if kind is None or not kind.shape:
+        return 0
+    place = 0 if axis is None else int(axis)
+    return kind.shape[place] or 0 if -len(kind.shape) <= place < len(kind.shape) else 0
+
+
+def _infinite_masks(view: FunctionView) -> Iterator[Found]:
+    infinite: set[str] = {
+        name for name, constant in view.constants.items() if _has_infinity(constant)
+    }
+    places: list[Place] = []
+    for op in view.ops:
+        taken = [b for b in operands(op) if _is_infinite(b, infinite)]
+        if taken and op.type in _SOFTMAX:
+            places.append(Place.of(view, op))
+        elif taken and op.type in _CARRIES:
+            infinite.update(output.name for output in op.outputs)
+    if places:
+        yield Found(view.delegate, view.function.name, "infinity in a mask", tuple(places))
+
+
+def _is_infinite(binding: object, infinite: set[str]) -> bool:
+    if isinstance(binding, Constant):
+        return _has_infinity(binding)
+    return isinstance(binding, Ref) and binding.name in infinite
+
+
+def _has_infinity(constant: Constant) -> bool:
+    data = constant.data
+    return isinstance(data, np.ndarray) and data.dtype.kind == "f" and bool(np.isinf(data).any())
+
+
+def _conv_strides(view: FunctionView) -> Iterator[Found]:
+    yield from _strides(view, _CONVOLUTIONS, lambda stride: not _is_of_twos_and_threes(stride))
+
+
+def _pool_strides(view: FunctionView) -> Iterator[Found]:
+    yield from _strides(view, _POOLS, lambda stride: stride not in _FAST_POOL_STRIDES)
+
+
+def _strides(view: FunctionView, ops: Set[str], is_slow: Callable[[int], bool]) -> Iterator[Found]:
+    def found() -> Iterator[tuple[str, Place]]:
+        for op in view.ops:
+            strides = view.array(op, "strides") if op.type in ops else None
+            if strides is not None and any(map(is_slow, strides.reshape(-1).tolist())):
+                yield f"strides {strides.reshape(-1).tolist()}", Place.of(view, op)
+
+    yield from grouped(view, found())
+
+
+def _is_of_twos_and_threes(number: int) -> bool:
+    """Whether a number has no prime factor but 2 and 3."""
+    for factor in (2, 3):
+        while number and number % factor == 0:
+            number //= factor
+    return number == 1
+
+
+RULES = (
+    Rule(
+        name="topk",
+        finds="a choice of the largest by topk",
+        reason="Compute plans of fp16 detectors on an M3 Pro have topk, and the ops that use its "
+        "indices, on the CPU, everything else on the neural engine. On an iPhone 17 Pro one topk "
+        "costs 1.75 ms beside a model on the neural engine, and 0.05 ms on the GPU.",
+        consequence=Consequence.LEAVES_NEURAL_ENGINE,
+        remedy="Return what topk takes, and choose outside of the model, or leave it to "
+        "ExecuTorch's CPU kernel (export --skip-op topk)",
+        sources=(sources.TOPK_PLAN, sources.TOPK_TIME),
+        examine=each_function(_topk),
+    ),
+    Rule(
+        name="recurrent",
+        finds="an RNN, GRU or LSTM op",
+        reason="An engineer of Apple's states that RNN and LSTM ops are not supported on the "
+        "neural engine.",
+        consequence=Consequence.LEAVES_NEURAL_ENGINE,
+        remedy="Expect these on the CPU, or use convolutions or attention in their place",
+        sources=(sources.RECURRENT,),
+        examine=each_function(_recurrent),
+    ),
+    Rule(
+        name="fused-attention",
+        finds="scaled_dot_product_attention",
+        reason="iOS 26 has a bug in its implementation of this op on the neural engine; "
+        "ExecuTorch's Llama is written as matrix products and softmax instead.",
+        consequence=Consequence.LESS_EXACT,
+        remedy="Lower for iOS17, where attention becomes matrix products and softmax",
+        sources=(sources.ATTENTION, sources.LLAMA),
+        examine=each_function(_attention),
+    ),
+    Rule(
+        name="wide-gather",
+        finds=f"a gather from more than {TOKENS:,} rows by computed indices",
+        reason="Core ML converts token indices to uint16 when they are looked up on the neural "
+        "engine, which does not work with the vocabulary of Llama 3.",
+        consequence=Consequence.FAILS,
+        remedy="Leave the embedding to the CPU (export --skip-op embedding)",
+        sources=(sources.EMBEDDING,),
+        examine=each_function(_wide_gathers),
+    ),
+    Rule(
+        name="infinite-mask",
+        finds="infinity in what a softmax takes",
+        reason="The hardware of the neural engine does not handle infinity correctly in softmax; "
+        "Apple masks with -40000.",
+        consequence=Consequence.LESS_EXACT,
+        remedy="Mask with -40000 in place of -inf",
+        sources=(sources.AUTHORING_RULES,),
+        examine=each_function(_infinite_masks),
+    ),
+    Rule(
+        name="conv-stride",
+        finds="a convolution whose stride has other prime factors than 2 and 3",
+        reason="Strides of twos and threes map efficiently to the neural engine; other values "
+        "introduce overhead.",
+        consequence=Consequence.SLOWER,
+        remedy="Use strides of 2, 3, 4, 6, 8, 9, 12, 16, 24 or 32; this needs training",
+        sources=(sources.AUTHORING_RULES,),
+        examine=each_function(_conv_strides),
+    ),
+    Rule(
+        name="pool-stride",
+        finds="pooling with a stride other than 1, 2 and 4",
+        reason="Pooling with a stride of 2 or 4 is efficient on the neural engine; other values, "
+        "as 3 and 5, introduce overhead.",
+        consequence=Consequence.SLOWER,
+        remedy="Use a stride of 2 or 4; this needs training",
+        sources=(sources.AUTHORING_RULES,),
+        examine=each_function(_pool_strides),
+    ),
+)

@@ -1,0 +1,242 @@
+"""Rules on shapes: sizes, ranks, layout, and shapes that vary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from coreml_delegate.device_check import sources
+from coreml_delegate.device_check.functions import FunctionView, tensors
+from coreml_delegate.device_check.records import (
+    Consequence,
+    Found,
+    Place,
+    Rule,
+    each_function,
+    grouped,
+)
+from coreml_delegate.runtime.mil.dtypes import DType
+from coreml_delegate.runtime.mil.program import Op, TensorType
+
+LARGEST_DIMENSION = 16384
+"""Of a tensor on the neural engine of A13 to A15, M1 and M2."""
+
+LARGEST_RANK = 5
+"""Of a tensor on the neural engine."""
+
+_STATE_WIDTH = 32  # elements
+_ALIGNMENT = 64  # bytes of the last axis of an input or output
+_WASTE = 2  # times the memory, from which padding is worth a finding
+_NORM = "layer_norm"
+
+
+def _large_dimensions(view: FunctionView) -> Iterator[Found]:
+    def found() -> Iterator[tuple[str, Place]]:
+        for feature in view.function.inputs:
+            sizes = [size for shape in feature.shapes for size in shape]
+            sizes += [high or low for low, high in feature.bounds]
+            sizes += [size for size in feature.type.shape or () if size is not None]
+            if max(sizes, default=0) > LARGEST_DIMENSION:
+                yield str(max(sizes)), Place("input", feature.name)
+        for op in view.ops:
+            for _, kind in tensors(op.outputs):
+                largest = max((size for size in kind.shape or () if size), default=0)
+                if largest > LARGEST_DIMENSION:
+                    yield str(largest), Place.of(view, op)
+
+    yield from grouped(view, found())
+
+
+def _state_widths(view: FunctionView) -> Iterator[Found]:
+    for state in view.function.states:
+        shape = state.type.shape or ()
+        if shape and shape[-1] is not None and shape[-1] % _STATE_WIDTH:
+            place = Place("state", state.name)
+            yield Found(view.delegate, view.function.name, str(state.type), (place,))
+
+
+def _ranges(view: FunctionView) -> Iterator[Found]:
+    for feature in view.function.inputs:
+        if feature.shapes or all(low == high for low, high in feature.bounds):
+            continue
+        sizes = ", ".join(_range(low, high) for low, high in feature.bounds)
+        place = Place("input", feature.name)
+        yield Found(
+            view.delegate, view.function.name, f"{feature.type.dtype.label}[{sizes}]", (place,)
+        )
+
+
+def _range(low: int, high: int | None) -> str:
+    return str(low) if low == high else f"{low}..{'' if high is None else high}"
+
+
+def _computed_shapes(view: FunctionView) -> Iterator[Found]:
+    if view.enumerates_shapes or view.has_ranges:
+        return  # sizes are unknown because those of an input are
+    yield from grouped(
+        view,
+        (
+            (str(kind), Place.of(view, op))
+            for op in view.ops
+            for _, kind in tensors(op.outputs)
+            if _begins_unknown(view, op, kind)
+        ),
+    )
+
+
+def _begins_unknown(view: FunctionView, op: Op, kind: TensorType) -> bool:
+    """Whether an op has a result of unknown size, although it takes none."""
+    if not _is_unknown(kind):
+        return False
+    taken = (view.tensor_of(binding) for bindings in op.inputs.values() for binding in bindings)
+    return not any(each is not None and _is_unknown(each) for each in taken)
+
+
+def _is_unknown(kind: TensorType) -> bool:
+    return kind.shape is None or None in kind.shape
+
+
+def _enumerated_norms(view: FunctionView) -> Iterator[Found]:
+    if view.enumerates_shapes:
+        norms = [Place.of(view, op) for op in view.ops if op.type == _NORM]
+        if norms:
+            shapes = max(len(feature.shapes) for feature in view.function.inputs)
+            got = f"{len(norms)} with {shapes} enumerated shapes"
+            yield Found(view.delegate, view.function.name, got, tuple(norms))
+
+
+def _states_and_ranges(view: FunctionView) -> Iterator[Found]:
+    flexible = [f for f in view.function.inputs if any(low != high for low, high in f.bounds)]
+    fixed = [f for f in view.function.inputs if f not in flexible and not f.shapes]
+    if view.function.states and flexible and fixed:
+        places = tuple(Place("input", feature.name) for feature in flexible)
+        got = f"{len(flexible)} inputs with ranges, {len(fixed)} fixed"
+        yield Found(view.delegate, view.function.name, got, places)
+
+
+def _high_ranks(view: FunctionView) -> Iterator[Found]:
+    yield from grouped(
+        view,
+        (
+            (f"rank {len(kind.shape)}", Place.of(view, op))
+            for op in view.ops
+            for _, kind in tensors(op.outputs)
+            if kind.shape is not None and len(kind.shape) > LARGEST_RANK
+        ),
+    )
+
+
+def _narrow_axes(view: FunctionView) -> Iterator[Found]:
+    function = view.function
+    for what, features in (
+        ("input", function.inputs),
+        ("output", function.outputs),
+        ("state", function.states),
+    ):
+        for feature in features:
+            factor = _padding(feature.type)
+            if factor >= _WASTE:
+                got = f"{feature.type}, {factor:g} times the memory"
+                place = Place(what, feature.name)
+                yield Found(view.delegate, function.name, got, (place,))
+
+
+def _padding(kind: TensorType) -> float:
+    """Return how many times its size a tensor takes with its last axis padded; 1 if unknown."""
+    shape = kind.shape or ()
+    width = shape[-1] if shape else None
+    # A single row is padded once, which is nothing.
+    if not width or math.prod(size or 1 for size in shape[:-1]) == 1:
+        return 1.0
+    # The neural engine computes in fp16, whatever the type of the boundary.
+    bits = DType.FP16.bits if kind.dtype.is_float else kind.dtype.bits
+    row = width * bits / 8
+    return math.ceil(row / _ALIGNMENT) * _ALIGNMENT / row
+
+
+RULES = (
+    Rule(
+        name="large-dimension",
+        finds=f"a dimension above {LARGEST_DIMENSION:,}",
+        reason="The neural engine of A13 to A15, M1 and M2 takes no dimension above 16,384 in a "
+        "matrix product, that of later chips none above 65,536.",
+        consequence=Consequence.LEAVES_NEURAL_ENGINE,
+        remedy="Split the dimension, for example the output features of the last linear layer, "
+        "and concatenate outside of the delegate",
+        sources=(sources.DIMENSIONS,),
+        examine=each_function(_large_dimensions),
+    ),
+    Rule(
+        name="state-width",
+        finds=f"a state whose last dimension is no multiple of {_STATE_WIDTH}",
+        reason="A stateful model whose state has a width that is no multiple of 32 fails on the "
+        "neural engine; it was seen on macOS 15.2 with an M4, where CPU and GPU run it.",
+        consequence=Consequence.FAILS,
+        remedy="Pad the buffer's last dimension to a multiple of 32, or pass it in and out "
+        "(take_over_mutable_buffer=False)",
+        sources=(sources.STATE_WIDTH,),
+        examine=each_function(_state_widths),
+    ),
+    Rule(
+        name="flexible-input",
+        finds="an input that takes a range of sizes",
+        reason="Of a model with ranges, only the default shape runs on the neural engine; other "
+        "shapes run on the GPU or the CPU. With enumerated shapes each can run there.",
+        consequence=Consequence.LEAVES_NEURAL_ENGINE,
+        remedy="Enumerate the shapes (export --enumerated-shapes), or export one program for each",
+        sources=(sources.RANGES,),
+        examine=each_function(_ranges),
+    ),
+    Rule(
+        name="computed-shape",
+        finds="a result whose size is known at run time only",
+        reason="The neural engine takes fully static shapes.",
+        consequence=Consequence.LEAVES_NEURAL_ENGINE,
+        remedy="Replace the operation by one with a fixed result, a mask say, or leave it to the "
+        "CPU (skip_ops_for_coreml_delegation)",
+        sources=(sources.AUTHORING_RULES,),
+        examine=each_function(_computed_shapes),
+    ),
+    Rule(
+        name="enumerated-layer-norm",
+        finds="layer_norm in a program with enumerated shapes",
+        reason="A model of a layer norm and a matrix product did not run on the neural engine with "
+        "enumerated shapes, and did with a fixed shape (reported in July 2023).",
+        consequence=Consequence.LEAVES_NEURAL_ENGINE,
+        remedy="Export one program for each shape, or look at the compute plan on a Mac "
+        "(--compute-plan)",
+        sources=(sources.ENUMERATED_NORM,),
+        examine=each_function(_enumerated_norms),
+    ),
+    Rule(
+        name="state-with-range",
+        finds="states beside both fixed inputs and inputs with ranges",
+        reason="A stateful model with a mix of fixed inputs and inputs with ranges ends the "
+        "process when it is loaded.",
+        consequence=Consequence.FAILS,
+        remedy="Give all inputs fixed shapes, or pass the buffers in and out "
+        "(take_over_mutable_buffer=False)",
+        sources=(sources.STATE_AND_RANGE,),
+        examine=each_function(_states_and_ranges),
+        neural_engine=False,
+    ),
+    Rule(
+        name="high-rank",
+        finds=f"a tensor of more than {LARGEST_RANK} dimensions",
+        reason="The neural engine rejects intermediate tensors of rank 6 and above.",
+        consequence=Consequence.LEAVES_NEURAL_ENGINE,
+        remedy="Merge or drop dimensions, so that five are left",
+        sources=(sources.AUTHORING_RULES,),
+        examine=each_function(_high_ranks),
+    ),
+    Rule(
+        name="narrow-last-axis",
+        finds="an input, output or state whose last axis is short",
+        reason="The last axis of a buffer is padded to 64 bytes on the neural engine: one element "
+        "of fp16 in the last axis takes 32 times its memory.",
+        consequence=Consequence.SLOWER,
+        remedy="Transpose the tensor, so that a dimension of 32 elements or more comes last",
+        sources=(sources.TRANSFORMERS, sources.AUTHORING_RULES),
+        examine=each_function(_narrow_axes),
+    ),
+)

@@ -1,0 +1,260 @@
+"""Rules on weights: larger than they need to be, stored twice, or in a form that costs."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from coreml_delegate.device_check import sources
+from coreml_delegate.device_check.functions import FunctionView
+from coreml_delegate.device_check.records import (
+    CheckedModel,
+    Consequence,
+    Evidence,
+    Found,
+    Place,
+    Rule,
+    each_function,
+)
+from coreml_delegate.quantization.weight_inventory import DENSE, StoredWeight, weights_of
+from coreml_delegate.runtime.engines.base import Array
+from coreml_delegate.runtime.mil.dtypes import DType
+
+SMALLEST = 4096
+"""Bytes below which a weight is not worth a finding."""
+
+_LARGEST_FILE = 2**31  # bytes
+_WEIGHT = "weight"
+_SAMPLE = 4096  # elements that show whether a weight may have few values
+_MOST_COLOURS = 256  # of the largest lookup table
+_PALETTE_BITS = (1, 2, 4, 6, 8)
+_BLOCKWISE = "constexpr_blockwise_shift_scale"
+_NARROW = 2  # bytes of the widest integer that is narrow
+
+
+def _each_weight(
+    look: Callable[[StoredWeight], tuple[str, int] | None],
+    applies: Callable[[CheckedModel], bool] = lambda _: True,
+) -> Callable[[Evidence], Iterator[Found]]:
+    """Return an examination of dense weights of some size, one after the other.
+
+    Args:
+        look: Returns the value for a reader and the bytes that could be saved, or None.
+        applies: Whether to look at the weights of a model at all.
+    """
+
+    def examine(evidence: Evidence) -> Iterator[Found]:
+        for model in filter(applies, evidence.models):
+            for weight in weights_of(model.program):
+                if weight.scheme != DENSE or weight.stored_bytes < SMALLEST:
+                    continue
+                seen = look(weight)
+                if seen is not None and seen[1] > 0:
+                    place = Place(_WEIGHT, weight.name)
+                    yield Found(model.name, None, seen[0], (place,), seen[1])
+
+    return examine
+
+
+def _data(weight: StoredWeight) -> Array:
+    """Return the stored elements of a dense weight."""
+    data = weight.constants[0].data
+    return data if isinstance(data, np.ndarray) else np.empty(0)
+
+
+def _computes_in_fp16(model: CheckedModel) -> bool:
+    return any(DType.FP16 in view.function.computed_in() for view in model.views())
+
+
+def _wide_floats(weight: StoredWeight) -> tuple[str, int] | None:
+    if weight.stored_as != DType.FP32.label:
+        return None
+    return f"fp32{list(weight.shape)}", weight.stored_bytes // 2
+
+
+def _wide_integers(weight: StoredWeight) -> tuple[str, int] | None:
+    data = _data(weight)
+    if data.dtype.kind not in "iu" or data.itemsize <= _NARROW or not data.size:
+        return None
+    low, high = int(data.min()), int(data.max())
+    narrow = np.promote_types(np.min_scalar_type(low), np.min_scalar_type(high))
+    if narrow.itemsize > _NARROW:
+        return None
+    saved = weight.stored_bytes - data.size * narrow.itemsize
+    return f"{weight.stored_as} from {low} to {high}, fits {narrow.name}", saved
+
+
+def _equal_values(weight: StoredWeight) -> tuple[str, int] | None:
+    data = _data(weight)
+    flat = data.reshape(-1)
+    if not flat.size or flat[0] != flat[-1] or not (flat == flat[0]).all():
+        return None
+    return f"{flat.size:,} times {flat[0]:g}", weight.stored_bytes - data.itemsize
+
+
+def _few_values(weight: StoredWeight) -> tuple[str, int] | None:
+    data = _data(weight).reshape(-1)
+    if data.dtype.kind != "f":
+        return None
+    # A look at some of them first: most weights have too many values, and are large.
+    if len(np.unique(data[:: max(data.size // _SAMPLE, 1)])) > _MOST_COLOURS:
+        return None
+    colours = len(np.unique(data))
+    if not 1 < colours <= _MOST_COLOURS:
+        return None  # one value alone is another finding
+    bits = next(bits for bits in _PALETTE_BITS if colours <= 2**bits)
+    stored = math.ceil(data.size * bits / 8) + 2**bits * data.itemsize
+    return f"{colours} different values, {bits} bits with a table", weight.stored_bytes - stored
+
+
+def _duplicates(evidence: Evidence) -> Iterator[Found]:
+    held: dict[int, list[tuple[CheckedModel, StoredWeight]]] = {}
+    for model in evidence.models:
+        for weight in weights_of(model.program):
+            if weight.stored_bytes >= SMALLEST:
+                held.setdefault(weight.stored_bytes, []).append((model, weight))
+    for candidates in held.values():
+        yield from map(_duplicate, _with_equal_bytes(candidates))
+
+
+def _with_equal_bytes(
+    candidates: Iterable[tuple[CheckedModel, StoredWeight]],
+) -> Iterator[list[tuple[CheckedModel, StoredWeight]]]:
+    listed = list(candidates)
+    if len(listed) < 2:
+        return
+    equal: dict[bytes, list[tuple[CheckedModel, StoredWeight]]] = {}
+    for model, weight in listed:
+        digest = hashlib.blake2b(repr((weight.scheme, weight.stored_as)).encode())
+        for constant in weight.constants:
+            stored = constant.stored
+            if isinstance(stored, np.ndarray):
+                digest.update(np.ascontiguousarray(stored).view(np.uint8).data)
+        equal.setdefault(digest.digest(), []).append((model, weight))
+    yield from (group for group in equal.values() if len(group) > 1)
+
+
+def _duplicate(group: list[tuple[CheckedModel, StoredWeight]]) -> Found:
+    nbytes = group[0][1].stored_bytes
+    names = list(dict.fromkeys(model.name for model, _ in group))
+    several = len(names) > 1
+    places = tuple(
+        Place(_WEIGHT, f"{model.name}: {weight.name}" if several else weight.name)
+        for model, weight in group
+    )
+    remedy = (
+        "Lower the methods with weights shared (generate_multimethod_weight_sharing_strategy_"
+        "compile_spec), or partitions of one method as one, by what splits them in the report"
+        if several
+        else None
+    )
+    return Found(
+        ", ".join(names),
+        None,
+        f"{len(group)} times {nbytes:,} bytes",
+        places,
+        (len(group) - 1) * nbytes,
+        remedy,
+    )
+
+
+def _large_files(evidence: Evidence) -> Iterator[Found]:
+    for model in evidence.models:
+        total = sum(weight.stored_bytes for weight in weights_of(model.program))
+        if total >= _LARGEST_FILE:
+            yield Found(model.name, None, f"{total:,} bytes")
+
+
+def _blocks(view: FunctionView) -> Iterator[Found]:
+    places: list[Place] = []
+    for op in view.locations:
+        scale = view.array(op, "scale") if op.type == _BLOCKWISE else None
+        # One scale for each row is per channel: a block is a part of a row.
+        if scale is not None and sum(size > 1 for size in scale.shape) > 1:
+            places.append(Place(_WEIGHT, op.outputs[0].name))
+    if places:
+        got = f"{len(places)} with several scales in a row"
+        yield Found(view.delegate, view.function.name, got, tuple(places))
+
+
+RULES = (
+    Rule(
+        name="large-file",
+        finds="weights of 2 GB and more in one model",
+        reason="A model whose weight file exceeds about 2^31 bytes was converted, and failed when "
+        "it was loaded (reported in March 2023).",
+        consequence=Consequence.FAILS,
+        remedy="Compress the weights (export --quantize), or lower the model in parts",
+        sources=(sources.LARGE_FILE,),
+        examine=_large_files,
+        neural_engine=False,
+    ),
+    Rule(
+        name="blockwise-weights",
+        finds="weights quantized in blocks",
+        reason="ExecuTorch's Llama example quantizes weights by block or by channel, and states "
+        "that the neural engine requires channels.",
+        consequence=Consequence.LEAVES_NEURAL_ENGINE,
+        remedy="Quantize with one scale for each output channel, or by palettes",
+        sources=(sources.LLAMA,),
+        examine=each_function(_blocks),
+    ),
+    Rule(
+        name="fp32-weights",
+        finds="weights stored in fp32 in a program that computes in fp16",
+        reason="The precision of the weights in an ML program is that of its computation, fp16 by "
+        "default; fp32 takes twice the bytes.",
+        consequence=Consequence.LARGER_FILE,
+        remedy="Leave the ops that take them out of keep_fp32",
+        sources=(sources.PRECISION,),
+        examine=_each_weight(_wide_floats, _computes_in_fp16),
+        neural_engine=False,
+    ),
+    Rule(
+        name="wide-integers",
+        finds="constant integers of 32 bits that fit fewer",
+        reason="Since iOS17 ops on indices, gather for one, take integers of 8 and 16 bits.",
+        consequence=Consequence.LARGER_FILE,
+        remedy="Store the table in a narrower type, and lower for iOS17",
+        sources=(sources.MIL_OPS,),
+        examine=_each_weight(_wide_integers),
+        neural_engine=False,
+    ),
+    Rule(
+        name="equal-values",
+        finds="a constant tensor of one value",
+        reason="MIL has ops that repeat a value, fill and the broadcasts of elementwise ops; a "
+        "constant is stored with every element.",
+        consequence=Consequence.LARGER_FILE,
+        remedy="Use a scalar, or a tensor of sizes 1 that broadcasts; leave a bias of zeros out",
+        sources=(sources.MIL_OPS,),
+        examine=_each_weight(_equal_values),
+        neural_engine=False,
+    ),
+    Rule(
+        name="few-values",
+        finds="a weight of so few values that a lookup table holds it exactly",
+        reason="A table of n bits has 2^n entries, and a weight is stored as indices into it: "
+        "weights of no more values lose nothing.",
+        consequence=Consequence.LARGER_FILE,
+        remedy="Palettize the weight, from iOS16 on (weight_compression by palettize_weights in "
+        "mode unique)",
+        sources=(sources.PALETTES,),
+        examine=_each_weight(_few_values),
+        neural_engine=False,
+    ),
+    Rule(
+        name="duplicate-weights",
+        finds="weights of equal bytes that are stored several times",
+        reason="Functions of one model share weights; models do not. Core ML Tools finds equal "
+        "weights by a hash when it merges models.",
+        consequence=Consequence.LARGER_FILE,
+        remedy="Use one parameter in the model for both",
+        sources=(sources.MULTIFUNCTION,),
+        examine=_duplicates,
+        neural_engine=False,
+    ),
+)

@@ -1,0 +1,294 @@
+"""``coreml-delegate check``: find what a device may refuse, run elsewhere or store twice."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coreml_delegate.errors import OptionError, ProgramError
+from coreml_delegate.scripts import arguments, console, quantization
+from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, check_output, new_output
+from coreml_delegate.scripts.commands import Command
+
+if TYPE_CHECKING:
+    from coreml_delegate.device_check import Finding
+    from coreml_delegate.device_check.compute_plan import ComparedOp
+    from coreml_delegate.runtime import Diagnosis
+    from coreml_delegate.scripts.device_findings import ProgramModels
+
+# Copies, because importing the enum takes seconds; a test compares them.
+CONSEQUENCES = (
+    "fails",
+    "leaves-neural-engine",
+    "less-exact",
+    "slower",
+    "larger-file",
+    "newer-system",
+)
+_ANY = "any"
+
+_Content = Mapping[str, Any]
+_FORMS: Mapping[str, Callable[[str, _Content], str]] = {
+    ".json": lambda _, content: console.as_json(content),
+    ".txt": lambda text, _: text,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "program",
+        type=Path,
+        metavar="PROGRAM",
+        nargs="?",
+        help=".pte, .bpte or .mlpackage; left out with --rules",
+    )
+    parser.add_argument(
+        "--rules", action="store_true", help="list the rules with their sources, and stop"
+    )
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="RULE",
+        help="rule to leave out, repeatable",
+    )
+    parser.add_argument(
+        "--fail-on",
+        action="append",
+        default=[],
+        choices=(*CONSEQUENCES, _ANY),
+        metavar="CONSEQUENCE",
+        help="fail if a finding has this consequence, repeatable: "
+        f"{', '.join(CONSEQUENCES)} or {_ANY} (default: findings are no failure)",
+    )
+    parser.add_argument(
+        "--etrecord",
+        type=Path,
+        metavar="FILE",
+        help="ETRecord that export wrote: name the modules of the model",
+    )
+    quantization.add_calibration(
+        parser,
+        "inputs to run, for the rules on overflow and underflow: a folder of images or arrays, "
+        "FILE.npz or MODULE:FACTORY; a .bpte brings its own",
+    )
+    arguments.add_method(parser)
+    parser.add_argument(
+        "--compute-plan",
+        action="store_true",
+        help="on a Mac: show what each operation really runs on, beside what the rules predict",
+    )
+    arguments.add_data(parser)
+    arguments.add_report(parser, _FORMS, what="the findings")
+    arguments.add_force(parser)
+    arguments.add_json(parser)
+    parser.set_defaults(refuse_usage=parser.error)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    if args.rules:
+        return _list_rules(args)
+    if args.program is None:
+        args.refuse_usage("the following arguments are required: PROGRAM")
+    reports: list[Path] = args.report
+    for path in reports:
+        check_output(path, force=args.force)
+    with console.step("Importing ExecuTorch and coremltools"):
+        from coreml_delegate.device_check import check, rule_named
+        from coreml_delegate.device_check.compute_plan import require_macos
+        from coreml_delegate.scripts import device_findings
+    for name in args.ignore:
+        rule_named(name)
+    if args.compute_plan:
+        require_macos()
+    with console.step(f"Reading {args.program}"):
+        models = _models(args)
+    for delegates, why in models.unreadable.items():
+        console.warn(f"{delegates} is not checked: {why}")
+    diagnoses = _diagnoses(args)
+    with console.step("Checking"):
+        findings = check(models.checked, diagnoses, ignore=args.ignore)
+    content: dict[str, Any] = {
+        "program": str(args.program),
+        "delegates": [name for model in models.checked for name in model.name.split(", ")],
+        "runs": len(diagnoses),
+        "findings": [finding.as_dict() for finding in findings],
+        "saved_bytes": device_findings.saved_bytes(findings),
+    }
+    text = device_findings.table(findings) if findings else "nothing found"
+    if args.compute_plan:
+        with console.step("Asking Core ML for its plans"):
+            plans = dict(_plans(models, findings))
+        content["compute_plans"] = {name: _plan_data(plan) for name, plan in plans.items()}
+        text = "\n\n".join((text, *(_plan_text(name, plan) for name, plan in plans.items())))
+    with ExitStack() as files:
+        for path in reports:
+            file = files.enter_context(new_output(path, force=args.force))
+            file.write(f"{_FORMS[path.suffix](text, content)}\n".encode())
+    if args.json:
+        console.write_json(content)
+    else:
+        console.write(text)
+    _fail_on(findings, args.fail_on)
+    return 0
+
+
+def _list_rules(args: argparse.Namespace) -> int:
+    if args.program is not None:
+        args.refuse_usage("--rules goes without PROGRAM")
+    from coreml_delegate.device_check import RULES
+    from coreml_delegate.scripts.device_findings import rules_text
+
+    if args.json:
+        console.write_json([rule.as_dict() for rule in RULES])
+    else:
+        console.write(rules_text(RULES))
+    return 0
+
+
+def _models(args: argparse.Namespace) -> ProgramModels:
+    from coreml_delegate.scripts.delegates import open_pte
+    from coreml_delegate.scripts.device_findings import (
+        models_of_package,
+        models_of_pte,
+        modules_of_etrecord,
+    )
+    from coreml_delegate.scripts.programs import is_package
+
+    path: Path = args.program
+    if is_package(path):
+        for option, given in (("--data", args.data), ("--etrecord", args.etrecord)):
+            if given:
+                raise OptionError(f"{option} is for a .pte", got=str(path))
+        return models_of_package(path)
+    modules = None if args.etrecord is None else modules_of_etrecord(args.etrecord)
+    return models_of_pte(open_pte(path, args.data), modules)
+
+
+def _diagnoses(args: argparse.Namespace) -> list[tuple[str, Diagnosis]]:
+    """Run the program on the user's data, every value in fp16 and in fp32."""
+    from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB
+    from coreml_delegate.scripts.programs import load_traceable
+
+    samples: list[tuple[str | None, list[Any]]] = []
+    path: Path = args.program
+    if args.calibration is not None:
+        program = load_traceable(path, method=args.method, min_sqnr_db=MIN_SQNR_DB)
+        samples = [(args.method, each) for each in _samples(args, program.inputs)]
+    elif path.suffix == BUNDLE_SUFFIX:
+        from coreml_delegate.runtime.program.bundle import cases_of
+        from coreml_delegate.runtime.program.pte import map_source
+
+        view, _ = map_source(path, "the program", f"a {BUNDLE_SUFFIX} file")
+        samples = [
+            (case.method, list(case.inputs))
+            for case in cases_of(view)
+            if args.method in (None, case.method)
+        ]
+    elif args.method is not None:
+        raise OptionError("--method is for the runs of --calibration", got=args.method)
+    found: list[tuple[str, Diagnosis]] = []
+    with console.progress(samples, "Running on the data") as shown:
+        for method, inputs in shown:
+            # Each begins with the program's own state.
+            program = load_traceable(path, method=method, min_sqnr_db=MIN_SQNR_DB)
+            found += program.diagnose(inputs)
+    return found
+
+
+def _samples(args: argparse.Namespace, ports: Sequence[Any]) -> list[list[Any]]:
+    import torch
+
+    from coreml_delegate.source_model import SourceModel
+
+    examples = {
+        port.name: torch.empty(port.shape, dtype=port.dtype) if port.is_tensor else port.fixed
+        for port in ports
+    }
+    like = SourceModel(module=lambda **inputs: inputs, args=(), kwargs=examples, exported=None)
+    return quantization.read_samples(args, like)
+
+
+def _plans(
+    models: ProgramModels, findings: Sequence[Finding]
+) -> Iterator[tuple[str, list[ComparedOp]]]:
+    from coreml_delegate.device_check.compute_plan import compare_plan, compute_plan
+    from coreml_delegate.formats.files import new_folder
+
+    for each in models.models:
+        with tempfile.TemporaryDirectory(prefix="coreml-delegate-") as folder:
+            package = Path(folder) / "model.mlpackage"
+            with new_folder(each.files, package):
+                pass
+            units = {use.compute_unit for use in each.model.uses}
+            planned = compute_plan(package, units.pop() if len(units) == 1 else None)
+        yield each.model.name, compare_plan(planned, findings, each.model.name)
+
+
+def _plan_data(plan: Sequence[ComparedOp]) -> list[dict[str, Any]]:
+    return [
+        {
+            "function": each.planned.function,
+            "op": each.planned.op_type,
+            "output": each.planned.output,
+            "runs_on": None if each.planned.preferred is None else each.planned.preferred.value,
+            "supported": [processor.value for processor in each.planned.supported],
+            "cost": each.planned.cost,
+            "predicted_by": list(each.predicted),
+        }
+        for each in plan
+    ]
+
+
+def _plan_text(name: str, plan: Sequence[ComparedOp]) -> str:
+    from coreml_delegate.device_check.compute_plan import Processor
+
+    counts: Counter[str] = Counter()
+    costs: dict[str, float] = {}
+    rows = [("operation", "output", "runs on", "share", "predicted by")]
+    for each in plan:
+        op = each.planned
+        unit = "unknown" if op.preferred is None else op.preferred.value
+        counts[unit] += 1
+        costs[unit] = costs.get(unit, 0.0) + (op.cost or 0.0)
+        if op.preferred is not Processor.NEURAL_ENGINE or each.predicted:
+            share = "-" if op.cost is None else f"{op.cost:.1%}"
+            rows.append((op.op_type, op.output, unit, share, ", ".join(each.predicted) or "-"))
+    summary = [("runs on", "operations", "share")]
+    summary += [(unit, str(n), f"{costs[unit]:.1%}") for unit, n in counts.most_common()]
+    sections = [f"Core ML's plan of {name}", console.columns(summary, indent=2)]
+    if len(rows) > 1:
+        sections.append(console.columns(rows, indent=2))
+    return "\n".join(sections)
+
+
+def _fail_on(findings: Sequence[Finding], consequences: Sequence[str]) -> None:
+    counts = Counter(
+        finding.rule.name
+        for finding in findings
+        if _ANY in consequences or finding.rule.consequence.value in consequences
+    )
+    if counts:
+        raise ProgramError(
+            "the program has findings that --fail-on names",
+            got=", ".join(f"{count} of {name}" for name, count in counts.items()),
+            remedy="Follow the remedies, or --ignore a rule",
+        )
+
+
+COMMAND = Command(
+    name="check",
+    summary="find what the neural engine or a device does not take",
+    description="Check a program against documented causes of trouble: what leaves the neural "
+    "engine, fails on a device, loses accuracy or takes more room than needed. Every rule has a "
+    "source that anyone can open.",
+    add_arguments=add_arguments,
+    run=run,
+)

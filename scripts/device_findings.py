@@ -1,0 +1,230 @@
+"""A program as ``device_check`` takes it, and its findings as text, data and rows of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coreml_delegate.compile_options import CompileOptions, ComputeUnit
+from coreml_delegate.device_check import CheckedModel, Finding, Rule, Use
+from coreml_delegate.errors import OptionError, ProgramError
+from coreml_delegate.formats.blob import Buffer, unflatten
+from coreml_delegate.formats.blob_layout import DebugInfo, debug_info_in
+from coreml_delegate.formats.mlpackage import map_folder
+from coreml_delegate.partition import DelegationReport
+from coreml_delegate.partition.report import DeviceFinding
+from coreml_delegate.runtime.delegate import blob_files
+from coreml_delegate.runtime.devtools import read_etrecord
+from coreml_delegate.runtime.mil.reader import read_files
+from coreml_delegate.runtime.program.plan import DelegateInfo
+from coreml_delegate.runtime.program.pte import PteProgram
+from coreml_delegate.scripts import console
+from coreml_delegate.scripts.delegates import CoreMLPartition, all_partitions
+
+_SHOWN_PLACES = 3  # of a finding, in its row of the page
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model with the files of its mlpackage.
+
+    Attributes:
+        model: As the rules take it.
+        files: Contents by path relative to the package.
+    """
+
+    model: CheckedModel
+    files: Mapping[str, Buffer]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramModels:
+    """The models of a program.
+
+    Attributes:
+        models: Those that can be read, each once.
+        unreadable: Why the others cannot be, by name of their delegates.
+    """
+
+    models: tuple[ModelFiles, ...]
+    unreadable: Mapping[str, str]
+
+    @property
+    def checked(self) -> list[CheckedModel]:
+        """The models as the rules take them."""
+        return [each.model for each in self.models]
+
+
+def models_of_package(path: Path) -> ProgramModels:
+    """Read an mlpackage, all of whose functions count as used.
+
+    Raises:
+        BlobFormatError: A part is missing or malformed.
+        ProgramError: The package does not exist, or is not an ML Program.
+    """
+    files = map_folder(path)
+    program = read_files(files)
+    uses = tuple(Use(path.stem, name) for name in program.functions)
+    return ProgramModels((ModelFiles(CheckedModel(program, uses), files),), {})
+
+
+def models_of_pte(program: PteProgram, modules: Mapping[int, str] | None = None) -> ProgramModels:
+    """Read the models of a ``.pte``'s Core ML delegates.
+
+    Args:
+        program: The program.
+        modules: Path of the module of the original model, by debug handle; None if unknown.
+
+    Raises:
+        BlobFormatError: A reference leads nowhere, or a blob is malformed.
+        ProgramError: There is no Core ML delegate.
+    """
+    models: list[ModelFiles] = []
+    unreadable: dict[str, str] = {}
+    for users in _by_blob(all_partitions(program)):
+        blob = users[0].blob
+        try:
+            files, _ = blob_files(blob)
+        except ProgramError as error:  # compiled ahead of time: only Apple devices can read it
+            unreadable[", ".join(user.name for user in users)] = str(error)
+            continue
+        mil = read_files(files)
+        uses = tuple(
+            Use(
+                user.name,
+                mil.function(user.reference.function_name if user.reference else None).name,
+                _compute_unit(user.info),
+            )
+            for user in users
+        )
+        symbols = _modules_by_symbol(debug_info_in(unflatten(blob)), modules or {})
+        models.append(ModelFiles(CheckedModel(mil, uses, symbols), files))
+    return ProgramModels(tuple(models), unreadable)
+
+
+def _by_blob(partitions: Iterable[CoreMLPartition]) -> list[list[CoreMLPartition]]:
+    """Group the delegates that have one blob; equal blobs in two places are two."""
+    groups: dict[tuple[int, int], list[CoreMLPartition]] = {}
+    for partition in partitions:
+        view = np.frombuffer(partition.blob, np.uint8)
+        groups.setdefault((view.ctypes.data, view.size), []).append(partition)
+    return list(groups.values())
+
+
+def _compute_unit(info: DelegateInfo) -> ComputeUnit | None:
+    """Return the processors that a delegate may use; None for specs that are unknown here."""
+    try:
+        return CompileOptions.from_pairs(info.compile_specs).compute_unit
+    except OptionError:
+        return None
+
+
+def _modules_by_symbol(info: DebugInfo | None, modules: Mapping[int, str]) -> dict[str, str]:
+    """Return the module of each operation: that of the call whose value it has, its last one."""
+    if info is None:
+        return {}
+    return {
+        symbol: modules[handles[-1]]
+        for symbol, handles in info.handles.items()
+        if handles and handles[-1] in modules
+    }
+
+
+def modules_of_etrecord(path: Path) -> dict[int, str]:
+    """Return the paths of modules by debug handle, from an ETRecord.
+
+    Raises:
+        ProgramError: The file cannot be read, or is none.
+    """
+    graph: Any = read_etrecord(path).edge_dialect_program.graph
+    found: dict[int, str] = {}
+    for node in graph.nodes:
+        stack, handle = node.meta.get("nn_module_stack"), node.meta.get("debug_handle")
+        if stack and isinstance(handle, int):
+            found[handle] = list(stack.values())[-1][0]
+    return found
+
+
+def modules_of_report(report: DelegationReport) -> dict[int, str]:
+    """Return the paths of modules by debug handle, from the report of a lowering."""
+    return {
+        node.debug_handle: node.module
+        for node in report.nodes
+        if node.debug_handle is not None and node.module
+    }
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """Return findings for a terminal: one row for each, then every rule with what to do."""
+    rows = [("consequence", "rule", "where", "got")]
+    rows += [
+        (f.rule.consequence.text, f.rule.name, f.where, f.found.got + _saving(f)) for f in findings
+    ]
+    sections = [console.columns(rows)]
+    for rule, of_rule in _by_rule(findings).items():
+        remedies = dict.fromkeys(finding.remedy for finding in of_rule)
+        sections.append("\n".join(_rule_lines(rule, remedies)))
+    saved = saved_bytes(findings)
+    if saved:
+        sections.append(f"{console.size(saved)} could be saved")
+    return "\n\n".join(sections)
+
+
+def rules_text(rules: Sequence[Rule]) -> str:
+    """Return all rules for a terminal."""
+    return "\n\n".join("\n".join(_rule_lines(rule, [rule.remedy])) for rule in rules)
+
+
+def _rule_lines(rule: Rule, remedies: Iterable[str]) -> Iterator[str]:
+    yield f"{rule.name}: {rule.finds} ({rule.consequence.text})"
+    yield f"  {rule.reason}"
+    for remedy in remedies:
+        yield f"  remedy: {remedy}"
+    for source in rule.sources:
+        yield f"  source: {source.title}"
+        yield f"          {source.url}"
+
+
+def _by_rule(findings: Iterable[Finding]) -> dict[Rule, list[Finding]]:
+    grouped: dict[Rule, list[Finding]] = {}
+    for finding in findings:
+        grouped.setdefault(finding.rule, []).append(finding)
+    return grouped
+
+
+def _saving(finding: Finding) -> str:
+    saved = finding.found.saved_bytes
+    return f" ({console.size(saved)} less)" if saved else ""
+
+
+def saved_bytes(findings: Iterable[Finding]) -> int:
+    """Return the bytes that remedies save; of several on one weight, the largest saving."""
+    best: dict[tuple[str, str], int] = {}
+    for finding in findings:
+        found = finding.found
+        if found.saved_bytes:
+            key = found.delegate, found.places[0].name if found.places else ""
+            best[key] = max(best.get(key, 0), found.saved_bytes)
+    return sum(best.values())
+
+
+def page_rows(findings: Iterable[Finding]) -> list[DeviceFinding]:
+    """Return findings as the report's page takes them."""
+    return [
+        DeviceFinding(
+            rule=finding.rule.name,
+            consequence=finding.rule.consequence.text,
+            delegate=finding.found.delegate,
+            places=tuple(map(str, finding.found.places[:_SHOWN_PLACES])),
+            others=max(len(finding.found.places) - _SHOWN_PLACES, 0),
+            got=finding.found.got + _saving(finding),
+            reason=finding.rule.reason,
+            remedy=finding.remedy,
+            sources=tuple((source.title, source.url) for source in finding.rule.sources),
+        )
+        for finding in findings
+    ]

@@ -32,7 +32,8 @@ _SAMPLE = 4096  # elements that show whether a weight may have few values
 _MOST_COLOURS = 256  # of the largest lookup table
 _PALETTE_BITS = (1, 2, 4, 6, 8)
 _BLOCKWISE = "constexpr_blockwise_shift_scale"
-_NARROW = 2  # bytes of the widest integer that is narrow
+_NARROW_IN_SPEC = ("int8", "uint8")  # the specification has other integers as varints
+_NARROW = (*_NARROW_IN_SPEC, "int16", "uint16")
 
 
 def _each_weight(
@@ -75,16 +76,39 @@ def _wide_floats(weight: StoredWeight) -> tuple[str, int] | None:
     return f"fp32{list(weight.shape)}", weight.stored_bytes // 2
 
 
-def _wide_integers(weight: StoredWeight) -> tuple[str, int] | None:
-    data = _data(weight)
-    if data.dtype.kind not in "iu" or data.itemsize <= _NARROW or not data.size:
-        return None
-    low, high = int(data.min()), int(data.max())
-    narrow = np.promote_types(np.min_scalar_type(low), np.min_scalar_type(high))
-    if narrow.itemsize > _NARROW:
-        return None
-    saved = weight.stored_bytes - data.size * narrow.itemsize
-    return f"{weight.stored_as} from {low} to {high}, fits {narrow.name}", saved
+def _wide_integers(view: FunctionView) -> Iterator[Found]:
+    for name, constant in view.constants.items():
+        data = constant.data
+        if not isinstance(data, np.ndarray) or data.dtype.kind not in "iu" or not data.size:
+            continue
+        low, high = int(data.min()), int(data.max())
+        kinds = _NARROW_IN_SPEC if constant.offset is None else _NARROW
+        narrow = next((kind for kind in kinds if _holds(kind, low, high)), None)
+        if narrow is None:
+            continue
+        stored = _varint_bytes(data) if constant.offset is None else data.nbytes
+        saved = stored - data.size * np.dtype(narrow).itemsize
+        if stored >= SMALLEST and saved > 0:
+            got = f"{data.size:,} {data.dtype.name} from {low} to {high}, fit {narrow}"
+            place = Place(_WEIGHT, name)
+            yield Found(view.delegate, view.function.name, got, (place,), saved)
+
+
+def _holds(kind: str, low: int, high: int) -> bool:
+    limits = np.iinfo(kind)
+    return limits.min <= low and high <= limits.max
+
+
+def _varint_bytes(data: Array) -> int:
+    """Return the size of integers in a model's specification, as protobuf writes them.
+
+    Seven bits take a byte; a negative number has 64 bits.
+    """
+    wide = data.astype(np.int64).reshape(-1)
+    sizes = np.ones(wide.size, np.int64)
+    for bits in range(7, 63, 7):
+        sizes += wide >= 1 << bits
+    return int(np.where(wide < 0, 10, sizes).sum())
 
 
 def _equal_values(weight: StoredWeight) -> tuple[str, int] | None:
@@ -215,12 +239,12 @@ RULES = (
     ),
     Rule(
         name="wide-integers",
-        finds="constant integers of 32 bits that fit fewer",
-        reason="Since iOS17 ops on indices, gather for one, take integers of 8 and 16 bits.",
+        finds="constant integers of 32 bits that take more room than narrower ones",
+        reason="Since iOS17 gather and other ops take integers of 8 and 16 bits.",
         consequence=Consequence.LARGER_FILE,
         remedy="Store the table in a narrower type, and lower for iOS17",
         sources=(sources.MIL_OPS,),
-        examine=_each_weight(_wide_integers),
+        examine=each_function(_wide_integers),
         neural_engine=False,
     ),
     Rule(

@@ -163,12 +163,11 @@ def diagnose(
         return taken
 
     with torch.random.fork_rng(devices=[]):  # the second run begins where this one did
-        outputs = trace(function, compiled, inputs, values.append, state=state, decide=record)
+        outputs = trace(compiled, inputs, values.append, state=state, decide=record)
     wide = widen_function(function)
     comparison = _Comparison(values, _given(function), min_sqnr_db)
     follow = iter(path)
     trace(
-        wide,
         REFERENCE.compile(wide, EngineOptions()),
         {name: widen_array(array) for name, array in inputs.items()},
         comparison.compare,

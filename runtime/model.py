@@ -166,9 +166,7 @@ class Model:
             UnsupportedOpError: The reference engine lacks an op.
             ExecutionError: An op failed.
         """
-        return tracing.trace(
-            self.function, self._reference, self._inputs(inputs), listener, state=state
-        )
+        return tracing.trace(self._reference, self._inputs(inputs), listener, state=state)
 
     def diagnose(
         self,

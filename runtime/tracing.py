@@ -18,7 +18,7 @@ from coreml_delegate.runtime.engines.reference import ReferenceFunction, Referen
 from coreml_delegate.runtime.engines.reference.interpreter import Computed
 from coreml_delegate.runtime.engines.reference.values import describe_operand, value_to_array
 from coreml_delegate.runtime.mil.location import Location, located_ops
-from coreml_delegate.runtime.mil.program import Function, Op, ValueType
+from coreml_delegate.runtime.mil.program import Op, ValueType
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,6 @@ Constants are not among the values. Values may be kept: nothing modifies them.
 
 
 def trace(
-    function: Function,
     compiled: ReferenceFunction,
     inputs: Mapping[str, Array],
     listener: Listener,
@@ -77,8 +76,7 @@ def trace(
     """Run a function on the reference engine and pass every value to ``listener``.
 
     Args:
-        function: The function.
-        compiled: The same function, compiled.
+        compiled: The function, compiled.
         inputs: By feature name, of the dtypes of the MIL parameters.
         listener: Receives every value.
         state: State of any engine; read, and left as it is.
@@ -91,7 +89,7 @@ def trace(
         InputError: The state does not belong to this function.
         ExecutionError: An op failed.
     """
-    places: dict[Op, Location] = {op: location for location, op in located_ops(function)}
+    places: dict[Op, Location] = {op: location for location, op in located_ops(compiled.function)}
 
     def tell(computed: Computed) -> None:
         listener(

@@ -61,6 +61,10 @@ def test_a_plain_program_demands_nothing(opset):
     assert demands_of(build(lambda x: mb.relu(x=x), X, opset)) == []
 
 
+def unshuffled(x):
+    return mb.pixel_unshuffle(x=x, downscale_factor=np.uint32(2))
+
+
 @pytest.mark.parametrize(
     ("what", "function", "inputs", "needs"),
     [

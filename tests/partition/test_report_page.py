@@ -17,6 +17,7 @@ from coreml_delegate.partition import (
     BufferReport,
     Coverage,
     DelegationReport,
+    DeviceFinding,
     NodeReport,
     Obstacle,
     PartitionReport,
@@ -123,6 +124,35 @@ def test_the_page_refers_to_no_other_resource() -> None:
     assert "https://" not in page
     assert "@import" not in page
     assert "url(" not in page
+
+
+FOUND = DeviceFinding(
+    rule="topk",
+    consequence="leaves the neural engine",
+    delegate="forward_0",
+    places=(f"topk 'y' ({HOSTILE})",),
+    others=3,
+    got="at the end",
+    reason="It does.",
+    remedy="Leave it out",
+    sources=(("A & B", "https://example.org/a?b=1&c=2"),),
+)
+
+
+def test_findings_of_a_check_are_listed() -> None:
+    page = SMALL.to_html(device=[FOUND])
+    assert page.count("<h2>Before the device</h2>") == 1
+    Document(page)
+    (row,) = re.findall(r'<table id="device">.*?<tr><td>(.*?)</tr>\n</table>', page, re.DOTALL)
+    assert HOSTILE not in row
+    assert html.escape(HOSTILE, quote=False) in html.unescape(html.escape(row, quote=False))
+    assert "and 3 more" in row
+    assert '<a href="https://example.org/a?b=1&amp;c=2" rel="noreferrer">A &amp; B</a>' in row
+
+
+def test_a_check_that_found_nothing_says_so() -> None:
+    assert "None of the documented causes" in SMALL.to_html(device=[])
+    assert "Before the device" not in SMALL.to_html()
 
 
 def test_every_node_is_drawn_and_described() -> None:

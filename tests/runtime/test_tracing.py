@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.mil import TARGETS, build, mb, serialized, types
+from support.mil import TARGETS, build, builder_program, mb, serialized, types
+from support.packages import package_files
 from support.tolerances import sqnr_db as independent_sqnr
 
 from coreml_delegate.errors import InputError
@@ -73,6 +74,19 @@ def test_every_value_is_traced_with_its_place(engine):
     np.testing.assert_array_equal(values[0].array, np.ones((1, 8), np.float16))
     np.testing.assert_array_equal(values[-1].array, outputs["y"])
     assert values[-1].array.dtype == np.float16
+
+
+def test_models_of_the_same_bytes_are_traced():
+    """They share what is compiled while both are there."""
+    files = package_files(builder_program(rms_norm, {"x": _X}, Opset.iOS18))
+    first, second = (Model.from_files(files, engine="reference") for _ in range(2))
+    places = []
+    for each in (first, second):
+        values = []
+        each.trace({"x": _X}, values.append)
+        places.append([(value.name, value.location) for value in values])
+        assert each.diagnose({"x": _X}).first_bad.name == "sq"
+    assert places[0] == places[1]
 
 
 def test_every_iteration_of_a_loop_is_traced():

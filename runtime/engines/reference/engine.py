@@ -71,10 +71,14 @@ class ReferenceFunction:
 
     Calls share nothing but constants, so any number may run at the same time; a state belongs to
     one call at a time.
+
+    Attributes:
+        function: The function. Several models may share what is compiled, and then it is that of
+            the first, with the ops that values come from.
     """
 
     def __init__(self, function: Function) -> None:
-        self._function = function
+        self.function = function
         self._program: CompiledProgram = compiler.compile_function(function)
         self._types = {param.name: param.type for param in function.params}
         self._outputs = function.output_types()
@@ -109,7 +113,7 @@ class ReferenceFunction:
         """
         held = self._held(state)
         frame = Frame(
-            function=self._function,
+            function=self.function,
             slots=[None] * self._program.slots,
             states={},
             admitted=self._admitted,
@@ -126,10 +130,10 @@ class ReferenceFunction:
             results = self._program.block.run(frame)
             for name in held:
                 held[name] = frame.states[self._program.params[name]]
-        by_name: dict[str, Value] = dict(zip(self._function.block.outputs, results, strict=True))
+        by_name: dict[str, Value] = dict(zip(self.function.block.outputs, results, strict=True))
         return {
             name: value_to_array(by_name[name], self._outputs[name])
-            for name in (feature.name for feature in self._function.outputs)
+            for name in (feature.name for feature in self.function.outputs)
         }
 
     def run_profiled(
@@ -139,7 +143,7 @@ class ReferenceFunction:
 
         An op with blocks takes as long as everything inside.
         """
-        places = {op: place for place, op in enumerate(self._function.block.ops)}
+        places = {op: place for place, op in enumerate(self.function.block.ops)}
         times: dict[int, int] = {}
         since = time.perf_counter_ns()
 
@@ -152,7 +156,7 @@ class ReferenceFunction:
 
         outputs = self.run(inputs, state, listener=note)
         kernels = (
-            KernelTime((place,), elapsed, self._function.block.ops[place].type)
+            KernelTime((place,), elapsed, self.function.block.ops[place].type)
             for place, elapsed in times.items()
         )
         return outputs, tuple(kernels)
@@ -207,7 +211,7 @@ class ReferenceFunction:
             raise InputError(
                 f"input {name!r} is missing",
                 got=", ".join(inputs) or "no input",
-                expected=", ".join(feature.name for feature in self._function.inputs),
+                expected=", ".join(feature.name for feature in self.function.inputs),
             )
         return array_to_tensor(np.asarray(inputs[name]), declared.dtype)
 

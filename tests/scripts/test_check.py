@@ -1,0 +1,295 @@
+"""``coreml-delegate check``, and its section of the export's page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.command import MODELS, TINY, leftovers, tiny_pte
+from support.compute_plans import CPU, Mac
+from support.mil import Opset, builder_program, mb
+from support.packages import package_files
+from support.programs import export_case
+
+from coreml_delegate.device_check import RULES, Consequence
+from coreml_delegate.formats.files import new_folder
+from coreml_delegate.scripts.cli import main
+from coreml_delegate.scripts.commands import check
+
+pytestmark = pytest.mark.xdist_group("devtools")
+
+_OVERFLOWING = f"{MODELS}:overflowing"
+X = {"x": np.zeros((2, 8), np.float16)}
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def package():
+    """A product of large numbers, and the largest of the results."""
+
+    def function(x):
+        values, indices = mb.topk(x=mb.square(x=x, name="sq"), k=2, axis=-1, name="top")
+        return values, indices
+
+    program = builder_program(function, X, Opset.iOS16)
+    with new_folder(package_files(program, Opset.iOS16), Path("model.mlpackage")):
+        pass
+    return "model.mlpackage"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("check")
+    command = ["export", _OVERFLOWING, "-o", str(folder / "a.pte"), "--bundle", "2"]
+    command += ["--etrecord", str(folder / "a.etrecord"), "--report", str(folder / "a.html")]
+    assert main([*command, "--report", str(folder / "a.json")]) == 0
+    return folder
+
+
+def read(capsys) -> dict:
+    return json.loads(capsys.readouterr().out)
+
+
+def rules_in(document: dict) -> set[str]:
+    return {finding["rule"] for finding in document["findings"]}
+
+
+def error(capsys) -> str:
+    captured = capsys.readouterr()
+    return captured.err.splitlines()[-1]
+
+
+def test_consequences_equal_the_enum():
+    assert tuple(each.value for each in Consequence) == check.CONSEQUENCES
+
+
+# programs
+
+
+def test_a_package(package, capsys):
+    assert main(["check", package, "--json"]) == 0
+    document = read(capsys)
+    assert document["delegates"] == ["model"]
+    (top,) = [f for f in document["findings"] if f["rule"] == "topk"]
+    assert top["function"] == "main"
+    assert top["got"] == "at the end of the model"
+    assert top["places"] == [
+        {"what": "topk", "name": "top_0", "location": top["places"][0]["location"], "module": None}
+    ]
+    assert top["consequence"] == "leaves-neural-engine"
+    assert {source["url"] for source in top["sources"]} == {
+        source.url for rule in RULES if rule.name == "topk" for source in rule.sources
+    }
+
+
+def test_text_names_place_reason_remedy_and_source(package, capsys):
+    assert main(["check", package]) == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        r"^leaves the neural engine  topk +model: topk 'top_0' at main op \d+ +at the end",
+        out,
+        re.M,
+    )
+    (rule,) = [rule for rule in RULES if rule.name == "topk"]
+    assert f"  {rule.reason}\n  remedy: {rule.remedy}\n" in out
+    assert all(source.url in out for source in rule.sources)
+
+
+def test_a_program_without_fault(capsys):
+    Path("tiny.pte").write_bytes(tiny_pte())
+    assert main(["check", "tiny.pte", "--json"]) == 0
+    document = read(capsys)
+    assert document["delegates"] == ["forward_0", "forward_1"]
+    assert not rules_in(document) & {"topk", "fp32-program", "duplicate-weights", "large-file"}
+    for rule in sorted(rules_in(document)):
+        assert main(["check", "tiny.pte", "--ignore", rule]) == 0
+    capsys.readouterr()
+    command = [part for rule in rules_in(document) for part in ("--ignore", rule)]
+    assert main(["check", "tiny.pte", *command]) == 0
+    assert capsys.readouterr().out == "nothing found\n"
+
+
+def test_compute_unit_and_precision_of_the_program_count(capsys):
+    command = ["export", TINY[0], "-o", "a.pte", "--precision", "float32", "--compute-unit"]
+    for unit, found in (("cpu_and_ne", {"unit-in-vain", "fp32-program"}), ("cpu_only", set())):
+        assert main([*command, unit, "--force"]) == 0
+        capsys.readouterr()
+        assert main(["check", "a.pte", "--json"]) == 0
+        assert rules_in(read(capsys)) & {"unit-in-vain", "fp32-program"} == found
+
+
+def test_modules_of_the_model(exported, capsys):
+    command = ["check", str(exported / "a.bpte"), "--json"]
+    assert main([*command, "--etrecord", str(exported / "a.etrecord")]) == 0
+    document = read(capsys)
+    assert document["runs"] == 2
+    places = [p for f in document["findings"] if f["rule"] == "fp16-overflow" for p in f["places"]]
+    assert {place["what"] for place in places} >= {"reduce_mean"} or places
+    # All of this model's calls are in its root.
+    assert {place["module"] for place in places} <= {"", None}
+
+
+def test_a_bundle_is_run_on_its_own_inputs(exported, capsys):
+    assert main(["check", str(exported / "a.bpte"), "--json"]) == 0
+    assert "fp16-overflow" in rules_in(read(capsys))
+    assert main(["check", str(exported / "a.pte"), "--json"]) == 0
+    document = read(capsys)
+    assert document["runs"] == 0
+    assert "fp16-overflow" not in rules_in(document)
+
+
+@pytest.mark.parametrize(("value", "found"), [(300.0, True), (2.0, False)])
+def test_values_on_given_data(package, capsys, value, found):
+    np.savez("x.npz", x=np.full((3, 2, 8), value, np.float16))
+    assert main(["check", package, "--calibration", "x.npz", "--json"]) == 0
+    document = read(capsys)
+    assert document["runs"] == 3
+    assert ("fp16-overflow" in rules_in(document)) is found
+
+
+def test_as_many_samples_as_asked_for(package, capsys):
+    np.savez("x.npz", x=np.ones((5, 2, 8), np.float16))
+    command = ["check", package, "--calibration", "x.npz", "--calibration-samples", "2", "--json"]
+    assert main(command) == 0
+    assert read(capsys)["runs"] == 2
+
+
+def test_reports_are_written_in_their_format(package, capsys):
+    assert main(["check", package, "--report", "a.json", "--report", "a.txt", "--json"]) == 0
+    document = read(capsys)
+    assert json.loads(Path("a.json").read_text()) == document
+    assert "source: " in Path("a.txt").read_text()
+    assert main(["check", package, "--report", "a.json"]) == 1
+    assert "output exists: got a.json" in error(capsys)
+
+
+# rules and exit codes
+
+
+def test_rules_are_listed_with_their_sources(capsys):
+    assert main(["check", "--rules"]) == 0
+    out = capsys.readouterr().out
+    for rule in RULES:
+        assert f"{rule.name}: {rule.finds} ({rule.consequence.text})" in out
+        assert all(source.url in out for source in rule.sources)
+    assert main(["check", "--rules", "--json"]) == 0
+    assert [entry["rule"] for entry in read(capsys)] == [rule.name for rule in RULES]
+
+
+@pytest.mark.parametrize(
+    ("named", "code"),
+    [((), 0), (("fails",), 0), (("fails", "leaves-neural-engine"), 1), (("any",), 1)],
+)
+def test_findings_fail_if_they_are_asked_to(package, capsys, named, code):
+    command = [part for each in named for part in ("--fail-on", each)]
+    assert main(["check", package, *command]) == code
+    captured = capsys.readouterr()
+    assert "topk" in captured.out  # printed all the same
+    if code:
+        assert "the program has findings that --fail-on names: got 1 of topk" in captured.err
+
+
+def test_an_ignored_rule_does_not_fail(package, capsys):
+    command = ["check", package, "--fail-on", "leaves-neural-engine", "--ignore", "topk"]
+    assert main(command) == 0
+    assert "topk" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["none.pte"], "No such file or directory"),
+        (["model.mlpackage", "--ignore", "topkk"], "unknown rule: got 'topkk', expected perhaps"),
+        (["model.mlpackage", "--etrecord", "x"], "--etrecord is for a .pte: got model.mlpackage"),
+        (["model.mlpackage", "--data", "x.ptd"], "--data is for a .pte: got model.mlpackage"),
+        (["model.mlpackage", "--calibration", "none.npz"], "no such calibration file"),
+        (["model.mlpackage", "--method", "main"], "--method is for the runs of --calibration"),
+        (["plain.pte"], "has no Core ML delegate"),
+        (["tiny.pte", "--etrecord", "plain.pte"], "plain.pte is no ETRecord"),
+    ],
+)
+def test_mistakes_are_one_line(package, capsys, command, message):
+    Path("plain.pte").write_bytes(export_case("arithmetic")[1])
+    Path("tiny.pte").write_bytes(tiny_pte())
+    before = leftovers(Path())
+    assert main(["check", *command]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert leftovers(Path()) == before
+
+
+@pytest.mark.parametrize("command", [[], ["--rules", "model.mlpackage"]])
+def test_wrong_usage(command):
+    with pytest.raises(SystemExit) as exit_:
+        main(["check", *command])
+    assert exit_.value.code == 2
+
+
+# compute plans
+
+
+def test_plans_need_a_mac(package, capsys):
+    assert main(["check", package, "--compute-plan"]) == 1
+    assert "only Core ML itself has compute plans: got linux" in error(capsys)
+
+
+def test_the_plan_beside_the_prediction(package, capsys, tmp_path, monkeypatch):
+    Mac(monkeypatch, tmp_path, {"topk": CPU, "square": CPU})
+    assert main(["check", package, "--compute-plan", "--json"]) == 0
+    (plan,) = read(capsys)["compute_plans"].values()
+    by_op = {entry["op"]: entry for entry in plan}
+    assert by_op["topk"]["runs_on"] == "CPU"
+    assert by_op["topk"]["predicted_by"] == ["topk"]
+    assert by_op["square"]["runs_on"] == "CPU"
+    assert by_op["square"]["predicted_by"] == []
+    assert main(["check", package, "--compute-plan"]) == 0
+    out = capsys.readouterr().out
+    assert "Core ML's plan of model\n" in out
+    assert re.search(r"^  topk +top_0 +CPU +25\.0% +topk$", out, re.M)
+    assert re.search(r"^  square +sq +CPU +25\.0% +-$", out, re.M)
+
+
+def test_the_plan_of_a_pte_is_for_its_compute_unit(exported, capsys, tmp_path, monkeypatch):
+    mac = Mac(monkeypatch, tmp_path, {})
+    assert main(["check", str(exported / "a.pte"), "--compute-plan", "--json"]) == 0
+    assert list(read(capsys)["compute_plans"]) == ["forward_0"]
+    assert mac.asked == ["ALL"]
+
+
+# the page
+
+
+def test_the_page_of_a_lowering_has_the_findings(exported):
+    page = (exported / "a.html").read_text()
+    assert "<h2>Before the device</h2>" in page
+    assert json.loads((exported / "a.json").read_text())["nodes"][0]["debug_handle"] is not None
+
+
+def test_the_page_names_modules(tmp_path):
+    command = ["export", f"{MODELS}:attending", "-o", "a.pte", "--report", "a.html"]
+    assert main([*command, "--deployment-target", "iOS18"]) == 0
+    page = Path("a.html").read_text()
+    (rows,) = re.findall(r'<table id="device">(.*?)</table>', page, re.S)
+    assert "<code>fused-attention</code>" in rows
+    assert re.search(r"scaled_dot_product_attention .* at main op \d+", rows)
+    assert 'href="https://github.com/pytorch/executorch/pull/16057"' in rows
+
+
+def test_a_plan_has_no_such_section():
+    assert main(["export", _OVERFLOWING, "--dry-run", "--report", "a.html"]) == 0
+    assert "Before the device" not in Path("a.html").read_text()
+
+
+def test_nothing_delegated_is_nothing_to_check(capsys):
+    command = ["export", f"{MODELS}:distances", "-o", "a.pte", "--report", "a.html"]
+    assert main(command) == 0
+    assert "None of the documented causes of trouble was found." in Path("a.html").read_text()

@@ -16,7 +16,7 @@ from coreml_delegate.device_check.records import (
     each_function,
     grouped,
 )
-from coreml_delegate.runtime.mil.program import Constant, Op, Ref
+from coreml_delegate.runtime.mil.program import Binding, Constant, Op, Ref
 
 TOKENS = 2**16
 """Values of uint16, which indices become on the neural engine."""
@@ -95,28 +95,27 @@ def _rows(view: FunctionView, op: Op) -> int:
 
 
 def _infinite_masks(view: FunctionView) -> Iterator[Found]:
-    infinite: set[str] = {
-        name for name, constant in view.constants.items() if _has_infinity(constant)
-    }
+    infinite: set[str] = set()
     places: list[Place] = []
     for op in view.ops:
-        taken = [b for b in operands(op) if _is_infinite(b, infinite)]
-        if taken and op.type in _SOFTMAX:
+        # Weights, which are large, are not taken by any of these.
+        if op.type not in _CARRIES | _SOFTMAX:
+            continue
+        if not any(_is_infinite(view, binding, infinite) for binding in operands(op)):
+            continue
+        if op.type in _SOFTMAX:
             places.append(Place.of(view, op))
-        elif taken and op.type in _CARRIES:
+        else:
             infinite.update(output.name for output in op.outputs)
     if places:
         yield Found(view.delegate, view.function.name, "infinity in a mask", tuple(places))
 
 
-def _is_infinite(binding: object, infinite: set[str]) -> bool:
-    if isinstance(binding, Constant):
-        return _has_infinity(binding)
-    return isinstance(binding, Ref) and binding.name in infinite
-
-
-def _has_infinity(constant: Constant) -> bool:
-    data = constant.data
+def _is_infinite(view: FunctionView, binding: Binding, computed: Set[str]) -> bool:
+    if isinstance(binding, Ref) and binding.name in computed:
+        return True
+    constant = binding if isinstance(binding, Constant) else view.constants.get(binding.name)
+    data = None if constant is None else constant.data
     return isinstance(data, np.ndarray) and data.dtype.kind == "f" and bool(np.isinf(data).any())
 
 

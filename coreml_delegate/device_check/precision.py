@@ -46,7 +46,7 @@ def _fp32_programs(view: FunctionView) -> Iterator[Found]:
 def _units_in_vain(evidence: Evidence) -> Iterator[Found]:
     for model in evidence.models:
         units = {use.delegate: use.compute_unit for use in model.uses}
-        for view in model.views():
+        for view in model.views:
             for delegate in view.delegate.split(", "):
                 unit = units[delegate]
                 if unit is ComputeUnit.CPU_AND_NE and _computes_only_fp32(view):
@@ -127,7 +127,7 @@ def _values(evidence: Evidence, grade: Callable[[ValueReport], str | None]) -> I
     modules = {
         (name, view.function.name): view
         for model in evidence.models
-        for view in model.views()
+        for view in model.views
         for name in view.delegate.split(", ")
     }
     worst: dict[tuple[str, str], tuple[ValueReport, str, str]] = {}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from coreml_delegate.compile_options import ComputeUnit
 from coreml_delegate.device_check.functions import FunctionView
+from coreml_delegate.quantization.weight_inventory import StoredWeight, weights_of
 from coreml_delegate.runtime.diagnosis import Diagnosis
 from coreml_delegate.runtime.mil.location import Location
 from coreml_delegate.runtime.mil.program import Op, Program
@@ -68,7 +70,7 @@ class Use:
     compute_unit: ComputeUnit | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CheckedModel:
     """A model, which several delegates may share.
 
@@ -88,14 +90,21 @@ class CheckedModel:
         """The names of its delegates."""
         return ", ".join(dict.fromkeys(use.delegate for use in self.uses))
 
-    def views(self) -> Iterator[FunctionView]:
-        """Yield each function that runs, once."""
+    @functools.cached_property
+    def views(self) -> tuple[FunctionView, ...]:
+        """Each function that runs, once."""
         by_function: dict[str, list[str]] = {}
         for use in self.uses:
             by_function.setdefault(use.function, []).append(use.delegate)
-        for name, delegates in by_function.items():
-            function = self.program.function(name)
-            yield FunctionView(function, ", ".join(delegates), self.modules)
+        return tuple(
+            FunctionView(self.program.function(name), ", ".join(delegates), self.modules)
+            for name, delegates in by_function.items()
+        )
+
+    @functools.cached_property
+    def weights(self) -> tuple[StoredWeight, ...]:
+        """The weights in the order of the ops; those that functions share count once."""
+        return tuple(weights_of(self.program))
 
     def on_neural_engine(self) -> CheckedModel:
         """Return the model with those uses alone that may run on the neural engine."""
@@ -252,7 +261,7 @@ def each_function(
 
     def examine(evidence: Evidence) -> Iterator[Found]:
         for model in evidence.models:
-            for view in model.views():
+            for view in model.views:
                 yield from look(view)
 
     return examine

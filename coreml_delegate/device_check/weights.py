@@ -19,7 +19,7 @@ from coreml_delegate.device_check.records import (
     Rule,
     each_function,
 )
-from coreml_delegate.quantization.weight_inventory import DENSE, StoredWeight, weights_of
+from coreml_delegate.quantization.weight_inventory import DENSE, StoredWeight
 from coreml_delegate.runtime.engines.base import Array
 from coreml_delegate.runtime.mil.dtypes import DType
 
@@ -49,7 +49,7 @@ def _each_weight(
 
     def examine(evidence: Evidence) -> Iterator[Found]:
         for model in filter(applies, evidence.models):
-            for weight in weights_of(model.program):
+            for weight in model.weights:
                 if weight.scheme != DENSE or weight.stored_bytes < SMALLEST:
                     continue
                 seen = look(weight)
@@ -67,7 +67,7 @@ def _data(weight: StoredWeight) -> Array:
 
 
 def _computes_in_fp16(model: CheckedModel) -> bool:
-    return any(DType.FP16 in view.function.computed_in() for view in model.views())
+    return any(DType.FP16 in view.function.computed_in() for view in model.views)
 
 
 def _wide_floats(weight: StoredWeight) -> tuple[str, int] | None:
@@ -137,7 +137,7 @@ def _few_values(weight: StoredWeight) -> tuple[str, int] | None:
 def _duplicates(evidence: Evidence) -> Iterator[Found]:
     held: dict[int, list[tuple[CheckedModel, StoredWeight]]] = {}
     for model in evidence.models:
-        for weight in weights_of(model.program):
+        for weight in model.weights:
             if weight.stored_bytes >= SMALLEST:
                 held.setdefault(weight.stored_bytes, []).append((model, weight))
     for candidates in held.values():
@@ -187,7 +187,7 @@ def _duplicate(group: list[tuple[CheckedModel, StoredWeight]]) -> Found:
 
 def _large_files(evidence: Evidence) -> Iterator[Found]:
     for model in evidence.models:
-        total = sum(weight.stored_bytes for weight in weights_of(model.program))
+        total = sum(weight.stored_bytes for weight in model.weights)
         if total >= _LARGEST_FILE:
             yield Found(model.name, None, f"{total:,} bytes")
 

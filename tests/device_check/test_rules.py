@@ -11,6 +11,7 @@ from urllib.parse import urlparse
 
 import numpy as np
 import pytest
+from device_check import rule_table
 from support import handmade
 from support.mil import Opset, build, builder_program, ct, main, mb
 from support.packages import package_files
@@ -318,6 +319,11 @@ def test_a_rule_is_complete(rule):
         assert source.title
     assert rule.reason.endswith(".")
     assert not rule.remedy.endswith(".")
+
+
+def test_the_table_of_the_guide():
+    text = rule_table.PAGE.read_text()
+    assert rule_table.page(text) == text, "run python -m tests.device_check.rule_table"
 
 
 def test_names_and_sources_differ():

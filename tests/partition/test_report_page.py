@@ -145,7 +145,7 @@ def test_findings_of_a_check_are_listed() -> None:
     Document(page)
     (row,) = re.findall(r'<table id="device">.*?<tr><td>(.*?)</tr>\n</table>', page, re.DOTALL)
     assert HOSTILE not in row
-    assert html.escape(HOSTILE, quote=False) in html.unescape(html.escape(row, quote=False))
+    assert HOSTILE in html.unescape(row)
     assert "and 3 more" in row
     assert '<a href="https://example.org/a?b=1&amp;c=2" rel="noreferrer">A &amp; B</a>' in row
 

@@ -27,6 +27,7 @@ LARGEST_RANK = 5
 _STATE_WIDTH = 32  # elements
 _ALIGNMENT = 64  # bytes of the last axis of an input or output
 _WASTE = 2  # times the memory, from which padding is worth a finding
+_PADDED = 2**14  # bytes, below which a padded tensor is none
 _NORM = "layer_norm"
 
 
@@ -142,16 +143,20 @@ def _narrow_axes(view: FunctionView) -> Iterator[Found]:
 
 
 def _padding(kind: TensorType) -> float:
-    """Return how many times its size a tensor takes with its last axis padded; 1 if unknown."""
+    """Return how many times its size a tensor takes with its last axis padded.
+
+    1 for tensors that take little all the same, or whose last axis is unknown.
+    """
     shape = kind.shape or ()
     width = shape[-1] if shape else None
-    # A single row is padded once, which is nothing.
-    if not width or math.prod(size or 1 for size in shape[:-1]) == 1:
+    if not width:
         return 1.0
     # The neural engine computes in fp16, whatever the type of the boundary.
     bits = DType.FP16.bits if kind.dtype.is_float else kind.dtype.bits
     row = width * bits / 8
-    return math.ceil(row / _ALIGNMENT) * _ALIGNMENT / row
+    padded = math.ceil(row / _ALIGNMENT) * _ALIGNMENT
+    rows = math.prod(size or 1 for size in shape[:-1])
+    return padded / row if rows * padded >= _PADDED else 1.0
 
 
 RULES = (

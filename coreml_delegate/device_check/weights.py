@@ -26,6 +26,9 @@ from coreml_delegate.runtime.mil.dtypes import DType
 SMALLEST = 4096
 """Bytes below which a weight is not worth a finding."""
 
+WORTH = 0.001
+"""Share of all weights of a program below which a saving is not worth a finding."""
+
 _LARGEST_FILE = 2**31  # bytes
 _WEIGHT = "weight"
 _SAMPLE = 4096  # elements that show whether a weight may have few values
@@ -48,16 +51,22 @@ def _each_weight(
     """
 
     def examine(evidence: Evidence) -> Iterator[Found]:
+        least = _least_saving(evidence)
         for model in filter(applies, evidence.models):
             for weight in model.weights:
                 if weight.scheme != DENSE or weight.stored_bytes < SMALLEST:
                     continue
                 seen = look(weight)
-                if seen is not None and seen[1] > 0:
+                if seen is not None and seen[1] > least:
                     place = Place(_WEIGHT, weight.name)
                     yield Found(model.name, None, seen[0], (place,), seen[1])
 
     return examine
+
+
+def _least_saving(evidence: Evidence) -> float:
+    """Return the bytes that a remedy has to save to be worth it."""
+    return WORTH * sum(each.stored_bytes for model in evidence.models for each in model.weights)
 
 
 def _data(weight: StoredWeight) -> Array:
@@ -135,13 +144,15 @@ def _few_values(weight: StoredWeight) -> tuple[str, int] | None:
 
 
 def _duplicates(evidence: Evidence) -> Iterator[Found]:
+    least = _least_saving(evidence)
     held: dict[int, list[tuple[CheckedModel, StoredWeight]]] = {}
     for model in evidence.models:
         for weight in model.weights:
             if weight.stored_bytes >= SMALLEST:
                 held.setdefault(weight.stored_bytes, []).append((model, weight))
     for candidates in held.values():
-        yield from map(_duplicate, _with_equal_bytes(candidates))
+        found = map(_duplicate, _with_equal_bytes(candidates))
+        yield from (each for each in found if each.saved_bytes > least)
 
 
 def _with_equal_bytes(

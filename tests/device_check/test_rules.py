@@ -17,7 +17,15 @@ from support.mil import Opset, build, builder_program, ct, main, mb
 from support.packages import package_files
 
 from coreml_delegate.compile_options import ComputeUnit
-from coreml_delegate.device_check import RULES, CheckedModel, Consequence, Use, check, rule_named
+from coreml_delegate.device_check import (
+    RULES,
+    CheckedModel,
+    Consequence,
+    Use,
+    check,
+    rule_named,
+    weights,
+)
 from coreml_delegate.errors import OptionError
 from coreml_delegate.quantization.weight_inventory import weights_of
 from coreml_delegate.runtime.diagnosis import diagnose
@@ -211,9 +219,9 @@ CASES: dict[str, Case] = {
         "rank 6",
     ),
     "narrow-last-axis": (
-        lambda: of_input(Feature("x", tensor(8, 12, 1))),
-        lambda: of_input(Feature("x", tensor(8, 12, 32))),
-        "fp16[8, 12, 1], 32 times the memory",
+        lambda: of_input(Feature("x", tensor(16, 16, 1))),
+        lambda: of_input(Feature("x", tensor(16, 16, 32))),
+        "fp16[16, 16, 1], 32 times the memory",
     ),
     "topk": (
         lambda: one_op("topk", tensor(4, 5)),
@@ -407,8 +415,8 @@ def test_islands_apart_are_findings_apart():
     assert [f.found.got for f in found] == ["1 in fp32: exp 1"] * 2
 
 
-def test_a_padded_row_alone_is_nothing():
-    assert findings(of_input(Feature("x", tensor(1, 1))), "narrow-last-axis") == []
+def test_a_few_padded_rows_are_nothing():
+    assert findings(of_input(Feature("x", tensor(16, 15, 1))), "narrow-last-axis") == []
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -453,9 +461,14 @@ def table_bytes(dtype: type, low: int, high: int, opset: Opset) -> int:
     return sum(len(content) for content in files.values())
 
 
-def test_small_weights_are_left_alone():
+def test_small_weights_and_savings_are_left_alone(monkeypatch):
     small = np.zeros((64, 2), np.float16)
     assert findings(with_weight(small), "equal-values") == []
+    zeros = np.zeros((64, 64), np.float16)
+    assert len(findings(with_weight(zeros, _DISTINCT), "equal-values")) == 1
+    monkeypatch.setattr(weights, "WORTH", 0.6)
+    assert findings(with_weight(zeros, _DISTINCT), "equal-values") == []
+    assert findings(with_weight(_DISTINCT, _DISTINCT.copy()), "duplicate-weights") == []
 
 
 @pytest.mark.parametrize("colours", [2, 3, 16, 17, 64, 256])
@@ -499,8 +512,6 @@ def test_a_model_that_delegates_share_is_looked_at_once():
 
 
 def test_a_file_of_two_gigabytes(monkeypatch):
-    from coreml_delegate.device_check import weights
-
     found = with_weight(_DISTINCT)
     assert findings(found, "large-file") == []
     monkeypatch.setattr(weights, "_LARGEST_FILE", 64 * 64 * 2)

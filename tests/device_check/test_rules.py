@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from device_check import rule_table
 from support import handmade
-from support.mil import Opset, build, builder_program, ct, main, mb
+from support.mil import Opset, build, builder_program, ct, mb
 from support.packages import package_files
 
 from coreml_delegate.compile_options import ComputeUnit
@@ -28,9 +28,6 @@ from coreml_delegate.device_check import (
 )
 from coreml_delegate.errors import OptionError
 from coreml_delegate.quantization.weight_inventory import weights_of
-from coreml_delegate.runtime.diagnosis import diagnose
-from coreml_delegate.runtime.engines.base import EngineOptions
-from coreml_delegate.runtime.engines.reference import REFERENCE
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Feature, NamedType, Program, StateType, TensorType
 from coreml_delegate.runtime.mil.reader import read_mlpackage
@@ -546,62 +543,6 @@ def test_a_unit_in_vain():
     assert finding.found.got == "cpu_and_ne and fp32"
     assert findings(narrow, "unit-in-vain", ComputeUnit.CPU_AND_NE) == []
     assert findings(wide, "unit-in-vain", ComputeUnit.ALL) == []
-
-
-# --- values ---------------------------------------------------------------------------------------
-
-
-def runs(function: Callable[..., Any], *values: float) -> tuple[CheckedModel, list[Any]]:
-    model = build(function, {"x": np.zeros((2, 64), np.float16)}, Opset.iOS17)
-    compiled = REFERENCE.compile(main(model), EngineOptions())
-    inputs = [{"x": np.full((2, 64), value, np.float16)} for value in values]
-    diagnoses = [("forward_0", diagnose(main(model), compiled, each)) for each in inputs]
-    return CheckedModel(model, (Use("forward_0", "main"),)), diagnoses
-
-
-def on_values(rule: str, function: Callable[..., Any], *values: float) -> list[Any]:
-    model, diagnoses = runs(function, *values)
-    return [f for f in check([model], diagnoses) if f.rule.name == rule]
-
-
-def squared(x):
-    return mb.tanh(x=mb.square(x=x, name="sq"))
-
-
-def test_values_far_from_the_end_of_fp16_are_no_risk():
-    assert on_values("fp16-overflow", squared, 100.0) == []
-    assert on_values("fp16-underflow", squared, 1.0) == []
-
-
-def test_values_near_the_end_of_fp16():
-    (finding,) = on_values("fp16-overflow", squared, 200.0)
-    assert finding.found.got == "4e+04, 61% of the largest fp16"
-    assert finding.found.places[0].name == "sq"
-
-
-def test_an_overflow_in_any_run_is_the_worst():
-    for values in ((200.0, 300.0), (300.0, 200.0)):
-        (finding,) = on_values("fp16-overflow", squared, *values)
-        assert finding.found.got == "infinite (128 elements), and finite in fp32"
-
-
-def test_the_largest_value_of_several_runs_counts():
-    (finding,) = on_values("fp16-overflow", squared, 200.0, 250.0, 210.0)
-    assert "6.25e+04" in finding.found.got
-
-
-def test_underflow():
-    first, _ = on_values("fp16-underflow", squared, 1e-4)
-    assert first.found.places[0].name == "sq"
-    assert on_values("fp16-underflow", squared, 1e-1) == []
-
-
-def test_values_in_fp32_are_no_risk_of_fp16():
-    def wide(x):
-        square = mb.square(x=mb.cast(x=x, dtype="fp32"))
-        return mb.cast(x=mb.sqrt(x=square), dtype="fp16")
-
-    assert on_values("fp16-overflow", wide, 300.0) == []
 
 
 # --- names ----------------------------------------------------------------------------------------

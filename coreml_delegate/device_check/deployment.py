@@ -180,14 +180,15 @@ def _label(kind: Any) -> str:
 
 def _casts_to(version: Any, view: FunctionView, op: Op) -> bool:
     wanted = view.constant(op, "dtype")
-    return wanted is not None and wanted.data in version.supported_dtypes()
+    label = None if wanted is None else wanted.data
+    return isinstance(label, str) and label in version.supported_dtypes()
 
 
 def _is_default(view: FunctionView, op: Op, name: str, opset: Opset) -> bool:
     """Whether an argument is the default of its parameter, as the reference engine has it."""
     kernel = KERNELS.find(op.type, opset)
     constant = view.constant(op, name)
-    if kernel is None or constant is None:
+    if kernel is None or constant is None or name not in kernel.schema.parameters:
         return False
     default = inspect.signature(kernel.function).parameters[name].default
     given = constant.data

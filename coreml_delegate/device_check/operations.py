@@ -54,7 +54,7 @@ def _topk(view: FunctionView) -> Iterator[Found]:
 def _only_leaves(view: FunctionView, name: str) -> bool:
     """Whether nothing but casts for the outputs uses a value."""
     return all(
-        user.type == "cast" and not view.users.get(user.outputs[0].name)
+        user.type == "cast" and not any(view.users.get(o.name) for o in user.outputs)
         for user in view.users.get(name, ())
     )
 
@@ -90,7 +90,7 @@ def _rows(view: FunctionView, op: Op) -> int:
     axis = view.array(op, "axis")
     if kind is None or not kind.shape:
         return 0
-    place = 0 if axis is None else int(axis)
+    place = 0 if axis is None or axis.size != 1 else int(axis.item())
     return kind.shape[place] or 0 if -len(kind.shape) <= place < len(kind.shape) else 0
 
 

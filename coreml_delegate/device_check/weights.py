@@ -125,7 +125,7 @@ def _equal_values(weight: StoredWeight) -> tuple[str, int] | None:
     flat = data.reshape(-1)
     if not flat.size or flat[0] != flat[-1] or not (flat == flat[0]).all():
         return None
-    return f"{flat.size:,} times {flat[0]:g}", weight.stored_bytes - data.itemsize
+    return f"{flat.size:,} times {float(flat[0]):g}", weight.stored_bytes - data.itemsize
 
 
 def _few_values(weight: StoredWeight) -> tuple[str, int] | None:

@@ -26,6 +26,7 @@ LARGEST_FP16 = 65504.0
 HEADROOM = 0.5
 """The share of ``LARGEST_FP16`` from which a magnitude is a risk: twice as much overflows."""
 
+_NAMED = 3  # ops that a remedy names
 _CAST = "cast"
 _SUPPORTED = frozenset({DType.FP16, DType.INT8, DType.INT16, DType.UINT8, DType.UINT16})
 # Ops whose result has no value to compute: they keep what they take, or move it.
@@ -37,10 +38,39 @@ def _computes_only_fp32(view: FunctionView) -> bool:
     return DType.FP32 in types and DType.FP16 not in types
 
 
-def _fp32_programs(view: FunctionView) -> Iterator[Found]:
-    if _computes_only_fp32(view):
-        count = view.function.computed_in()[DType.FP32]
-        yield Found(view.delegate, view.function.name, f"{count} results in fp32, none in fp16")
+def _fp32_programs(evidence: Evidence) -> Iterator[Found]:
+    for view in (view for model in evidence.models for view in model.views):
+        if not _computes_only_fp32(view):
+            continue
+        got = f"{view.function.computed_in()[DType.FP32]} results in fp32, none in fp16"
+        function, remedy = view.function.name, None
+        runs = [
+            diagnosis
+            for delegate, diagnosis in evidence.diagnoses
+            if delegate in view.delegate.split(", ") and diagnosis.function == function
+        ]
+        if runs:
+            large = list(_beyond_fp16(view, (value for run in runs for value in run.values)))
+            got += f"; on the data {len(large) or 'none'} of them near or beyond what fp16 holds"
+            named = ", ".join(map(str, large[:_NAMED]))
+            more = f" and {len(large) - _NAMED} more" if len(large) > _NAMED else ""
+            keeping = f", and keep {named}{more} in fp32 (keep_fp32)" if large else ""
+            remedy = f"Lower in fp16 (--precision float16){keeping}"
+        # It is a matter of the whole function, so that no op of it is the place.
+        yield Found(view.delegate, function, got, remedy=remedy)
+
+
+def _beyond_fp16(view: FunctionView, values: Iterable[ValueReport]) -> Iterator[Place]:
+    """Yield the ops whose values in fp32 would overflow in fp16, or nearly so, each once."""
+    large = {
+        (value.location, value.name): value
+        for value in values
+        if value.result.startswith(DType.FP32.label)
+        and not value.max_abs < HEADROOM * LARGEST_FP16
+        and not (value.nan or value.infinite)
+    }
+    for _, value in sorted(large.items()):
+        yield _place(view, value)
 
 
 def _units_in_vain(evidence: Evidence) -> Iterator[Found]:
@@ -170,7 +200,7 @@ RULES = (
         consequence=Consequence.LEAVES_NEURAL_ENGINE,
         remedy="Lower in fp16 (--precision float16), with keep_fp32 for what needs fp32",
         sources=(sources.TYPED_EXECUTION,),
-        examine=each_function(_fp32_programs),
+        examine=_fp32_programs,
     ),
     Rule(
         name="unit-in-vain",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -65,3 +66,27 @@ def test_values_in_fp32_are_no_risk_of_fp16():
         return mb.cast(x=mb.sqrt(x=square), dtype="fp16")
 
     assert on_values("fp16-overflow", wide, 300.0) == []
+
+
+def in_fp32(x):
+    return mb.cast(x=mb.tanh(x=mb.square(x=mb.cast(x=x, dtype="fp32"), name="sq")), dtype="fp16")
+
+
+def test_whether_fp16_would_do_for_a_program_in_fp32():
+    (finding,) = on_values("fp32-program", in_fp32, 300.0, 2.0)
+    assert finding.found.got == (
+        "3 results in fp32, none in fp16; on the data 1 of them near or beyond what fp16 holds"
+    )
+    assert re.fullmatch(
+        r"Lower in fp16 \(--precision float16\), and keep square 'sq' at main op \d+ in fp32 .*",
+        finding.remedy,
+    )
+    (finding,) = on_values("fp32-program", in_fp32, 2.0)
+    assert "on the data none of them near or beyond" in finding.found.got
+    assert finding.remedy == "Lower in fp16 (--precision float16)"
+
+
+def test_without_data_nothing_is_said_of_values():
+    model, _ = runs(in_fp32, 2.0)
+    (finding,) = [f for f in check([model]) if f.rule.name == "fp32-program"]
+    assert finding.found.got == "3 results in fp32, none in fp16"

@@ -163,12 +163,12 @@ RULES = (
     Rule(
         name="large-dimension",
         finds=f"a dimension above {LARGEST_DIMENSION:,}",
-        reason="The neural engine of A13 to A15, M1 and M2 takes no dimension above 16,384 in a "
-        "matrix product, that of later chips none above 65,536.",
+        reason="The largest dimension of a tensor on the neural engine is 16,384 on A13 to A15, M1 "
+        "and M2, and 65,536 on later chips; matrix products beyond it are refused.",
         consequence=Consequence.LEAVES_NEURAL_ENGINE,
         remedy="Split the dimension, for example the output features of the last linear layer, "
         "and concatenate outside of the delegate",
-        sources=(sources.DIMENSIONS,),
+        sources=(sources.DIMENSIONS, sources.LARGEST_TENSOR),
         examine=each_function(_large_dimensions),
     ),
     Rule(

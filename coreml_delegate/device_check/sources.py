@@ -63,6 +63,9 @@ SIXTEEN_BIT: Final = Source(
 DIMENSIONS: Final = _issue(
     "sbryngelson/ANEForge", 182, "the largest dimension of each family of chips", kind="pull"
 )
+LARGEST_TENSOR: Final = _issue(
+    "sbryngelson/ANEForge", 240, "a vocabulary in tiles of the largest dimension", kind="pull"
+)
 STATE_WIDTH: Final = _issue("apple/coremltools", 2631, "states whose width is not a multiple of 32")
 STATE_AND_RANGE: Final = _issue(
     "apple/coremltools", 2548, "stateful models with fixed and flexible inputs"

@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 TEST_ENV := OMP_NUM_THREADS=1 COREML_DELEGATE_COMPILED_CACHE=off PYTHONDONTWRITEBYTECODE=
 FUZZ := PYTHONPATH=../..:../../tests OMP_NUM_THREADS=1 ../../$(BIN)/python -m tests.fuzz.fuzz_mil
 
-.PHONY: demo test test-all pytest pytest-all checks lint types imports bench conformance suite suite-upstream jax-suite regressions fuzz clean
+.PHONY: demo test test-all pytest pytest-all checks lint types imports docs bench conformance suite suite-upstream jax-suite regressions fuzz clean
 
 demo: $(STAMP)
 	$(BIN)/coreml-delegate demo
@@ -27,7 +27,7 @@ pytest: $(STAMP)
 pytest-all: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup tests
 
-checks: lint types imports
+checks: lint types imports docs
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -38,6 +38,10 @@ types: $(STAMP)
 
 imports: $(STAMP)
 	$(BIN)/lint-imports
+
+# The site, in build/site; a warning is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --config-file docs/site/mkdocs.yml
 
 # Prints the tables; `.[bench]` adds the peers that are not installed.
 bench: $(STAMP)

@@ -15,12 +15,13 @@ _BROWSER = next((path for name in _NAMES if (path := shutil.which(name))), None)
 needs_browser = pytest.mark.skipif(_BROWSER is None, reason="no Chromium on this machine")
 
 
-def rendered(page: Path, fragment: str = "") -> str:
+def rendered(page: Path, fragment: str = "", *options: str) -> str:
     """The document that a page is once its scripts have run, without a network.
 
     Args:
         page: The file to open.
         fragment: What follows ``#`` in its address.
+        *options: More options of the browser.
     """
     command = [
         str(_BROWSER),
@@ -30,6 +31,7 @@ def rendered(page: Path, fragment: str = "") -> str:
         "--no-sandbox",
         "--host-resolver-rules=MAP * ~NOTFOUND",
         f"--user-data-dir={page.parent / 'profile'}",
+        *options,
         "--dump-dom",
         f"{page.as_uri()}#{fragment}",
     ]

@@ -2,18 +2,21 @@
 
 Off macOS coremltools has no Core ML to call: ``MLModel.predict`` and ``make_state`` raise. On macOS
 they call one class, ``_MLModelProxy`` in ``coremltools.models.model``. This module replaces that
-class, and the two functions that tell ``make_state`` the operating system. Nothing else of
-coremltools is changed, so its checks of names, types and image modes stay.
+class, the two functions that tell ``make_state`` the operating system, and the method by which the
+experimental benchmarker gets a compute plan. Nothing else of coremltools is changed, so its checks
+of names, types and image modes stay.
 
-Source: ``coremltools/models/model.py`` of coremltools 9.0.
+Source: ``coremltools/models/model.py`` and ``ml_program/experimental/async_wrapper.py`` of
+coremltools 9.0.
 """
 
 from __future__ import annotations
 
 import importlib
+import tempfile
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +31,13 @@ from coreml_delegate.formats.mlpackage import map_folder
 from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.engines.base import Array, EngineOptions, State
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
+from coreml_delegate.runtime.measured_plan import MeasuredPlan
 from coreml_delegate.runtime.mil.program import ColorSpace, Feature
 from coreml_delegate.runtime.mil.reader import read_program
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.targets import Opset
+
+_ASYNC_WRAPPER = "coremltools.models.ml_program.experimental.async_wrapper"
 
 # The macOS whose Core ML reads the newest specification version known here.
 _MACOS_VERSION = (26, 0)
@@ -252,6 +258,25 @@ class ModelLoader:
         program = read_program(path.read_bytes(), {})
         return Model(program, function_name=function_name, engine=self.engine, options=self.options)
 
+    @property
+    def retrieve_compute_plan(self) -> Callable[[Any], Coroutine[Any, Any, MeasuredPlan]]:
+        """A method of coremltools' ``LocalMLModelAsyncWrapper``; its plan is measured."""
+        engine, options = self.engine, self.options
+
+        async def retrieve(wrapper: Any) -> MeasuredPlan:
+            if wrapper._model is None:
+                await wrapper.load()
+            model = wrapper._model
+            with tempfile.TemporaryDirectory(prefix="coreml-delegate-") as folder:
+                package = Path(folder) / "model.mlpackage"
+                model.save(str(package))
+                with _as_framework_error():
+                    return MeasuredPlan(
+                        package, model.function_name or None, engine, options or EngineOptions()
+                    )
+
+        return retrieve
+
     def maximum_supported_specification_version(self) -> int:
         """Return the newest specification version that the engines read."""
         return int(max(Opset))
@@ -376,13 +401,20 @@ class CoreMLToolsPatch:
                 _ACTIVE.remove(self)
                 _install()
 
-    def replacements(self) -> dict[str, object]:
-        """Return the replacements in ``coremltools.models.model``, by name."""
-        return {
-            "_MLModelProxy": self._loader,
-            "_is_macos": lambda: True,
-            "_macos_version": lambda: _MACOS_VERSION,
-        }
+    def replacements(self) -> list[tuple[Any, str, object]]:
+        """Return what is replaced in coremltools: a module or class, a name in it, and the new."""
+        module = importlib.import_module("coremltools.models.model")
+        experimental = importlib.import_module(_ASYNC_WRAPPER)
+        return [
+            (module, "_MLModelProxy", self._loader),
+            (module, "_is_macos", lambda: True),
+            (module, "_macos_version", lambda: _MACOS_VERSION),
+            (
+                experimental.LocalMLModelAsyncWrapper,
+                "retrieve_compute_plan",
+                self._loader.retrieve_compute_plan,
+            ),
+        ]
 
 
 def patch_coremltools(engine: str = AUTO, options: EngineOptions | None = None) -> CoreMLToolsPatch:
@@ -412,26 +444,26 @@ def patch_coremltools(engine: str = AUTO, options: EngineOptions | None = None) 
 _LOCK = threading.Lock()
 _ACTIVE: list[CoreMLToolsPatch] = []
 # The replaced objects of coremltools, while a patch is active.
-_ORIGINALS: dict[str, object] = {}
+_ORIGINALS: list[tuple[Any, str, object]] = []
 
 
 def _install() -> None:
     """Install the newest active patch in coremltools, or restore coremltools if there is none."""
     third_party.coremltools()
-    module = importlib.import_module("coremltools.models.model")
     if not _ACTIVE:
-        vars(module).update(_ORIGINALS)
+        for owner, name, original in _ORIGINALS:
+            setattr(owner, name, original)
         _ORIGINALS.clear()
         return
     replacements = _ACTIVE[-1].replacements()
     if not _ORIGINALS:
-        _ORIGINALS.update({name: vars(module)[name] for name in replacements})
-    vars(module).update(replacements)
+        _ORIGINALS.extend((owner, name, vars(owner)[name]) for owner, name, _ in replacements)
+    for owner, name, replacement in replacements:
+        setattr(owner, name, replacement)
 
 
 def _only_core_ml(what: str) -> NoReturn:
     raise FrameworkError(
         f"{what} exist only where Core ML itself does",
         expected="macOS",
-        remedy="For the times of operations here use coreml-delegate profile",
     )

@@ -12,12 +12,12 @@ import pytest
 from support.mil import builder_program, ct, mb
 from support.tolerances import ATOL_RTOL
 
-from coreml_delegate.errors import CoreMLDelegateError
 from coreml_delegate.runtime import patch_coremltools
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import quiet_import
 
 with quiet_import():
+    from coremltools.models.ml_program.experimental import async_wrapper
     from coremltools.models.ml_program.experimental.debugging_utils import (
         MLModelComparator,
         MLModelInspector,
@@ -106,7 +106,22 @@ def test_the_benchmarker_measures_loading_and_predicting(model: Any) -> None:
     assert all(sample > 0 for sample in (*loaded.samples, *predicted.samples))
 
 
-def test_times_of_operations_need_core_mls_compute_plan(model: Any) -> None:
+def test_times_of_operations_add_up_to_the_prediction(model: Any) -> None:
     benchmarker = MLModelBenchmarker(model)
-    with pytest.raises(CoreMLDelegateError, match=r"macOS.*coreml-delegate profile"):
-        asyncio.run(benchmarker.benchmark_operation_execution(inputs={"x": X}))
+    found = asyncio.run(benchmarker.benchmark_operation_execution(inputs={"x": X}, iterations=3))
+    measured = {each.spec.outputs[0].name: each.measurement.samples for each in found}
+    assert {"product", "positive", "shifted", "result"} <= measured.keys()
+    timed = [samples for samples in measured.values() if samples]
+    assert all(len(samples) == 3 for samples in timed)
+    totals = [sum(samples) for samples in zip(*timed, strict=True)]
+    assert all(total > 0 for total in totals)
+    # Sorted, the slowest first.
+    medians = [e.measurement.statistics.median for e in found if e.measurement.samples]
+    assert medians == sorted(medians, reverse=True)
+
+
+def test_coremltools_is_as_before_afterwards() -> None:
+    before = dict(vars(async_wrapper.LocalMLModelAsyncWrapper))
+    with patch_coremltools():
+        assert dict(vars(async_wrapper.LocalMLModelAsyncWrapper)) != before
+    assert dict(vars(async_wrapper.LocalMLModelAsyncWrapper)) == before

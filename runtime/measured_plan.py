@@ -1,0 +1,117 @@
+"""The cost of each operation of a model, measured, in the form of coremltools' compute plans.
+
+Core ML's plans estimate which share of a prediction each operation takes, and coremltools'
+benchmarker multiplies the time of predictions by it. Where there is no Core ML, an engine that
+times its kernels says it.
+
+Source: coremltools 9.0, ``models/compute_plan.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coreml_delegate.formats.mlpackage import map_folder
+from coreml_delegate.runtime.engines.base import EngineOptions
+from coreml_delegate.runtime.mil.program import Block
+from coreml_delegate.runtime.model import Model
+from coreml_delegate.runtime.observation import Observer
+
+_RUNS = 3
+
+
+class MeasuredPlan:
+    """A plan of one function of an mlpackage.
+
+    Args:
+        package: The folder.
+        function_name: The function that is measured; None for the default one.
+        engine: ``auto`` or an engine's name.
+        options: How to execute.
+
+    Attributes:
+        model_structure: The operations of the model, as coremltools describes them.
+    """
+
+    def __init__(
+        self, package: Path, function_name: str | None, engine: str, options: EngineOptions
+    ) -> None:
+        model = Model.from_files(
+            map_folder(package),
+            function_name=function_name,
+            engine=engine,
+            options=replace(options, profiling=True),
+        )
+        self.model_structure = _structure({model.function.name: model.function.block})
+        self._shares = _shares(model)
+
+    def get_compute_device_usage_for_mlprogram_operation(self, _: Any) -> None:
+        """Return None: which processor would run an operation is not known."""
+
+    def get_estimated_cost_for_mlprogram_operation(self, operation: Any) -> Any:
+        """Return the share of an operation, 0 to 1; None if it is not measured.
+
+        Args:
+            operation: One of ``model_structure``.
+        """
+        from coremltools.models.compute_plan import MLComputePlanCost
+
+        share = self._shares.get(operation.outputs[0].name) if operation.outputs else None
+        return None if share is None else MLComputePlanCost(share)
+
+
+def _shares(model: Model) -> Mapping[str, float]:
+    """Return the share of each operation in the time of all, by the name of its first output."""
+    rng = np.random.default_rng(0)
+    inputs = {
+        feature.name: _example(rng, feature.type.dtype.numpy, feature.type.shape or ())
+        for feature in model.function.inputs
+    }
+    state = model.make_state()
+    observer = Observer(model, None)
+    events = [observer.run(inputs, state, with_values=False)[1] for _ in range(_RUNS)][-1]
+    total = sum(event.nanoseconds for event in events)
+    return {
+        event.symbol.rpartition(":")[0]: event.nanoseconds / total if total else 0.0
+        for event in events
+    }
+
+
+def _example(rng: np.random.Generator, dtype: Any, shape: tuple[int | None, ...]) -> Any:
+    sizes = [1 if size is None else size for size in shape]
+    if np.issubdtype(dtype, np.floating):
+        return rng.random(sizes).astype(dtype)
+    return np.zeros(sizes, dtype)
+
+
+def _structure(blocks: Mapping[str, Block]) -> Any:
+    from coremltools.models import compute_plan as theirs
+
+    def described(block: Block) -> Any:
+        operations = [
+            theirs.MLModelStructureProgramOperation(
+                {},
+                op.type,
+                [
+                    theirs.MLModelStructureProgramNamedValueType(
+                        out.name, theirs.MLModelStructureProgramValueType()
+                    )
+                    for out in op.outputs
+                ],
+                [described(inner) for inner in op.blocks],
+                None,
+            )
+            for op in block.ops
+        ]
+        return theirs.MLModelStructureProgramBlock([], operations, list(block.outputs))
+
+    functions = {
+        name: theirs.MLModelStructureProgramFunction([], described(block))
+        for name, block in blocks.items()
+    }
+    return theirs.MLModelStructure(None, theirs.MLModelStructureProgram(functions), None)

@@ -52,6 +52,7 @@ MODULES: Mapping[str, Page] = MappingProxyType(
         ),
         "coreml_delegate.runtime.devtools": Page(("Inspector",)),
         "coreml_delegate.device_check": Page(),
+        "coreml_delegate.runtime.mil.reader": Page(("read_mlpackage",)),
         "coreml_delegate.graph": Page(),
         "coreml_delegate.stablehlo": Page(),
         "coreml_delegate.jax": Page(("compile", "Function", "Session", "export", "save")),

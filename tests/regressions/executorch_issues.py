@@ -163,7 +163,7 @@ RECORDS = (
         ),
     ),
     Regression(
-        issues(EXECUTORCH, 11715),
+        issues(EXECUTORCH, 11715, 19247),
         "`argmax` and `argmin` of all elements crashed the process",
         Here.DELEGATED,
         "of the flattened tensor",
@@ -215,6 +215,20 @@ RECORDS = (
         Here.DELEGATED,
         "buffers are told by the program's signature; unasked, none becomes a state",
         held_by="tests/e2e/test_states.py::test_no_state_is_made_unasked",
+    ),
+    Regression(
+        issues(EXECUTORCH, 9969),
+        "A model with an embedding, quantized by the quantizer, could not be lowered",
+        Here.DELEGATED,
+        "the table is stored as integers, and the program equals the quantized model",
+        held_by="tests/e2e/test_quantized_programs.py::test_the_program_equals_the_quantized_model",
+    ),
+    Regression(
+        issues(EXECUTORCH, 21856),
+        "Compressing a table that is embedding and output layer at once ended in a conflict",
+        Here.DELEGATED,
+        "the compressed table is stored once, for both",
+        held_by="tests/e2e/test_quantize.py::test_tied_weights_are_stored_once",
     ),
     Regression(
         issues(EXECUTORCH, 11722),

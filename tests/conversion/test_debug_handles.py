@@ -239,6 +239,7 @@ print(json.dumps([theirs, ours]))
 """
 
 
+@pytest.mark.slow
 def test_handles_are_those_of_executorchs_own_backend() -> None:
     finished = subprocess.run(
         [sys.executable, "-c", _UPSTREAM.format(paths=sys.path)],

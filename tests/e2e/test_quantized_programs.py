@@ -122,7 +122,7 @@ def _trained_quantized(norms, epochs):
 @pytest.mark.parametrize(
     "norms",
     [
-        pytest.param(False, id="plain"),
+        pytest.param(False, id="plain", marks=pytest.mark.slow),
         # torchao exports a hundred patterns to fold norms: 20 s.
         pytest.param(True, id="norms", marks=pytest.mark.slow),
     ],

@@ -128,6 +128,7 @@ def _random_bits(count: int) -> graph.Executable:
     return builder.compile(builder.rng_bit_generator(seed, "uint32", (count,))[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_random_bits_are_even(engine: str) -> None:
     """``SpecialOps/RNGBitsGenerator``: each tenth of the range has its share, within a tenth."""

@@ -23,7 +23,7 @@ _FLOOR = {"FLOAT32": SQNR_FP32, "FLOAT16": SQNR_FP16}
     ("name", "precision"),
     [
         ("resnet18", "FLOAT32"),
-        ("mobilenet_v3_small", "FLOAT16"),
+        pytest.param("mobilenet_v3_small", "FLOAT16", marks=pytest.mark.slow),
         pytest.param("shufflenet_v2_x0_5", "FLOAT32", marks=pytest.mark.slow),
         pytest.param("swin_t", "FLOAT16", marks=pytest.mark.slow),
         pytest.param("efficientnet_b0", "FLOAT16", marks=pytest.mark.slow),

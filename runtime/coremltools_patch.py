@@ -266,7 +266,7 @@ class ModelLoader:
         async def retrieve(wrapper: Any) -> MeasuredPlan:
             if wrapper._model is None:
                 await wrapper.load()
-            model = wrapper._model
+            model: Any = wrapper._model  # loaded above, if it was not
             with tempfile.TemporaryDirectory(prefix="coreml-delegate-") as folder:
                 package = Path(folder) / "model.mlpackage"
                 model.save(str(package))

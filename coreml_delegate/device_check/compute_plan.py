@@ -25,7 +25,7 @@ _MACOS = "darwin"
 
 
 class Processor(enum.Enum):
-    """What an operation runs on."""
+    """A processor that operations run on."""
 
     CPU = "CPU"
     GPU = "GPU"

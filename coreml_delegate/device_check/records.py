@@ -17,7 +17,7 @@ from coreml_delegate.runtime.mil.program import Op, Program
 
 
 class Consequence(enum.Enum):
-    """What a finding leads to, gravest first; the value is its name for commands and JSON."""
+    """The consequence of a finding, gravest first; the value is its name for commands and JSON."""
 
     FAILS = "fails"
     LEAVES_NEURAL_ENGINE = "leaves-neural-engine"
@@ -168,7 +168,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a rule has found, without the rule.
+    """A place and a value that a rule has found, without the rule.
 
     Attributes:
         delegate: Names of the delegates.
@@ -232,7 +232,7 @@ class Finding:
 
     @property
     def remedy(self) -> str:
-        """What the user can do, in the imperative."""
+        """The remedy for the user, in the imperative."""
         return self.found.remedy or self.rule.remedy
 
     @property

@@ -19,7 +19,7 @@ from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Op, TensorType
 
 LARGEST_DIMENSION = 16384
-"""Of a tensor on the neural engine of A13 to A15, M1 and M2."""
+"""Largest dimension of a tensor on the neural engine of A13 to A15, M1 and M2."""
 
 LARGEST_RANK = 5
 """Of a tensor on the neural engine."""

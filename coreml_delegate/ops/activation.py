@@ -96,7 +96,7 @@ def _softplus(node: Node) -> None:
 
 
 def _bend(node: Node, x: Node) -> Node:
-    """What softplus has and relu has not, ``softplus(-abs(x))``.
+    """Return the difference of softplus and relu, ``softplus(-abs(x))``.
 
     Of large numbers the Neural Engine's softplus is zero in fp16: apple/coremltools#2687.
     """

@@ -232,7 +232,7 @@ def _atan2(node: Node) -> None:
 
 
 def _way_to_mirrored(node: Node, angle: Node, where: Node, turn: float) -> Node:
-    """What leads from an angle to ``turn - angle``, zero where the truths are false."""
+    """Return the difference of ``turn - angle`` and the angle, or 0 where ``where`` is false."""
     way = insert(node, ATEN.add.Scalar, insert(node, ATEN.mul.Scalar, angle, -2.0), turn)
     return insert(node, ATEN.mul.Tensor, way, cast(node, where, value_of(angle).dtype))
 

@@ -1,4 +1,4 @@
-"""What MkDocs calls: pages that are made while the site is built get their content and place."""
+"""Hooks of MkDocs: pages that are made while the site is built get their content and place."""
 
 from __future__ import annotations
 

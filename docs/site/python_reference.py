@@ -13,7 +13,7 @@ _ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Page:
-    """What the page of a module shows.
+    """The content of a module's page.
 
     Attributes:
         names: Public names, in the page's order; None for those of the module's ``__all__``.

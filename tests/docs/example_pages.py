@@ -25,7 +25,7 @@ def profile(folder: Path) -> str:
 
 
 def _written(page: Path, name: str, folder: Path) -> str:
-    """What is in a file of an empty folder once a page is followed so far."""
+    """Return the content of a file in an empty folder once a page is followed so far."""
     path = folder / name
     with reading(folder) as reader:
         for block in blocks(page):

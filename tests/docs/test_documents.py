@@ -88,7 +88,7 @@ GIVEN: Mapping[str, Callable[[Path], None]] = MappingProxyType(
 """A reader's own files, which pages name and do not make."""
 
 SMALLER: Mapping[str, str] = MappingProxyType({"torchvision:resnet18": "model:net"})
-"""Smaller models that stand for larger ones in ``make test``; otherwise pages are followed to the letter."""
+"""Smaller models that stand for larger ones in ``make test``; else pages are followed exactly."""
 
 
 # A reader sees warnings of other packages, and goes on.

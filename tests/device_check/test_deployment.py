@@ -35,6 +35,7 @@ MODULES = {
 }
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("name", MODULES)
 def test_lowering_for_the_target_that_is_found(name):
     """The partitioner finds the oldest target by converting for each."""

@@ -158,7 +158,7 @@ def _assigned(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_program(program: Program) -> None:
     module = Computing(program).eval()

@@ -248,7 +248,7 @@ def lowered(case):
     return module, report, edge.to_executorch().buffer
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 @pytest.mark.parametrize("name", CASES)
 def test_every_size(name):
     case = CASES[name]

@@ -183,7 +183,7 @@ MODELS: dict[str, Callable[[], tuple[Callable[..., Any], tuple[np.ndarray, ...]]
 }
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_computes_what_it_does_in_jax(name: str) -> None:
     function, arrays = MODELS[name]()

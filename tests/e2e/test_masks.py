@@ -99,7 +99,7 @@ def check(module: nn.Module, example: tuple[Any, ...], precision: Precision, **o
         assert sqnr_db(expected, actual.numpy()) > SQNR[precision]
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @precisions
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_padded_tokens(name: str, precision: Precision) -> None:

@@ -8,7 +8,7 @@ from support.digits import all_images
 from support.tolerances import flips_allowed
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize(
     "mode",
     [

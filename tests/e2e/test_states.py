@@ -25,8 +25,17 @@ CALLS = 4
 ENGINES = ("reference", "openvino")
 
 
-# One process lowers a model, for all its tests.
-_EACH = [pytest.param(name, marks=pytest.mark.xdist_group(f"states of {name}")) for name in CASES]
+# One process lowers a model, for all its tests. All but every third model are slow.
+_EACH = [
+    pytest.param(
+        name,
+        marks=[
+            pytest.mark.xdist_group(f"states of {name}"),
+            *([pytest.mark.slow] if n % 3 else []),
+        ],
+    )
+    for n, name in enumerate(CASES)
+]
 
 
 @functools.cache
@@ -58,7 +67,6 @@ def states(edge: Any) -> list[str]:
     return sorted(p.name for p in params if isinstance(p.type, StateType))
 
 
-@pytest.mark.share(3)
 @pytest.mark.parametrize("name", _EACH)
 def test_buffers_that_can_be_states_are(name: str) -> None:
     case, result = CASES[name], lowered(name)
@@ -68,7 +76,6 @@ def test_buffers_that_can_be_states_are(name: str) -> None:
     assert {b.name: b.reason for b in buffers if not b.is_state} == dict(case.outside)
 
 
-@pytest.mark.share(3)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", _EACH)
 def test_calls_in_turn_equal_eager(name: str, engine: str) -> None:

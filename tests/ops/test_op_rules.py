@@ -119,7 +119,7 @@ def test_reject_samples_are_rejected_with_the_reason(family: str, rejected: Reje
     assert rejected.text in reason.text
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("family", REJECTED)
 def test_rejected_calls_do_not_abort_an_export(family: str) -> None:
     """They stay on the CPU, or ExecuTorch makes of them what Core ML takes."""

@@ -107,7 +107,7 @@ def assert_equal_eager(lowered: Lowered, module: nn.Module, inputs: tuple[torch.
         torch.testing.assert_close(one, other, atol=ATOL, rtol=RTOL)
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", MODULES)
 def test_each_partition_has_its_own_copy_of_a_shared_constant(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -88,7 +88,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_computes_what_jax_does(name: str) -> None:
     function, arguments = FUNCTIONS[name]

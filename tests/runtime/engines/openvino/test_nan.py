@@ -64,7 +64,7 @@ def _nan_inputs(case: OpCase):
                 yield {**arrays, name: _with(array, place, np.nan)}
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("case", _ONE_OF_A_KIND, ids=lambda case: case.id)
 def test_nan_is_where_the_reference_engine_has_it(case):
     options = EngineOptions(exact_nan=case.op in _LOSING)
@@ -128,6 +128,7 @@ def _in_a_loop(op, x):
     )[1]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("place", [_behind_linear, _behind_convolution, _among_others, _in_a_loop])
 @pytest.mark.parametrize("op", _ELEMENTWISE.values(), ids=_ELEMENTWISE)
 def test_nan_survives_where_the_plugin_fuses_ops(op, place):

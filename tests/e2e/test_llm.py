@@ -29,7 +29,7 @@ from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.targets import Opset
 
 # On one worker, so that the model is trained and lowered once.
-pytestmark = pytest.mark.xdist_group("docstrings")
+pytestmark = [pytest.mark.xdist_group("docstrings"), pytest.mark.slow]
 CHUNK = 16
 LAYOUT = Layout(256, CONTEXT, CHUNK, CacheKind.IO, eos=(END,))
 PROMPT = list(b"Return a new ")
@@ -97,7 +97,6 @@ def test_the_model_is_trained():
     assert learnt < perplexity(by_frequency, rows) / 1.5
 
 
-@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("engine", "host"),
     [
@@ -114,7 +113,6 @@ def test_greedy_tokens_equal_those_of_torch(fp32, engine, host):
     assert (generator.prefill.tokens, generator.decode.tokens) == (len(PROMPT), 63)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_perplexity_in_fp16_is_close_to_torch(fp16, engine):
     rows = held_out_rows(8, 64)
@@ -134,7 +132,6 @@ def test_chunks_of_any_length_give_the_logits_of_the_whole_text(fp32, length):
     torch.testing.assert_close(logits, trained()(row[None, :length])[0, -1], atol=atol, rtol=rtol)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_perplexity_with_4_bit_weights_is_close_to_torch(int4, engine):
     rows = held_out_rows(8, 64)
@@ -143,14 +140,12 @@ def test_perplexity_with_4_bit_weights_is_close_to_torch(int4, engine):
     assert stepwise_perplexity(generator, rows) == pytest.approx(eager, rel=PERPLEXITY_INT4)
 
 
-@pytest.mark.slow
 def test_4_bit_weights_are_stored_in_4_bits(int4, fp16):
     """A scale for each 32 weights, and all functions' operations, come on top."""
     # A quarter of the weights, beside operations and their debug info.
     assert len(int4) < 0.65 * len(fp16)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("length", [1, 3, 4, 9, CONTEXT])
 def test_caches_in_a_state_give_the_same_tokens(stateful, engine, length):
@@ -166,7 +161,6 @@ def test_caches_in_a_state_give_the_same_tokens(stateful, engine, length):
     assert generator.room == CONTEXT - length
 
 
-@pytest.mark.slow
 def test_each_generator_has_its_own_state(stateful):
     one, other = (Generator.load(stateful) for _ in range(2))
     one.feed(PROMPT)
@@ -174,7 +168,6 @@ def test_each_generator_has_its_own_state(stateful):
     assert not torch.allclose(one.feed([10]), other.feed([10]), atol=0.1)
 
 
-@pytest.mark.slow
 def test_weights_are_stored_once(fp32, fp16):
     parameters = sum(parameter.numel() for parameter in trained().parameters())
     for pte, size in ((fp32, 4), (fp16, 2)):

@@ -48,7 +48,7 @@ def _some(samples: list[Sample]) -> list[Sample]:
     return list(filter(is_kept, samples)) or samples[:2]
 
 
-@pytest.mark.share(5)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("of", [_some, pytest.param(list, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("operation", SAMPLES)
 def test_results_are_those_of_numpy(

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from coreml_delegate.errors import ProgramError
 from coreml_delegate.formats.blob import BlobReference, Buffer, unflatten
 from coreml_delegate.formats.blob_layout import models_in
+from coreml_delegate.formats.mlpackage import empty_folders
 from coreml_delegate.runtime.delegate import resolve
 from coreml_delegate.runtime.program.delegate_interface import COREML_BACKEND_ID, DelegatePayload
 from coreml_delegate.runtime.program.plan import DelegateInfo, MethodInfo
@@ -48,6 +49,11 @@ class BlobModel:
 
     suffix: str
     files: Mapping[str, memoryview]
+
+    @property
+    def empty_folders(self) -> list[str]:
+        """Folders without files that the manifest of an mlpackage lists; Core ML wants them."""
+        return empty_folders(self.files) if self.suffix == ".mlpackage" else []
 
 
 def partition_names(method: MethodInfo) -> dict[int, str]:

@@ -22,7 +22,7 @@ LARGEST_DIMENSION = 16384
 """Largest dimension of a tensor on the neural engine of A13 to A15, M1 and M2."""
 
 LARGEST_RANK = 5
-"""Of a tensor on the neural engine."""
+"""Largest rank of a tensor on the neural engine."""
 
 _STATE_WIDTH = 32  # elements
 _ALIGNMENT = 64  # bytes of the last axis of an input or output

@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -63,26 +63,35 @@ def new_path(path: Path) -> Generator[Path]:
 
 
 def write_folder(
-    files: Mapping[str, Content], destination: Path, *, overwrite: bool = False
+    files: Mapping[str, Content],
+    destination: Path,
+    *,
+    folders: Iterable[str] = (),
+    overwrite: bool = False,
 ) -> None:
     """Write files below a new folder; see ``new_folder``.
 
     Args:
         files: Relative POSIX path to content.
         destination: The folder to create.
+        folders: Relative POSIX paths of folders inside that exist even without files.
         overwrite: Replace a folder that is already there.
 
     Raises:
         ProgramError: ``destination`` exists and ``overwrite`` is false.
         OSError: The parent folder cannot be written.
     """
-    with new_folder(files, destination, overwrite=overwrite):
+    with new_folder(files, destination, folders=folders, overwrite=overwrite):
         pass
 
 
 @contextmanager
 def new_folder(
-    files: Mapping[str, Content], destination: Path, *, overwrite: bool = False
+    files: Mapping[str, Content],
+    destination: Path,
+    *,
+    folders: Iterable[str] = (),
+    overwrite: bool = False,
 ) -> Generator[None]:
     """Write files below a folder that appears when the block ends without an exception.
 
@@ -92,6 +101,7 @@ def new_folder(
     Args:
         files: Relative POSIX path to content.
         destination: The folder to create.
+        folders: Relative POSIX paths of folders inside that exist even without files.
         overwrite: Replace a folder that is already there.
 
     Raises:
@@ -112,6 +122,8 @@ def new_folder(
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("wb") as file:
                 file.writelines(chunks_of(content))
+        for name in folders:
+            (complete / name).mkdir(parents=True, exist_ok=True)
         yield
         if destination.exists():
             os.replace(destination, temporary / "old")

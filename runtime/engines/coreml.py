@@ -312,9 +312,7 @@ class _Package:
         self.path = Path(folder) / "model.mlpackage"
         self._source = source  # the key of this object has its address
         try:
-            write_folder(source.files, self.path)
-            for name in empty_folders(source.files):
-                (self.path / name).mkdir(parents=True)
+            write_folder(source.files, self.path, folders=empty_folders(source.files))
         except BaseException:
             remove()
             raise

@@ -220,13 +220,13 @@ def _plans(
     models: ProgramModels, findings: Sequence[Finding]
 ) -> Iterator[tuple[str, list[ComparedOp]]]:
     from coreml_delegate.device_check.compute_plan import compare_plan, compute_plan
-    from coreml_delegate.formats.files import new_folder
+    from coreml_delegate.formats.files import write_folder
+    from coreml_delegate.formats.mlpackage import empty_folders
 
     for each in models.models:
         with tempfile.TemporaryDirectory(prefix="coreml-delegate-") as folder:
             package = Path(folder) / "model.mlpackage"
-            with new_folder(each.files, package):
-                pass
+            write_folder(each.files, package, folders=empty_folders(each.files))
             units = {use.compute_unit for use in each.model.uses}
             planned = compute_plan(package, units.pop() if len(units) == 1 else None)
         yield each.model.name, compare_plan(planned, findings, each.model.name)

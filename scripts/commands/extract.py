@@ -49,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as folders:
         for target, (model, _) in planned.items():
             interruption.check()
-            folders.enter_context(new_folder(model.files, target, overwrite=args.force))
+            folders.enter_context(
+                new_folder(model.files, target, folders=model.empty_folders, overwrite=args.force)
+            )
         interruption.check()
     _print(planned, as_json=args.json)
     return 0

@@ -15,7 +15,9 @@ from support.programs import export_case
 from support.tolerances import ATOL_RTOL, sqnr_db
 
 from coreml_delegate import runtime
+from coreml_delegate.scripts import delegates
 from coreml_delegate.scripts.cli import main
+from coreml_delegate.scripts.delegates import BlobModel
 
 pytestmark = pytest.mark.xdist_group("cli")
 
@@ -122,6 +124,22 @@ def test_extract(capsys):
     # What else crosses the boundary depends on where the calls that may run in either partition do.
     features = next(result for result in results if result.shape == expected.shape)
     np.testing.assert_allclose(features, expected, atol=atol, rtol=rtol)
+
+
+def test_a_model_without_weights_is_extracted_whole(capsys, monkeypatch):
+    """Core ML refuses a package that lacks a folder of its manifest, even an empty one."""
+    spec, weights = "com.apple.CoreML/model.mlmodel", "com.apple.CoreML/weights"
+    manifest = {
+        "itemInfoEntries": {"S": {"path": spec}, "W": {"path": weights}},
+        "rootModelIdentifier": "S",
+    }
+    files = {"Manifest.json": json.dumps(manifest).encode(), f"Data/{spec}": b"specification"}
+    bare = BlobModel(".mlpackage", {name: memoryview(data) for name, data in files.items()})
+    monkeypatch.setattr(delegates, "models_of", lambda blob: [bare])
+    assert main(["extract", "tiny.pte", "-o", "out", "--json"]) == 0
+    for entry in read(capsys):
+        assert leftovers(Path(entry["path"])) == {"Manifest.json", "Data"}
+        assert (Path(entry["path"]) / "Data" / weights).is_dir()
 
 
 def test_extract_overwrites_only_with_force(capsys):

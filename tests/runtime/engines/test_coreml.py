@@ -487,7 +487,7 @@ def test_nothing_is_left_by_a_refusal(loaded, temporary):
 
 
 def test_nothing_is_left_by_a_full_disk(loaded, temporary, monkeypatch):
-    def fail(files, destination):
+    def fail(files, destination, **options):
         Path(destination).mkdir()
         raise OSError(28, "No space left on device")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coreml_delegate.ops.call import OpCall, Reason, ReasonCode
+from coreml_delegate.ops.call import OpCall, Reason, ReasonCode, flatten
 from coreml_delegate.ops.constants import is_derived
 from coreml_delegate.ops.record import Constraint
 
@@ -56,7 +56,7 @@ def only_result_used(index: int) -> Constraint:
 
 @dataclass(frozen=True, slots=True)
 class IsConstant:
-    """The tensor argument is a derived constant; see ``ops.constants``.
+    """The tensor argument, or each in the list, is a derived constant; see ``ops.constants``.
 
     Attributes:
         name: Of the argument.
@@ -66,8 +66,8 @@ class IsConstant:
 
     def __call__(self, call: OpCall, /) -> Reason | None:
         """Why the call is refused, or None."""
-        node = call.arguments.get(self.name)
-        if not isinstance(node, Node) or is_derived(node, call.constants):
+        nodes = (n for n in flatten(call.arguments.get(self.name)) if isinstance(n, Node))
+        if all(is_derived(node, call.constants) for node in nodes):
             return None
         return Reason(ReasonCode.ARGUMENT, f"{self.name!r} is computed, Core ML takes a constant")
 

@@ -13,18 +13,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from coreml_delegate.ops import recurrent_layers
+from coreml_delegate.ops.recurrent_layers import Stack
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
 
 _NAMESPACE = "coreml_delegate"
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 _LIBRARY.define("floor_divide(Tensor self, Tensor other) -> Tensor")
-# Nothing computes these two: they stand where an op with the same result stood.
+# Nothing computes these: they stand where an op with the same result stood.
 _LIBRARY.define(
     "shift_scale(Tensor data, Tensor scale, Tensor? offset, int[] blocks, int low, int high)"
     " -> Tensor"
 )
 _LIBRARY.define("look_up(Tensor indices, Tensor tables) -> Tensor")
+_STACK = "Tensor[] parameters, bool has_biases, int layers, bool bidirectional, bool batch_first"
+_LIBRARY.define(f"lstm(Tensor x, Tensor[] states, {_STACK}) -> (Tensor, Tensor, Tensor)")
+_LIBRARY.define(f"gru(Tensor x, Tensor state, {_STACK}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"rnn(Tensor x, Tensor state, {_STACK}, bool relu) -> (Tensor, Tensor)")
 
 _Array = NDArray[Any]
 _INTEGERS = ("int4", "uint4", "int8", "uint8")
@@ -70,6 +76,37 @@ def look_up() -> Any:
     return torch.ops.coreml_delegate.look_up.default
 
 
+def lstm() -> Any:
+    """Layers of LSTM: see ``recurrent_layers`` for gates, shapes and the order of parameters.
+
+    Returns:
+        The operator, with the results of ``aten.lstm.input``.
+    """
+    _translate()
+    return torch.ops.coreml_delegate.lstm.default
+
+
+def gru() -> Any:
+    """Layers of GRU: see ``lstm``.
+
+    Returns:
+        The operator, with the results of ``aten.gru.input``.
+    """
+    _translate()
+    return torch.ops.coreml_delegate.gru.default
+
+
+def rnn() -> Any:
+    """Layers of Elman's network: see ``lstm``.
+
+    Returns:
+        The operator, with the results of ``aten.rnn_tanh.input`` and, if so told by its last
+        argument, of ``aten.rnn_relu.input``.
+    """
+    _translate()
+    return torch.ops.coreml_delegate.rnn.default
+
+
 @cache
 def _translate() -> None:
     """Tell coremltools, once."""
@@ -97,10 +134,26 @@ def _translate() -> None:
         indices = indices.astype(_numpy_type(f"uint{bits}"))
         context.add(builder.constexpr_lut_to_dense(indices=indices, lut=tables, name=node.name))
 
+    def coreml_delegate_lstm(context: Any, node: Any) -> None:
+        x, *states, stack = _recurrent(context, node)
+        context.add(recurrent_layers.lstm(builder, x, states, stack), torch_name=node.name)
+
+    def coreml_delegate_gru(context: Any, node: Any) -> None:
+        x, state, stack = _recurrent(context, node)
+        context.add(recurrent_layers.gru(builder, x, state, stack), torch_name=node.name)
+
+    def coreml_delegate_rnn(context: Any, node: Any) -> None:
+        x, state, stack = _recurrent(context, node)
+        relu = bool(node.inputs[-1])
+        context.add(recurrent_layers.rnn(builder, x, state, stack, relu), torch_name=node.name)
+
     for translation in (
         coreml_delegate_floor_divide,
         coreml_delegate_shift_scale,
         coreml_delegate_look_up,
+        coreml_delegate_lstm,
+        coreml_delegate_gru,
+        coreml_delegate_rnn,
     ):
         name = translation.__name__.removeprefix(f"{_NAMESPACE}_")
         register_torch_op(translation, torch_alias=[f"{_NAMESPACE}::{name}"], override=True)
@@ -110,6 +163,15 @@ def _value(context: Any, name: Any) -> Any:
     """Return an argument's value: a MIL variable, or the numpy array of a constant."""
     found = context[name] if isinstance(name, str) else name
     return getattr(found, "val", found)
+
+
+def _recurrent(context: Any, node: Any) -> list[Any]:
+    """Return sequence, initial states and layers that a call of a recurrent op names."""
+    x, states, parameters, has_biases, layers, bidirectional, batch_first, *_ = node.inputs
+    names = [states] if isinstance(states, str) else states
+    arrays = [np.asarray(_value(context, name), np.float32) for name in parameters]
+    stack = Stack.of(arrays, bool(has_biases), int(layers), bool(bidirectional), bool(batch_first))
+    return [context[x], *(context[name] for name in names), stack]
 
 
 def _shift_scaled(

@@ -17,7 +17,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from coreml_delegate.ops import record_of
-from coreml_delegate.ops.call import OpCall, target_name
+from coreml_delegate.ops.call import OpCall, flatten, target_name
 from coreml_delegate.ops.constants import foldable, stored_constants
 from coreml_delegate.ops.constraints import IsConstant
 from coreml_delegate.ops.edits import add_constant
@@ -65,8 +65,7 @@ def _demanded(node: Node) -> Iterator[Node]:
     rule = record_of(target_name(node.target)) if node.op == "call_function" else None
     names = [c.name for c in rule.constraints if isinstance(c, IsConstant)] if rule else []
     arguments = OpCall.of(node).arguments if names else {}
-    for name in names:
-        argument = arguments.get(name)
+    for argument in flatten([arguments.get(name) for name in names]):
         if isinstance(argument, Node) and argument.op == "call_function":
             yield argument
 

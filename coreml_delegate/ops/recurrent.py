@@ -1,0 +1,83 @@
+"""Recurrent layers, which PyTorch's decompositions would unroll into an op or more per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch.fx import Node
+
+from coreml_delegate.ops import mil_ops
+from coreml_delegate.ops.call import DECOMPRESS, DEQUANTIZE, OpCall, ReasonCode, target_name
+from coreml_delegate.ops.constraints import IsConstant, holds
+from coreml_delegate.ops.edits import arguments_of, become
+from coreml_delegate.ops.flops import elements
+from coreml_delegate.ops.record import OpRecord, Rewrite
+
+_MATRIX = 2
+_STATES_OF_LSTM = 2
+
+
+def _draws_nothing(call: OpCall) -> bool:
+    """Dropout stands between layers, at training."""
+    arguments = call.arguments
+    return not (arguments["train"] and arguments["dropout"] and arguments["num_layers"] > 1)
+
+
+def _weights_are_floats(call: OpCall) -> bool:
+    weights = (p for p in call.arguments["params"] if isinstance(p, Node))
+    return not any(target_name(node.target) in DEQUANTIZE | DECOMPRESS for node in weights)
+
+
+def _keeps_its_width(call: OpCall) -> bool:
+    """Whether the hidden state is as wide as the cell state, so that nothing projects it."""
+    states = [tensor for _, tensor in call.tensors("hx")]
+    return len(states) != _STATES_OF_LSTM or states[0].shape[-1] == states[1].shape[-1]
+
+
+def _flops(call: OpCall) -> int:
+    """Two per weight of a matrix, step and sequence; the gates are next to nothing."""
+    inputs = call.tensor("input")
+    if inputs is None:
+        return 0
+    rows = elements(inputs[..., 0])
+    matrices = (tensor for _, tensor in call.tensors("params") if tensor.dim() == _MATRIX)
+    return 2 * rows * sum(map(elements, matrices))
+
+
+def _rewrite(op: Callable[[], Any], *more: object) -> Rewrite:
+    """Give the op the arguments that inference needs."""
+
+    def rewrite(node: Node) -> None:
+        arguments = arguments_of(node)
+        names = ("input", "hx", "params", "has_biases", "num_layers", "bidirectional")
+        given = [arguments[name] for name in names]
+        become(node, op(), *given, arguments["batch_first"], *more)
+
+    return rewrite
+
+
+_op = partial(
+    OpRecord,
+    constraints=(
+        IsConstant("params"),
+        holds(_weights_are_floats, ReasonCode.ARGUMENT, "'params' are dequantized"),
+        holds(_draws_nothing, ReasonCode.ARGUMENT, "dropout at training draws random numbers"),
+    ),
+    flops=_flops,
+)
+
+RECORDS = (
+    _op(
+        "aten.lstm.input",
+        constraints=(
+            *_op.keywords["constraints"],
+            holds(_keeps_its_width, ReasonCode.ARGUMENT, "Core ML's lstm has no projection"),
+        ),
+        rewrite=_rewrite(mil_ops.lstm),
+    ),
+    _op("aten.gru.input", rewrite=_rewrite(mil_ops.gru)),
+    _op("aten.rnn_tanh.input", rewrite=_rewrite(mil_ops.rnn, False)),
+    _op("aten.rnn_relu.input", rewrite=_rewrite(mil_ops.rnn, True)),
+)

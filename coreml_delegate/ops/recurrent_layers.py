@@ -1,0 +1,251 @@
+"""Stacks of recurrent layers, as PyTorch has them, made of MIL's single layers.
+
+PyTorch's gates stand in the order input, forget, cell, output (LSTM) and reset, update, new (GRU).
+States are [layers * directions, batch, units], parameters a list: for each layer and direction the
+weights of the input [gates * units, width], those of the state [gates * units, units], and a bias
+[gates * units] for each if there are biases.
+
+Source: PyTorch's documentation of ``torch.nn.LSTM``, ``GRU`` and ``RNN``; coremltools' MIL op
+reference, ``recurrent``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[np.float32]
+Var: TypeAlias = Any
+"""A value of a MIL program under construction."""
+
+_LSTM_GATES = (0, 1, 3, 2)
+"""Of MIL's order, input, forget, output, cell, the places in PyTorch's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """The parameters of one layer in one direction.
+
+    Attributes:
+        weight_ih: [gates * units, width].
+        weight_hh: [gates * units, units].
+        bias_ih: [gates * units], None if there are no biases.
+        bias_hh: As ``bias_ih``.
+    """
+
+    weight_ih: Array
+    weight_hh: Array
+    bias_ih: Array | None = None
+    bias_hh: Array | None = None
+
+    @property
+    def units(self) -> int:
+        """The size of the hidden state."""
+        return self.weight_hh.shape[1]
+
+    def keywords(self, gates: Sequence[int] = (0,), suffix: str = "") -> dict[str, Array]:
+        """Return the arguments of a MIL op, whose two biases are one.
+
+        Args:
+            gates: The place here of each gate of the op.
+            suffix: Ends their names.
+        """
+        given = {"weight_ih": self.weight_ih, "weight_hh": self.weight_hh}
+        if self.bias_ih is not None and self.bias_hh is not None:
+            given["bias"] = self.bias_ih + self.bias_hh
+        parts = {name: np.split(array, len(gates)) for name, array in given.items()}
+        return {
+            f"{name}{suffix}": np.concatenate([part[gate] for gate in gates])
+            for name, part in parts.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Layers above each other.
+
+    Attributes:
+        cells: For each layer the cell that runs forward, and perhaps one that runs backward.
+        batch_first: Whether sequences are [batch, steps, width] rather than [steps, batch, width].
+    """
+
+    cells: Sequence[Sequence[Cell]]
+    batch_first: bool
+
+    @classmethod
+    def of(
+        cls,
+        parameters: Sequence[Array],
+        has_biases: bool,
+        layers: int,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> Stack:
+        """Sort the parameters of PyTorch's ops."""
+        size, directions = 4 if has_biases else 2, 2 if bidirectional else 1
+        parts = [parameters[n : n + size] for n in range(0, len(parameters), size)]
+        if len(parts) != layers * directions:
+            raise ValueError(f"{len(parameters)} parameters for {layers} layers of {directions}")
+        cells = [Cell(*part) for part in parts]
+        rows = [cells[n : n + directions] for n in range(0, len(cells), directions)]
+        return cls(rows, batch_first)
+
+
+_Pass: TypeAlias = Callable[[Var, Var, Cell], tuple[Var, Var]]
+"""A sequence [steps, batch, width], a state [batch, units] and a cell to the hidden states of all
+steps, and the last one."""
+
+
+def lstm(mb: Any, x: Var, states: Sequence[Var], stack: Stack) -> tuple[Var, Var, Var]:
+    """Emit one ``lstm`` per layer.
+
+    Args:
+        mb: coremltools' builder.
+        x: The sequence.
+        states: The first hidden and the first cell state.
+        stack: The layers.
+
+    Returns:
+        The hidden states of all steps, the last hidden and the last cell states.
+    """
+    hidden: list[Var] = []
+    cell: list[Var] = []
+    x = _steps_first(mb, x, stack)
+    for layer, cells in enumerate(stack.cells):
+        initial_h, initial_c = (_joined(mb, state, layer, len(cells)) for state in states)
+        both = len(cells) > 1
+        weights = cells[0].keywords(_LSTM_GATES)
+        weights |= cells[1].keywords(_LSTM_GATES, "_back") if both else {}
+        x, last_h, last_c = mb.lstm(
+            x=x,
+            initial_h=initial_h,
+            initial_c=initial_c,
+            direction="bidirectional" if both else "forward",
+            output_sequence=True,
+            **weights,
+        )
+        hidden += mb.split(x=last_h, num_splits=2, axis=-1) if both else [last_h]
+        cell += mb.split(x=last_c, num_splits=2, axis=-1) if both else [last_c]
+    return _steps_first(mb, x, stack), mb.stack(values=hidden, axis=0), mb.stack(values=cell, axis=0)
+
+
+def rnn(mb: Any, x: Var, state: Var, stack: Stack, relu: bool) -> tuple[Var, Var]:
+    """Emit one ``rnn`` per layer and direction; see ``gru``."""
+
+    def run(x: Var, state: Var, cell: Cell) -> tuple[Var, Var]:
+        return mb.rnn(
+            x=x,
+            initial_h=state,
+            output_sequence=True,
+            activation="relu" if relu else "tanh",
+            **cell.keywords(),
+        )
+
+    return _by_pass(mb, x, state, stack, run)
+
+
+def gru(mb: Any, x: Var, state: Var, stack: Stack) -> tuple[Var, Var]:
+    """Emit one ``while_loop`` over the steps per layer and direction.
+
+    MIL's ``gru`` has another formula: PyTorch's reset gate scales the product of the state, its bias
+    included. From iOS18 on the op has it as an option, with which coremltools' own test fails.
+
+    Args:
+        mb: coremltools' builder.
+        x: The sequence.
+        state: The first hidden state.
+        stack: The layers.
+
+    Returns:
+        The hidden states of all steps, and the last ones.
+    """
+
+    def run(x: Var, state: Var, cell: Cell) -> tuple[Var, Var]:
+        return _gru_loop(mb, x, state, cell)
+
+    return _by_pass(mb, x, state, stack, run)
+
+
+def _gru_loop(mb: Any, x: Var, state: Var, cell: Cell) -> tuple[Var, Var]:
+    units = cell.units
+    sizes = [2 * units, units]  # reset and update together; new
+    bias_ih, bias_hh = _gru_biases(cell)
+    # No step waits for the products of the inputs: all are computed at once.
+    products = mb.linear(x=x, weight=cell.weight_ih, bias=bias_ih)
+    steps = mb.gather(x=mb.shape(x=x), indices=0, axis=0)
+    # Every row is written before it is read: any tensor of the shape will do.
+    _, rows = mb.split(x=products, split_sizes=sizes, axis=-1)
+
+    def is_left(step: Var, _h: Var, _rows: Var) -> Var:
+        return mb.less(x=step, y=steps)
+
+    def turn(step: Var, h: Var, rows: Var) -> tuple[Var, Var, Var]:
+        inputs = mb.split(x=mb.gather(x=products, indices=step, axis=0), split_sizes=sizes, axis=-1)
+        own = mb.linear(x=h, weight=cell.weight_hh, bias=bias_hh)
+        own = mb.split(x=own, split_sizes=sizes, axis=-1)
+        gates = mb.sigmoid(x=mb.add(x=inputs[0], y=own[0]))
+        reset, update = mb.split(x=gates, num_splits=2, axis=-1)
+        new = mb.tanh(x=mb.add(x=inputs[1], y=mb.mul(x=reset, y=own[1])))
+        h = mb.add(x=new, y=mb.mul(x=update, y=mb.sub(x=h, y=new)))
+        place, row = mb.expand_dims(x=step, axes=[0]), mb.expand_dims(x=h, axes=[0])
+        rows = mb.scatter(data=rows, indices=place, updates=row, axis=0, mode="update")
+        return mb.add(x=step, y=1), h, rows
+
+    _, last, rows = mb.while_loop(_cond=is_left, _body=turn, loop_vars=(0, state, rows))
+    return rows, last
+
+
+def _gru_biases(cell: Cell) -> tuple[Array, Array]:
+    """Return the bias of the inputs' products and that of the state's.
+
+    The reset gate scales the state's of the new value; the others are terms of one sum.
+    """
+    zeros = np.zeros(len(cell.weight_hh), np.float32)
+    if cell.bias_ih is None or cell.bias_hh is None:
+        return zeros, zeros
+    scaled = zeros.copy()
+    scaled[2 * cell.units :] = cell.bias_hh[2 * cell.units :]
+    return cell.bias_ih + cell.bias_hh - scaled, scaled
+
+
+def _by_pass(mb: Any, x: Var, state: Var, stack: Stack, run: _Pass) -> tuple[Var, Var]:
+    """Run every layer in every direction by itself."""
+    last: list[Var] = []
+    x = _steps_first(mb, x, stack)
+    for layer, cells in enumerate(stack.cells):
+        hidden: list[Var] = []
+        for direction, cell in enumerate(cells):
+            sequence = mb.reverse(x=x, axes=[0]) if direction else x
+            initial = _row(mb, state, layer * len(cells) + direction)
+            steps, end = run(sequence, initial, cell)
+            hidden.append(mb.reverse(x=steps, axes=[0]) if direction else steps)
+            last.append(end)
+        x = mb.concat(values=hidden, axis=-1) if len(hidden) > 1 else hidden[0]
+    return _steps_first(mb, x, stack), mb.stack(values=last, axis=0)
+
+
+def _steps_first(mb: Any, x: Var, stack: Stack) -> Var:
+    """Exchange steps and batch if the batch is first in PyTorch; this works both ways."""
+    return mb.transpose(x=x, perm=[1, 0, 2]) if stack.batch_first else x
+
+
+def _row(mb: Any, state: Var, row: int) -> Var:
+    """Return [batch, units] of one layer in one direction."""
+    return mb.slice_by_index(
+        x=state,
+        begin=[row, 0, 0],
+        end=[row + 1, 0, 0],
+        begin_mask=[False, True, True],
+        end_mask=[False, True, True],
+        squeeze_mask=[True, False, False],
+    )
+
+
+def _joined(mb: Any, state: Var, layer: int, directions: int) -> Var:
+    """Return [batch, directions * units] of one layer."""
+    rows = [_row(mb, state, layer * directions + direction) for direction in range(directions)]
+    return mb.concat(values=rows, axis=-1) if directions > 1 else rows[0]

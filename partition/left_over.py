@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from coreml_delegate.conversion.subgraph import call_of, program_of
 from coreml_delegate.ops import Reason, ReasonCode
-from coreml_delegate.ops.call import overload_of
+from coreml_delegate.ops.call import is_stand_in, overload_of
 from coreml_delegate.transforms.compressed_weights import decompose_undelegated_dequantize
 
 _PREFIX = "coreml_delegate_literal"
@@ -38,9 +38,13 @@ def decompose_left_over(program: ExportedProgram, preserved: Collection[OpOverlo
     ops = {op for op in preserved if torch.Tag.core not in op.tags}
     for module in program.graph_module.modules():
         if isinstance(module, GraphModule):
-            calls = [node for node in module.graph.nodes if overload_of(node.target) in ops]
+            calls = [node for node in module.graph.nodes if _is_left_over(node, ops)]
             if calls:
                 _decompose(calls, module, program)
+
+
+def _is_left_over(node: Node, ops: Collection[OpOverload]) -> bool:
+    return overload_of(node.target) in ops or is_stand_in(node.target)
 
 
 def _decompose(calls: Sequence[Node], module: GraphModule, program: ExportedProgram) -> None:

@@ -47,9 +47,14 @@ from coreml_delegate.transforms.executorch_gaps import (
     replace_unnamed_containers,
 )
 from coreml_delegate.transforms.half_precision import promote_half_to_fp32
+from coreml_delegate.transforms.recurrent_layers import (
+    hold_recurrent_layers,
+    release_refused_layers,
+)
 
 _TRANSFORMS = (
     replace_unnamed_containers,
+    hold_recurrent_layers,
     unwrap_tensor_subclasses,
     drop_linear_algebra_checks,
     promote_half_to_fp32,
@@ -86,11 +91,12 @@ def transform(program: ExportedProgram, options: PartitionerOptions) -> Exported
     """
     for step in _TRANSFORMS:
         program = step(program)
-    return decompose_undelegated_dequantize(
-        program,
-        options.compiling.deployment_target,
-        veto=options.filters.refusal,
-        constants_inside=options.ownership.constants,
+    target, constants_inside = options.compiling.deployment_target, options.ownership.constants
+    program = decompose_undelegated_dequantize(
+        program, target, veto=options.filters.refusal, constants_inside=constants_inside
+    )
+    return release_refused_layers(
+        program, target, veto=options.filters.refusal, constants_inside=constants_inside
     )
 
 

@@ -11,6 +11,8 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
+from coreml_delegate.ops.stand_ins import ORIGINALS
+
 FLOAT = frozenset({torch.float32})
 INTEGER = frozenset({torch.int32, torch.int64})
 BOOL = frozenset({torch.bool})
@@ -128,10 +130,14 @@ class OpCall:
 
 
 def overload_of(target: Any) -> Any:
-    """The ATen overload behind an edge op; other targets unchanged."""
-    if isinstance(target, OpOverload):
-        return target
-    return getattr(target, "_op", target)
+    """The ATen overload behind an edge op or a stand-in; other targets unchanged."""
+    found = target if isinstance(target, OpOverload) else getattr(target, "_op", target)
+    return ORIGINALS.get(found, found) if isinstance(found, OpOverload) else found
+
+
+def is_stand_in(target: Any) -> bool:
+    """Whether a target, perhaps of edge dialect, stands for an ATen op: see ``ops.stand_ins``."""
+    return getattr(target, "_op", target) in ORIGINALS
 
 
 def target_name(target: Any) -> str:

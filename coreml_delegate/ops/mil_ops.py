@@ -12,25 +12,23 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch._ops import OpOverload
 
 from coreml_delegate.ops import recurrent_layers
 from coreml_delegate.ops.recurrent_layers import Stack
+from coreml_delegate.ops.stand_ins import STAND_INS
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
 
 _NAMESPACE = "coreml_delegate"
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 _LIBRARY.define("floor_divide(Tensor self, Tensor other) -> Tensor")
-# Nothing computes these: they stand where an op with the same result stood.
+# Nothing computes these two: they stand where an op with the same result stood.
 _LIBRARY.define(
     "shift_scale(Tensor data, Tensor scale, Tensor? offset, int[] blocks, int low, int high)"
     " -> Tensor"
 )
 _LIBRARY.define("look_up(Tensor indices, Tensor tables) -> Tensor")
-_STACK = "Tensor[] parameters, bool has_biases, int layers, bool bidirectional, bool batch_first"
-_LIBRARY.define(f"lstm(Tensor x, Tensor[] states, {_STACK}) -> (Tensor, Tensor, Tensor)")
-_LIBRARY.define(f"gru(Tensor x, Tensor state, {_STACK}) -> (Tensor, Tensor)")
-_LIBRARY.define(f"rnn(Tensor x, Tensor state, {_STACK}, bool relu) -> (Tensor, Tensor)")
 
 _Array = NDArray[Any]
 _INTEGERS = ("int4", "uint4", "int8", "uint8")
@@ -76,35 +74,17 @@ def look_up() -> Any:
     return torch.ops.coreml_delegate.look_up.default
 
 
-def lstm() -> Any:
-    """Layers of LSTM: see ``recurrent_layers`` for gates, shapes and the order of parameters.
+def stand_in(overload: OpOverload) -> OpOverload:
+    """Layers of a recurrent network, which coremltools unrolls, or does not translate.
+
+    Args:
+        overload: One of ATen's recurrent ops.
 
     Returns:
-        The operator, with the results of ``aten.lstm.input``.
+        The operator that stands for it; see ``ops.stand_ins``.
     """
     _translate()
-    return torch.ops.coreml_delegate.lstm.default
-
-
-def gru() -> Any:
-    """Layers of GRU: see ``lstm``.
-
-    Returns:
-        The operator, with the results of ``aten.gru.input``.
-    """
-    _translate()
-    return torch.ops.coreml_delegate.gru.default
-
-
-def rnn() -> Any:
-    """Layers of Elman's network: see ``lstm``.
-
-    Returns:
-        The operator, with the results of ``aten.rnn_tanh.input`` and, if so told by its last
-        argument, of ``aten.rnn_relu.input``.
-    """
-    _translate()
-    return torch.ops.coreml_delegate.rnn.default
+    return STAND_INS[overload]
 
 
 @cache
@@ -135,27 +115,31 @@ def _translate() -> None:
         context.add(builder.constexpr_lut_to_dense(indices=indices, lut=tables, name=node.name))
 
     def coreml_delegate_lstm(context: Any, node: Any) -> None:
-        x, *states, stack = _recurrent(context, node)
+        x, *states, stack = _layers(context, node)
         context.add(recurrent_layers.lstm(builder, x, states, stack), torch_name=node.name)
 
     def coreml_delegate_gru(context: Any, node: Any) -> None:
-        x, state, stack = _recurrent(context, node)
+        x, state, stack = _layers(context, node)
         context.add(recurrent_layers.gru(builder, x, state, stack), torch_name=node.name)
 
-    def coreml_delegate_rnn(context: Any, node: Any) -> None:
-        x, state, stack = _recurrent(context, node)
-        relu = bool(node.inputs[-1])
-        context.add(recurrent_layers.rnn(builder, x, state, stack, relu), torch_name=node.name)
+    def coreml_delegate_rnn_tanh(context: Any, node: Any) -> None:
+        x, state, stack = _layers(context, node)
+        context.add(recurrent_layers.rnn(builder, x, state, stack, "tanh"), torch_name=node.name)
 
-    for translation in (
-        coreml_delegate_floor_divide,
-        coreml_delegate_shift_scale,
-        coreml_delegate_look_up,
-        coreml_delegate_lstm,
-        coreml_delegate_gru,
-        coreml_delegate_rnn,
+    def coreml_delegate_rnn_relu(context: Any, node: Any) -> None:
+        x, state, stack = _layers(context, node)
+        context.add(recurrent_layers.rnn(builder, x, state, stack, "relu"), torch_name=node.name)
+
+    for translation, overload in (
+        (coreml_delegate_floor_divide, ""),
+        (coreml_delegate_shift_scale, ""),
+        (coreml_delegate_look_up, ""),
+        (coreml_delegate_lstm, ".input"),
+        (coreml_delegate_gru, ".input"),
+        (coreml_delegate_rnn_tanh, ".input"),
+        (coreml_delegate_rnn_relu, ".input"),
     ):
-        name = translation.__name__.removeprefix(f"{_NAMESPACE}_")
+        name = f"{translation.__name__.removeprefix(f'{_NAMESPACE}_')}{overload}"
         register_torch_op(translation, torch_alias=[f"{_NAMESPACE}::{name}"], override=True)
 
 
@@ -165,12 +149,18 @@ def _value(context: Any, name: Any) -> Any:
     return getattr(found, "val", found)
 
 
-def _recurrent(context: Any, node: Any) -> list[Any]:
+def _layers(context: Any, node: Any) -> list[Any]:
     """Return sequence, initial states and layers that a call of a recurrent op names."""
-    x, states, parameters, has_biases, layers, bidirectional, batch_first, *_ = node.inputs
+    x, states, parameters, has_biases, count, _, _, bidirectional, batch_first = node.inputs
     names = [states] if isinstance(states, str) else states
     arrays = [np.asarray(_value(context, name), np.float32) for name in parameters]
-    stack = Stack.of(arrays, bool(has_biases), int(layers), bool(bidirectional), bool(batch_first))
+    stack = Stack.of(
+        arrays,
+        layers=int(count),
+        has_biases=bool(has_biases),
+        is_bidirectional=bool(bidirectional),
+        batch_first=bool(batch_first),
+    )
     return [context[x], *(context[name] for name in names), stack]
 
 

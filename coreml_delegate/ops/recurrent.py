@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch.fx import Node
 
 from coreml_delegate.ops import mil_ops
-from coreml_delegate.ops.call import DECOMPRESS, DEQUANTIZE, OpCall, ReasonCode, target_name
+from coreml_delegate.ops.call import (
+    DECOMPRESS,
+    DEQUANTIZE,
+    OpCall,
+    ReasonCode,
+    overload_of,
+    target_name,
+)
 from coreml_delegate.ops.constraints import IsConstant, holds
-from coreml_delegate.ops.edits import arguments_of, become
 from coreml_delegate.ops.flops import elements
-from coreml_delegate.ops.record import OpRecord, Rewrite
+from coreml_delegate.ops.record import OpRecord
 
 _MATRIX = 2
 _STATES_OF_LSTM = 2
@@ -46,16 +50,9 @@ def _flops(call: OpCall) -> int:
     return 2 * rows * sum(map(elements, matrices))
 
 
-def _rewrite(op: Callable[[], Any], *more: object) -> Rewrite:
-    """Give the op the arguments that inference needs."""
-
-    def rewrite(node: Node) -> None:
-        arguments = arguments_of(node)
-        names = ("input", "hx", "params", "has_biases", "num_layers", "bidirectional")
-        given = [arguments[name] for name in names]
-        become(node, op(), *given, arguments["batch_first"], *more)
-
-    return rewrite
+def _hold(node: Node) -> None:
+    """Let the op that coremltools is told to translate stand for that of ATen."""
+    node.target = mil_ops.stand_in(overload_of(node.target))
 
 
 _op = partial(
@@ -65,6 +62,7 @@ _op = partial(
         holds(_weights_are_floats, ReasonCode.ARGUMENT, "'params' are dequantized"),
         holds(_draws_nothing, ReasonCode.ARGUMENT, "dropout at training draws random numbers"),
     ),
+    rewrite=_hold,
     flops=_flops,
 )
 
@@ -75,9 +73,8 @@ RECORDS = (
             *_op.keywords["constraints"],
             holds(_keeps_its_width, ReasonCode.ARGUMENT, "Core ML's lstm has no projection"),
         ),
-        rewrite=_rewrite(mil_ops.lstm),
     ),
-    _op("aten.gru.input", rewrite=_rewrite(mil_ops.gru)),
-    _op("aten.rnn_tanh.input", rewrite=_rewrite(mil_ops.rnn, False)),
-    _op("aten.rnn_relu.input", rewrite=_rewrite(mil_ops.rnn, True)),
+    _op("aten.gru.input"),
+    _op("aten.rnn_tanh.input"),
+    _op("aten.rnn_relu.input"),
 )

@@ -80,13 +80,14 @@ class Stack:
     def of(
         cls,
         parameters: Sequence[Array],
-        has_biases: bool,
+        *,
         layers: int,
-        bidirectional: bool,
+        has_biases: bool,
+        is_bidirectional: bool,
         batch_first: bool,
     ) -> Stack:
         """Sort the parameters of PyTorch's ops."""
-        size, directions = 4 if has_biases else 2, 2 if bidirectional else 1
+        size, directions = 4 if has_biases else 2, 2 if is_bidirectional else 1
         parts = [parameters[n : n + size] for n in range(0, len(parameters), size)]
         if len(parts) != layers * directions:
             raise ValueError(f"{len(parameters)} parameters for {layers} layers of {directions}")
@@ -133,7 +134,7 @@ def lstm(mb: Any, x: Var, states: Sequence[Var], stack: Stack) -> tuple[Var, Var
     return _steps_first(mb, x, stack), mb.stack(values=hidden, axis=0), mb.stack(values=cell, axis=0)
 
 
-def rnn(mb: Any, x: Var, state: Var, stack: Stack, relu: bool) -> tuple[Var, Var]:
+def rnn(mb: Any, x: Var, state: Var, stack: Stack, activation: str) -> tuple[Var, Var]:
     """Emit one ``rnn`` per layer and direction; see ``gru``."""
 
     def run(x: Var, state: Var, cell: Cell) -> tuple[Var, Var]:
@@ -141,7 +142,7 @@ def rnn(mb: Any, x: Var, state: Var, stack: Stack, relu: bool) -> tuple[Var, Var
             x=x,
             initial_h=state,
             output_sequence=True,
-            activation="relu" if relu else "tanh",
+            activation=activation,
             **cell.keywords(),
         )
 

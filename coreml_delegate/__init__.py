@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from coreml_delegate.compile_options import CompileOptions
     from coreml_delegate.partition import CoreMLPartitioner
     from coreml_delegate.quantizer import CoreMLQuantizer
+    from coreml_delegate.stand_ins import dynamic_steps
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
@@ -25,6 +26,7 @@ _LAZY = {
     "CoreMLPartitioner": "coreml_delegate.partition",
     "CoreMLQuantizer": "coreml_delegate.quantizer",
     "MULTIMETHOD_WEIGHT_SHARING_STRATEGY": "coreml_delegate.backend",
+    "dynamic_steps": "coreml_delegate.stand_ins",
 }
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "CoreMLBackend",
     "CoreMLPartitioner",
     "CoreMLQuantizer",
+    "dynamic_steps",
     "runtime",
 ]
 

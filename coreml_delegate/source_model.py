@@ -17,6 +17,7 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from coreml_delegate.dynamic_shapes.symbols import expression_of
 from coreml_delegate.errors import OptionError
+from coreml_delegate.stand_ins import dynamic_steps
 from coreml_delegate.third_party import wrap_errors
 
 _CAPTURE_REMEDIES: Mapping[str, str] = MappingProxyType(
@@ -126,12 +127,13 @@ class SourceModel:
                 return self._trace(dynamic_shapes)
 
     def _trace(self, dynamic_shapes: Any) -> ExportedProgram:
-        return torch.export.export(
-            cast("nn.Module", self.module),
-            self.args,
-            dict(self.kwargs),
-            dynamic_shapes=dynamic_shapes,
-        )
+        with dynamic_steps():
+            return torch.export.export(
+                cast("nn.Module", self.module),
+                self.args,
+                dict(self.kwargs),
+                dynamic_shapes=dynamic_shapes,
+            )
 
     def _register_result(self) -> bool:
         """Register the dataclasses in the model's result; return whether any were unknown."""

@@ -22,6 +22,7 @@ from coreml_delegate.conversion.subgraph import call_of, program_of
 from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.ops.call import is_stand_in, overload_of
 from coreml_delegate.transforms.compressed_weights import decompose_undelegated_dequantize
+from coreml_delegate.transforms.recurrent_layers import require_fixed_steps
 
 _PREFIX = "coreml_delegate_literal"
 _LEFT_OVER = Reason(ReasonCode.USE, "no backend took it")
@@ -33,6 +34,9 @@ def decompose_left_over(program: ExportedProgram, preserved: Collection[OpOverlo
     Args:
         program: In edge dialect, lowered; it is changed, the branches of control flow included.
         preserved: The ops that were kept from decomposition.
+
+    Raises:
+        UnsupportedOperatorError: See ``require_fixed_steps``.
     """
     # ExecuTorch takes core ops as they are.
     ops = {op for op in preserved if torch.Tag.core not in op.tags}
@@ -48,6 +52,9 @@ def _is_left_over(node: Node, ops: Collection[OpOverload]) -> bool:
 
 
 def _decompose(calls: Sequence[Node], module: GraphModule, program: ExportedProgram) -> None:
+    for call in calls:
+        if is_stand_in(call.target):
+            require_fixed_steps(call, _LEFT_OVER)
     whole, originals = program_of(calls, program, constants={}, apart=True, to_aten=True)
     arguments = _arguments(whole, originals)
     results = [originals[str(name)] for name in whole.graph_signature.user_outputs]

@@ -11,7 +11,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from coreml_delegate.ops.stand_ins import ORIGINALS
+from coreml_delegate.stand_ins import ORIGINALS
 
 FLOAT = frozenset({torch.float32})
 INTEGER = frozenset({torch.int32, torch.int64})
@@ -136,7 +136,7 @@ def overload_of(target: Any) -> Any:
 
 
 def is_stand_in(target: Any) -> bool:
-    """Whether a target, perhaps of edge dialect, stands for an ATen op: see ``ops.stand_ins``."""
+    """Whether a target, perhaps of edge dialect, stands for an ATen op: see ``stand_ins``."""
     return getattr(target, "_op", target) in ORIGINALS
 
 

@@ -60,16 +60,22 @@ class IsConstant:
 
     Attributes:
         name: Of the argument.
+        may_be_dequantized: Whether a constant that is not stored will do.
     """
 
     name: str
+    may_be_dequantized: bool = True
 
     def __call__(self, call: OpCall, /) -> Reason | None:
         """Why the call is refused, or None."""
         nodes = (n for n in flatten(call.arguments.get(self.name)) if isinstance(n, Node))
-        if all(is_derived(node, call.constants) for node in nodes):
+        if all(self._is_constant(node, call) for node in nodes):
             return None
         return Reason(ReasonCode.ARGUMENT, f"{self.name!r} is computed, Core ML takes a constant")
+
+    def _is_constant(self, node: Node, call: OpCall) -> bool:
+        is_stored = node.op != "call_function"
+        return is_derived(node, call.constants) and (is_stored or self.may_be_dequantized)
 
 
 def floating_result(call: OpCall) -> Reason | None:

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from coreml_delegate.ops import recurrent_layers
 from coreml_delegate.ops.recurrent_layers import Stack
-from coreml_delegate.ops.stand_ins import STAND_INS
+from coreml_delegate.stand_ins import STAND_INS
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
 
@@ -81,7 +81,7 @@ def stand_in(overload: OpOverload) -> OpOverload:
         overload: One of ATen's recurrent ops.
 
     Returns:
-        The operator that stands for it; see ``ops.stand_ins``.
+        The operator that stands for it; see ``stand_ins``.
     """
     _translate()
     return STAND_INS[overload]

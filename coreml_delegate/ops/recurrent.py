@@ -7,14 +7,7 @@ from functools import partial
 from torch.fx import Node
 
 from coreml_delegate.ops import mil_ops
-from coreml_delegate.ops.call import (
-    DECOMPRESS,
-    DEQUANTIZE,
-    OpCall,
-    ReasonCode,
-    overload_of,
-    target_name,
-)
+from coreml_delegate.ops.call import OpCall, ReasonCode, overload_of
 from coreml_delegate.ops.constraints import IsConstant, holds
 from coreml_delegate.ops.flops import elements
 from coreml_delegate.ops.record import OpRecord
@@ -27,11 +20,6 @@ def _draws_nothing(call: OpCall) -> bool:
     """Dropout stands between layers, at training."""
     arguments = call.arguments
     return not (arguments["train"] and arguments["dropout"] and arguments["num_layers"] > 1)
-
-
-def _weights_are_floats(call: OpCall) -> bool:
-    weights = (p for p in call.arguments["params"] if isinstance(p, Node))
-    return not any(target_name(node.target) in DEQUANTIZE | DECOMPRESS for node in weights)
 
 
 def _keeps_its_width(call: OpCall) -> bool:
@@ -58,8 +46,8 @@ def _hold(node: Node) -> None:
 _op = partial(
     OpRecord,
     constraints=(
-        IsConstant("params"),
-        holds(_weights_are_floats, ReasonCode.ARGUMENT, "'params' are dequantized"),
+        # The gates of PyTorch are in another order.
+        IsConstant("params", may_be_dequantized=False),
         holds(_draws_nothing, ReasonCode.ARGUMENT, "dropout at training draws random numbers"),
     ),
     rewrite=_hold,

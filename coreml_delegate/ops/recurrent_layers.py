@@ -131,7 +131,11 @@ def lstm(mb: Any, x: Var, states: Sequence[Var], stack: Stack) -> tuple[Var, Var
         )
         hidden += mb.split(x=last_h, num_splits=2, axis=-1) if both else [last_h]
         cell += mb.split(x=last_c, num_splits=2, axis=-1) if both else [last_c]
-    return _steps_first(mb, x, stack), mb.stack(values=hidden, axis=0), mb.stack(values=cell, axis=0)
+    return (
+        _steps_first(mb, x, stack),
+        mb.stack(values=hidden, axis=0),
+        mb.stack(values=cell, axis=0),
+    )
 
 
 def rnn(mb: Any, x: Var, state: Var, stack: Stack, activation: str) -> tuple[Var, Var]:

@@ -1,6 +1,6 @@
 """Recurrent layers as ops that ExecuTorch neither unrolls nor traces step by step.
 
-See ``ops.stand_ins``. A call that Core ML refuses becomes the op of ATen again, so that its parts
+See ``stand_ins``. A call that Core ML refuses becomes the op of ATen again, so that its parts
 can be delegated.
 """
 
@@ -12,9 +12,12 @@ from typing import Any
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.ops import Reason, obstacle
+from coreml_delegate.ops.call import is_stand_in, target_name
 from coreml_delegate.ops.constants import stored_nodes
-from coreml_delegate.ops.stand_ins import ORIGINALS, STAND_INS
+from coreml_delegate.ops.edits import arguments_of, shape_of
+from coreml_delegate.stand_ins import ORIGINALS, STAND_INS
 from coreml_delegate.targets import Opset
 
 
@@ -43,11 +46,37 @@ def release_refused_layers(
         target: Opset of the deployment target, or None.
         veto: Returns the reason to keep a call out of Core ML, or None.
         constants_inside: Whether Core ML is given the program's constants.
+
+    Raises:
+        UnsupportedOperatorError: See ``require_fixed_steps``.
     """
     constants = stored_nodes(program) if constants_inside else frozenset[Node]()
     for node in program.graph.nodes:
-        original = ORIGINALS.get(node.target)
-        if original is not None and (veto(node) or obstacle(node, target, constants)):
-            node.target = original
+        if node.op != "call_function" or not is_stand_in(node.target):
+            continue
+        reason = veto(node) or obstacle(node, target, constants)
+        if reason is not None:
+            require_fixed_steps(node, reason)
+            node.target = ORIGINALS[node.target]
     program.graph_module.recompile()
     return program
+
+
+def require_fixed_steps(node: Node, reason: Reason) -> None:
+    """Check that a recurrent layer that Core ML does not take can be unrolled.
+
+    Args:
+        node: The call.
+        reason: Why it stays out of Core ML.
+
+    Raises:
+        UnsupportedOperatorError: It has a dynamic number of steps.
+    """
+    arguments = arguments_of(node)
+    steps = shape_of(arguments["input"])[1 if arguments["batch_first"] else 0]
+    if not isinstance(steps, int):
+        raise UnsupportedOperatorError(
+            "a recurrent layer of a dynamic number of steps cannot stay out of Core ML",
+            got=f"{target_name(node.target)} of {steps} steps: {reason}",
+            remedy="Export it with a fixed number of steps, or let Core ML take it",
+        )

@@ -1,9 +1,9 @@
 """Recurrent ops of ATen without their unrolling: their shapes, and ops that stand in for them.
 
 To know the shapes of their results PyTorch unrolls the recurrent ops, step by step, whenever a
-program is traced: once by ``torch.export``, a dozen times by ExecuTorch. A number of steps that was
-to be dynamic becomes fixed thereby. ``dynamic_steps`` prevents it for ``torch.export``. Afterwards a
-stand-in, which has the schema of its op and computes the same, tells the shapes at once.
+program is traced: once by ``torch.export``, a dozen times by ExecuTorch. A number of steps that
+was to be dynamic becomes fixed thereby. ``dynamic_steps`` prevents it for ``torch.export``;
+afterwards a stand-in, which has the schema of its op and computes the same, tells the shapes.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def dynamic_steps() -> Generator[None]:
     ``torch.nn.LSTM``, ``GRU`` and ``RNN`` may have a dynamic number of steps then, which otherwise
     ``torch.export`` refuses. The time to export does not depend on the number.
 
-    The tables of PyTorch are changed meanwhile, for the whole process; what is computed with numbers
-    is computed as always.
+    The tables of PyTorch are changed meanwhile, for the whole process. Layers of real tensors
+    compute what they always do.
     """
     with _LOCK:
         tables: list[tuple[Any, dict[Any, Any]]] = [(op, dict(op.py_kernels)) for op in STAND_INS]

@@ -156,8 +156,8 @@ def rnn(mb: Any, x: Var, state: Var, stack: Stack, activation: str) -> tuple[Var
 def gru(mb: Any, x: Var, state: Var, stack: Stack) -> tuple[Var, Var]:
     """Emit one ``while_loop`` over the steps per layer and direction.
 
-    MIL's ``gru`` has another formula: PyTorch's reset gate scales the product of the state, its bias
-    included. From iOS18 on the op has it as an option, with which coremltools' own test fails.
+    MIL's ``gru`` has another formula: PyTorch's reset gate scales the product of the state, with
+    its bias. From iOS18 on the op has it as an option, with which coremltools' own test fails.
 
     Args:
         mb: coremltools' builder.

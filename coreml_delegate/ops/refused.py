@@ -37,6 +37,7 @@ _REDUCED = Refusal("coremltools mixes up what is reduced where an index occurs t
 _SINGLE = Refusal("the number has another rank than the sequence")
 _ACCUMULATED = Refusal("Core ML does not choose the dtype of a product")
 _OTHER_FORM = Refusal("exported programs have another overload, which has a record or decomposes")
+_PACKED_SEQUENCE = Refusal("a packed sequence has another batch at each step")
 _TRAINING = Refusal("dropout at training draws random numbers")
 
 
@@ -49,6 +50,7 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
         (
             (_DATA_DEPENDENT, "nonzero.default _unique2.default repeat_interleave.Tensor"),
             (_DATA_DEPENDENT, "_pack_padded_sequence.default"),
+            (_PACKED_SEQUENCE, "lstm.data gru.data rnn_tanh.data rnn_relu.data"),
             (_UNIFORM, "rand.default"),
             (_GENERATOR, "rand.generator rand_like.generator randn.generator"),
             (_GENERATOR, "randn_like.generator randint.generator randint.low_generator"),

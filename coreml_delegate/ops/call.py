@@ -131,13 +131,18 @@ class OpCall:
 
 def overload_of(target: Any) -> Any:
     """The ATen overload behind an edge op or a stand-in; other targets unchanged."""
-    found = target if isinstance(target, OpOverload) else getattr(target, "_op", target)
+    found = _behind_edge(target)
     return ORIGINALS.get(found, found) if isinstance(found, OpOverload) else found
 
 
 def is_stand_in(target: Any) -> bool:
     """Whether a target, perhaps of edge dialect, stands for an ATen op: see ``stand_ins``."""
-    return getattr(target, "_op", target) in ORIGINALS
+    found = _behind_edge(target)
+    return isinstance(found, OpOverload) and found in ORIGINALS
+
+
+def _behind_edge(target: Any) -> Any:
+    return target if isinstance(target, OpOverload) else getattr(target, "_op", target)
 
 
 def target_name(target: Any) -> str:

@@ -42,7 +42,7 @@ def _shapes(
     return hidden, *(state.new_empty(state.shape) for state in given)
 
 
-def _stand_in(overload: OpOverload) -> OpOverload:
+def _stand_in(overload: Any) -> OpOverload:
     schema = str(overload._schema).removeprefix("aten::")
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)

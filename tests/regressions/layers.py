@@ -209,7 +209,7 @@ RECORDS = (
         issues(COREMLTOOLS, 2643),
         "An LSTM of two layers that a model uses twice failed to convert",
         Here.DELEGATED,
-        "one `lstm` for each layer and use",
+        "each use is one `lstm` for each layer",
         (case(_twice, x(2, 1, 3), x(2, 2, 4), x(2, 2, 4), *_lstm_weights()),),
     ),
     Regression(

@@ -16,6 +16,7 @@ from coreml_delegate.errors import LoweringError
 from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
 from coreml_delegate.source_model import SourceModel
 from coreml_delegate.third_party import wrap_errors
+from coreml_delegate.transforms.executorch_gaps import name_values
 
 Bounds: TypeAlias = Sequence[Sequence[tuple[int, int]]]
 """Smallest and largest size of each dimension of each input tensor."""
@@ -57,6 +58,8 @@ def lower_methods(
     """
     # Taken before, because lowering replaces sizes in the exported programs as well.
     bounds = {name: _bounds(program) for name, program in methods.items()}
+    if generate_etrecord:  # which holds the program too, and is read where its classes are unknown
+        methods = {name: name_values(program) for name, program in methods.items()}
     with _wrap_executorch_errors(), torch.no_grad():
         edge = to_edge_transform_and_lower(
             dict(methods),
@@ -88,13 +91,6 @@ def _check_outputs(program: ExportedProgram) -> None:
     """Refuse outputs that ExecuTorch cannot emit; its own message does not help."""
     outputs = [spec.arg for spec in program.graph_signature.output_specs]
     constants = [arg.value for arg in outputs if isinstance(arg, ConstantArgument)]
-    if texts := [value for value in constants if isinstance(value, str)]:
-        raise LoweringError(
-            "the model returns text, which a .pte cannot",
-            got=", ".join(map(repr, texts)),
-            expected="tensors, numbers and None",
-            remedy="Leave it out of what forward returns",
-        )
     if not any(isinstance(arg, TensorArgument) for arg in outputs):
         raise LoweringError(
             "the model returns no tensor, which ExecuTorch requires",

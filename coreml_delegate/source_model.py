@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -15,10 +15,12 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
+from coreml_delegate.containers import paths_of, register_containers
 from coreml_delegate.dynamic_shapes.symbols import expression_of
 from coreml_delegate.errors import OptionError
 from coreml_delegate.stand_ins import dynamic_steps
 from coreml_delegate.third_party import wrap_errors
+from coreml_delegate.value_names import input_name
 
 _CAPTURE_REMEDIES: Mapping[str, str] = MappingProxyType(
     {
@@ -73,10 +75,15 @@ class SourceModel:
 
     @property
     def input_names(self) -> list[str]:
-        """Names of ``leaves``: the parameter of ``forward``, and the path inside its value."""
-        parameters = [*inspect.signature(_forward_of(self.module)).parameters]
-        paths, _ = pytree.tree_flatten_with_path((self.args, dict(self.kwargs)))
-        return [_input_name(path, parameters) for path, _ in paths]
+        """Names of ``leaves``; see ``value_names``."""
+        with wrap_errors("the example inputs do not fit the model's forward"):
+            arguments = inspect.signature(_forward_of(self.module)).bind_partial(*self.args)
+        names = [*_parameters(arguments), *self.kwargs]
+        return [
+            input_name((name, *path))
+            for name, value in zip(names, (*self.args, *self.kwargs.values()), strict=True)
+            for path in paths_of(pytree.tree_structure(value))
+        ]
 
     def unflatten(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword inputs, given inputs flattened as ``leaves`` are."""
@@ -96,7 +103,7 @@ class SourceModel:
         args, kwargs = self.unflatten(copies)
         with torch.no_grad(), wrap_errors("the model fails on these inputs"):
             results = self.module(*args, **kwargs)
-            register_dataclasses(results)
+            register_containers(results)
         return Outcome(tuple(pytree.tree_leaves(results)), tuple(copies))
 
     def run(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
@@ -136,9 +143,9 @@ class SourceModel:
             )
 
     def _register_result(self) -> bool:
-        """Register the dataclasses in the model's result; return whether any were unknown."""
+        """Register the containers in the model's result; return whether torch did not know some."""
         try:
-            return register_dataclasses(self.module(*self.args, **self.kwargs))
+            return register_containers(self.module(*self.args, **self.kwargs))
         except Exception:  # noqa: BLE001 - the error of torch.export is reported: it has the line
             return False
 
@@ -148,31 +155,34 @@ def copy_inputs(leaves: Sequence[Any]) -> list[Any]:
     return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
-def register_dataclasses(tree: Any) -> bool:
-    """Register the dataclasses in a model's inputs or results with torch.
+def by_parameter(
+    module: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    shapes: Sequence[Any],
+) -> dict[str, Any]:
+    """Return the shapes of inputs by parameter, the form of ``torch.export``'s dynamic shapes.
 
     Args:
-        tree: The inputs or results.
-
-    Returns:
-        Whether torch did not know some of them.
+        module: The model.
+        args: Positional example inputs.
+        kwargs: Keyword example inputs, in any order; it is that of the program's inputs.
+        shapes: One for each input, flattened.
     """
-    unknown = {type(leaf) for leaf in pytree.tree_leaves(tree) if is_dataclass(leaf)} - {type}
-    for kind in unknown:
-        torch.export.register_dataclass(kind)
-    if unknown:
-        register_dataclasses(tree)  # now that torch flattens what was unknown
-    return bool(unknown)
+    structure = pytree.tree_structure((tuple(args), dict(kwargs)))
+    shaped, by_keyword = pytree.tree_unflatten(list(shapes), _listed(structure))
+    signature = inspect.signature(_forward_of(module))
+    return dict(signature.bind(*shaped, **by_keyword).arguments)
 
 
-def by_parameter(
-    module: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the arguments of a call by parameter, the form of ``torch.export``'s dynamic shapes.
-
-    Keyword arguments may come in any order; it is that of the program's inputs.
-    """
-    return dict(inspect.signature(_forward_of(module)).bind(*args, **kwargs).arguments)
+def _listed(spec: pytree.TreeSpec) -> pytree.TreeSpec:
+    """Return a nesting with lists for dataclasses and the like, as in dynamic shapes."""
+    if spec.is_leaf():
+        return spec
+    children = [_listed(child) for child in spec.children()]
+    if spec.type in pytree.BUILTIN_TYPES:
+        return pytree.TreeSpec(spec.type, spec.context, children)
+    return pytree.TreeSpec(list, None, children)
 
 
 def dynamic_shapes_of(
@@ -202,8 +212,7 @@ def dynamic_shapes_of(
         sizes and {n: _dimension(expression_of(size), ranges) for n, size in sizes.items()}
         for sizes in dynamic_sizes(program)
     ]
-    _, structure = pytree.tree_flatten((args, dict(kwargs)))
-    return by_parameter(module, *pytree.tree_unflatten(shapes, structure))
+    return by_parameter(module, args, kwargs, shapes)
 
 
 def _dimension(expression: Any, ranges: Mapping[Any, ValueRanges[Any]]) -> Any:
@@ -249,12 +258,13 @@ def _forward_of(module: Callable[..., Any]) -> Callable[..., Any]:
     return module.forward if isinstance(module, nn.Module) else module
 
 
-def _input_name(path: Sequence[Any], parameters: Sequence[str]) -> str:
-    _, argument, *inner = path  # the first says whether it is positional
-    name = getattr(argument, "key", None)
-    if name is None:
-        name = parameters[argument.idx] if argument.idx < len(parameters) else argument.idx
-    return f"{name}{pytree.keystr(tuple(inner))}"
+def _parameters(arguments: inspect.BoundArguments) -> Iterator[str]:
+    """Yield the names of positional inputs, those of ``*args`` numbered, as ``torch.export``."""
+    for name, value in arguments.arguments.items():
+        if arguments.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+            yield from (f"{name}_{number}" for number in range(len(value)))
+        else:
+            yield name
 
 
 def _capture_remedy(error: Exception) -> str:

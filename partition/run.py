@@ -44,7 +44,8 @@ from coreml_delegate.transforms.compressed_weights import (
 from coreml_delegate.transforms.constant_arguments import fold_constant_arguments
 from coreml_delegate.transforms.executorch_gaps import (
     drop_linear_algebra_checks,
-    replace_unnamed_containers,
+    drop_text_results,
+    name_values,
 )
 from coreml_delegate.transforms.half_precision import promote_half_to_fp32
 from coreml_delegate.transforms.recurrent_layers import (
@@ -53,7 +54,8 @@ from coreml_delegate.transforms.recurrent_layers import (
 )
 
 _TRANSFORMS = (
-    replace_unnamed_containers,
+    name_values,
+    drop_text_results,
     hold_recurrent_layers,
     unwrap_tensor_subclasses,
     drop_linear_algebra_checks,

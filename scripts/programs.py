@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,12 @@ from coreml_delegate.runtime.mil.reader import read_mlpackage
 from coreml_delegate.runtime.program.delegate_interface import COREML_BACKEND_ID, DelegatePayload
 from coreml_delegate.runtime.program.plan import JumpFalseCall, TensorSpec
 from coreml_delegate.runtime.program.pte import PteProgram
-from coreml_delegate.runtime.program.states import mutated_inputs, snapshot, states_of
+from coreml_delegate.runtime.program.signature import (
+    input_names,
+    mutated_inputs,
+    output_names,
+)
+from coreml_delegate.runtime.program.states import snapshot, states_of
 from coreml_delegate.runtime.snapshots import Snapshot
 from coreml_delegate.scripts.delegates import open_pte, partition_names, partitions_of
 from coreml_delegate.scripts.stablehlo_files import (
@@ -50,7 +54,7 @@ class Port:
     """An input of a program.
 
     Attributes:
-        name: Feature name; in a ``.pte``, which names no inputs, its position.
+        name: Feature name; in a ``.pte`` its path, or its position if the file has no names.
         dtype: Element type.
         shape: Shape to choose when the caller gives none: the largest for a ``.pte``, the default
             for an ``.mlpackage``.
@@ -66,7 +70,7 @@ class Port:
 
 
 Output: TypeAlias = torch.Tensor | None
-"""A result of a program or its model; a number is a scalar tensor."""
+"""A result of a program or its model; a number is a scalar tensor, a text is None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,19 +347,17 @@ class _LoadedPte:
         self.host_name = program.host_name
         self.inputs = program_ports(program, method)
         program.load_method(method)
-        self._mutated = mutated_inputs(program.program.method(method))
+        info = program.program.method(method)
+        self._mutated = mutated_inputs(info)
+        self._outputs = output_names(info)
         delegates = program.delegates(method)
         models = [delegate.model for delegate in delegates if isinstance(delegate, CoreMLDelegate)]
         self.execution = _execution(models, options)
 
     def run(self, inputs: Sequence[Any]) -> dict[str, Output]:
         results = self._program.run(self._method, inputs)
-        returned = itertools.count()
         return {
-            f"mutated_input_{self._mutated[position]}"
-            if position in self._mutated
-            else f"output_{next(returned)}": as_output(result)
-            for position, result in enumerate(results)
+            name: as_output(result) for name, result in zip(self._outputs, results, strict=True)
         }
 
     def states(self) -> Snapshot:
@@ -369,8 +371,10 @@ class _LoadedPte:
 
 def as_output(value: object) -> Output:
     """Return a value that a model returns, as an output of a program."""
-    if value is None or isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor):
         return value
+    if value is None or isinstance(value, str):
+        return None  # as a .pte, which has None in place of a text
     if isinstance(value, float):
         return torch.tensor(value, dtype=torch.float64)
     if isinstance(value, int):
@@ -378,7 +382,7 @@ def as_output(value: object) -> Output:
     raise ProgramError(
         "the model returns a value that no program returns",
         got=repr(value),
-        expected="tensors, numbers and None",
+        expected="tensors, numbers, texts and None",
     )
 
 
@@ -386,14 +390,14 @@ def program_ports(
     program: runtime.PythonProgram | runtime.StockProgram, method: str
 ) -> tuple[Port, ...]:
     """Return the inputs of a method of a ``.pte``."""
-    specs = program.program.method(method).input_specs
-    return tuple(_port(index, spec) for index, spec in enumerate(specs))
+    info = program.program.method(method)
+    return tuple(map(_port, input_names(info), info.input_specs))
 
 
-def _port(index: int, spec: Any) -> Port:
+def _port(name: str, spec: Any) -> Port:
     if isinstance(spec, TensorSpec):
-        return Port(str(index), spec.dtype, spec.shape)
-    return Port(str(index), torch.float32, (), is_tensor=False, fixed=spec)
+        return Port(name, spec.dtype, spec.shape)
+    return Port(name, torch.float32, (), is_tensor=False, fixed=spec)
 
 
 class _LoadedPackage:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ _DISTRIBUTIONS: Final = (
     "torch",
 )
 _ONLY: Final = "main"
+_NUMBERED: Final = re.compile(r"(output|mutated_input)_\d+")
 _UNITS: Final = "compute_units"
 
 
@@ -194,12 +196,19 @@ def replay(recording: Recording, loading: Loading) -> tuple[dict[str, Accuracy],
         for call in recording.calls:
             if call.method == method:
                 actual = program.run(copy_inputs(call.inputs))
-                _compare(results, prefix, call.outputs, actual, "outputs")
+                _compare(results, prefix, _named(call.outputs, actual), actual, "outputs")
         states = {key: torch.from_numpy(array) for key, array in program.states().items()}
         if expected := recording.states.get(method, {}):
             _compare(results, f"{prefix}state ", expected, states, "states")
         executions.append(program.execution)
     return results, Execution.of(executions)
+
+
+def _named(recorded: Mapping[str, Value], actual: Mapping[str, Value]) -> Mapping[str, Value]:
+    """Return recorded outputs by the program's names; earlier releases numbered them."""
+    if len(recorded) != len(actual) or not all(map(_NUMBERED.fullmatch, recorded)):
+        return recorded
+    return dict(zip(actual, recorded.values(), strict=True))
 
 
 def _compare(

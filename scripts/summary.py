@@ -27,6 +27,7 @@ from coreml_delegate.runtime.program.plan import (
     ValueSpec,
 )
 from coreml_delegate.runtime.program.pte import PteProgram
+from coreml_delegate.runtime.program.signature import input_names, output_names
 from coreml_delegate.scripts.delegates import CoreMLPartition, open_pte, partitions_of
 from coreml_delegate.scripts.stablehlo_files import compile_file
 from coreml_delegate.targets import Opset
@@ -94,8 +95,8 @@ def _method(program: PteProgram, method: MethodInfo) -> dict[str, Any]:
     ours = {partition.index: partition for partition in partitions_of(program, method)}
     return {
         "name": method.name,
-        "inputs": [_value(spec) for spec in method.input_specs],
-        "outputs": [_value(spec) for spec in method.output_specs],
+        "inputs": _values(input_names(method), method.input_specs),
+        "outputs": _values(output_names(method), method.output_specs),
         "planned_bytes": sum(method.arena_sizes),
         "operators_outside": _ranked(method.operators),
         "delegates": [
@@ -103,6 +104,10 @@ def _method(program: PteProgram, method: MethodInfo) -> dict[str, Any]:
             for index, info in enumerate(method.delegates)
         ],
     }
+
+
+def _values(names: Sequence[str], specs: Sequence[ValueSpec]) -> list[dict[str, Any]]:
+    return [{"name": name} | _value(spec) for name, spec in zip(names, specs, strict=True)]
 
 
 def _value(spec: ValueSpec) -> dict[str, Any]:

@@ -1,8 +1,11 @@
 """Rewrites of programs that ExecuTorch could not write to a ``.pte``, or could not lower.
 
 **Containers.** ExecuTorch writes into a ``.pte`` how inputs and results are nested, by the names
-under which their classes are registered with torch. Named tuples have none, nor have the results of
-functions of torch, such as ``torch.return_types.median``.
+under which their classes are registered with torch. Named tuples have none. The names of
+parameters, and of the members of named tuples and dataclasses, are written if these are dicts. That
+is where programs have the names of their inputs and outputs from; see ``value_names``.
+
+**Texts.** ExecuTorch writes None for a text among the inputs, and nothing that returns one.
 
 **Checks in linear algebra.** ExecuTorch takes other checks out by itself, and has no op for the
 check that a matrix could be inverted or factored.
@@ -11,7 +14,9 @@ check that a matrix could be inverted or factored.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import logging
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -19,40 +24,69 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument
 from torch.utils import _pytree as pytree
 
+from coreml_delegate.containers import keys_of
+
+_logger = logging.getLogger(__name__)
+
+_PLAIN = frozenset({tuple, list, dict, OrderedDict, defaultdict, deque})
 _ATEN: Any = torch.ops.aten
 
 
-def replace_unnamed_containers(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with tuples in place of containers that have no name in a ``.pte``.
+def name_values(program: ExportedProgram) -> ExportedProgram:
+    """Return ``program`` with the names of its inputs and outputs, for ExecuTorch to write.
+
+    Its positional inputs are keyword inputs by the names of their parameters. Containers whose
+    members have names are dicts, others without a name of their own are tuples.
 
     Args:
         program: In any dialect; it is not changed. Its graph is shared.
     """
-    entries = [_with_tuples(entry) for entry in program.module_call_graph]
+    entries = [_with_names(entry) for entry in program.module_call_graph]
     if entries == list(program.module_call_graph):
         return program
-    plain: Any = copy.copy(program)
-    plain._module_call_graph = entries
-    return plain
+    named: Any = copy.copy(program)
+    named._module_call_graph = entries
+    if program.example_inputs is not None:
+        inputs = pytree.tree_leaves(program.example_inputs)
+        named._example_inputs = pytree.tree_unflatten(inputs, named.call_spec.in_spec)
+    return named
 
 
-def _with_tuples(entry: Any) -> Any:
+def _with_names(entry: Any) -> Any:
     signature = entry.signature
     if signature is None:
         return entry
-    specs = {name: _replace_unnamed(getattr(signature, name)) for name in ("in_spec", "out_spec")}
-    return replace(entry, signature=replace(signature, **specs))
+    inputs, outputs = map(_plain, (signature.in_spec, signature.out_spec))
+    parameters = signature.forward_arg_names
+    named = _by_parameter(inputs, parameters) if parameters else inputs
+    return replace(entry, signature=replace(signature, in_spec=named, out_spec=outputs))
 
 
-def _replace_unnamed(spec: pytree.TreeSpec) -> pytree.TreeSpec:
+def _plain(spec: pytree.TreeSpec) -> pytree.TreeSpec:
+    """Return a nesting of tuples, lists and dicts alone, and of what torch can name."""
     if spec.is_leaf():
         return spec
-    children = [_replace_unnamed(child) for child in spec.children()]
+    children = [_plain(child) for child in spec.children()]
+    keys = None if spec.type in _PLAIN else keys_of(spec)
+    if keys is not None:
+        return pytree.treespec_dict(zip(keys, children, strict=True))
     if _has_name(spec):
         return pytree.TreeSpec(spec.type, spec.context, children)
     return pytree.treespec_tuple(children)
+
+
+def _by_parameter(spec: pytree.TreeSpec, parameters: Sequence[str]) -> pytree.TreeSpec:
+    """Return the nesting of positional and keyword inputs, all by keyword."""
+    positional, keyword = spec.children()
+    names = [*parameters[: positional.num_children], *keyword.context]
+    children = [*positional.children(), *keyword.children()]
+    if len(set(names)) != len(children):
+        return spec
+    by_name = pytree.treespec_dict(zip(names, children, strict=True))
+    return pytree.treespec_tuple([pytree.treespec_tuple(), by_name])
 
 
 def _has_name(spec: pytree.TreeSpec) -> bool:
@@ -62,6 +96,41 @@ def _has_name(spec: pytree.TreeSpec) -> bool:
     except (NotImplementedError, TypeError):  # it has no name, or keys that JSON cannot hold
         return False
     return True
+
+
+def drop_text_results(program: ExportedProgram) -> ExportedProgram:
+    """Return ``program`` with None in place of the texts that it returns.
+
+    Args:
+        program: In any dialect; it is not changed.
+    """
+    specs = program.graph_signature.output_specs
+    texts = {
+        n: spec.arg.value
+        for n, spec in enumerate(specs)
+        if isinstance(spec.arg, ConstantArgument) and isinstance(spec.arg.value, str)
+    }
+    if not texts:
+        return program
+    _logger.warning(
+        "the model returns text (%s), which a .pte cannot; it returns None there",
+        ", ".join(map(repr, texts.values())),
+    )
+    module = copy.deepcopy(program.graph_module)
+    output = module.graph.output_node()
+    results: Any = output.args[0]
+    output.args = (tuple(None if n in texts else each for n, each in enumerate(results)),)
+    module.recompile()
+    signature = replace(
+        program.graph_signature,
+        output_specs=[
+            replace(spec, arg=ConstantArgument(spec.arg.name, None)) if n in texts else spec
+            for n, spec in enumerate(specs)
+        ],
+    )
+    plain: Any = copy.copy(program)
+    plain._graph_module, plain._graph_signature = module, signature
+    return plain
 
 
 def drop_linear_algebra_checks(program: ExportedProgram) -> ExportedProgram:

@@ -337,6 +337,7 @@ def decode_method(table: Table, resolve: Resolver) -> MethodInfo:
     scope = _Scope(len(values), table.tables(6, _operator), len(delegates))
     arena_sizes = table.integers(8, _I64)
     _check_arenas(values, arena_sizes)
+    nesting = table.table(1)
     return MethodInfo(
         name=_name(table.text(0), "method"),
         values=values,
@@ -345,6 +346,8 @@ def decode_method(table: Table, resolve: Resolver) -> MethodInfo:
         chains=table.tables(5, lambda item: _chain(item, scope)),
         delegates=delegates,
         arena_sizes=arena_sizes,
+        input_nesting=(nesting and nesting.text(0)) or "",
+        output_nesting=(nesting and nesting.text(1)) or "",
     )
 
 

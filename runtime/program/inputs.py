@@ -15,6 +15,7 @@ from coreml_delegate.runtime.program.plan import (
     ValueSpec,
     describe,
 )
+from coreml_delegate.runtime.program.signature import input_names
 
 Value: TypeAlias = "torch.Tensor | bool | int | float | str | None"
 """An input or output of a method; nearly always a tensor."""
@@ -28,7 +29,7 @@ def check_inputs(method: MethodInfo, inputs: Sequence[Value]) -> None:
         inputs: The caller's inputs.
 
     Raises:
-        InputError: Wrong count, kind, dtype, shape or device; names the input by its index.
+        InputError: Wrong count, kind, dtype, shape or device; names the input by index and path.
     """
     if len(inputs) != len(method.inputs):
         raise InputError(
@@ -98,8 +99,12 @@ def in_dim_order(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def _wrong(index: int, method: MethodInfo, what: str, got: str, spec: ValueSpec) -> InputError:
+    name = input_names(method)[index]
+    called = "" if name == str(index) else f" ({name})"
     return InputError(
-        f"input {index} of method {method.name!r} {what}", got=got, expected=_describe_spec(spec)
+        f"input {index}{called} of method {method.name!r} {what}",
+        got=got,
+        expected=_describe_spec(spec),
     )
 
 

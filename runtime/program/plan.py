@@ -196,6 +196,9 @@ class MethodInfo:
         chains: Instructions, in chains executed one after another (exporters write one).
         delegates: Delegated subgraphs, by the number that ``DelegateCall`` uses.
         arena_sizes: Bytes of planned memory by arena number; arena 0 is unused.
+        input_nesting: ExecuTorch's text of how the inputs are nested, unchecked; see
+            ``value_names``.
+        output_nesting: The same of what the model returns.
         input_specs: Metadata of the inputs, in order.
     """
 
@@ -206,6 +209,8 @@ class MethodInfo:
     chains: tuple[tuple[Instruction, ...], ...]
     delegates: tuple[DelegateInfo, ...]
     arena_sizes: tuple[int, ...]
+    input_nesting: str = ""
+    output_nesting: str = ""
     input_specs: tuple[ValueSpec, ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -92,28 +92,15 @@ def mutable_buffers(method: MethodInfo) -> dict[int, TensorSpec]:
     """
     return {
         index: spec
-        for index in sorted(_written_in_place(method))
+        for index in sorted(written_in_place(method))
         if isinstance(spec := method.values[index], TensorSpec)
         and spec.allocation is not None
         and index not in method.inputs
     }
 
 
-def mutated_inputs(method: MethodInfo) -> dict[int, int]:
-    """Find the outputs of a method that are the new value of one of its inputs.
-
-    Returns:
-        Position of the input by position of the output. Exporters put these outputs first.
-    """
-    written = _written_in_place(method)
-    return {
-        position: method.inputs.index(index)
-        for position, index in enumerate(method.outputs)
-        if index in written and index in method.inputs
-    }
-
-
-def _written_in_place(method: MethodInfo) -> set[int]:
+def written_in_place(method: MethodInfo) -> set[int]:
+    """Return the values that operators of a method write in place."""
     return {
         call.args[0]
         for chain in method.chains

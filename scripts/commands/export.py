@@ -21,6 +21,7 @@ from coreml_delegate.third_party import quiet_import, wrap_errors
 if TYPE_CHECKING:
     from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
     from coreml_delegate.quantization import QuantizationAssignment
+    from coreml_delegate.runtime.program.plan import MethodInfo
     from coreml_delegate.scripts.quantization import QuantizationSummary
     from coreml_delegate.source_model import Outcome, SourceModel
 
@@ -203,11 +204,13 @@ def _bundle(program: Any, source: SourceModel, count: int, seed: int) -> bytes:
     from torch.nn import Module
 
     from coreml_delegate.runtime.program.pte import PteProgram
-    from coreml_delegate.runtime.program.states import mutated_inputs
+    from coreml_delegate.runtime.program.signature import mutated_inputs
     from coreml_delegate.scripts.inputs.sampling import generator, resample
 
     random = generator(seed)
-    mutated = mutated_inputs(PteProgram.open(program.buffer).method("forward"))
+    method = PteProgram.open(program.buffer).method("forward")
+    _check_bundled(method)
+    mutated = mutated_inputs(method)
     samples = [list(source.leaves)]
     samples += [[resample(leaf, random) for leaf in source.leaves] for _ in range(count - 1)]
     # Each case begins with the program's own state.
@@ -239,6 +242,23 @@ def _bundle(program: Any, source: SourceModel, count: int, seed: int) -> bytes:
         ]
         bundle = BundledProgram(program, [MethodTestSuite("forward", cases)])
         return bytes(serialize_from_bundled_program_to_flatbuffer(bundle))
+
+
+def _check_bundled(method: MethodInfo) -> None:
+    """Refuse inputs and outputs that a bundled program cannot hold."""
+    from coreml_delegate.runtime.program.signature import input_names, output_names
+
+    named = [
+        *zip(input_names(method), method.input_specs, strict=True),
+        *zip(output_names(method), method.output_specs, strict=True),
+    ]
+    if absent := [name for name, spec in named if spec is None]:
+        raise LoweringError(
+            "a bundled program cannot hold None or text",
+            got=", ".join(absent),
+            expected="tensors and numbers as inputs and outputs",
+            remedy="Leave --bundle out; record keeps inputs and outputs of every kind",
+        )
 
 
 def _copied(value: Any) -> Any:
@@ -306,8 +326,11 @@ def _partitioner(
         **({} if assignment is None else compile_keywords(assignment.mode)),
     )
     if source is not None:
+        program = source.export()
         shapes = flexible_shapes.enumerated(args.enumerated_shapes)
-        specs.append(CoreMLBackend.generate_enumerated_shapes_compile_spec(source.export(), shapes))
+        in_graph = dict(zip(source.input_names, program.graph_signature.user_inputs, strict=True))
+        by_node = {str(in_graph.get(name, name)): each for name, each in shapes.items()}
+        specs.append(CoreMLBackend.generate_enumerated_shapes_compile_spec(program, by_node))
     return CoreMLPartitioner(
         compile_specs=specs,
         skip_ops_for_coreml_delegation=args.skip_op,

@@ -102,8 +102,8 @@ def _pte_lines(summary: Mapping[str, Any], *, every: bool) -> Iterator[str]:
         yield f"external tensors: {', '.join(summary['external_tensors'])}"
     for method in summary["methods"]:
         yield f"method {method['name']}"
-        yield f"  inputs: {', '.join(map(_value, method['inputs'])) or 'none'}"
-        yield f"  outputs: {', '.join(map(_value, method['outputs'])) or 'none'}"
+        for side in ("inputs", "outputs"):
+            yield f"  {side}: {', '.join(map(_named, method[side])) or 'none'}"
         yield f"  operators outside delegates: {_counts(method['operators_outside'])}"
         for index, delegate in enumerate(method["delegates"]):
             yield from _delegate_lines(index, delegate, every=every)
@@ -146,8 +146,7 @@ def _model_lines(model: Mapping[str, Any], indent: str, *, every: bool) -> Itera
         yield f"{indent}function {function['name']}: {function['opset']} ({target})"
         for side in ("inputs", "outputs", "states"):
             if function[side]:
-                listed = ", ".join(f"{f['name']} {_value(f)}" for f in function[side])
-                yield f"{indent}  {side}: {listed}"
+                yield f"{indent}  {side}: {', '.join(map(_named, function[side]))}"
         yield f"{indent}  ops: {_counts(function['ops'])}"
         yield f"{indent}  results computed in: {_counts(function['computed_in'])}"
         yield f"{indent}  engine here: {function['engine'] or 'none'}"
@@ -183,6 +182,10 @@ def _weight_lines(weights: Mapping[str, Any], indent: str, *, every: bool) -> It
     yield console.columns(rows, indent=len(indent))
     if len(shown) < len(tensors):
         yield f"{indent}and {len(tensors) - len(shown)} smaller ones; --weights lists them"
+
+
+def _named(value: Mapping[str, Any]) -> str:
+    return f"{value['name']} {_value(value)}"
 
 
 def _value(value: Mapping[str, Any]) -> str:

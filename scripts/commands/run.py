@@ -119,13 +119,16 @@ def _timed(program: Any, inputs: list[Any]) -> float:
 
 
 def _save(outputs: Mapping[str, Any], path: Path, *, force: bool) -> None:
+    import zipfile
+
     import numpy as np
 
-    with new_output(path, force=force) as file:
-        arrays: dict[str, Any] = {
-            name: tensor.numpy() for name, tensor in outputs.items() if tensor is not None
-        }
-        np.savez(file, **arrays)
+    # np.savez takes names as keywords, of which it has some itself.
+    with new_output(path, force=force) as file, zipfile.ZipFile(file, "w") as archive:
+        for name, tensor in outputs.items():
+            if tensor is not None:
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, tensor.numpy(), allow_pickle=False)
 
 
 def _summary(name: str, tensor: Any) -> dict[str, Any]:

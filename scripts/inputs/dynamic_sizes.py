@@ -81,7 +81,7 @@ def export_with_spans(source: SourceModel, spans: Mapping[Place, Span]) -> Expor
         {dim: span.hint for (of, dim), span in spans.items() if of == name} or None
         for name in source.input_names
     ]
-    shapes = by_parameter(source.module, *source.unflatten(by_leaf))
+    shapes = by_parameter(source.module, source.args, source.kwargs, by_leaf)
     with _add_remedy():
         program = traced.export(shapes)
         forgotten = _forgotten_minimums(program, source, spans)

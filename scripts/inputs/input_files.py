@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from coreml_delegate.errors import InputError, OptionError
+from coreml_delegate.runtime.program.plan import describe
 from coreml_delegate.scripts.inputs import images
 from coreml_delegate.scripts.inputs.sampling import random_tensor
 from coreml_delegate.scripts.programs import Port
@@ -37,8 +38,8 @@ def read_inputs(paths: Sequence[Path], ports: Sequence[Port]) -> list[Any]:
         ports: The program's inputs; those with a fixed value are not read.
 
     Raises:
-        InputError: Files hold more or fewer inputs than the program has, or an input does not take
-            an image.
+        InputError: Files hold more or fewer inputs than the program has, or other ones, or an input
+            does not take an image.
         OptionError: A file cannot be read.
     """
     wanted = [port for port in ports if port.is_tensor]
@@ -51,7 +52,7 @@ def read_inputs(paths: Sequence[Path], ports: Sequence[Port]) -> list[Any]:
         raise InputError(
             "the files hold too few inputs",
             got=str(len(named)),
-            expected=", ".join(f"{p.dtype}{list(p.shape)}" for p in wanted).replace("torch.", ""),
+            expected=", ".join(f"{p.name} {describe(p.dtype, p.shape)}" for p in wanted),
         )
     return [named[port.name] if port.is_tensor else port.fixed for port in ports]
 
@@ -62,7 +63,14 @@ def _read(path: Path, remaining: Sequence[Port]) -> Iterator[tuple[str, torch.Te
     if path.suffix == _ARCHIVES:
         arrays = load_archive(path)
         names = {port.name for port in remaining}
-        if not set(arrays) <= names:
+        unknown = [name for name in arrays if name not in names]
+        if unknown and len(unknown) < len(arrays):
+            raise InputError(
+                f"{path} names inputs that the program does not have, or that are given already",
+                got=", ".join(unknown),
+                expected=", ".join(port.name for port in remaining),
+            )
+        if unknown:
             _require(path, len(arrays), remaining)
             arrays = dict(zip((port.name for port in remaining), arrays.values(), strict=False))
         yield from ((name, to_tensor(path, array)) for name, array in arrays.items())

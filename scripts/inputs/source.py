@@ -12,11 +12,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from coreml_delegate.containers import register_containers
 from coreml_delegate.errors import OptionError
 from coreml_delegate.scripts.inputs import vision
 from coreml_delegate.scripts.inputs.sampling import generator, random_tensor
 from coreml_delegate.scripts.stablehlo_files import is_stablehlo
-from coreml_delegate.source_model import SourceModel, register_dataclasses
+from coreml_delegate.source_model import SourceModel
 from coreml_delegate.third_party import describe_error, wrap_errors
 
 FORMS = "torchvision:NAME, MODULE:FACTORY or FILE.pt2"
@@ -122,7 +123,7 @@ def _from_factory(source: str, made: Any) -> SourceModel:
             expected="an nn.Module, (nn.Module, example_inputs) or (nn.Module, args, kwargs)",
         )
     args, kwargs = _example_inputs(source, inputs)
-    register_dataclasses((args, kwargs))
+    register_containers((args, kwargs))
     return SourceModel(module.eval(), args, kwargs, None)
 
 

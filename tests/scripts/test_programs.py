@@ -84,7 +84,7 @@ def test_inspect(capsys):
 def test_inspect_prints_text(capsys):
     assert main(["inspect", "tiny.pte"]) == 0
     out = capsys.readouterr().out
-    assert "  inputs: float32[1, 3, 16, 16]\n" in out
+    assert "  inputs: x float32[1, 3, 16, 16]\n" in out
     assert "  delegate 0: CoreMLBackend, " in out
     assert "    options: compute_unit all, precision float16, model_type model\n" in out
     assert "      engine here: openvino\n" in out
@@ -253,12 +253,12 @@ INPUTS = {
     ),
     "wrong shape": (
         ["shape.npy"],
-        "input 0 of method 'forward' has the wrong shape: got float32[1, 3, 8, 8], "
+        "input 0 (x) of method 'forward' has the wrong shape: got float32[1, 3, 8, 8], "
         "expected float32[1, 3, 16, 16]",
     ),
     "wrong dtype": (
         ["dtype.npy"],
-        "input 0 of method 'forward' has the wrong dtype: got float64[1, 3, 16, 16], "
+        "input 0 (x) of method 'forward' has the wrong dtype: got float64[1, 3, 16, 16], "
         "expected float32[1, 3, 16, 16]",
     ),
     "too many": (["shape.npy", "shape.npy"], "shape.npy holds more inputs than are left: got 1, "),
@@ -336,7 +336,7 @@ def test_verify_fails_below_the_limit(capsys):
 def test_verify_refuses_another_model(capsys):
     assert main(["verify", f"{MODELS}:distances", "tiny.pte"]) == 1
     assert error(capsys) == (
-        "input 0 of method 'forward' has the wrong shape: got float32[5, 3], "
+        "input 0 (x) of method 'forward' has the wrong shape: got float32[5, 3], "
         "expected float32[1, 3, 16, 16]"
     )
 

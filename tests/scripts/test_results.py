@@ -45,13 +45,13 @@ def eager(x):
     written = x.clone()
     results, (on, tenth, (z,)) = module(written, *rest)
     return {
-        "mutated_input_0": written,
-        "output_0": results["y"],
-        "output_1": None,
-        "output_2": 2,
-        "output_3": on,
-        "output_4": tenth,
-        "output_5": z,
+        "mutated_input_x": written,
+        "output_0.y": results["y"],
+        "output_0.none": None,
+        "output_0.rows": 2,
+        "output_1[0]": on,
+        "output_1[1]": tenth,
+        "output_1[2][0]": z,
     }
 
 
@@ -64,10 +64,10 @@ def test_run(host, capsys):
     expected = eager(x)
     shown = {entry.pop("name"): entry for entry in json.loads(capsys.readouterr().out)["outputs"]}
     assert list(shown) == list(expected)
-    assert shown["output_1"] == {"dtype": None, "shape": None}
-    assert (shown["output_2"]["dtype"], shown["output_2"]["max"]) == ("int64", 2)
+    assert shown["output_0.none"] == {"dtype": None, "shape": None}
+    assert (shown["output_0.rows"]["dtype"], shown["output_0.rows"]["max"]) == ("int64", 2)
     with np.load("out.npz") as archive:
-        assert set(archive.files) == expected.keys() - {"output_1"}
+        assert set(archive.files) == expected.keys() - {"output_0.none"}
         for name in archive.files:
             np.testing.assert_allclose(archive[name], expected[name], atol=ATOL, rtol=RTOL)
 
@@ -75,8 +75,8 @@ def test_run(host, capsys):
 def test_run_prints_text(capsys):
     assert main(["run", "a.pte", "--repeat", "1"]) == 0
     rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
-    assert ["output_1", "None", "-"] in rows
-    assert ["output_2", "int64", "[]"] in rows
+    assert ["output_0.none", "None", "-"] in rows
+    assert ["output_0.rows", "int64", "[]"] in rows
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -84,7 +84,8 @@ def test_verify(host, capsys):
     assert main(["verify", MODEL, "a.pte", "--host", host, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["outputs"]
     assert list(found) == list(eager(torch.zeros(2, 3)))
-    assert all(found[f"output_{n}"]["sqnr_db"] == "inf" for n in (1, 2, 3, 4))
+    equal = ("output_0.none", "output_0.rows", "output_1[0]", "output_1[1]")
+    assert all(found[name]["sqnr_db"] == "inf" for name in equal)
 
 
 def test_verify_takes_inputs_of_a_file(capsys):
@@ -94,7 +95,7 @@ def test_verify_takes_inputs_of_a_file(capsys):
 
 def test_verify_compares_the_inputs_that_are_written(capsys):
     assert main(["verify", f"{MODELS}:assorted_with_another_final", "a.pte"]) == 1
-    assert "differs from its model: got mutated_input_0 at " in capsys.readouterr().err
+    assert "differs from its model: got mutated_input_x at " in capsys.readouterr().err
 
 
 def test_verify_a_package_of_tensors(capsys):
@@ -117,30 +118,45 @@ def test_text_arguments_are_accepted(host):
     given = [x, "tanh", 3, None, True, 0.5]
     for inputs in (given, [x, None, *given[2:]]):
         results = program.run("forward", inputs)
-        torch.testing.assert_close(results[1], eager(x)["output_0"], atol=ATOL, rtol=RTOL)
+        torch.testing.assert_close(results[1], eager(x)["output_0.y"], atol=ATOL, rtol=RTOL)
         assert results[2] is None
-    with pytest.raises(InputError, match=r"input 1 .* fixed at export: got 4, expected None, or"):
+    with pytest.raises(
+        InputError, match=r"input 1 \(form\) .* fixed at export: got 4, expected None, or"
+    ):
         program.run("forward", [x, 4, *given[2:]])
-    with pytest.raises(InputError, match=r"input 2 .* fixed at export: got 4, expected 3"):
+    with pytest.raises(
+        InputError, match=r"input 2 \(scale\) .* fixed at export: got 4, expected 3"
+    ):
         program.run("forward", [x, "tanh", 4, *given[3:]])
 
 
-@pytest.mark.parametrize(
-    ("factory", "message"),
-    [
-        (
-            "returning_text",
-            "the model returns text, which a .pte cannot: got 'text', "
-            "expected tensors, numbers and None. Leave it out of what forward returns",
-        ),
-        (
-            "returning_a_number",
-            "the model returns no tensor, which ExecuTorch requires: got 3, None, "
-            "expected a tensor among the outputs, or an input or buffer that is written",
-        ),
-    ],
-)
-def test_models_without_tensor_results_are_refused(factory, message, capsys):
-    assert main(["export", f"{MODELS}:{factory}", "-o", "b.pte"]) == 1
-    assert capsys.readouterr().err == f"coreml-delegate: error: {message}\n"
+def test_a_text_among_the_results_is_none_and_warned_of(capsys):
+    assert main(["export", f"{MODELS}:returning_text", "-o", "b.pte"]) == 0
+    assert capsys.readouterr().err == (
+        "coreml-delegate: warning: the model returns text ('text'), which a .pte cannot; "
+        "it returns None there\n"
+    )
+    for host in HOSTS:
+        assert main(["verify", f"{MODELS}:returning_text", "b.pte", "--host", host]) == 0
+        text, tensor = runtime.load_program("b.pte", host=host).run("forward", [torch.zeros(3)])
+        assert text is None
+        assert tensor.tolist() == [1, 1, 1]
+
+
+def test_models_without_tensor_results_are_refused(capsys):
+    assert main(["export", f"{MODELS}:returning_a_number", "-o", "b.pte"]) == 1
+    assert capsys.readouterr().err == (
+        "coreml-delegate: error: the model returns no tensor, which ExecuTorch requires: got 3, "
+        "None, expected a tensor among the outputs, or an input or buffer that is written\n"
+    )
+    assert not Path("b.pte").exists()
+
+
+def test_what_a_bundle_cannot_hold_is_refused(capsys):
+    assert main(["export", MODEL, "-o", "b.pte", "--bundle", "1"]) == 1
+    assert capsys.readouterr().err == (
+        "coreml-delegate: error: a bundled program cannot hold None or text: got form, absent, "
+        "output_0.none, expected tensors and numbers as inputs and outputs. Leave --bundle out; "
+        "record keeps inputs and outputs of every kind\n"
+    )
     assert not Path("b.pte").exists()

@@ -56,7 +56,7 @@ def test_a_range_does_not_depend_on_the_example(name, capsys):
     assert "takes x [1..8, 4]" in capsys.readouterr().out
     assert main(["inspect", "a.pte"]) == 0
     shown = capsys.readouterr().out
-    assert "  inputs: float32[8, 4] at most\n" in shown
+    assert "  inputs: x float32[8, 4] at most\n" in shown
     assert "inputs: x fp32[1..8, 4]" in shown
     for rows in (1, 2, 8):
         equals_eager(name, (rows, 4))

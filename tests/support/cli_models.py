@@ -302,6 +302,42 @@ def two_positional():
     return Keyworded(), torch.randn(2, 8), torch.rand(2, 8)
 
 
+@dataclass
+class Step:
+    """Inputs in a dataclass that torch does not know."""
+
+    past: Named
+    weights: dict[str, Any]
+
+
+class Stepping(nn.Module):
+    """Every kind of container, and a written member of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, step, *rest, bias, scale):
+        step.past.first.mul_(2)
+        x = self.linear(step.past.first) * scale + step.past.others[0].sum()
+        x = x + rest[0] * step.weights["a b"][0]
+        return Step(Named(x, (rest[1] - x,)), {"file": torch.max(x, 1), "a b": bias + x})
+
+
+def stepping():
+    step = Step(Named(torch.randn(2, 4), (torch.randn(2),)), {"a b": [torch.randn(4)]})
+    rest = (torch.randn(2, 4), torch.randn(2, 4))
+    return Stepping(), (step, *rest), {"scale": 2, "bias": torch.randn(4)}
+
+
+def decoder_with_cache():
+    """A model of transformers that returns its cache."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2, n_positions=8)
+    return GPT2LMHeadModel(config), {"input_ids": torch.arange(4)[None]}
+
+
 def bert():
     """A model of transformers, with what its tokenizers return."""
     from transformers import BertConfig, BertModel

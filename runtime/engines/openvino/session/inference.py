@@ -233,9 +233,8 @@ class _Request:
         return results
 
     def counters(self) -> list[Any]:
-        """Return OpenVINO's counters of the kernels that have run, if they are on."""
-        counted: list[Any] = self._request.get_profiling_info()
-        return [each for each in counted if each.status == ov.ProfilingInfo.Status.EXECUTED]
+        """Return OpenVINO's counters of all kernels, if they are on."""
+        return list(self._request.get_profiling_info())
 
     def _view(self, port: int) -> NDArray[Any]:
         return self._request.get_output_tensor(port).data
@@ -276,6 +275,7 @@ class _Profiler:
 
     OpenVINO 2026.4 counts in whole microseconds and gives the mean of all runs of the model, of
     which the first takes longer. So the time of a later run is the mean of those after the first.
+    It says of a kernel that it has not run when the mean is below half a microsecond.
 
     Args:
         compiled: A labelled model, compiled with ``PROFILING``.
@@ -286,14 +286,18 @@ class _Profiler:
         self._lock = threading.Lock()
         self._runs = 0
         self._first: dict[str, float] = {}
+        self._executed: set[str] = set()
 
     def times(self, counters: Sequence[Any]) -> tuple[KernelTime, ...]:
-        """Return the times of a run, given the counters after it."""
+        """Return the times of all kernels that have run so far, given the counters after a run."""
         means = {each.node_name: each.real_time.total_seconds() * 1e9 for each in counters}
+        executed = {e.node_name for e in counters if e.status == ov.ProfilingInfo.Status.EXECUTED}
         with self._lock:
             self._runs += 1
             runs = self._runs
             first = self._first = self._first or means
+            executed |= self._executed
+            self._executed = executed
         if runs > 1:
             means = {
                 name: max(0.0, (mean * runs - first.get(name, 0.0)) / (runs - 1))
@@ -307,6 +311,7 @@ class _Profiler:
                 is_mean=True,
             )
             for each in counters
+            if each.node_name in executed
         )
 
 

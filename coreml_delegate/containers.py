@@ -1,0 +1,110 @@
+"""Containers of a model's inputs and results: what torch has to know of them, and their keys.
+
+``torch.export`` takes apart what ``torch.utils._pytree`` has an entry for. That are tuples, lists,
+dicts, named tuples and, by the first import of transformers' models, their outputs. Dataclasses and
+the caches of transformers are registered here when they are met. The results of functions of torch,
+such as ``torch.return_types.median``, are registered, but ``torch.export.save`` asks for a name
+that they lack.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from coreml_delegate.value_names import Path, usual_keys
+
+_TREE: Any = pytree
+_CACHES = "transformers.cache_utils"
+_CACHE_SUPPORT = "transformers.integrations.executorch"
+
+
+def register_containers(tree: Any) -> bool:
+    """Register with torch the dataclasses, and caches of transformers, in inputs or results.
+
+    Args:
+        tree: The inputs or results.
+
+    Returns:
+        Whether torch did not know some of them.
+    """
+    unknown = {type(leaf) for leaf in pytree.tree_leaves(tree)} - {type}
+    found = [kind for kind in unknown if (register := _registration_of(kind)) and register()]
+    if found:
+        register_containers(tree)  # now that torch flattens what was unknown
+    return bool(found)
+
+
+def _registration_of(kind: type[Any]) -> Callable[[], bool] | None:
+    if is_dataclass(kind):
+        return lambda: _register_dataclass(kind)
+    return _register_caches if kind.__module__ == _CACHES else None
+
+
+def _register_dataclass(kind: type[Any]) -> bool:
+    torch.export.register_dataclass(kind)
+    return True
+
+
+def _register_caches() -> bool:
+    """Register the cache of transformers that it has code for; return whether it was unknown."""
+    known = len(pytree.SUPPORTED_NODES)
+    try:
+        support = importlib.import_module(_CACHE_SUPPORT)
+        support.register_dynamic_cache_export_support()
+    except (ImportError, AttributeError):  # another release: torch.export says what it lacks
+        return False
+    return len(pytree.SUPPORTED_NODES) > known
+
+
+def name_return_types() -> None:
+    """Let ``torch.export`` save and load programs that return, say, ``torch.return_types.max``."""
+    for kind in _TREE.SUPPORTED_NODES.keys() & {*_return_types()}:
+        name = f"torch.return_types.{kind.__name__.rpartition('.')[2]}"
+        definition = _TREE.SUPPORTED_SERIALIZED_TYPES[kind]
+        if definition.serialized_type_name == _TREE.NO_SERIALIZED_TYPE_NAME_FOUND:
+            named = definition._replace(serialized_type_name=name)
+            _TREE.SUPPORTED_SERIALIZED_TYPES[kind] = named
+            _TREE.SERIALIZED_TYPE_TO_PYTHON_TYPE[name] = kind
+
+
+def _return_types() -> Sequence[type[Any]]:
+    return sys.modules["torch.return_types"].all_return_types
+
+
+def keys_of(spec: pytree.TreeSpec) -> list[str | int] | None:
+    """Return the keys of a container, or None if it has places only.
+
+    Args:
+        spec: The container, not a value in one.
+    """
+    kind: Any = spec.type
+    context: Any = spec.context
+    if kind is _TREE.namedtuple:
+        return list(context._fields)
+    if kind in _return_types():
+        return list(kind.__match_args__)
+    candidates = [context, *(context if isinstance(context, list | tuple) else ())]
+    found = (usual_keys(keys, spec.num_children) for keys in candidates)
+    return next((keys for keys in found if keys is not None), None)
+
+
+def paths_of(spec: pytree.TreeSpec) -> list[Path]:
+    """Return the path of every value in a container, in order."""
+    if spec.is_leaf():
+        return [()]
+    keys = keys_of(spec) or range(spec.num_children)
+    return [
+        (key, *inner)
+        for key, child in zip(keys, spec.children(), strict=True)
+        for inner in paths_of(child)
+    ]
+
+
+name_return_types()

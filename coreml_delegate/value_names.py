@@ -1,0 +1,117 @@
+"""Names of inputs and outputs: their paths in the containers that a model takes and returns.
+
+A path begins with a parameter's name or a key of the result, and goes on with keys, ``.key``, and
+places, ``[1]``: ``past.key``, ``hidden_states[1]``. A member of a tuple that is returned is
+``output_1``, and what is in it ``output_1.key``.
+
+ExecuTorch writes into a ``.pte`` how the inputs and outputs of a method are nested: JSON of
+``[1, spec]``, where a spec is ``{"type": name of a class, "context": JSON of its keys,
+"children_spec": [spec, ...]}``, and ``{"type": null, ...}`` for one value.
+
+Source: ``treespec_dumps`` in torch's ``utils/_pytree.py``; ``table ContainerMetadata`` in
+``program.fbs`` of ExecuTorch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, TypeAlias, cast
+
+Path: TypeAlias = tuple["str | int", ...]
+"""Keys and places that lead to a value, the outermost first."""
+
+OUTPUT: Final = "output"
+"""How the names of outputs begin that have none of their own."""
+
+_PROTOCOL = 1
+_KEYWORDS = 1  # place of the keyword inputs; the positional ones are before them
+
+
+def input_name(path: Path) -> str:
+    """Return the name of an input, whose path begins with the parameter's name."""
+    return _key(path[0]) + _inner(path[1:])
+
+
+def output_name(path: Path) -> str:
+    """Return the name of an output; that of a model's only result is ``output_0``."""
+    first, *inner = path or (0,)
+    start = f"{OUTPUT}_{first}" if isinstance(first, int) else _key(first)
+    return start + _inner(inner)
+
+
+def _inner(path: Sequence[str | int]) -> str:
+    return "".join(f".{key}" if _is_word(key) else f"[{key!r}]" for key in path)
+
+
+def _key(key: str | int) -> str:
+    return str(key) if _is_word(key) else f"[{key!r}]"
+
+
+def _is_word(key: str | int) -> bool:
+    return isinstance(key, str) and key.isidentifier()
+
+
+def read_inputs(nesting: str, count: int) -> list[str] | None:
+    """Return the names of a method's inputs; a positional one without name is its position.
+
+    Args:
+        nesting: ExecuTorch's text of how they are nested, perhaps damaged or empty.
+        count: Number of inputs.
+
+    Returns:
+        ``count`` different names, or None if the text does not tell them.
+    """
+    paths = _read(nesting)
+    if paths is None:
+        return None
+    names = [
+        input_name(path[1:]) if path[:1] == (_KEYWORDS,) and len(path) > 1 else str(position)
+        for position, path in enumerate(paths)
+    ]
+    return _unless_ambiguous(names, count)
+
+
+def read_outputs(nesting: str, count: int) -> list[str] | None:
+    """Return the names of what a method returns; see ``read_inputs``."""
+    paths = _read(nesting)
+    return None if paths is None else _unless_ambiguous([*map(output_name, paths)], count)
+
+
+def _unless_ambiguous(names: list[str], count: int) -> list[str] | None:
+    return names if len(names) == count == len(set(names)) else None
+
+
+def _read(nesting: str) -> list[Path] | None:
+    try:
+        protocol, spec = json.loads(nesting)
+        return [*_paths(spec, ())] if protocol == _PROTOCOL else None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None  # files of other exporters, and damaged ones, run without names
+
+
+def _paths(spec: Any, path: Path) -> Iterator[Path]:
+    if spec["type"] is None:
+        yield path
+        return
+    children: list[Any] = spec["children_spec"]
+    keys = _keys(spec["context"], len(children))
+    for place, child in enumerate(children):
+        yield from _paths(child, (*path, place if keys is None else keys[place]))
+
+
+def _keys(context: str | None, count: int) -> list[str | int] | None:
+    """Return the keys of a container, or None if they are places."""
+    found: Any = json.loads(context or "null")
+    if isinstance(found, dict):  # of a defaultdict, beside its factory
+        found = cast("dict[str, Any]", found).get("dict_context")
+    return usual_keys(found, count)
+
+
+def usual_keys(keys: Any, count: int) -> list[str | int] | None:
+    """Return ``keys`` if they are ``count`` texts and integers."""
+    if not isinstance(keys, list):
+        return None
+    listed = cast("list[Any]", keys)
+    usual = all(isinstance(key, str | int) and not isinstance(key, bool) for key in listed)
+    return listed if usual and len(listed) == count else None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from executorch.exir import EdgeCompileConfig
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
 from torch import nn
@@ -17,7 +18,7 @@ from coreml_delegate.backend import CoreMLBackend, claim_name
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.report import DelegationReport
-from coreml_delegate.partition.session import EDGE, LoweringSession, plan
+from coreml_delegate.partition.session import EDGE, LoweringSession, edge_compile_config, plan
 from coreml_delegate.partition.verdicts.filters import NodePredicate
 
 _REPORTS = "reports"
@@ -139,11 +140,28 @@ class CoreMLPartitioner(Partitioner):
             OptionError: A module pattern that names no module of the program.
             ContractError: See ``partition``.
         """
+        return self._plan(program)[0]
+
+    def edge_compile_config(self, program: ExportedProgram) -> EdgeCompileConfig:
+        """Return the configuration with which ExecuTorch takes a program that Core ML takes.
+
+        ExecuTorch checks a program before it delegates, and refuses operators outside the core ATen
+        opset, such as ``randn_like``. Those of which Core ML takes every call are excepted; all
+        else is checked. Of the others a warning is logged: ExecuTorch refuses the program, unless
+        ``_check_ir_validity`` is switched off.
+
+        Args:
+            program: See ``plan``, as for the errors.
+        """
+        report, session = self._plan(program)
+        return edge_compile_config(report, session.preserved)
+
+    def _plan(self, program: ExportedProgram) -> tuple[DelegationReport, LoweringSession]:
         demands_nothing = replace(self._options, lower_full_graph=False, strict=False)
         session = LoweringSession(demands_nothing, is_plan=True)
         report = plan(program, session)
         self._session.keep(session.blobs)
-        return report
+        return report, session
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         """Tag the calls that Core ML takes.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
+from typing import Any
 
 import torch
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from executorch.exir.backend.partitioner import Partitioner, PartitionResult
+from executorch.exir.verification.verifier import EXIRATenDialectVerifier
+from torch._export.verifier import SpecViolationError
 from torch._ops import OpOverload
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, default_decompositions
 from torch.fx import Node
 
 from coreml_delegate.compile_options import CompileOptions
@@ -89,6 +92,7 @@ class LoweringSession:
     Attributes:
         reports: The reports of this session, after those given.
         blobs: Blobs that wait for ``CoreMLBackend.preprocess``.
+        preserved: The ops that ExecuTorch was asked to keep whole.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class LoweringSession:
         self._modules: set[Scope] = set()
         self._has_seen_aten = False
         self._preserved: tuple[weakref.ref[ExportedProgram], set[OpOverload]] | None = None
-        self._all_preserved: set[OpOverload] = set()
+        self.preserved: set[OpOverload] = set()
 
     def transform(self, program: ExportedProgram) -> ExportedProgram:
         """See ``run.transform``."""
@@ -120,7 +124,7 @@ class LoweringSession:
             self._note_modules(program)
             preserved = PartitionRun(program, self._options, self._wide).ops_to_preserve()
             self._preserved = weakref.ref(program), preserved
-            self._all_preserved |= preserved
+            self.preserved |= preserved
         return sorted(self._preserved[1], key=str)
 
     def partition(self, program: ExportedProgram) -> Mapping[str, CompileOptions]:
@@ -148,7 +152,7 @@ class LoweringSession:
 
     def decompose_left_over(self, program: ExportedProgram) -> None:
         """Decompose the calls of preserved ops that no backend took, in a lowered program."""
-        decompose_left_over(program, self._all_preserved)
+        decompose_left_over(program, self.preserved)
 
     def keep(self, blobs: Iterable[KeptBlob]) -> None:
         """Hold blobs until they are handed over, and no longer: they hold weights."""
@@ -186,6 +190,49 @@ def plan(program: ExportedProgram, session: LoweringSession) -> DelegationReport
             compile_config=EdgeCompileConfig(_check_ir_validity=False),
         )
     return session.reports.latest
+
+
+def edge_compile_config(report: DelegationReport, preserved: Set[OpOverload]) -> EdgeCompileConfig:
+    """Return a configuration that excepts from ExecuTorch's check what Core ML takes.
+
+    Args:
+        report: Of the program.
+        preserved: Operators that ExecuTorch was asked to keep. It excepts those by itself that it
+            would decompose.
+    """
+    excepted = preserved & default_decompositions().keys()
+    verifier = EXIRATenDialectVerifier()
+    delegated = {node.op: False for node in report.undelegated}
+    delegated = {node.op: True for node in report.delegated} | delegated
+    refused = {
+        op: delegated[name]
+        for name in sorted(delegated)
+        if (op := _operator(name)) is not None and op not in excepted and _is_refused(verifier, op)
+    }
+    if left := [str(op) for op, is_delegated in refused.items() if not is_delegated]:
+        logger.warning(
+            "ExecuTorch refuses %s, outside the core ATen opset, of which a call stays on the CPU; "
+            "EdgeCompileConfig(_check_ir_validity=False) lets every operator through",
+            ", ".join(left),
+        )
+    return EdgeCompileConfig(
+        _core_aten_ops_exception_list=[op for op, is_delegated in refused.items() if is_delegated]
+    )
+
+
+def _operator(name: str) -> OpOverload | None:
+    """Return the ATen operator that a report calls ``aten.NAME.OVERLOAD``."""
+    namespace, _, rest = name.partition(".")
+    packet = getattr(torch.ops.aten, rest.partition(".")[0], None) if namespace == "aten" else None
+    return getattr(packet, rest.partition(".")[2], None)
+
+
+def _is_refused(verifier: Any, op: OpOverload) -> bool:
+    try:
+        verifier.check_valid_op(op)
+    except SpecViolationError:
+        return True
+    return False
 
 
 class _PlanningPartitioner(Partitioner):

@@ -57,7 +57,9 @@ def test_inspect(capsys):
     summary = read(capsys)
     (method,) = summary["methods"]
     assert summary["bytes"] == len(tiny_pte())
-    assert method["inputs"] == [{"dtype": "float32", "shape": [1, 3, 16, 16], "dynamism": "static"}]
+    x = {"name": "x", "dtype": "float32", "shape": [1, 3, 16, 16], "dynamism": "static"}
+    assert method["inputs"] == [x]
+    assert [output["name"] for output in method["outputs"]] == ["output_0", "output_1"]
     assert [output["shape"] for output in method["outputs"]] == [[1, 10], []]
     assert method["operators_outside"] == {"aten::sin.out": 1}
     first = method["delegates"][0]

@@ -47,8 +47,13 @@ _SUFFIXES = ("real", "imag")
 
 # With real arguments and results, and of no use without complex numbers.
 _ACCOMPANYING = frozenset(
-    f"aten.{op}.default" for op in ("stft", "fft_fftfreq", "fft_rfftfreq")
-) | {"aten.stft.center"}
+    {
+        ATEN.stft.default,
+        ATEN.stft.center,
+        ATEN.fft_fftfreq.default,
+        ATEN.fft_rfftfreq.default,
+    }
+)
 
 
 def split_complex_numbers(program: ExportedProgram) -> ExportedProgram:
@@ -344,8 +349,7 @@ def _nodes(program: ExportedProgram) -> Iterator[Node]:
 
 def _is_complex(node: Node) -> bool:
     """Return whether a node has a complex value, or accompanies such nodes."""
-    accompanies = node.op == "call_function" and target_name(node.target) in _ACCOMPANYING
-    return accompanies or _has_complex_value(node)
+    return node.target in _ACCOMPANYING or _has_complex_value(node)
 
 
 def _has_complex_value(node: Node) -> bool:

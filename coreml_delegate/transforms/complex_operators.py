@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Node
 
-from coreml_delegate.ops.call import GETITEM, overload_of, target_name
-from coreml_delegate.ops.edits import value_of
+from coreml_delegate.ops.call import GETITEM, overload_of
+from coreml_delegate.ops.edits import arguments_of, value_of
 from coreml_delegate.transforms import fourier
 from coreml_delegate.transforms.complex_pairs import (
     ATEN,
@@ -50,11 +50,11 @@ def _item(call: PairCall) -> Pair:
 
 def _view_as_complex(call: PairCall) -> Pair:
     x: Node = call.arguments["self"]
-    stacked = list(x.args[0]) if target_name(x.target) == "aten.stack.default" else []  # pyright: ignore[reportArgumentType]
-    dim = dict(enumerate(x.args)).get(1, x.kwargs.get("dim", 0)) if stacked else 0
     last = value_of(x).dim() - 1
-    if len(stacked) == 2 and dim in (-1, last):
-        return Pair(*stacked)
+    if x.target is ATEN.stack.default:
+        stacked = arguments_of(x)
+        if stacked["dim"] in (-1, last):
+            return Pair(*stacked["tensors"])
     return Pair(*(call.emit(ATEN.select.int, x, last, part) for part in (0, 1)))
 
 
@@ -63,7 +63,7 @@ def _view_as_real(call: PairCall) -> Node:
     result = call.emit(ATEN.stack.default, list(parts), -1)
     # What only takes one part out again is that part.
     for user in list(call.node.users):
-        if target_name(user.target) == "aten.select.int":
+        if user.target is ATEN.select.int:
             _, dim, index = user.args
             if dim in (-1, value_of(call.node).dim() - 1):
                 user.replace_all_uses_with(parts[int(str(index))])
@@ -158,10 +158,8 @@ def _magnitude(call: PairCall) -> Node:
     """Squares of magnitudes, as of a spectrogram, become sums of squares."""
     pair = call.pair("self")
     for user in list(call.node.users):
-        name = target_name(user.target)
-        if name == "aten.square.default" or (
-            name == "aten.pow.Tensor_Scalar" and user.args[1] == 2
-        ):
+        is_power = user.target is ATEN.pow.Tensor_Scalar and user.args[1] == 2
+        if is_power or user.target is ATEN.square.default:
             user.replace_all_uses_with(call.norm(pair))  # pyright: ignore[reportArgumentType]
     return call.magnitude(pair)
 

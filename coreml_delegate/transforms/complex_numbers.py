@@ -182,7 +182,7 @@ class _Splitting:
         try:
             result = function(call)
         except FormError as error:
-            raise _unsupported(node, str(error)) from error
+            raise _unsupported(node, str(error), error.remedy) from error
         if isinstance(result, Pair):
             self._pairs[node] = _as_nodes(call, result)
         else:
@@ -318,10 +318,11 @@ _OUTPUTS = frozenset({OutputKind.USER_OUTPUT, OutputKind.USER_INPUT_MUTATION})
 _PASS_PAIRS = (
     "Pass torch.view_as_real(x), and begin the model with torch.view_as_complex on what it is given"
 )
+_WRITE_REAL = "Write this part of the model with real tensors: torch.view_as_real, x.real, x.imag"
 _RETURN_PAIRS = "Return torch.view_as_real(y), and take torch.view_as_complex of what you get"
 
 
-def _unsupported(node: Node, obstacle: str) -> UnsupportedOperatorError:
+def _unsupported(node: Node, obstacle: str, remedy: str | None = None) -> UnsupportedOperatorError:
     """Return the error for a call that cannot be made of calls on reals."""
     modules = scopes_of(node)
     place = ""
@@ -333,7 +334,7 @@ def _unsupported(node: Node, obstacle: str) -> UnsupportedOperatorError:
         "complex numbers cannot be carried as pairs of reals here",
         got=f"{obstacle}{place}{f', {source}' if source else ''}",
         expected="the operators of docs/complex.md",
-        remedy="Write this part of the model with real tensors: torch.view_as_real, x.real, x.imag",
+        remedy=remedy or _WRITE_REAL,
     )
 
 

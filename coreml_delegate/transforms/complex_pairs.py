@@ -65,7 +65,16 @@ class Pair:
 
 
 class FormError(Exception):
-    """A form of a known operator that cannot be made of operators on reals; says which."""
+    """A form of a known operator that cannot be made of operators on reals.
+
+    Args:
+        text: Says which.
+        remedy: What the user can do; None for what helps with any operator.
+    """
+
+    def __init__(self, text: str, remedy: str | None = None) -> None:
+        super().__init__(text)
+        self.remedy = remedy
 
 
 class PairCall:

@@ -236,12 +236,12 @@ def _halves(size: int) -> tuple[int, int] | None:
     if size <= LARGEST_MATRIX:
         return None
     a = next((n for n in range(math.isqrt(size), 1, -1) if size % n == 0), 1)
-    largest = size if a == 1 else size // a
     if a == 1 and size > LARGEST_PRIME:
         raise FormError(
-            f"a transform of {largest} points, a prime number greater than {LARGEST_PRIME}"
+            f"a transform of {size} points, a prime number greater than {LARGEST_PRIME}",
+            "Pad or trim the signal, by n=, to a number of points with small factors",
         )
-    return None if a == 1 else (a, largest)
+    return None if a == 1 else (a, size // a)
 
 
 # Short-time transforms
@@ -352,7 +352,9 @@ def _frame(call: PairCall) -> tuple[int, int]:
     hop = call.arguments["hop_length"]
     _require_static(size)
     if size > LARGEST_FRAME:
-        raise FormError(f"frames of {size} points, more than {LARGEST_FRAME}")
+        raise FormError(
+            f"frames of {size} points, more than {LARGEST_FRAME}", "Choose a smaller n_fft"
+        )
     return size, size // 4 if hop is None else hop
 
 
@@ -362,7 +364,10 @@ def _window(call: PairCall, size: int) -> torch.Tensor:
     node = call.arguments["window"]
     window = torch.ones(length) if node is None else call.known(node)
     if window is None:
-        raise FormError("a window that is computed from inputs")
+        raise FormError(
+            "a window that is computed from inputs",
+            "Make it a buffer, or compute it of numbers",
+        )
     left = (size - length) // 2
     wide = window.to(torch.complex128 if window.is_complex() else torch.float64)
     return torch.nn.functional.pad(wide, [left, size - length - left])
@@ -383,7 +388,10 @@ def _size(x: Pair, dim: int) -> int:
 
 def _require_static(size: Any) -> None:
     if not isinstance(size, int):
-        raise FormError("a transform of a dynamic number of points, which its matrix depends on")
+        raise FormError(
+            "a transform of a dynamic number of points, on which its matrix depends",
+            "Export a program for each number of points; other dimensions may be dynamic",
+        )
 
 
 def _scale(call: PairCall, sizes: Sequence[int]) -> float:

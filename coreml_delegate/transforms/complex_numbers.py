@@ -9,7 +9,7 @@ enters and leaves the program stays real.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tag
@@ -185,8 +185,8 @@ class _Splitting:
             raise _unsupported(node, str(error), error.remedy) from error
         if isinstance(result, Pair):
             self._pairs[node] = _as_nodes(call, result)
-        else:
-            node.replace_all_uses_with(cast("Node", result))
+        elif isinstance(result, Node):
+            node.replace_all_uses_with(result)
         self._replaced.append(node)
 
     def _constant(

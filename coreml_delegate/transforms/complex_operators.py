@@ -22,7 +22,10 @@ from coreml_delegate.transforms.complex_pairs import (
 )
 
 OnPairs: TypeAlias = Callable[[PairCall], "Pair | Part"]
-"""Makes the calls on reals in place of a complex one; returns a part where the result is real."""
+"""Makes the calls on reals in place of a complex one.
+
+Returns a pair, a node where the result is real, or None if there is none.
+"""
 
 # Arguments that have values, of which the others in a call say positions or sizes.
 _DATA = frozenset({"self", "input", "tensors", "src", "source", "values", "value", "other"})
@@ -138,6 +141,10 @@ def _frequencies(call: PairCall) -> Node:
 def _size(call: PairCall) -> Node:
     node = call.pair("self").node
     return call.emit(call.node.target, node, *call.node.args[1:])
+
+
+def _nothing(_: PairCall) -> None:
+    """The call checks what is known of a complex tensor since the export."""
 
 
 # Arithmetic
@@ -306,6 +313,7 @@ _ROWS: tuple[tuple[str, OnPairs], ...] = (
     ("real.default", lambda c: c.whole(c.pair("self"))[0]),
     ("imag.default", lambda c: c.whole(c.pair("self"))[1]),
     ("_to_copy.default to.dtype", _cast),
+    ("_assert_tensor_metadata.default", _nothing),
     ("sym_size.int sym_numel.default", _size),
     ("neg.default _neg_view.default", lambda c: c.negative(c.pair("self"))),
     (

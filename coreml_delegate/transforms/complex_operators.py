@@ -40,6 +40,13 @@ def _same(call: PairCall) -> Pair:
     return call.pair("self")
 
 
+def _copied(call: PairCall) -> Pair:
+    """A copy over a tensor of the same shape is the source; dynamic sizes keep ``copy`` out."""
+    over, source = (value_of(call.arguments[name]).shape for name in ("self", "src"))
+    is_whole = list(map(str, over)) == list(map(str, source))
+    return call.pair("src") if is_whole else _alike(call)
+
+
 def _item(call: PairCall) -> Pair:
     source, index = call.node.args
     parts = call.pair(source).parts
@@ -277,7 +284,7 @@ _SINH_SIN = (ATEN.sinh.default, ATEN.sin.default)
 
 _ALIKE = """
 alias.default as_strided.default broadcast_to.default cat.default chunk.default
-constant_pad_nd.default copy.default cumsum.default diagonal.default expand.default
+constant_pad_nd.default cumsum.default diagonal.default expand.default
 expand_as.default fft_fftshift.default fft_ifftshift.default fill.Scalar flatten.using_ints
 flip.default gather.default index.Tensor index_add.default index_copy.default index_put.default
 index_select.default masked_fill.Scalar masked_fill.Tensor mean.default mean.dim movedim.int
@@ -304,6 +311,7 @@ scalar_tensor.default zeros.default zeros_like.default
 _ROWS: tuple[tuple[str, OnPairs], ...] = (
     (_ALIKE, _alike),
     (_SAME, _same),
+    ("copy.default", _copied),
     (_FILLED, _filled),
     ("complex.default", lambda c: Pair(c.arguments["real"], c.arguments["imag"])),
     ("polar.default", lambda c: c.polar(c.arguments["abs"], c.arguments["angle"])),

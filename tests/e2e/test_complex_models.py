@@ -132,6 +132,7 @@ def lowered(case: Case, precision: str) -> tuple[nn.Module, Lowered]:
     return module, lower_unchecked(module, inputs_of(case), compile_specs=specs)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_with_complex_numbers_is_one_partition(name: str, precision: str) -> None:
@@ -153,11 +154,12 @@ def test_rotations_are_products_of_parts() -> None:
     _, result = lowered(CASES["rotary attention"], "fp32")
     (function,) = delegate_functions(result.edge)
     types = [op.type for op in function.block.ops]
-    assert types.count("mul") == 8  # four products for each of query and key
+    assert types.count("mul") == 2 * 4 + 1  # query and key are rotated, scores are scaled
     assert types.count("stack") == 2
     assert not {"cos", "sin"} & set(types)
 
 
+@pytest.mark.slow
 def test_the_batch_may_be_dynamic() -> None:
     torch.manual_seed(0)
     module = SpectralConvolution().eval()
@@ -192,9 +194,10 @@ def test_a_complex_state_is_kept_between_runs() -> None:
     module, x = Oscillator(), torch.tensor([1.0, 2, 3, 4])
     program = runtime.load_program(lower_unchecked(module, (x,)).pte)
     module = Oscillator()  # the export has run the first
+    atol, rtol = ATOL_RTOL["fp16"]  # as which Core ML stores states
     for _ in range(3):
         (actual,) = program.run("forward", [x])
-        torch.testing.assert_close(actual, module(x))
+        torch.testing.assert_close(actual, module(x), atol=atol, rtol=rtol)
 
 
 class Loud(nn.Module):

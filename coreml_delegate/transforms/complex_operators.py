@@ -283,7 +283,7 @@ _COSH_SIN = (ATEN.cosh.default, ATEN.sin.default)
 _SINH_SIN = (ATEN.sinh.default, ATEN.sin.default)
 
 _ALIKE = """
-alias.default as_strided.default broadcast_to.default cat.default chunk.default
+alias.default broadcast_to.default cat.default chunk.default
 constant_pad_nd.default cumsum.default diagonal.default expand.default
 expand_as.default fft_fftshift.default fft_ifftshift.default fill.Scalar flatten.using_ints
 flip.default gather.default index.Tensor index_add.default index_copy.default index_put.default

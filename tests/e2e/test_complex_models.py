@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from executorch.exir import to_edge_transform_and_lower
+from executorch.exir import to_edge, to_edge_transform_and_lower
 from support.lowering import Lowered, fp32_specs, lower_unchecked
-from support.partitioned import delegate_functions
+from support.partitioned import assert_equal_eager, delegate_functions
 from support.tolerances import ATOL_RTOL, SQNR_FP16, SQNR_FP32, sqnr_db
 from torch import nn
 from torch.export import Dim
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
+from coreml_delegate.transforms.complex_numbers import split_complex_numbers
 
 ENGINES = ("openvino", "reference")
 
@@ -198,6 +199,16 @@ def test_a_complex_state_is_kept_between_runs() -> None:
     for _ in range(3):
         (actual,) = program.run("forward", [x])
         torch.testing.assert_close(actual, module(x), atol=atol, rtol=rtol)
+
+
+def test_a_program_that_is_decomposed_first_is_rewritten_by_hand() -> None:
+    """``to_edge`` shows the partitioner nothing before, and refuses complex operands."""
+    module, x = FourierMixing().eval(), inputs_of(CASES["Fourier mixing"])
+    partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
+    program = split_complex_numbers(torch.export.export(module, x))
+    edge = to_edge(program).to_backend(partitioner)
+    assert partitioner.report.undelegated == ()
+    assert_equal_eager(edge.to_executorch().buffer, module, x)
 
 
 class Loud(nn.Module):

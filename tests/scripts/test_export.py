@@ -153,6 +153,17 @@ def test_operators_that_executorch_cannot_lower_are_an_error(folder, capsys):
     assert leftovers(folder) == set()
 
 
+def test_a_model_that_returns_complex_numbers_is_an_error(folder, capsys):
+    assert export(f"{MODELS}:spectrum", "-o", "a.pte") == 1
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error == (
+        "coreml-delegate: error: the model returns a complex tensor, which Core ML does not have: "
+        "got fft_rfft of complex64, expected real tensors. Return torch.view_as_real(y), and take "
+        "torch.view_as_complex of what you get"
+    )
+    assert leftovers(folder) == set()
+
+
 def test_results_in_any_container_are_written_and_compared(capsys):
     source = f"{MODELS}:unusual"
     assert export(source, "-o", "a.pte", "--precision", "float32") == 0

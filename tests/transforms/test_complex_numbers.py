@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
 from coreml_delegate.transforms.complex_numbers import split_complex_numbers
+from coreml_delegate.transforms.complex_operators import OPERATORS
 
 pytestmark = [
     # What torch warns of in eager runs of stft and istft.
@@ -165,6 +168,14 @@ def test_complex_results_are_those_of_pytorch(name: str) -> None:
 @pytest.mark.parametrize("name", REAL)
 def test_real_results_are_those_of_pytorch(name: str) -> None:
     assert_equal_eager(split_complex_numbers(exported(REAL[name], X)), REAL[name], X)
+
+
+def test_the_guide_lists_every_operator() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "complex.md").read_text()
+    table = guide.partition("## Operators")[2].partition("## Refusals")[0]
+    listed = set(re.findall(r"`(\w+)", table))
+    taken = {name.split(".")[1] for name in OPERATORS} - {"getitem"}
+    assert taken <= listed
 
 
 # The program

@@ -15,7 +15,7 @@ from torch import nn
 from torch.export import Dim
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
-from coreml_delegate.transforms.complex_numbers import split_complex_numbers
+from coreml_delegate.transforms import split_complex_numbers
 
 ENGINES = ("openvino", "reference")
 

@@ -35,6 +35,7 @@ from coreml_delegate.partition.verdicts.operator_support import refused_calls
 from coreml_delegate.partition.verdicts.parts import refuse_results
 from coreml_delegate.preprocess import package
 from coreml_delegate.targets import STATE_OPSET
+from coreml_delegate.transforms.complex_numbers import split_complex_numbers
 from coreml_delegate.transforms.compressed_weights import (
     decompose_undelegated_dequantize,
     dequantize_per_use,
@@ -58,6 +59,7 @@ _TRANSFORMS = (
     drop_text_results,
     hold_recurrent_layers,
     unwrap_tensor_subclasses,
+    split_complex_numbers,
     drop_linear_algebra_checks,
     promote_half_to_fp32,
     fold_constant_arguments,

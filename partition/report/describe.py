@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import re
-import site
-import sysconfig
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from itertools import starmap
 from typing import Any
 
@@ -42,15 +38,11 @@ from coreml_delegate.partition.report.records import (
     NodeReport,
     Obstacle,
     PartitionReport,
-    SourceLine,
 )
 from coreml_delegate.partition.verdicts.cpu_kernels import cpu_obstacles
 from coreml_delegate.partition.verdicts.parts import is_part, whole_call
 from coreml_delegate.preprocess.enumerated_shapes import enumerated_inputs, tensor_shapes
-
-_FRAME = re.compile(
-    r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n?(?P<code>.*)', re.MULTILINE
-)
+from coreml_delegate.source_lines import source_of
 
 # Calls refused for these reasons are in a partition that was possible, and beyond a limit.
 _BEYOND_LIMITS = frozenset({ReasonCode.PARTITION_SIZE, ReasonCode.PARTITION_LIMIT})
@@ -159,35 +151,6 @@ def _dtypes_and_shapes(node: Node) -> Iterator[str]:
         yield f"{str(tensor.dtype).removeprefix('torch.')}[{dims}]"
     if not tensors and value is not None:
         yield type(value).__name__
-
-
-def source_of(node: Node) -> SourceLine | None:
-    """Return the innermost line of the user's own code in the recorded stack of a node.
-
-    Installed packages and the standard library are not the user's; where nothing else is in the
-    stack, as in a model of torchvision's, the innermost line that is not torch's own counts.
-
-    Source: ``stack_trace``, which ``torch.export`` records.
-    """
-    frames = list(_frames(str(node.meta.get("stack_trace") or "")))
-    own = [frame for frame in frames if not frame.file.startswith(_installed())]
-    rest = [frame for frame in frames if "/torch/" not in frame.file.replace("\\", "/")]
-    return next((found[-1] for found in (own, rest, frames) if found), None)
-
-
-def _frames(trace: str) -> Iterator[SourceLine]:
-    for match in _FRAME.finditer(trace):
-        yield SourceLine(
-            match["file"], int(match["line"]), match["function"].strip(), match["code"].strip()
-        )
-
-
-@cache
-def _installed() -> tuple[str, ...]:
-    """Return the folders of installed packages and of the standard library."""
-    paths = sysconfig.get_paths()
-    folders = {paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return tuple(sorted({*folders, *site.getsitepackages(), site.getusersitepackages()}))
 
 
 # Partitions

@@ -5,28 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coreml_delegate.ops import Reason
+from coreml_delegate.source_lines import SourceLine
 
 _STATE_DTYPE = "float16"
-
-
-@dataclass(frozen=True, slots=True)
-class SourceLine:
-    """A line of the user's model.
-
-    Attributes:
-        file: As Python names it.
-        line: Counted from 1.
-        function: The function it is in.
-        code: The line itself, empty if unknown.
-    """
-
-    file: str
-    line: int
-    function: str
-    code: str
-
-    def __str__(self) -> str:
-        return f"{self.file.replace(chr(92), '/').rpartition('/')[2]}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True)

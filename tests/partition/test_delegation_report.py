@@ -17,8 +17,8 @@ from torch.export import ExportedProgram
 
 from coreml_delegate import CoreMLPartitioner
 from coreml_delegate.partition import DelegationReport
-from coreml_delegate.partition.report.describe import source_of
 from coreml_delegate.partition.report.table import quantity
+from coreml_delegate.source_lines import source_of
 from coreml_delegate.third_party import coremltools
 
 

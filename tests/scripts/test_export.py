@@ -132,10 +132,9 @@ def test_operators_that_the_runtime_lacks_are_named(where, capsys):
     assert {op: o["code"] for op, o in obstacles.items()} == {
         "aten.lgamma.default": "kernel",
         "aten.median.dim": "kernel",
-        "aten.view_as_complex_copy.default": "kernel",
     }
     warnings = captured.err.splitlines()
-    assert len(warnings) == 3
+    assert len(warnings) == 2
     assert warnings[0].startswith(
         "coreml-delegate: warning: aten.lgamma.default at root (Unusual), cli_models.py:"
     )
@@ -150,6 +149,17 @@ def test_operators_that_executorch_cannot_lower_are_an_error(folder, capsys):
     assert error.startswith(
         "coreml-delegate: error: ExecuTorch cannot lower 1 operation(s) that stay on the CPU: "
         f"got 1 x {obstacle}, which ExecuTorch calls [Write the model with other operators, or "
+    )
+    assert leftovers(folder) == set()
+
+
+def test_a_model_that_returns_complex_numbers_is_an_error(folder, capsys):
+    assert export(f"{MODELS}:spectrum", "-o", "a.pte") == 1
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error == (
+        "coreml-delegate: error: the model returns a complex tensor, which Core ML does not have: "
+        "got fft_rfft of complex64, expected real tensors. Return torch.view_as_real(y), and take "
+        "torch.view_as_complex of what you get"
     )
     assert leftovers(folder) == set()
 

@@ -298,6 +298,17 @@ def unknown_keyword():
     return Keyworded(), {"y": torch.randn(2, 8)}
 
 
+class Spectrum(nn.Module):
+    """Returns complex numbers, which a program cannot."""
+
+    def forward(self, x):
+        return torch.fft.rfft(x)
+
+
+def spectrum():
+    return Spectrum(), torch.rand(2, 8)
+
+
 def two_positional():
     return Keyworded(), torch.randn(2, 8), torch.rand(2, 8)
 

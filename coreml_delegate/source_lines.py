@@ -1,0 +1,65 @@
+"""The line of the user's model that a node comes from."""
+
+from __future__ import annotations
+
+import re
+import site
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from torch.fx import Node
+
+_FRAME = re.compile(
+    r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n?(?P<code>.*)', re.MULTILINE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """A line of the user's model.
+
+    Attributes:
+        file: As Python names it.
+        line: Counted from 1.
+        function: The function it is in.
+        code: The line itself, empty if unknown.
+    """
+
+    file: str
+    line: int
+    function: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.file.replace(chr(92), '/').rpartition('/')[2]}:{self.line}"
+
+
+def source_of(node: Node) -> SourceLine | None:
+    """Return the innermost line of the user's own code in the recorded stack of a node.
+
+    Installed packages and the standard library are not the user's; where nothing else is in the
+    stack, as in a model of torchvision's, the innermost line that is not torch's own counts.
+
+    Source: ``stack_trace``, which ``torch.export`` records.
+    """
+    frames = list(_frames(str(node.meta.get("stack_trace") or "")))
+    own = [frame for frame in frames if not frame.file.startswith(_installed())]
+    rest = [frame for frame in frames if "/torch/" not in frame.file.replace("\\", "/")]
+    return next((found[-1] for found in (own, rest, frames) if found), None)
+
+
+def _frames(trace: str) -> Iterator[SourceLine]:
+    for match in _FRAME.finditer(trace):
+        yield SourceLine(
+            match["file"], int(match["line"]), match["function"].strip(), match["code"].strip()
+        )
+
+
+@cache
+def _installed() -> tuple[str, ...]:
+    """Return the folders of installed packages and of the standard library."""
+    paths = sysconfig.get_paths()
+    folders = {paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return tuple(sorted({*folders, *site.getsitepackages(), site.getusersitepackages()}))

@@ -1,0 +1,371 @@
+"""Programs with complex numbers inside, made to compute with pairs of reals.
+
+Core ML has no complex numbers, and ExecuTorch has few kernels for them. Each complex value becomes
+two real ones, its real and imaginary part; each operator on complex numbers becomes operators on
+these (``complex_operators``), and a Fourier transform products of matrices (``fourier``). What
+enters and leaves the program stays real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tag
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram, default_decompositions
+from torch.export.graph_signature import (
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
+from coreml_delegate.module_scope import scopes_of
+from coreml_delegate.ops.call import target_name
+from coreml_delegate.ops.constants import stored_constants
+from coreml_delegate.ops.edits import add_placeholder, value_of
+from coreml_delegate.source_lines import source_of
+from coreml_delegate.transforms.complex_operators import OPERATORS
+from coreml_delegate.transforms.complex_pairs import (
+    ATEN,
+    COMPONENTS,
+    FormError,
+    Pair,
+    PairCall,
+    Part,
+)
+
+_PREFIX = "coreml_delegate_fourier"
+_SUFFIXES = ("real", "imag")
+
+# With real arguments and results, and of no use without complex numbers.
+_ACCOMPANYING = frozenset(
+    {
+        ATEN.stft.default,
+        ATEN.stft.center,
+        ATEN.fft_fftfreq.default,
+        ATEN.fft_rfftfreq.default,
+    }
+)
+
+
+def split_complex_numbers(program: ExportedProgram) -> ExportedProgram:
+    """Return ``program`` with a pair of real values in place of each complex one.
+
+    Args:
+        program: In ATen dialect; it is not changed.
+
+    Returns:
+        A program of the same inputs and outputs. A complex parameter, buffer or constant ``x`` of
+        it is ``x_real`` and ``x_imag``. A program without complex numbers is returned as it is.
+
+    Raises:
+        UnsupportedOperatorError: An operator on complex numbers cannot be computed on pairs.
+        LoweringError: An input or output is complex.
+    """
+    if not any(_is_complex(node) for node in _nodes(program)):
+        return program
+    _check_boundary(program)
+    copied = _decomposed(program)
+    _Splitting(copied).run()
+    return copied
+
+
+def _decomposed(program: ExportedProgram) -> ExportedProgram:
+    """Return a functional copy, whose composite ops on complex numbers are decomposed.
+
+    Those that have a function on pairs stay whole.
+    """
+    table = default_decompositions()
+    copied = program.run_decompositions({})
+    tried: set[Any] = set()
+    while True:
+        found = {n.target for n in copied.graph.nodes if _is_complex_call(n)} - tried
+        composite = {
+            op: table[op] for op in found if target_name(op) not in OPERATORS and op in table
+        }
+        if not composite:
+            return copied
+        tried |= composite.keys()
+        copied = copied.run_decompositions(composite)
+
+
+class _Splitting:
+    """The edit of one program, which is changed.
+
+    Args:
+        program: Functional.
+    """
+
+    def __init__(self, program: ExportedProgram) -> None:
+        self._program = program
+        self._pairs: dict[Node, Pair] = {}
+        self._replaced: list[Node] = []
+        self._constants: dict[Any, Node] = {}
+        self._stored: dict[int, tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._known: dict[Node, torch.Tensor | None] = {
+            node: None if isinstance(value, FakeTensor) else value
+            for node, _, value in stored_constants(program)
+        }
+
+    def run(self) -> None:
+        """Replace all complex values."""
+        graph = self._program.graph
+        for node in list(graph.nodes):
+            if node.op == "placeholder" and _has_complex_value(node):
+                self._split_state(node)
+            elif node.op == "output":
+                self._split_results(node)
+            elif _is_complex_call(node):
+                self._split_call(node)
+        for node in reversed(self._replaced):
+            graph.erase_node(node)
+        graph.eliminate_dead_code()
+        graph.lint()
+        self._program.graph_module.recompile()
+
+    # State
+
+    def _split_state(self, node: Node) -> None:
+        """Replace a complex parameter, buffer or constant by two real ones."""
+        program, specs = self._program, self._program.graph_signature.input_specs
+        index = next(i for i, spec in enumerate(specs) if spec.arg.name == node.name)
+        spec = specs[index]
+        key = str(spec.target)
+        held: dict[str, Any] = (
+            program.state_dict if key in program.state_dict else program.constants
+        )
+        parts = self._real_and_imag(held.pop(key))
+        nodes: list[Node] = []
+        for suffix, part, fake in zip(
+            _SUFFIXES, parts, _real_and_imag(node.meta["val"]), strict=True
+        ):
+            held[f"{key}_{suffix}"] = part
+            with program.graph.inserting_before(node):
+                new = program.graph.placeholder(f"{node.name}_{suffix}")
+            new.target = new.name
+            new.meta = {**node.meta, "val": fake}
+            nodes.append(new)
+        specs[index : index + 1] = [
+            InputSpec(
+                spec.kind, TensorArgument(new.name), f"{key}_{suffix}", persistent=spec.persistent
+            )
+            for new, suffix in zip(nodes, _SUFFIXES, strict=True)
+        ]
+        self._pairs[node] = Pair(*nodes)
+        self._replaced.append(node)
+
+    def _real_and_imag(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the parts of a stored tensor; those of one under several names stay one."""
+        if id(value) not in self._stored:
+            parts = _real_and_imag(value)
+            if isinstance(value, torch.nn.Parameter):
+                real, imag = (torch.nn.Parameter(p, value.requires_grad) for p in parts)
+                parts = real, imag
+            self._stored[id(value)] = value, parts
+        return self._stored[id(value)][1]
+
+    # Calls
+
+    def _split_call(self, node: Node) -> None:
+        function = OPERATORS.get(target_name(node.target))
+        if function is None:
+            raise _unsupported(node, f"the operator {target_name(node.target)}")
+        call = PairCall(node, self._pairs, self._constant, self._value)
+        try:
+            result = function(call)
+        except FormError as error:
+            raise _unsupported(node, str(error), error.remedy) from error
+        if isinstance(result, Pair):
+            self._pairs[node] = _as_nodes(call, result)
+        elif isinstance(result, Node):
+            node.replace_all_uses_with(result)
+        self._replaced.append(node)
+
+    def _constant(
+        self, key: tuple[Any, ...], value: Callable[[], torch.Tensor], dtype: torch.dtype
+    ) -> Node:
+        """Return the constant of a key, which is added to the program if it is not there yet."""
+        if (key, dtype) not in self._constants:
+            self._constants[key, dtype] = self._add(value().to(dtype).contiguous())
+        return self._constants[key, dtype]
+
+    def _add(self, value: torch.Tensor) -> Node:
+        program = self._program
+        name = f"{_PREFIX}_{len(self._constants)}"
+        like = next(iter(program.graph.nodes))
+        node = add_placeholder(program, name, value, like)
+        program.graph_signature.input_specs.insert(
+            0, InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(node.name), name)
+        )
+        program.constants[name] = value
+        return node
+
+    def _value(self, node: Node) -> torch.Tensor | None:
+        """Return the value of a node that is computed from constants alone, None for others."""
+        if node not in self._known:
+            self._known[node] = self._computed(node)
+        return self._known[node]
+
+    def _computed(self, node: Node) -> torch.Tensor | None:
+        target = node.target
+        if not isinstance(target, OpOverload) or Tag.nondeterministic_seeded in target.tags:
+            return None
+        values = {n: self._value(n) for n in node.all_input_nodes}
+        if any(value is None for value in values.values()):
+            return None
+        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        with torch.no_grad():
+            result = target(*args, **kwargs)
+        return result if isinstance(result, torch.Tensor) else None
+
+    # Results
+
+    def _split_results(self, output: Node) -> None:
+        """Give a written complex buffer two results, and name the results that are others now."""
+        specs = self._program.graph_signature.output_specs
+        results: list[Any] = []
+        split: list[OutputSpec] = []
+        for node, spec in zip(list(output.args[0]), specs, strict=True):  # pyright: ignore[reportArgumentType]
+            if node not in self._pairs:
+                if isinstance(node, Node) and isinstance(spec.arg, TensorArgument):
+                    spec.arg = TensorArgument(node.name)
+                results.append(node)
+                split.append(spec)
+                continue
+            call = PairCall(node, self._pairs, self._constant, self._value)
+            for suffix, part in zip(_SUFFIXES, call.whole(self._pairs[node]), strict=True):
+                arg = TensorArgument(part.name)
+                split.append(OutputSpec(spec.kind, arg, f"{spec.target}_{suffix}"))
+                results.append(part)
+        specs[:] = split
+        output.args = (tuple(results),)
+        output.meta["val"] = tuple(n.meta["val"] if isinstance(n, Node) else n for n in results)
+
+
+def _as_nodes(call: PairCall, pair: Pair) -> Pair:
+    """Return a pair in the dtype and shape of the complex value, with no Python numbers in it."""
+    value = call.node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return pair
+    dtype = COMPONENTS[value.dtype]
+
+    def fitted(part: Part) -> Part:
+        if part is None:
+            return None
+        if not isinstance(part, Node):
+            part = call.emit(ATEN.full_like.default, pair.node, part)
+        if value_of(part).dtype is not dtype:
+            part = call.emit(ATEN._to_copy.default, part, dtype=dtype)
+        given, wanted = value_of(part).shape, value.shape
+        known = [(a, b) for a, b in zip(given, wanted, strict=False) if type(a) is type(b) is int]
+        if len(given) != len(wanted) or any(a != b for a, b in known):
+            sizes = [size if isinstance(size, int) else -1 for size in wanted]
+            part = call.emit(ATEN.expand.default, part, sizes)
+        return part
+
+    return Pair(*map(fitted, pair.parts))
+
+
+def _real_and_imag(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    whole = torch.view_as_real(value.detach().resolve_conj())
+    real, imag = (whole.select(-1, n).clone(memory_format=torch.contiguous_format) for n in (0, 1))
+    return real, imag
+
+
+# Checks
+
+
+def _check_boundary(program: ExportedProgram) -> None:
+    """Refuse what stays complex: inputs, outputs, and what branches and loops take and give.
+
+    Raises:
+        LoweringError: The program has such values.
+    """
+    values = {node.name: node for node in program.graph.nodes}
+    signature = program.graph_signature
+    sides = (
+        ("takes a complex input", signature.input_specs, _INPUTS, _PASS_PAIRS),
+        ("returns a complex tensor", signature.output_specs, _OUTPUTS, _RETURN_PAIRS),
+    )
+    for what, specs, kinds, remedy in sides:
+        for spec in specs:
+            node = values.get(str(getattr(spec.arg, "name", None)))
+            if spec.kind in kinds and node is not None and _has_complex_value(node):
+                raise LoweringError(
+                    f"the model {what}, which Core ML does not have",
+                    got=f"{node.name} of {_dtype_name(node)}",
+                    expected="real tensors",
+                    remedy=remedy,
+                )
+    for module in program.graph_module.modules():
+        if module is program.graph_module or not isinstance(module, GraphModule):
+            continue
+        for node in module.graph.nodes:
+            if _is_complex(node):
+                raise _unsupported(node, "a branch or loop of the graph")
+
+
+_INPUTS = frozenset({InputKind.USER_INPUT})
+_OUTPUTS = frozenset({OutputKind.USER_OUTPUT, OutputKind.USER_INPUT_MUTATION})
+_PASS_PAIRS = (
+    "Pass torch.view_as_real(x), and begin the model with torch.view_as_complex on what it is given"
+)
+_WRITE_REAL = "Write this part of the model with real tensors: torch.view_as_real, x.real, x.imag"
+_RETURN_PAIRS = "Return torch.view_as_real(y), and take torch.view_as_complex of what you get"
+
+
+def _unsupported(node: Node, obstacle: str, remedy: str | None = None) -> UnsupportedOperatorError:
+    """Return the error for a call that cannot be made of calls on reals."""
+    modules = scopes_of(node)
+    place = ""
+    if modules:
+        kind = modules[-1].class_name.rpartition(".")[2]
+        place = f" at {modules[-1].path or 'root'} ({kind})"
+    source = source_of(node)
+    return UnsupportedOperatorError(
+        "complex numbers cannot be carried as pairs of reals here",
+        got=f"{obstacle}{place}{f', {source}' if source else ''}",
+        expected="the operators of docs/complex.md",
+        remedy=remedy or _WRITE_REAL,
+    )
+
+
+def _dtype_name(node: Node) -> str:
+    return ", ".join(str(t.dtype).removeprefix("torch.") for t in _tensors(node))
+
+
+def _nodes(program: ExportedProgram) -> Iterator[Node]:
+    for module in program.graph_module.modules():
+        if isinstance(module, GraphModule):
+            yield from module.graph.nodes
+
+
+def _is_complex(node: Node) -> bool:
+    """Return whether a node has a complex value, or accompanies such nodes."""
+    return node.target in _ACCOMPANYING or _has_complex_value(node)
+
+
+def _has_complex_value(node: Node) -> bool:
+    return any(tensor.dtype.is_complex for tensor in _tensors(node))
+
+
+def _is_complex_call(node: Node) -> bool:
+    """Return whether a call takes or gives complex values."""
+    if node.op != "call_function":
+        return False
+    return _is_complex(node) or any(map(_has_complex_value, node.all_input_nodes))
+
+
+def _tensors(node: Node) -> Iterator[torch.Tensor]:
+    value = node.meta.get("val")
+    for item in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(item, torch.Tensor):
+            yield item

@@ -120,12 +120,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _samples(args: argparse.Namespace, source: SourceModel) -> list[list[Any]]:
-    from coreml_delegate.scripts.inputs.sampling import generator, resample
+    from coreml_delegate.scripts.inputs.sampling import resampled
 
     if args.calibration is not None:
         return quantization.read_samples(args, source)
-    random = generator(args.seed)
-    return [[resample(leaf, random) for leaf in source.leaves] for _ in range(args.samples)]
+    return list(resampled(source.leaves, args.samples, args.seed))
 
 
 COMMAND = Command(

@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         return _verify_engine(args)
     if args.program is None:
         return _verify_bundle(args)
+    from coreml_delegate.scripts.comparison import compare
     from coreml_delegate.scripts.inputs.source import load_source
     from coreml_delegate.scripts.programs import engine_options, load
     from coreml_delegate.scripts.stablehlo_files import is_stablehlo, load_xla_model
@@ -270,42 +271,6 @@ def _refuse_options_of_models(args: argparse.Namespace) -> None:
             raise OptionError(f"{option} is for a PyTorch model", got=args.source)
 
 
-def compare(
-    source: SourceModel, program: LoadedProgram, samples: list[list[Any]]
-) -> dict[str, Accuracy]:
-    """Compare a program with its model.
-
-    Args:
-        source: The model.
-        program: The program.
-        samples: Inputs, flattened, one list per sample.
-
-    Returns:
-        Accuracy over all samples, by output name.
-
-    Raises:
-        ProgramError: Their outputs differ in number or in shape.
-        CoreMLDelegateError: Either refuses the inputs.
-    """
-    from coreml_delegate.runtime.accuracy import Accuracy, Int32Watch
-    from coreml_delegate.source_model import copy_inputs
-
-    results: dict[str, Accuracy] = {}
-    for inputs in samples:
-        actual = program.run(copy_inputs(inputs))
-        with Int32Watch() as watch:
-            expected = program.expected_of(source.execute(inputs))
-        if len(actual) != len(expected):
-            raise ProgramError(
-                "program and model have different numbers of outputs",
-                got=str(len(actual)),
-                expected=str(len(expected)),
-            )
-        for (name, got), want in zip(actual.items(), expected, strict=True):
-            results.setdefault(name, Accuracy()).add(want, got, watch.first)
-    return results
-
-
 def _int32_remark(accuracy: Accuracy) -> str:
     """Return a remark if integers beyond int32 may explain the difference."""
     op = accuracy.beyond_int32
@@ -318,7 +283,7 @@ def _samples(
     import torch
 
     from coreml_delegate.scripts.inputs.input_files import read_inputs
-    from coreml_delegate.scripts.inputs.sampling import generator, resample
+    from coreml_delegate.scripts.inputs.sampling import resampled
 
     ports = [port for port in program.inputs if port.is_tensor]
     count = sum(isinstance(leaf, torch.Tensor) for leaf in source.leaves)
@@ -331,8 +296,7 @@ def _samples(
     if args.input:
         read = iter(read_inputs(args.input, ports))
         return [[next(read) if isinstance(n, torch.Tensor) else n for n in source.leaves]]
-    random = generator(args.seed)
-    return [[resample(leaf, random) for leaf in source.leaves] for _ in range(args.samples)]
+    return list(resampled(source.leaves, args.samples, args.seed))
 
 
 def print_results(

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from coreml_delegate.source_model import SourceModel
 
 _CALIBRATION = (
-    "data to calibrate with: a folder of images (.png, .jpg) or arrays (.npy, .npz, .pt), a .npz "
-    "with an array for each input, or MODULE:FACTORY, which returns samples to iterate over"
+    "data to calibrate with: a folder of images (.png, .jpg) or arrays (.npy, .npz, .pt, "
+    ".safetensors), a .npz or .safetensors with an array for each input, or MODULE:FACTORY, which "
+    "returns samples to iterate over"
 )
 _DEFAULT_SAMPLES = 128
 _SHOWN = 3  # modules listed in a warning
@@ -133,7 +134,7 @@ def read_samples(args: argparse.Namespace, source: SourceModel) -> list[list[Any
     Raises:
         OptionError: The data cannot be read or do not fit the model.
     """
-    from coreml_delegate.scripts.inputs.calibration import read_calibration
+    from coreml_delegate.scripts.inputs.data_sets import read_calibration
 
     limit = args.calibration_samples or _DEFAULT_SAMPLES
     return read_calibration(args.calibration, source, limit=limit)

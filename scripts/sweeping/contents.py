@@ -98,7 +98,7 @@ def read_by(job: Job, folder: Path) -> dict[str, Path]:
     """
     model = job.model
     found = dict(_source(model.source, folder))
-    for value in (model.weights, model.calibration):
+    for value in (model.weights, model.calibration, model.data):
         if value is not None:
             found |= dict(_source(value, folder))
     if job.options.quantize.endswith(CONFIG_SUFFIX):

@@ -22,12 +22,14 @@ class Measure:
         value: Returns it, or None.
         text: Returns a value for a reader.
         difference: Returns the difference between an earlier value and a later one for a reader.
+        optional: Whether a column without any value is left out.
     """
 
     title: str
     value: Callable[[Record], float | None]
     text: Callable[[float], str]
     difference: Callable[[float, float], str]
+    optional: bool = False
 
 
 def _in_result(name: str) -> Callable[[Record], float | None]:
@@ -90,7 +92,10 @@ MEASURES: Final = (
     SIZE,
     LATENCY,
     SQNR,
-    Measure("top-1 agreement", _in_result("top1_agreement"), _share, _points),
+    *(
+        Measure(title, _in_result(title.replace("-", "").replace(" ", "_")), _share, _points, True)
+        for title in ("top-1 agreement", "top-5 agreement", "top-1 accuracy", "top-5 accuracy")
+    ),
     Measure("delegated", _delegated, _share, _points),
     Measure("partitions", _in_coverage("partitions"), _whole, _more),
     Measure("CPU nodes", _in_coverage("cpu_nodes"), _whole, _more),
@@ -101,10 +106,17 @@ MEASURES: Final = (
         _relative,
     ),
 )
-"""The columns of tables, in their order."""
+"""The measures of tables, in their order."""
 
 COSTS: Final = (SIZE, LATENCY)
 """The measures that a front weighs against SQNR."""
+
+
+def columns(rows: Sequence[Row]) -> list[Measure]:
+    """Return the measures that a table of these rows shows."""
+    return [
+        m for m in MEASURES if not m.optional or any(m.value(r.record) is not None for r in rows)
+    ]
 
 
 def unbeaten(points: Mapping[_Name, tuple[float, float]]) -> set[_Name]:
@@ -162,16 +174,18 @@ class Earlier:
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = {_identity(row): row for row in rows}
 
-    def differences(self, row: Row) -> list[str]:
-        """Return the difference of each measure from the earlier row, for a reader."""
+    def differences(self, row: Row, measures: Sequence[Measure]) -> list[str]:
+        """Return the difference of each of these measures from the earlier row, for a reader."""
         earlier = self._rows.get(_identity(row))
         if earlier is None:
-            return ["new", *[""] * (len(MEASURES) - 1)]
+            return ["new", *[""] * (len(measures) - 1)]
         told: list[str] = []
-        for measure in MEASURES:
+        for measure in measures:
             before, after = measure.value(earlier.record), measure.value(row.record)
-            unknown = before is None or after is None
-            told.append("" if unknown else measure.difference(before, after))
+            if before is None or after is None:
+                told.append("")
+            else:
+                told.append(measure.difference(before, after))
         if earlier.record.status is not row.record.status:
             told[0] = f"was {earlier.record.status.value}"
         return told

@@ -32,7 +32,9 @@ class Model:
         seed: Seed of random weights and inputs.
         calibration: Data to calibrate with, or None.
         calibration_samples: How many samples of it are read at most.
-        samples: How many random inputs to compare on.
+        data: Data to compare on, or None for random inputs.
+        samples: How many samples of ``data`` to compare on at most, None for all; how many random
+            inputs, None for the number that ``verify`` takes.
     """
 
     source: str
@@ -41,7 +43,8 @@ class Model:
     seed: int = 0
     calibration: str | None = None
     calibration_samples: int = 128
-    samples: int = 4
+    data: str | None = None
+    samples: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
 from coreml_delegate.quantization import QuantizationAssignment
 from coreml_delegate.quantization.apply import quantize_model
 from coreml_delegate.runtime import EngineOptions
-from coreml_delegate.runtime.accuracy import Accuracy
+from coreml_delegate.scripts.arguments import SAMPLES
 from coreml_delegate.scripts.comparison import compare
-from coreml_delegate.scripts.inputs.calibration import read_calibration
+from coreml_delegate.scripts.inputs.data_sets import DataSet, Sample, read_calibration
 from coreml_delegate.scripts.inputs.input_files import random_inputs
 from coreml_delegate.scripts.inputs.sampling import generator, resampled
 from coreml_delegate.scripts.inputs.source import load_source
@@ -54,15 +54,19 @@ def measure(job: Job, program: Path) -> dict[str, Any]:
     source = _load(job.model)
     engine = None if job.options.engine == AUTO else job.options.engine
     loaded = load(program, method=None, engine=engine, options=EngineOptions(threads=1))
-    accuracies = compare(
-        source, loaded, resampled(source.leaves, job.model.samples, job.model.seed)
-    )
+    samples = _Counted(_samples(job.model, source))
+    accuracies = compare(source, loaded, samples)
     result = {
         "program_bytes": program.stat().st_size,
         "sqnr_db": min((a.sqnr_db for a in accuracies.values()), default=math.inf),
         "max_abs_error": max((a.max_abs_error for a in accuracies.values()), default=0.0),
-        "top1_agreement": _of_classes(accuracies),
-        "samples": job.model.samples,
+        "top1_agreement": _least(a.top1_agreement for a in accuracies.values()),
+        "top5_agreement": _least(a.top5_agreement for a in accuracies.values()),
+        "top1_accuracy": _least(a.hits.top1 for a in accuracies.values()),
+        "top5_accuracy": _least(a.hits.top5 for a in accuracies.values()),
+        "model_top1_accuracy": _least(a.model_hits.top1 for a in accuracies.values()),
+        "model_top5_accuracy": _least(a.model_hits.top5 for a in accuracies.values()),
+        "samples": samples.count,
         "engines": {name: list(types) for name, types in loaded.execution.engines.items()},
         "outputs": {
             name: {"sqnr_db": a.sqnr_db, "max_abs_error": a.max_abs_error}
@@ -125,9 +129,27 @@ def _lower(
     return partitioner.report, in_float
 
 
-def _of_classes(accuracies: Mapping[str, Accuracy]) -> float | None:
-    """Return the agreement on the class, of the output that agrees least; None without classes."""
-    shares = [a.top1_agreement for a in accuracies.values()]
+def _samples(model: Model, source: SourceModel) -> Iterable[Sample]:
+    if model.data is not None:
+        return DataSet(model.data, source, limit=model.samples)
+    return map(Sample, resampled(source.leaves, model.samples or SAMPLES, model.seed))
+
+
+class _Counted:
+    """Samples, counted while they are read."""
+
+    def __init__(self, samples: Iterable[Sample]) -> None:
+        self._samples = samples
+        self.count = 0
+
+    def __iter__(self) -> Iterator[Sample]:
+        for sample in self._samples:
+            self.count += 1
+            yield sample
+
+
+def _least(shares: Iterable[float | None]) -> float | None:
+    """Return the share of the output that has the least; None if none has classes."""
     return min((share for share in shares if share is not None), default=None)
 
 

@@ -11,11 +11,11 @@ from typing import Any, Final
 from coreml_delegate.html_pages import page_template
 from coreml_delegate.scripts.sweeping.fronts import (
     COSTS,
-    MEASURES,
     SQNR,
     Earlier,
     Measure,
     by_model,
+    columns,
     fronts,
     points_of,
     unbeaten,
@@ -98,6 +98,7 @@ def to_html(
         earlier: Rows to compare with, or None.
         compared: Where those are from.
     """
+    measures = columns(rows)
     drawings = [
         drawing
         for model, same in by_model(rows).items()
@@ -106,8 +107,8 @@ def to_html(
     ]
     return _template().render(
         title=title,
-        heads=[measure.title for measure in MEASURES],
-        rows=[(row, _cells(row, earlier), best) for row, best in _with_fronts(rows)],
+        heads=[measure.title for measure in measures],
+        rows=[(row, _cells(row, measures, earlier), best) for row, best in _with_fronts(rows)],
         drawings=drawings,
         problems=problems(rows, skipped),
         compared=compared if earlier is not None else None,
@@ -126,9 +127,9 @@ def _with_fronts(rows: Sequence[Row]) -> list[tuple[Row, list[str]]]:
     return [(row, best[row.name]) for row in rows]
 
 
-def _cells(row: Row, earlier: Earlier | None) -> list[Cell]:
-    differences = [""] * len(MEASURES) if earlier is None else earlier.differences(row)
-    return [_cell(row, m, told) for m, told in zip(MEASURES, differences, strict=True)]
+def _cells(row: Row, measures: Sequence[Measure], earlier: Earlier | None) -> list[Cell]:
+    differences = [""] * len(measures) if earlier is None else earlier.differences(row, measures)
+    return [_cell(row, m, told) for m, told in zip(measures, differences, strict=True)]
 
 
 def _cell(row: Row, measure: Measure, difference: str) -> Cell:

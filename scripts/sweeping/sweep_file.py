@@ -20,9 +20,9 @@ Its keys::
     [[exclude]]                 # combinations to leave out: model, and options, each one value
     quantize = "int8-weight"
 
-``samples``, ``seed``, ``calibration`` and ``calibration_samples`` above the tables hold for models
-that do not set their own. Paths are relative to the folder of the file, and modules are imported
-from there.
+``samples``, ``seed``, ``data``, ``calibration`` and ``calibration_samples`` above the tables hold
+for models that do not set their own. Paths are relative to the folder of the file, and modules are
+imported from there.
 """
 
 from __future__ import annotations
@@ -309,6 +309,7 @@ def _options(name: str, value: Any) -> None:
 _COMMON: Final[Mapping[str, Check]] = {
     "seed": _natural,
     "calibration": _text,
+    "data": _text,
     "calibration_samples": positive,
     "samples": positive,
 }

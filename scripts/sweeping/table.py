@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coreml_delegate.scripts import console
-from coreml_delegate.scripts.sweeping.fronts import MEASURES, Earlier, fronts
+from coreml_delegate.scripts.sweeping.fronts import Earlier, columns, fronts
 from coreml_delegate.scripts.sweeping.records import Row
 from coreml_delegate.scripts.sweeping.sweep_file import Skipped
 
@@ -21,18 +21,22 @@ def to_table(
         earlier: Rows to compare with, or None.
     """
     best = fronts(rows)
-    heads = [measure.title for measure in MEASURES]
+    measures = columns(rows)
+    heads = [measure.title for measure in measures]
     table = [("job", *heads, "front")]
     for row in rows:
-        values = (measure.value(row.record) for measure in MEASURES)
+        values = (measure.value(row.record) for measure in measures)
         texts = [
             "-" if value is None else measure.text(value)
-            for measure, value in zip(MEASURES, values, strict=True)
+            for measure, value in zip(measures, values, strict=True)
         ]
         table.append((row.name, *texts, ", ".join(best[row.name])))
     parts = [console.columns(table)]
     if earlier is not None:
-        compared = [("compared", *heads), *((row.name, *earlier.differences(row)) for row in rows)]
+        compared = [
+            ("compared", *heads),
+            *((row.name, *earlier.differences(row, measures)) for row in rows),
+        ]
         parts.append(console.columns(compared))
         parts += [f"{name}: no longer there" for name in earlier.gone(rows)]
     parts += [f"{name}: {told}" for name, told in problems(rows, skipped)]

@@ -15,10 +15,10 @@ from support.browser import needs_browser, rendered
 from coreml_delegate.errors import OptionError
 from coreml_delegate.scripts.sweeping.fronts import (
     LATENCY,
-    MEASURES,
     SIZE,
     SQNR,
     Earlier,
+    columns,
     fronts,
     unbeaten,
 )
@@ -172,11 +172,17 @@ def test_programs_are_moved_and_dropped(tmp_path):
 
 def test_the_table_has_all_measures_and_reasons():
     table = to_table(ROWS, [Skipped("net[x]", "too old")]).splitlines()
-    assert re.split(r"\s{2,}", table[0]) == ["job", *(m.title for m in MEASURES), "front"]
+    assert re.split(r"\s{2,}", table[0]) == ["job", *(m.title for m in columns(ROWS)), "front"]
     cells = ["net[int8]", "2.0 kB", "2.000 ms", "40.0 dB", "50.0%", "75.0%", "1", "1", "1.5 s"]
     assert re.split(r"\s{2,}", table[2]) == [*cells, "size, latency"]
     assert "equal" in table[1]
     assert table[-2:] == [f"net[gone]: crashed: it {HOSTILE}", "net[x]: skipped: too old"]
+
+
+def test_columns_of_classes_appear_with_values():
+    labelled = replace(ROWS[0].record, result={**ROWS[0].record.result, "top5_accuracy": 0.25})
+    titles = [m.title for m in columns([*ROWS, replace(ROWS[0], record=labelled)])]
+    assert set(titles) - {m.title for m in columns(ROWS)} == {"top-5 accuracy"}
 
 
 def test_differences_from_an_earlier_sweep():
@@ -187,9 +193,10 @@ def test_differences_from_an_earlier_sweep():
         _row("dropped", 1, 1.0),
     ]
     earlier = Earlier(before)
-    titles = [measure.title for measure in MEASURES]
+    measures = columns(ROWS)
+    titles = [measure.title for measure in measures]
     size, latency, sqnr = (titles.index(m.title) for m in (SIZE, LATENCY, SQNR))
-    told = [earlier.differences(row) for row in ROWS]
+    told = [earlier.differences(row, measures) for row in ROWS]
     assert (told[0][size], told[0][latency], told[0][sqnr]) == ("+100.0%", "+50.0%", "+0.0 dB")
     assert (told[1][size], told[1][latency], told[1][sqnr]) == ("+0.0%", "-50.0%", "-1.5 dB")
     assert told[2][0] == "was crashed"
@@ -266,7 +273,7 @@ def test_a_single_job_can_be_drawn(sqnr):
 def test_columns_sort_and_unknown_values_come_last(tmp_path):
     file = tmp_path / "page.html"
     file.write_text(to_html(ROWS, title="s"))
-    sqnr = 1 + [m.title for m in MEASURES].index("SQNR")
+    sqnr = 1 + [m.title for m in columns(ROWS)].index("SQNR")
     upwards = ["net[bad]", "net[int4]", "net[int8]", "net[none]"]
     for fragment, order in ((f"sort={sqnr}", upwards), (f"sort={sqnr},descending", upwards[::-1])):
         page = rendered(file, fragment)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import fnmatch
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from coreml_delegate.scripts.sweeping.fronts import Earlier
     from coreml_delegate.scripts.sweeping.jobs import Job
     from coreml_delegate.scripts.sweeping.records import ResultFolder, Row
-    from coreml_delegate.scripts.sweeping.sweep_file import Skipped
+    from coreml_delegate.scripts.sweeping.sweep_file import Skipped, SweepFile
+    from coreml_delegate.scripts.sweeping.sweeps import Runner
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", type=arguments.positive, metavar="N", help="jobs at a time (default: the file's)"
     )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--scheduler",
+        metavar="tcp://HOST:PORT",
+        help="run the jobs on the workers of this dask scheduler",
+    )
+    where.add_argument(
+        "--workers",
+        type=arguments.positive,
+        metavar="N",
+        help="run the jobs on N dask workers of this machine",
+    )
     parser.add_argument(
         "--list", action="store_true", help="print what there is to do, without doing it"
     )
@@ -58,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep-programs", action="store_true", help="leave the .pte of every job in DIR/programs"
     )
     arguments.add_json(parser)
+    parser.set_defaults(refuse_usage=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     from coreml_delegate.scripts.sweeping.fronts import Earlier
     from coreml_delegate.scripts.sweeping.job_process import require_limits
     from coreml_delegate.scripts.sweeping.records import ResultFolder, Row, read_results
-    from coreml_delegate.scripts.sweeping.sweeps import Sweep, run_here
+    from coreml_delegate.scripts.sweeping.sweeps import Sweep
 
     file = sweep_file.read(args.file)
     require_limits(file.limits)
@@ -81,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
         for job, missing in sweep.missing(retry=args.retry_failed):
             console.write(f"{job.name}: {missing or 'there already'}")
         return 0
-    records = sweep.run(run_here(file, args.jobs or file.parallel), retry=args.retry_failed)
+    with _runner(args, file) as runner:
+        records = sweep.run(runner, retry=args.retry_failed)
     rows = [Row.of(job, record) for job, record in zip(jobs, records, strict=True)]
     skipped = file.skipped if args.only is None else ()
     _write(args, folder, rows, skipped, earlier)
@@ -89,6 +105,31 @@ def run(args: argparse.Namespace) -> int:
     if failed:
         raise ProgramError(f"{failed} of {len(rows)} jobs have no result", got=_reasons(rows))
     return 0
+
+
+@contextmanager
+def _runner(args: argparse.Namespace, file: SweepFile) -> Generator[Runner]:
+    """Yield what runs the jobs."""
+    from coreml_delegate.scripts.sweeping.sweeps import run_here
+
+    if args.scheduler is None and args.workers is None:
+        yield run_here(file, args.jobs or file.parallel)
+        return
+    try:
+        from coreml_delegate.scripts.sweeping.cluster import Cluster, connected
+    except ModuleNotFoundError as error:
+        if error.name not in ("dask", "distributed"):
+            raise
+        raise OptionError(
+            "workers need dask.distributed", remedy="pip install 'coreml-delegate[cluster]'"
+        ) from None
+    if args.jobs is not None:
+        args.refuse_usage(
+            "--jobs is for this machine; a worker has one job for each of its threads"
+        )
+    with connected(args.scheduler, args.workers or 1) as client:
+        wants_programs = args.keep_programs or file.repeat > 0
+        yield Cluster(client, file.folder, file.limits, wants_programs=wants_programs).run
 
 
 def _chosen(jobs: Sequence[Job], names: Sequence[str] | None) -> list[Job]:

@@ -18,7 +18,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Final
@@ -83,41 +83,72 @@ def _version(distribution: str) -> str:
         return "none"
 
 
-def read_by(job: Job, folder: Path) -> dict[str, Path]:
-    """Return the files and folders that a job reads.
+@dataclass(frozen=True, slots=True)
+class Input:
+    """What one value of a job stands for.
+
+    Attributes:
+        files: The files and folders, by the names that imports give them; a path alone is by its
+            last name.
+        root: The folder that modules are imported from; None for a path.
+    """
+
+    files: Mapping[str, Path]
+    root: Path | None = None
+
+    def digests(self) -> list[str]:
+        """Return digests of the contents; the name of a path does not count."""
+        if self.root is None:
+            return [digest(path) for path in self.files.values()]
+        return [f"{name} {digest(path)}" for name, path in self.files.items()]
+
+
+def read_by(job: Job, folder: Path) -> dict[str, Input]:
+    """Return what a job reads, by the attribute of model or options that names it.
 
     Args:
         job: The job.
         folder: That of the sweep's file.
 
-    Returns:
-        Paths by the name that the job or an import gives them.
-
     Raises:
-        OptionError: One does not exist.
+        OptionError: A file does not exist.
     """
     model = job.model
-    found = dict(_source(model.source, folder))
-    for value in (model.weights, model.calibration, model.data):
-        if value is not None:
-            found |= dict(_source(value, folder))
+    values = {name: getattr(model, name) for name in ("source", "weights", "calibration", "data")}
     if job.options.quantize.endswith(CONFIG_SUFFIX):
-        found[job.options.quantize] = _existing(job.options.quantize, folder)
-    return found
+        values["quantize"] = job.options.quantize
+    return {
+        name: found
+        for name, value in values.items()
+        if value is not None and (found := _input(value, folder)).files
+    }
+
+
+def with_paths(job: Job, paths: Mapping[str, str]) -> Job:
+    """Return a job that reads other paths, given by the attribute of model or options."""
+    of_model = {name: path for name, path in paths.items() if name != "quantize"}
+    of_options = {name: path for name, path in paths.items() if name == "quantize"}
+    return replace(
+        job,
+        model=replace(job.model, **of_model),
+        options=replace(job.options, **of_options),
+    )
 
 
 def key(job: Job, folder: Path) -> str:
     """Return the digest of all that a job's result depends on: 64 hexadecimal digits.
 
-    Its name and the model's label do not count, nor does the folder.
+    Names of jobs and models do not count, nor where files are.
 
     Raises:
         OptionError: A file that the job reads does not exist.
     """
+    read = read_by(job, folder)
+    job = with_paths(job, {name: "" for name, found in read.items() if found.root is None})
     described = {
         "model": asdict(job.model),
         "options": asdict(job.options),
-        "contents": {name: digest(path) for name, path in read_by(job, folder).items()},
+        "contents": {name: found.digests() for name, found in read.items()},
         "environment": environment(),
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
@@ -149,15 +180,17 @@ def files_below(folder: Path) -> list[Path]:
     )
 
 
-def _source(value: str, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield what ``MODULE:NAME``, a file or a folder stands for."""
+def _input(value: str, folder: Path) -> Input:
+    """Return what ``MODULE:NAME``, a file or a folder stands for."""
     module, separator, name = value.partition(":")
     if (folder / value).exists() or not (separator and name):
-        yield value, _existing(value, folder)
-    elif module != "torchvision":
-        root, follows = _root(module, folder)
-        for path in module_files(root, module, inside=follows):
-            yield path.relative_to(root).as_posix(), path
+        path = _existing(value, folder)
+        return Input({path.name: path})
+    if module == "torchvision":
+        return Input({})
+    root, follows = _root(module, folder)
+    files = module_files(root, module, inside=follows)
+    return Input({path.relative_to(root).as_posix(): path for path in files}, root)
 
 
 def _existing(value: str, folder: Path) -> Path:

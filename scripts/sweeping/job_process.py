@@ -237,6 +237,7 @@ def run_all(
     limits: Limits,
     parallel: int,
     finished: Callable[[int, Ending, Path], None],
+    check: Callable[[], None] = interruption.check,
 ) -> None:
     """Run tasks, several at a time; whatever happens, no process is left.
 
@@ -247,6 +248,7 @@ def run_all(
         parallel: Tasks at a time.
         finished: Gets the number of a task that has ended, how, and the place of its ``.pte``,
             which it may move away.
+        check: Is called again and again, and raises to end all of them.
     """
     waiting = list(enumerate(tasks))[::-1]
     running: dict[int, JobProcess] = {}
@@ -260,7 +262,7 @@ def run_all(
                 if ending is not None:
                     finished(number, ending, process.program)
                     running.pop(number).close()
-            interruption.check()
+            check()
             time.sleep(_POLL)
     finally:
         for process in running.values():

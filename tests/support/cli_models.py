@@ -348,3 +348,18 @@ def insatiable():
     while True:
         held.append(torch.ones(10_000_000))
         time.sleep(0.02)
+
+
+def stalling_once():
+    """A model whose first loading says that it has begun, by ``$STALLED``, and does not end."""
+    stalled = Path(os.environ["STALLED"])
+    if not stalled.exists():
+        stalled.write_text(str(os.getppid()))
+        time.sleep(600)
+    return tiny()
+
+
+def ending_its_parent():
+    """A model that ends the process that has started this one."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)

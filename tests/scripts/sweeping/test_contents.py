@@ -58,8 +58,9 @@ def test_an_installed_module_counts_with_its_own_package(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path / "site")
     job = replace(JOB, model=Model("models.net:net"))
-    found = read_by(job, tmp_path / "here")
-    assert set(found) == {"models/__init__.py", "models/net.py", "models/parts.py"}
+    found = read_by(job, tmp_path / "here")["source"]
+    assert found.root == tmp_path / "site"
+    assert set(found.files) == {"models/__init__.py", "models/net.py", "models/parts.py"}
 
 
 @pytest.mark.parametrize("name", ["model.py", "layers.py"])
@@ -79,6 +80,26 @@ def test_a_key_does_not_change_with_what_is_not_read(folder, tmp_path_factory):
     for name in ("model.py", "layers.py"):
         (elsewhere / name).write_text((folder / name).read_text())
     assert key(JOB, elsewhere) == before
+
+
+def test_a_key_has_contents_in_place_of_paths(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    _write(folder, {"data/1.npy": "1", "w.pt": "w"})
+    _write(elsewhere, {"others/1.npy": "1", "v.pt": "w"})
+    jobs = [
+        replace(JOB, model=replace(JOB.model, data="data", weights="w.pt")),
+        replace(
+            JOB,
+            model=replace(
+                JOB.model, data=str(elsewhere / "others"), weights=str(elsewhere / "v.pt")
+            ),
+        ),
+    ]
+    first, second = (key(job, folder) for job in jobs)
+    assert first == second
+    (elsewhere / "v.pt").write_text("x")
+    assert key(jobs[1], folder) != first
+    assert key(replace(JOB, model=replace(JOB.model, data="data")), folder) != first
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from coreml_delegate.scripts.sweeping import cluster, contents
 pytestmark = pytest.mark.xdist_group("cli-processes")
 
 _PATIENCE = 240  # seconds
+_ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
 _NET = """
 import layers
 
@@ -59,11 +60,10 @@ def _wait_until(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def _started(module: str, *args: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    path = os.pathsep.join(entry for entry in sys.path if entry)
     process = subprocess.Popen(
         [sys.executable, "-m", f"distributed.cli.{module}", *args],
         cwd="/",  # where no model lies
-        env=os.environ | {"PYTHONPATH": path} | environment,
+        env=_ENVIRONMENT | environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -94,6 +94,17 @@ def _scheduler(folder: Path, workers: int, *args: str, **environment: str) -> It
 def _sweep(text: str, *args: str) -> int:
     Path("s.toml").write_text(text)
     return main(["sweep", "s.toml", *args])
+
+
+def _sweep_until(stalled: Path, scheduler: str) -> subprocess.Popen[bytes]:
+    """A sweep of ``s.toml`` in a process of its own, with a job that has begun to stall."""
+    command = [sys.executable, "-m", "coreml_delegate.scripts", "sweep", "s.toml"]
+    sweep = subprocess.Popen(
+        [*command, "--scheduler", scheduler], stderr=subprocess.PIPE, env=_ENVIRONMENT
+    )
+    _wait_until(lambda: sweep.poll() is not None or (stalled.exists() and stalled.stat().st_size))
+    assert sweep.poll() is None, sweep.communicate()
+    return sweep
 
 
 def _same(row: Row) -> tuple[object, ...]:
@@ -149,9 +160,7 @@ source = "net:net"
 """
     Path("s.toml").write_text(text)
     with _scheduler(tmp_path, 2, STALLED=str(stalled)) as address:
-        command = [sys.executable, "-m", "coreml_delegate.scripts", "sweep", "s.toml"]
-        sweep = subprocess.Popen([*command, "--scheduler", address], stderr=subprocess.PIPE)
-        _wait_until(lambda: stalled.exists() and stalled.read_text() != "")
+        sweep = _sweep_until(stalled, address)
         os.kill(int(stalled.read_text()), signal.SIGKILL)
         _, err = sweep.communicate(timeout=_PATIENCE)
     assert sweep.returncode == 0, err.decode()
@@ -181,9 +190,7 @@ def test_an_interrupt_ends_jobs_on_workers(tmp_path):
     stalled = tmp_path / "stalled"
     Path("s.toml").write_text(f'[models.slow]\nsource = "{MODELS}:stalling_once"\n')
     with _scheduler(tmp_path, 1, STALLED=str(stalled)) as address:
-        command = [sys.executable, "-m", "coreml_delegate.scripts", "sweep", "s.toml"]
-        sweep = subprocess.Popen([*command, "--scheduler", address], stderr=subprocess.PIPE)
-        _wait_until(lambda: stalled.exists() and stalled.read_text() != "")
+        sweep = _sweep_until(stalled, address)
         worker = int(stalled.read_text())
         assert len(_children(worker)) == 1
         sweep.send_signal(signal.SIGINT)

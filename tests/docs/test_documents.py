@@ -157,7 +157,9 @@ def _options_of_the_command() -> set[str]:
 
 
 # Options of other programs that pages name.
-OTHERS = frozenset({"--markdown", "--results", "--rounds", "--only", "--no-footprints"})
+OTHERS = frozenset(
+    {"--nthreads", "--markdown", "--results", "--rounds", "--only", "--no-footprints"}
+)
 
 
 def test_options_that_pages_name_exist() -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import dask
+import dask.config
 from distributed import Client, Event, KilledWorker, LocalCluster, as_completed, get_worker
 from distributed.diagnostics.plugin import WorkerPlugin
 
@@ -304,10 +304,12 @@ def _cluster(scheduler: str | None, workers: int) -> Generator[str]:
     if scheduler is not None:
         yield scheduler
         return
+    # Its stubs do not take None, and say that it is a coroutine.
+    start: Any = LocalCluster
     settings = {"distributed.scheduler.allowed-failures": _FAILURES}
     with (
         dask.config.set(settings),
-        LocalCluster(
+        start(
             n_workers=workers,
             threads_per_worker=1,
             processes=True,
@@ -326,7 +328,7 @@ def _require_workers(client: Client) -> None:
         raise EngineUnavailableError(
             "the scheduler has no workers", got=f"none in {_WORKERS} s"
         ) from error
-    answers = client.run(_differs, dict(contents.environment()), on_error="return")
+    answers: Any = client.run(_differs, dict(contents.environment()), on_error="return")
     for address, answer in answers.items():
         if isinstance(answer, ProgramError):
             raise answer

@@ -285,11 +285,25 @@ def signal_and_error(expected: Tensor, actual: Tensor) -> tuple[float, Tensor]:
         actual: Of the same shape, fp64.
 
     Returns:
+        See ``signals_and_errors``.
+    """
+    signals, errors = signals_and_errors(expected, actual)
+    return energy(signals), errors
+
+
+def signals_and_errors(expected: Tensor, actual: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the signal and the error of each element.
+
+    Args:
+        expected: Any shape, fp64.
+        actual: Of the same shape, fp64.
+
+    Returns:
         NaN agrees with NaN, and infinity with itself: there is no error there, and no signal.
     """
     equal = (expected == actual) | (expected.isnan() & actual.isnan())
-    error = torch.where(equal, 0.0, expected - actual)
-    return energy(torch.where(equal & ~expected.isfinite(), 0.0, expected)), error
+    errors = torch.where(equal, 0.0, expected - actual)
+    return torch.where(equal & ~expected.isfinite(), 0.0, expected), errors
 
 
 def energy(values: Tensor) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -21,6 +21,12 @@ ENGINES = ("auto", "coreml", "openvino", "reference")
 ENGINE_PRECISIONS = ("f32", "bf16")
 HOSTS = ("auto", "python", "stock")
 _LARGEST = 2**63 - 1
+
+SAMPLES = 4
+"""Random inputs to compare on, if no number is given."""
+
+EXTERNAL_SUFFIX = ".ptd"
+"""Suffix of external data of a ``.pte``."""
 
 BUNDLE_SUFFIX = ".bpte"
 """Suffix of programs that are bundled with inputs and outputs."""
@@ -98,6 +104,50 @@ def add_data(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_SETS = (
+    "a folder of images (.png, .jpg) or arrays (.npy, .npz, .safetensors), or of such folders for "
+    "each class; a file with an array for each input, and labels if they are known; or "
+    "MODULE:FACTORY, which returns samples to iterate over"
+)
+
+
+def add_data_set(parser: argparse.ArgumentParser, *, external: bool = False) -> None:
+    """Declare ``--data`` for samples to compare on, and ``--samples``.
+
+    Args:
+        parser: Gets the arguments.
+        external: Whether ``--data`` takes external data of a ``.pte`` as well; see
+            ``split_data``.
+    """
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="DATA",
+        help=f"data to compare on, read one by one: {_SETS}"
+        + ("; or FILE.ptd, external data of a .pte, repeatable" if external else ""),
+    )
+    parser.add_argument(
+        "--samples",
+        type=positive,
+        metavar="N",
+        help=f"samples of --data at most (default: all), else random inputs (default: {SAMPLES})",
+    )
+
+
+def split_data(given: Sequence[str]) -> tuple[str | None, list[Path]]:
+    """Return the data set among the values of ``--data``, and the external data of a ``.pte``.
+
+    Raises:
+        OptionError: There are two data sets.
+    """
+    external = [Path(value) for value in given if value.endswith(EXTERNAL_SUFFIX)]
+    sets = [value for value in given if not value.endswith(EXTERNAL_SUFFIX)]
+    if len(sets) > 1:
+        raise OptionError("--data names two data sets", got=", ".join(sets), expected="one")
+    return (sets[0] if sets else None), external
+
+
 def add_engine(parser: argparse.ArgumentParser, *, judging: bool = False) -> None:
     """Declare engine, host and engine options.
 
@@ -173,7 +223,10 @@ def add_min_sqnr(parser: argparse.ArgumentParser) -> None:
 def add_samples(parser: argparse.ArgumentParser, *, of: str = "") -> None:
     """Declare ``--samples``."""
     parser.add_argument(
-        "--samples", type=positive, default=4, help=f"random inputs{of} (default: 4)"
+        "--samples",
+        type=positive,
+        default=SAMPLES,
+        help=f"random inputs{of} (default: {SAMPLES})",
     )
 
 

@@ -14,8 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from coreml_delegate.errors import CoreMLDelegateError
-from coreml_delegate.scripts import console, interruption
+from coreml_delegate.scripts import console, failures, interruption
 from coreml_delegate.scripts.commands import (
     cache,
     check,
@@ -32,6 +31,7 @@ from coreml_delegate.scripts.commands import (
     record,
     replay,
     run,
+    sweep,
     trace_values,
     verify,
 )
@@ -45,6 +45,7 @@ COMMANDS = tuple(
         export,
         convert,
         quantize_report,
+        sweep,
         extract,
         inspect_program,
         run,
@@ -62,8 +63,6 @@ COMMANDS = tuple(
     )
 )
 _DONE, _FAILED = 0, 1
-_ALLOCATOR = "DefaultCPUAllocator"
-"""Part of the message of the ``RuntimeError`` that torch raises if it runs out of memory."""
 
 
 def main_parser() -> argparse.ArgumentParser:
@@ -131,27 +130,14 @@ def _dispatch(args: argparse.Namespace) -> int:
         console.flush()
     except BrokenPipeError:
         raise
-    except (CoreMLDelegateError, OSError, MemoryError, RuntimeError) as error:
-        message = _message(error)
+    except failures.KINDS as error:
+        message = failures.message(error)
         if message is None:
             raise
         logger.info("traceback of the error below", exc_info=True)
         console.complain(message)
         return _FAILED
     return code
-
-
-def _message(error: Exception) -> str | None:
-    """Return the message for the user; None for an error that may be a bug of ours."""
-    memory = isinstance(error, MemoryError) or _ALLOCATOR in str(error)
-    if memory and not isinstance(error, CoreMLDelegateError):
-        details = str(error).rpartition(_ALLOCATOR)[2].strip(": ")
-        return f"this machine does not have enough memory{f': {details}' if details else ''}"
-    if not isinstance(error, CoreMLDelegateError | OSError):
-        return None
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return str(error)
 
 
 def _reader_left() -> int:

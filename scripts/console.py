@@ -65,6 +65,11 @@ def as_json(document: Any) -> str:
     return json.dumps(_finite(document), indent=2, allow_nan=False)
 
 
+def as_json_line(document: Any) -> str:
+    """Return ``document`` as JSON in one line, with inf and nan as strings."""
+    return json.dumps(_finite(document), allow_nan=False)
+
+
 def note(message: str) -> None:
     """Write a line of information to stderr."""
     sys.stderr.write(f"{message}\n")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,6 +188,17 @@ def load(
         path, data=data or None, host=host, engine=engine, options=options
     )
     return _LoadedPte(program, method or default_method(program.method_names), options)
+
+
+def median_latency(program: LoadedProgram, inputs: Sequence[Any], repeat: int) -> float:
+    """Return the median of ``repeat`` runs in milliseconds, of a program that has run before."""
+    return statistics.median(_timed(program, inputs) for _ in range(repeat))
+
+
+def _timed(program: LoadedProgram, inputs: Sequence[Any]) -> float:
+    start = time.perf_counter()
+    program.run(inputs)
+    return (time.perf_counter() - start) * 1e3
 
 
 DEBUG_BUFFER: Final = 2**30

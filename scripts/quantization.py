@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 from coreml_delegate.errors import CoreMLDelegateError, OptionError
 from coreml_delegate.quantization import FORMS, QuantizationAssignment, mode_of
 from coreml_delegate.scripts import arguments, console
+from coreml_delegate.targets import Opset
 
 if TYPE_CHECKING:
     from coreml_delegate.source_model import SourceModel
 
 _CALIBRATION = (
-    "data to calibrate with: a folder of images (.png, .jpg) or arrays (.npy, .npz, .pt), a .npz "
-    "with an array for each input, or MODULE:FACTORY, which returns samples to iterate over"
+    "data to calibrate with: a folder of images (.png, .jpg) or arrays (.npy, .npz, .pt, "
+    ".safetensors), a .npz or .safetensors with an array for each input, or MODULE:FACTORY, which "
+    "returns samples to iterate over"
 )
 _DEFAULT_SAMPLES = 128
 _SHOWN = 3  # modules listed in a warning
@@ -132,10 +134,39 @@ def read_samples(args: argparse.Namespace, source: SourceModel) -> list[list[Any
     Raises:
         OptionError: The data cannot be read or do not fit the model.
     """
-    from coreml_delegate.scripts.inputs.calibration import read_calibration
+    from coreml_delegate.scripts.inputs.data_sets import read_calibration
 
     limit = args.calibration_samples or _DEFAULT_SAMPLES
     return read_calibration(args.calibration, source, limit=limit)
+
+
+def compile_specs(
+    assignment: QuantizationAssignment | None,
+    *,
+    precision: str,
+    target: Opset | None,
+    compute_unit: str = "all",
+) -> list[Any]:
+    """Return the compile specs to lower a model with, quantized as assigned or not.
+
+    Args:
+        assignment: How the model is quantized, or None.
+        precision: ``float16`` or ``float32``.
+        target: Oldest system to support; None for the oldest that model and quantization allow.
+        compute_unit: Processors that the device may use.
+    """
+    from coreml_delegate.backend import CoreMLBackend
+    from coreml_delegate.compile_options import ComputeUnit, Precision
+    from coreml_delegate.quantization.configs import compile_keywords
+
+    if assignment is not None and target is None:
+        target = assignment.newest.lowering_target
+    return CoreMLBackend.generate_compile_specs(
+        compute_unit=ComputeUnit(compute_unit),
+        minimum_deployment_target=target,
+        compute_precision=Precision(precision),
+        **({} if assignment is None else compile_keywords(assignment.mode)),
+    )
 
 
 def warn_of_float(in_float: Mapping[str, str]) -> None:

@@ -92,14 +92,20 @@ class CacheOptions:
             return cls(folder)
         if value.lower() in _OFF:
             return None
-        size = _SIZE.fullmatch(value.upper())
+        size = parse_size(value)
         if size is None:
             raise OptionError(
                 f"{LIMIT_VARIABLE} is not understood",
                 got=repr(value),
                 expected="off, or bytes such as 500000000, 500M or 2G",
             )
-        return cls(folder, int(size[1]) * _UNITS[size[2]])
+        return cls(folder, size)
+
+
+def parse_size(text: str) -> int | None:
+    """Return the bytes that text such as 500000000, 500M or 2G says; None for other text."""
+    size = _SIZE.fullmatch(text.upper())
+    return None if size is None else int(size[1]) * _UNITS[size[2]]
 
 
 @dataclass(frozen=True, slots=True)

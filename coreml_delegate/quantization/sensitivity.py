@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -119,8 +119,10 @@ class SensitivityStudy:
     Args:
         source: The model, which is not modified.
         mode: The quantization.
-        samples: Inputs to compare the outputs on and to calibrate with, each flattened as
-            ``source.leaves``.
+        samples: Inputs to calibrate with, each flattened as ``source.leaves``.
+        data: Inputs to compare the outputs on; None for ``samples``. It is iterated for each
+            measurement, and what the model returns is computed anew each time, so that it may be
+            larger than memory.
 
     Attributes:
         layers: Paths of the layers that the mode quantizes.
@@ -129,7 +131,13 @@ class SensitivityStudy:
         OptionError: The mode is not carried out in PyTorch, or quantizes no layer.
     """
 
-    def __init__(self, source: SourceModel, mode: QuantizationMode, samples: Samples) -> None:
+    def __init__(
+        self,
+        source: SourceModel,
+        mode: QuantizationMode,
+        samples: Samples,
+        data: Iterable[Sequence[Any]] | None = None,
+    ) -> None:
         if mode.method is Method.CONVERSION:
             raise OptionError(
                 f"{mode.name} is applied after conversion, and sensitivity is measured in PyTorch",
@@ -137,10 +145,13 @@ class SensitivityStudy:
             )
         self._source = source
         self._mode = mode
-        self._samples = samples
         kind = _GraphTrial if mode.method is Method.PT2E else _ModuleTrial
         self._trial: _Trial = kind(source, mode, samples)
-        self._reference = [source.run(leaves) for leaves in samples]
+        self._compared: Iterable[tuple[Sequence[Any], Sequence[torch.Tensor]]] = (
+            [(leaves, source.run(leaves)) for leaves in samples]
+            if data is None
+            else _ComputedAnew(source, data)
+        )
         self.layers: Sequence[str] = list(self._trial.kinds)
 
     def measure(self, path: str) -> LayerSensitivity:
@@ -169,11 +180,22 @@ class SensitivityStudy:
         """Return the SQNR of a model's worst output over all samples, in dB."""
         accuracies: dict[int, Accuracy] = {}
         quantized = replace(self._source, module=model)
-        for leaves, expected in zip(self._samples, self._reference, strict=True):
+        for leaves, expected in self._compared:
             actual = quantized.run(leaves)
             for place, (want, got) in enumerate(zip(expected, actual, strict=True)):
                 accuracies.setdefault(place, Accuracy()).add(want, got)
         return min((accuracy.sqnr_db for accuracy in accuracies.values()), default=math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class _ComputedAnew:
+    """Inputs with the model's outputs, computed in each iteration."""
+
+    source: SourceModel
+    data: Iterable[Sequence[Any]]
+
+    def __iter__(self) -> Iterator[tuple[Sequence[Any], Sequence[torch.Tensor]]]:
+        return ((leaves, self.source.run(leaves)) for leaves in self.data)
 
 
 class _Trial(ABC):

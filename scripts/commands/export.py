@@ -205,14 +205,12 @@ def _bundle(program: Any, source: SourceModel, count: int, seed: int) -> bytes:
 
     from coreml_delegate.runtime.program.pte import PteProgram
     from coreml_delegate.runtime.program.signature import mutated_inputs
-    from coreml_delegate.scripts.inputs.sampling import generator, resample
+    from coreml_delegate.scripts.inputs.sampling import resampled
 
-    random = generator(seed)
     method = PteProgram.open(program.buffer).method("forward")
     _check_bundled(method)
     mutated = mutated_inputs(method)
-    samples = [list(source.leaves)]
-    samples += [[resample(leaf, random) for leaf in source.leaves] for _ in range(count - 1)]
+    samples = [list(source.leaves), *resampled(source.leaves, count - 1, seed)]
     # Each case begins with the program's own state.
     held: list[Any] = list(module.buffers()) if isinstance(module := source.module, Module) else []
     buffers = [buffer.clone() for buffer in held]
@@ -312,18 +310,13 @@ def _partitioner(
     source: SourceModel | None = None,
 ) -> CoreMLPartitioner:
     from coreml_delegate.backend import CoreMLBackend
-    from coreml_delegate.compile_options import ComputeUnit, Precision
     from coreml_delegate.partition import CoreMLPartitioner
-    from coreml_delegate.quantization.configs import compile_keywords
 
-    target = args.deployment_target
-    if assignment is not None and target is None:
-        target = assignment.newest.lowering_target
-    specs = CoreMLBackend.generate_compile_specs(
-        compute_unit=ComputeUnit(args.compute_unit),
-        minimum_deployment_target=target,
-        compute_precision=Precision(args.precision),
-        **({} if assignment is None else compile_keywords(assignment.mode)),
+    specs = quantization.compile_specs(
+        assignment,
+        precision=args.precision,
+        target=args.deployment_target,
+        compute_unit=args.compute_unit,
     )
     if source is not None:
         program = source.export()

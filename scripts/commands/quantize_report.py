@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,13 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     arguments.add_source(parser)
     quantization.add_mode(parser)
-    parser.add_argument(
-        "--samples",
-        type=arguments.positive,
-        default=4,
-        metavar="N",
-        help="random inputs to compare on, without --calibration (default: 4)",
-    )
+    arguments.add_data_set(parser)
     parser.add_argument(
         "--target-sqnr",
         type=arguments.decibels,
@@ -92,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
         source = load_source(
             args.source, shapes=args.input_shape, weights=args.weights, seed=args.seed
         )
-    samples = _samples(args, source)
-    study = SensitivityStudy(source, args.quantize.mode, samples)
+    samples, data = _samples(args, source)
+    study = SensitivityStudy(source, args.quantize.mode, samples, data)
     description = f"Quantizing layers alone by {args.quantize.mode.name}"
     with console.progress(study.layers, description) as shown:
         measured = [study.measure(path) for path in shown]
@@ -119,13 +113,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _samples(args: argparse.Namespace, source: SourceModel) -> list[list[Any]]:
-    from coreml_delegate.scripts.inputs.sampling import generator, resample
+def _samples(
+    args: argparse.Namespace, source: SourceModel
+) -> tuple[list[list[Any]], Iterable[list[Any]] | None]:
+    """Return the samples to calibrate with, and the data to compare on if they are others."""
+    from coreml_delegate.scripts.inputs.data_sets import DataSet
+    from coreml_delegate.scripts.inputs.sampling import resampled
 
+    data_set, _ = arguments.split_data(args.data)
+    data = None
+    if data_set is not None:
+        data = DataSet(data_set, source, limit=args.samples).inputs
     if args.calibration is not None:
-        return quantization.read_samples(args, source)
-    random = generator(args.seed)
-    return [[resample(leaf, random) for leaf in source.leaves] for _ in range(args.samples)]
+        return quantization.read_samples(args, source), data
+    count = arguments.SAMPLES if data is not None else args.samples or arguments.SAMPLES
+    return list(resampled(source.leaves, count, args.seed)), data
 
 
 COMMAND = Command(

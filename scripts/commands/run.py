@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -59,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     check_outputs((args.output, args.etdump, args.debug_buffer), force=args.force)
     from coreml_delegate.scripts.inputs.input_files import random_inputs, read_inputs
     from coreml_delegate.scripts.inputs.sampling import generator
-    from coreml_delegate.scripts.programs import engine_options, load
+    from coreml_delegate.scripts.programs import engine_options, load, median_latency
 
     with console.step(f"Loading {args.program}"):
         program = load(
@@ -76,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         inputs = random_inputs(program.inputs, generator(args.seed))
     with console.step("Running"):
         outputs = program.run(inputs)  # the first run; a stateful program is timed in later states
-        latency = statistics.median(_timed(program, inputs) for _ in range(args.repeat))
+        latency = median_latency(program, inputs, args.repeat)
     if args.etdump is not None:
         _trace(args, inputs)
     if args.output is not None:
@@ -109,13 +107,6 @@ def _trace(args: argparse.Namespace, inputs: list[Any]) -> None:
         files.enter_context(new_output(args.etdump, force=args.force)).write(etdump)
         if args.debug_buffer is not None:
             files.enter_context(new_output(args.debug_buffer, force=args.force)).write(values)
-
-
-def _timed(program: Any, inputs: list[Any]) -> float:
-    """Milliseconds of one run."""
-    start = time.perf_counter()
-    program.run(inputs)
-    return (time.perf_counter() - start) * 1e3
 
 
 def _save(outputs: Mapping[str, Any], path: Path, *, force: bool) -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import InputError, OptionError, ProgramError
 from coreml_delegate.scripts import arguments, console
-from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, ENGINES
+from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, ENGINES, SAMPLES
 from coreml_delegate.scripts.commands import Command
 
 if TYPE_CHECKING:
     from coreml_delegate.runtime.accuracy import Accuracy
+    from coreml_delegate.scripts.inputs.data_sets import Sample
     from coreml_delegate.scripts.programs import Execution, LoadedProgram
     from coreml_delegate.source_model import SourceModel
 
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"auto) and this one ({', '.join(ENGINES[1:])})",
     )
     arguments.add_min_sqnr(parser)
-    arguments.add_samples(parser)
+    arguments.add_data_set(parser, external=True)
     parser.add_argument(
         "--etrecord",
         type=Path,
@@ -49,17 +50,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     arguments.add_inputs(parser)
     arguments.add_execution(parser, judging=True)
-    arguments.add_data(parser)
     arguments.add_json(parser)
     parser.set_defaults(refuse_usage=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    args.data_set, args.data = arguments.split_data(args.data)
+    if args.data_set is not None and args.input:
+        args.refuse_usage("--input and --data both say what to compare on")
     if args.against is not None:
         return _verify_engine(args)
     if args.program is None:
         return _verify_bundle(args)
+    from coreml_delegate.scripts.comparison import compare
     from coreml_delegate.scripts.inputs.source import load_source
     from coreml_delegate.scripts.programs import engine_options, load
     from coreml_delegate.scripts.stablehlo_files import is_stablehlo, load_xla_model
@@ -87,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
     operations: list[Operation] | None = None
     if args.etrecord is not None:
         with console.step("Comparing operations"):
-            operations = _compare_operations(args, program.execution, samples[0])
+            inputs = next(iter(samples)).leaves
+            operations = _compare_operations(args, program.execution, inputs)
     print_results(results, program.execution, operations=operations, as_json=args.json)
     require(results, args.min_sqnr)
     return 0
@@ -97,6 +102,8 @@ def _verify_engine(args: argparse.Namespace) -> int:
     """Compare two engines on one program, with the same inputs and from the same states."""
     if args.program is not None or args.etrecord is not None or args.weights or args.input_shape:
         args.refuse_usage("--against takes a program alone, without a model and its options")
+    if args.data_set is not None:
+        args.refuse_usage("--against takes no data set: its samples are like a model's inputs")
     if args.engine == args.against:
         args.refuse_usage(f"--engine and --against are both {args.against}")
     from coreml_delegate.runtime import EngineOptions
@@ -122,7 +129,7 @@ def _verify_engine(args: argparse.Namespace) -> int:
         samples = [read_inputs(args.input, program.inputs)]
     else:
         random = generator(args.seed)
-        samples = [random_inputs(program.inputs, random) for _ in range(args.samples)]
+        samples = [random_inputs(program.inputs, random) for _ in range(args.samples or SAMPLES)]
     results: dict[str, Accuracy] = {}
     with console.step("Comparing"):
         for inputs in samples:
@@ -139,7 +146,8 @@ def _verify_bundle(args: argparse.Namespace) -> int:
     path = Path(args.source)
     if path.suffix != BUNDLE_SUFFIX:
         args.refuse_usage(f"PROGRAM is required, unless SOURCE is a {BUNDLE_SUFFIX}")
-    if args.etrecord is not None or args.input or args.weights or args.input_shape:
+    has_inputs = args.input or args.data_set is not None
+    if args.etrecord is not None or has_inputs or args.weights or args.input_shape:
         args.refuse_usage("a bundled program has a model's inputs and outputs of its own")
     from coreml_delegate.runtime.accuracy import Accuracy
     from coreml_delegate.runtime.program.bundle import cases_of
@@ -270,42 +278,6 @@ def _refuse_options_of_models(args: argparse.Namespace) -> None:
             raise OptionError(f"{option} is for a PyTorch model", got=args.source)
 
 
-def compare(
-    source: SourceModel, program: LoadedProgram, samples: list[list[Any]]
-) -> dict[str, Accuracy]:
-    """Compare a program with its model.
-
-    Args:
-        source: The model.
-        program: The program.
-        samples: Inputs, flattened, one list per sample.
-
-    Returns:
-        Accuracy over all samples, by output name.
-
-    Raises:
-        ProgramError: Their outputs differ in number or in shape.
-        CoreMLDelegateError: Either refuses the inputs.
-    """
-    from coreml_delegate.runtime.accuracy import Accuracy, Int32Watch
-    from coreml_delegate.source_model import copy_inputs
-
-    results: dict[str, Accuracy] = {}
-    for inputs in samples:
-        actual = program.run(copy_inputs(inputs))
-        with Int32Watch() as watch:
-            expected = program.expected_of(source.execute(inputs))
-        if len(actual) != len(expected):
-            raise ProgramError(
-                "program and model have different numbers of outputs",
-                got=str(len(actual)),
-                expected=str(len(expected)),
-            )
-        for (name, got), want in zip(actual.items(), expected, strict=True):
-            results.setdefault(name, Accuracy()).add(want, got, watch.first)
-    return results
-
-
 def _int32_remark(accuracy: Accuracy) -> str:
     """Return a remark if integers beyond int32 may explain the difference."""
     op = accuracy.beyond_int32
@@ -314,11 +286,12 @@ def _int32_remark(accuracy: Accuracy) -> str:
 
 def _samples(
     args: argparse.Namespace, source: SourceModel, program: LoadedProgram
-) -> list[list[Any]]:
+) -> Iterable[Sample]:
     import torch
 
+    from coreml_delegate.scripts.inputs.data_sets import DataSet, Sample
     from coreml_delegate.scripts.inputs.input_files import read_inputs
-    from coreml_delegate.scripts.inputs.sampling import generator, resample
+    from coreml_delegate.scripts.inputs.sampling import resampled
 
     ports = [port for port in program.inputs if port.is_tensor]
     count = sum(isinstance(leaf, torch.Tensor) for leaf in source.leaves)
@@ -330,9 +303,29 @@ def _samples(
         )
     if args.input:
         read = iter(read_inputs(args.input, ports))
-        return [[next(read) if isinstance(n, torch.Tensor) else n for n in source.leaves]]
-    random = generator(args.seed)
-    return [[resample(leaf, random) for leaf in source.leaves] for _ in range(args.samples)]
+        return [Sample([next(read) if isinstance(n, torch.Tensor) else n for n in source.leaves])]
+    if args.data_set is not None:
+        return DataSet(args.data_set, source, limit=args.samples)
+    random = resampled(source.leaves, args.samples or SAMPLES, args.seed)
+    return [Sample(leaves) for leaves in random]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _hits(accuracy: Accuracy) -> dict[str, Any]:
+    """Return what is known where classes are, for JSON."""
+    if not accuracy.hits.rows:
+        return {}
+    found = {"program": accuracy.hits, "model": accuracy.model_hits}
+    return {
+        "accuracy": {
+            "rows": accuracy.hits.rows,
+            **{f"{who}_top1": hits.top1 for who, hits in found.items()},
+            **{f"{who}_top5": hits.top5 for who, hits in found.items()},
+        }
+    }
 
 
 def print_results(
@@ -358,6 +351,8 @@ def print_results(
                 "sqnr_db": accuracy.sqnr_db,
                 "max_abs_error": accuracy.max_abs_error,
                 "top1_agreement": accuracy.top1_agreement,
+                "top5_agreement": accuracy.top5_agreement,
+                **_hits(accuracy),
                 "nan": accuracy.nan,
                 "beyond_int32": accuracy.beyond_int32,
             }
@@ -370,20 +365,27 @@ def print_results(
             content["operations"] = [asdict(operation) for operation in operations]
         console.write_json(content)
         return
-    rows = [("output", "SQNR", "max abs error", "top-1 agreement")]
+    rows = [("output", "SQNR", "max abs error", "top-1 agreement", "top-5 agreement")]
     for name, accuracy in results.items():
-        top1 = accuracy.top1_agreement
         equal = accuracy.sqnr_db == math.inf
         rows.append(
             (
                 name,
                 "equal" if equal else f"{accuracy.sqnr_db:.1f} dB",
                 f"{accuracy.max_abs_error:.3g}",
-                "-" if top1 is None else f"{top1:.1%}",
+                _percent(accuracy.top1_agreement),
+                _percent(accuracy.top5_agreement),
             )
         )
     console.write(console.columns(rows))
     for name, accuracy in results.items():
+        hits, model = accuracy.hits, accuracy.model_hits
+        if hits.rows:
+            console.write(
+                f"{name}: of {hits.rows} labels, top-1 {_percent(hits.top1)} (model "
+                f"{_percent(model.top1)}), top-5 {_percent(hits.top5)} (model "
+                f"{_percent(model.top5)})"
+            )
         if accuracy.nan:
             console.write(f"{name}: {accuracy.nan} values are NaN in both")
     if operations is not None:

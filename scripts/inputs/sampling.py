@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,3 +55,10 @@ def resample(example: Any, random: torch.Generator) -> Any:
     integral = not example.dtype.is_floating_point and example.numel()
     high = max(int(example.max()), 1) if integral and example.dtype is not torch.bool else 1
     return random_tensor(example.dtype, example.shape, random, high=high)
+
+
+def resampled(leaves: Sequence[Any], count: int, seed: int) -> Iterator[list[Any]]:
+    """Yield random inputs like ``leaves``, ``count`` times; see ``resample``."""
+    random = generator(seed)
+    for _ in range(count):
+        yield [resample(leaf, random) for leaf in leaves]

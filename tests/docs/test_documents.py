@@ -72,6 +72,10 @@ def _checkpoint(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+def _sweep(path: Path) -> None:
+    path.write_text('repeat = 0\n[models.net]\nsource = "model:net"\n')
+
+
 def _stablehlo(path: Path) -> None:
     row = jax.ShapeDtypeStruct((4,), np.float32)
     path.write_bytes(jax.export.export(jax.jit(jax.numpy.tanh))(row).serialize())
@@ -83,6 +87,7 @@ GIVEN: Mapping[str, Callable[[Path], None]] = MappingProxyType(
         "photos": _photos,
         "checkpoint": _checkpoint,
         "model.jax": _stablehlo,
+        "sweep.toml": _sweep,
     }
 )
 """A reader's own files, which pages name and do not make."""
@@ -152,7 +157,9 @@ def _options_of_the_command() -> set[str]:
 
 
 # Options of other programs that pages name.
-OTHERS = frozenset({"--markdown", "--results", "--rounds", "--only", "--no-footprints"})
+OTHERS = frozenset(
+    {"--nthreads", "--markdown", "--results", "--rounds", "--only", "--no-footprints"}
+)
 
 
 def test_options_that_pages_name_exist() -> None:

@@ -205,7 +205,7 @@ def test_calibration_data_that_do_not_fit_are_refused(files, message, capsys):
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("nothing", "no such calibration data: got 'nothing', expected a folder, FILE.npz or"),
+        ("nothing", "no such calibration data: got 'nothing', expected a folder, FILE.npz"),
         ("none.npz", "no such calibration file: got none.npz"),
         ("no_such_module:f", "no such Python module: got 'no_such_module', expected a folder"),
         (f"{MODELS}:failing", f"{MODELS}:failing fails: got ValueError: no data"),

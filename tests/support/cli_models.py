@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -375,3 +376,37 @@ def stalling_calibration():
 
     quantize_pt2e.prepare_pt2e = stall
     return sensitive()
+
+
+def ending():
+    """A model whose process is killed while it is loaded."""
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def endless():
+    """A model whose loading says that it has begun, by ``$STALLED``, and does not end."""
+    Path(os.environ["STALLED"]).touch()
+    time.sleep(600)
+
+
+def insatiable():
+    """A model that takes memory until it is stopped."""
+    held = []
+    while True:
+        held.append(torch.ones(10_000_000))
+        time.sleep(0.02)
+
+
+def stalling_once():
+    """A model whose first loading says that it has begun, by ``$STALLED``, and does not end."""
+    stalled = Path(os.environ["STALLED"])
+    if not stalled.exists():
+        stalled.write_text(str(os.getppid()))
+        time.sleep(600)
+    return tiny()
+
+
+def ending_its_parent():
+    """A model that ends the process that has started this one."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)

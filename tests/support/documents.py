@@ -25,7 +25,7 @@ COMMAND = "coreml-delegate"
 RUN = ("python", "sh")
 """Languages of blocks that are run."""
 
-SHOWN = ("text", "json", "cmake")
+SHOWN = ("text", "json", "cmake", "toml")
 """Languages of blocks that are read: what a program prints, or files."""
 
 WRITTEN = ("jax-support.md", "op-support.md", "regressions.md")

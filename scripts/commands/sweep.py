@@ -1,0 +1,200 @@
+"""``coreml-delegate sweep``: many models with many options, each in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+from collections import Counter
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coreml_delegate.errors import OptionError, ProgramError, near_matches
+from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts.commands import Command
+
+if TYPE_CHECKING:
+    from coreml_delegate.scripts.sweeping.fronts import Earlier
+    from coreml_delegate.scripts.sweeping.jobs import Job
+    from coreml_delegate.scripts.sweeping.records import ResultFolder, Row
+    from coreml_delegate.scripts.sweeping.sweep_file import Skipped, SweepFile
+    from coreml_delegate.scripts.sweeping.sweeps import Runner
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "file", type=Path, metavar="FILE.toml", help="models, options and limits of the sweep"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="folder of the results, which may have some (default: FILE_sweep, next to FILE.toml)",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="NAME",
+        help="run the jobs of this name, with wildcards; a model's name for all of its jobs; "
+        "repeatable",
+    )
+    parser.add_argument(
+        "--jobs", type=arguments.positive, metavar="N", help="jobs at a time (default: the file's)"
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--scheduler",
+        metavar="tcp://HOST:PORT",
+        help="run the jobs on the workers of this dask scheduler",
+    )
+    where.add_argument(
+        "--workers",
+        type=arguments.positive,
+        metavar="N",
+        help="run the jobs on N dask workers of this machine",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print what there is to do, without doing it"
+    )
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="DIR",
+        help="folder of an earlier sweep: print the differences from it too",
+    )
+    parser.add_argument(
+        "--retry-failed", action="store_true", help="run jobs again that did not end well"
+    )
+    parser.add_argument(
+        "--keep-programs", action="store_true", help="leave the .pte of every job in DIR/programs"
+    )
+    arguments.add_json(parser)
+    parser.set_defaults(refuse_usage=parser.error)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    from coreml_delegate.scripts.sweeping import sweep_file
+    from coreml_delegate.scripts.sweeping.fronts import Earlier
+    from coreml_delegate.scripts.sweeping.job_process import require_limits
+    from coreml_delegate.scripts.sweeping.records import ResultFolder, Row, read_results
+    from coreml_delegate.scripts.sweeping.sweeps import Sweep
+
+    file = sweep_file.read(args.file)
+    require_limits(file.limits)
+    jobs = _chosen(file.jobs, args.only)
+    folder = ResultFolder(args.output or args.file.with_name(f"{args.file.stem}_sweep"))
+    if folder.path.exists() and not folder.path.is_dir():
+        raise OptionError("output is not a folder", got=str(folder.path))
+    earlier = None if args.compare is None else Earlier(read_results(args.compare))
+    with console.step("Reading what the jobs read"):
+        sweep = Sweep(file, jobs, folder, keep_programs=args.keep_programs)
+    if args.list:
+        for job, missing in sweep.missing(retry=args.retry_failed):
+            console.write(f"{job.name}: {missing or 'there already'}")
+        return 0
+    with _runner(args, file) as runner:
+        records = sweep.run(runner, retry=args.retry_failed)
+    rows = [Row.of(job, record) for job, record in zip(jobs, records, strict=True)]
+    skipped = file.skipped if args.only is None else ()
+    _write(args, folder, rows, skipped, earlier)
+    failed = sum(not row.record.is_done for row in rows)
+    if failed:
+        raise ProgramError(f"{failed} of {len(rows)} jobs have no result", got=_reasons(rows))
+    return 0
+
+
+@contextmanager
+def _runner(args: argparse.Namespace, file: SweepFile) -> Generator[Runner]:
+    """Yield what runs the jobs."""
+    from coreml_delegate.scripts.sweeping.sweeps import run_here
+
+    if args.scheduler is None and args.workers is None:
+        yield run_here(file, args.jobs or file.parallel)
+        return
+    try:
+        from coreml_delegate.scripts.sweeping.cluster import Cluster, connected
+    except ModuleNotFoundError as error:
+        if error.name not in ("dask", "distributed"):
+            raise
+        raise OptionError(
+            "workers need dask.distributed", remedy="pip install 'coreml-delegate[cluster]'"
+        ) from None
+    if args.jobs is not None:
+        args.refuse_usage(
+            "--jobs is for this machine; a worker has one job for each of its threads"
+        )
+    with connected(args.scheduler, args.workers or 1) as client:
+        wants_programs = args.keep_programs or file.repeat > 0
+        yield Cluster(client, file.folder, file.limits, wants_programs=wants_programs).run
+
+
+def _chosen(jobs: Sequence[Job], names: Sequence[str] | None) -> list[Job]:
+    """Return the jobs of these names, and of models of these names; all if there are none.
+
+    Raises:
+        OptionError: A name is that of no job.
+    """
+    if names is None:
+        return list(jobs)
+    chosen: set[str] = set()
+    for name in names:
+        found = {job.name for job in jobs if _is_called(job, name)}
+        if not found:
+            known = [each for job in jobs for each in (job.label, job.name)]
+            raise OptionError(
+                "no job of that name", got=repr(name), expected=near_matches(name, known)
+            )
+        chosen |= found
+    return [job for job in jobs if job.name in chosen]
+
+
+def _is_called(job: Job, name: str) -> bool:
+    # The brackets of a job's name are no wildcards.
+    return any(
+        fnmatch.fnmatchcase(each, name.replace("[", "[[]")) for each in (job.label, job.name)
+    )
+
+
+def _write(
+    args: argparse.Namespace,
+    folder: ResultFolder,
+    rows: Sequence[Row],
+    skipped: Sequence[Skipped],
+    earlier: Earlier | None,
+) -> None:
+    from coreml_delegate.scripts.sweeping.page import to_html
+    from coreml_delegate.scripts.sweeping.table import to_table
+
+    page = to_html(
+        rows,
+        title=args.file.stem,
+        skipped=skipped,
+        earlier=earlier,
+        compared=str(args.compare),
+    )
+    folder.write_results(rows, page)
+    if args.json:
+        document = [row.as_dict() for row in rows]
+        console.write_json({"jobs": document, "skipped": {s.name: s.reason for s in skipped}})
+    else:
+        console.write(to_table(rows, skipped, earlier))
+
+
+def _reasons(rows: Sequence[Row]) -> str:
+    ended = Counter(row.record.status for row in rows if not row.record.is_done)
+    return ", ".join(f"{count} {status.value}" for status, count in ended.items())
+
+
+COMMAND = Command(
+    name="sweep",
+    summary="lower models with many options, and compare size, speed and accuracy",
+    description="Lower every model of a file with every combination of its options, each in a "
+    "process of its own, and compare size, latency, accuracy and what Core ML takes. What the "
+    "folder of results has already is not run again.",
+    add_arguments=add_arguments,
+    run=run,
+)

@@ -1,0 +1,44 @@
+"""A program beside the model it was made from, on the same inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from coreml_delegate.errors import ProgramError
+from coreml_delegate.runtime.accuracy import Accuracy, Int32Watch
+from coreml_delegate.scripts.inputs.data_sets import Sample
+from coreml_delegate.scripts.programs import LoadedProgram
+from coreml_delegate.source_model import SourceModel, copy_inputs
+
+
+def compare(
+    source: SourceModel, program: LoadedProgram, samples: Iterable[Sample]
+) -> dict[str, Accuracy]:
+    """Compare a program with its model.
+
+    Args:
+        source: The model.
+        program: The program.
+        samples: Inputs of several calls, iterated once and not kept.
+
+    Returns:
+        Accuracy over all samples, by output name.
+
+    Raises:
+        ProgramError: Their outputs differ in number or in shape.
+        CoreMLDelegateError: Either refuses the inputs.
+    """
+    results: dict[str, Accuracy] = {}
+    for sample in samples:
+        actual = program.run(copy_inputs(sample.leaves))
+        with Int32Watch() as watch:
+            expected = program.expected_of(source.execute(sample.leaves))
+        if len(actual) != len(expected):
+            raise ProgramError(
+                "program and model have different numbers of outputs",
+                got=str(len(actual)),
+                expected=str(len(expected)),
+            )
+        for (name, got), want in zip(actual.items(), expected, strict=True):
+            results.setdefault(name, Accuracy()).add(want, got, watch.first, sample.labels)
+    return results

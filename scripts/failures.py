@@ -1,0 +1,31 @@
+"""Messages for a user whose input or machine made a command fail."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from coreml_delegate.errors import CoreMLDelegateError
+
+KINDS: Final = (CoreMLDelegateError, OSError, MemoryError, RuntimeError)
+"""The exceptions that ``message`` may explain."""
+
+_ALLOCATOR: Final = "DefaultCPUAllocator"
+"""Part of the message of the ``RuntimeError`` that torch raises if it runs out of memory."""
+
+
+def is_of_memory(error: Exception) -> bool:
+    """Whether the machine ran out of memory."""
+    memory = isinstance(error, MemoryError) or _ALLOCATOR in str(error)
+    return memory and not isinstance(error, CoreMLDelegateError)
+
+
+def message(error: Exception) -> str | None:
+    """Return the message for the user; None for an error that may be a bug of ours."""
+    if is_of_memory(error):
+        details = str(error).rpartition(_ALLOCATOR)[2].strip(": ")
+        return f"this machine does not have enough memory{f': {details}' if details else ''}"
+    if not isinstance(error, CoreMLDelegateError | OSError):
+        return None
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return str(error)

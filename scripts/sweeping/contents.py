@@ -1,0 +1,273 @@
+"""The content that a job reads: files with their digests, and the versions of what computes.
+
+The files of a Python module are itself, and those that its import statements lead to. They are
+found by reading the statements, without running any. Beside the file of the sweep, all of these
+count; of an installed package, its own modules. Imports by other means, such as ``importlib``, are
+not seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Final
+
+from coreml_delegate.caches import source_digest
+from coreml_delegate.errors import OptionError
+from coreml_delegate.scripts.sweeping.jobs import CONFIG_SUFFIX, Job
+
+_DISTRIBUTIONS: Final = (
+    "coremltools",
+    "executorch",
+    "numpy",
+    "openvino",
+    "torch",
+    "torchao",
+    "torchvision",
+)
+_OWN: Final = "coreml_delegate"
+_PYTHON: Final = ".py"
+_PROCESSORS: Final = Path("/proc/cpuinfo")
+
+
+@functools.cache
+def environment() -> Mapping[str, str]:
+    """Return the versions of all that computes a result, and the digest of this package."""
+    return {
+        _OWN: source_digest(_OWN),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        **{name: _version(name) for name in _DISTRIBUTIONS},
+    }
+
+
+@functools.cache
+def machine() -> str:
+    """Return the processor of this machine and how many of its cores may be used."""
+    return f"{next(_processors(), platform.machine())}, {usable_cores()} cores"
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _processors() -> Iterator[str]:
+    """Yield the names of the processor that the system tells, the best first."""
+    with contextlib.suppress(OSError):  # only Linux has the file
+        for line in _PROCESSORS.read_text().splitlines():
+            label, _, name = line.partition(":")
+            if label.strip() == "model name":
+                yield name.strip()
+    if name := platform.processor():
+        yield name
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """What one value of a job stands for.
+
+    Attributes:
+        files: The files and folders, by the names that imports give them; a path alone is by its
+            last name.
+        root: The folder that modules are imported from; None for a path.
+    """
+
+    files: Mapping[str, Path]
+    root: Path | None = None
+
+    def digests(self) -> list[str]:
+        """Return digests of the contents; the name of a path does not count."""
+        if self.root is None:
+            return [digest(path) for path in self.files.values()]
+        return [f"{name} {digest(path)}" for name, path in self.files.items()]
+
+
+def read_by(job: Job, folder: Path) -> dict[str, Input]:
+    """Return what a job reads, by the attribute of model or options that names it.
+
+    Args:
+        job: The job.
+        folder: That of the sweep's file.
+
+    Raises:
+        OptionError: A file does not exist.
+    """
+    model = job.model
+    values = {name: getattr(model, name) for name in ("source", "weights", "calibration", "data")}
+    if job.options.quantize.endswith(CONFIG_SUFFIX):
+        values["quantize"] = job.options.quantize
+    return {
+        name: found
+        for name, value in values.items()
+        if value is not None and (found := _input(value, folder)).files
+    }
+
+
+def with_paths(job: Job, paths: Mapping[str, str]) -> Job:
+    """Return a job that reads other paths, given by the attribute of model or options."""
+    of_model = {name: path for name, path in paths.items() if name != "quantize"}
+    of_options = {name: path for name, path in paths.items() if name == "quantize"}
+    return replace(
+        job,
+        model=replace(job.model, **of_model),
+        options=replace(job.options, **of_options),
+    )
+
+
+def key(job: Job, folder: Path) -> str:
+    """Return the digest of all that a job's result depends on: 64 hexadecimal digits.
+
+    Names of jobs and models do not count, nor where files are.
+
+    Raises:
+        OptionError: A file that the job reads does not exist.
+    """
+    read = read_by(job, folder)
+    job = with_paths(job, {name: "" for name, found in read.items() if found.root is None})
+    described = {
+        "model": asdict(job.model),
+        "options": asdict(job.options),
+        "contents": {name: found.digests() for name, found in read.items()},
+        "environment": environment(),
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def digest(path: Path) -> str:
+    """Return a digest of a file, or of all files below a folder with their names."""
+    if path.is_dir():
+        total = hashlib.sha256()
+        for file in files_below(path):
+            total.update(f"{file.relative_to(path).as_posix()}\0{digest(file)}\n".encode())
+        return total.hexdigest()
+    status = path.stat()
+    return _digest(path, status.st_size, status.st_mtime_ns)
+
+
+@functools.cache
+def _digest(path: Path, _size: int, _changed: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def files_below(folder: Path) -> list[Path]:
+    """Return the files below a folder in order, hidden ones left out."""
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and not any(p.startswith(".") for p in path.relative_to(folder).parts)
+    )
+
+
+def _input(value: str, folder: Path) -> Input:
+    """Return what ``MODULE:NAME``, a file or a folder stands for."""
+    module, separator, name = value.partition(":")
+    if (folder / value).exists() or not (separator and name):
+        path = _existing(value, folder)
+        return Input({path.name: path})
+    if module == "torchvision":
+        return Input({})
+    root, follows = _root(module, folder)
+    files = module_files(root, module, inside=follows)
+    return Input({path.relative_to(root).as_posix(): path for path in files}, root)
+
+
+def _existing(value: str, folder: Path) -> Path:
+    path = folder / value
+    if not path.exists():
+        raise OptionError("no such file or folder", got=value, expected=f"a path from {folder}")
+    return path
+
+
+def _root(module: str, folder: Path) -> tuple[Path, str]:
+    """Return the folder that a module is imported from, and the package to remain in."""
+    top = module.partition(".")[0]
+    if _located(folder, module):
+        return folder, ""
+    spec = PathFinder.find_spec(top, [path for path in sys.path if path])
+    if spec is None or (spec.origin is None and not spec.submodule_search_locations):
+        raise OptionError("no such Python module", got=repr(module), expected=f"one in {folder}")
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations))).parent, top
+    return Path(str(spec.origin)).parent, top
+
+
+def module_files(root: Path, module: str, *, inside: str = "") -> list[Path]:
+    """Return the files of a module and of those that it imports, directly or not, below a folder.
+
+    Args:
+        root: Folder that modules are imported from.
+        module: Full name of the first.
+        inside: Package outside of which imports are not followed; empty for none.
+    """
+    found: dict[Path, None] = {}
+    waiting = [module]
+    seen = set(waiting)
+    while waiting:
+        for name, path in _located(root, waiting.pop()):
+            if path in found:
+                continue
+            found[path] = None
+            package = name if path.name == f"__init__{_PYTHON}" else name.rpartition(".")[0]
+            for imported in _imports(path, package):
+                if imported not in seen and (imported + ".").startswith(
+                    f"{inside}." if inside else ""
+                ):
+                    seen.add(imported)
+                    waiting.append(imported)
+    return sorted(found)
+
+
+def _located(root: Path, module: str) -> list[tuple[str, Path]]:
+    """Return the files that importing a module runs, with the names of their modules."""
+    found: list[tuple[str, Path]] = []
+    place, name = root, ""
+    for part in module.split("."):
+        name = f"{name}.{part}".removeprefix(".")
+        if (place / part).is_dir():
+            place /= part
+            initial = place / f"__init__{_PYTHON}"
+            found += [(name, initial)] if initial.is_file() else []
+        elif (file := place / f"{part}{_PYTHON}").is_file():
+            return [*found, (name, file)]
+        else:
+            break
+    return found
+
+
+def _imports(path: Path, package: str) -> Iterator[str]:
+    """Yield the modules that the import statements of a file may name."""
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as error:
+        raise OptionError(f"{path} is no Python module", got=str(error)) from error
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".") if package else []
+            base = parts[: len(parts) - node.level + 1] if node.level else []
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            yield name
+            yield from (f"{name}.{alias.name}".removeprefix(".") for alias in node.names)

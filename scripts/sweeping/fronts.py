@@ -1,0 +1,200 @@
+"""The measures of a row, differences between two sweeps, and fronts of unbeaten rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from coreml_delegate.scripts import console
+from coreml_delegate.scripts.sweeping.records import Record, Row
+
+_Name = TypeVar("_Name", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A number that a record may have.
+
+    Attributes:
+        title: Head of its column.
+        value: Returns it, or None.
+        text: Returns a value for a reader.
+        difference: Returns the difference between an earlier value and a later one for a reader.
+        optional: Whether a column without any value is left out.
+    """
+
+    title: str
+    value: Callable[[Record], float | None]
+    text: Callable[[float], str]
+    difference: Callable[[float, float], str]
+    optional: bool = False
+
+
+def _in_result(name: str) -> Callable[[Record], float | None]:
+    def value(record: Record) -> float | None:
+        found = record.result.get(name)
+        return None if found is None else float(found)  # infinity is text in JSON
+
+    return value
+
+
+def _in_coverage(name: str) -> Callable[[Record], float | None]:
+    return lambda record: record.result["coverage"][name] if record.is_done else None
+
+
+def _delegated(record: Record) -> float | None:
+    if not record.is_done:
+        return None
+    coverage = record.result["coverage"]
+    return 1 - coverage["cpu_nodes"] / coverage["nodes"] if coverage["nodes"] else 1.0
+
+
+def _latency(record: Record) -> float | None:
+    return None if record.latency is None else record.latency.get("median_ms")
+
+
+def _relative(before: float, after: float) -> str:
+    return f"{(after - before) / before:+.1%}" if before else f"{after - before:+g}"
+
+
+def _decibels(value: float) -> str:
+    return "equal" if value == math.inf else f"{value:.1f} dB"
+
+
+def _more_decibels(before: float, after: float) -> str:
+    return f"{0.0 if before == after else after - before:+.1f} dB"
+
+
+def _whole(value: float) -> str:
+    return f"{value:.0f}"
+
+
+def _more(before: float, after: float) -> str:
+    return f"{after - before:+.0f}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _points(before: float, after: float) -> str:
+    return f"{100 * (after - before):+.1f} points"
+
+
+SIZE: Final = Measure(
+    "size", _in_result("program_bytes"), lambda value: console.size(int(value)), _relative
+)
+LATENCY: Final = Measure("latency", _latency, lambda value: f"{value:.3f} ms", _relative)
+SQNR: Final = Measure("SQNR", _in_result("sqnr_db"), _decibels, _more_decibels)
+MEASURES: Final = (
+    SIZE,
+    LATENCY,
+    SQNR,
+    *(
+        Measure(title, _in_result(title.replace("-", "").replace(" ", "_")), _share, _points, True)
+        for title in ("top-1 agreement", "top-5 agreement", "top-1 accuracy", "top-5 accuracy")
+    ),
+    Measure("delegated", _delegated, _share, _points),
+    Measure("partitions", _in_coverage("partitions"), _whole, _more),
+    Measure("CPU nodes", _in_coverage("cpu_nodes"), _whole, _more),
+    Measure(
+        "lowering",
+        lambda record: record.cost.get("lower_seconds"),
+        lambda value: f"{value:.1f} s",
+        _relative,
+    ),
+)
+"""The measures of tables, in their order."""
+
+COSTS: Final = (SIZE, LATENCY)
+"""The measures that a front weighs against SQNR."""
+
+
+def columns(rows: Sequence[Row]) -> list[Measure]:
+    """Return the measures that a table of these rows shows."""
+    return [
+        m for m in MEASURES if not m.optional or any(m.value(r.record) is not None for r in rows)
+    ]
+
+
+def unbeaten(points: Mapping[_Name, tuple[float, float]]) -> set[_Name]:
+    """Return the names of the points that no other point beats.
+
+    Args:
+        points: A cost, of which less is better, and a gain, of which more is. A point is beaten by
+            one that is better in either and as good in the other.
+    """
+    found: set[_Name] = set()
+    best = -math.inf
+    cost_of_best = math.inf
+    for name, (cost, gain) in sorted(points.items(), key=lambda item: (item[1][0], -item[1][1])):
+        if not found or gain > best or (gain, cost) == (best, cost_of_best):
+            found.add(name)
+            best, cost_of_best = gain, cost
+    return found
+
+
+def points_of(rows: Sequence[Row], cost: Measure) -> dict[str, tuple[float, float]]:
+    """Return cost and SQNR of the rows that have both, by name."""
+    points: dict[str, tuple[float, float]] = {}
+    for row in rows:
+        spent, gain = cost.value(row.record), SQNR.value(row.record)
+        if spent is not None and gain is not None:
+            points[row.name] = (spent, gain)
+    return points
+
+
+def by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows of each model, by its name."""
+    models: dict[str, list[Row]] = {}
+    for row in rows:
+        models.setdefault(row.label, []).append(row)
+    return models
+
+
+def fronts(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Return the titles of the costs on whose front a row is, by name; fronts are of one model."""
+    found: dict[str, list[str]] = {row.name: [] for row in rows}
+    for same in by_model(rows).values():
+        for cost in COSTS:
+            for name in unbeaten(points_of(same, cost)):
+                found[name].append(cost.title)
+    return found
+
+
+class Earlier:
+    """The rows of an earlier sweep, found by model and options.
+
+    Args:
+        rows: The rows.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = {_identity(row): row for row in rows}
+
+    def differences(self, row: Row, measures: Sequence[Measure]) -> list[str]:
+        """Return the difference of each of these measures from the earlier row, for a reader."""
+        earlier = self._rows.get(_identity(row))
+        if earlier is None:
+            return ["new", *[""] * (len(measures) - 1)]
+        told: list[str] = []
+        for measure in measures:
+            before, after = measure.value(earlier.record), measure.value(row.record)
+            if before is None or after is None:
+                told.append("")
+            else:
+                told.append(measure.difference(before, after))
+        if earlier.record.status is not row.record.status:
+            told[0] = f"was {earlier.record.status.value}"
+        return told
+
+    def gone(self, rows: Sequence[Row]) -> list[str]:
+        """Return the names of the earlier rows that are not among these."""
+        now = {_identity(row) for row in rows}
+        return [row.name for identity, row in self._rows.items() if identity not in now]
+
+
+def _identity(row: Row) -> tuple[object, ...]:
+    return row.label, *sorted(row.options.items())

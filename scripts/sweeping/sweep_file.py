@@ -1,0 +1,336 @@
+"""The file of a sweep, in TOML.
+
+Its keys::
+
+    timeout = 600               # seconds that a job may take
+    memory = "4G"               # bytes that a job may hold, on Linux
+    jobs = 2                    # jobs at a time
+    repeat = 10                 # runs that the latency is the median of; 0 for no latency
+
+    [models.NAME]               # any number of them
+    source = "MODULE:FACTORY"   # and what else ``Model`` has
+    options = {...}             # for this model, in place of those for all
+
+    [options]                   # lists, of which every combination becomes a job
+    precision = ["float16", "float32"]
+    quantize = ["none", "int8-weight"]
+    target = ["auto"]
+    engine = ["auto"]
+
+    [[exclude]]                 # combinations to leave out: model, and options, each one value
+    quantize = "int8-weight"
+
+``samples``, ``seed``, ``data``, ``calibration`` and ``calibration_samples`` above the tables hold
+for models that do not set their own. Paths are relative to the folder of the file, and modules are
+imported from there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+from coreml_delegate import option_checks
+from coreml_delegate.errors import OptionError, near_matches
+from coreml_delegate.formats.entry_cache import parse_size
+from coreml_delegate.option_checks import Check, instance, positive, refused
+from coreml_delegate.quantization import QuantizationAssignment, mode_of
+from coreml_delegate.scripts.sweeping.jobs import (
+    AXES,
+    CONFIG_SUFFIX,
+    NONE,
+    Job,
+    Model,
+    Options,
+    check_engine,
+    check_precision,
+    check_quantize,
+    check_target,
+    obstacle,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a job may take.
+
+    Attributes:
+        seconds: Time on the wall; None for any.
+        memory: Bytes of resident memory; None for any.
+    """
+
+    seconds: float | None = None
+    memory: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A combination that is no job, because its options exclude each other.
+
+    Attributes:
+        name: As a job's.
+        reason: Why, for a reader.
+    """
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SweepFile:
+    """A file that was read and checked.
+
+    Attributes:
+        folder: The file's own, absolute.
+        jobs: In the order of the file.
+        skipped: Combinations that are no jobs.
+        limits: What a job may take.
+        parallel: Jobs at a time.
+        repeat: Runs that a latency is the median of; 0 for no latency.
+    """
+
+    folder: Path
+    jobs: tuple[Job, ...]
+    skipped: tuple[Skipped, ...]
+    limits: Limits
+    parallel: int
+    repeat: int
+
+
+def read(path: Path) -> SweepFile:
+    """Read the file of a sweep.
+
+    Raises:
+        OptionError: It cannot be read, a key or a value is not accepted, or no job is left.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionError(f"cannot read {path}", got=str(error)) from error
+    try:
+        return _read(document, path.resolve().parent)
+    except OptionError as error:
+        raise OptionError(
+            f"{path}: {error.what}", got=error.got, expected=error.expected, remedy=error.remedy
+        ) from error
+
+
+def _read(document: dict[str, Any], folder: Path) -> SweepFile:
+    _check_table("", document, _TOP)
+    if not document.get("models"):
+        raise OptionError(
+            "there is no model", expected='[models.NAME] with source = "MODULE:FACTORY"'
+        )
+    excluded = document.get("exclude", [])
+    for entry in excluded:
+        _check_table("[[exclude]] ", entry, _EXCLUDED)
+        _check_label(entry.get("model"), document["models"])
+    jobs: list[Job] = []
+    skipped: list[Skipped] = []
+    for job in _combinations(document):
+        if any(_matches(job, entry) for entry in excluded):
+            continue
+        reason = _obstacle(job, folder)
+        if reason is None:
+            jobs.append(job)
+        else:
+            skipped.append(Skipped(job.name, reason))
+    if not jobs:
+        raise OptionError(
+            "no job is left",
+            got="; ".join(f"{each.name}: {each.reason}" for each in skipped[:3])
+            or "every combination is excluded",
+        )
+    memory = document.get("memory")
+    return SweepFile(
+        folder,
+        tuple(jobs),
+        tuple(skipped),
+        Limits(document.get("timeout"), None if memory is None else parse_size(memory)),
+        document.get("jobs", 1),
+        document.get("repeat", 10),
+    )
+
+
+def _combinations(document: Mapping[str, Any]) -> Iterator[Job]:
+    """Yield every model with every combination of its options."""
+    common = {name: document[name] for name in _COMMON if name in document}
+    for label, table in document["models"].items():
+        where = f"[models.{label}] "
+        _check_table(where, table, _MODEL)
+        if "source" not in table:
+            raise OptionError(f"{where}has no source", expected='source = "MODULE:FACTORY"')
+        described = common | table
+        listed = document.get("options", {}) | described.pop("options", {})
+        axes = {name: listed[name] for name in AXES if name in listed}
+        shapes = tuple(map(tuple, described.pop("input_shape", [])))
+        model = Model(input_shape=shapes, **described)
+        for values in itertools.product(*axes.values()):
+            chosen = dict(zip(axes, values, strict=True))
+            choice = f"[{'-'.join(values)}]" if values else ""
+            yield Job(f"{label}{choice}", label, model, Options(**chosen))
+
+
+def _matches(job: Job, entry: Mapping[str, str]) -> bool:
+    own = {"model": job.label, **{name: getattr(job.options, name) for name in AXES}}
+    return all(own[name] == value for name, value in entry.items())
+
+
+def assignment_of(options: Options, folder: Path) -> QuantizationAssignment | None:
+    """Return the quantization that options name, or None.
+
+    Raises:
+        OptionError: A file cannot be read.
+    """
+    if options.quantize == NONE:
+        return None
+    if options.quantize.endswith(CONFIG_SUFFIX):
+        return QuantizationAssignment.read(folder / options.quantize)
+    return QuantizationAssignment(mode_of(options.quantize))
+
+
+def _obstacle(job: Job, folder: Path) -> str | None:
+    assignment = assignment_of(job.options, folder)
+    if assignment is not None and assignment.activations and job.model.calibration is None:
+        raise OptionError(
+            f"{job.label} has no calibration data",
+            got=f"{job.options.quantize}, which quantizes activations",
+            remedy="Set calibration to a folder, FILE.npz or MODULE:FACTORY",
+        )
+    return obstacle(job.options, assignment)
+
+
+def _check_table(where: str, table: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
+    """Check the keys and values of a table, which messages call ``where``."""
+    for name, value in table.items():
+        if name not in checks:
+            raise OptionError(
+                f"{where}unknown key", got=repr(name), expected=near_matches(name, checks)
+            )
+        try:
+            checks[name](name, value)
+        except OptionError as error:
+            raise OptionError(
+                f"{where}{error.what}",
+                got=error.got,
+                expected=error.expected,
+                remedy=error.remedy,
+            ) from error
+
+
+def _check_label(label: str | None, models: Mapping[str, Any]) -> None:
+    if label is not None and label not in models:
+        raise OptionError(
+            "[[exclude]] names no model", got=repr(label), expected=near_matches(label, models)
+        )
+
+
+_text: Final = instance(str, "text")
+_table: Final = instance(dict, "a table")
+
+
+def _seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise refused(name, "must be a positive number of seconds", value)
+
+
+def _size(name: str, value: Any) -> None:
+    if not isinstance(value, str) or parse_size(value) is None:
+        raise refused(name, "must be a size in bytes", value, expected="text such as 500M or 2G")
+
+
+def _natural(name: str, value: Any) -> None:
+    option_checks.integer(name, value)
+    if value < 0:
+        raise refused(name, "must be at least 0", value)
+
+
+def _shapes(name: str, value: Any) -> None:
+    option_checks.list_of("shapes such as [1, 3, 224, 224]", list)(name, value)
+    for shape in value:
+        for size in shape:
+            positive(name, size)
+
+
+def _tables(name: str, value: Any) -> None:
+    option_checks.list_of("tables", dict)(name, value)
+
+
+def _each(check: Check) -> Check:
+    """Return a check that the value is a list without repetition whose items ``check`` accepts."""
+
+    def check_each(name: str, value: Any) -> None:
+        option_checks.list_of("text", str)(name, value)
+        items = cast("list[str]", value)
+        if not items:
+            raise refused(name, "must not be empty", items)
+        for item in items:
+            check(name, item)
+        if len(set(items)) < len(items):
+            raise refused(name, "must not repeat a value", items)
+
+    return check_each
+
+
+def _models(name: str, value: Any) -> None:
+    _table(name, value)
+    for label, table in value.items():
+        _table(f"[models.{label}]", table)
+
+
+def _one(check: Check) -> Check:
+    """Return a check that the value is text that ``check`` accepts."""
+
+    def check_one(name: str, value: Any) -> None:
+        _text(name, value)
+        check(name, value)
+
+    return check_one
+
+
+_CHOICES: Final[Mapping[str, Check]] = {
+    "precision": check_precision,
+    "quantize": check_quantize,
+    "target": check_target,
+    "engine": check_engine,
+}
+_OPTIONS: Final = {name: _each(check) for name, check in _CHOICES.items()}
+
+
+def _options(name: str, value: Any) -> None:
+    _table(name, value)
+    _check_table("[options] ", value, _OPTIONS)
+
+
+_COMMON: Final[Mapping[str, Check]] = {
+    "seed": _natural,
+    "calibration": _text,
+    "data": _text,
+    "calibration_samples": positive,
+    "samples": positive,
+}
+_MODEL: Final[Mapping[str, Check]] = {
+    "source": _text,
+    "weights": _text,
+    "input_shape": _shapes,
+    "options": _options,
+    **_COMMON,
+}
+_EXCLUDED: Final[Mapping[str, Check]] = {
+    "model": _text,
+    **{name: _one(check) for name, check in _CHOICES.items()},
+}
+_TOP: Final[Mapping[str, Check]] = {
+    "models": _models,
+    "options": _options,
+    "exclude": _tables,
+    "timeout": _seconds,
+    "memory": _size,
+    "jobs": positive,
+    "repeat": _natural,
+    **_COMMON,
+}

@@ -92,7 +92,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_neox": Family(
         "GPT-NeoX, Pythia", "parallel layers, stacked projections", positions="rotary, partial"
     ),
-    "gpt2": Family("GPT-2", "stacked projections", positions="learnt", quick=True),
+    "gpt2": Family("GPT-2", "stacked projections", positions="learnt"),
     "gpt_bigcode": Family("SantaCoder, StarCoder", "one key head", positions="learnt"),
     "opt": Family(
         "OPT",
@@ -101,7 +101,7 @@ FAMILIES: Mapping[str, Family] = {
         positions="learnt",
     ),
     "biogpt": Family("BioGPT", "scaled embeddings", positions="learnt"),
-    "bloom": Family("BLOOM", "a norm of embeddings", positions="ALiBi", copies=True, quick=True),
+    "bloom": Family("BLOOM", "a norm of embeddings", positions="ALiBi", copies=True),
     "falcon": Family(
         "Falcon",
         "one key head",

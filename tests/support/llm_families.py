@@ -60,7 +60,7 @@ class Family:
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("Llama 1 to 3, SmolLM 1 and 2", "scaled rotation", _LLAMA_3, quick=True),
     "mistral": Family("Mistral 7B", "", _WINDOW, window="all"),
-    "ministral": Family("Ministral 8B", "", _WINDOW, window="all"),
+    "ministral": Family("Ministral 8B", "", {**_WINDOW, "head_dim": 8}, window="all"),
     "ministral3": Family("Ministral 3", "queries scaled by position", _HEAD),
     "qwen2": Family("Qwen 2, Qwen 2.5", "biases of queries, keys and values"),
     "qwen3": Family("Qwen 3", "norms of queries and keys", _HEAD),
@@ -94,13 +94,6 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gpt2": Family("GPT-2", "stacked projections", positions="learnt"),
     "gpt_bigcode": Family("SantaCoder, StarCoder", "one key head", positions="learnt"),
-    "opt": Family(
-        "OPT",
-        "ReLU",
-        {"word_embed_proj_dim": 32, "ffn_dim": 48},
-        positions="learnt",
-    ),
-    "biogpt": Family("BioGPT", "scaled embeddings", positions="learnt"),
     "bloom": Family("BLOOM", "a norm of embeddings", positions="ALiBi", copies=True),
     "falcon": Family(
         "Falcon",
@@ -128,13 +121,6 @@ FAMILIES: Mapping[str, Family] = {
         "scaled embeddings",
         {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4},
         positions="sines",
-        copies=True,
-    ),
-    "mpt": Family(
-        "MPT",
-        "stacked projections; the context has to be shorter by a chunk",
-        {"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 128},
-        positions="ALiBi",
         copies=True,
     ),
     "stablelm": Family("StableLM", "layer norms", positions="rotary, partial"),

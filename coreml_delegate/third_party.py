@@ -8,6 +8,8 @@ Core ML's protobuf messages are had without the seconds that ``import coremltool
 generated modules in the coremltools wheel need only protobuf, but importing them by their own name
 runs ``coremltools/__init__``, which loads every converter. Under an alias they load in about a
 tenth of a second; protobuf keeps one class per message, so they are coremltools' own classes.
+
+Transformers imports torchvision, whose wheel for CUDA cannot be imported beside a torch for CPUs.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import cache
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +36,11 @@ logger = logging.getLogger(__name__)
 
 _PROTO_ALIAS = "_coreml_delegate_proto"
 _ITEM = "- "
+_MISSING_OPS = "operator torchvision::nms does not exist"
+_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
 
 # logger -> messages of its import that are dropped
 _NOISE = {
@@ -103,6 +112,83 @@ class _Drop(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return self._pattern.match(record.getMessage()) is None
+
+
+@cache
+def transformers() -> Any:
+    """The ``transformers`` module, with what its language models import, imported without noise.
+
+    Raises:
+        OptionError: Transformers is not installed.
+    """
+    with quiet_import(), torchvision_importable():
+        try:
+            module = importlib.import_module("transformers")
+        except ModuleNotFoundError as error:
+            if error.name != "transformers":
+                raise
+            raise OptionError(
+                "language models need the transformers package",
+                remedy="pip install 'coreml-delegate[llm]'",
+            ) from None
+        importlib.import_module("transformers.modeling_utils")
+        return module
+
+
+@contextmanager
+def torchvision_importable() -> Generator[None]:
+    """Make torchvision importable next to a CPU-only torch, for all imports in this block.
+
+    A wheel built for CUDA cannot load its operators there, and its Python code then fails because
+    the operators it refers to are not declared. Only in that case they are declared here; no model
+    outside ``torchvision.models.detection`` calls them. Models of other libraries import
+    torchvision too, those of transformers for example.
+    """
+    finder = _TorchvisionFinder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _TorchvisionFinder(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find torchvision, with a loader that declares its operators if necessary."""
+        del target  # which is for reloading
+        spec = PathFinder.find_spec(fullname, path) if fullname == "torchvision" else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _TorchvisionLoader(spec, spec.loader)
+        return spec
+
+
+class _TorchvisionLoader(Loader):
+    def __init__(self, spec: ModuleSpec, loader: Loader) -> None:
+        self._spec = spec
+        self._loader = loader
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module by its own loader, which it keeps from then on."""
+        self._spec.loader = module.__loader__ = self._loader
+        try:
+            self._loader.exec_module(module)
+        except RuntimeError as error:
+            if _MISSING_OPS not in str(error):
+                raise
+            _declare_operators()
+            self._loader.exec_module(module)
+
+
+@cache
+def _declare_operators() -> Any:
+    # Cached, because the declarations vanish with the object.
+    torch: Any = importlib.import_module("torch")
+    library = torch.library.Library("torchvision", "DEF")
+    for schema in _SCHEMAS:
+        library.define(schema)
+    return library
 
 
 @cache

@@ -19,12 +19,14 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from coreml_delegate.errors import OptionError
-from coreml_delegate.llm.decoder import MASKED, Decoder, Segment
+from coreml_delegate.errors import LoweringError, OptionError
+from coreml_delegate.llm.attention import Call, Segment
+from coreml_delegate.llm.caches import kept_caches, new_rows, passed_caches
+from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.layout import DECODE, FORWARD, PREFILL, CacheKind, Layout
 from coreml_delegate.lowering import lower_methods
 from coreml_delegate.partition import CoreMLPartitioner
-from coreml_delegate.third_party import quiet_import
+from coreml_delegate.third_party import quiet_import, wrap_errors
 
 # The stubs of torch do not have int4.
 _DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("int4", "int8")}
@@ -45,7 +47,7 @@ def quantize_weights(decoder: Decoder, *, linear: str, embedding: str, group: in
     Raises:
         OptionError: Groups do not divide a layer.
     """
-    tied = decoder.settings.tied
+    tied = decoder.tied
 
     def is_linear(module: nn.Module) -> bool:
         return isinstance(module, nn.Linear) and not (tied and module is decoder.head)
@@ -68,6 +70,9 @@ def export_methods(decoder: Decoder, layout: Layout) -> dict[str, ExportedProgra
     Args:
         decoder: In eval mode.
         layout: Kind of the caches, chunk and context.
+
+    Raises:
+        LoweringError: ``torch.export`` cannot capture the model.
     """
     # Two tensors, because torch.export takes inputs that are the same object for one input.
     position, last = torch.tensor([0]), torch.tensor([0])
@@ -81,9 +86,9 @@ def export_methods(decoder: Decoder, layout: Layout) -> dict[str, ExportedProgra
         token = torch.zeros(1, 1, dtype=torch.long)
         methods = {
             DECODE: (Decode(decoder), (token, position, caches)),
-            PREFILL: (Prefill(decoder, layout.chunk), (chunk, position, last, caches)),
+            PREFILL: (Prefill(decoder), (chunk, position, last, caches)),
         }
-    with torch.no_grad():
+    with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
         return {
             name: torch.export.export(module.eval(), inputs)
             for name, (module, inputs) in methods.items()
@@ -105,54 +110,27 @@ def lower(
     return lower_methods(methods, partitioner, layout.constants())
 
 
-class PassedCaches:
-    """Memory in caches that are inputs of the call; collects new keys and values as outputs.
-
-    Args:
-        past: Keys and values of each layer in turn, each [1, kv_heads, S, head_dim].
-    """
-
-    def __init__(self, past: Sequence[torch.Tensor]) -> None:
-        self._past = past
-        self.new: list[torch.Tensor] = []
-
-    def extend(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Sequence[Segment]:
-        """See ``Memory``."""
-        self.new += [keys, values]
-        return (self._past[2 * layer], self._past[2 * layer + 1]), (keys, values)
-
-
 class _Method(nn.Module):
-    causal: torch.Tensor
-
-    def __init__(self, decoder: Decoder, length: int) -> None:
+    def __init__(self, decoder: Decoder) -> None:
         super().__init__()
         self.decoder = decoder
-        self.register_buffer(
-            "causal", torch.full((length, length), MASKED).triu(1), persistent=False
-        )
 
     def _advance(
-        self, tokens: torch.Tensor, position: torch.Tensor, caches: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        length, context = tokens.shape[1], caches[0].shape[2]
-        empty = torch.arange(context) >= position
-        past = (empty.to(self.causal.dtype) * MASKED).unsqueeze(0).expand(length, context)
-        memory = PassedCaches(caches)
-        hidden = self.decoder.hidden(
-            tokens,
-            position + torch.arange(length),
-            torch.cat((past, self.causal), dim=-1),
-            memory,
+        self,
+        tokens: torch.Tensor,
+        position: torch.Tensor,
+        caches: Sequence[torch.Tensor],
+        last: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        call, decoder = Call(), self.decoder
+        cache = passed_caches(
+            decoder.layers, caches, position, call, length=tokens.shape[1], placed=decoder.placed
         )
-        return hidden, memory.new
+        return (decoder.advance(tokens, position, cache, call, last), *new_rows(cache))
 
 
 class Decode(_Method):
     """Method ``decode``: one token."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__(decoder, 1)
 
     def forward(
         self, tokens: torch.Tensor, position: torch.Tensor, caches: Sequence[torch.Tensor]
@@ -164,8 +142,7 @@ class Decode(_Method):
             position: [1], int64: how many tokens the caches hold.
             caches: Keys and values of each layer in turn, each [1, kv_heads, S, head_dim].
         """
-        hidden, new = self._advance(tokens, position, caches)
-        return (self.decoder.logits(hidden[:, 0]), *new)
+        return self._advance(tokens, position, caches)
 
 
 class Prefill(_Method):
@@ -186,28 +163,7 @@ class Prefill(_Method):
             last: [1], int64: index of the last token.
             caches: As for ``Decode``.
         """
-        hidden, new = self._advance(tokens, position, caches)
-        return (self.decoder.logits(hidden.index_select(1, last)[:, 0]), *new)
-
-
-class KeptCaches:
-    """Memory in buffers of a module; writes new keys and values at their positions.
-
-    Args:
-        module: Has the buffers.
-        positions: Positions of the call's tokens, [L], integers.
-    """
-
-    def __init__(self, module: Forward, positions: torch.Tensor) -> None:
-        self._module = module
-        self._positions = positions
-
-    def extend(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Sequence[Segment]:
-        """See ``Memory``."""
-        caches = self._module.caches(layer)
-        for cache, new in zip(caches, (keys, values), strict=True):
-            cache[:, :, self._positions] = new
-        return (caches,)
+        return self._advance(tokens, position, caches, last)
 
 
 class Forward(nn.Module):
@@ -220,11 +176,10 @@ class Forward(nn.Module):
     def __init__(self, decoder: Decoder, length: int, context: int) -> None:
         super().__init__()
         self.decoder = decoder
-        settings = decoder.settings
-        shape = (1, settings.kv_heads, context + length - 1, settings.head_dim)
-        for layer in range(settings.layers):
-            for kind in ("keys", "values"):
-                self.register_buffer(f"{kind}_{layer}", torch.zeros(shape))
+        for index, layer in enumerate(decoder.layers):
+            segment = layer.zeros(layer.rows(context, length - 1))
+            for kind, empty in zip(("keys", "values"), segment, strict=True):
+                self.register_buffer(f"{kind}_{index}", empty)
 
     def caches(self, layer: int) -> Segment:
         """Return the keys and values of a layer."""
@@ -240,18 +195,14 @@ class Forward(nn.Module):
             position: [1], int64: how many tokens came before.
             last: [1], int64: index of the last token.
         """
-        positions = position + torch.arange(tokens.shape[1])
-        keys, _ = self.caches(0)
-        later = torch.arange(keys.shape[2]) > positions.unsqueeze(1)
-        mask = later.to(keys.dtype) * MASKED
-        hidden = self.decoder.hidden(tokens, positions, mask, KeptCaches(self, positions))
-        return self.decoder.logits(hidden.index_select(1, last)[:, 0])
+        decoder = self.decoder
+        buffers = [self.caches(index) for index in range(len(decoder.layers))]
+        cache = kept_caches(decoder.layers, buffers, position, length=tokens.shape[1])
+        return decoder.advance(tokens, position, cache, Call(), last)
 
 
 def _caches(decoder: Decoder, context: int) -> list[torch.Tensor]:
-    settings = decoder.settings
-    shape = (1, settings.kv_heads, context, settings.head_dim)
-    return [torch.zeros(shape) for _ in range(2 * settings.layers)]
+    return [empty for layer in decoder.layers for empty in layer.zeros(layer.rows(context, 0))]
 
 
 def _quantize(

@@ -252,8 +252,7 @@ class Generator:
             results = self._run(self.layout.methods[-1], [chunk, at, last, *self._caches])
         logits, *new = results
         for cache, values in zip(self._caches, new, strict=True):
-            rows = cache.narrow(2, self._position, count)
-            rows.copy_(values.narrow(2, 0, count))
+            _write_rows(cache, values, self._position, count)
         self._position += count
         return logits
 
@@ -267,3 +266,17 @@ class Generator:
         specs = [spec for spec in given if isinstance(spec, TensorSpec)]
         require_memory(sum(spec.nbytes for spec in specs), "the caches")
         return [torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs]
+
+
+def _write_rows(cache: torch.Tensor, values: torch.Tensor, position: int, count: int) -> None:
+    """Write the first ``count`` rows of a call, beginning in row ``position`` modulo all rows."""
+    rows = cache.shape[2]
+    kept = min(count, rows)
+    start = (position + count - kept) % rows
+    before_end = min(kept, rows - start)
+    for to, at, size in (
+        (start, count - kept, before_end),
+        (0, count - kept + before_end, kept - before_end),
+    ):
+        if size:
+            cache.narrow(2, to, size).copy_(values.narrow(2, at, size))

@@ -17,7 +17,7 @@ DECODE = "decode"
 PREFILL = "prefill"
 FORWARD = "forward"
 
-_VERSION = 1  # of the inputs and outputs of the methods
+_VERSION = 2  # of the inputs and outputs of the methods
 
 
 class CacheKind(enum.Enum):

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     if (args.checkpoint is None) == (args.random is None):
         args.refuse_usage("exactly one is required: CHECKPOINT, or --random CONFIG.json")
     check_output(args.output, force=args.force)
-    with console.step("Importing ExecuTorch and coremltools"):
+    with console.step("Importing ExecuTorch, coremltools and transformers"):
         from coreml_delegate.llm.export import export_methods, lower, quantize_weights
     with console.step("Loading the model"):
         decoder, layout = _model(args)
@@ -123,39 +123,37 @@ def _model(args: argparse.Namespace) -> tuple[Decoder, Layout]:
         CONFIG,
         end_tokens,
         load_decoder,
+        most_context,
         random_decoder,
+        read_config,
     )
-    from coreml_delegate.llm.config import Config
-    from coreml_delegate.llm.families import family_of, read_settings
     from coreml_delegate.llm.layout import CacheKind, Layout
 
     folder: Path | None = args.checkpoint
     if folder is not None and not folder.is_dir():
         raise OptionError("no such checkpoint folder", got=str(folder))
-    config = Config.load(args.random if folder is None else folder / CONFIG)
-    family = family_of(config)
-    settings = read_settings(config, family, args.context or _CONTEXT)
-    context = args.context or min(settings.max_context, _CONTEXT)
-    if context > settings.max_context:
+    config = read_config(args.random if folder is None else folder / CONFIG)
+    most = most_context(config)
+    context = args.context or min(most, _CONTEXT)
+    if context > most:
         raise OptionError(
             "the context is longer than the model was made for",
             got=f"--context {context}",
-            expected=f"at most {settings.max_context}",
+            expected=f"at most {most}",
         )
-    chunk = min(args.prefill_chunk or _CHUNK[args.cache], context)
-    options = {"positions": context + chunk, "safe_norms": args.precision == "float16"}
+    options = {"context": context, "safe_norms": args.precision == "float16"}
     decoder = (
-        random_decoder(settings, args.seed, **options)
+        random_decoder(config, args.seed, **options)
         if folder is None
-        else load_decoder(folder, settings, family, **options)
+        else load_decoder(folder, config, **options)
     )
     layout = Layout(
-        vocabulary=settings.vocabulary,
+        vocabulary=decoder.vocabulary,
         context=context,
-        chunk=chunk,
+        chunk=min(args.prefill_chunk or _CHUNK[args.cache], context),
         cache=CacheKind(args.cache),
-        bos=settings.bos,
-        eos=settings.eos if folder is None else end_tokens(folder, settings),
+        bos=decoder.bos,
+        eos=end_tokens(config, folder),
     )
     return decoder, layout
 
@@ -212,10 +210,9 @@ def _report(
 
 
 def _print(document: dict[str, Any], decoder: Decoder, layout: Layout) -> None:
-    settings = decoder.settings
     rows: list[tuple[str, str]] = [
-        ("parameters", f"{document['parameters']:,} in {settings.layers} layers"),
-        ("vocabulary", f"{settings.vocabulary:,} tokens"),
+        ("parameters", f"{document['parameters']:,} in {len(decoder.layers)} layers"),
+        ("vocabulary", f"{layout.vocabulary:,} tokens"),
         ("context", f"{layout.context:,} tokens, caches as {layout.cache.value}"),
         ("chunk", f"{layout.chunk:,} tokens a call"),
         *(
@@ -230,8 +227,8 @@ def _print(document: dict[str, Any], decoder: Decoder, layout: Layout) -> None:
 COMMAND = Command(
     name="export-llm",
     summary="lower a language model to a .pte that generates text",
-    description="Lower a decoder of the Llama, Mistral, Qwen, Gemma or Phi families, from a local "
-    "checkpoint folder or with random weights, to a .pte for coreml-delegate generate.",
+    description="Lower a language model of transformers, from a local checkpoint folder or with "
+    "random weights, to a .pte for coreml-delegate generate.",
     add_arguments=add_arguments,
     run=run,
 )

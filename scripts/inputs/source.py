@@ -18,7 +18,7 @@ from coreml_delegate.scripts.inputs import vision
 from coreml_delegate.scripts.inputs.sampling import generator, random_tensor
 from coreml_delegate.scripts.stablehlo_files import is_stablehlo
 from coreml_delegate.source_model import SourceModel
-from coreml_delegate.third_party import describe_error, wrap_errors
+from coreml_delegate.third_party import describe_error, torchvision_importable, wrap_errors
 
 FORMS = "torchvision:NAME, MODULE:FACTORY or FILE.pt2"
 _SHOWN = 3  # names listed in a message
@@ -162,7 +162,7 @@ def importable_from_here() -> Generator[None]:
     """
     sys.path.insert(0, "")
     try:
-        with vision.torchvision_importable():
+        with torchvision_importable():
             yield
     finally:
         sys.path.remove("")

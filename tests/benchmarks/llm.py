@@ -31,23 +31,23 @@ from rich.table import Table  # noqa: E402
 
 from benchmarks.footprint import resident  # noqa: E402
 from benchmarks.timing import Turn, race  # noqa: E402
-from coreml_delegate.llm.decoder import DecoderSettings, Rotary  # noqa: E402
 from coreml_delegate.llm.layout import DECODE, PREFILL, CacheKind, Layout  # noqa: E402
 
-SETTINGS = DecoderSettings(
-    vocabulary=16384,
-    dim=768,
-    layers=12,
-    heads=12,
-    kv_heads=4,
-    head_dim=64,
-    hidden=2048,
-    max_context=1024,
-    norm_eps=1e-6,
-    rotary=Rotary(10000.0, 64),
-    tied=True,
+CONFIG: Mapping[str, Any] = MappingProxyType(
+    {
+        "vocab_size": 16384,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    }
 )
-LAYOUT = Layout(SETTINGS.vocabulary, 1024, 64, CacheKind.IO)
+"""Of a Llama."""
+LAYOUT = Layout(CONFIG["vocab_size"], 1024, 64, CacheKind.IO)
 POSITION = 128
 """Tokens in the caches when a call is timed."""
 
@@ -73,36 +73,37 @@ class Contender:
 def decoder(*, safe_norms: bool = False) -> Any:
     """The model, the same every time."""
     from coreml_delegate.llm.checkpoint import random_decoder
+    from coreml_delegate.third_party import transformers
 
-    positions = LAYOUT.context + LAYOUT.chunk
-    return random_decoder(SETTINGS, 0, positions=positions, safe_norms=safe_norms)
+    config = transformers().AutoConfig.for_model("llama", **CONFIG)
+    return random_decoder(config, 0, context=LAYOUT.context, safe_norms=safe_norms)
 
 
 def inputs() -> Mapping[str, list[torch.Tensor]]:
     """Inputs of the timed call of each method."""
     random = torch.Generator().manual_seed(0)
-    shape = (1, SETTINGS.kv_heads, LAYOUT.context, SETTINGS.head_dim)
-    caches = [torch.zeros(shape) for _ in range(2 * SETTINGS.layers)]
+    width = CONFIG["hidden_size"] // CONFIG["num_attention_heads"]
+    shape = (1, CONFIG["num_key_value_heads"], LAYOUT.context, width)
+    caches = [torch.zeros(shape) for _ in range(2 * CONFIG["num_hidden_layers"])]
     for cache in caches:
         cache[:, :, :POSITION].normal_(generator=random)
-    tokens = torch.randint(SETTINGS.vocabulary, (1, LAYOUT.chunk), generator=random)
+    tokens = torch.randint(LAYOUT.vocabulary, (1, LAYOUT.chunk), generator=random)
     at, last = torch.tensor([POSITION]), torch.tensor([LAYOUT.chunk - 1])
     return {DECODE: [tokens[:, :1], at, *caches], PREFILL: [tokens, at, last, *caches]}
 
 
-def modules() -> Mapping[str, torch.nn.Module]:
-    """The methods as modules."""
-    from coreml_delegate.llm.export import Decode, Prefill
+def modules() -> Mapping[str, Any]:
+    """The methods as modules, as exported."""
+    from coreml_delegate.llm.export import export_methods
 
-    shared = decoder()
-    return {DECODE: Decode(shared).eval(), PREFILL: Prefill(shared, LAYOUT.chunk).eval()}
+    return {name: made.module() for name, made in export_methods(decoder(), LAYOUT).items()}
 
 
 def _eager(_: Path, threads: int, change: Callable[[Any], Any] = lambda m: m) -> dict[str, Call]:
     torch.set_num_threads(threads)
     calls: dict[str, Call] = {}
     for name, module in modules().items():
-        count = len(inputs()[name]) - 2 * SETTINGS.layers
+        count = len(inputs()[name]) - 2 * CONFIG["num_hidden_layers"]
         run, given = change(module), inputs()[name]
         args = (*given[:count], given[count:])
         calls[name] = torch.no_grad()(lambda run=run, args=args: run(*args))

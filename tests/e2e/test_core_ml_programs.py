@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from support import core_ml
+from support.checkpoints import CONFIG, tiny_model
 from support.kept_and_flexible import Counting, counting_steps, lower_stateful
 from support.lowering import fp32_specs, lower, lower_unchecked
 from support.multimethod import IOS18, Layers, linear, lower_methods, specs, two
@@ -22,8 +23,7 @@ from torch import nn
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
 from coreml_delegate.compile_options import Precision
 from coreml_delegate.errors import BlobFormatError, InputError, UnsupportedOpError
-from coreml_delegate.llm.checkpoint import random_decoder
-from coreml_delegate.llm.decoder import DecoderSettings, Rotary
+from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.export import export_methods
 from coreml_delegate.llm.export import lower as lower_decoder
 from coreml_delegate.llm.generator import Generator
@@ -191,27 +191,16 @@ def _counting():
     return lower_stateful(Counting())
 
 
-SETTINGS = DecoderSettings(
-    vocabulary=31,
-    dim=16,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=4,
-    hidden=24,
-    max_context=16,
-    norm_eps=1e-6,
-    rotary=Rotary(100.0, 4),
-)
+def _tiny_decoder() -> Decoder:
+    return Decoder(tiny_model("llama", max_position_embeddings=16), context=16)
 
 
 @functools.cache
 def _decoder():
-    layout = Layout(SETTINGS.vocabulary, 16, 4, CacheKind.STATE)
+    layout = Layout(CONFIG["vocab_size"], 16, 4, CacheKind.STATE)
     specs = fp32_specs(minimum_deployment_target=Opset.iOS18)
     partitioner = CoreMLPartitioner(compile_specs=specs, lower_full_graph=True)
-    decoder = random_decoder(SETTINGS, 0, positions=32)
-    return lower_decoder(export_methods(decoder, layout), layout, partitioner).buffer
+    return lower_decoder(export_methods(_tiny_decoder(), layout), layout, partitioner).buffer
 
 
 @on_a_mac
@@ -219,7 +208,7 @@ def test_a_language_model():
     tokens = [3, 14, 15, 9, 26, 5, 7]
     generator = Generator.load(_decoder(), engine="coreml")
     with torch.no_grad():
-        expected = random_decoder(SETTINGS, 0, positions=32)(torch.tensor([tokens]))[0]
+        expected = _tiny_decoder()(torch.tensor([tokens]))[0]
     for _ in range(2):
         generator.reset()
         actual = [generator.feed(tokens[:5]), generator.feed(tokens[5:6]), generator.feed([7])]

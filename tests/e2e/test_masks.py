@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from executorch.exir import to_edge_transform_and_lower
-from support.checkpoints import CONFIG, import_transformers
+from support.checkpoints import CONFIG
 from support.partitioned import delegate_functions
 from support.tolerances import SQNR_FP16, SQNR_FP32, sqnr_db
 from torch import nn
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
 from coreml_delegate.compile_options import Precision
 from coreml_delegate.targets import Opset
+from coreml_delegate.third_party import transformers
 
 LOWEST = torch.finfo(torch.float32).min
 SQNR = {Precision.FLOAT16: SQNR_FP16, Precision.FLOAT32: SQNR_FP32}
@@ -162,14 +163,14 @@ def test_what_stays_in_fp32_keeps_its_range() -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_padded_batch_of_transformers(attention: str) -> None:
     """In fp16, which has not the number it hides tokens with; in one partition."""
-    transformers = import_transformers()
-    config = transformers.LlamaConfig(**CONFIG, attn_implementation=attention)
+    library = transformers()
+    config = library.LlamaConfig(**CONFIG, attn_implementation=attention)
 
     class Hidden(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.model = transformers.LlamaModel(config)
+            self.model = library.LlamaModel(config)
 
         def forward(self, ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
             found = self.model(input_ids=ids, attention_mask=tokens, use_cache=False)

@@ -147,6 +147,6 @@ def test_a_layout_is_read_as_it_was_written(layout):
 def test_programs_without_a_language_model_are_refused():
     with pytest.raises(ProgramError, match=r"got no method get_cache_kind\. Export it with"):
         Layout.read(("forward", "get_vocab_size"), lambda name: [0])
-    constants = {**LAYOUT.constants(), "get_llm_layout_version": 2}
-    with pytest.raises(ProgramError, match="got layout 2, expected layout 1"):
+    constants = {**LAYOUT.constants(), "get_llm_layout_version": 1}
+    with pytest.raises(ProgramError, match="got layout 1, expected layout 2"):
         Layout.read(tuple(constants), lambda name: outputs(constants[name]))

@@ -179,8 +179,8 @@ def make():
 
 _LOADING = """
 import sys
+from coreml_delegate import third_party
 from coreml_delegate.errors import OptionError
-from coreml_delegate.scripts.inputs import vision
 from coreml_delegate.scripts.inputs import source
 finders = list(sys.meta_path)
 try:
@@ -189,7 +189,7 @@ try:
     print(loaded.input_names, type(torchvision.__spec__.loader).__name__, end=" ")
 except OptionError as error:
     print(error, end=" ")
-print(vision._declare_operators.cache_info().misses, sys.meta_path == finders)
+print(third_party._declare_operators.cache_info().misses, sys.meta_path == finders)
 """
 
 

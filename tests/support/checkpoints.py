@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from coreml_delegate.scripts.inputs.vision import import_torchvision
+from coreml_delegate.third_party import transformers
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 97,
@@ -23,14 +23,6 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def import_transformers() -> Any:
-    """The module transformers."""
-    import_torchvision()  # which transformers imports, and cannot by itself beside a CPU torch
-    import transformers
-
-    return transformers
-
-
 def save(
     folder: Path,
     model_type: str,
@@ -40,15 +32,25 @@ def save(
     **changes: Any,
 ) -> Any:
     """Save a model of transformers; returns it, in fp32 and eval mode."""
-    transformers = import_transformers()
-    transformers.utils.logging.disable_progress_bar()
-    config = transformers.AutoConfig.for_model(model_type, **{**CONFIG, **changes})
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    random = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            # Norms and biases too: what is one or zero would hide that it is not used.
-            noise = torch.randn(parameter.shape, generator=random)
-            parameter.copy_(0.2 * noise if parameter.dim() > 1 else parameter + 0.1 * noise)
-        model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    model = tiny_model(model_type, **changes)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
     return model.float()
+
+
+@torch.no_grad()
+def tiny_model(model_type: str, **changes: Any) -> Any:
+    """A model of transformers with eager attention, in fp32 and eval mode."""
+    library = transformers()
+    library.utils.logging.disable_progress_bar()
+    config = library.AutoConfig.for_model(model_type, **{**CONFIG, **changes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = library.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
+    random = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        # Norms and biases too: what is one or zero would hide that it is not used.
+        noise = torch.randn(parameter.shape, generator=random)
+        parameter.copy_(0.2 * noise if parameter.dim() > 1 else parameter + 0.1 * noise)
+    return model.eval().requires_grad_(False)

@@ -13,28 +13,34 @@ from torch import nn
 from torch.nn import functional
 
 from coreml_delegate.llm.checkpoint import random_decoder
-from coreml_delegate.llm.decoder import Decoder, DecoderSettings, Rotary
+from coreml_delegate.llm.decoder import Decoder
+from coreml_delegate.third_party import transformers
 
 END = 0
 """The byte that ends a text."""
 
 CONTEXT = 128
-SETTINGS = DecoderSettings(
-    vocabulary=256,
-    dim=96,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=24,
-    hidden=192,
-    max_context=CONTEXT,
-    norm_eps=1e-6,
-    rotary=Rotary(10000.0, 24),
-    tied=True,
-    eos=(END,),
-)
 _HELD_OUT = 8  # one in so many strings is not trained on
 _BATCH, _LENGTH = 16, 64
+
+
+def untrained(*, safe_norms: bool = False) -> Decoder:
+    """The model before training, the same every time."""
+    config = transformers().AutoConfig.for_model(
+        "llama",
+        vocab_size=256,
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=END,
+    )
+    return random_decoder(config, 0, context=CONTEXT, safe_norms=safe_norms)
 
 
 @functools.cache
@@ -60,9 +66,9 @@ def _docstrings(path: Path) -> list[str]:
 @functools.cache
 def trained(steps: int = 160) -> Decoder:
     """The model after training, the same every time; not to be modified."""
-    decoder = random_decoder(SETTINGS, seed=0, positions=2 * CONTEXT).requires_grad_(True)
+    decoder = untrained().requires_grad_(True)
     with torch.no_grad():
-        for linear in (m for m in decoder.layers.modules() if isinstance(m, nn.Linear)):
+        for linear in (m for m in decoder.model.model.modules() if isinstance(m, nn.Linear)):
             linear.weight.mul_(5)  # random weights are made for wider models
     data = torch.frombuffer(bytearray(texts()[0]), dtype=torch.uint8).long()
     random = torch.Generator().manual_seed(0)

@@ -1,0 +1,108 @@
+"""Norms that cannot overflow in fp16, in place of those of a model of ``transformers``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from coreml_delegate.errors import LoweringError
+
+_WIDTH = 64  # of probes of norms without a weight
+_MAGNITUDES = (1e-3, 1.0, 30.0)
+_TOLERANCE = 1e-4
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, safe from overflow in fp16.
+
+    The largest fp16 number is 65504, so the square of an activation of 256 overflows. The safe form
+    first divides by the largest magnitude, or by the root of ``eps`` if that is larger: the divisor
+    cancels out, and no intermediate value is above 1. On devices that beats an island of fp32,
+    which the neural engine does not run.
+
+    Args:
+        weight: [..., width], or None.
+        eps: Added to the mean square.
+    """
+
+    def __init__(self, weight: torch.Tensor | None, eps: float) -> None:
+        super().__init__()
+        self.weight = None if weight is None else nn.Parameter(weight, requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [..., width]."""
+        root = self.eps**0.5
+        divisor = x.abs().amax(-1, keepdim=True).clamp(min=root)
+        x = x / divisor
+        eps = (root / divisor).square()
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        return normed if self.weight is None else normed * self.weight
+
+
+class LayerNorm(nn.Module):
+    """Layer norm as one operation of Core ML.
+
+    Args:
+        weight: [..., width], or None.
+        eps: Added to the variance.
+    """
+
+    def __init__(self, weight: torch.Tensor | None, eps: float) -> None:
+        super().__init__()
+        self.weight = None if weight is None else nn.Parameter(weight, requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [..., width]."""
+        normed = functional.layer_norm(x, x.shape[-1:], eps=self.eps)
+        return normed if self.weight is None else normed * self.weight
+
+
+def make_norms_safe(model: nn.Module) -> None:
+    """Replace the norms of a model by equal ones that are safe in fp16.
+
+    A norm is recognised by what it computes, because models differ in how they write it.
+
+    Raises:
+        LoweringError: A norm computes something else.
+    """
+    for parent, name, norm in list(_norms(model)):
+        setattr(parent, name, _safe(norm))
+
+
+def _norms(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    for parent in model.modules():
+        for name, module in parent.named_children():
+            if "Norm" in type(module).__name__ and not _is_safe(module):
+                yield parent, name, module
+
+
+def _is_safe(norm: nn.Module) -> bool:
+    """Whether a norm calls Core ML's layer norm; only that has a shape without being RMSNorm."""
+    return hasattr(norm, "normalized_shape") and not isinstance(norm, nn.RMSNorm)
+
+
+@torch.no_grad()
+def _safe(norm: nn.Module) -> nn.Module:
+    found: Any = getattr(norm, "weight", None)
+    weight = found if isinstance(found, torch.Tensor) else None
+    given = (getattr(norm, name, None) for name in ("variance_epsilon", "eps"))
+    eps = next((value for value in given if isinstance(value, float)), torch.finfo().eps)
+    shape = getattr(norm, "normalized_shape", (_WIDTH,)) if weight is None else weight.shape
+    probe = torch.randn(len(_MAGNITUDES), 2, *shape, generator=torch.Generator().manual_seed(0))
+    probe *= torch.tensor(_MAGNITUDES).view(-1, *[1] * (probe.dim() - 1))
+    expected = norm(probe)
+    for kind in (RMSNorm, LayerNorm):
+        for effective in (None,) if weight is None else (weight, 1 + weight):
+            made = kind(effective, eps)
+            if torch.allclose(made(probe), expected, rtol=_TOLERANCE, atol=_TOLERANCE):
+                return made
+    raise LoweringError(
+        f"{type(norm).__name__} is a norm whose form for float16 is not known",
+        remedy="Export with --precision float32",
+    )

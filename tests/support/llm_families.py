@@ -1,0 +1,178 @@
+"""The architectures of transformers that language models are tested with, and those refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+WINDOW = 12
+_WINDOW = {"sliding_window": WINDOW}
+_HEAD = {"head_dim": 16}
+_MIXED = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "qk_head_dim": 16,
+    "v_head_dim": 8,
+}
+_GEMMA_2 = {**_HEAD, **_WINDOW, "query_pre_attn_scalar": 16}
+_LLAMA_3 = {
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture.
+
+    Attributes:
+        models: Models that have it.
+        has: What it has that Llama has not.
+        changes: Keys of a tiny configuration that differ from ``checkpoints.CONFIG``.
+        positions: How it tells positions.
+        window: Which layers have a sliding window.
+        copies: Whether a step copies the caches, since the module attends by itself.
+        quick: Whether ``make test`` runs it.
+    """
+
+    models: str
+    has: str = ""
+    changes: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    positions: str = "rotary"
+    window: str = ""
+    copies: bool = False
+    quick: bool = False
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("Llama 1 to 3, SmolLM 1 and 2", "scaled rotation", _LLAMA_3, quick=True),
+    "mistral": Family("Mistral 7B", "", _WINDOW, window="all"),
+    "ministral": Family("Ministral 8B", "", {**_WINDOW, "head_dim": 8}, window="all"),
+    "ministral3": Family("Ministral 3", "queries scaled by position", _HEAD),
+    "qwen2": Family("Qwen 2, Qwen 2.5", "biases of queries, keys and values"),
+    "qwen3": Family("Qwen 3", "norms of queries and keys", _HEAD),
+    "gemma": Family("Gemma 1", "norms with an offset, scaled embeddings", _HEAD),
+    "gemma2": Family(
+        "Gemma 2", "soft caps of scores and logits, four norms a layer", _GEMMA_2, window="some"
+    ),
+    "gemma3_text": Family(
+        "Gemma 3",
+        "a rotation for each kind of layer, norms of queries and keys",
+        {**_GEMMA_2, **_MIXED},
+        window="some",
+        quick=True,
+    ),
+    "vaultgemma": Family("VaultGemma", "soft caps", _GEMMA_2, window="some"),
+    "phi": Family(
+        "Phi 1 to 2",
+        "parallel layers, layer norms, biases",
+        {"num_key_value_heads": 4},
+        positions="rotary, partial",
+    ),
+    "phi3": Family("Phi 3, Phi 4", "stacked projections", _WINDOW, window="all"),
+    "smollm3": Family("SmolLM 3", "layers without positions", positions="rotary, some layers"),
+    "granite": Family("Granite 3", "multipliers of embeddings, scores, layers and logits"),
+    "olmo": Family("OLMo 1", "layer norms without weights"),
+    "olmo2": Family("OLMo 2", "norms behind layers, norms of queries and keys"),
+    "olmo3": Family("OLMo 3", "norms behind layers", _MIXED, window="some"),
+    "starcoder2": Family("StarCoder 2", "layer norms, biases", _WINDOW, window="all"),
+    "gpt_neox": Family(
+        "GPT-NeoX, Pythia", "parallel layers, stacked projections", positions="rotary, partial"
+    ),
+    "gpt2": Family("GPT-2", "stacked projections", positions="learnt"),
+    "gpt_bigcode": Family("SantaCoder, StarCoder", "one key head", positions="learnt"),
+    "bloom": Family("BLOOM", "a norm of embeddings", positions="ALiBi", copies=True),
+    "falcon": Family(
+        "Falcon",
+        "one key head",
+        {"alibi": True, "new_decoder_architecture": False},
+        positions="ALiBi",
+        copies=True,
+    ),
+    "gptj": Family(
+        "GPT-J",
+        "parallel layers, neighbouring channels rotated",
+        {"rotary_dim": 4},
+        positions="rotary, partial",
+        copies=True,
+    ),
+    "codegen": Family(
+        "CodeGen",
+        "parallel layers, neighbouring channels rotated",
+        {"rotary_dim": 4},
+        positions="rotary, partial",
+        copies=True,
+    ),
+    "xglm": Family(
+        "XGLM",
+        "scaled embeddings",
+        {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4},
+        positions="sines",
+        copies=True,
+    ),
+    "stablelm": Family("StableLM", "layer norms", positions="rotary, partial"),
+    "cohere": Family("Command R", "parallel layers, layer norms, a factor of logits"),
+    "cohere2": Family(
+        "Command R7B", "parallel layers, layers without positions", _MIXED, window="some"
+    ),
+    "exaone4": Family(
+        "EXAONE 4", "norms behind layers, layers without positions", _MIXED, window="some"
+    ),
+    "glm": Family("GLM 4 9B", "neighbouring channels rotated", _HEAD, positions="rotary, partial"),
+    "glm4": Family("GLM 4 0414", "four norms a layer", _HEAD, positions="rotary, partial"),
+    "helium": Family("Helium", "neighbouring channels rotated", {"head_dim": 8}),
+    "arcee": Family("Arcee AFM", "ReLU squared, not gated"),
+    "apertus": Family("Apertus", "xIELU"),
+    "nemotron": Family(
+        "Nemotron, Minitron",
+        "ReLU squared, layer norms with an offset",
+        positions="rotary, partial",
+    ),
+    "persimmon": Family(
+        "Persimmon", "layer norms of queries and keys", positions="rotary, partial"
+    ),
+    "seed_oss": Family("Seed-OSS", "", _HEAD),
+    "hunyuan_v1_dense": Family("Hunyuan 0.5B to 7B", "norms behind the rotation", {"head_dim": 8}),
+    "ernie4_5": Family("ERNIE 4.5 0.3B", "neighbouring channels rotated", _HEAD),
+    "jais2": Family("Jais 2", "ReLU squared, layer norms"),
+    "diffllama": Family("DiffLlama", "differences of attentions"),
+    "nanochat": Family("nanochat", "norms without weights, a soft cap of logits"),
+    "hyperclovax": Family("HyperCLOVA X SEED", "multipliers"),
+    "minicpm3": Family("MiniCPM 3", "latent keys and values", _LATENT),
+    "youtu": Family("Youtu-LLM", "latent keys and values", _LATENT),
+}
+"""By ``model_type``."""
+
+REFUSED: Mapping[str, tuple[Mapping[str, Any], str, str]] = {
+    "mixtral": ({}, "MixtralExperts", "mixture of experts"),
+    "qwen3_moe": ({}, "Qwen3MoeExperts", "mixture of experts"),
+    "gpt_oss": ({}, "GptOssExperts", "mixture of experts"),
+    "granite_swa": ({}, "s_aux", "attention with sinks"),
+    "mamba": ({}, "does not compute with a cache", "no attention"),
+    "rwkv": ({}, "does not compute with a cache", "no attention"),
+    "lfm2": (
+        {"layer_types": ["conv", "full_attention"]},
+        "keeps? keys and values",
+        "convolutions between the layers with attention",
+    ),
+    "openai-gpt": ({}, "does not compute with a cache", "its module takes no cache"),
+    "gpt_neo": (
+        {"attention_types": [[["global", "local"], 1]]},
+        "does not compute with a cache",
+        "its masks have room for the context alone",
+    ),
+}
+"""By ``model_type``: changes of a configuration, what the error says, and why in short."""

@@ -50,6 +50,7 @@ def test_programs_that_return_what_torch_returns_are_saved_and_loaded(name):
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.slow
 def test_it_is_enough_to_import_the_partitioner():
     script = (
         "import io, torch; from coreml_delegate import CoreMLPartitioner\n"

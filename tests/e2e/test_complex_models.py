@@ -133,7 +133,7 @@ def lowered(case: Case, precision: str) -> tuple[nn.Module, Lowered]:
     return module, lower_unchecked(module, inputs_of(case), compile_specs=specs)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_with_complex_numbers_is_one_partition(name: str, precision: str) -> None:

@@ -274,7 +274,7 @@ class Decoder:
         return self.embed.attend(self.last(x)), cache
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize(
     "sizes",
     [

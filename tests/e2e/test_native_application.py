@@ -132,6 +132,7 @@ def test_half_precision(application: Path, cache: Path, tmp_path: Path) -> None:
     _assert_close(_outputs(_run(application, program, [x])), [module(x)], "fp16")
 
 
+@pytest.mark.slow
 def test_more_than_64_tensors(application: Path, cache: Path, tmp_path: Path) -> None:
     module = Function(lambda *xs: tuple(torch.tanh(x) for x in xs))
     inputs = tuple(torch.randn(2, 3) for _ in range(40))
@@ -285,6 +286,7 @@ _DESCRIBED = {
 }
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("kind", _DESCRIBED)
 def test_descriptions_of_anything_end_no_process(
     kind: str, application: Path, cache: Path, tmp_path: Path

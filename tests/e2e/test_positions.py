@@ -121,7 +121,7 @@ def lowered(case: Case) -> Lowered:
     return Lowered.of(edge, partitioner)
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 @pytest.mark.parametrize("name", CASES)
 def test_every_position(name: str) -> None:
     case = CASES[name]

@@ -80,7 +80,7 @@ TAKEN = {
 }
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @pytest.mark.parametrize("name", TAKEN)
 def test_weights_stay_compressed(name):
     config, bits, target = TAKEN[name]
@@ -96,6 +96,7 @@ def test_weights_stay_compressed(name):
     assert sum(sizes[2:]) < 2 * WEIGHTS
 
 
+@pytest.mark.slow
 def test_the_report_names_the_op_that_needs_the_target():
     lowered = lower(compressed(_int(4, GROUPS)), tokens())
     assert lowered.report.partitions[0].demanded_by == (
@@ -201,6 +202,7 @@ def test_partition_limits_keep_ops_that_only_core_ml_runs():
     _assert_runs(lowered, module, tokens())
 
 
+@pytest.mark.slow
 def test_constants_outside():
     for config in (_int(8, ROWS), _table(4, [16, -1])):
         module = compressed(config)

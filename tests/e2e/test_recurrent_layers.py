@@ -140,6 +140,7 @@ class Recognizer(nn.Module):
         return self.letters(x).log_softmax(-1)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(
     ("precision", "target", "bound"),
     [
@@ -172,6 +173,7 @@ class Only(nn.Module):
         return self.layer(x)[0]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(
     "options",
     [

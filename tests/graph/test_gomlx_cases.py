@@ -80,7 +80,7 @@ def _results(group: str, engine: str) -> list[list[list[np.ndarray]]]:
     return found
 
 
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("group", "number"), _CASES)
 def test_a_case_of_gomlx(group: str, number: int, engine: str) -> None:

@@ -87,6 +87,7 @@ class Calls(nn.Module):
         return {name: call(x.reshape(_SIX)).flatten() for name, call in CALLS.items()}
 
 
+@pytest.mark.slow
 def test_calls_on_tensors_of_six_dimensions_are_delegated() -> None:
     module, inputs = Calls(), (torch.linspace(-2.0, 2.0, math.prod(_SIX)).reshape(8, 12).sin(),)
     lowered = lower_unchecked(module, inputs)
@@ -163,6 +164,7 @@ def _unfolded(x: torch.Tensor) -> torch.Tensor:
     return x.unfold(1, 2, 2).unfold(2, 3, 1).reshape(n, -1, c) * 2
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("engine", ["reference", "openvino"])
 @pytest.mark.parametrize("function", [_windows, _unfolded])
 def test_windows_of_a_dynamic_batch(

@@ -96,6 +96,7 @@ def test_the_report_names_missing_kernels(
     assert {n.cpu_obstacle.code for n in report.without_kernel} == {ReasonCode.KERNEL}
 
 
+@pytest.mark.slow
 def test_every_form_of_the_report_names_missing_kernels(
     lacking: tuple[Between, bytes, DelegationReport],
 ) -> None:

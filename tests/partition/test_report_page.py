@@ -284,6 +284,7 @@ def test_a_click_shows_the_reason(small_page: Path) -> None:
     assert 'class="cpu chosen"' in after
 
 
+@pytest.mark.slow
 @needs_browser
 def test_the_section_in_the_address_is_opened(tmp_path: Path) -> None:
     path = tmp_path / "long.html"

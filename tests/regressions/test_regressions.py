@@ -50,6 +50,7 @@ def _params(flow: Flow) -> list[Any]:
     return found
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize(
     ("flow", "batch", "case"), [param for flow in _FLOWS for param in _params(flow)]
 )

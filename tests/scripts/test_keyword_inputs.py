@@ -53,6 +53,7 @@ def test_dynamic_dimensions_are_given_by_input_name(capsys):
     assert main(["verify", KEYWORDED, "a.pte", "--min-sqnr", "100"]) == 0
 
 
+@pytest.mark.slow
 def test_static_quantization_keeps_dynamic_sizes(capsys):
     options = ("--quantize", "int8-static", "--calibration", f"{MODELS}:keyword_samples")
     assert export(KEYWORDED, "--dynamic", "rows:0=1..9", *options) == 0

@@ -290,6 +290,7 @@ def test_exported_programs_are_quantized_too(capsys):
     assert "int8-channel quantizes modules, and a .pt2 has none" in capsys.readouterr().err
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["int8-weight", "int8-static"])
 def test_half_precision_models_are_quantized(mode, dtype, capsys):

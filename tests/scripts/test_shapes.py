@@ -142,6 +142,7 @@ def test_ranges_that_cannot_be_exported_are_refused(name, sizes, message, tmp_pa
     assert leftovers(tmp_path) == set()
 
 
+@pytest.mark.slow
 def test_sizes_that_executorch_fixes_are_an_error(monkeypatch, tmp_path, capsys):
     """A decomposition of ExecuTorch may fix a size; a patched lowering does so here."""
     lower = lowering.to_edge_transform_and_lower

@@ -58,7 +58,7 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family("Llama 1 to 3, SmolLM 1 and 2", "scaled rotation", _LLAMA_3, quick=True),
+    "llama": Family("Llama 1 to 3, SmolLM 1 and 2", "scaled rotation", _LLAMA_3),
     "mistral": Family("Mistral 7B", "", _WINDOW, window="all"),
     "ministral": Family("Ministral 8B", "", {**_WINDOW, "head_dim": 8}, window="all"),
     "ministral3": Family("Ministral 3", "queries scaled by position", _HEAD),

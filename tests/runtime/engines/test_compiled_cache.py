@@ -89,6 +89,7 @@ def test_without_a_folder_nothing_is_kept(chain, translations):
     assert len(translations) == 2
 
 
+@pytest.mark.slow
 def test_another_process_finds_what_this_one_has_made(chain, folder, tmp_path):
     expected = _output(_load(chain, folder))
     package = tmp_path / "chain.mlpackage"

@@ -42,6 +42,7 @@ def _model(name: str) -> str:
     return f'[models.{name}]\nsource = "{MODELS}:{name}"\n'
 
 
+@pytest.mark.slow  # README runs a sweep
 def test_jobs_give_what_export_and_verify_give(capsys):
     """The other process has one thread, and so have tests."""
     text = f"jobs = 2\nrepeat = 0\nsamples = 3\n{_CLASSIFIER}{_model('failing')}"

@@ -1,6 +1,6 @@
 """Containers of a model's inputs and results: what torch has to know of them, and their keys.
 
-``torch.export`` takes apart what ``torch.utils._pytree`` has an entry for. That are tuples, lists,
+``torch.export`` takes apart what ``torch.utils._pytree`` has an entry for: tuples, lists,
 dicts, named tuples and, by the first import of transformers' models, their outputs. Dataclasses and
 the caches of transformers are registered here when they are met. The results of functions of torch,
 such as ``torch.return_types.median``, are registered, but ``torch.export.save`` asks for a name

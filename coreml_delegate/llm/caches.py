@@ -31,7 +31,7 @@ _PLAIN = ("DynamicLayer", "DynamicSlidingWindowLayer")
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What one layer keeps of a token.
+    """Sizes of the keys and values that one layer keeps of a token.
 
     Attributes:
         keys: Heads and width of its keys.

@@ -23,7 +23,7 @@ Var: TypeAlias = Any
 """A value of a MIL program under construction."""
 
 _LSTM_GATES = (0, 1, 3, 2)
-"""Of MIL's order, input, forget, output, cell, the places in PyTorch's."""
+"""Where PyTorch has MIL's gates, which are in the order input, forget, output, cell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,6 +187,8 @@ class _Splitting:
             self._pairs[node] = _as_nodes(call, result)
         elif isinstance(result, Node):
             node.replace_all_uses_with(result)
+        elif node.users:  # real, and zero throughout
+            node.replace_all_uses_with(call.emit(ATEN.zeros_like.default, call.pair("self").node))
         self._replaced.append(node)
 
     def _constant(

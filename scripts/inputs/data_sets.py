@@ -27,9 +27,9 @@ from coreml_delegate.errors import InputError, OptionError
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.inputs import images
 from coreml_delegate.scripts.inputs.input_files import load_archive, to_tensor
-from coreml_delegate.scripts.inputs.source import find_callable, importable_from_here
+from coreml_delegate.scripts.inputs.source import find_callable, importable_from_here, load_torch
 from coreml_delegate.source_model import SourceModel
-from coreml_delegate.third_party import describe_error, wrap_errors
+from coreml_delegate.third_party import wrap_errors
 
 FORMS = "a folder, FILE.npz, FILE.safetensors or MODULE:FACTORY"
 _TORCH = frozenset({".pt", ".pth"})
@@ -474,15 +474,8 @@ def _in_order(held: Mapping[str, Any], names: Sequence[str]) -> tuple[list[Any],
 
 
 def _load_torch(file: Path) -> Mapping[str, Any]:
-    try:
-        loaded: object = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # its reader fails on foreign bytes with whatever comes first
-        raise OptionError(
-            f"cannot read tensors from {file}",
-            got=describe_error(error),
-            expected="a tensor, or several in a tuple or dict, saved by torch.save",
-        ) from error
-    return _named(loaded)
+    expected = "a tensor, or several in a tuple or dict, saved by torch.save"
+    return _named(load_torch(file, "tensors", expected))
 
 
 def _named(value: object) -> Mapping[str, Any]:

@@ -202,15 +202,27 @@ def _refuse(path: Path, what: str, names: list[str]) -> None:
         raise OptionError(f"{path} {what}", got=", ".join(names[:_SHOWN]) + more)
 
 
-def _read_torch(path: Path) -> Mapping[str, torch.Tensor]:
+def load_torch(path: Path, what: str, expected: str) -> object:
+    """Read what ``torch.save`` has written, without running code of it.
+
+    Args:
+        path: The file.
+        what: Name of the content, for the error.
+        expected: What the file should hold, for the error.
+
+    Raises:
+        OptionError: It cannot be read.
+    """
     try:
-        state: object = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # its reader fails on foreign bytes with whatever comes first
         raise OptionError(
-            f"cannot read weights from {path}",
-            got=describe_error(error),
-            expected="a state dict of tensors saved by torch.save",
+            f"cannot read {what} from {path}", got=describe_error(error), expected=expected
         ) from error
+
+
+def _read_torch(path: Path) -> Mapping[str, torch.Tensor]:
+    state = load_torch(path, "weights", "a state dict of tensors saved by torch.save")
     items = cast("Mapping[object, object]", state) if isinstance(state, Mapping) else {None: None}
     if not all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in items.items()):
         raise OptionError(

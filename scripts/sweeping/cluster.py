@@ -43,7 +43,7 @@ _SENT: Final = "_sent"  # folder for what lies outside of the sweep's
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a worker gets.
+    """A job with all that its worker has to know.
 
     Attributes:
         job: The job, with the paths that it reads on the worker.

@@ -2,8 +2,8 @@
 
 The files of a Python module are itself, and those that its import statements lead to. They are
 found by reading the statements, without running any. Beside the file of the sweep, all of these
-count; of an installed package, its own modules. Imports by other means, such as ``importlib``, are
-not seen.
+count; of an installed package, its own modules. Other installed packages that they import count by
+their versions. Imports by other means, such as ``importlib``, are not seen.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from coreml_delegate.caches import source_digest
@@ -85,22 +86,25 @@ def _version(distribution: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """What one value of a job stands for.
+    """The content behind one value of a job.
 
     Attributes:
         files: The files and folders, by the names that imports give them; a path alone is by its
             last name.
         root: The folder that modules are imported from; None for a path.
+        versions: Versions of the installed packages that the files import, by distribution.
     """
 
     files: Mapping[str, Path]
     root: Path | None = None
+    versions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def digests(self) -> list[str]:
         """Return digests of the contents; the name of a path does not count."""
         if self.root is None:
             return [digest(path) for path in self.files.values()]
-        return [f"{name} {digest(path)}" for name, path in self.files.items()]
+        files = [f"{name} {digest(path)}" for name, path in self.files.items()]
+        return files + [f"{name} {version}" for name, version in self.versions.items()]
 
 
 def read_by(job: Job, folder: Path) -> dict[str, Input]:
@@ -189,8 +193,9 @@ def _input(value: str, folder: Path) -> Input:
     if module == "torchvision":
         return Input({})
     root, follows = _root(module, folder)
-    files = module_files(root, module, inside=follows)
-    return Input({path.relative_to(root).as_posix(): path for path in files}, root)
+    files, others = module_files(root, module, inside=follows)
+    named = {path.relative_to(root).as_posix(): path for path in files}
+    return Input(named, root, _versions_of(others))
 
 
 def _existing(value: str, folder: Path) -> Path:
@@ -213,30 +218,51 @@ def _root(module: str, folder: Path) -> tuple[Path, str]:
     return Path(str(spec.origin)).parent, top
 
 
-def module_files(root: Path, module: str, *, inside: str = "") -> list[Path]:
-    """Return the files of a module and of those that it imports, directly or not, below a folder.
+def _versions_of(packages: Collection[str]) -> dict[str, str]:
+    """Return the versions of what has installed these packages, by distribution."""
+    installed = _distributions()
+    names = {name for package in packages for name in installed.get(package, ())}
+    return {name: _version(name) for name in sorted(names)}
+
+
+@functools.cache
+def _distributions() -> Mapping[str, Sequence[str]]:
+    return importlib.metadata.packages_distributions()
+
+
+def module_files(root: Path, module: str, *, inside: str = "") -> tuple[list[Path], set[str]]:
+    """Follow the imports of a module, directly or not, below a folder.
 
     Args:
         root: Folder that modules are imported from.
         module: Full name of the first.
         inside: Package outside of which imports are not followed; empty for none.
+
+    Returns:
+        The files of the module and of those that it imports, and the names of the packages that
+        are imported from elsewhere.
     """
     found: dict[Path, None] = {}
+    elsewhere: set[str] = set()
     waiting = [module]
     seen = set(waiting)
     while waiting:
-        for name, path in _located(root, waiting.pop()):
+        imported_module = waiting.pop()
+        located = _located(root, imported_module)
+        if not located:
+            elsewhere.add(imported_module.partition(".")[0])
+        for name, path in located:
             if path in found:
                 continue
             found[path] = None
             package = name if path.name == f"__init__{_PYTHON}" else name.rpartition(".")[0]
             for imported in _imports(path, package):
-                if imported not in seen and (imported + ".").startswith(
-                    f"{inside}." if inside else ""
-                ):
+                if inside and not f"{imported}.".startswith(f"{inside}."):
+                    elsewhere.add(imported.partition(".")[0])
+                elif imported not in seen:
                     seen.add(imported)
                     waiting.append(imported)
-    return sorted(found)
+    return sorted(found), elsewhere
 
 
 def _located(root: Path, module: str) -> list[tuple[str, Path]]:

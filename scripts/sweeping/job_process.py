@@ -68,7 +68,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a process does.
+    """The work of one process.
 
     Attributes:
         job: The job.

@@ -49,7 +49,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a sweep varies.
+    """The options that a sweep varies.
 
     Attributes:
         precision: Floating-point type that Core ML computes in.

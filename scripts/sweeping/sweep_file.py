@@ -56,7 +56,7 @@ from coreml_delegate.scripts.sweeping.jobs import (
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a job may take.
+    """The time and memory that a job may take.
 
     Attributes:
         seconds: Time on the wall; None for any.

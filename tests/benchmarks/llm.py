@@ -46,7 +46,7 @@ CONFIG: Mapping[str, Any] = MappingProxyType(
         "tie_word_embeddings": True,
     }
 )
-"""Of a Llama."""
+"""Configuration of a Llama of 88 million parameters."""
 LAYOUT = Layout(CONFIG["vocab_size"], 1024, 64, CacheKind.IO)
 POSITION = 128
 """Tokens in the caches when a call is timed."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from coreml_delegate.device_check import RULES
+from tests.support.generated_sections import with_section
 
 PAGE = Path(__file__).parents[2] / "docs" / "check.md"
-_START, _END = "<!-- rules -->\n", "<!-- end of rules -->"
 
 
 def rows() -> Iterator[str]:
@@ -25,9 +25,7 @@ def rows() -> Iterator[str]:
 
 def page(text: str) -> str:
     """Return the document with the table of today."""
-    before, _, rest = text.partition(_START)
-    _, _, after = rest.partition(_END)
-    return before + _START + "\n" + "\n".join(rows()) + "\n\n" + _END + after
+    return with_section(text, "rules", rows())
 
 
 if __name__ == "__main__":

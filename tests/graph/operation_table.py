@@ -7,9 +7,9 @@ from pathlib import Path
 
 from coreml_delegate.graph.emitter import OPERATIONS, REFUSED
 from coreml_delegate.graph.tensor_types import ALL, BOOLEANS, FLOATS, INTEGERS, NUMBERS, DType
+from tests.support.generated_sections import with_section
 
 PAGE = Path(__file__).parents[2] / "docs" / "graph.md"
-_START, _END = "<!-- operations -->\n", "<!-- end of operations -->"
 _GROUPS = {
     frozenset(ALL): "all",
     frozenset(NUMBERS): "numbers",
@@ -39,9 +39,7 @@ def rows() -> Iterator[str]:
 
 def page(text: str) -> str:
     """Return the document with the tables of today."""
-    before, _, rest = text.partition(_START)
-    _, _, after = rest.partition(_END)
-    return before + _START + "\n" + "\n".join(rows()) + "\n\n" + _END + after
+    return with_section(text, "operations", rows())
 
 
 if __name__ == "__main__":

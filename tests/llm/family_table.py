@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-_TESTS = Path(__file__).parents[1]
-if str(_TESTS) not in sys.path:
-    sys.path.insert(0, str(_TESTS))
+from tests.support.generated_sections import with_section
+from tests.support.llm_families import FAMILIES, REFUSED
 
-from support.llm_families import FAMILIES, REFUSED  # noqa: E402 - after the path above
-
-PAGE = _TESTS.parent / "docs" / "llm.md"
-_START, _END = "<!-- families -->\n", "<!-- end of families -->"
+PAGE = Path(__file__).parents[2] / "docs" / "llm.md"
 
 
 def rows() -> Iterator[str]:
@@ -35,9 +30,7 @@ def rows() -> Iterator[str]:
 
 def page(text: str) -> str:
     """Return the document with the tables of today."""
-    before, _, rest = text.partition(_START)
-    _, _, after = rest.partition(_END)
-    return before + _START + "\n" + "\n".join(rows()) + "\n\n" + _END + after
+    return with_section(text, "families", rows())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from llm import family_table
 from support.checkpoints import CONFIG, tiny_model
 from support.llm_families import FAMILIES, REFUSED, WINDOW
 from support.lowering import fp32_specs
-from support.tolerances import ATOL_RTOL_LOGITS, SQNR_FP16, sqnr_db
+from support.tolerances import SQNR_FP16, logits_bounds, sqnr_db
 
 from coreml_delegate import CoreMLPartitioner
 from coreml_delegate.compile_options import Precision
@@ -75,11 +75,8 @@ def logits_of(generator: Generator, tokens: list[int]) -> torch.Tensor:
 def test_logits_and_greedy_tokens_equal_those_of_transformers(name):
     tokens, logits = expected(name)
     actual = logits_of(lowered(name), tokens)
-    atol, rtol = ATOL_RTOL_LOGITS
-    scale = float(logits.abs().max())
-    torch.testing.assert_close(
-        actual, logits[len(PROMPT) - 1 :], atol=atol * max(1.0, scale), rtol=rtol
-    )
+    atol, rtol = logits_bounds(logits)
+    torch.testing.assert_close(actual, logits[len(PROMPT) - 1 :], atol=atol, rtol=rtol)
     assert actual[:-1].argmax(-1).tolist() == tokens
 
 

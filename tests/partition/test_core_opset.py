@@ -8,6 +8,7 @@ import pytest
 import torch
 from executorch.exir import to_edge_transform_and_lower
 from support.lowering import fp32_specs
+from support.tolerances import ATOL_RTOL
 from torch._export.verifier import SpecViolationError
 from torch.export import ExportedProgram
 
@@ -48,7 +49,8 @@ def test_what_core_ml_takes_is_excepted(caplog):
     edge = to_edge_transform_and_lower(program, partitioner=[partitioner], compile_config=config)
     x = torch.randn(4, 3)
     (result,) = runtime.load_program(edge.to_executorch().buffer).run("forward", [x])
-    torch.testing.assert_close(result, torch.nn.functional.gelu(x), atol=1e-6, rtol=1e-5)
+    atol, rtol = ATOL_RTOL["fp32"]
+    torch.testing.assert_close(result, torch.nn.functional.gelu(x), atol=atol, rtol=rtol)
 
 
 def test_what_stays_on_the_cpu_is_named_and_still_refused(caplog):

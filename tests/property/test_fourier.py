@@ -10,13 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.lowering import Function
+from support.tolerances import FOURIER
 
 from coreml_delegate.transforms.complex_numbers import split_complex_numbers
 
 pytestmark = pytest.mark.property
-
-# Relative to the largest value: sums of up to 2000 terms in fp32.
-TOLERANCE = 2e-6
 
 REAL_INPUT = ("fft", "ifft", "rfft", "ihfft", "fft2", "ifft2", "rfft2", "fftn", "ifftn", "rfftn")
 COMPLEX_INPUT = ("fft", "ifft", "irfft", "hfft", "fft2", "ifft2", "irfft2", "fftn", "irfftn")
@@ -53,7 +51,7 @@ def _by_torch(name: str, options: dict[str, Any]) -> dict[str, Any]:
 def assert_equal(actual: np.ndarray, expected: np.ndarray) -> None:
     assert actual.shape == expected.shape
     largest = max(np.abs(expected).max(), 1e-3)
-    np.testing.assert_allclose(actual / largest, expected / largest, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(actual / largest, expected / largest, rtol=0, atol=FOURIER)
 
 
 @settings(

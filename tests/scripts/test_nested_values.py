@@ -68,7 +68,7 @@ def test_a_program_has_the_names():
 
 
 def test_executorch_reads_the_nesting_as_torch_wrote_it():
-    """What other tools read: containers that torch knows without this package."""
+    """Other tools find containers that torch knows without this package."""
     (plan,) = deserialize_pte_binary(Path("a.pte").read_bytes()).program.execution_plan
     load = torch.utils._pytree.treespec_loads
     taken = load(plan.container_meta_type.encoded_inp_str)
@@ -150,7 +150,7 @@ def test_record_and_replay(capsys):
 
 
 def test_recordings_with_numbers_for_names_are_replayed(capsys):
-    """Of releases before programs had names."""
+    """Releases before programs had names wrote numbers."""
     assert main(["record", "a.pte", "-o", "a.cmlrun", "--samples", "1"]) == 0
     new = Recording.read(Path("a.cmlrun"))
     (call,) = new.calls

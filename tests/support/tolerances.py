@@ -77,6 +77,19 @@ def flips_allowed(images: int) -> int:
 # Logits of two implementations of one language model in fp32: the order of sums differs in every
 # layer, and logits of a few units are sums of large terms.
 ATOL_RTOL_LOGITS = (1e-4, 1e-4)
+# Fourier transforms in fp32 beside fp64, relative to the largest value: sums of up to 2000 terms.
+FOURIER = 2e-6
+
+
+def logits_bounds(expected: torch.Tensor) -> tuple[float, float]:
+    """As ``ATOL_RTOL_LOGITS``, for models whose logits may be large.
+
+    The terms that cancel in a small logit are as large as those of the largest one.
+    """
+    atol, rtol = ATOL_RTOL_LOGITS
+    return atol * max(1.0, float(expected.abs().max())), rtol
+
+
 # Perplexity relative to eager fp32. fp16 changes single logits by thousandths; 4 bits a weight by
 # tenths, which on average over a text cost a model next to nothing.
 PERPLEXITY_FP16 = 0.01

@@ -130,6 +130,7 @@ REAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "frequencies": lambda x: torch.fft.rfft(x).abs() * torch.fft.rfftfreq(6, 0.5),
     "a spectrum that is written": spectrum_written,
     "hermitian": lambda x: torch.fft.hfft(torch.fft.ihfft(x)),
+    "zero throughout": lambda x: torch.fft.irfft(x * 1j, n=2) + 1,
     "a short-time transform": lambda x: torch.stft(
         x.flatten(1), 8, 4, 6, torch.hann_window(6), return_complex=False, normalized=True
     ),

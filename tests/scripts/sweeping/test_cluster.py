@@ -222,7 +222,7 @@ def test_a_worker_with_another_version_is_refused(tmp_path, capsys):
     assert not Path("s_sweep").exists()
 
 
-def test_a_worker_that_came_later_is_refused_as_well(monkeypatch):
+def test_a_worker_that_came_later_is_refused_as_well():
     expected = dict(contents.environment())
     cluster._require_same(expected, "tcp://here")
     with pytest.raises(ProgramError, match=r"another version of torch: got .* on tcp://here"):

@@ -41,8 +41,12 @@ def test_imports_are_followed(tmp_path):
         "pack/base.py": "",
     }
     _write(tmp_path, files)
-    found = {path.relative_to(tmp_path).as_posix() for path in module_files(tmp_path, "model")}
-    assert found == set(files) - {"stranger.py", "pack/unused.py"}
+    found, elsewhere = module_files(tmp_path, "model")
+    assert {path.relative_to(tmp_path).as_posix() for path in found} == set(files) - {
+        "stranger.py",
+        "pack/unused.py",
+    }
+    assert elsewhere == {"torch"}
 
 
 def test_an_installed_module_counts_with_its_own_package(tmp_path, monkeypatch):
@@ -113,6 +117,19 @@ def test_a_key_has_contents_in_place_of_paths(folder, tmp_path_factory):
 )
 def test_a_key_changes_with_options_and_model(other, folder):
     assert key(other, folder) != key(JOB, folder)
+
+
+def test_a_key_changes_with_the_versions_of_imported_packages(folder, monkeypatch):
+    (folder / "layers.py").write_text("from transformers.models import llama\n")
+    before = key(JOB, folder)
+    version = contents._version
+    others = {"transformers": "0.1", "timm": "0.1"}
+    monkeypatch.setattr(contents, "_version", lambda name: others.get(name) or version(name))
+    assert key(JOB, folder) != before
+    (folder / "layers.py").write_text("x = 1\n")
+    unaffected = key(JOB, folder)
+    monkeypatch.undo()
+    assert key(JOB, folder) == unaffected
 
 
 def test_a_key_changes_with_versions(folder, monkeypatch):

@@ -1,4 +1,4 @@
-"""What a sweep writes: records, fronts, the table, the page, and differences."""
+"""The results of a sweep: records, fronts, the table, the page, and differences."""
 
 from __future__ import annotations
 

@@ -44,6 +44,7 @@ from coreml_delegate.transforms.compressed_weights import (
 )
 from coreml_delegate.transforms.constant_arguments import fold_constant_arguments
 from coreml_delegate.transforms.executorch_gaps import (
+    drop_empty_parts,
     drop_linear_algebra_checks,
     drop_text_results,
     name_values,
@@ -57,6 +58,7 @@ from coreml_delegate.transforms.recurrent_layers import (
 _TRANSFORMS = (
     name_values,
     drop_text_results,
+    drop_empty_parts,
     hold_recurrent_layers,
     unwrap_tensor_subclasses,
     split_complex_numbers,

@@ -13,19 +13,12 @@ from coreml_delegate.ops.flops import elements
 from coreml_delegate.ops.record import OpRecord
 
 _MATRIX = 2
-_STATES_OF_LSTM = 2
 
 
 def _draws_nothing(call: OpCall) -> bool:
     """Dropout stands between layers, at training."""
     arguments = call.arguments
     return not (arguments["train"] and arguments["dropout"] and arguments["num_layers"] > 1)
-
-
-def _keeps_its_width(call: OpCall) -> bool:
-    """Whether the hidden state is as wide as the cell state, so that nothing projects it."""
-    states = [tensor for _, tensor in call.tensors("hx")]
-    return len(states) != _STATES_OF_LSTM or states[0].shape[-1] == states[1].shape[-1]
 
 
 def _flops(call: OpCall) -> int:
@@ -55,13 +48,7 @@ _op = partial(
 )
 
 RECORDS = (
-    _op(
-        "aten.lstm.input",
-        constraints=(
-            *_op.keywords["constraints"],
-            holds(_keeps_its_width, ReasonCode.ARGUMENT, "Core ML's lstm has no projection"),
-        ),
-    ),
+    _op("aten.lstm.input"),
     _op("aten.gru.input"),
     _op("aten.rnn_tanh.input"),
     _op("aten.rnn_relu.input"),

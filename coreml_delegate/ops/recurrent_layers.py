@@ -2,8 +2,9 @@
 
 PyTorch's gates stand in the order input, forget, cell, output (LSTM) and reset, update, new (GRU).
 States are [layers * directions, batch, units], parameters a list: for each layer and direction the
-weights of the input [gates * units, width], those of the state [gates * units, units], and a bias
-[gates * units] for each if there are biases.
+weights of the input [gates * units, width], those of the state [gates * units, units], a bias
+[gates * units] for each if there are biases, and the projection [width of the hidden state, units]
+if there is one: the hidden state of an LSTM is then narrower than its cell state.
 
 Source: PyTorch's documentation of ``torch.nn.LSTM``, ``GRU`` and ``RNN``; coremltools' MIL op
 reference, ``recurrent``.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,20 +34,30 @@ class Cell:
 
     Attributes:
         weight_ih: [gates * units, width].
-        weight_hh: [gates * units, units].
+        weight_hh: [gates * units, width of the hidden state].
         bias_ih: [gates * units], None if there are no biases.
         bias_hh: As ``bias_ih``.
+        weight_hr: The projection [width of the hidden state, units], None if there is none.
     """
 
     weight_ih: Array
     weight_hh: Array
     bias_ih: Array | None = None
     bias_hh: Array | None = None
+    weight_hr: Array | None = None
 
     @property
-    def units(self) -> int:
+    def width(self) -> int:
         """The size of the hidden state."""
         return self.weight_hh.shape[1]
+
+    @property
+    def biases(self) -> tuple[Array, Array]:
+        """Both biases, zeros if there are none."""
+        if self.bias_ih is None or self.bias_hh is None:
+            zeros = np.zeros(len(self.weight_hh), np.float32)
+            return zeros, zeros
+        return self.bias_ih, self.bias_hh
 
     def keywords(self, gates: Sequence[int] = (0,), suffix: str = "") -> dict[str, Array]:
         """Return the arguments of a MIL op, whose two biases are one.
@@ -87,22 +99,26 @@ class Stack:
         batch_first: bool,
     ) -> Stack:
         """Sort the parameters of PyTorch's ops."""
-        size, directions = 4 if has_biases else 2, 2 if is_bidirectional else 1
-        parts = [parameters[n : n + size] for n in range(0, len(parameters), size)]
-        if len(parts) != layers * directions:
+        directions = 2 if is_bidirectional else 1
+        size, rest = divmod(len(parameters), layers * directions)
+        names = ["weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if has_biases else ())]
+        if rest or size not in (len(names), len(names) + 1):
             raise ValueError(f"{len(parameters)} parameters for {layers} layers of {directions}")
-        cells = [Cell(*part) for part in parts]
+        if size > len(names):
+            names.append("weight_hr")
+        parts = [parameters[n : n + size] for n in range(0, len(parameters), size)]
+        cells = [Cell(**dict(zip(names, part, strict=True))) for part in parts]
         rows = [cells[n : n + directions] for n in range(0, len(cells), directions)]
         return cls(rows, batch_first)
 
 
-_Pass: TypeAlias = Callable[[Var, Var, Cell], tuple[Var, Var]]
-"""A sequence [steps, batch, width], a state [batch, units] and a cell to the hidden states of all
-steps, and the last one."""
+_Pass: TypeAlias = Callable[[Var, Sequence[Var], Cell], Sequence[Var]]
+"""A sequence [steps, batch, width], states [batch, units] and a cell to the hidden states of all
+steps, and the last of each state."""
 
 
 def lstm(mb: Any, x: Var, states: Sequence[Var], stack: Stack) -> tuple[Var, Var, Var]:
-    """Emit one ``lstm`` per layer.
+    """Emit one ``lstm`` per layer; with a projection, which MIL's op lacks, see ``gru``.
 
     Args:
         mb: coremltools' builder.
@@ -113,6 +129,9 @@ def lstm(mb: Any, x: Var, states: Sequence[Var], stack: Stack) -> tuple[Var, Var
     Returns:
         The hidden states of all steps, the last hidden and the last cell states.
     """
+    if any(cell.weight_hr is not None for cells in stack.cells for cell in cells):
+        steps, last_h, last_c = _by_pass(mb, x, states, stack, partial(_projected_lstm_loop, mb))
+        return steps, last_h, last_c
     hidden: list[Var] = []
     cell: list[Var] = []
     x = _steps_first(mb, x, stack)
@@ -141,16 +160,17 @@ def lstm(mb: Any, x: Var, states: Sequence[Var], stack: Stack) -> tuple[Var, Var
 def rnn(mb: Any, x: Var, state: Var, stack: Stack, activation: str) -> tuple[Var, Var]:
     """Emit one ``rnn`` per layer and direction; see ``gru``."""
 
-    def run(x: Var, state: Var, cell: Cell) -> tuple[Var, Var]:
+    def run(x: Var, states: Sequence[Var], cell: Cell) -> Sequence[Var]:
         return mb.rnn(
             x=x,
-            initial_h=state,
+            initial_h=states[0],
             output_sequence=True,
             activation=activation,
             **cell.keywords(),
         )
 
-    return _by_pass(mb, x, state, stack, run)
+    steps, last = _by_pass(mb, x, [state], stack, run)
+    return steps, last
 
 
 def gru(mb: Any, x: Var, state: Var, stack: Stack) -> tuple[Var, Var]:
@@ -168,40 +188,80 @@ def gru(mb: Any, x: Var, state: Var, stack: Stack) -> tuple[Var, Var]:
     Returns:
         The hidden states of all steps, and the last ones.
     """
-
-    def run(x: Var, state: Var, cell: Cell) -> tuple[Var, Var]:
-        return _gru_loop(mb, x, state, cell)
-
-    return _by_pass(mb, x, state, stack, run)
+    steps, last = _by_pass(mb, x, [state], stack, partial(_gru_loop, mb))
+    return steps, last
 
 
-def _gru_loop(mb: Any, x: Var, state: Var, cell: Cell) -> tuple[Var, Var]:
-    units = cell.units
-    sizes = [2 * units, units]  # reset and update together; new
+def _gru_loop(mb: Any, x: Var, states: Sequence[Var], cell: Cell) -> Sequence[Var]:
+    sizes = [2 * cell.width, cell.width]  # reset and update together; new
     bias_ih, bias_hh = _gru_biases(cell)
-    # No step waits for the products of the inputs: all are computed at once.
-    products = mb.linear(x=x, weight=cell.weight_ih, bias=bias_ih)
-    steps = mb.gather(x=mb.shape(x=x), indices=0, axis=0)
-    # Every row is written before it is read: any tensor of the shape will do.
-    _, rows = mb.split(x=products, split_sizes=sizes, axis=-1)
 
-    def is_left(step: Var, _h: Var, _rows: Var) -> Var:
-        return mb.less(x=step, y=steps)
-
-    def turn(step: Var, h: Var, rows: Var) -> tuple[Var, Var, Var]:
-        inputs = mb.split(x=mb.gather(x=products, indices=step, axis=0), split_sizes=sizes, axis=-1)
+    def step(inputs: Var, states: Sequence[Var]) -> Sequence[Var]:
+        (h,) = states
+        given = mb.split(x=inputs, split_sizes=sizes, axis=-1)
         own = mb.linear(x=h, weight=cell.weight_hh, bias=bias_hh)
         own = mb.split(x=own, split_sizes=sizes, axis=-1)
-        gates = mb.sigmoid(x=mb.add(x=inputs[0], y=own[0]))
+        gates = mb.sigmoid(x=mb.add(x=given[0], y=own[0]))
         reset, update = mb.split(x=gates, num_splits=2, axis=-1)
-        new = mb.tanh(x=mb.add(x=inputs[1], y=mb.mul(x=reset, y=own[1])))
-        h = mb.add(x=new, y=mb.mul(x=update, y=mb.sub(x=h, y=new)))
-        place, row = mb.expand_dims(x=step, axes=[0]), mb.expand_dims(x=h, axes=[0])
-        rows = mb.scatter(data=rows, indices=place, updates=row, axis=0, mode="update")
-        return mb.add(x=step, y=1), h, rows
+        new = mb.tanh(x=mb.add(x=given[1], y=mb.mul(x=reset, y=own[1])))
+        return [mb.add(x=new, y=mb.mul(x=update, y=mb.sub(x=h, y=new)))]
 
-    _, last, rows = mb.while_loop(_cond=is_left, _body=turn, loop_vars=(0, state, rows))
-    return rows, last
+    return _loop(mb, mb.linear(x=x, weight=cell.weight_ih, bias=bias_ih), states, step)
+
+
+def _projected_lstm_loop(mb: Any, x: Var, states: Sequence[Var], cell: Cell) -> Sequence[Var]:
+    projection = np.eye(cell.width, dtype=np.float32) if cell.weight_hr is None else cell.weight_hr
+    bias_ih, bias_hh = cell.biases
+
+    def step(inputs: Var, states: Sequence[Var]) -> Sequence[Var]:
+        h, c = states
+        gates = mb.add(x=inputs, y=mb.linear(x=h, weight=cell.weight_hh))
+        taken, kept, new, shown = mb.split(x=gates, num_splits=4, axis=-1)
+        taken = mb.mul(x=mb.sigmoid(x=taken), y=mb.tanh(x=new))
+        c = mb.add(x=mb.mul(x=mb.sigmoid(x=kept), y=c), y=taken)
+        h = mb.mul(x=mb.sigmoid(x=shown), y=mb.tanh(x=c))
+        return [mb.linear(x=h, weight=projection), c]
+
+    products = mb.linear(x=x, weight=cell.weight_ih, bias=bias_ih + bias_hh)
+    return _loop(mb, products, states, step)
+
+
+def _loop(
+    mb: Any,
+    products: Var,
+    states: Sequence[Var],
+    step: Callable[[Var, Sequence[Var]], Sequence[Var]],
+) -> Sequence[Var]:
+    """Emit a ``while_loop`` over the steps of a sequence.
+
+    Args:
+        mb: coremltools' builder.
+        products: Those of the inputs [steps, batch, gates * units]. No step waits for them, so all
+            are computed at once.
+        states: The first ones [batch, units]; the first of them is the hidden state.
+        step: Emits one step: from its products and the states to the next states.
+
+    Returns:
+        The hidden states of all steps, and the last of each state.
+    """
+    count = mb.gather(x=mb.shape(x=products), indices=0, axis=0)
+    # Every row is written before it is read: any tensor of the shape will do.
+    width, every = states[0].shape[-1], [True, True, False]
+    rows = mb.slice_by_index(
+        x=products, begin=[0, 0, 0], end=[0, 0, width], begin_mask=every, end_mask=every
+    )
+
+    def is_left(index: Var, *_: Var) -> Var:
+        return mb.less(x=index, y=count)
+
+    def turn(index: Var, rows: Var, *states: Var) -> tuple[Var, ...]:
+        following = step(mb.gather(x=products, indices=index, axis=0), states)
+        place, row = mb.expand_dims(x=index, axes=[0]), mb.expand_dims(x=following[0], axes=[0])
+        rows = mb.scatter(data=rows, indices=place, updates=row, axis=0, mode="update")
+        return (mb.add(x=index, y=1), rows, *following)
+
+    _, rows, *last = mb.while_loop(_cond=is_left, _body=turn, loop_vars=(0, rows, *states))
+    return rows, *last
 
 
 def _gru_biases(cell: Cell) -> tuple[Array, Array]:
@@ -209,28 +269,28 @@ def _gru_biases(cell: Cell) -> tuple[Array, Array]:
 
     The reset gate scales the state's of the new value; the others are terms of one sum.
     """
-    zeros = np.zeros(len(cell.weight_hh), np.float32)
-    if cell.bias_ih is None or cell.bias_hh is None:
-        return zeros, zeros
-    scaled = zeros.copy()
-    scaled[2 * cell.units :] = cell.bias_hh[2 * cell.units :]
-    return cell.bias_ih + cell.bias_hh - scaled, scaled
+    bias_ih, bias_hh = cell.biases
+    scaled = np.zeros_like(bias_hh)
+    scaled[2 * cell.width :] = bias_hh[2 * cell.width :]
+    return bias_ih + bias_hh - scaled, scaled
 
 
-def _by_pass(mb: Any, x: Var, state: Var, stack: Stack, run: _Pass) -> tuple[Var, Var]:
+def _by_pass(mb: Any, x: Var, states: Sequence[Var], stack: Stack, run: _Pass) -> tuple[Var, ...]:
     """Run every layer in every direction by itself."""
-    last: list[Var] = []
+    last: list[Sequence[Var]] = []
     x = _steps_first(mb, x, stack)
     for layer, cells in enumerate(stack.cells):
         hidden: list[Var] = []
         for direction, cell in enumerate(cells):
             sequence = mb.reverse(x=x, axes=[0]) if direction else x
-            initial = _row(mb, state, layer * len(cells) + direction)
-            steps, end = run(sequence, initial, cell)
+            initial = [_row(mb, state, layer * len(cells) + direction) for state in states]
+            steps, *ends = run(sequence, initial, cell)
             hidden.append(mb.reverse(x=steps, axes=[0]) if direction else steps)
-            last.append(end)
+            last.append(ends)
         x = mb.concat(values=hidden, axis=-1) if len(hidden) > 1 else hidden[0]
-    return _steps_first(mb, x, stack), mb.stack(values=last, axis=0)
+    return _steps_first(mb, x, stack), *(
+        mb.stack(values=each, axis=0) for each in zip(*last, strict=True)
+    )
 
 
 def _steps_first(mb: Any, x: Var, stack: Stack) -> Var:

@@ -7,6 +7,10 @@ is where programs have the names of their inputs and outputs from; see ``value_n
 
 **Texts.** ExecuTorch writes None for a text among the inputs, and nothing that returns one.
 
+**Empty tensors in concatenations.** Torch leaves tensors of shape [0] out, whatever the rank of the
+others; caches of transformers begin with one. ExecuTorch's runtime does not load a program in which
+one is a constant.
+
 **Checks in linear algebra.** ExecuTorch takes other checks out by itself, and has no op for the
 check that a matrix could be inverted or factored.
 """
@@ -131,6 +135,33 @@ def drop_text_results(program: ExportedProgram) -> ExportedProgram:
     plain: Any = copy.copy(program)
     plain._graph_module, plain._graph_signature = module, signature
     return plain
+
+
+def drop_empty_parts(program: ExportedProgram) -> ExportedProgram:
+    """Return ``program`` with concatenations of tensors that have elements.
+
+    Args:
+        program: In ATen dialect; it is not changed.
+    """
+    has_some = any(
+        node.target is _ATEN.cat.default
+        and any(_is_empty(part.meta["val"]) for part in node.args[0])
+        for node in program.graph.nodes
+    )
+    return program.run_decompositions({_ATEN.cat.default: _without_empty}) if has_some else program
+
+
+def _is_empty(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is surely [0]; a dynamic size is not asked, which would fix it."""
+    return tensor.dim() == 1 and isinstance(tensor.shape[0], int) and tensor.shape[0] == 0
+
+
+def _without_empty(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
+    kept = [tensor for tensor in tensors if not _is_empty(tensor)]
+    # Empty tensors count for the dtype of the result.
+    if len(kept) in (0, len(tensors)) or len({tensor.dtype for tensor in tensors}) > 1:
+        return NotImplemented
+    return torch.cat(kept, dim) if len(kept) > 1 else kept[0].clone()
 
 
 def drop_linear_algebra_checks(program: ExportedProgram) -> ExportedProgram:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
-from support.lowering import fp32_specs
+from support.lowering import fp32_specs, lower
 from support.tolerances import ATOL_RTOL
 from torch import nn
 from torch._higher_order_ops.map import map as torch_map
@@ -178,3 +178,27 @@ def test_program(program: Program) -> None:
         assert len(actual) == len(expected)
         for mine, theirs in zip(actual, expected, strict=True):
             torch.testing.assert_close(mine, theirs, atol=ATOL, rtol=RTOL)
+
+
+class Appending(nn.Module):
+    """Rows behind a cache that begins as an empty tensor of one dimension."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._count = count
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cache = torch.tensor([])
+        rows = torch.cat([cache, *[x.sin()] * self._count], dim=-2)
+        return rows, rows.sum()
+
+
+@pytest.mark.parametrize("host", ["python", "stock"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_empty_tensor_of_a_concatenation_is_left_out(host: str, count: int) -> None:
+    module = Appending(count)
+    lowered = lower(module, (_TWO,))
+    assert not lowered.operators
+    actual = runtime.load_program(lowered.pte, host=host).run("forward", [_TWO])
+    for mine, theirs in zip(actual, module(_TWO), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=ATOL, rtol=RTOL)

@@ -69,6 +69,9 @@ ACCEPTED = (
             _accepted(target, "no-bias", bias=False, both=True),
         )
     ),
+    _accepted(_LSTM, "projected", projected=2),
+    _accepted(_LSTM, "projected-stack", projected=2, layers=2, both=True, batch_first=True),
+    _accepted(_LSTM, "projected-no-bias", projected=1, bias=False, both=True),
     *(
         sample
         for target in (_LSTM, _GRU)
@@ -99,5 +102,4 @@ REJECTED = (
             ),
         )
     ),
-    _rejected(_LSTM, "Core ML's lstm has no projection", "projected", projected=2),
 )

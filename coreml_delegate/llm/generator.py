@@ -252,7 +252,7 @@ class Generator:
             results = self._run(self.layout.methods[-1], [chunk, at, last, *self._caches])
         logits, *new = results
         for cache, values in zip(self._caches, new, strict=True):
-            _write_rows(cache, values, self._position, count)
+            write_rows(cache, values, self._position, count)
         self._position += count
         return logits
 
@@ -268,8 +268,15 @@ class Generator:
         return [torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs]
 
 
-def _write_rows(cache: torch.Tensor, values: torch.Tensor, position: int, count: int) -> None:
-    """Write the first ``count`` rows of a call, beginning in row ``position`` modulo all rows."""
+def write_rows(cache: torch.Tensor, values: torch.Tensor, position: int, count: int) -> None:
+    """Write the first tokens of a call into a cache, each in the row of its position modulo all.
+
+    Args:
+        cache: [1, heads, rows, width]; it is changed.
+        values: [1, heads, tokens, width], as many as the call has.
+        position: That of the first token.
+        count: Number of tokens to write; of more than there are rows the last ones stay.
+    """
     rows = cache.shape[2]
     kept = min(count, rows)
     start = (position + count - kept) % rows

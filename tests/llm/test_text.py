@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coreml_delegate.errors import OptionError, ProgramError
-from coreml_delegate.llm.generator import Sampler, Sampling
+from coreml_delegate.llm.generator import Sampler, Sampling, write_rows
 from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.llm.tokenizer import (
     ByteTokenizer,
@@ -142,6 +142,17 @@ def outputs(value):
 def test_a_layout_is_read_as_it_was_written(layout):
     constants = layout.constants()
     assert Layout.read(tuple(constants), lambda name: outputs(constants[name])) == layout
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 9])
+@pytest.mark.parametrize("position", [0, 2, 3, 7])
+def test_rows_are_written_by_position_modulo_their_number(position, count):
+    values = torch.randn(1, 2, 9, 3)
+    actual, expected = torch.zeros(2, 1, 2, 4, 3)
+    for number in range(count):
+        expected[:, :, (position + number) % 4] = values[:, :, number]
+    write_rows(actual, values, position, count)
+    assert torch.equal(actual, expected)
 
 
 def test_programs_without_a_language_model_are_refused():

@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 TEST_ENV := OMP_NUM_THREADS=1 COREML_DELEGATE_COMPILED_CACHE=off PYTHONDONTWRITEBYTECODE=
 FUZZ := PYTHONPATH=../..:../../tests OMP_NUM_THREADS=1 ../../$(BIN)/python -m tests.fuzz.fuzz_mil
 
-.PHONY: demo test test-all pytest pytest-all checks lint types imports docs bench conformance suite suite-upstream jax-suite regressions fuzz clean
+.PHONY: demo test test-all pytest pytest-all checks lint types imports docs bench conformance suite suite-upstream jax-suite regressions models fuzz clean
 
 demo: $(STAMP)
 	$(BIN)/coreml-delegate demo
@@ -82,6 +82,11 @@ suite-upstream: $(STAMP)
 regressions: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m regressions.page
 	$(TEST_ENV) $(BIN)/python -m pytest tests/regressions
+
+# Models that people ship, lowered and compared with PyTorch; writes the page that lists them, in ten
+# minutes.
+models: $(STAMP)
+	PYTHONPATH=tests $(TEST_ENV) $(BIN)/python -m models.model_table
 
 # JAX's own harnesses of its primitives, all of them, on both engines: ten minutes on two cores. The
 # table names those that do not pass.

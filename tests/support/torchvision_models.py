@@ -28,11 +28,12 @@ def build(name: str, size: int) -> tuple[torch.nn.Module, torch.Tensor]:
         if isinstance(layer, torch.nn.Linear) and not layer.weight.any():
             torch.nn.init.xavier_uniform_(layer.weight)
     batch = torch.randn(4, 3, size, size)
-    _set_statistics(model, batch)
+    set_statistics(model, batch)
     return model.eval(), torch.randn(1, 3, size, size)
 
 
-def _set_statistics(model: torch.nn.Module, batch: torch.Tensor) -> None:
+def set_statistics(model: torch.nn.Module, batch: torch.Tensor) -> None:
+    """Give the batch normalizations of a model the statistics of a batch."""
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     if not norms:
         return

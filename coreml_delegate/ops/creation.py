@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch.fx import Node
 
 from coreml_delegate.ops.call import ANY, FLOAT
@@ -19,6 +20,7 @@ from coreml_delegate.ops.edits import (
     become,
     cast,
     cast_after,
+    insert,
     number,
     shape_of,
     value_of,
@@ -50,6 +52,17 @@ def _empty(node: Node) -> None:
     cast_after(node)
 
 
+def _eye(node: Node) -> None:
+    """The places where the row has the number of the column; ATen compares bytes to find them."""
+    rows, columns = (
+        insert(node, ATEN.arange.start_step, 0, size, 1, dtype=torch.int32)
+        for size in shape_of(node)
+    )
+    rows = insert(node, ATEN.view_copy.default, rows, [shape_of(node)[0], 1])
+    equal = insert(node, ATEN.eq.Tensor, rows, columns)
+    become(node, ATEN._to_copy.default, equal, dtype=value_of(node).dtype)
+
+
 _op = partial(OpRecord, dtypes={"": ANY}, mask_role=MaskRole.CARRIES, flops=nothing)
 _decomposed = partial(_op, preserve=False)
 _random = partial(OpRecord, results=FLOAT, constraints=(static_result,))
@@ -66,6 +79,7 @@ RECORDS = (
         _decomposed(target, constraints=(contiguous_result,), rewrite=_empty)
         for target in ("aten.empty.memory_format", "dim_order_ops._empty_dim_order.default")
     ),
+    *(_op(target, results=ANY, rewrite=_eye) for target in ("aten.eye.default", "aten.eye.m")),
     # Decomposed, a fill becomes a copy of a broadcast scalar.
     _op("aten.fill.Tensor", constraints=(static_result,), rewrite=_broadcast("value")),
     _op("aten.fill.Scalar", rewrite=cast_after),

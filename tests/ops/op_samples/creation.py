@@ -39,6 +39,10 @@ ACCEPTED = (
     accept("aten.scalar_tensor.default", 2.5),
     accept("aten.scalar_tensor.default", 2, dtype=torch.int64, note="int64"),
     accept("aten.scalar_tensor.default", 2, dtype=torch.float32, note="float"),
+    # Core ATen compares integers of 8 bits.
+    accept("aten.eye.default", 3, core=False),
+    accept("aten.eye.default", 3, dtype=torch.int64, note="int64", core=False),
+    accept("aten.eye.m", 2, 4, core=False),
     accept("aten.fill.Tensor", x(2, 3), x()),
     accept("aten.fill.Tensor", i(2, 3), i(), note="int64"),
     accept("aten.fill.Scalar", x(2, 3), 0.5),

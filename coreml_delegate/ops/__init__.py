@@ -17,6 +17,7 @@ from coreml_delegate.ops import (
     compressed,
     convolution,
     creation,
+    detection,
     elementwise,
     indexing,
     linear,
@@ -45,6 +46,7 @@ FAMILIES = (
     compressed,
     convolution,
     creation,
+    detection,
     elementwise,
     indexing,
     linear,
@@ -77,7 +79,10 @@ COMPOSITES: tuple[CompositeOp, ...] = tuple(
 )
 """The ops that are quantized and decomposed before a partitioner is asked."""
 
-_NAMESPACES = frozenset({"aten", "dim_order_ops", "quantized_decomposed", "torchao"})
+NAMESPACES = frozenset(
+    {"aten", "coreml_delegate", "dim_order_ops", "quantized_decomposed", "torchao"}
+)
+"""Namespaces of the operators that programs are made of."""
 
 
 def record_of(name: str) -> OpRecord | None:
@@ -177,7 +182,7 @@ def _without_record(name: str) -> Reason:
     refusal = REFUSED.get(name)
     if refusal is None:
         return Reason(ReasonCode.NO_RULE, f"no Core ML translation of {name} is known")
-    return Reason(ReasonCode.NO_RULE, f"{name} is refused: {refusal.text}")
+    return Reason(ReasonCode.NO_RULE, f"{name} is refused: {refusal.text}", refusal.remedy)
 
 
 def part_of(source: Node, reason: Reason) -> Reason:
@@ -203,7 +208,7 @@ def flops_of(node: Node) -> int:
         return 0
     name = target_name(node.target)
     namespace, _, rest = name.partition(".")
-    if namespace not in _NAMESPACES:
+    if namespace not in NAMESPACES:
         return 0
     record = record_of(name)
     estimate = record.flops if record is not None else _estimator(namespace, rest)
@@ -221,6 +226,7 @@ def _estimator(namespace: str, op: str) -> Estimator:
 __all__ = [
     "COMPOSITES",
     "FAMILIES",
+    "NAMESPACES",
     "RECORDS",
     "REFUSED",
     "OpRecord",

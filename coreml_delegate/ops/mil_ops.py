@@ -87,6 +87,16 @@ def stand_in(overload: OpOverload) -> OpOverload:
     return STAND_INS[overload]
 
 
+def nms() -> OpOverload:
+    """Non-maximum suppression of boxes given by two corners; see ``detection.nms``.
+
+    Returns:
+        The operator, which programs have by itself too.
+    """
+    _translate()
+    return torch.ops.coreml_delegate.nms.default
+
+
 @cache
 def _translate() -> None:
     """Tell coremltools, once."""
@@ -130,10 +140,17 @@ def _translate() -> None:
         x, state, stack = _layers(context, node)
         context.add(recurrent_layers.rnn(builder, x, state, stack, "relu"), torch_name=node.name)
 
+    def coreml_delegate_nms(context: Any, node: Any) -> None:
+        boxes, scores = (context[name] for name in node.inputs[:2])
+        threshold, count, per_class = (_value(context, name) for name in node.inputs[2:])
+        limits = float(threshold), int(count), bool(per_class)
+        context.add(_best_boxes(builder, boxes, scores, *limits), torch_name=node.name)
+
     for translation, overload in (
         (coreml_delegate_floor_divide, ""),
         (coreml_delegate_shift_scale, ""),
         (coreml_delegate_look_up, ""),
+        (coreml_delegate_nms, ""),
         (coreml_delegate_lstm, ".input"),
         (coreml_delegate_gru, ".input"),
         (coreml_delegate_rnn_tanh, ".input"),
@@ -162,6 +179,33 @@ def _layers(context: Any, node: Any) -> list[Any]:
         batch_first=bool(batch_first),
     )
     return [context[x], *(context[name] for name in names), stack]
+
+
+def _best_boxes(
+    builder: Any,
+    boxes: Any,
+    scores: Any,
+    threshold: float,
+    count: int,
+    per_class: bool,
+) -> Any:
+    """Make the indices of the boxes that stay, of corners [N, B, 4] and scores [N, B, K]."""
+    from coremltools.converters.mil.mil.block import is_current_opset_version_compatible_with
+
+    near, far = builder.split(x=boxes, num_splits=2, axis=-1)
+    sides = builder.sub(x=far, y=near)
+    middle = builder.add(x=near, y=builder.mul(x=sides, y=np.float32(0.5)))
+    boxes = builder.concat(values=[middle, sides], axis=-1)
+    options: dict[str, Any] = {
+        "iou_threshold": np.float32(threshold),
+        "max_boxes": count,
+        "per_class_suppression": per_class,
+    }
+    if is_current_opset_version_compatible_with(coremltools().target(int(Opset.iOS17))):
+        boxes, scores = (builder.transpose(x=x, perm=[0, 2, 1]) for x in (boxes, scores))
+    else:
+        options["score_threshold"] = np.float32(np.finfo(np.float16).min)
+    return builder.non_maximum_suppression(boxes=boxes, scores=scores, **options)[2]
 
 
 def _shift_scaled(

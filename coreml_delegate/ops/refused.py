@@ -7,7 +7,7 @@ The rest is decomposed before, or is arithmetic on Python numbers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 
@@ -17,9 +17,11 @@ class Refusal:
 
     Attributes:
         text: What stands in the way.
+        remedy: What the user can do, or None.
     """
 
     text: str
+    remedy: str | None = None
 
 
 _DATA_DEPENDENT = Refusal("the shape of the result depends on values")
@@ -43,6 +45,12 @@ _TRAINING = Refusal("dropout at training draws random numbers")
 
 def _table(rows: Iterable[tuple[Refusal, str]]) -> dict[str, Refusal]:
     return {f"aten.{op}": refusal for refusal, ops in rows for op in ops.split()}
+
+
+_SUPPRESSION = replace(
+    _DATA_DEPENDENT,
+    remedy="Call coreml_delegate.detection.nms, whose result has a fixed number of indices",
+)
 
 
 REFUSED: Mapping[str, Refusal] = MappingProxyType(
@@ -72,6 +80,7 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
             (_REDUCED, "scatter.reduce scatter.value_reduce"),
         )
     )
+    | {"torchvision.nms.default": _SUPPRESSION}
 )
 """Every refused op by target name."""
 

@@ -57,6 +57,7 @@ MODULES: Mapping[str, Page] = MappingProxyType(
         "coreml_delegate.stablehlo": Page(),
         "coreml_delegate.jax": Page(("compile", "Function", "Session", "export", "save")),
         "coreml_delegate.llm": Page(),
+        "coreml_delegate.detection": Page(("nms",)),
         "coreml_delegate.transforms": Page(),
         "coreml_delegate.errors": Page(
             (

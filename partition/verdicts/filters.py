@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.module_scope import ModulePattern, Scope, scopes_of
-from coreml_delegate.ops import Reason, ReasonCode
+from coreml_delegate.ops import NAMESPACES, Reason, ReasonCode
 from coreml_delegate.ops.call import target_name
 from coreml_delegate.partition.verdicts.parts import is_part, whole_call
 
@@ -25,7 +25,6 @@ MARK = "coreml_do_not_delegate"
 
 NodePredicate = Callable[[Node], bool]
 
-_NAMESPACES = ("aten", "dim_order_ops", "quantized_decomposed", "torchao")
 _FEW = 12  # names that an error lists in full
 
 
@@ -284,7 +283,7 @@ def _spellings(full: str) -> frozenset[str]:
 def _normalize_op_name(name: str, option: str) -> str:
     dotted = name.strip().replace("::", ".").lower()
     namespace, _, rest = dotted.partition(".")
-    if namespace not in _NAMESPACES:
+    if namespace not in NAMESPACES:
         namespace, rest = "aten", dotted
     op, _, overload = rest.partition(".")
     known = _overloads_of(namespace)

@@ -14,6 +14,7 @@ import torch
 from support.torchvision_models import set_statistics
 from torch import Tensor, nn
 
+from coreml_delegate.detection import nms
 from coreml_delegate.scripts.inputs.vision import import_torchvision
 
 _CANDIDATES = 200
@@ -45,7 +46,7 @@ def _inside(boxes: Tensor, image: Tensor) -> Tensor:
 
 
 class OneStage(nn.Module):
-    """SSD or RetinaNet of torchvision: the best candidates of all classes.
+    """SSD or RetinaNet of torchvision: the best candidates of all classes, without duplicates.
 
     Args:
         detector: The module of torchvision.
@@ -58,7 +59,7 @@ class OneStage(nn.Module):
         self.has_background = has_background
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return boxes [candidates, 4] in pixels, scores [candidates] and labels [candidates]."""
+        """Return boxes [detections, 4] in pixels, scores [detections] and labels [detections]."""
         detector: Any = self.detector
         features = list(detector.backbone(image).values())
         found = detector.head(features)
@@ -68,8 +69,10 @@ class OneStage(nn.Module):
         scores = logits.softmax(-1)[:, 1:] if self.has_background else logits.sigmoid()
         classes = scores.shape[-1]
         best, places = scores.flatten().topk(_CANDIDATES)
-        owners = torch.div(places, classes, rounding_mode="floor")
-        return boxes[owners], best, places % classes + int(self.has_background)
+        boxes, labels = boxes[torch.div(places, classes, rounding_mode="floor")], places % classes
+        by_class = (labels[:, None] == torch.arange(classes)).to(best.dtype) * best[:, None]
+        kept = nms(boxes, by_class, 0.5, _DETECTIONS, per_class=True)
+        return boxes[kept], best[kept], labels[kept] + int(self.has_background)
 
 
 class RoiAlign(nn.Module):
@@ -137,8 +140,9 @@ class TwoStage(nn.Module):
         rpn = _detection().rpn
         scores, deltas = rpn.concat_box_prediction_layers(objectness, codes)
         boxes = _inside(network.box_coder.decode_single(deltas, anchors), image)
-        _, best = scores.flatten().topk(_DETECTIONS)
-        return boxes[best]
+        best, places = scores.flatten().topk(_CANDIDATES)
+        boxes = boxes[places]
+        return boxes[nms(boxes, best, 0.7, _DETECTIONS)]
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
         """Return boxes [proposals, 4], scores and labels [proposals], and masks if it has any."""

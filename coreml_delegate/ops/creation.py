@@ -34,7 +34,9 @@ def _broadcast(source: str) -> Rewrite:
 
     def rewrite(node: Node) -> None:
         value = cast(node, arguments_of(node)[source], value_of(node).dtype)
-        become(node, ATEN.expand_copy.default, value, shape_of(node))
+        # Coremltools expands nothing to a scalar.
+        spread = ATEN.expand_copy.default if value_of(node).dim() else ATEN.view_copy.default
+        become(node, spread, value, shape_of(node))
 
     return rewrite
 

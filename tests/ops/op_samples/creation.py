@@ -52,6 +52,9 @@ ACCEPTED = (
     accept("aten.fill.Scalar", b(2, 3), True, note="bool"),
     accept("aten.copy.default", x(2, 3), x(3)),
     accept("aten.copy.default", i(2, 3), i(2, 3), note="int64"),
+    accept("aten.fill.Tensor", x(), x(), note="rank0"),
+    accept("aten.copy.default", x(), x(), note="rank0"),
+    accept("aten.copy.default", i(), x(), note="rank0-mixed"),
     *(accept(op, x(2, 3), i(), note="mixed") for op in ("aten.fill.Tensor", "aten.copy.default")),
     *(
         replace(accept(op, [2, 3], dtype=dtype, **more, note=note), compare=False)

@@ -1,6 +1,6 @@
-"""Writes the pages in ``docs/examples``: ``python -m tests.docs.example_pages``.
+"""Writes the pages in ``docs/examples``: ``PYTHONPATH=tests python -m tests.docs.example_pages``.
 
-Each is what a command in the documentation writes. The profile has the times of this machine.
+Each is what a command in the documentation writes. Profile and sweep have times of this machine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from support.documents import DOCS, FIRST, blocks, reading
 
 REPORT = DOCS / "examples" / "delegation-report.html"
 PROFILE = DOCS / "examples" / "profile.html"
+SWEEP = DOCS / "examples" / "sweep.html"
 
 
 def report(folder: Path) -> str:
@@ -22,6 +23,11 @@ def report(folder: Path) -> str:
 def profile(folder: Path) -> str:
     """The profile of the page on developer tools."""
     return _written(DOCS / "devtools.md", "profile.html", folder)
+
+
+def sweep(folder: Path) -> str:
+    """The results of the guide to sweeps."""
+    return _written(DOCS / "sweep.md", "sweep_sweep/index.html", folder)
 
 
 def _written(page: Path, name: str, folder: Path) -> str:
@@ -37,6 +43,6 @@ def _written(page: Path, name: str, folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    for target, make in ((REPORT, report), (PROFILE, profile)):
+    for target, make in ((REPORT, report), (PROFILE, profile), (SWEEP, sweep)):
         with tempfile.TemporaryDirectory() as temporary:
             target.write_text(make(Path(temporary)), "utf-8")

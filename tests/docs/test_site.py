@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from docs.example_pages import PROFILE, REPORT, profile, report
+from docs.example_pages import PROFILE, REPORT, SWEEP, profile, report, sweep
 from markdown_it import MarkdownIt
 from support.browser import needs_browser, rendered
 from support.documents import DOCS, blocks, pages
@@ -106,6 +106,19 @@ def test_the_profile_is_what_its_page_writes(tmp_path: Path) -> None:
     shown = _profiled(PROFILE.read_text("utf-8"))
     assert shown[1]
     assert _profiled(profile(tmp_path)) == shown
+
+
+def _swept(page: str) -> tuple[list[str], list[str]]:
+    """Headings of a sweep's page, and the names of its jobs."""
+    headings = re.findall(r"<h[1-3]>.*?</h[1-3]>|<th.*?</th>", page)
+    return headings, sorted(set(re.findall(r"\w+\[[\w-]+\]", page)))
+
+
+@pytest.mark.slow
+def test_the_sweep_is_what_its_guide_writes(tmp_path: Path) -> None:
+    shown = _swept(SWEEP.read_text("utf-8"))
+    assert len(shown[1]) > 1
+    assert _swept(sweep(tmp_path)) == shown
 
 
 # The built site

@@ -83,7 +83,7 @@ CASES = {
             (((1, 4),), r"'inputs_0' .* dimension 0: got 1 \(shape \[1, 4\]\), expected 2\.\.8"),
             (((9, 4),), r"input 0 .*: got float32\[9, 4\] \(9 in dimension 0, at most 8\)"),
             (((3, 3),), "'inputs_0' has the wrong size in dimension 1: got 3 .*expected 4"),
-            (((3,),), "input 0 (x) of method 'forward' has the wrong shape"),
+            (((3,),), r"input 0 \(inputs_0\) of method 'forward' has the wrong shape"),
         ),
     ),
     # Torch traces with 2 or more, and takes 1 when the program runs.

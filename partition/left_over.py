@@ -18,13 +18,16 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
+from coreml_delegate.control_flow import HELD
 from coreml_delegate.conversion.subgraph import call_of, program_of
 from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.ops.call import is_stand_in, overload_of
 from coreml_delegate.transforms.compressed_weights import decompose_undelegated_dequantize
+from coreml_delegate.transforms.control_flow import release_control_flow
 from coreml_delegate.transforms.recurrent_layers import require_fixed_steps
 
 _PREFIX = "coreml_delegate_literal"
+_BRANCH = "coreml_delegate_branch"
 _LEFT_OVER = Reason(ReasonCode.USE, "no backend took it")
 
 
@@ -36,7 +39,7 @@ def decompose_left_over(program: ExportedProgram, preserved: Collection[OpOverlo
         preserved: The ops that were kept from decomposition.
 
     Raises:
-        UnsupportedOperatorError: See ``require_fixed_steps``.
+        UnsupportedOperatorError: See ``require_fixed_steps`` and ``release_control_flow``.
     """
     # ExecuTorch takes core ops as they are.
     ops = {op for op in preserved if torch.Tag.core not in op.tags}
@@ -48,7 +51,8 @@ def decompose_left_over(program: ExportedProgram, preserved: Collection[OpOverlo
 
 
 def _is_left_over(node: Node, ops: Collection[OpOverload]) -> bool:
-    return overload_of(node.target) in ops or is_stand_in(node.target)
+    overload = overload_of(node.target)
+    return overload in ops or overload in HELD or is_stand_in(node.target)
 
 
 def _decompose(calls: Sequence[Node], module: GraphModule, program: ExportedProgram) -> None:
@@ -59,13 +63,16 @@ def _decompose(calls: Sequence[Node], module: GraphModule, program: ExportedProg
     arguments = _arguments(whole, originals)
     results = [originals[str(name)] for name in whole.graph_signature.user_outputs]
     plain = decompose_undelegated_dequantize(whole, None, veto=lambda _: _LEFT_OVER)
+    release_control_flow(plain, _LEFT_OVER)
     config = EdgeCompileConfig(_check_ir_validity=False)
     parts = to_edge(plain, compile_config=config).exported_program()
     computed: Any = parts.graph.output_node().args[0]
     places = _places(parts, dict(zip(computed, map(call_of, results), strict=True)))
     copies = dict(_inputs(parts, arguments, places, module))
     for node in parts.graph.nodes:
-        if node.op == "call_function" and node in places:
+        if node in places and (node.op == "call_function" or _is_branch(node, parts)):
+            if node.op == "get_attr":
+                _move_branch(node, parts, module)
             with module.graph.inserting_before(places[node]):
                 copies[node] = module.graph.node_copy(node, copies.__getitem__)
             copies[node].meta = _meta(node, places[node])
@@ -83,6 +90,18 @@ def _decompose(calls: Sequence[Node], module: GraphModule, program: ExportedProg
         for unused in (*call.users, call):
             module.graph.erase_node(unused)
     module.recompile()
+
+
+def _is_branch(node: Node, program: ExportedProgram) -> bool:
+    attribute = getattr(program.graph_module, str(node.target), None)
+    return node.op == "get_attr" and isinstance(attribute, GraphModule)
+
+
+def _move_branch(node: Node, parts: ExportedProgram, module: GraphModule) -> None:
+    """Give a module the branch that a node names, under a name that it has not yet."""
+    branch = getattr(parts.graph_module, str(node.target))
+    node.target = next(n for i in range(10**9) if not hasattr(module, n := f"{_BRANCH}_{i}"))
+    module.add_module(str(node.target), branch)
 
 
 def _arguments(whole: ExportedProgram, originals: Mapping[str, Node]) -> list[Node]:

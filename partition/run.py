@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from unittest import mock
 
 from torch._ops import OpOverload
-from torch.export import ExportedProgram, exported_program
+from torch.export import ExportedProgram, default_decompositions, exported_program
 from torch.fx import Node
 
 from coreml_delegate.compile_options import CompileOptions
@@ -43,6 +44,7 @@ from coreml_delegate.transforms.compressed_weights import (
     unwrap_tensor_subclasses,
 )
 from coreml_delegate.transforms.constant_arguments import fold_constant_arguments
+from coreml_delegate.transforms.control_flow import Lowered, hold_control_flow, with_constants
 from coreml_delegate.transforms.executorch_gaps import (
     drop_empty_parts,
     drop_linear_algebra_checks,
@@ -55,9 +57,10 @@ from coreml_delegate.transforms.recurrent_layers import (
     release_refused_layers,
 )
 
+_FRAMES = (name_values, drop_text_results)
+"""Applied to a program, but not to the branches of its control flow."""
+
 _TRANSFORMS = (
-    name_values,
-    drop_text_results,
     drop_empty_parts,
     hold_recurrent_layers,
     unwrap_tensor_subclasses,
@@ -67,7 +70,7 @@ _TRANSFORMS = (
     fold_constant_arguments,
     dequantize_per_use,
 )
-"""Applied to a program, in this order, before ExecuTorch decomposes it."""
+"""Applied to a program and to branches, in this order, before ExecuTorch decomposes them."""
 
 _LOCK = threading.RLock()
 
@@ -95,6 +98,13 @@ def transform(program: ExportedProgram, options: PartitionerOptions) -> Exported
         program: In ATen dialect, before decomposition; it is left as it is.
         options: The partitioner's.
     """
+    for step in _FRAMES:
+        program = step(program)
+    return _transform(program, options)
+
+
+def _transform(program: ExportedProgram, options: PartitionerOptions) -> ExportedProgram:
+    program = hold_control_flow(program, partial(_lower_branch, options), options.filters.refusal)
     for step in _TRANSFORMS:
         program = step(program)
     target, constants_inside = options.compiling.deployment_target, options.ownership.constants
@@ -104,6 +114,26 @@ def transform(program: ExportedProgram, options: PartitionerOptions) -> Exported
     return release_refused_layers(
         program, target, veto=options.filters.refusal, constants_inside=constants_inside
     )
+
+
+def _lower_branch(
+    options: PartitionerOptions, branch: ExportedProgram, constants: Collection[int]
+) -> Lowered:
+    """Lower a branch of control flow as ExecuTorch would; see ``LowerBranch``."""
+    branch = _transform(branch, options).run_decompositions({})
+    wide = WideIntegers()
+
+    def run(program: ExportedProgram) -> PartitionRun:
+        return PartitionRun(with_constants(program, constants), options, wide)
+
+    table = default_decompositions()
+    for op in run(branch).ops_to_preserve():
+        table.pop(op, None)
+    branch = branch.run_decompositions(table)
+    refused = run(branch).refusals()
+    for node, reason in refused.items():
+        return replace(reason, text=f"{target_name(node.target)}: {reason.text}")
+    return branch
 
 
 @contextmanager
@@ -142,7 +172,7 @@ class PartitionRun:
     @_without_shape_guards()
     def ops_to_preserve(self) -> set[OpOverload]:
         """Return the composite ops that Core ML has as one op and takes at every call."""
-        refused = self._refused_calls(_is_preserved)
+        refused = self.refusals(_is_preserved)
         verdicts: dict[OpOverload, bool] = {}
         for node in self._program.graph.nodes:
             if node.op == "call_function" and isinstance(node.target, OpOverload):
@@ -159,7 +189,7 @@ class PartitionRun:
             ContractError: Mutable buffers would become states and the target has none.
         """
         program, ownership = self._program, self._options.ownership
-        refused = self._refused_calls()
+        refused = self.refusals()
         require_target(refused)
         decision = decide(
             program,
@@ -177,7 +207,7 @@ class PartitionRun:
             blobs=self._proof.blobs,
         )
 
-    def _refused_calls(self, only: Callable[[Node], bool] | None = None) -> dict[Node, Reason]:
+    def refusals(self, only: Callable[[Node], bool] | None = None) -> dict[Node, Reason]:
         """Return the calls refused by the rules and the user, or by a trial, with the reasons.
 
         Args:

@@ -19,6 +19,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from coreml_delegate.control_flow import HELD, read_branches, write_branches
 from coreml_delegate.conversion.states import make_states
 from coreml_delegate.dynamic_shapes.symbols import declare_sizes
 from coreml_delegate.ops import record_of
@@ -45,6 +46,8 @@ def prepare(program: ExportedProgram) -> None:
         record = _record(node)
         if record is not None and record.rewrite is not None:
             record.rewrite(node)
+        if node.target in HELD:
+            _prepare_branches(node)
     _retype_floats(program)
     _set_row_major_strides(program)
     _widen_integers(program)
@@ -55,6 +58,15 @@ def prepare(program: ExportedProgram) -> None:
         if isinstance(output, Node) and _may_be_skipped(output):
             _add_identity(output)
     program.graph_module.recompile()
+
+
+def _prepare_branches(node: Node) -> None:
+    """Rewrite the branches that a call of control flow holds."""
+    text, *arguments = node.args
+    branches = read_branches(str(text))
+    for branch in branches:
+        prepare(branch)
+    node.args = (write_branches(branches), *arguments)
 
 
 def _merge_dimensions(program: ExportedProgram) -> None:

@@ -15,6 +15,7 @@ from torch.fx import Node
 from coreml_delegate.ops import (
     activation,
     compressed,
+    control_flow,
     convolution,
     creation,
     detection,
@@ -44,6 +45,7 @@ from coreml_delegate.targets import Opset
 FAMILIES = (
     activation,
     compressed,
+    control_flow,
     convolution,
     creation,
     detection,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ops.op_samples import (
     activation,
+    control_flow,
     convolution,
     creation,
     detection,
@@ -22,6 +23,7 @@ from ops.op_samples.sample import Rejected, Sample
 
 _FAMILIES = (
     activation,
+    control_flow,
     convolution,
     creation,
     detection,

@@ -1,0 +1,174 @@
+"""Control flow as ops of our own, which hold the graphs of their branches as text.
+
+ExecuTorch delegates no call that has graphs among its arguments, and cannot write some of them at
+all. These ops have tensors and a text instead, so that they are traced, judged, cut out and
+converted as any other. The text holds the branches, as ``torch.export.save`` writes them: a program
+with such a call is complete by itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import functools
+import io
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+
+_OWN: Any = torch.ops.coreml_delegate
+_LIBRARY = torch.library.Library("coreml_delegate", "FRAGMENT")
+
+Tensors = Sequence[torch.Tensor]
+Branch = Callable[..., Tensors]
+
+# Texts, and what was read of them, that are kept: a model has few calls, and each is asked often.
+_KEPT = 64
+
+
+def write_branches(branches: Sequence[ExportedProgram]) -> str:
+    """Return the text of branches; equal branches have equal texts.
+
+    Args:
+        branches: In ATen dialect. What they tell of source lines is not kept. The last one gives
+            the results of the call.
+    """
+    outputs: Any = branches[-1].graph.output_node().args[0]
+    values = [output.meta["val"] for output in outputs]
+    results = [[list(value.shape), str(value.dtype).removeprefix("torch.")] for value in values]
+    return json.dumps({"results": results, "branches": [*map(_write, branches)]})
+
+
+def read_branches(text: str) -> tuple[ExportedProgram, ...]:
+    """Return the branches of a text, for the caller to change."""
+    written = json.loads(text)["branches"]
+    return tuple(torch.export.load(io.BytesIO(base64.b64decode(each))) for each in written)
+
+
+@functools.lru_cache(_KEPT)
+def results_of(text: str) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Return shapes and dtypes of the results of the last branch."""
+    written = json.loads(text)["results"]
+    return tuple((tuple(shape), getattr(torch, dtype)) for shape, dtype in written)
+
+
+def _write(branch: ExportedProgram) -> str:
+    for node in branch.graph.nodes:
+        # Torch numbers the lines that it generates: no two processes have the same.
+        node.meta = {
+            key: value for key, value in node.meta.items() if key in ("val", "tensor_meta")
+        }
+    plain: Any = copy.copy(branch)
+    plain._example_inputs = None  # they would be of the size of the weights among the operands
+    buffer = io.BytesIO()
+    torch.export.save(plain, buffer)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+@functools.lru_cache(_KEPT)
+def _branches(text: str) -> tuple[Branch, ...]:
+    return tuple(_callable(branch) for branch in read_branches(text))
+
+
+def _callable(branch: ExportedProgram) -> Branch:
+    module = branch.module()
+
+    def call(*arguments: torch.Tensor) -> Tensors:
+        result = module(*arguments)
+        return [result] if isinstance(result, torch.Tensor) else list(result)
+
+    return call
+
+
+# Results may not be the arguments themselves. ExecuTorch's check of a program asks for the length
+# of the first of several results, which one of rank 0 has not.
+
+
+def _given_out(result: torch.Tensor) -> torch.Tensor:
+    return result.clone() if result.dim() else result.reshape(1).clone()
+
+
+def _empty(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return like.new_empty(tuple(shape) or (1,), dtype=dtype)
+
+
+def _cond(branches: str, condition: torch.Tensor, operands: Tensors) -> Tensors:
+    then, otherwise = _branches(branches)
+    chosen = then if condition.item() else otherwise
+    return [*map(_given_out, chosen(*operands))]
+
+
+def _while_loop(branches: str, carried: Tensors, operands: Tensors) -> Tensors:
+    goes_on, body = _branches(branches)
+    while goes_on(*carried, *operands)[0].item():
+        carried = body(*carried, *operands)
+    return [*map(_given_out, carried)]
+
+
+def _scan(branches: str, carried: Tensors, sequences: Tensors, operands: Tensors) -> Tensors:
+    (step,) = _branches(branches)
+    rows: list[Tensors] = []
+    for place in range(sequences[0].shape[0]):
+        results = step(*carried, *(each[place] for each in sequences), *operands)
+        carried, row = results[: len(carried)], results[len(carried) :]
+        rows.append(row)
+    last = [*map(_given_out, carried)]
+    return last + [torch.stack(list(column)) for column in zip(*rows, strict=True)]
+
+
+def _cond_shapes(branches: str, condition: torch.Tensor, operands: Tensors) -> Tensors:
+    del operands
+    return [_empty(condition, *result) for result in results_of(branches)]
+
+
+def _while_loop_shapes(branches: str, carried: Tensors, operands: Tensors) -> Tensors:
+    del branches, operands
+    return [_empty(each, each.shape, each.dtype) for each in carried]
+
+
+def _scan_shapes(branches: str, carried: Tensors, sequences: Tensors, operands: Tensors) -> Tensors:
+    del operands
+    count, like = sequences[0].shape[0], sequences[0]
+    rows = results_of(branches)[len(carried) :]
+    return [
+        *(_empty(each, each.shape, each.dtype) for each in carried),
+        *(_empty(like, (count, *size), dtype) for size, dtype in rows),
+    ]
+
+
+def _define(schema: str, compute: Any, shapes: Any) -> OpOverload:
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, shapes, "Meta")
+    return getattr(_OWN, name).default
+
+
+COND = _define(
+    "cond(str branches, Tensor condition, Tensor[] operands) -> Tensor[]", _cond, _cond_shapes
+)
+"""Branches: on true, and on false; both take the operands. Of these ops all results of rank 0 are
+given out with one dimension."""
+
+WHILE_LOOP = _define(
+    "while_loop(str branches, Tensor[] carried, Tensor[] operands) -> Tensor[]",
+    _while_loop,
+    _while_loop_shapes,
+)
+"""Branches: whether it goes on, and the values carried on; both take the carried values and the
+operands."""
+
+SCAN = _define(
+    "scan(str branches, Tensor[] carried, Tensor[] sequences, Tensor[] operands) -> Tensor[]",
+    _scan,
+    _scan_shapes,
+)
+"""Branch: the values carried on and a row of each stacked result, of the carried values, a row of
+each sequence and the operands. Results: the values carried last, and the stacked ones."""
+
+HELD = frozenset({COND, WHILE_LOOP, SCAN})
+"""All of them."""

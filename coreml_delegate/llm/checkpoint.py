@@ -11,10 +11,12 @@ import torch
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.llm.decoder import Decoder
+from coreml_delegate.llm.stored_weights import stored_weights
 from coreml_delegate.third_party import transformers, wrap_errors
 
 CONFIG = "config.json"
 _GENERATION = "generation_config.json"
+_WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LARGEST_CONTEXT = 2048  # of models that do not say for how many tokens they were made
 
@@ -74,7 +76,7 @@ def random_decoder(config: Any, seed: int, **options: Any) -> Decoder:
 
 
 def load_decoder(folder: Path, config: Any, **options: Any) -> Decoder:
-    """Return a decoder with the weights of a checkpoint, in fp32.
+    """Return a decoder with the weights of a checkpoint, in fp32; see ``stored_weights``.
 
     Args:
         folder: Has ``*.safetensors``; an index, if there is one, says which file has a weight.
@@ -85,15 +87,16 @@ def load_decoder(folder: Path, config: Any, **options: Any) -> Decoder:
         OptionError: A file is missing or malformed, or the weights do not fit the configuration.
         LoweringError: See ``Decoder``.
     """
-    _check_files(folder)
+    files = _weight_files(folder)
+    with torch.device("meta"), wrap_errors("transformers cannot make the model"):
+        empty = transformers().AutoModelForCausalLM.from_config(config)
     with wrap_errors(f"cannot read weights from {folder}"):
-        model, loaded = transformers().AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
+        model, loaded = type(empty).from_pretrained(
+            None,
+            config=empty.config,
+            state_dict=stored_weights(files),
             dtype=torch.float32,
             attn_implementation="eager",
-            local_files_only=True,
-            use_safetensors=True,
             ignore_mismatched_sizes=True,  # which are told of below
             output_loading_info=True,
         )
@@ -137,8 +140,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", values)
 
 
-def _check_files(folder: Path) -> None:
-    index = folder / _INDEX
+def _weight_files(folder: Path) -> list[Path]:
+    index, single = folder / _INDEX, folder / _WEIGHTS
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
@@ -146,9 +149,10 @@ def _check_files(folder: Path) -> None:
             raise OptionError(f"{index} is not a checkpoint index", got=repr(error)) from error
         missing = [name for name in names if not (folder / name).is_file()]
     else:
-        missing = [] if any(folder.glob("*.safetensors")) else ["*.safetensors"]
+        names, missing = [_WEIGHTS], [] if single.is_file() else [f"{_WEIGHTS} or {_INDEX}"]
     if missing:
         raise OptionError(f"{folder} lacks weights", expected=", ".join(missing))
+    return [folder / name for name in names]
 
 
 def _check_loaded(folder: Path, loaded: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ a chunk with one token in it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +24,15 @@ from coreml_delegate.llm.attention import Call, Segment
 from coreml_delegate.llm.caches import kept_caches, new_rows, passed_caches
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.layout import DECODE, FORWARD, PREFILL, CacheKind, Layout
+from coreml_delegate.llm.stored_weights import in_memory, read_weights
 from coreml_delegate.lowering import lower_methods
 from coreml_delegate.partition import CoreMLPartitioner
 from coreml_delegate.third_party import quiet_import, wrap_errors
 
 # The stubs of torch do not have int4.
 _DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("int4", "int8")}
+
+_CHUNK = 2**24  # elements that are quantized at once
 
 
 def quantize_weights(decoder: Decoder, *, linear: str, embedding: str, group: int) -> None:
@@ -48,32 +51,34 @@ def quantize_weights(decoder: Decoder, *, linear: str, embedding: str, group: in
         OptionError: Groups do not divide a layer.
     """
     tied = decoder.tied
-
-    def is_linear(module: nn.Module) -> bool:
-        return isinstance(module, nn.Linear) and not (tied and module is decoder.head)
-
-    def is_embedding(module: nn.Module) -> bool:
-        return module is decoder.embedding or (tied and module is decoder.head)
-
+    vocabulary = [decoder.embedding, decoder.head] if tied else [decoder.embedding]
+    linears = {
+        name: module
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.Linear) and module not in vocabulary
+    }
     if linear != "none":
         size = group if linear == "int4" else 0
         if size:
-            _check_groups(decoder, is_linear, size)
-        _quantize(decoder, linear, size, is_linear)
+            _check_groups(linears, size)
+        for module in linears.values():
+            _replace_weight([module], _quantized(module.weight, linear, size))
     if embedding != "none":
-        _quantize(decoder, embedding, 0, is_embedding)
+        table: Any = decoder.embedding.weight
+        _replace_weight(vocabulary, _quantized(table, embedding, 0))
 
 
 def export_methods(decoder: Decoder, layout: Layout) -> dict[str, ExportedProgram]:
     """Export the methods in ATen dialect; they share the decoder's weights.
 
     Args:
-        decoder: In eval mode.
+        decoder: In eval mode; weights that are in files are read.
         layout: Kind of the caches, chunk and context.
 
     Raises:
         LoweringError: ``torch.export`` cannot capture the model.
     """
+    read_weights(decoder)
     # Two tensors, because torch.export takes inputs that are the same object for one input.
     position, last = torch.tensor([0]), torch.tensor([0])
     chunk = torch.zeros(1, layout.chunk, dtype=torch.long)
@@ -205,9 +210,8 @@ def _caches(decoder: Decoder, context: int) -> list[torch.Tensor]:
     return [empty for layer in decoder.layers for empty in layer.zeros(layer.rows(context, 0))]
 
 
-def _quantize(
-    decoder: Decoder, dtype: str, group: int, chosen: Callable[[nn.Module], bool]
-) -> None:
+def _quantized(weight: torch.Tensor, dtype: str, group: int) -> torch.Tensor:
+    """Return a quantized matrix [outputs, inputs]; all rows at once would need several copies."""
     with quiet_import():
         torchao: Any = importlib.import_module("torchao.quantization")
         granularity: Any = importlib.import_module("torchao.quantization.granularity")
@@ -215,12 +219,27 @@ def _quantize(
         weight_dtype=_DTYPES[dtype],
         granularity=granularity.PerGroup(group) if group else granularity.PerAxis(0),
     )
-    torchao.quantize_(decoder, config, lambda module, _: chosen(module))
+    parts: list[Any] = []
+    for rows in in_memory(weight).detach().split(max(1, _CHUNK // weight.shape[1])):
+        layer = nn.Linear(*reversed(rows.shape), bias=False, device="meta")
+        layer.weight = nn.Parameter(rows, requires_grad=False)
+        torchao.quantize_(layer, config)
+        parts.append(layer.weight)
+    tensors = [
+        torch.cat([getattr(part, name) for part in parts]) for name in parts[0].tensor_data_names
+    ]
+    options = [getattr(parts[0], name) for name in parts[0].tensor_attribute_names]
+    return type(parts[0].data)(*tensors, *options)
 
 
-def _check_groups(decoder: Decoder, chosen: Callable[[nn.Module], bool], group: int) -> None:
-    for name, module in decoder.named_modules():
-        if isinstance(module, nn.Linear) and chosen(module) and module.in_features % group:
+def _replace_weight(modules: Iterable[Any], weight: torch.Tensor) -> None:
+    for module in modules:
+        module.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def _check_groups(linears: Mapping[str, nn.Linear], group: int) -> None:
+    for name, module in linears.items():
+        if module.in_features % group:
             raise OptionError(
                 f"groups of weights do not divide {name}",
                 got=f"groups of {group} for {module.in_features} inputs",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 
 from coreml_delegate import graph
@@ -41,3 +42,15 @@ def test_a_pass_that_breaks_the_program_is_noticed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(type(elimination), "apply", breaks)
     with pytest.raises(ConversionError, match="cannot convert"):
         _files()
+
+
+def test_constants_are_compared_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "_COMPARED", 16)
+    values = np.linspace(-1, 1, 7 * 5, dtype=np.float32).reshape(7, 5)
+    for place in ((0, 0), (3, 2), (6, 4)):
+        for change in (0.0, 1e-3, np.nan):
+            other = values.copy()
+            other[place] += change
+            for atol in (1e-12, 1e-2):
+                expected = np.allclose(values, other, rtol=0, atol=atol)
+                assert convert._all_close(values, other, rtol=0, atol=atol) == expected

@@ -1,0 +1,108 @@
+"""Weights that stay in their files until something is computed with them.
+
+A model of a billion parameters takes 5 GB in fp32. While it is tried, and quantized layer by layer,
+only one of its matrices has to be in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+_ATEN: Any = torch.ops.aten
+_VIEWS = (_ATEN.detach.default, _ATEN.alias.default)
+"""Operators that return the whole of their argument."""
+
+
+class StoredWeight(torch.Tensor):
+    """A matrix in a file, as a tensor in fp32 that is read each time an operator takes it.
+
+    Args:
+        read: Reads the matrix; returns it in fp32.
+        shape: Its shape.
+
+    Attributes:
+        read: As given.
+    """
+
+    @staticmethod
+    def __new__(cls: Any, read: Callable[[], torch.Tensor], shape: torch.Size) -> StoredWeight:
+        """Return a tensor without memory."""
+        del read
+        base: Any = torch.Tensor
+        return base._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+
+    def __init__(self, read: Callable[[], torch.Tensor], shape: torch.Size) -> None:
+        super().__init__()
+        del shape
+        self.read = read
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Return the shape, without reading."""
+        del tensor_contents
+        return f"{type(self).__name__}({list(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Compute with the matrices, read for this operator alone.
+
+        Raises:
+            TypeError: The operator writes to its arguments, which would be lost.
+        """
+        if func in _VIEWS:
+            return cls(args[0].read, args[0].shape)
+        if func._schema.is_mutable:
+            raise TypeError(f"{func} would write to a weight that is in a file")
+        return func(
+            *tree_map_only(cls, in_memory, args), **tree_map_only(cls, in_memory, kwargs or {})
+        )
+
+
+def stored_weights(files: Iterable[Path]) -> Mapping[str, torch.Tensor]:
+    """Return the weights of ``safetensors`` files by name, floats in fp32.
+
+    Matrices are instances of ``StoredWeight``; all other weights are in memory.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path in files:
+        # Mapped files would count as memory, beside what is made of them.
+        file: Any = safe_open(path, framework="pt", backend="pread")
+        for name in file.keys():  # noqa: SIM118 - no mapping
+            shape = torch.Size(file.get_slice(name).get_shape())
+            read = partial(_read, file, name)
+            found[name] = StoredWeight(read, shape) if len(shape) == 2 else read()
+    return found
+
+
+def in_memory(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight, read if it is in a file."""
+    return weight.read() if isinstance(weight, StoredWeight) else weight
+
+
+def read_weights(model: nn.Module) -> None:
+    """Read the weights of a model that are in files; what is tied stays tied."""
+    read: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, StoredWeight):
+                if parameter not in read:
+                    read[parameter] = nn.Parameter(in_memory(parameter), requires_grad=False)
+                setattr(module, name, read[parameter])
+
+
+def _read(file: Any, name: str) -> torch.Tensor:
+    weight = file.get_tensor(name)
+    return weight.to(torch.float32) if weight.is_floating_point() else weight

@@ -203,9 +203,13 @@ def is_class_scores(tensor: torch.Tensor) -> bool:
 class Int32Watch(TorchDispatchMode):
     """Watches a running model for integers beyond int32, which Core ML cannot represent.
 
+    Of control flow it sees the results, not what is computed on the way.
+
     Attributes:
         first: Name of the first op that returns one, or None.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()

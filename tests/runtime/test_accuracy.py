@@ -12,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from torch._higher_order_ops.while_loop import while_loop
 
 from coreml_delegate.errors import InputError
 from coreml_delegate.runtime import exact_sums
-from coreml_delegate.runtime.accuracy import Accuracy
+from coreml_delegate.runtime.accuracy import Accuracy, Int32Watch
 from coreml_delegate.runtime.exact_sums import ExactSum
 
 _FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -119,3 +120,14 @@ def test_labels_beyond_the_classes_are_refused(label):
     scores = torch.arange(6.0)
     with pytest.raises(InputError, match=f"no class of the model: got {label}, expected 0 to 5"):
         Accuracy().add(scores, scores, labels=torch.tensor([label]))
+
+
+def test_control_flow_is_watched_by_its_results() -> None:
+    def doubled(values: torch.Tensor) -> torch.Tensor:
+        return while_loop(lambda v: v.sum() < 2**40, lambda v: (v * 2,), (values,))[0]
+
+    for start, first in ((torch.tensor([1, 1]), "while_loop"), (torch.ones(2), None)):
+        with Int32Watch() as watch:
+            result = doubled(start)
+        assert result.sum() >= 2**40
+        assert watch.first == first

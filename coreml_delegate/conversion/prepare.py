@@ -24,7 +24,7 @@ from coreml_delegate.conversion.states import make_states
 from coreml_delegate.dynamic_shapes.symbols import declare_sizes
 from coreml_delegate.ops import record_of
 from coreml_delegate.ops.boundary import is_row_major
-from coreml_delegate.ops.call import BOUNDARY, CAST, NARROW, OpCall, target_name
+from coreml_delegate.ops.call import BOUNDARY, CAST, NARROW, OpCall, behind_edge, target_name
 from coreml_delegate.ops.constants import mark_stored
 from coreml_delegate.ops.edits import ATEN, become, insert, unite_copies, value_of
 from coreml_delegate.ops.high_rank import has_high_rank, merge_dimensions
@@ -46,7 +46,7 @@ def prepare(program: ExportedProgram) -> None:
         record = _record(node)
         if record is not None and record.rewrite is not None:
             record.rewrite(node)
-        if node.target in HELD:
+        if behind_edge(node.target) in HELD:
             _prepare_branches(node)
     _retype_floats(program)
     _set_row_major_strides(program)
@@ -66,7 +66,16 @@ def _prepare_branches(node: Node) -> None:
     branches = read_branches(str(text))
     for branch in branches:
         prepare(branch)
+        _leave_edge_dialect(branch)
     node.args = (write_branches(branches), *arguments)
+
+
+def _leave_edge_dialect(branch: ExportedProgram) -> None:
+    """Name calls by their ATen overloads again: ``torch.export`` writes no other."""
+    for node in branch.graph.nodes:
+        if node.op == "call_function":
+            node.target = behind_edge(node.target)
+    branch.graph_module.recompile()
 
 
 def _merge_dimensions(program: ExportedProgram) -> None:

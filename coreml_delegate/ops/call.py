@@ -131,17 +131,18 @@ class OpCall:
 
 def overload_of(target: Any) -> Any:
     """The ATen overload behind an edge op or a stand-in; other targets unchanged."""
-    found = _behind_edge(target)
+    found = behind_edge(target)
     return ORIGINALS.get(found, found) if isinstance(found, OpOverload) else found
 
 
 def is_stand_in(target: Any) -> bool:
     """Whether a target, perhaps of edge dialect, stands for an ATen op: see ``stand_ins``."""
-    found = _behind_edge(target)
+    found = behind_edge(target)
     return isinstance(found, OpOverload) and found in ORIGINALS
 
 
-def _behind_edge(target: Any) -> Any:
+def behind_edge(target: Any) -> Any:
+    """The overload of which an edge op was made, a stand-in as it is; other targets unchanged."""
     return target if isinstance(target, OpOverload) else getattr(target, "_op", target)
 
 

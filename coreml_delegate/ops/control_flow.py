@@ -1,23 +1,242 @@
-"""Control flow whose branches Core ML takes: see ``coreml_delegate.control_flow``."""
+"""Control flow whose branches Core ML takes: see ``coreml_delegate.control_flow``.
+
+In a model it is made of MIL's blocks: each branch is translated inside the block that it becomes.
+
+Source: coremltools' MIL op reference, ``control_flow``.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, TypeAlias
 
+import numpy as np
+import torch
+from torch.export import ExportedProgram
 from torch.fx import Node
 
-from coreml_delegate.ops import mil_ops
+from coreml_delegate.control_flow import read_branches, results_of
 from coreml_delegate.ops.call import ANY
 from coreml_delegate.ops.flops import nothing
 from coreml_delegate.ops.record import OpRecord
+from coreml_delegate.third_party import coremltools
+
+Var: TypeAlias = Any
+"""A value of a MIL program under construction."""
+
+Block: TypeAlias = Callable[..., list[Var]]
+"""Emits a branch into the block at hand, given its inputs; returns its results."""
 
 
-def _hold(_: Node) -> None:
-    """Let coremltools know how to translate these ops."""
-    mil_ops.control_flow()
+def _cond(mb: Any, condition: Var, operands: Sequence[Var], then: Block, otherwise: Block) -> Any:
+    """Emit a ``cond``.
+
+    Args:
+        mb: coremltools' builder.
+        condition: A boolean of one element.
+        operands: Inputs of both branches.
+        then: The branch for true.
+        otherwise: The branch for false.
+
+    Returns:
+        The results, a tuple.
+    """
+    found = mb.cond(
+        pred=_scalar(mb, condition),
+        _true_fn=lambda: _several(then(*operands)),
+        _false_fn=lambda: _several(otherwise(*operands)),
+    )
+    return _given_out(mb, found)
 
 
-_op = partial(OpRecord, dtypes={"": ANY}, results=ANY, preserve=False, rewrite=_hold, flops=nothing)
+def _while_loop(
+    mb: Any, carried: Sequence[Var], operands: Sequence[Var], goes_on: Block, body: Block
+) -> Any:
+    """Emit a ``while_loop``.
+
+    Args:
+        mb: coremltools' builder.
+        carried: Values that are carried from turn to turn, as they are first.
+        operands: Values that stay.
+        goes_on: From the carried values and the operands to a boolean.
+        body: From the same to the carried values of the next turn.
+
+    Returns:
+        The values carried last, a tuple.
+    """
+    found = mb.while_loop(
+        _cond=lambda *values: _scalar(mb, goes_on(*values, *operands)[0]),
+        _body=lambda *values: tuple(body(*values, *operands)),
+        loop_vars=tuple(carried),
+    )
+    return _given_out(mb, found)
+
+
+def _scan(
+    mb: Any,
+    carried: Sequence[Var],
+    sequences: Sequence[Var],
+    operands: Sequence[Var],
+    rows: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    step: Block,
+) -> Any:
+    """Emit a ``while_loop`` over the rows of sequences.
+
+    Args:
+        mb: coremltools' builder.
+        carried: Values that are carried from row to row, as they are first.
+        sequences: Tensors of one size along their first dimension.
+        operands: Values that stay.
+        rows: Shapes and dtypes of the rows that each step gives.
+        step: From the carried values, a row of each sequence and the operands to the carried values
+            of the next row, and a row of each stacked result.
+
+    Returns:
+        The values carried last and the stacked results, a tuple.
+    """
+    count, states = sequences[0].shape[0], len(carried)
+    stacks = [mb.fill(shape=(count, *size), value=_zero(dtype)) for size, dtype in rows]
+
+    def turn(place: Var, *values: Var) -> tuple[Var, ...]:
+        given = [mb.gather(x=each, indices=place, axis=0) for each in sequences]
+        results = step(*values[:states], *given, *operands)
+        at = mb.expand_dims(x=place, axes=[0])
+        written = [
+            mb.scatter(
+                data=stack,
+                indices=at,
+                updates=mb.expand_dims(x=row, axes=[0]),
+                axis=0,
+                mode="update",
+            )
+            for stack, row in zip(values[states:], results[states:], strict=True)
+        ]
+        return (mb.add(x=place, y=1), *results[:states], *written)
+
+    _, *found = mb.while_loop(
+        _cond=lambda place, *_: mb.less(x=place, y=count),
+        _body=turn,
+        loop_vars=(0, *carried, *stacks),
+    )
+    return _given_out(mb, found)
+
+
+def _block_of(mb: Any, branch: ExportedProgram, context: Any, meta: dict[str, Any]) -> Block:
+    """Return what emits a branch.
+
+    Args:
+        mb: coremltools' builder.
+        branch: As ``conversion.prepare`` leaves it.
+        context: coremltools' of the call.
+        meta: Of the call's node, for the operations of the branch to be known by.
+    """
+    from coremltools.converters.mil.frontend.torch.converter import TranscriptionContext
+    from coremltools.converters.mil.frontend.torch.internal_graph import InternalTorchIRGraph
+    from coremltools.converters.mil.frontend.torch.ops import convert_nodes
+
+    graph: Any = InternalTorchIRGraph.from_exir(branch)
+    for node in graph.nodes:
+        node.meta = {**node.meta, **meta}
+
+    def emit(*inputs: Var) -> list[Var]:
+        inner: Any = TranscriptionContext(frontend=context.frontend)
+        inner.torch_graph = graph
+        for name, var in zip(branch.graph_signature.user_inputs, inputs, strict=True):
+            inner.add(var, torch_name=str(name))
+        for name, value in {**graph.params, **graph.buffers}.items():
+            inner.add(mb.const(val=_array(value), name=name), torch_name=name)
+        convert_nodes(inner, graph, early_exit=False)
+        outputs: Any = branch.graph.output_node().args[0]
+        return [_result(mb, inner[node.name], node.meta["val"].dtype) for node in outputs]
+
+    return emit
+
+
+def _result(mb: Any, var: Var, dtype: torch.dtype) -> Var:
+    """Return a result of a block, of its dtype in torch; inputs and constants cannot be results."""
+    kind = "fp32" if dtype.is_floating_point else "bool" if dtype is torch.bool else "int32"
+    return mb.identity(x=var) if _kind(var) == kind else mb.cast(x=var, dtype=kind)
+
+
+def _kind(var: Var) -> str:
+    from coremltools.converters.mil.mil.types import builtin_to_string
+
+    return builtin_to_string(var.dtype)
+
+
+def _array(value: torch.Tensor) -> np.ndarray[Any, Any]:
+    array = value.detach().cpu().numpy()
+    narrow = {np.dtype(np.int64): np.int32, np.dtype(np.float64): np.float32}
+    return array.astype(narrow.get(array.dtype, array.dtype))
+
+
+def _zero(dtype: torch.dtype) -> Any:
+    if dtype is torch.bool:
+        return False
+    return 0.0 if dtype.is_floating_point else 0
+
+
+def _scalar(mb: Any, condition: Var) -> Var:
+    return mb.squeeze(x=condition) if condition.rank else condition
+
+
+def _several(results: Sequence[Var]) -> Any:
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+def _given_out(mb: Any, found: Any) -> tuple[Var, ...]:
+    """Return several results, those of rank 0 with one dimension."""
+    results = found if isinstance(found, tuple | list) else (found,)
+    return tuple(var if var.rank else mb.expand_dims(x=var, axes=[0]) for var in results)
+
+
+@cache
+def _translate() -> None:
+    """Tell coremltools how to translate these ops, once."""
+    coremltools()
+    from coremltools.converters.mil.frontend.torch.torch_op_registry import register_torch_op
+    from coremltools.converters.mil.mil import Builder
+
+    mb: Any = Builder
+
+    def coreml_delegate_cond(context: Any, node: Any) -> None:
+        text, condition, operands = node.inputs
+        then, otherwise = _blocks(mb, context, node, text)
+        given = [context[name] for name in operands]
+        context.add(_cond(mb, context[condition], given, then, otherwise), torch_name=node.name)
+
+    def coreml_delegate_while_loop(context: Any, node: Any) -> None:
+        text, *values = node.inputs
+        goes_on, body = _blocks(mb, context, node, text)
+        carried, operands = ([context[name] for name in names] for names in values)
+        context.add(_while_loop(mb, carried, operands, goes_on, body), torch_name=node.name)
+
+    def coreml_delegate_scan(context: Any, node: Any) -> None:
+        text, *values = node.inputs
+        (step,) = _blocks(mb, context, node, text)
+        carried, sequences, operands = ([context[name] for name in names] for names in values)
+        rows = results_of(text)[len(carried) :]
+        found = _scan(mb, carried, sequences, operands, rows, step)
+        context.add(found, torch_name=node.name)
+
+    # Coremltools knows a function by its own name too.
+    for translation in (coreml_delegate_cond, coreml_delegate_while_loop, coreml_delegate_scan):
+        name = translation.__name__.removeprefix("coreml_delegate_")
+        register_torch_op(translation, torch_alias=[f"coreml_delegate::{name}"], override=True)
+
+
+def _blocks(mb: Any, context: Any, node: Any, text: str) -> list[Block]:
+    return [_block_of(mb, branch, context, dict(node.meta)) for branch in read_branches(text)]
+
+
+def _let_translate(_: Node) -> None:
+    _translate()
+
+
+_op = partial(
+    OpRecord, dtypes={"": ANY}, results=ANY, preserve=False, rewrite=_let_translate, flops=nothing
+)
 
 RECORDS = (
     _op("coreml_delegate.cond.default"),

@@ -14,9 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch._ops import OpOverload
 
-from coreml_delegate.control_flow import read_branches, results_of
-from coreml_delegate.ops import blocks, recurrent_layers
-from coreml_delegate.ops.blocks import Block
+from coreml_delegate.ops import recurrent_layers
 from coreml_delegate.ops.recurrent_layers import Stack
 from coreml_delegate.stand_ins import STAND_INS
 from coreml_delegate.targets import Opset
@@ -97,46 +95,6 @@ def nms() -> OpOverload:
     """
     _translate()
     return torch.ops.coreml_delegate.nms.default
-
-
-@cache
-def control_flow() -> None:
-    """Let coremltools translate the ops of ``coreml_delegate.control_flow``."""
-    coremltools()
-    from coremltools.converters.mil.frontend.torch.torch_op_registry import register_torch_op
-    from coremltools.converters.mil.mil import Builder
-
-    builder: Any = Builder
-
-    def coreml_delegate_cond(context: Any, node: Any) -> None:
-        text, condition, operands = node.inputs
-        given = [context[name] for name in operands]
-        then, otherwise = _blocks(builder, context, node, text)
-        found = blocks.cond(builder, context[condition], given, then, otherwise)
-        context.add(found, torch_name=node.name)
-
-    def coreml_delegate_while_loop(context: Any, node: Any) -> None:
-        text, *values = node.inputs
-        carried, operands = ([context[name] for name in names] for names in values)
-        goes_on, body = _blocks(builder, context, node, text)
-        found = blocks.while_loop(builder, carried, operands, goes_on, body)
-        context.add(found, torch_name=node.name)
-
-    def coreml_delegate_scan(context: Any, node: Any) -> None:
-        text, *values = node.inputs
-        carried, sequences, operands = ([context[name] for name in names] for names in values)
-        (step,) = _blocks(builder, context, node, text)
-        rows = results_of(text)[len(carried) :]
-        found = blocks.scan(builder, carried, sequences, operands, rows, step)
-        context.add(found, torch_name=node.name)
-
-    for translation in (
-        coreml_delegate_cond,
-        coreml_delegate_while_loop,
-        coreml_delegate_scan,
-    ):
-        name = translation.__name__.removeprefix(f"{_NAMESPACE}_")
-        register_torch_op(translation, torch_alias=[f"{_NAMESPACE}::{name}"], override=True)
 
 
 @cache
@@ -248,12 +206,6 @@ def _best_boxes(
     else:
         options["score_threshold"] = np.float32(np.finfo(np.float16).min)
     return builder.non_maximum_suppression(boxes=boxes, scores=scores, **options)[2]
-
-
-def _blocks(builder: Any, context: Any, node: Any, text: str) -> list[Block]:
-    return [
-        blocks.block_of(builder, branch, context, dict(node.meta)) for branch in read_branches(text)
-    ]
 
 
 def _shift_scaled(

@@ -37,7 +37,7 @@ class Cell:
         weight_hh: [gates * units, width of the hidden state].
         bias_ih: [gates * units], None if there are no biases.
         bias_hh: As ``bias_ih``.
-        weight_hr: The projection [width of the hidden state, units], None if there is none.
+        weight_hr: The projection [width of the hidden state, units], None if the stack has none.
     """
 
     weight_ih: Array
@@ -129,7 +129,7 @@ def lstm(mb: Any, x: Var, states: Sequence[Var], stack: Stack) -> tuple[Var, Var
     Returns:
         The hidden states of all steps, the last hidden and the last cell states.
     """
-    if any(cell.weight_hr is not None for cells in stack.cells for cell in cells):
+    if stack.cells[0][0].weight_hr is not None:
         steps, last_h, last_c = _by_pass(mb, x, states, stack, partial(_projected_lstm_loop, mb))
         return steps, last_h, last_c
     hidden: list[Var] = []
@@ -210,7 +210,6 @@ def _gru_loop(mb: Any, x: Var, states: Sequence[Var], cell: Cell) -> Sequence[Va
 
 
 def _projected_lstm_loop(mb: Any, x: Var, states: Sequence[Var], cell: Cell) -> Sequence[Var]:
-    projection = np.eye(cell.width, dtype=np.float32) if cell.weight_hr is None else cell.weight_hr
     bias_ih, bias_hh = cell.biases
 
     def step(inputs: Var, states: Sequence[Var]) -> Sequence[Var]:
@@ -220,7 +219,7 @@ def _projected_lstm_loop(mb: Any, x: Var, states: Sequence[Var], cell: Cell) -> 
         taken = mb.mul(x=mb.sigmoid(x=taken), y=mb.tanh(x=new))
         c = mb.add(x=mb.mul(x=mb.sigmoid(x=kept), y=c), y=taken)
         h = mb.mul(x=mb.sigmoid(x=shown), y=mb.tanh(x=c))
-        return [mb.linear(x=h, weight=projection), c]
+        return [mb.linear(x=h, weight=cell.weight_hr), c]
 
     products = mb.linear(x=x, weight=cell.weight_ih, bias=bias_ih + bias_hh)
     return _loop(mb, products, states, step)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from unittest import mock
 
+from executorch.exir.passes.remove_graph_asserts_pass import RemoveGraphAssertsPass
 from torch._ops import OpOverload
 from torch.export import ExportedProgram, default_decompositions, exported_program
 from torch.fx import Node
@@ -120,7 +121,7 @@ def _lower_branch(
     options: PartitionerOptions, branch: ExportedProgram, constants: Collection[int]
 ) -> Lowered:
     """Lower a branch of control flow as ExecuTorch would; see ``LowerBranch``."""
-    branch = _transform(branch, options).run_decompositions({})
+    branch = _without_checks(_transform(branch, options).run_decompositions({}))
     wide = WideIntegers()
 
     def run(program: ExportedProgram) -> PartitionRun:
@@ -129,10 +130,16 @@ def _lower_branch(
     table = default_decompositions()
     for op in run(branch).ops_to_preserve():
         table.pop(op, None)
-    branch = branch.run_decompositions(table)
+    branch = _without_checks(branch.run_decompositions(table))
     refused = run(branch).refusals()
     for node, reason in refused.items():
         return replace(reason, text=f"{target_name(node.target)}: {reason.text}")
+    return branch
+
+
+def _without_checks(branch: ExportedProgram) -> ExportedProgram:
+    """Take out the checks of dtypes that torch puts beside casts; ExecuTorch does so at the root."""
+    RemoveGraphAssertsPass()(branch.graph_module)
     return branch
 
 

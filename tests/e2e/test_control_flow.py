@@ -153,6 +153,30 @@ def test_control_flow_is_delegated_as_a_whole(name: str) -> None:
             assert_equal_eager(lowered, module, x, engine)
 
 
+class Rewritten(nn.Module):
+    """Branches with calls that Core ML takes in another form, and with a cast."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def positive(v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            whole = torch.div((v * 8).to(torch.int32), 3, rounding_mode="floor")
+            return v.std(-1), torch.atan2(v, v.flip(0) + 0.1), whole
+
+        def negative(v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            whole = torch.remainder((v * 8).to(torch.int32), 3)
+            return v.logsumexp(-1), torch.remainder(v.roll(1, -1), 0.7), whole
+
+        return torch.cond(x.sum() > 0, positive, negative, (x,))
+
+
+def test_branches_are_rewritten_as_the_rest_of_a_program() -> None:
+    module, x = Rewritten(), torch.linspace(-1.1, 2.3, 8).reshape(2, 4)
+    lowered = lower(module, x)
+    assert not lowered.operators
+    for engine in ENGINES:
+        for sign in (1, -1):
+            assert_equal_eager(lowered, module, x * sign, engine)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_control_flow_in_fp16(name: str) -> None:

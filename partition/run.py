@@ -138,7 +138,7 @@ def _lower_branch(
 
 
 def _without_checks(branch: ExportedProgram) -> ExportedProgram:
-    """Take out the checks of dtypes that torch puts beside casts; ExecuTorch does so at the root."""
+    """Remove the checks of dtypes that torch puts beside casts, as ExecuTorch does at the root."""
     RemoveGraphAssertsPass()(branch.graph_module)
     return branch
 

@@ -153,8 +153,8 @@ def test_control_flow_is_delegated_as_a_whole(name: str) -> None:
             assert_equal_eager(lowered, module, x, engine)
 
 
-class Rewritten(nn.Module):
-    """Branches with calls that Core ML takes in another form, and with a cast."""
+class Casting(nn.Module):
+    """Branches with casts, beside which torch puts checks of dtypes."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         def positive(v: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -168,8 +168,8 @@ class Rewritten(nn.Module):
         return torch.cond(x.sum() > 0, positive, negative, (x,))
 
 
-def test_branches_are_rewritten_as_the_rest_of_a_program() -> None:
-    module, x = Rewritten(), torch.linspace(-1.1, 2.3, 8).reshape(2, 4)
+def test_branches_with_casts_are_delegated() -> None:
+    module, x = Casting(), torch.linspace(-1.1, 2.3, 8).reshape(2, 4)
     lowered = lower(module, x)
     assert not lowered.operators
     for engine in ENGINES:

@@ -121,7 +121,7 @@ def _lower_branch(
     options: PartitionerOptions, branch: ExportedProgram, constants: Collection[int]
 ) -> Lowered:
     """Lower a branch of control flow as ExecuTorch would; see ``LowerBranch``."""
-    branch = _without_checks(_transform(branch, options).run_decompositions({}))
+    branch = _transform(branch, options).run_decompositions({})
     wide = WideIntegers()
 
     def run(program: ExportedProgram) -> PartitionRun:
@@ -130,16 +130,12 @@ def _lower_branch(
     table = default_decompositions()
     for op in run(branch).ops_to_preserve():
         table.pop(op, None)
-    branch = _without_checks(branch.run_decompositions(table))
+    branch = branch.run_decompositions(table)
+    # Torch puts checks of dtypes beside casts; ExecuTorch removes those at the root.
+    RemoveGraphAssertsPass()(branch.graph_module)
     refused = run(branch).refusals()
     for node, reason in refused.items():
         return replace(reason, text=f"{target_name(node.target)}: {reason.text}")
-    return branch
-
-
-def _without_checks(branch: ExportedProgram) -> ExportedProgram:
-    """Remove the checks of dtypes that torch puts beside casts, as ExecuTorch does at the root."""
-    RemoveGraphAssertsPass()(branch.graph_module)
     return branch
 
 

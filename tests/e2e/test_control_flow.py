@@ -168,8 +168,22 @@ class Casting(nn.Module):
         return torch.cond(x.sum() > 0, positive, negative, (x,))
 
 
-def test_branches_with_casts_are_delegated() -> None:
-    module, x = Casting(), torch.linspace(-1.1, 2.3, 8).reshape(2, 4)
+class Rewritten(nn.Module):
+    """Branches whose calls coremltools translates wrongly or not at all, unless rewritten."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def positive(v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return torch.add(v, v.flip(0), alpha=3), (v * 200).log_softmax(-1)
+
+        def negative(v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return torch.rsub(v, 2.0, alpha=3), torch.fmod(v * 7, 2.5)
+
+        return torch.cond(x.sum() > 0, positive, negative, (x,))
+
+
+@pytest.mark.parametrize("module", [Casting(), Rewritten()], ids=["casts", "rewrites"])
+def test_branches_are_prepared_as_the_rest_of_a_program(module: nn.Module) -> None:
+    x = torch.linspace(-1.1, 2.3, 8).reshape(2, 4)
     lowered = lower(module, x)
     assert not lowered.operators
     for engine in ENGINES:

@@ -3,13 +3,14 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CONSTRAINTS := .ci/constraints.txt
 # Half the cores per test process would idle in conversion; one thread each keeps them apart.
 # Tests compile; only those of the cache read what others have compiled. Commands that tests start
 # read the modules' bytecode, whatever the caller's environment says of it.
 TEST_ENV := OMP_NUM_THREADS=1 COREML_DELEGATE_COMPILED_CACHE=off PYTHONDONTWRITEBYTECODE=
 FUZZ := PYTHONPATH=../..:../../tests OMP_NUM_THREADS=1 ../../$(BIN)/python -m tests.fuzz.fuzz_mil
 
-.PHONY: demo test test-all pytest pytest-all checks lint types imports docs bench conformance suite suite-upstream jax-suite regressions models fuzz clean
+.PHONY: demo test test-all pytest pytest-all checks lint types imports docs bench conformance suite suite-upstream jax-suite regressions models fuzz upgrade clean
 
 demo: $(STAMP)
 	$(BIN)/coreml-delegate demo
@@ -104,9 +105,14 @@ fuzz: $(STAMP)
 	    ../../tests/fuzz/corpus -max_total_time=300 -timeout=60 -rss_limit_mb=4096 -max_len=20000) || exit 1; \
 	done
 
-$(STAMP): pyproject.toml
+# The newest releases that pyproject.toml allows become those that everything here runs with.
+upgrade: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e ".[test]"
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' > $(CONSTRAINTS)
+
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e ".[test]"
 	touch $(STAMP)
 
 clean:

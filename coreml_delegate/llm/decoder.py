@@ -130,7 +130,7 @@ class Decoder(nn.Module):
             if value is not None and name in self._accepted
         }
         with calling(call):
-            made = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, **given)
+            made = self.model(input_ids=tokens, cache=cache, use_cache=True, **given)
         if last is not None and "logits_to_keep" not in given:
             return made.logits.index_select(1, last)[:, 0]
         return made.logits[:, 0]
@@ -209,8 +209,8 @@ def _probe(model: Any, length: int) -> tuple[tuple[LayerCache, ...], torch.Tenso
     """Return what the layers keep, and the logits [1, T, V] of a text of T tokens."""
     with wrap_errors(_refusal(model), kind=LoweringError):
         cache = transformers().DynamicCache(config=model.config)
-        made = model(input_ids=_text(length), past_key_values=cache, use_cache=True)
-        if getattr(made, "past_key_values", None) is not cache:
+        made = model(input_ids=_text(length), cache=cache, use_cache=True)
+        if getattr(made, "cache", None) is not cache:
             raise LoweringError(_refusal(model))
         return read_layers(cache), made.logits
 

@@ -202,8 +202,8 @@ def test_the_cache_of_a_transformers_model(capsys):
     assert main(["verify", source, "b.pte", "--min-sqnr", "80", "--json"]) == 0
     assert list(read(capsys)["outputs"]) == [
         "logits",
-        "past_key_values.key_cache[0]",
-        "past_key_values.value_cache[0]",
+        "cache.key_cache[0]",
+        "cache.value_cache[0]",
     ]
 
 

@@ -107,14 +107,12 @@ FAMILIES: Mapping[str, Family] = {
         "parallel layers, neighbouring channels rotated",
         {"rotary_dim": 4},
         positions="rotary, partial",
-        copies=True,
     ),
     "codegen": Family(
         "CodeGen",
         "parallel layers, neighbouring channels rotated",
         {"rotary_dim": 4},
         positions="rotary, partial",
-        copies=True,
     ),
     "xglm": Family(
         "XGLM",
@@ -161,7 +159,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str, str]] = {
     "qwen3_moe": ({}, "Qwen3MoeExperts", "mixture of experts"),
     "gpt_oss": ({}, "GptOssExperts", "mixture of experts"),
     "granite_swa": ({}, "s_aux", "attention with sinks"),
-    "mamba": ({}, "does not compute with a cache", "no attention"),
+    "mamba": ({}, "does not keep keys and values", "no attention"),
     "rwkv": ({}, "does not compute with a cache", "no attention"),
     "lfm2": (
         {"layer_types": ["conv", "full_attention"]},

@@ -124,13 +124,18 @@ def _answer(args: argparse.Namespace, conversation: Conversation, pieces: Iterat
 
 
 def write_stream(pieces: Iterator[str]) -> None:
-    """Write text to stdout as it comes; end the line in any case."""
+    """Write text to stdout as it comes; end the line, also of a text that is broken off."""
+    begun = False
     try:
         for text in pieces:
+            begun = True
             sys.stdout.write(text)
             sys.stdout.flush()
+        begun = True
     finally:
-        sys.stdout.write("\n")
+        if begun:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
 
 
 def _lines() -> Iterator[str]:

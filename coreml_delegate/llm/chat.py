@@ -17,7 +17,7 @@ from coreml_delegate.llm.tokenizer import TOKENIZER, TextStream, tokenizer_file
 from coreml_delegate.third_party import transformers, wrap_errors
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
-_PROBE = "answer"  # text whose end is looked for in what the template renders
+_PROBE = "This is an answer."  # text whose end is looked for in what the template renders
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +142,14 @@ class ChatTokenizer:
 
     def _end_tokens(self) -> tuple[int, ...]:
         answered = (Message(USER, "question"), Message(ASSISTANT, _PROBE))
-        behind = str(self._apply(answered, tokenize=False)).rpartition(_PROBE)[2]
+        _, found, behind = str(self._apply(answered, tokenize=False)).rpartition(_PROBE)
+        # Without it the template changes answers, and the place is unknown.
+        behind = behind if found else ""
         tokens = self._library.backend_tokenizer.encode(behind, add_special_tokens=False).ids
         added = self._library.added_tokens_decoder
         first = next((token for token in tokens if token in added), None)
-        found = [token for token in (first, self._library.eos_token_id) if token is not None]
-        return tuple(dict.fromkeys(found))
+        ends = [token for token in (first, self._library.eos_token_id) if token is not None]
+        return tuple(dict.fromkeys(ends))
 
 
 @dataclass(frozen=True, slots=True)

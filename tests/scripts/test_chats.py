@@ -93,7 +93,10 @@ def test_one_turn_is_answered(checkpoint, selection, cache, capsys):
 
 
 @pytest.mark.slow
-def test_lines_of_standard_input_are_turns(program, checkpoint, monkeypatch, capsys):
+@pytest.mark.parametrize("cache", ["io", "state"])
+def test_lines_of_standard_input_are_turns(checkpoint, cache, monkeypatch, capsys):
+    program = exported(checkpoint, "--cache", cache)
+    capsys.readouterr()
     monkeypatch.setattr(sys, "stdin", io.StringIO("the world\n\n  \nnaïve\r\nuser"))
     assert chat(program, checkpoint, "--system", "words", "--json") == 0
     document = json.loads(capsys.readouterr().out)

@@ -4,6 +4,8 @@
 of their first token and the caches, and return logits and the keys and values of their own tokens
 only, which the caller writes into the caches: a step thus moves no cache out of the model.
 
+With a selection (``candidates.py``) the methods return tokens in place of logits.
+
 ``forward`` keeps the caches itself, as buffers that become states, and otherwise takes the inputs
 of ``prefill``. It is the only method, because methods share no state on a device; a single token is
 a chunk with one token in it.
@@ -22,6 +24,7 @@ from torch.export import ExportedProgram
 from coreml_delegate.errors import LoweringError, OptionError
 from coreml_delegate.llm.attention import Call, Segment
 from coreml_delegate.llm.caches import kept_caches, new_rows, passed_caches
+from coreml_delegate.llm.candidates import Selection
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.layout import DECODE, FORWARD, PREFILL, CacheKind, Layout
 from coreml_delegate.llm.stored_weights import in_memory, read_weights
@@ -77,21 +80,24 @@ def export_methods(decoder: Decoder, layout: Layout) -> dict[str, ExportedProgra
 
     Raises:
         LoweringError: ``torch.export`` cannot capture the model.
+        OptionError: The layout selects more tokens than the vocabulary has.
     """
+    if layout.selection is not None:
+        layout.selection.check(layout.vocabulary)
     read_weights(decoder)
     # Two tensors, because torch.export takes inputs that are the same object for one input.
     position, last = torch.tensor([0]), torch.tensor([0])
     chunk = torch.zeros(1, layout.chunk, dtype=torch.long)
     methods: dict[str, tuple[nn.Module, tuple[Any, ...]]]
     if layout.cache is CacheKind.STATE:
-        forward = Forward(decoder, layout.chunk, layout.context)
+        forward = Forward(decoder, layout.chunk, layout.context, layout.selection)
         methods = {FORWARD: (forward, (chunk, position, last))}
     else:
         caches = _caches(decoder, layout.context)
         token = torch.zeros(1, 1, dtype=torch.long)
         methods = {
-            DECODE: (Decode(decoder), (token, position, caches)),
-            PREFILL: (Prefill(decoder), (chunk, position, last, caches)),
+            DECODE: (Decode(decoder, layout.selection), (token, position, caches)),
+            PREFILL: (Prefill(decoder, layout.selection), (chunk, position, last, caches)),
         }
     with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
         return {
@@ -116,9 +122,10 @@ def lower(
 
 
 class _Method(nn.Module):
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, selection: Selection | None = None) -> None:
         super().__init__()
         self.decoder = decoder
+        self.selection = selection
 
     def _advance(
         self,
@@ -131,7 +138,8 @@ class _Method(nn.Module):
         cache = passed_caches(
             decoder.layers, caches, position, call, length=tokens.shape[1], placed=decoder.placed
         )
-        return (decoder.advance(tokens, position, cache, call, last), *new_rows(cache))
+        logits = decoder.advance(tokens, position, cache, call, last)
+        return (*_selected(logits, self.selection), *new_rows(cache))
 
 
 class Decode(_Method):
@@ -178,9 +186,12 @@ class Forward(nn.Module):
     first. The caches have room for padding behind the last token of the context.
     """
 
-    def __init__(self, decoder: Decoder, length: int, context: int) -> None:
+    def __init__(
+        self, decoder: Decoder, length: int, context: int, selection: Selection | None = None
+    ) -> None:
         super().__init__()
         self.decoder = decoder
+        self.selection = selection
         for index, layer in enumerate(decoder.layers):
             segment = layer.zeros(layer.rows(context, length - 1))
             for kind, empty in zip(("keys", "values"), segment, strict=True):
@@ -192,7 +203,7 @@ class Forward(nn.Module):
 
     def forward(
         self, tokens: torch.Tensor, position: torch.Tensor, last: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Return logits [1, V] of one token.
 
         Args:
@@ -203,7 +214,12 @@ class Forward(nn.Module):
         decoder = self.decoder
         buffers = [self.caches(index) for index in range(len(decoder.layers))]
         cache = kept_caches(decoder.layers, buffers, position, length=tokens.shape[1])
-        return decoder.advance(tokens, position, cache, Call(), last)
+        logits = decoder.advance(tokens, position, cache, Call(), last)
+        return logits if self.selection is None else self.selection.select(logits)
+
+
+def _selected(logits: torch.Tensor, selection: Selection | None) -> tuple[torch.Tensor, ...]:
+    return (logits,) if selection is None else selection.select(logits)
 
 
 def _caches(decoder: Decoder, context: int) -> list[torch.Tensor]:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from coreml_delegate import runtime
-from coreml_delegate.errors import InputError, OptionError
+from coreml_delegate.errors import InputError, OptionError, ProgramError
+from coreml_delegate.llm.candidates import Candidates, Selection
 from coreml_delegate.llm.layout import DECODE, CacheKind, Layout
 from coreml_delegate.runtime.engines.limits import require_memory
 from coreml_delegate.runtime.program.plan import TensorSpec
@@ -78,24 +79,68 @@ class Sampling:
                     f"{name} is out of range", got=str(getattr(self, name)), expected=expected
                 )
 
+    def check(self, selection: Selection | None) -> None:
+        """Refuse settings for which a model does not return enough tokens.
+
+        Without ``top_k`` all tokens that the model returns take part in a draw.
+
+        Args:
+            selection: Which tokens the model returns; None for the logits of all.
+
+        Raises:
+            OptionError: The model returns one token alone, and the settings draw; or ``top_k`` is
+                larger than the number of tokens that it returns.
+        """
+        if selection is None:
+            return
+        if selection.top_k is None:
+            for name, plain in (("temperature", 0), ("top_k", None), ("top_p", 1)):
+                if getattr(self, name) != plain:
+                    raise OptionError(
+                        "the model itself takes the token with the largest logit, so no other can "
+                        "be drawn",
+                        got=f"{name} {getattr(self, name)}",
+                        remedy="Export it with --sample-in-model top-k:K, or without that option",
+                    )
+        elif (self.top_k or 0) > selection.top_k:
+            raise OptionError(
+                f"the model returns {selection.top_k} tokens to draw from",
+                got=f"top_k {self.top_k}",
+                expected=f"at most {selection.top_k}",
+                remedy="Export it with a larger K in --sample-in-model top-k:K",
+            )
+
 
 class Sampler:
-    """Chooses tokens from logits; equal settings and logits give equal tokens."""
+    """Chooses tokens from logits; equal settings and logits give equal tokens.
+
+    Args:
+        sampling: The settings.
+
+    Attributes:
+        sampling: The settings.
+    """
 
     def __init__(self, sampling: Sampling) -> None:
-        self._sampling = sampling
+        self.sampling = sampling
         self._random = torch.Generator().manual_seed(sampling.seed)
 
     def __call__(self, logits: torch.Tensor) -> int:
         """Return the token chosen from ``logits`` [V] of any floating-point type."""
-        if self._sampling.temperature == 0:
+        if self.sampling.temperature == 0:
             return int(logits.argmax())
-        scores, tokens = logits.double().sort(descending=True, stable=True)
-        kept = scores[: self._sampling.top_k]
-        shares = torch.softmax((kept - kept[0]) / self._sampling.temperature, dim=0)
-        if self._sampling.top_p < 1:
+        return self.choose(Candidates.of_logits(logits.double()))
+
+    def choose(self, candidates: Candidates) -> int:
+        """Return the token chosen from candidates."""
+        tokens, logits = candidates.tokens, candidates.logits
+        if self.sampling.temperature == 0 or logits is None:
+            return int(tokens[0])
+        kept = logits[: self.sampling.top_k].double()
+        shares = torch.softmax((kept - kept[0]) / self.sampling.temperature, dim=0)
+        if self.sampling.top_p < 1:
             before = shares.cumsum(0) - shares
-            shares = shares[before < self._sampling.top_p]
+            shares = shares[before < self.sampling.top_p]
         return int(tokens[torch.multinomial(shares, 1, generator=self._random)])
 
 
@@ -168,16 +213,32 @@ class Generator:
 
         Raises:
             InputError: There is no token, one is not in the vocabulary, or they do not fit.
+            ProgramError: The model returns selected tokens in place of logits.
         """
-        self._check(tokens)
-        logits = torch.empty(0)
-        pace = self.decode if len(tokens) == 1 else self.prefill
-        start = time.perf_counter()
-        for place in range(0, len(tokens), self.layout.chunk):
-            logits = self._step(list(tokens[place : place + self.layout.chunk]))
-        pace.seconds += time.perf_counter() - start
-        pace.tokens += len(tokens)
-        return logits[0]
+        if self.layout.selection is not None:
+            raise ProgramError(
+                "the model returns no logits of all tokens",
+                got=f"a program exported with --sample-in-model {self.layout.selection}",
+                remedy="Call Generator.propose, or export without --sample-in-model",
+            )
+        return self._feed(tokens)[0][0]
+
+    def propose(self, tokens: Sequence[int]) -> Candidates:
+        """Append tokens to the context, whatever the model returns.
+
+        Args:
+            tokens: One token at least.
+
+        Returns:
+            The tokens that may come next: those that the model has selected, or all of them.
+
+        Raises:
+            InputError: See ``feed``.
+        """
+        results = self._feed(tokens)
+        if self.layout.selection is None:
+            return Candidates.of_logits(results[0][0])
+        return Candidates.read(results)
 
     def generate(
         self,
@@ -191,7 +252,8 @@ class Generator:
 
         Args:
             prompt: Tokens appended to the context first.
-            choose: Returns the next token, given logits [V]; a ``Sampler`` for example.
+            choose: Returns the next token, given logits [V]; a ``Sampler`` for example. It has to
+                be a ``Sampler`` if the model selects tokens itself.
             limit: Most tokens to generate; None for as many as fit into the context.
             stops: Tokens that end the text, besides the model's own; they are not yielded.
 
@@ -200,14 +262,15 @@ class Generator:
 
         Raises:
             InputError: See ``feed``; or ``limit`` tokens do not fit behind the prompt.
+            OptionError: ``choose`` cannot choose from what the model returns.
         """
+        advance = self._advance_by(choose)
         if limit is not None:
             self._check_room(len(prompt) + limit - 1, f"a prompt of {len(prompt)} and {limit} more")
         ends = {*stops, *self.layout.eos}
         self.ending = None
-        logits = self.feed(prompt)
+        token = advance(prompt)
         for made in itertools.count(1):
-            token = choose(logits)
             if token in ends:
                 self.ending = Ending.STOP
                 return
@@ -215,7 +278,33 @@ class Generator:
             if made == limit or not self.room:
                 self.ending = Ending.LIMIT if made == limit else Ending.CONTEXT
                 return
-            logits = self.feed([token])
+            token = advance([token])
+
+    def _advance_by(self, choose: Choose) -> Callable[[Sequence[int]], int]:
+        """Return the function that appends tokens to the context and chooses the next token."""
+        selection = self.layout.selection
+        if selection is None:
+            return lambda tokens: choose(self.feed(tokens))
+        if not isinstance(choose, Sampler):
+            raise OptionError(
+                "only a Sampler chooses among tokens that the model has selected",
+                got=type(choose).__name__,
+                remedy="Pass a Sampler, or export without --sample-in-model",
+            )
+        choose.sampling.check(selection)
+        return lambda tokens: choose.choose(self.propose(tokens))
+
+    def _feed(self, tokens: Sequence[int]) -> list[torch.Tensor]:
+        """Append tokens to the context; return what the model returns besides caches."""
+        self._check(tokens)
+        results: list[torch.Tensor] = []
+        pace = self.decode if len(tokens) == 1 else self.prefill
+        start = time.perf_counter()
+        for place in range(0, len(tokens), self.layout.chunk):
+            results = self._step(list(tokens[place : place + self.layout.chunk]))
+        pace.seconds += time.perf_counter() - start
+        pace.tokens += len(tokens)
+        return results
 
     def _check(self, tokens: Sequence[int]) -> None:
         if not tokens:
@@ -240,8 +329,12 @@ class Generator:
                 remedy="Shorten the prompt or the answer, or export with a larger --context",
             )
 
-    def _step(self, tokens: list[int]) -> torch.Tensor:
-        """Call the model once, and write the new keys and values into caches passed as inputs."""
+    def _step(self, tokens: list[int]) -> list[torch.Tensor]:
+        """Call the model once, and write the new keys and values into caches passed as inputs.
+
+        Returns:
+            The other results: logits [1, V], or what the layout's selection returns.
+        """
         count, at = len(tokens), torch.tensor([self._position])
         if count == 1 and DECODE in self.layout.methods:
             results = self._run(DECODE, [torch.tensor([tokens]), at, *self._caches])
@@ -250,11 +343,11 @@ class Generator:
             chunk[0, :count] = torch.tensor(tokens)
             last = torch.tensor([count - 1])
             results = self._run(self.layout.methods[-1], [chunk, at, last, *self._caches])
-        logits, *new = results
-        for cache, values in zip(self._caches, new, strict=True):
+        first_cache = len(results) - len(self._caches)
+        for cache, values in zip(self._caches, results[first_cache:], strict=True):
             write_rows(cache, values, self._position, count)
         self._position += count
-        return logits
+        return results[:first_cache]
 
     def _run(self, method: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.as_tensor(value) for value in self._program.run(method, inputs)]

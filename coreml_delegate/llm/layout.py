@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from coreml_delegate.errors import ProgramError
+from coreml_delegate.llm.candidates import Selection
 
 DECODE = "decode"
 PREFILL = "prefill"
 FORWARD = "forward"
 
 _VERSION = 2  # of the inputs and outputs of the methods
+_SELECTING_VERSION = 3  # of files whose methods return selected tokens in place of logits
+_VERSIONS = (_VERSION, _SELECTING_VERSION)
 
 
 class CacheKind(enum.Enum):
@@ -38,6 +41,7 @@ class Layout:
         cache: Where the caches are kept.
         bos: Token that begins a text, or None.
         eos: Tokens that end one.
+        selection: Which tokens the methods return in place of logits; None for logits.
     """
 
     vocabulary: int
@@ -46,6 +50,7 @@ class Layout:
     cache: CacheKind
     bos: int | None = None
     eos: tuple[int, ...] = ()
+    selection: Selection | None = None
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -55,7 +60,7 @@ class Layout:
     def constants(self) -> dict[str, Any]:
         """Return the constant methods by name, each with its value."""
         return {
-            "get_llm_layout_version": _VERSION,
+            "get_llm_layout_version": _VERSION if self.selection is None else _SELECTING_VERSION,
             "get_vocab_size": self.vocabulary,
             "get_max_context_len": self.context,
             "get_max_seq_len": self.chunk,
@@ -63,6 +68,7 @@ class Layout:
             "use_kv_cache": True,
             "get_eos_ids": list(self.eos),
             **({} if self.bos is None else {"get_bos_id": self.bos}),
+            **({} if self.selection is None else {"get_selection": str(self.selection)}),
         }
 
     @classmethod
@@ -85,14 +91,16 @@ class Layout:
                 remedy="Export it with coreml-delegate export-llm",
             )
         values: Mapping[str, Sequence[Any]] = {
-            name: call(name) for name in cls(0, 0, 0, CacheKind.IO, 0).constants() if name in names
+            name: call(name)
+            for name in cls(0, 0, 0, CacheKind.IO, 0, (), Selection()).constants()
+            if name in names
         }
         (version,) = values["get_llm_layout_version"]
-        if version != _VERSION:
+        if version not in _VERSIONS:
             raise ProgramError(
                 "the program was exported by another version of this package",
                 got=f"layout {version}",
-                expected=f"layout {_VERSION}",
+                expected=" or ".join(f"layout {known}" for known in _VERSIONS),
                 remedy="Export it again",
             )
         return cls(
@@ -102,4 +110,7 @@ class Layout:
             cache=CacheKind(values["get_cache_kind"][0]),
             bos=int(values["get_bos_id"][0]) if "get_bos_id" in values else None,
             eos=tuple(int(token) for token in values["get_eos_ids"]),
+            selection=(
+                Selection.parse(values["get_selection"][0]) if "get_selection" in values else None
+            ),
         )

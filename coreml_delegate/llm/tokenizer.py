@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from coreml_delegate.errors import OptionError
 
+TOKENIZER = "tokenizer.json"
 _BYTES = 256
 _BEYOND = 16
 _UNFINISHED = "\ufffd"
@@ -45,19 +46,30 @@ class ByteTokenizer:
         return bytes(token for token in tokens if token < _BYTES).decode(errors="replace")
 
 
+def tokenizer_file(path: Path) -> Path:
+    """Return the file of a tokenizer, given it or its folder.
+
+    Raises:
+        OptionError: There is none.
+    """
+    file = path / TOKENIZER if path.is_dir() else path
+    if not file.is_file():
+        raise OptionError("no such tokenizer", got=str(file))
+    return file
+
+
 class FileTokenizer:
     """Tokenizer of a Hugging Face ``tokenizer.json``.
 
     Args:
-        path: The file.
+        path: The file, or its folder.
 
     Raises:
         OptionError: The file cannot be read, or the ``tokenizers`` package is not installed.
     """
 
     def __init__(self, path: Path) -> None:
-        if not path.is_file():
-            raise OptionError("no such tokenizer", got=str(path))
+        path = tokenizer_file(path)
         try:
             tokenizers: Any = importlib.import_module("tokenizers")
         except ModuleNotFoundError:
@@ -83,7 +95,7 @@ def load_tokenizer(path: Path | None, *, vocabulary: int, bos: int | None) -> To
     """Return the tokenizer of a file; without a file, the byte tokenizer.
 
     Args:
-        path: ``tokenizer.json``, or None.
+        path: ``tokenizer.json`` or its folder, or None.
         vocabulary: Number of tokens of the model.
         bos: Token that begins a text, or None.
 

@@ -59,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where keys and values of earlier tokens are kept: in inputs and outputs (io, the "
         "default), or in a Core ML state",
     )
+    parser.add_argument(
+        "--sample-in-model",
+        metavar="argmax|top-k:K",
+        help="return, in place of the logits of all tokens, the token with the largest logit "
+        "(argmax), or the K largest logits and their tokens (top-k:K)",
+    )
     _add_quantization(parser)
     arguments.add_compilation(parser)
     arguments.add_force(parser)
@@ -119,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model(args: argparse.Namespace) -> tuple[Decoder, Layout]:
+    from coreml_delegate.llm.candidates import Selection
     from coreml_delegate.llm.checkpoint import (
         CONFIG,
         end_tokens,
@@ -133,6 +140,9 @@ def _model(args: argparse.Namespace) -> tuple[Decoder, Layout]:
     if folder is not None and not folder.is_dir():
         raise OptionError("no such checkpoint folder", got=str(folder))
     config = read_config(args.random if folder is None else folder / CONFIG)
+    selection = None if args.sample_in_model is None else Selection.parse(args.sample_in_model)
+    if selection is not None:
+        selection.check(config.get_text_config(decoder=True).vocab_size)
     most = most_context(config)
     context = args.context or min(most, _CONTEXT)
     if context > most:
@@ -154,6 +164,7 @@ def _model(args: argparse.Namespace) -> tuple[Decoder, Layout]:
         cache=CacheKind(args.cache),
         bos=decoder.bos,
         eos=end_tokens(config, folder),
+        selection=selection,
     )
     return decoder, layout
 
@@ -215,6 +226,7 @@ def _print(document: dict[str, Any], decoder: Decoder, layout: Layout) -> None:
         ("vocabulary", f"{layout.vocabulary:,} tokens"),
         ("context", f"{layout.context:,} tokens, caches as {layout.cache.value}"),
         ("chunk", f"{layout.chunk:,} tokens a call"),
+        *([] if layout.selection is None else [("selection", str(layout.selection))]),
         *(
             (name, "{delegated} of {operations} operations on Core ML".format(**counts))
             for name, counts in document["methods"].items()

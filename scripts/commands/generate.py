@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts import arguments, chats, console
 from coreml_delegate.scripts.commands import Command
 
 if TYPE_CHECKING:
-    from coreml_delegate.llm.generator import Generator, Pace
+    from coreml_delegate.llm.generator import Generator, Pace, Sampler
     from coreml_delegate.llm.tokenizer import TextStream
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("program", type=Path, metavar="FILE.pte", help="written by export-llm")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
+    parser.add_argument(
+        "--prompt", metavar="TEXT", help="text to continue; with --chat, the only turn"
+    )
     parser.add_argument(
         "--tokenizer",
         type=Path,
-        metavar="FILE",
-        help="tokenizer.json of the model (default: tokens are bytes)",
+        metavar="FILE|FOLDER",
+        help="tokenizer.json of the model, or its folder (default: tokens are bytes)",
     )
     parser.add_argument(
         "--max-new-tokens",
@@ -63,41 +64,86 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw from the fewest most probable tokens whose probabilities sum to P",
     )
     arguments.add_seed(parser, "the draws")
+    chats.add_arguments(parser)
     arguments.add_engine(parser)
     arguments.add_json(parser)
+    parser.set_defaults(refuse_usage=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    chats.check_usage(args)
     with console.step("Importing torch"):
-        from coreml_delegate.llm.generator import Generator, Sampler, Sampling
-        from coreml_delegate.llm.tokenizer import TextStream, load_tokenizer
-        from coreml_delegate.scripts.programs import engine_options
+        from coreml_delegate.llm.generator import Sampler, Sampling
 
     sampler = Sampler(Sampling(args.temperature, args.top_k, args.top_p, args.seed))
+    if args.chat:
+        _chat(args, sampler)
+    else:
+        _continue(args, sampler)
+    return 0
+
+
+def _load(args: argparse.Namespace) -> Generator:
+    from coreml_delegate.llm.generator import Generator
+    from coreml_delegate.scripts.programs import engine_options
+
     with console.step(f"Loading {args.program}"):
-        generator = Generator.load(
+        return Generator.load(
             args.program, host=args.host, engine=args.engine, options=engine_options(args)
         )
+
+
+def _continue(args: argparse.Namespace, sampler: Sampler) -> None:
+    """Continue a text."""
+    from coreml_delegate.llm.tokenizer import TextStream, load_tokenizer
+
+    generator = _load(args)
     layout = generator.layout
     tokenizer = load_tokenizer(args.tokenizer, vocabulary=layout.vocabulary, bos=layout.bos)
-    stream = TextStream(tokenizer, [stop for stop in args.stop if isinstance(stop, str)])
+    stops, texts = _stops(args)
+    stream = TextStream(tokenizer, texts)
     tokens = generator.generate(
-        tokenizer.encode(args.prompt),
-        sampler,
-        limit=args.max_new_tokens,
-        stops=[stop for stop in args.stop if isinstance(stop, int)],
+        tokenizer.encode(args.prompt), sampler, limit=args.max_new_tokens, stops=stops
     )
     pieces = _pieces(tokens, stream)
     if args.json:
         _write_json(generator, list(pieces), stream)
     else:
-        _write(pieces)
-        console.note(f"prefill: {_pace(generator.prefill)}")
-        console.note(f"decode: {_pace(generator.decode)}")
+        chats.write_stream(text for _, text in pieces)
+        _note_paces(generator)
     if _ending(generator, stream) == "context":
         console.warn(f"the context of {layout.context} tokens is full")
-    return 0
+
+
+def _chat(args: argparse.Namespace, sampler: Sampler) -> None:
+    """Answer one turn or several."""
+    with console.step("Importing transformers"):
+        from coreml_delegate.llm.chat import Conversation
+
+        tokenizer = chats.load_tokenizer(args)
+    generator = _load(args)
+    conversation = Conversation(generator, tokenizer, args.system)
+    stops, texts = _stops(args)
+    chats.converse(
+        args,
+        conversation,
+        lambda turn: conversation.ask(
+            turn, sampler, limit=args.max_new_tokens, stops=stops, stop_texts=texts
+        ),
+    )
+    if args.json:
+        console.write_json({**chats.document(conversation), **_paces(generator)})
+    else:
+        _note_paces(generator)
+
+
+def _stops(args: argparse.Namespace) -> tuple[list[int], list[str]]:
+    """Return the tokens and the texts that end the output."""
+    return (
+        [stop for stop in args.stop if isinstance(stop, int)],
+        [stop for stop in args.stop if isinstance(stop, str)],
+    )
 
 
 def _pieces(tokens: Iterator[int], stream: TextStream) -> Iterator[tuple[int | None, str]]:
@@ -107,16 +153,6 @@ def _pieces(tokens: Iterator[int], stream: TextStream) -> Iterator[tuple[int | N
         if stream.stopped:
             return
     yield None, stream.end()
-
-
-def _write(pieces: Iterator[tuple[int | None, str]]) -> None:
-    """Stream to stdout; end the line in any case."""
-    try:
-        for _, text in pieces:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-    finally:
-        sys.stdout.write("\n")
 
 
 def _ending(generator: Generator, stream: TextStream) -> str | None:
@@ -133,16 +169,21 @@ def _write_json(
             "text": "".join(text for _, text in pieces),
             "tokens": [token for token, _ in pieces if token is not None],
             "ending": _ending(generator, stream),
-            **{
-                name: {
-                    "tokens": pace.tokens,
-                    "seconds": pace.seconds,
-                    "tokens_per_second": pace.rate,
-                }
-                for name, pace in (("prefill", generator.prefill), ("decode", generator.decode))
-            },
+            **_paces(generator),
         }
     )
+
+
+def _paces(generator: Generator) -> dict[str, Any]:
+    return {
+        name: {"tokens": pace.tokens, "seconds": pace.seconds, "tokens_per_second": pace.rate}
+        for name, pace in (("prefill", generator.prefill), ("decode", generator.decode))
+    }
+
+
+def _note_paces(generator: Generator) -> None:
+    console.note(f"prefill: {_pace(generator.prefill)}")
+    console.note(f"decode: {_pace(generator.decode)}")
 
 
 def _pace(pace: Pace) -> str:
@@ -157,8 +198,8 @@ def _stop(text: str) -> int | str:
 COMMAND = Command(
     name="generate",
     summary="generate text with a language model in a .pte",
-    description="Continue a text with a language model that coreml-delegate export-llm made. The "
-    "text goes to stdout as it is generated, tokens per second to stderr.",
+    description="Continue a text, or chat, with a language model that coreml-delegate export-llm "
+    "made. The text goes to stdout as it is generated, tokens per second to stderr.",
     add_arguments=add_arguments,
     run=run,
 )

@@ -70,6 +70,8 @@ def _checkpoint(folder: Path) -> None:
     )
     tokenizer.train_from_iterator([], bytes_alone)
     tokenizer.save(str(folder / "tokenizer.json"))
+    turns = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(f"{turns}assistant: ")
 
 
 def _sweep(path: Path) -> None:

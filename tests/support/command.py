@@ -26,10 +26,11 @@ def tiny_pte() -> bytes:
         return path.read_bytes()
 
 
-def start(*args: object, **environment: object) -> subprocess.Popen[str]:
+def start(*args: object, stdin: int | None = None, **environment: object) -> subprocess.Popen[str]:
     """Start the command in a process of its own, with its output piped."""
     return subprocess.Popen(
         [sys.executable, "-m", "coreml_delegate.scripts", *map(str, args)],
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -28,7 +28,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     scalar,
     shape_of,
 )
-from coreml_delegate.runtime.engines.openvino.plugin import nan
+from coreml_delegate.runtime.engines.openvino.plugin import nan, top_k
 from coreml_delegate.runtime.engines.openvino.translations import translation
 from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, refusal
 from coreml_delegate.targets import Opset
@@ -335,8 +335,13 @@ def topk(
 
     All of them if ``k`` is -1.
     """
-    count = ints(k) if k != -1 else dim_of(x, axis)
-    best, places = _sort(x, count, axis, ascending, sort)
+    at = normalize_axis(axis, rank(x))
+    if is_float(x) and top_k.is_long(x, k, at):
+        places = top_k.first_places(nan.sort_key(x), k, at, "min" if ascending else "max")
+        best: Result = ops.gather_elements(x, places, at)
+    else:
+        count = ints(k) if k != -1 else dim_of(x, axis)
+        best, places = _sort(x, count, axis, ascending, sort)
     return (best, places) if return_indices else best
 
 

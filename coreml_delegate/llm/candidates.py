@@ -1,0 +1,123 @@
+"""The tokens that a step of a language model offers, when the model itself selects them.
+
+A model with a selection returns one token or a few of them, so that no vector of the length of the
+vocabulary leaves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from coreml_delegate.errors import OptionError
+
+_ARGMAX, _TOP_K = "argmax", "top-k:"
+FORMS = f"{_ARGMAX} or {_TOP_K}K"
+"""The texts of selections, for messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which tokens a model returns in place of the logits of all tokens.
+
+    Attributes:
+        top_k: Return this many tokens that have the largest logits, and those logits; None to
+            return only the token that has the largest logit.
+
+    Raises:
+        OptionError: ``top_k`` is below 1.
+    """
+
+    top_k: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.top_k is not None and self.top_k < 1:
+            raise _unknown(str(self))
+
+    def __str__(self) -> str:
+        """Return the text that ``parse`` reads."""
+        return _ARGMAX if self.top_k is None else f"{_TOP_K}{self.top_k}"
+
+    @classmethod
+    def parse(cls, text: str) -> Selection:
+        """Read ``argmax`` or ``top-k:K``.
+
+        Raises:
+            OptionError: The text is neither.
+        """
+        if text == _ARGMAX:
+            return cls()
+        count = text.removeprefix(_TOP_K)
+        if count == text or not (count.isascii() and count.isdigit()):
+            raise _unknown(text)
+        return cls(int(count))
+
+    def check(self, vocabulary: int) -> None:
+        """Refuse to select more tokens than there are.
+
+        Raises:
+            OptionError: The vocabulary has fewer tokens.
+        """
+        if self.top_k is not None and self.top_k > vocabulary:
+            raise OptionError(
+                "the model has fewer tokens than it would have to select",
+                got=str(self),
+                expected=f"at most {_TOP_K}{vocabulary}",
+            )
+
+    def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what the model returns in place of its logits; a part of the exported graph.
+
+        Args:
+            logits: [1, V].
+
+        Returns:
+            The token with the largest logit, [1], int32; or the K largest logits in descending
+            order, [1, K], and their tokens, [1, K], int32. Among equal logits the lowest token is
+            first.
+        """
+        if self.top_k is None:
+            return (logits.argmax(-1).to(torch.int32),)
+        largest, tokens = logits.topk(self.top_k)
+        return largest, tokens.to(torch.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Tokens that may come next, those with larger logits first.
+
+    Equal logits are in the order of their tokens, so that all files give the same order.
+
+    Attributes:
+        tokens: [K], int64.
+        logits: [K]; None if the model returns one token without its logit.
+    """
+
+    tokens: torch.Tensor
+    logits: torch.Tensor | None
+
+    @classmethod
+    def read(cls, results: Sequence[torch.Tensor]) -> Candidates:
+        """Return the candidates, given what ``Selection.select`` returned."""
+        if len(results) == 1:
+            return cls(results[0].long(), None)
+        logits, tokens = results[0][0], results[1][0].long()
+        by_token = tokens.argsort()
+        order = by_token[logits[by_token].argsort(descending=True, stable=True)]
+        return cls(tokens[order], logits[order])
+
+    @classmethod
+    def of_logits(cls, logits: torch.Tensor) -> Candidates:
+        """Return all tokens, given the logits [V]."""
+        ordered, tokens = logits.sort(descending=True, stable=True)
+        return cls(tokens, ordered)
+
+
+def _unknown(text: str) -> OptionError:
+    return OptionError(
+        "the model cannot select tokens in this way",
+        got=text,
+        expected=f"{FORMS}, where K is at least 1",
+    )

@@ -1,0 +1,154 @@
+"""Chats on a terminal: turns from the command line or standard input, answers to stdout."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coreml_delegate.errors import InputError, OptionError
+from coreml_delegate.scripts import console
+
+if TYPE_CHECKING:
+    from coreml_delegate.llm.chat import ChatTokenizer, Conversation
+
+_TRIED = "Hi"  # a turn that is rendered before the program is loaded
+_ASKING = "> "
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of a chat."""
+    group = parser.add_argument_group("chats")
+    group.add_argument(
+        "--chat",
+        action="store_true",
+        help="answer by the chat template in the folder of --tokenizer: --prompt, or the lines of "
+        "standard input, each a turn of one conversation",
+    )
+    group.add_argument("--system", metavar="TEXT", help="system message of the chat")
+    group.add_argument(
+        "--chat-template",
+        metavar="NAME",
+        help="template of a tokenizer with several (default: the one named default)",
+    )
+
+
+def check_usage(args: argparse.Namespace) -> None:
+    """Refuse options that do not go together, as wrong usage."""
+    if args.chat:
+        return
+    given = {"--system": args.system, "--chat-template": args.chat_template}
+    for name, value in given.items():
+        if value is not None:
+            args.refuse_usage(f"{name} needs --chat")
+    if args.prompt is None:
+        args.refuse_usage("--prompt is required, except with --chat")
+
+
+def load_tokenizer(args: argparse.Namespace) -> ChatTokenizer:
+    """Return the tokenizer, after it has rendered the first turn.
+
+    Raises:
+        OptionError: A file is missing or malformed, or the template does not take the messages.
+    """
+    from coreml_delegate.llm.chat import USER, ChatTokenizer, Message, opening
+
+    path: Path | None = args.tokenizer
+    if path is None:
+        raise OptionError(
+            "a chat needs the tokenizer and the chat template of the model",
+            remedy="Pass --tokenizer with the folder of its checkpoint",
+        )
+    tokenizer = ChatTokenizer(path, args.chat_template)
+    tokenizer.render([*opening(args.system), Message(USER, args.prompt or _TRIED)])
+    return tokenizer
+
+
+def converse(
+    args: argparse.Namespace, conversation: Conversation, ask: Callable[[str], Iterator[str]]
+) -> None:
+    """Answer all turns; end at the end of the input, or when the user interrupts it.
+
+    Args:
+        args: Arguments of the command.
+        conversation: Gets the turns.
+        ask: Yields the pieces of the answer to a turn.
+
+    Raises:
+        InputError: The conversation does not fit into the context, or standard input is no text.
+    """
+    if args.prompt is not None:
+        _answer(args, conversation, ask(args.prompt))
+        return
+    try:
+        for turn in _lines():
+            _answer(args, conversation, ask(turn))
+    except KeyboardInterrupt:
+        return  # the usual end of a chat
+
+
+def document(conversation: Conversation) -> dict[str, Any]:
+    """Return the turns for JSON; those of the model with what they took."""
+    from coreml_delegate.llm.chat import ASSISTANT
+
+    replies = iter(conversation.replies)
+    turns: list[dict[str, Any]] = []
+    for message in conversation.messages:
+        turn: dict[str, Any] = asdict(message)
+        if message.role == ASSISTANT:
+            reply = next(replies)
+            turn |= {
+                "tokens": list(reply.tokens),
+                "ending": None if reply.ending is None else reply.ending.value,
+                "kept": reply.kept,
+                "fed": reply.fed,
+            }
+        turns.append(turn)
+    return {"turns": turns}
+
+
+def _answer(args: argparse.Namespace, conversation: Conversation, pieces: Iterator[str]) -> None:
+    from coreml_delegate.llm.generator import Ending
+
+    if args.json:
+        for _ in pieces:
+            pass
+    else:
+        write_stream(pieces)
+    if conversation.replies[-1].ending is Ending.CONTEXT:
+        context = conversation.generator.layout.context
+        console.warn(f"the context of {context} tokens is full")
+
+
+def write_stream(pieces: Iterator[str]) -> None:
+    """Write text to stdout as it comes; end the line, also of a text that is broken off."""
+    begun = False
+    try:
+        for text in pieces:
+            begun = True
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        begun = True
+    finally:
+        if begun:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines of standard input that are not blank; ask for them on a terminal."""
+    while sys.stdin is not None:
+        if sys.stdin.isatty():
+            sys.stderr.write(_ASKING)
+            sys.stderr.flush()
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise InputError("standard input is not UTF-8", got=str(error)) from error
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\r\n")

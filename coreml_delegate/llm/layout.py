@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coreml_delegate.errors import ProgramError
+from coreml_delegate.errors import OptionError, ProgramError, near_matches
 
 DECODE = "decode"
 PREFILL = "prefill"
 FORWARD = "forward"
 
 _VERSION = 2  # of the inputs and outputs of the methods
+_VERSION_OF_ADAPTERS = 3  # since which there may be methods of adapters
+_VERSIONS = (_VERSION, _VERSION_OF_ADAPTERS)
 
 
 class CacheKind(enum.Enum):
@@ -38,6 +40,7 @@ class Layout:
         cache: Where the caches are kept.
         bos: Token that begins a text, or None.
         eos: Tokens that end one.
+        adapters: Names of the adapters, each with methods of its own.
     """
 
     vocabulary: int
@@ -46,16 +49,38 @@ class Layout:
     cache: CacheKind
     bos: int | None = None
     eos: tuple[int, ...] = ()
+    adapters: tuple[str, ...] = ()
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Names of the methods that compute; the last takes a chunk."""
-        return (FORWARD,) if self.cache is CacheKind.STATE else (DECODE, PREFILL)
+        """Names of the methods that compute: of the base model, then of each adapter."""
+        return tuple(
+            name for adapter in (None, *self.adapters) for name in self.methods_of(adapter)
+        )
+
+    def methods_of(self, adapter: str | None) -> tuple[str, ...]:
+        """Return the methods that compute with an adapter; the last takes a chunk.
+
+        Args:
+            adapter: Name of an adapter; None for the base model.
+
+        Raises:
+            OptionError: There is no such adapter.
+        """
+        if adapter is not None and adapter not in self.adapters:
+            raise OptionError(
+                "the program has no such adapter",
+                got=adapter,
+                expected=near_matches(adapter, self.adapters) if self.adapters else None,
+                remedy=None if self.adapters else "Export it with --adapter",
+            )
+        names = (FORWARD,) if self.cache is CacheKind.STATE else (DECODE, PREFILL)
+        return names if adapter is None else tuple(f"{name}_{adapter}" for name in names)
 
     def constants(self) -> dict[str, Any]:
         """Return the constant methods by name, each with its value."""
         return {
-            "get_llm_layout_version": _VERSION,
+            "get_llm_layout_version": _VERSION_OF_ADAPTERS if self.adapters else _VERSION,
             "get_vocab_size": self.vocabulary,
             "get_max_context_len": self.context,
             "get_max_seq_len": self.chunk,
@@ -63,6 +88,7 @@ class Layout:
             "use_kv_cache": True,
             "get_eos_ids": list(self.eos),
             **({} if self.bos is None else {"get_bos_id": self.bos}),
+            **({"get_adapters": list(self.adapters)} if self.adapters else {}),
         }
 
     @classmethod
@@ -85,14 +111,16 @@ class Layout:
                 remedy="Export it with coreml-delegate export-llm",
             )
         values: Mapping[str, Sequence[Any]] = {
-            name: call(name) for name in cls(0, 0, 0, CacheKind.IO, 0).constants() if name in names
+            name: call(name)
+            for name in cls(0, 0, 0, CacheKind.IO, 0, adapters=("any",)).constants()
+            if name in names
         }
         (version,) = values["get_llm_layout_version"]
-        if version != _VERSION:
+        if version not in _VERSIONS:
             raise ProgramError(
                 "the program was exported by another version of this package",
                 got=f"layout {version}",
-                expected=f"layout {_VERSION}",
+                expected=f"layout {' or '.join(map(str, _VERSIONS))}",
                 remedy="Export it again",
             )
         return cls(
@@ -102,4 +130,5 @@ class Layout:
             cache=CacheKind(values["get_cache_kind"][0]),
             bos=int(values["get_bos_id"][0]) if "get_bos_id" in values else None,
             eos=tuple(int(token) for token in values["get_eos_ids"]),
+            adapters=tuple(str(name) for name in values.get("get_adapters", ())),
         )

@@ -142,14 +142,15 @@ def attached(decoder: Decoder, adapter: Adapter | None) -> Generator[None]:
 
 
 def _module(base: Any, update: Update) -> nn.Module:
-    down, up = _balance(update.down, update.up * update.scale)
+    up = update.up * update.scale
     if isinstance(base, nn.Embedding):
         # Embeddings of Gemma have a factor of their own.
-        return LowRankEmbedding(base, down, up * float(getattr(base, "embed_scale", 1.0))).eval()
+        factor = float(getattr(base, "embed_scale", 1.0))
+        return LowRankEmbedding(base, *_balance(update.down, up * factor)).eval()
     if update.magnitude is None:
-        return LowRankLinear(base, down, up, None).eval()
+        return LowRankLinear(base, *_balance(update.down, up), None).eval()
     gain = _gain(base.weight, update, update.magnitude)
-    return LowRankLinear(base, down, up * gain[:, None], gain).eval()
+    return LowRankLinear(base, *_balance(update.down, up * gain[:, None]), gain).eval()
 
 
 def _balance(down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,6 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokenizer.json of the model (default: tokens are bytes)",
     )
     parser.add_argument(
+        "--adapter",
+        metavar="NAME",
+        help="adapter that export-llm was given (default: the base model)",
+    )
+    parser.add_argument(
         "--max-new-tokens",
         type=arguments.positive,
         metavar="N",
@@ -77,7 +82,11 @@ def run(args: argparse.Namespace) -> int:
     sampler = Sampler(Sampling(args.temperature, args.top_k, args.top_p, args.seed))
     with console.step(f"Loading {args.program}"):
         generator = Generator.load(
-            args.program, host=args.host, engine=args.engine, options=engine_options(args)
+            args.program,
+            adapter=args.adapter,
+            host=args.host,
+            engine=args.engine,
+            options=engine_options(args),
         )
     layout = generator.layout
     tokenizer = load_tokenizer(args.tokenizer, vocabulary=layout.vocabulary, bos=layout.bos)

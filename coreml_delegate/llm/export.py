@@ -4,7 +4,9 @@
 of their first token and the caches, and return logits and the keys and values of their own tokens
 only, which the caller writes into the caches: a step thus moves no cache out of the model.
 
-With a selection (``candidates.py``) the methods return tokens in place of logits.
+With a selection (``candidates.py``) the methods return tokens in place of logits. With adapters
+there are the same methods again for each, which have the adapter's name behind theirs and the
+decoder's weights.
 
 ``forward`` keeps the caches itself, as buffers that become states, and otherwise takes the inputs
 of ``prefill``. It is the only method, because methods share no state on a device; a single token is
@@ -26,7 +28,8 @@ from coreml_delegate.llm.attention import Call, Segment
 from coreml_delegate.llm.caches import kept_caches, new_rows, passed_caches
 from coreml_delegate.llm.candidates import Selection
 from coreml_delegate.llm.decoder import Decoder
-from coreml_delegate.llm.layout import DECODE, FORWARD, PREFILL, CacheKind, Layout
+from coreml_delegate.llm.layout import CacheKind, Layout
+from coreml_delegate.llm.low_rank import Adapter, attached
 from coreml_delegate.llm.stored_weights import in_memory, read_weights
 from coreml_delegate.lowering import lower_methods
 from coreml_delegate.partition import CoreMLPartitioner
@@ -71,12 +74,15 @@ def quantize_weights(decoder: Decoder, *, linear: str, embedding: str, group: in
         _replace_weight(vocabulary, _quantized(table, embedding, 0))
 
 
-def export_methods(decoder: Decoder, layout: Layout) -> dict[str, ExportedProgram]:
+def export_methods(
+    decoder: Decoder, layout: Layout, adapters: Sequence[Adapter] = ()
+) -> dict[str, ExportedProgram]:
     """Export the methods in ATen dialect; they share the decoder's weights.
 
     Args:
         decoder: In eval mode; weights that are in files are read.
-        layout: Kind of the caches, chunk and context.
+        layout: Kind of the caches, chunk and context, and names of the adapters.
+        adapters: The adapters, in the order of their names.
 
     Raises:
         LoweringError: ``torch.export`` cannot capture the model.
@@ -85,25 +91,37 @@ def export_methods(decoder: Decoder, layout: Layout) -> dict[str, ExportedProgra
     if layout.selection is not None:
         layout.selection.check(layout.vocabulary)
     read_weights(decoder)
+    exported: dict[str, ExportedProgram] = {}
+    with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
+        for adapter in (None, *adapters):
+            name = None if adapter is None else adapter.name
+            modules = _modules(decoder, layout, name)
+            with attached(decoder, adapter):
+                for method, (module, inputs) in zip(layout.methods_of(name), modules, strict=True):
+                    exported[method] = torch.export.export(module.eval(), inputs)
+    return exported
+
+
+def _modules(
+    decoder: Decoder, layout: Layout, adapter: str | None
+) -> list[tuple[nn.Module, tuple[Any, ...]]]:
+    """Return the modules of the methods, each with its inputs."""
     # Two tensors, because torch.export takes inputs that are the same object for one input.
     position, last = torch.tensor([0]), torch.tensor([0])
     chunk = torch.zeros(1, layout.chunk, dtype=torch.long)
-    methods: dict[str, tuple[nn.Module, tuple[Any, ...]]]
     if layout.cache is CacheKind.STATE:
-        forward = Forward(decoder, layout.chunk, layout.context, layout.selection)
-        methods = {FORWARD: (forward, (chunk, position, last))}
-    else:
-        caches = _caches(decoder, layout.context)
-        token = torch.zeros(1, 1, dtype=torch.long)
-        methods = {
-            DECODE: (Decode(decoder, layout.selection), (token, position, caches)),
-            PREFILL: (Prefill(decoder, layout.selection), (chunk, position, last, caches)),
-        }
-    with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
-        return {
-            name: torch.export.export(module.eval(), inputs)
-            for name, (module, inputs) in methods.items()
-        }
+        # Methods share no state, which the names of the buffers have to tell.
+        suffix = "" if adapter is None else f"_{adapter}"
+        forward = Forward(
+            decoder, layout.chunk, layout.context, selection=layout.selection, suffix=suffix
+        )
+        return [(forward, (chunk, position, last))]
+    caches = _caches(decoder, layout.context)
+    token = torch.zeros(1, 1, dtype=torch.long)
+    return [
+        (Decode(decoder, layout.selection), (token, position, caches)),
+        (Prefill(decoder, layout.selection), (chunk, position, last, caches)),
+    ]
 
 
 def lower(
@@ -184,22 +202,36 @@ class Forward(nn.Module):
 
     No token attends to keys that padding wrote: the tokens at those positions overwrite them
     first. The caches have room for padding behind the last token of the context.
+
+    Args:
+        decoder: The model.
+        length: Number of tokens of a chunk.
+        context: Number of tokens of the longest text.
+        suffix: Of the names of the buffers.
     """
 
     def __init__(
-        self, decoder: Decoder, length: int, context: int, selection: Selection | None = None
+        self,
+        decoder: Decoder,
+        length: int,
+        context: int,
+        *,
+        selection: Selection | None = None,
+        suffix: str = "",
     ) -> None:
         super().__init__()
         self.decoder = decoder
         self.selection = selection
+        self._suffix = suffix
         for index, layer in enumerate(decoder.layers):
             segment = layer.zeros(layer.rows(context, length - 1))
             for kind, empty in zip(("keys", "values"), segment, strict=True):
-                self.register_buffer(f"{kind}_{index}", empty)
+                self.register_buffer(f"{kind}_{index}{suffix}", empty)
 
     def caches(self, layer: int) -> Segment:
         """Return the keys and values of a layer."""
-        return self.get_buffer(f"keys_{layer}"), self.get_buffer(f"values_{layer}")
+        keys, values = (f"{kind}_{layer}{self._suffix}" for kind in ("keys", "values"))
+        return self.get_buffer(keys), self.get_buffer(values)
 
     def forward(
         self, tokens: torch.Tensor, position: torch.Tensor, last: torch.Tensor

@@ -149,6 +149,7 @@ class Generator:
 
     Args:
         program: A program of ``runtime.load_program``.
+        adapter: Name of the adapter to compute with; None for the base model.
 
     Attributes:
         layout: Methods and sizes that the program declares.
@@ -158,30 +159,40 @@ class Generator:
 
     Raises:
         ProgramError: The program is no language model exported by this package.
+        OptionError: It has no such adapter.
     """
 
-    def __init__(self, program: runtime.PythonProgram | runtime.StockProgram) -> None:
+    def __init__(
+        self,
+        program: runtime.PythonProgram | runtime.StockProgram,
+        *,
+        adapter: str | None = None,
+    ) -> None:
         self._program = program
         self.layout = Layout.read(program.method_names, lambda name: program.run(name, []))
+        self._methods = self.layout.methods_of(adapter)
         self._caches = self._empty_caches()
         self._position = 0
         self.prefill, self.decode = Pace(), Pace()
         self.ending: Ending | None = None
 
     @classmethod
-    def load(cls, path: Path | str | bytes, **options: Any) -> Generator:
-        """Load a ``.pte`` and compile its methods.
+    def load(
+        cls, path: Path | str | bytes, *, adapter: str | None = None, **options: Any
+    ) -> Generator:
+        """Load a ``.pte`` and compile the methods that are needed.
 
         Args:
             path: The file, or its bytes.
+            adapter: Name of the adapter to compute with; None for the base model.
             options: ``host``, ``engine`` and ``options`` of ``runtime.load_program``.
 
         Raises:
             CoreMLDelegateError: See ``runtime.load_program``, and the class.
         """
         program = runtime.load_program(path, **options)
-        made = cls(program)
-        for name in made.layout.methods:
+        made = cls(program, adapter=adapter)
+        for name in made._methods:
             program.load_method(name)
         return made
 
@@ -336,13 +347,13 @@ class Generator:
             The other results: logits [1, V], or what the layout's selection returns.
         """
         count, at = len(tokens), torch.tensor([self._position])
-        if count == 1 and DECODE in self.layout.methods:
-            results = self._run(DECODE, [torch.tensor([tokens]), at, *self._caches])
+        if count == 1 and self.layout.cache is CacheKind.IO:
+            results = self._run(self._methods[0], [torch.tensor([tokens]), at, *self._caches])
         else:
             chunk = torch.zeros(1, self.layout.chunk, dtype=torch.long)
             chunk[0, :count] = torch.tensor(tokens)
             last = torch.tensor([count - 1])
-            results = self._run(self.layout.methods[-1], [chunk, at, last, *self._caches])
+            results = self._run(self._methods[-1], [chunk, at, last, *self._caches])
         first_cache = len(results) - len(self._caches)
         for cache, values in zip(self._caches, results[first_cache:], strict=True):
             write_rows(cache, values, self._position, count)

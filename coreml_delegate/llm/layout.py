@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coreml_delegate.errors import ProgramError
+from coreml_delegate.errors import OptionError, ProgramError, near_matches
 from coreml_delegate.llm.candidates import Selection
 
 DECODE = "decode"
@@ -19,8 +19,7 @@ PREFILL = "prefill"
 FORWARD = "forward"
 
 _VERSION = 2  # of the inputs and outputs of the methods
-_SELECTING_VERSION = 3  # of files whose methods return selected tokens in place of logits
-_VERSIONS = (_VERSION, _SELECTING_VERSION)
+_NEWEST = 3  # of files with facts that readers of version 2 do not know
 
 
 class CacheKind(enum.Enum):
@@ -42,6 +41,7 @@ class Layout:
         bos: Token that begins a text, or None.
         eos: Tokens that end one.
         selection: Which tokens the methods return in place of logits; None for logits.
+        adapters: Names of the adapters, each with methods of its own.
     """
 
     vocabulary: int
@@ -51,16 +51,43 @@ class Layout:
     bos: int | None = None
     eos: tuple[int, ...] = ()
     selection: Selection | None = None
+    adapters: tuple[str, ...] = ()
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Names of the methods that compute; the last takes a chunk."""
-        return (FORWARD,) if self.cache is CacheKind.STATE else (DECODE, PREFILL)
+        """Names of the methods that compute: of the base model, then of each adapter."""
+        return tuple(
+            name for adapter in (None, *self.adapters) for name in self.methods_of(adapter)
+        )
+
+    def methods_of(self, adapter: str | None) -> tuple[str, ...]:
+        """Return the methods that compute with an adapter; the last takes a chunk.
+
+        Args:
+            adapter: Name of an adapter; None for the base model.
+
+        Raises:
+            OptionError: There is no such adapter.
+        """
+        if adapter is not None and adapter not in self.adapters:
+            raise OptionError(
+                "the program has no such adapter",
+                got=adapter,
+                expected=near_matches(adapter, self.adapters) if self.adapters else None,
+                remedy=None if self.adapters else "Export it with --adapter",
+            )
+        names = (FORWARD,) if self.cache is CacheKind.STATE else (DECODE, PREFILL)
+        return names if adapter is None else tuple(f"{name}_{adapter}" for name in names)
+
+    @property
+    def version(self) -> int:
+        """Version of the inputs and outputs of the methods."""
+        return _NEWEST if self._newer_facts() else _VERSION
 
     def constants(self) -> dict[str, Any]:
         """Return the constant methods by name, each with its value."""
         return {
-            "get_llm_layout_version": _VERSION if self.selection is None else _SELECTING_VERSION,
+            "get_llm_layout_version": self.version,
             "get_vocab_size": self.vocabulary,
             "get_max_context_len": self.context,
             "get_max_seq_len": self.chunk,
@@ -68,7 +95,14 @@ class Layout:
             "use_kv_cache": True,
             "get_eos_ids": list(self.eos),
             **({} if self.bos is None else {"get_bos_id": self.bos}),
+            **self._newer_facts(),
+        }
+
+    def _newer_facts(self) -> dict[str, Any]:
+        """Return the constants of files that are not read as if these facts were not there."""
+        return {
             **({} if self.selection is None else {"get_selection": str(self.selection)}),
+            **({"get_adapters": list(self.adapters)} if self.adapters else {}),
         }
 
     @classmethod
@@ -83,34 +117,36 @@ class Layout:
             ProgramError: The program is no language model exported by this package, or a newer one.
         """
         names = set(method_names)
-        missing = sorted(cls(0, 0, 0, CacheKind.IO).constants().keys() - names)
+        required = cls(0, 0, 0, CacheKind.IO).constants()
+        missing = sorted(required.keys() - names)
         if missing:
             raise ProgramError(
                 "the program is not a language model exported by this package",
                 got=f"no method {missing[0]}",
                 remedy="Export it with coreml-delegate export-llm",
             )
-        values: Mapping[str, Sequence[Any]] = {
-            name: call(name)
-            for name in cls(0, 0, 0, CacheKind.IO, 0, (), Selection()).constants()
-            if name in names
-        }
-        (version,) = values["get_llm_layout_version"]
-        if version not in _VERSIONS:
+        (version,) = call("get_llm_layout_version")
+        if not _VERSION <= version <= _NEWEST:
             raise ProgramError(
                 "the program was exported by another version of this package",
                 got=f"layout {version}",
-                expected=" or ".join(f"layout {known}" for known in _VERSIONS),
+                expected=f"layout {_VERSION} or {_NEWEST}",
                 remedy="Export it again",
             )
+        given: Mapping[str, Sequence[Any]] = {
+            name: call(name)
+            for name in (*required, "get_bos_id", "get_selection", "get_adapters")
+            if name in names
+        }
         return cls(
-            vocabulary=int(values["get_vocab_size"][0]),
-            context=int(values["get_max_context_len"][0]),
-            chunk=int(values["get_max_seq_len"][0]),
-            cache=CacheKind(values["get_cache_kind"][0]),
-            bos=int(values["get_bos_id"][0]) if "get_bos_id" in values else None,
-            eos=tuple(int(token) for token in values["get_eos_ids"]),
-            selection=(
-                Selection.parse(values["get_selection"][0]) if "get_selection" in values else None
-            ),
+            vocabulary=int(given["get_vocab_size"][0]),
+            context=int(given["get_max_context_len"][0]),
+            chunk=int(given["get_max_seq_len"][0]),
+            cache=CacheKind(given["get_cache_kind"][0]),
+            bos=int(given["get_bos_id"][0]) if "get_bos_id" in given else None,
+            eos=tuple(int(token) for token in given["get_eos_ids"]),
+            selection=Selection.parse(given["get_selection"][0])
+            if "get_selection" in given
+            else None,
+            adapters=tuple(map(str, given.get("get_adapters", ()))),
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +14,16 @@ from coreml_delegate.scripts.arguments import check_output, new_output
 from coreml_delegate.scripts.commands import Command
 
 if TYPE_CHECKING:
+    from coreml_delegate.llm.adapters import AdapterFile
     from coreml_delegate.llm.decoder import Decoder
     from coreml_delegate.llm.layout import Layout
+    from coreml_delegate.llm.low_rank import Adapter
     from coreml_delegate.partition import CoreMLPartitioner
 
 _CONTEXT = 2048
 _CHUNK = {"io": 64, "state": 8}
 _GROUP = 32
+_BYTES = {"float16": 2, "float32": 4}  # of an element that is not quantized
 CACHES = ("io", "state")
 
 
@@ -65,6 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="return, in place of the logits of all tokens, the token with the largest logit "
         "(argmax), or the K largest logits and their tokens (top-k:K)",
     )
+    parser.add_argument(
+        "--adapter",
+        type=_adapter,
+        action="append",
+        default=[],
+        metavar="[NAME=]FOLDER",
+        help="LoRA adapter that peft has saved; it gets methods of its own, which share the "
+        "model's weights; repeatable (default name: the folder's)",
+    )
     _add_quantization(parser)
     arguments.add_compilation(parser)
     arguments.add_force(parser)
@@ -102,9 +116,13 @@ def run(args: argparse.Namespace) -> int:
         args.refuse_usage("exactly one is required: CHECKPOINT, or --random CONFIG.json")
     check_output(args.output, force=args.force)
     with console.step("Importing ExecuTorch, coremltools and transformers"):
+        from coreml_delegate.llm.adapters import read_adapters
         from coreml_delegate.llm.export import export_methods, lower, quantize_weights
+        from coreml_delegate.llm.low_rank import fit_adapter
+    files = read_adapters(args.adapter)
     with console.step("Loading the model"):
-        decoder, layout = _model(args)
+        decoder, layout = _model(args, files)
+        adapters = [fit_adapter(decoder, file) for file in files]
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
     with console.step("Quantizing the weights"):
         quantize_weights(
@@ -115,16 +133,16 @@ def run(args: argparse.Namespace) -> int:
         )
     partitioner = _partitioner(args)
     with console.step("Exporting with torch.export"):
-        methods = export_methods(decoder, layout)
+        methods = export_methods(decoder, layout, adapters)
     with console.step("Lowering to Core ML"):
         program = lower(methods, layout, partitioner)
     with new_output(args.output, force=args.force) as file:
         program.write_to_file(file)
-    _report(args, parameters, decoder, layout, partitioner)
+    _report(args, parameters, decoder, layout, adapters, partitioner)
     return 0
 
 
-def _model(args: argparse.Namespace) -> tuple[Decoder, Layout]:
+def _model(args: argparse.Namespace, adapters: Sequence[AdapterFile]) -> tuple[Decoder, Layout]:
     from coreml_delegate.llm.candidates import Selection
     from coreml_delegate.llm.checkpoint import (
         CONFIG,
@@ -165,6 +183,7 @@ def _model(args: argparse.Namespace) -> tuple[Decoder, Layout]:
         bos=decoder.bos,
         eos=end_tokens(config, folder),
         selection=selection,
+        adapters=tuple(adapter.name for adapter in adapters),
     )
     return decoder, layout
 
@@ -190,10 +209,12 @@ def _report(
     parameters: int,
     decoder: Decoder,
     layout: Layout,
+    adapters: Sequence[Adapter],
     partitioner: CoreMLPartitioner,
 ) -> None:
     """Print a summary; warn of operations on the CPU and of weights that are not shared."""
     reports = dict(zip(layout.methods, partitioner.reports, strict=True))
+    width = _BYTES[args.precision]
     document = {
         "parameters": parameters,
         "bytes": args.output.stat().st_size,
@@ -205,6 +226,14 @@ def _report(
                 "partitions": len(report.partitions),
             }
             for name, report in reports.items()
+        },
+        "adapters": {
+            adapter.name: {
+                "modules": len(adapter.modules),
+                "ranks": list(adapter.ranks),
+                "bytes": adapter.elements * width,
+            }
+            for adapter in adapters
         },
     }
     if args.json:
@@ -231,9 +260,23 @@ def _print(document: dict[str, Any], decoder: Decoder, layout: Layout) -> None:
             (name, "{delegated} of {operations} operations on Core ML".format(**counts))
             for name, counts in document["methods"].items()
         ),
+        *((f"adapter {name}", _branches(facts)) for name, facts in document["adapters"].items()),
         ("file", console.size(document["bytes"])),
     ]
     console.write(console.columns(rows))
+
+
+def _branches(facts: dict[str, Any]) -> str:
+    ranks = ", ".join(map(str, facts["ranks"]))
+    return f"rank {ranks} in {facts['modules']} modules, {console.size(facts['bytes'])}"
+
+
+def _adapter(text: str) -> tuple[str, Path]:
+    """Parse ``[NAME=]FOLDER``; what is before the first ``=`` is no name if it is a path."""
+    name, equals, folder = text.partition("=")
+    if equals and "/" not in name and os.sep not in name:
+        return name, Path(folder)
+    return Path(os.path.abspath(text)).name, Path(text)
 
 
 COMMAND = Command(

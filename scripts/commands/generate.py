@@ -28,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokenizer.json of the model, or its folder (default: tokens are bytes)",
     )
     parser.add_argument(
+        "--adapter",
+        metavar="NAME",
+        help="adapter that export-llm was given (default: the base model)",
+    )
+    parser.add_argument(
         "--max-new-tokens",
         type=arguments.positive,
         metavar="N",
@@ -90,7 +95,11 @@ def _load(args: argparse.Namespace) -> Generator:
 
     with console.step(f"Loading {args.program}"):
         return Generator.load(
-            args.program, host=args.host, engine=args.engine, options=engine_options(args)
+            args.program,
+            adapter=args.adapter,
+            host=args.host,
+            engine=args.engine,
+            options=engine_options(args),
         )
 
 

@@ -100,16 +100,22 @@ def _pte_lines(summary: Mapping[str, Any], *, every: bool) -> Iterator[str]:
     yield f"{summary['file']}: {console.size(summary['bytes'])}"
     if summary["external_tensors"]:
         yield f"external tensors: {', '.join(summary['external_tensors'])}"
+    described: dict[str, str] = {}  # models that methods share, each with the first method
     for method in summary["methods"]:
         yield f"method {method['name']}"
         for side in ("inputs", "outputs"):
             yield f"  {side}: {', '.join(map(_named, method[side])) or 'none'}"
         yield f"  operators outside delegates: {_counts(method['operators_outside'])}"
         for index, delegate in enumerate(method["delegates"]):
-            yield from _delegate_lines(index, delegate, every=every)
+            first = described.setdefault(delegate.get("shared_as", ""), method["name"])
+            yield from _delegate_lines(index, delegate)
+            if "shared_as" in delegate and first != method["name"]:
+                yield f"    model: see method {first}"
+            elif delegate.get("model"):
+                yield from _model_lines(delegate["model"], "    ", every=every)
 
 
-def _delegate_lines(index: int, delegate: Mapping[str, Any], *, every: bool) -> Iterator[str]:
+def _delegate_lines(index: int, delegate: Mapping[str, Any]) -> Iterator[str]:
     size = delegate.get("blob_bytes", delegate["bytes"])
     yield f"  delegate {index}: {delegate['backend']}, {console.size(size)}"
     options = delegate.get("options") or delegate["compile_specs"]
@@ -123,8 +129,6 @@ def _delegate_lines(index: int, delegate: Mapping[str, Any], *, every: bool) -> 
         yield f"    calls here: {f'in Python, because {reason}' if reason else 'without Python'}"
     if "unreadable" in delegate:
         yield f"    {delegate['unreadable']}"
-    elif "model" in delegate:
-        yield from _model_lines(delegate["model"], "    ", every=every)
 
 
 def _package_lines(summary: Mapping[str, Any], *, every: bool) -> Iterator[str]:

@@ -138,10 +138,35 @@ def outputs(value):
     return value if isinstance(value, list) else [value]
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, replace(LAYOUT, bos=None, eos=())])
+@pytest.mark.parametrize(
+    "layout",
+    [LAYOUT, replace(LAYOUT, bos=None, eos=()), replace(LAYOUT, adapters=("french", "verse"))],
+)
 def test_a_layout_is_read_as_it_was_written(layout):
     constants = layout.constants()
     assert Layout.read(tuple(constants), lambda name: outputs(constants[name])) == layout
+
+
+def test_adapters_have_methods_of_their_own():
+    layout = replace(LAYOUT, adapters=("french", "verse"))
+    assert layout.methods_of("verse") == ("decode_verse", "prefill_verse")
+    assert layout.methods_of(None) == ("decode", "prefill") == LAYOUT.methods
+    assert layout.methods == (
+        *("decode", "prefill", "decode_french", "prefill_french"),
+        *("decode_verse", "prefill_verse"),
+    )
+    assert replace(layout, cache=CacheKind.STATE).methods_of("french") == ("forward_french",)
+    with pytest.raises(OptionError, match=r"no such adapter: got vers, expected perhaps verse$"):
+        layout.methods_of("vers")
+    with pytest.raises(OptionError, match=r"no such adapter: got vers\. Export it with --adapter"):
+        LAYOUT.methods_of("vers")
+
+
+def test_only_files_with_adapters_need_a_newer_package():
+    adapted = replace(LAYOUT, adapters=("french",)).constants()
+    assert LAYOUT.constants()["get_llm_layout_version"] == 2
+    assert adapted["get_llm_layout_version"] == 3
+    assert adapted.keys() - LAYOUT.constants().keys() == {"get_adapters"}
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 9])
@@ -159,5 +184,5 @@ def test_programs_without_a_language_model_are_refused():
     with pytest.raises(ProgramError, match=r"got no method get_cache_kind\. Export it with"):
         Layout.read(("forward", "get_vocab_size"), lambda name: [0])
     constants = {**LAYOUT.constants(), "get_llm_layout_version": 1}
-    with pytest.raises(ProgramError, match="got layout 1, expected layout 2"):
+    with pytest.raises(ProgramError, match="got layout 1, expected layout 2 or 3"):
         Layout.read(tuple(constants), lambda name: outputs(constants[name]))

@@ -7,6 +7,9 @@ only, which the caller writes into the caches: a step thus moves no cache out of
 ``forward`` keeps the caches itself, as buffers that become states, and otherwise takes the inputs
 of ``prefill``. It is the only method, because methods share no state on a device; a single token is
 a chunk with one token in it.
+
+Of a model that takes images, these methods take embeddings in place of tokens, which two methods
+more make: ``vision`` of an image, ``embed`` of tokens.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ def quantize_weights(decoder: Decoder, *, linear: str, embedding: str, group: in
     vocabulary = [decoder.embedding, decoder.head] if tied else [decoder.embedding]
     linears = {
         name: module
-        for name, module in decoder.named_modules()
+        for name, module in decoder.language_modules()
         if isinstance(module, nn.Linear) and module not in vocabulary
     }
     if linear != "none":
@@ -81,16 +84,15 @@ def export_methods(decoder: Decoder, layout: Layout) -> dict[str, ExportedProgra
     read_weights(decoder)
     # Two tensors, because torch.export takes inputs that are the same object for one input.
     position, last = torch.tensor([0]), torch.tensor([0])
-    chunk = torch.zeros(1, layout.chunk, dtype=torch.long)
-    methods: dict[str, tuple[nn.Module, tuple[Any, ...]]]
+    chunk = decoder.inputs(layout.chunk)
+    methods: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {**decoder.input_methods(layout.chunk)}
     if layout.cache is CacheKind.STATE:
         forward = Forward(decoder, layout.chunk, layout.context)
-        methods = {FORWARD: (forward, (chunk, position, last))}
+        methods |= {FORWARD: (forward, (chunk, position, last))}
     else:
         caches = _caches(decoder, layout.context)
-        token = torch.zeros(1, 1, dtype=torch.long)
-        methods = {
-            DECODE: (Decode(decoder), (token, position, caches)),
+        methods |= {
+            DECODE: (Decode(decoder), (decoder.inputs(1), position, caches)),
             PREFILL: (Prefill(decoder), (chunk, position, last, caches)),
         }
     with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):

@@ -14,7 +14,8 @@ import torch
 
 from coreml_delegate import runtime
 from coreml_delegate.errors import InputError, OptionError
-from coreml_delegate.llm.layout import DECODE, CacheKind, Layout
+from coreml_delegate.llm.images import refuse_images
+from coreml_delegate.llm.layout import DECODE, EMBED, VISION, CacheKind, Layout
 from coreml_delegate.runtime.engines.limits import require_memory
 from coreml_delegate.runtime.program.plan import TensorSpec
 
@@ -157,26 +158,32 @@ class Generator:
         """
         self._position = 0
 
-    def feed(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Append tokens to the context.
+    def feed(
+        self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Append tokens to the context, and images in the place of image tokens.
 
         Args:
             tokens: One token at least.
+            images: Pixels [1, 3, H, W] of each image, in the order of the image tokens; None feeds
+                an image token as any other, which is right for generated ones.
 
         Returns:
             Logits [V] of the next token.
 
         Raises:
-            InputError: There is no token, one is not in the vocabulary, or they do not fit.
+            InputError: There is no token, one is not in the vocabulary, or they do not fit; or the
+                images are others than the tokens and the model ask for.
         """
-        self._check(tokens)
+        self._check(tokens, images)
         logits = torch.empty(0)
-        pace = self.decode if len(tokens) == 1 else self.prefill
         start = time.perf_counter()
-        for place in range(0, len(tokens), self.layout.chunk):
-            logits = self._step(list(tokens[place : place + self.layout.chunk]))
+        inputs = self._inputs(tokens, images)
+        pace = self.decode if len(inputs) == 1 else self.prefill
+        for part in inputs.split(self.layout.chunk):
+            logits = self._step(part)
         pace.seconds += time.perf_counter() - start
-        pace.tokens += len(tokens)
+        pace.tokens += len(inputs)
         return logits[0]
 
     def generate(
@@ -186,6 +193,7 @@ class Generator:
         *,
         limit: int | None = None,
         stops: Collection[int] = (),
+        images: Sequence[torch.Tensor] = (),
     ) -> Iterator[int]:
         """Generate tokens after a prompt.
 
@@ -194,6 +202,7 @@ class Generator:
             choose: Returns the next token, given logits [V]; a ``Sampler`` for example.
             limit: Most tokens to generate; None for as many as fit into the context.
             stops: Tokens that end the text, besides the model's own; they are not yielded.
+            images: Pixels [1, 3, H, W] of each image, in the order of the prompt's image tokens.
 
         Yields:
             Each token as it is chosen.
@@ -202,10 +211,11 @@ class Generator:
             InputError: See ``feed``; or ``limit`` tokens do not fit behind the prompt.
         """
         if limit is not None:
-            self._check_room(len(prompt) + limit - 1, f"a prompt of {len(prompt)} and {limit} more")
+            length = self._length(prompt, images)
+            self._check_room(length + limit - 1, f"a prompt of {length} and {limit} more")
         ends = {*stops, *self.layout.eos}
         self.ending = None
-        logits = self.feed(prompt)
+        logits = self.feed(prompt, images)
         for made in itertools.count(1):
             token = choose(logits)
             if token in ends:
@@ -217,7 +227,38 @@ class Generator:
                 return
             logits = self.feed([token])
 
-    def _check(self, tokens: Sequence[int]) -> None:
+    def _length(self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None) -> int:
+        """Return how many positions tokens and images take; check that they belong together."""
+        if self.layout.image is None:
+            refuse_images(images or ())
+        elif images is not None:
+            self.layout.image.check(tokens, images)
+            return self.layout.image.length(tokens, len(images))
+        return len(tokens)
+
+    def _inputs(self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None) -> torch.Tensor:
+        """Return what the decoder takes: tokens [L], or embeddings [L, width]."""
+        given = torch.tensor(tokens)
+        if self.layout.image is None:
+            return given
+        rows = torch.cat([self._embedded(part) for part in given.split(self.layout.chunk)])
+        parts: list[torch.Tensor] = []
+        start = 0
+        places = (given == self.layout.image.token).nonzero().flatten().tolist()
+        for place, pixels in zip(places, images or (), strict=False):
+            (seen,) = self._run(VISION, [pixels.float()])
+            parts += [rows[start:place], seen[0]]
+            start = place + 1
+        return torch.cat([*parts, rows[start:]])
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [L, width] of at most a chunk of tokens [L]."""
+        chunk = torch.zeros(1, self.layout.chunk, dtype=torch.long)
+        chunk[0, : len(tokens)] = tokens
+        (rows,) = self._run(EMBED, [chunk])
+        return rows[0, : len(tokens)]
+
+    def _check(self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None) -> None:
         if not tokens:
             raise InputError("there is no token", remedy="Give a prompt that is not empty")
         unknown = [token for token in tokens if not 0 <= token < self.layout.vocabulary]
@@ -228,7 +269,8 @@ class Generator:
                 expected=f"0 to {self.layout.vocabulary - 1}",
                 remedy="Check that the tokenizer is the model's own",
             )
-        self._check_room(len(tokens), f"{len(tokens)} more")
+        length = self._length(tokens, images)
+        self._check_room(length, f"{length} more")
 
     def _check_room(self, count: int, what: str) -> None:
         if count > self.room:
@@ -240,14 +282,14 @@ class Generator:
                 remedy="Shorten the prompt or the answer, or export with a larger --context",
             )
 
-    def _step(self, tokens: list[int]) -> torch.Tensor:
+    def _step(self, inputs: torch.Tensor) -> torch.Tensor:
         """Call the model once, and write the new keys and values into caches passed as inputs."""
-        count, at = len(tokens), torch.tensor([self._position])
+        count, at = len(inputs), torch.tensor([self._position])
         if count == 1 and DECODE in self.layout.methods:
-            results = self._run(DECODE, [torch.tensor([tokens]), at, *self._caches])
+            results = self._run(DECODE, [inputs[None], at, *self._caches])
         else:
-            chunk = torch.zeros(1, self.layout.chunk, dtype=torch.long)
-            chunk[0, :count] = torch.tensor(tokens)
+            chunk = inputs.new_zeros(1, self.layout.chunk, *inputs.shape[1:])
+            chunk[0, :count] = inputs
             last = torch.tensor([count - 1])
             results = self._run(self.layout.methods[-1], [chunk, at, last, *self._caches])
         logits, *new = results

@@ -12,12 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from coreml_delegate.errors import ProgramError
+from coreml_delegate.llm.images import ImageInput
 
 DECODE = "decode"
 PREFILL = "prefill"
 FORWARD = "forward"
+VISION = "vision"
+EMBED = "embed"
 
-_VERSION = 2  # of the inputs and outputs of the methods
+# Of the inputs and outputs of the methods.
+_VERSION = 2
+_VERSION_WITH_IMAGES = 3
 
 
 class CacheKind(enum.Enum):
@@ -38,6 +43,7 @@ class Layout:
         cache: Where the caches are kept.
         bos: Token that begins a text, or None.
         eos: Tokens that end one.
+        image: How images are fed; None for a model of text alone.
     """
 
     vocabulary: int
@@ -46,16 +52,28 @@ class Layout:
     cache: CacheKind
     bos: int | None = None
     eos: tuple[int, ...] = ()
+    image: ImageInput | None = None
 
     @property
     def methods(self) -> tuple[str, ...]:
         """Names of the methods that compute; the last takes a chunk."""
+        before = () if self.image is None else (VISION, EMBED)
+        return (*before, *self.decoder_methods)
+
+    @property
+    def decoder_methods(self) -> tuple[str, ...]:
+        """Names of the methods that return logits; the last takes a chunk."""
         return (FORWARD,) if self.cache is CacheKind.STATE else (DECODE, PREFILL)
+
+    @property
+    def version(self) -> int:
+        """Version of the inputs and outputs of the methods."""
+        return _VERSION if self.image is None else _VERSION_WITH_IMAGES
 
     def constants(self) -> dict[str, Any]:
         """Return the constant methods by name, each with its value."""
         return {
-            "get_llm_layout_version": _VERSION,
+            "get_llm_layout_version": self.version,
             "get_vocab_size": self.vocabulary,
             "get_max_context_len": self.context,
             "get_max_seq_len": self.chunk,
@@ -63,6 +81,7 @@ class Layout:
             "use_kv_cache": True,
             "get_eos_ids": list(self.eos),
             **({} if self.bos is None else {"get_bos_id": self.bos}),
+            **({} if self.image is None else self.image.constants()),
         }
 
     @classmethod
@@ -88,11 +107,11 @@ class Layout:
             name: call(name) for name in cls(0, 0, 0, CacheKind.IO, 0).constants() if name in names
         }
         (version,) = values["get_llm_layout_version"]
-        if version != _VERSION:
+        if version not in (_VERSION, _VERSION_WITH_IMAGES):
             raise ProgramError(
                 "the program was exported by another version of this package",
                 got=f"layout {version}",
-                expected=f"layout {_VERSION}",
+                expected=f"layout {_VERSION} or {_VERSION_WITH_IMAGES}",
                 remedy="Export it again",
             )
         return cls(
@@ -102,4 +121,5 @@ class Layout:
             cache=CacheKind(values["get_cache_kind"][0]),
             bos=int(values["get_bos_id"][0]) if "get_bos_id" in values else None,
             eos=tuple(int(token) for token in values["get_eos_ids"]),
+            image=ImageInput.read(names, call),
         )

@@ -128,6 +128,7 @@ def _model(args: argparse.Namespace) -> tuple[Decoder, Layout]:
         read_config,
     )
     from coreml_delegate.llm.layout import CacheKind, Layout
+    from coreml_delegate.llm.vision import image_input, read_preparation
 
     folder: Path | None = args.checkpoint
     if folder is not None and not folder.is_dir():
@@ -141,6 +142,7 @@ def _model(args: argparse.Namespace) -> tuple[Decoder, Layout]:
             got=f"--context {context}",
             expected=f"at most {most}",
         )
+    preparation = read_preparation(config, folder)
     options = {"context": context, "safe_norms": args.precision == "float16"}
     decoder = (
         random_decoder(config, args.seed, **options)
@@ -154,6 +156,7 @@ def _model(args: argparse.Namespace) -> tuple[Decoder, Layout]:
         cache=CacheKind(args.cache),
         bos=decoder.bos,
         eos=end_tokens(config, folder),
+        image=image_input(decoder, preparation),
     )
     return decoder, layout
 
@@ -204,8 +207,10 @@ def _report(
         if report.undelegated:
             console.warn(f"{name} does not run on Core ML alone")
             console.write(report.to_table())
+        # The layers are in the methods that decode alone.
+        shares = len(layout.decoder_methods) > 1 and name in layout.decoder_methods
         for partition in report.partitions:
-            if partition.not_shared and len(reports) > 1:
+            if partition.not_shared and shares:
                 console.warn(f"{name} does not share its weights: {partition.not_shared}")
 
 
@@ -215,6 +220,7 @@ def _print(document: dict[str, Any], decoder: Decoder, layout: Layout) -> None:
         ("vocabulary", f"{layout.vocabulary:,} tokens"),
         ("context", f"{layout.context:,} tokens, caches as {layout.cache.value}"),
         ("chunk", f"{layout.chunk:,} tokens a call"),
+        *([] if layout.image is None else [("images", layout.image.describe())]),
         *(
             (name, "{delegated} of {operations} operations on Core ML".format(**counts))
             for name, counts in document["methods"].items()

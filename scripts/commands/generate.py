@@ -12,7 +12,10 @@ from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.commands import Command
 
 if TYPE_CHECKING:
+    import torch
+
     from coreml_delegate.llm.generator import Generator, Pace
+    from coreml_delegate.llm.layout import Layout
     from coreml_delegate.llm.tokenizer import TextStream
 
 
@@ -25,6 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="tokenizer.json of the model (default: tokens are bytes)",
+    )
+    parser.add_argument(
+        "--image",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="image in the place of the prompt's image token, which without --tokenizer is "
+        "<image>; repeatable, in the order of the tokens",
     )
     parser.add_argument(
         "--max-new-tokens",
@@ -80,13 +92,20 @@ def run(args: argparse.Namespace) -> int:
             args.program, host=args.host, engine=args.engine, options=engine_options(args)
         )
     layout = generator.layout
-    tokenizer = load_tokenizer(args.tokenizer, vocabulary=layout.vocabulary, bos=layout.bos)
+    tokenizer = load_tokenizer(
+        args.tokenizer,
+        vocabulary=layout.vocabulary,
+        bos=layout.bos,
+        image=None if layout.image is None else layout.image.token,
+    )
+    images = _images(args.image, layout)
     stream = TextStream(tokenizer, [stop for stop in args.stop if isinstance(stop, str)])
     tokens = generator.generate(
         tokenizer.encode(args.prompt),
         sampler,
         limit=args.max_new_tokens,
         stops=[stop for stop in args.stop if isinstance(stop, int)],
+        images=images,
     )
     pieces = _pieces(tokens, stream)
     if args.json:
@@ -98,6 +117,17 @@ def run(args: argparse.Namespace) -> int:
     if _ending(generator, stream) == "context":
         console.warn(f"the context of {layout.context} tokens is full")
     return 0
+
+
+def _images(paths: Sequence[Path], layout: Layout) -> list[torch.Tensor]:
+    """Return the pixels of each image."""
+    from coreml_delegate.llm.images import refuse_images
+    from coreml_delegate.scripts.inputs.images import open_image
+
+    if layout.image is None:
+        refuse_images(paths)
+        return []
+    return [layout.image.preparation.pixels(open_image(path)) for path in paths]
 
 
 def _pieces(tokens: Iterator[int], stream: TextStream) -> Iterator[tuple[int | None, str]]:

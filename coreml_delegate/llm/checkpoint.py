@@ -42,21 +42,26 @@ def read_config(path: Path) -> Any:
             got=f"model_type {kind!r}",
             expected=f"one of transformers {library.__version__}",
         )
+    _refuse_kind(path, str(kind))
     if values.get("quantization_config") is not None:
         raise OptionError(
             f"{path}: quantized checkpoints are not supported",
             remedy="Take the checkpoint it was made from, and pass --quantize",
         )
     with wrap_errors(f"transformers cannot read {path}"):
-        config = library.AutoConfig.from_pretrained(path, local_files_only=True)
-    if type(config) not in library.MODEL_FOR_CAUSAL_LM_MAPPING and not reads_images(config):
-        reason = REFUSED.get(str(kind))
-        raise OptionError(
-            f"{path} has an architecture that is not supported",
-            got=f"model_type {kind!r}" + (f", which has {reason}" if reason else ""),
-            expected=f"a causal language model, or one that reads images: {', '.join(FAMILIES)}",
-        )
-    return config
+        return library.AutoConfig.from_pretrained(path, local_files_only=True)
+
+
+def _refuse_kind(path: Path, kind: str) -> None:
+    """Refuse an architecture that is neither a causal language model nor one of ``FAMILIES``."""
+    library = transformers()
+    if library.CONFIG_MAPPING[kind] in library.MODEL_FOR_CAUSAL_LM_MAPPING or kind in FAMILIES:
+        return
+    raise OptionError(
+        f"{path} has an architecture that is not supported",
+        got=f"model_type {kind!r}" + (f", which has {REFUSED[kind]}" if kind in REFUSED else ""),
+        expected=f"a causal language model, or one that reads images: {', '.join(FAMILIES)}",
+    )
 
 
 def random_decoder(config: Any, seed: int, **options: Any) -> Decoder:

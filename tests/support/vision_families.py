@@ -67,7 +67,7 @@ _ALL = (SIDE // PATCH) ** 2
 FAMILIES: Mapping[str, VisionFamily] = {
     "llava": VisionFamily("LLaVA 1.5", "CLIP or SigLIP, two linear layers", _CLIP, _ALL),
     "smolvlm": VisionFamily(
-        "SmolVLM 1 and 2",
+        "SmolVLM 2",
         "SigLIP, pixels shuffled",
         _LAYERS,
         _QUARTER,

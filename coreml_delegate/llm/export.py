@@ -28,6 +28,7 @@ from coreml_delegate.llm.caches import kept_caches, new_rows, passed_caches
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.layout import DECODE, FORWARD, PREFILL, CacheKind, Layout
 from coreml_delegate.llm.stored_weights import in_memory, read_weights
+from coreml_delegate.llm.vision import drop_unused_buffers
 from coreml_delegate.lowering import lower_methods
 from coreml_delegate.partition import CoreMLPartitioner
 from coreml_delegate.third_party import quiet_import, wrap_errors
@@ -96,10 +97,13 @@ def export_methods(decoder: Decoder, layout: Layout) -> dict[str, ExportedProgra
             PREFILL: (Prefill(decoder), (chunk, position, last, caches)),
         }
     with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
-        return {
+        programs = {
             name: torch.export.export(module.eval(), inputs)
             for name, (module, inputs) in methods.items()
         }
+    if layout.image is None:
+        return programs
+    return {name: drop_unused_buffers(program) for name, program in programs.items()}
 
 
 def lower(

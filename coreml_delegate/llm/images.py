@@ -63,30 +63,27 @@ class Preparation:
         Raises:
             OptionError: There is no such file, or it asks for something else than a ``Fit``.
         """
-        with wrap_errors(
-            f"transformers cannot read how {folder} prepares images",
-            lambda _: "Copy the preprocessor_config.json of the model into the folder",
-        ):
+        with wrap_errors(f"transformers cannot read how {folder} prepares images", _remedy):
             made: Any = transformers().AutoImageProcessor.from_pretrained(
                 folder, backend="pil", local_files_only=True
             )
-        fit, side, made_size = _fit(made)
-        if made_size != size:
-            raise OptionError(
-                f"{folder} prepares images of another size than its model takes",
-                got=f"{_by(made_size)} pixels",
-                expected=f"{_by(size)} pixels",
+            fit, side, made_size = _fit(made)
+            if made_size != size:
+                raise OptionError(
+                    f"{folder} prepares images of another size than its model takes",
+                    got=f"{_by(made_size)} pixels",
+                    expected=f"{_by(size)} pixels",
+                )
+            normal = made.do_normalize
+            return cls(
+                size,
+                fit,
+                side,
+                _RESAMPLING[int(made.resample)],
+                float(made.rescale_factor) if made.do_rescale else 1.0,
+                tuple(map(float, made.image_mean)) if normal else (0.0, 0.0, 0.0),
+                tuple(map(float, made.image_std)) if normal else (1.0, 1.0, 1.0),
             )
-        has_mean = made.do_normalize
-        return cls(
-            size,
-            fit,
-            side,
-            _RESAMPLING[int(made.resample)],
-            float(made.rescale_factor) if made.do_rescale else 1.0,
-            tuple(map(float, made.image_mean)) if has_mean else (0.0, 0.0, 0.0),
-            tuple(map(float, made.image_std)) if has_mean else (1.0, 1.0, 1.0),
-        )
 
     def pixels(self, image: Any) -> torch.Tensor:
         """Return the pixels [1, 3, H, W], fp32, of an image of Pillow."""
@@ -106,6 +103,12 @@ class Preparation:
 
     def _resized(self, image: Any, size: tuple[int, int]) -> Any:
         return image.resize(size, resample=_RESAMPLING.index(self.resampling))
+
+
+def _remedy(error: Exception) -> str:
+    if isinstance(error, ImportError):
+        return "pip install 'coreml-delegate[vision]'"
+    return "Copy the preprocessor_config.json of the model into the folder"
 
 
 def _fit(processor: Any) -> tuple[Fit, int, tuple[int, int]]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
 from coreml_delegate.errors import LoweringError, OptionError
 from coreml_delegate.llm.attention import Call, calling
@@ -80,11 +82,11 @@ class PatchEmbedding(nn.Module):
     def __init__(self, patches: nn.Module, positions: torch.Tensor) -> None:
         super().__init__()
         self.patches = patches
-        self.register_buffer("positions", positions, persistent=False)
+        self.positions = nn.Parameter(positions, requires_grad=False)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [1, N, width] of pixels [1, 3, H, W]."""
-        return self.patches(pixels).flatten(2).transpose(1, 2) + self.get_buffer("positions")
+        return self.patches(pixels).flatten(2).transpose(1, 2) + self.positions
 
 
 _FAMILIES: Mapping[str, _Family] = {
@@ -105,7 +107,6 @@ _LAYERED = "images that enter several layers of the language model"
 _CROSS = "layers of the language model that attend to the image"
 
 REFUSED: Mapping[str, str] = {
-    "gemma3": _BOTH_WAYS,
     "paligemma": _BOTH_WAYS,
     "qwen2_vl": _PLACED,
     "qwen2_5_vl": _PLACED,
@@ -114,7 +115,6 @@ REFUSED: Mapping[str, str] = {
     "llava_next": _TILES,
     "llava_onevision": _TILES,
     "mistral3": "images of any size",
-    "mllama": _CROSS,
     "idefics": _CROSS,
 }
 """By ``model_type``, what such a model has that is not supported."""
@@ -231,6 +231,27 @@ class Embed(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [1, L, width] of tokens [1, L], int64."""
         return self.decoder.embedding(tokens)
+
+
+def drop_unused_buffers(program: ExportedProgram) -> ExportedProgram:
+    """Remove the buffers that a method does not use, such as rotary tables from ``vision``.
+
+    ExecuTorch does so for parameters, and would write these into the file.
+
+    Returns:
+        The program, changed.
+    """
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    specs = program.graph_signature.input_specs
+    for spec in list(specs):
+        node = nodes.get(spec.arg.name)
+        if spec.kind is InputKind.BUFFER and node is not None and not node.users:
+            program.graph.erase_node(node)
+            specs.remove(spec)
+            for tensors in (program.state_dict, program.constants):
+                tensors.pop(str(spec.target), None)
+    program.graph_module.recompile()
+    return program
 
 
 def read_preparation(config: Any, folder: Path | None) -> Preparation | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 
 import pytest
 import torch
@@ -27,11 +28,13 @@ from coreml_delegate import CoreMLPartitioner
 from coreml_delegate.compile_options import Precision
 from coreml_delegate.errors import InputError, LoweringError, OptionError
 from coreml_delegate.llm import vision
-from coreml_delegate.llm.checkpoint import load_decoder, read_config
+from coreml_delegate.llm.checkpoint import load_decoder, random_decoder, read_config
+from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.export import export_methods, lower, quantize_weights
 from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.images import Fit, ImageInput, Preparation
 from coreml_delegate.llm.layout import CacheKind, Layout
+from coreml_delegate.llm.tokenizer import load_tokenizer
 from coreml_delegate.llm.vision import VisionDecoder, image_input
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import transformers
@@ -145,6 +148,21 @@ def test_weights_are_stored_once():
     assert weights < size < weights + table.numel() * 4 // 4
 
 
+@pytest.mark.slow
+def test_methods_have_only_the_buffers_they_use():
+    """ExecuTorch would write others into the file, once for each method."""
+    decoder = decoder_of("llava")
+    held = {}
+    for method, program in export_methods(decoder, layout_of(decoder)).items():
+        users = {node.name: node.users for node in program.graph.nodes}
+        signature = program.graph_signature.inputs_to_buffers
+        assert all(users[name] for name in signature)
+        held[method] = {name.rpartition(".")[2] for name in signature.values()}
+    assert held["decode"] == held["prefill"] == {"cos", "sin"}
+    assert held["vision"] == {"position_ids"}
+    assert held["embed"] == set()
+
+
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
 def test_the_modules_in_torch_compute_the_logits_of_transformers(name):
     """Made ready for export; the constructor compares with the same model before."""
@@ -175,25 +193,25 @@ def test_an_image_needs_room():
     assert VisionDecoder(tiny_vision_model("llava"), context=19).context == 19
 
 
-@pytest.mark.parametrize(
-    ("model_type", "message"),
-    [
-        ("paligemma", "'paligemma', which has attention in both directions"),
-        ("qwen2_vl", "positions of tokens that depend on the image, expected .* llava, smolvlm"),
-        ("blip-2", "got model_type 'blip-2', expected a causal"),
-    ],
-)
-def test_other_architectures_are_refused(model_type, message, tmp_path):
+@pytest.mark.parametrize("model_type", [*vision.REFUSED, "blip-2"])
+def test_other_architectures_are_refused(model_type, tmp_path):
+    reason = vision.REFUSED.get(model_type)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": model_type}))
-    with pytest.raises(OptionError, match=message):
+    known = f"a causal language model, or one that reads images: {', '.join(FAMILIES)}"
+    got = f"got model_type '{model_type}'" + (f", which has {reason}" if reason else "")
+    with pytest.raises(OptionError, match=re.escape(f"{got}, expected {known}")):
         read_config(path)
 
 
-def test_refused_architectures_exist():
-    known = transformers().CONFIG_MAPPING
-    assert [name for name in vision.REFUSED if name not in known] == []
-    assert set(vision.FAMILIES) == set(FAMILIES)
+def test_gemma_3_is_a_model_of_text(tmp_path):
+    """Its positions of an image would see one another, in either direction."""
+    values = configuration("llava", layers=1, model_type="gemma3_text", head_dim=8)
+    path = tmp_path / "config.json"
+    tower = {"model_type": "siglip_vision_model"}
+    values |= {"model_type": "gemma3", "vision_config": values["vision_config"] | tower}
+    path.write_text(json.dumps(values | {"mm_tokens_per_image": 4}))
+    assert type(random_decoder(read_config(path), 0, context=32)) is Decoder
 
 
 @pytest.mark.parametrize("name", ["llava", "smolvlm"])
@@ -306,6 +324,15 @@ def test_prompts_must_fit_their_images():
         image.check([1, 2], PIXELS)
     with pytest.raises(InputError, match=r"got \[1, 3, 56, 57\], expected \[1, 3, 56, 56\]"):
         image.check([90], [torch.zeros(1, 3, 56, 57)])
+
+
+def test_a_text_stands_for_an_image_where_tokens_are_bytes():
+    tokenizer = load_tokenizer(None, vocabulary=258, bos=256, image=257)
+    assert tokenizer.encode("<image>a<image>b") == [256, 257, 97, 257, 98]
+    assert tokenizer.encode("<imag>") == [256, *b"<imag>"]
+    assert tokenizer.decode([97, 257, 98]) == "ab"
+    of_text_alone = load_tokenizer(None, vocabulary=258, bos=None)
+    assert of_text_alone.encode("<image>") == list(b"<image>")
 
 
 def test_the_page_lists_the_families():

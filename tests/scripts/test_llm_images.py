@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from PIL import Image
 from sklearn.datasets import load_sample_image
@@ -88,6 +89,25 @@ def test_a_text_without_an_image_is_continued(program, capsys):
     assert generate(program, "ab", "--max-new-tokens", "4", "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["prefill"]["tokens"], len(document["tokens"])) == (2, 4)
+
+
+@pytest.mark.slow
+def test_the_tokenizer_says_what_an_image_is(program, photo, tmp_path, capsys):
+    """Ids are those of the bytes, so the answer is too."""
+    words = {"a": 97, "b": 98, "<image>": IMAGE}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    made = []
+    for prompt, options in (
+        ("a<image>b", []),
+        ("a <image> b", ["--tokenizer", tmp_path / "tokenizer.json"]),
+    ):
+        options += ["--image", photo, "--max-new-tokens", LIMIT, "--json"]
+        assert generate(program, prompt, *options) == 0
+        made.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert made[0] == made[1]
 
 
 @pytest.mark.slow

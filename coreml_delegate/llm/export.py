@@ -8,8 +8,8 @@ only, which the caller writes into the caches: a step thus moves no cache out of
 of ``prefill``. It is the only method, because methods share no state on a device; a single token is
 a chunk with one token in it.
 
-Of a model that takes images, these methods take embeddings in place of tokens, which two methods
-more make: ``vision`` of an image, ``embed`` of tokens.
+For a model that reads images, these methods take embeddings in place of tokens. Two more methods
+make them: ``vision`` of an image, ``embed`` of tokens.
 """
 
 from __future__ import annotations

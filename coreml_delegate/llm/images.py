@@ -230,7 +230,7 @@ class ImageInput:
         placeholders = list(tokens).count(self.token)
         if placeholders != len(images):
             raise InputError(
-                "the prompt has another number of places for images than there are images",
+                "the number of image tokens in the prompt is not the number of images",
                 got=f"{placeholders} times token {self.token}, and {_counted(len(images))}",
                 remedy="Put it into the prompt once for each image",
             )

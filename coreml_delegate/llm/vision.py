@@ -129,8 +129,18 @@ def reads_images(config: Any) -> bool:
 
 
 def image_size(config: Any) -> tuple[int, int]:
-    """Return the height and width of the images that a model takes, by its configuration."""
-    given = config.vision_config.image_size
+    """Return the height and width of the images that a model takes, by its configuration.
+
+    Raises:
+        OptionError: It takes images of any size.
+    """
+    given = getattr(config.vision_config, "image_size", None)
+    if given is None:
+        raise OptionError(
+            "the model takes images of any size, which is not supported",
+            got=f"a vision_config with model_type {config.vision_config.model_type!r}",
+            expected="one with image_size",
+        )
     height, width = given if isinstance(given, list | tuple) else (given, given)
     return int(height), int(width)
 

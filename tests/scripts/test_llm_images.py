@@ -177,6 +177,7 @@ def test_equal_options_give_equal_files(folder, program, checkpoint):
         ({"model_type": "paligemma"}, [], "which has attention in both directions"),
         ({}, ["--context", "18"], "no room for an image and a text: got a context of 18 tokens"),
         ({"vision_feature_layer": 7}, [], "does not compute with an image and a text"),
+        ({"vision_config": {"model_type": "siglip2_vision_model"}}, [], "images of any size"),
     ],
 )
 def test_configurations_that_do_not_work_are_refused(changes, options, message, tmp_path, capsys):

@@ -125,7 +125,7 @@ def _fit(processor: Any) -> tuple[Fit, int, tuple[int, int]]:
             return Fit.LONGER, size.longest_edge, (side, side)
         if not processor.do_pad:
             crop = processor.crop_size if processor.do_center_crop else None
-            if size.shortest_edge and crop is not None:
+            if crop is not None and (size.shortest_edge or 0) >= max(crop.height, crop.width):
                 return Fit.SHORTER, size.shortest_edge, (crop.height, crop.width)
             if size.height and size.width and crop in (None, size):
                 return Fit.STRETCH, 0, (size.height, size.width)

@@ -118,10 +118,11 @@ def test_fp16_and_states_stay_close(name, cache):
 
 
 @pytest.mark.slow
-def test_few_bits_are_for_the_language_model_alone():
+@pytest.mark.parametrize(("linear", "embedding"), [("int4", "int8"), ("int8", "none")])
+def test_few_bits_are_for_the_language_model_alone(linear, embedding):
     """Tower and projector stay as they are: groups do not divide the layers of common towers."""
     decoder = decoder_of("smolvlm")
-    quantize_weights(decoder, linear="int4", embedding="int8", group=16)
+    quantize_weights(decoder, linear=linear, embedding=embedding, group=16)
     generator = Generator.load(lowered(decoder), engine="reference")
     with torch.no_grad():
         tokens = whole_text("smolvlm", PROMPT)
@@ -279,11 +280,19 @@ def test_images_are_prepared_as_by_transformers(name, crop, tmp_path):
     torch.testing.assert_close(pixels, expected_pixels.view(1, 3, 56, 56), atol=atol, rtol=rtol)
 
 
+def test_images_may_be_described_with_the_whole_processor(tmp_path):
+    processor = transformers().SiglipImageProcessor(size={"height": 56, "width": 56})
+    text = json.dumps({"image_processor": processor.to_dict(), "processor_class": "Processor"})
+    (tmp_path / "processor_config.json").write_text(text)
+    assert Preparation.read(tmp_path, (56, 56)) == Preparation((56, 56), factor=1 / 255)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("CLIPImageProcessor", {}, "another size .* got 224 x 224 pixels, expected 56 x 56"),
         ("CLIPImageProcessor", {"do_center_crop": False}, "not supported: got CLIPImageProcessor"),
+        ("CLIPImageProcessor", {"size": {"shortest_edge": 99}}, "not supported: got CLIPImage"),
         ("LlavaImageProcessor", {"do_pad": True}, "not supported: got LlavaImageProcessor"),
         (None, {}, r"cannot read how .* prepares images: .*\. Copy the preprocessor_config.json"),
     ],

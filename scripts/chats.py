@@ -39,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check_usage(args: argparse.Namespace) -> None:
     """Refuse options that do not go together, as wrong usage."""
     if args.chat:
+        if args.image:
+            args.refuse_usage("--image does not go with --chat")
         return
     given = {"--system": args.system, "--chat-template": args.chat_template}
     for name, value in given.items():

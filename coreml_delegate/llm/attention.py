@@ -102,7 +102,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor,
+    attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
     **others: Any,
@@ -114,7 +114,7 @@ def attend(
         query: [B, heads, L, width].
         key: [B, kv_heads, S, width], as the cache returned them.
         value: [B, kv_heads, S, width of a value].
-        attention_mask: [1, 1, L, S], added to the scores.
+        attention_mask: [1, 1, L, S], added to the scores; None if all tokens are visible.
         scaling: Factor of the scores; None for one by the root of the width.
         softcap: Bound of the scores before the mask, or None.
         others: Arguments that must not matter.
@@ -139,7 +139,9 @@ def attend(
     joined = torch.cat(scores, dim=-1) if len(scores) > 1 else scores[0]
     if softcap is not None:
         joined = torch.tanh(joined / softcap) * softcap
-    shares = torch.softmax(joined + call.stack(attention_mask, heads // kv_heads), dim=-1)
+    if attention_mask is not None:
+        joined = joined + call.stack(attention_mask, heads // kv_heads)
+    shares = torch.softmax(joined, dim=-1)
     parts = shares.split([keys.shape[2] for keys, _ in segments], dim=-1)
     attended = parts[0] @ segments[0][1]
     for part, (_, values) in zip(parts[1:], segments[1:], strict=True):

@@ -12,6 +12,7 @@ import torch
 from coreml_delegate.errors import OptionError
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.stored_weights import stored_weights
+from coreml_delegate.llm.vision import FAMILIES, REFUSED, VisionDecoder, reads_images
 from coreml_delegate.third_party import transformers, wrap_errors
 
 CONFIG = "config.json"
@@ -22,7 +23,9 @@ _LARGEST_CONTEXT = 2048  # of models that do not say for how many tokens they we
 
 
 def read_config(path: Path) -> Any:
-    """Return the configuration of a causal language model, as ``transformers`` reads it.
+    """Return the configuration of a language model, as ``transformers`` reads it.
+
+    It is a causal language model, or one that reads images of the ``vision.FAMILIES``.
 
     Args:
         path: ``config.json``.
@@ -39,20 +42,26 @@ def read_config(path: Path) -> Any:
             got=f"model_type {kind!r}",
             expected=f"one of transformers {library.__version__}",
         )
+    _refuse_kind(path, str(kind))
     if values.get("quantization_config") is not None:
         raise OptionError(
             f"{path}: quantized checkpoints are not supported",
             remedy="Take the checkpoint it was made from, and pass --quantize",
         )
     with wrap_errors(f"transformers cannot read {path}"):
-        config = library.AutoConfig.from_pretrained(path, local_files_only=True)
-    if type(config) not in library.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise OptionError(
-            f"{path} has an architecture that is not supported",
-            got=f"model_type {kind!r}",
-            expected="a causal language model",
-        )
-    return config
+        return library.AutoConfig.from_pretrained(path, local_files_only=True)
+
+
+def _refuse_kind(path: Path, kind: str) -> None:
+    """Refuse an architecture that is neither a causal language model nor one of ``FAMILIES``."""
+    library = transformers()
+    if library.CONFIG_MAPPING[kind] in library.MODEL_FOR_CAUSAL_LM_MAPPING or kind in FAMILIES:
+        return
+    raise OptionError(
+        f"{path} has an architecture that is not supported",
+        got=f"model_type {kind!r}" + (f", which has {REFUSED[kind]}" if kind in REFUSED else ""),
+        expected=f"a causal language model, or one that reads images: {', '.join(FAMILIES)}",
+    )
 
 
 def random_decoder(config: Any, seed: int, **options: Any) -> Decoder:
@@ -69,10 +78,10 @@ def random_decoder(config: Any, seed: int, **options: Any) -> Decoder:
     """
     with torch.random.fork_rng(devices=[]), wrap_errors("transformers cannot make the model"):
         torch.manual_seed(seed)
-        model = transformers().AutoModelForCausalLM.from_config(
+        model = _modules(config).from_config(
             config, dtype=torch.float32, attn_implementation="eager"
         )
-    return Decoder(model.eval().requires_grad_(False), **options)
+    return _decoder(model, **options)
 
 
 def load_decoder(folder: Path, config: Any, **options: Any) -> Decoder:
@@ -89,7 +98,7 @@ def load_decoder(folder: Path, config: Any, **options: Any) -> Decoder:
     """
     files = _weight_files(folder)
     with torch.device("meta"), wrap_errors("transformers cannot make the model"):
-        empty = transformers().AutoModelForCausalLM.from_config(config)
+        empty = _modules(config).from_config(config)
     with wrap_errors(f"cannot read weights from {folder}"):
         model, loaded = type(empty).from_pretrained(
             None,
@@ -101,7 +110,20 @@ def load_decoder(folder: Path, config: Any, **options: Any) -> Decoder:
             output_loading_info=True,
         )
     _check_loaded(folder, loaded)
-    return Decoder(model.eval().requires_grad_(False), **options)
+    return _decoder(model, **options)
+
+
+def _modules(config: Any) -> Any:
+    """Return the class of ``transformers`` that makes the model of a configuration."""
+    library = transformers()
+    if reads_images(config):
+        return library.AutoModelForImageTextToText
+    return library.AutoModelForCausalLM
+
+
+def _decoder(model: Any, **options: Any) -> Decoder:
+    kind = VisionDecoder if reads_images(model.config) else Decoder
+    return kind(model.eval().requires_grad_(False), **options)
 
 
 def most_context(config: Any) -> int:

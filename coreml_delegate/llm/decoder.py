@@ -64,9 +64,10 @@ class Decoder(nn.Module):
             config._attn_implementation = NAME
         self._accepted = inspect.signature(model.forward).parameters
         with wrap_errors(_refusal(model), kind=LoweringError):
-            self.placed = self._check_whole(expected)
+            text = _text(expected.shape[1])
+            self.placed = self._check_whole(expected, text)
             self._refuse_windows()
-            self._check_steps(expected)
+            self._check_steps(expected, text)
 
     @property
     def vocabulary(self) -> int:
@@ -93,10 +94,31 @@ class Decoder(nn.Module):
         """Whether the head has the embedding's weight."""
         return self.head.weight is self.embedding.weight
 
+    def language_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules that compute with tokens, by name."""
+        yield from self.named_modules()
+
+    def inputs(self, length: int) -> torch.Tensor:
+        """Return an example of what ``advance`` takes for ``length`` tokens."""
+        return torch.zeros(1, length, dtype=torch.long)
+
+    def input_methods(self, chunk: int) -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
+        """Return the methods that make the inputs of ``advance``, with examples of their own.
+
+        Args:
+            chunk: Number of tokens that a call takes.
+        """
+        del chunk
+        return {}
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits [B, L, V] of all tokens of whole texts [B, L]."""
+        """Return the logits [B, L, V] of all tokens of whole texts.
+
+        Args:
+            tokens: [B, L], integers; or their embeddings [B, L, width].
+        """
         with calling(Call()):
-            return self.model(input_ids=tokens, use_cache=False).logits
+            return self.model(**_named(tokens), use_cache=False).logits
 
     def advance(
         self,
@@ -109,7 +131,7 @@ class Decoder(nn.Module):
         """Return the logits [1, V] of one token.
 
         Args:
-            tokens: [1, L], integers.
+            tokens: [1, L], integers; or their embeddings [1, L, width].
             position: Position of the first, [1], integers.
             cache: Keys and values of earlier tokens; takes those of the call.
             call: Keeps the segments of the cache.
@@ -130,14 +152,18 @@ class Decoder(nn.Module):
             if value is not None and name in self._accepted
         }
         with calling(call):
-            made = self.model(input_ids=tokens, cache=cache, use_cache=True, **given)
+            made = self.model(**_named(tokens), cache=cache, use_cache=True, **given)
         if last is not None and "logits_to_keep" not in given:
             return made.logits.index_select(1, last)[:, 0]
         return made.logits[:, 0]
 
     @torch.no_grad()
-    def _check_whole(self, expected: torch.Tensor) -> bool:
+    def _check_whole(self, expected: torch.Tensor, inputs: torch.Tensor) -> bool:
         """Compare the logits [1, T, V] of a text with those of the unchanged model.
+
+        Args:
+            expected: The logits.
+            inputs: Tokens [1, T], or embeddings [1, T, width].
 
         Returns:
             Whether cached keys have to be in the order of their positions: the model does not call
@@ -148,22 +174,21 @@ class Decoder(nn.Module):
         """
         call = Call()
         with calling(call):
-            found = self.model(input_ids=_text(expected.shape[1]), use_cache=False).logits
+            found = self.model(**_named(inputs), use_cache=False).logits
         self._compare(found, expected)
         return not call.attended
 
     @torch.no_grad()
-    def _check_steps(self, expected: torch.Tensor) -> None:
+    def _check_steps(self, expected: torch.Tensor, inputs: torch.Tensor) -> None:
         """Compare the logits of a text in two calls, the second of one token."""
-        tokens = _text(expected.shape[1])
         past = [rows for layer in self.layers for rows in layer.zeros(layer.rows(self.context, 0))]
         start = 0
-        for length in (tokens.shape[1] - 1, 1):
+        for length in (inputs.shape[1] - 1, 1):
             call, position, last = Call(), torch.tensor([start]), torch.tensor([length - 1])
             cache = passed_caches(
                 self.layers, past, position, call, length=length, placed=self.placed
             )
-            found = self.advance(tokens[:, start : start + length], position, cache, call, last)
+            found = self.advance(inputs[:, start : start + length], position, cache, call, last)
             start += length
             self._compare(found, expected[:, start - 1])
             for rows, new in zip(past, new_rows(cache), strict=True):
@@ -198,6 +223,11 @@ def _refuse_experts(model: nn.Module) -> None:
 
 def _refusal(model: nn.Module) -> str:
     return f"{type(model).__name__} does not compute with a cache of keys and values"
+
+
+def _named(inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return tokens or embeddings under their name among the arguments of a model."""
+    return {"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs}
 
 
 def _text(length: int) -> torch.Tensor:

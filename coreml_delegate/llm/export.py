@@ -11,6 +11,9 @@ decoder's weights.
 ``forward`` keeps the caches itself, as buffers that become states, and otherwise takes the inputs
 of ``prefill``. It is the only method, because methods share no state on a device; a single token is
 a chunk with one token in it.
+
+For a model that reads images, these methods take embeddings in place of tokens. Two more methods
+make them: ``vision`` of an image, ``embed`` of tokens.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.llm.low_rank import Adapter, attached
 from coreml_delegate.llm.stored_weights import in_memory, read_weights
+from coreml_delegate.llm.vision import drop_unused_buffers
 from coreml_delegate.lowering import lower_methods
 from coreml_delegate.partition import CoreMLPartitioner
 from coreml_delegate.third_party import quiet_import, wrap_errors
@@ -60,7 +64,7 @@ def quantize_weights(decoder: Decoder, *, linear: str, embedding: str, group: in
     vocabulary = [decoder.embedding, decoder.head] if tied else [decoder.embedding]
     linears = {
         name: module
-        for name, module in decoder.named_modules()
+        for name, module in decoder.language_modules()
         if isinstance(module, nn.Linear) and module not in vocabulary
     }
     if linear != "none":
@@ -93,13 +97,17 @@ def export_methods(
     read_weights(decoder)
     exported: dict[str, ExportedProgram] = {}
     with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
+        for method, (module, inputs) in decoder.input_methods(layout.chunk).items():
+            exported[method] = torch.export.export(module.eval(), inputs)
         for adapter in (None, *adapters):
             name = None if adapter is None else adapter.name
             modules = _modules(decoder, layout, name)
             with attached(decoder, adapter):
                 for method, (module, inputs) in zip(layout.methods_of(name), modules, strict=True):
                     exported[method] = torch.export.export(module.eval(), inputs)
-    return exported
+    if layout.image is None:
+        return exported
+    return {name: drop_unused_buffers(program) for name, program in exported.items()}
 
 
 def _modules(
@@ -108,7 +116,7 @@ def _modules(
     """Return the modules of the methods, each with its inputs."""
     # Two tensors, because torch.export takes inputs that are the same object for one input.
     position, last = torch.tensor([0]), torch.tensor([0])
-    chunk = torch.zeros(1, layout.chunk, dtype=torch.long)
+    chunk = decoder.inputs(layout.chunk)
     if layout.cache is CacheKind.STATE:
         # Methods share no state, which the names of the buffers have to tell.
         suffix = "" if adapter is None else f"_{adapter}"
@@ -117,9 +125,8 @@ def _modules(
         )
         return [(forward, (chunk, position, last))]
     caches = _caches(decoder, layout.context)
-    token = torch.zeros(1, 1, dtype=torch.long)
     return [
-        (Decode(decoder, layout.selection), (token, position, caches)),
+        (Decode(decoder, layout.selection), (decoder.inputs(1), position, caches)),
         (Prefill(decoder, layout.selection), (chunk, position, last, caches)),
     ]
 

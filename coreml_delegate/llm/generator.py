@@ -15,11 +15,13 @@ import torch
 from coreml_delegate import runtime
 from coreml_delegate.errors import InputError, OptionError, ProgramError
 from coreml_delegate.llm.candidates import Candidates, Selection
-from coreml_delegate.llm.layout import DECODE, CacheKind, Layout
+from coreml_delegate.llm.images import refuse_images
+from coreml_delegate.llm.layout import DECODE, EMBED, VISION, CacheKind, Layout
 from coreml_delegate.runtime.engines.limits import require_memory
 from coreml_delegate.runtime.program.plan import TensorSpec
 
 Choose = Callable[[torch.Tensor], int]
+Advance = Callable[[Sequence[int], Sequence[torch.Tensor] | None], int]
 
 
 class Ending(enum.Enum):
@@ -192,7 +194,7 @@ class Generator:
         """
         program = runtime.load_program(path, **options)
         made = cls(program, adapter=adapter)
-        for name in made._methods:
+        for name in (*made.layout.input_methods, *made._methods):
             program.load_method(name)
         return made
 
@@ -213,17 +215,22 @@ class Generator:
         """
         self._position = 0
 
-    def feed(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Append tokens to the context.
+    def feed(
+        self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Append tokens to the context, and images in the place of image tokens.
 
         Args:
             tokens: One token at least.
+            images: Pixels [1, 3, H, W] of each image, in the order of the image tokens; None feeds
+                an image token as any other, which is right for generated ones.
 
         Returns:
             Logits [V] of the next token.
 
         Raises:
-            InputError: There is no token, one is not in the vocabulary, or they do not fit.
+            InputError: There is no token, one is not in the vocabulary, or they do not fit; or the
+                images are others than the tokens and the model ask for.
             ProgramError: The model returns selected tokens in place of logits.
         """
         if self.layout.selection is not None:
@@ -232,13 +239,16 @@ class Generator:
                 got=f"a program exported with --sample-in-model {self.layout.selection}",
                 remedy="Call Generator.propose, or export without --sample-in-model",
             )
-        return self._feed(tokens)[0][0]
+        return self._feed(tokens, images)[0][0]
 
-    def propose(self, tokens: Sequence[int]) -> Candidates:
+    def propose(
+        self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None = None
+    ) -> Candidates:
         """Append tokens to the context, whatever the model returns.
 
         Args:
             tokens: One token at least.
+            images: See ``feed``.
 
         Returns:
             The tokens that may come next: those that the model has selected, or all of them.
@@ -246,7 +256,7 @@ class Generator:
         Raises:
             InputError: See ``feed``.
         """
-        results = self._feed(tokens)
+        results = self._feed(tokens, images)
         if self.layout.selection is None:
             return Candidates.of_logits(results[0][0])
         return Candidates.read(results)
@@ -258,6 +268,7 @@ class Generator:
         *,
         limit: int | None = None,
         stops: Collection[int] = (),
+        images: Sequence[torch.Tensor] = (),
     ) -> Iterator[int]:
         """Generate tokens after a prompt.
 
@@ -267,6 +278,7 @@ class Generator:
                 be a ``Sampler`` if the model selects tokens itself.
             limit: Most tokens to generate; None for as many as fit into the context.
             stops: Tokens that end the text, besides the model's own; they are not yielded.
+            images: Pixels [1, 3, H, W] of each image, in the order of the prompt's image tokens.
 
         Yields:
             Each token as it is chosen.
@@ -277,10 +289,11 @@ class Generator:
         """
         advance = self._advance_by(choose)
         if limit is not None:
-            self._check_room(len(prompt) + limit - 1, f"a prompt of {len(prompt)} and {limit} more")
+            length = self._length(prompt, images)
+            self._check_room(length + limit - 1, f"a prompt of {length} and {limit} more")
         ends = {*stops, *self.layout.eos}
         self.ending = None
-        token = advance(prompt)
+        token = advance(prompt, images)
         for made in itertools.count(1):
             if token in ends:
                 self.ending = Ending.STOP
@@ -289,13 +302,13 @@ class Generator:
             if made == limit or not self.room:
                 self.ending = Ending.LIMIT if made == limit else Ending.CONTEXT
                 return
-            token = advance([token])
+            token = advance([token], None)
 
-    def _advance_by(self, choose: Choose) -> Callable[[Sequence[int]], int]:
+    def _advance_by(self, choose: Choose) -> Advance:
         """Return the function that appends tokens to the context and chooses the next token."""
         selection = self.layout.selection
         if selection is None:
-            return lambda tokens: choose(self.feed(tokens))
+            return lambda tokens, images: choose(self.feed(tokens, images))
         if not isinstance(choose, Sampler):
             raise OptionError(
                 "only a Sampler chooses among tokens that the model has selected",
@@ -303,21 +316,55 @@ class Generator:
                 remedy="Pass a Sampler, or export without --sample-in-model",
             )
         choose.sampling.check(selection)
-        return lambda tokens: choose.choose(self.propose(tokens))
+        return lambda tokens, images: choose.choose(self.propose(tokens, images))
 
-    def _feed(self, tokens: Sequence[int]) -> list[torch.Tensor]:
+    def _feed(
+        self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None
+    ) -> list[torch.Tensor]:
         """Append tokens to the context; return what the model returns besides caches."""
-        self._check(tokens)
+        self._check(tokens, images)
         results: list[torch.Tensor] = []
-        pace = self.decode if len(tokens) == 1 else self.prefill
         start = time.perf_counter()
-        for place in range(0, len(tokens), self.layout.chunk):
-            results = self._step(list(tokens[place : place + self.layout.chunk]))
+        inputs = self._inputs(tokens, images)
+        pace = self.decode if len(inputs) == 1 else self.prefill
+        for part in inputs.split(self.layout.chunk):
+            results = self._step(part)
         pace.seconds += time.perf_counter() - start
-        pace.tokens += len(tokens)
+        pace.tokens += len(inputs)
         return results
 
-    def _check(self, tokens: Sequence[int]) -> None:
+    def _length(self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None) -> int:
+        """Return how many positions tokens and images take; check that they belong together."""
+        if self.layout.image is None:
+            refuse_images(images or ())
+        elif images is not None:
+            self.layout.image.check(tokens, images)
+            return self.layout.image.length(tokens, len(images))
+        return len(tokens)
+
+    def _inputs(self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None) -> torch.Tensor:
+        """Return what the decoder takes: tokens [L], or embeddings [L, width]."""
+        given = torch.tensor(tokens)
+        if self.layout.image is None:
+            return given
+        rows = torch.cat([self._embedded(part) for part in given.split(self.layout.chunk)])
+        parts: list[torch.Tensor] = []
+        start = 0
+        places = (given == self.layout.image.token).nonzero().flatten().tolist()
+        for place, pixels in zip(places, images or (), strict=False):
+            (seen,) = self._run(VISION, [pixels.float()])
+            parts += [rows[start:place], seen[0]]
+            start = place + 1
+        return torch.cat([*parts, rows[start:]])
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [L, width] of at most a chunk of tokens [L]."""
+        chunk = torch.zeros(1, self.layout.chunk, dtype=torch.long)
+        chunk[0, : len(tokens)] = tokens
+        (rows,) = self._run(EMBED, [chunk])
+        return rows[0, : len(tokens)]
+
+    def _check(self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None) -> None:
         if not tokens:
             raise InputError("there is no token", remedy="Give a prompt that is not empty")
         unknown = [token for token in tokens if not 0 <= token < self.layout.vocabulary]
@@ -328,7 +375,8 @@ class Generator:
                 expected=f"0 to {self.layout.vocabulary - 1}",
                 remedy="Check that the tokenizer is the model's own",
             )
-        self._check_room(len(tokens), f"{len(tokens)} more")
+        length = self._length(tokens, images)
+        self._check_room(length, f"{length} more")
 
     def _check_room(self, count: int, what: str) -> None:
         if count > self.room:
@@ -340,18 +388,18 @@ class Generator:
                 remedy="Shorten the prompt or the answer, or export with a larger --context",
             )
 
-    def _step(self, tokens: list[int]) -> list[torch.Tensor]:
+    def _step(self, inputs: torch.Tensor) -> list[torch.Tensor]:
         """Call the model once, and write the new keys and values into caches passed as inputs.
 
         Returns:
             The other results: logits [1, V], or what the layout's selection returns.
         """
-        count, at = len(tokens), torch.tensor([self._position])
+        count, at = len(inputs), torch.tensor([self._position])
         if count == 1 and self.layout.cache is CacheKind.IO:
-            results = self._run(self._methods[0], [torch.tensor([tokens]), at, *self._caches])
+            results = self._run(self._methods[0], [inputs[None], at, *self._caches])
         else:
-            chunk = torch.zeros(1, self.layout.chunk, dtype=torch.long)
-            chunk[0, :count] = torch.tensor(tokens)
+            chunk = inputs.new_zeros(1, self.layout.chunk, *inputs.shape[1:])
+            chunk[0, :count] = inputs
             last = torch.tensor([count - 1])
             results = self._run(self._methods[-1], [chunk, at, last, *self._caches])
         first_cache = len(results) - len(self._caches)

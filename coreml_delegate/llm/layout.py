@@ -13,10 +13,13 @@ from typing import Any
 
 from coreml_delegate.errors import OptionError, ProgramError, near_matches
 from coreml_delegate.llm.candidates import Selection
+from coreml_delegate.llm.images import ImageInput
 
 DECODE = "decode"
 PREFILL = "prefill"
 FORWARD = "forward"
+VISION = "vision"
+EMBED = "embed"
 
 _VERSION = 2  # of the inputs and outputs of the methods
 _NEWEST = 3  # of files with facts that readers of version 2 do not know
@@ -42,6 +45,10 @@ class Layout:
         eos: Tokens that end one.
         selection: Which tokens the methods return in place of logits; None for logits.
         adapters: Names of the adapters, each with methods of its own.
+        image: How images are fed; None for a model of text alone.
+
+    Raises:
+        OptionError: A model that reads images has adapters.
     """
 
     vocabulary: int
@@ -52,16 +59,29 @@ class Layout:
     eos: tuple[int, ...] = ()
     selection: Selection | None = None
     adapters: tuple[str, ...] = ()
+    image: ImageInput | None = None
+
+    def __post_init__(self) -> None:
+        if self.adapters and self.image is not None:
+            raise OptionError(
+                "adapters of a model that reads images are not supported",
+                got=", ".join(self.adapters),
+                remedy="Merge the adapter into a checkpoint with peft, and export that",
+            )
+
+    @property
+    def input_methods(self) -> tuple[str, ...]:
+        """Names of the methods that make the inputs of the others."""
+        return () if self.image is None else (VISION, EMBED)
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Names of the methods that compute: of the base model, then of each adapter."""
-        return tuple(
-            name for adapter in (None, *self.adapters) for name in self.methods_of(adapter)
-        )
+        """Names of all methods that compute: of inputs, the base model, and each adapter."""
+        decoding = (name for adapter in (None, *self.adapters) for name in self.methods_of(adapter))
+        return (*self.input_methods, *decoding)
 
     def methods_of(self, adapter: str | None) -> tuple[str, ...]:
-        """Return the methods that compute with an adapter; the last takes a chunk.
+        """Return the methods that compute logits with an adapter; the last takes a chunk.
 
         Args:
             adapter: Name of an adapter; None for the base model.
@@ -103,6 +123,7 @@ class Layout:
         return {
             **({} if self.selection is None else {"get_selection": str(self.selection)}),
             **({"get_adapters": list(self.adapters)} if self.adapters else {}),
+            **({} if self.image is None else self.image.constants()),
         }
 
     @classmethod
@@ -149,4 +170,5 @@ class Layout:
             if "get_selection" in given
             else None,
             adapters=tuple(map(str, given.get("get_adapters", ()))),
+            image=ImageInput.read(names, call),
         )

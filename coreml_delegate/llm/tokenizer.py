@@ -13,6 +13,8 @@ TOKENIZER = "tokenizer.json"
 _BYTES = 256
 _BEYOND = 16
 _UNFINISHED = "\ufffd"
+IMAGE = "<image>"
+"""Text that stands for an image where tokens are bytes."""
 
 
 class Tokenizer(Protocol):
@@ -32,14 +34,20 @@ class ByteTokenizer:
 
     Args:
         bos: Token put before a text, or None.
+        image: Token of the text ``IMAGE``; None if that is a text as any other.
     """
 
-    def __init__(self, bos: int | None = None) -> None:
+    def __init__(self, bos: int | None = None, image: int | None = None) -> None:
         self._before = [] if bos is None else [bos]
+        self._image = image
 
     def encode(self, text: str) -> list[int]:
         """See ``Tokenizer``."""
-        return [*self._before, *text.encode()]
+        if self._image is None:
+            return [*self._before, *text.encode()]
+        first, *others = (part.encode() for part in text.split(IMAGE))
+        behind = (token for part in others for token in (self._image, *part))
+        return [*self._before, *first, *behind]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """See ``Tokenizer``."""
@@ -91,13 +99,16 @@ class FileTokenizer:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
-def load_tokenizer(path: Path | None, *, vocabulary: int, bos: int | None) -> Tokenizer:
+def load_tokenizer(
+    path: Path | None, *, vocabulary: int, bos: int | None, image: int | None = None
+) -> Tokenizer:
     """Return the tokenizer of a file; without a file, the byte tokenizer.
 
     Args:
         path: ``tokenizer.json`` or its folder, or None.
         vocabulary: Number of tokens of the model.
         bos: Token that begins a text, or None.
+        image: Token that stands for an image, or None.
 
     Raises:
         OptionError: The file cannot be read; or none is given, and the vocabulary is not one of
@@ -110,7 +121,7 @@ def load_tokenizer(path: Path | None, *, vocabulary: int, bos: int | None) -> To
             f"the model has {vocabulary} tokens, which are not bytes",
             remedy="Pass --tokenizer with the model's tokenizer.json",
         )
-    return ByteTokenizer(bos)
+    return ByteTokenizer(bos, image)
 
 
 class TextStream:

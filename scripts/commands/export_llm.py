@@ -153,6 +153,7 @@ def _model(args: argparse.Namespace, adapters: Sequence[AdapterFile]) -> tuple[D
         read_config,
     )
     from coreml_delegate.llm.layout import CacheKind, Layout
+    from coreml_delegate.llm.vision import image_input, read_preparation
 
     folder: Path | None = args.checkpoint
     if folder is not None and not folder.is_dir():
@@ -169,6 +170,7 @@ def _model(args: argparse.Namespace, adapters: Sequence[AdapterFile]) -> tuple[D
             got=f"--context {context}",
             expected=f"at most {most}",
         )
+    preparation = read_preparation(config, folder)
     options = {"context": context, "safe_norms": args.precision == "float16"}
     decoder = (
         random_decoder(config, args.seed, **options)
@@ -184,6 +186,7 @@ def _model(args: argparse.Namespace, adapters: Sequence[AdapterFile]) -> tuple[D
         eos=end_tokens(config, folder),
         selection=selection,
         adapters=tuple(adapter.name for adapter in adapters),
+        image=image_input(decoder, preparation),
     )
     return decoder, layout
 
@@ -244,8 +247,11 @@ def _report(
         if report.undelegated:
             console.warn(f"{name} does not run on Core ML alone")
             console.write(report.to_table())
+        # The layers are in the methods that decode alone.
+        decoding = [method for method in layout.methods if method not in layout.input_methods]
+        shares = len(decoding) > 1 and name in decoding
         for partition in report.partitions:
-            if partition.not_shared and len(reports) > 1:
+            if partition.not_shared and shares:
                 console.warn(f"{name} does not share its weights: {partition.not_shared}")
 
 
@@ -256,6 +262,7 @@ def _print(document: dict[str, Any], decoder: Decoder, layout: Layout) -> None:
         ("context", f"{layout.context:,} tokens, caches as {layout.cache.value}"),
         ("chunk", f"{layout.chunk:,} tokens a call"),
         *([] if layout.selection is None else [("selection", str(layout.selection))]),
+        *([] if layout.image is None else [("images", layout.image.describe())]),
         *(
             (name, "{delegated} of {operations} operations on Core ML".format(**counts))
             for name, counts in document["methods"].items()

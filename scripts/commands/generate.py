@@ -11,7 +11,10 @@ from coreml_delegate.scripts import arguments, chats, console
 from coreml_delegate.scripts.commands import Command
 
 if TYPE_CHECKING:
+    import torch
+
     from coreml_delegate.llm.generator import Generator, Pace, Sampler
+    from coreml_delegate.llm.layout import Layout
     from coreml_delegate.llm.tokenizer import TextStream
 
 
@@ -31,6 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--adapter",
         metavar="NAME",
         help="adapter that export-llm was given (default: the base model)",
+    )
+    parser.add_argument(
+        "--image",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="image in the place of the prompt's image token, which without --tokenizer is "
+        "<image>; repeatable, in the order of the tokens",
     )
     parser.add_argument(
         "--max-new-tokens",
@@ -109,11 +121,21 @@ def _continue(args: argparse.Namespace, sampler: Sampler) -> None:
 
     generator = _load(args)
     layout = generator.layout
-    tokenizer = load_tokenizer(args.tokenizer, vocabulary=layout.vocabulary, bos=layout.bos)
+    tokenizer = load_tokenizer(
+        args.tokenizer,
+        vocabulary=layout.vocabulary,
+        bos=layout.bos,
+        image=None if layout.image is None else layout.image.token,
+    )
+    images = _images(args.image, layout)
     stops, texts = _stops(args)
     stream = TextStream(tokenizer, texts)
     tokens = generator.generate(
-        tokenizer.encode(args.prompt), sampler, limit=args.max_new_tokens, stops=stops
+        tokenizer.encode(args.prompt),
+        sampler,
+        limit=args.max_new_tokens,
+        stops=stops,
+        images=images,
     )
     pieces = _pieces(tokens, stream)
     if args.json:
@@ -153,6 +175,17 @@ def _stops(args: argparse.Namespace) -> tuple[list[int], list[str]]:
         [stop for stop in args.stop if isinstance(stop, int)],
         [stop for stop in args.stop if isinstance(stop, str)],
     )
+
+
+def _images(paths: Sequence[Path], layout: Layout) -> list[torch.Tensor]:
+    """Return the pixels of each image."""
+    from coreml_delegate.llm.images import refuse_images
+    from coreml_delegate.scripts.inputs.images import open_image
+
+    if layout.image is None:
+        refuse_images(paths)
+        return []
+    return [layout.image.preparation.pixels(open_image(path)) for path in paths]
 
 
 def _pieces(tokens: Iterator[int], stream: TextStream) -> Iterator[tuple[int | None, str]]:

@@ -49,7 +49,7 @@ def read_image(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.
 
 
 def _pixels(path: Path, height: int, width: int) -> NDArray[np.uint8]:
-    image = _open(path)
+    image = open_image(path)
     resized = image.resize(
         _resized((image.width, image.height), (width, height)),
         resample=import_pillow().Image.Resampling.BILINEAR,
@@ -67,7 +67,12 @@ def _resized(image: tuple[int, int], target: tuple[int, int]) -> tuple[int, int]
     return width, int(width * image[1] / image[0])
 
 
-def _open(path: Path) -> Any:
+def open_image(path: Path) -> Any:
+    """Return an image of Pillow, RGB.
+
+    Raises:
+        OptionError: The file cannot be read, or Pillow is not installed.
+    """
     pillow = import_pillow().Image
     try:
         with pillow.open(path) as image:

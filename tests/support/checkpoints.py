@@ -37,7 +37,6 @@ def save(
     return model.float()
 
 
-@torch.no_grad()
 def tiny_model(model_type: str, **changes: Any) -> Any:
     """A model of transformers with eager attention, in fp32 and eval mode."""
     library = transformers()
@@ -48,6 +47,12 @@ def tiny_model(model_type: str, **changes: Any) -> Any:
         model = library.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="eager"
         )
+    return add_noise(model)
+
+
+@torch.no_grad()
+def add_noise(model: Any) -> Any:
+    """Give all parameters random values; returns the model, in eval mode."""
     random = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         # Norms and biases too: what is one or zero would hide that it is not used.

@@ -1,0 +1,267 @@
+"""Images of a language model: how one becomes pixels, and its place among the tokens."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from coreml_delegate.errors import InputError, OptionError
+from coreml_delegate.third_party import transformers, wrap_errors
+
+_TOKEN = "get_image_token_id"
+_RESAMPLING = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+"""Names of Pillow's filters, each at the place of its number."""
+
+
+class Fit(enum.Enum):
+    """How an image of any size is brought to that of the model."""
+
+    STRETCH = "stretch"
+    """Height and width are scaled by themselves."""
+    SHORTER = "shorter"
+    """The shorter side is scaled to a length, and the centre is cut out."""
+    LONGER = "longer"
+    """The longer side is scaled to a length, and the result is stretched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """How an image becomes pixels.
+
+    Attributes:
+        size: Height and width of the pixels.
+        fit: How the image is brought to this size.
+        side: Length of the side that ``fit`` names; 0 if it names none.
+        resampling: Name of Pillow's filter.
+        factor: Multiplies the values 0 to 255.
+        mean: Subtracted from the products, by channel (RGB).
+        std: Divides the differences, by channel.
+    """
+
+    size: tuple[int, int]
+    fit: Fit = Fit.STRETCH
+    side: int = 0
+    resampling: str = "bicubic"
+    factor: float = 1 / 255
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+
+    @classmethod
+    def read(cls, folder: Path, size: tuple[int, int]) -> Preparation:
+        """Read how a checkpoint prepares one view of an image; tiles of it are left out.
+
+        Args:
+            folder: Has a ``preprocessor_config.json``, or a ``processor_config.json``.
+            size: Height and width that the model takes.
+
+        Raises:
+            OptionError: There is no such file, or it asks for something else than a ``Fit``.
+        """
+        with wrap_errors(f"transformers cannot read how {folder} prepares images", _remedy):
+            made: Any = transformers().AutoImageProcessor.from_pretrained(
+                folder, backend="pil", local_files_only=True
+            )
+            fit, side, made_size = _fit(made)
+            if made_size != size:
+                raise OptionError(
+                    f"{folder} prepares images of another size than its model takes",
+                    got=f"{_by(made_size)} pixels",
+                    expected=f"{_by(size)} pixels",
+                )
+            normal = made.do_normalize
+            return cls(
+                size,
+                fit,
+                side,
+                _RESAMPLING[int(made.resample)],
+                float(made.rescale_factor) if made.do_rescale else 1.0,
+                tuple(map(float, made.image_mean)) if normal else (0.0, 0.0, 0.0),
+                tuple(map(float, made.image_std)) if normal else (1.0, 1.0, 1.0),
+            )
+
+    def pixels(self, image: Any) -> torch.Tensor:
+        """Return the pixels [1, 3, H, W], fp32, of an image of Pillow."""
+        image = image.convert("RGB")
+        if self.fit is Fit.SHORTER:
+            scaled = self._resized(image, _scaled(image.size, self.side, shorter=True))
+            (height, width), (across, down) = self.size, scaled.size
+            left, top = (across - width) // 2, (down - height) // 2
+            fitted = scaled.crop((left, top, left + width, top + height))
+        else:
+            if self.fit is Fit.LONGER:
+                image = self._resized(image, _scaled(image.size, self.side, shorter=False))
+            fitted = self._resized(image, (self.size[1], self.size[0]))
+        values = np.asarray(fitted, np.float32) * np.float32(self.factor)
+        normal = (values - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
+        return torch.from_numpy(normal).permute(2, 0, 1)[None].contiguous()
+
+    def _resized(self, image: Any, size: tuple[int, int]) -> Any:
+        return image.resize(size, resample=_RESAMPLING.index(self.resampling))
+
+
+def _remedy(error: Exception) -> str:
+    if isinstance(error, ImportError):
+        return "pip install 'coreml-delegate[vision]'"
+    return "Copy the preprocessor_config.json of the model into the folder"
+
+
+def _fit(processor: Any) -> tuple[Fit, int, tuple[int, int]]:
+    """Return how a processor of ``transformers`` fits images, the side, and their size.
+
+    Raises:
+        OptionError: In none of these ways.
+    """
+    size = processor.size
+    tile = getattr(processor, "max_image_size", None)
+    if size is not None and processor.do_resize:
+        if size.longest_edge and tile:
+            side = tile["longest_edge"]
+            return Fit.LONGER, size.longest_edge, (side, side)
+        if not processor.do_pad:
+            crop = processor.crop_size if processor.do_center_crop else None
+            if crop is not None and (size.shortest_edge or 0) >= max(crop.height, crop.width):
+                return Fit.SHORTER, size.shortest_edge, (crop.height, crop.width)
+            if size.height and size.width and crop in (None, size):
+                return Fit.STRETCH, 0, (size.height, size.width)
+    raise OptionError(
+        "the model prepares images in a way that is not supported",
+        got=type(processor).__name__.removesuffix("Pil"),
+        expected="images that are stretched, or scaled and cut out",
+    )
+
+
+def _scaled(size: tuple[int, int], side: int, *, shorter: bool) -> tuple[int, int]:
+    """Return width and height in about the same proportion, one of them ``side``."""
+    width, height = size
+    if shorter:
+        return (
+            (side, int(side * height / width))
+            if width <= height
+            else (int(side * width / height), side)
+        )
+    # The other side of an image that is scaled by its longer one is even.
+    other = int(side / (width / height)) if width >= height else int(side * (width / height))
+    other += other % 2
+    return (side, max(other, 1)) if width >= height else (max(other, 1), side)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInput:
+    """The facts about images that a ``.pte`` declares.
+
+    Attributes:
+        token: Token that stands for an image in a prompt.
+        positions: Number of positions that an image takes in the context.
+        width: Size of an embedding.
+        preparation: How an image becomes pixels.
+    """
+
+    token: int
+    positions: int
+    width: int
+    preparation: Preparation
+
+    def describe(self) -> str:
+        """Return size and place of an image for a reader."""
+        return f"{_by(self.preparation.size)} pixels in {self.positions:,} positions"
+
+    def constants(self) -> dict[str, Any]:
+        """Return the constant methods by name, each with its value."""
+        prepared = self.preparation
+        return {
+            _TOKEN: self.token,
+            "get_image_positions": self.positions,
+            "get_embedding_size": self.width,
+            "get_image_size": list(prepared.size),
+            "get_image_fit": prepared.fit.value,
+            "get_image_side": prepared.side,
+            "get_image_resampling": prepared.resampling,
+            "get_image_factor": prepared.factor,
+            "get_image_mean": list(prepared.mean),
+            "get_image_std": list(prepared.std),
+        }
+
+    @classmethod
+    def read(
+        cls, names: Collection[str], call: Callable[[str], Sequence[Any]]
+    ) -> ImageInput | None:
+        """Read the facts that a program declares; return None for a model of text alone.
+
+        Args:
+            names: Names of all methods.
+            call: Runs a method without inputs; returns its outputs.
+        """
+        if _TOKEN not in names:
+            return None
+        example = cls(0, 0, 0, Preparation((0, 0)))
+        values: Mapping[str, Sequence[Any]] = {name: call(name) for name in example.constants()}
+        height, width = values["get_image_size"]
+        return cls(
+            token=int(values[_TOKEN][0]),
+            positions=int(values["get_image_positions"][0]),
+            width=int(values["get_embedding_size"][0]),
+            preparation=Preparation(
+                (int(height), int(width)),
+                Fit(values["get_image_fit"][0]),
+                int(values["get_image_side"][0]),
+                str(values["get_image_resampling"][0]),
+                float(values["get_image_factor"][0]),
+                tuple(map(float, values["get_image_mean"])),
+                tuple(map(float, values["get_image_std"])),
+            ),
+        )
+
+    def length(self, tokens: Sequence[int], images: int) -> int:
+        """Return the number of positions of a prompt in which ``images`` tokens are images."""
+        return len(tokens) + images * (self.positions - 1)
+
+    def check(self, tokens: Sequence[int], images: Sequence[torch.Tensor]) -> None:
+        """Check that images fit a prompt and the model.
+
+        Raises:
+            InputError: Their number is not that of the image tokens; or one has another shape.
+        """
+        placeholders = list(tokens).count(self.token)
+        if placeholders != len(images):
+            raise InputError(
+                "the number of image tokens in the prompt is not the number of images",
+                got=f"{placeholders} times token {self.token}, and {_counted(len(images))}",
+                remedy="Put it into the prompt once for each image",
+            )
+        expected = (1, 3, *self.preparation.size)
+        for image in images:
+            if tuple(image.shape) != expected:
+                raise InputError(
+                    "the image has another size than the model takes",
+                    got=str(list(image.shape)),
+                    expected=str(list(expected)),
+                    remedy="Make the pixels by layout.image.preparation.pixels",
+                )
+
+
+def refuse_images(images: Collection[object]) -> None:
+    """Refuse images for a model of text alone.
+
+    Raises:
+        InputError: There is one.
+    """
+    if images:
+        raise InputError(
+            "the model takes no images",
+            got=_counted(len(images)),
+            remedy="Export a model with a vision_config, such as LLaVA",
+        )
+
+
+def _counted(images: int) -> str:
+    return f"{images} image{'' if images == 1 else 's'}"
+
+
+def _by(size: tuple[int, int]) -> str:
+    return f"{size[0]} x {size[1]}"

@@ -1,0 +1,298 @@
+"""Models of ``transformers`` that read images: a tower, a projector, and a language model.
+
+The projector turns an image into embeddings, which stand among those of the tokens. So the language
+model is exported from embeddings on, and what makes them are two methods: ``vision`` and ``embed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from coreml_delegate.errors import LoweringError, OptionError
+from coreml_delegate.llm.attention import Call, calling
+from coreml_delegate.llm.decoder import Decoder
+from coreml_delegate.llm.images import ImageInput, Preparation
+from coreml_delegate.llm.layout import EMBED, VISION
+from coreml_delegate.third_party import wrap_errors
+
+
+class _Family:
+    """How the modules of an architecture turn an image into embeddings."""
+
+    def prepare(self, model: Any, size: tuple[int, int]) -> None:
+        """Replace modules that cannot be exported, of a model for images of a height and width."""
+
+    def given(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return pixels [1, 3, H, W] in the shape that the unchanged model takes."""
+        return pixels
+
+    def see(self, model: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [1, N, width] that the model puts in the place of image tokens."""
+        found = model.get_image_features(pixel_values=self.given(pixels)).pooler_output
+        rows = found if isinstance(found, torch.Tensor) else torch.cat(tuple(found))
+        return rows.reshape(1, -1, rows.shape[-1])
+
+
+class _Padded(_Family):
+    """Towers that take padding, here for images without any.
+
+    The model leaves out images that are all zero, which depends on values, so the tower is called
+    without that.
+    """
+
+    def prepare(self, model: Any, size: tuple[int, int]) -> None:
+        """Replace the embedding of patches, which derives their positions from the padding."""
+        tower = model.model.vision_model
+        given = tower.embeddings
+        present = torch.ones(1, *(side // given.patch_size for side in size), dtype=torch.bool)
+        found: list[torch.Tensor] = []
+        hook = given.position_embedding.register_forward_hook(
+            lambda *module_inputs_output: found.append(module_inputs_output[-1])
+        )
+        given(pixel_values=torch.zeros(1, 3, *size), patch_attention_mask=present)
+        hook.remove()
+        tower.embeddings = PatchEmbedding(given.patch_embedding, found[0])
+
+    def given(self, pixels: torch.Tensor) -> torch.Tensor:
+        """See ``_Family``: the model takes several images of several texts."""
+        return pixels[None]
+
+    def see(self, model: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """See ``_Family``."""
+        tower, connector = model.model.vision_model, model.model.connector
+        hidden = tower.encoder(inputs_embeds=tower.embeddings(pixels), attention_mask=None)
+        return connector(tower.post_layernorm(hidden.last_hidden_state))
+
+
+class PatchEmbedding(nn.Module):
+    """Embeddings of the patches of an image without padding.
+
+    Args:
+        patches: Convolution from pixels to patches.
+        positions: Embeddings [1, N, width] of their positions.
+    """
+
+    def __init__(self, patches: nn.Module, positions: torch.Tensor) -> None:
+        super().__init__()
+        self.patches = patches
+        self.positions = nn.Parameter(positions, requires_grad=False)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [1, N, width] of pixels [1, 3, H, W]."""
+        return self.patches(pixels).flatten(2).transpose(1, 2) + self.positions
+
+
+_FAMILIES: Mapping[str, _Family] = {
+    "llava": _Family(),
+    "smolvlm": _Padded(),
+    "idefics3": _Padded(),
+    "vipllava": _Family(),
+    "aya_vision": _Family(),
+    "cohere2_vision": _Family(),
+    "internvl": _Family(),
+}
+"""By ``model_type``."""
+
+_BOTH_WAYS = "attention in both directions among the positions of an image"
+_PLACED = "positions of tokens that depend on the image"
+_TILES = "tiles of an image, whose number depends on its size"
+_LAYERED = "images that enter several layers of the language model"
+_CROSS = "layers of the language model that attend to the image"
+
+REFUSED: Mapping[str, str] = {
+    "paligemma": _BOTH_WAYS,
+    "qwen2_vl": _PLACED,
+    "qwen2_5_vl": _PLACED,
+    "glm4v": _PLACED,
+    "qwen3_vl": f"{_LAYERED}, and {_PLACED}",
+    "llava_next": _TILES,
+    "llava_onevision": _TILES,
+    "mistral3": "images of any size",
+    "idefics": _CROSS,
+}
+"""By ``model_type``, what such a model has that is not supported."""
+
+FAMILIES = tuple(_FAMILIES)
+"""Each ``model_type`` that is supported."""
+
+
+def reads_images(config: Any) -> bool:
+    """Whether a configuration of ``transformers`` is that of a model ``VisionDecoder`` takes."""
+    return config.model_type in _FAMILIES
+
+
+def image_size(config: Any) -> tuple[int, int]:
+    """Return the height and width of the images that a model takes, by its configuration.
+
+    Raises:
+        OptionError: It takes images of any size.
+    """
+    given = getattr(config.vision_config, "image_size", None)
+    if given is None:
+        raise OptionError(
+            "the model takes images of any size, which is not supported",
+            got=f"a vision_config with model_type {config.vision_config.model_type!r}",
+            expected="one with image_size",
+        )
+    height, width = given if isinstance(given, list | tuple) else (given, given)
+    return int(height), int(width)
+
+
+class VisionDecoder(Decoder):
+    """Language model from embeddings of tokens and images to logits.
+
+    Args:
+        model: A model of ``transformers`` of one of the ``FAMILIES``, in fp32 and eval mode;
+            changed.
+        context: Number of positions of the longest text, images included.
+        safe_norms: As for ``Decoder``.
+
+    Attributes:
+        size: Height and width of images.
+        positions: Number of positions that an image takes.
+
+    Raises:
+        LoweringError: See ``Decoder``; or images make logits that the unchanged model does not.
+        OptionError: The context is too long for the model, or has no room for an image.
+    """
+
+    def __init__(self, model: Any, *, context: int, safe_norms: bool = False) -> None:
+        family, size = _FAMILIES[model.config.model_type], image_size(model.config)
+        refusal = f"{type(model).__name__} does not compute with an image and a text"
+        pixels = torch.rand(1, 3, *size, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        with torch.no_grad(), wrap_errors(refusal, kind=LoweringError):
+            shape = _Family.see(family, model, pixels).shape
+            tokens = _probe_text(model.config.image_token_id, shape[1])
+            self._require_room(context, len(tokens), shape[1])
+            expected = model(
+                input_ids=torch.tensor([tokens]), pixel_values=family.given(pixels)
+            ).logits
+            family.prepare(model, size)
+        super().__init__(model, context=context, safe_norms=safe_norms)
+        self.size, self.positions = size, int(shape[1])
+        self._family = family
+        self._width = int(shape[2])
+        with torch.no_grad(), wrap_errors(refusal, kind=LoweringError):
+            rows = self.embedding(torch.tensor([tokens]))
+            rows[:, 1 : 1 + self.positions] = self.see(pixels)
+            self._check_whole(expected, rows)
+            self._check_steps(expected, rows)
+
+    @staticmethod
+    def _require_room(context: int, needed: int, positions: int) -> None:
+        if context < needed:
+            raise OptionError(
+                "the context has no room for an image and a text",
+                got=f"a context of {context} tokens",
+                expected=f"at least {needed}, of which the image takes {positions}",
+                remedy="Export with a larger --context",
+            )
+
+    def see(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [1, N, width] of an image, pixels [1, 3, H, W]."""
+        with calling(Call()):
+            return self._family.see(self.model, pixels)
+
+    def language_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules that compute with tokens, by name: all but tower and projector."""
+        inside = {id(module) for module in self.model.get_decoder().modules()} | {id(self.head)}
+        for name, module in self.named_modules():
+            if id(module) in inside:
+                yield name, module
+
+    def inputs(self, length: int) -> torch.Tensor:
+        """Return an example of what ``advance`` takes for ``length`` tokens."""
+        return torch.zeros(1, length, self._width)
+
+    def input_methods(self, chunk: int) -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
+        """Return the methods that make the inputs of ``advance``, with examples of their own."""
+        return {
+            VISION: (Vision(self), (torch.zeros(1, 3, *self.size),)),
+            EMBED: (Embed(self), (torch.zeros(1, chunk, dtype=torch.long),)),
+        }
+
+
+class Vision(nn.Module):
+    """Method ``vision``: an image."""
+
+    def __init__(self, decoder: VisionDecoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [1, N, width] of pixels [1, 3, H, W], fp32."""
+        return self.decoder.see(pixels)
+
+
+class Embed(nn.Module):
+    """Method ``embed``: a chunk of tokens."""
+
+    def __init__(self, decoder: VisionDecoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [1, L, width] of tokens [1, L], int64."""
+        return self.decoder.embedding(tokens)
+
+
+def drop_unused_buffers(program: ExportedProgram) -> ExportedProgram:
+    """Remove the buffers that a method does not use, such as rotary tables from ``vision``.
+
+    ExecuTorch does so for parameters, and would write these into the file.
+
+    Returns:
+        The program, changed.
+    """
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    specs = program.graph_signature.input_specs
+    for spec in list(specs):
+        node = nodes.get(spec.arg.name)
+        if spec.kind is InputKind.BUFFER and node is not None and not node.users:
+            program.graph.erase_node(node)
+            specs.remove(spec)
+            for tensors in (program.state_dict, program.constants):
+                tensors.pop(str(spec.target), None)
+    program.graph_module.recompile()
+    return program
+
+
+def read_preparation(config: Any, folder: Path | None) -> Preparation | None:
+    """Return how images are prepared for a model; None for a model of text alone.
+
+    Args:
+        config: Configuration of ``transformers``.
+        folder: Its checkpoint; None stretches images to the model's size.
+
+    Raises:
+        OptionError: See ``Preparation.read``.
+    """
+    if not reads_images(config):
+        return None
+    size = image_size(config)
+    return Preparation(size) if folder is None else Preparation.read(folder, size)
+
+
+def image_input(decoder: Decoder, preparation: Preparation | None) -> ImageInput | None:
+    """Return the facts about images for the layout; None for a decoder of text alone."""
+    if not isinstance(decoder, VisionDecoder) or preparation is None:
+        return None
+    return ImageInput(
+        token=decoder.model.config.image_token_id,
+        positions=decoder.positions,
+        width=decoder.inputs(1).shape[2],
+        preparation=preparation,
+    )
+
+
+def _probe_text(image: int, positions: int) -> list[int]:
+    """Return tokens of a text that begins and ends with others than the image."""
+    first, second, third = [token for token in range(4) if token != image][:3]
+    return [first, *[image] * positions, second, third]

@@ -1,0 +1,356 @@
+"""Models that read images: the same logits and tokens as transformers itself, or one error."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+
+import pytest
+import torch
+from llm import vision_table
+from safetensors.torch import load_file, save_file
+from sklearn.datasets import load_sample_image
+from support.lowering import fp32_specs
+from support.tolerances import ATOL_RTOL, SQNR_FP16, logits_bounds, sqnr_db
+from support.vision_families import (
+    FAMILIES,
+    IMAGE,
+    SIDE,
+    VARIANTS,
+    configuration,
+    logits_of,
+    tiny_vision_model,
+    whole_text,
+)
+
+from coreml_delegate import CoreMLPartitioner
+from coreml_delegate.compile_options import Precision
+from coreml_delegate.errors import InputError, LoweringError, OptionError
+from coreml_delegate.llm import vision
+from coreml_delegate.llm.checkpoint import load_decoder, random_decoder, read_config
+from coreml_delegate.llm.decoder import Decoder
+from coreml_delegate.llm.export import export_methods, lower, quantize_weights
+from coreml_delegate.llm.generator import Generator
+from coreml_delegate.llm.images import Fit, ImageInput, Preparation
+from coreml_delegate.llm.layout import CacheKind, Layout
+from coreml_delegate.llm.tokenizer import load_tokenizer
+from coreml_delegate.llm.vision import VisionDecoder, image_input
+from coreml_delegate.targets import Opset
+from coreml_delegate.third_party import transformers
+
+CONTEXT, CHUNK, STEPS = 96, 8, 32
+PROMPT = [5, IMAGE, 7, 11, IMAGE, 13]
+IMAGES = torch.randn(2, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+PIXELS = list(IMAGES[:, None])
+ENGINES = ("openvino", "reference")
+
+
+def most_probable(logits: torch.Tensor) -> int:
+    """The most probable token but the image's, for which transformers would want another image."""
+    return int(logits.index_fill(0, torch.tensor(IMAGE), -torch.inf).argmax())
+
+
+@functools.cache
+def expected(name: str) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens of transformers, computed on whole texts, and the logits behind each."""
+    model, made = tiny_vision_model(name), []
+    for _ in range(STEPS):
+        made.append(most_probable(logits_of(model, name, PROMPT + made, IMAGES)[-1]))
+    return made, logits_of(model, name, PROMPT + made, IMAGES)[-STEPS - 1 :]
+
+
+def decoder_of(name: str, *, safe_norms: bool = False) -> VisionDecoder:
+    return VisionDecoder(tiny_vision_model(name), context=CONTEXT, safe_norms=safe_norms)
+
+
+def layout_of(decoder: VisionDecoder, cache: CacheKind = CacheKind.IO) -> Layout:
+    image = image_input(decoder, Preparation(decoder.size))
+    return Layout(decoder.vocabulary, CONTEXT, CHUNK, cache, image=image)
+
+
+def lowered(
+    decoder: VisionDecoder,
+    precision: Precision = Precision.FLOAT32,
+    cache: CacheKind = CacheKind.IO,
+) -> bytes:
+    layout = layout_of(decoder, cache)
+    specs = fp32_specs(compute_precision=precision, minimum_deployment_target=Opset.iOS18)
+    partitioner = CoreMLPartitioner(compile_specs=specs, lower_full_graph=True)
+    program = lower(export_methods(decoder, layout), layout, partitioner).buffer
+    assert [len(report.partitions) for report in partitioner.reports] == [1] * len(layout.methods)
+    assert not any(report.undelegated for report in partitioner.reports)
+    return program
+
+
+def fed(generator: Generator, tokens: list[int]) -> torch.Tensor:
+    """Logits behind the prompt with its images, and behind each token after it."""
+    made = [generator.feed(PROMPT, PIXELS), *(generator.feed([token]) for token in tokens)]
+    return torch.stack(made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
+def test_logits_and_greedy_tokens_equal_those_of_transformers(name):
+    tokens, logits = expected(name)
+    program = lowered(decoder_of(name))
+    atol, rtol = logits_bounds(logits)
+    for engine in ENGINES:
+        generator = Generator.load(program, engine=engine)
+        torch.testing.assert_close(fed(generator, tokens), logits, atol=atol, rtol=rtol)
+        generator.reset()
+        greedy = generator.generate(PROMPT, most_probable, limit=STEPS, images=PIXELS)
+        assert list(greedy) == tokens
+        assert generator.position == whole_text(name, PROMPT).shape[1] + STEPS - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [("llava", CacheKind.IO), ("smolvlm", CacheKind.STATE), ("internvl", CacheKind.IO)],
+)
+def test_fp16_and_states_stay_close(name, cache):
+    tokens, logits = expected(name)
+    program = lowered(decoder_of(name, safe_norms=True), Precision.FLOAT16, cache)
+    for engine in ENGINES:
+        actual = fed(Generator.load(program, engine=engine), tokens)
+        assert sqnr_db(logits.numpy(), actual.numpy()) > SQNR_FP16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("linear", "embedding"), [("int4", "int8"), ("int8", "none")])
+def test_few_bits_are_for_the_language_model_alone(linear, embedding):
+    """Tower and projector stay as they are: groups do not divide the layers of common towers."""
+    decoder = decoder_of("smolvlm")
+    quantize_weights(decoder, linear=linear, embedding=embedding, group=16)
+    generator = Generator.load(lowered(decoder), engine="reference")
+    with torch.no_grad():
+        tokens = whole_text("smolvlm", PROMPT)
+        rows = decoder.embedding(tokens)
+        seen = torch.cat([decoder.see(pixels)[0] for pixels in PIXELS])
+        rows[0, tokens[0] == IMAGE] = seen
+        logits = decoder.forward(rows)[0, -1]
+        whole = tiny_vision_model("smolvlm").get_image_features(pixel_values=IMAGES[None])
+    atol, rtol = ATOL_RTOL["fp32"]
+    torch.testing.assert_close(seen, torch.cat(whole.pooler_output), atol=atol, rtol=rtol)
+    atol, rtol = logits_bounds(logits)
+    torch.testing.assert_close(generator.feed(PROMPT, PIXELS), logits, atol=atol, rtol=rtol)
+    kept = logits_of(tiny_vision_model("smolvlm"), "smolvlm", PROMPT, IMAGES)[-1]
+    assert not torch.allclose(logits, kept, atol=10 * atol, rtol=10 * rtol)
+
+
+@pytest.mark.slow
+def test_weights_are_stored_once():
+    """Embedding and head are one matrix of 16,384 tokens; each function has its operations too."""
+    model = tiny_vision_model("smolvlm", layers=1, vocab_size=16384)
+    table = model.lm_head.weight
+    weights = sum(parameter.numel() for parameter in model.parameters()) * 4
+    size = len(lowered(VisionDecoder(model, context=CONTEXT)))
+    assert weights < size < weights + table.numel() * 4 // 4
+
+
+@pytest.mark.slow
+def test_methods_have_only_the_buffers_they_use():
+    """ExecuTorch would write others into the file, once for each method."""
+    decoder = decoder_of("llava")
+    held = {}
+    for method, program in export_methods(decoder, layout_of(decoder)).items():
+        users = {node.name: node.users for node in program.graph.nodes}
+        signature = program.graph_signature.inputs_to_buffers
+        assert all(users[name] for name in signature)
+        held[method] = {name.rpartition(".")[2] for name in signature.values()}
+    assert held["decode"] == held["prefill"] == {"cos", "sin"}
+    assert held["vision"] == {"position_ids"}
+    assert held["embed"] == set()
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
+def test_the_modules_in_torch_compute_the_logits_of_transformers(name):
+    """Made ready for export; the constructor compares with the same model before."""
+    decoder, tokens = decoder_of(name), whole_text(name, PROMPT)
+    logits = logits_of(tiny_vision_model(name), name, PROMPT, IMAGES)
+    with torch.no_grad():
+        rows = decoder.embedding(tokens)
+        rows[0, tokens[0] == IMAGE] = torch.cat([decoder.see(pixels)[0] for pixels in PIXELS])
+        actual = decoder(rows)[0]
+    atol, rtol = logits_bounds(logits)
+    torch.testing.assert_close(actual, logits, atol=atol, rtol=rtol)
+    assert decoder.positions == FAMILIES.get(name, VARIANTS.get(name)).positions
+
+
+def test_what_computes_something_else_is_refused(monkeypatch):
+    class Doubled(type(vision._FAMILIES["llava"])):
+        def prepare(self, model, size):
+            model.model.multi_modal_projector.linear_2.weight.mul_(2)
+
+    monkeypatch.setitem(vision._FAMILIES, "llava", Doubled())
+    with pytest.raises(LoweringError, match="computes something else"):
+        decoder_of("llava")
+
+
+def test_an_image_needs_room():
+    with pytest.raises(OptionError, match=r"at least 19, of which the image takes 16\. Export"):
+        VisionDecoder(tiny_vision_model("llava"), context=18)
+    assert VisionDecoder(tiny_vision_model("llava"), context=19).context == 19
+
+
+@pytest.mark.parametrize("model_type", [*vision.REFUSED, "blip-2"])
+def test_other_architectures_are_refused(model_type, tmp_path):
+    reason = vision.REFUSED.get(model_type)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": model_type}))
+    known = f"a causal language model, or one that reads images: {', '.join(FAMILIES)}"
+    got = f"got model_type '{model_type}'" + (f", which has {reason}" if reason else "")
+    with pytest.raises(OptionError, match=re.escape(f"{got}, expected {known}")):
+        read_config(path)
+
+
+def test_gemma_3_is_a_model_of_text(tmp_path):
+    """Its positions of an image would see one another, in either direction."""
+    values = configuration("llava", layers=1, model_type="gemma3_text", head_dim=8)
+    path = tmp_path / "config.json"
+    tower = {"model_type": "siglip_vision_model"}
+    values |= {"model_type": "gemma3", "vision_config": values["vision_config"] | tower}
+    path.write_text(json.dumps(values | {"mm_tokens_per_image": 4}))
+    assert type(random_decoder(read_config(path), 0, context=32)) is Decoder
+
+
+@pytest.mark.parametrize("name", ["llava", "smolvlm"])
+def test_checkpoints_are_read(name, tmp_path):
+    model = tiny_vision_model(name)
+    model.save_pretrained(tmp_path)
+    decoder = load_decoder(tmp_path, read_config(tmp_path / "config.json"), context=CONTEXT)
+    assert isinstance(decoder, VisionDecoder)
+    assert decoder.tied == (name == "smolvlm")
+    with torch.no_grad():
+        expected_rows = torch.cat(
+            tuple(
+                model.get_image_features(
+                    pixel_values=IMAGES[None] if name == "smolvlm" else IMAGES
+                ).pooler_output
+            )
+        )
+        rows = torch.cat([decoder.see(pixels)[0] for pixels in PIXELS])
+    atol, rtol = ATOL_RTOL["fp32"]
+    torch.testing.assert_close(rows, expected_rows, atol=atol, rtol=rtol)
+
+
+def test_names_of_weights_on_the_hub_are_known(tmp_path):
+    model = tiny_vision_model("llava")
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tower = "vision_tower."
+    weights = {
+        name.replace(tower, f"{tower}vision_model."): weight
+        for name, weight in load_file(file).items()
+    }
+    assert any(name.startswith("language_model.model.layers") for name in weights)
+    save_file(weights, file, metadata={"format": "pt"})
+    decoder = load_decoder(tmp_path, read_config(tmp_path / "config.json"), context=CONTEXT)
+    expected_weights = {f"model.{name}": weight for name, weight in model.state_dict().items()}
+    for name, weight in decoder.state_dict().items():
+        assert name.endswith(("cos", "sin")) or torch.equal(weight, expected_weights[name])
+
+
+PROCESSORS = {
+    "CLIPImageProcessor": {"size": {"shortest_edge": 60}, "crop_size": {"height": 56, "width": 56}},
+    "SiglipImageProcessor": {"size": {"height": 56, "width": 56}, "resample": 2},
+    "SmolVLMImageProcessor": {
+        "do_image_splitting": False,
+        "max_image_size": {"longest_edge": 56},
+        "size": {"longest_edge": 150},
+    },
+    "GotOcr2ImageProcessor": {"size": {"height": 56, "width": 56}},
+}
+
+
+@pytest.mark.parametrize("crop", [(0, 427, 0, 640), (0, 427, 0, 201), (10, 81, 10, 61)])
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_images_are_prepared_as_by_transformers(name, crop, tmp_path):
+    pillow = pytest.importorskip("PIL.Image")
+    top, bottom, left, right = crop
+    image = pillow.fromarray(load_sample_image("china.jpg")[top:bottom, left:right])
+    getattr(transformers(), name)(**PROCESSORS[name]).save_pretrained(tmp_path)
+    processor = transformers().AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    expected_pixels = processor(images=image, return_tensors="pt")["pixel_values"]
+    pixels = Preparation.read(tmp_path, (56, 56)).pixels(image)
+    assert pixels.dtype == torch.float32
+    assert pixels.shape == (1, 3, 56, 56)
+    atol, rtol = ATOL_RTOL["fp32"]
+    torch.testing.assert_close(pixels, expected_pixels.view(1, 3, 56, 56), atol=atol, rtol=rtol)
+
+
+def test_images_may_be_described_with_the_whole_processor(tmp_path):
+    processor = transformers().SiglipImageProcessor(size={"height": 56, "width": 56})
+    text = json.dumps({"image_processor": processor.to_dict(), "processor_class": "Processor"})
+    (tmp_path / "processor_config.json").write_text(text)
+    assert Preparation.read(tmp_path, (56, 56)) == Preparation((56, 56), factor=1 / 255)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("CLIPImageProcessor", {}, "another size .* got 224 x 224 pixels, expected 56 x 56"),
+        ("CLIPImageProcessor", {"do_center_crop": False}, "not supported: got CLIPImageProcessor"),
+        ("CLIPImageProcessor", {"size": {"shortest_edge": 99}}, "not supported: got CLIPImage"),
+        ("LlavaImageProcessor", {"do_pad": True}, "not supported: got LlavaImageProcessor"),
+        (None, {}, r"cannot read how .* prepares images: .*\. Copy the preprocessor_config.json"),
+    ],
+)
+def test_other_preparations_are_refused(name, options, message, tmp_path):
+    if name is not None:
+        getattr(transformers(), name)(**options).save_pretrained(tmp_path)
+    with pytest.raises(OptionError, match=message):
+        Preparation.read(tmp_path, (56, 56))
+
+
+@pytest.mark.parametrize(
+    "preparation",
+    [
+        Preparation((56, 42)),
+        Preparation((56, 56), Fit.SHORTER, 60, "bilinear", 1.0, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)),
+    ],
+)
+def test_a_layout_with_images_is_read_as_it_was_written(preparation):
+    layout = Layout(97, 96, 8, CacheKind.STATE, image=ImageInput(90, 16, 32, preparation))
+    constants = layout.constants()
+    assert constants["get_llm_layout_version"] == 3
+    assert layout.methods == ("vision", "embed", "forward")
+
+    def outputs(name):
+        return value if isinstance(value := constants[name], list) else [value]
+
+    assert Layout.read(tuple(constants), outputs) == layout
+
+
+def test_prompts_must_fit_their_images():
+    image = ImageInput(90, 16, 32, Preparation((56, 56)))
+    image.check(PROMPT, PIXELS)
+    assert image.length(PROMPT, 2) == 36
+    with pytest.raises(InputError, match=r"got 2 times token 90, and 1 image\. Put it into"):
+        image.check(PROMPT, PIXELS[:1])
+    with pytest.raises(InputError, match="got 0 times token 90, and 2 images"):
+        image.check([1, 2], PIXELS)
+    with pytest.raises(InputError, match=r"got \[1, 3, 56, 57\], expected \[1, 3, 56, 56\]"):
+        image.check([90], [torch.zeros(1, 3, 56, 57)])
+
+
+def test_a_text_stands_for_an_image_where_tokens_are_bytes():
+    tokenizer = load_tokenizer(None, vocabulary=258, bos=256, image=257)
+    assert tokenizer.encode("<image>a<image>b") == [256, 257, 97, 257, 98]
+    assert tokenizer.encode("<imag>") == [256, *b"<imag>"]
+    assert tokenizer.decode([97, 257, 98]) == "ab"
+    of_text_alone = load_tokenizer(None, vocabulary=258, bos=None)
+    assert of_text_alone.encode("<image>") == list(b"<image>")
+
+
+def test_the_page_lists_the_families():
+    text = vision_table.PAGE.read_text()
+    assert vision_table.page(text) == text, "run PYTHONPATH=tests python -m tests.llm.vision_table"
+
+
+@pytest.mark.parametrize("name", ["internvl", "llava"])
+def test_configurations_give_one_side_or_two(name):
+    values = configuration(name)
+    config = transformers().AutoConfig.for_model(values.pop("model_type"), **values)
+    assert vision.image_size(config) == (SIDE, SIDE)

@@ -1,0 +1,201 @@
+"""``export-llm`` and ``generate`` of models that read images: files, output and errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_image
+from support.command import leftovers
+from support.vision_families import IMAGE, SIDE, configuration, logits_of, tiny_vision_model
+
+from coreml_delegate.errors import InputError
+from coreml_delegate.llm.generator import Generator
+from coreml_delegate.scripts.cli import main
+from coreml_delegate.third_party import transformers
+
+pytestmark = pytest.mark.xdist_group("checkpoints")
+
+BYTES = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None}
+LIMIT = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torchao():
+    # It is logged about while it is imported, which is no output of the command.
+    import torchao.quantization  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("images")
+
+
+@pytest.fixture(scope="module")
+def photo(folder):
+    path = folder / "china.jpg"
+    Image.fromarray(load_sample_image("china.jpg")).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder):
+    """A SmolVLM of one layer each, whose tokens are bytes, with a processor of its own."""
+    path = folder / "checkpoint"
+    tiny_vision_model("smolvlm", layers=1, **BYTES).save_pretrained(path)
+    transformers().SmolVLMImageProcessor(
+        size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE}
+    ).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def program(folder, checkpoint):
+    """The checkpoint, exported by the command."""
+    path = folder / "model.pte"
+    options = ["--precision", "float32", "--prefill-chunk", "8", "--context", "64"]
+    assert main(["export-llm", str(checkpoint), "-o", str(path), *options]) == 0
+    return path
+
+
+def generate(program: Path, prompt: str, *options: object) -> int:
+    return main(["generate", str(program), "--prompt", prompt, *map(str, options)])
+
+
+def test_a_photo_and_a_text_give_the_tokens_of_transformers(program, checkpoint, photo, capsys):
+    assert (
+        generate(program, "a<image>b", "--image", photo, "--max-new-tokens", LIMIT, "--json") == 0
+    )
+    document = json.loads(capsys.readouterr().out)
+    assert document["prefill"]["tokens"] == 6
+    processor = transformers().AutoImageProcessor.from_pretrained(checkpoint, backend="pil")
+    given = processor(images=Image.open(photo), do_image_splitting=False, return_tensors="pt")[
+        "pixel_values"
+    ]
+    model = tiny_vision_model("smolvlm", layers=1, **BYTES)
+    tokens = [97, IMAGE, 98]
+    for token in document["tokens"]:
+        assert token == int(logits_of(model, "smolvlm", tokens, given[0])[-1].argmax())
+        tokens.append(token)
+    assert len(document["tokens"]) == LIMIT
+
+
+@pytest.mark.slow
+def test_a_text_without_an_image_is_continued(program, capsys):
+    assert generate(program, "ab", "--max-new-tokens", "4", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["prefill"]["tokens"], len(document["tokens"])) == (2, 4)
+
+
+@pytest.mark.slow
+def test_the_tokenizer_says_what_an_image_is(program, photo, tmp_path, capsys):
+    """Ids are those of the bytes, so the answer is too."""
+    words = {"a": 97, "b": 98, "<image>": IMAGE}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    made = []
+    for prompt, options in (
+        ("a<image>b", []),
+        ("a <image> b", ["--tokenizer", tmp_path / "tokenizer.json"]),
+    ):
+        options += ["--image", photo, "--max-new-tokens", LIMIT, "--json"]
+        assert generate(program, prompt, *options) == 0
+        made.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert made[0] == made[1]
+
+
+@pytest.mark.slow
+def test_other_images_give_other_logits(program):
+    generator = Generator.load(program)
+    pixels = torch.randn(3, 1, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+    logits = []
+    for order in ([0, 1], [1, 0], [0, 2]):
+        generator.reset()
+        logits.append(generator.feed([97, IMAGE, 98, IMAGE, 99], [pixels[i] for i in order]))
+    assert generator.position == 3 + 2 * 4
+    assert not any(torch.equal(logits[a], logits[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
+    with pytest.raises(InputError, match=r"got \[1, 3, 28, 28\], expected \[1, 3, 56, 56\]"):
+        generator.feed([IMAGE], [torch.zeros(1, 3, 28, 28)])
+    assert generator.position == 11
+    generator.feed([IMAGE])  # as one that was generated, which has no image
+    assert generator.position == 12
+
+
+@pytest.mark.share(4)
+@pytest.mark.parametrize(
+    ("prompt", "images", "message"),
+    [
+        ("a<image><image>b", 1, "got 2 times token 90, and 1 image. Put it into the prompt once"),
+        ("ab", 1, "got 0 times token 90, and 1 image"),
+        ("a<image>", 0, "got 1 times token 90, and 0 images"),
+        ("<image>" * 17, 17, "the context of 64 tokens is too short: got 68 more"),
+    ],
+)
+def test_prompts_that_do_not_fit_their_images_are_refused(
+    program, photo, prompt, images, message, capsys
+):
+    assert generate(program, prompt, *["--image", photo] * images) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_files_that_are_no_images_are_refused(program, capsys):
+    assert generate(program, "<image>", "--image", program) == 1
+    assert "cannot read the image" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_model_of_text_takes_no_images(folder, photo, capsys):
+    values = configuration("llava", layers=1, **BYTES)["text_config"]
+    (folder / "text.json").write_text(json.dumps(values))
+    options = ["--random", str(folder / "text.json"), "-o", str(folder / "text.pte")]
+    assert main(["export-llm", *options, "--prefill-chunk", "8"]) == 0
+    capsys.readouterr()
+    assert generate(folder / "text.pte", "ab", "--image", photo) == 1
+    assert "the model takes no images: got 1 image. Export a model" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_equal_options_give_equal_files(folder, program, checkpoint):
+    options = ["--precision", "float32", "--prefill-chunk", "8", "--context", "64"]
+    again = folder / "again.pte"
+    assert main(["export-llm", str(checkpoint), "-o", str(again), *options]) == 0
+    assert again.read_bytes() == program.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"model_type": "paligemma"}, [], "which has attention in both directions"),
+        ({}, ["--context", "18"], "no room for an image and a text: got a context of 18 tokens"),
+        ({"vision_feature_layer": 7}, [], "does not compute with an image and a text"),
+        ({"vision_config": {"model_type": "siglip2_vision_model"}}, [], "images of any size"),
+    ],
+)
+def test_configurations_that_do_not_work_are_refused(changes, options, message, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**configuration("llava", layers=1), **changes}))
+    output = tmp_path / "model.pte"
+    assert main(["export-llm", "--random", str(path), "-o", str(output), *options]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert leftovers(tmp_path) == {"config.json"}
+
+
+def test_a_checkpoint_must_say_how_images_are_prepared(tmp_path, capsys):
+    tiny_vision_model("llava", layers=1).save_pretrained(tmp_path / "checkpoint")
+    output = tmp_path / "model.pte"
+    assert main(["export-llm", str(tmp_path / "checkpoint"), "-o", str(output)]) == 1
+    captured = capsys.readouterr()
+    assert "Copy the preprocessor_config.json of the model into the folder" in captured.err
+    assert captured.err.count("\n") == 1
+    assert not output.exists()

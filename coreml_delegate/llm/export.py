@@ -23,6 +23,7 @@ from coreml_delegate.errors import LoweringError, OptionError
 from coreml_delegate.llm.attention import Call, Segment
 from coreml_delegate.llm.caches import kept_caches, new_rows, passed_caches
 from coreml_delegate.llm.decoder import Decoder
+from coreml_delegate.llm.experts import LastLayers, routers, sort_choices
 from coreml_delegate.llm.layout import DECODE, FORWARD, PREFILL, CacheKind, Layout
 from coreml_delegate.llm.stored_weights import in_memory, read_weights
 from coreml_delegate.lowering import lower_methods
@@ -38,12 +39,13 @@ _CHUNK = 2**24  # elements that are quantized at once
 def quantize_weights(decoder: Decoder, *, linear: str, embedding: str, group: int) -> None:
     """Quantize weights in place; activations stay in floating point.
 
-    A head that shares the embedding's weight is quantized as the embedding is.
+    A head that shares the embedding's weight is quantized as the embedding is. Layers that choose
+    experts are left as they are.
 
     Args:
         decoder: Changed.
         linear: ``int4`` with a scale per group of inputs of each output, ``int8`` with a scale per
-            output, or ``none``.
+            output (of each expert), or ``none``.
         embedding: ``int8`` with a scale per token, or ``none``.
         group: Number of inputs in a group; divides the inputs of every linear layer.
 
@@ -52,17 +54,19 @@ def quantize_weights(decoder: Decoder, *, linear: str, embedding: str, group: in
     """
     tied = decoder.tied
     vocabulary = [decoder.embedding, decoder.head] if tied else [decoder.embedding]
+    kept = {*vocabulary, *routers(decoder)}
     linears = {
         name: module
         for name, module in decoder.named_modules()
-        if isinstance(module, nn.Linear) and module not in vocabulary
+        if isinstance(module, nn.Linear) and module not in kept
     }
     if linear != "none":
         size = group if linear == "int4" else 0
         if size:
             _check_groups(linears, size)
         for module in linears.values():
-            _replace_weight([module], _quantized(module.weight, linear, size))
+            own = module.inputs if isinstance(module, LastLayers) else 0
+            _replace_weight([module], _quantized(module.weight, linear, size or own))
     if embedding != "none":
         table: Any = decoder.embedding.weight
         _replace_weight(vocabulary, _quantized(table, embedding, 0))
@@ -94,10 +98,13 @@ def export_methods(decoder: Decoder, layout: Layout) -> dict[str, ExportedProgra
             PREFILL: (Prefill(decoder), (chunk, position, last, caches)),
         }
     with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
-        return {
+        programs = {
             name: torch.export.export(module.eval(), inputs)
             for name, (module, inputs) in methods.items()
         }
+    for program in programs.values():
+        sort_choices(program)
+    return programs
 
 
 def lower(

@@ -9,7 +9,7 @@ wrongly.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
 _TRIED = 3  # tokens of the text that is computed before and after
 _TOLERANCE = 1e-3  # of the largest logit; fp32 kernels differ by a thousandth of it
+
+_REFUSED: Mapping[str, str] = {
+    "mpt": "its biases are cut at the number of earlier tokens, a number at run time",
+}
+"""Why architectures are refused whose modules compute right, but cannot be captured."""
 
 
 class Decoder(nn.Module):
@@ -55,6 +60,8 @@ class Decoder(nn.Module):
             raise OptionError("the context is too short", got=str(context), expected="2 or more")
         self.context = context
         self.model = model
+        if (reason := _REFUSED.get(model.config.model_type)) is not None:
+            raise LoweringError(f"{type(model).__name__} is not supported", got=reason)
         self.layers, expected = _probe(model, min(_TRIED, context))
         _use_linear_layers(model)
         stack_experts(model)

@@ -33,6 +33,9 @@ from coreml_delegate.third_party import quiet_import, wrap_errors
 # The stubs of torch do not have int4.
 _DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("int4", "int8")}
 
+_ATEN: Any = torch.ops.aten
+_CHECKS = (_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default)
+
 _CHUNK = 2**24  # elements that are quantized at once
 
 
@@ -104,6 +107,7 @@ def export_methods(decoder: Decoder, layout: Layout) -> dict[str, ExportedProgra
         }
     for program in programs.values():
         sort_choices(program)
+        _drop_unread_numbers(program)
     return programs
 
 
@@ -120,6 +124,20 @@ def lower(
         LoweringError: ExecuTorch fails; the cause is chained.
     """
     return lower_methods(methods, partitioner, layout.constants())
+
+
+def _drop_unread_numbers(program: ExportedProgram) -> None:
+    """Remove numbers that a program reads from tensors for checks alone.
+
+    Modules that could infer positions from the number of earlier tokens ask for it even where they
+    are given the positions. ``torch.export`` then checks that it is not negative.
+    """
+    targets = [node.target for node in program.graph.nodes]
+    if _CHECKS[0] in targets:
+        for node in list(program.graph.nodes):
+            if node.target in _CHECKS:
+                program.graph.erase_node(node)
+        program.graph.eliminate_dead_code()
 
 
 class _Method(nn.Module):

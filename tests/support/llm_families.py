@@ -161,6 +161,10 @@ FAMILIES: Mapping[str, Family] = {
     "hyperclovax": Family("HyperCLOVA X SEED", "multipliers"),
     "minicpm3": Family("MiniCPM 3", "latent keys and values", _LATENT),
     "youtu": Family("Youtu-LLM", "latent keys and values", _LATENT),
+    "opt": Family(
+        "OPT", "layer norms, biases", {"ffn_dim": 48, "word_embed_proj_dim": 32}, positions="learnt"
+    ),
+    "biogpt": Family("BioGPT", "layer norms, scaled embeddings", positions="learnt"),
     "granite_swa": Family("Granite with windows", "sinks", _MIXED, window="some"),
     "mixtral": Family("Mixtral", "experts", _EXPERTS, quick=True),
     "qwen2_moe": Family("Qwen 1.5 MoE, Qwen 2 57B", "experts and a shared one", _SHARED),
@@ -245,6 +249,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str, str]] = {
     ),
     "llama4_text": ({}, "Llama4TextExperts", "experts with a form of their own"),
     "jetmoe": ({}, "JetMoeParallelExperts", "experts with a form of their own"),
+    "mpt": ({}, "MptForCausalLM is not supported", "its biases are cut at a number of tokens"),
     "mamba": ({}, "does not keep keys and values", "no attention"),
     "rwkv": ({}, "does not compute with a cache", "no attention"),
     "lfm2": (

@@ -36,6 +36,7 @@ _INERT = frozenset(
         "layer_idx",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "position_embeddings",
         "position_ids",
         "sliding_window",
@@ -105,6 +106,7 @@ def attend(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend to the segments of keys and values, without joining or repeating them.
@@ -117,6 +119,7 @@ def attend(
         attention_mask: [1, 1, L, S], added to the scores; None if all tokens are visible.
         scaling: Factor of the scores; None for one by the root of the width.
         softcap: Bound of the scores before the mask, or None.
+        s_aux: Score of a column without a token for each head, [heads], or None.
         others: Arguments that must not matter.
 
     Returns:
@@ -141,10 +144,14 @@ def attend(
         joined = torch.tanh(joined / softcap) * softcap
     if attention_mask is not None:
         joined = joined + call.stack(attention_mask, heads // kv_heads)
-    shares = torch.softmax(joined, dim=-1)
-    parts = shares.split([keys.shape[2] for keys, _ in segments], dim=-1)
+    sizes = [keys.shape[2] for keys, _ in segments]
+    if s_aux is not None:
+        sink = s_aux.view(1, kv_heads, -1, 1).expand(batch, -1, -1, length)
+        sink = sink.reshape(batch, kv_heads, -1, 1)
+        joined, sizes = torch.cat((joined, sink), dim=-1), [*sizes, 1]
+    parts = torch.softmax(joined, dim=-1).split(sizes, dim=-1)
     attended = parts[0] @ segments[0][1]
-    for part, (_, values) in zip(parts[1:], segments[1:], strict=True):
+    for part, (_, values) in zip(parts[1 : len(segments)], segments[1:], strict=True):
         attended = attended + part @ values
     return attended.reshape(batch, heads, length, -1).transpose(1, 2), None
 

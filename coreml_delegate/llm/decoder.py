@@ -9,7 +9,7 @@ wrongly.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from coreml_delegate.errors import LoweringError, OptionError
 from coreml_delegate.llm.attention import NAME, Call, calling
 from coreml_delegate.llm.caches import LayerCache, new_rows, passed_caches, read_layers
+from coreml_delegate.llm.experts import stack_experts
 from coreml_delegate.llm.norms import make_norms_safe
 from coreml_delegate.llm.positions import tabulate_positions
 from coreml_delegate.third_party import transformers, wrap_errors
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 
 _TRIED = 3  # tokens of the text that is computed before and after
 _TOLERANCE = 1e-3  # of the largest logit; fp32 kernels differ by a thousandth of it
+
+_REFUSED: Mapping[str, str] = {
+    "mpt": "its biases are cut at the number of earlier tokens, a number at run time",
+}
+"""Why architectures are refused whose modules compute right, but cannot be captured."""
 
 
 class Decoder(nn.Module):
@@ -54,9 +60,11 @@ class Decoder(nn.Module):
             raise OptionError("the context is too short", got=str(context), expected="2 or more")
         self.context = context
         self.model = model
-        _refuse_experts(model)
+        if (reason := _REFUSED.get(model.config.model_type)) is not None:
+            raise LoweringError(f"{type(model).__name__} is not supported", got=reason)
         self.layers, expected = _probe(model, min(_TRIED, context))
         _use_linear_layers(model)
+        stack_experts(model)
         tabulate_positions(model, context)
         if safe_norms:
             make_norms_safe(model)
@@ -210,14 +218,6 @@ class Decoder(nn.Module):
                 "sliding windows are not supported for this architecture",
                 got=f"a window of {window} tokens for a context of {self.context}",
                 remedy=f"Export a context of at most {window} tokens",
-            )
-
-
-def _refuse_experts(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if "Experts" in type(module).__name__:
-            raise LoweringError(
-                "mixtures of experts are not supported", got=f"{type(module).__name__} at {name}"
             )
 
 

@@ -31,6 +31,7 @@ from coreml_delegate.llm.attention import Call, Segment
 from coreml_delegate.llm.caches import kept_caches, new_rows, passed_caches
 from coreml_delegate.llm.candidates import Selection
 from coreml_delegate.llm.decoder import Decoder
+from coreml_delegate.llm.experts import LastLayers, routers, sort_choices
 from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.llm.low_rank import Adapter, attached
 from coreml_delegate.llm.stored_weights import in_memory, read_weights
@@ -42,18 +43,22 @@ from coreml_delegate.third_party import quiet_import, wrap_errors
 # The stubs of torch do not have int4.
 _DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("int4", "int8")}
 
+_ATEN: Any = torch.ops.aten
+_CHECKS = (_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default)
+
 _CHUNK = 2**24  # elements that are quantized at once
 
 
 def quantize_weights(decoder: Decoder, *, linear: str, embedding: str, group: int) -> None:
     """Quantize weights in place; activations stay in floating point.
 
-    A head that shares the embedding's weight is quantized as the embedding is.
+    A head that shares the embedding's weight is quantized as the embedding is. Layers that choose
+    experts are left as they are.
 
     Args:
         decoder: Changed.
         linear: ``int4`` with a scale per group of inputs of each output, ``int8`` with a scale per
-            output, or ``none``.
+            output (of each expert), or ``none``.
         embedding: ``int8`` with a scale per token, or ``none``.
         group: Number of inputs in a group; divides the inputs of every linear layer.
 
@@ -62,17 +67,19 @@ def quantize_weights(decoder: Decoder, *, linear: str, embedding: str, group: in
     """
     tied = decoder.tied
     vocabulary = [decoder.embedding, decoder.head] if tied else [decoder.embedding]
+    kept = {*vocabulary, *routers(decoder)}
     linears = {
         name: module
         for name, module in decoder.language_modules()
-        if isinstance(module, nn.Linear) and module not in vocabulary
+        if isinstance(module, nn.Linear) and module not in kept
     }
     if linear != "none":
         size = group if linear == "int4" else 0
         if size:
             _check_groups(linears, size)
         for module in linears.values():
-            _replace_weight([module], _quantized(module.weight, linear, size))
+            own = module.inputs if isinstance(module, LastLayers) else 0
+            _replace_weight([module], _quantized(module.weight, linear, size or own))
     if embedding != "none":
         table: Any = decoder.embedding.weight
         _replace_weight(vocabulary, _quantized(table, embedding, 0))
@@ -105,9 +112,12 @@ def export_methods(
             with attached(decoder, adapter):
                 for method, (module, inputs) in zip(layout.methods_of(name), modules, strict=True):
                     exported[method] = torch.export.export(module.eval(), inputs)
-    if layout.image is None:
-        return exported
-    return {name: drop_unused_buffers(program) for name, program in exported.items()}
+    for program in exported.values():
+        sort_choices(program)
+        _drop_unread_numbers(program)
+        if layout.image is not None:
+            drop_unused_buffers(program)
+    return exported
 
 
 def _modules(
@@ -144,6 +154,20 @@ def lower(
         LoweringError: ExecuTorch fails; the cause is chained.
     """
     return lower_methods(methods, partitioner, layout.constants())
+
+
+def _drop_unread_numbers(program: ExportedProgram) -> None:
+    """Remove numbers that a program reads from tensors for checks alone.
+
+    Modules that could infer positions from the number of earlier tokens ask for it even where they
+    are given the positions. ``torch.export`` then checks that it is not negative.
+    """
+    targets = [node.target for node in program.graph.nodes]
+    if _CHECKS[0] in targets:
+        for node in list(program.graph.nodes):
+            if node.target in _CHECKS:
+                program.graph.erase_node(node)
+        program.graph.eliminate_dead_code()
 
 
 class _Method(nn.Module):

@@ -20,12 +20,24 @@ _ATEN: Any = torch.ops.aten
 _VIEWS = (_ATEN.detach.default, _ATEN.alias.default)
 """Operators that return the whole of their argument."""
 
+_MOVES = (
+    _ATEN.cat.default,
+    _ATEN.permute.default,
+    _ATEN.stack.default,
+    _ATEN.transpose.int,
+    _ATEN.view.default,
+)
+"""Operators that only move elements, which is done when the result is read.
+
+``transformers`` stacks the matrices of experts while it loads them.
+"""
+
 
 class StoredWeight(torch.Tensor):
-    """A matrix in a file, as a tensor in fp32 that is read each time an operator takes it.
+    """Matrices in files, as a tensor in fp32 that is read each time an operator takes it.
 
     Args:
-        read: Reads the matrix; returns it in fp32.
+        read: Reads the matrices; returns a contiguous tensor in fp32.
         shape: Its shape.
 
     Attributes:
@@ -64,6 +76,8 @@ class StoredWeight(torch.Tensor):
         """
         if func in _VIEWS:
             return cls(args[0].read, args[0].shape)
+        if func in _MOVES:
+            return _moved(func, args, kwargs or {})
         if func._schema.is_mutable:
             raise TypeError(f"{func} would write to a weight that is in a file")
         return func(
@@ -71,10 +85,26 @@ class StoredWeight(torch.Tensor):
         )
 
 
+def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StoredWeight:
+    """Return what an operator makes of weights, which are read when the result is."""
+
+    def read() -> torch.Tensor:
+        return func(
+            *tree_map_only(StoredWeight, in_memory, args),
+            **tree_map_only(StoredWeight, in_memory, kwargs),
+        ).contiguous()
+
+    def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, device="meta")
+
+    empty = tree_map_only(torch.Tensor, without_memory, (args, kwargs))
+    return StoredWeight(read, func(*empty[0], **empty[1]).shape)
+
+
 def stored_weights(files: Iterable[Path]) -> Mapping[str, torch.Tensor]:
     """Return the weights of ``safetensors`` files by name, floats in fp32.
 
-    Matrices are instances of ``StoredWeight``; all other weights are in memory.
+    Matrices and stacked ones are instances of ``StoredWeight``; vectors are in memory.
     """
     found: dict[str, torch.Tensor] = {}
     for path in files:
@@ -83,7 +113,7 @@ def stored_weights(files: Iterable[Path]) -> Mapping[str, torch.Tensor]:
         for name in file.keys():  # noqa: SIM118 - no mapping
             shape = torch.Size(file.get_slice(name).get_shape())
             read = partial(_read, file, name)
-            found[name] = StoredWeight(read, shape) if len(shape) == 2 else read()
+            found[name] = StoredWeight(read, shape) if len(shape) >= 2 else read()
     return found
 
 

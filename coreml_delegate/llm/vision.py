@@ -243,13 +243,10 @@ class Embed(nn.Module):
         return self.decoder.embedding(tokens)
 
 
-def drop_unused_buffers(program: ExportedProgram) -> ExportedProgram:
+def drop_unused_buffers(program: ExportedProgram) -> None:
     """Remove the buffers that a method does not use, such as rotary tables from ``vision``.
 
     ExecuTorch does so for parameters, and would write these into the file.
-
-    Returns:
-        The program, changed.
     """
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     specs = program.graph_signature.input_specs
@@ -261,7 +258,6 @@ def drop_unused_buffers(program: ExportedProgram) -> ExportedProgram:
             for tensors in (program.state_dict, program.constants):
                 tensors.pop(str(spec.target), None)
     program.graph_module.recompile()
-    return program
 
 
 def read_preparation(config: Any, folder: Path | None) -> Preparation | None:

@@ -92,6 +92,10 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name):
         ("gemma2", CacheKind.IO),
         ("cohere", CacheKind.IO),
         ("olmo", CacheKind.IO),
+        ("granite_swa", CacheKind.STATE),
+        ("mixtral", CacheKind.STATE),
+        ("deepseek_v3", CacheKind.IO),
+        ("gpt_oss", CacheKind.IO),
     ],
 )
 def test_fp16_and_states_stay_close(name, cache):

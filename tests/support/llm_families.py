@@ -20,6 +20,16 @@ _LATENT = {
     "qk_head_dim": 16,
     "v_head_dim": 8,
 }
+_EXPERTS = {
+    "num_local_experts": 6,
+    "num_experts": 6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+_SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 24, "n_shared_experts": 1}
+# One layer with experts behind one without, whose experts are chosen from one group of two.
+_GROUPS = {**_SHARED, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
 _GEMMA_2 = {**_HEAD, **_WINDOW, "query_pre_attn_scalar": 16}
 _LLAMA_3 = {
     "rope_parameters": {
@@ -151,14 +161,95 @@ FAMILIES: Mapping[str, Family] = {
     "hyperclovax": Family("HyperCLOVA X SEED", "multipliers"),
     "minicpm3": Family("MiniCPM 3", "latent keys and values", _LATENT),
     "youtu": Family("Youtu-LLM", "latent keys and values", _LATENT),
+    "opt": Family(
+        "OPT", "layer norms, biases", {"ffn_dim": 48, "word_embed_proj_dim": 32}, positions="learnt"
+    ),
+    "biogpt": Family("BioGPT", "layer norms, scaled embeddings", positions="learnt"),
+    "granite_swa": Family("Granite with windows", "sinks", _MIXED, window="some"),
+    "mixtral": Family("Mixtral", "experts", _EXPERTS, quick=True),
+    "qwen2_moe": Family("Qwen 1.5 MoE, Qwen 2 57B", "experts and a shared one", _SHARED),
+    "qwen3_moe": Family("Qwen 3 30B A3B", "experts", {**_HEAD, **_EXPERTS}),
+    "olmoe": Family("OLMoE", "experts, norms of queries and keys", _EXPERTS),
+    "flex_olmo": Family("FlexOlmo", "experts, norms behind layers", _EXPERTS),
+    "granitemoe": Family("Granite 3 MoE", "experts, multipliers", _EXPERTS),
+    "granitemoeshared": Family(
+        "Granite 4 tiny base",
+        "experts and a shared one",
+        {**_EXPERTS, "shared_intermediate_size": 24},
+    ),
+    "granitemoe_swa": Family(
+        "Granite MoE with windows", "experts, sinks", {**_EXPERTS, **_MIXED}, window="some"
+    ),
+    "phimoe": Family("Phi 3.5 MoE", "experts, layer norms", _EXPERTS),
+    "deepseek_v3": Family(
+        "DeepSeek V3, R1",
+        "experts in groups, shared ones, latent keys and values",
+        {**_LATENT, **_GROUPS},
+    ),
+    "glm4_moe": Family(
+        "GLM 4.5",
+        "experts in groups, a shared one",
+        {**_GROUPS, **_HEAD},
+        positions="rotary, partial",
+    ),
+    "glm4_moe_lite": Family(
+        "GLM 4.7 Flash", "experts in groups, latent keys and values", {**_LATENT, **_GROUPS}
+    ),
+    "dots1": Family("dots.llm1", "experts in groups, shared ones", {**_GROUPS, **_HEAD}),
+    "ernie4_5_moe": Family(
+        "ERNIE 4.5 21B A3B",
+        "experts, shared ones",
+        {**_HEAD, **_SHARED, "moe_num_experts": 6, "moe_k": 2},
+    ),
+    "hunyuan_v1_moe": Family(
+        "Hunyuan A13B", "experts and a shared one", {**_SHARED, "head_dim": 8, "moe_topk": 2}
+    ),
+    "minimax_m2": Family(
+        "MiniMax M2",
+        "experts, norms of queries and keys",
+        {**_HEAD, **_EXPERTS},
+        positions="rotary, partial",
+    ),
+    "mimo_v2_flash": Family(
+        "MiMo V2 Flash", "experts, sinks", {**_EXPERTS, **_HEAD, **_MIXED}, window="some"
+    ),
+    "gpt_oss": Family(
+        "gpt-oss",
+        "experts with biases and clamped gates, sinks",
+        {**_EXPERTS, **_HEAD, **_MIXED},
+        window="some",
+    ),
+    "exaone_moe": Family("K-EXAONE", "experts", {**_GROUPS, **_MIXED}, window="some"),
+    "solar_open": Family("Solar Open", "experts in groups, a shared one", {**_GROUPS, **_HEAD}),
+    "cohere2_moe": Family(
+        "Command A MoE", "experts, parallel layers", {**_SHARED, **_MIXED}, window="some"
+    ),
+    "hy_v3": Family("Hunyuan 3", "experts", {**_SHARED, **_HEAD}),
+    "mellum": Family("Mellum 2", "experts", {**_EXPERTS, **_MIXED, **_HEAD}, window="some"),
+    "flint": Family(
+        "Flint",
+        "experts and a shared one, sinks",
+        {**_SHARED, **_HEAD, **_MIXED, "mlp_only_layers": [0]},
+        window="some",
+    ),
+    "laguna": Family("Laguna", "experts", {**_EXPERTS, **_HEAD}),
 }
 """By ``model_type``."""
 
 REFUSED: Mapping[str, tuple[Mapping[str, Any], str, str]] = {
-    "mixtral": ({}, "MixtralExperts", "mixture of experts"),
-    "qwen3_moe": ({}, "Qwen3MoeExperts", "mixture of experts"),
-    "gpt_oss": ({}, "GptOssExperts", "mixture of experts"),
-    "granite_swa": ({}, "s_aux", "attention with sinks"),
+    "deepseek_v2": (
+        {**_LATENT, **_GROUPS},
+        "position embedding of a form that is not supported",
+        "a rotation by complex numbers",
+    ),
+    "afmoe": (
+        {**_SHARED, **_HEAD, **_MIXED},
+        "view size is not compatible",
+        "its module needs attention in one piece of memory",
+    ),
+    "llama4_text": ({}, "Llama4TextExperts", "experts with a form of their own"),
+    "jetmoe": ({}, "JetMoeParallelExperts", "experts with a form of their own"),
+    "mpt": ({}, "MptForCausalLM is not supported", "its biases are cut at a number of tokens"),
     "mamba": ({}, "does not keep keys and values", "no attention"),
     "rwkv": ({}, "does not compute with a cache", "no attention"),
     "lfm2": (

@@ -18,6 +18,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     scalar,
 )
 from coreml_delegate.runtime.engines.openvino.plugin.quantized import keep_quantized_values
+from coreml_delegate.runtime.engines.openvino.plugin.rotation import widen_rotation_tables
 
 # The epsilon of a MIL ``rsqrt`` that only guards against zero: 1e-12, which is 2**-24 in fp16.
 _LARGEST_GUARD = 2.0**-24
@@ -30,6 +31,7 @@ def rewrite_for_plugin(model: Any) -> None:
         matcher = Matcher(rewrite.root, type(rewrite).__name__)
         manager.register_pass(MatcherPass(matcher, rewrite.rewrite))
     manager.run_passes(model)
+    widen_rotation_tables(model)
     keep_quantized_values(model)
 
 

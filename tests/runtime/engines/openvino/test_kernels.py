@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import openvino as ov
 import pytest
 import torch
 from support import mil
@@ -232,3 +233,48 @@ def test_reductions_of_nothing(op: str, expected: int, dtype: Any, *, is_dynamic
     for _ in range(3):
         reduced, _ = compiled(inputs).values()
         assert reduced.tolist() == [expected] * 200
+
+
+# Rotations of positions, in the form of gpt-oss: tables of half the width.
+
+
+def _rotated(halves):
+    def function(x, cos, sin):
+        first, second = halves(x)
+        difference = mb.sub(x=mb.mul(x=first, y=cos), y=mb.mul(x=second, y=sin))
+        total = mb.add(x=mb.mul(x=second, y=cos), y=mb.mul(x=first, y=sin))
+        return mb.concat(values=[difference, total], axis=-1)
+
+    return function
+
+
+def _sliced(x):
+    return [
+        mb.slice_by_index(
+            x=x, begin=[0, 0, 0, start], end=[0, 0, 0, start + 8], end_mask=[True] * 3 + [False]
+        )
+        for start in (0, 8)
+    ]
+
+
+@pytest.mark.parametrize(
+    "halves",
+    [
+        pytest.param(lambda x: mb.split(x=x, split_sizes=[8, 8], axis=-1), id="split"),
+        pytest.param(_sliced, id="sliced"),
+    ],
+)
+def test_a_rotation_with_narrow_tables_survives_an_export(halves):
+    """OpenVINO 2026.4 reads behind such tables once the compiled model was exported."""
+    inputs = {"x": _floats(1, 4, 3, 16), "cos": _floats(1, 1, 3, 8), "sin": _floats(1, 1, 3, 8)}
+    main = mil.main(mil.build(_rotated(halves), inputs))
+    compiled, kernels = _compiled(main)
+    assert kernels["RoPE"] == 1
+    x, cos, sin = inputs.values()
+    first, second = x[..., :8], x[..., 8:]
+    expected = np.concatenate((first * cos - second * sin, second * cos + first * sin), -1)
+    exported = compiled.compiled.export_model().getvalue()
+    imported = ov.Core().import_model(exported, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    for run in (compiled.compiled, imported):
+        (found,) = run([x, cos, sin]).values()
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-4)

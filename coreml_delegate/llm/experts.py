@@ -1,0 +1,190 @@
+"""Mixtures of experts, in which every expert computes every token.
+
+A router chooses a few experts for each token. Which ones is known at run time only, whereas a
+program of static shapes multiplies by the same weights each time. So the experts that were not
+chosen compute as well, and count for nothing in the sum. The first matrices of all experts are
+stacked to one linear layer, and so are the last ones: two products, whatever the number of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from coreml_delegate.errors import LoweringError
+from coreml_delegate.llm.attention import NAME
+from coreml_delegate.third_party import transformers
+
+_INTERFACE = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
+"""Attributes of experts whose computation can be registered in ``transformers``."""
+
+
+class LastLayers(nn.Linear):
+    """The last matrices of all experts, side by side.
+
+    Args:
+        weight: [H, E * I].
+        inputs: Number I of inputs of one expert, whose outputs have scales of their own.
+    """
+
+    def __init__(self, weight: torch.Tensor, inputs: int) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.weight = _parameter(weight)
+        self.inputs = inputs
+
+
+class Experts(nn.Module):
+    """Experts that all compute every token.
+
+    Args:
+        first: First matrices [E, O, H] of all experts.
+        last: Last matrices [E, H, I].
+        first_bias: [E, O], or None.
+        last_bias: [E, H], or None.
+
+    Attributes:
+        count: Number E of experts.
+        first: From tokens [T, H] to [T, E * O].
+        last: From [T, E * I] to the sum of all experts, [T, H].
+        last_bias: As given.
+    """
+
+    def __init__(
+        self,
+        first: torch.Tensor,
+        last: torch.Tensor,
+        first_bias: torch.Tensor | None,
+        last_bias: torch.Tensor | None,
+    ) -> None:
+        super().__init__()
+        self.count, outputs, width = first.shape
+        self.first = nn.Linear(width, self.count * outputs, bias=False, device="meta")
+        self.first.weight = _parameter(first.reshape(-1, width))
+        if first_bias is not None:
+            self.first.bias = _parameter(first_bias.flatten())
+        inputs = last.shape[2]
+        self.last = LastLayers(last.permute(1, 0, 2).reshape(width, -1), inputs)
+        self.last_bias = None if last_bias is None else _parameter(last_bias)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        indices: torch.Tensor,
+        weights: torch.Tensor,
+        activate: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the weighted sum [T, H] of the results of the chosen experts.
+
+        Args:
+            x: Tokens [T, H].
+            indices: The experts chosen for each token, [T, K], integers.
+            weights: Their weights [T, K].
+            activate: From [..., O] to [..., I].
+        """
+        chosen = indices[..., None] == torch.arange(self.count)
+        shares = torch.where(chosen, weights[..., None], 0.0).sum(1)
+        hidden = activate(self.first(x).unflatten(-1, (self.count, -1)))
+        each = shares[..., None]
+        # Experts may overflow in fp16 for tokens not meant for them; zero times infinity is NaN.
+        hidden = torch.where(each != 0, hidden * each, 0.0)
+        made = self.last(hidden.flatten(1))
+        return made if self.last_bias is None else made + shares @ self.last_bias
+
+
+def compute_all(
+    module: Any, hidden_states: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute experts of ``transformers`` that ``stack_experts`` has prepared.
+
+    Args:
+        module: The experts.
+        hidden_states: Tokens [T, H].
+        indices: The experts chosen for each token, [T, K].
+        weights: Their weights [T, K].
+
+    Returns:
+        [T, H].
+    """
+    activate = module._apply_gate if module.has_gate else module.act_fn
+    return module.stacked(hidden_states, indices, weights, activate)
+
+
+def stack_experts(model: nn.Module) -> None:
+    """Stack the matrices of all experts of a model, and let ``compute_all`` compute them.
+
+    Raises:
+        LoweringError: The experts of the model are of a form that is not supported.
+    """
+    for name, module in list(model.named_modules()):
+        if all(hasattr(module, attribute) for attribute in _INTERFACE):
+            _stack(name, module)
+        elif "Experts" in type(module).__name__:
+            _refuse(name, module)
+
+
+def routers(model: nn.Module) -> frozenset[nn.Module]:
+    """Return the linear layers that choose experts; a rounded one would choose others."""
+    found: set[nn.Module] = set()
+    for block in model.modules():
+        for experts in block.children():
+            stacked = getattr(experts, "stacked", None)
+            if isinstance(stacked, Experts):
+                found.update(_linears_of(block, experts, stacked.count))
+    return frozenset(found)
+
+
+def sort_choices(program: ExportedProgram) -> None:
+    """Let routers sort the experts they choose, whose order does not matter to the sum.
+
+    Core ML is not given choices whose order is left open, because PyTorch's is its own.
+    """
+    for node in program.graph.nodes:
+        if node.target is torch.ops.aten.topk.default:
+            node.args = node.args[:4]  # by default the fifth, sorted, is true
+            node.kwargs = {key: value for key, value in node.kwargs.items() if key != "sorted"}
+
+
+def _linears_of(block: nn.Module, experts: nn.Module, outputs: int) -> set[nn.Module]:
+    return {
+        module
+        for part in block.children()
+        if part is not experts
+        for module in part.modules()
+        if isinstance(module, nn.Linear) and module.out_features == outputs
+    }
+
+
+def _stack(name: str, module: Any) -> None:
+    if module.has_post_expert_norm:
+        _refuse(name, module)
+    first_name = "gate_up_proj" if module.has_gate else "up_proj"
+    taken = {key: module._parameters.pop(key) for key in _names(first_name, biases=module.has_bias)}
+    first, last = taken[first_name], taken["down_proj"]
+    if module.is_transposed:
+        first, last = first.transpose(1, 2), last.transpose(1, 2)
+    biases = (taken.get(f"{key}_bias") for key in (first_name, "down_proj"))
+    module.stacked = Experts(first, last, *biases)
+    module.config._experts_implementation = NAME
+
+
+def _names(first: str, *, biases: bool) -> tuple[str, ...]:
+    matrices = (first, "down_proj")
+    return (*matrices, *(f"{key}_bias" for key in matrices)) if biases else matrices
+
+
+def _refuse(name: str, module: nn.Module) -> None:
+    raise LoweringError(
+        "this form of a mixture of experts is not supported",
+        got=f"{type(module).__name__} at {name}",
+    )
+
+
+def _parameter(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.detach(), requires_grad=False)
+
+
+transformers().integrations.moe.ExpertsInterface.register(NAME, compute_all)

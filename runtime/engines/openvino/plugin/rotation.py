@@ -1,0 +1,162 @@
+"""Rotations with tables of half the width, which OpenVINO 2026.4's CPU plugin forgets on export.
+
+It replaces ``concat(a * cos - b * sin, b * cos + a * sin)``, where ``a`` and ``b`` are the halves
+of a tensor, by one node that remembers how wide the tables are. A compiled model that is exported
+and read again, as for the cache and for programs that run without Python, has lost that: the second
+half is then computed with whatever lies behind the tables in memory. No issue is known.
+
+With tables of the whole width, as most models have them, there is nothing to remember.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import openvino as ov
+from openvino import opset15 as ops
+
+from coreml_delegate.runtime.engines.openvino.graph import (
+    constant_data,
+    constant_ints,
+    dims,
+    ints,
+    normalize_axis,
+    rank,
+    scalar,
+)
+
+_RANK = 4  # of the tensors that the plugin rotates
+_SLICES = ("Slice", "StridedSlice")
+
+
+@dataclass(frozen=True, slots=True)
+class _Half:
+    """Half of a tensor along its last axis.
+
+    Attributes:
+        whole: The tensor.
+        place: 0 for the first half, 1 for the second.
+    """
+
+    whole: Any
+    place: int
+
+
+def widen_rotation_tables(model: Any) -> None:
+    """Rewrite rotations of ``model`` to tables of the whole width, in place."""
+    for node in model.get_ordered_ops():
+        if node.get_type_name() == "Concat" and (found := _rotation(node)) is not None:
+            x, cos, sin, width = found
+            # The plugin looks for a split along an axis that is counted from the front.
+            split = ops.variadic_split(x, ints(_RANK - 1), ints((width, width)))
+            first, second = split.outputs()
+            turned = ops.concat([ops.multiply(second, scalar(-1.0, second)), first], -1)
+            wide_cos, wide_sin = (ops.concat([table, table], -1) for table in (cos, sin))
+            made = ops.add(ops.multiply(x, wide_cos), ops.multiply(turned, wide_sin))
+            made.set_friendly_name(node.get_friendly_name())
+            ov.utils.replace_node(node, made)
+
+
+def _rotation(node: Any) -> tuple[Any, Any, Any, int] | None:
+    """Return the rotated tensor, cosines, sines and half its width; None for another concat."""
+    parts = node.input_values()
+    if len(parts) != 2 or rank(parts[0]) != _RANK:
+        return None
+    if normalize_axis(node.get_attributes()["axis"], _RANK) != _RANK - 1:
+        return None
+    difference, total = _difference(parts[0]), _operands(parts[1], "Add")
+    if difference is None or total is None:
+        return None
+    found = _halves(difference)
+    if found is None:
+        return None
+    first, second, cos, sin = found
+    products = {frozenset(map(_key, factors)) for factors in map(_factors, total)}
+    if products != {frozenset((_key(second), _key(cos))), frozenset((_key(first), _key(sin)))}:
+        return None
+    width = dims(first)[-1]
+    if width is None or dims(cos)[-1] != width or dims(sin)[-1] != width:
+        return None
+    whole = _half(first)
+    return None if whole is None else (whole.whole, cos, sin, width)
+
+
+def _difference(value: Any) -> tuple[Any, Any] | None:
+    """Return what is subtracted from what."""
+    found = _operands(value, "Subtract")
+    if found is not None:
+        return found
+    for kept, other in _orders(_operands(value, "Add")):
+        if (negated := _negated(other)) is not None:
+            return kept, negated
+    return None
+
+
+def _negated(value: Any) -> Any | None:
+    node = value.get_node()
+    if node.get_type_name() == "Negative":
+        return node.input_value(0)
+    for factor, other in _orders(_operands(value, "Multiply")):
+        data = constant_data(factor)
+        if data is not None and data.size == 1 and float(data.flat[0]) == -1.0:
+            return other
+    return None
+
+
+def _halves(difference: tuple[Any, Any]) -> tuple[Any, Any, Any, Any] | None:
+    """Return the halves of one tensor that are multiplied by cosines and by sines, and those."""
+    for first, cos in _orders(_operands(difference[0], "Multiply")):
+        for second, sin in _orders(_operands(difference[1], "Multiply")):
+            if _are_halves(first, second):
+                return first, second, cos, sin
+    return None
+
+
+def _are_halves(first: Any, second: Any) -> bool:
+    halves = _half(first), _half(second)
+    if halves[0] is None or halves[1] is None:
+        return False
+    is_same = _key(halves[0].whole) == _key(halves[1].whole)
+    return is_same and (halves[0].place, halves[1].place) == (0, 1)
+
+
+def _half(value: Any) -> _Half | None:
+    """Return which half of which tensor a value is; None for any other value."""
+    node = value.get_node()
+    kind = node.get_type_name()
+    if kind != "VariadicSplit" and kind not in _SLICES:
+        return None
+    whole = node.input_value(0)
+    *sizes, width = dims(value)
+    if width is None or [*sizes, 2 * width] != [*dims(whole)]:
+        return None
+    if kind == "VariadicSplit":
+        return _Half(whole, value.get_index())
+    first = constant_ints(node.input_value(1))
+    if first is None:
+        return None
+    masks = node.get_attributes().get("begin_mask")
+    start = 0 if masks is not None and masks[-1] else first[-1] % (2 * width)
+    return _Half(whole, start // width) if start in (0, width) else None
+
+
+def _factors(value: Any) -> tuple[Any, ...]:
+    return _operands(value, "Multiply") or ()
+
+
+def _operands(value: Any, kind: str) -> tuple[Any, Any] | None:
+    node = value.get_node()
+    if node.get_type_name() != kind:
+        return None
+    left, right = node.input_values()
+    return left, right
+
+
+def _orders(pair: tuple[Any, Any] | None) -> tuple[tuple[Any, Any], ...]:
+    return () if pair is None else (pair, pair[::-1])
+
+
+def _key(value: Any) -> tuple[str, int]:
+    """What identifies an output of a node."""
+    return value.get_node().get_name(), value.get_index()

@@ -2,7 +2,8 @@
 
 ``decode`` takes one token, ``prefill`` a chunk of them, padded at its end. Both take the position
 of their first token and the caches, and return logits and the keys and values of their own tokens
-only, which the caller writes into the caches: a step thus moves no cache out of the model.
+only, which the caller writes into the caches: a step thus moves no cache out of the model. Layers
+that keep whole states return those.
 
 ``forward`` keeps the caches itself, as buffers that become states, and otherwise takes the inputs
 of ``prefill``. It is the only method, because methods share no state on a device; a single token is
@@ -20,8 +21,8 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from coreml_delegate.errors import LoweringError, OptionError
-from coreml_delegate.llm.attention import Call, Segment
-from coreml_delegate.llm.caches import kept_caches, new_rows, passed_caches
+from coreml_delegate.llm.attention import Call
+from coreml_delegate.llm.caches import kept_caches, new_tensors, passed_caches
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.layout import DECODE, FORWARD, PREFILL, CacheKind, Layout
 from coreml_delegate.llm.stored_weights import in_memory, read_weights
@@ -76,8 +77,16 @@ def export_methods(decoder: Decoder, layout: Layout) -> dict[str, ExportedProgra
         layout: Kind of the caches, chunk and context.
 
     Raises:
+        OptionError: The layout does not say which caches a call replaces.
         LoweringError: ``torch.export`` cannot capture the model.
     """
+    replaced = decoder.replaced if layout.cache is CacheKind.IO else ()
+    if layout.replaced != replaced:
+        raise OptionError(
+            "the layout is not the decoder's",
+            got=f"replaced caches {layout.replaced}",
+            expected=str(replaced),
+        )
     read_weights(decoder)
     # Two tensors, because torch.export takes inputs that are the same object for one input.
     position, last = torch.tensor([0]), torch.tensor([0])
@@ -129,9 +138,15 @@ class _Method(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         call, decoder = Call(), self.decoder
         cache = passed_caches(
-            decoder.layers, caches, position, call, length=tokens.shape[1], placed=decoder.placed
+            decoder.layers,
+            caches,
+            position,
+            call,
+            length=tokens.shape[1],
+            placed=decoder.placed,
+            last=last,
         )
-        return (decoder.advance(tokens, position, cache, call, last), *new_rows(cache))
+        return (decoder.advance(tokens, position, cache, call, last), *new_tensors(cache))
 
 
 class Decode(_Method):
@@ -140,12 +155,14 @@ class Decode(_Method):
     def forward(
         self, tokens: torch.Tensor, position: torch.Tensor, caches: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """Return logits [1, V], then keys and values [1, kv_heads, 1, head_dim] of each layer.
+        """Return logits [1, V], then what each layer keeps.
+
+        That is the keys and values [1, kv_heads, 1, head_dim] of the token, or its whole states.
 
         Args:
             tokens: [1, 1], int64.
             position: [1], int64: how many tokens the caches hold.
-            caches: Keys and values of each layer in turn, each [1, kv_heads, S, head_dim].
+            caches: What each layer keeps in turn; keys and values are [1, kv_heads, S, head_dim].
         """
         return self._advance(tokens, position, caches)
 
@@ -160,7 +177,7 @@ class Prefill(_Method):
         last: torch.Tensor,
         caches: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Return logits [1, V] of one token, and keys and values [1, kv_heads, L, head_dim].
+        """Return logits [1, V] of one token, then what each layer keeps, as ``Decode``.
 
         Args:
             tokens: [1, L], int64; what follows the last token is ignored.
@@ -172,7 +189,7 @@ class Prefill(_Method):
 
 
 class Forward(nn.Module):
-    """Method ``forward``: a chunk of tokens whose keys and values stay in buffers.
+    """Method ``forward``: a chunk of tokens; what layers keep of them stays in buffers.
 
     No token attends to keys that padding wrote: the tokens at those positions overwrite them
     first. The caches have room for padding behind the last token of the context.
@@ -181,14 +198,11 @@ class Forward(nn.Module):
     def __init__(self, decoder: Decoder, length: int, context: int) -> None:
         super().__init__()
         self.decoder = decoder
+        self._names: list[str] = []
         for index, layer in enumerate(decoder.layers):
-            segment = layer.zeros(layer.rows(context, length - 1))
-            for kind, empty in zip(("keys", "values"), segment, strict=True):
-                self.register_buffer(f"{kind}_{index}", empty)
-
-    def caches(self, layer: int) -> Segment:
-        """Return the keys and values of a layer."""
-        return self.get_buffer(f"keys_{layer}"), self.get_buffer(f"values_{layer}")
+            for kind, empty in layer.empty(context, length - 1).items():
+                self._names.append(f"{kind}_{index}")
+                self.register_buffer(self._names[-1], empty)
 
     def forward(
         self, tokens: torch.Tensor, position: torch.Tensor, last: torch.Tensor
@@ -201,13 +215,13 @@ class Forward(nn.Module):
             last: [1], int64: index of the last token.
         """
         decoder = self.decoder
-        buffers = [self.caches(index) for index in range(len(decoder.layers))]
-        cache = kept_caches(decoder.layers, buffers, position, length=tokens.shape[1])
+        buffers = [self.get_buffer(name) for name in self._names]
+        cache = kept_caches(decoder.layers, buffers, position, length=tokens.shape[1], last=last)
         return decoder.advance(tokens, position, cache, Call(), last)
 
 
 def _caches(decoder: Decoder, context: int) -> list[torch.Tensor]:
-    return [empty for layer in decoder.layers for empty in layer.zeros(layer.rows(context, 0))]
+    return [empty for layer in decoder.layers for empty in layer.empty(context, 0).values()]
 
 
 def _quantized(weight: torch.Tensor, dtype: str, group: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ PREFILL = "prefill"
 FORWARD = "forward"
 
 _VERSION = 2  # of the inputs and outputs of the methods
+_NEWEST = 3  # of files with facts that a reader of version 2 would not heed
 
 
 class CacheKind(enum.Enum):
@@ -38,6 +39,8 @@ class Layout:
         cache: Where the caches are kept.
         bos: Token that begins a text, or None.
         eos: Tokens that end one.
+        replaced: Numbers of the caches that each call replaces as a whole; the others have a row
+            for each token.
     """
 
     vocabulary: int
@@ -46,6 +49,7 @@ class Layout:
     cache: CacheKind
     bos: int | None = None
     eos: tuple[int, ...] = ()
+    replaced: tuple[int, ...] = ()
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -55,7 +59,7 @@ class Layout:
     def constants(self) -> dict[str, Any]:
         """Return the constant methods by name, each with its value."""
         return {
-            "get_llm_layout_version": _VERSION,
+            "get_llm_layout_version": _NEWEST if self.replaced else _VERSION,
             "get_vocab_size": self.vocabulary,
             "get_max_context_len": self.context,
             "get_max_seq_len": self.chunk,
@@ -63,6 +67,7 @@ class Layout:
             "use_kv_cache": True,
             "get_eos_ids": list(self.eos),
             **({} if self.bos is None else {"get_bos_id": self.bos}),
+            **({"get_replaced_caches": list(self.replaced)} if self.replaced else {}),
         }
 
     @classmethod
@@ -85,14 +90,16 @@ class Layout:
                 remedy="Export it with coreml-delegate export-llm",
             )
         values: Mapping[str, Sequence[Any]] = {
-            name: call(name) for name in cls(0, 0, 0, CacheKind.IO, 0).constants() if name in names
+            name: call(name)
+            for name in cls(0, 0, 0, CacheKind.IO, 0, replaced=(0,)).constants()
+            if name in names
         }
         (version,) = values["get_llm_layout_version"]
-        if version != _VERSION:
+        if not _VERSION <= version <= _NEWEST:
             raise ProgramError(
                 "the program was exported by another version of this package",
                 got=f"layout {version}",
-                expected=f"layout {_VERSION}",
+                expected=f"layout {_VERSION} or {_NEWEST}",
                 remedy="Export it again",
             )
         return cls(
@@ -102,4 +109,5 @@ class Layout:
             cache=CacheKind(values["get_cache_kind"][0]),
             bos=int(values["get_bos_id"][0]) if "get_bos_id" in values else None,
             eos=tuple(int(token) for token in values["get_eos_ids"]),
+            replaced=tuple(int(number) for number in values.get("get_replaced_caches", ())),
         )

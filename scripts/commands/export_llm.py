@@ -154,6 +154,7 @@ def _model(args: argparse.Namespace) -> tuple[Decoder, Layout]:
         cache=CacheKind(args.cache),
         bos=decoder.bos,
         eos=end_tokens(config, folder),
+        replaced=decoder.replaced if args.cache == "io" else (),
     )
     return decoder, layout
 

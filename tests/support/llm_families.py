@@ -45,6 +45,7 @@ class Family:
         positions: How it tells positions.
         window: Which layers have a sliding window.
         copies: Whether a step copies the caches, since the module attends by itself.
+        states: Whether layers keep states that each call replaces.
         quick: Whether ``make test`` runs it.
     """
 
@@ -54,6 +55,7 @@ class Family:
     positions: str = "rotary"
     window: str = ""
     copies: bool = False
+    states: bool = False
     quick: bool = False
 
 
@@ -149,6 +151,12 @@ FAMILIES: Mapping[str, Family] = {
     "diffllama": Family("DiffLlama", "differences of attentions"),
     "nanochat": Family("nanochat", "norms without weights, a soft cap of logits"),
     "hyperclovax": Family("HyperCLOVA X SEED", "multipliers"),
+    "lfm2": Family(
+        "LFM2",
+        "convolutions in some layers, norms of queries and keys",
+        {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        states=True,
+    ),
     "minicpm3": Family("MiniCPM 3", "latent keys and values", _LATENT),
     "youtu": Family("Youtu-LLM", "latent keys and values", _LATENT),
 }
@@ -159,13 +167,8 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str, str]] = {
     "qwen3_moe": ({}, "Qwen3MoeExperts", "mixture of experts"),
     "gpt_oss": ({}, "GptOssExperts", "mixture of experts"),
     "granite_swa": ({}, "s_aux", "attention with sinks"),
-    "mamba": ({}, "does not keep keys and values", "no attention"),
-    "rwkv": ({}, "does not compute with a cache", "no attention"),
-    "lfm2": (
-        {"layer_types": ["conv", "full_attention"]},
-        "keeps? keys and values",
-        "convolutions between the layers with attention",
-    ),
+    "mamba": ({}, "does not compute with a cache", "a recurrence"),
+    "rwkv": ({}, "does not compute with a cache", "a recurrence"),
     "openai-gpt": ({}, "does not compute with a cache", "its module takes no cache"),
     "gpt_neo": (
         {"attention_types": [[["global", "local"], 1]]},

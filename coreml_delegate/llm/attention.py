@@ -36,6 +36,7 @@ _INERT = frozenset(
         "layer_idx",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "position_embeddings",
         "position_ids",
         "sliding_window",

@@ -21,7 +21,8 @@ from coreml_delegate.llm.caches import LayerCache, new_tensors, passed_caches, r
 from coreml_delegate.llm.generator import write_cache
 from coreml_delegate.llm.norms import make_norms_safe
 from coreml_delegate.llm.positions import tabulate_positions
-from coreml_delegate.third_party import transformers, wrap_errors
+from coreml_delegate.llm.recurrences import use_own_recurrences
+from coreml_delegate.third_party import transformers, without_kernel_advice, wrap_errors
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -59,6 +60,7 @@ class Decoder(nn.Module):
         _refuse_experts(model)
         self.layers, expected = _probe(model, min(_TRIED, context))
         _use_linear_layers(model)
+        use_own_recurrences(model, self.layers)
         tabulate_positions(model, context)
         if safe_norms:
             make_norms_safe(model)
@@ -224,7 +226,7 @@ def _text(length: int) -> torch.Tensor:
 @torch.no_grad()
 def _probe(model: Any, length: int) -> tuple[tuple[LayerCache, ...], torch.Tensor]:
     """Return what the layers keep, and the logits [1, T, V] of a text of T tokens."""
-    with wrap_errors(_refusal(model), kind=LoweringError):
+    with wrap_errors(_refusal(model), kind=LoweringError), without_kernel_advice():
         cache = transformers().DynamicCache(config=model.config)
         made = model(input_ids=_text(length), cache=cache, use_cache=True)
         if getattr(made, "cache", None) is not cache:

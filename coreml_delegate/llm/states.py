@@ -94,7 +94,10 @@ class Span:
         """
         if self._last is None:
             return inputs[:, :, inputs.shape[2] - count :]
-        return inputs.index_select(2, self._last + torch.arange(1, count + 1))
+        # A product with zeros and ones: coremltools cannot write what a gather returns to a state.
+        places = torch.arange(inputs.shape[2])[:, None]
+        chosen = places == self._last + torch.arange(1, count + 1)
+        return inputs @ chosen.to(inputs.dtype)
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):

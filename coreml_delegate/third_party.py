@@ -114,6 +114,18 @@ class _Drop(logging.Filter):
         return self._pattern.match(record.getMessage()) is None
 
 
+@contextmanager
+def without_kernel_advice() -> Generator[None]:
+    """Drop what transformers says of faster kernels for other devices."""
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+    drop = _Drop((r"`\w+` is falling back to its reference PyTorch implementation",))
+    logger.addFilter(drop)
+    try:
+        yield
+    finally:
+        logger.removeFilter(drop)
+
+
 @cache
 def transformers() -> Any:
     """The ``transformers`` module, with what its language models import, imported without noise.

@@ -1,4 +1,4 @@
-"""Caches of keys and values, behind the interface of ``transformers``.
+"""Caches of keys and values, and of whole states, behind the interface of ``transformers``.
 
 A layer with a sliding window keeps as many rows as it needs: position p lies in row p modulo the
 number of rows. Which position a row has follows from the number of tokens so far.
@@ -6,7 +6,7 @@ number of rows. Which position a row has follows from the number of tokens so fa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from coreml_delegate.errors import LoweringError
 from coreml_delegate.llm.attention import Call, Segment
+from coreml_delegate.llm.states import Name, Span, State, StateLayer, read_states, take_states
 from coreml_delegate.third_party import transformers
 
 if TYPE_CHECKING:
@@ -25,26 +26,40 @@ else:  # which says what to install if it is missing
 _NOWHERE = 2**30
 """Position of a row that has no token: later than all, so that no token sees it."""
 
-# Layers of transformers that keep nothing but keys and values.
-_PLAIN = ("DynamicLayer", "DynamicSlidingWindowLayer")
+# Layers of transformers' caches: whether they keep keys and values, and whether states.
+_KINDS: Mapping[str, tuple[bool, bool]] = {
+    "DynamicLayer": (True, False),
+    "DynamicSlidingWindowLayer": (True, False),
+    "LinearAttentionLayer": (False, True),
+    "LinearAttentionAndFullAttentionLayer": (True, True),
+    "LinearAttentionAndSlidingWindowAttentionLayer": (True, True),
+    "DummyLayer": (False, False),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Sizes of the keys and values that one layer keeps of a token.
+    """What one layer keeps: of each token keys and values, or whole states, or both.
 
     Attributes:
-        keys: Heads and width of its keys.
-        values: Heads and width of its values.
+        keys: Heads and width of its keys; None if it keeps no keys and values.
+        values: Heads and width of its values; None without keys.
         window: Number of tokens that a token sees, itself included; None for all.
+        states: Tensors that each call replaces.
     """
 
-    keys: tuple[int, int]
-    values: tuple[int, int]
+    keys: tuple[int, int] | None
+    values: tuple[int, int] | None
     window: int | None
+    states: tuple[State, ...] = ()
+
+    @property
+    def replaced(self) -> tuple[bool, ...]:
+        """Whether a call replaces a tensor, for each in the order of ``empty``."""
+        return (False,) * (2 if self.keys else 0) + (True,) * len(self.states)
 
     def rows(self, context: int, ahead: int) -> int:
-        """Return how many rows its cache needs.
+        """Return how many rows keys and values need.
 
         Args:
             context: Number of tokens of the longest text.
@@ -52,36 +67,41 @@ class LayerCache:
         """
         return min(context, self.window or context) + ahead
 
-    def zeros(self, rows: int) -> Segment:
-        """Return empty keys and values."""
-        (key_heads, key_width), (value_heads, value_width) = self.keys, self.values
-        return (
-            torch.zeros(1, key_heads, rows, key_width),
-            torch.zeros(1, value_heads, rows, value_width),
-        )
+    def empty(self, context: int, ahead: int) -> dict[str, torch.Tensor]:
+        """Return the tensors of an empty cache by name; see ``rows``."""
+        made: dict[str, torch.Tensor] = {}
+        for name, sizes in (("keys", self.keys), ("values", self.values)):
+            if sizes:
+                heads, width = sizes
+                made[name] = torch.zeros(1, heads, self.rows(context, ahead), width)
+        for state in self.states:
+            kind, number = state.name
+            made[f"{kind}_{number}"] = torch.zeros(state.shape)
+        return made
 
 
 def read_layers(cache: DynamicCache) -> tuple[LayerCache, ...]:
     """Return what each layer keeps, given a cache of ``transformers`` that has seen a token.
 
     Raises:
-        LoweringError: A layer keeps something else than keys and values, or shares them.
+        LoweringError: A layer keeps something else than keys, values and states, or shares them.
     """
     layers: list[LayerCache] = []
     for index, layer in enumerate(cache.layers):
         kind = type(layer).__name__
         keys: torch.Tensor | None = getattr(layer, "keys", None)
         values: torch.Tensor | None = getattr(layer, "values", None)
-        if kind not in _PLAIN or keys is None or values is None:
+        sizes = [(rows.shape[1], rows.shape[3]) for rows in (keys, values) if rows is not None]
+        states = read_states(layer)
+        if (len(sizes) == 2, bool(states)) != _KINDS.get(kind):
             raise LoweringError(
-                f"layer {index} of the model does not keep keys and values of its own",
+                f"layer {index} of the model does not keep keys and values or states of its own",
                 got=kind,
-                expected="attention in every layer",
+                expected="attention, a convolution or a recurrence in every layer",
             )
         window = getattr(layer, "sliding_window", None)
-        layers.append(
-            LayerCache((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]), window)
-        )
+        key_sizes, value_sizes = sizes or (None, None)
+        layers.append(LayerCache(key_sizes, value_sizes, window, states))
     return tuple(layers)
 
 
@@ -179,6 +199,22 @@ class _KeptLayer(_Layer):
         return self._buffers
 
 
+class _PassedHybrid(StateLayer, _PassedLayer):
+    """Rows and states that are inputs of the call."""
+
+    def __init__(self, states: Mapping[Name, torch.Tensor], span: Span, *args: Any) -> None:
+        _PassedLayer.__init__(self, *args[:-1], sliding=args[-1])
+        StateLayer.__init__(self, states, span, write=False)
+
+
+class _KeptHybrid(StateLayer, _KeptLayer):
+    """Rows and states that are buffers of a module."""
+
+    def __init__(self, states: Mapping[Name, torch.Tensor], span: Span, *args: Any) -> None:
+        _KeptLayer.__init__(self, *args[:-1], sliding=args[-1])
+        StateLayer.__init__(self, states, span, write=True)
+
+
 def passed_caches(
     layers: Sequence[LayerCache],
     past: Sequence[torch.Tensor],
@@ -187,71 +223,105 @@ def passed_caches(
     *,
     length: int,
     placed: bool,
+    last: torch.Tensor | None = None,
 ) -> Cache:
     """Return caches that are inputs of a call.
 
     Args:
         layers: What each layer keeps.
-        past: Keys and values of each layer in turn, each [1, kv_heads, S, width].
+        past: Tensors of each layer in turn; keys and values are [1, kv_heads, S, width].
         position: Number of tokens before the call, [1], int64.
         call: Keeps the segments.
         length: Number L of the call's tokens.
         placed: Whether the columns have to be in the order of their positions.
+        last: Index of the last token that is no padding, [1]; None if there is no padding.
     """
+    span = Span(position, length, last)
     own = position + torch.arange(length)
     known: dict[tuple[int, bool], torch.Tensor] = {}
-    made: list[Any] = []
-    for index, layer in enumerate(layers):
-        segment = past[2 * index], past[2 * index + 1]
-        rows, ring = segment[0].shape[2], layer.window == segment[0].shape[2]
+
+    def columns(rows: int, *, ring: bool) -> torch.Tensor:
         if (rows, ring) not in known:
             known[rows, ring] = (
                 torch.arange(rows + length - 1)
                 if placed
                 else torch.cat((_past_positions(rows, position, ring=ring), own))
             )
-        kind = _PlacedLayer if placed else _PassedLayer
-        made.append(
-            kind(segment, call, known[rows, ring], position, sliding=layer.window is not None)
-        )
+        return known[rows, ring]
+
+    made: list[Any] = []
+    tensors = iter(past)
+    for layer in layers:
+        if not layer.keys:
+            made.append(StateLayer(take_states(layer.states, tensors), span, write=False))
+            continue
+        segment = next(tensors), next(tensors)
+        rows, sliding = segment[0].shape[2], layer.window is not None
+        places = columns(rows, ring=layer.window == rows)
+        if layer.states:
+            states = take_states(layer.states, tensors)
+            made.append(_PassedHybrid(states, span, segment, call, places, position, sliding))
+        else:
+            kind = _PlacedLayer if placed else _PassedLayer
+            made.append(kind(segment, call, places, position, sliding=sliding))
     return Cache(layers=made)
 
 
-def new_rows(cache: Cache) -> list[torch.Tensor]:
-    """Return the keys and values of each layer in turn that a call has made of its own tokens."""
+def new_tensors(cache: Cache) -> list[torch.Tensor]:
+    """Return what a call has made for each layer in turn: rows of its own tokens, and states."""
+    made: list[torch.Tensor] = []
     layers: list[Any] = cache.layers
-    return [tensor for layer in layers for tensor in layer.new]
+    for layer in layers:
+        made += getattr(layer, "new", None) or ()
+        made += getattr(layer, "replaced", ())
+    return made
 
 
 def kept_caches(
     layers: Sequence[LayerCache],
-    buffers: Sequence[Segment],
+    buffers: Sequence[torch.Tensor],
     position: torch.Tensor,
     *,
     length: int,
+    last: torch.Tensor | None = None,
 ) -> Cache:
     """Return caches that are buffers of a module.
 
     Args:
         layers: What each layer keeps.
-        buffers: Keys and values of each layer.
+        buffers: Tensors of each layer in turn.
         position: Number of tokens before the call, [1], int64.
         length: Number L of the call's tokens, padding included.
+        last: Index of the last token that is no padding, [1]; None if there is no padding.
     """
+    span = Span(position, length, last)
     own = position + torch.arange(length)
-    made: list[Any] = []
     known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for layer, segment in zip(layers, buffers, strict=True):
-        rows = segment[0].shape[2]
+
+    def places(rows: int, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         if rows not in known:
-            ring = layer.window is not None and rows == layer.window + length - 1
+            ring = window is not None and rows == window + length - 1
             known[rows] = (
                 (own % rows, _ring_positions(rows, position + (length - 1)))
                 if ring
                 else (own, torch.arange(rows))
             )
-        at, columns = known[rows]
-        made.append(_KeptLayer(segment, at, columns, position, sliding=layer.window is not None))
+        return known[rows]
+
+    made: list[Any] = []
+    tensors = iter(buffers)
+    for layer in layers:
+        if not layer.keys:
+            made.append(StateLayer(take_states(layer.states, tensors), span, write=True))
+            continue
+        segment = next(tensors), next(tensors)
+        at, columns = places(segment[0].shape[2], layer.window)
+        sliding = layer.window is not None
+        if layer.states:
+            states = take_states(layer.states, tensors)
+            made.append(_KeptHybrid(states, span, segment, at, columns, position, sliding))
+        else:
+            made.append(_KeptLayer(segment, at, columns, position, sliding=sliding))
     return Cache(layers=made)
 
 

@@ -17,16 +17,18 @@ from torch import nn
 
 from coreml_delegate.errors import LoweringError, OptionError
 from coreml_delegate.llm.attention import NAME, Call, calling
-from coreml_delegate.llm.caches import LayerCache, new_rows, passed_caches, read_layers
+from coreml_delegate.llm.caches import LayerCache, new_tensors, passed_caches, read_layers
 from coreml_delegate.llm.experts import stack_experts
+from coreml_delegate.llm.generator import write_cache
 from coreml_delegate.llm.norms import make_norms_safe
 from coreml_delegate.llm.positions import tabulate_positions
-from coreml_delegate.third_party import transformers, wrap_errors
+from coreml_delegate.llm.recurrences import use_own_recurrences
+from coreml_delegate.third_party import transformers, without_kernel_advice, wrap_errors
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
-_TRIED = 3  # tokens of the text that is computed before and after
+_TRIED = 5  # tokens of the text that is computed before and after
 _TOLERANCE = 1e-3  # of the largest logit; fp32 kernels differ by a thousandth of it
 
 _REFUSED: Mapping[str, str] = {
@@ -46,7 +48,7 @@ class Decoder(nn.Module):
     Attributes:
         model: The model.
         context: Number of tokens of the longest text.
-        layers: What each layer keeps of a token.
+        layers: What each layer keeps.
         placed: Whether cached keys have to be in the order of their positions.
 
     Raises:
@@ -65,6 +67,7 @@ class Decoder(nn.Module):
         self.layers, expected = _probe(model, min(_TRIED, context))
         _use_linear_layers(model)
         stack_experts(model)
+        use_own_recurrences(model, self.layers)
         tabulate_positions(model, context)
         if safe_norms:
             make_norms_safe(model)
@@ -86,6 +89,12 @@ class Decoder(nn.Module):
     def bos(self) -> int | None:
         """Token that begins a text, or None."""
         return self.model.config.get_text_config(decoder=True).bos_token_id
+
+    @property
+    def replaced(self) -> tuple[int, ...]:
+        """Numbers of the caches that each call replaces as a whole."""
+        flags = [flag for layer in self.layers for flag in layer.replaced]
+        return tuple(number for number, flag in enumerate(flags) if flag)
 
     @property
     def embedding(self) -> nn.Module:
@@ -174,8 +183,8 @@ class Decoder(nn.Module):
             inputs: Tokens [1, T], or embeddings [1, T, width].
 
         Returns:
-            Whether cached keys have to be in the order of their positions: the model does not call
-            the attention function.
+            Whether cached keys have to be in the order of their positions: the model has attention
+            and does not call the attention function.
 
         Raises:
             LoweringError: They differ.
@@ -184,24 +193,39 @@ class Decoder(nn.Module):
         with calling(call):
             found = self.model(**_named(inputs), use_cache=False).logits
         self._compare(found, expected)
-        return not call.attended
+        return not call.attended and any(layer.keys for layer in self.layers)
 
     @torch.no_grad()
     def _check_steps(self, expected: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Compare the logits of a text in two calls, the second of one token."""
-        past = [rows for layer in self.layers for rows in layer.zeros(layer.rows(self.context, 0))]
-        start = 0
-        for length in (inputs.shape[1] - 1, 1):
-            call, position, last = Call(), torch.tensor([start]), torch.tensor([length - 1])
+        """Compare the logits of a text in several calls: all padded but the last, of one token.
+
+        Args:
+            expected: The logits.
+            inputs: Tokens [1, T], or embeddings [1, T, width].
+        """
+        past = [empty for layer in self.layers for empty in layer.empty(self.context, 0).values()]
+        replaced = self.replaced
+        before = inputs.shape[1] - 1
+        share = max(1, before // 2)
+        for start in (*range(0, before, share), before):
+            count = 1 if start == before else min(share, before - start)
+            length = 1 if start == before else share + 1
+            call, position, last = Call(), torch.tensor([start]), torch.tensor([count - 1])
             cache = passed_caches(
-                self.layers, past, position, call, length=length, placed=self.placed
+                self.layers,
+                past,
+                position,
+                call,
+                length=length,
+                placed=self.placed,
+                last=last if length > 1 else None,
             )
-            found = self.advance(inputs[:, start : start + length], position, cache, call, last)
-            start += length
-            self._compare(found, expected[:, start - 1])
-            for rows, new in zip(past, new_rows(cache), strict=True):
-                free = rows[:, :, start - length : start]
-                free.copy_(new[:, :, : free.shape[2]])
+            chunk = inputs.new_zeros(1, length, *inputs.shape[2:])
+            chunk[:, :count] = inputs[:, start : start + count]
+            found = self.advance(chunk, position, cache, call, last)
+            self._compare(found, expected[:, start + count - 1])
+            for number, (rows, new) in enumerate(zip(past, new_tensors(cache), strict=True)):
+                write_cache(rows, new, start, count, whole=number in replaced)
 
     def _compare(self, found: torch.Tensor, expected: torch.Tensor) -> None:
         bound = _TOLERANCE * float(expected.abs().max())
@@ -237,7 +261,7 @@ def _text(length: int) -> torch.Tensor:
 @torch.no_grad()
 def _probe(model: Any, length: int) -> tuple[tuple[LayerCache, ...], torch.Tensor]:
     """Return what the layers keep, and the logits [1, T, V] of a text of T tokens."""
-    with wrap_errors(_refusal(model), kind=LoweringError):
+    with wrap_errors(_refusal(model), kind=LoweringError), without_kernel_advice():
         cache = transformers().DynamicCache(config=model.config)
         made = model(input_ids=_text(length), cache=cache, use_cache=True)
         if getattr(made, "cache", None) is not cache:

@@ -2,7 +2,8 @@
 
 ``decode`` takes one token, ``prefill`` a chunk of them, padded at its end. Both take the position
 of their first token and the caches, and return logits and the keys and values of their own tokens
-only, which the caller writes into the caches: a step thus moves no cache out of the model.
+only, which the caller writes into the caches: a step thus moves no cache out of the model. Layers
+that keep whole states return those.
 
 With a selection (``candidates.py``) the methods return tokens in place of logits. With adapters
 there are the same methods again for each, which have the adapter's name behind theirs and the
@@ -27,8 +28,8 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from coreml_delegate.errors import LoweringError, OptionError
-from coreml_delegate.llm.attention import Call, Segment
-from coreml_delegate.llm.caches import kept_caches, new_rows, passed_caches
+from coreml_delegate.llm.attention import Call
+from coreml_delegate.llm.caches import kept_caches, new_tensors, passed_caches
 from coreml_delegate.llm.candidates import Selection
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.experts import LastLayers, routers, sort_choices
@@ -96,11 +97,19 @@ def export_methods(
         adapters: The adapters, in the order of their names.
 
     Raises:
+        OptionError: The layout does not say which caches a call replaces.
         LoweringError: ``torch.export`` cannot capture the model.
         OptionError: The layout selects more tokens than the vocabulary has.
     """
     if layout.selection is not None:
         layout.selection.check(layout.vocabulary)
+    replaced = decoder.replaced if layout.cache is CacheKind.IO else ()
+    if layout.replaced != replaced:
+        raise OptionError(
+            "the layout is not the decoder's",
+            got=f"replaced caches {layout.replaced}",
+            expected=str(replaced),
+        )
     read_weights(decoder)
     exported: dict[str, ExportedProgram] = {}
     with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
@@ -185,10 +194,16 @@ class _Method(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         call, decoder = Call(), self.decoder
         cache = passed_caches(
-            decoder.layers, caches, position, call, length=tokens.shape[1], placed=decoder.placed
+            decoder.layers,
+            caches,
+            position,
+            call,
+            length=tokens.shape[1],
+            placed=decoder.placed,
+            last=last,
         )
         logits = decoder.advance(tokens, position, cache, call, last)
-        return (*_selected(logits, self.selection), *new_rows(cache))
+        return (*_selected(logits, self.selection), *new_tensors(cache))
 
 
 class Decode(_Method):
@@ -197,12 +212,14 @@ class Decode(_Method):
     def forward(
         self, tokens: torch.Tensor, position: torch.Tensor, caches: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """Return logits [1, V], then keys and values [1, kv_heads, 1, head_dim] of each layer.
+        """Return logits [1, V], then what each layer keeps.
+
+        That is the keys and values [1, kv_heads, 1, head_dim] of the token, or its whole states.
 
         Args:
             tokens: [1, 1], int64.
             position: [1], int64: how many tokens the caches hold.
-            caches: Keys and values of each layer in turn, each [1, kv_heads, S, head_dim].
+            caches: What each layer keeps in turn; keys and values are [1, kv_heads, S, head_dim].
         """
         return self._advance(tokens, position, caches)
 
@@ -217,7 +234,7 @@ class Prefill(_Method):
         last: torch.Tensor,
         caches: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Return logits [1, V] of one token, and keys and values [1, kv_heads, L, head_dim].
+        """Return logits [1, V] of one token, then what each layer keeps, as ``Decode``.
 
         Args:
             tokens: [1, L], int64; what follows the last token is ignored.
@@ -229,7 +246,7 @@ class Prefill(_Method):
 
 
 class Forward(nn.Module):
-    """Method ``forward``: a chunk of tokens whose keys and values stay in buffers.
+    """Method ``forward``: a chunk of tokens; what layers keep of them stays in buffers.
 
     No token attends to keys that padding wrote: the tokens at those positions overwrite them
     first. The caches have room for padding behind the last token of the context.
@@ -253,16 +270,11 @@ class Forward(nn.Module):
         super().__init__()
         self.decoder = decoder
         self.selection = selection
-        self._suffix = suffix
+        self._names: list[str] = []
         for index, layer in enumerate(decoder.layers):
-            segment = layer.zeros(layer.rows(context, length - 1))
-            for kind, empty in zip(("keys", "values"), segment, strict=True):
-                self.register_buffer(f"{kind}_{index}{suffix}", empty)
-
-    def caches(self, layer: int) -> Segment:
-        """Return the keys and values of a layer."""
-        keys, values = (f"{kind}_{layer}{self._suffix}" for kind in ("keys", "values"))
-        return self.get_buffer(keys), self.get_buffer(values)
+            for kind, empty in layer.empty(context, length - 1).items():
+                self._names.append(f"{kind}_{index}{suffix}")
+                self.register_buffer(self._names[-1], empty)
 
     def forward(
         self, tokens: torch.Tensor, position: torch.Tensor, last: torch.Tensor
@@ -275,8 +287,8 @@ class Forward(nn.Module):
             last: [1], int64: index of the last token.
         """
         decoder = self.decoder
-        buffers = [self.caches(index) for index in range(len(decoder.layers))]
-        cache = kept_caches(decoder.layers, buffers, position, length=tokens.shape[1])
+        buffers = [self.get_buffer(name) for name in self._names]
+        cache = kept_caches(decoder.layers, buffers, position, length=tokens.shape[1], last=last)
         logits = decoder.advance(tokens, position, cache, Call(), last)
         return logits if self.selection is None else self.selection.select(logits)
 
@@ -286,7 +298,7 @@ def _selected(logits: torch.Tensor, selection: Selection | None) -> tuple[torch.
 
 
 def _caches(decoder: Decoder, context: int) -> list[torch.Tensor]:
-    return [empty for layer in decoder.layers for empty in layer.zeros(layer.rows(context, 0))]
+    return [empty for layer in decoder.layers for empty in layer.empty(context, 0).values()]
 
 
 def _quantized(weight: torch.Tensor, dtype: str, group: int) -> torch.Tensor:

@@ -211,7 +211,8 @@ class Generator:
     def reset(self) -> None:
         """Begin a new text.
 
-        The caches keep their values: no token attends to positions beyond its own.
+        The caches keep their values: no token attends to positions beyond its own, and at position
+        0 the model takes states that it replaces for zeros.
         """
         self._position = 0
 
@@ -403,8 +404,11 @@ class Generator:
             last = torch.tensor([count - 1])
             results = self._run(self._methods[-1], [chunk, at, last, *self._caches])
         first_cache = len(results) - len(self._caches)
-        for cache, values in zip(self._caches, results[first_cache:], strict=True):
-            write_rows(cache, values, self._position, count)
+        for number, (cache, values) in enumerate(
+            zip(self._caches, results[first_cache:], strict=True)
+        ):
+            whole = number in self.layout.replaced
+            write_cache(cache, values, self._position, count, whole=whole)
         self._position += count
         return results[:first_cache]
 
@@ -418,6 +422,16 @@ class Generator:
         specs = [spec for spec in given if isinstance(spec, TensorSpec)]
         require_memory(sum(spec.nbytes for spec in specs), "the caches")
         return [torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs]
+
+
+def write_cache(
+    cache: torch.Tensor, values: torch.Tensor, position: int, count: int, *, whole: bool
+) -> None:
+    """Write what a call has made into a cache: as a whole, or its rows as ``write_rows`` does."""
+    if whole:
+        cache.copy_(values)
+    else:
+        write_rows(cache, values, position, count)
 
 
 def write_rows(cache: torch.Tensor, values: torch.Tensor, position: int, count: int) -> None:

@@ -24,6 +24,8 @@ EMBED = "embed"
 _VERSION = 2  # of the inputs and outputs of the methods
 _NEWEST = 3  # of files with facts that readers of version 2 do not know
 
+_OPTIONAL = ("get_bos_id", "get_selection", "get_adapters", "get_replaced_caches")
+
 
 class CacheKind(enum.Enum):
     """Where keys and values of earlier tokens are kept: inputs and outputs, or a state."""
@@ -46,6 +48,8 @@ class Layout:
         selection: Which tokens the methods return in place of logits; None for logits.
         adapters: Names of the adapters, each with methods of its own.
         image: How images are fed; None for a model of text alone.
+        replaced: Numbers of the caches that each call replaces as a whole; the others have a row
+            for each token.
 
     Raises:
         OptionError: A model that reads images has adapters.
@@ -60,6 +64,7 @@ class Layout:
     selection: Selection | None = None
     adapters: tuple[str, ...] = ()
     image: ImageInput | None = None
+    replaced: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.adapters and self.image is not None:
@@ -124,6 +129,7 @@ class Layout:
             **({} if self.selection is None else {"get_selection": str(self.selection)}),
             **({"get_adapters": list(self.adapters)} if self.adapters else {}),
             **({} if self.image is None else self.image.constants()),
+            **({"get_replaced_caches": list(self.replaced)} if self.replaced else {}),
         }
 
     @classmethod
@@ -155,9 +161,7 @@ class Layout:
                 remedy="Export it again",
             )
         given: Mapping[str, Sequence[Any]] = {
-            name: call(name)
-            for name in (*required, "get_bos_id", "get_selection", "get_adapters")
-            if name in names
+            name: call(name) for name in (*required, *_OPTIONAL) if name in names
         }
         return cls(
             vocabulary=int(given["get_vocab_size"][0]),
@@ -171,4 +175,5 @@ class Layout:
             else None,
             adapters=tuple(map(str, given.get("get_adapters", ()))),
             image=ImageInput.read(names, call),
+            replaced=tuple(map(int, given.get("get_replaced_caches", ()))),
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional
 
 from coreml_delegate.errors import LoweringError
@@ -42,6 +44,30 @@ class RMSNorm(nn.Module):
         eps = (root / divisor).square()
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
         return normed if self.weight is None else normed * self.weight
+
+
+class GatedRMSNorm(nn.Module):
+    """Root-mean-square norm of groups of channels, safe as ``RMSNorm`` is, with a gate.
+
+    Args:
+        weight: [width].
+        eps: Added to the mean square.
+        groups: Number of groups, each with a norm of its own.
+        gate_first: Whether the gate is a factor of what is normed, or of the result.
+    """
+
+    def __init__(self, weight: torch.Tensor, eps: float, groups: int, *, gate_first: bool) -> None:
+        super().__init__()
+        self.norm = RMSNorm(weight.reshape(groups, -1), eps)
+        self.groups = groups
+        self.gate_first = gate_first
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """``x`` and ``gate`` [..., width]."""
+        factor = functional.silu(gate)
+        x = x * factor if self.gate_first else x
+        normed = self.norm(x.unflatten(-1, (self.groups, -1))).flatten(-2)
+        return normed if self.gate_first else normed * factor
 
 
 class LayerNorm(nn.Module):
@@ -89,20 +115,51 @@ def _is_safe(norm: nn.Module) -> bool:
 
 @torch.no_grad()
 def _safe(norm: nn.Module) -> nn.Module:
-    found: Any = getattr(norm, "weight", None)
-    weight = found if isinstance(found, torch.Tensor) else None
+    weight = _weight(norm)
     given = (getattr(norm, name, None) for name in ("variance_epsilon", "eps"))
     eps = next((value for value in given if isinstance(value, float)), torch.finfo().eps)
     shape = getattr(norm, "normalized_shape", (_WIDTH,)) if weight is None else weight.shape
-    probe = torch.randn(len(_MAGNITUDES), 2, *shape, generator=torch.Generator().manual_seed(0))
-    probe *= torch.tensor(_MAGNITUDES).view(-1, *[1] * (probe.dim() - 1))
-    expected = norm(probe)
-    for kind in (RMSNorm, LayerNorm):
-        for effective in (None,) if weight is None else (weight, 1 + weight):
-            made = kind(effective, eps)
-            if torch.allclose(made(probe), expected, rtol=_TOLERANCE, atol=_TOLERANCE):
-                return made
+    probe = _probe(shape, seed=0)
+    gate = [_probe(shape, seed=1)] if "gate" in inspect.signature(norm.forward).parameters else []
+    expected = norm(probe, *gate)
+    for made in _gated(norm, weight, eps) if gate else _plain(weight, eps):
+        if torch.allclose(made(probe, *gate), expected, rtol=_TOLERANCE, atol=_TOLERANCE):
+            return made
     raise LoweringError(
         f"{type(norm).__name__} is a norm whose form for float16 is not known",
         remedy="Export with --precision float32",
     )
+
+
+def _weight(norm: nn.Module) -> torch.Tensor | None:
+    """Return the weight of a norm; None if there is none, or none that is used."""
+    weight = getattr(norm, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        return None
+    if "gate" in inspect.signature(norm.forward).parameters:
+        return weight
+    probe = _probe(weight.shape, seed=0)
+    other = functional_call(norm, {"weight": weight + 1}, (probe,))
+    return None if torch.equal(norm(probe), other) else weight
+
+
+def _probe(shape: Any, *, seed: int) -> torch.Tensor:
+    """Return activations [magnitudes, 2, *shape]."""
+    generator = torch.Generator().manual_seed(seed)
+    probe = torch.randn(len(_MAGNITUDES), 2, *shape, generator=generator)
+    return probe * torch.tensor(_MAGNITUDES).view(-1, *[1] * (probe.dim() - 1))
+
+
+def _plain(weight: torch.Tensor | None, eps: float) -> Iterator[nn.Module]:
+    for kind in (RMSNorm, LayerNorm):
+        for effective in (None,) if weight is None else (weight, 1 + weight):
+            yield kind(effective, eps)
+
+
+def _gated(norm: Any, weight: torch.Tensor | None, eps: float) -> Iterator[nn.Module]:
+    if weight is None:
+        return
+    width = weight.shape[0]
+    size: int = getattr(norm, "group_size", width // getattr(norm, "n_groups", 1))
+    for gate_first in (True, False):
+        yield GatedRMSNorm(weight, eps, width // size, gate_first=gate_first)

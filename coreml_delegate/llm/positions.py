@@ -35,8 +35,9 @@ class RotaryTables(nn.Module):
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines [B, L, R] of positions [B, L]."""
+        """Return cosines and sines [B, L, R] of positions [B, L], or [3, B, L], equal for text."""
         del x
+        position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
         cos, sin = (self.get_buffer(_name(kind, layer_type)) for kind in ("cos", "sin"))
         return cos[position_ids], sin[position_ids]
 

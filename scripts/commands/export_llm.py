@@ -187,6 +187,7 @@ def _model(args: argparse.Namespace, adapters: Sequence[AdapterFile]) -> tuple[D
         selection=selection,
         adapters=tuple(adapter.name for adapter in adapters),
         image=image_input(decoder, preparation),
+        replaced=decoder.replaced if args.cache == "io" else (),
     )
     return decoder, layout
 

@@ -50,7 +50,8 @@ def lowered(
     assert {"": {None}, "all": {WINDOW}, "some": {None, WINDOW}}[FAMILIES[name].window] == set(
         windows
     )
-    layout = Layout(CONFIG["vocab_size"], CONTEXT, CHUNK, cache)
+    replaced = decoder.replaced if cache is CacheKind.IO else ()
+    layout = Layout(CONFIG["vocab_size"], CONTEXT, CHUNK, cache, replaced=replaced)
     specs = fp32_specs(compute_precision=precision, minimum_deployment_target=Opset.iOS18)
     partitioner = CoreMLPartitioner(compile_specs=specs, lower_full_graph=True)
     program = lower(export_methods(decoder, layout), layout, partitioner).buffer

@@ -150,7 +150,7 @@ def test_programs_without_a_language_model_are_refused(folder, capsys):
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({"model_type": "mamba"}, [], "does not keep keys and values of its own"),
+        ({"model_type": "recurrent_gemma"}, [], "does not compute with a cache of keys and values"),
         ({}, ["--context", "65"], "got --context 65, expected at most 64"),
         ({}, ["--quantize", "int4", "--group-size", "5"], "groups of weights do not divide"),
     ],

@@ -31,6 +31,20 @@ _SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 24, "n_shared_experts"
 # One layer with experts behind one without, whose experts are chosen from one group of two.
 _GROUPS = {**_SHARED, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
 _GEMMA_2 = {**_HEAD, **_WINDOW, "query_pre_attn_scalar": 16}
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_MAMBA_2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+}
 _LLAMA_3 = {
     "rope_parameters": {
         "rope_type": "llama3",
@@ -55,6 +69,7 @@ class Family:
         positions: How it tells positions.
         window: Which layers have a sliding window.
         copies: Whether a step copies the caches, since the module attends by itself.
+        states: Whether layers keep states that each call replaces.
         quick: Whether ``make test`` runs it.
     """
 
@@ -64,6 +79,7 @@ class Family:
     positions: str = "rotary"
     window: str = ""
     copies: bool = False
+    states: bool = False
     quick: bool = False
 
 
@@ -159,6 +175,116 @@ FAMILIES: Mapping[str, Family] = {
     "diffllama": Family("DiffLlama", "differences of attentions"),
     "nanochat": Family("nanochat", "norms without weights, a soft cap of logits"),
     "hyperclovax": Family("HyperCLOVA X SEED", "multipliers"),
+    "lfm2": Family(
+        "LFM2",
+        "convolutions in some layers, norms of queries and keys",
+        {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        states=True,
+    ),
+    "mamba": Family(
+        "Mamba",
+        "recurrences in place of attention",
+        {"state_size": 4, "time_step_rank": 4},
+        positions="none",
+        states=True,
+    ),
+    "falcon_mamba": Family(
+        "Falcon Mamba 7B",
+        "recurrences in place of attention",
+        {"state_size": 4, "time_step_rank": 4},
+        positions="none",
+        states=True,
+    ),
+    "jamba": Family(
+        "Jamba without experts",
+        "recurrences (Mamba 1) in most layers",
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 1,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+        },
+        positions="none",
+        states=True,
+    ),
+    "mamba2": Family(
+        "Mamba 2, Codestral Mamba",
+        "recurrences in place of attention",
+        {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 16},
+        positions="none",
+        states=True,
+    ),
+    "bamba": Family(
+        "Bamba 9B",
+        "recurrences (Mamba 2) in most layers",
+        {**_MAMBA_2, "attn_layer_indices": [1]},
+        positions="rotary, partial",
+        states=True,
+    ),
+    "falcon_h1": Family(
+        "Falcon-H1",
+        "a recurrence (Mamba 2) beside attention in every layer, multipliers",
+        {**_MAMBA_2, "mamba_d_ssm": 64},
+        states=True,
+    ),
+    "granitemoehybrid": Family(
+        "Granite 4 H 350M, 1B and Micro",
+        "recurrences (Mamba 2) in most layers, multipliers",
+        {
+            **_MAMBA_2,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 48,
+        },
+        positions="none",
+        states=True,
+    ),
+    "nemotron_h": Family(
+        "Nemotron-H, Nemotron Nano 2",
+        "recurrences (Mamba 2) or attention or neither in a layer",
+        {
+            "layers_block_type": ["mamba", "attention", "mlp"],
+            "num_hidden_layers": 3,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "chunk_size": 16,
+            "head_dim": 8,
+        },
+        positions="none",
+        states=True,
+    ),
+    "zamba2": Family(
+        "Zamba 2",
+        "recurrences (Mamba 2), attention that layers share",
+        {
+            "layers_block_type": ["mamba", "hybrid"],
+            "hybrid_layer_ids": [1],
+            "num_mem_blocks": 1,
+            "mamba_d_state": 8,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 2,
+            "chunk_size": 16,
+        },
+        positions="none",
+        states=True,
+    ),
+    "olmo_hybrid": Family(
+        "OLMo Hybrid",
+        "recurrences (gated delta rule) in most layers",
+        {**_DELTA, "linear_num_key_heads": 4},
+        positions="rotary",
+        states=True,
+    ),
+    "qwen3_5_text": Family(
+        "Qwen 3.5",
+        "recurrences (gated delta rule) in most layers, gates of attention",
+        {**_DELTA, **_HEAD},
+        positions="rotary, partial",
+        states=True,
+    ),
     "minicpm3": Family("MiniCPM 3", "latent keys and values", _LATENT),
     "youtu": Family("Youtu-LLM", "latent keys and values", _LATENT),
     "opt": Family(
@@ -250,12 +376,11 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str, str]] = {
     "llama4_text": ({}, "Llama4TextExperts", "experts with a form of their own"),
     "jetmoe": ({}, "JetMoeParallelExperts", "experts with a form of their own"),
     "mpt": ({}, "MptForCausalLM is not supported", "its biases are cut at a number of tokens"),
-    "mamba": ({}, "does not keep keys and values", "no attention"),
-    "rwkv": ({}, "does not compute with a cache", "no attention"),
-    "lfm2": (
-        {"layer_types": ["conv", "full_attention"]},
-        "keeps? keys and values",
-        "convolutions between the layers with attention",
+    "rwkv": ({}, "does not compute with a cache", "its module takes no cache"),
+    "recurrent_gemma": (
+        {},
+        "does not compute with a cache",
+        "its states are in its modules, not in a cache",
     ),
     "openai-gpt": ({}, "does not compute with a cache", "its module takes no cache"),
     "gpt_neo": (

@@ -1,4 +1,4 @@
-"""Decoders from folders that ``transformers`` has saved, or with random weights."""
+"""Models from folders that ``transformers`` has saved, or with random weights."""
 
 from __future__ import annotations
 
@@ -20,9 +20,16 @@ _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LARGEST_CONTEXT = 2048  # of models that do not say for how many tokens they were made
 
+# Classes of transformers that make models, each with the mapping of its configurations.
+_DECODERS = (("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING"),)
+_ENCODER_DECODERS = (
+    ("AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING"),
+    ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING"),
+)
+
 
 def read_config(path: Path) -> Any:
-    """Return the configuration of a causal language model, as ``transformers`` reads it.
+    """Return the configuration of a language model, as ``transformers`` reads it.
 
     Args:
         path: ``config.json``.
@@ -30,7 +37,7 @@ def read_config(path: Path) -> Any:
     Raises:
         OptionError: The file does not exist or is malformed, or describes another kind of model.
     """
-    values = _read_json(path)
+    values = read_json(path)
     library = transformers()
     kind = values.get("model_type")
     if kind not in library.CONFIG_MAPPING:
@@ -46,11 +53,11 @@ def read_config(path: Path) -> Any:
         )
     with wrap_errors(f"transformers cannot read {path}"):
         config = library.AutoConfig.from_pretrained(path, local_files_only=True)
-    if type(config) not in library.MODEL_FOR_CAUSAL_LM_MAPPING:
+    if _model_class(config) is None:
         raise OptionError(
             f"{path} has an architecture that is not supported",
             got=f"model_type {kind!r}",
-            expected="a causal language model",
+            expected="a causal language model, or an encoder-decoder model",
         )
     return config
 
@@ -67,12 +74,7 @@ def random_decoder(config: Any, seed: int, **options: Any) -> Decoder:
         OptionError: The configuration contradicts itself.
         LoweringError: See ``Decoder``.
     """
-    with torch.random.fork_rng(devices=[]), wrap_errors("transformers cannot make the model"):
-        torch.manual_seed(seed)
-        model = transformers().AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="eager"
-        )
-    return Decoder(model.eval().requires_grad_(False), **options)
+    return Decoder(random_model(config, seed), **options)
 
 
 def load_decoder(folder: Path, config: Any, **options: Any) -> Decoder:
@@ -87,9 +89,40 @@ def load_decoder(folder: Path, config: Any, **options: Any) -> Decoder:
         OptionError: A file is missing or malformed, or the weights do not fit the configuration.
         LoweringError: See ``Decoder``.
     """
+    return Decoder(load_model(folder, config), **options)
+
+
+def random_model(config: Any, seed: int) -> Any:
+    """Return a model of ``transformers`` with random weights, in fp32 and eval mode.
+
+    Args:
+        config: Its configuration.
+        seed: Seed of the weights.
+
+    Raises:
+        OptionError: The configuration contradicts itself.
+    """
+    with torch.random.fork_rng(devices=[]), wrap_errors("transformers cannot make the model"):
+        torch.manual_seed(seed)
+        model = _model_class(config).from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
+    return model.eval().requires_grad_(False)
+
+
+def load_model(folder: Path, config: Any) -> Any:
+    """Return a model of ``transformers`` with the weights of a checkpoint, as ``load_decoder``.
+
+    Args:
+        folder: Has ``*.safetensors``.
+        config: Its configuration.
+
+    Raises:
+        OptionError: See ``load_decoder``.
+    """
     files = _weight_files(folder)
     with torch.device("meta"), wrap_errors("transformers cannot make the model"):
-        empty = transformers().AutoModelForCausalLM.from_config(config)
+        empty = _model_class(config).from_config(config)
     with wrap_errors(f"cannot read weights from {folder}"):
         model, loaded = type(empty).from_pretrained(
             None,
@@ -101,7 +134,7 @@ def load_decoder(folder: Path, config: Any, **options: Any) -> Decoder:
             output_loading_info=True,
         )
     _check_loaded(folder, loaded)
-    return Decoder(model.eval().requires_grad_(False), **options)
+    return model.eval().requires_grad_(False)
 
 
 def most_context(config: Any) -> int:
@@ -116,19 +149,42 @@ def end_tokens(config: Any, folder: Path | None) -> tuple[int, ...]:
     Raises:
         OptionError: The generation configuration is malformed.
     """
-    path = None if folder is None else folder / _GENERATION
-    others = _read_json(path) if path is not None and path.is_file() else {}
+    others = generation_options(folder)
     text = config.get_text_config(decoder=True)
     found: list[int] = []
     for ends in (getattr(text, "eos_token_id", None), others.get("eos_token_id")):
         given: list[Any] = ends if isinstance(ends, list) else [] if ends is None else [ends]
         if not all(type(token) is int for token in given):
-            raise OptionError(f"{path} has end tokens that are no integers", got=json.dumps(ends))
+            raise OptionError(f"{folder} has end tokens that are no integers", got=json.dumps(ends))
         found += given
     return tuple(dict.fromkeys(found))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def generation_options(folder: Path | None) -> dict[str, Any]:
+    """Return what ``generation_config.json`` says; nothing without a folder or the file.
+
+    Raises:
+        OptionError: The file is malformed.
+    """
+    path = None if folder is None else folder / _GENERATION
+    return read_json(path) if path is not None and path.is_file() else {}
+
+
+def _model_class(config: Any) -> Any:
+    """Return the class of ``transformers`` that makes models of a configuration, or None."""
+    library = transformers()
+    kinds = _ENCODER_DECODERS if config.is_encoder_decoder else _DECODERS
+    names = (name for name, mapping in kinds if type(config) in getattr(library, mapping))
+    name = next(names, None)
+    return None if name is None else getattr(library, name)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object.
+
+    Raises:
+        OptionError: The file does not exist, or has something else.
+    """
     if not path.is_file():
         raise OptionError("no such model configuration", got=str(path))
     try:

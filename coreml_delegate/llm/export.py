@@ -23,6 +23,7 @@ from coreml_delegate.errors import LoweringError, OptionError
 from coreml_delegate.llm.attention import Call, Segment
 from coreml_delegate.llm.caches import kept_caches, new_rows, passed_caches
 from coreml_delegate.llm.decoder import Decoder
+from coreml_delegate.llm.encoder_decoder import EncoderDecoder
 from coreml_delegate.llm.layout import DECODE, FORWARD, PREFILL, CacheKind, Layout
 from coreml_delegate.llm.stored_weights import in_memory, read_weights
 from coreml_delegate.lowering import lower_methods
@@ -35,10 +36,12 @@ _DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("i
 _CHUNK = 2**24  # elements that are quantized at once
 
 
-def quantize_weights(decoder: Decoder, *, linear: str, embedding: str, group: int) -> None:
+def quantize_weights(
+    decoder: Decoder | EncoderDecoder, *, linear: str, embedding: str, group: int
+) -> None:
     """Quantize weights in place; activations stay in floating point.
 
-    A head that shares the embedding's weight is quantized as the embedding is.
+    What shares the embedding's weight, a head for example, is quantized as the embedding is.
 
     Args:
         decoder: Changed.
@@ -50,8 +53,8 @@ def quantize_weights(decoder: Decoder, *, linear: str, embedding: str, group: in
     Raises:
         OptionError: Groups do not divide a layer.
     """
-    tied = decoder.tied
-    vocabulary = [decoder.embedding, decoder.head] if tied else [decoder.embedding]
+    table: Any = decoder.embedding.weight
+    vocabulary = [m for m in decoder.modules() if getattr(m, "weight", None) is table]
     linears = {
         name: module
         for name, module in decoder.named_modules()
@@ -64,7 +67,6 @@ def quantize_weights(decoder: Decoder, *, linear: str, embedding: str, group: in
         for module in linears.values():
             _replace_weight([module], _quantized(module.weight, linear, size))
     if embedding != "none":
-        table: Any = decoder.embedding.weight
         _replace_weight(vocabulary, _quantized(table, embedding, 0))
 
 

@@ -14,7 +14,8 @@ import torch
 
 from coreml_delegate import runtime
 from coreml_delegate.errors import InputError, OptionError
-from coreml_delegate.llm.layout import DECODE, CacheKind, Layout
+from coreml_delegate.llm.layout import DECODE, ENCODE, CacheKind, Layout
+from coreml_delegate.llm.source import SourceKind
 from coreml_delegate.runtime.engines.limits import require_memory
 from coreml_delegate.runtime.program.plan import TensorSpec
 
@@ -109,6 +110,7 @@ class Generator:
         layout: Methods and sizes that the program declares.
         prefill: Pace of tokens fed in chunks.
         decode: Pace of tokens fed one by one.
+        encoder: Pace of source tokens, or of frames of spectrograms.
         ending: Why the last generated text ended; None before.
 
     Raises:
@@ -119,8 +121,9 @@ class Generator:
         self._program = program
         self.layout = Layout.read(program.method_names, lambda name: program.run(name, []))
         self._caches = self._empty_caches()
+        self._source: list[torch.Tensor] = []  # further inputs, which encode has made
         self._position = 0
-        self.prefill, self.decode = Pace(), Pace()
+        self.prefill, self.decode, self.encoder = Pace(), Pace(), Pace()
         self.ending: Ending | None = None
 
     @classmethod
@@ -150,12 +153,46 @@ class Generator:
         """Number of tokens that still fit into the context."""
         return self.layout.context - self._position
 
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        """Shape of what the encoder takes: tokens [1, N] or a spectrogram [1, bins, frames].
+
+        Raises:
+            InputError: The model has no encoder.
+        """
+        self._require_encoder()
+        spec = self._program.program.method(ENCODE).input_specs[0]
+        return spec.shape if isinstance(spec, TensorSpec) else ()
+
     def reset(self) -> None:
-        """Begin a new text.
+        """Begin a new text, about the same source if the model has an encoder.
 
         The caches keep their values: no token attends to positions beyond its own.
         """
         self._position = 0
+
+    def encode(self, source: Sequence[int] | torch.Tensor) -> None:
+        """Give an encoder-decoder model its source, and begin a new text.
+
+        Args:
+            source: Tokens of a text, or a spectrogram [1, bins, frames] of fp32.
+
+        Raises:
+            InputError: The model has no encoder, or the source does not fit it.
+        """
+        shape = self.source_shape
+        start = time.perf_counter()
+        if self.layout.source is not None and self.layout.source.kind is SourceKind.AUDIO:
+            inputs = [_spectrogram(source, shape)]
+            count = shape[-1]
+        else:
+            count = len(source)
+            inputs = [self._padded_source(source, shape), torch.tensor([count])]
+        made = self._run(ENCODE, inputs)
+        self._source = [*made, *inputs[1:]]
+        self.encoder.seconds += time.perf_counter() - start
+        self.encoder.tokens += count
+        self.reset()
 
     def feed(self, tokens: Sequence[int]) -> torch.Tensor:
         """Append tokens to the context.
@@ -167,7 +204,8 @@ class Generator:
             Logits [V] of the next token.
 
         Raises:
-            InputError: There is no token, one is not in the vocabulary, or they do not fit.
+            InputError: There is no token, one is not in the vocabulary, or they do not fit; or no
+                source has been given to a model that takes one.
         """
         self._check(tokens)
         logits = torch.empty(0)
@@ -189,6 +227,8 @@ class Generator:
     ) -> Iterator[int]:
         """Generate tokens after a prompt.
 
+        Tokens that the layout suppresses are not generated.
+
         Args:
             prompt: Tokens appended to the context first.
             choose: Returns the next token, given logits [V]; a ``Sampler`` for example.
@@ -205,9 +245,9 @@ class Generator:
             self._check_room(len(prompt) + limit - 1, f"a prompt of {len(prompt)} and {limit} more")
         ends = {*stops, *self.layout.eos}
         self.ending = None
-        logits = self.feed(prompt)
+        logits, source = self.feed(prompt), self.layout.source
         for made in itertools.count(1):
-            token = choose(logits)
+            token = choose(logits if source is None else source.suppress(logits, first=made == 1))
             if token in ends:
                 self.ending = Ending.STOP
                 return
@@ -217,7 +257,31 @@ class Generator:
                 return
             logits = self.feed([token])
 
+    def _require_encoder(self) -> None:
+        if self.layout.source is None:
+            raise InputError("the model has no encoder", remedy="Give it a prompt alone")
+
+    def _padded_source(
+        self, source: Sequence[int] | torch.Tensor, shape: Sequence[int]
+    ) -> torch.Tensor:
+        tokens = [int(token) for token in source]
+        self._check_known(tokens)
+        if len(tokens) > shape[1]:
+            raise InputError(
+                "the source text is too long",
+                got=f"{len(tokens)} tokens",
+                expected=f"at most {shape[1]}",
+                remedy="Shorten it, or export with a larger --source-length",
+            )
+        return torch.tensor([tokens + [0] * (shape[1] - len(tokens))])
+
     def _check(self, tokens: Sequence[int]) -> None:
+        if self.layout.source is not None and not self._source:
+            raise InputError("the model has no source yet", remedy="Call encode first")
+        self._check_known(tokens)
+        self._check_room(len(tokens), f"{len(tokens)} more")
+
+    def _check_known(self, tokens: Sequence[int]) -> None:
         if not tokens:
             raise InputError("there is no token", remedy="Give a prompt that is not empty")
         unknown = [token for token in tokens if not 0 <= token < self.layout.vocabulary]
@@ -228,7 +292,6 @@ class Generator:
                 expected=f"0 to {self.layout.vocabulary - 1}",
                 remedy="Check that the tokenizer is the model's own",
             )
-        self._check_room(len(tokens), f"{len(tokens)} more")
 
     def _check_room(self, count: int, what: str) -> None:
         if count > self.room:
@@ -244,12 +307,14 @@ class Generator:
         """Call the model once, and write the new keys and values into caches passed as inputs."""
         count, at = len(tokens), torch.tensor([self._position])
         if count == 1 and DECODE in self.layout.methods:
-            results = self._run(DECODE, [torch.tensor([tokens]), at, *self._caches])
+            given = [torch.tensor([tokens]), at, *self._caches, *self._source]
+            results = self._run(DECODE, given)
         else:
             chunk = torch.zeros(1, self.layout.chunk, dtype=torch.long)
             chunk[0, :count] = torch.tensor(tokens)
             last = torch.tensor([count - 1])
-            results = self._run(self.layout.methods[-1], [chunk, at, last, *self._caches])
+            given = [chunk, at, last, *self._caches, *self._source]
+            results = self._run(self.layout.methods[-1], given)
         logits, *new = results
         for cache, values in zip(self._caches, new, strict=True):
             write_rows(cache, values, self._position, count)
@@ -262,10 +327,26 @@ class Generator:
     def _empty_caches(self) -> list[torch.Tensor]:
         if self.layout.cache is CacheKind.STATE:
             return []
-        given = self._program.program.method(DECODE).input_specs[2:]
+        program = self._program.program
+        given = program.method(DECODE).input_specs[2:]
+        if self.layout.source is not None:  # whose keys and values are there from encode
+            encoder = program.method(ENCODE)
+            given = given[: -(len(encoder.outputs) + len(encoder.inputs) - 1)]
         specs = [spec for spec in given if isinstance(spec, TensorSpec)]
         require_memory(sum(spec.nbytes for spec in specs), "the caches")
         return [torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs]
+
+
+def _spectrogram(source: Sequence[int] | torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    found = tuple(source.shape) if isinstance(source, torch.Tensor) else f"{len(source)} tokens"
+    if not isinstance(source, torch.Tensor) or found != tuple(shape):
+        raise InputError(
+            "the model takes a spectrogram",
+            got=str(found),
+            expected=f"a tensor of shape {tuple(shape)}",
+            remedy="Make it with llm.audio.spectrogram",
+        )
+    return source.float()
 
 
 def write_rows(cache: torch.Tensor, values: torch.Tensor, position: int, count: int) -> None:

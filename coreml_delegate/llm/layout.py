@@ -12,12 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from coreml_delegate.errors import ProgramError
+from coreml_delegate.llm.source import NAMES as SOURCE_NAMES
+from coreml_delegate.llm.source import Source
 
+ENCODE = "encode"
 DECODE = "decode"
 PREFILL = "prefill"
 FORWARD = "forward"
 
-_VERSION = 2  # of the inputs and outputs of the methods
+# Of the inputs and outputs of the methods; what a version adds is left out by older models.
+_VERSION = 2
+_ENCODER_VERSION = 3
 
 
 class CacheKind(enum.Enum):
@@ -38,6 +43,7 @@ class Layout:
         cache: Where the caches are kept.
         bos: Token that begins a text, or None.
         eos: Tokens that end one.
+        source: Of an encoder-decoder model what it takes; None for a decoder alone.
     """
 
     vocabulary: int
@@ -46,16 +52,24 @@ class Layout:
     cache: CacheKind
     bos: int | None = None
     eos: tuple[int, ...] = ()
+    source: Source | None = None
+
+    @property
+    def version(self) -> int:
+        """The oldest version that has all of the layout."""
+        return _VERSION if self.source is None else _ENCODER_VERSION
 
     @property
     def methods(self) -> tuple[str, ...]:
         """Names of the methods that compute; the last takes a chunk."""
-        return (FORWARD,) if self.cache is CacheKind.STATE else (DECODE, PREFILL)
+        if self.cache is CacheKind.STATE:
+            return (FORWARD,)
+        return (DECODE, PREFILL) if self.source is None else (ENCODE, DECODE, PREFILL)
 
     def constants(self) -> dict[str, Any]:
         """Return the constant methods by name, each with its value."""
         return {
-            "get_llm_layout_version": _VERSION,
+            "get_llm_layout_version": self.version,
             "get_vocab_size": self.vocabulary,
             "get_max_context_len": self.context,
             "get_max_seq_len": self.chunk,
@@ -63,6 +77,7 @@ class Layout:
             "use_kv_cache": True,
             "get_eos_ids": list(self.eos),
             **({} if self.bos is None else {"get_bos_id": self.bos}),
+            **({} if self.source is None else self.source.constants()),
         }
 
     @classmethod
@@ -84,15 +99,14 @@ class Layout:
                 got=f"no method {missing[0]}",
                 remedy="Export it with coreml-delegate export-llm",
             )
-        values: Mapping[str, Sequence[Any]] = {
-            name: call(name) for name in cls(0, 0, 0, CacheKind.IO, 0).constants() if name in names
-        }
+        known = (*cls(0, 0, 0, CacheKind.IO, 0).constants(), *SOURCE_NAMES)
+        values: Mapping[str, Sequence[Any]] = {name: call(name) for name in known if name in names}
         (version,) = values["get_llm_layout_version"]
-        if version != _VERSION:
+        if version not in (_VERSION, _ENCODER_VERSION):
             raise ProgramError(
                 "the program was exported by another version of this package",
                 got=f"layout {version}",
-                expected=f"layout {_VERSION}",
+                expected=f"layout {_VERSION} or {_ENCODER_VERSION}",
                 remedy="Export it again",
             )
         return cls(
@@ -102,4 +116,5 @@ class Layout:
             cache=CacheKind(values["get_cache_kind"][0]),
             bos=int(values["get_bos_id"][0]) if "get_bos_id" in values else None,
             eos=tuple(int(token) for token in values["get_eos_ids"]),
+            source=Source.read(values),
         )

@@ -12,12 +12,16 @@ from coreml_delegate.scripts.arguments import check_output, new_output
 from coreml_delegate.scripts.commands import Command
 
 if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
     from coreml_delegate.llm.decoder import Decoder
+    from coreml_delegate.llm.encoder_decoder import EncoderDecoder
     from coreml_delegate.llm.layout import Layout
     from coreml_delegate.partition import CoreMLPartitioner
 
 _CONTEXT = 2048
 _CHUNK = {"io": 64, "state": 8}
+_ANSWER_CHUNK = 8  # of encoder-decoder models, whose prompts have few tokens
 _GROUP = 32
 CACHES = ("io", "state")
 
@@ -50,7 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=arguments.positive,
         metavar="N",
         help="tokens that one call takes; with --cache state single tokens are padded to it, too "
-        f"(default: {_CHUNK['io']}, with --cache state {_CHUNK['state']})",
+        f"(default: {_CHUNK['io']}, with --cache state {_CHUNK['state']}; of an encoder-decoder "
+        f"model {_ANSWER_CHUNK})",
+    )
+    parser.add_argument(
+        "--source-length",
+        type=arguments.positive,
+        metavar="N",
+        help="tokens of the longest source text, of an encoder-decoder model that takes texts "
+        "(default: the model's own maximum, at most 1024; 512 if it has none)",
     )
     parser.add_argument(
         "--cache",
@@ -96,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         args.refuse_usage("exactly one is required: CHECKPOINT, or --random CONFIG.json")
     check_output(args.output, force=args.force)
     with console.step("Importing ExecuTorch, coremltools and transformers"):
-        from coreml_delegate.llm.export import export_methods, lower, quantize_weights
+        from coreml_delegate.llm.export import lower, quantize_weights
     with console.step("Loading the model"):
         decoder, layout = _model(args)
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
@@ -107,9 +119,9 @@ def run(args: argparse.Namespace) -> int:
             embedding=args.embedding_quantize,
             group=args.group_size,
         )
-    partitioner = _partitioner(args)
+    partitioner = _partitioner(args, layout)
     with console.step("Exporting with torch.export"):
-        methods = export_methods(decoder, layout)
+        methods = _export(decoder, layout)
     with console.step("Lowering to Core ML"):
         program = lower(methods, layout, partitioner)
     with new_output(args.output, force=args.force) as file:
@@ -118,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model(args: argparse.Namespace) -> tuple[Decoder, Layout]:
+def _model(args: argparse.Namespace) -> tuple[Decoder | EncoderDecoder, Layout]:
     from coreml_delegate.llm.checkpoint import (
         CONFIG,
         end_tokens,
@@ -133,6 +145,10 @@ def _model(args: argparse.Namespace) -> tuple[Decoder, Layout]:
     if folder is not None and not folder.is_dir():
         raise OptionError("no such checkpoint folder", got=str(folder))
     config = read_config(args.random if folder is None else folder / CONFIG)
+    if config.is_encoder_decoder:
+        return _encoder_decoder(args, config)
+    if args.source_length is not None:
+        raise OptionError("the model has no encoder", got=f"--source-length {args.source_length}")
     most = most_context(config)
     context = args.context or min(most, _CONTEXT)
     if context > most:
@@ -158,26 +174,78 @@ def _model(args: argparse.Namespace) -> tuple[Decoder, Layout]:
     return decoder, layout
 
 
-def _partitioner(args: argparse.Namespace) -> CoreMLPartitioner:
+def _encoder_decoder(args: argparse.Namespace, config: Any) -> tuple[EncoderDecoder, Layout]:
+    from coreml_delegate.llm.checkpoint import end_tokens
+    from coreml_delegate.llm.encoder_decoder_checkpoint import (
+        describe_source,
+        load_encoder_decoder,
+    )
+    from coreml_delegate.llm.layout import CacheKind, Layout
+
+    if args.cache != CacheKind.IO.value:
+        raise OptionError(
+            "an encoder-decoder model has several methods, which share no state on a device",
+            got=f"--cache {args.cache}",
+            expected=f"--cache {CacheKind.IO.value}",
+        )
+    folder: Path | None = args.checkpoint
+    model = load_encoder_decoder(
+        config,
+        folder,
+        seed=args.seed,
+        context=args.context,
+        source_length=args.source_length,
+        safe_norms=args.precision == "float16",
+    )
+    layout = Layout(
+        vocabulary=model.vocabulary,
+        context=model.context,
+        chunk=min(args.prefill_chunk or _ANSWER_CHUNK, model.context),
+        cache=CacheKind.IO,
+        bos=model.bos,
+        eos=end_tokens(config, folder),
+        source=describe_source(model, config, folder),
+    )
+    return model, layout
+
+
+def _export(model: Decoder | EncoderDecoder, layout: Layout) -> dict[str, ExportedProgram]:
+    from coreml_delegate.llm.encoder_decoder import EncoderDecoder
+    from coreml_delegate.llm.encoder_decoder_methods import export_encoder_decoder
+    from coreml_delegate.llm.export import export_methods
+
+    if isinstance(model, EncoderDecoder):
+        return export_encoder_decoder(model, layout)
+    return export_methods(model, layout)
+
+
+def _partitioner(args: argparse.Namespace, layout: Layout) -> CoreMLPartitioner:
     from coreml_delegate.backend import CoreMLBackend
-    from coreml_delegate.compile_options import ComputeUnit, Precision
+    from coreml_delegate.compile_options import ComputeUnit, Precision, WeightSharing
     from coreml_delegate.partition import CoreMLPartitioner
     from coreml_delegate.targets import Opset
 
-    return CoreMLPartitioner(
-        compile_specs=CoreMLBackend.generate_compile_specs(
-            compute_unit=ComputeUnit(args.compute_unit),
-            # Methods share weights from here on.
-            minimum_deployment_target=args.deployment_target or Opset.iOS18,
-            compute_precision=Precision(args.precision),
-        )
+    # Methods share weights from here on.
+    target = args.deployment_target or Opset.iOS18
+    specs = CoreMLBackend.generate_compile_specs(
+        compute_unit=ComputeUnit(args.compute_unit),
+        minimum_deployment_target=target,
+        compute_precision=Precision(args.precision),
     )
+    if layout.source is not None and target >= Opset.iOS18:
+        # An encoder of audio may share no weight with the decoder, and is kept with it.
+        specs.append(
+            CoreMLBackend.generate_multimethod_weight_sharing_strategy_compile_spec(
+                WeightSharing.POSITIONAL
+            )
+        )
+    return CoreMLPartitioner(compile_specs=specs)
 
 
 def _report(
     args: argparse.Namespace,
     parameters: int,
-    decoder: Decoder,
+    decoder: Decoder | EncoderDecoder,
     layout: Layout,
     partitioner: CoreMLPartitioner,
 ) -> None:
@@ -209,12 +277,13 @@ def _report(
                 console.warn(f"{name} does not share its weights: {partition.not_shared}")
 
 
-def _print(document: dict[str, Any], decoder: Decoder, layout: Layout) -> None:
+def _print(document: dict[str, Any], decoder: Decoder | EncoderDecoder, layout: Layout) -> None:
     rows: list[tuple[str, str]] = [
         ("parameters", f"{document['parameters']:,} in {len(decoder.layers)} layers"),
         ("vocabulary", f"{layout.vocabulary:,} tokens"),
         ("context", f"{layout.context:,} tokens, caches as {layout.cache.value}"),
         ("chunk", f"{layout.chunk:,} tokens a call"),
+        *_source_rows(layout),
         *(
             (name, "{delegated} of {operations} operations on Core ML".format(**counts))
             for name, counts in document["methods"].items()
@@ -222,6 +291,14 @@ def _print(document: dict[str, Any], decoder: Decoder, layout: Layout) -> None:
         ("file", console.size(document["bytes"])),
     ]
     console.write(console.columns(rows))
+
+
+def _source_rows(layout: Layout) -> list[tuple[str, str]]:
+    source = layout.source
+    if source is None:
+        return []
+    units = {"tokens": "tokens", "audio": "frames of audio"}
+    return [("source", f"{source.length:,} {units[source.kind.value]}")]
 
 
 COMMAND = Command(

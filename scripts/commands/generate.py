@@ -8,18 +8,40 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coreml_delegate.errors import OptionError
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.commands import Command
 
 if TYPE_CHECKING:
     from coreml_delegate.llm.generator import Generator, Pace
-    from coreml_delegate.llm.tokenizer import TextStream
+    from coreml_delegate.llm.tokenizer import TextStream, Tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("program", type=Path, metavar="FILE.pte", help="written by export-llm")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        help="text to continue; of an encoder-decoder model the source text, to translate or "
+        "summarize for example",
+    )
+    source.add_argument(
+        "--audio",
+        type=Path,
+        metavar="FILE.wav",
+        help="recording to transcribe, with samples of 16 bits at the model's rate",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=arguments.natural,
+        nargs="+",
+        default=[],
+        metavar="ID",
+        help="tokens that the answer of an encoder-decoder model begins with, behind its start "
+        "token: language and task of Whisper for example",
+    )
     parser.add_argument(
         "--tokenizer",
         type=Path,
@@ -83,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(args.tokenizer, vocabulary=layout.vocabulary, bos=layout.bos)
     stream = TextStream(tokenizer, [stop for stop in args.stop if isinstance(stop, str)])
     tokens = generator.generate(
-        tokenizer.encode(args.prompt),
+        _first_tokens(args, generator, tokenizer),
         sampler,
         limit=args.max_new_tokens,
         stops=[stop for stop in args.stop if isinstance(stop, int)],
@@ -93,11 +115,45 @@ def run(args: argparse.Namespace) -> int:
         _write_json(generator, list(pieces), stream)
     else:
         _write(pieces)
-        console.note(f"prefill: {_pace(generator.prefill)}")
-        console.note(f"decode: {_pace(generator.decode)}")
+        for name, pace in _paces(generator):
+            console.note(f"{name}: {_pace(pace)}")
     if _ending(generator, stream) == "context":
         console.warn(f"the context of {layout.context} tokens is full")
     return 0
+
+
+def _first_tokens(
+    args: argparse.Namespace, generator: Generator, tokenizer: Tokenizer
+) -> list[int]:
+    """Give the model its source, if it takes one; return the tokens that the text begins with."""
+    from coreml_delegate.llm.audio import read_wav, spectrogram
+    from coreml_delegate.llm.source import SourceKind
+
+    source = generator.layout.source
+    takes_audio = source is not None and source.kind is SourceKind.AUDIO
+    _check_source(args, takes_audio=takes_audio, answers=source is not None)
+    if source is None:
+        return tokenizer.encode(args.prompt)
+    if takes_audio:
+        how = source.spectrogram
+        samples = read_wav(args.audio, how.sampling_rate)
+        generator.encode(spectrogram(samples, generator.source_shape, how))
+    else:
+        generator.encode(tokenizer.encode(args.prompt))
+    return [*source.start, *args.prompt_tokens]
+
+
+def _check_source(args: argparse.Namespace, *, takes_audio: bool, answers: bool) -> None:
+    if takes_audio != (args.audio is not None):
+        raise OptionError(
+            f"the model takes {'recordings' if takes_audio else 'texts'}",
+            got="--prompt" if takes_audio else "--audio",
+            expected="--audio FILE.wav" if takes_audio else "--prompt TEXT",
+        )
+    if args.prompt_tokens and not answers:
+        raise OptionError(
+            "--prompt-tokens is for encoder-decoder models", remedy="Put the text into --prompt"
+        )
 
 
 def _pieces(tokens: Iterator[int], stream: TextStream) -> Iterator[tuple[int | None, str]]:
@@ -139,10 +195,16 @@ def _write_json(
                     "seconds": pace.seconds,
                     "tokens_per_second": pace.rate,
                 }
-                for name, pace in (("prefill", generator.prefill), ("decode", generator.decode))
+                for name, pace in _paces(generator)
             },
         }
     )
+
+
+def _paces(generator: Generator) -> list[tuple[str, Pace]]:
+    paces = [("prefill", generator.prefill), ("decode", generator.decode)]
+    encoder = [] if generator.layout.source is None else [("encode", generator.encoder)]
+    return [*encoder, *paces]
 
 
 def _pace(pace: Pace) -> str:
@@ -157,8 +219,8 @@ def _stop(text: str) -> int | str:
 COMMAND = Command(
     name="generate",
     summary="generate text with a language model in a .pte",
-    description="Continue a text with a language model that coreml-delegate export-llm made. The "
-    "text goes to stdout as it is generated, tokens per second to stderr.",
+    description="Continue, translate or transcribe with a language model that coreml-delegate "
+    "export-llm made. The text goes to stdout as it is generated, tokens per second to stderr.",
     add_arguments=add_arguments,
     run=run,
 )

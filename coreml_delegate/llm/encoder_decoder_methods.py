@@ -1,0 +1,123 @@
+"""The methods of an encoder-decoder model: a source is encoded once, then tokens are decoded.
+
+``encode`` takes a source, and returns the keys and values that each layer of the decoder makes of
+it. ``decode`` and ``prefill`` take those beside the caches, and are otherwise the methods of a
+decoder alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from coreml_delegate.errors import LoweringError
+from coreml_delegate.llm.encoder_decoder import EncoderDecoder
+from coreml_delegate.llm.layout import DECODE, ENCODE, PREFILL, Layout
+from coreml_delegate.llm.stored_weights import read_weights
+from coreml_delegate.third_party import wrap_errors
+
+Tensors = Sequence[torch.Tensor]
+
+
+def export_encoder_decoder(model: EncoderDecoder, layout: Layout) -> dict[str, ExportedProgram]:
+    """Export the methods in ATen dialect; they share the model's weights.
+
+    Args:
+        model: In eval mode; weights that are in files are read.
+        layout: Chunk and context.
+
+    Raises:
+        LoweringError: ``torch.export`` cannot capture the model.
+    """
+    read_weights(model)
+    source, *length = model.example()
+    # Two tensors, because torch.export takes inputs that are the same object for one input.
+    position, last = torch.tensor([0]), torch.tensor([0])
+    caches = [
+        empty for layer in model.layers for empty in layer.zeros(layer.rows(layout.context, 0))
+    ]
+    token, chunk = (torch.zeros(1, n, dtype=torch.long) for n in (1, layout.chunk))
+    with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
+        cross = [torch.zeros(rows.shape) for rows in model.encode(source, *length)]
+        methods: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
+            ENCODE: (Encode(model), (source, *length)),
+            DECODE: (Decode(model), (token, position, caches, cross, *length)),
+            PREFILL: (Prefill(model), (chunk, position, last, caches, cross, *length)),
+        }
+        return {
+            name: torch.export.export(module.eval(), inputs)
+            for name, (module, inputs) in methods.items()
+        }
+
+
+class _Method(nn.Module):
+    def __init__(self, model: EncoderDecoder) -> None:
+        super().__init__()
+        self.model = model
+
+
+class Encode(_Method):
+    """Method ``encode``: a source."""
+
+    def forward(
+        self, source: torch.Tensor, length: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the keys and values of the source of each layer in turn, [1, heads, N, width].
+
+        Args:
+            source: Tokens [1, N], int64, or a spectrogram [1, bins, frames].
+            length: How many of the tokens are no padding, [1], int64; None for a spectrogram.
+        """
+        return self.model.encode(source, length)
+
+
+class Decode(_Method):
+    """Method ``decode``: one token."""
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position: torch.Tensor,
+        caches: Tensors,
+        cross: Tensors,
+        length: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return logits [1, V], then keys and values [1, heads, 1, width] of each layer.
+
+        Args:
+            tokens: [1, 1], int64.
+            position: [1], int64: how many tokens the caches hold.
+            caches: Keys and values of each layer in turn, each [1, heads, S, width].
+            cross: What ``encode`` returns.
+            length: As ``encode`` got it.
+        """
+        return self.model.advance(tokens, position, caches, cross, length)
+
+
+class Prefill(_Method):
+    """Method ``prefill``: a chunk of tokens."""
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position: torch.Tensor,
+        last: torch.Tensor,
+        caches: Tensors,
+        cross: Tensors,
+        length: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return logits [1, V] of one token, and keys and values [1, heads, L, width].
+
+        Args:
+            tokens: [1, L], int64; what follows the last token is ignored.
+            position: [1], int64: how many tokens the caches hold.
+            last: [1], int64: index of the last token.
+            caches: As for ``Decode``.
+            cross: What ``encode`` returns.
+            length: As ``encode`` got it.
+        """
+        return self.model.advance(tokens, position, caches, cross, length, last)

@@ -53,12 +53,7 @@ def read_config(path: Path) -> Any:
         )
     with wrap_errors(f"transformers cannot read {path}"):
         config = library.AutoConfig.from_pretrained(path, local_files_only=True)
-    if _model_class(config) is None:
-        raise OptionError(
-            f"{path} has an architecture that is not supported",
-            got=f"model_type {kind!r}",
-            expected="a causal language model, or an encoder-decoder model",
-        )
+    _auto_class(config)
     return config
 
 
@@ -170,13 +165,32 @@ def generation_options(folder: Path | None) -> dict[str, Any]:
     return read_json(path) if path is not None and path.is_file() else {}
 
 
-def _model_class(config: Any) -> Any:
-    """Return the class of ``transformers`` that makes models of a configuration, or None."""
+def main_input(config: Any) -> str:
+    """Return the name of what a model of a configuration takes, ``input_ids`` for example."""
     library = transformers()
-    kinds = _ENCODER_DECODERS if config.is_encoder_decoder else _DECODERS
-    names = (name for name, mapping in kinds if type(config) in getattr(library, mapping))
-    name = next(names, None)
-    return None if name is None else getattr(library, name)
+    return getattr(library, _auto_class(config)[1])[type(config)].main_input_name
+
+
+def _model_class(config: Any) -> Any:
+    """Return the class of ``transformers`` that makes models of a configuration."""
+    return getattr(transformers(), _auto_class(config)[0])
+
+
+def _auto_class(config: Any) -> tuple[str, str]:
+    """Return the names of a class that makes models of a configuration, and of its mapping.
+
+    Raises:
+        OptionError: It is the configuration of another kind of model.
+    """
+    library = transformers()
+    for name, mapping in _ENCODER_DECODERS if config.is_encoder_decoder else _DECODERS:
+        if type(config) in getattr(library, mapping):
+            return name, mapping
+    raise OptionError(
+        "the architecture is not supported",
+        got=f"model_type {config.model_type!r}",
+        expected="a causal language model, or an encoder-decoder model",
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -54,14 +54,13 @@ class Decoder(nn.Module):
             raise OptionError("the context is too short", got=str(context), expected="2 or more")
         self.context = context
         self.model = model
-        _refuse_experts(model)
+        refuse_experts(model)
         self.layers, expected = _probe(model, min(_TRIED, context))
         _use_linear_layers(model)
         tabulate_positions(model, context)
         if safe_norms:
             make_norms_safe(model)
-        for config in {id(config): config for config in _configurations(model)}.values():
-            config._attn_implementation = NAME
+        use_our_attention(model)
         self._accepted = inspect.signature(model.forward).parameters
         with wrap_errors(_refusal(model), kind=LoweringError):
             self.placed = self._check_whole(expected)
@@ -149,7 +148,7 @@ class Decoder(nn.Module):
         call = Call()
         with calling(call):
             found = self.model(input_ids=_text(expected.shape[1]), use_cache=False).logits
-        self._compare(found, expected)
+        require_equal(self.model, found, expected)
         return not call.attended
 
     @torch.no_grad()
@@ -165,18 +164,10 @@ class Decoder(nn.Module):
             )
             found = self.advance(tokens[:, start : start + length], position, cache, call, last)
             start += length
-            self._compare(found, expected[:, start - 1])
+            require_equal(self.model, found, expected[:, start - 1])
             for rows, new in zip(past, new_rows(cache), strict=True):
                 free = rows[:, :, start - length : start]
                 free.copy_(new[:, :, : free.shape[2]])
-
-    def _compare(self, found: torch.Tensor, expected: torch.Tensor) -> None:
-        bound = _TOLERANCE * float(expected.abs().max())
-        if not torch.allclose(found, expected, rtol=0, atol=bound):
-            raise LoweringError(
-                f"{type(self.model).__name__} computes something else with caches",
-                got=f"logits that differ by {float((found - expected).abs().max()):.2g}",
-            )
 
     def _refuse_windows(self) -> None:
         window = min((layer.window or self.context for layer in self.layers), default=self.context)
@@ -188,7 +179,32 @@ class Decoder(nn.Module):
             )
 
 
-def _refuse_experts(model: nn.Module) -> None:
+def require_equal(model: Any, found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare logits with those of the unchanged model.
+
+    Raises:
+        LoweringError: They differ.
+    """
+    bound = _TOLERANCE * float(expected.abs().max())
+    if not torch.allclose(found, expected, rtol=0, atol=bound):
+        raise LoweringError(
+            f"{type(model).__name__} computes something else with caches",
+            got=f"logits that differ by {float((found - expected).abs().max()):.2g}",
+        )
+
+
+def use_our_attention(model: nn.Module) -> None:
+    """Let a model and its parts call the attention and mask functions of this package."""
+    for config in {id(config): config for config in _configurations(model)}.values():
+        config._attn_implementation = NAME
+
+
+def refuse_experts(model: nn.Module) -> None:
+    """Refuse a model with mixtures of experts.
+
+    Raises:
+        LoweringError: It has one.
+    """
     for name, module in model.named_modules():
         if "Experts" in type(module).__name__:
             raise LoweringError(

@@ -12,6 +12,7 @@ from coreml_delegate.errors import OptionError
 from coreml_delegate.llm.checkpoint import (
     generation_options,
     load_model,
+    main_input,
     random_model,
     read_json,
 )
@@ -57,14 +58,14 @@ def load_encoder_decoder(
     """
     context = _size(config, "context", context, _ANSWER)
     length = _size(config, "source length", source_length, _SOURCE)
+    takes_audio = source_kind(main_input(config)) is SourceKind.AUDIO
+    if takes_audio and source_length is not None:
+        raise OptionError(
+            "the model takes spectrograms, whose length its configuration says",
+            got=f"--source-length {source_length}",
+        )
     model = random_model(config, seed) if folder is None else load_model(folder, config)
-    if source_kind(model) is SourceKind.AUDIO:
-        if source_length is not None:
-            raise OptionError(
-                "the model takes spectrograms, whose length its configuration says",
-                got=f"--source-length {source_length}",
-            )
-        length = None
+    length = None if takes_audio else length
     return EncoderDecoder(model, context=context, source=length, safe_norms=safe_norms)
 
 

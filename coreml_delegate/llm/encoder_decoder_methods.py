@@ -41,8 +41,8 @@ def export_encoder_decoder(model: EncoderDecoder, layout: Layout) -> dict[str, E
         empty for layer in model.layers for empty in layer.zeros(layer.rows(layout.context, 0))
     ]
     token, chunk = (torch.zeros(1, n, dtype=torch.long) for n in (1, layout.chunk))
+    cross = [empty for layer in model.cross for empty in layer.zeros(model.positions)]
     with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
-        cross = [torch.zeros(rows.shape) for rows in model.encode(source, *length)]
         methods: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
             ENCODE: (Encode(model), (source, *length)),
             DECODE: (Decode(model), (token, position, caches, cross, *length)),

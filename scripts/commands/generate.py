@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _write(pieces)
         for name, pace in _paces(generator):
-            console.note(f"{name}: {_pace(pace)}")
+            console.note(f"{name}: {_pace(pace, _unit(name, generator))}")
     if _ending(generator, stream) == "context":
         console.warn(f"the context of {layout.context} tokens is full")
     return 0
@@ -207,8 +207,14 @@ def _paces(generator: Generator) -> list[tuple[str, Pace]]:
     return [*encoder, *paces]
 
 
-def _pace(pace: Pace) -> str:
-    return f"{pace.tokens} tokens in {pace.seconds:.2f} s, {pace.rate:.1f} tokens/s"
+def _unit(name: str, generator: Generator) -> str:
+    source = generator.layout.source
+    is_audio = name == "encode" and source is not None and source.kind.value == "audio"
+    return "frames" if is_audio else "tokens"
+
+
+def _pace(pace: Pace, unit: str) -> str:
+    return f"{pace.tokens} {unit} in {pace.seconds:.2f} s, {pace.rate:.1f} {unit}/s"
 
 
 def _stop(text: str) -> int | str:

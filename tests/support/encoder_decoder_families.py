@@ -35,8 +35,7 @@ _T5 = {
     **_TOKENS,
     "d_kv": 8,
     "d_ff": 48,
-    "num_layers": 1,
-    "num_decoder_layers": 2,
+    "num_layers": 2,
     "num_heads": 4,
     # So that 64 tokens have distances of every class.
     "relative_attention_num_buckets": 16,
@@ -44,7 +43,7 @@ _T5 = {
 }
 _GATED = {
     **_T5,
-    "num_layers": 3,
+    "num_decoder_layers": 3,
     "feed_forward_proj": "gated-gelu",
     "tie_word_embeddings": False,
 }

@@ -15,7 +15,7 @@ import torch
 from coreml_delegate import runtime
 from coreml_delegate.errors import InputError, OptionError
 from coreml_delegate.llm.layout import DECODE, ENCODE, CacheKind, Layout
-from coreml_delegate.llm.source import SourceKind
+from coreml_delegate.llm.source import Source, SourceKind
 from coreml_delegate.runtime.engines.limits import require_memory
 from coreml_delegate.runtime.program.plan import TensorSpec
 
@@ -160,7 +160,7 @@ class Generator:
         Raises:
             InputError: The model has no encoder.
         """
-        self._require_encoder()
+        self._require_source()
         spec = self._program.program.method(ENCODE).input_specs[0]
         return spec.shape if isinstance(spec, TensorSpec) else ()
 
@@ -180,9 +180,10 @@ class Generator:
         Raises:
             InputError: The model has no encoder, or the source does not fit it.
         """
+        takes_audio = self._require_source().kind is SourceKind.AUDIO
         shape = self.source_shape
         start = time.perf_counter()
-        if self.layout.source is not None and self.layout.source.kind is SourceKind.AUDIO:
+        if takes_audio:
             inputs = [_spectrogram(source, shape)]
             count = shape[-1]
         else:
@@ -257,9 +258,10 @@ class Generator:
                 return
             logits = self.feed([token])
 
-    def _require_encoder(self) -> None:
+    def _require_source(self) -> Source:
         if self.layout.source is None:
             raise InputError("the model has no encoder", remedy="Give it a prompt alone")
+        return self.layout.source
 
     def _padded_source(
         self, source: Sequence[int] | torch.Tensor, shape: Sequence[int]

@@ -144,36 +144,6 @@ def test_invalid_recordings_are_one_line(whisper, tmp_path, capsys):
     assert "takes recordings: got --prompt, expected --audio" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--audio", "a.wav"], "takes texts: got --audio, expected --prompt TEXT"),
-        (["--prompt", "x", "--prompt-tokens", "1"], "--prompt-tokens is for encoder-decoder"),
-    ],
-)
-def test_a_decoder_alone_takes_a_prompt(options, message, folder, capsys):
-    (folder / "llama.json").write_text(
-        json.dumps(
-            {
-                "model_type": "llama",
-                "vocab_size": 256,
-                "hidden_size": 16,
-                "intermediate_size": 16,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "max_position_embeddings": 8,
-            }
-        )
-    )
-    program = folder / "llama.pte"
-    if not program.exists():
-        assert export(["--random", str(folder / "llama.json")], program) == 0
-    capsys.readouterr()
-    assert main(["generate", str(program), *options]) == 1
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("given", [[], ["--prompt", "x", "--audio", "a.wav"]])
 def test_a_prompt_and_a_recording_exclude_each_other(given, capsys):
     with pytest.raises(SystemExit) as exit_:

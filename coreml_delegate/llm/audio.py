@@ -17,7 +17,7 @@ _BYTES = 2  # of a sample
 _LARGEST = 2**15
 
 
-def read_wav(path: Path, rate: int) -> np.ndarray:
+def read_wav(path: Path | str, rate: int) -> np.ndarray:
     """Return the samples of a recording, fp32 from -1 to 1; several channels are averaged.
 
     Args:
@@ -27,7 +27,7 @@ def read_wav(path: Path, rate: int) -> np.ndarray:
     Raises:
         InputError: The file does not exist, is not such a file, or has another rate.
     """
-    if not path.is_file():
+    if not Path(path).is_file():
         raise InputError("no such recording", got=str(path))
     try:
         with wave.open(str(path), "rb") as file:

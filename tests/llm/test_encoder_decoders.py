@@ -129,28 +129,38 @@ def test_engines_and_hosts_agree(name, engine, host):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["whisper", "t5", "t5, gated", "umt5", "bart", "m2m_100"])
 def test_fp16_stays_close(name):
+    """On the engine that computes in fp16, and on the one that has fp16 weights alone."""
     tokens, logits = expected(name)
-    generator = Generator.load(lowered(prepared(name, safe=True), Precision.FLOAT16))
-    actual = logits_of(generator, name, tokens)
-    assert sqnr_db(logits.numpy(), actual.numpy()) > SQNR_FP16
+    program = lowered(prepared(name, safe=True), Precision.FLOAT16)
+    for engine in ("reference", "openvino"):
+        actual = logits_of(Generator.load(program, engine=engine), name, tokens)
+        assert sqnr_db(logits.numpy(), actual.numpy()) > SQNR_FP16
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "factor"), [("t5", "wo"), ("t5, gated", "wi_1")])
 @torch.no_grad()
 def test_t5_does_not_overflow_in_fp16(name, factor):
-    """What its layers add is above the largest fp16 number, as in trained models."""
+    """What its layers add is above the largest fp16 number, as in trained models.
+
+    The other engine computes in fp32.
+    """
     module, source = model(name), tiny_source(name)
     sums: list[float] = []
+    hooks: list[Any] = []
     for path, part in module.named_modules():
         if path.endswith(factor):
             part.weight.mul_(4e4)
         if type(part).__name__ == "T5LayerFF":
-            part.register_forward_hook(lambda *args: sums.append(float(args[2].abs().max())))
+            hooks.append(
+                part.register_forward_hook(lambda *args: sums.append(float(args[2].abs().max())))
+            )
     logits = logits_of_transformers(module, source, PROMPT)
+    for hook in hooks:
+        hook.remove()
     assert max(sums) > torch.finfo(torch.float16).max
     made = prepared(name, safe=True, module=module)
-    generator = Generator.load(lowered(made, Precision.FLOAT16))
+    generator = Generator.load(lowered(made, Precision.FLOAT16), engine="reference")
     generator.encode(given(name))
     assert sqnr_db(logits[-1].numpy(), generator.feed(PROMPT).numpy()) > SQNR_FP16
 

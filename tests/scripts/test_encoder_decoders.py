@@ -43,7 +43,8 @@ def export(source: list[str], path: Path, *options: str) -> int:
 def whisper(folder):
     """A checkpoint, as transformers saves it, and the file that the command makes of it."""
     library, checkpoint = transformers(), folder / "whisper"
-    model = tiny_model("whisper", {**WHISPER, "max_source_positions": 50})
+    sizes = {**FAMILIES["whisper"].config, **BYTES, "max_source_positions": 50}
+    model = tiny_model("whisper", sizes)
     model.generation_config.suppress_tokens = [5, 6]
     model.generation_config.begin_suppress_tokens = [7]
     model.save_pretrained(checkpoint)

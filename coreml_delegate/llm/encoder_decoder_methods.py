@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
 from coreml_delegate.errors import LoweringError
 from coreml_delegate.llm.encoder_decoder import EncoderDecoder
@@ -21,6 +22,10 @@ from coreml_delegate.llm.stored_weights import read_weights
 from coreml_delegate.third_party import wrap_errors
 
 Tensors = Sequence[torch.Tensor]
+
+_ATEN: Any = torch.ops.aten
+_WITHOUT_EFFECT = (_ATEN._assert_tensor_metadata.default, _ATEN.dropout.default)
+"""Operators that torch.fx keeps even if nothing uses their result; of a model in eval mode."""
 
 
 def export_encoder_decoder(model: EncoderDecoder, layout: Layout) -> dict[str, ExportedProgram]:
@@ -49,9 +54,27 @@ def export_encoder_decoder(model: EncoderDecoder, layout: Layout) -> dict[str, E
             PREFILL: (Prefill(model), (chunk, position, last, caches, cross, *length)),
         }
         return {
-            name: torch.export.export(module.eval(), inputs)
+            name: _pruned(torch.export.export(module.eval(), inputs))
             for name, (module, inputs) in methods.items()
         }
+
+
+def _pruned(program: ExportedProgram) -> ExportedProgram:
+    """Return the program without what its results do not need; it is changed.
+
+    In ``encode`` those are the layers of the decoder behind their keys and values. Their weights,
+    and tables of the other stack, would be stored with the method.
+    """
+    graph = program.graph
+    graph.eliminate_dead_code(lambda node: node.is_impure() and node.target not in _WITHOUT_EFFECT)
+    unused = {node.name: node for node in graph.find_nodes(op="placeholder") if not node.users}
+    specs = program.graph_signature.input_specs
+    for spec in list(specs):
+        if spec.kind is InputKind.BUFFER and spec.arg.name in unused:
+            specs.remove(spec)
+            graph.erase_node(unused[spec.arg.name])
+    program.graph_module.recompile()
+    return program
 
 
 class _Method(nn.Module):

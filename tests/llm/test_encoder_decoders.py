@@ -32,6 +32,7 @@ from coreml_delegate.llm.export import lower, quantize_weights
 from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.llm.source import Source, Spectrogram
+from coreml_delegate.runtime.program.plan import TensorSpec
 from coreml_delegate.runtime.program.pte import PteProgram
 
 CHUNK, STEPS = 8, 64
@@ -200,11 +201,12 @@ def test_weights_are_stored_once_in_one_model(name):
     (weights,) = [len(data) for path, data in files.items() if path.endswith("weight.bin")]
     parameters = sum(parameter.numel() for parameter in made.parameters()) * 4
     assert parameters < weights < 1.3 * parameters  # with tables and masks
-    functions = [
-        BlobReference.decode(opened.method(method).delegates[0].processed).function_name
-        for method in ("encode", "decode", "prefill")
-    ]
-    assert functions == ["encode", "decode", "prefill"]
+    for method in ("encode", "decode", "prefill"):
+        info = opened.method(method)
+        (delegate,) = info.delegates
+        assert BlobReference.decode(delegate.processed).function_name == method
+        # Nor are weights that a method does not use stored with it.
+        assert not [v for v in info.values if isinstance(v, TensorSpec) and v.is_constant]
 
 
 def test_another_source_gives_other_logits():

@@ -93,7 +93,7 @@ FAMILIES: Mapping[str, Family] = {
     "mbart": Family("mbart", "mBART", "learnt positions", _BART),
     "marian": Family("marian", "OPUS-MT", "sines", _BART),
     "pegasus": Family("pegasus", "Pegasus", "sines", _BART),
-    "m2m_100": Family("m2m_100", "M2M-100, NLLB-200", "sines, positions behind padding", _BART),
+    "m2m_100": Family("m2m_100", "M2M-100, NLLB-200", "sines, positions that skip padding", _BART),
     "plbart": Family("plbart", "PLBART", "learnt positions", _BART),
     "blenderbot": Family("blenderbot", "Blenderbot", "learnt positions", _BART),
     "blenderbot-small": Family("blenderbot-small", "Blenderbot, small", "learnt positions", _BART),

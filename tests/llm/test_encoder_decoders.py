@@ -277,6 +277,7 @@ def test_a_source_is_needed_first():
         generator.feed([3])
 
 
+@pytest.mark.share(7)
 @pytest.mark.parametrize("safe", [False, True], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_computes_the_same_when_it_is_ready(name, safe):

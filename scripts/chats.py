@@ -39,15 +39,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check_usage(args: argparse.Namespace) -> None:
     """Refuse options that do not go together, as wrong usage."""
     if args.chat:
-        if args.image:
-            args.refuse_usage("--image does not go with --chat")
+        others = {
+            "--image": args.image,
+            "--audio": args.audio,
+            "--prompt-tokens": args.prompt_tokens,
+        }
+        for name, value in others.items():
+            if value:
+                args.refuse_usage(f"{name} does not go with --chat")
         return
     given = {"--system": args.system, "--chat-template": args.chat_template}
     for name, value in given.items():
         if value is not None:
             args.refuse_usage(f"{name} needs --chat")
-    if args.prompt is None:
-        args.refuse_usage("--prompt is required, except with --chat")
+    if args.prompt is None and args.audio is None:
+        args.refuse_usage("--prompt or --audio is required, except with --chat")
 
 
 def load_tokenizer(args: argparse.Namespace) -> ChatTokenizer:

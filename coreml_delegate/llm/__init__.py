@@ -1,7 +1,17 @@
-"""Language models: a decoder in torch, its export to a ``.pte``, and text generation from one."""
+"""Language models: a model in torch, its export to a ``.pte``, and text generation from one."""
 
+from coreml_delegate.llm.audio import read_wav, spectrogram
 from coreml_delegate.llm.candidates import Candidates
 from coreml_delegate.llm.chat import ChatTokenizer, Conversation
 from coreml_delegate.llm.generator import Generator, Sampler, Sampling
 
-__all__ = ["Candidates", "ChatTokenizer", "Conversation", "Generator", "Sampler", "Sampling"]
+__all__ = [
+    "Candidates",
+    "ChatTokenizer",
+    "Conversation",
+    "Generator",
+    "Sampler",
+    "Sampling",
+    "read_wav",
+    "spectrogram",
+]

@@ -53,10 +53,13 @@ class Call:
 
     Attributes:
         attended: Whether the model has called the attention function.
+        positions: Of the call's tokens [L] and of the columns of the scores [S], for biases by
+            distance; None if the model has none.
     """
 
     def __init__(self) -> None:
         self.attended = False
+        self.positions: tuple[torch.Tensor, torch.Tensor] | None = None
         self._parts: list[tuple[torch.Tensor, torch.Tensor, Sequence[Segment]]] = []
         self._stacked: list[tuple[torch.Tensor, int, torch.Tensor]] = []
 
@@ -88,6 +91,11 @@ class Call:
 _CALL: ContextVar[Call] = ContextVar("call")
 
 
+def current_call() -> Call:
+    """Return the call that is being computed."""
+    return _CALL.get()
+
+
 @contextmanager
 def calling(call: Call) -> Generator[None]:
     """Let the attention function look up the segments of a call."""
@@ -107,6 +115,7 @@ def attend(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend to the segments of keys and values, without joining or repeating them.
@@ -116,10 +125,11 @@ def attend(
         query: [B, heads, L, width].
         key: [B, kv_heads, S, width], as the cache returned them.
         value: [B, kv_heads, S, width of a value].
-        attention_mask: [1, 1, L, S], added to the scores; None if all tokens are visible.
+        attention_mask: [1, 1, L or 1, S], added to the scores; None if all tokens are visible.
         scaling: Factor of the scores; None for one by the root of the width.
         softcap: Bound of the scores before the mask, or None.
         s_aux: Score of a column without a token for each head, [heads], or None.
+        position_bias: [1, heads, L, S], added to the scores, or None.
         others: Arguments that must not matter.
 
     Returns:
@@ -131,7 +141,7 @@ def attend(
     _check_arguments(module, others)
     batch, heads, length, width = query.shape
     kv_heads = key.shape[1]
-    call = _CALL.get()
+    call = current_call()
     call.attended = True
     segments = call.segments(key, value)
     # Queries of a group are stacked along their tokens, so that keys are not repeated for each.
@@ -142,6 +152,8 @@ def attend(
     joined = torch.cat(scores, dim=-1) if len(scores) > 1 else scores[0]
     if softcap is not None:
         joined = torch.tanh(joined / softcap) * softcap
+    if position_bias is not None:
+        joined = joined + position_bias.reshape(1, kv_heads, -1, position_bias.shape[-1])
     if attention_mask is not None:
         joined = joined + call.stack(attention_mask, heads // kv_heads)
     sizes = [keys.shape[2] for keys, _ in segments]

@@ -1,4 +1,4 @@
-"""Decoders from folders that ``transformers`` has saved, or with random weights."""
+"""Models from folders that ``transformers`` has saved, or with random weights."""
 
 from __future__ import annotations
 
@@ -21,11 +21,20 @@ _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LARGEST_CONTEXT = 2048  # of models that do not say for how many tokens they were made
 
+# Classes of transformers that make models, each with the mapping of its configurations.
+_DECODERS = (("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING"),)
+_IMAGE_READERS = (("AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING"),)
+_ENCODER_DECODERS = (
+    ("AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING"),
+    ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING"),
+)
+
 
 def read_config(path: Path) -> Any:
     """Return the configuration of a language model, as ``transformers`` reads it.
 
-    It is a causal language model, or one that reads images of the ``vision.FAMILIES``.
+    It is a causal language model, an encoder-decoder model, or one that reads images of the
+    ``vision.FAMILIES``.
 
     Args:
         path: ``config.json``.
@@ -33,7 +42,7 @@ def read_config(path: Path) -> Any:
     Raises:
         OptionError: The file does not exist or is malformed, or describes another kind of model.
     """
-    values = _read_json(path)
+    values = read_json(path)
     library = transformers()
     kind = values.get("model_type")
     if kind not in library.CONFIG_MAPPING:
@@ -53,14 +62,16 @@ def read_config(path: Path) -> Any:
 
 
 def _refuse_kind(path: Path, kind: str) -> None:
-    """Refuse an architecture that is neither a causal language model nor one of ``FAMILIES``."""
+    """Refuse an architecture of another kind than ``read_config`` takes."""
     library = transformers()
-    if library.CONFIG_MAPPING[kind] in library.MODEL_FOR_CAUSAL_LM_MAPPING or kind in FAMILIES:
+    known = (getattr(library, mapping) for _, mapping in (*_DECODERS, *_ENCODER_DECODERS))
+    if kind in FAMILIES or any(library.CONFIG_MAPPING[kind] in configs for configs in known):
         return
     raise OptionError(
         f"{path} has an architecture that is not supported",
         got=f"model_type {kind!r}" + (f", which has {REFUSED[kind]}" if kind in REFUSED else ""),
-        expected=f"a causal language model, or one that reads images: {', '.join(FAMILIES)}",
+        expected="a causal language model, an encoder-decoder model, or one that reads images: "
+        + ", ".join(FAMILIES),
     )
 
 
@@ -76,12 +87,7 @@ def random_decoder(config: Any, seed: int, **options: Any) -> Decoder:
         OptionError: The configuration contradicts itself.
         LoweringError: See ``Decoder``.
     """
-    with torch.random.fork_rng(devices=[]), wrap_errors("transformers cannot make the model"):
-        torch.manual_seed(seed)
-        model = _modules(config).from_config(
-            config, dtype=torch.float32, attn_implementation="eager"
-        )
-    return _decoder(model, **options)
+    return _decoder(random_model(config, seed), **options)
 
 
 def load_decoder(folder: Path, config: Any, **options: Any) -> Decoder:
@@ -96,9 +102,40 @@ def load_decoder(folder: Path, config: Any, **options: Any) -> Decoder:
         OptionError: A file is missing or malformed, or the weights do not fit the configuration.
         LoweringError: See ``Decoder``.
     """
+    return _decoder(load_model(folder, config), **options)
+
+
+def random_model(config: Any, seed: int) -> Any:
+    """Return a model of ``transformers`` with random weights, in fp32 and eval mode.
+
+    Args:
+        config: Its configuration.
+        seed: Seed of the weights.
+
+    Raises:
+        OptionError: The configuration contradicts itself.
+    """
+    with torch.random.fork_rng(devices=[]), wrap_errors("transformers cannot make the model"):
+        torch.manual_seed(seed)
+        model = _model_class(config).from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
+    return model.eval().requires_grad_(False)
+
+
+def load_model(folder: Path, config: Any) -> Any:
+    """Return a model of ``transformers`` with the weights of a checkpoint, as ``load_decoder``.
+
+    Args:
+        folder: Has ``*.safetensors``.
+        config: Its configuration.
+
+    Raises:
+        OptionError: See ``load_decoder``.
+    """
     files = _weight_files(folder)
     with torch.device("meta"), wrap_errors("transformers cannot make the model"):
-        empty = _modules(config).from_config(config)
+        empty = _model_class(config).from_config(config)
     with wrap_errors(f"cannot read weights from {folder}"):
         model, loaded = type(empty).from_pretrained(
             None,
@@ -110,20 +147,12 @@ def load_decoder(folder: Path, config: Any, **options: Any) -> Decoder:
             output_loading_info=True,
         )
     _check_loaded(folder, loaded)
-    return _decoder(model, **options)
-
-
-def _modules(config: Any) -> Any:
-    """Return the class of ``transformers`` that makes the model of a configuration."""
-    library = transformers()
-    if reads_images(config):
-        return library.AutoModelForImageTextToText
-    return library.AutoModelForCausalLM
+    return model.eval().requires_grad_(False)
 
 
 def _decoder(model: Any, **options: Any) -> Decoder:
     kind = VisionDecoder if reads_images(model.config) else Decoder
-    return kind(model.eval().requires_grad_(False), **options)
+    return kind(model, **options)
 
 
 def most_context(config: Any) -> int:
@@ -138,19 +167,62 @@ def end_tokens(config: Any, folder: Path | None) -> tuple[int, ...]:
     Raises:
         OptionError: The generation configuration is malformed.
     """
-    path = None if folder is None else folder / _GENERATION
-    others = _read_json(path) if path is not None and path.is_file() else {}
+    others = generation_options(folder)
     text = config.get_text_config(decoder=True)
     found: list[int] = []
     for ends in (getattr(text, "eos_token_id", None), others.get("eos_token_id")):
         given: list[Any] = ends if isinstance(ends, list) else [] if ends is None else [ends]
         if not all(type(token) is int for token in given):
-            raise OptionError(f"{path} has end tokens that are no integers", got=json.dumps(ends))
+            raise OptionError(f"{folder} has end tokens that are no integers", got=json.dumps(ends))
         found += given
     return tuple(dict.fromkeys(found))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def generation_options(folder: Path | None) -> dict[str, Any]:
+    """Return what ``generation_config.json`` says; nothing without a folder or the file.
+
+    Raises:
+        OptionError: The file is malformed.
+    """
+    path = None if folder is None else folder / _GENERATION
+    return read_json(path) if path is not None and path.is_file() else {}
+
+
+def main_input(config: Any) -> str:
+    """Return the name of what a model of a configuration takes, ``input_ids`` for example."""
+    library = transformers()
+    return getattr(library, _auto_class(config)[1])[type(config)].main_input_name
+
+
+def _model_class(config: Any) -> Any:
+    """Return the class of ``transformers`` that makes models of a configuration."""
+    return getattr(transformers(), _auto_class(config)[0])
+
+
+def _auto_class(config: Any) -> tuple[str, str]:
+    """Return the names of a class that makes models of a configuration, and of its mapping.
+
+    Raises:
+        OptionError: It is the configuration of another kind of model.
+    """
+    library = transformers()
+    known = _ENCODER_DECODERS if config.is_encoder_decoder else _DECODERS
+    for name, mapping in _IMAGE_READERS if reads_images(config) else known:
+        if type(config) in getattr(library, mapping):
+            return name, mapping
+    raise OptionError(
+        "the architecture is not supported",
+        got=f"model_type {config.model_type!r}",
+        expected="a causal language model, or an encoder-decoder model",
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object.
+
+    Raises:
+        OptionError: The file does not exist, or has something else.
+    """
     if not path.is_file():
         raise OptionError("no such model configuration", got=str(path))
     try:

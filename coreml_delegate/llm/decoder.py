@@ -71,8 +71,7 @@ class Decoder(nn.Module):
         tabulate_positions(model, context)
         if safe_norms:
             make_norms_safe(model)
-        for config in {id(config): config for config in _configurations(model)}.values():
-            config._attn_implementation = NAME
+        use_our_attention(model)
         self._accepted = inspect.signature(model.forward).parameters
         with wrap_errors(_refusal(model), kind=LoweringError):
             text = _text(expected.shape[1])
@@ -192,7 +191,7 @@ class Decoder(nn.Module):
         call = Call()
         with calling(call):
             found = self.model(**_named(inputs), use_cache=False).logits
-        self._compare(found, expected)
+        require_equal(self.model, found, expected)
         return not call.attended and any(layer.keys for layer in self.layers)
 
     @torch.no_grad()
@@ -223,17 +222,9 @@ class Decoder(nn.Module):
             chunk = inputs.new_zeros(1, length, *inputs.shape[2:])
             chunk[:, :count] = inputs[:, start : start + count]
             found = self.advance(chunk, position, cache, call, last)
-            self._compare(found, expected[:, start + count - 1])
+            require_equal(self.model, found, expected[:, start + count - 1])
             for number, (rows, new) in enumerate(zip(past, new_tensors(cache), strict=True)):
                 write_cache(rows, new, start, count, whole=number in replaced)
-
-    def _compare(self, found: torch.Tensor, expected: torch.Tensor) -> None:
-        bound = _TOLERANCE * float(expected.abs().max())
-        if not torch.allclose(found, expected, rtol=0, atol=bound):
-            raise LoweringError(
-                f"{type(self.model).__name__} computes something else with caches",
-                got=f"logits that differ by {float((found - expected).abs().max()):.2g}",
-            )
 
     def _refuse_windows(self) -> None:
         window = min((layer.window or self.context for layer in self.layers), default=self.context)
@@ -243,6 +234,26 @@ class Decoder(nn.Module):
                 got=f"a window of {window} tokens for a context of {self.context}",
                 remedy=f"Export a context of at most {window} tokens",
             )
+
+
+def require_equal(model: Any, found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare logits with those of the unchanged model.
+
+    Raises:
+        LoweringError: They differ.
+    """
+    bound = _TOLERANCE * float(expected.abs().max())
+    if not torch.allclose(found, expected, rtol=0, atol=bound):
+        raise LoweringError(
+            f"{type(model).__name__} computes something else with caches",
+            got=f"logits that differ by {float((found - expected).abs().max()):.2g}",
+        )
+
+
+def use_our_attention(model: nn.Module) -> None:
+    """Let a model and its parts call the attention and mask functions of this package."""
+    for config in {id(config): config for config in _configurations(model)}.values():
+        config._attn_implementation = NAME
 
 
 def _refusal(model: nn.Module) -> str:

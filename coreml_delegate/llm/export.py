@@ -32,6 +32,7 @@ from coreml_delegate.llm.attention import Call
 from coreml_delegate.llm.caches import kept_caches, new_tensors, passed_caches
 from coreml_delegate.llm.candidates import Selection
 from coreml_delegate.llm.decoder import Decoder
+from coreml_delegate.llm.encoder_decoder import EncoderDecoder
 from coreml_delegate.llm.experts import LastLayers, routers, sort_choices
 from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.llm.low_rank import Adapter, attached
@@ -50,11 +51,13 @@ _CHECKS = (_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default)
 _CHUNK = 2**24  # elements that are quantized at once
 
 
-def quantize_weights(decoder: Decoder, *, linear: str, embedding: str, group: int) -> None:
+def quantize_weights(
+    decoder: Decoder | EncoderDecoder, *, linear: str, embedding: str, group: int
+) -> None:
     """Quantize weights in place; activations stay in floating point.
 
-    A head that shares the embedding's weight is quantized as the embedding is. Layers that choose
-    experts are left as they are.
+    What shares the embedding's weight, a head for example, is quantized as the embedding is. Layers
+    that choose experts are left as they are.
 
     Args:
         decoder: Changed.
@@ -66,8 +69,8 @@ def quantize_weights(decoder: Decoder, *, linear: str, embedding: str, group: in
     Raises:
         OptionError: Groups do not divide a layer.
     """
-    tied = decoder.tied
-    vocabulary = [decoder.embedding, decoder.head] if tied else [decoder.embedding]
+    table: Any = decoder.embedding.weight
+    vocabulary = [m for m in decoder.modules() if getattr(m, "weight", None) is table]
     kept = {*vocabulary, *routers(decoder)}
     linears = {
         name: module
@@ -82,7 +85,6 @@ def quantize_weights(decoder: Decoder, *, linear: str, embedding: str, group: in
             own = module.inputs if isinstance(module, LastLayers) else 0
             _replace_weight([module], _quantized(module.weight, linear, size or own))
     if embedding != "none":
-        table: Any = decoder.embedding.weight
         _replace_weight(vocabulary, _quantized(table, embedding, 0))
 
 

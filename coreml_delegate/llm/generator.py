@@ -16,7 +16,8 @@ from coreml_delegate import runtime
 from coreml_delegate.errors import InputError, OptionError, ProgramError
 from coreml_delegate.llm.candidates import Candidates, Selection
 from coreml_delegate.llm.images import refuse_images
-from coreml_delegate.llm.layout import DECODE, EMBED, VISION, CacheKind, Layout
+from coreml_delegate.llm.layout import DECODE, EMBED, ENCODE, VISION, CacheKind, Layout
+from coreml_delegate.llm.source import Source, SourceKind
 from coreml_delegate.runtime.engines.limits import require_memory
 from coreml_delegate.runtime.program.plan import TensorSpec
 
@@ -157,6 +158,7 @@ class Generator:
         layout: Methods and sizes that the program declares.
         prefill: Pace of tokens fed in chunks.
         decode: Pace of tokens fed one by one.
+        encoder: Pace of source tokens, or of frames of spectrograms.
         ending: Why the last generated text ended; None before.
 
     Raises:
@@ -174,8 +176,9 @@ class Generator:
         self.layout = Layout.read(program.method_names, lambda name: program.run(name, []))
         self._methods = self.layout.methods_of(adapter)
         self._caches = self._empty_caches()
+        self._source: list[torch.Tensor] = []  # further inputs, which encode has made
         self._position = 0
-        self.prefill, self.decode = Pace(), Pace()
+        self.prefill, self.decode, self.encoder = Pace(), Pace(), Pace()
         self.ending: Ending | None = None
 
     @classmethod
@@ -208,13 +211,48 @@ class Generator:
         """Number of tokens that still fit into the context."""
         return self.layout.context - self._position
 
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        """Shape of what the encoder takes: tokens [1, N] or a spectrogram [1, bins, frames].
+
+        Raises:
+            InputError: The model has no encoder.
+        """
+        self._require_source()
+        spec = self._program.program.method(ENCODE).input_specs[0]
+        return spec.shape if isinstance(spec, TensorSpec) else ()
+
     def reset(self) -> None:
-        """Begin a new text.
+        """Begin a new text, about the same source if the model has an encoder.
 
         The caches keep their values: no token attends to positions beyond its own, and at position
         0 the model takes states that it replaces for zeros.
         """
         self._position = 0
+
+    def encode(self, source: Sequence[int] | torch.Tensor) -> None:
+        """Give an encoder-decoder model its source, and begin a new text.
+
+        Args:
+            source: Tokens of a text, or a spectrogram [1, bins, frames] of fp32.
+
+        Raises:
+            InputError: The model has no encoder, or the source does not fit it.
+        """
+        takes_audio = self._require_source().kind is SourceKind.AUDIO
+        shape = self.source_shape
+        start = time.perf_counter()
+        if takes_audio:
+            inputs = [_spectrogram(source, shape)]
+            count = shape[-1]
+        else:
+            count = len(source)
+            inputs = [self._padded_source(source, shape), torch.tensor([count])]
+        made = self._run(ENCODE, inputs)
+        self._source = [*made, *inputs[1:]]
+        self.encoder.seconds += time.perf_counter() - start
+        self.encoder.tokens += count
+        self.reset()
 
     def feed(
         self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None = None
@@ -231,7 +269,8 @@ class Generator:
 
         Raises:
             InputError: There is no token, one is not in the vocabulary, or they do not fit; or the
-                images are others than the tokens and the model ask for.
+                images are others than the tokens and the model ask for; or no source has been given
+                to a model that takes one.
             ProgramError: The model returns selected tokens in place of logits.
         """
         if self.layout.selection is not None:
@@ -273,6 +312,8 @@ class Generator:
     ) -> Iterator[int]:
         """Generate tokens after a prompt.
 
+        Tokens that the layout suppresses are not generated.
+
         Args:
             prompt: Tokens appended to the context first.
             choose: Returns the next token, given logits [V]; a ``Sampler`` for example. It has to
@@ -288,13 +329,13 @@ class Generator:
             InputError: See ``feed``; or ``limit`` tokens do not fit behind the prompt.
             OptionError: ``choose`` cannot choose from what the model returns.
         """
-        advance = self._advance_by(choose)
+        begin, advance = (self._advance_by(choose, first=first) for first in (True, False))
         if limit is not None:
             length = self._length(prompt, images)
             self._check_room(length + limit - 1, f"a prompt of {length} and {limit} more")
         ends = {*stops, *self.layout.eos}
         self.ending = None
-        token = advance(prompt, images)
+        token = begin(prompt, images)
         for made in itertools.count(1):
             if token in ends:
                 self.ending = Ending.STOP
@@ -305,9 +346,18 @@ class Generator:
                 return
             token = advance([token], None)
 
-    def _advance_by(self, choose: Choose) -> Advance:
-        """Return the function that appends tokens to the context and chooses the next token."""
-        selection = self.layout.selection
+    def _advance_by(self, choose: Choose, *, first: bool) -> Advance:
+        """Return the function that appends tokens to the context and chooses the next token.
+
+        Args:
+            choose: See ``generate``.
+            first: Whether it is the first token that is generated.
+        """
+        selection, source = self.layout.selection, self.layout.source
+        if source is not None:
+            return lambda tokens, images: choose(
+                source.suppress(self.feed(tokens, images), first=first)
+            )
         if selection is None:
             return lambda tokens, images: choose(self.feed(tokens, images))
         if not isinstance(choose, Sampler):
@@ -365,7 +415,33 @@ class Generator:
         (rows,) = self._run(EMBED, [chunk])
         return rows[0, : len(tokens)]
 
+    def _require_source(self) -> Source:
+        if self.layout.source is None:
+            raise InputError("the model has no encoder", remedy="Give it a prompt alone")
+        return self.layout.source
+
+    def _padded_source(
+        self, source: Sequence[int] | torch.Tensor, shape: Sequence[int]
+    ) -> torch.Tensor:
+        tokens = [int(token) for token in source]
+        self._check_known(tokens)
+        if len(tokens) > shape[1]:
+            raise InputError(
+                "the source text is too long",
+                got=f"{len(tokens)} tokens",
+                expected=f"at most {shape[1]}",
+                remedy="Shorten it, or export with a larger --source-length",
+            )
+        return torch.tensor([tokens + [0] * (shape[1] - len(tokens))])
+
     def _check(self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None) -> None:
+        if self.layout.source is not None and not self._source:
+            raise InputError("the model has no source yet", remedy="Call encode first")
+        self._check_known(tokens)
+        length = self._length(tokens, images)
+        self._check_room(length, f"{length} more")
+
+    def _check_known(self, tokens: Sequence[int]) -> None:
         if not tokens:
             raise InputError("there is no token", remedy="Give a prompt that is not empty")
         unknown = [token for token in tokens if not 0 <= token < self.layout.vocabulary]
@@ -376,8 +452,6 @@ class Generator:
                 expected=f"0 to {self.layout.vocabulary - 1}",
                 remedy="Check that the tokenizer is the model's own",
             )
-        length = self._length(tokens, images)
-        self._check_room(length, f"{length} more")
 
     def _check_room(self, count: int, what: str) -> None:
         if count > self.room:
@@ -397,12 +471,14 @@ class Generator:
         """
         count, at = len(inputs), torch.tensor([self._position])
         if count == 1 and self.layout.cache is CacheKind.IO:
-            results = self._run(self._methods[0], [inputs[None], at, *self._caches])
+            given = [inputs[None], at, *self._caches, *self._source]
+            results = self._run(self._methods[0], given)
         else:
             chunk = inputs.new_zeros(1, self.layout.chunk, *inputs.shape[1:])
             chunk[0, :count] = inputs
             last = torch.tensor([count - 1])
-            results = self._run(self._methods[-1], [chunk, at, last, *self._caches])
+            given = [chunk, at, last, *self._caches, *self._source]
+            results = self._run(self._methods[-1], given)
         first_cache = len(results) - len(self._caches)
         for number, (cache, values) in enumerate(
             zip(self._caches, results[first_cache:], strict=True)
@@ -418,10 +494,26 @@ class Generator:
     def _empty_caches(self) -> list[torch.Tensor]:
         if self.layout.cache is CacheKind.STATE:
             return []
-        given = self._program.program.method(DECODE).input_specs[2:]
+        program = self._program.program
+        given = program.method(DECODE).input_specs[2:]
+        if self.layout.source is not None:  # whose keys and values are there from encode
+            encoder = program.method(ENCODE)
+            given = given[: -(len(encoder.outputs) + len(encoder.inputs) - 1)]
         specs = [spec for spec in given if isinstance(spec, TensorSpec)]
         require_memory(sum(spec.nbytes for spec in specs), "the caches")
         return [torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs]
+
+
+def _spectrogram(source: Sequence[int] | torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    found = tuple(source.shape) if isinstance(source, torch.Tensor) else f"{len(source)} tokens"
+    if not isinstance(source, torch.Tensor) or found != tuple(shape):
+        raise InputError(
+            "the model takes a spectrogram",
+            got=str(found),
+            expected=f"a tensor of shape {tuple(shape)}",
+            remedy="Make it with llm.audio.spectrogram",
+        )
+    return source.float()
 
 
 def write_cache(

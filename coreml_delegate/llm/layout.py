@@ -14,7 +14,9 @@ from typing import Any
 from coreml_delegate.errors import OptionError, ProgramError, near_matches
 from coreml_delegate.llm.candidates import Selection
 from coreml_delegate.llm.images import ImageInput
+from coreml_delegate.llm.source import NAMES, Source
 
+ENCODE = "encode"
 DECODE = "decode"
 PREFILL = "prefill"
 FORWARD = "forward"
@@ -24,7 +26,13 @@ EMBED = "embed"
 _VERSION = 2  # of the inputs and outputs of the methods
 _NEWEST = 3  # of files with facts that readers of version 2 do not know
 
-_OPTIONAL = ("get_bos_id", "get_selection", "get_adapters", "get_replaced_caches")
+_OPTIONAL = (
+    "get_bos_id",
+    "get_selection",
+    "get_adapters",
+    "get_replaced_caches",
+    *NAMES,
+)
 
 
 class CacheKind(enum.Enum):
@@ -50,9 +58,11 @@ class Layout:
         image: How images are fed; None for a model of text alone.
         replaced: Numbers of the caches that each call replaces as a whole; the others have a row
             for each token.
+        source: Of an encoder-decoder model what it takes; None for a decoder alone.
 
     Raises:
-        OptionError: A model that reads images has adapters.
+        OptionError: A model that reads images, or has an encoder, has adapters; or one with an
+            encoder selects tokens.
     """
 
     vocabulary: int
@@ -65,18 +75,27 @@ class Layout:
     adapters: tuple[str, ...] = ()
     image: ImageInput | None = None
     replaced: tuple[int, ...] = ()
+    source: Source | None = None
 
     def __post_init__(self) -> None:
-        if self.adapters and self.image is not None:
+        if self.adapters and self.input_methods:
             raise OptionError(
-                "adapters of a model that reads images are not supported",
+                "adapters of a model that reads images or has an encoder are not supported",
                 got=", ".join(self.adapters),
                 remedy="Merge the adapter into a checkpoint with peft, and export that",
+            )
+        if self.selection is not None and self.source is not None:
+            raise OptionError(
+                "a model with an encoder cannot select tokens, since some may be suppressed",
+                got=str(self.selection),
+                remedy="Export it without --sample-in-model",
             )
 
     @property
     def input_methods(self) -> tuple[str, ...]:
-        """Names of the methods that make the inputs of the others."""
+        """Names of the methods that make inputs of the others."""
+        if self.source is not None:
+            return (ENCODE,)
         return () if self.image is None else (VISION, EMBED)
 
     @property
@@ -130,6 +149,7 @@ class Layout:
             **({"get_adapters": list(self.adapters)} if self.adapters else {}),
             **({} if self.image is None else self.image.constants()),
             **({"get_replaced_caches": list(self.replaced)} if self.replaced else {}),
+            **({} if self.source is None else self.source.constants()),
         }
 
     @classmethod
@@ -176,4 +196,5 @@ class Layout:
             adapters=tuple(map(str, given.get("get_adapters", ()))),
             image=ImageInput.read(names, call),
             replaced=tuple(map(int, given.get("get_replaced_caches", ()))),
+            source=Source.read(given),
         )

@@ -14,14 +14,19 @@ from coreml_delegate.scripts.arguments import check_output, new_output
 from coreml_delegate.scripts.commands import Command
 
 if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
     from coreml_delegate.llm.adapters import AdapterFile
+    from coreml_delegate.llm.candidates import Selection
     from coreml_delegate.llm.decoder import Decoder
+    from coreml_delegate.llm.encoder_decoder import EncoderDecoder
     from coreml_delegate.llm.layout import Layout
     from coreml_delegate.llm.low_rank import Adapter
     from coreml_delegate.partition import CoreMLPartitioner
 
 _CONTEXT = 2048
 _CHUNK = {"io": 64, "state": 8}
+_ANSWER_CHUNK = 8  # of encoder-decoder models, whose prompts have few tokens
 _GROUP = 32
 _BYTES = {"float16": 2, "float32": 4}  # of an element that is not quantized
 CACHES = ("io", "state")
@@ -55,7 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=arguments.positive,
         metavar="N",
         help="tokens that one call takes; with --cache state single tokens are padded to it, too "
-        f"(default: {_CHUNK['io']}, with --cache state {_CHUNK['state']})",
+        f"(default: {_CHUNK['io']}, with --cache state {_CHUNK['state']}; of an encoder-decoder "
+        f"model {_ANSWER_CHUNK})",
+    )
+    parser.add_argument(
+        "--source-length",
+        type=arguments.positive,
+        metavar="N",
+        help="tokens of the longest source text, of an encoder-decoder model that takes texts "
+        "(default: the model's own maximum, at most 1024; 512 if it has none)",
     )
     parser.add_argument(
         "--cache",
@@ -117,12 +130,11 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.output, force=args.force)
     with console.step("Importing ExecuTorch, coremltools and transformers"):
         from coreml_delegate.llm.adapters import read_adapters
-        from coreml_delegate.llm.export import export_methods, lower, quantize_weights
-        from coreml_delegate.llm.low_rank import fit_adapter
+        from coreml_delegate.llm.export import lower, quantize_weights
     files = read_adapters(args.adapter)
     with console.step("Loading the model"):
         decoder, layout = _model(args, files)
-        adapters = [fit_adapter(decoder, file) for file in files]
+        adapters = _fit(decoder, files)
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
     with console.step("Quantizing the weights"):
         quantize_weights(
@@ -131,9 +143,9 @@ def run(args: argparse.Namespace) -> int:
             embedding=args.embedding_quantize,
             group=args.group_size,
         )
-    partitioner = _partitioner(args)
+    partitioner = _partitioner(args, layout)
     with console.step("Exporting with torch.export"):
-        methods = export_methods(decoder, layout, adapters)
+        methods = _export(decoder, layout, adapters)
     with console.step("Lowering to Core ML"):
         program = lower(methods, layout, partitioner)
     with new_output(args.output, force=args.force) as file:
@@ -142,7 +154,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model(args: argparse.Namespace, adapters: Sequence[AdapterFile]) -> tuple[Decoder, Layout]:
+def _model(
+    args: argparse.Namespace, adapters: Sequence[AdapterFile]
+) -> tuple[Decoder | EncoderDecoder, Layout]:
     from coreml_delegate.llm.candidates import Selection
     from coreml_delegate.llm.checkpoint import (
         CONFIG,
@@ -162,6 +176,11 @@ def _model(args: argparse.Namespace, adapters: Sequence[AdapterFile]) -> tuple[D
     selection = None if args.sample_in_model is None else Selection.parse(args.sample_in_model)
     if selection is not None:
         selection.check(config.get_text_config(decoder=True).vocab_size)
+    names = tuple(adapter.name for adapter in adapters)
+    if config.is_encoder_decoder:
+        return _encoder_decoder(args, config, selection, names)
+    if args.source_length is not None:
+        raise OptionError("the model has no encoder", got=f"--source-length {args.source_length}")
     most = most_context(config)
     context = args.context or min(most, _CONTEXT)
     if context > most:
@@ -185,33 +204,99 @@ def _model(args: argparse.Namespace, adapters: Sequence[AdapterFile]) -> tuple[D
         bos=decoder.bos,
         eos=end_tokens(config, folder),
         selection=selection,
-        adapters=tuple(adapter.name for adapter in adapters),
+        adapters=names,
         image=image_input(decoder, preparation),
         replaced=decoder.replaced if args.cache == "io" else (),
     )
     return decoder, layout
 
 
-def _partitioner(args: argparse.Namespace) -> CoreMLPartitioner:
+def _encoder_decoder(
+    args: argparse.Namespace, config: Any, selection: Selection | None, adapters: tuple[str, ...]
+) -> tuple[EncoderDecoder, Layout]:
+    from coreml_delegate.llm.checkpoint import end_tokens
+    from coreml_delegate.llm.encoder_decoder_checkpoint import (
+        describe_source,
+        load_encoder_decoder,
+    )
+    from coreml_delegate.llm.layout import CacheKind, Layout
+
+    if args.cache != CacheKind.IO.value:
+        raise OptionError(
+            "an encoder-decoder model has several methods, which share no state on a device",
+            got=f"--cache {args.cache}",
+            expected=f"--cache {CacheKind.IO.value}",
+        )
+    folder: Path | None = args.checkpoint
+    model = load_encoder_decoder(
+        config,
+        folder,
+        seed=args.seed,
+        context=args.context,
+        source_length=args.source_length,
+        safe_norms=args.precision == "float16",
+    )
+    layout = Layout(
+        vocabulary=model.vocabulary,
+        context=model.context,
+        chunk=min(args.prefill_chunk or _ANSWER_CHUNK, model.context),
+        cache=CacheKind.IO,
+        bos=model.bos,
+        eos=end_tokens(config, folder),
+        selection=selection,
+        adapters=adapters,
+        source=describe_source(model, config, folder),
+    )
+    return model, layout
+
+
+def _fit(model: Decoder | EncoderDecoder, files: Sequence[AdapterFile]) -> list[Adapter]:
+    from coreml_delegate.llm.decoder import Decoder
+    from coreml_delegate.llm.low_rank import fit_adapter
+
+    # Layouts of other models refuse adapters.
+    return [fit_adapter(model, file) for file in files if isinstance(model, Decoder)]
+
+
+def _export(
+    model: Decoder | EncoderDecoder, layout: Layout, adapters: Sequence[Adapter]
+) -> dict[str, ExportedProgram]:
+    from coreml_delegate.llm.encoder_decoder import EncoderDecoder
+    from coreml_delegate.llm.encoder_decoder_methods import export_encoder_decoder
+    from coreml_delegate.llm.export import export_methods
+
+    if isinstance(model, EncoderDecoder):
+        return export_encoder_decoder(model, layout)
+    return export_methods(model, layout, adapters)
+
+
+def _partitioner(args: argparse.Namespace, layout: Layout) -> CoreMLPartitioner:
     from coreml_delegate.backend import CoreMLBackend
-    from coreml_delegate.compile_options import ComputeUnit, Precision
+    from coreml_delegate.compile_options import ComputeUnit, Precision, WeightSharing
     from coreml_delegate.partition import CoreMLPartitioner
     from coreml_delegate.targets import Opset
 
-    return CoreMLPartitioner(
-        compile_specs=CoreMLBackend.generate_compile_specs(
-            compute_unit=ComputeUnit(args.compute_unit),
-            # Methods share weights from here on.
-            minimum_deployment_target=args.deployment_target or Opset.iOS18,
-            compute_precision=Precision(args.precision),
-        )
+    # Methods share weights from here on.
+    target = args.deployment_target or Opset.iOS18
+    specs = CoreMLBackend.generate_compile_specs(
+        compute_unit=ComputeUnit(args.compute_unit),
+        minimum_deployment_target=target,
+        compute_precision=Precision(args.precision),
     )
+    if layout.source is not None and target >= Opset.iOS18:
+        # An encoder of audio may share no weight with the decoder, and is kept with it.
+        specs.append(
+            CoreMLBackend.generate_multimethod_weight_sharing_strategy_compile_spec(
+                WeightSharing.POSITIONAL
+            )
+        )
+    return CoreMLPartitioner(compile_specs=specs)
 
 
 def _report(
     args: argparse.Namespace,
     parameters: int,
-    decoder: Decoder,
+    decoder: Decoder | EncoderDecoder,
     layout: Layout,
     adapters: Sequence[Adapter],
     partitioner: CoreMLPartitioner,
@@ -256,12 +341,13 @@ def _report(
                 console.warn(f"{name} does not share its weights: {partition.not_shared}")
 
 
-def _print(document: dict[str, Any], decoder: Decoder, layout: Layout) -> None:
+def _print(document: dict[str, Any], decoder: Decoder | EncoderDecoder, layout: Layout) -> None:
     rows: list[tuple[str, str]] = [
         ("parameters", f"{document['parameters']:,} in {len(decoder.layers)} layers"),
         ("vocabulary", f"{layout.vocabulary:,} tokens"),
         ("context", f"{layout.context:,} tokens, caches as {layout.cache.value}"),
         ("chunk", f"{layout.chunk:,} tokens a call"),
+        *_source_rows(layout),
         *([] if layout.selection is None else [("selection", str(layout.selection))]),
         *([] if layout.image is None else [("images", layout.image.describe())]),
         *(
@@ -285,6 +371,14 @@ def _adapter(text: str) -> tuple[str, Path]:
     if equals and "/" not in name and os.sep not in name:
         return name, Path(folder)
     return Path(os.path.abspath(text)).name, Path(text)
+
+
+def _source_rows(layout: Layout) -> list[tuple[str, str]]:
+    source = layout.source
+    if source is None:
+        return []
+    units = {"tokens": "tokens", "audio": "frames of audio"}
+    return [("source", f"{source.length:,} {units[source.kind.value]}")]
 
 
 COMMAND = Command(

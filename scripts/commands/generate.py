@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coreml_delegate.errors import OptionError
 from coreml_delegate.scripts import arguments, chats, console
 from coreml_delegate.scripts.commands import Command
 
@@ -15,14 +16,33 @@ if TYPE_CHECKING:
 
     from coreml_delegate.llm.generator import Generator, Pace, Sampler
     from coreml_delegate.llm.layout import Layout
-    from coreml_delegate.llm.tokenizer import TextStream
+    from coreml_delegate.llm.tokenizer import TextStream, Tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("program", type=Path, metavar="FILE.pte", help="written by export-llm")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        help="text to continue; with --chat, the only turn; of an encoder-decoder model the source "
+        "text, to translate or summarize for example",
+    )
+    source.add_argument(
+        "--audio",
+        type=Path,
+        metavar="FILE.wav",
+        help="recording to transcribe, with samples of 16 bits at the model's rate",
+    )
     parser.add_argument(
-        "--prompt", metavar="TEXT", help="text to continue; with --chat, the only turn"
+        "--prompt-tokens",
+        type=arguments.natural,
+        nargs="+",
+        default=[],
+        metavar="ID",
+        help="tokens that the answer of an encoder-decoder model begins with, behind its start "
+        "token: language and task of Whisper for example",
     )
     parser.add_argument(
         "--tokenizer",
@@ -131,7 +151,7 @@ def _continue(args: argparse.Namespace, sampler: Sampler) -> None:
     stops, texts = _stops(args)
     stream = TextStream(tokenizer, texts)
     tokens = generator.generate(
-        tokenizer.encode(args.prompt),
+        _first_tokens(args, generator, tokenizer),
         sampler,
         limit=args.max_new_tokens,
         stops=stops,
@@ -164,7 +184,7 @@ def _chat(args: argparse.Namespace, sampler: Sampler) -> None:
         ),
     )
     if args.json:
-        console.write_json({**chats.document(conversation), **_paces(generator)})
+        console.write_json({**chats.document(conversation), **_pace_facts(generator)})
     else:
         _note_paces(generator)
 
@@ -186,6 +206,40 @@ def _images(paths: Sequence[Path], layout: Layout) -> list[torch.Tensor]:
         refuse_images(paths)
         return []
     return [layout.image.preparation.pixels(open_image(path)) for path in paths]
+
+
+def _first_tokens(
+    args: argparse.Namespace, generator: Generator, tokenizer: Tokenizer
+) -> list[int]:
+    """Give the model its source, if it takes one; return the tokens that the text begins with."""
+    from coreml_delegate.llm.audio import read_wav, spectrogram
+    from coreml_delegate.llm.source import SourceKind
+
+    source = generator.layout.source
+    takes_audio = source is not None and source.kind is SourceKind.AUDIO
+    _check_source(args, takes_audio=takes_audio, answers=source is not None)
+    if source is None:
+        return tokenizer.encode(args.prompt)
+    if takes_audio:
+        how = source.spectrogram
+        samples = read_wav(args.audio, how.sampling_rate)
+        generator.encode(spectrogram(samples, generator.source_shape, how))
+    else:
+        generator.encode(tokenizer.encode(args.prompt))
+    return [*source.start, *args.prompt_tokens]
+
+
+def _check_source(args: argparse.Namespace, *, takes_audio: bool, answers: bool) -> None:
+    if takes_audio != (args.audio is not None):
+        raise OptionError(
+            f"the model takes {'recordings' if takes_audio else 'texts'}",
+            got="--prompt" if takes_audio else "--audio",
+            expected="--audio FILE.wav" if takes_audio else "--prompt TEXT",
+        )
+    if args.prompt_tokens and not answers:
+        raise OptionError(
+            "--prompt-tokens is for encoder-decoder models", remedy="Put the text into --prompt"
+        )
 
 
 def _pieces(tokens: Iterator[int], stream: TextStream) -> Iterator[tuple[int | None, str]]:
@@ -211,25 +265,31 @@ def _write_json(
             "text": "".join(text for _, text in pieces),
             "tokens": [token for token, _ in pieces if token is not None],
             "ending": _ending(generator, stream),
-            **_paces(generator),
+            **_pace_facts(generator),
         }
     )
 
 
-def _paces(generator: Generator) -> dict[str, Any]:
+def _paces(generator: Generator) -> dict[str, Pace]:
+    encoder = {} if generator.layout.source is None else {"encode": generator.encoder}
+    return {**encoder, "prefill": generator.prefill, "decode": generator.decode}
+
+
+def _pace_facts(generator: Generator) -> dict[str, Any]:
     return {
         name: {"tokens": pace.tokens, "seconds": pace.seconds, "tokens_per_second": pace.rate}
-        for name, pace in (("prefill", generator.prefill), ("decode", generator.decode))
+        for name, pace in _paces(generator).items()
     }
 
 
 def _note_paces(generator: Generator) -> None:
-    console.note(f"prefill: {_pace(generator.prefill)}")
-    console.note(f"decode: {_pace(generator.decode)}")
-
-
-def _pace(pace: Pace) -> str:
-    return f"{pace.tokens} tokens in {pace.seconds:.2f} s, {pace.rate:.1f} tokens/s"
+    source = generator.layout.source
+    for name, pace in _paces(generator).items():
+        is_audio = name == "encode" and source is not None and source.kind.value == "audio"
+        unit = "frames" if is_audio else "tokens"
+        console.note(
+            f"{name}: {pace.tokens} {unit} in {pace.seconds:.2f} s, {pace.rate:.1f} {unit}/s"
+        )
 
 
 def _stop(text: str) -> int | str:
@@ -240,8 +300,9 @@ def _stop(text: str) -> int | str:
 COMMAND = Command(
     name="generate",
     summary="generate text with a language model in a .pte",
-    description="Continue a text, or chat, with a language model that coreml-delegate export-llm "
-    "made. The text goes to stdout as it is generated, tokens per second to stderr.",
+    description="Continue, translate or transcribe with a language model that coreml-delegate "
+    "export-llm made, or chat with it. The text goes to stdout as it is generated, tokens per "
+    "second to stderr.",
     add_arguments=add_arguments,
     run=run,
 )

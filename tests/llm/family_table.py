@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support import encoder_decoder_families as encoder_decoders
 from tests.support.generated_sections import with_section
 from tests.support.llm_families import FAMILIES, REFUSED
 
@@ -28,9 +29,24 @@ def rows() -> Iterator[str]:
         yield f"| `{name}` | {reason} |"
 
 
+def encoder_decoder_rows() -> Iterator[str]:
+    """Yield the lines of the tables of encoder-decoder models."""
+    yield "| `model_type` | models | source | with |"
+    yield "|---|---|---|---|"
+    for family in encoder_decoders.FAMILIES.values():
+        source = "recording" if family.audio else "text"
+        yield f"| `{family.model_type}` | {family.models} | {source} | {family.has} |"
+    yield ""
+    yield "| refused | because of |"
+    yield "|---|---|"
+    for name, (_, _, reason) in encoder_decoders.REFUSED.items():
+        yield f"| `{name}` | {reason} |"
+
+
 def page(text: str) -> str:
     """Return the document with the tables of today."""
-    return with_section(text, "families", rows())
+    text = with_section(text, "families", rows())
+    return with_section(text, "encoder-decoders", encoder_decoder_rows())
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ def test_invalid_chats_are_refused_before_the_program_is_read(options, message, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "--prompt is required, except with --chat"),
+        ([], "--prompt or --audio is required, except with --chat"),
         (["--prompt", "a", "--system", "b"], "--system needs --chat"),
         (["--prompt", "a", "--chat-template", "b"], "--chat-template needs --chat"),
     ],

@@ -14,6 +14,7 @@ import torch
 from support.checkpoints import CONFIG, save
 from support.command import leftovers, start, tiny_pte
 
+from coreml_delegate.errors import InputError
 from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.layout import CacheKind
 from coreml_delegate.scripts import arguments
@@ -139,6 +140,20 @@ def test_invalid_prompts_and_options_are_one_line(program, options, message, cap
     assert captured.err.startswith("coreml-delegate: error: ")
     assert message in captured.err
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--audio", "a.wav"], "takes texts: got --audio, expected --prompt TEXT"),
+        (["--prompt", "x", "--prompt-tokens", "1"], "--prompt-tokens is for encoder-decoder"),
+    ],
+)
+def test_a_decoder_takes_no_source(program, options, message, capsys):
+    assert main(["generate", str(program), *options]) == 1
+    assert message in capsys.readouterr().err
+    with pytest.raises(InputError, match="the model has no encoder"):
+        Generator.load(program).encode([1])
 
 
 def test_programs_without_a_language_model_are_refused(folder, capsys):

@@ -1,0 +1,144 @@
+"""The methods of an encoder-decoder model: a source is encoded once, then tokens are decoded.
+
+``encode`` takes a source, and returns the keys and values that each layer of the decoder makes of
+it. ``decode`` and ``prefill`` take those beside the caches, and are otherwise the methods of a
+decoder alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from coreml_delegate.errors import LoweringError
+from coreml_delegate.llm.encoder_decoder import EncoderDecoder
+from coreml_delegate.llm.layout import DECODE, ENCODE, PREFILL, Layout
+from coreml_delegate.llm.stored_weights import read_weights
+from coreml_delegate.third_party import wrap_errors
+
+Tensors = Sequence[torch.Tensor]
+
+_ATEN: Any = torch.ops.aten
+_WITHOUT_EFFECT = (_ATEN._assert_tensor_metadata.default, _ATEN.dropout.default)
+"""Operators that torch.fx keeps even if nothing uses their result; of a model in eval mode."""
+
+
+def export_encoder_decoder(model: EncoderDecoder, layout: Layout) -> dict[str, ExportedProgram]:
+    """Export the methods in ATen dialect; they share the model's weights.
+
+    Args:
+        model: In eval mode; weights that are in files are read.
+        layout: Chunk and context.
+
+    Raises:
+        LoweringError: ``torch.export`` cannot capture the model.
+    """
+    read_weights(model)
+    source, *length = model.example()
+    # Two tensors, because torch.export takes inputs that are the same object for one input.
+    position, last = torch.tensor([0]), torch.tensor([0])
+    caches = [empty for layer in model.layers for empty in layer.empty(layout.context, 0).values()]
+    token, chunk = (torch.zeros(1, n, dtype=torch.long) for n in (1, layout.chunk))
+    cross = [empty for layer in model.cross for empty in layer.empty(model.positions, 0).values()]
+    with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
+        methods: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
+            ENCODE: (Encode(model), (source, *length)),
+            DECODE: (Decode(model), (token, position, caches, cross, *length)),
+            PREFILL: (Prefill(model), (chunk, position, last, caches, cross, *length)),
+        }
+        return {
+            name: _pruned(torch.export.export(module.eval(), inputs))
+            for name, (module, inputs) in methods.items()
+        }
+
+
+def _pruned(program: ExportedProgram) -> ExportedProgram:
+    """Return the program without what its results do not need; it is changed.
+
+    In ``encode`` those are the layers of the decoder behind their keys and values. Their weights,
+    and tables of the other stack, would be stored with the method.
+    """
+    graph = program.graph
+    graph.eliminate_dead_code(lambda node: node.is_impure() and node.target not in _WITHOUT_EFFECT)
+    unused = {node.name: node for node in graph.find_nodes(op="placeholder") if not node.users}
+    specs = program.graph_signature.input_specs
+    for spec in list(specs):
+        if spec.kind is InputKind.BUFFER and spec.arg.name in unused:
+            specs.remove(spec)
+            graph.erase_node(unused[spec.arg.name])
+    program.graph_module.recompile()
+    return program
+
+
+class _Method(nn.Module):
+    def __init__(self, model: EncoderDecoder) -> None:
+        super().__init__()
+        self.model = model
+
+
+class Encode(_Method):
+    """Method ``encode``: a source."""
+
+    def forward(
+        self, source: torch.Tensor, length: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the keys and values of the source of each layer in turn, [1, heads, N, width].
+
+        Args:
+            source: Tokens [1, N], int64, or a spectrogram [1, bins, frames].
+            length: How many of the tokens are no padding, [1], int64; None for a spectrogram.
+        """
+        return self.model.encode(source, length)
+
+
+class Decode(_Method):
+    """Method ``decode``: one token."""
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position: torch.Tensor,
+        caches: Tensors,
+        cross: Tensors,
+        length: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return logits [1, V], then keys and values [1, heads, 1, width] of each layer.
+
+        Args:
+            tokens: [1, 1], int64.
+            position: [1], int64: how many tokens the caches hold.
+            caches: Keys and values of each layer in turn, each [1, heads, S, width].
+            cross: What ``encode`` returns.
+            length: As ``encode`` got it.
+        """
+        return self.model.advance(tokens, position, caches, cross, length)
+
+
+class Prefill(_Method):
+    """Method ``prefill``: a chunk of tokens."""
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position: torch.Tensor,
+        last: torch.Tensor,
+        caches: Tensors,
+        cross: Tensors,
+        length: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return logits [1, V] of one token, and keys and values [1, heads, L, width].
+
+        Args:
+            tokens: [1, L], int64; what follows the last token is ignored.
+            position: [1], int64: how many tokens the caches hold.
+            last: [1], int64: index of the last token.
+            caches: As for ``Decode``.
+            cross: What ``encode`` returns.
+            length: As ``encode`` got it.
+        """
+        return self.model.advance(tokens, position, caches, cross, length, last)

@@ -1,0 +1,108 @@
+"""What an encoder-decoder model takes as its source, and how its answers begin."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+
+class SourceKind(enum.Enum):
+    """What the encoder takes: a text, or the spectrogram of a recording."""
+
+    TOKENS = "tokens"
+    AUDIO = "audio"
+
+
+@dataclass(frozen=True, slots=True)
+class Spectrogram:
+    """How the spectrogram of a recording is computed.
+
+    Attributes:
+        sampling_rate: Samples a second.
+        hop_length: Samples from one frame to the next.
+        fft_size: Samples of a frame.
+    """
+
+    sampling_rate: int = 16000
+    hop_length: int = 160
+    fft_size: int = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The facts about an encoder-decoder model that a decoder alone has not.
+
+    Attributes:
+        kind: What the encoder takes.
+        length: Tokens of the longest source text, or frames of a spectrogram.
+        start: Tokens that every answer begins with.
+        suppressed: Tokens that are never generated.
+        first_suppressed: Tokens that are not generated first.
+        spectrogram: How a recording becomes a spectrogram.
+    """
+
+    kind: SourceKind
+    length: int
+    start: tuple[int, ...]
+    suppressed: tuple[int, ...] = ()
+    first_suppressed: tuple[int, ...] = ()
+    spectrogram: Spectrogram = Spectrogram()
+
+    def suppress(self, logits: torch.Tensor, *, first: bool) -> torch.Tensor:
+        """Return logits [V] in which suppressed tokens have no chance.
+
+        Args:
+            logits: Of the next token.
+            first: Whether it is the first that is generated.
+        """
+        tokens = [*self.suppressed, *(self.first_suppressed if first else ())]
+        return logits.index_fill(0, torch.tensor(tokens), -torch.inf) if tokens else logits
+
+    def constants(self) -> dict[str, Any]:
+        """Return the constant methods by name; those of defaults are left out."""
+        return {
+            _KIND: self.kind.value,
+            _LENGTH: self.length,
+            _START: list(self.start),
+            **{
+                name: list(tokens)
+                for name, field in _TOKENS.items()
+                if (tokens := getattr(self, field))
+            },
+            **{
+                f"get_{field.name}": size
+                for field in fields(Spectrogram)
+                if (size := getattr(self.spectrogram, field.name)) != field.default
+            },
+        }
+
+    @classmethod
+    def read(cls, values: Mapping[str, Sequence[Any]]) -> Source | None:
+        """Return the source that constant methods describe, or None for a decoder alone.
+
+        Args:
+            values: What the constant methods return, by name; ``NAMES`` are read.
+        """
+        if _KIND not in values:
+            return None
+        tokens = {
+            field: tuple(int(token) for token in values.get(name, ()))
+            for name, field in {_START: "start", **_TOKENS}.items()
+        }
+        sizes = {
+            field.name: int(values[f"get_{field.name}"][0])
+            for field in fields(Spectrogram)
+            if f"get_{field.name}" in values
+        }
+        kind, length = SourceKind(values[_KIND][0]), int(values[_LENGTH][0])
+        return cls(kind, length, **tokens, spectrogram=Spectrogram(**sizes))
+
+
+_KIND, _LENGTH, _START = "get_source_kind", "get_max_source_len", "get_decoder_start_ids"
+_TOKENS = {"get_suppressed_ids": "suppressed", "get_first_suppressed_ids": "first_suppressed"}
+NAMES = (_KIND, _LENGTH, _START, *_TOKENS, *(f"get_{field.name}" for field in fields(Spectrogram)))
+"""Names of the constant methods."""

@@ -105,7 +105,7 @@ def test_inputs_of_an_expert_have_scales_of_their_own():
     """A scale for all experts would leave nothing of one whose weights are small."""
     module = LastLayers(torch.cat((torch.ones(4, 8), torch.full((4, 8), 1e-4)), 1), inputs=8)
     holder: Any = nn.Module()
-    holder.layer, holder.tied = module, False
+    holder.layer, holder.language_modules = module, holder.named_modules
     holder.embedding = holder.head = nn.Embedding(2, 2)
     quantize_weights(holder, linear="int8", embedding="none", group=16)
     found: Any = module.weight

@@ -32,9 +32,10 @@ _TRIED = 5  # tokens of the text that is computed before and after
 _TOLERANCE = 1e-3  # of the largest logit; fp32 kernels differ by a thousandth of it
 
 _REFUSED: Mapping[str, str] = {
+    "afmoe": "it takes the result of attention only if it is in one piece of memory",
     "mpt": "its biases are cut at the number of earlier tokens, a number at run time",
 }
-"""Why architectures are refused whose modules compute right, but cannot be captured."""
+"""Why architectures are refused whose modules keep keys and values as others do."""
 
 
 class Decoder(nn.Module):

@@ -291,7 +291,7 @@ FAMILIES: Mapping[str, Family] = {
         "OPT", "layer norms, biases", {"ffn_dim": 48, "word_embed_proj_dim": 32}, positions="learnt"
     ),
     "biogpt": Family("BioGPT", "layer norms, scaled embeddings", positions="learnt"),
-    "granite_swa": Family("Granite with windows", "sinks", _MIXED, window="some"),
+    "granite_swa": Family("Granite Swash 2B", "sinks", _MIXED, window="some"),
     "mixtral": Family("Mixtral", "experts", _EXPERTS, quick=True),
     "qwen2_moe": Family("Qwen 1.5 MoE, Qwen 2 57B", "experts and a shared one", _SHARED),
     "qwen3_moe": Family("Qwen 3 30B A3B", "experts", {**_HEAD, **_EXPERTS}),
@@ -299,12 +299,12 @@ FAMILIES: Mapping[str, Family] = {
     "flex_olmo": Family("FlexOlmo", "experts, norms behind layers", _EXPERTS),
     "granitemoe": Family("Granite 3 MoE", "experts, multipliers", _EXPERTS),
     "granitemoeshared": Family(
-        "Granite 4 tiny base",
+        "Granite MoE with a shared expert",
         "experts and a shared one",
         {**_EXPERTS, "shared_intermediate_size": 24},
     ),
     "granitemoe_swa": Family(
-        "Granite MoE with windows", "experts, sinks", {**_EXPERTS, **_MIXED}, window="some"
+        "Granite Swash 3B A600M", "experts, sinks", {**_EXPERTS, **_MIXED}, window="some"
     ),
     "phimoe": Family("Phi 3.5 MoE", "experts, layer norms", _EXPERTS),
     "deepseek_v3": Family(
@@ -348,9 +348,9 @@ FAMILIES: Mapping[str, Family] = {
     "exaone_moe": Family("K-EXAONE", "experts", {**_GROUPS, **_MIXED}, window="some"),
     "solar_open": Family("Solar Open", "experts in groups, a shared one", {**_GROUPS, **_HEAD}),
     "cohere2_moe": Family(
-        "Command A MoE", "experts, parallel layers", {**_SHARED, **_MIXED}, window="some"
+        "Command A+", "experts, parallel layers", {**_SHARED, **_MIXED}, window="some"
     ),
-    "hy_v3": Family("Hunyuan 3", "experts", {**_SHARED, **_HEAD}),
+    "hy_v3": Family("Hy3", "experts", {**_SHARED, **_HEAD}),
     "mellum": Family("Mellum 2", "experts", {**_EXPERTS, **_MIXED, **_HEAD}, window="some"),
     "flint": Family(
         "Flint",
@@ -358,7 +358,7 @@ FAMILIES: Mapping[str, Family] = {
         {**_SHARED, **_HEAD, **_MIXED, "mlp_only_layers": [0]},
         window="some",
     ),
-    "laguna": Family("Laguna", "experts", {**_EXPERTS, **_HEAD}),
+    "laguna": Family("Laguna XS", "experts", {**_EXPERTS, **_HEAD}),
 }
 """By ``model_type``."""
 
@@ -370,7 +370,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str, str]] = {
     ),
     "afmoe": (
         {**_SHARED, **_HEAD, **_MIXED},
-        "view size is not compatible",
+        "AfmoeForCausalLM is not supported",
         "its module needs attention in one piece of memory",
     ),
     "llama4_text": ({}, "Llama4TextExperts", "experts with a form of their own"),

@@ -22,7 +22,6 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     dims,
     ints,
     normalize_axis,
-    rank,
     scalar,
 )
 
@@ -61,7 +60,7 @@ def widen_rotation_tables(model: Any) -> None:
 def _rotation(node: Any) -> tuple[Any, Any, Any, int] | None:
     """Return the rotated tensor, cosines, sines and half its width; None for another concat."""
     parts = node.input_values()
-    if len(parts) != 2 or rank(parts[0]) != _RANK:
+    if len(parts) != 2 or not _has_rank(parts[0]):
         return None
     if normalize_axis(node.get_attributes()["axis"], _RANK) != _RANK - 1:
         return None
@@ -76,7 +75,8 @@ def _rotation(node: Any) -> tuple[Any, Any, Any, int] | None:
     if products != {frozenset((_key(second), _key(cos))), frozenset((_key(first), _key(sin)))}:
         return None
     width = dims(first)[-1]
-    if width is None or dims(cos)[-1] != width or dims(sin)[-1] != width:
+    # A table of rank 0 has no width.
+    if width is None or any(dims(table)[-1:] != (width,) for table in (cos, sin)):
         return None
     whole = _half(first)
     return None if whole is None else (whole.whole, cos, sin, width)
@@ -125,7 +125,7 @@ def _half(value: Any) -> _Half | None:
     """Return which half of which tensor a value is; None for any other value."""
     node = value.get_node()
     kind = node.get_type_name()
-    if kind != "VariadicSplit" and kind not in _SLICES:
+    if (kind != "VariadicSplit" and kind not in _SLICES) or not _has_rank(value):
         return None
     whole = node.input_value(0)
     *sizes, width = dims(value)
@@ -139,6 +139,11 @@ def _half(value: Any) -> _Half | None:
     masks = node.get_attributes().get("begin_mask")
     start = 0 if masks is not None and masks[-1] else first[-1] % (2 * width)
     return _Half(whole, start // width) if start in (0, width) else None
+
+
+def _has_rank(value: Any) -> bool:
+    found = value.get_partial_shape().rank
+    return found.is_static and found.get_length() == _RANK
 
 
 def _factors(value: Any) -> tuple[Any, ...]:

@@ -278,3 +278,19 @@ def test_a_rotation_with_narrow_tables_survives_an_export(halves):
     for run in (compiled.compiled, imported):
         (found,) = run([x, cos, sin]).values()
         np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_halves_that_numbers_multiply_are_no_rotation():
+    inputs = {"x": _floats(1, 4, 3, 16)}
+
+    def function(x):
+        first, second = mb.split(x=x, split_sizes=[8, 8], axis=-1)
+        difference = mb.sub(x=mb.mul(x=first, y=0.5), y=mb.mul(x=second, y=0.25))
+        total = mb.add(x=mb.mul(x=second, y=0.5), y=mb.mul(x=first, y=0.25))
+        return mb.concat(values=[difference, total], axis=-1)
+
+    (found,), kernels = _run(function, inputs)
+    first, second = inputs["x"][..., :8], inputs["x"][..., 8:]
+    expected = np.concatenate((first / 2 - second / 4, second / 2 + first / 4), -1)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert "RoPE" not in kernels

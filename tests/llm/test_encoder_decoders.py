@@ -175,7 +175,7 @@ def test_quantized_weights_are_those_of_torchao(name, linear):
     generator = Generator.load(lowered(made))
     generator.encode(given(name))
     actual = generator.feed(PROMPT[:CHUNK])
-    caches = [rows for layer in made.layers for rows in layer.zeros(CONTEXT)]
+    caches = [rows for layer in made.layers for rows in layer.empty(CONTEXT, 0).values()]
     source, *length = made.example()
     with torch.no_grad():
         if length:
@@ -287,7 +287,7 @@ def test_every_family_computes_the_same_when_it_is_ready(name, safe):
     if not FAMILIES[name].audio:
         length = torch.tensor([source.shape[1]])
         given = [torch.nn.functional.pad(source, (0, SOURCE - source.shape[1])), length]
-    caches = [rows for layer in made.layers for rows in layer.zeros(CONTEXT)]
+    caches = [rows for layer in made.layers for rows in layer.empty(CONTEXT, 0).values()]
     tokens, last = torch.tensor([PROMPT]), torch.tensor([len(PROMPT) - 1])
     with torch.no_grad():
         cross = made.encode(*given)

@@ -199,7 +199,8 @@ def test_other_architectures_are_refused(model_type, tmp_path):
     reason = vision.REFUSED.get(model_type)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": model_type}))
-    known = f"a causal language model, or one that reads images: {', '.join(FAMILIES)}"
+    kinds = "a causal language model, an encoder-decoder model, or one that reads images"
+    known = f"{kinds}: {', '.join(FAMILIES)}"
     got = f"got model_type '{model_type}'" + (f", which has {reason}" if reason else "")
     with pytest.raises(OptionError, match=re.escape(f"{got}, expected {known}")):
         read_config(path)

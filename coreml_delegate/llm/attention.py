@@ -6,7 +6,7 @@ attention need no code here. A cache says which position each column of the scor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -62,6 +62,7 @@ class Call:
         self.positions: tuple[torch.Tensor, torch.Tensor] | None = None
         self._parts: list[tuple[torch.Tensor, torch.Tensor, Sequence[Segment]]] = []
         self._stacked: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        self._rotations: list[tuple[nn.Module, torch.Tensor, Mapping[str | None, Segment]]] = []
 
     def join(self, segments: Sequence[Segment]) -> Segment:
         """Return the segments joined along their tokens, and remember them."""
@@ -75,6 +76,19 @@ class Call:
             if joined_keys is keys and joined_values is values:
                 return segments
         return ((keys, values),)
+
+    def rotations(
+        self,
+        module: nn.Module,
+        positions: torch.Tensor,
+        make: Callable[[], Mapping[str | None, Segment]],
+    ) -> Mapping[str | None, Segment]:
+        """Return what ``make`` returned for these positions when a module asked first."""
+        for known, places, made in self._rotations:
+            if known is module and places is positions:
+                return made
+        self._rotations.append((module, positions, make()))
+        return self._rotations[-1][2]
 
     def stack(self, mask: torch.Tensor, group: int) -> torch.Tensor:
         """Return a mask [1, 1, L, S] repeated for each head of a group: [1, 1, group * L, S]."""

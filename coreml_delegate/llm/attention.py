@@ -6,7 +6,8 @@ attention need no code here. A cache says which position each column of the scor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -19,6 +20,8 @@ from coreml_delegate.third_party import transformers
 
 NAME = "coreml_delegate"
 """Name under which ``transformers`` finds the functions."""
+
+_LIBRARY = "transformers."
 
 MASKED = -3e4
 """Score of a hidden token: softmax makes it zero in fp32 and fp16, and unlike infinity every kernel
@@ -62,7 +65,6 @@ class Call:
         self.positions: tuple[torch.Tensor, torch.Tensor] | None = None
         self._parts: list[tuple[torch.Tensor, torch.Tensor, Sequence[Segment]]] = []
         self._stacked: list[tuple[torch.Tensor, int, torch.Tensor]] = []
-        self._rotations: list[tuple[nn.Module, torch.Tensor, Mapping[str | None, Segment]]] = []
 
     def join(self, segments: Sequence[Segment]) -> Segment:
         """Return the segments joined along their tokens, and remember them."""
@@ -76,19 +78,6 @@ class Call:
             if joined_keys is keys and joined_values is values:
                 return segments
         return ((keys, values),)
-
-    def rotations(
-        self,
-        module: nn.Module,
-        positions: torch.Tensor,
-        make: Callable[[], Mapping[str | None, Segment]],
-    ) -> Mapping[str | None, Segment]:
-        """Return what ``make`` returned for these positions when a module asked first."""
-        for known, places, made in self._rotations:
-            if known is module and places is positions:
-                return made
-        self._rotations.append((module, positions, make()))
-        return self._rotations[-1][2]
 
     def stack(self, mask: torch.Tensor, group: int) -> torch.Tensor:
         """Return a mask [1, 1, L, S] repeated for each head of a group: [1, 1, group * L, S]."""
@@ -111,13 +100,36 @@ def current_call() -> Call:
 
 
 @contextmanager
-def calling(call: Call) -> Generator[None]:
-    """Let the attention function look up the segments of a call."""
+def calling(call: Call, model: nn.Module) -> Generator[None]:
+    """Let the attention function look up the segments of a call.
+
+    What the model's own code does with each element of a set, it does in order meanwhile: for masks
+    and rotations of types of layers, whose names have another order in every process, and so would
+    the operations of the program.
+    """
     token = _CALL.set(call)
+    names = [space for space in _namespaces(model) if "set" not in space]
+    for space in names:
+        space["set"] = _OrderedSet
     try:
         yield
     finally:
+        for space in names:
+            del space["set"]
         _CALL.reset(token)
+
+
+class _OrderedSet(set[Any]):
+    """A set whose elements come in the order of their texts."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sorted(super().__iter__(), key=repr))
+
+
+def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the names that the code of a model's modules knows, one of ``transformers`` each."""
+    modules = {type(module).__module__ for module in model.modules()}
+    return [vars(sys.modules[name]) for name in sorted(modules) if name.startswith(_LIBRARY)]
 
 
 def attend(

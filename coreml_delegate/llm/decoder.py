@@ -134,7 +134,7 @@ class Decoder(nn.Module):
         Args:
             tokens: [B, L], integers; or their embeddings [B, L, width].
         """
-        with calling(Call()):
+        with calling(Call(), self.model):
             return self.model(**_named(tokens), use_cache=False).logits
 
     def advance(
@@ -168,7 +168,7 @@ class Decoder(nn.Module):
             for name, value in options.items()
             if value is not None and name in self._accepted
         }
-        with calling(call):
+        with calling(call, self.model):
             made = self.model(**_named(tokens), cache=cache, use_cache=True, **given)
         if last is not None and "logits_to_keep" not in given:
             return made.logits.index_select(1, last)[:, 0]
@@ -190,7 +190,7 @@ class Decoder(nn.Module):
             LoweringError: They differ.
         """
         call = Call()
-        with calling(call):
+        with calling(call, self.model):
             found = self.model(**_named(inputs), use_cache=False).logits
         require_equal(self.model, found, expected)
         return not call.attended and any(layer.keys for layer in self.layers)

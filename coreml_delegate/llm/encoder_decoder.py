@@ -150,7 +150,7 @@ class EncoderDecoder(nn.Module):
         """
         call, cache = Call(), empty_caches(len(self.layers))
         call.positions = (torch.arange(1), torch.arange(1))
-        with calling(call):
+        with calling(call, self.model):
             self.model(
                 **{self.model.main_input_name: source},
                 **self._source_mask(length),
@@ -186,7 +186,7 @@ class EncoderDecoder(nn.Module):
         call.positions = (position + torch.arange(count), columns)
         # Whose values nobody reads, because the caches have what is made of them.
         encoded = torch.zeros(self._encoded)
-        with calling(call):
+        with calling(call, self.model):
             made = self.model(
                 encoder_outputs=(encoded,),
                 **self._source_mask(length),

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from coreml_delegate.errors import LoweringError, OptionError
-from coreml_delegate.llm.attention import current_call
 
 _SUFFIX = "inv_freq"
 
@@ -29,7 +28,6 @@ class RotaryTables(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self._kinds = tuple(tables)
         for kind, (cos, sin) in tables.items():
             self.register_buffer(_name("cos", kind), cos, persistent=False)
             self.register_buffer(_name("sin", kind), sin, persistent=False)
@@ -37,24 +35,11 @@ class RotaryTables(nn.Module):
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines [B, L, R] of positions [B, L], or [3, B, L], equal for text.
-
-        Models ask for the types of layers in the order of a set of texts, which differs between
-        processes. So all are looked up when the first is asked for, in an order of their own.
-        """
+        """Return cosines and sines [B, L, R] of positions [B, L], or [3, B, L], equal for text."""
         del x
-        made = current_call().rotations(self, position_ids, lambda: self._look_up(position_ids))
-        return made[layer_type]
-
-    def _look_up(
-        self, positions: torch.Tensor
-    ) -> dict[str | None, tuple[torch.Tensor, torch.Tensor]]:
-        places = positions[0] if positions.dim() == 3 else positions
-        found: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
-        for kind in self._kinds:
-            cos, sin = (self.get_buffer(_name(table, kind)) for table in ("cos", "sin"))
-            found[kind] = cos[places], sin[places]
-        return found
+        position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
+        cos, sin = (self.get_buffer(_name(kind, layer_type)) for kind in ("cos", "sin"))
+        return cos[position_ids], sin[position_ids]
 
 
 def _name(kind: str, layer_type: str | None) -> str:
@@ -75,7 +60,7 @@ def tabulate_positions(model: nn.Module, context: int) -> None:
     for parent, name, module in list(_embeddings(model)):
         kinds: Any = [None]
         if "layer_type" in inspect.signature(module.forward).parameters:
-            kinds = sorted(getattr(module, "layer_types", ())) or kinds
+            kinds = getattr(module, "layer_types", kinds)
         tables = {kind: _table(module, kind, context) for kind in kinds}
         setattr(parent, name, RotaryTables(tables, getattr(module, "config", None)))
 

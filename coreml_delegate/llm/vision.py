@@ -197,7 +197,7 @@ class VisionDecoder(Decoder):
 
     def see(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [1, N, width] of an image, pixels [1, 3, H, W]."""
-        with calling(Call()):
+        with calling(Call(), self.model):
             return self._family.see(self.model, pixels)
 
     def language_modules(self) -> Iterator[tuple[str, nn.Module]]:

@@ -142,7 +142,7 @@ def test_sinks_take_a_share_of_the_attention():
     )
     mask = torch.where(random(1, 1, length, rows, seed=5) > 0.5, -3e4, 0.0)
     sinks = 3 * random(heads, seed=6)
-    with calling(Call()):
+    with calling(Call(), nn.Module()):
         found, _ = attend(nn.Module(), query, key, value, mask, s_aux=sinks)
     keys, values = (part.repeat_interleave(groups, 1) for part in (key, value))
     scores = query @ keys.transpose(2, 3) * width**-0.5 + mask

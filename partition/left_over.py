@@ -2,7 +2,7 @@
 
 ExecuTorch asks which ops to keep before anything is delegated, and has no kernels for many of them.
 Whether a call goes into a partition is certain only when all partitions are made: one may fail to
-convert or be dropped, and in branches of control flow there is none.
+convert or be dropped.
 """
 
 from __future__ import annotations

@@ -184,8 +184,11 @@ class PartitionRun:
         return {op for op, keep in verdicts.items() if keep}
 
     @_without_shape_guards()
-    def partition(self) -> PartitionedProgram:
+    def partition(self, *, prefix: str = "") -> PartitionedProgram:
         """Tag the calls that Core ML takes.
+
+        Args:
+            prefix: Of the tags.
 
         Raises:
             OptionError: The enumerated shapes are of another program.
@@ -201,6 +204,7 @@ class PartitionRun:
             selection=self._options.selection,
             ownership=ownership,
             confirm=self._confirm,
+            prefix=prefix,
         )
         keep_initial_values(program, self._proof.values)
         register_kernels(target_name(node.target) for node in decision.refused)

@@ -22,6 +22,7 @@ from coreml_delegate.conversion.delegation_tags import remove_tags
 from coreml_delegate.errors import ProgramError
 from coreml_delegate.module_scope import Scope, scopes_of
 from coreml_delegate.ops.integer_ranges import WideIntegers
+from coreml_delegate.partition.branches import partition_whole
 from coreml_delegate.partition.left_over import decompose_left_over
 from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.report import DelegationReport, NodeReport
@@ -139,7 +140,7 @@ class LoweringSession:
             logger.warning(_DECOMPOSED)
         self._note_modules(program)
         self._options.filters.check_patterns(self._modules)
-        result = PartitionRun(program, self._options, self._wide).partition()
+        result = partition_whole(program, self._options, self._wide)
         self.keep(result.blobs.values())
         report = result.report
         self.reports.add(report, {} if self._is_plan else result.blobs)

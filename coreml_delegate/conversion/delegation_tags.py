@@ -19,7 +19,7 @@ from executorch.exir.lowered_backend_module import (
     create_submodule_from_nodes,
 )
 from torch.export import ExportedProgram
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from coreml_delegate.conversion.subgraph import stand_in
@@ -40,9 +40,10 @@ def set_tag(node: Node, tag: str) -> None:
 
 
 def remove_tags(program: ExportedProgram) -> None:
-    """Leave the graph as it was before it was tagged."""
-    for node in program.graph.nodes:
-        node.meta.pop(_TAG, None)
+    """Leave the graph, and those of its branches, as they were before they were tagged."""
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            node.meta.pop(_TAG, None)
 
 
 def tag_constants(program: ExportedProgram) -> None:

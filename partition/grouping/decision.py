@@ -61,6 +61,7 @@ def decide(
     selection: Selection,
     ownership: DataOwnership,
     confirm: Confirm,
+    prefix: str = "",
 ) -> Decision:
     """Partition a program and tag it.
 
@@ -71,6 +72,7 @@ def decide(
         selection: The user's limits on partitions.
         ownership: The data that partitions have inside.
         confirm: Called with the tags of the partitions until it refuses no more calls.
+        prefix: Of the tags.
     """
     _own_tables(program)
     known = dict(refused)
@@ -81,7 +83,7 @@ def decide(
             known.update(apart)
             continue
         groups, dropped = selection.apply(possible)
-        tags = _tag_groups(program, groups)
+        tags = _tag_groups(program, groups, prefix)
         if ownership.constants:
             tag_constants(program)
         if ownership.mutable_buffers:
@@ -103,7 +105,7 @@ def _own_tables(program: ExportedProgram) -> None:
     tables._state_dict = copy.copy(program.state_dict)
 
 
-def _tag_groups(program: ExportedProgram, groups: Sequence[Group]) -> list[str]:
+def _tag_groups(program: ExportedProgram, groups: Sequence[Group], prefix: str) -> list[str]:
     """Tag the calls of each group, numbered in the order of the groups.
 
     Attributes that only calls of one group use (submodules, literals) go with them. Tags of an
@@ -115,7 +117,7 @@ def _tag_groups(program: ExportedProgram, groups: Sequence[Group]) -> list[str]:
     remove_tags(program)
     tags: list[str] = []
     for group in groups:
-        tag = f"coreml_{len(tags)}"
+        tag = f"{prefix}coreml_{len(tags)}"
         tags.append(tag)
         for node in group:
             set_tag(node, tag)

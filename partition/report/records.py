@@ -65,7 +65,8 @@ class PartitionReport:
     """One delegate. Sizes are in bytes, in the dtypes of the program before conversion.
 
     Attributes:
-        tag: Delegation tag, numbered in the order in which the delegates run.
+        tag: Delegation tag, numbered in the order in which the delegates run; behind the program's
+            own are those of branches of control flow, with the names of the branches before.
         target: Its deployment target, for example ``iOS17``.
         demanded_by: The causes of that target; see ``grouping.deployment``.
         nodes: How many operations it has.

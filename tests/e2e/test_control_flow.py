@@ -224,9 +224,116 @@ def test_a_condition_with_an_operator_outside_core_ml_stays_outside() -> None:
     module, x = OutsideCoreML(), torch.linspace(-1, 1, 8)
     lowered = lower(module, x)
     assert "higher_order.cond" in str(lowered.edge.exported_program())
-    assert lowered.report.partitions
+    assert lowered.report.tags == ("coreml_0", "coreml_1", "submodule_1_coreml_0")
     for sign in (1, -1):
         assert_equal_eager(lowered, module, x.abs() * sign, "reference")
+
+
+class Inside(nn.Module):
+    """Branches in branches, of whose calls Core ML lacks some; a layer, and integers as results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.convolution = nn.Conv2d(1, 2, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def layers(v: torch.Tensor) -> torch.Tensor:
+            return self.convolution(self.linear(v).relu()[None, None]).amax((0, 1)).asinh()
+
+        def positive(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.cond(v.mean() > 0.5, layers, torch.cos, (v,)).sin(), v.argmax(-1)
+
+        def negative(v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return (v * 2).softmax(-1).asinh(), (v < -0.5).sum(-1)
+
+        return torch.cond(x.sum() > 0, positive, negative, (x,))
+
+
+class ScanningInside(nn.Module):
+    """Steps with an operator that Core ML lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def step(total: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return total + self.linear(row).asinh(), (total * row).sum(-1).exp()
+
+        return scan(step, x.new_zeros(2, 4), x)
+
+
+class MappingInside(Mapping):
+    """The same of every row, with an operator that Core ML lacks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.linear.bias * 2
+        return _MAP(lambda row, bias: (self.linear(row).tanh().asinh() + bias).exp(), x, bias)
+
+
+PARTIAL: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]] = {
+    "cond": (Inside(), (_MATRIX, _MATRIX * 0.1, -_MATRIX)),
+    "scan": (ScanningInside(), (_ROWS, _ROWS.flip(0))),
+    "map": (MappingInside(), (_ROWS,)),
+}
+INNER = "submodule_0.submodule_0"
+
+
+@pytest.mark.parametrize(
+    "name", ["cond", *(pytest.param(name, marks=pytest.mark.slow) for name in ("scan", "map"))]
+)
+def test_branches_of_what_stays_outside_are_delegated(name: str) -> None:
+    module, inputs = PARTIAL[name]
+    lowered = lower(module, inputs[0])
+    left = {node.op for node in lowered.report.undelegated if "." in node.name}
+    assert "aten.asinh.default" in left
+    assert any(tag.startswith("submodule_0_") for tag in lowered.report.tags)
+    for engine in ENGINES:
+        for x in inputs:
+            assert_equal_eager(lowered, module, x, engine)
+    program = runtime.load_program(lowered.pte, host="stock")
+    for x in inputs:
+        for mine, theirs in zip(program.run("forward", [x]), results(module, x), strict=True):
+            torch.testing.assert_close(mine, theirs, atol=ATOL, rtol=RTOL)
+
+
+def test_the_report_names_calls_of_branches() -> None:
+    module, (x, *_) = PARTIAL["cond"]
+    partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
+    exported = torch.export.export(module.eval().requires_grad_(False), (x,))
+    report = partitioner.plan(exported)
+    convolution = report.node(f"{INNER}.aten_convolution_default")
+    assert "'weight' is computed" in str(convolution.reason)
+    relu = report.node(f"{INNER}.aten_relu_default")
+    assert relu.delegated
+    assert all(name.startswith(f"{INNER}.") for name in relu.inputs)
+    assert report.tags == lower(module, x).report.tags
+    assert len(set(report.tags)) == len(report.tags)
+    assert any(f"{INNER}.aten_asinh_default" in obstacle.nodes for obstacle in report.obstacles)
+
+
+@pytest.mark.slow
+def test_branches_of_dynamic_size_are_delegated() -> None:
+    """Which are never held as a whole."""
+
+    class Choice(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(x.sum() > 0, lambda v: v.exp() * 2, lambda v: v.sin() * v, (x,))
+
+    rows = torch.export.Dim("rows", min=2, max=16)
+    exported = torch.export.export(Choice(), (_MATRIX,), dynamic_shapes=({0: rows},))
+    partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
+    config = EdgeCompileConfig(_check_ir_validity=False)
+    edge = to_edge_transform_and_lower(exported, partitioner=[partitioner], compile_config=config)
+    lowered = Lowered.of(edge, partitioner)
+    assert {"submodule_0_coreml_0", "submodule_1_coreml_0"} <= set(lowered.report.tags)
+    for engine in ENGINES:
+        for count in (2, 5, 16):
+            assert_equal_eager(lowered, Choice(), torch.rand(count, 4), engine)
+            assert_equal_eager(lowered, Choice(), -torch.rand(count, 4), engine)
 
 
 # ExecuTorch itself fails with literals in a branch.

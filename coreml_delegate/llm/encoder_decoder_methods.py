@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 
 from coreml_delegate.errors import LoweringError
 from coreml_delegate.llm.encoder_decoder import EncoderDecoder
+from coreml_delegate.llm.export import drop_unused_buffers
 from coreml_delegate.llm.layout import DECODE, ENCODE, PREFILL, Layout
 from coreml_delegate.llm.stored_weights import read_weights
 from coreml_delegate.third_party import wrap_errors
@@ -65,13 +65,7 @@ def _pruned(program: ExportedProgram) -> ExportedProgram:
     """
     graph = program.graph
     graph.eliminate_dead_code(lambda node: node.is_impure() and node.target not in _WITHOUT_EFFECT)
-    unused = {node.name: node for node in graph.find_nodes(op="placeholder") if not node.users}
-    specs = program.graph_signature.input_specs
-    for spec in list(specs):
-        if spec.kind is InputKind.BUFFER and spec.arg.name in unused:
-            specs.remove(spec)
-            graph.erase_node(unused[spec.arg.name])
-    program.graph_module.recompile()
+    drop_unused_buffers(program)
     return program
 
 

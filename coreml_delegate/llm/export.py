@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
 from coreml_delegate.errors import LoweringError, OptionError
 from coreml_delegate.llm.attention import Call
@@ -37,7 +38,6 @@ from coreml_delegate.llm.experts import LastLayers, routers, sort_choices
 from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.llm.low_rank import Adapter, attached
 from coreml_delegate.llm.stored_weights import in_memory, read_weights
-from coreml_delegate.llm.vision import drop_unused_buffers
 from coreml_delegate.lowering import lower_methods
 from coreml_delegate.partition import CoreMLPartitioner
 from coreml_delegate.third_party import quiet_import, wrap_errors
@@ -165,6 +165,23 @@ def lower(
         LoweringError: ExecuTorch fails; the cause is chained.
     """
     return lower_methods(methods, partitioner, layout.constants())
+
+
+def drop_unused_buffers(program: ExportedProgram) -> None:
+    """Remove the buffers that a method does not use, such as rotary tables from ``vision``.
+
+    ExecuTorch does so for parameters, and would write these into the file.
+    """
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    specs = program.graph_signature.input_specs
+    for spec in list(specs):
+        node = nodes.get(spec.arg.name)
+        if spec.kind is InputKind.BUFFER and node is not None and not node.users:
+            program.graph.erase_node(node)
+            specs.remove(spec)
+            for tensors in (program.state_dict, program.constants):
+                tensors.pop(str(spec.target), None)
+    program.graph_module.recompile()
 
 
 def _drop_unread_numbers(program: ExportedProgram) -> None:

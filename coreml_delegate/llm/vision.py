@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 
 from coreml_delegate.errors import LoweringError, OptionError
 from coreml_delegate.llm.attention import Call, calling
@@ -241,23 +239,6 @@ class Embed(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [1, L, width] of tokens [1, L], int64."""
         return self.decoder.embedding(tokens)
-
-
-def drop_unused_buffers(program: ExportedProgram) -> None:
-    """Remove the buffers that a method does not use, such as rotary tables from ``vision``.
-
-    ExecuTorch does so for parameters, and would write these into the file.
-    """
-    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    specs = program.graph_signature.input_specs
-    for spec in list(specs):
-        node = nodes.get(spec.arg.name)
-        if spec.kind is InputKind.BUFFER and node is not None and not node.users:
-            program.graph.erase_node(node)
-            specs.remove(spec)
-            for tensors in (program.state_dict, program.constants):
-                tensors.pop(str(spec.target), None)
-    program.graph_module.recompile()
 
 
 def read_preparation(config: Any, folder: Path | None) -> Preparation | None:

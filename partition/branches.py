@@ -50,11 +50,11 @@ def partition_whole(
     whole = PartitionRun(program, options, wide).partition()
     if options.compiling.enumerated_shapes:  # of the program's inputs, which branches have not
         return whole
-    for place, branch in _branches(program.graph_module, program, ""):
+    for call, place, branch in _branches(program.graph_module, program, ""):
         prefix = place.replace(".", "_") + "_"
         found = PartitionRun(branch, options, wide).partition(prefix=prefix)
         whole = PartitionedProgram(
-            report=_with_branch(whole.report, found.report, place),
+            report=_with_branch(whole.report, found.report, place, call),
             compile_options={**whole.compile_options, **found.compile_options},
             blobs={**whole.blobs, **found.blobs},
         )
@@ -63,14 +63,18 @@ def partition_whole(
 
 def _branches(
     module: GraphModule, owner: ExportedProgram, path: str
-) -> Iterator[tuple[str, ExportedProgram]]:
-    """Yield the branches that ExecuTorch runs by their paths, outer ones before inner ones."""
+) -> Iterator[tuple[str, str, ExportedProgram]]:
+    """Yield the branches that ExecuTorch runs, outer ones before inner ones.
+
+    Yields:
+        The paths of the call and of the branch, and the branch.
+    """
     seen: set[str] = set()
-    for name, submodule, _ in get_control_flow_submodules(module):
+    for name, submodule, call in get_control_flow_submodules(module):
         branch = None if name in seen else _program_of(submodule, owner)
         seen.add(name)
         if branch is not None:
-            yield f"{path}{name}", branch
+            yield f"{path}{call.name}", f"{path}{name}", branch
             yield from _branches(submodule, owner, f"{path}{name}.")
 
 
@@ -113,8 +117,10 @@ def _argument(value: Any) -> TensorArgument | SymIntArgument | None:
 
 
 def _with_branch(
-    report: DelegationReport, branch: DelegationReport, place: str
+    report: DelegationReport, branch: DelegationReport, place: str, call: str
 ) -> DelegationReport:
+    """Return a report with the calls of a branch, which tell themselves what the CPU lacks."""
+
     def named(name: str) -> str:
         return f"{place}.{name}"
 
@@ -125,9 +131,10 @@ def _with_branch(
     obstacles = [
         replace(obstacle, nodes=tuple(map(named, obstacle.nodes))) for obstacle in branch.obstacles
     ]
+    own = [replace(node, cpu_obstacle=None) if node.name == call else node for node in report.nodes]
     return replace(
         report,
-        nodes=(*report.nodes, *nodes),
+        nodes=(*own, *nodes),
         partitions=(*report.partitions, *branch.partitions),
         obstacles=(*report.obstacles, *obstacles),
     )

@@ -129,6 +129,7 @@ class Branches(nn.Module):
 
 def test_missing_kernels_in_branches_are_reported() -> None:
     (node,) = lower_unchecked(Branches(), (INPUT,)).report.without_kernel
+    assert node.name == "submodule_0.aten_cumprod_default"
     assert str(node.cpu_obstacle).endswith("no kernel aten::cumprod.out")
 
 

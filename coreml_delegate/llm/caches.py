@@ -39,7 +39,7 @@ _KINDS: Mapping[str, tuple[bool, bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What one layer keeps: of each token keys and values, or whole states, or both.
+    """Contents of the cache of one layer: keys and values of each token, whole states, or both.
 
     Attributes:
         keys: Heads and width of its keys; None if it keeps no keys and values.

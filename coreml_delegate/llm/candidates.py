@@ -20,7 +20,7 @@ FORMS = f"{_ARGMAX} or {_TOP_K}K"
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which tokens a model returns in place of the logits of all tokens.
+    """A choice of tokens that a model returns in place of the logits of all tokens.
 
     Attributes:
         top_k: Return this many tokens that have the largest logits, and those logits; None to

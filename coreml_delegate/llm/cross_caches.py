@@ -22,7 +22,7 @@ else:
 
 
 class _Layer(CacheLayerMixin):
-    """What one layer keeps of a source, or of the only token of a text."""
+    """Keys and values of one layer: of a source, or of the only token of a text."""
 
     is_sliding = False
 

@@ -1,4 +1,4 @@
-"""What an encoder-decoder model takes as its source, and how its answers begin."""
+"""The source that an encoder-decoder model takes, and how its answers begin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class SourceKind(enum.Enum):
-    """What the encoder takes: a text, or the spectrogram of a recording."""
+    """Kind of the encoder's input: a text, or the spectrogram of a recording."""
 
     TOKENS = "tokens"
     AUDIO = "audio"

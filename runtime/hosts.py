@@ -113,6 +113,7 @@ def _demand(engine: str, options: EngineOptions | None) -> str | None:
         f"engine={engine!r}": engine not in (AUTO, COREML.name),
         f"precision={Precision(given.precision).value!r}": given.precision is not Precision.F32,
         "exact_nan=True": given.exact_nan,
+        "dynamic_quantization=True": given.dynamic_quantization,
         "a compute unit beside the program's own": given.compute_unit is not None,
     }
     return next((what for what, is_asked in asked.items() if is_asked), None)

@@ -189,6 +189,12 @@ def add_engine(parser: argparse.ArgumentParser, *, judging: bool = False) -> Non
         action="store_true",
         help="propagate NaN through every op of the openvino engine, which costs some speed",
     )
+    parser.add_argument(
+        "--dynamic-quantization",
+        action="store_true",
+        help="let the openvino engine round activations to 8 bits where weights are compressed "
+        "integers: faster, less exact",
+    )
 
 
 def add_method(parser: argparse.ArgumentParser) -> None:

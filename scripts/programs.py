@@ -290,6 +290,7 @@ def engine_options(args: argparse.Namespace) -> runtime.EngineOptions:
         threads=args.threads,
         precision=args.engine_precision,
         exact_nan=args.exact_nan,
+        dynamic_quantization=args.dynamic_quantization,
         compute_unit=args.compute_unit,
     )
 
@@ -301,8 +302,8 @@ def _judging_engine(
 
     An engine that computes in fp32 shows neither rounding nor overflow of fp16.
     """
-    if options.precision is not runtime.Precision.F32:
-        return runtime.AUTO  # only one engine has the precision asked for
+    if options.precision is not runtime.Precision.F32 or options.dynamic_quantization:
+        return runtime.AUTO  # only one engine has what is asked for
     types = {
         dtype for function in _functions(path, method, data) for dtype in function.computed_in()
     }

@@ -37,6 +37,9 @@ class EngineOptions:
         precision: A ``Precision`` or its value, ``"f32"`` or ``"bf16"``.
         exact_nan: Whether NaN has to pass through every op, even where a fast engine's kernels lose
             it and have to be replaced by slower ones.
+        dynamic_quantization: Whether the openvino engine may round activations to 8 bits, with a
+            scale for every 32 of them that each call computes, where they meet weights that are
+            compressed to integers of 4 or 8 bits.
         profiling: Whether ops are timed, which takes some time itself; see
             ``CompiledFunction.run_profiled``.
         cache: Where compiled programs are kept between processes, or None to keep none. By default
@@ -52,6 +55,7 @@ class EngineOptions:
     threads: int | None = None
     precision: Precision | str = Precision.F32
     exact_nan: bool = False
+    dynamic_quantization: bool = False
     cache: CacheOptions | None = field(default_factory=CacheOptions.from_environment)
     profiling: bool = False
     compute_unit: ComputeUnit | str | None = None

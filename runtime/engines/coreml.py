@@ -328,6 +328,12 @@ def _refuse_options(options: EngineOptions) -> None:
             got=f"precision {Precision(options.precision).value!r}",
             remedy="Use the openvino engine, or leave the precision out",
         )
+    if options.dynamic_quantization:
+        raise OptionError(
+            "Core ML quantizes activations as the program says, and no others",
+            got="dynamic_quantization=True",
+            remedy="Use the openvino engine, or leave the option out",
+        )
     if options.exact_nan:
         raise OptionError(
             "Core ML does not promise that NaN passes through every op",

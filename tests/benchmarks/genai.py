@@ -35,6 +35,12 @@ _MODES: Mapping[str, Mapping[str, object]] = MappingProxyType(
         "openvino-genai, fp32 activations": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0},
     }
 )
+_OUR_MODES: Mapping[str, Mapping[str, bool]] = MappingProxyType(
+    {
+        "ours, openvino": {},
+        "ours, openvino, dynamic quantization": {"dynamic_quantization": True},
+    }
+)
 _READ_BYTES = 1 << 28
 
 
@@ -97,11 +103,11 @@ def _peer(folder: str, threads: int, mode: str) -> Callable[[], float]:
     return lambda: pipeline.generate(prompt, greedy).perf_metrics.get_tpot().mean
 
 
-def _ours(file: str, threads: int) -> Callable[[], float]:
+def _ours(file: str, threads: int, mode: str) -> Callable[[], float]:
     from coreml_delegate import runtime
     from coreml_delegate.llm import Generator, Sampler, Sampling
 
-    options = runtime.EngineOptions(threads=threads, cache=None)
+    options = runtime.EngineOptions(threads=threads, cache=None, **_OUR_MODES[mode])
     generator = Generator.load(file, engine="openvino", options=options)
 
     def generate() -> float:
@@ -171,7 +177,8 @@ def _run_side(threads: int, task: str, *rest: str) -> None:
         folder, mode = rest
         _serve(_peer(folder, threads, mode))
     else:
-        _serve(_ours(*rest, threads))
+        file, mode = rest
+        _serve(_ours(file, threads, mode))
 
 
 def main() -> None:
@@ -190,12 +197,15 @@ def main() -> None:
         peer = (options.peer, "-W", "ignore", __file__, options.peer)
         subprocess.run([*peer, "--side", "convert", str(checkpoint), str(folder)], check=True)
         four_bits = ("--quantize", "int4", "--group-size", str(_GROUP))
+        sampled = ("--sample-in-model", "argmax")
         export = ("export-llm", str(checkpoint), "-o", str(file), "--context", str(_CONTEXT))
         ours = (str(Path(sys.executable).with_name("coreml-delegate")),)
-        subprocess.run([*ours, *export, *four_bits, "--embedding-quantize", "int8"], check=True)
+        subprocess.run(
+            [*ours, *export, *four_bits, *sampled, "--embedding-quantize", "int8"], check=True
+        )
         threads = ("--threads", str(options.threads), "--side")
         here = (sys.executable, "-W", "ignore", "-m", "tests.benchmarks.genai", options.peer)
-        commands = {"ours, openvino": [*here, *threads, "ours", str(file)]}
+        commands = {mode: [*here, *threads, "ours", str(file), mode] for mode in _OUR_MODES}
         commands |= {mode: [*peer, *threads, "peer", str(folder), mode] for mode in _MODES}
         results = dict(_race(commands, options.rounds))
     bandwidth = _bandwidth(options.threads)

@@ -132,12 +132,12 @@ def _stock(path: Path, threads: int) -> dict[str, Call]:
     return {name: lambda name=name: call(name) for name in methods}
 
 
-def _ours(engine: str) -> Callable[[Path, int], dict[str, Call]]:
+def _ours(engine: str, **chosen: bool) -> Callable[[Path, int], dict[str, Call]]:
     def load(path: Path, threads: int) -> dict[str, Call]:
         torch.set_num_threads(threads)
         from coreml_delegate import runtime
 
-        options = runtime.EngineOptions(threads=threads, cache=None)
+        options = runtime.EngineOptions(threads=threads, cache=None, **chosen)
         program = runtime.load_program(path, engine=engine, options=options)
         for name in (DECODE, PREFILL):
             program.load_method(name)
@@ -158,6 +158,9 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
         "ours float32, openvino": Contender("float32.pte", _ours("openvino")),
         "ours float16, openvino": Contender("float16.pte", _ours("openvino")),
         "ours int4, openvino": Contender("int4.pte", _ours("openvino")),
+        "ours int4, openvino, dynamic quantization": Contender(
+            "int4.pte", _ours("openvino", dynamic_quantization=True)
+        ),
         "ours float32, reference": Contender("float32.pte", _ours("reference"), _SLOW),
         "ours float16, reference": Contender("float16.pte", _ours("reference"), _SLOW),
     }

@@ -8,13 +8,14 @@ import pytest
 import torch
 from support.command import tiny_pte
 from support.docstrings import CONTEXT, END, held_out_rows, perplexity, texts, trained, untrained
-from support.gates import needs_compiler
+from support.gates import needs_compiler, needs_vnni
 from support.lowering import fp32_specs
 from support.tolerances import (
     ATOL_RTOL_LOGITS,
     PERPLEXITY_FP16,
     PERPLEXITY_INT4,
     SQNR_FP16,
+    SQNR_FP32,
     sqnr_db,
 )
 
@@ -24,6 +25,7 @@ from coreml_delegate.errors import InputError, ProgramError
 from coreml_delegate.llm.export import export_methods, lower, quantize_weights
 from coreml_delegate.llm.generator import Ending, Generator, Sampler, Sampling
 from coreml_delegate.llm.layout import CacheKind, Layout
+from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.targets import Opset
 
@@ -137,6 +139,19 @@ def test_perplexity_with_4_bit_weights_is_close_to_torch(int4, engine):
     eager = perplexity(trained()(rows[:, :-1]), rows)
     generator = Generator.load(int4, engine=engine)
     assert stepwise_perplexity(generator, rows) == pytest.approx(eager, rel=PERPLEXITY_INT4)
+
+
+@needs_vnni
+@pytest.mark.parametrize("host", ["python", pytest.param("stock", marks=needs_compiler)])
+def test_dynamic_quantization_keeps_the_perplexity(int4, host):
+    rows = held_out_rows(8, 64)
+    eager = perplexity(trained()(rows[:, :-1]), rows)
+    options = EngineOptions(dynamic_quantization=True)
+    generator = Generator.load(int4, engine="openvino", host=host, options=options)
+    assert stepwise_perplexity(generator, rows) == pytest.approx(eager, rel=PERPLEXITY_INT4)
+    generator.reset()
+    exact = Generator.load(int4, engine="openvino", host=host)
+    assert sqnr_db(exact.feed(PROMPT), generator.feed(PROMPT)) < SQNR_FP32
 
 
 def test_4_bit_weights_are_stored_in_4_bits(int4, fp16):

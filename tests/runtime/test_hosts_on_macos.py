@@ -89,6 +89,7 @@ def test_the_stock_host_runs_what_the_python_host_cannot(without_python):
         ({"engine": "reference"}, "engine='reference'"),
         ({"options": EngineOptions(precision="bf16")}, "precision='bf16'"),
         ({"options": EngineOptions(exact_nan=True)}, "exact_nan=True"),
+        ({"options": EngineOptions(dynamic_quantization=True)}, "dynamic_quantization=True"),
         (
             {"options": EngineOptions(compute_unit="cpu_only")},
             "a compute unit beside the program's own",

@@ -252,6 +252,12 @@ class ReferenceEngine:
                 got=f"precision {Precision(options.precision).value!r}",
                 remedy="Use the openvino engine, or leave the precision out",
             )
+        if options.dynamic_quantization:
+            raise OptionError(
+                "the reference engine quantizes activations as the program says, and no others",
+                got="dynamic_quantization=True",
+                remedy="Use the openvino engine, or leave the option out",
+            )
         return ReferenceFunction(function)
 
 

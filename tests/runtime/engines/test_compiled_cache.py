@@ -153,8 +153,15 @@ def test_every_part_of_the_key_counts(chain):
 
 
 def test_options_are_parts_of_the_key(chain):
-    variants = [{}, {"threads": 1}, {"threads": 2}, {"precision": "bf16"}, {"exact_nan": True}]
-    assert len({compiled_cache.entry_key(_parts(chain, **v), {}) for v in variants}) == 5
+    variants = [
+        {},
+        {"threads": 1},
+        {"threads": 2},
+        {"precision": "bf16"},
+        {"exact_nan": True},
+        {"dynamic_quantization": True},
+    ]
+    assert len({compiled_cache.entry_key(_parts(chain, **v), {}) for v in variants}) == 6
 
 
 def test_an_exact_program_is_not_found_as_a_fast_one(folder, translations):

@@ -40,6 +40,8 @@ _logger = logging.getLogger(__name__)
 _PRECISION_HINT: Final = "INFERENCE_PRECISION_HINT"
 # The property that allows integer kernels between fake-quantizes.
 _INTEGER_KERNELS: Final = "LP_TRANSFORMS_MODE"
+# Activations with one scale where they are quantized at each call; OpenVINO's own default.
+_QUANTIZED_GROUP: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +134,8 @@ def _config(options: EngineOptions, mode: _Mode, function: Function) -> dict[str
     config: dict[str, object] = {
         _PRECISION_HINT: mode.hint,
         "PERFORMANCE_HINT": "LATENCY",
-        # Otherwise activations are quantized to int8 where weights are compressed integers.
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+        # OpenVINO's own default quantizes activations where weights are compressed integers.
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": _QUANTIZED_GROUP if options.dynamic_quantization else 0,
     }
     if options.profiling:
         config[PROFILING] = True

@@ -10,8 +10,9 @@ import openvino as ov
 import pytest
 import torch
 from support import mil
+from support.gates import needs_vnni
 from support.mil import mb, types
-from support.tolerances import ATOL_RTOL
+from support.tolerances import ATOL_RTOL, SQNR_FP32, sqnr_db
 
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO
@@ -58,8 +59,8 @@ def _nodes(compiled, kind):
     ]
 
 
-@pytest.mark.parametrize("name", _WEIGHTS)
-def test_a_linear_layer_multiplies_by_the_stored_weights(name):
+def _linear_layer(name, x, *, returned=None):
+    """A function that is one linear layer, and its weight in fp32."""
     dense = []
 
     def function(x):
@@ -70,17 +71,43 @@ def test_a_linear_layer_multiplies_by_the_stored_weights(name):
         else:
             dense.append(weight)
             x = mb.cast(x=x, dtype="fp16" if weight.dtype == np.float16 else "fp32")
-        return mb.linear(x=x, weight=weight)
+        product = mb.linear(x=x, weight=weight)
+        return product if returned is None else mb.cast(x=product, dtype=returned)
 
-    x = _RNG.standard_normal((3, _IN)).astype(np.float32)
     main = mil.main(mil.build(function, {"x": x}, Opset.iOS18))
+    return main, dense[0].astype(np.float32)
+
+
+@pytest.mark.parametrize("name", _WEIGHTS)
+def test_a_linear_layer_multiplies_by_the_stored_weights(name):
+    x = _RNG.standard_normal((3, _IN)).astype(np.float32)
+    main, weight = _linear_layer(name, x)
     compiled = OPENVINO.compile(main, EngineOptions(cache=None))
     assert _nodes(compiled.compiled, "FullyConnected") == [name.split()[0]]
     (actual,) = compiled(mil.features(main, {"x": x})).values()
     # The engine computes in fp32; the program returns all products but the first in fp16.
     atol, rtol = ATOL_RTOL["fp32" if name == "f32" else "fp16"]
-    expected = x @ dense[0].T.astype(np.float32)
-    np.testing.assert_allclose(actual, expected, atol=atol * 100, rtol=rtol)
+    np.testing.assert_allclose(actual, x @ weight.T, atol=atol * 100, rtol=rtol)
+
+
+def _rounded_to_8_bits(x):
+    """``x`` with one scale for every block of a row, rounded to 127 steps up and down."""
+    blocks = x.reshape(len(x), -1, _BLOCK).astype(np.float64)
+    scales = np.abs(blocks).max(-1, keepdims=True) / 127
+    return (np.round(blocks / scales) * scales).reshape(x.shape)
+
+
+@needs_vnni
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("name", _WEIGHTS)
+def test_dynamic_quantization_rounds_what_meets_integer_weights(name, rows):
+    x = _RNG.standard_normal((rows, _IN)).astype(np.float32)
+    main, weight = _linear_layer(name, x, returned="fp32")
+    options = EngineOptions(cache=None, dynamic_quantization=True)
+    (actual,) = OPENVINO.compile(main, options)(mil.features(main, {"x": x})).values()
+    is_rounded = name in ("i8", "i4", "u4 with offset")  # OpenVINO has no kernel for another i8
+    expected = (_rounded_to_8_bits(x) if is_rounded else x) @ weight.T
+    assert sqnr_db(expected, actual) > SQNR_FP32
 
 
 def test_packed_weights_stay_in_the_memory_of_the_program_which_the_function_keeps_alive():

@@ -104,6 +104,14 @@ def test_the_reference_engine_refuses_another_precision():
         REFERENCE.compile(main, EngineOptions(precision="bf16"))
 
 
+def test_the_reference_engine_refuses_dynamic_quantization():
+    main, _ = _between_products(lambda x: x)
+    options = EngineOptions(dynamic_quantization=True)
+    with pytest.raises(OptionError, match="as the program says, and no others: got dynamic_quant"):
+        REFERENCE.compile(main, options)
+    assert compile_function("auto", main, options).engine_name == "openvino"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

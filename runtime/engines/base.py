@@ -37,15 +37,15 @@ class EngineOptions:
         precision: A ``Precision`` or its value, ``"f32"`` or ``"bf16"``.
         exact_nan: Whether NaN has to pass through every op, even where a fast engine's kernels lose
             it and have to be replaced by slower ones.
-        dynamic_quantization: Whether the openvino engine may round activations to 8 bits, with a
-            scale for every 32 of them that each call computes, where they meet weights that are
-            compressed to integers of 4 or 8 bits.
         profiling: Whether ops are timed, which takes some time itself; see
             ``CompiledFunction.run_profiled``.
         cache: Where compiled programs are kept between processes, or None to keep none. By default
             read from the environment; see ``CacheOptions.from_environment``.
         compute_unit: Where the coreml engine may run a program: a ``ComputeUnit`` or its value, or
             None for what the program was exported for.
+        dynamic_quantization: Whether the openvino engine may round activations to 8 bits, with a
+            scale for every 32 of them that each call computes, where they meet weights that are
+            compressed to integers of 4 or 8 bits.
 
     Raises:
         OptionError: No such precision or compute unit, fewer threads than one, or a value of the
@@ -55,10 +55,10 @@ class EngineOptions:
     threads: int | None = None
     precision: Precision | str = Precision.F32
     exact_nan: bool = False
-    dynamic_quantization: bool = False
     cache: CacheOptions | None = field(default_factory=CacheOptions.from_environment)
     profiling: bool = False
     compute_unit: ComputeUnit | str | None = None
+    dynamic_quantization: bool = False
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:

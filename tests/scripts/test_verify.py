@@ -52,6 +52,15 @@ def test_bf16_runs_on_openvino():
     assert str(program.execution) == "openvino in bf16 (the program declares fp16)"
 
 
+def test_dynamic_quantization_runs_on_openvino(capsys):
+    Path("tiny.pte").write_bytes(tiny_pte())
+    assert main(["verify", f"{MODELS}:tiny", "tiny.pte", "--dynamic-quantization", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["engines"] == {"openvino": ["fp32"]}
+    refused = ["run", "tiny.pte", "--dynamic-quantization", "--engine", "reference"]
+    assert main(refused) == 1
+    assert "Use the openvino engine, or leave the option out" in capsys.readouterr().err
+
+
 def test_an_fp32_program_is_compared_on_the_fastest_engine(capsys):
     export = ["export", _OVERFLOWING, "-o", "a.pte", "--precision", "float32"]
     assert main(export) == 0

@@ -5,9 +5,11 @@ Nothing else in the package calls ``coremltools.convert``.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import shutil
+import sys
 import tempfile
 import threading
 from collections import defaultdict
@@ -181,6 +183,7 @@ def _convert(
             chunked_overflow_check(),
             _validating_at_the_ends(),
             _comparing_in_chunks(),
+            _writing_halves_uncopied(),
             _collecting_new_objects_only(),
         ):
             program, described = build()
@@ -202,7 +205,20 @@ def _convert(
             # The MIL program holds the weights, and itself in cycles.
             del model
             gc.collect()
+            _return_freed_memory()
         return conversion
+
+
+def _return_freed_memory() -> None:
+    """Give the memory of constants that were freed back to the system.
+
+    Glibc keeps blocks of up to 32 MB, which most weights are, for the process: 0.2 GB after two
+    methods of a language model of 88 million parameters. Elsewhere it is the allocator's business.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:  # other C libraries have none
+            trim(0)
 
 
 def is_about_the_graph(error: Exception) -> bool:
@@ -275,6 +291,26 @@ def _all_close(a: Any, b: Any, rtol: float, atol: float) -> bool:
         np.allclose(a[start : start + rows], b[start : start + rows], rtol=rtol, atol=atol)
         for start in range(0, len(a), rows)
     )
+
+
+@contextmanager
+def _writing_halves_uncopied() -> Generator[None]:
+    """Let coremltools write an fp16 constant from where it lies, rather than from a second copy.
+
+    The largest is the embedding table of a language model: a gigabyte for 128,000 tokens of 4,096
+    values.
+    """
+    from coremltools.converters.mil.backend.mil import helper
+
+    write = helper._get_offset_by_writing_data
+
+    def written(var: Any, writer: Any) -> Any:
+        if var.val.dtype != np.float16:
+            return write(var, writer)
+        return writer.write_fp16_data(np.ascontiguousarray(var.val).reshape(-1).view(np.uint16))
+
+    with mock.patch.object(helper, "_get_offset_by_writing_data", written):
+        yield
 
 
 @contextmanager

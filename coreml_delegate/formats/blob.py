@@ -149,9 +149,14 @@ def flatten(files: Mapping[str, Content]) -> bytes:
             got=f"a trailer of {len(trailer)} bytes",
             expected=f"at most {TRAILER_LIMIT}",
         )
-    # Written once: weights may be gigabytes.
+    contents = (*layout.contents, trailer[::-1])
+    # Written once, to memory that has its size from the start: weights may be gigabytes, and what
+    # grows is copied.
     blob = io.BytesIO()
-    for content in (*layout.contents, trailer[::-1]):
+    blob.seek(sum(map(size_of, contents)) - 1)
+    blob.write(b"\0")
+    blob.seek(0)
+    for content in contents:
         for chunk in chunks_of(content):
             blob.write(chunk)
     return blob.getvalue()

@@ -1,14 +1,18 @@
-"""MIL is validated where it is read and written, not after each pass, and is what it would be."""
+"""What is changed about coremltools' conversion costs less, and gives the same bytes."""
 
 from __future__ import annotations
 
+import platform
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from coreml_delegate import graph
+from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.conversion import convert
 from coreml_delegate.errors import ConversionError
 from coreml_delegate.third_party import coremltools
@@ -54,3 +58,44 @@ def test_constants_are_compared_in_chunks(monkeypatch: pytest.MonkeyPatch) -> No
             for atol in (1e-12, 1e-2):
                 expected = np.allclose(values, other, rtol=0, atol=atol)
                 assert convert._all_close(values, other, rtol=0, atol=atol) == expected
+
+
+def test_halves_are_written_uncopied(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Products(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            values = torch.linspace(-3, 3, 32 * 16)
+            self.register_buffer("rows", values.reshape(32, 16))
+            self.register_buffer("columns", values.reshape(32, 16).t())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.rows @ self.columns
+
+    def package() -> dict[str, bytes]:
+        program = torch.export.export(Products(), (torch.ones(2, 32),)).run_decompositions({})
+        with convert.convert_program(program, CompileOptions()) as conversion:
+            return {
+                str(path.relative_to(conversion.package)): path.read_bytes()
+                for path in sorted(conversion.package.rglob("*.bin"))
+            }
+
+    uncopied = package()
+    assert sum(map(len, uncopied.values())) > 2 * 32 * 16
+    monkeypatch.setattr(convert, "_writing_halves_uncopied", nullcontext)
+    assert package() == uncopied
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries keep less")
+def test_freed_memory_is_returned() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    large = bytearray(31 * 2**20)
+    del large  # from now on, blocks of this size are not mapped by themselves
+    blocks = [(bytearray(b"x" * 2**20), bytes(5000)) for _ in range(60)]
+    used = resident()
+    between = [small for _, small in blocks]
+    blocks.clear()
+    convert._return_freed_memory()
+    assert used - resident() > 40 * 2**20
+    assert len(between) == 60

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from coreml_delegate.errors import ProgramError
 from coreml_delegate.formats.blob import BlobReference, Buffer, unflatten
-from coreml_delegate.formats.blob_layout import models_in
+from coreml_delegate.formats.blob_layout import debug_info_in, models_in
 from coreml_delegate.formats.mlpackage import empty_folders
 from coreml_delegate.runtime.delegate import resolve
 from coreml_delegate.runtime.program.delegate_interface import COREML_BACKEND_ID, DelegatePayload
@@ -119,6 +120,51 @@ def all_partitions(program: PteProgram) -> list[CoreMLPartition]:
             got=f"delegates of {', '.join(others)}" if others else "no delegate at all",
         )
     return found
+
+
+def read_etrecord(path: Path, program: PteProgram) -> Any:
+    """Read the ETRecord of a program, for ``Inspector``.
+
+    Args:
+        path: A file of ``export --etrecord``.
+        program: The program that was exported with it.
+
+    Raises:
+        ProgramError: The file cannot be read, is none, or belongs to another program.
+        BlobFormatError: A delegate of the program is malformed.
+    """
+    from coreml_delegate.runtime import devtools
+
+    record = devtools.read_etrecord(path)
+    if record._delegate_map and not _is_of(record, program):
+        raise ProgramError(
+            f"{path} is the ETRecord of another program",
+            got=f"operations that {Path(program.origin).name} does not have, or from other calls",
+            expected="the file that export wrote with it",
+        )
+    return record
+
+
+def _is_of(record: Any, program: PteProgram) -> bool:
+    """Whether the delegates of a program map operations to calls as an ETRecord says."""
+    for name, instructions in record._delegate_map.items():
+        method = next((m for m in program.methods if m.name == name), None)
+        recorded = [
+            each["delegate_map"]
+            for _, each in sorted(instructions.items(), key=lambda item: int(item[0]))
+            if each["name"] == COREML_BACKEND_ID
+        ]
+        partitions = [] if method is None else list(partitions_of(program, method))
+        if len(partitions) != len(recorded):
+            return False
+        for partition, expected in zip(partitions, recorded, strict=True):
+            info = debug_info_in(unflatten(partition.blob))
+            if info is not None and any(
+                tuple(info.handles.get(symbol, ())) != tuple(handles)
+                for symbol, handles in (expected or {}).items()
+            ):
+                return False
+    return True
 
 
 def models_of(blob: Buffer) -> list[BlobModel]:

@@ -18,12 +18,11 @@ from coreml_delegate.formats.mlpackage import map_folder
 from coreml_delegate.partition import DelegationReport
 from coreml_delegate.partition.report import DeviceFinding
 from coreml_delegate.runtime.delegate import blob_files
-from coreml_delegate.runtime.devtools import read_etrecord
 from coreml_delegate.runtime.mil.reader import read_files
 from coreml_delegate.runtime.program.plan import DelegateInfo
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts import console
-from coreml_delegate.scripts.delegates import CoreMLPartition, all_partitions
+from coreml_delegate.scripts.delegates import CoreMLPartition, all_partitions, read_etrecord
 
 _SHOWN_PLACES = 3  # of a finding, in its row of the page
 
@@ -134,13 +133,13 @@ def _modules_by_symbol(info: DebugInfo | None, modules: Mapping[int, str]) -> di
     }
 
 
-def modules_of_etrecord(path: Path) -> dict[int, str]:
-    """Return the paths of modules by debug handle, from an ETRecord.
+def modules_of_etrecord(path: Path, program: PteProgram) -> dict[int, str]:
+    """Return the paths of modules by debug handle, from the ETRecord of a program.
 
     Raises:
-        ProgramError: The file cannot be read, or is none.
+        ProgramError: See ``read_etrecord``.
     """
-    graph: Any = read_etrecord(path).edge_dialect_program.graph
+    graph: Any = read_etrecord(path, program).edge_dialect_program.graph
     found: dict[int, str] = {}
     for node in graph.nodes:
         stack, handle = node.meta.get("nn_module_stack"), node.meta.get("debug_handle")

@@ -42,7 +42,7 @@ from coreml_delegate.runtime.program.plan import (
     TensorSpec,
 )
 from coreml_delegate.runtime.program.pte import PteProgram
-from coreml_delegate.scripts.delegates import CoreMLPartition, open_pte, partitions_of
+from coreml_delegate.scripts.delegates import CoreMLPartition, partitions_of
 from coreml_delegate.scripts.profiles import common_module, module_of
 
 _SHOWN = 8  # elements of a constant that is shown as its values
@@ -158,21 +158,17 @@ class _Modules:
         return common_module(found) if found else None
 
 
-def graphs_of_pte(
-    path: Path, data: Sequence[Path] = (), etrecord: Any | None = None
-) -> dict[str, Any]:
+def graphs_of_pte(path: Path, program: PteProgram, etrecord: Any | None = None) -> dict[str, Any]:
     """Return the methods of a ``.pte`` as graphs.
 
     Args:
         path: The ``.pte``.
-        data: Its ``.ptd`` files.
+        program: What it holds.
         etrecord: What ``read_etrecord`` returns; nodes then lie in the modules of the model.
 
     Raises:
-        BlobFormatError: The file is no ``.pte``, or malformed.
-        ProgramError: The file cannot be read.
+        BlobFormatError: A delegate is malformed.
     """
-    program = open_pte(path, data)
     modules = None if etrecord is None else _Modules.of(etrecord)
     return _collection(path, [_method(program, method, modules) for method in program.methods])
 

@@ -168,8 +168,9 @@ def _models(args: argparse.Namespace) -> ProgramModels:
             if given:
                 raise OptionError(f"{option} is for a .pte", got=str(path))
         return models_of_package(path)
-    modules = None if args.etrecord is None else modules_of_etrecord(args.etrecord)
-    return models_of_pte(open_pte(path, args.data), modules)
+    program = open_pte(path, args.data)
+    modules = None if args.etrecord is None else modules_of_etrecord(args.etrecord, program)
+    return models_of_pte(program, modules)
 
 
 def _diagnoses(args: argparse.Namespace) -> list[tuple[str, Diagnosis]]:

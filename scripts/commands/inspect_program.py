@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_graphs(args: argparse.Namespace) -> None:
-    from coreml_delegate.runtime.devtools import read_etrecord
+    from coreml_delegate.scripts.delegates import open_pte, read_etrecord
     from coreml_delegate.scripts.model_explorer import graphs_of_package, graphs_of_pte
     from coreml_delegate.scripts.stablehlo_files import is_stablehlo
 
@@ -90,8 +90,9 @@ def _write_graphs(args: argparse.Namespace) -> None:
             raise OptionError("--etrecord is for a .pte", got=str(path))
         graphs = graphs_of_package(path)
     else:
-        record = None if args.etrecord is None else read_etrecord(args.etrecord)
-        graphs = graphs_of_pte(path, args.data, record)
+        program = open_pte(path, args.data)
+        record = None if args.etrecord is None else read_etrecord(args.etrecord, program)
+        graphs = graphs_of_pte(path, program, record)
     with new_output(args.model_explorer, force=args.force) as file:
         file.write(json.dumps(graphs).encode())
 

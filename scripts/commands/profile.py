@@ -108,7 +108,8 @@ def _write_page(args: argparse.Namespace, profile: Profile, other: Profile | Non
 
 def _measure(args: argparse.Namespace, path: Path, etrecord: Path | None) -> Profile:
     """Run a program, and read the times that it logs."""
-    from coreml_delegate.runtime.devtools import Inspector, read_etrecord
+    from coreml_delegate.runtime.devtools import Inspector
+    from coreml_delegate.scripts.delegates import open_pte, read_etrecord
     from coreml_delegate.scripts.inputs.input_files import random_inputs, read_inputs
     from coreml_delegate.scripts.inputs.sampling import generator
     from coreml_delegate.scripts.programs import engine_options, load_traced
@@ -116,7 +117,6 @@ def _measure(args: argparse.Namespace, path: Path, etrecord: Path | None) -> Pro
 
     if args.method not in (None, "forward") and etrecord is not None:
         raise OptionError("ExecuTorch's ETRecords are read for forward only", got=args.method)
-    record = None if etrecord is None else read_etrecord(etrecord)
     with console.step(f"Loading {path}"):
         traced = load_traced(
             path,
@@ -131,6 +131,7 @@ def _measure(args: argparse.Namespace, path: Path, etrecord: Path | None) -> Pro
             inputs = read_inputs(args.input, traced.inputs)
         else:
             inputs = random_inputs(traced.inputs, generator(args.seed))
+    record = None if etrecord is None else read_etrecord(etrecord, open_pte(path, args.data))
     if traced.has_jumps:
         raise ProgramError("a method with loops or branches is not profiled: its calls vary")
     with console.step("Running"):

@@ -237,13 +237,12 @@ def _compare_operations(
     args: argparse.Namespace, execution: Execution, inputs: list[Any]
 ) -> list[Operation]:
     """Compare the values of operations with those of the graph in the ETRecord."""
-    from coreml_delegate.runtime.devtools import Inspector, read_etrecord
+    from coreml_delegate.runtime.devtools import Inspector
     from coreml_delegate.runtime.engines.selection import AUTO
+    from coreml_delegate.scripts.delegates import open_pte, read_etrecord
     from coreml_delegate.scripts.programs import DEBUG_BUFFER, engine_options, load_traced
     from coreml_delegate.third_party import wrap_errors
 
-    record = read_etrecord(args.etrecord)
-    record.update_representative_inputs(list(inputs))
     traced = load_traced(
         args.program,
         method=args.method,
@@ -254,6 +253,8 @@ def _compare_operations(
         data=args.data,
         debug_buffer_size=DEBUG_BUFFER,
     )
+    record = read_etrecord(args.etrecord, open_pte(args.program, args.data))
+    record.update_representative_inputs(list(inputs))
     traced.run(inputs)
     with tempfile.TemporaryDirectory(prefix="coreml-delegate-") as folder:
         etdump, values = traced.events()

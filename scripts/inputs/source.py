@@ -104,7 +104,13 @@ def find_callable(module_name: str, name: str, forms: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise OptionError(f"cannot import {module_name}", got=str(error)) from error
-        raise OptionError("no such Python module", got=repr(module_name), expected=forms) from None
+        is_file = module_name.endswith(".py")
+        raise OptionError(
+            "no such Python module",
+            got=repr(module_name),
+            expected=forms,
+            remedy=f"Write {Path(module_name).stem}:{name}" if is_file else None,
+        ) from None
     except Exception as error:
         raise OptionError(f"cannot import {module_name}", got=describe_error(error)) from error
     for part in name.split("."):

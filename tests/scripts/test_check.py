@@ -132,8 +132,9 @@ def test_compute_unit_and_precision_of_the_program_count(capsys):
 def test_modules_of_the_model(capsys):
     command = ["export", *TINY, "-o", "a.pte", "--etrecord", "a.etrecord", "--report", "a.json"]
     assert main(command) == 0
-    modules = modules_of_etrecord(Path("a.etrecord"))
-    models = models_of_pte(PteProgram.open(Path("a.pte")), modules)
+    program = PteProgram.open(Path("a.pte"))
+    modules = modules_of_etrecord(Path("a.etrecord"), program)
+    models = models_of_pte(program, modules)
     found = {symbol.partition(":")[2]: m for c in models.checked for symbol, m in c.modules.items()}
     assert (found["conv"], found["linear"]) == ("conv", "linear")
     # Those of the report, which the page uses, are the same.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,27 @@ def test_profiles_are_compared(exported: Path, capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().out
     assert "its operations" in printed
     assert "module  " not in printed.split("operation")[0]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["profile"],
+        ["verify", TINY[0]],
+        ["check"],
+        ["inspect", "--model-explorer", "graphs.json"],
+    ],
+    ids=itemgetter(0),
+)
+def test_an_etrecord_of_another_program_is_refused(
+    command: list[str], exported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = [TINY[0], "-o", "other.pte", "--skip-op", "sin", "--skip-op", "linear"]
+    assert main(["export", *source]) == 0
+    command = [*command, "other.pte", "--etrecord", str(exported / "tiny.etrecord")]
+    assert main(command) == 1
+    assert "tiny.etrecord is the ETRecord of another program" in capsys.readouterr().err
+    assert leftovers(Path()) == {"other.pte"}
 
 
 def test_the_work_of_operations_is_known(

@@ -225,6 +225,10 @@ REFUSED = {
     "no form": (["nothing"], f"no such source: got 'nothing', expected {FORMS}"),
     "no file": (["gone.pt2"], f"no such file: got gone.pt2, expected {FORMS}"),
     "no module": (["no_such:f"], f"no such Python module: got 'no_such', expected {FORMS}"),
+    "a file's name": (
+        ["no/such.py:f"],
+        f"no such Python module: got 'no/such.py', expected {FORMS}. Write such:f",
+    ),
     "no factory": ([f"{MODELS}:f"], f"{MODELS} has no callable of that name: got 'f'"),
     "factory fails": (
         [f"{MODELS}:failing"],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -134,7 +135,7 @@ def _cause(test: str, found: Mapping[str, Any]) -> str:
     known = [cause for part, cause in _CAUSES.items() if part in test]
     if known and found["outcome"] == "failed":
         return known[0]
-    return " ".join(str(found["reason"]).split())[:200]
+    return textwrap.shorten(str(found["reason"]), 240, placeholder=" ...")
 
 
 def _failures(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:

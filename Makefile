@@ -96,11 +96,13 @@ jax-suite: $(STAMP)
 	-$(TEST_ENV) $(BIN)/python -m tests.jax_suite -n 2 --results build/jax-suite.json
 	$(BIN)/python -m tests.jax_suite.support_table build/jax-suite.json
 
-# Fifteen minutes of mutated programs: on each engine, and through native calls of openvino. What it
-# finds stays in build/fuzz.
+# Damaged programs on each engine, and through native calls of openvino: 10,000 that depend on a seed
+# alone, then fifteen minutes of what libFuzzer makes. What that finds stays in build/fuzz.
+ENGINES := reference openvino native
 fuzz: $(STAMP)
+	for engine in $(ENGINES); do $(TEST_ENV) $(BIN)/python -m tests.fuzz.damaged --engine $$engine || exit 1; done
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[fuzz]"
-	for engine in reference openvino native; do \
+	for engine in $(ENGINES); do \
 	  mkdir -p build/fuzz/$$engine && (cd build/fuzz && $(FUZZ) --engine $$engine $$engine \
 	    ../../tests/fuzz/corpus -max_total_time=300 -timeout=60 -rss_limit_mb=4096 -max_len=20000) || exit 1; \
 	done

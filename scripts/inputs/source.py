@@ -99,18 +99,20 @@ def find_callable(module_name: str, name: str, forms: str) -> Any:
     Raises:
         OptionError: The module cannot be imported, or the name does not exist or is not callable.
     """
+    if module_name.endswith(".py"):
+        place = Path(module_name)
+        raise OptionError(
+            "no such Python module",
+            got=repr(module_name),
+            expected=forms,
+            remedy=f"In the folder {place.parent.resolve()}, write {place.stem}:{name}",
+        )
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise OptionError(f"cannot import {module_name}", got=str(error)) from error
-        is_file = module_name.endswith(".py")
-        raise OptionError(
-            "no such Python module",
-            got=repr(module_name),
-            expected=forms,
-            remedy=f"Write {Path(module_name).stem}:{name}" if is_file else None,
-        ) from None
+        raise OptionError("no such Python module", got=repr(module_name), expected=forms) from None
     except Exception as error:
         raise OptionError(f"cannot import {module_name}", got=describe_error(error)) from error
     for part in name.split("."):

@@ -227,7 +227,7 @@ REFUSED = {
     "no module": (["no_such:f"], f"no such Python module: got 'no_such', expected {FORMS}"),
     "a file's name": (
         ["no/such.py:f"],
-        f"no such Python module: got 'no/such.py', expected {FORMS}. Write such:f",
+        f"no such Python module: got 'no/such.py', expected {FORMS}. In the folder ",
     ),
     "no factory": ([f"{MODELS}:f"], f"{MODELS} has no callable of that name: got 'f'"),
     "factory fails": (

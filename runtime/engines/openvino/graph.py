@@ -160,12 +160,38 @@ def make_negative_invalid(indices: Tensor) -> Any:
     return ops.select(ops.less(indices, ints(0)), ints(INT_MAX), indices)
 
 
+def fit_slices(
+    data: Tensor, places: Tensor, updates: Tensor, axis: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the operands of a write of slices, one of which fails unless their sizes fit.
+
+    Args:
+        data: What is written to.
+        places: [C], places along ``axis``.
+        updates: C slices.
+        axis: Counted from the front.
+
+    Raises:
+        UnsupportedOpError: Ranks do not fit, so that OpenVINO would have to compare sizes.
+    """
+    if None not in (*dims(data), *dims(places), *dims(updates)):
+        return data, places, updates  # OpenVINO's own check
+    if rank(places) != 1 or rank(updates) != rank(data):
+        raise refusal("slices of sizes known at run time only", dims(updates), "one per index")
+    places, updates = with_equal_sizes(places, 0, updates, axis)
+    for other in range(rank(data)):
+        if other != axis:
+            data, updates = with_equal_sizes(data, other, updates, other)
+    return data, places, updates
+
+
 def replace_slices(data: Tensor, places: Tensor, updates: Tensor, axis: int) -> Any:
     """Replace the slices at ``places`` [C] of ``axis``; one that does not exist is refused.
 
     In OpenVINO 2026.4, ScatterUpdate writes outside of a vector of i32 at such an index. No issue
     is known.
     """
+    data, places, updates = fit_slices(data, places, updates, axis)
     if rank(data) == 1 and not is_float(data):
         return ops.scatter_elements_update(data, make_negative_invalid(places), updates, ints(0))
     return ops.scatter_update(data, places, updates, ints(axis))
@@ -186,6 +212,64 @@ def fail_if(condition: Any, value: Any, reason: str) -> Any:
     written = ops.scatter_update(row, place, row, ints(0))
     written.set_friendly_name(FAILURE + reason)
     return ops.squeeze(written, ints((0, 1))).output(0)
+
+
+def with_size(x: Tensor, axis: int, size: int) -> Tensor:
+    """Return ``x``, whose computation fails if ``axis`` does not have this size.
+
+    OpenVINO compares sizes that it knows when it compiles. Of others, kernels of 2026.4 read and
+    write memory as if they were right. No issue is known.
+    """
+    if dims(x)[axis] is not None:
+        return x  # OpenVINO's own check
+    return _with_size(x, axis, ints(size))
+
+
+def with_equal_sizes(x: Tensor, x_axis: int, y: Tensor, y_axis: int) -> tuple[Tensor, Tensor]:
+    """Return two values, the computation of one of which fails if these sizes are not equal.
+
+    See ``with_size``. Sizes that are equal whatever they are, because both come from one size of an
+    input, are not compared.
+    """
+    x_size, y_size = dims(x)[x_axis], dims(y)[y_axis]
+    if y_size is not None:
+        return with_size(x, x_axis, y_size), y
+    if x_size is not None:
+        return x, with_size(y, y_axis, x_size)
+    if _have_one_symbol(x, x_axis, y, y_axis):
+        return x, y
+    return x, _with_size(y, y_axis, dim_of(x, x_axis))
+
+
+def _with_size(x: Tensor, axis: int, size: Tensor) -> Tensor:
+    """See ``with_size``.
+
+    ``x`` gets the shape that it has to have, after a comparison. A reshape compares as well, but
+    when it has failed, OpenVINO 2026.4 refuses right shapes too.
+    """
+    is_wrong = ops.not_equal(dim_of(x, axis), size)
+    sizes = [
+        ops.unsqueeze(dim_of(x, place), ints(0)) if known is None else ints([known])
+        for place, known in enumerate(dims(x))
+    ]
+    wanted = fail_if(is_wrong, ops.unsqueeze(size, ints(0)), "sizes that do not fit together")
+    sizes[axis] = wanted
+    return ops.reshape(x, ops.concat(sizes, 0), special_zero=False).output(0)
+
+
+def is_compared(x: Tensor, y: Tensor, axis: int) -> bool:
+    """Whether OpenVINO compares two sizes along ``axis`` itself, or nothing has to."""
+    known = dims(x)[axis] is not None and dims(y)[axis] is not None
+    return known or _have_one_symbol(x, axis, y, axis)
+
+
+def _have_one_symbol(x: Tensor, x_axis: int, y: Tensor, y_axis: int) -> bool:
+    """Whether two sizes are one size of an input."""
+    of_x, of_y = (
+        output(value).get_partial_shape()[normalize_axis(axis, rank(value))].get_symbol()
+        for value, axis in ((x, x_axis), (y, y_axis))
+    )
+    return of_x is not None and of_x == of_y
 
 
 def per_channel(vector: Tensor, rank_: int, axis: int = 1) -> Any:

@@ -159,7 +159,14 @@ def partial_shape(shape: tuple[int | None, ...] | None) -> Any:
     """Return a MIL shape as an OpenVINO shape."""
     if shape is None:
         return ov.PartialShape.dynamic()
-    return ov.PartialShape([-1 if size is None else size for size in shape])
+    return ov.PartialShape([_open_dimension() if size is None else size for size in shape])
+
+
+def _open_dimension() -> Any:
+    """Return a dimension of unknown size, with a symbol: OpenVINO knows which sizes equal it."""
+    dimension = ov.Dimension()
+    dimension.set_symbol(ov.Symbol())
+    return dimension
 
 
 def _constant_node(constant: Constant) -> Any:

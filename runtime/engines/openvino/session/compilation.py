@@ -124,7 +124,7 @@ def _build(
         translated.inputs, translated.outputs, translated.states, translated.writes
     )
     # The translated model is dropped, but constants of the compiled one may lie in the program's.
-    made = OpenVinoFunction(interface, compiled, config, keep=function)
+    made = OpenVinoFunction(interface, compiled, config, core=core, keep=function)
     if cache is not None:
         cache.keep(made, shapes)
     return made

@@ -91,7 +91,8 @@ class CompiledCache:
         try:
             compiled = core.import_model(ov.Tensor(data, shared_memory=True), DEVICE, config)
             # The mapping must outlive the model, whose constants may lie in it.
-            return OpenVinoFunction(Interface.decode(entry.metadata), compiled, config, keep=data)
+            interface = Interface.decode(entry.metadata)
+            return OpenVinoFunction(interface, compiled, config, core=core, content=data)
         except (RuntimeError, KeyError, TypeError, ValueError) as error:
             self.entries.reject(key, last_line(error))
             return None

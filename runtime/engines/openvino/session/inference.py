@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from coreml_delegate.errors import ExecutionError, InputError
 from coreml_delegate.runtime.engines.base import Array, KernelTime, State
 from coreml_delegate.runtime.engines.openvino.graph import FAILURE
+from coreml_delegate.runtime.engines.openvino.plugin import DEVICE
 from coreml_delegate.runtime.engines.openvino.session.native_calls import (
     describe_function,
     describe_model,
@@ -367,7 +368,9 @@ class OpenVinoFunction:
         interface: Meaning of the model's ports.
         compiled: OpenVINO's compiled model.
         config: The properties that it was compiled with.
+        core: OpenVINO's ``Core``.
         keep: An object that must live as long as the model does.
+        content: What the model was imported from; None if it was compiled. It is kept too.
 
     Raises:
         ValueError: The model has another number of ports.
@@ -379,7 +382,9 @@ class OpenVinoFunction:
         compiled: Any,
         config: Mapping[str, object],
         *,
+        core: Any,
         keep: object = None,
+        content: NDArray[np.uint8] | None = None,
     ) -> None:
         expected = interface.port_counts
         if (len(compiled.inputs), len(compiled.outputs)) != expected:
@@ -390,7 +395,9 @@ class OpenVinoFunction:
         self.interface = interface
         self.compiled = compiled
         self.config = config
+        self._core = core
         self._keep = keep
+        self._content = content
         self._states = interface.states
         self._passed_on = _inputs_passed_on(compiled)
         self._inputs = _ports(interface.inputs, compiled.inputs)
@@ -398,6 +405,8 @@ class OpenVinoFunction:
         self._native: ArrayCall | None = None
         self._profiler: _Profiler | None = None
         self._making_profiler = threading.Lock()
+        self._has_open_inputs = any(port.shape is None for port in self._inputs)
+        self._renewing = threading.Lock()
         self._idle = [self._request()]
 
     def __call__(self, inputs: Mapping[str, Array], state: State | None = None) -> dict[str, Array]:
@@ -436,17 +445,57 @@ class OpenVinoFunction:
             )
         if isinstance(state, OpenVinoState):
             state.arrange(self.interface.writes)
+        own_state = state if isinstance(state, OpenVinoState) else None
+        idle = self._idle
         try:
-            request = self._idle.pop()  # atomic, so no lock
+            request = idle.pop()  # atomic, so no lock
         except IndexError:
             request = self._request()
         try:
-            outputs = request.run(inputs, state if isinstance(state, OpenVinoState) else None)
+            outputs = request.run(inputs, own_state)
             return outputs, () if profiler is None else profiler.times(request.counters())
         except (RuntimeError, MemoryError) as error:
-            raise _execution_error(last_line(error)) from error
+            # A node that fails on purpose leaves the model as it is.
+            if not self._has_open_inputs or FAILURE in str(error):
+                raise _execution_error(last_line(error)) from error
         finally:
-            self._idle.append(request)
+            idle.append(request)
+        return self._run_anew(inputs, own_state, idle), ()
+
+    def _run_anew(
+        self, inputs: Mapping[str, Array], state: OpenVinoState | None, failed: list[_Request]
+    ) -> dict[str, Array]:
+        """Run once on a model that is imported anew.
+
+        After a call that failed, OpenVINO 2026.4 may refuse sizes that it took before: a reshape
+        keeps those that it failed with. No issue is known. So the failure may be that of an earlier
+        call, or of another thread's.
+
+        Args:
+            inputs: Inputs.
+            state: State.
+            failed: Requests of the model that failed.
+        """
+        with self._renewing:
+            try:
+                compiled = self._imported()
+                request = _Request(compiled, self._inputs, self._outputs, self.interface.writes)
+                outputs = request.run(inputs, state)
+            except (RuntimeError, MemoryError) as error:
+                raise _execution_error(last_line(error)) from error
+            if self._idle is failed:
+                self.compiled, self._profiler, self._idle = compiled, None, [request]
+            return outputs
+
+    def _imported(self) -> Any:
+        """Import the model anew.
+
+        Always from the first content: OpenVINO does not read what an imported model is exported to.
+        """
+        if self._content is None:
+            self._content = np.frombuffer(self.compiled.export_model().getbuffer(), np.uint8)
+        tensor = ov.Tensor(self._content, shared_memory=True)
+        return self._core.import_model(tensor, DEVICE, dict(self.config))
 
     def make_state(self) -> OpenVinoState | None:
         """Fresh state, all zeros; None when the function has none."""

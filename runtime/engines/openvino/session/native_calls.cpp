@@ -313,6 +313,8 @@ struct Fetched {
   Sizes sizes;
 };
 
+using Compiled = std::shared_ptr<ov_compiled_model_t>;
+
 class Request {
  public:
   ~Request() {
@@ -325,9 +327,10 @@ class Request {
   Request(const Request&) = delete;
   Request& operator=(const Request&) = delete;
 
-  bool create(const ov_compiled_model_t* model, size_t slots) {
+  bool create(Compiled model, size_t slots) {
+    compiled = std::move(model);
     slots_.resize(slots);
-    return ov_compiled_model_create_infer_request(model, &request_) == OK;
+    return ov_compiled_model_create_infer_request(compiled.get(), &request_) == OK;
   }
 
   // Binds memory of the port's own. The address is null if there are no bytes.
@@ -409,6 +412,8 @@ class Request {
     return ov_infer_request_start_async(request_) == OK && ov_infer_request_wait(request_) == OK;
   }
 
+  Compiled compiled; // the model of the request
+
   // Of the call at hand: its arguments, and the sizes of the one that is looked at.
   std::vector<NativeArgument> arguments;
   Sizes sizes;
@@ -465,20 +470,18 @@ class Model {
       }
     }
   }
-  ~Model() {
-    idle_.clear();
-    if (compiled_ != nullptr) {
-      ov_compiled_model_free(compiled_);
-    }
-  }
+  ~Model() = default;
   Model(const Model&) = delete;
   Model& operator=(const Model&) = delete;
 
+  // The content must outlive the model.
   bool import(const ov_core_t* core, const char* device, const char* content, size_t size) {
-    if (ov_core_import_model(core, content, size, device, &compiled_) != OK) {
-      return false;
-    }
-    std::unique_ptr<Request> first = take();
+    core_ = core;
+    device_ = device;
+    content_ = content;
+    size_ = size;
+    compiled_ = load();
+    std::unique_ptr<Request> first = compiled_ == nullptr ? nullptr : take();
     if (first == nullptr) {
       return false;
     }
@@ -540,6 +543,8 @@ class Model {
     // One that failed is not used again.
     if (code != kFailed) {
       give_back(std::move(request));
+    } else if (std::any_of(inputs_.begin(), inputs_.end(), is_open)) {
+      renew(request->compiled);
     }
     return code;
   }
@@ -788,6 +793,7 @@ class Model {
   }
 
   std::unique_ptr<Request> take() {
+    Compiled compiled;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (!idle_.empty()) {
@@ -795,23 +801,48 @@ class Model {
         idle_.pop_back();
         return request;
       }
+      compiled = compiled_;
     }
     auto made = std::make_unique<Request>();
     const size_t slots = inputs_.size() + outputs_.size() + 2 * states_.size();
-    return made->create(compiled_, slots) ? std::move(made) : nullptr;
+    return made->create(compiled, slots) ? std::move(made) : nullptr;
   }
 
   void give_back(std::unique_ptr<Request> request) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    idle_.push_back(std::move(request));
+    if (request->compiled == compiled_) {
+      idle_.push_back(std::move(request));
+    }
+  }
+
+  Compiled load() const {
+    ov_compiled_model_t* made = nullptr;
+    if (ov_core_import_model(core_, content_, size_, device_.c_str(), &made) != OK) {
+      return nullptr;
+    }
+    return {made, ov_compiled_model_free};
+  }
+
+  // After a call that failed, OpenVINO 2026.4 may refuse sizes that it took before.
+  void renew(const Compiled& failed) {
+    Compiled made = load();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (made != nullptr && compiled_ == failed) {
+      compiled_ = std::move(made);
+      idle_.clear();
+    }
   }
 
   std::vector<Port> inputs_;
   std::vector<Port> outputs_;
   std::vector<StatePorts> states_;
   const bool alone_; // whether a call has one thread
-  ov_compiled_model_t* compiled_ = nullptr;
+  const ov_core_t* core_ = nullptr;
+  std::string device_;
+  const char* content_ = nullptr;
+  size_t size_ = 0;
   std::mutex mutex_;
+  Compiled compiled_;
   std::vector<std::unique_ptr<Request>> idle_; // as many as calls ran at once
 };
 

@@ -17,7 +17,10 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     dims,
     element_type,
     f32,
+    fail_if,
+    fit_slices,
     ints,
+    is_compared,
     is_float,
     make_negative_invalid,
     normalize_axis,
@@ -242,6 +245,11 @@ def _scatter_along_axis(
     if vector is not None and mode == "update":
         return _write_slices(data, vector, updates, axis)
     wrapped = make_negative_invalid(_wrap_negative(_as_int32(indices), lambda: dim_of(data, axis)))
+    for other in range(rank(data)):
+        if other != axis and not is_compared(data, indices, other):
+            # OpenVINO 2026.4 writes outside of its memory. No issue is known.
+            is_beyond = ops.greater(dim_of(indices, other), dim_of(data, other))
+            wrapped = fail_if(is_beyond, wrapped, "indices of a scatter exceed the tensor")
 
     def scatter(data: Tensor, values: Tensor, reduction: str) -> Result:
         return ops.scatter_elements_update(data, wrapped, values, ints(axis), reduction)
@@ -288,6 +296,7 @@ def _scatter(
     axis = normalize_axis(axis, rank(data))
     if mode == "update":
         return _write_slices(data, indices, updates, axis)
+    data, indices, updates = fit_slices(data, indices, updates, axis)
     shape = [1] * rank(data)
     shape[axis] = -1
     column = ops.reshape(_as_int32(indices), ints(shape), special_zero=False)

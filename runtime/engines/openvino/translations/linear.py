@@ -18,6 +18,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     is_float,
     rank,
     scalar,
+    with_equal_sizes,
 )
 from coreml_delegate.runtime.engines.openvino.plugin import integers
 from coreml_delegate.runtime.engines.openvino.plugin.decompression import (
@@ -39,6 +40,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Result:
 def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Result:
     """Batched matrix product with numpy's broadcasting, of the element type of ``x``."""
     y = convert_to(keep_multipliable(y, transposed=transpose_y), element_type(x))
+    x_axis = -2 if transpose_x and rank(x) > 1 else -1
+    x, y = with_equal_sizes(x, x_axis, y, -1 if transpose_y or rank(y) == 1 else -2)
     if is_float(x) and rank(x) == 1 and rank(y) > 1:
         # Between quantized values, OpenVINO 2026.4 returns a matrix for the product of a vector.
         product = ops.matmul(ops.unsqueeze(x, ints(0)), y, False, transpose_y)
@@ -108,6 +111,8 @@ def scaled_dot_product_attention(
     measured on 8 heads of 64, one query on 256 keys takes 0.75 of the time of that op this way, 128
     queries take 0.9, and the results are the same to the bit.
     """
+    query, key = with_equal_sizes(query, -1, key, -1)
+    key, value = with_equal_sizes(key, -2, value, -2)
     scores = ops.matmul(_scale_query(query), key, False, True)
     if attn_mask is not None:
         scores = ops.add(scores, _mask_scores(attn_mask, scores))

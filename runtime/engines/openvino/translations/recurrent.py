@@ -13,7 +13,7 @@ peephole sees and what ``clip`` bounds; OpenVINO's operation specifications ``LS
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -29,6 +29,8 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     ints,
     output,
     reshape,
+    with_equal_sizes,
+    with_size,
 )
 from coreml_delegate.runtime.engines.openvino.plugin import nan
 from coreml_delegate.runtime.engines.openvino.translations import translation
@@ -367,10 +369,11 @@ class _Layer:
             options: More of its arguments.
         """
         count, units = len(self.directions), self.directions[0].units
-        by_batch = ops.transpose(self.x, ints((1, 0, 2)))
+        width = self.directions[0].input_weights.shape[1]
+        by_batch = ops.transpose(with_size(self.x, 2, width), ints((1, 0, 2)))
         node = make(
             by_batch,
-            *(reshape(state, [-1, count, units]) for state in self.states),
+            *(reshape(state, [-1, count, units]) for state in self._initial()),
             # From the shape of the very input: so the plugin sees that no sequence ends early.
             ops.broadcast(dim_of(by_batch, 1), ops.unsqueeze(dim_of(by_batch, 0), ints(0))),
             _stack([direction.input_weights for direction in self.directions]),
@@ -391,7 +394,7 @@ class _Layer:
         count, units = len(self.directions), self.directions[0].units
         states = [
             ops.split(reshape(state, [-1, count * units]), ints(1), count).outputs()
-            for state in self.states
+            for state in self._initial()
         ]
         passes: list[tuple[Any, ...]] = []
         for index, direction in enumerate(self.directions):
@@ -400,6 +403,12 @@ class _Layer:
             passes.append((reverse(hidden, (0,)) if index else hidden, *last))
         hidden, *last = (ops.concat(list(values), -1) for values in zip(*passes, strict=True))
         return self._results(hidden, last)
+
+    def _initial(self) -> Iterator[Tensor]:
+        """Yield the initial states, as many and as wide as ``x`` and the weights demand."""
+        units = sum(direction.units for direction in self.directions)
+        for state in self.states:
+            yield with_size(with_equal_sizes(self.x, 1, state, 0)[1], 1, units)
 
     def _results(self, hidden: Any, last: list[Any]) -> Result:
         return (hidden if self.output_sequence else ops.unsqueeze(last[0], ints(0))), *last
@@ -411,7 +420,7 @@ def _stack(arrays: Sequence[_Weights]) -> Any:
 
 def _product(x: Tensor, weights: _Weights) -> Any:
     """``x`` [*, K] by weights [N, K]."""
-    return ops.matmul(x, array_constant(weights), False, True)
+    return ops.matmul(with_size(x, -1, weights.shape[1]), array_constant(weights), False, True)
 
 
 def _pass(x: Tensor, states: list[Tensor], direction: _Direction, step: _Step) -> tuple[Any, ...]:

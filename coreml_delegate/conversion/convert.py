@@ -302,14 +302,15 @@ def _writing_halves_uncopied() -> Generator[None]:
     """
     from coremltools.converters.mil.backend.mil import helper
 
-    write = helper._get_offset_by_writing_data
+    name = "_get_offset_by_writing_data"
+    write: Any = getattr(helper, name)
 
     def written(var: Any, writer: Any) -> Any:
         if var.val.dtype != np.float16:
             return write(var, writer)
         return writer.write_fp16_data(np.ascontiguousarray(var.val).reshape(-1).view(np.uint16))
 
-    with mock.patch.object(helper, "_get_offset_by_writing_data", written):
+    with mock.patch.object(helper, name, written):
         yield
 
 

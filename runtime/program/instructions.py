@@ -246,7 +246,7 @@ class _Binder:
         keywords: dict[str, Any],
         patches: list[tuple[Any, int | str, Callable[[], Any]]],
         result: int | None,
-        growing: tuple[int, ...],
+        growing: tuple[tuple[int, tuple[int, ...]], ...],
     ) -> Step:
         values = self._values
 
@@ -256,16 +256,20 @@ class _Binder:
         def general() -> None:
             for container, key, read in patches:
                 container[key] = read()
-            for index in growing:
-                values[index].resize_(0)
+            for index, empty in growing:
+                values[index].resize_(empty)
             outcome = function(*positional, **keywords)
             if result is not None:
                 values[result] = outcome
 
         return general if patches or growing or result is not None else fixed
 
-    def _growing(self, call: KernelCall, kernel: Kernel) -> tuple[int, ...]:
-        """Return the dynamic tensors that the kernel resizes; unless emptied first, torch warns."""
+    def _growing(self, call: KernelCall, kernel: Kernel) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Return the dynamic tensors that the kernel resizes, each with a shape of no elements.
+
+        Unless they are emptied first, torch warns. ExecuTorch's kernels end the process when the
+        rank changes.
+        """
         outputs = {call.args[position] for position in kernel.outputs}
         read = {
             index
@@ -276,7 +280,11 @@ class _Binder:
         for index in tensors:
             self._check_writable(index, call.operator)
         return tuple(
-            index for index in tensors if index not in read and self._dynamism(index) is not None
+            (index, (0,) * max(1, len(spec.shape)))
+            for index in tensors
+            if index not in read
+            and self._dynamism(index) is not None
+            and isinstance(spec := self._method.values[index], TensorSpec)
         )
 
     def _members(self, index: int) -> tuple[int, ...]:

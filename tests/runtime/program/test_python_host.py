@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import threading
 from collections.abc import Sequence
 
@@ -54,6 +55,26 @@ def test_equals_eager(name: str) -> None:
     for inputs in CASES[name].inputs:
         expected = outputs_of(module(*inputs))
         check_close(program.run("forward", inputs), expected)
+
+
+class Rounded(torch.nn.Module):
+    """Rounds to integers of 8 bits and back, by ExecuTorch's kernels."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ops = torch.ops.quantized_decomposed
+        rounded = ops.quantize_per_tensor.default(x * 2, 0.1, 0, -128, 127, torch.int8)
+        return ops.dequantize_per_tensor.default(rounded, 0.1, 0, -128, 127, torch.int8) + 1
+
+
+def test_kernels_of_executorch_give_tensors_of_any_size() -> None:
+    """They end the process if a result that they resize has another rank."""
+    importlib.import_module("executorch.kernels.quantized")
+    batch = {0: torch.export.Dim("batch", max=8)}
+    data = export(Rounded(), (torch.randn(3, 2, 4, 5),), (batch,))
+    program = PythonProgram.load(data, no_delegates)
+    for size in (3, 8, 1):
+        x = torch.randn(size, 2, 4, 5)
+        check_close(program.run("forward", (x,)), [Rounded()(x)])
 
 
 def test_from_a_path(tmp_path) -> None:

@@ -103,7 +103,7 @@ def test_eight_threads_race_for_nothing(tmp_path: Path) -> None:
 def test_a_race_is_noticed(tmp_path: Path) -> None:
     """Without the locks around models and idle requests."""
     lock = "const std::lock_guard<std::mutex> lock(mutex_);"
-    assert _source().count(lock) == 5
+    assert _source().count(lock) == 6
     done = _run(_source().replace(lock, ""), tmp_path)
     assert done.returncode != 0
     assert "WARNING: ThreadSanitizer: data race" in done.stderr

@@ -283,8 +283,8 @@ class _Binder:
             (index, (0,) * max(1, len(spec.shape)))
             for index in tensors
             if index not in read
-            and self._dynamism(index) is not None
             and isinstance(spec := self._method.values[index], TensorSpec)
+            and spec.dynamism is not Dynamism.STATIC
         )
 
     def _members(self, index: int) -> tuple[int, ...]:

@@ -18,16 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.damage import NATIVE, damage, execute
+from support.damage import CORPUS, MAX_TURNS, NATIVE, damage, execute
 
 from coreml_delegate.errors import BlobFormatError
 from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.engines.openvino import OPENVINO
 from coreml_delegate.runtime.engines.reference import REFERENCE
-
-CORPUS = Path(__file__).parent / "corpus"
-_MAX_TURNS = 200
-"""Most turns of a loop, so that an endless one is refused quickly."""
 
 _SECONDS = 60
 
@@ -42,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     faulthandler.enable()
-    limits.MAX_TURNS = _MAX_TURNS
+    limits.MAX_TURNS = MAX_TURNS
     warnings.simplefilter("ignore")
     samples = [path.read_bytes() for path in sorted(CORPUS.iterdir())]
     outcomes: Counter[str] = Counter()

@@ -17,13 +17,9 @@ import atheris
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 with atheris.instrument_imports(include=["coreml_delegate"]):
-    from support.damage import damage, execute
+    from support.damage import CORPUS, MAX_TURNS, damage, execute
 
     from coreml_delegate.runtime.engines import limits
-
-CORPUS = Path(__file__).parent / "corpus"
-_MAX_TURNS = 200
-"""Most turns of a loop, so that an endless one is refused quickly."""
 
 
 def main() -> None:
@@ -31,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", default="reference")
     options, rest = parser.parse_known_args()
-    limits.MAX_TURNS = _MAX_TURNS
+    limits.MAX_TURNS = MAX_TURNS
     warnings.simplefilter("ignore")
 
     def test(data: bytes) -> None:

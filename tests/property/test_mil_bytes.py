@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,7 +14,7 @@ from coreml_delegate.runtime.engines import limits
 
 pytestmark = pytest.mark.property
 
-CORPUS = Path(__file__).parents[1] / "fuzz" / "corpus"
+CORPUS = damage.CORPUS
 SAMPLES = sorted(path.name for path in CORPUS.iterdir())
 SEEDS = [name for name in SAMPLES if not name.startswith("found-")]
 
@@ -26,7 +25,7 @@ BRIEF = settings(
 
 @pytest.fixture(autouse=True)
 def short_loops(monkeypatch):
-    monkeypatch.setattr(limits, "MAX_TURNS", 200)
+    monkeypatch.setattr(limits, "MAX_TURNS", damage.MAX_TURNS)
 
 
 def choose(data: st.DataObject):

@@ -11,6 +11,7 @@ import ctypes
 import math
 import struct
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,12 @@ Choose = Callable[[int], int]
 
 _LENGTH = struct.Struct("<I")
 _WEIGHTS = "weights/weight.bin"
+
+CORPUS = Path(__file__).parents[1] / "fuzz" / "corpus"
+"""Samples to damage, and damaged ones (``found-*``) that were findings once."""
+
+MAX_TURNS = 200
+"""Most turns of a loop, so that an endless one is refused quickly; see ``limits.MAX_TURNS``."""
 
 _INTEGERS = (0, 1, 2, 3, 5, 7, 31, 64, 255, 65536, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1)
 _FLOATS = (

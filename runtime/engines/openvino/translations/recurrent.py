@@ -13,7 +13,7 @@ peephole sees and what ``clip`` bounds; OpenVINO's operation specifications ``LS
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -369,11 +369,11 @@ class _Layer:
             options: More of its arguments.
         """
         count, units = len(self.directions), self.directions[0].units
-        width = self.directions[0].input_weights.shape[1]
-        by_batch = ops.transpose(with_size(self.x, 2, width), ints((1, 0, 2)))
+        x, states = self._fitting()
+        by_batch = ops.transpose(x, ints((1, 0, 2)))
         node = make(
             by_batch,
-            *(reshape(state, [-1, count, units]) for state in self._initial()),
+            *(reshape(state, [-1, count, units]) for state in states),
             # From the shape of the very input: so the plugin sees that no sequence ends early.
             ops.broadcast(dim_of(by_batch, 1), ops.unsqueeze(dim_of(by_batch, 0), ints(0))),
             _stack([direction.input_weights for direction in self.directions]),
@@ -392,23 +392,28 @@ class _Layer:
     def by_loop(self, step: _Step) -> Result:
         """Hidden states [s or 1, b, D * H] and last states by a loop over ``step``."""
         count, units = len(self.directions), self.directions[0].units
+        x, initial = self._fitting()
         states = [
             ops.split(reshape(state, [-1, count * units]), ints(1), count).outputs()
-            for state in self._initial()
+            for state in initial
         ]
         passes: list[tuple[Any, ...]] = []
         for index, direction in enumerate(self.directions):
-            x = reverse(self.x, (0,)) if index else self.x
-            hidden, *last = _pass(x, [state[index] for state in states], direction, step)
+            steps = reverse(x, (0,)) if index else x
+            hidden, *last = _pass(steps, [state[index] for state in states], direction, step)
             passes.append((reverse(hidden, (0,)) if index else hidden, *last))
         hidden, *last = (ops.concat(list(values), -1) for values in zip(*passes, strict=True))
         return self._results(hidden, last)
 
-    def _initial(self) -> Iterator[Tensor]:
-        """Yield the initial states, as many and as wide as ``x`` and the weights demand."""
+    def _fitting(self) -> tuple[Tensor, list[Tensor]]:
+        """Return ``x`` and the initial states, of which one fails unless all sizes fit."""
+        x = with_size(self.x, 2, self.directions[0].input_weights.shape[1])
         units = sum(direction.units for direction in self.directions)
+        states: list[Tensor] = []
         for state in self.states:
-            yield with_size(with_equal_sizes(self.x, 1, state, 0)[1], 1, units)
+            x, fitting = with_equal_sizes(x, 1, state, 0)
+            states.append(with_size(fitting, 1, units))
+        return x, states
 
     def _results(self, hidden: Any, last: list[Any]) -> Result:
         return (hidden if self.output_sequence else ops.unsqueeze(last[0], ints(0))), *last
@@ -420,7 +425,7 @@ def _stack(arrays: Sequence[_Weights]) -> Any:
 
 def _product(x: Tensor, weights: _Weights) -> Any:
     """``x`` [*, K] by weights [N, K]."""
-    return ops.matmul(with_size(x, -1, weights.shape[1]), array_constant(weights), False, True)
+    return ops.matmul(x, array_constant(weights), False, True)
 
 
 def _pass(x: Tensor, states: list[Tensor], direction: _Direction, step: _Step) -> tuple[Any, ...]:

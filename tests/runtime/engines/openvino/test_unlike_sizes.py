@@ -1,4 +1,4 @@
-"""Sizes that are known at run time only and do not fit together are refused, not read as if."""
+"""Sizes that are known at run time only are compared: operands that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -92,6 +92,11 @@ CASES: dict[str, tuple[_Shapes, Callable[..., Any], str, int]] = {
         {"x": (5, 2, 8), "h": (2, 4)},
         lambda x, h: _gru(x, h, reset_after=False),
         *("x", 2),
+    ),
+    "gru, batch": (
+        {"x": (5, 2, 8), "h": (2, 4)},
+        lambda x, h: _gru(x, h, reset_after=False),
+        *("x", 1),
     ),
     "gru, state": (
         {"x": (5, 2, 8), "h": (2, 4)},

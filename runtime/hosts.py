@@ -15,7 +15,7 @@ from coreml_delegate.errors import (
 )
 from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.delegate import read_blob, resolve
-from coreml_delegate.runtime.engines.base import EngineOptions, Precision
+from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.coreml import COREML
 from coreml_delegate.runtime.engines.selection import AUTO
 from coreml_delegate.runtime.program import host as python
@@ -109,14 +109,13 @@ def _has_state(program: PteProgram, method: MethodInfo, info: DelegateInfo) -> b
 def _demand(engine: str, options: EngineOptions | None) -> str | None:
     """Return what is asked that only engines of this package take; None if there is nothing."""
     given = options or EngineOptions()
-    asked = {
-        f"engine={engine!r}": engine not in (AUTO, COREML.name),
-        f"precision={Precision(given.precision).value!r}": given.precision is not Precision.F32,
-        "exact_nan=True": given.exact_nan,
-        "dynamic_quantization=True": given.dynamic_quantization,
-        "a compute unit beside the program's own": given.compute_unit is not None,
-    }
-    return next((what for what, is_asked in asked.items() if is_asked), None)
+    if engine not in (AUTO, COREML.name):
+        return f"engine={engine!r}"
+    if given.departure is not None:
+        return given.departure
+    if given.exact_nan:
+        return "exact_nan=True"
+    return None if given.compute_unit is None else "a compute unit beside the program's own"
 
 
 def check_demands_on_stock(engine: str, options: EngineOptions | None) -> None:

@@ -109,10 +109,16 @@ class Candidates:
         return cls(tokens[order], logits[order])
 
     @classmethod
-    def of_logits(cls, logits: torch.Tensor) -> Candidates:
-        """Return all tokens, given the logits [V]."""
-        ordered, tokens = logits.sort(descending=True, stable=True)
-        return cls(tokens, ordered)
+    def of_logits(cls, logits: torch.Tensor, top_k: int | None = None) -> Candidates:
+        """Return all tokens, or ``top_k`` with the largest logits, given the logits [V]."""
+        if top_k is None or top_k >= len(logits):
+            ordered, tokens = logits.sort(descending=True, stable=True)
+            return cls(tokens, ordered)
+        # topk says which logits are large enough, but not in which order equal ones come.
+        least = logits.topk(top_k).values[-1]
+        tokens = (~(logits < least)).nonzero()[:, 0]
+        ordered, places = logits[tokens].sort(descending=True, stable=True)
+        return cls(tokens[places[:top_k]], ordered[:top_k])
 
 
 def _unknown(text: str) -> OptionError:

@@ -132,7 +132,7 @@ class Sampler:
         """Return the token chosen from ``logits`` [V] of any floating-point type."""
         if self.sampling.temperature == 0:
             return int(logits.argmax())
-        return self.choose(Candidates.of_logits(logits.double()))
+        return self.choose(Candidates.of_logits(logits, self.sampling.top_k))
 
     def choose(self, candidates: Candidates) -> int:
         """Return the token chosen from candidates."""

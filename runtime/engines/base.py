@@ -69,6 +69,32 @@ class EngineOptions:
         if self.compute_unit is not None:
             object.__setattr__(self, "compute_unit", _member(ComputeUnit, self.compute_unit))
 
+    @property
+    def departure(self) -> str | None:
+        """What is asked that computes otherwise than the program says; None if nothing is.
+
+        Only the openvino engine does.
+        """
+        if self.precision is not Precision.F32:
+            return f"precision={Precision(self.precision).value!r}"
+        return "dynamic_quantization=True" if self.dynamic_quantization else None
+
+    def refuse_departure(self, engine: str) -> None:
+        """Refuse to compute otherwise than the program says.
+
+        Args:
+            engine: Name of the engine that does not, for the message.
+
+        Raises:
+            OptionError: It is asked for.
+        """
+        if self.departure is not None:
+            raise OptionError(
+                f"{engine} computes as the program says, and not otherwise",
+                got=self.departure,
+                remedy="Use the openvino engine, or leave the option out",
+            )
+
 
 def _member(kind: type[enum.Enum], value: object) -> enum.Enum:
     """Return the member of an option's enum that ``value`` is, or is the value of."""

@@ -47,7 +47,6 @@ from coreml_delegate.runtime.engines.base import (
     Engine,
     EngineOptions,
     KernelTime,
-    Precision,
     State,
 )
 from coreml_delegate.runtime.engines.live_values import LiveValues
@@ -322,18 +321,7 @@ _PACKAGES: LiveValues[_Package] = LiveValues()
 
 
 def _refuse_options(options: EngineOptions) -> None:
-    if options.precision is not Precision.F32:
-        raise OptionError(
-            "Core ML computes at the dtypes of the program",
-            got=f"precision {Precision(options.precision).value!r}",
-            remedy="Use the openvino engine, or leave the precision out",
-        )
-    if options.dynamic_quantization:
-        raise OptionError(
-            "Core ML quantizes activations as the program says, and no others",
-            got="dynamic_quantization=True",
-            remedy="Use the openvino engine, or leave the option out",
-        )
+    options.refuse_departure("Core ML")
     if options.exact_nan:
         raise OptionError(
             "Core ML does not promise that NaN passes through every op",

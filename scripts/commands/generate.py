@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coreml_delegate.errors import OptionError
+from coreml_delegate.errors import CoreMLDelegateError, OptionError
 from coreml_delegate.scripts import arguments, chats, console
 from coreml_delegate.scripts.commands import Command
 
 if TYPE_CHECKING:
     import torch
 
+    from coreml_delegate.llm.chat import Conversation
     from coreml_delegate.llm.generator import Generator, Pace, Sampler
     from coreml_delegate.llm.layout import Layout
     from coreml_delegate.llm.tokenizer import TextStream, Tokenizer
@@ -176,17 +177,26 @@ def _chat(args: argparse.Namespace, sampler: Sampler) -> None:
     generator = _load(args)
     conversation = Conversation(generator, tokenizer, args.system)
     stops, texts = _stops(args)
-    chats.converse(
-        args,
-        conversation,
-        lambda turn: conversation.ask(
-            turn, sampler, limit=args.max_new_tokens, stops=stops, stop_texts=texts
-        ),
-    )
+    try:
+        chats.converse(
+            args,
+            conversation,
+            lambda turn: conversation.ask(
+                turn, sampler, limit=args.max_new_tokens, stops=stops, stop_texts=texts
+            ),
+        )
+    except CoreMLDelegateError:
+        if args.json and conversation.replies:  # what was said before the error
+            _write_chat(conversation)
+        raise
     if args.json:
-        console.write_json({**chats.document(conversation), **_pace_facts(generator)})
+        _write_chat(conversation)
     else:
         _note_paces(generator)
+
+
+def _write_chat(conversation: Conversation) -> None:
+    console.write_json({**chats.document(conversation), **_pace_facts(conversation.generator)})
 
 
 def _stops(args: argparse.Namespace) -> tuple[list[int], list[str]]:

@@ -15,10 +15,9 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 warnings.filterwarnings("ignore")
 
-from rich.console import Console  # noqa: E402 - after the path above
+from rich.console import Console  # noqa: E402 - after the filter above
 
 from benchmarks import report  # noqa: E402
 from benchmarks.contenders import CONTENDERS, EAGER, Contender  # noqa: E402

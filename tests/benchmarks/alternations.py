@@ -118,7 +118,9 @@ def _neighbour() -> Generator[None]:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.alternations", description=__doc__
+    )
     parser.add_argument("--rounds", type=int, default=5, help="processes of each (default: 5)")
     parser.add_argument("--busy", action="store_true", help="while another process keeps a core")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)

@@ -20,17 +20,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-_TESTS = Path(__file__).parents[1]
-if str(_TESTS) not in sys.path:
-    sys.path.insert(0, str(_TESTS))
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
 
-import torch  # noqa: E402 - after the path above
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-from torch import nn  # noqa: E402
-
-from benchmarks.footprint import resident  # noqa: E402
-from benchmarks.models import Decoder  # noqa: E402
+from benchmarks import TESTS
+from benchmarks.footprint import resident
+from benchmarks.models import Decoder
 
 PREFILL = 128  # tokens
 CALLS: Mapping[str, int] = MappingProxyType({"step": 1, "prefill": PREFILL})
@@ -127,7 +124,7 @@ def latencies(files: Mapping[str, Path], call: str, rounds: int) -> dict[str, fl
 def _child(*arguments: str) -> Any:
     """Run this module in a new process, and return its output."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.compressed", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(_TESTS), "COREML_DELEGATE_COMPILED_CACHE": "off"}
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "COREML_DELEGATE_COMPILED_CACHE": "off"}
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=_SECONDS, env=environment, check=False
     )

@@ -20,8 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.benchmarks.exports import EXPORTS
-from tests.benchmarks.models import WORKLOADS, Workload
+from benchmarks.exports import EXPORTS
+from benchmarks.models import WORKLOADS, Workload
 
 _THREADS = 8
 _DEFAULT = ("mlp", "mobilenet_v2", "resnet18")
@@ -70,7 +70,9 @@ def measure(workload: Workload, folder: Path, rounds: int, seconds: float) -> tu
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.concurrency", description=__doc__
+    )
     parser.add_argument("workloads", nargs="*", default=_DEFAULT, help=", ".join(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each turn")

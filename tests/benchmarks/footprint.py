@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import TESTS
 from benchmarks.contenders import CONTENDERS, Contender, NotAvailableError, Settings
 
-_TESTS = Path(__file__).parents[1]
 _SECONDS = 600.0  # beyond this a probe hangs
 
 
@@ -60,7 +60,7 @@ def probe(contender: Contender, file: Path, inputs: Path, settings: Settings) ->
 
 
 def _environment() -> Mapping[str, str]:
-    paths = [str(_TESTS), os.environ.get("PYTHONPATH", "")]
+    paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 

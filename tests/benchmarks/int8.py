@@ -15,19 +15,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_TESTS = Path(__file__).parents[1]
-if str(_TESTS) not in sys.path:
-    sys.path.insert(0, str(_TESTS))
+import torch
+from rich.console import Console
+from rich.table import Table
+from support.tolerances import sqnr_db
+from support.torchvision_models import build
 
-import torch  # noqa: E402 - after the path above
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-from support.tolerances import sqnr_db  # noqa: E402
-from support.torchvision_models import build  # noqa: E402
-
-from benchmarks.timing import Turn, race  # noqa: E402
-from coreml_delegate import CoreMLBackend, CoreMLPartitioner, CoreMLQuantizer, runtime  # noqa: E402
-from coreml_delegate.compile_options import Precision  # noqa: E402
+from benchmarks.timing import Turn, race
+from coreml_delegate import CoreMLBackend, CoreMLPartitioner, CoreMLQuantizer, runtime
+from coreml_delegate.compile_options import Precision
 
 MODELS = ("mobilenet_v2", "resnet18", "vit_b_16")
 _SIZE = 224  # pixels

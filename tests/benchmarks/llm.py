@@ -20,18 +20,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-_TESTS = Path(__file__).parents[1]
-if str(_TESTS) not in sys.path:
-    sys.path.insert(0, str(_TESTS))
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-import torch  # noqa: E402 - after the path above
-from rich.console import Console  # noqa: E402
-from rich.markup import escape  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-from benchmarks.footprint import resident  # noqa: E402
-from benchmarks.timing import Turn, race  # noqa: E402
-from coreml_delegate.llm.layout import DECODE, PREFILL, CacheKind, Layout  # noqa: E402
+from benchmarks import TESTS
+from benchmarks.footprint import resident
+from benchmarks.timing import Turn, race
+from coreml_delegate.llm.layout import DECODE, PREFILL, CacheKind, Layout
 
 CONFIG: Mapping[str, Any] = MappingProxyType(
     {
@@ -240,7 +237,7 @@ def _child(*arguments: str) -> str:
     Raises:
         RuntimeError: It fails; the message is the last line of what it says.
     """
-    paths = [str(_TESTS), os.environ.get("PYTHONPATH", "")]
+    paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
     command = [sys.executable, "-m", "benchmarks.llm", *arguments]
     done = subprocess.run(

@@ -21,17 +21,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-_TESTS = Path(__file__).parents[1]
-if str(_TESTS) not in sys.path:
-    sys.path.insert(0, str(_TESTS))
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import nn
 
-import torch  # noqa: E402 - after the path above
-from rich.console import Console  # noqa: E402
-from rich.markup import escape  # noqa: E402
-from rich.table import Table  # noqa: E402
-from torch import nn  # noqa: E402
-
-from benchmarks.footprint import resident  # noqa: E402
+from benchmarks import TESTS
+from benchmarks.footprint import resident
 
 Model = tuple[nn.Module, tuple[torch.Tensor, ...]]
 OURS, UPSTREAM = "ours", "ExecuTorch's own"
@@ -133,7 +130,7 @@ def _probe(source: str, name: str, cache: Path) -> dict[str, Any]:
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.lowering", "--child", source, name]
     environment = {
         **os.environ,
-        "PYTHONPATH": str(_TESTS),
+        "PYTHONPATH": str(TESTS),
         "COREML_DELEGATE_CACHE": str(cache),
     }
     result = subprocess.run(

@@ -9,20 +9,15 @@ from __future__ import annotations
 import argparse
 import copy
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_TESTS = Path(__file__).parents[1]
-if str(_TESTS) not in sys.path:
-    sys.path.insert(0, str(_TESTS))
-
-import numpy as np  # noqa: E402 - after the path above
-import torch  # noqa: E402
-from support.digits import (  # noqa: E402
+import numpy as np
+import torch
+from support.digits import (
     BATCH,
     DigitsNet,
     accuracy,
@@ -32,17 +27,17 @@ from support.digits import (  # noqa: E402
     train,
     trained,
 )
-from support.quantization import config, convert_pt2e, exported, prepare_qat_pt2e  # noqa: E402
-from torch import nn  # noqa: E402
+from support.quantization import config, convert_pt2e, exported, prepare_qat_pt2e
+from torch import nn
 
-from coreml_delegate import CoreMLBackend, CoreMLPartitioner, CoreMLQuantizer, runtime  # noqa: E402
-from coreml_delegate.compile_options import Precision  # noqa: E402
-from coreml_delegate.lowering import export_model, lower_methods  # noqa: E402
-from coreml_delegate.quantization import QuantizationAssignment, mode_of  # noqa: E402
-from coreml_delegate.quantization.apply import quantize_model  # noqa: E402
-from coreml_delegate.quantization.configs import compile_keywords  # noqa: E402
-from coreml_delegate.source_model import SourceModel  # noqa: E402
-from coreml_delegate.weight_compression import OPTION  # noqa: E402
+from coreml_delegate import CoreMLBackend, CoreMLPartitioner, CoreMLQuantizer, runtime
+from coreml_delegate.compile_options import Precision
+from coreml_delegate.lowering import export_model, lower_methods
+from coreml_delegate.quantization import QuantizationAssignment, mode_of
+from coreml_delegate.quantization.apply import quantize_model
+from coreml_delegate.quantization.configs import compile_keywords
+from coreml_delegate.source_model import SourceModel
+from coreml_delegate.weight_compression import OPTION
 
 _PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"
 _BEGIN, _END = "<!-- accuracy -->\n", "<!-- end of accuracy -->\n"

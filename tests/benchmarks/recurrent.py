@@ -14,19 +14,15 @@ import time
 import warnings
 from pathlib import Path
 
-_TESTS = Path(__file__).parents[1]
-if str(_TESTS) not in sys.path:
-    sys.path.insert(0, str(_TESTS))
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
 
-import torch  # noqa: E402 - after the path above
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-from torch import nn  # noqa: E402
-
-from benchmarks.contenders import CONTENDERS, EAGER  # noqa: E402
-from benchmarks.exports import EXPORTS  # noqa: E402
-from benchmarks.measuring import Bench, Row  # noqa: E402
-from benchmarks.models import Workload  # noqa: E402
+from benchmarks.contenders import CONTENDERS, EAGER
+from benchmarks.exports import EXPORTS
+from benchmarks.measuring import Bench, Row
+from benchmarks.models import Workload
 
 _ROWS = {
     EAGER: "torch eager",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from support.tolerances import SQNR_FP32
 
-from benchmarks import report
+from benchmarks import TESTS, report
 from benchmarks.contenders import CONTENDERS, EAGER, Contender, NotAvailableError, Settings
 from benchmarks.footprint import probe
 from benchmarks.measuring import Bench, Row
@@ -24,6 +26,22 @@ _ABSENT = replace(_OURS, name="absent", requires=("no_such_package",))
 
 def _fails(path: Path, settings: Settings):
     raise NotAvailableError(f"no luck with {path.name}")
+
+
+_PROGRAMS = sorted(
+    path.stem
+    for path in Path(__file__).parent.glob("*.py")
+    if path != Path(__file__) and "ArgumentParser(" in path.read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _PROGRAMS)
+def test_each_program_begins_as_the_documentation_says(name):
+    """With the folder of the checkout alone in the path of modules."""
+    command = [sys.executable, "-m", f"tests.benchmarks.{name}", "--help"]
+    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("usage: python -m tests.benchmarks"), done.stderr
 
 
 def _decoder() -> Decoder:

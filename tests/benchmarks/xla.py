@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 warnings.filterwarnings("ignore")
 
-import jax  # noqa: E402 - after the path above
+import jax  # noqa: E402 - after the filter above
 import numpy as np  # noqa: E402
 from jax import lax  # noqa: E402
 from jax import numpy as jnp  # noqa: E402

@@ -134,6 +134,19 @@ def test_candidates_are_in_the_order_of_their_logits_then_tokens():
     assert Candidates.of_logits(torch.tensor([1.0, 3.0, 3.0])).tokens.tolist() == [1, 2, 0]
 
 
+@pytest.mark.parametrize("count", [1, 2, 500, 999, 1000, 1001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_largest_logits_are_the_first_of_all(count, dtype):
+    """Numbers of 6 bits, so that many are equal; infinite ones and NaN as ``sort`` has them."""
+    logits = torch.randint(-32, 32, (1000,), generator=torch.Generator().manual_seed(1)).to(dtype)
+    logits[10], logits[700:], logits[20] = torch.inf, -torch.inf, torch.nan
+    best = Candidates.of_logits(logits, count)
+    assert best.logits is not None
+    order = logits.sort(descending=True, stable=True)
+    assert best.tokens.tolist() == order.indices[:count].tolist()
+    torch.testing.assert_close(best.logits, order.values[:count], equal_nan=True, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("selection", "cache", "engine"),
     [

@@ -132,6 +132,20 @@ def test_a_full_context_is_told(program, checkpoint, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+def test_an_error_leaves_the_answers_before_it(program, checkpoint, monkeypatch, capsys):
+    for text, said in (("words of the world\n" * 20, True), ("w" * CONTEXT, False)):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        assert chat(program, checkpoint, "--json") == 1
+        captured = capsys.readouterr()
+        assert captured.err.count("\n") == 1
+        assert bool(captured.out) == said
+        if said:
+            answers = json.loads(captured.out)["turns"][1::2]
+            assert len(answers) > 1
+            assert {turn["content"] for turn in answers} == {" the words"}
+
+
+@pytest.mark.slow
 def test_an_answer_that_fills_the_context_is_a_warning(checkpoint, tmp_path, monkeypatch, capsys):
     program = exported(checkpoint)
     text = "w" * (CONTEXT - len(ChatTokenizer(checkpoint).render([Message("user", "")])) - 1)

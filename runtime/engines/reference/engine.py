@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coreml_delegate.errors import InputError, OptionError
+from coreml_delegate.errors import InputError
 from coreml_delegate.runtime.engines.base import (
     Array,
     EngineOptions,
     KernelTime,
-    Precision,
     State,
 )
 from coreml_delegate.runtime.engines.reference import compiler
@@ -242,22 +241,11 @@ class ReferenceEngine:
         """Prepare ``function`` for execution.
 
         Raises:
-            OptionError: A precision other than the program's own is asked for.
+            OptionError: See ``EngineOptions.refuse_departure``.
             UnsupportedOpError: See ``unsupported``.
             ExecutionError: A compressed weight cannot be expanded.
         """
-        if options.precision is not Precision.F32:
-            raise OptionError(
-                "the reference engine computes at the dtypes of the program",
-                got=f"precision {Precision(options.precision).value!r}",
-                remedy="Use the openvino engine, or leave the precision out",
-            )
-        if options.dynamic_quantization:
-            raise OptionError(
-                "the reference engine quantizes activations as the program says, and no others",
-                got="dynamic_quantization=True",
-                remedy="Use the openvino engine, or leave the option out",
-            )
+        options.refuse_departure("the reference engine")
         return ReferenceFunction(function)
 
 

@@ -537,7 +537,7 @@ def test_a_call_that_core_ml_refuses_is_one_clear_error(loaded, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"precision": "bf16"}, "precision 'bf16'"),
+        ({"precision": "bf16"}, "precision='bf16'"),
         ({"exact_nan": True}, "exact_nan=True"),
         ({"dynamic_quantization": True}, "dynamic_quantization=True"),
     ],

@@ -15,6 +15,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     scalar,
     shape_of,
     static_dims,
+    with_equal_sizes,
 )
 from coreml_delegate.runtime.engines.openvino.translations import translation
 from coreml_delegate.runtime.engines.openvino.values import Ints, Result, Tensor
@@ -35,6 +36,7 @@ def batch_norm(
         gamma = ops.constant(np.ones(channels, dtype=np.float32))
     if beta is None:
         beta = ops.constant(np.zeros(channels, dtype=np.float32))
+    x, mean = _with_sizes_of(mean, x, [1])
     return ops.batch_norm_inference(x, gamma, beta, mean, variance, epsilon)
 
 
@@ -44,6 +46,10 @@ def instance_norm(
 ) -> Result:
     """Normalization of ``x`` [N, C, *spatial] over its spatial axes, scaled per channel."""
     axes = rank(x)
+    if gamma is not None:
+        x, gamma = _with_sizes_of(gamma, x, [1])
+    if beta is not None:
+        x, beta = _with_sizes_of(beta, x, [1])
     result = ops.mvn(x, ints(list(range(2, axes))), True, epsilon, "inside_sqrt")
     if gamma is not None:
         result = ops.multiply(result, per_channel(gamma, axes))
@@ -61,10 +67,21 @@ def layer_norm(
     """Normalization of ``x`` over ``axes``; ``gamma`` and ``beta`` have the shape of those axes."""
     total = rank(x)
     over = sorted(normalize_axis(axis, total) for axis in (axes or range(total)))
+    if gamma is not None:
+        x, gamma = _with_sizes_of(gamma, x, over)
+    if beta is not None:
+        x, beta = _with_sizes_of(beta, x, over)
     result = ops.mvn(x, ints(over), True, epsilon, "inside_sqrt")
     if gamma is not None:
         result = ops.multiply(result, _broadcast_along(gamma, over, total))
     return result if beta is None else ops.add(result, _broadcast_along(beta, over, total))
+
+
+def _with_sizes_of(value: Tensor, x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor]:
+    """Return ``x`` and ``value``, whose dimensions are ``axes`` of it; a broadcast is refused."""
+    for place, axis in enumerate(axes):
+        x, value = with_equal_sizes(x, axis, value, place)
+    return x, value
 
 
 def _broadcast_along(value: Tensor, axes: list[int], total: int) -> Result:

@@ -24,6 +24,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     scalar,
     shape_of,
     static_dims,
+    with_equal_sizes,
 )
 from coreml_delegate.runtime.engines.openvino.plugin import integers
 from coreml_delegate.runtime.engines.openvino.translations import translation
@@ -181,7 +182,9 @@ def slice_update(
     for axis, (size, count, step) in enumerate(zip(sizes, counts, steps, strict=True)):
         is_open = step == 1 and masks[0][axis] and masks[1][axis] and not squeezed[axis]
         is_as_large = step > 0 and size is not None and size == count
-        if not is_open and not is_as_large:
+        if is_open:
+            x, update = with_equal_sizes(x, axis, update, axis)
+        elif not is_as_large:
             places.append((axis, _slice_indices(first, update, axis, step)))
     return _replace_region(x, update, places)
 

@@ -124,6 +124,33 @@ CASES: dict[str, tuple[_Shapes, Callable[..., Any], str, int]] = {
         ),
         *("u", 0),
     ),
+    "batch_norm": (
+        {"x": (2, 3, 4, 4)},
+        lambda x: mb.batch_norm(x=x, mean=_values(3), variance=np.abs(_values(3))),
+        *("x", 1),
+    ),
+    "instance_norm": (
+        {"x": (2, 3, 4, 4)},
+        lambda x: mb.instance_norm(x=x, gamma=_values(3), beta=_values(3)),
+        *("x", 1),
+    ),
+    "layer_norm": (
+        {"x": (2, 3, 4)},
+        lambda x: mb.layer_norm(x=x, axes=[1, 2], gamma=_values(3, 4)),
+        *("x", 2),
+    ),
+    "slice_update": (
+        {"x": (4, 8), "u": (2, 8)},
+        lambda x, u: mb.slice_update(
+            x=x,
+            update=u,
+            begin=[1, 0],
+            end=[3, 0],
+            begin_mask=[False, True],
+            end_mask=[False, True],
+        ),
+        *("u", 1),
+    ),
 }
 
 

@@ -18,7 +18,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     scalar,
 )
 from coreml_delegate.runtime.engines.openvino.plugin.quantized import keep_quantized_values
-from coreml_delegate.runtime.engines.openvino.plugin.rotation import widen_rotation_tables
+from coreml_delegate.runtime.engines.openvino.plugin.rotation import arrange_rotations
 
 # The epsilon of a MIL ``rsqrt`` that only guards against zero: 1e-12, which is 2**-24 in fp16.
 _LARGEST_GUARD = 2.0**-24
@@ -31,7 +31,7 @@ def rewrite_for_plugin(model: Any) -> None:
         matcher = Matcher(rewrite.root, type(rewrite).__name__)
         manager.register_pass(MatcherPass(matcher, rewrite.rewrite))
     manager.run_passes(model)
-    widen_rotation_tables(model)
+    arrange_rotations(model)
     keep_quantized_values(model)
 
 
@@ -135,6 +135,8 @@ def _sums_over(reader: Any, axis: int) -> bool:
         attributes, side = node.get_attributes(), reader.get_index()
         is_transposed = attributes[("transpose_a", "transpose_b")[side]]
         return axis == (-1 if bool(side) is is_transposed else -2)
+    if node.get_type_name() == "VariadicSplit":
+        return _sum_over_parts(node, axis)
     if node.get_type_name() != "Reshape" or axis != -1:
         return False
     width = dims(node.input_value(0))[-1]
@@ -143,6 +145,24 @@ def _sums_over(reader: Any, axis: int) -> bool:
         width is not None
         and dims(node.output(0))[-1:] == (width,)
         and all(_sums_over(reader, axis) for reader in readers)
+    )
+
+
+def _sum_over_parts(split: Any, axis: int) -> bool:
+    """Whether two parts of a value along an axis are summed over by products that are added up."""
+    parts, along = split.outputs(), constant_ints(split.input_value(1))
+    if len(parts) != 2 or along is None:
+        return False
+    readers = [reader for part in parts for reader in part.get_target_inputs()]
+    if normalize_axis(along[0], rank(parts[0])) - rank(parts[0]) != axis or len(readers) != 2:
+        return False
+    totals = [total for each in readers for total in each.get_node().output(0).get_target_inputs()]
+    return (
+        all(reader.get_node().get_type_name() == "MatMul" for reader in readers)
+        and all(_sums_over(reader, axis) for reader in readers)
+        and [total.get_node().get_type_name() for total in totals] == ["Add", "Add"]
+        and len({total.get_node().get_name() for total in totals}) == 1
+        and len({reader.get_node().get_name() for reader in readers}) == 2
     )
 
 

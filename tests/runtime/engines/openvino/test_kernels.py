@@ -235,7 +235,18 @@ def test_reductions_of_nothing(op: str, expected: int, dtype: Any, *, is_dynamic
         assert reduced.tolist() == [expected] * 200
 
 
-# Rotations of positions, in the form of gpt-oss: tables of half the width.
+# Rotations of positions: tables of half the width, as gpt-oss has them, or of the whole width.
+
+
+def _rotated_by_wide_tables(halves, *, backward=False):
+    def function(x, cos, sin):
+        first, second = halves(x)
+        turned = mb.concat(values=[mb.mul(x=second, y=-1.0), first], axis=-1)
+        if backward:
+            turned = mb.concat(values=[second, mb.mul(x=first, y=-1.0)], axis=-1)
+        return mb.add(x=mb.mul(x=x, y=cos), y=mb.mul(x=turned, y=sin))
+
+    return function
 
 
 def _rotated(halves):
@@ -257,27 +268,45 @@ def _sliced(x):
     ]
 
 
-@pytest.mark.parametrize(
+_HALVES = pytest.mark.parametrize(
     "halves",
     [
         pytest.param(lambda x: mb.split(x=x, split_sizes=[8, 8], axis=-1), id="split"),
         pytest.param(_sliced, id="sliced"),
     ],
 )
-def test_a_rotation_with_narrow_tables_survives_an_export(halves):
-    """OpenVINO 2026.4 reads behind such tables once the compiled model was exported."""
+
+
+def _is_right_once_exported(compiled, inputs, expected):
+    """OpenVINO 2026.4 reads behind narrow tables once a compiled model was exported."""
+    exported = compiled.compiled.export_model().getvalue()
+    imported = ov.Core().import_model(exported, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    for run in (compiled.compiled, imported):
+        (found,) = run(list(inputs.values())).values()
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@_HALVES
+def test_a_rotation_with_narrow_tables_is_one_kernel(halves):
     inputs = {"x": _floats(1, 4, 3, 16), "cos": _floats(1, 1, 3, 8), "sin": _floats(1, 1, 3, 8)}
-    main = mil.main(mil.build(_rotated(halves), inputs))
-    compiled, kernels = _compiled(main)
+    compiled, kernels = _compiled(mil.main(mil.build(_rotated(halves), inputs)))
     assert kernels["RoPE"] == 1
     x, cos, sin = inputs.values()
     first, second = x[..., :8], x[..., 8:]
     expected = np.concatenate((first * cos - second * sin, second * cos + first * sin), -1)
-    exported = compiled.compiled.export_model().getvalue()
-    imported = ov.Core().import_model(exported, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    for run in (compiled.compiled, imported):
-        (found,) = run([x, cos, sin]).values()
-        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-4)
+    _is_right_once_exported(compiled, inputs, expected)
+
+
+@_HALVES
+@pytest.mark.parametrize(("backward", "kernel"), [(False, 1), (True, 0)])
+def test_a_rotation_with_wide_tables_is_one_kernel(halves, backward, kernel):
+    inputs = {"x": _floats(2, 4, 3, 16), "cos": _floats(1, 1, 3, 16), "sin": _floats(1, 1, 3, 16)}
+    function = _rotated_by_wide_tables(halves, backward=backward)
+    compiled, kernels = _compiled(mil.main(mil.build(function, inputs)))
+    assert kernels["RoPE"] == kernel
+    x, cos, sin = inputs.values()
+    turned = np.concatenate((-x[..., 8:], x[..., :8]), -1)
+    _is_right_once_exported(compiled, inputs, x * cos + (-turned if backward else turned) * sin)
 
 
 def test_halves_that_numbers_multiply_are_no_rotation():

@@ -247,9 +247,34 @@ def test_the_softmax_of_an_attention_needs_no_check_for_nan(reshaped):
     assert_close(actual.reshape(x.shape), expected)
 
 
+def _attention_in_parts(x, *, added=True, axis=-1):
+    """Over six positions, the first four of which may be a cache."""
+    shares = mb.softmax(x=mb.matmul(x=x, y=x, transpose_y=True), axis=-1)
+    parts = mb.split(x=shares, split_sizes=[4, 2], axis=axis)
+    values = mb.split(x=x, split_sizes=[4, 2], axis=-2)
+    if axis != -1:
+        return mb.add(
+            x=mb.matmul(x=parts[1], y=x), y=mb.slice_by_size(x=x, begin=[0] * 4, size=[2, 3, 2, 6])
+        )
+    products = [mb.matmul(x=part, y=value) for part, value in zip(parts, values, strict=True)]
+    return mb.add(x=products[0], y=products[1]) if added else mb.concat(values=products, axis=-1)
+
+
+def test_the_softmax_of_an_attention_in_parts_needs_no_check_for_nan():
+    x = np.random.default_rng(0).standard_normal((2, 3, 6, 6)).astype(np.float32)
+    x[0, 1, 2, 3], x[1, 1, 5, 0] = np.nan, np.inf
+    compiled, kinds = _kernels(_attention_in_parts, x)
+    assert kinds["Reduce"] == 0
+    ((_, actual),) = compiled({"x": x}).items()
+    tensor = torch.from_numpy(x)
+    assert_close(actual, (tensor @ tensor.mT).softmax(-1) @ tensor)
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        pytest.param(lambda x: _attention_in_parts(x, added=False), id="parts-not-added"),
+        pytest.param(lambda x: _attention_in_parts(x, axis=-2), id="parts-of-another-axis"),
         pytest.param(lambda x: _attention(x, axis=-2), id="along-another-axis"),
         pytest.param(lambda x: mb.softmax(x=x, axis=-1), id="no-product"),
         pytest.param(

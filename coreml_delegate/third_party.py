@@ -57,21 +57,23 @@ _NOISE = {
 @cache
 def coremltools() -> Any:
     """The ``coremltools`` module, imported without noise."""
-    with quiet_import(), _leaving_out(_LEFT_OUT):
+    with quiet_import(), _leaving_out(_LEFT_OUT["coremltools"]):
         return importlib.import_module("coremltools")
 
 
-_LEFT_OUT: set[str] = set()
+_LEFT_OUT: dict[str, tuple[str, ...]] = {"coremltools": (), "transformers": ()}
 
 
-def leave_out_other_converters() -> None:
-    """Import coremltools without the packages whose models alone it converts, if installed.
+def leave_out_what_is_not_needed() -> None:
+    """Import coremltools and transformers without packages that nothing here uses, if installed.
 
-    It looks for them when it is imported: two seconds for scikit-learn and transformers. Without
-    them it has no converters of theirs, so this is for processes of our own. A package can be
-    imported all the same afterwards.
+    Coremltools looks for those whose models it converts when it is imported: two seconds for
+    scikit-learn and transformers. Transformers takes 0.2 s and 30 MB for losses of detectors, which
+    scipy computes. Without the packages they cannot do that, so this is for processes of our own. A
+    package can be imported all the same afterwards.
     """
-    _LEFT_OUT.update(("libsvm", "sklearn", "tensorflow", "transformers", "xgboost"))
+    _LEFT_OUT["coremltools"] = ("libsvm", "sklearn", "tensorflow", "transformers", "xgboost")
+    _LEFT_OUT["transformers"] = ("scipy",)
 
 
 @contextmanager
@@ -133,7 +135,7 @@ def transformers() -> Any:
     Raises:
         OptionError: Transformers is not installed.
     """
-    with quiet_import(), torchvision_importable():
+    with quiet_import(), torchvision_importable(), _leaving_out(_LEFT_OUT["transformers"]):
         try:
             module = importlib.import_module("transformers")
         except ModuleNotFoundError as error:

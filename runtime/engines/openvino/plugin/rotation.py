@@ -38,10 +38,12 @@ class _Half:
     Attributes:
         whole: The tensor.
         place: 0 for the first half, 1 for the second.
+        width: Elements of the half along that axis.
     """
 
     whole: Any
     place: int
+    width: int
 
 
 def arrange_rotations(model: Any) -> None:
@@ -50,12 +52,13 @@ def arrange_rotations(model: Any) -> None:
         parts = _parts(node)
         if parts is None:
             continue
-        if (whole := _turned_around(*parts)) is not None:
-            made = _turn_around(whole)
+        if (half := _turned_around(*parts)) is not None:
+            made = _turn_around(half)
         elif (found := _rotation(*parts)) is not None:
-            x, cos, sin = found
+            half, cos, sin = found
             wide_cos, wide_sin = (ops.concat([table, table], -1) for table in (cos, sin))
-            made = ops.add(ops.multiply(x, wide_cos), ops.multiply(_turn_around(x), wide_sin))
+            straight = ops.multiply(half.whole, wide_cos)
+            made = ops.add(straight, ops.multiply(_turn_around(half), wide_sin))
         else:
             continue
         made.set_friendly_name(node.get_friendly_name())
@@ -73,26 +76,24 @@ def _parts(node: Any) -> tuple[Any, Any] | None:
     return (parts[0], parts[1]) if axis == _RANK - 1 else None
 
 
-def _turn_around(x: Any) -> Any:
-    """Concatenate the second half of ``x``, negated, and the first."""
-    width = dims(x)[-1] // 2
+def _turn_around(half: _Half) -> Any:
+    """Concatenate the second half of the tensor that ``half`` is of, negated, and the first."""
     # The plugin looks for a split along an axis that is counted from the front.
-    split = ops.variadic_split(x, ints(_RANK - 1), ints((width, width)))
+    split = ops.variadic_split(half.whole, ints(_RANK - 1), ints((half.width, half.width)))
     first, second = split.outputs()
     return ops.concat([ops.multiply(second, scalar(-1.0, second)), first], -1)
 
 
-def _turned_around(second: Any, first: Any) -> Any | None:
-    """Return the tensor whose halves these parts are, the second negated; None for others."""
+def _turned_around(second: Any, first: Any) -> _Half | None:
+    """Return the first half of a tensor if the other part is the second, negated, else None."""
     second = _negated(second)
     if second is None or not _are_halves(first, second):
         return None
-    half = _half(first)
-    return None if half is None else half.whole
+    return _half(first)
 
 
-def _rotation(left: Any, right: Any) -> tuple[Any, Any, Any] | None:
-    """Return the rotated tensor, cosines and sines, given both halves; None for others."""
+def _rotation(left: Any, right: Any) -> tuple[_Half, Any, Any] | None:
+    """Return the rotated tensor's first half, cosines and sines; None for other parts."""
     difference, total = _difference(left), _operands(right, "Add")
     if difference is None or total is None:
         return None
@@ -103,12 +104,11 @@ def _rotation(left: Any, right: Any) -> tuple[Any, Any, Any] | None:
     products = {frozenset(map(_key, factors)) for factors in map(_factors, total)}
     if products != {frozenset((_key(second), _key(cos))), frozenset((_key(first), _key(sin)))}:
         return None
-    width = dims(first)[-1]
+    half = _half(first)
     # A table of rank 0 has no width.
-    if width is None or any(dims(table)[-1:] != (width,) for table in (cos, sin)):
+    if half is None or any(dims(table)[-1:] != (half.width,) for table in (cos, sin)):
         return None
-    whole = _half(first)
-    return None if whole is None else (whole.whole, cos, sin)
+    return half, cos, sin
 
 
 def _difference(value: Any) -> tuple[Any, Any] | None:
@@ -161,13 +161,13 @@ def _half(value: Any) -> _Half | None:
     if width is None or [*sizes, 2 * width] != [*dims(whole)]:
         return None
     if kind == "VariadicSplit":
-        return _Half(whole, value.get_index())
+        return _Half(whole, value.get_index(), width)
     first = constant_ints(node.input_value(1))
     if first is None:
         return None
     masks = node.get_attributes().get("begin_mask")
     start = 0 if masks is not None and masks[-1] else first[-1] % (2 * width)
-    return _Half(whole, start // width) if start in (0, width) else None
+    return _Half(whole, start // width, width) if start in (0, width) else None
 
 
 def _has_rank(value: Any) -> bool:

@@ -64,13 +64,13 @@ def coremltools() -> Any:
 _LEFT_OUT: dict[str, tuple[str, ...]] = {"coremltools": (), "transformers": ()}
 
 
-def leave_out_what_is_not_needed() -> None:
-    """Import coremltools and transformers without packages that nothing here uses, if installed.
+def leave_out_unused_packages() -> None:
+    """Let later imports of coremltools and transformers skip optional packages that we do not use.
 
-    Coremltools looks for those whose models it converts when it is imported: two seconds for
-    scikit-learn and transformers. Transformers takes 0.2 s and 30 MB for losses of detectors, which
-    scipy computes. Without the packages they cannot do that, so this is for processes of our own. A
-    package can be imported all the same afterwards.
+    Coremltools imports every package whose models it can convert: two seconds for scikit-learn and
+    transformers. Transformers imports scipy for the losses of detectors: 0.2 s and 30 MB. Both
+    then lack those features for the rest of the process, so call this in the project's own commands
+    alone. Other code can still import the skipped packages afterwards.
     """
     _LEFT_OUT["coremltools"] = ("libsvm", "sklearn", "tensorflow", "transformers", "xgboost")
     _LEFT_OUT["transformers"] = ("scipy",)

@@ -140,17 +140,17 @@ def _lower_branch(
 
 
 @contextmanager
-def _with_light_programs() -> Generator[None]:
-    """Let programs that are made meanwhile, parts of one that is checked, leave two things out.
+def _skip_guards_and_verification() -> Generator[None]:
+    """Skip two steps of making an ``ExportedProgram``: those made here are parts of another.
 
-    Each spells out the guards of its shapes when it is made, for its ``module()`` alone, which
-    programs that are only converted have no use for. Measured on two blocks of Swin V2 with dynamic
-    height and width: 440 guards, 0.4 s for each of hundreds of programs.
+    The first writes code for the guards of dynamic shapes. Only ``ExportedProgram.module()`` uses
+    it, which conversion does not call. Measured on two blocks of Swin V2 with dynamic height and
+    width: 440 guards, 0.4 s for each of hundreds of programs.
 
-    And each runs its graph once more with the verifier of its dialect: 0.3 s for Swin-T. ExecuTorch
-    does so again with the partitions that it cuts out.
+    The second verifies the graph: 0.3 s for Swin-T. The whole program has been verified, and
+    ExecuTorch verifies the partitions that it cuts out itself.
     """
-    # The functions are those of the whole process: patches of several threads may not interleave.
+    # Both functions are global to the process, so two threads must not patch them at once.
     with (
         _LOCK,
         mock.patch.object(exported_program, "_convert_guards_to_code", return_value=[]),
@@ -179,7 +179,7 @@ class PartitionRun:
             program, _LOWERING, constants_inside=options.ownership.constants
         )
 
-    @_with_light_programs()
+    @_skip_guards_and_verification()
     def ops_to_preserve(self) -> set[OpOverload]:
         """Return the composite ops that Core ML has as one op and takes at every call."""
         refused = self.refusals(_is_preserved)
@@ -190,7 +190,7 @@ class PartitionRun:
                 verdicts[node.target] = verdicts.get(node.target, True) and keep
         return {op for op, keep in verdicts.items() if keep}
 
-    @_with_light_programs()
+    @_skip_guards_and_verification()
     def partition(self, *, prefix: str = "") -> PartitionedProgram:
         """Tag the calls that Core ML takes.
 

@@ -111,8 +111,8 @@ def _demand(engine: str, options: EngineOptions | None) -> str | None:
     given = options or EngineOptions()
     if engine not in (AUTO, COREML.name):
         return f"engine={engine!r}"
-    if given.departure is not None:
-        return given.departure
+    if given.numerics_option is not None:
+        return given.numerics_option
     if given.exact_nan:
         return "exact_nan=True"
     return None if given.compute_unit is None else "a compute unit beside the program's own"

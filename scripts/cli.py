@@ -35,7 +35,7 @@ from coreml_delegate.scripts.commands import (
     trace_values,
     verify,
 )
-from coreml_delegate.third_party import leave_out_what_is_not_needed
+from coreml_delegate.third_party import leave_out_unused_packages
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _dispatch(args: argparse.Namespace) -> int:
-    leave_out_what_is_not_needed()
+    leave_out_unused_packages()
     try:
         code: int = args.run(args)
         console.flush()

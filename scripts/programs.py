@@ -302,7 +302,7 @@ def _judging_engine(
 
     An engine that computes in fp32 shows neither rounding nor overflow of fp16.
     """
-    if options.departure is not None:
+    if options.numerics_option is not None:
         return runtime.AUTO  # only one engine has what is asked for
     types = {
         dtype for function in _functions(path, method, data) for dtype in function.computed_in()

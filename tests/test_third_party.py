@@ -9,7 +9,7 @@ _LEFT_OUT = """
 import sys
 from coreml_delegate import third_party
 
-third_party.leave_out_what_is_not_needed()
+third_party.leave_out_unused_packages()
 third_party.transformers()
 third_party.coremltools()
 print(sorted({"sklearn", "scipy.optimize", "xgboost"} & set(sys.modules)))
@@ -21,7 +21,7 @@ print(scipy.optimize.linear_sum_assignment([[1, 0], [0, 1]])[1].tolist())
 """
 
 
-def test_a_process_of_ours_leaves_out_what_is_not_needed_and_can_import_it_afterwards() -> None:
+def test_commands_skip_unused_packages_which_can_be_imported_afterwards() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _LEFT_OUT],
         capture_output=True,

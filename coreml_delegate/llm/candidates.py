@@ -110,11 +110,11 @@ class Candidates:
 
     @classmethod
     def of_logits(cls, logits: torch.Tensor, top_k: int | None = None) -> Candidates:
-        """Return all tokens, or ``top_k`` with the largest logits, given the logits [V]."""
+        """Return all tokens, or the ``top_k`` tokens with the largest logits, given logits [V]."""
         if top_k is None or top_k >= len(logits):
             ordered, tokens = logits.sort(descending=True, stable=True)
             return cls(tokens, ordered)
-        # topk says which logits are large enough, but not in which order equal ones come.
+        # topk finds the K-th largest logit, but returns equal logits in any order.
         least = logits.topk(top_k).values[-1]
         tokens = (~(logits < least)).nonzero()[:, 0]
         ordered, places = logits[tokens].sort(descending=True, stable=True)

@@ -70,28 +70,28 @@ class EngineOptions:
             object.__setattr__(self, "compute_unit", _member(ComputeUnit, self.compute_unit))
 
     @property
-    def departure(self) -> str | None:
-        """What is asked that computes otherwise than the program says; None if nothing is.
+    def numerics_option(self) -> str | None:
+        """The option that changes the program's numerics, as ``name=value``; None if none is set.
 
-        Only the openvino engine does.
+        ``precision`` and ``dynamic_quantization`` do. Only the openvino engine takes them.
         """
         if self.precision is not Precision.F32:
             return f"precision={Precision(self.precision).value!r}"
         return "dynamic_quantization=True" if self.dynamic_quantization else None
 
-    def refuse_departure(self, engine: str) -> None:
-        """Refuse to compute otherwise than the program says.
+    def refuse_numerics_option(self, engine: str) -> None:
+        """Raise an error if an option changes the program's numerics.
 
         Args:
-            engine: Name of the engine that does not, for the message.
+            engine: Name of the engine that takes no such option, for the message.
 
         Raises:
-            OptionError: It is asked for.
+            OptionError: ``numerics_option`` is set.
         """
-        if self.departure is not None:
+        if self.numerics_option is not None:
             raise OptionError(
-                f"{engine} computes as the program says, and not otherwise",
-                got=self.departure,
+                f"{engine} cannot change the numerics of a program",
+                got=self.numerics_option,
                 remedy="Use the openvino engine, or leave the option out",
             )
 

@@ -321,7 +321,7 @@ _PACKAGES: LiveValues[_Package] = LiveValues()
 
 
 def _refuse_options(options: EngineOptions) -> None:
-    options.refuse_departure("Core ML")
+    options.refuse_numerics_option("Core ML")
     if options.exact_nan:
         raise OptionError(
             "Core ML does not promise that NaN passes through every op",

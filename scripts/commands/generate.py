@@ -186,7 +186,7 @@ def _chat(args: argparse.Namespace, sampler: Sampler) -> None:
             ),
         )
     except CoreMLDelegateError:
-        if args.json and conversation.replies:  # what was said before the error
+        if args.json and conversation.replies:  # keep the turns before the error
             _write_chat(conversation)
         raise
     if args.json:

@@ -28,7 +28,7 @@ from coreml_delegate.formats.files import new_file
 from coreml_delegate.scripts import console, failures, interruption
 from coreml_delegate.scripts.sweeping.jobs import Job
 from coreml_delegate.scripts.sweeping.sweep_file import Limits
-from coreml_delegate.third_party import leave_out_what_is_not_needed
+from coreml_delegate.third_party import leave_out_unused_packages
 
 _POLL: Final = 0.05  # seconds between two looks at running processes
 _GRACE: Final = 5.0  # seconds to remove temporary files in, before a process is killed
@@ -274,7 +274,7 @@ def run_all(
 def main(task_file: str, result_file: str) -> int:
     """Carry a task out, in a process of its own; return the exit code."""
     _end_with_parent()
-    leave_out_what_is_not_needed()
+    leave_out_unused_packages()
     task = json.loads(Path(task_file).read_bytes())
     status, reason, document = Status.DONE, "", {}
     with interruption.handled(), console.session(0):

@@ -136,7 +136,7 @@ def test_candidates_are_in_the_order_of_their_logits_then_tokens():
 
 @pytest.mark.parametrize("count", [1, 2, 500, 999, 1000, 1001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_largest_logits_are_the_first_of_all(count, dtype):
+def test_top_k_candidates_are_the_first_of_a_full_sort(count, dtype):
     """Numbers of 6 bits, so that many are equal; infinite ones and NaN as ``sort`` has them."""
     logits = torch.randint(-32, 32, (1000,), generator=torch.Generator().manual_seed(1)).to(dtype)
     logits[10], logits[700:], logits[20] = torch.inf, -torch.inf, torch.nan

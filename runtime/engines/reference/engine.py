@@ -241,11 +241,11 @@ class ReferenceEngine:
         """Prepare ``function`` for execution.
 
         Raises:
-            OptionError: See ``EngineOptions.refuse_departure``.
+            OptionError: See ``EngineOptions.refuse_numerics_option``.
             UnsupportedOpError: See ``unsupported``.
             ExecutionError: A compressed weight cannot be expanded.
         """
-        options.refuse_departure("the reference engine")
+        options.refuse_numerics_option("the reference engine")
         return ReferenceFunction(function)
 
 

@@ -18,7 +18,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     scalar,
 )
 from coreml_delegate.runtime.engines.openvino.plugin.quantized import keep_quantized_values
-from coreml_delegate.runtime.engines.openvino.plugin.rotation import arrange_rotations
+from coreml_delegate.runtime.engines.openvino.plugin.rotation import fuse_rotary_embeddings
 
 # The epsilon of a MIL ``rsqrt`` that only guards against zero: 1e-12, which is 2**-24 in fp16.
 _LARGEST_GUARD = 2.0**-24
@@ -31,7 +31,7 @@ def rewrite_for_plugin(model: Any) -> None:
         matcher = Matcher(rewrite.root, type(rewrite).__name__)
         manager.register_pass(MatcherPass(matcher, rewrite.rewrite))
     manager.run_passes(model)
-    arrange_rotations(model)
+    fuse_rotary_embeddings(model)
     keep_quantized_values(model)
 
 
@@ -149,21 +149,32 @@ def _sums_over(reader: Any, axis: int) -> bool:
 
 
 def _sum_over_parts(split: Any, axis: int) -> bool:
-    """Whether two parts of a value along an axis are summed over by products that are added up."""
+    """Whether a split along ``axis`` feeds two matrix products that sum over it and are added.
+
+    Attention to a cache and to the new tokens has this form.
+    """
     parts, along = split.outputs(), constant_ints(split.input_value(1))
     if len(parts) != 2 or along is None:
         return False
-    readers = [reader for part in parts for reader in part.get_target_inputs()]
-    if normalize_axis(along[0], rank(parts[0])) - rank(parts[0]) != axis or len(readers) != 2:
+    if normalize_axis(along[0], rank(parts[0])) - rank(parts[0]) != axis:
         return False
-    totals = [total for each in readers for total in each.get_node().output(0).get_target_inputs()]
-    return (
-        all(reader.get_node().get_type_name() == "MatMul" for reader in readers)
-        and all(_sums_over(reader, axis) for reader in readers)
-        and [total.get_node().get_type_name() for total in totals] == ["Add", "Add"]
-        and len({total.get_node().get_name() for total in totals}) == 1
-        and len({reader.get_node().get_name() for reader in readers}) == 2
-    )
+    factors = [each for part in parts if (each := _only_reader(part, "MatMul")) is not None]
+    if len(factors) != 2 or not all(_sums_over(factor, axis) for factor in factors):
+        return False
+    products = [factor.get_node().output(0) for factor in factors]
+    terms = [each for product in products if (each := _only_reader(product, "Add")) is not None]
+    if len(terms) != 2 or terms[0].get_node().get_name() != terms[1].get_node().get_name():
+        return False
+    # One product of both parts would be one term.
+    return terms[0].get_index() != terms[1].get_index()
+
+
+def _only_reader(value: Any, kind: str) -> Any | None:
+    """Return the input that reads ``value`` if it is the only one, of a node of this kind."""
+    readers = list(value.get_target_inputs())
+    if len(readers) != 1 or readers[0].get_node().get_type_name() != kind:
+        return None
+    return readers[0]
 
 
 # The classes are no passes themselves: OpenVINO never frees a pass whose callback holds the pass.

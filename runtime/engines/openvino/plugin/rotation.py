@@ -1,13 +1,14 @@
-"""Rotations of positions, in the form that OpenVINO 2026.4's CPU plugin has one kernel for.
+"""Rotary position embeddings, in the form that OpenVINO 2026.4's CPU plugin fuses to one kernel.
 
-With tables of the whole width it computes ``x * cos + concat(-b, a) * sin``, where ``a`` and ``b``
-are the halves of ``x``. It finds this where one op makes the halves, a split: two slices make it
-five kernels, which was a seventh of a step of a language model with weights in 4 bits.
+The plugin has a kernel, RoPE, for ``x * cos + concat(-b, a) * sin``, where ``a`` and ``b`` are the
+halves of ``x``, and ``cos`` and ``sin`` are as wide as ``x``. It recognizes the form only if a
+split makes the halves. With two slices the plugin runs five kernels, which took a seventh of a step
+of a language model with int4 weights. So the slices become a split.
 
-It also finds ``concat(a * cos - b * sin, b * cos + a * sin)``, with tables of half the width, and
-remembers how wide they are. A compiled model that is exported and read again, as for the cache and
-for programs that run without Python, has lost that: the second half is then computed with whatever
-lies behind the tables in memory. No issue is known. So this form is rewritten to the other.
+The plugin also fuses ``concat(a * cos - b * sin, b * cos + a * sin)``, with tables of half the
+width, but a compiled model forgets that width when it is exported and imported, as for the cache
+and for programs that run without Python. The kernel then reads beyond the tables. No issue is
+known. So this form is rewritten to the first.
 """
 
 from __future__ import annotations
@@ -46,27 +47,27 @@ class _Half:
     width: int
 
 
-def arrange_rotations(model: Any) -> None:
-    """Rewrite the rotations of ``model``, in place."""
+def fuse_rotary_embeddings(model: Any) -> None:
+    """Rewrite the rotary embeddings of ``model`` to the form that is fused, in place."""
     for node in model.get_ordered_ops():
-        parts = _parts(node)
+        parts = _concatenated_pair(node)
         if parts is None:
             continue
-        if (half := _turned_around(*parts)) is not None:
-            made = _turn_around(half)
-        elif (found := _rotation(*parts)) is not None:
+        if (half := _matched_rotate_half(*parts)) is not None:
+            made = _rotate_half(half)
+        elif (found := _matched_rotation(*parts)) is not None:
             half, cos, sin = found
             wide_cos, wide_sin = (ops.concat([table, table], -1) for table in (cos, sin))
-            straight = ops.multiply(half.whole, wide_cos)
-            made = ops.add(straight, ops.multiply(_turn_around(half), wide_sin))
+            by_cos = ops.multiply(half.whole, wide_cos)
+            made = ops.add(by_cos, ops.multiply(_rotate_half(half), wide_sin))
         else:
             continue
         made.set_friendly_name(node.get_friendly_name())
         ov.utils.replace_node(node, made)
 
 
-def _parts(node: Any) -> tuple[Any, Any] | None:
-    """Return what a node concatenates along the last axis; None for any other node."""
+def _concatenated_pair(node: Any) -> tuple[Any, Any] | None:
+    """Return the two values that a node concatenates along the last axis; None for other nodes."""
     if node.get_type_name() != "Concat":
         return None
     parts = node.input_values()
@@ -76,24 +77,28 @@ def _parts(node: Any) -> tuple[Any, Any] | None:
     return (parts[0], parts[1]) if axis == _RANK - 1 else None
 
 
-def _turn_around(half: _Half) -> Any:
-    """Concatenate the second half of the tensor that ``half`` is of, negated, and the first."""
+def _rotate_half(half: _Half) -> Any:
+    """Return ``concat(-b, a)``, where ``a`` and ``b`` are the halves of ``half.whole``."""
     # The plugin looks for a split along an axis that is counted from the front.
     split = ops.variadic_split(half.whole, ints(_RANK - 1), ints((half.width, half.width)))
     first, second = split.outputs()
     return ops.concat([ops.multiply(second, scalar(-1.0, second)), first], -1)
 
 
-def _turned_around(second: Any, first: Any) -> _Half | None:
-    """Return the first half of a tensor if the other part is the second, negated, else None."""
+def _matched_rotate_half(second: Any, first: Any) -> _Half | None:
+    """Return the half ``a`` if the values are ``-b`` and ``a`` of one tensor; None for others."""
     second = _negated(second)
     if second is None or not _are_halves(first, second):
         return None
     return _half(first)
 
 
-def _rotation(left: Any, right: Any) -> tuple[_Half, Any, Any] | None:
-    """Return the rotated tensor's first half, cosines and sines; None for other parts."""
+def _matched_rotation(left: Any, right: Any) -> tuple[_Half, Any, Any] | None:
+    """Match ``a * cos - b * sin`` and ``b * cos + a * sin`` of one tensor.
+
+    Returns:
+        The half ``a``, ``cos`` and ``sin``; None for other values.
+    """
     difference, total = _difference(left), _operands(right, "Add")
     if difference is None or total is None:
         return None

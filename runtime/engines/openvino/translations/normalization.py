@@ -36,7 +36,7 @@ def batch_norm(
         gamma = ops.constant(np.ones(channels, dtype=np.float32))
     if beta is None:
         beta = ops.constant(np.zeros(channels, dtype=np.float32))
-    x, mean = _with_sizes_of(mean, x, [1])
+    x, mean = _with_equal_shape(x, [1], mean)
     return ops.batch_norm_inference(x, gamma, beta, mean, variance, epsilon)
 
 
@@ -47,9 +47,9 @@ def instance_norm(
     """Normalization of ``x`` [N, C, *spatial] over its spatial axes, scaled per channel."""
     axes = rank(x)
     if gamma is not None:
-        x, gamma = _with_sizes_of(gamma, x, [1])
+        x, gamma = _with_equal_shape(x, [1], gamma)
     if beta is not None:
-        x, beta = _with_sizes_of(beta, x, [1])
+        x, beta = _with_equal_shape(x, [1], beta)
     result = ops.mvn(x, ints(list(range(2, axes))), True, epsilon, "inside_sqrt")
     if gamma is not None:
         result = ops.multiply(result, per_channel(gamma, axes))
@@ -68,20 +68,23 @@ def layer_norm(
     total = rank(x)
     over = sorted(normalize_axis(axis, total) for axis in (axes or range(total)))
     if gamma is not None:
-        x, gamma = _with_sizes_of(gamma, x, over)
+        x, gamma = _with_equal_shape(x, over, gamma)
     if beta is not None:
-        x, beta = _with_sizes_of(beta, x, over)
+        x, beta = _with_equal_shape(x, over, beta)
     result = ops.mvn(x, ints(over), True, epsilon, "inside_sqrt")
     if gamma is not None:
         result = ops.multiply(result, _broadcast_along(gamma, over, total))
     return result if beta is None else ops.add(result, _broadcast_along(beta, over, total))
 
 
-def _with_sizes_of(value: Tensor, x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor]:
-    """Return ``x`` and ``value``, whose dimensions are ``axes`` of it; a broadcast is refused."""
+def _with_equal_shape(x: Tensor, axes: list[int], parameter: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both values; computing them fails if ``x`` along ``axes`` has another shape.
+
+    Without this check, OpenVINO would broadcast a size of 1.
+    """
     for place, axis in enumerate(axes):
-        x, value = with_equal_sizes(x, axis, value, place)
-    return x, value
+        x, parameter = with_equal_sizes(x, axis, parameter, place)
+    return x, parameter
 
 
 def _broadcast_along(value: Tensor, axes: list[int], total: int) -> Result:

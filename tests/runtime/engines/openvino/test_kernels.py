@@ -235,7 +235,7 @@ def test_reductions_of_nothing(op: str, expected: int, dtype: Any, *, is_dynamic
         assert reduced.tolist() == [expected] * 200
 
 
-# Rotations of positions: tables of half the width, as gpt-oss has them, or of the whole width.
+# Rotary position embeddings: tables of half the width, as gpt-oss has them, or of the whole width.
 
 
 def _rotated_by_wide_tables(halves, *, backward=False):

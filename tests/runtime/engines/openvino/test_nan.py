@@ -247,17 +247,36 @@ def test_the_softmax_of_an_attention_needs_no_check_for_nan(reshaped):
     assert_close(actual.reshape(x.shape), expected)
 
 
-def _attention_in_parts(x, *, added=True, axis=-1):
-    """Over six positions, the first four of which may be a cache."""
+def _softmax_in_parts(x, sizes, axis=-1):
     shares = mb.softmax(x=mb.matmul(x=x, y=x, transpose_y=True), axis=-1)
-    parts = mb.split(x=shares, split_sizes=[4, 2], axis=axis)
+    return mb.split(x=shares, split_sizes=sizes, axis=axis)
+
+
+def _products_with_parts(x):
+    """Of six positions, the first four of which may be a cache."""
     values = mb.split(x=x, split_sizes=[4, 2], axis=-2)
-    if axis != -1:
-        return mb.add(
-            x=mb.matmul(x=parts[1], y=x), y=mb.slice_by_size(x=x, begin=[0] * 4, size=[2, 3, 2, 6])
-        )
-    products = [mb.matmul(x=part, y=value) for part, value in zip(parts, values, strict=True)]
-    return mb.add(x=products[0], y=products[1]) if added else mb.concat(values=products, axis=-1)
+    parts = _softmax_in_parts(x, [4, 2])
+    return [mb.matmul(x=part, y=value) for part, value in zip(parts, values, strict=True)]
+
+
+def _attention_in_parts(x):
+    cached, new = _products_with_parts(x)
+    return mb.add(x=cached, y=new)
+
+
+def _one_product_of_both_parts(x):
+    first, second = _softmax_in_parts(x, [3, 3])
+    return mb.add(x=mb.matmul(x=first, y=second, transpose_y=True), y=x)
+
+
+def _parts_of_rows(x):
+    first, second = _softmax_in_parts(x, [3, 3], axis=-2)
+    return mb.add(x=mb.matmul(x=first, y=x), y=mb.matmul(x=second, y=x))
+
+
+def _sums_of_each_part(x):
+    first, second = _products_with_parts(x)
+    return mb.mul(x=mb.add(x=first, y=x), y=mb.add(x=x, y=second))
 
 
 def test_the_softmax_of_an_attention_in_parts_needs_no_check_for_nan():
@@ -273,8 +292,12 @@ def test_the_softmax_of_an_attention_in_parts_needs_no_check_for_nan():
 @pytest.mark.parametrize(
     "function",
     [
-        pytest.param(lambda x: _attention_in_parts(x, added=False), id="parts-not-added"),
-        pytest.param(lambda x: _attention_in_parts(x, axis=-2), id="parts-of-another-axis"),
+        pytest.param(
+            lambda x: mb.concat(values=_products_with_parts(x), axis=-1), id="parts-not-added"
+        ),
+        pytest.param(_sums_of_each_part, id="parts-in-two-sums"),
+        pytest.param(_one_product_of_both_parts, id="one-product-of-both-parts"),
+        pytest.param(_parts_of_rows, id="parts-of-rows"),
         pytest.param(lambda x: _attention(x, axis=-2), id="along-another-axis"),
         pytest.param(lambda x: mb.softmax(x=x, axis=-1), id="no-product"),
         pytest.param(

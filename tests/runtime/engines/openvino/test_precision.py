@@ -100,9 +100,7 @@ def test_a_precision_that_the_cpu_lacks_is_an_error(monkeypatch):
 
 def test_the_reference_engine_refuses_another_precision():
     main, _ = _between_products(lambda x: x)
-    with pytest.raises(
-        OptionError, match="as the program says, and not otherwise: got precision='bf16'"
-    ):
+    with pytest.raises(OptionError, match="cannot change the numerics of a program: got precision"):
         REFERENCE.compile(main, EngineOptions(precision="bf16"))
 
 
@@ -110,7 +108,7 @@ def test_the_reference_engine_refuses_dynamic_quantization():
     main, _ = _between_products(lambda x: x)
     options = EngineOptions(dynamic_quantization=True)
     with pytest.raises(
-        OptionError, match="as the program says, and not otherwise: got dynamic_quant"
+        OptionError, match="cannot change the numerics of a program: got dynamic_qu"
     ):
         REFERENCE.compile(main, options)
     assert compile_function("auto", main, options).engine_name == "openvino"

@@ -17,11 +17,8 @@ from coreml_delegate.compile_options import (
     Precision,
     WeightSharing,
 )
-from coreml_delegate.conversion.coremltools_options import (
-    check_accepted,
-    linear_config,
-    pass_pipeline,
-)
+from coreml_delegate.conversion.compression import linear_config
+from coreml_delegate.conversion.coremltools_options import check_accepted, pass_pipeline
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
 from coreml_delegate.errors import OptionError
 from coreml_delegate.option_checks import instance, list_of, optional

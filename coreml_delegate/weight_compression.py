@@ -173,6 +173,15 @@ def configs_in(stage: Stage) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield config.get(_TYPE, stage[_TYPE]), config
 
 
+def config_of(stage: Stage, op_type: str, name: str) -> Mapping[str, Any] | None:
+    """Return kind and parameters for the weights that a MIL op reads; None leaves them alone."""
+    found = stage.get(_GLOBAL)
+    for table, key in zip(_TABLES, (op_type, name), strict=True):
+        configs = cast("Mapping[str, Any]", stage.get(table) or {})
+        found = configs.get(key, found)
+    return None if found is None else {_TYPE: stage[_TYPE], **found}
+
+
 def _newer_of(stage: Stage) -> Iterator[str]:
     for kind, config in configs_in(stage):
         yield from KINDS[kind].newer(config)

@@ -20,6 +20,7 @@ from coreml_delegate import CompileOptions, CoreMLBackend, CoreMLPartitioner, ru
 from coreml_delegate.errors import OptionError
 from coreml_delegate.preprocess.package import build_blob
 from coreml_delegate.targets import Opset
+from coreml_delegate.third_party import coremltools
 
 SIZE = 64 * 64
 X = (torch.linspace(-1, 1, 128).reshape(2, 64),)
@@ -113,6 +114,142 @@ def test_single_ops_may_be_left_out():
     config = {**PALETTE, "op_type_configs": {"linear": None}}
     lowered = lower(_network(), X, compile_specs=fp32_specs(weight_compression=config))
     assert stored_sizes(lowered.edge)[0] == SIZE * 4
+
+
+class Tied(nn.Module):
+    """A table of embeddings that is the output layer too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(64, 64)
+        self.out = nn.Linear(64, 64, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, ids):
+        return self.out(self.table(ids))
+
+
+IDS = (torch.tensor([[0, 7, 63]]),)
+ASIDE = {"op_type_configs": {"gather": None}}
+
+
+@pytest.mark.parametrize(
+    ("options", "largest"),
+    [
+        ({"op_linear_quantizer_config": LINEAR}, SIZE),
+        ({"op_linear_quantizer_config": BLOCKS}, SIZE // 2),
+        ({"weight_compression": {**PALETTE, **ASIDE}}, SIZE // 2),
+        ({"weight_compression": [{**SPARSE, **ASIDE}, _stage("LinearQuantizer")]}, SIZE // 2),
+        ({"weight_compression": [SPARSE, {**_stage("LinearQuantizer"), **ASIDE}]}, SIZE // 2),
+    ],
+)
+def test_a_table_that_is_the_output_layer_too_is_compressed(options, largest):
+    lowered = lower(Tied(), IDS, compile_specs=fp32_specs(**options))
+    assert lowered.operators == ()
+    assert stored_sizes(lowered.edge)[0] == largest
+    first, second = (
+        runtime.load_program(lowered.pte, engine=engine).run("forward", list(IDS))[0]
+        for engine in ("reference", "openvino")
+    )
+    torch.testing.assert_close(first, second, atol=1e-4, rtol=1e-4)
+
+
+def test_a_compressed_table_is_read_by_both_ops():
+    model = Tied()
+    specs = fp32_specs(op_linear_quantizer_config=LINEAR)
+    pte = lower(model, IDS, compile_specs=specs).pte
+    with torch.no_grad():
+        scale = model.table.weight.abs().amax(1, keepdim=True) / 127
+        model.table.weight.copy_((model.table.weight / scale).round() * scale)
+        expected = model(*IDS)
+    result = runtime.load_program(pte, engine="reference").run("forward", list(IDS))[0]
+    torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_table_of_embeddings_alone_is_not_quantized():
+    model = Tied()
+    model.out = nn.Linear(64, 64, bias=False)
+    lowered = lower(model, IDS, compile_specs=fp32_specs(op_linear_quantizer_config=LINEAR))
+    assert stored_sizes(lowered.edge)[:2] == [SIZE * 4, SIZE]
+
+
+def test_two_compressions_of_one_weight_are_refused():
+    config = {**PALETTE, "op_type_configs": {"gather": {"nbits": 2}}}
+    text = "different compressions of one weight: got 'p_out_weight', which is read by linear"
+    with pytest.raises(OptionError, match=text):
+        lower(Tied(), IDS, compile_specs=fp32_specs(weight_compression=config))
+    config["op_name_configs"] = {"p_out_weight": {"nbits": 1}}
+    lowered = lower(Tied(), IDS, compile_specs=fp32_specs(weight_compression=config))
+    assert stored_sizes(lowered.edge)[0] == SIZE // 8
+
+
+def test_weights_too_small_to_compress_may_be_asked_twice():
+    config = _stage("Palettizer", nbits=4, weight_threshold=SIZE)
+    config["op_type_configs"] = {"gather": {"nbits": 2, "weight_threshold": SIZE}}
+    lowered = lower(Tied(), IDS, compile_specs=fp32_specs(weight_compression=config))
+    assert lowered.operators == ()
+    assert stored_sizes(lowered.edge)[0] == SIZE * 4
+
+
+def test_a_weight_whose_channels_do_not_fit_the_groups_is_left_as_it_is():
+    groups = {"granularity": "per_grouped_channel", "group_size": 16}
+    config = _stage("Palettizer", nbits=4, enable_per_channel_scale=True, **groups)
+    specs = fp32_specs(weight_compression=config)
+    torch.manual_seed(0)
+    model = nn.Linear(64, 120)
+    lowered = lower(model, X, compile_specs=specs)
+    assert stored_sizes(lowered.edge)[0] == 64 * 120 * 4
+    result = runtime.load_program(lowered.pte, engine="reference").run("forward", list(X))[0]
+    torch.testing.assert_close(result, model(*X), atol=1e-5, rtol=1e-5)
+    (function,) = delegate_functions(lower(nn.Linear(64, 128), X, compile_specs=specs).edge)
+    assert "constexpr_lut_to_dense" in {op.type for op in function.block.ops}
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["numbers", "vectors"])
+def test_scales_of_channels_are_in_the_table(size):
+    config = {"nbits": 4, "enable_per_channel_scale": True, "cluster_dim": size}
+    torch.manual_seed(0)
+    model = nn.Linear(64, 128)
+    with torch.no_grad():
+        model.weight *= torch.arange(1, 65)
+    lowered = lower(
+        model, X, compile_specs=fp32_specs(weight_compression=_stage("Palettizer", **config))
+    )
+    (function,) = delegate_functions(lowered.edge)
+    found = [op.type for op in function.block.ops if op.type.startswith("constexpr")]
+    assert found == ["constexpr_lut_to_dense"]
+    result = runtime.load_program(lowered.pte, engine="reference").run("forward", list(X))[0]
+    assert _relative(result, model) < 0.2 * size
+    if size == 1:  # coremltools alone fails with vectors
+        weight = torch.tensor(_palettized(model.weight.detach().numpy(), config))
+        torch.testing.assert_close(result, X[0] @ weight.T + model.bias, atol=1e-4, rtol=1e-4)
+
+
+def _relative(result, model):
+    return (result - model(*X)).norm() / model(*X).norm()
+
+
+def _palettized(weight, config):
+    """The weight of a layer that coremltools palettizes on its own."""
+    ct = coremltools()
+    spec = [ct.converters.mil.Builder.TensorSpec((2, weight.shape[1]))]
+
+    @ct.converters.mil.Builder.program(input_specs=spec, opset_version=ct.target.iOS18)
+    def program(x):
+        return ct.converters.mil.Builder.linear(x=x, weight=weight)
+
+    model = ct.convert(
+        program,
+        compute_precision=ct.precision.FLOAT32,
+        minimum_deployment_target=ct.target.iOS18,
+        skip_model_load=True,
+    )
+    optimize = ct.optimize.coreml
+    config = optimize.OptimizationConfig(global_config=optimize.OpPalettizerConfig(**config))
+    dense = optimize.decompress_weights(optimize.palettize_weights(model, config))
+    operations = dense._mil_program.functions["main"].operations
+    return next(op.weight.val for op in operations if op.op_type == "linear")
 
 
 @pytest.mark.parametrize(

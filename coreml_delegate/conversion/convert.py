@@ -26,7 +26,8 @@ import numpy as np
 from torch.export import ExportedProgram
 
 from coreml_delegate.compile_options import CompileOptions, ModelType
-from coreml_delegate.conversion.coremltools_options import compression_passes, convert_keywords
+from coreml_delegate.conversion.compression import compression_passes
+from coreml_delegate.conversion.coremltools_options import convert_keywords
 from coreml_delegate.conversion.debug_handles import operation_calls
 from coreml_delegate.conversion.fp16 import chunked_overflow_check
 from coreml_delegate.errors import (
@@ -332,7 +333,7 @@ def _conversion_errors(source: str = "pytorch") -> Generator[None]:
     try:
         with mock.patch.object(ops, "convert_single_node", watched):
             yield
-    except LoweringError:
+    except (LoweringError, OptionError):
         raise
     except (OSError, MemoryError) as error:
         raise LoweringError(

@@ -1,20 +1,15 @@
-"""Compile options as coremltools takes them: keywords of ``convert``, and compression passes."""
+"""Compile options as coremltools takes them: keywords of ``convert``."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from coreml_delegate.compile_options import CompileOptions, ModelType, Precision
+from coreml_delegate.conversion.compression import compression_passes
 from coreml_delegate.conversion.fp16 import fp16_selector
 from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.third_party import coremltools
-from coreml_delegate.weight_compression import KINDS, LINEAR, LINEAR_OPTION, OPTION, configs_in
-
-Compress = Callable[[Any], Any]
-"""Takes an ``MLModel`` and returns it with compressed weights."""
 
 # With fp16 this pass narrows integers in gather, squeeze and top-k to 16 bits, signed or unsigned,
 # whatever their values: apple/coremltools#2222, apple/coremltools#2626.
@@ -100,66 +95,3 @@ def pass_pipeline(pass_names: Sequence[str]) -> Any:
                 expected=near_matches(name, known, ""),
             )
     return ct.PassPipeline(list(pass_names), pipeline_name="coreml_delegate")
-
-
-def compression_passes(ct: Any, options: CompileOptions) -> list[Compress]:
-    """Return the compression passes to apply to a converted model, in order.
-
-    Args:
-        ct: Coremltools.
-        options: How to lower.
-
-    Raises:
-        OptionError: A value that coremltools does not take.
-    """
-    optimize = ct.optimize.coreml
-    found: list[Compress] = []
-    if options.op_linear_quantizer_config is not None:
-        # Embedding tables (gather) keep their precision, as in ExecuTorch's own backend.
-        stage = {
-            "config_type": LINEAR,
-            "global_config": options.op_linear_quantizer_config,
-            "op_type_configs": {"gather": None},
-        }
-        found.append(
-            partial(
-                optimize.linear_quantize_weights, config=_config(optimize, stage, LINEAR_OPTION)
-            )
-        )
-    for stage in options.weight_compression or ():
-        kind, _ = next(configs_in(stage))
-        # What an earlier stage left is compressed further, not skipped.
-        joint = {"joint_compression": True} if found else {}
-        apply = getattr(optimize, KINDS[kind].function)
-        found.append(partial(apply, config=_config(optimize, stage, OPTION), **joint))
-    return found
-
-
-def linear_config(given: Mapping[str, Any]) -> Any:
-    """Return coremltools' ``OpLinearQuantizerConfig`` with these keywords.
-
-    Raises:
-        OptionError: See ``compression_passes``.
-    """
-    stage = {"config_type": LINEAR, "global_config": given}
-    return _config(coremltools().optimize.coreml, stage, LINEAR_OPTION).global_config
-
-
-def _config(optimize: Any, stage: Mapping[str, Any], option: str) -> Any:
-    given = copy.deepcopy(dict(stage))  # coremltools takes it apart
-    try:
-        return optimize.OptimizationConfig.from_dict(given)
-    except Exception as error:
-        raise OptionError(
-            f"coremltools does not accept {option}",
-            got=f"{dict(stage)} ({'; '.join(_messages(error))})",
-        ) from error
-
-
-def _messages(error: BaseException) -> Iterator[str]:
-    """Yield the messages of an error, or of the errors that it groups."""
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _messages(inner)
-    else:
-        yield f"{type(error).__name__}: {error}"

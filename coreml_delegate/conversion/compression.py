@@ -1,0 +1,190 @@
+"""Weights of a converted model, compressed by coremltools as the options ask."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from coreml_delegate.compile_options import CompileOptions
+from coreml_delegate.errors import OptionError
+from coreml_delegate.third_party import coremltools
+from coreml_delegate.weight_compression import (
+    KINDS,
+    LINEAR,
+    LINEAR_OPTION,
+    OPTION,
+    Stage,
+    config_of,
+    configs_in,
+)
+
+Compress = Callable[[Any], Any]
+"""Takes an ``MLModel`` and returns it with compressed weights."""
+
+
+def compression_passes(ct: Any, options: CompileOptions) -> list[Compress]:
+    """Return the compression passes to apply to a converted model, in order.
+
+    Args:
+        ct: Coremltools.
+        options: How to lower.
+
+    Raises:
+        OptionError: A value that coremltools does not take. The passes raise it for a weight that
+            several ops read, for which the options ask different compressions.
+    """
+    optimize = ct.optimize.coreml
+    stages: list[tuple[Stage, str]] = []
+    if options.op_linear_quantizer_config is not None:
+        # Embedding tables (gather) keep their precision, as in ExecuTorch's own backend.
+        stage = {
+            "config_type": LINEAR,
+            "global_config": options.op_linear_quantizer_config,
+            "op_type_configs": {"gather": None},
+        }
+        stages.append((stage, LINEAR_OPTION))
+    stages.extend((stage, OPTION) for stage in options.weight_compression or ())
+    for stage, option in stages:
+        _config(optimize, stage, option)
+    # What an earlier stage left is compressed further, not skipped.
+    return [
+        partial(_compress, optimize, stage, option, {"joint_compression": True} if i else {})
+        for i, (stage, option) in enumerate(stages)
+    ]
+
+
+def linear_config(given: Mapping[str, Any]) -> Any:
+    """Return coremltools' ``OpLinearQuantizerConfig`` with these keywords.
+
+    Raises:
+        OptionError: See ``compression_passes``.
+    """
+    stage = {"config_type": LINEAR, "global_config": given}
+    return _config(coremltools().optimize.coreml, stage, LINEAR_OPTION).global_config
+
+
+def _compress(
+    optimize: Any, stage: Stage, option: str, keywords: Mapping[str, Any], model: Any
+) -> Any:
+    kind, _ = next(configs_in(stage))
+    apply = getattr(optimize, KINDS[kind].function)
+    names = {**(stage.get("op_name_configs") or {}), **_shared_weights(model, stage, option)}
+    config = _config(optimize, {**stage, "op_name_configs": names}, option)
+    scaled = any(c.get("enable_per_channel_scale") for _, c in configs_in(stage))
+    with _scales_in_tables() if scaled else nullcontext():
+        return apply(model, config=config, **keywords)
+
+
+def _shared_weights(model: Any, stage: Stage, option: str) -> dict[str, Mapping[str, Any] | None]:
+    """Return the configurations of weights whose readers have different ones, by name.
+
+    coremltools refuses such a weight, and with it the model. Here what one reader asks for is done,
+    although another is left out: a table of embeddings that is the output layer too is compressed.
+
+    Raises:
+        OptionError: Two readers ask for different compressions.
+    """
+    found: dict[str, Mapping[str, Any] | None] = {}
+    for op in _constants(model._mil_program):
+        readers = [reader for output in op.outputs for reader in output.child_ops]
+        configs = [config_of(stage, reader.op_type, reader.name) for reader in readers]
+        if op.name in (stage.get("op_name_configs") or {}) or all(c == configs[0] for c in configs):
+            continue
+        asked = [c for i, c in enumerate(configs) if c is not None and c not in configs[:i]]
+        if len(asked) == 1:
+            found[op.name] = asked[0]
+        elif not _is_compressed(op, asked):
+            found[op.name] = None
+        else:
+            names = " and ".join(f"{reader.op_type} {reader.name!r}" for reader in readers)
+            raise OptionError(
+                f"{option} asks for different compressions of one weight",
+                got=f"{op.name!r}, which is read by {names}",
+                expected="one for all that read it",
+                remedy=f"Say in 'op_name_configs' what becomes of {op.name!r}",
+            )
+    return found
+
+
+def _constants(program: Any) -> Iterator[Any]:
+    """Yield the ops whose results are constants that other ops read as they are."""
+    for function in program.functions.values():
+        for op in function.operations:
+            if op.op_type == "const" or op.op_type.startswith("constexpr_"):
+                readers = [reader for output in op.outputs for reader in output.child_ops]
+                if not any(reader.op_type.startswith("constexpr_") for reader in readers):
+                    yield op
+
+
+def _is_compressed(op: Any, configs: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a constant is large enough for one of the configurations."""
+    shape = op.outputs[0].shape
+    smallest = min(config.get("weight_threshold", 2048) for config in configs)
+    return len(shape) > 1 and math.prod(shape) > smallest
+
+
+@contextmanager
+def _scales_in_tables() -> Generator[None]:
+    """Palettize with a scale per channel so that devices and weights are spared.
+
+    coremltools 9.0 scales what it looks up in a table, an op that macOS 26 does not load for the
+    neural engine (apple/coremltools#2688): the table is scaled here, which gives the same numbers.
+    It also divides weights in place before it finds that the size of a group does not fit
+    (apple/coremltools#2777): these are restored.
+    """
+    from coremltools.converters.mil import Builder as mb
+    from coremltools.optimize.coreml._quantization_passes import palettize_weights
+
+    transform, scale_weight = palettize_weights.transform_op, mb.constexpr_blockwise_shift_scale
+
+    def restoring(self: Any, op: Any) -> None:
+        weight = op.outputs[0].val
+        before = weight.copy()
+        transform(self, op)
+        if op.enclosing_block is not None:  # otherwise a palettized one has replaced it
+            weight[...] = before
+
+    def scale_table(data: Any, scale: Any, **keywords: Any) -> Any:
+        lookup = data.op
+        if lookup.op_type != "constexpr_lut_to_dense":
+            return scale_weight(data=data, scale=scale, **keywords)
+        del keywords["offset"]
+        scaled = mb.constexpr_lut_to_dense(
+            indices=lookup.indices,
+            lut=lookup.lut.val * scale[..., None, None],  # entries, and elements of one
+            vector_axis=lookup.vector_axis,
+            **keywords,
+        )
+        lookup.enclosing_block.remove_ops([lookup])
+        return scaled
+
+    with (
+        mock.patch.object(palettize_weights, "transform_op", restoring),
+        mock.patch.object(mb, "constexpr_blockwise_shift_scale", scale_table),
+    ):
+        yield
+
+
+def _config(optimize: Any, stage: Stage, option: str) -> Any:
+    given = copy.deepcopy(dict(stage))  # coremltools takes it apart
+    try:
+        return optimize.OptimizationConfig.from_dict(given)
+    except Exception as error:
+        raise OptionError(
+            f"coremltools does not accept {option}",
+            got=f"{dict(stage)} ({'; '.join(_messages(error))})",
+        ) from error
+
+
+def _messages(error: BaseException) -> Iterator[str]:
+    """Yield the messages of an error, or of the errors that it groups."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _messages(inner)
+    else:
+        yield f"{type(error).__name__}: {error}"

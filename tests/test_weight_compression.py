@@ -226,6 +226,52 @@ def test_scales_of_channels_are_in_the_table(size):
         torch.testing.assert_close(result, X[0] @ weight.T + model.bias, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"mode": "linear"}, {"granularity": "per_tensor"}],
+    ids=["rows", "offset", "whole"],
+)
+def test_weights_of_eight_bits_have_no_sign_below_ios18(config):
+    model = _network()
+    results = []
+    for target, expected in ((Opset.iOS17, "uint8"), (Opset.iOS18, "int8")):
+        given = {"op_linear_quantizer_config": {**LINEAR, **config}}
+        specs = fp32_specs(minimum_deployment_target=target, **given)
+        lowered = lower(model, X, compile_specs=specs)
+        (function,) = delegate_functions(lowered.edge)
+        assert {_stored_type(op) for op in function.block.ops} == {None, expected}
+        results += [
+            runtime.load_program(lowered.pte, engine=engine).run("forward", list(X))[0]
+            for engine in ("reference", "openvino")
+        ]
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["linear", "linear_symmetric"])
+@pytest.mark.parametrize("target", [Opset.iOS17, Opset.iOS18], ids=str)
+def test_a_row_of_zeros_stays_one(mode, target):
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    with torch.no_grad():
+        model.weight[3] = 0.0
+    specs = fp32_specs(
+        minimum_deployment_target=target, op_linear_quantizer_config={**LINEAR, "mode": mode}
+    )
+    result = runtime.load_program(lower(model, X, compile_specs=specs).pte, engine="reference").run(
+        "forward", list(X)
+    )[0]
+    torch.testing.assert_close(result[:, 3], model.bias[3].expand(2))
+    assert _relative(result, model) < 0.02
+
+
+def _stored_type(op):
+    """The type of a weight of 64 x 64 that an op dequantizes."""
+    given = [*op.attributes.values(), *(one for each in op.inputs.values() for one in each)]
+    types = [one.type for one in given if op.type.startswith("constexpr") and hasattr(one, "type")]
+    return next((t.dtype.label for t in types if getattr(t, "shape", ()) == (64, 64)), None)
+
+
 def _relative(result, model):
     return (result - model(*X)).norm() / model(*X).norm()
 

@@ -31,6 +31,7 @@ from coreml_delegate.ops.edits import (
 )
 from coreml_delegate.ops.merging import pointwise
 from coreml_delegate.ops.mil_ops import floor_divide
+from coreml_delegate.ops.normalization import scale_mean_square
 from coreml_delegate.ops.quantization import Pattern, Quantization, Tail, activation
 from coreml_delegate.ops.record import MaskRole, OpRecord, Rewrite
 
@@ -290,12 +291,20 @@ def _clamp(node: Node) -> None:
     x = cast(node, arguments["self"], dtype)
     bounds = [None if arguments[n] is None else cast(node, arguments[n], dtype) for n in _BOUNDS]
     given = [bound for bound in bounds if bound is not None]
-    if dtype.is_floating_point or len(given) > 1:
+    if any(isinstance(bound, Node) for bound in given):
+        if len(given) > 1:
+            x = insert(node, ATEN.maximum.default, x, given[0])
+        last = ATEN.maximum if bounds[1] is None else ATEN.minimum
+        become(node, last.default, x, given[-1])
+    elif dtype.is_floating_point or len(given) > 1:
         become(node, node.target, x, *bounds)
-    elif isinstance(given[0], Node):
-        become(node, (ATEN.maximum if bounds[1] is None else ATEN.minimum).default, x, *given)
     else:
         become(node, (ATEN.clamp_min if bounds[1] is None else ATEN.clamp_max).default, x, *given)
+
+
+def _rsqrt(node: Node) -> None:
+    promote("self")(node)
+    scale_mean_square(node)
 
 
 def _logical(target: Any) -> Rewrite:
@@ -390,9 +399,10 @@ RECORDS = (
         _floating(f"aten.{name}.default")
         for name in (
             *("acos", "asin", "atan", "atanh", "cos", "cosh", "erf", "exp", "exp2", "expm1"),
-            *("log", "log10", "log1p", "log2", "rsqrt", "sin", "sinh", "sqrt", "tan"),
+            *("log", "log10", "log1p", "log2", "sin", "sinh", "sqrt", "tan"),
         )
     ),
+    _floating("aten.rsqrt.default", rewrite=_rsqrt),
     *(
         _floating(f"aten.{name}", rewrite=promote("self", "other"))
         for name in ("div.Scalar", "div.Tensor")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from coreml_delegate.ops.call import OpCall
-from coreml_delegate.ops.constants import is_stored
+from coreml_delegate.ops.call import OpCall, target_name
+from coreml_delegate.ops.constants import is_stored, stored_value
 from coreml_delegate.ops.constraints import (
     IsConstant,
     argument_is,
@@ -35,7 +36,14 @@ from coreml_delegate.ops.record import OpRecord
 def _folded(call: OpCall) -> bool:
     """Spatial dimensions become one."""
     tensor = call.tensor("input")
-    return tensor is not None and tensor.dim() > _UNFOLDED_RANK
+    if tensor is None:
+        return False
+    return tensor.dim() > _UNFOLDED_RANK and not _only_batch_varies(tensor)
+
+
+def _only_batch_varies(x: torch.Tensor) -> bool:
+    batch, *others = x.shape
+    return not isinstance(batch, int) and all(isinstance(size, int) for size in others)
 
 
 def _rms_norm(node: Node) -> None:
@@ -47,21 +55,75 @@ def _rms_norm(node: Node) -> None:
     x, weight, eps = (arguments[n] for n in ("input", "weight", "eps"))
     dims = list(range(-len(arguments["normalized_shape"]), 0))
     epsilon = torch.finfo(value_of(node).dtype).eps if eps is None else eps
-    largest = insert(node, ATEN.amax.default, insert(node, ATEN.abs.default, x), dims, True)
-    # At least the root of epsilon, so that their ratio is at most one.
-    scale = insert(node, ATEN.clamp.default, largest, math.sqrt(epsilon))
-    scaled = insert(node, ATEN.div.Tensor, x, scale)
-    square = insert(node, ATEN.mul.Tensor, scaled, scaled)
-    mean = insert(node, ATEN.mean.dim, square, dims, True)
-    # (sqrt(eps) / scale) ** 2 is eps / scale ** 2 without its overflow.
-    floor = insert(node, ATEN.full_like.default, scale, math.sqrt(epsilon))
-    ratio = insert(node, ATEN.div.Tensor, floor, scale)
-    total = insert(node, ATEN.add.Tensor, mean, insert(node, ATEN.mul.Tensor, ratio, ratio))
-    root = insert(node, ATEN.rsqrt.default, total)
+    scaled, _, root = _inverse_rms(node, x, dims, math.sqrt(epsilon))
     if weight is None:
         become(node, ATEN.mul.Tensor, scaled, root)
     else:
         become(node, ATEN.mul.Tensor, insert(node, ATEN.mul.Tensor, scaled, root), weight)
+
+
+def _inverse_rms(node: Node, x: Node, dims: list[int], floor: float) -> tuple[Node, Node, Node]:
+    """Return ``x`` scaled, the scale, and the inverse root mean square of what is scaled.
+
+    Args:
+        node: The calls are made before it.
+        x: A tensor.
+        dims: Dimensions of the mean.
+        floor: Root of the epsilon that is added to the mean square.
+    """
+    largest = insert(node, ATEN.amax.default, insert(node, ATEN.abs.default, x), dims, True)
+    # At least the root of epsilon, so that their ratio is at most one.
+    scale = insert(node, ATEN.clamp.default, largest, floor)
+    scaled = insert(node, ATEN.div.Tensor, x, scale)
+    square = insert(node, ATEN.mul.Tensor, scaled, scaled)
+    mean = insert(node, ATEN.mean.dim, square, dims, True)
+    # (sqrt(eps) / scale) ** 2 is eps / scale ** 2 without its overflow.
+    ratio = insert(node, ATEN.div.Tensor, insert(node, ATEN.full_like.default, scale, floor), scale)
+    total = insert(node, ATEN.add.Tensor, mean, insert(node, ATEN.mul.Tensor, ratio, ratio))
+    return scaled, scale, insert(node, ATEN.rsqrt.default, total)
+
+
+def scale_mean_square(node: Node) -> None:
+    """Scale what a model squares before ``rsqrt``, so that it does not overflow in fp16.
+
+    Squares of numbers from 256 on do, and the norm of a row with one is zero:
+    pytorch/executorch#19523.
+
+    Args:
+        node: A call of ``rsqrt``, of a mean square with an epsilon or of something else.
+    """
+    found = _mean_square(node.args[0])
+    if found is None:
+        return
+    x, dims, epsilon = found
+    scaled, scale, root = _inverse_rms(node, x, dims, math.sqrt(epsilon))
+    for reader in list(node.users):
+        if target_name(reader.target) == "aten.mul.Tensor" and x in reader.args:
+            become(reader, ATEN.mul.Tensor, scaled, root)
+    become(node, ATEN.div.Tensor, root, scale)
+
+
+def _mean_square(node: Any) -> tuple[Node, list[int], float] | None:
+    """Return x, dimensions and epsilon of ``mean(x * x, dimensions, keepdim=True) + epsilon``."""
+    if not _calls(node, "aten.add.Tensor"):
+        return None
+    mean, epsilon = node.args
+    value = stored_value(epsilon)
+    if value is None or value.numel() != 1 or not value.item() > 0 or node.kwargs:
+        return None
+    if not _calls(mean, "aten.mean.dim") or not arguments_of(mean)["keepdim"]:
+        return None
+    square, dims = mean.args[:2]
+    is_square = (
+        _calls(square, "aten.square.default")
+        or (_calls(square, "aten.pow.Tensor_Scalar") and square.args[1] == 2)
+        or (_calls(square, "aten.mul.Tensor") and square.args[0] is square.args[1])
+    )
+    return (square.args[0], list(dims), value.item()) if is_square else None
+
+
+def _calls(node: Any, target: str) -> bool:
+    return isinstance(node, Node) and target_name(node.target) == target
 
 
 def _layer_norm(node: Node) -> None:
@@ -88,18 +150,37 @@ def _scale_and_shift(node: Node, x: Node, weight: Node | None, bias: Node | None
 
 
 def _group_norm(node: Node) -> None:
-    """Three spatial dimensions as one: split into groups, an input has one dimension more."""
+    """Three spatial dimensions as one: split into groups, an input has one dimension more.
+
+    With a dynamic batch, which coremltools does not split, a norm of the groups as layers.
+    """
     arguments = arguments_of(node)
     x = arguments["input"]
-    if value_of(x).dim() <= _UNFOLDED_RANK:
-        return
     result = only_result(node)
     groups = arguments.get("num_groups", arguments.get("group"))
+    if _only_batch_varies(value_of(x)):
+        _group_norm_of_any_batch(result, x, groups, arguments)
+        return
+    if value_of(x).dim() <= _UNFOLDED_RANK:
+        return
     shape = shape_of(x)
     flat = insert(result, ATEN.view_copy.default, x, [*shape[:2], math.prod(shape[2:])])
     options = (groups, arguments["weight"], arguments["bias"], arguments["eps"])
     normal = insert(result, ATEN.group_norm.default, flat, *options)
     become(result, ATEN.view_copy.default, normal, shape)
+
+
+def _group_norm_of_any_batch(
+    node: Node, x: Node, groups: int, arguments: Mapping[str, Any]
+) -> None:
+    others = list(value_of(x).shape[1:])
+    width = math.prod(others) // groups
+    split = insert(node, ATEN.view_copy.default, x, [-1, groups, width])
+    normal = insert(node, ATEN.layer_norm.default, split, [width], None, None, arguments["eps"])
+    joined = insert(node, ATEN.view_copy.default, normal, [-1, *others])
+    along = [-1, *(1 for _ in others[1:])]
+    affine = (_aligned(node, arguments[n], along) for n in ("weight", "bias"))
+    _scale_and_shift(node, joined, *affine)
 
 
 def _instance_norm(node: Node) -> None:

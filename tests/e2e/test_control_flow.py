@@ -76,6 +76,21 @@ class Looping(nn.Module):
         return while_loop(goes_on, turn, (torch.tensor(0), x))
 
 
+class Replacing(nn.Module):
+    """Turns that give one value up for another, from outside of the loop or from beside it."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outside = x * 2
+
+        def goes_on(count: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+            return count < 3
+
+        def turn(count: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Any:
+            return count + 1, outside.clone(), c.clone(), b.clone()
+
+        return while_loop(goes_on, turn, (torch.tensor(0), x, x + 1, x - 1))
+
+
 class Scanning(nn.Module):
     """A sum that goes on from row to row, and what is seen of it on the way."""
 
@@ -118,6 +133,7 @@ _MATRIX, _ROWS = torch.ones(2, 4), torch.linspace(-1, 1, 56).reshape(7, 2, 4)
 CASES: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]] = {
     "cond": (Branching(), (_MATRIX, -_MATRIX, _MATRIX * 0.1)),
     "while_loop": (Looping(), (_MATRIX, _MATRIX * 40, -_MATRIX)),
+    "while_loop of others' values": (Replacing(), (_MATRIX, -_MATRIX)),
     "scan": (Scanning(), (_ROWS, _ROWS.flip(0))),
     "scan backwards": (Scanning(backwards=True), (_ROWS,)),
     "map": (Mapping(), (_ROWS, -_ROWS)),

@@ -23,6 +23,7 @@ from support.multimethod import (
     two,
 )
 from support.tolerances import ATOL_RTOL
+from torch import nn
 
 from coreml_delegate import CoreMLPartitioner, runtime
 from coreml_delegate.compile_options import CompileOptions
@@ -164,6 +165,31 @@ def test_each_position_is_a_model(monkeypatch):
         r.key for r in lowered.references("prefill")
     ]
     assert_equal_eager(lowered.pte, methods)
+
+
+class Durations(nn.Module):
+    """How long tokens last: a recurrent layer, an op without a translation, and a layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(16, 8)
+        self.lstm = nn.LSTM(8, 4, batch_first=True, bidirectional=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, tokens):
+        states, _ = self.lstm(self.table(tokens))
+        return self.out(torch.asinh(states)).sigmoid().sum(-1)
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes")
+@pytest.mark.parametrize("host", HOSTS)
+def test_methods_in_several_partitions(host):
+    module = Durations().eval()
+    methods = {f"forward_{n}": (module, (torch.arange(n)[None] % 16,)) for n in (8, 16, 32)}
+    lowered = lower_methods(methods, specs())
+    assert {len(report.partitions) for report in lowered.reports.values()} == {2}
+    assert_equal_eager(lowered.pte, methods, host)
 
 
 def test_without_a_target_positional_demands_one(monkeypatch):

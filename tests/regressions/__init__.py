@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from regressions import executorch_issues, layers, numbers
+from regressions import executorch_issues, layers, numbers, passes
 from regressions.record import Here, Regression
 
 RECORDS: tuple[Regression, ...] = (
     *numbers.RECORDS,
     *layers.RECORDS,
+    *passes.RECORDS,
     *executorch_issues.RECORDS,
 )
 

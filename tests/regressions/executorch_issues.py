@@ -224,11 +224,50 @@ RECORDS = (
         held_by="tests/e2e/test_quantized_programs.py::test_the_program_equals_the_quantized_model",
     ),
     Regression(
-        issues(EXECUTORCH, 21856),
-        "Compressing a table that is embedding and output layer at once ended in a conflict",
+        issues(EXECUTORCH, 21856, 21969),
+        "`op_linear_quantizer_config` failed for a table that is embedding and output layer",
+        Here.REPAIRED,
+        "the table is quantized as the layer asks, and stored once, for both",
+        held_by="tests/test_weight_compression.py"
+        "::test_a_table_that_is_the_output_layer_too_is_compressed",
+    ),
+    Regression(
+        issues(EXECUTORCH, 19523),
+        "A root mean square that is written out overflowed in fp16, and the norm was zero",
+        Here.REPAIRED,
+        "what is squared is scaled first, and epsilon with it",
+        tuple(
+            case(
+                lambda v, g, square=square: v * torch.rsqrt(square(v).mean(-1, True) + 1e-6) * g,
+                *(x(values=[[300.0, -400.0, 250.0, 10.0], [0.0] * 4, [1.0, 2.0, 3.0, 4.0]]), w(4)),
+                note=name,
+            )
+            for name, square in (
+                ("pow", lambda v: v.pow(2)),
+                ("product", lambda v: v * v),
+                ("square", torch.square),
+            )
+        ),
+    ),
+    Regression(
+        issues(EXECUTORCH, 21951),
+        "A program of several methods, each in several partitions, did not load",
         Here.DELEGATED,
-        "the compressed table is stored once, for both",
-        held_by="tests/e2e/test_quantize.py::test_tied_weights_are_stored_once",
+        "it does here, and equals eager PyTorch",
+        held_by="tests/e2e/test_multifunction.py::test_methods_in_several_partitions",
+    ),
+    Regression(
+        issues(EXECUTORCH, 22728),
+        "`op_linear_quantizer_config` leaves tables of embeddings at full size",
+        Here.DELEGATED,
+        "as there; `weight_compression` quantizes them too",
+        held_by="tests/test_weight_compression.py::test_a_table_of_embeddings_alone_is_not_quantized",
+    ),
+    Regression(
+        issues(EXECUTORCH, 20338),
+        "A compiled model that was removed while it was loaded crashed the device runtime",
+        Here.NOT_CONCERNED,
+        "of the runtime on Apple's systems, which is ExecuTorch's own",
     ),
     Regression(
         issues(EXECUTORCH, 11722),

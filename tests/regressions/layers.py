@@ -54,6 +54,11 @@ def _lstm_weights() -> list:
     return [w(*shape) for shape in (*shapes, (4 * hidden, hidden), *shapes[1:])]
 
 
+def _batch_last(v: torch.Tensor) -> torch.Tensor:
+    """A dynamic batch: of these inputs the last dimension is."""
+    return v.transpose(0, -1)
+
+
 RECORDS = (
     Regression(
         issues(COREMLTOOLS, 2682, 2565, 2765),
@@ -213,11 +218,14 @@ RECORDS = (
         (case(_twice, x(2, 1, 3), x(2, 2, 4), x(2, 2, 4), *_lstm_weights()),),
     ),
     Regression(
-        issues(COREMLTOOLS, 2644),
+        issues(COREMLTOOLS, 2644, 2706),
         "`einsum` of rotary attention failed to convert",
         Here.DELEGATED,
         "two operands and all dimensions named, as the rule wants",
-        (case(lambda a, b: torch.einsum("bhid,bhjd->bhij", a, b), x(1, 2, 3, 4), x(1, 2, 5, 4)),),
+        (
+            case(lambda a, b: torch.einsum("bhid,bhjd->bhij", a, b), x(1, 2, 3, 4), x(1, 2, 5, 4)),
+            case(lambda a, b: torch.einsum("...,f->...f", a, b), x(2, 3), w(4), note="dots"),
+        ),
     ),
     Regression(
         issues(COREMLTOOLS, 2572, 2276),
@@ -271,7 +279,7 @@ RECORDS = (
         (case(lambda a, b: torch.einsum("...i,ij->...j", a, b), x(2, 3, 4), x(4, 5), note="dots"),),
     ),
     Regression(
-        released("9.1.dev1"),
+        (*issues(COREMLTOOLS, 2736), *released("9.1.dev1")),
         "The shift of `layer_norm` was checked by the shape of its scale",
         Here.DELEGATED,
         "a shift alone is added",
@@ -299,11 +307,184 @@ RECORDS = (
         held_by="tests/ops/test_compressed_rules.py::test_compressed_weights_are_delegated",
     ),
     Regression(
-        issues(COREMLTOOLS, 2632),
+        issues(COREMLTOOLS, 2632, 2633, 2754, 2755),
         "With NumPy 2.4 constants failed to convert",
         Here.DELEGATED,
         "the tests run with NumPy 2.4; a partition that fails to convert would stay on the CPU",
-        (case(lambda v, c: v.view(1, -1, int(c.numel() * 2)), x(2, 6), w(3)),),
+        (
+            case(lambda v, c: v.view(1, -1, int(c.numel() * 2)), x(2, 6), w(3)),
+            case(functional.softplus, x(2, 3), 2.0, 5.0, note="softplus"),
+            case(functional.threshold, x(2, 3), 0.1, 20.0, note="threshold"),
+            case(functional.pad, x(2, 3), (1, 2), value=0.5, note="pad"),
+            *(
+                case(functional.interpolate, x(1, 2, *size), scale_factor=2, mode=mode, note=mode)
+                for mode, size in (("linear", (5,)), ("bilinear", (5, 4)), ("nearest", (5, 4)))
+            ),
+        ),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2781, 2002),
+        "`prelu` with a slope for each channel failed to convert for two or three dimensions",
+        Here.DELEGATED,
+        "computed of other ops",
+        tuple(
+            case(functional.prelu, x(*shape), w(3), note=f"rank-{len(shape)}")
+            for shape in ((2, 3), (2, 3, 4), (2, 3, 4, 5), (1, 3, 2, 4, 5))
+        ),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2808),
+        "`group_norm` and `narrow` failed to convert with a dynamic batch",
+        Here.REPAIRED,
+        "the groups are normed as layers",
+        (
+            case(lambda v: functional.group_norm(_batch_last(v), 2), x(5, 4, 6, 3), dynamic=True),
+            case(
+                lambda v, a, b: functional.group_norm(_batch_last(v), 2, a, b),
+                *(x(5, 4, 2, 3, 3), w(4), w(4)),
+                dynamic=True,
+                note="scaled",
+            ),
+            case(functional.group_norm, x(2, 4, 6), 2, dynamic=True, note="width"),
+            case(lambda v: _batch_last(v).narrow(1, 1, 2), x(5, 4, 3), dynamic=True, note="narrow"),
+        ),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2787),
+        "Adaptive pooling to one element failed to convert for a dynamic length",
+        Here.DELEGATED,
+        "means and maxima of whole dimensions",
+        (
+            case(functional.adaptive_avg_pool1d, x(1, 4, 9), 1, dynamic=True),
+            case(functional.adaptive_max_pool1d, x(1, 4, 9), 1, dynamic=True, note="max"),
+            case(functional.adaptive_avg_pool2d, x(1, 4, 9, 5), 1, dynamic=True, note="2d"),
+        ),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2785),
+        "`layer_norm` over a dynamic dimension failed to convert",
+        Here.REFUSED,
+        "a scale of that dimension would have a dynamic shape",
+        (case(lambda v: functional.layer_norm(v, v.shape[-1:]), x(2, 5), dynamic=True),),
+        refused={"aten.native_layer_norm.default": "'normalized_shape' is computed from shapes"},
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2791),
+        "Resizing a dynamic image to a fixed size failed to convert",
+        Here.REFUSED,
+        "coremltools fails to translate it",
+        (case(functional.interpolate, x(1, 2, 8, 6), (4, 4), mode="bilinear", dynamic=True),),
+        refused={"aten.upsample_bilinear2d.vec": "coremltools fails to convert this call"},
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2837, 2840),
+        "Resizing a sequence to a multiple of its dynamic length failed to convert",
+        Here.REFUSED,
+        "ExecuTorch computes the scale from sizes, as a float",
+        (
+            case(
+                lambda v: functional.interpolate(v, size=2 * v.shape[-1]) * 2,
+                x(1, 4, 6),
+                dynamic=True,
+            ),
+        ),
+        refused={"operator.truediv": "no Core ML translation of operator.truediv is known"},
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2799),
+        "`unflatten` to sizes of the input failed to convert",
+        Here.DELEGATED,
+        "a reshape to sizes of the input",
+        (
+            case(lambda v: v.unflatten(-1, (v.shape[-1], 1)), x(4, 5), dynamic=True),
+            case(
+                lambda v: v.t().unflatten(0, (v.shape[-1], 1)), x(4, 5), dynamic=True, note="first"
+            ),
+        ),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2810),
+        "`cross` without a dimension was taken along the first",
+        Here.DELEGATED,
+        "`torch.export` gives the first dimension of size 3",
+        (
+            case(torch.cross, x(2, 3), x(2, 3)),
+            case(torch.cross, x(2, 3, 4), x(2, 3, 4), note="middle"),
+        ),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2846, 2137),
+        "`tensordot` did not convert",
+        Here.DELEGATED,
+        "`torch.export` decomposes it",
+        (
+            case(torch.tensordot, x(2, 3, 4), w(3, 4, 5), 2),
+            case(torch.tensordot, x(2, 3, 4), w(4, 5), ([-1], [0]), note="dimensions"),
+        ),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2715, 2226),
+        "`tensor_split` did not convert",
+        Here.DELEGATED,
+        "`torch.export` decomposes it",
+        (
+            case(torch.tensor_split, x(2, 7), 3, 1),
+            case(torch.tensor_split, x(2, 7), (1, -2), 1, note="at"),
+        ),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2672, 2599),
+        "`unfold` of a tensor did not convert",
+        Here.DELEGATED,
+        "the windows are slices",
+        (case(lambda v: v.unfold(1, 3, 2), x(2, 9)),),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2723, 2148),
+        "Pooling without a batch failed to convert",
+        Here.DELEGATED,
+        "ExecuTorch adds the dimension",
+        (
+            case(functional.max_pool1d, x(3, 8), 2),
+            case(functional.max_pool2d, x(3, 8, 6), 2, note="2d"),
+            case(functional.max_pool3d, x(2, 4, 6, 4), 2, note="3d"),
+            case(functional.avg_pool2d, x(3, 8, 6), 2, note="average"),
+        ),
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2717, 2456),
+        "The indices of `max_pool2d` failed to convert",
+        Here.REFUSED,
+        "Core ML's pooling gives maxima alone",
+        (case(lambda v: functional.max_pool2d(v, 3, 1, 1, return_indices=True), x(1, 2, 5, 6)),),
+        refused={"aten.max_pool2d_with_indices.default": "result 1 is used, Core ML has 0 alone"},
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2782),
+        "`sort` and `argsort` with `stable` failed to convert",
+        Here.REFUSED,
+        "Core ML's sort does not keep the order of equal elements",
+        (
+            case(
+                lambda v: v.sort(dim=1, stable=True), x(values=[[3.0, 1.0, 2.0], [0.0, -1.0, 0.0]])
+            ),
+            case(
+                lambda v: v.argsort(dim=1, stable=True), x(values=[[3.0, 1.0, 1.0]]), note="argsort"
+            ),
+        ),
+        refused={"aten.sort.stable": "Core ML's sort does not keep the order of equal elements"},
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2811),
+        "`chunk` and `unbind` of a dynamic dimension failed with an error that said nothing",
+        Here.NOT_CONCERNED,
+        "`torch.export` makes the number of results, and so the dimension, static",
+    ),
+    Regression(
+        issues(COREMLTOOLS, 2842),
+        "A mask and an index of another dimension took the mask alone",
+        Here.NOT_CONCERNED,
+        "`torch.export` does not export it: the shape depends on the mask",
     ),
     Regression(
         issues(COREMLTOOLS, 2798),
@@ -328,11 +509,5 @@ RECORDS = (
         "Transposed and reshaped quantized weights are not stored in their final shape",
         Here.NOT_CONCERNED,
         "a matter of speed: the numbers are the same",
-    ),
-    Regression(
-        issues(COREMLTOOLS, 2688),
-        "Palettized weights with a scale per channel crash on macOS 26",
-        Here.NOT_CONCERNED,
-        "an error of the device's compiler, which neither engine here has",
     ),
 )

@@ -1,0 +1,114 @@
+"""What coremltools 9.0 makes wrong of a MIL program, mended while it converts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+# Ops that the pass over transposes takes for functions of one operand; they have others, which a
+# transpose has to reach as well.
+_WITH_OPERANDS = frozenset({"pow", "softplus_parametric"})
+
+# As much as an inverse in fp16 may be off.
+_ROUNDING = 1e-3
+
+
+@contextmanager
+def mended_conversion() -> Generator[None]:
+    """Let coremltools convert programs without these errors.
+
+    - ``fuse_conv_scale`` takes a constant that is divided by a convolution for a divisor:
+      apple/coremltools#2776.
+    - ``fuse_matmul_weight_bias`` makes a linear layer of a difference whichever operand the product
+      is, and of a constant times a matrix, where the other dimension gets the bias:
+      apple/coremltools#2801.
+    - ``reduce_transposes`` moves a transpose past ``pow`` without its exponents:
+      apple/coremltools#2784.
+    - ``fuse_reduce_mean`` makes a mean of a sum whose factor is within 1e-6 of the inverse of the
+      count, or has more dimensions: apple/coremltools#2792.
+    - Weights of 8 bits with a sign are dequantized wrongly on GPU and neural engine below iOS18,
+      where an op without a choice of types does it: apple/coremltools#2675. Without one, and
+      with zero points to match, they are not.
+    """
+    from coremltools.converters.mil import Builder as mb
+    from coremltools.converters.mil.mil.passes.defs.cleanup import fuse_reduce_mean
+    from coremltools.converters.mil.mil.passes.defs.optimize_conv import fuse_conv_scale
+    from coremltools.converters.mil.mil.passes.defs.optimize_linear import fuse_matmul_weight_bias
+    from coremltools.converters.mil.mil.passes.defs.optimize_repeat_ops import (
+        _TransposeOptimization,
+    )
+
+    fuse_scale = fuse_conv_scale._try_to_transform
+    fuse_mean = fuse_reduce_mean._try_to_transform
+    find_bias = fuse_matmul_weight_bias._find_candidate_op
+    visit = _TransposeOptimization._visit_op
+    dequantize = mb.constexpr_affine_dequantize
+
+    def fuse_divisor(conv: Any, scale: Any) -> bool:
+        is_dividend = scale.op_type == "real_div" and scale.x.val is not None
+        return not is_dividend and fuse_scale(conv, scale)
+
+    def fuse_true_mean(total: Any, block: Any) -> bool:
+        return _is_mean(total) and fuse_mean(total, block)
+
+    def find_added_bias(product: Any) -> Any:
+        found = find_bias(product)
+        if found is None or product.x.val is not None:
+            return None
+        is_subtracted = found.op_type == "sub" and found.x.val is not None
+        return None if is_subtracted else found
+
+    def visit_operands(self: Any, op: Any) -> None:
+        operands = [v for k, v in op.inputs.items() if k != "x"]
+        if op.op_type in _WITH_OPERANDS and any(v.val is None or v.rank > 0 for v in operands):
+            self._visit_materialize_op(op)
+        else:
+            visit(self, op)
+
+    def dequantize_unsigned(quantized_data: Any, zero_point: Any, **keywords: Any) -> Any:
+        data, zero = _unsigned(quantized_data), _unsigned(zero_point)
+        return dequantize(quantized_data=data, zero_point=zero, **keywords)
+
+    with (
+        mock.patch.object(fuse_conv_scale, "_try_to_transform", staticmethod(fuse_divisor)),
+        mock.patch.object(fuse_reduce_mean, "_try_to_transform", staticmethod(fuse_true_mean)),
+        mock.patch.object(
+            fuse_matmul_weight_bias, "_find_candidate_op", staticmethod(find_added_bias)
+        ),
+        mock.patch.object(_TransposeOptimization, "_visit_op", visit_operands),
+        mock.patch.object(mb, "constexpr_affine_dequantize", dequantize_unsigned),
+    ):
+        yield
+
+
+def _is_mean(total: Any) -> bool:
+    """Return whether the one op that reads a sum makes the mean of it."""
+    result = total.outputs[0]
+    if len(result.child_ops) != 1 or total.axes is None or total.axes.val is None:
+        return False
+    (reader,) = result.child_ops
+    if reader.op_type not in ("mul", "real_div") or reader.outputs[0].shape != result.shape:
+        return False
+    other = (reader.y if reader.x is result else reader.x).val
+    if other is None or np.size(other) != 1:
+        return False
+    from coremltools.converters.mil.mil.types.symbolic import is_symbolic
+
+    counted = [total.x.shape[axis] for axis in total.axes.val]
+    if any(is_symbolic(size) for size in counted):
+        return False
+    factor = np.asarray(other, np.float64).item()
+    count = float(math.prod(counted))
+    ratio = factor * count if reader.op_type == "mul" else factor / count
+    return abs(ratio - 1) < _ROUNDING
+
+
+def _unsigned(value: Any) -> Any:
+    """Integers of 8 bits, 128 larger where they have a sign."""
+    array = np.asarray(getattr(value, "val", value))
+    return (array.view(np.uint8) ^ np.uint8(128))[()] if array.dtype == np.int8 else value

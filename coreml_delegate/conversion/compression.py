@@ -137,10 +137,12 @@ def _scales_in_tables() -> Generator[None]:
     It also divides weights in place before it finds that the size of a group does not fit
     (apple/coremltools#2777): these are restored.
     """
-    from coremltools.converters.mil import Builder as mb
+    from coremltools.converters.mil import Builder
     from coremltools.optimize.coreml._quantization_passes import palettize_weights
 
-    transform, scale_weight = palettize_weights.transform_op, mb.constexpr_blockwise_shift_scale
+    mb: Any = Builder
+    palettize: Any = palettize_weights
+    transform, scale_weight = palettize.transform_op, mb.constexpr_blockwise_shift_scale
 
     def restoring(self: Any, op: Any) -> None:
         weight = op.outputs[0].val
@@ -164,7 +166,7 @@ def _scales_in_tables() -> Generator[None]:
         return scaled
 
     with (
-        mock.patch.object(palettize_weights, "transform_op", restoring),
+        mock.patch.object(palettize, "transform_op", restoring),
         mock.patch.object(mb, "constexpr_blockwise_shift_scale", scale_table),
     ):
         yield

@@ -35,18 +35,17 @@ def mended_conversion() -> Generator[None]:
       where an op without a choice of types does it: apple/coremltools#2675. Without one, and
       with zero points to match, they are not.
     """
-    from coremltools.converters.mil import Builder as mb
-    from coremltools.converters.mil.mil.passes.defs.cleanup import fuse_reduce_mean
-    from coremltools.converters.mil.mil.passes.defs.optimize_conv import fuse_conv_scale
-    from coremltools.converters.mil.mil.passes.defs.optimize_linear import fuse_matmul_weight_bias
-    from coremltools.converters.mil.mil.passes.defs.optimize_repeat_ops import (
-        _TransposeOptimization,
-    )
+    from coremltools.converters.mil import Builder
+    from coremltools.converters.mil.mil.passes import defs
 
-    fuse_scale = fuse_conv_scale._try_to_transform
-    fuse_mean = fuse_reduce_mean._try_to_transform
-    find_bias = fuse_matmul_weight_bias._find_candidate_op
-    visit = _TransposeOptimization._visit_op
+    mb: Any = Builder
+    passes: Any = defs
+    conv_scale = passes.optimize_conv.fuse_conv_scale
+    mean = passes.cleanup.fuse_reduce_mean
+    product_bias = passes.optimize_linear.fuse_matmul_weight_bias
+    transposes = passes.optimize_repeat_ops._TransposeOptimization
+    fuse_scale, fuse_mean = conv_scale._try_to_transform, mean._try_to_transform
+    find_bias, visit = product_bias._find_candidate_op, transposes._visit_op
     dequantize = mb.constexpr_affine_dequantize
 
     def fuse_divisor(conv: Any, scale: Any) -> bool:
@@ -75,12 +74,10 @@ def mended_conversion() -> Generator[None]:
         return dequantize(quantized_data=data, zero_point=zero, **keywords)
 
     with (
-        mock.patch.object(fuse_conv_scale, "_try_to_transform", staticmethod(fuse_divisor)),
-        mock.patch.object(fuse_reduce_mean, "_try_to_transform", staticmethod(fuse_true_mean)),
-        mock.patch.object(
-            fuse_matmul_weight_bias, "_find_candidate_op", staticmethod(find_added_bias)
-        ),
-        mock.patch.object(_TransposeOptimization, "_visit_op", visit_operands),
+        mock.patch.object(conv_scale, "_try_to_transform", staticmethod(fuse_divisor)),
+        mock.patch.object(mean, "_try_to_transform", staticmethod(fuse_true_mean)),
+        mock.patch.object(product_bias, "_find_candidate_op", staticmethod(find_added_bias)),
+        mock.patch.object(transposes, "_visit_op", visit_operands),
         mock.patch.object(mb, "constexpr_affine_dequantize", dequantize_unsigned),
     ):
         yield

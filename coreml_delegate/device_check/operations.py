@@ -6,16 +6,19 @@ from collections.abc import Callable, Iterator, Set
 
 import numpy as np
 
+from coreml_delegate.compile_options import ComputeUnit
 from coreml_delegate.device_check import sources
 from coreml_delegate.device_check.functions import FunctionView, operands
 from coreml_delegate.device_check.records import (
     Consequence,
+    Evidence,
     Found,
     Place,
     Rule,
     each_function,
     grouped,
 )
+from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Binding, Constant, Op, Ref
 
 TOKENS = 2**16
@@ -24,6 +27,10 @@ TOKENS = 2**16
 _TOPK = "topk"
 _RECURRENT = frozenset({"gru", "lstm", "rnn"})
 _ATTENTION = "scaled_dot_product_attention"
+_PRODUCT = "matmul"
+_LARGE_BATCH = 10
+_BATCHED_RANK = 4
+_GPU = frozenset({None, ComputeUnit.ALL, ComputeUnit.CPU_AND_GPU})
 _SOFTMAX = frozenset({"softmax", _ATTENTION})
 _CONVOLUTIONS = frozenset({"conv"})
 _POOLS = frozenset({"avg_pool", "l2_pool", "max_pool"})
@@ -68,6 +75,37 @@ def _attention(view: FunctionView) -> Iterator[Found]:
     places = tuple(Place.of(view, op) for op in view.ops if op.type == _ATTENTION)
     if places:
         yield Found(view.delegate, view.function.name, f"{len(places)} {_ATTENTION}", places)
+
+
+def _attention_on_gpu(evidence: Evidence) -> Iterator[Found]:
+    for model in evidence.models:
+        for view in model.on(_GPU).views:
+            places = [Place.of(view, op) for op in view.ops if _is_biased_attention(view, op)]
+            if places:
+                got = f"{len(places)} in fp32 with a batch of {_LARGE_BATCH} or more"
+                yield Found(view.delegate, view.function.name, got, tuple(places))
+
+
+def _is_biased_attention(view: FunctionView, op: Op) -> bool:
+    """Whether an op is a softmax of a large batch of products and a bias, for another product."""
+    kind = view.tensor_of(Ref(op.outputs[0].name)) if op.type == "softmax" else None
+    if kind is None or kind.dtype is not DType.FP32 or kind.shape is None:
+        return False
+    if len(kind.shape) != _BATCHED_RANK:
+        return False
+    bias = _maker(view, op, "x", "add")
+    if bias is None or not any(_maker(view, bias, side, _PRODUCT) for side in ("x", "y")):
+        return False
+    batch = kind.shape[0]
+    readers = view.users.get(op.outputs[0].name, ())
+    return (batch is None or batch >= _LARGE_BATCH) and any(r.type == _PRODUCT for r in readers)
+
+
+def _maker(view: FunctionView, op: Op, operand: str, op_type: str) -> Op | None:
+    """Return the op of a type that makes an operand, or None."""
+    bindings = op.inputs.get(operand, ())
+    maker = view.makers.get(bindings[0].name) if isinstance(bindings[0], Ref) else None
+    return maker if maker is not None and maker.type == op_type else None
 
 
 def _wide_gathers(view: FunctionView) -> Iterator[Found]:
@@ -177,6 +215,18 @@ RULES = (
         remedy="Lower for iOS17, where attention becomes matrix products and softmax",
         sources=(sources.ATTENTION, sources.LLAMA),
         examine=each_function(_attention),
+    ),
+    Rule(
+        name="gpu-attention",
+        finds=f"products, a bias and a softmax in fp32 for a batch of {_LARGE_BATCH} or more",
+        reason="Core ML fuses attention that is written out into one kernel of the GPU, whose "
+        "results were right for a batch of 9 and wrong for 10 (reported in February 2026).",
+        consequence=Consequence.FAILS,
+        remedy="Lower for a compute unit without the GPU, or split the scores and concatenate them "
+        "before the softmax, so that nothing is fused",
+        sources=(sources.GPU_ATTENTION,),
+        examine=_attention_on_gpu,
+        neural_engine=False,
     ),
     Rule(
         name="wide-gather",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,9 @@ from coreml_delegate.quantization.weight_inventory import StoredWeight, weights_
 from coreml_delegate.runtime.diagnosis import Diagnosis
 from coreml_delegate.runtime.mil.location import Location
 from coreml_delegate.runtime.mil.program import Op, Program
+
+NEURAL_ENGINE = frozenset({None, ComputeUnit.ALL, ComputeUnit.CPU_AND_NE})
+"""Compute units that have the neural engine; one that is not known may have it."""
 
 
 class Consequence(enum.Enum):
@@ -108,13 +111,12 @@ class CheckedModel:
 
     def on_neural_engine(self) -> CheckedModel:
         """Return the model with those uses alone that may run on the neural engine."""
-        kept = tuple(use for use in self.uses if may_use_neural_engine(use.compute_unit))
+        return self.on(NEURAL_ENGINE)
+
+    def on(self, units: Set[ComputeUnit | None]) -> CheckedModel:
+        """Return the model with those uses alone that have one of these compute units."""
+        kept = tuple(use for use in self.uses if use.compute_unit in units)
         return CheckedModel(self.program, kept, self.modules)
-
-
-def may_use_neural_engine(unit: ComputeUnit | None) -> bool:
-    """Whether a compute unit has the neural engine; one that is not known may have it."""
-    return unit in (None, ComputeUnit.ALL, ComputeUnit.CPU_AND_NE)
 
 
 @dataclass(frozen=True, slots=True)

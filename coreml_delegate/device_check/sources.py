@@ -83,3 +83,6 @@ ATTENTION: Final = _issue(
 EMBEDDING: Final = _issue(
     "pytorch/executorch", 7616, "tokens as uint16 on the neural engine", kind="pull"
 )
+GPU_ATTENTION: Final = _issue(
+    "apple/coremltools", 2650, "attention on the GPU with a batch of ten or more"
+)

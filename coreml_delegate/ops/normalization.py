@@ -157,7 +157,7 @@ def _group_norm(node: Node) -> None:
     arguments = arguments_of(node)
     x = arguments["input"]
     result = only_result(node)
-    groups = arguments.get("num_groups", arguments.get("group"))
+    groups: Any = arguments.get("num_groups", arguments.get("group"))
     if _only_batch_varies(value_of(x)):
         _group_norm_of_any_batch(result, x, groups, arguments)
         return

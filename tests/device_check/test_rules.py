@@ -90,6 +90,17 @@ def masked(value: float) -> Program:
     return build(function, _MASKED, Opset.iOS17)
 
 
+def attention(batch: int, dtype: Any = np.float32) -> Program:
+    """Attention with a bias, written out."""
+
+    def function(q: Any, k: Any, v: Any) -> Any:
+        scores = mb.add(x=mb.matmul(x=q, y=k, transpose_y=True), y=np.ones((1, 1, 5, 5), dtype))
+        return mb.matmul(x=mb.softmax(x=scores, axis=-1), y=v)
+
+    example = np.zeros((batch, 2, 5, 4), dtype)
+    return build(function, dict.fromkeys("qkv", example), Opset.iOS17)
+
+
 def infinity_elsewhere() -> Program:
     """Infinity that no softmax takes: a maximum begins with it."""
 
@@ -234,6 +245,11 @@ CASES: dict[str, Case] = {
         lambda: one_op("scaled_dot_product_attention", tensor(1, 4, 8)),
         lambda: one_op("softmax", tensor(1, 4, 8)),
         "1 scaled_dot_product_attention",
+    ),
+    "gpu-attention": (
+        lambda: attention(10),
+        lambda: attention(9),
+        "1 in fp32 with a batch of 10 or more",
     ),
     "wide-gather": (lambda: gather(65537), lambda: gather(65536), "65,537 rows"),
     "infinite-mask": (lambda: masked(-np.inf), lambda: masked(-4e4), "infinity in a mask"),

@@ -54,7 +54,7 @@ def _weights(capsys, path="a.pte"):
 @pytest.mark.parametrize(
     ("mode", "scheme", "stored_as"),
     [
-        ("int8-weight", "affine", "int8"),
+        ("int8-weight", "affine", "uint8"),
         ("int4-group16", "blockwise", "int4"),
         ("palettize-4", "lut", "uint4"),
     ],

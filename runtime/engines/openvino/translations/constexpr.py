@@ -110,18 +110,16 @@ def constexpr_affine_dequantize(
     """``scale * (quantized_data - zero_point)``, per tensor or along ``axis``."""
     if quantized_data.dtype == np.uint8 and np.all(zero_point == 128):
         # OpenVINO's kernels of eight bits are fastest with a sign and no zero points.
-        quantized_data, zero_point = (quantized_data ^ np.uint8(128)).view(np.int8), np.zeros(1)
+        quantized_data = np.bitwise_xor(quantized_data, np.uint8(128)).view(np.int8)
+        zero_point = np.zeros(1, np.int8)
     shape = [1] * quantized_data.ndim
     if scale.size > 1 or zero_point.size > 1:
         shape[axis] = quantized_data.shape[axis]
     size = math.prod(shape)
-    return _shift_scale(
-        quantized_data,
-        np.broadcast_to(scale.reshape(-1), (size,)).reshape(shape),
-        np.broadcast_to(zero_point.reshape(-1), (size,)).reshape(shape)
-        if zero_point.any()
-        else None,
+    scales, offsets = (
+        np.broadcast_to(given.reshape(-1), (size,)).reshape(shape) for given in (scale, zero_point)
     )
+    return _shift_scale(quantized_data, scales, offsets if offsets.any() else None)
 
 
 @translation("constexpr_cast")

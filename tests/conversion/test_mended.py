@@ -1,0 +1,95 @@
+"""What coremltools makes wrong, seen to be wrong without the mend and right with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coreml_delegate.conversion.mended import mended_conversion
+from coreml_delegate.third_party import coremltools
+
+ct = coremltools()
+mb = ct.converters.mil.Builder
+SQUARE = np.arange(9, dtype=np.float32).reshape(3, 3)
+ROW = np.arange(3, dtype=np.float32)
+SPEC = {"input_specs": [mb.TensorSpec((3, 3))], "opset_version": ct.target.iOS17}
+
+
+def quotient(x: Any) -> Any:
+    image = mb.reshape(x=x, shape=[1, 1, 3, 3])
+    convolution = mb.conv(x=image, weight=np.ones((3, 1, 1, 1), np.float32))
+    return mb.real_div(x=np.ones((1, 3, 1, 1), np.float32), y=convolution)
+
+
+def difference(x: Any) -> Any:
+    return mb.sub(x=ROW, y=mb.matmul(x=x, y=SQUARE))
+
+
+def product(x: Any) -> Any:
+    return mb.add(x=mb.matmul(x=SQUARE, y=x), y=ROW)
+
+
+def power(x: Any) -> Any:
+    return mb.transpose(x=mb.pow(x=mb.transpose(x=x, perm=[1, 0]), y=ROW), perm=[1, 0])
+
+
+def nearly_a_mean(x: Any) -> Any:
+    wide = mb.tile(x=x, reps=[1, 10000])
+    return mb.mul(x=mb.reduce_sum(x=wide, axes=[1]), y=np.float32(3.4e-5))
+
+
+# name -> (program, pass, ops that stay, ops that coremltools makes of them)
+PASSES: dict[str, tuple[Callable[[Any], Any], str, list[str], list[str]]] = {
+    "2776": (quotient, "fuse_conv_scale", ["reshape", "conv", "real_div"], ["reshape", "conv"]),
+    "2801": (difference, "fuse_matmul_weight_bias", ["matmul", "sub"], ["transpose", "linear"]),
+    "2801-left": (
+        *(product, "fuse_matmul_weight_bias", ["matmul", "add"]),
+        ["transpose", "linear", "transpose"],
+    ),
+    "2784": (power, "reduce_transposes", ["transpose", "pow", "transpose"], ["pow"]),
+    "2792": (
+        *(nearly_a_mean, "fuse_reduce_mean", ["tile", "reduce_sum", "mul"]),
+        ["tile", "reduce_mean"],
+    ),
+}
+
+
+@pytest.mark.parametrize("is_mended", [True, False], ids=["mended", "alone"])
+@pytest.mark.parametrize("name", PASSES)
+def test_passes(name: str, is_mended: bool) -> None:
+    """Alone, a pass fails here as soon as coremltools mends it: the mend may go then."""
+    function, pass_name, kept, made = PASSES[name]
+    program = mb.program(**SPEC)(function)
+    with mended_conversion() if is_mended else nullcontext():
+        registry = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY
+        registry[f"common::{pass_name}"](program)
+    operations = program.functions["main"].operations
+    types = [op.op_type for op in operations if op.op_type != "const"]
+    assert types == (kept if is_mended else made)
+
+
+@pytest.mark.parametrize("is_mended", [True, False], ids=["mended", "alone"])
+def test_weights_with_a_sign(is_mended: bool) -> None:
+    data, zero = np.array([[-128, -1, 0, 127]], np.int8), np.array([5], np.int8)
+
+    def weight(x: Any) -> Any:
+        scale = np.array([0.5], np.float32)
+        table = {"quantized_data": data, "zero_point": zero, "scale": scale, "axis": np.int32(0)}
+        return mb.matmul(x=x, y=mb.constexpr_affine_dequantize(**table))
+
+    with mended_conversion() if is_mended else nullcontext():
+        spec = {**SPEC, "input_specs": [mb.TensorSpec((2, 1))]}
+        program = mb.program(**spec)(weight)
+    (op,) = (
+        op
+        for op in program.functions["main"].operations
+        if op.op_type == "constexpr_affine_dequantize"
+    )
+    assert op.quantized_data.val.dtype == (np.uint8 if is_mended else np.int8)
+    np.testing.assert_array_equal(
+        op.materialized_val_inference(), (data.astype(np.float32) - 5) * np.float32(0.5)
+    )

@@ -130,12 +130,12 @@ def _is_compressed(op: Any, configs: Sequence[Mapping[str, Any]]) -> bool:
 
 @contextmanager
 def _scales_in_tables() -> Generator[None]:
-    """Palettize with a scale per channel so that devices and weights are spared.
+    """Keep coremltools 9.0 from two errors with a scale per channel.
 
-    coremltools 9.0 scales what it looks up in a table, an op that macOS 26 does not load for the
-    neural engine (apple/coremltools#2688): the table is scaled here, which gives the same numbers.
-    It also divides weights in place before it finds that the size of a group does not fit
-    (apple/coremltools#2777): these are restored.
+    It scales what is looked up in a table, by an op that macOS 26 does not load for the neural
+    engine (apple/coremltools#2688): here the table is scaled, which gives the same numbers. And it
+    divides a weight in place before it finds that the groups do not fit (apple/coremltools#2777):
+    here the weight is restored.
     """
     from coremltools.converters.mil import Builder
     from coremltools.optimize.coreml._quantization_passes import palettize_weights

@@ -31,9 +31,8 @@ def mended_conversion() -> Generator[None]:
       apple/coremltools#2784.
     - ``fuse_reduce_mean`` makes a mean of a sum whose factor is within 1e-6 of the inverse of the
       count, or has more dimensions: apple/coremltools#2792.
-    - Weights of 8 bits with a sign are dequantized wrongly on GPU and neural engine below iOS18,
-      where an op without a choice of types does it: apple/coremltools#2675. Without one, and
-      with zero points to match, they are not.
+    - Below iOS18, weights of 8 bits with a sign are dequantized wrongly on GPU and neural engine:
+      apple/coremltools#2675. They are stored without one, 128 larger, and their zero points too.
     """
     from coremltools.converters.mil import Builder
     from coremltools.converters.mil.mil.passes import defs

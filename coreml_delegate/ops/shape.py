@@ -196,6 +196,24 @@ def _roll_flat(node: Node) -> None:
     become(node, ATEN.view_copy.default, rolled, shape_of(x))
 
 
+def _expand(node: Node) -> None:
+    """Repetitions by numbers, where the dimensions that grow have known sizes.
+
+    Coremltools computes them from shapes, and the result has sizes that depend on values: GPU and
+    neural engine do not load such programs, or end the process: apple/coremltools#2825.
+    """
+    x, sizes = arguments_of(node)["self"], shape_of(node)
+    given = shape_of(x)
+    if all(isinstance(size, int) for size in sizes):
+        return
+    before = [1] * (len(sizes) - len(given)) + given
+    # Symbols are compared as text: as numbers, they would become equal.
+    grown = [str(size) != str(old) for size, old in zip(sizes, before, strict=True)]
+    if all(isinstance(size, int) for size, grows in zip(sizes, grown, strict=True) if grows):
+        repeats = [size if grows else 1 for size, grows in zip(sizes, grown, strict=True)]
+        become(node, ATEN.repeat.default, x, repeats)
+
+
 def _pads_with_zero(call: OpCall) -> str | None:
     """Zero is on every grid of quantized values; other constants are not."""
     constant = call.arguments.get("mode", "constant") == "constant"
@@ -238,6 +256,7 @@ RECORDS = (
         constraints=(_dynamic_where_broadcast,),
         symbolic=frozenset({"size"}),
         merge=expansion,
+        rewrite=_expand,
         quantization=MOVE,
     ),
     _moves("aten.repeat.default", symbolic=frozenset({"repeats"}), quantization=MOVE),

@@ -212,6 +212,13 @@ CASES = {
         lambda x: (x.view(x.shape[0] * x.shape[1], 4).relu(), x.shape[0]),
         left=frozenset({"aten.sym_size.int", "operator.mul", "aten.view_copy.default"}),
     ),
+    # How sentence embeddings are made of those of tokens.
+    "mean under a mask": Case(
+        lambda _, x, mask: _masked_mean(x, mask),
+        ((2, 5, 4), (2, 5)),
+        ({1: T}, {1: T}),
+        (((2, 2, 4), (2, 2)), ((2, 9, 4), (2, 9))),
+    ),
     # Strides of the copy are products of sums, written out.
     "copied": pooled(lambda x: functional.max_pool2d(x, 3, 2).clone(memory_format=ROWS).relu()),
     # Windows that are placed at run time
@@ -231,6 +238,11 @@ CASES = {
         (((1, 2, 5),), ((1, 2, 12),)),
     ),
 }
+
+
+def _masked_mean(x, mask):
+    weights = (mask > 0).unsqueeze(-1).expand(x.size()).float()
+    return (x * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
 
 
 def edge_of(case):
@@ -280,6 +292,12 @@ def test_what_is_selected_is_declared_as_large_as_its_condition(name):
     (function,) = delegate_functions(edge_of(CASES[name])[2])
     (select,) = (op for op in function.block.ops if op.type == "select")
     assert select.outputs[0].type.shape == (None, None, 4)
+
+
+def test_a_mean_under_a_mask_has_a_known_size():
+    (function,) = delegate_functions(edge_of(CASES["mean under a mask"])[2])
+    assert "shape" not in {op.type for op in function.block.ops}
+    assert [output.type.shape for output in function.outputs] == [(2, 4)]
 
 
 def test_report_shows_ranges():

@@ -232,7 +232,7 @@ RECORDS = (
         "::test_a_table_that_is_the_output_layer_too_is_compressed",
     ),
     Regression(
-        issues(EXECUTORCH, 19523),
+        issues(EXECUTORCH, 19523, 8641, 21559),
         "A root mean square that is written out overflowed in fp16, and the norm was zero",
         Here.REPAIRED,
         "what is squared is scaled first, and epsilon with it",
@@ -262,6 +262,14 @@ RECORDS = (
         Here.DELEGATED,
         "as there; `weight_compression` quantizes them too",
         held_by="tests/test_weight_compression.py::test_a_table_of_embeddings_alone_is_not_quantized",
+    ),
+    Regression(
+        issues(EXECUTORCH, 22798),
+        "A constant that two partitions take in lists, as of `cat`, ended the export",
+        Here.DELEGATED,
+        "the constant is an input of each partition",
+        held_by="tests/partition/test_shared_constants.py"
+        "::test_a_constant_that_several_partitions_take_in_lists_is_an_input",
     ),
     Regression(
         issues(EXECUTORCH, 20338),

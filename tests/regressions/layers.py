@@ -361,6 +361,20 @@ RECORDS = (
         ),
     ),
     Regression(
+        issues(COREMLTOOLS, 2825),
+        "With a dynamic length, a mean under a mask crashes on the GPU and the neural engine",
+        Here.REPAIRED,
+        "a mask is repeated by numbers, so that no size depends on values",
+        (
+            case(
+                lambda v: ((v[:1] > 0).expand(v.size()).float() * v).sum(1),
+                x(4, 5),
+                dynamic=True,
+            ),
+        ),
+        held_by="tests/e2e/test_dynamic_shapes.py::test_a_mean_under_a_mask_has_a_known_size",
+    ),
+    Regression(
         issues(COREMLTOOLS, 2785),
         "`layer_norm` over a dynamic dimension failed to convert",
         Here.REFUSED,

@@ -213,12 +213,6 @@ RECORDS = (
         "an error of the device; `check` finds such states",
     ),
     Regression(
-        issues(COREMLTOOLS, 2825),
-        "With a dynamic length, a mean under a mask crashes GPU and neural engine",
-        Here.NOT_CONCERNED,
-        "an error of the device; `check` finds dynamic shapes",
-    ),
-    Regression(
         issues(COREMLTOOLS, 2806),
         "`gather_nd` and `scatter_nd` compared indices with the wrong dimensions",
         Here.NOT_CONCERNED,

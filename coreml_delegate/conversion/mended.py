@@ -22,6 +22,8 @@ _ROUNDING = 1e-3
 def mended_conversion() -> Generator[None]:
     """Let coremltools convert programs without these errors.
 
+    - ``fuse_conv_bias`` negates in place what is subtracted from a convolution, which is the memory
+      of the model that is lowered.
     - ``fuse_conv_scale`` takes a constant that is divided by a convolution for a divisor:
       apple/coremltools#2776.
     - ``fuse_matmul_weight_bias`` makes a linear layer of a difference whichever operand the product
@@ -39,13 +41,28 @@ def mended_conversion() -> Generator[None]:
 
     mb: Any = Builder
     passes: Any = defs
-    conv_scale = passes.optimize_conv.fuse_conv_scale
+    conv_bias, conv_scale = (
+        passes.optimize_conv.fuse_conv_bias,
+        passes.optimize_conv.fuse_conv_scale,
+    )
     mean = passes.cleanup.fuse_reduce_mean
     product_bias = passes.optimize_linear.fuse_matmul_weight_bias
     transposes = passes.optimize_repeat_ops._TransposeOptimization
+    fuse_bias = conv_bias._try_to_transform
     fuse_scale, fuse_mean = conv_scale._try_to_transform, mean._try_to_transform
     find_bias, visit = product_bias._find_candidate_op, transposes._visit_op
     dequantize = mb.constexpr_affine_dequantize
+
+    def fuse_difference(conv: Any, total: Any) -> bool:
+        if total.op_type == "sub" and isinstance(total.y.val, np.ndarray):
+            block, (difference,) = total.enclosing_block, total.outputs
+            added = mb.add(x=total.x, y=-total.y.val, before_op=total, name=difference.name)
+            is_replaced = block.try_replace_uses_of_var_after_op(
+                anchor_op=total, old_var=difference, new_var=added
+            )
+            block.remove_ops([total if is_replaced else added.op])
+            return is_replaced and fuse_bias(conv, added.op)
+        return fuse_bias(conv, total)
 
     def fuse_divisor(conv: Any, scale: Any) -> bool:
         is_dividend = scale.op_type == "real_div" and scale.x.val is not None
@@ -73,6 +90,7 @@ def mended_conversion() -> Generator[None]:
         return dequantize(quantized_data=data, zero_point=zero, **keywords)
 
     with (
+        mock.patch.object(conv_bias, "_try_to_transform", staticmethod(fuse_difference)),
         mock.patch.object(conv_scale, "_try_to_transform", staticmethod(fuse_divisor)),
         mock.patch.object(mean, "_try_to_transform", staticmethod(fuse_true_mean)),
         mock.patch.object(product_bias, "_find_candidate_op", staticmethod(find_added_bias)),

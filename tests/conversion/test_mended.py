@@ -8,7 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from support.lowering import fp32_specs, lower
 
+from coreml_delegate import runtime
+from coreml_delegate.compile_options import Precision
 from coreml_delegate.conversion.mended import mended_conversion
 from coreml_delegate.third_party import coremltools
 
@@ -16,7 +20,48 @@ ct = coremltools()
 mb = ct.converters.mil.Builder
 SQUARE = np.arange(9, dtype=np.float32).reshape(3, 3)
 ROW = np.arange(3, dtype=np.float32)
+HELD = np.empty((3, 1, 1), np.float32)
 SPEC = {"input_specs": [mb.TensorSpec((3, 3))], "opset_version": ct.target.iOS17}
+
+
+class Centred(torch.nn.Module):
+    """A convolution less a constant that belongs to the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = torch.nn.Conv2d(1, 3, 1)
+        self.register_buffer("mean", torch.full((3, 1, 1), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.convolution(x) - self.mean
+
+
+def test_the_model_stays_as_it_is() -> None:
+    model, x = Centred(), torch.rand(1, 1, 2, 2)
+    expected = model(x)
+    for precision in (Precision.FLOAT32, Precision.FLOAT16):
+        lowered = lower(model, (x,), compile_specs=fp32_specs(compute_precision=precision))
+        (result,) = runtime.load_program(lowered.pte).run("forward", [x])
+        torch.testing.assert_close(result, expected, atol=2e-3, rtol=2e-3)
+    assert torch.equal(model.mean, torch.full((3, 1, 1), 0.5))
+
+
+def difference_in_place(x: Any) -> Any:
+    image = mb.reshape(x=x, shape=[1, 1, 3, 3])
+    convolution = mb.conv(x=image, weight=np.ones((3, 1, 1, 1), np.float32))
+    return mb.sub(x=convolution, y=HELD)
+
+
+@pytest.mark.parametrize("is_mended", [True, False], ids=["mended", "alone"])
+def test_what_is_subtracted_is_not_negated_in_place(is_mended: bool) -> None:
+    HELD.fill(0.5)
+    program = mb.program(**SPEC)(difference_in_place)
+    with mended_conversion() if is_mended else nullcontext():
+        registry = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY
+        registry["common::fuse_conv_bias"](program)
+    assert HELD[0, 0, 0] == (0.5 if is_mended else -0.5)
+    (convolution,) = (op for op in program.functions["main"].operations if op.op_type == "conv")
+    np.testing.assert_array_equal(convolution.bias.val, np.full(3, -0.5, np.float32))
 
 
 def quotient(x: Any) -> Any:

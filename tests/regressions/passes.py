@@ -6,7 +6,7 @@ import torch
 from ops.op_samples.sample import TensorArg, i, w, x
 from torch.nn import functional
 
-from regressions.record import COREMLTOOLS, Here, Regression, case, issues
+from regressions.record import COREMLTOOLS, Here, Regression, case, issues, released
 
 _COMPRESSION = "tests/test_weight_compression.py"
 _SQUARE = (w(3, 3), w(3))
@@ -25,6 +25,25 @@ def _positive(*shape: int) -> TensorArg:
 
 
 RECORDS = (
+    Regression(
+        released("9.0"),
+        "What is subtracted from a convolution was negated in the memory of the model, so that the "
+        "model itself, and the next program that was made of it, was wrong",
+        Here.REPAIRED,
+        "the negative is added, a constant of its own",
+        (
+            case(
+                lambda v, c, k: functional.conv2d(v, k) - c,
+                *(x(1, 2, 4, 4), w(3, 1, 1), w(3, 2, 1, 1)),
+                note="subtracted",
+            ),
+            case(
+                lambda v, c, k, b: functional.conv1d(v, k, b) - c + c * 2,
+                *(x(1, 2, 4), w(1), w(3, 2, 1), w(3)),
+                note="subtracted-and-used",
+            ),
+        ),
+    ),
     Regression(
         issues(COREMLTOOLS, 2776),
         "A constant divided by a convolution became the convolution divided by the constant",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,8 +86,17 @@ def _lower(
 ) -> Lowered:
     partitioner = CoreMLPartitioner(**({"compile_specs": fp32_specs()} | options))
     exported = torch.export.export(module.eval(), inputs)
+    before = {name: value.clone() for name, value in _tensors(module)}
     edge = to_edge_transform_and_lower(exported, partitioner=[partitioner], compile_config=config)
+    assert [n for n, value in _tensors(module) if not torch.equal(value, before[n])] == []
     return Lowered.of(edge, partitioner)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The plain tensors of a module, which lowering may not change: NaN is not compared."""
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        if type(value) in (torch.Tensor, nn.Parameter):
+            yield name, value.detach().nan_to_num() if value.is_floating_point() else value.detach()
 
 
 def lower_core_aten(module: nn.Module, inputs: Inputs, **options: Any) -> Lowered:

@@ -48,8 +48,7 @@ _CODE_PRESERVING = frozenset(
     }
 )
 
-# Elementwise ops that the plugin fuses with a reduction before them.
-_FUSED = frozenset(
+FUSED_WITH_REDUCTIONS = frozenset(
     {
         "Abs",
         "Add",
@@ -76,10 +75,11 @@ _FUSED = frozenset(
         "Tanh",
     }
 )
+"""Elementwise ops that the plugin fuses with a reduction before them."""
 
 # Ops between matrix products that the plugin fuses into one loop with them.
 _IN_ONE_LOOP = (
-    _FUSED
+    FUSED_WITH_REDUCTIONS
     | {_FAKE_QUANTIZE, "Ceiling", "Convert", "Erf", "Floor", "FloorMod", "Mod", "Round", "Select"}
     | {"Softmax", "SquaredDifference"}
 )
@@ -101,7 +101,7 @@ def _mend_concat(join: Any) -> None:
     bounds = [tuple(constant_data(grid.input_value(end)) for end in (3, 4)) for grid in grids]
     if any(not _equal(pair, bounds[0]) for pair in bounds):
         for grid in grids:
-            if _is_fed_by(grid, _FUSED | _CODE_PRESERVING, (_FAKE_QUANTIZE,)):
+            if _is_fed_by(grid, FUSED_WITH_REDUCTIONS | _CODE_PRESERVING, (_FAKE_QUANTIZE,)):
                 _stop_codes(grid, 0)
             # After a convolution and before other values, the plugin fuses it with the former.
             grid.output(0).replace(_decompose_fake_quantize(grid))
@@ -176,7 +176,9 @@ def _mend_bounds(node: Any) -> None:
 
 def _mend_fake_quantize(grid: Any) -> None:
     """Mend a fake-quantize of extrema: the plugin looks for them among values already rounded."""
-    if _has_fixed_bounds(grid) and _is_fed_by(grid, _FUSED, ("ReduceMax", "ReduceMin")):
+    if _has_fixed_bounds(grid) and _is_fed_by(
+        grid, FUSED_WITH_REDUCTIONS, ("ReduceMax", "ReduceMin")
+    ):
         _stop_codes(grid, 0)
         grid.output(0).replace(_decompose_fake_quantize(grid))
 

@@ -43,6 +43,34 @@ def _run(function, inputs):
     return [results[name] for name in main.block.outputs], kernels
 
 
+# Reductions and the constants that follow.
+
+
+@pytest.mark.parametrize("keep_dims", [True, False], ids=["kept", "dropped"])
+@pytest.mark.parametrize("axis", [0, 1, 2, -1])
+@pytest.mark.parametrize("kind", ["mean", "sum", "max", "l2_norm"])
+def test_a_constant_for_each_row_is_added_to_what_is_reduced(kind, axis, keep_dims):
+    x = _floats(2, 3, 4)
+    reduced = _REDUCED[kind](x, axis, keep_dims)
+    for shape in ([d if i == at else 1 for i, d in enumerate(reduced.shape)] for at in range(3)):
+        constant = _floats(*shape[: reduced.ndim])
+
+        def function(x, constant=constant):
+            total = getattr(mb, f"reduce_{kind}")(x=x, axes=[axis], keep_dims=keep_dims)
+            return mb.sub(x=constant, y=mb.mul(x=total, y=np.float32(0.5)))
+
+        (result,), _ = _run(function, {"x": x})
+        np.testing.assert_allclose(result, constant - reduced / 2, rtol=1e-5, atol=1e-5)
+
+
+_REDUCED = {
+    "mean": lambda x, axis, keep: x.mean(axis, keepdims=keep),
+    "sum": lambda x, axis, keep: x.sum(axis, keepdims=keep),
+    "max": lambda x, axis, keep: x.max(axis, keepdims=keep),
+    "l2_norm": lambda x, axis, keep: np.sqrt((x * x).sum(axis, keepdims=keep)),
+}
+
+
 # Root-mean-square norm, in the form in which it is lowered.
 
 

@@ -1,0 +1,75 @@
+"""Reductions that OpenVINO 2026.4's CPU plugin fuses with the ops that follow, wrongly.
+
+It fuses elementwise ops with a reduction before them. Of a tensor of three dimensions that is
+reduced along the first or the last, a constant with a number for each place of the middle one is
+then read as one number: ``x.mean(2) + bias[None]``, as behind pooling over time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from openvino import opset15 as ops
+
+from coreml_delegate.runtime.engines.openvino.graph import constant_data, constant_ints, ints
+from coreml_delegate.runtime.engines.openvino.plugin.quantized import FUSED_WITH_REDUCTIONS
+
+_REDUCTIONS = frozenset(
+    f"Reduce{name}" for name in ("L1", "L2", "Max", "Mean", "Min", "Prod", "Sum")
+)
+_RANK = 3
+
+
+def keep_constants_of_rows(model: Any) -> None:
+    """Rewrite ``model``, in place, where a reduction would be fused with a constant of rows.
+
+    It is made of four dimensions, the last of them one, of which the plugin reads constants right.
+    """
+    for node in list(model.get_ops()):
+        if node.get_type_name() in _REDUCTIONS and _is_misread(node):
+            _add_dimension(node)
+
+
+def _is_misread(reduction: Any) -> bool:
+    sizes = reduction.get_input_partial_shape(0)
+    axes = constant_ints(reduction.input_value(1))
+    if sizes.rank.is_dynamic or len(sizes) != _RANK or axes is None:
+        return False
+    if {axis % _RANK for axis in axes} not in ({0}, {2}):
+        return False
+    value = reduction.output(0)
+    while (readers := list(value.get_target_inputs())) and len(readers) == 1:
+        reader = readers[0].get_node()
+        if reader.get_type_name() not in FUSED_WITH_REDUCTIONS:
+            return False
+        places = range(reader.get_input_size())
+        others = [reader.input_value(i) for i in places if i != readers[0].get_index()]
+        constants = [_constant(other) for other in others]
+        if any(constant is None for constant in constants):
+            return False
+        if any(np.size(constant) > 1 for constant in constants):
+            return True
+        value = reader.output(0)
+    return False
+
+
+def _constant(value: Any) -> Any:
+    """Return the content of a constant, or of one that is cast; None for any other value."""
+    node = value.get_node()
+    return constant_data(node.input_value(0) if node.get_type_name() == "Convert" else value)
+
+
+def _add_dimension(reduction: Any) -> None:
+    (axis,) = {axis % _RANK for axis in constant_ints(reduction.input_value(1)) or ()}
+    wide = ops.unsqueeze(reduction.input_value(0), ints(_RANK))
+    readers = reduction.output(0).get_target_inputs()
+    reduction.input(0).replace_source_output(wide.output(0))
+    reduction.input(1).replace_source_output(ints([axis]).output(0))
+    is_kept = reduction.get_attributes()["keep_dims"]
+    reduction.set_attribute("keep_dims", False)
+    reduction.validate_and_infer_types()
+    narrow = ops.squeeze(reduction, ints(-1))
+    narrow = (ops.unsqueeze(narrow, ints(axis)) if is_kept else narrow).output(0)
+    for reader in readers:
+        reader.replace_source_output(narrow)

@@ -96,10 +96,12 @@ jax-suite: $(STAMP)
 	-$(TEST_ENV) $(BIN)/python -m tests.jax_suite -n 2 --results build/jax-suite.json
 	$(BIN)/python -m tests.jax_suite.support_table build/jax-suite.json
 
-# Damaged programs on each engine, and through native calls of openvino: 10,000 that depend on a seed
-# alone, then fifteen minutes of what libFuzzer makes. What that finds stays in build/fuzz.
+# Random models, lowered and compared with PyTorch. Damaged programs on each engine, and through
+# native calls of openvino: 10,000 that depend on a seed alone, then fifteen minutes of what libFuzzer
+# makes. What that finds stays in build/fuzz.
 ENGINES := reference openvino native
 fuzz: $(STAMP)
+	$(TEST_ENV) $(BIN)/python -m tests.fuzz.models --count 2400
 	for engine in $(ENGINES); do $(TEST_ENV) $(BIN)/python -m tests.fuzz.damaged --engine $$engine || exit 1; done
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[fuzz]"
 	for engine in $(ENGINES); do \

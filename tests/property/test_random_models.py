@@ -1,0 +1,16 @@
+"""Random models of a few ops in a row equal eager PyTorch, and stay as they are."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from support.random_models import draw_chain, wrong
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=[pytest.mark.slow] if n > 1 else []) for n in range(8)]
+)
+def test_lowered_models_equal_eager(seed: int) -> None:
+    source = random.Random(seed)
+    assert wrong([draw_chain(source) for _ in range(12)]) == []

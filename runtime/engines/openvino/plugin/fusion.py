@@ -18,7 +18,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     scalar,
 )
 from coreml_delegate.runtime.engines.openvino.plugin.quantized import keep_quantized_values
-from coreml_delegate.runtime.engines.openvino.plugin.reductions import keep_constants_of_rows
+from coreml_delegate.runtime.engines.openvino.plugin.reductions import mend_reductions
 from coreml_delegate.runtime.engines.openvino.plugin.rotation import fuse_rotary_embeddings
 
 # The epsilon of a MIL ``rsqrt`` that only guards against zero: 1e-12, which is 2**-24 in fp16.
@@ -34,7 +34,7 @@ def rewrite_for_plugin(model: Any) -> None:
     manager.run_passes(model)
     fuse_rotary_embeddings(model)
     keep_quantized_values(model)
-    keep_constants_of_rows(model)
+    mend_reductions(model)
 
 
 class _ScaledRmsNorm:

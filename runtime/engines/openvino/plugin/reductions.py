@@ -1,8 +1,11 @@
-"""Reductions that OpenVINO 2026.4's CPU plugin fuses with the ops that follow, wrongly.
+"""Reductions that OpenVINO 2026.4 joins with the ops that follow, wrongly.
 
-It fuses elementwise ops with a reduction before them. Of a tensor of three dimensions that is
-reduced along the first or the last, a constant with a number for each place of the middle one is
-then read as one number: ``x.mean(2) + bias[None]``, as behind pooling over time.
+The CPU plugin fuses elementwise ops with a reduction before them. Of a tensor of three dimensions
+that is reduced along the first or the last, a constant with a number for each place of the middle
+one is then read as one number: ``x.mean(2) + bias[None]``, as behind pooling over time.
+
+A reshape or transpose that changes no order of elements, as to a column, is dropped behind a
+reduction that drops its dimensions, and with it the shape.
 """
 
 from __future__ import annotations
@@ -18,17 +21,23 @@ from coreml_delegate.runtime.engines.openvino.plugin.quantized import FUSED_WITH
 _REDUCTIONS = frozenset(
     f"Reduce{name}" for name in ("L1", "L2", "Max", "Mean", "Min", "Prod", "Sum")
 )
+_MOVES = frozenset({"Reshape", "Transpose"})
 _RANK = 3
 
 
-def keep_constants_of_rows(model: Any) -> None:
-    """Rewrite ``model``, in place, where a reduction would be fused with a constant of rows.
+def mend_reductions(model: Any) -> None:
+    """Rewrite ``model``, in place, where a reduction would be joined with what follows, wrongly.
 
-    It is made of four dimensions, the last of them one, of which the plugin reads constants right.
+    Of four dimensions, the last of them one, the plugin reads constants right. A squeeze between
+    reduction and reshape keeps the shape.
     """
     for node in list(model.get_ops()):
-        if node.get_type_name() in _REDUCTIONS and _is_misread(node):
+        if node.get_type_name() not in _REDUCTIONS:
+            continue
+        if _is_misread(node):
             _add_dimension(node)
+        elif _loses_shape(node):
+            _squeeze_apart(node)
 
 
 def _is_misread(reduction: Any) -> bool:
@@ -52,6 +61,20 @@ def _is_misread(reduction: Any) -> bool:
             return True
         value = reader.output(0)
     return False
+
+
+def _loses_shape(reduction: Any) -> bool:
+    readers = [r.get_node().get_type_name() for r in reduction.output(0).get_target_inputs()]
+    return not reduction.get_attributes()["keep_dims"] and not _MOVES.isdisjoint(readers)
+
+
+def _squeeze_apart(reduction: Any) -> None:
+    readers = reduction.output(0).get_target_inputs()
+    reduction.set_attribute("keep_dims", True)
+    reduction.validate_and_infer_types()
+    narrow = ops.squeeze(reduction, reduction.input_value(1)).output(0)
+    for reader in readers:
+        reader.replace_source_output(narrow)
 
 
 def _constant(value: Any) -> Any:

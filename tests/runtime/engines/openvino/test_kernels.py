@@ -63,6 +63,30 @@ def test_a_constant_for_each_row_is_added_to_what_is_reduced(kind, axis, keep_di
         np.testing.assert_allclose(result, constant - reduced / 2, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("shape", "axis", "new"),
+    [
+        ((1, 3, 2), 1, (2, 1)),
+        ((2, 3, 4), 1, (8, 1)),
+        ((1, 3, 4), 1, (2, 2)),
+        ((2, 3, 1), 0, (1, 3)),
+    ],
+    ids=str,
+)
+def test_what_is_reduced_takes_another_shape(shape, axis, new):
+    def reshaped(x):
+        return mb.reshape(x=mb.reduce_mean(x=x, axes=[axis], keep_dims=False), shape=new)
+
+    def transposed(x):
+        return mb.transpose(x=mb.reduce_mean(x=x, axes=[axis], keep_dims=False), perm=[1, 0])
+
+    x = _floats(*shape)
+    reduced = x.mean(axis)
+    for function, expected in ((reshaped, reduced.reshape(new)), (transposed, reduced.T)):
+        (result,), _ = _run(function, {"x": x})
+        assert_close(result, expected)
+
+
 _REDUCED = {
     "mean": lambda x, axis, keep: x.mean(axis, keepdims=keep),
     "sum": lambda x, axis, keep: x.sum(axis, keepdims=keep),

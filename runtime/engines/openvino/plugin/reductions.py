@@ -5,7 +5,8 @@ that is reduced along the first or the last, a constant with a number for each p
 one is then read as one number: ``x.mean(2) + bias[None]``, as behind pooling over time.
 
 A reshape or transpose that changes no order of elements, as to a column, is dropped behind a
-reduction that drops its dimensions, and with it the shape.
+reduction that drops its dimensions, and with it the shape. A transpose before the reduction gets
+there as well: OpenVINO moves it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _REDUCTIONS = frozenset(
     f"Reduce{name}" for name in ("L1", "L2", "Max", "Mean", "Min", "Prod", "Sum")
 )
 _MOVES = frozenset({"Reshape", "Transpose"})
+_PASSED = frozenset({"Convert", "FakeQuantize"})
 _RANK = 3
 
 
@@ -64,8 +66,18 @@ def _is_misread(reduction: Any) -> bool:
 
 
 def _loses_shape(reduction: Any) -> bool:
+    if reduction.get_attributes()["keep_dims"]:
+        return False
     readers = [r.get_node().get_type_name() for r in reduction.output(0).get_target_inputs()]
-    return not reduction.get_attributes()["keep_dims"] and not _MOVES.isdisjoint(readers)
+    return not _MOVES.isdisjoint(readers) or _is_transposed(reduction.input_value(0))
+
+
+def _is_transposed(value: Any) -> bool:
+    """Whether a transpose comes before ``value``, alone or behind ops it is moved past."""
+    node = value.get_node()
+    while node.get_type_name() in _PASSED:
+        node = node.input_value(0).get_node()
+    return node.get_type_name() == "Transpose"
 
 
 def _squeeze_apart(reduction: Any) -> None:

@@ -87,6 +87,23 @@ def test_what_is_reduced_takes_another_shape(shape, axis, new):
         assert_close(result, expected)
 
 
+@pytest.mark.parametrize("keep_dims", [True, False], ids=["kept", "dropped"])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("shape", [(1, 4, 3), (4, 1, 3), (4, 3, 1)], ids=str)
+@pytest.mark.parametrize("is_cast", [True, False], ids=["cast", "as it is"])
+def test_what_is_transposed_and_reduced_keeps_its_shape(shape, axis, keep_dims, *, is_cast):
+    def function(x):
+        x = mb.transpose(x=x, perm=[1, 2, 0])
+        x = mb.cast(x=mb.cast(x=x, dtype="int32"), dtype="fp32") if is_cast else x
+        return mb.reduce_max(x=x, axes=[axis], keep_dims=keep_dims)
+
+    x = _floats(*shape) * 8
+    (result,), _ = _run(function, {"x": x})
+    moved = x.transpose(1, 2, 0)
+    expected = (np.trunc(moved) if is_cast else moved).max(axis, keepdims=keep_dims)
+    assert_close(result, expected)
+
+
 _REDUCED = {
     "mean": lambda x, axis, keep: x.mean(axis, keepdims=keep),
     "sum": lambda x, axis, keep: x.sum(axis, keepdims=keep),

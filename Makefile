@@ -114,8 +114,8 @@ upgrade: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e ".[test]"
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' > $(CONSTRAINTS)
 
-# pip compiles modules on one core, which takes longer than the rest; some are of other versions of
-# Python.
+# pip compiles modules on one core, which takes longer than all else. compileall fails for a few that
+# are written for other versions of Python; nothing imports them.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS) -e ".[test]"

@@ -83,8 +83,9 @@ def _compress(
 def _shared_weights(model: Any, stage: Stage, option: str) -> dict[str, Mapping[str, Any] | None]:
     """Return the configurations of weights whose readers have different ones, by name.
 
-    coremltools refuses such a weight, and with it the model. Here what one reader asks for is done,
-    although another is left out: a table of embeddings that is the output layer too is compressed.
+    Coremltools refuses such a weight, and with it the model. Here, a weight is compressed if one
+    reader has a configuration and the others have none: a table of embeddings that is the output
+    layer as well.
 
     Raises:
         OptionError: Two readers ask for different compressions.
@@ -130,7 +131,7 @@ def _is_compressed(op: Any, configs: Sequence[Mapping[str, Any]]) -> bool:
 
 @contextmanager
 def _scales_in_tables() -> Generator[None]:
-    """Keep coremltools 9.0 from two errors with a scale per channel.
+    """Work around two errors of coremltools 9.0 with a scale per channel.
 
     It scales what is looked up in a table, by an op that macOS 26 does not load for the neural
     engine (apple/coremltools#2688): here the table is scaled, which gives the same numbers. And it

@@ -103,8 +103,8 @@ def _is_biased_attention(view: FunctionView, op: Op) -> bool:
 
 def _maker(view: FunctionView, op: Op, operand: str, op_type: str) -> Op | None:
     """Return the op of a type that makes an operand, or None."""
-    bindings = op.inputs.get(operand, ())
-    maker = view.makers.get(bindings[0].name) if isinstance(bindings[0], Ref) else None
+    binding = op.inputs[operand][0]
+    maker = view.makers.get(binding.name) if isinstance(binding, Ref) else None
     return maker if maker is not None and maker.type == op_type else None
 
 

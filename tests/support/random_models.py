@@ -1,7 +1,7 @@
 """Random models of a few ops in a row, the same ones for a seed.
 
-Graph passes of coremltools and of OpenVINO look for a few ops in a row, and make another of them.
-What they take by mistake shows in the numbers alone.
+Graph passes of coremltools and OpenVINO replace a few ops in a row by another. If one replaces ops
+that it should not, only the numbers show it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Reductions that OpenVINO 2026.4 joins with the ops that follow, wrongly.
+"""Workarounds for reductions that OpenVINO 2026.4 fuses wrongly with the ops around them.
 
 The CPU plugin fuses elementwise ops with a reduction before them. Of a tensor of three dimensions
 that is reduced along the first or the last, a constant with a number for each place of the middle
 one is then read as one number: ``x.mean(2) + bias[None]``, as behind pooling over time.
 
-A reshape or transpose that changes no order of elements, as to a column, is dropped behind a
-reduction that drops its dimensions, and with it the shape. A transpose before the reduction gets
-there as well: OpenVINO moves it.
+After a reduction without ``keep_dims``, it removes a reshape or transpose that keeps the order of
+elements, as to a column, and the result has the wrong shape. A transpose before the reduction is
+removed too: OpenVINO moves it behind first.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _RANK = 3
 
 
 def mend_reductions(model: Any) -> None:
-    """Rewrite ``model``, in place, where a reduction would be joined with what follows, wrongly.
+    """Rewrite ``model``, in place, where the plugin would fuse a reduction wrongly.
 
-    Of four dimensions, the last of them one, the plugin reads constants right. A squeeze between
-    reduction and reshape keeps the shape.
+    The plugin reads constants right if the reduced tensor has a fourth dimension, of one element.
+    A squeeze between reduction and reshape keeps the shape.
     """
     for node in list(model.get_ops()):
         if node.get_type_name() not in _REDUCTIONS:

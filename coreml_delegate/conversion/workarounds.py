@@ -1,4 +1,7 @@
-"""What coremltools 9.0 makes wrong of a MIL program, mended while it converts."""
+"""Workarounds for errors of coremltools 9.0, in force during a conversion.
+
+Without them, some graph passes change what a program computes, and give no warning.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ _ROUNDING = 1e-3
 
 
 @contextmanager
-def mended_conversion() -> Generator[None]:
-    """Let coremltools convert programs without these errors.
+def coremltools_workarounds() -> Generator[None]:
+    """Work around these errors of coremltools while the context lasts.
 
     - ``fuse_conv_bias`` negates in place what is subtracted from a convolution, which is the memory
       of the model that is lowered.

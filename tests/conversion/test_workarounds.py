@@ -1,4 +1,4 @@
-"""What coremltools makes wrong, seen to be wrong without the mend and right with it."""
+"""Each workaround: coremltools is right with it, and still wrong without it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.lowering import fp32_specs, lower
 
 from coreml_delegate import runtime
 from coreml_delegate.compile_options import Precision
-from coreml_delegate.conversion.mended import mended_conversion
+from coreml_delegate.conversion.workarounds import coremltools_workarounds
 from coreml_delegate.third_party import coremltools
 
 ct = coremltools()
@@ -52,14 +52,14 @@ def difference_in_place(x: Any) -> Any:
     return mb.sub(x=convolution, y=HELD)
 
 
-@pytest.mark.parametrize("is_mended", [True, False], ids=["mended", "alone"])
-def test_what_is_subtracted_is_not_negated_in_place(is_mended: bool) -> None:
+@pytest.mark.parametrize("is_applied", [True, False], ids=["with it", "without it"])
+def test_what_is_subtracted_is_not_negated_in_place(is_applied: bool) -> None:
     HELD.fill(0.5)
     program = mb.program(**SPEC)(difference_in_place)
-    with mended_conversion() if is_mended else nullcontext():
+    with coremltools_workarounds() if is_applied else nullcontext():
         registry = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY
         registry["common::fuse_conv_bias"](program)
-    assert HELD[0, 0, 0] == (0.5 if is_mended else -0.5)
+    assert HELD[0, 0, 0] == (0.5 if is_applied else -0.5)
     (convolution,) = (op for op in program.functions["main"].operations if op.op_type == "conv")
     np.testing.assert_array_equal(convolution.bias.val, np.full(3, -0.5, np.float32))
 
@@ -103,22 +103,22 @@ PASSES: dict[str, tuple[Callable[[Any], Any], str, list[str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("is_mended", [True, False], ids=["mended", "alone"])
+@pytest.mark.parametrize("is_applied", [True, False], ids=["with it", "without it"])
 @pytest.mark.parametrize("name", PASSES)
-def test_passes(name: str, is_mended: bool) -> None:
-    """Alone, a pass fails here as soon as coremltools mends it: the mend may go then."""
+def test_passes(name: str, is_applied: bool) -> None:
+    """If the case without it fails, coremltools has mended the pass: the workaround can go."""
     function, pass_name, kept, made = PASSES[name]
     program = mb.program(**SPEC)(function)
-    with mended_conversion() if is_mended else nullcontext():
+    with coremltools_workarounds() if is_applied else nullcontext():
         registry = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY
         registry[f"common::{pass_name}"](program)
     operations = program.functions["main"].operations
     types = [op.op_type for op in operations if op.op_type != "const"]
-    assert types == (kept if is_mended else made)
+    assert types == (kept if is_applied else made)
 
 
-@pytest.mark.parametrize("is_mended", [True, False], ids=["mended", "alone"])
-def test_weights_with_a_sign(is_mended: bool) -> None:
+@pytest.mark.parametrize("is_applied", [True, False], ids=["with it", "without it"])
+def test_weights_with_a_sign(is_applied: bool) -> None:
     data, zero = np.array([[-128, -1, 0, 127]], np.int8), np.array([5], np.int8)
 
     def weight(x: Any) -> Any:
@@ -126,7 +126,7 @@ def test_weights_with_a_sign(is_mended: bool) -> None:
         table = {"quantized_data": data, "zero_point": zero, "scale": scale, "axis": np.int32(0)}
         return mb.matmul(x=x, y=mb.constexpr_affine_dequantize(**table))
 
-    with mended_conversion() if is_mended else nullcontext():
+    with coremltools_workarounds() if is_applied else nullcontext():
         spec = {**SPEC, "input_specs": [mb.TensorSpec((2, 1))]}
         program = mb.program(**spec)(weight)
     (op,) = (
@@ -134,7 +134,7 @@ def test_weights_with_a_sign(is_mended: bool) -> None:
         for op in program.functions["main"].operations
         if op.op_type == "constexpr_affine_dequantize"
     )
-    assert op.quantized_data.val.dtype == (np.uint8 if is_mended else np.int8)
+    assert op.quantized_data.val.dtype == (np.uint8 if is_applied else np.int8)
     np.testing.assert_array_equal(
         op.materialized_val_inference(), (data.astype(np.float32) - 5) * np.float32(0.5)
     )

@@ -12,12 +12,12 @@ import torch
 
 from coreml_delegate import runtime
 from coreml_delegate.errors import OptionError
-from coreml_delegate.graph import DType, TensorType
 from coreml_delegate.scripts.inputs.sampling import generator, random_tensor
 from coreml_delegate.source_model import SourceModel
 from coreml_delegate.third_party import wrap_errors
 
 if TYPE_CHECKING:
+    from coreml_delegate.graph import TensorType
     from coreml_delegate.stablehlo import Program
 
 SUFFIXES = (".mlir", ".stablehlo", ".jax")
@@ -50,7 +50,7 @@ def compile_file(
         raise OptionError("no such file", got=str(path))
     program = stablehlo.compile(path, engine=engine or runtime.AUTO, options=options)
     types = [*program.parameters.values(), *program.outputs.values()]
-    if engine is None and any(type.dtype is DType.FLOAT16 for type in types):
+    if engine is None and any(type.dtype.numpy == np.float16 for type in types):
         return program.on("reference", options)
     return program
 

@@ -40,6 +40,16 @@ def test_help_imports_nothing_slow():
     assert done.stdout == "[]\n"
 
 
+def test_running_a_program_imports_nothing_that_lowers():
+    code = (
+        "import sys\n"
+        "from coreml_delegate.scripts import programs, recordings, summary\n"
+        "print(sorted({'executorch.exir', 'coreml_delegate.conversion'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as exit_:

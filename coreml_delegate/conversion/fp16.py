@@ -10,6 +10,9 @@ minus infinity: where a row is hidden altogether, as that of a padded token, sof
 zero, and where it is multiplied by a mask of ones and zeros, every zero becomes a nan. fp32 has a
 finite number in both places, so fp16 is given its own.
 
+**Scores.** Attention that is written out scales the products of queries and keys, which may have
+overflowed by then. One of the factors is scaled instead, as fused attention does.
+
 **Constants beyond fp16.** Coremltools keeps an op in fp32 if one of its constants overflows. Its
 own check indexes each constant with integers of 64 bits, which takes several times the memory of
 the constant.
@@ -32,9 +35,10 @@ from coreml_delegate.compile_options import KeepFp32
 from coreml_delegate.conversion.debug_handles import HANDLE
 from coreml_delegate.module_scope import ModulePattern, scopes_of
 from coreml_delegate.ops import record_of
-from coreml_delegate.ops.call import target_name
+from coreml_delegate.ops.call import DEQUANTIZE, target_name
 from coreml_delegate.ops.constants import is_stored, stored_value
 from coreml_delegate.ops.edits import ATEN, insert, set_arguments, value_of
+from coreml_delegate.ops.flops import elements
 from coreml_delegate.ops.record import MaskRole
 from coreml_delegate.third_party import quiet_import
 
@@ -147,6 +151,16 @@ def _bound_scores(node: Node) -> None:
 
 def _sources(scores: Node) -> Iterator[Any]:
     """Yield where values of ``scores`` may come from: numbers, constants, and added inputs."""
+    for node, is_added in _origins(scores):
+        if node.op != "call_function":
+            if is_added or is_stored(node):
+                yield node
+        elif MaskRole.CARRIES in _role(node):
+            yield from (a for a in node.args if isinstance(a, float | int))
+
+
+def _origins(scores: Node) -> Iterator[tuple[Node, bool]]:
+    """Yield the nodes whose values may be among ``scores``, and whether they come as a term."""
     seen: set[Node] = set()
     open_ends = [(scores, False)]
     while open_ends:
@@ -154,16 +168,11 @@ def _sources(scores: Node) -> Iterator[Any]:
         if node in seen:
             continue
         seen.add(node)
-        if node.op != "call_function":
-            if is_added or is_stored(node):
-                yield node
-            continue
+        yield node, is_added
         role = _role(node)
-        if MaskRole.CARRIES not in role:
-            continue
-        yield from (a for a in node.args if isinstance(a, float | int))
-        adds = is_added or MaskRole.ADDS in role
-        open_ends += [(source, adds) for source in node.all_input_nodes]
+        if MaskRole.CARRIES in role:
+            adds = is_added or MaskRole.ADDS in role
+            open_ends += [(source, adds) for source in node.all_input_nodes]
 
 
 def _hides(source: Any) -> bool:
@@ -180,6 +189,76 @@ def _exceeds(argument: Any, limit: float) -> bool:
         return False
     extremes = map(float, torch.aminmax(value.detach()))
     return any(limit <= abs(extreme) < math.inf for extreme in extremes)
+
+
+# Scores
+
+_EINSUM = "aten.einsum.default"
+_PRODUCTS = {"aten.matmul.default": "matmul", "aten.bmm.default": "matmul", _EINSUM: "einsum"}
+"""Products of matrices, and the MIL ops that compute them."""
+_MULTIPLIES = frozenset({"aten.mul.Tensor", "aten.mul.Scalar"})
+_DIVIDES = frozenset({"aten.div.Tensor", "aten.div.Scalar"})
+
+
+def scale_before_products(
+    program: ExportedProgram, in_fp32: Collection[int], ops: Collection[str]
+) -> None:
+    """Scale a factor of the products that become scores of a softmax, in place of the products.
+
+    Only scales below one move: they are what may keep a product from overflowing.
+
+    Args:
+        program: A prepared subgraph; edited in place.
+        in_fp32: Debug handles of the calls that stay in fp32.
+        ops: The MIL ops that stay in fp32.
+    """
+    for softmax in list(program.graph.nodes):
+        if MaskRole.NORMALIZES not in _role(softmax) or not isinstance(softmax.args[0], Node):
+            continue
+        for node, _ in list(_origins(softmax.args[0])):
+            product, scale = _scaled_product(node)
+            if product is None:
+                continue
+            if not _stays_fp32(product, _PRODUCTS[target_name(product.target)], in_fp32, ops):
+                _scale_before(product, node, scale)
+    program.graph_module.recompile()
+
+
+def _scaled_product(node: Node) -> tuple[Node | None, float]:
+    """Return the product of matrices that a call scales, and the scale; None if there is none."""
+    none = None, 1.0
+    target = target_name(node.target)
+    if target not in _MULTIPLIES | _DIVIDES or node.kwargs:
+        return none
+    product, scale = node.args
+    if target in _MULTIPLIES and is_stored(product):
+        product, scale = scale, product
+    value = stored_value(scale)
+    if value is None or value.numel() != 1 or not isinstance(product, Node):
+        return none
+    number = float(value)
+    if not (0 < abs(number) < 1 if target in _MULTIPLIES else 1 < abs(number) < math.inf):
+        return none
+    if target_name(product.target) not in _PRODUCTS or len(product.users) > 1:
+        return none
+    factors = product.all_input_nodes
+    if len(factors) != 2:
+        return none  # a square, each of whose factors would be scaled, or a sum
+    if value_of(product).shape != value_of(node).shape or any(u.op == "output" for u in node.users):
+        return none
+    if any(target_name(factor.target) in DEQUANTIZE for factor in factors):
+        return none  # such a product may be one of integers
+    return product, number if target in _MULTIPLIES else 1 / number
+
+
+def _scale_before(product: Node, node: Node, scale: float) -> None:
+    """Replace ``node``, which is ``product`` times ``scale``, by the product of a scaled factor."""
+    factor = min(product.all_input_nodes, key=lambda factor: elements(value_of(factor)))
+    scaled = insert(product, ATEN.mul.Scalar, factor, scale)
+    scaled.meta = {**node.meta, "val": scaled.meta["val"]}
+    product.replace_input_with(factor, scaled)
+    node.replace_all_uses_with(product)
+    node.graph.erase_node(node)
 
 
 # Constants beyond fp16

@@ -103,6 +103,7 @@ def _convert(program: ExportedProgram, options: CompileOptions) -> Files:
     sizes = {} if inputs else symbols.relations_of(program)
     prepare(program)
     if options.precision is Precision.FLOAT16:
+        fp16.scale_before_products(program, in_fp32, options.keep_fp32.ops)
         fp16.bound_masks(program, in_fp32, options.keep_fp32.ops)
     with convert_program(program, options, in_fp32) as conversion:
         names = contract.check_model(boundary, conversion.spec)

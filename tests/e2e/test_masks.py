@@ -159,6 +159,50 @@ def test_what_stays_in_fp32_keeps_its_range() -> None:
     assert sqnr_db(expected, actual.numpy()) > SQNR_FP16
 
 
+WIDTH = 64
+SCALE = WIDTH**-0.5
+CONSTANT = torch.tensor(SCALE)
+SCALED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "multiplied": lambda q, k: (q @ k.mT) * SCALE,
+    "divided": lambda q, k: q @ k.mT / WIDTH**0.5,
+    "constant first": lambda q, k: CONSTANT * (q @ k.mT),
+    "batches of matrices": lambda q, k: torch.bmm(q[0], k[0].mT) * SCALE,
+    "indices": lambda q, k: torch.einsum("bhid,bhjd->bhij", q, k) * SCALE,
+    "behind a mask": lambda q, k: ((q @ k.mT) * SCALE).masked_fill(~causal()[:, :4], LOWEST),
+    "plus a bias": lambda q, k: (q @ k.mT) * SCALE + torch.ones(4),
+    "negative": lambda q, k: (q @ -k.mT) * -SCALE,
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scores_that_overflow_before_they_are_scaled(name: str) -> None:
+    torch.manual_seed(0)
+    # Like keys for like queries: the products are up to 90,000, and 11,000 once scaled.
+    q = 2 * torch.eye(TOKENS, WIDTH) + torch.randn(2, 3, TOKENS, WIDTH) / 16
+    q, k = 150 * q, 150 * q[..., :4, :]
+    assert 2e4 < SCALED[name](q, k).max() * SCALE**-1 > 65504 > SCALED[name](q, k).max()
+    module = Attending(lambda q, k: torch.softmax(SCALED[name](q, k), -1))
+    check(module, (q, k), Precision.FLOAT16)
+
+
+@pytest.mark.parametrize(
+    ("scores", "products"),
+    [
+        (lambda x, y: (x @ y.mT) * SCALE, 1),
+        # The scale is one of fp16's own range, or the products have another reader.
+        (lambda x, y: (x @ y.mT) * 2.5, 1),
+        (lambda x, y: x @ y.mT + (x @ y.mT) * SCALE, 2),
+    ],
+    ids=["moved", "enlarging", "two products"],
+)
+def test_scaling_first_costs_no_op(scores: Attention, products: int) -> None:
+    x, _ = inputs()
+    module = Attending(lambda x, y: torch.softmax(scores(x, y), -1))
+    (function,) = delegate_functions(lowered(module, (x, x), Precision.FLOAT16))
+    ops = [op.type for op in function.block.ops]
+    assert (ops.count("matmul"), ops.count("mul")) == (products, 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_padded_batch_of_transformers(attention: str) -> None:

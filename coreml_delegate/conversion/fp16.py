@@ -67,7 +67,7 @@ def mark_fp32_calls(program: ExportedProgram, keep: KeepFp32) -> frozenset[int]:
     )
 
 
-def _stays_fp32(node: Node, op: str, handles: Collection[int], ops: Collection[str]) -> bool:
+def stays_fp32(node: Node, op: str, handles: Collection[int], ops: Collection[str]) -> bool:
     """Return whether a call, translated to MIL op ``op``, stays in fp32."""
     return op in ops or node.meta.get(HANDLE) in handles
 
@@ -112,9 +112,9 @@ def bound_masks(program: ExportedProgram, in_fp32: Collection[int], ops: Collect
     """
     for node in list(program.graph.nodes):
         role = _role(node)
-        if MaskRole.SCALES in role and not _stays_fp32(node, "mul", in_fp32, ops):
+        if MaskRole.SCALES in role and not stays_fp32(node, "mul", in_fp32, ops):
             _bound_factors(node)
-        elif MaskRole.NORMALIZES in role and not _stays_fp32(node, "softmax", in_fp32, ops):
+        elif MaskRole.NORMALIZES in role and not stays_fp32(node, "softmax", in_fp32, ops):
             _bound_scores(node)
     program.graph_module.recompile()
 
@@ -219,7 +219,7 @@ def scale_before_products(
             product, scale = _scaled_product(node)
             if product is None:
                 continue
-            if not _stays_fp32(product, _PRODUCTS[target_name(product.target)], in_fp32, ops):
+            if not stays_fp32(product, _PRODUCTS[target_name(product.target)], in_fp32, ops):
                 _scale_before(product, node, scale)
     program.graph_module.recompile()
 

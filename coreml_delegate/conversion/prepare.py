@@ -13,6 +13,7 @@ Source: ExecuTorch 1.0 to 1.5, Core ML runtime: ``multiarray`` conversion.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,8 +32,14 @@ from coreml_delegate.ops.high_rank import has_high_rank, merge_dimensions
 from coreml_delegate.ops.record import OpRecord
 
 
-def prepare(program: ExportedProgram) -> None:
+def prepare(
+    program: ExportedProgram, then: Callable[[ExportedProgram], None] | None = None
+) -> None:
     """Rewrite ``program`` in place; what it computes does not change.
+
+    Args:
+        program: A subgraph.
+        then: Further rewrites, of the prepared program and of each branch that it holds.
 
     Raises:
         ContractError: See ``make_states``.
@@ -47,7 +54,7 @@ def prepare(program: ExportedProgram) -> None:
         if record is not None and record.rewrite is not None:
             record.rewrite(node)
         if behind_edge(node.target) in HELD:
-            _prepare_branches(node)
+            _prepare_branches(node, then)
     _retype_floats(program)
     _set_row_major_strides(program)
     _widen_integers(program)
@@ -57,15 +64,17 @@ def prepare(program: ExportedProgram) -> None:
     for output in dict.fromkeys(outputs):
         if isinstance(output, Node) and _may_be_skipped(output):
             _add_identity(output)
+    if then is not None:
+        then(program)
     program.graph_module.recompile()
 
 
-def _prepare_branches(node: Node) -> None:
+def _prepare_branches(node: Node, then: Callable[[ExportedProgram], None] | None) -> None:
     """Rewrite the branches that a call of control flow holds."""
     text, *arguments = node.args
     branches = read_branches(str(text))
     for branch in branches:
-        prepare(branch)
+        prepare(branch, then)
         _leave_edge_dialect(branch)
     node.args = (write_branches(branches), *arguments)
 

@@ -31,7 +31,6 @@ from coreml_delegate.ops.edits import (
 )
 from coreml_delegate.ops.merging import pointwise
 from coreml_delegate.ops.mil_ops import floor_divide
-from coreml_delegate.ops.normalization import scale_mean_square
 from coreml_delegate.ops.quantization import Pattern, Quantization, Tail, activation
 from coreml_delegate.ops.record import MaskRole, OpRecord, Rewrite
 
@@ -302,11 +301,6 @@ def _clamp(node: Node) -> None:
         become(node, (ATEN.clamp_min if bounds[1] is None else ATEN.clamp_max).default, x, *given)
 
 
-def _rsqrt(node: Node) -> None:
-    promote("self")(node)
-    scale_mean_square(node)
-
-
 def _logical(target: Any) -> Rewrite:
     """A logical op on whatever is not zero."""
 
@@ -399,10 +393,9 @@ RECORDS = (
         _floating(f"aten.{name}.default")
         for name in (
             *("acos", "asin", "atan", "atanh", "cos", "cosh", "erf", "exp", "exp2", "expm1"),
-            *("log", "log10", "log1p", "log2", "sin", "sinh", "sqrt", "tan"),
+            *("log", "log10", "log1p", "log2", "rsqrt", "sin", "sinh", "sqrt", "tan"),
         )
     ),
-    _floating("aten.rsqrt.default", rewrite=_rsqrt),
     *(
         _floating(f"aten.{name}", rewrite=promote("self", "other"))
         for name in ("div.Scalar", "div.Tensor")

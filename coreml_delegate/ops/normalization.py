@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from coreml_delegate.ops.call import OpCall, target_name
-from coreml_delegate.ops.constants import is_stored, stored_value
+from coreml_delegate.ops.call import OpCall
+from coreml_delegate.ops.constants import is_stored
 from coreml_delegate.ops.constraints import (
     IsConstant,
     argument_is,
@@ -31,6 +32,8 @@ from coreml_delegate.ops.flops import per_result
 from coreml_delegate.ops.merging import leading
 from coreml_delegate.ops.quantization import Quantization, Tail
 from coreml_delegate.ops.record import OpRecord
+
+_SMALLEST = float(torch.finfo(torch.float16).smallest_normal)
 
 
 def _folded(call: OpCall) -> bool:
@@ -55,75 +58,57 @@ def _rms_norm(node: Node) -> None:
     x, weight, eps = (arguments[n] for n in ("input", "weight", "eps"))
     dims = list(range(-len(arguments["normalized_shape"]), 0))
     epsilon = torch.finfo(value_of(node).dtype).eps if eps is None else eps
-    scaled, _, root = _inverse_rms(node, x, dims, math.sqrt(epsilon))
+    scaled = scale_down(node, x, dims, epsilon)
+    square = insert(node, ATEN.mul.Tensor, scaled.x, scaled.x)
+    total = scaled.with_epsilon(node, insert(node, ATEN.mean.dim, square, dims, True))
+    root = insert(node, ATEN.rsqrt.default, total)
     if weight is None:
-        become(node, ATEN.mul.Tensor, scaled, root)
+        become(node, ATEN.mul.Tensor, scaled.x, root)
     else:
-        become(node, ATEN.mul.Tensor, insert(node, ATEN.mul.Tensor, scaled, root), weight)
+        become(node, ATEN.mul.Tensor, insert(node, ATEN.mul.Tensor, scaled.x, root), weight)
 
 
-def _inverse_rms(node: Node, x: Node, dims: list[int], floor: float) -> tuple[Node, Node, Node]:
-    """Return ``x`` scaled, the scale, and the inverse root mean square of what is scaled.
+@dataclass(frozen=True, slots=True)
+class ScaledDown:
+    """A tensor divided by its largest magnitudes, whose squares are one or less.
+
+    Attributes:
+        x: The quotient.
+        scale: What it was divided by, with sizes of one where a magnitude was the largest.
+        epsilon: What is added to the squares of the quotient, in place of an epsilon that is added
+            to those of the tensor; None without one.
+    """
+
+    x: Node
+    scale: Node
+    epsilon: Node | None
+
+    def with_epsilon(self, node: Node, squares: Node) -> Node:
+        """Return a sum or mean of squares, inserted before ``node``, with the epsilon added."""
+        if self.epsilon is None:
+            return squares
+        return insert(node, ATEN.add.Tensor, squares, self.epsilon)
+
+
+def scale_down(node: Node, x: Node, dims: list[int], epsilon: float) -> ScaledDown:
+    """Divide a tensor by its largest magnitude along dimensions.
 
     Args:
         node: The calls are made before it.
         x: A tensor.
-        dims: Dimensions of the mean.
-        floor: Root of the epsilon that is added to the mean square.
+        dims: Dimensions that a sum or mean of squares will be taken of.
+        epsilon: What would be added to the squares of ``x``; 0 for nothing.
     """
     largest = insert(node, ATEN.amax.default, insert(node, ATEN.abs.default, x), dims, True)
-    # At least the root of epsilon, so that their ratio is at most one.
-    scale = insert(node, ATEN.clamp.default, largest, floor)
+    root = math.sqrt(epsilon)
+    # At least the root of epsilon, so that their ratio is at most one, and nothing fp16 has not.
+    scale = insert(node, ATEN.clamp.default, largest, max(root, _SMALLEST))
     scaled = insert(node, ATEN.div.Tensor, x, scale)
-    square = insert(node, ATEN.mul.Tensor, scaled, scaled)
-    mean = insert(node, ATEN.mean.dim, square, dims, True)
+    if not epsilon:
+        return ScaledDown(scaled, scale, None)
     # (sqrt(eps) / scale) ** 2 is eps / scale ** 2 without its overflow.
-    ratio = insert(node, ATEN.div.Tensor, insert(node, ATEN.full_like.default, scale, floor), scale)
-    total = insert(node, ATEN.add.Tensor, mean, insert(node, ATEN.mul.Tensor, ratio, ratio))
-    return scaled, scale, insert(node, ATEN.rsqrt.default, total)
-
-
-def scale_mean_square(node: Node) -> None:
-    """Scale what a model squares before ``rsqrt``, so that it does not overflow in fp16.
-
-    Squares of numbers from 256 on do, and the norm of a row with one is zero:
-    pytorch/executorch#19523.
-
-    Args:
-        node: A call of ``rsqrt``, of a mean square with an epsilon or of something else.
-    """
-    found = _mean_square(node.args[0])
-    if found is None:
-        return
-    x, dims, epsilon = found
-    scaled, scale, root = _inverse_rms(node, x, dims, math.sqrt(epsilon))
-    for reader in list(node.users):
-        if target_name(reader.target) == "aten.mul.Tensor" and x in reader.args:
-            become(reader, ATEN.mul.Tensor, scaled, root)
-    become(node, ATEN.div.Tensor, root, scale)
-
-
-def _mean_square(node: Any) -> tuple[Node, list[int], float] | None:
-    """Return x, dimensions and epsilon of ``mean(x * x, dimensions, keepdim=True) + epsilon``."""
-    if not _calls(node, "aten.add.Tensor"):
-        return None
-    mean, epsilon = node.args
-    value = stored_value(epsilon)
-    if value is None or value.numel() != 1 or not value.item() > 0 or node.kwargs:
-        return None
-    if not _calls(mean, "aten.mean.dim") or not arguments_of(mean)["keepdim"]:
-        return None
-    square, dims = mean.args[:2]
-    is_square = (
-        _calls(square, "aten.square.default")
-        or (_calls(square, "aten.pow.Tensor_Scalar") and square.args[1] == 2)
-        or (_calls(square, "aten.mul.Tensor") and square.args[0] is square.args[1])
-    )
-    return (square.args[0], list(dims), value.item()) if is_square else None
-
-
-def _calls(node: Any, target: str) -> bool:
-    return isinstance(node, Node) and target_name(node.target) == target
+    ratio = insert(node, ATEN.div.Tensor, insert(node, ATEN.full_like.default, scale, root), scale)
+    return ScaledDown(scaled, scale, insert(node, ATEN.mul.Tensor, ratio, ratio))
 
 
 def _layer_norm(node: Node) -> None:

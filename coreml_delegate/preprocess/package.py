@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from coreml_delegate.conversion.debug_handles import (
     number_calls,
     with_handles,
 )
+from coreml_delegate.conversion.fp16_norms import scale_squares
 from coreml_delegate.conversion.kept_conversions import KeptConversion
 from coreml_delegate.conversion.prepare import prepare
 from coreml_delegate.dynamic_shapes import input_sizes, symbols
@@ -101,10 +102,7 @@ def _convert(program: ExportedProgram, options: CompileOptions) -> Files:
     calls = number_calls(program)
     in_fp32 = fp16.mark_fp32_calls(program, options.keep_fp32)
     sizes = {} if inputs else symbols.relations_of(program)
-    prepare(program)
-    if options.precision is Precision.FLOAT16:
-        fp16.scale_before_products(program, in_fp32, options.keep_fp32.ops)
-        fp16.bound_masks(program, in_fp32, options.keep_fp32.ops)
+    prepare(program, _precautions(options, in_fp32))
     with convert_program(program, options, in_fp32) as conversion:
         names = contract.check_model(boundary, conversion.spec)
         # Features may be named otherwise than inputs, but are in the same order.
@@ -119,6 +117,20 @@ def _convert(program: ExportedProgram, options: CompileOptions) -> Files:
         files = identify(model_files(conversion, is_declared=bool(inputs)), {"": names})[1]
         info = describe(conversion.spec, calls, conversion.calls, coremltools().__version__)
         return {**files, DEBUG_INFO: info.encode()}
+
+
+def _precautions(
+    options: CompileOptions, in_fp32: frozenset[int]
+) -> Callable[[ExportedProgram], None] | None:
+    """Return the rewrites of a prepared program that computes in fp16; None for another one."""
+    if options.precision is not Precision.FLOAT16:
+        return None
+
+    def rewrite(program: ExportedProgram) -> None:
+        for precaution in (fp16.scale_before_products, fp16.bound_masks, scale_squares):
+            precaution(program, in_fp32, options.keep_fp32.ops)
+
+    return rewrite
 
 
 def check_supported(program: ExportedProgram, target: Opset | None) -> None:

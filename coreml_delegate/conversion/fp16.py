@@ -13,6 +13,9 @@ finite number in both places, so fp16 is given its own.
 **Scores.** Attention that is written out scales the products of queries and keys, which may have
 overflowed by then. One of the factors is scaled instead, as fused attention does.
 
+**Norms.** Those that are written out square numbers first, which overflows from 256 on: the norm of
+such a row is zero, pytorch/executorch#19523. What is squared is scaled down.
+
 **Constants beyond fp16.** Coremltools keeps an op in fp32 if one of its constants overflows. Its
 own check indexes each constant with integers of 64 bits, which takes several times the memory of
 the constant.
@@ -39,7 +42,8 @@ from coreml_delegate.ops.call import DEQUANTIZE, target_name
 from coreml_delegate.ops.constants import is_stored, stored_value
 from coreml_delegate.ops.edits import ATEN, insert, set_arguments, value_of
 from coreml_delegate.ops.flops import elements
-from coreml_delegate.ops.record import MaskRole
+from coreml_delegate.ops.record import ScoreRole
+from coreml_delegate.ops.squares import root_of_squares
 from coreml_delegate.third_party import quiet_import
 
 # Calls that stay in fp32
@@ -112,16 +116,16 @@ def bound_masks(program: ExportedProgram, in_fp32: Collection[int], ops: Collect
     """
     for node in list(program.graph.nodes):
         role = _role(node)
-        if MaskRole.SCALES in role and not stays_fp32(node, "mul", in_fp32, ops):
+        if ScoreRole.SCALES in role and not stays_fp32(node, "mul", in_fp32, ops):
             _bound_factors(node)
-        elif MaskRole.NORMALIZES in role and not stays_fp32(node, "softmax", in_fp32, ops):
+        elif ScoreRole.NORMALIZES in role and not stays_fp32(node, "softmax", in_fp32, ops):
             _bound_scores(node)
     program.graph_module.recompile()
 
 
-def _role(node: Node) -> MaskRole:
+def _role(node: Node) -> ScoreRole:
     record = record_of(target_name(node.target)) if node.op == "call_function" else None
-    return MaskRole.NONE if record is None else record.mask_role
+    return ScoreRole.NONE if record is None else record.score_role
 
 
 def _bound_factors(node: Node) -> None:
@@ -155,7 +159,7 @@ def _sources(scores: Node) -> Iterator[Any]:
         if node.op != "call_function":
             if is_added or is_stored(node):
                 yield node
-        elif MaskRole.CARRIES in _role(node):
+        elif ScoreRole.CARRIES in _role(node):
             yield from (a for a in node.args if isinstance(a, float | int))
 
 
@@ -170,8 +174,8 @@ def _origins(scores: Node) -> Iterator[tuple[Node, bool]]:
         seen.add(node)
         yield node, is_added
         role = _role(node)
-        if MaskRole.CARRIES in role:
-            adds = is_added or MaskRole.ADDS in role
+        if ScoreRole.CARRIES in role:
+            adds = is_added or ScoreRole.ADDS in role
             open_ends += [(source, adds) for source in node.all_input_nodes]
 
 
@@ -193,11 +197,7 @@ def _exceeds(argument: Any, limit: float) -> bool:
 
 # Scores
 
-_EINSUM = "aten.einsum.default"
-_PRODUCTS = {"aten.matmul.default": "matmul", "aten.bmm.default": "matmul", _EINSUM: "einsum"}
-"""Products of matrices, and the MIL ops that compute them."""
-_MULTIPLIES = frozenset({"aten.mul.Tensor", "aten.mul.Scalar"})
-_DIVIDES = frozenset({"aten.div.Tensor", "aten.div.Scalar"})
+_MIL_PRODUCTS = ("matmul", "einsum")
 
 
 def scale_before_products(
@@ -213,13 +213,13 @@ def scale_before_products(
         ops: The MIL ops that stay in fp32.
     """
     for softmax in list(program.graph.nodes):
-        if MaskRole.NORMALIZES not in _role(softmax) or not isinstance(softmax.args[0], Node):
+        if ScoreRole.NORMALIZES not in _role(softmax) or not isinstance(softmax.args[0], Node):
             continue
         for node, _ in list(_origins(softmax.args[0])):
             product, scale = _scaled_product(node)
             if product is None:
                 continue
-            if not stays_fp32(product, _PRODUCTS[target_name(product.target)], in_fp32, ops):
+            if not any(stays_fp32(product, op, in_fp32, ops) for op in _MIL_PRODUCTS):
                 _scale_before(product, node, scale)
     program.graph_module.recompile()
 
@@ -227,19 +227,19 @@ def scale_before_products(
 def _scaled_product(node: Node) -> tuple[Node | None, float]:
     """Return the product of matrices that a call scales, and the scale; None if there is none."""
     none = None, 1.0
-    target = target_name(node.target)
-    if target not in _MULTIPLIES | _DIVIDES or node.kwargs:
+    role = _role(node)
+    if not role & (ScoreRole.SCALES | ScoreRole.DIVIDES) or node.kwargs:
         return none
     product, scale = node.args
-    if target in _MULTIPLIES and is_stored(product):
+    if ScoreRole.SCALES in role and is_stored(product):
         product, scale = scale, product
     value = stored_value(scale)
-    if value is None or value.numel() != 1 or not isinstance(product, Node):
+    if value is None or value.numel() != 1 or not isinstance(product, Node) or not value.item():
         return none
-    number = float(value)
-    if not (0 < abs(number) < 1 if target in _MULTIPLIES else 1 < abs(number) < math.inf):
+    number = float(value) if ScoreRole.SCALES in role else 1 / float(value)
+    if not 0 < abs(number) < 1:
         return none
-    if target_name(product.target) not in _PRODUCTS or len(product.users) > 1:
+    if ScoreRole.MULTIPLIES not in _role(product) or len(product.users) > 1:
         return none
     factors = product.all_input_nodes
     if len(factors) != 2:
@@ -248,7 +248,7 @@ def _scaled_product(node: Node) -> tuple[Node | None, float]:
         return none
     if any(target_name(factor.target) in DEQUANTIZE for factor in factors):
         return none  # such a product may be one of integers
-    return product, number if target in _MULTIPLIES else 1 / number
+    return product, number
 
 
 def _scale_before(product: Node, node: Node, scale: float) -> None:
@@ -259,6 +259,29 @@ def _scale_before(product: Node, node: Node, scale: float) -> None:
     product.replace_input_with(factor, scaled)
     node.replace_all_uses_with(product)
     node.graph.erase_node(node)
+
+
+# Norms
+
+_MIL_SQUARES = ("reduce_mean", "reduce_sum")
+
+
+def scale_squares(program: ExportedProgram, in_fp32: Collection[int], ops: Collection[str]) -> None:
+    """Divide what is squared below a root by its largest magnitude.
+
+    Args:
+        program: A prepared subgraph; edited in place.
+        in_fp32: Debug handles of the calls that stay in fp32.
+        ops: The MIL ops that stay in fp32.
+    """
+    for node in list(program.graph.nodes):
+        root = root_of_squares(node)
+        if root is None:
+            continue
+        if not any(stays_fp32(root.squares, op, in_fp32, ops) for op in _MIL_SQUARES):
+            root.scale_down()
+    program.graph.eliminate_dead_code()
+    program.graph_module.recompile()
 
 
 # Constants beyond fp16

@@ -26,7 +26,7 @@ from coreml_delegate.ops.edits import (
     value_of,
 )
 from coreml_delegate.ops.flops import nothing
-from coreml_delegate.ops.record import MaskRole, OpRecord, Rewrite
+from coreml_delegate.ops.record import OpRecord, Rewrite, ScoreRole
 
 
 def _broadcast(source: str) -> Rewrite:
@@ -65,7 +65,7 @@ def _eye(node: Node) -> None:
     become(node, ATEN._to_copy.default, equal, dtype=value_of(node).dtype)
 
 
-_op = partial(OpRecord, dtypes={"": ANY}, mask_role=MaskRole.CARRIES, flops=nothing)
+_op = partial(OpRecord, dtypes={"": ANY}, score_role=ScoreRole.CARRIES, flops=nothing)
 _decomposed = partial(_op, preserve=False)
 _random = partial(OpRecord, results=FLOAT, constraints=(static_result,))
 

@@ -32,7 +32,7 @@ from coreml_delegate.ops.edits import (
 from coreml_delegate.ops.merging import pointwise
 from coreml_delegate.ops.mil_ops import floor_divide
 from coreml_delegate.ops.quantization import Pattern, Quantization, Tail, activation
-from coreml_delegate.ops.record import MaskRole, OpRecord, Rewrite
+from coreml_delegate.ops.record import OpRecord, Rewrite, ScoreRole
 
 
 def _ordered(call: OpCall) -> bool:
@@ -369,7 +369,7 @@ _SMALL_POWER = holds(
     _power, ReasonCode.ARGUMENT, "Core ML has powers of integers from 2 to 4 alone"
 )
 
-_op = partial(OpRecord, mask_role=MaskRole.CARRIES, merge=pointwise)
+_op = partial(OpRecord, score_role=ScoreRole.CARRIES, merge=pointwise)
 # Their results are floats whatever they are given.
 _floating = partial(_op, dtypes={"": ANY}, rewrite=promote("self"))
 _numeric = partial(_op, dtypes={"": NUMERIC})
@@ -381,8 +381,9 @@ _power_of_floats = partial(
 )
 _ADD = Quantization((Pattern("add", tail=(Tail.ACTIVATION,), keeps_sign=True),))
 _MUL = Quantization((Pattern("mul", tail=(Tail.ACTIVATION,), keeps_sign=True),))
-_SUM = MaskRole.CARRIES | MaskRole.ADDS
-_PRODUCT = MaskRole.CARRIES | MaskRole.SCALES
+_SUM = ScoreRole.CARRIES | ScoreRole.ADDS
+_PRODUCT = ScoreRole.CARRIES | ScoreRole.SCALES
+_QUOTIENT = ScoreRole.CARRIES | ScoreRole.DIVIDES
 _CLAMPS = activation(lower_bound="min")
 
 RECORDS = (
@@ -397,7 +398,7 @@ RECORDS = (
         )
     ),
     *(
-        _floating(f"aten.{name}", rewrite=promote("self", "other"))
+        _floating(f"aten.{name}", rewrite=promote("self", "other"), score_role=_QUOTIENT)
         for name in ("div.Scalar", "div.Tensor")
     ),
     _floating("aten.atan2.default", rewrite=_atan2),
@@ -416,19 +417,19 @@ RECORDS = (
     _arithmetic("aten.remainder.Scalar_Tensor", rewrite=_remainder_of_number),
     _arithmetic("aten.rsub.Scalar", rewrite=_rsub),
     _arithmetic("aten.sub.Scalar", rewrite=_add_scaled(ATEN.sub.Scalar)),
-    _arithmetic("aten.sub.Tensor", rewrite=_add_scaled(ATEN.sub.Tensor), mask_role=_SUM),
-    _number("aten.add.Scalar", rewrite=_add_scaled(ATEN.add.Scalar), mask_role=_SUM),
+    _arithmetic("aten.sub.Tensor", rewrite=_add_scaled(ATEN.sub.Tensor), score_role=_SUM),
+    _number("aten.add.Scalar", rewrite=_add_scaled(ATEN.add.Scalar), score_role=_SUM),
     _number(
         "aten.add.Tensor",
         rewrite=_add_scaled(ATEN.add.Tensor),
-        mask_role=_SUM,
+        score_role=_SUM,
         quantization=_ADD,
     ),
-    _number("aten.mul.Scalar", rewrite=promote("self", "other"), mask_role=_PRODUCT),
+    _number("aten.mul.Scalar", rewrite=promote("self", "other"), score_role=_PRODUCT),
     _number(
         "aten.mul.Tensor",
         rewrite=promote("self", "other"),
-        mask_role=_PRODUCT,
+        score_role=_PRODUCT,
         quantization=_MUL,
     ),
     *(

@@ -31,7 +31,7 @@ from coreml_delegate.ops.edits import (
 )
 from coreml_delegate.ops.flops import nothing, per_input
 from coreml_delegate.ops.quantization import MOVE, Output, Pattern, Quantization
-from coreml_delegate.ops.record import MaskRole, OpRecord, Rewrite
+from coreml_delegate.ops.record import OpRecord, Rewrite, ScoreRole
 
 
 def _leading(indices: Sequence[Any]) -> list[Any]:
@@ -182,7 +182,7 @@ def _searchsorted(node: Node) -> None:
 _VALUES = FLOAT | INTEGER
 _KNOWN = holds(_known_parts, ReasonCode.SYMBOLIC, "the index spans a dynamic part of the data")
 
-_op = partial(OpRecord, flops=nothing, mask_role=MaskRole.CARRIES)
+_op = partial(OpRecord, flops=nothing, score_role=ScoreRole.CARRIES)
 
 RECORDS = (
     _op(

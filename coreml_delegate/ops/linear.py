@@ -20,7 +20,7 @@ from coreml_delegate.ops.edits import ATEN, arguments_of, become, insert, value_
 from coreml_delegate.ops.flops import SOFTMAX_FLOPS, contraction, elements, extent
 from coreml_delegate.ops.merging import leading, matrices
 from coreml_delegate.ops.quantization import Pattern, Quantization, Tail
-from coreml_delegate.ops.record import OpRecord
+from coreml_delegate.ops.record import OpRecord, ScoreRole
 
 
 def _two_operands(call: OpCall) -> bool:
@@ -100,9 +100,14 @@ _op = partial(OpRecord, flops=contraction("self", -1))
 
 RECORDS = (
     _op("aten.mm.default", quantization=Quantization((_by_matrix("mat2", "self"), _MATMUL))),
-    _op("aten.bmm.default", quantization=Quantization((_MATMUL,))),
+    _op(
+        "aten.bmm.default",
+        score_role=ScoreRole.MULTIPLIES,
+        quantization=Quantization((_MATMUL,)),
+    ),
     _op(
         "aten.matmul.default",
+        score_role=ScoreRole.MULTIPLIES,
         constraints=(holds(_by_matrices, ReasonCode.RANK, "'other' is a vector"),),
         merge=matrices,
         quantization=Quantization((_by_matrix("other", "self"), _MATMUL)),
@@ -124,6 +129,7 @@ RECORDS = (
     ),
     _op(
         "aten.einsum.default",
+        score_role=ScoreRole.MULTIPLIES,
         constraints=(
             holds(_two_operands, ReasonCode.ARGUMENT, "einsum takes two operands in Core ML"),
             holds(_explicit, ReasonCode.ARGUMENT, "the equation has an ellipsis or no result"),

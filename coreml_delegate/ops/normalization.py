@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,8 +31,7 @@ from coreml_delegate.ops.flops import per_result
 from coreml_delegate.ops.merging import leading
 from coreml_delegate.ops.quantization import Quantization, Tail
 from coreml_delegate.ops.record import OpRecord
-
-_SMALLEST = float(torch.finfo(torch.float16).smallest_normal)
+from coreml_delegate.ops.squares import scale_down
 
 
 def _folded(call: OpCall) -> bool:
@@ -66,49 +64,6 @@ def _rms_norm(node: Node) -> None:
         become(node, ATEN.mul.Tensor, scaled.x, root)
     else:
         become(node, ATEN.mul.Tensor, insert(node, ATEN.mul.Tensor, scaled.x, root), weight)
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledDown:
-    """A tensor divided by its largest magnitudes, whose squares are one or less.
-
-    Attributes:
-        x: The quotient.
-        scale: What it was divided by, with sizes of one where a magnitude was the largest.
-        epsilon: What is added to the squares of the quotient, in place of an epsilon that is added
-            to those of the tensor; None without one.
-    """
-
-    x: Node
-    scale: Node
-    epsilon: Node | None
-
-    def with_epsilon(self, node: Node, squares: Node) -> Node:
-        """Return a sum or mean of squares, inserted before ``node``, with the epsilon added."""
-        if self.epsilon is None:
-            return squares
-        return insert(node, ATEN.add.Tensor, squares, self.epsilon)
-
-
-def scale_down(node: Node, x: Node, dims: list[int], epsilon: float) -> ScaledDown:
-    """Divide a tensor by its largest magnitude along dimensions.
-
-    Args:
-        node: The calls are made before it.
-        x: A tensor.
-        dims: Dimensions that a sum or mean of squares will be taken of.
-        epsilon: What would be added to the squares of ``x``; 0 for nothing.
-    """
-    largest = insert(node, ATEN.amax.default, insert(node, ATEN.abs.default, x), dims, True)
-    root = math.sqrt(epsilon)
-    # At least the root of epsilon, so that their ratio is at most one, and nothing fp16 has not.
-    scale = insert(node, ATEN.clamp.default, largest, max(root, _SMALLEST))
-    scaled = insert(node, ATEN.div.Tensor, x, scale)
-    if not epsilon:
-        return ScaledDown(scaled, scale, None)
-    # (sqrt(eps) / scale) ** 2 is eps / scale ** 2 without its overflow.
-    ratio = insert(node, ATEN.div.Tensor, insert(node, ATEN.full_like.default, scale, root), scale)
-    return ScaledDown(scaled, scale, insert(node, ATEN.mul.Tensor, ratio, ratio))
 
 
 def _layer_norm(node: Node) -> None:

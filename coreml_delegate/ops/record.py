@@ -45,13 +45,15 @@ Rewrite = Callable[[Node], None]
 """Changes one call in place before conversion; its result keeps its value, shape and dtype."""
 
 
-class MaskRole(enum.Flag):
-    """How an op takes part in hiding values from a softmax: see ``conversion.fp16``."""
+class ScoreRole(enum.Flag):
+    """How an op takes part in the scores of a softmax: see ``conversion.fp16``."""
 
     NONE = 0
+    MULTIPLIES = enum.auto()  # it is a product of matrices, as scores begin
     CARRIES = enum.auto()  # values of its arguments may be among those of its result
     ADDS = enum.auto()  # a mask may be one of its terms
-    SCALES = enum.auto()  # a mask may be one of its factors
+    SCALES = enum.auto()  # a mask or a scale may be one of its factors
+    DIVIDES = enum.auto()  # a scale may be its divisor
     NORMALIZES = enum.auto()  # it is the softmax
 
 
@@ -78,7 +80,7 @@ class OpRecord:
             with the call itself.
         moves_data: The result has the elements of the first argument, as they are: coremltools may
             translate a call that keeps the shape to its argument.
-        mask_role: How the op takes part in masking.
+        score_role: How the op takes part in masking.
         flops: Estimates the operations of a call.
         quantization: How the quantizer treats the op.
     """
@@ -96,7 +98,7 @@ class OpRecord:
     alone: bool = True
     rewrite: Rewrite | None = None
     moves_data: bool = False
-    mask_role: MaskRole = MaskRole.NONE
+    score_role: ScoreRole = ScoreRole.NONE
     flops: Estimator = ONE_PER_RESULT
     quantization: Quantization = IN_FLOAT
 

@@ -11,7 +11,7 @@ from coreml_delegate.ops.constraints import holds, rank_between
 from coreml_delegate.ops.edits import ATEN, arguments_of, become
 from coreml_delegate.ops.flops import nothing, per_result
 from coreml_delegate.ops.quantization import MOVE, CompositeOp
-from coreml_delegate.ops.record import MaskRole, OpRecord
+from coreml_delegate.ops.record import OpRecord, ScoreRole
 
 
 def _whole_sizes(call: OpCall) -> bool:
@@ -40,7 +40,7 @@ _INTERPOLATION = holds(
 )
 # Four neighbours with a weight each.
 _BILINEAR_FLOPS = per_result(8)
-_op = partial(OpRecord, mask_role=MaskRole.CARRIES)
+_op = partial(OpRecord, score_role=ScoreRole.CARRIES)
 _WHOLE_SIZES = holds(_whole_sizes, ReasonCode.ARGUMENT, "scale_factors give a broken output size")
 
 RECORDS = (

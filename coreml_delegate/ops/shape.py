@@ -39,7 +39,7 @@ from coreml_delegate.ops.merging import (
     view,
 )
 from coreml_delegate.ops.quantization import MOVE, CompositeOp, Output, Pattern, Quantization, Tail
-from coreml_delegate.ops.record import MaskRole, OpRecord
+from coreml_delegate.ops.record import OpRecord, ScoreRole
 from coreml_delegate.targets import Opset
 
 
@@ -232,7 +232,7 @@ _CROPS_CONSTANT = holds(
 _PAD = Quantization((Pattern("pad", output=Output.OF_INPUT, condition=_pads_with_zero),))
 _JOIN = Quantization((Pattern("cat", tail=(Tail.ACTIVATION,), keeps_sign=True),))
 
-_op = partial(OpRecord, moves_data=True, mask_role=MaskRole.CARRIES, flops=nothing)
+_op = partial(OpRecord, moves_data=True, score_role=ScoreRole.CARRIES, flops=nothing)
 # Any dtype; decomposed or not, coremltools has it as one.
 _moves = partial(_op, dtypes={"": _CARRIED}, results=_CARRIED, preserve=False)
 _views = partial(_moves, merge=view)

@@ -18,7 +18,7 @@ from coreml_delegate.ops.constraints import holds
 from coreml_delegate.ops.edits import ATEN, arguments_of, become, insert, shape_of
 from coreml_delegate.ops.flops import nothing, per_input
 from coreml_delegate.ops.merging import along, whole_sizes
-from coreml_delegate.ops.record import MaskRole, OpRecord
+from coreml_delegate.ops.record import OpRecord, ScoreRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ RECORDS = (
         "aten.im2col.default",
         constraints=(_KNOWN, _FEW),
         rewrite=_unfold,
-        mask_role=MaskRole.CARRIES,
+        score_role=ScoreRole.CARRIES,
         flops=nothing,
     ),
     OpRecord(
@@ -197,7 +197,7 @@ RECORDS = (
         ),
         merge=along("dimension"),
         rewrite=_unfold_one,
-        mask_role=MaskRole.CARRIES,
+        score_role=ScoreRole.CARRIES,
         flops=nothing,
     ),
     OpRecord("aten.col2im.default", constraints=(_FEW,), rewrite=_fold, flops=per_input(1)),

@@ -19,7 +19,6 @@ from coreml_delegate.conversion.debug_handles import (
     number_calls,
     with_handles,
 )
-from coreml_delegate.conversion.fp16_norms import scale_squares
 from coreml_delegate.conversion.kept_conversions import KeptConversion
 from coreml_delegate.conversion.prepare import prepare
 from coreml_delegate.dynamic_shapes import input_sizes, symbols
@@ -127,7 +126,7 @@ def _precautions(
         return None
 
     def rewrite(program: ExportedProgram) -> None:
-        for precaution in (fp16.scale_before_products, fp16.bound_masks, scale_squares):
+        for precaution in (fp16.scale_before_products, fp16.bound_masks, fp16.scale_squares):
             precaution(program, in_fp32, options.keep_fp32.ops)
 
     return rewrite

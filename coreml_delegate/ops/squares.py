@@ -222,8 +222,21 @@ def _distances(x: Node, dims: list[int]) -> list[Node]:
 
 def _repetitions(x: Node) -> set[Node]:
     """Return a node, and the calls that compute the same."""
-    others = (user for source in x.all_input_nodes[:1] for user in source.users)
-    return {x, *(o for o in others if (o.target, o.args, o.kwargs) == (x.target, x.args, x.kwargs))}
+    readers = (reader for source in x.all_input_nodes[:1] for reader in source.users)
+    return {x, *(reader for reader in readers if _computes_same(reader, x, depth=2))}
+
+
+def _computes_same(a: Any, b: Any, depth: int) -> bool:
+    """Return whether two arguments are equal, or calls of equal arguments down to a depth."""
+    if not (isinstance(a, Node) and isinstance(b, Node)):
+        return bool(a == b)
+    if (
+        a is b
+        or not depth
+        or (a.target, len(a.args), a.kwargs) != (b.target, len(b.args), b.kwargs)
+    ):
+        return a is b
+    return all(_computes_same(*pair, depth - 1) for pair in zip(a.args, b.args, strict=True))
 
 
 def _behind_casts(node: Any) -> Any:

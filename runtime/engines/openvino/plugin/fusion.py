@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import openvino as ov
@@ -45,6 +46,7 @@ class _ScaledRmsNorm:
     numbers are far from overflowing, and ``x / sqrt(mean(x ** 2) + root ** 2)`` is the same except
     for the guard inside MIL's ``rsqrt``, which is negligible beside a mean of at least one over the
     number of elements. The plugin has a kernel for the plain norm: one pass over memory, not five.
+    If ``x`` is what is left of a tensor without its mean, that is a layer norm of the tensor.
 
     Args:
         inverts: Whether ``root / s`` is lowered as ``1 / s * root``, as ExecuTorch does with a
@@ -89,13 +91,36 @@ class _ScaledRmsNorm:
         if not found[self._mean].get_node().get_keep_dims():
             return False
         x = found[self._x]
-        mean = ops.reduce_mean(ops.multiply(x, x), ints(axes), True)
-        deviation = ops.sqrt(ops.add(mean, scalar(root * root, x)))
-        norm = ops.multiply(x, ops.divide(scalar(1.0, x), deviation))
+        centred = _source_of_distances(x, axes)
+        if centred is None:
+            mean = ops.reduce_mean(ops.multiply(x, x), ints(axes), True)
+            deviation = ops.sqrt(ops.add(mean, scalar(root * root, x)))
+            norm = ops.multiply(x, ops.divide(scalar(1.0, x), deviation))
+        else:
+            norm = ops.mvn(centred, ints(axes), True, root * root, "inside_sqrt")
         replaced = matcher.get_match_root()
         norm.set_friendly_name(replaced.get_friendly_name())
         ov.utils.replace_node(replaced, norm)
         return True
+
+
+def _source_of_distances(x: Any, axes: Sequence[int]) -> Any:
+    """Return the tensor whose mean along its last axes was subtracted, which ``x`` is left of.
+
+    None if ``x`` is anything else. Along other axes the plugin has no kernel for a layer norm.
+    """
+    node = x.get_node()
+    if node.get_type_name() != "Subtract":
+        return None
+    source, mean = node.input_value(0), node.input_value(1).get_node()
+    if mean.get_type_name() != "ReduceMean" or not mean.get_keep_dims():
+        return None
+    averaged = constant_ints(mean.input_value(1))
+    if averaged is None or mean.input_value(0) != source:
+        return None
+    normed, centred = ({normalize_axis(a, rank(source)) for a in each} for each in (axes, averaged))
+    last = set(range(rank(source) - len(normed), rank(source)))
+    return source if normed == centred == last else None
 
 
 class _MultipliedSoftmax:

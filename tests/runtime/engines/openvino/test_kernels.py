@@ -11,9 +11,12 @@ import pytest
 import torch
 from support import mil
 from support.engine_runs import assert_close
+from support.lowering import Function as Module
 from support.lowering import lower
 from support.mil import mb
 
+from coreml_delegate import CoreMLBackend
+from coreml_delegate.compile_options import Precision
 from coreml_delegate.llm.norms import RMSNorm
 from coreml_delegate.runtime.delegate import read_blob
 from coreml_delegate.runtime.engines.base import EngineOptions
@@ -115,6 +118,22 @@ _REDUCED = {
 # Root-mean-square norm, in the form in which it is lowered.
 
 
+def _lowered_norm(norm, x, precision):
+    """Return a norm's kernels and its result on ``x``."""
+    specs = CoreMLBackend.generate_compile_specs(compute_precision=_PRECISIONS[precision])
+    program = PteProgram.open(lower(norm, (x,), compile_specs=specs).pte)
+    (delegate,) = program.method("forward").delegates
+    package, _ = read_blob(delegate.processed)
+    function = mil.main(package)
+    compiled, kernels = _compiled(function)
+    (feature,) = function.inputs
+    ((_, actual),) = compiled(mil.features(function, {feature.name: x.numpy()})).items()
+    return kernels, actual
+
+
+_PRECISIONS = {"fp32": Precision.FLOAT32, "fp16": Precision.FLOAT16}
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize(
     "norm",
@@ -131,18 +150,47 @@ def test_a_lowered_rms_norm_is_one_kernel(norm, precision):
     x = torch.randn(1, 7, 64)
     x[0, 1] *= 1e4  # its squares overflow in fp16
     x[0, 2] = 0
-    specs = [] if precision == "fp16" else None
-    keywords = {} if specs is None else {"compile_specs": specs}
-    program = PteProgram.open(lower(norm, (x,), **keywords).pte)
-    (delegate,) = program.method("forward").delegates
-    package, _ = read_blob(delegate.processed)
-    function = mil.main(package)
-    compiled, kernels = _compiled(function)
+    kernels, actual = _lowered_norm(norm, x, precision)
     assert kernels["RMS"] == 1
     assert kernels["Reduce"] == 0
-    (feature,) = function.inputs
-    ((_, actual),) = compiled(mil.features(function, {feature.name: x.numpy()})).items()
     assert_close(actual, norm(x).detach().numpy(), precision)
+
+
+def _mean(x, dim=-1):
+    return x.mean(dim, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("norm", "kernel"),
+    [
+        pytest.param(
+            lambda x: (x - _mean(x)) / (_mean((x - _mean(x)) ** 2) + 1e-5).sqrt(), "MVN", id="mean"
+        ),
+        pytest.param(
+            lambda x: (x - _mean(x)) * (x.var(-1, keepdim=True, correction=0) + 1e-5).rsqrt(),
+            "MVN",
+            id="variance",
+        ),
+        pytest.param(
+            lambda x: (x - _mean(x, 1)) * (_mean((x - _mean(x, 1)) ** 2) + 1e-5).rsqrt(),
+            "RMS",
+            id="mean along another axis",
+        ),
+        pytest.param(
+            lambda x: (y := x - _mean(x.abs())) * (_mean(y * y) + 1e-5).rsqrt(),
+            "RMS",
+            id="mean of something else",
+        ),
+    ],
+)
+def test_a_layer_norm_that_is_written_out_is_one_kernel(norm, kernel):
+    torch.manual_seed(0)
+    x = torch.randn(1, 7, 64)
+    x[0, 1] *= 1e4
+    kernels, actual = _lowered_norm(Module(norm), x, "fp16")
+    assert kernels[kernel] == 1
+    assert kernels["Reduce"] == (kernel != "MVN")
+    assert_close(actual, norm(x).numpy(), "fp16")
 
 
 def _scaled_norm(x, *, averaged=(-1,), guard=1e-12, keep=True, numerator=None):

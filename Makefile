@@ -101,7 +101,8 @@ jax-suite: $(STAMP)
 # makes. What that finds stays in build/fuzz.
 ENGINES := reference openvino native
 fuzz: $(STAMP)
-	$(TEST_ENV) $(BIN)/python -m tests.fuzz.models --count 2400
+	for precision in float32 float16; do \
+	  $(TEST_ENV) $(BIN)/python -m tests.fuzz.models --count 1800 --precision $$precision || exit 1; done
 	for engine in $(ENGINES); do $(TEST_ENV) $(BIN)/python -m tests.fuzz.damaged --engine $$engine || exit 1; done
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[fuzz]"
 	for engine in $(ENGINES); do \

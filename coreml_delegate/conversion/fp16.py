@@ -11,10 +11,12 @@ zero, and where it is multiplied by a mask of ones and zeros, every zero becomes
 finite number in both places, so fp16 is given its own.
 
 **Scores.** Attention that is written out scales the products of queries and keys, which may have
-overflowed by then. One of the factors is scaled instead, as fused attention does.
+overflowed by then: ultralytics/ultralytics#24990. One of the factors is scaled instead, as fused
+attention does.
 
 **Norms.** Those that are written out square numbers first, which overflows from 256 on: the norm of
-such a row is zero, pytorch/executorch#19523. What is squared is scaled down.
+such a row is zero, pytorch/executorch#19523, facebookresearch/ConvNeXt#80. What is squared is
+divided by its largest magnitude first.
 
 **Constants beyond fp16.** Coremltools keeps an op in fp32 if one of its constants overflows. Its
 own check indexes each constant with integers of 64 bits, which takes several times the memory of

@@ -1,7 +1,8 @@
 """Random models by the thousand, lowered and compared with eager PyTorch, the same for a seed.
 
-Usage: ``python -m tests.fuzz.models [--count N] [--seed SEED]``. Prints each model whose numbers
-differ, on an engine or, since lowering may not change a model, in PyTorch afterwards.
+Usage: ``python -m tests.fuzz.models [--count N] [--seed SEED] [--precision float16]``. Prints each
+model whose numbers differ, on an engine or, since lowering may not change a model, in PyTorch
+afterwards, and each that cannot be lowered or run.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.random_models import draw_chain, wrong
 
+from coreml_delegate.compile_options import Precision
+
 _TOGETHER = 12
 
 
@@ -25,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--precision", type=Precision, choices=list(Precision), default="float32")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -32,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for first in range(0, options.count, _TOGETHER):
         source = random.Random(f"{options.seed} {first}")
         sys.stderr.write(f"\r{first}")
-        for text in wrong([draw_chain(source) for _ in range(_TOGETHER)]):
+        for text in wrong([draw_chain(source) for _ in range(_TOGETHER)], options.precision):
             found += 1
             sys.stdout.write(f"\r{text}\n")
     sys.stderr.write("\n")

@@ -7,10 +7,13 @@ import random
 import pytest
 from support.random_models import draw_chain, wrong
 
+from coreml_delegate.compile_options import Precision
+
 
 @pytest.mark.parametrize(
     "seed", [pytest.param(n, marks=[pytest.mark.slow] if n > 1 else []) for n in range(8)]
 )
-def test_lowered_models_equal_eager(seed: int) -> None:
+@pytest.mark.parametrize("precision", list(Precision))
+def test_lowered_models_equal_eager(seed: int, precision: Precision) -> None:
     source = random.Random(seed)
-    assert wrong([draw_chain(source) for _ in range(12)]) == []
+    assert wrong([draw_chain(source) for _ in range(12)], precision) == []

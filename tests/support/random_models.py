@@ -6,6 +6,8 @@ that it should not, only the numbers show it.
 
 from __future__ import annotations
 
+import copy
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,8 +18,9 @@ from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from torch import nn
 from torch.nn import functional
 
-from coreml_delegate import CoreMLPartitioner, runtime
-from support.lowering import fp32_specs
+from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
+from coreml_delegate.compile_options import Precision
+from coreml_delegate.errors import CoreMLDelegateError
 
 ENGINES = ("reference", "openvino")
 _SHAPES = ((3, 3), (2, 3, 4), (2, 4, 3), (1, 3, 4, 4))
@@ -26,6 +29,8 @@ _STEPS = (2, 6)
 # As far as fp32 and fp64 may differ on the way: steps that lose more are not taken.
 _CONDITIONED = 1e-5
 _TOLERANCE = 2e-3
+# In fp16: of the largest result, or of the error that PyTorch makes, which rounds elsewhere.
+_TOLERANCE_HALF, _LOST = 1e-2, 10
 
 
 @dataclass(frozen=True)
@@ -93,16 +98,29 @@ def draw_chain(source: random.Random) -> Chain:
     return Chain(x, steps)
 
 
-def wrong(chains: Sequence[Chain]) -> list[str]:
+def wrong(chains: Sequence[Chain], precision: Precision = Precision.FLOAT32) -> list[str]:
     """Lower chains together and return those whose results differ from eager PyTorch's, by engine.
 
-    The constants of the chains are compared as well: lowering may not change them.
+    The constants of the chains are compared as well: lowering may not change them. If the chains
+    cannot be lowered or run, the result is those that cannot be by themselves, with the error.
     """
+    try:
+        return _wrong(chains, precision)
+    except (CoreMLDelegateError, RuntimeError, ValueError, TypeError) as error:
+        if len(chains) == 1:
+            return [f"{type(error).__name__}: {error}: {chains[0]}"]
+        alone = [text for chain in chains for text in wrong([chain], precision)]
+        return alone or [f"together, {type(error).__name__}: {error}: {[str(c) for c in chains]}"]
+
+
+def _wrong(chains: Sequence[Chain], precision: Precision) -> list[str]:
     module, inputs = Together(chains).eval(), tuple(chain.x for chain in chains)
     expected = [result.clone() for result in module(*inputs)]
+    tolerances = [_tolerance(*pair, precision) for pair in zip(chains, expected, strict=True)]
+    specs = CoreMLBackend.generate_compile_specs(compute_precision=precision)
     edge = to_edge_transform_and_lower(
         torch.export.export(module, inputs),
-        partitioner=[CoreMLPartitioner(compile_specs=fp32_specs())],
+        partitioner=[CoreMLPartitioner(compile_specs=specs)],
         compile_config=EdgeCompileConfig(_check_ir_validity=False),
     )
     results: dict[str, Sequence[Any]] = {"eager, afterwards": module(*inputs)}
@@ -112,11 +130,20 @@ def wrong(chains: Sequence[Chain]) -> list[str]:
     return [
         f"{engine}: {chain}"
         for engine, found in results.items()
-        for chain, one, other in zip(chains, found, expected, strict=True)
-        if not torch.allclose(
-            one, other, rtol=0, atol=_TOLERANCE * max(1.0, float(other.abs().max()))
-        )
+        for chain, one, other, tolerance in zip(chains, found, expected, tolerances, strict=True)
+        if not torch.allclose(one, other, rtol=0, atol=tolerance)
     ]
+
+
+def _tolerance(chain: Chain, expected: torch.Tensor, precision: Precision) -> float:
+    """Return how far results may be off: in fp16, what PyTorch itself loses there counts."""
+    size = max(1.0, float(expected.abs().max()))
+    if precision is Precision.FLOAT32:
+        return _TOLERANCE * size
+    half = copy.deepcopy(chain).half()
+    rounded = (half.float()(chain.x.half().float()), copy.deepcopy(half).half()(chain.x.half()))
+    losses = [float((result.float() - expected).abs().max()) for result in rounded]
+    return max(_TOLERANCE_HALF * size, *(_LOST * loss for loss in losses if math.isfinite(loss)))
 
 
 # Kinds of steps
@@ -231,6 +258,53 @@ def _normed(source: random.Random, x: torch.Tensor) -> Step | None:
     return Step(f"layer_norm {len(constants)}", norm, constants)
 
 
+_EPSILON = 1e-3
+_MEANS = ("mean", "sum", "var")
+_ROOTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "/ sqrt": lambda v, squares: v / squares.sqrt(),
+    "* rsqrt": lambda v, squares: v * squares.rsqrt(),
+    "* power": lambda v, squares: v * squares**-0.5,
+    "root": lambda v, squares: squares.sqrt(),
+}
+
+
+def _written_norm(source: random.Random, x: torch.Tensor) -> Step | None:
+    """A norm by its formula, over squares that fp16 has, or not."""
+    dims = [dim for dim, size in enumerate(x.shape) if size > 1]
+    if not dims:
+        return None
+    dim, gain = source.choice(dims), source.choice((1.0, 200.0))
+    mean, root = source.choice(_MEANS), source.choice(sorted(_ROOTS))
+    is_centred, correction = source.random() < 0.5, source.randrange(2)
+
+    def norm(v: torch.Tensor) -> torch.Tensor:
+        v = v * gain
+        if is_centred:
+            v = v - v.mean(dim, keepdim=True)
+        if mean == "var":
+            squares = v.var(dim, keepdim=True, correction=correction)
+        else:
+            squares = getattr(v.square(), mean)(dim, keepdim=True)
+        return _ROOTS[root](v, squares + _EPSILON)
+
+    centred = "centred " * is_centred
+    return Step(f"{centred}norm {root} {mean}({dim}, {correction}) * {gain}", norm)
+
+
+def _attention(source: random.Random, x: torch.Tensor) -> Step | None:
+    """Attention by its formula: products that are scaled before a softmax."""
+    if x.dim() < 2:
+        return None
+    keys = _uniform(source, (x.shape[-1], source.randint(2, 5)), -1, 1)
+    scale, divides = source.choice((0.5, -0.125, 2.0)), source.random() < 0.5
+
+    def attend(v: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        scores = v @ keys
+        return ((scores / (1 / scale)) if divides else scores * scale).softmax(-1)
+
+    return Step(f"softmax {'/' if divides else '*'} {scale}", attend, (keys,))
+
+
 def _convolved(source: random.Random, x: torch.Tensor) -> Step | None:
     functions = {3: functional.conv1d, 4: functional.conv2d}
     if x.dim() not in functions:
@@ -266,5 +340,5 @@ def _sliced(source: random.Random, x: torch.Tensor) -> Step | None:
 _KINDS = (
     *(_elementwise, _elementwise, _with_constant, _with_constant, _with_constant, _with_number),
     *(_permuted, _reshaped, _product, _product, _reduced, _reduced, _normed, _convolved),
-    *(_joined, _sliced),
+    *(_joined, _sliced, _written_norm, _attention),
 )

@@ -64,7 +64,14 @@ def check(norm: Norm, x: torch.Tensor, **options: Any) -> None:
         assert sqnr_db(norm(x).numpy(), actual.numpy()) > SQNR_FP16
 
 
-@pytest.mark.parametrize("size", [0.001, 1.0, 2000.0])
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(0.001, marks=pytest.mark.slow),
+        pytest.param(1.0, marks=pytest.mark.slow),
+        2000.0,
+    ],
+)
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_of_any_size(name: str, size: float) -> None:
     check(NORMS[name], sample(size))

@@ -73,7 +73,7 @@ def mark_fp32_calls(program: ExportedProgram, keep: KeepFp32) -> frozenset[int]:
     )
 
 
-def stays_fp32(node: Node, op: str, handles: Collection[int], ops: Collection[str]) -> bool:
+def _stays_fp32(node: Node, op: str, handles: Collection[int], ops: Collection[str]) -> bool:
     """Return whether a call, translated to MIL op ``op``, stays in fp32."""
     return op in ops or node.meta.get(HANDLE) in handles
 
@@ -101,6 +101,23 @@ def _is_covered(node: Node, patterns: Iterable[ModulePattern]) -> bool:
     return any(pattern.covers(scopes) for pattern in patterns)
 
 
+def take_precautions(
+    program: ExportedProgram, in_fp32: Collection[int], ops: Collection[str]
+) -> None:
+    """Rewrite scores, masks and norms so that they are finite in fp16 where they are in fp32.
+
+    Args:
+        program: A prepared subgraph; edited in place.
+        in_fp32: Debug handles of the calls that stay in fp32.
+        ops: The MIL ops that stay in fp32.
+    """
+    _scale_before_products(program, in_fp32, ops)
+    _bound_masks(program, in_fp32, ops)
+    _scale_squares(program, in_fp32, ops)
+    program.graph.eliminate_dead_code()
+    program.graph_module.recompile()
+
+
 # Masks
 
 _LARGEST = float(torch.finfo(torch.float16).max)
@@ -108,21 +125,14 @@ _INFINITE = 1e38
 """Coremltools takes constants of this magnitude for infinity; with smaller ones it uses fp32."""
 
 
-def bound_masks(program: ExportedProgram, in_fp32: Collection[int], ops: Collection[str]) -> None:
-    """Clamp masks and scores that are finite in fp32, so that they are finite in fp16.
-
-    Args:
-        program: A prepared subgraph; edited in place.
-        in_fp32: Debug handles of the calls that stay in fp32.
-        ops: The MIL ops that stay in fp32.
-    """
+def _bound_masks(program: ExportedProgram, in_fp32: Collection[int], ops: Collection[str]) -> None:
+    """Clamp masks and scores that are finite in fp32, so that they are finite in fp16."""
     for node in list(program.graph.nodes):
         role = _role(node)
-        if ScoreRole.SCALES in role and not stays_fp32(node, "mul", in_fp32, ops):
+        if ScoreRole.SCALES in role and not _stays_fp32(node, "mul", in_fp32, ops):
             _bound_factors(node)
-        elif ScoreRole.NORMALIZES in role and not stays_fp32(node, "softmax", in_fp32, ops):
+        elif ScoreRole.NORMALIZES in role and not _stays_fp32(node, "softmax", in_fp32, ops):
             _bound_scores(node)
-    program.graph_module.recompile()
 
 
 def _role(node: Node) -> ScoreRole:
@@ -202,17 +212,12 @@ def _exceeds(argument: Any, limit: float) -> bool:
 _MIL_PRODUCTS = ("matmul", "einsum")
 
 
-def scale_before_products(
+def _scale_before_products(
     program: ExportedProgram, in_fp32: Collection[int], ops: Collection[str]
 ) -> None:
     """Scale a factor of the products that become scores of a softmax, in place of the products.
 
     Only scales below one move: they are what may keep a product from overflowing.
-
-    Args:
-        program: A prepared subgraph; edited in place.
-        in_fp32: Debug handles of the calls that stay in fp32.
-        ops: The MIL ops that stay in fp32.
     """
     for softmax in list(program.graph.nodes):
         if ScoreRole.NORMALIZES not in _role(softmax) or not isinstance(softmax.args[0], Node):
@@ -221,9 +226,8 @@ def scale_before_products(
             product, scale = _scaled_product(node)
             if product is None:
                 continue
-            if not any(stays_fp32(product, op, in_fp32, ops) for op in _MIL_PRODUCTS):
+            if not any(_stays_fp32(product, op, in_fp32, ops) for op in _MIL_PRODUCTS):
                 _scale_before(product, node, scale)
-    program.graph_module.recompile()
 
 
 def _scaled_product(node: Node) -> tuple[Node | None, float]:
@@ -268,22 +272,16 @@ def _scale_before(product: Node, node: Node, scale: float) -> None:
 _MIL_SQUARES = ("reduce_mean", "reduce_sum")
 
 
-def scale_squares(program: ExportedProgram, in_fp32: Collection[int], ops: Collection[str]) -> None:
-    """Divide what is squared below a root by its largest magnitude.
-
-    Args:
-        program: A prepared subgraph; edited in place.
-        in_fp32: Debug handles of the calls that stay in fp32.
-        ops: The MIL ops that stay in fp32.
-    """
+def _scale_squares(
+    program: ExportedProgram, in_fp32: Collection[int], ops: Collection[str]
+) -> None:
+    """Divide what is squared below a root by its largest magnitude."""
     for node in list(program.graph.nodes):
         root = root_of_squares(node)
         if root is None:
             continue
-        if not any(stays_fp32(root.squares, op, in_fp32, ops) for op in _MIL_SQUARES):
+        if not any(_stays_fp32(root.squares, op, in_fp32, ops) for op in _MIL_SQUARES):
             root.scale_down()
-    program.graph.eliminate_dead_code()
-    program.graph_module.recompile()
 
 
 # Constants beyond fp16

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coreml_delegate.ops.call import CAST, target_name
+from coreml_delegate.ops.call import CAST, overload_of, target_name
 from coreml_delegate.ops.constants import stored_value
 from coreml_delegate.ops.edits import ATEN, arguments_of, become, insert, shape_of, value_of
 
@@ -230,12 +230,12 @@ def _computes_same(a: Any, b: Any, depth: int) -> bool:
     """Return whether two arguments are equal, or calls of equal arguments down to a depth."""
     if not (isinstance(a, Node) and isinstance(b, Node)):
         return bool(a == b)
-    if (
-        a is b
-        or not depth
-        or (a.target, len(a.args), a.kwargs) != (b.target, len(b.args), b.kwargs)
-    ):
-        return a is b
+    if a is b:
+        return True
+    if not depth or (a.target, len(a.args), a.kwargs) != (b.target, len(b.args), b.kwargs):
+        return False
+    if a.op != "call_function" or torch.Tag.nondeterministic_seeded in overload_of(a.target).tags:
+        return False  # two draws of random numbers differ
     return all(_computes_same(*pair, depth - 1) for pair in zip(a.args, b.args, strict=True))
 
 

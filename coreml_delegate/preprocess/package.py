@@ -126,8 +126,7 @@ def _precautions(
         return None
 
     def rewrite(program: ExportedProgram) -> None:
-        for precaution in (fp16.scale_before_products, fp16.bound_masks, fp16.scale_squares):
-            precaution(program, in_fp32, options.keep_fp32.ops)
+        fp16.take_precautions(program, in_fp32, options.keep_fp32.ops)
 
     return rewrite
 

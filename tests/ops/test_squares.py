@@ -115,6 +115,14 @@ def test_distances_from_the_mean_are_computed_once(name: str) -> None:
     assert (ops.count("sub"), ops.count("reduce_mean"), ops.count("reduce_max")) == (1, 2, 1)
 
 
+def test_two_random_numbers_are_not_one() -> None:
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        one, other = x - torch.rand_like(x), x - torch.rand_like(x)
+        return one / (mean(other * other) + 1e-6).sqrt()
+
+    assert ops_of(norm).count("sub") == 2
+
+
 @pytest.mark.parametrize(
     "options",
     [{"compute_precision": Precision.FLOAT32}, {"keep_fp32": {"ops": ["reduce_mean"]}}],

@@ -140,8 +140,8 @@ def _tolerance(chain: Chain, expected: torch.Tensor, precision: Precision) -> fl
     size = max(1.0, float(expected.abs().max()))
     if precision is Precision.FLOAT32:
         return _TOLERANCE * size
-    half = copy.deepcopy(chain).half()
-    rounded = (half.float()(chain.x.half().float()), copy.deepcopy(half).half()(chain.x.half()))
+    half, x = copy.deepcopy(chain).half(), chain.x.half()
+    rounded = (half(x), half.float()(x.float()))
     losses = [float((result.float() - expected).abs().max()) for result in rounded]
     return max(_TOLERANCE_HALF * size, *(_LOST * loss for loss in losses if math.isfinite(loss)))
 

@@ -91,13 +91,13 @@ class _ScaledRmsNorm:
         if not found[self._mean].get_node().get_keep_dims():
             return False
         x = found[self._x]
-        centred = _source_of_distances(x, axes)
-        if centred is None:
+        source = _source_of_distances(x, axes)
+        if source is None:
             mean = ops.reduce_mean(ops.multiply(x, x), ints(axes), True)
             deviation = ops.sqrt(ops.add(mean, scalar(root * root, x)))
             norm = ops.multiply(x, ops.divide(scalar(1.0, x), deviation))
         else:
-            norm = ops.mvn(centred, ints(axes), True, root * root, "inside_sqrt")
+            norm = ops.mvn(source, ints(axes), True, root * root, "inside_sqrt")
         replaced = matcher.get_match_root()
         norm.set_friendly_name(replaced.get_friendly_name())
         ov.utils.replace_node(replaced, norm)

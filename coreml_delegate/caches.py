@@ -16,11 +16,27 @@ import platformdirs
 CACHE_VARIABLE: Final = "COREML_DELEGATE_CACHE"
 """Environment variable that names the folder of all caches."""
 
+HOMELESS: Final = f"this user has no home directory, and {CACHE_VARIABLE} names no folder for caches"
+"""Why caches are off where ``cache_folder`` returns None."""
 
-def cache_folder() -> Path:
-    """Return the folder of all caches, which need not exist; each has a folder of its own below."""
+NAME_A_FOLDER: Final = f"Set {CACHE_VARIABLE} to a directory that can be written."
+"""Remedy for a folder of caches that does not exist or cannot be written."""
+
+
+def cache_folder() -> Path | None:
+    """Return the folder of all caches, which need not exist; each has a folder of its own below.
+
+    Returns:
+        None where caches are off: the variable is not set, and the user has no home, like a user id
+        of a container that has no passwd entry.
+    """
     named = os.environ.get(CACHE_VARIABLE)
-    return Path(named) if named else platformdirs.user_cache_path("coreml-delegate")
+    if named:
+        return Path(named)
+    try:
+        return platformdirs.user_cache_path("coreml-delegate")
+    except RuntimeError:
+        return None
 
 
 @functools.cache

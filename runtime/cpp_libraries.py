@@ -20,7 +20,7 @@ from typing import Final
 
 import filelock
 
-from coreml_delegate.caches import CACHE_VARIABLE, cache_folder
+from coreml_delegate.caches import HOMELESS, NAME_A_FOLDER, cache_folder
 from coreml_delegate.errors import EngineUnavailableError
 from coreml_delegate.formats.files import new_path
 
@@ -64,17 +64,23 @@ class CppLibrary:
     depends_on: tuple[object, ...]
 
     @property
-    def path(self) -> Path:
-        """Where the library is, built or not."""
+    def path(self) -> Path | None:
+        """Where the library is, built or not; None if caches are off."""
+        caches = cache_folder()
+        if caches is None:
+            return None
         machine = (platform.machine(), platform.platform())
         sources = (self.source.hex(), *(text.hex() for text in self.headers.values()))
         parts = (*sources, *self.depends_on, *_FLAGS, *self.flags, *machine)
         digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:24]
-        return cache_folder() / self.folder / f"{self.name}-{digest}.so"
+        return caches / self.folder / f"{self.name}-{digest}.so"
 
     def unavailable_reason(self) -> str | None:
         """Return why the library can be neither found nor built; None if it can."""
-        if self.path.is_file() or find_compiler() is not None:
+        path = self.path
+        if path is None:
+            return HOMELESS
+        if path.is_file() or find_compiler() is not None:
             return None
         named = os.environ.get("CXX")
         return (
@@ -91,6 +97,10 @@ class CppLibrary:
                 cache cannot be written.
         """
         target = self.path
+        if target is None:
+            raise EngineUnavailableError(
+                f"{self.name} cannot be built", got=HOMELESS, remedy=NAME_A_FOLDER
+            )
         if target.is_file():
             return target
         try:
@@ -102,7 +112,7 @@ class CppLibrary:
             raise EngineUnavailableError(
                 "cannot write the cache directory",
                 got=f"{target.parent} ({error.strerror})",
-                remedy=f"Set {CACHE_VARIABLE} to a directory that can be written.",
+                remedy=NAME_A_FOLDER,
             ) from error
         return target
 

@@ -84,7 +84,7 @@ class Trials:
 
     def _load(self) -> None:
         path = _file()
-        if path == self.loaded_from:
+        if path is None or path == self.loaded_from:
             return
         self.loaded_from = path
         self.known = _read(path) | self.known
@@ -92,6 +92,8 @@ class Trials:
     def _save(self) -> None:
         """Merge the verdicts into the file; a cache that cannot be written is not an error."""
         path = _file()
+        if path is None:
+            return
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with filelock.FileLock(path.with_suffix(".lock"), timeout=_LOCK_SECONDS):
@@ -250,8 +252,9 @@ def _tensor(value: torch.Tensor) -> str:
 # The file
 
 
-def _file() -> Path:
-    return cache_folder() / "trials" / f"{_version()}.json"
+def _file() -> Path | None:
+    caches = cache_folder()
+    return None if caches is None else caches / "trials" / f"{_version()}.json"
 
 
 # The sources that decide how a call is rewritten and translated.

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from coreml_delegate.caches import cache_folder
+from coreml_delegate.caches import HOMELESS, NAME_A_FOLDER, cache_folder
 from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.blob import Content, chunks_of, size_of
 from coreml_delegate.formats.files import UNFINISHED, new_file
@@ -44,7 +44,9 @@ LIMIT_VARIABLE: Final = "COREML_DELEGATE_COMPILED_CACHE"
 COMPILED: Final = "compiled"
 """Folder of the programs that engines have compiled, in the folder of all caches."""
 
-_DEFAULT_LIMIT: Final = 2 << 30
+DEFAULT_LIMIT: Final = 2 << 30
+"""Bytes that the entries of one cache may have together, unless the variable says otherwise."""
+
 _OFF: Final = ("off", "0")
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE: Final = re.compile(r"(\d+)([KMG]?)")
@@ -70,8 +72,8 @@ class CacheOptions:
         limit_bytes: Of all entries together; the least recently used go first.
     """
 
-    folder: Path = field(default_factory=lambda: cache_folder() / COMPILED)
-    limit_bytes: int = _DEFAULT_LIMIT
+    folder: Path = field(default_factory=lambda: _folder_below_caches(COMPILED))
+    limit_bytes: int = DEFAULT_LIMIT
 
     @classmethod
     def from_environment(cls, name: str = COMPILED) -> CacheOptions | None:
@@ -81,13 +83,16 @@ class CacheOptions:
             name: Of the cache's folder, in the folder of all caches.
 
         Returns:
-            The options, or None for no cache.
+            The options, or None for no cache, also where the user has no home.
 
         Raises:
             OptionError: The value is neither.
         """
         value = os.environ.get(LIMIT_VARIABLE, "").strip()
-        folder = cache_folder() / name
+        caches = cache_folder()
+        if caches is None:
+            return None
+        folder = caches / name
         if not value:
             return cls(folder)
         if value.lower() in _OFF:
@@ -100,6 +105,13 @@ class CacheOptions:
                 expected="off, or bytes such as 500000000, 500M or 2G",
             )
         return cls(folder, size)
+
+
+def _folder_below_caches(name: str) -> Path:
+    caches = cache_folder()
+    if caches is None:
+        raise OptionError("caches are off", got=HOMELESS, remedy=NAME_A_FOLDER)
+    return caches / name
 
 
 def parse_size(text: str) -> int | None:

@@ -17,13 +17,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    from coreml_delegate.caches import HOMELESS
     from coreml_delegate.conversion.kept_conversions import FOLDER
-    from coreml_delegate.formats.entry_cache import COMPILED, CacheOptions
+    from coreml_delegate.formats.entry_cache import COMPILED, DEFAULT_LIMIT, CacheOptions
     from coreml_delegate.runtime import native_files
 
     configured = CacheOptions.from_environment()
     # Switched off, they may still hold entries of before.
-    limit = CacheOptions().limit_bytes if configured is None else configured.limit_bytes
+    limit = DEFAULT_LIMIT if configured is None else configured.limit_bytes
     folders = COMPILED, FOLDER, native_files.FOLDER
     compiled, converted, native = (_state(name, clear=args.clear) for name in folders)
     if args.json:
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         removed = f", {state['removed']} removed" if args.clear else ""
         entries = "1 entry" if state["entries"] == 1 else f"{state['entries']} entries"
         kept = f"{entries}, {console.size(state['bytes'])}{removed}"
-        rows += [(name, kept), ("", state["folder"])]
+        rows += [(name, kept), ("", state["folder"] or HOMELESS)]
     console.write(console.columns(rows))
     return 0
 
@@ -48,7 +49,10 @@ def _state(name: str, *, clear: bool) -> dict[str, Any]:
     from coreml_delegate.caches import cache_folder
     from coreml_delegate.formats.entry_cache import CacheOptions, EntryCache
 
-    folder = cache_folder() / name
+    caches = cache_folder()
+    if caches is None:
+        return {"folder": None, "entries": 0, "bytes": 0, "removed": 0}
+    folder = caches / name
     cache = EntryCache(CacheOptions(folder))
     removed = cache.clear() if clear else 0
     files = cache.files()

@@ -29,8 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    from coreml_delegate.caches import HOMELESS, NAME_A_FOLDER, cache_folder
     from coreml_delegate.formats.entry_cache import CacheOptions
 
+    if cache_folder() is None:
+        raise OptionError("caches are off", got=HOMELESS, remedy=NAME_A_FOLDER)
     if CacheOptions.from_environment() is None:
         raise OptionError(
             "the cache of compiled programs is off",

@@ -1,11 +1,15 @@
-"""``coreml-delegate cache``, and ``--engine-precision``."""
+"""``coreml-delegate cache``, ``--engine-precision``, and users without a home."""
 
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
+from support.command import TINY
 
+from coreml_delegate.caches import CACHE_VARIABLE
+from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE, CacheOptions, EntryCache
 from coreml_delegate.runtime import Precision
 from coreml_delegate.scripts import arguments
@@ -62,3 +66,33 @@ def test_an_invalid_environment_variable_is_an_error(monkeypatch, capsys):
     monkeypatch.setenv(LIMIT_VARIABLE, "much")
     assert main(["cache"]) == 1
     assert "COREML_DELEGATE_COMPILED_CACHE is not understood: got 'much'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def homeless(monkeypatch):
+    """A user id without a passwd entry, as containers have it, in an environment without HOME."""
+    pwd = pytest.importorskip("pwd")
+
+    def unknown(_):
+        raise KeyError("no such user")
+
+    for name in (CACHE_VARIABLE, "HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems know homes of all users")
+@pytest.mark.usefixtures("homeless")
+def test_a_user_without_a_home_has_no_caches(tmp_path, capsys):
+    assert CacheOptions.from_environment() is None
+    with pytest.raises(OptionError, match=r"no home directory.*Set COREML_DELEGATE_CACHE"):
+        CacheOptions()
+    assert main(["cache"]) == 0
+    assert "this user has no home directory" in capsys.readouterr().out
+    program = str(tmp_path / "tiny.pte")
+    assert main(["export", *TINY, "-o", program]) == 0
+    assert main(["run", program]) == 0
+    assert main(["compile", program]) == 1
+    assert "Set COREML_DELEGATE_CACHE to a directory" in capsys.readouterr().err
+    assert main(["run", program, "--host", "stock"]) == 1
+    assert "this user has no home directory" in capsys.readouterr().err

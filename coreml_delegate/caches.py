@@ -16,7 +16,7 @@ import platformdirs
 CACHE_VARIABLE: Final = "COREML_DELEGATE_CACHE"
 """Environment variable that names the folder of all caches."""
 
-HOMELESS: Final = f"this user has no home directory, and {CACHE_VARIABLE} names no folder for caches"
+HOMELESS: Final = f"this user has no home directory, and {CACHE_VARIABLE} is not set"
 """Why caches are off where ``cache_folder`` returns None."""
 
 NAME_A_FOLDER: Final = f"Set {CACHE_VARIABLE} to a directory that can be written."

@@ -54,6 +54,45 @@ _NOISE = {
 }
 
 
+_EXTRAS = {
+    "PIL": "vision",
+    "dask": "cluster",
+    "distributed": "cluster",
+    "jax": "jax",
+    "jaxlib": "jax",
+    "safetensors": "llm",
+    "sklearn": "demo",
+    "tokenizers": "llm",
+    "torchvision": "vision",
+    "transformers": "llm",
+}
+"""Import name of each optional package -> the extra of this project that installs it."""
+
+
+def missing_extra(error: BaseException) -> OptionError | None:
+    """Return an error that names the extra to install, if an optional package was not found."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    package = (name or "").partition(".")[0]
+    if package not in _EXTRAS:
+        return None
+    return OptionError(
+        f"the Python package {package} is not installed",
+        remedy=f"pip install 'coreml-delegate[{_EXTRAS[package]}]'",
+    )
+
+
+def import_optional(name: str) -> Any:
+    """Import a module of an optional package.
+
+    Raises:
+        OptionError: The package is not installed; the error names the extra.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise missing_extra(error) or error from None
+
+
 @cache
 def coremltools() -> Any:
     """The ``coremltools`` module, imported without noise."""
@@ -136,15 +175,7 @@ def transformers() -> Any:
         OptionError: Transformers is not installed.
     """
     with quiet_import(), torchvision_importable(), _leaving_out(_LEFT_OUT["transformers"]):
-        try:
-            module = importlib.import_module("transformers")
-        except ModuleNotFoundError as error:
-            if error.name != "transformers":
-                raise
-            raise OptionError(
-                "language models need the transformers package",
-                remedy="pip install 'coreml-delegate[llm]'",
-            ) from None
+        module = import_optional("transformers")
         importlib.import_module("transformers.modeling_utils")
         return module
 
@@ -280,6 +311,7 @@ def wrap_errors(
 
     Raises:
         CoreMLDelegateError: Of the class ``kind``; errors of this package pass unchanged.
+        OptionError: An optional package is not installed.
     """
     try:
         with log_prints():
@@ -287,4 +319,6 @@ def wrap_errors(
     except CoreMLDelegateError:
         raise
     except Exception as error:
-        raise kind(what, got=describe_error(error), remedy=remedy_of(error)) from error
+        raise (
+            missing_extra(error) or kind(what, got=describe_error(error), remedy=remedy_of(error))
+        ) from error

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from coreml_delegate.errors import CoreMLDelegateError
+from coreml_delegate.third_party import missing_extra
 
-KINDS: Final = (CoreMLDelegateError, OSError, MemoryError, RuntimeError)
+KINDS: Final = (CoreMLDelegateError, OSError, MemoryError, RuntimeError, ModuleNotFoundError)
 """The exceptions that ``message`` may explain."""
 
 _ALLOCATOR: Final = "DefaultCPUAllocator"
@@ -24,6 +25,9 @@ def message(error: Exception) -> str | None:
     if is_of_memory(error):
         details = str(error).rpartition(_ALLOCATOR)[2].strip(": ")
         return f"this machine does not have enough memory{f': {details}' if details else ''}"
+    if isinstance(error, ModuleNotFoundError):
+        named = missing_extra(error)
+        return None if named is None else str(named)
     if not isinstance(error, CoreMLDelegateError | OSError):
         return None
     if isinstance(error, OSError) and error.strerror:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 
 from coreml_delegate.backend import CoreMLBackend
-from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.files import provisional_folder, write_folder
 from coreml_delegate.lowering import export_model, lower_methods
 from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
@@ -25,6 +23,7 @@ from coreml_delegate.scripts.delegates import all_partitions, models_of
 from coreml_delegate.scripts.inputs import vision
 from coreml_delegate.scripts.programs import LoadedProgram, load
 from coreml_delegate.source_model import SourceModel
+from coreml_delegate.third_party import import_optional
 
 _MODEL = "mobilenet_v2"
 _PHOTO = "china.jpg"
@@ -84,14 +83,8 @@ def _demonstrate(folder: Path, *, seed: int, repeat: int) -> None:
 
 def _photo() -> Any:
     """Return a photograph that scikit-learn contains, as a PIL image."""
-    try:
-        datasets = importlib.import_module("sklearn.datasets")
-        pillow = importlib.import_module("PIL.Image")
-    except ModuleNotFoundError as error:
-        raise OptionError(
-            f"the demonstration needs {error.name}", remedy="pip install 'coreml-delegate[demo]'"
-        ) from None
-    return pillow.fromarray(datasets.load_sample_image(_PHOTO))
+    datasets = import_optional("sklearn.datasets")
+    return import_optional("PIL.Image").fromarray(datasets.load_sample_image(_PHOTO))
 
 
 def _preset() -> Any:

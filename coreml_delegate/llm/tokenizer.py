@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from coreml_delegate.errors import OptionError
+from coreml_delegate.third_party import import_optional
 
 TOKENIZER = "tokenizer.json"
 _BYTES = 256
@@ -78,13 +78,7 @@ class FileTokenizer:
 
     def __init__(self, path: Path) -> None:
         path = tokenizer_file(path)
-        try:
-            tokenizers: Any = importlib.import_module("tokenizers")
-        except ModuleNotFoundError:
-            raise OptionError(
-                f"reading {path} needs the tokenizers package",
-                remedy="pip install 'coreml-delegate[llm]'",
-            ) from None
+        tokenizers = import_optional("tokenizers")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # its native module raises Exception itself

@@ -115,14 +115,8 @@ def _runner(args: argparse.Namespace, file: SweepFile) -> Generator[Runner]:
     if args.scheduler is None and args.workers is None:
         yield run_here(file, args.jobs or file.parallel)
         return
-    try:
-        from coreml_delegate.scripts.sweeping.cluster import Cluster, connected
-    except ModuleNotFoundError as error:
-        if error.name not in ("dask", "distributed"):
-            raise
-        raise OptionError(
-            "workers need dask.distributed", remedy="pip install 'coreml-delegate[cluster]'"
-        ) from None
+    from coreml_delegate.scripts.sweeping.cluster import Cluster, connected
+
     if args.jobs is not None:
         args.refuse_usage(
             "--jobs is for this machine; a worker has one job for each of its threads"

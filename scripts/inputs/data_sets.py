@@ -9,7 +9,6 @@ arrays or a function's samples have ``labels`` beside the inputs.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 import zipfile
@@ -29,7 +28,7 @@ from coreml_delegate.scripts.inputs import images
 from coreml_delegate.scripts.inputs.input_files import load_archive, to_tensor
 from coreml_delegate.scripts.inputs.source import find_callable, importable_from_here, load_torch
 from coreml_delegate.source_model import SourceModel
-from coreml_delegate.third_party import wrap_errors
+from coreml_delegate.third_party import import_optional, wrap_errors
 
 FORMS = "a folder, FILE.npz, FILE.safetensors or MODULE:FACTORY"
 _TORCH = frozenset({".pt", ".pth"})
@@ -442,12 +441,7 @@ def _member(file: Path, archive: zipfile.ZipFile, name: str) -> _Rows:
 
 @contextmanager
 def _open_safetensors(file: Path) -> Generator[Any]:
-    try:
-        library: Any = importlib.import_module("safetensors")
-    except ModuleNotFoundError:
-        raise OptionError(
-            f"reading {file} needs the safetensors package", remedy="pip install safetensors"
-        ) from None
+    library = import_optional("safetensors")
     with _reading(file):
         opened = library.safe_open(str(file), framework="pt")
     with opened as tensors:

@@ -18,7 +18,12 @@ from coreml_delegate.scripts.inputs import vision
 from coreml_delegate.scripts.inputs.sampling import generator, random_tensor
 from coreml_delegate.scripts.stablehlo_files import is_stablehlo
 from coreml_delegate.source_model import SourceModel
-from coreml_delegate.third_party import describe_error, torchvision_importable, wrap_errors
+from coreml_delegate.third_party import (
+    describe_error,
+    import_optional,
+    torchvision_importable,
+    wrap_errors,
+)
 
 FORMS = "torchvision:NAME, MODULE:FACTORY or FILE.pt2"
 _SHOWN = 3  # names listed in a message
@@ -243,12 +248,7 @@ def _read_torch(path: Path) -> Mapping[str, torch.Tensor]:
 
 
 def _read_safetensors(path: Path) -> Mapping[str, torch.Tensor]:
-    try:
-        reader: Any = importlib.import_module("safetensors.torch")
-    except ModuleNotFoundError:
-        raise OptionError(
-            f"reading {path} needs the safetensors package", remedy="pip install safetensors"
-        ) from None
+    reader = import_optional("safetensors.torch")
     try:
         return reader.load_file(path)
     except Exception as error:  # its error class lives in its native module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from functools import cache
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from coreml_delegate.errors import OptionError, near_matches
-from coreml_delegate.third_party import torchvision_importable
+from coreml_delegate.third_party import import_optional, torchvision_importable
 
 _DEFAULT_SIZE = 224  # pixels; what torchvision's classifiers without published weights take
 _VIDEO_FRAMES = 16
@@ -26,14 +25,7 @@ def import_torchvision() -> Any:
         OptionError: Torchvision is not installed.
     """
     with torchvision_importable():
-        try:
-            return importlib.import_module("torchvision")
-        except ModuleNotFoundError as error:
-            if error.name != "torchvision":
-                raise
-            raise OptionError(
-                "torchvision is not installed", remedy="pip install 'coreml-delegate[vision]'"
-            ) from None
+        return import_optional("torchvision")
 
 
 def build_model(name: str) -> nn.Module:

@@ -63,7 +63,7 @@ _FILES = {
     "llama.json": json.dumps(_LLAMA),
     "add.mlir": "func.func public @main(%a: tensor<3xf32>) -> tensor<3xf32> {\n"
     "  %0 = stablehlo.add %a, %a : tensor<3xf32>\n  return %0 : tensor<3xf32>\n}\n",
-    "sweep.toml": f'[models.tiny]\nsource = "{MODELS}:tiny"\n\n[options]\nprecision = ["float32"]\n',
+    "sweep.toml": f'[models.tiny]\nsource = "{MODELS}:tiny"\n[options]\nprecision = ["float32"]\n',
 }
 
 _CHILD = """

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import os
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -443,7 +446,32 @@ def _runtime() -> Any:
         raise EngineUnavailableError(
             "the stock runtime cannot be imported", got=first_line(error)
         ) from error
+    _start_threads()
     return Runtime.get()
+
+
+@functools.cache
+def _start_threads() -> None:
+    """Let the runtime count the cores for its threads, and log what it writes meanwhile.
+
+    On Linux it looks for files of Android first, and writes a line to stderr for each that is
+    missing.
+    """
+    from executorch.extension.pybindings import portable_lib
+
+    count_threads = getattr(portable_lib, "_threadpool_get_thread_count", None)
+    if count_threads is None or sys.stderr is None:
+        return
+    with _RUNTIME_LOCK, tempfile.TemporaryFile() as written:
+        stderr = os.dup(2)
+        try:
+            os.dup2(written.fileno(), 2)
+            count_threads()
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+        written.seek(0)
+        _logger.debug("written while threads are started: %s", written.read().decode())
 
 
 def _call(action: Callable[[], Any], info: MethodInfo, what: str) -> Any:

@@ -116,3 +116,13 @@ def test_closed_streams_end_with_their_exit_code(closed, args, ending, tmp_path)
     assert (done.stdout, done.stderr, done.returncode) == ("", *ending)
     made = {"forward_0.mlpackage", "forward_1.mlpackage"} if args[0] == "extract" else set()
     assert {path.name for path in tmp_path.glob("x_coreml/*")} == made
+
+
+@pytest.mark.slow
+def test_a_run_on_the_stock_host_writes_nothing_to_stderr(tmp_path):
+    program = tmp_path / "tiny.pte"
+    program.write_bytes(tiny_pte())
+    process = start("run", program, "--host", "stock")
+    out, err = process.communicate(timeout=_PATIENCE)
+    assert (process.returncode, err) == (0, "")
+    assert "latency" in out

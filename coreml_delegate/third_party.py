@@ -46,6 +46,7 @@ _SCHEMAS = (
 _NOISE = {
     "coremltools": (
         r"Failed to load _ML\w+: No module named 'coremltools\.libcoremlpython'",
+        r"Fail to import Blob(Reader|Writer) from libmilstoragepython",
         r"(scikit-learn version|Torch version) \S+ (is not supported|has not been tested)",
     ),
     "torchao": (r"Failed to load \S+\.so",),

@@ -30,6 +30,7 @@ from coreml_delegate.conversion.compression import compression_passes
 from coreml_delegate.conversion.coremltools_options import convert_keywords
 from coreml_delegate.conversion.debug_handles import operation_calls
 from coreml_delegate.conversion.fp16 import chunked_overflow_check
+from coreml_delegate.conversion.native_parts import native_parts
 from coreml_delegate.conversion.workarounds import coremltools_workarounds
 from coreml_delegate.errors import (
     ContractError,
@@ -184,6 +185,7 @@ def _convert(
             _conversion_errors(source),
             chunked_overflow_check(),
             coremltools_workarounds(),
+            native_parts(),
             _validating_at_the_ends(),
             _comparing_in_chunks(),
             _writing_halves_uncopied(),

@@ -37,6 +37,8 @@ _AUTHOR = "com.apple.CoreML"
 _DATA = "Data"
 _SPEC = f"{_AUTHOR}/model.mlmodel"
 _WEIGHTS = f"{_AUTHOR}/{WEIGHTS}"
+WEIGHTS_FOLDER = f"{_DATA}/{_WEIGHTS}"
+"""Path of the folder of weights in the packages that ``assemble`` makes."""
 # Namespace of the identifiers derived from content; the value itself has no meaning.
 _NAMESPACE = uuid.UUID("6f6d5f0e-3d0c-5d0b-9f0e-c0de1de1e9a7")
 
@@ -91,9 +93,7 @@ def locate(files: Mapping[str, Buffer]) -> PackageParts:
     Raises:
         BlobFormatError: The manifest is missing or malformed, or names a file that is not there.
     """
-    spec_path = _root_item(files)
-    if spec_path not in files:
-        raise BlobFormatError("mlpackage lacks its specification", expected=spec_path)
+    spec_path = locate_spec(files)
     base = spec_path.rpartition("/")[0] + "/"
     weights = {
         path.removeprefix(base): memoryview(content)
@@ -101,6 +101,19 @@ def locate(files: Mapping[str, Buffer]) -> PackageParts:
         if path.startswith(base) and path != spec_path
     }
     return PackageParts(spec=memoryview(files[spec_path]), weights=weights)
+
+
+def locate_spec(files: Mapping[str, Buffer]) -> str:
+    """Return the path of the specification, found through the manifest.
+
+    Raises:
+        BlobFormatError: As ``locate``.
+    """
+    _, path = _read_manifest(files)
+    spec_path = f"{_DATA}/{path}"
+    if spec_path not in files:
+        raise BlobFormatError("mlpackage lacks its specification", expected=spec_path)
+    return spec_path
 
 
 def empty_folders(files: Mapping[str, Buffer]) -> list[str]:
@@ -133,7 +146,7 @@ def assemble(spec: bytes, weights: Mapping[str, Content]) -> dict[str, Content]:
     items = {_item_id(_SPEC): _item("CoreML Model Specification", "model.mlmodel", _SPEC)}
     if weights:
         items[_item_id(_WEIGHTS)] = _item("CoreML Model Weights", "weights", _WEIGHTS)
-        files |= {f"{_DATA}/{_WEIGHTS}/{name}": content for name, content in weights.items()}
+        files |= {f"{WEIGHTS_FOLDER}/{name}": content for name, content in weights.items()}
     manifest = {
         "fileFormatVersion": "1.0.0",
         "itemInfoEntries": items,
@@ -155,11 +168,6 @@ def _map_file(path: Path, smallest: int) -> memoryview:
         if os.fstat(file.fileno()).st_size < max(1, smallest):  # nothing cannot be mapped
             return memoryview(file.read())
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-
-
-def _root_item(files: Mapping[str, Buffer]) -> str:
-    _, path = _read_manifest(files)
-    return f"{_DATA}/{path}"
 
 
 def _read_manifest(files: Mapping[str, Buffer]) -> tuple[Mapping[str, Any], str]:

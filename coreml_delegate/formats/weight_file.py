@@ -5,7 +5,8 @@ Layout (little endian)::
     header, 64 bytes    u32 count, u32 version (2), zeros
     per weight          64-byte record: u32 0xDEADBEEF, u32 data type, u64 size in bytes,
                         u64 offset of the data, u64 padding in bits (sub-byte types), zeros
-                        data, at a multiple of 64 bytes
+                        data, at a multiple of 64 bytes; elements of fewer than 8 bits without
+                        gaps, least significant bits first
 
 A MIL value refers to a weight by the offset of its record.
 
@@ -15,9 +16,14 @@ by ``libmilstoragepython``.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from coreml_delegate.errors import BlobFormatError
 from coreml_delegate.formats.blob import Buffer, Pieces
@@ -29,6 +35,8 @@ _SHORT_HEADER = struct.Struct("<II")
 _RECORD = struct.Struct("<IIQQQ32x")
 _SENTINEL = 0xDEADBEEF
 _VERSION = 2
+_NIBBLE = 4  # bits
+_PACKED_AT_ONCE = 2**20  # elements, a multiple of 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,47 @@ class StoredWeight:
     dtype: int
     padding: int
     data: memoryview
+
+
+def pack_integers(values: NDArray[np.generic], bits: int) -> NDArray[np.uint8]:
+    """Pack integers of fewer than eight bits as they are stored.
+
+    Args:
+        values: [count], int8 or uint8.
+        bits: Width of an element.
+
+    Returns:
+        [ceil(count * bits / 8)].
+    """
+    packed = [
+        _pack(values[start : start + _PACKED_AT_ONCE].view(np.uint8), bits)
+        for start in range(0, len(values), _PACKED_AT_ONCE)
+    ]
+    return np.concatenate([np.empty(0, np.uint8), *packed])
+
+
+def _pack(values: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    digits = np.unpackbits(values[:, None], axis=1, bitorder="little", count=bits)
+    return np.packbits(digits.reshape(-1), bitorder="little")
+
+
+def unpack_integers(packed: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.uint8]:
+    """Widen stored integers of fewer than eight bits to one per byte, without a sign.
+
+    Args:
+        packed: [ceil(count * bits / 8)].
+        bits: Width of an element.
+        count: Number of elements.
+
+    Returns:
+        [count].
+    """
+    if bits == _NIBBLE:
+        pairs = np.stack((packed & 0x0F, packed >> _NIBBLE), axis=-1)
+        return pairs.reshape(-1)[:count].astype(np.uint8, copy=False)
+    digits = np.unpackbits(packed, bitorder="little", count=count * bits)
+    weights = (1 << np.arange(bits)).astype(np.uint8)
+    return (digits.reshape(count, bits) * weights).sum(axis=1, dtype=np.uint8)
 
 
 def check_header(name: str, buffer: memoryview) -> None:
@@ -125,6 +174,35 @@ def read_weight(name: str, buffer: memoryview, offset: int) -> StoredWeight:
             got=f"{record.size} bytes at {record.start} of {len(buffer)}",
         )
     return StoredWeight(record.dtype, record.padding, buffer[record.start : end])
+
+
+class WeightFile:
+    """A weight file that grows by one weight at a time, and is whole after each.
+
+    Args:
+        path: The file, which is replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._count = 0
+        path.write_bytes(_HEADER.pack(0, _VERSION))
+
+    def append(self, weight: StoredWeight) -> int:
+        """Append a weight; return the offset of its record in bytes."""
+        with self._path.open("r+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            gap = -end % ALIGNMENT
+            offset = end + gap
+            start = offset + _RECORD.size
+            size = weight.data.nbytes
+            file.write(bytes(gap))
+            file.write(_RECORD.pack(_SENTINEL, weight.dtype, size, start, weight.padding))
+            file.write(weight.data)
+            self._count += 1
+            file.seek(0)
+            file.write(_HEADER.pack(self._count, _VERSION))
+        return offset
 
 
 def write_weights(weights: Iterable[StoredWeight]) -> tuple[Pieces, list[int]]:

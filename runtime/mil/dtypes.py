@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coreml_delegate.errors import BlobFormatError
+from coreml_delegate.formats.weight_file import unpack_integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +110,6 @@ _BY_NUMBER = {member.value.number: member for member in DType}
 _BY_LABEL = {member.value.label: member for member in DType}
 
 
-_NIBBLE = 4  # bits
-
-
 def packed_nbytes(dtype: DType, count: int) -> int:
     """Return the bytes that ``count`` elements of ``dtype`` take in storage."""
     return (dtype.bits * count + 7) // 8
@@ -128,12 +126,7 @@ def unpack_bits(packed: NDArray[np.uint8], dtype: DType, count: int) -> NDArray[
     Returns:
         [count], int8 for int4 and uint8 for the rest.
     """
-    if dtype.bits == _NIBBLE:
-        values = np.stack((packed & 0x0F, packed >> _NIBBLE), axis=-1).reshape(-1)[:count]
-    else:
-        bits = np.unpackbits(packed, bitorder="little", count=count * dtype.bits)
-        weights = (1 << np.arange(dtype.bits)).astype(np.uint8)
-        values = (bits.reshape(count, dtype.bits) * weights).sum(axis=1, dtype=np.uint8)
+    values = unpack_integers(packed, dtype.bits, count)
     if dtype is DType.INT4:
         return (values.view(np.int8) ^ 8) - np.int8(8)
     return values

@@ -1,8 +1,10 @@
 """The layout: four folders at the top are subpackages, and the wheel has all of them."""
 
 import importlib
+import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -74,14 +76,23 @@ def test_no_file_has_grown_past_one_room():
     assert not long
 
 
-@pytest.mark.slow
-def test_wheel_has_every_module(tmp_path):
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory):
+    """The source distribution, and the wheel that is built of it."""
+    folder = tmp_path_factory.mktemp("dist")
     subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)],
+        [sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)],
         check=True,
         capture_output=True,
     )
-    (wheel,) = tmp_path.glob("*.whl")
+    (source,) = folder.glob("*.tar.gz")
+    (wheel,) = folder.glob("*.whl")
+    return source, wheel
+
+
+@pytest.mark.slow
+def test_wheel_has_every_module(distributions):
+    _, wheel = distributions
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {
         f"coreml_delegate/{p.relative_to(ROOT).as_posix().removeprefix('coreml_delegate/')}"
@@ -91,3 +102,22 @@ def test_wheel_has_every_module(tmp_path):
     }
     assert expected <= names
     assert wheel.name.endswith("py3-none-any.whl")
+
+
+@pytest.mark.slow
+def test_links_of_the_readme_lead_somewhere_in_a_wheel(distributions):
+    _, wheel = distributions
+    folder = f"{wheel.name.removesuffix('-py3-none-any.whl')}.data/data/share/doc/coreml-delegate"
+    root = zipfile.Path(wheel, f"{folder}/")
+    links = re.findall(r"\]\((?!https:)([^)#]+)", (root / "README.md").read_text())
+    assert len(links) > 20
+    assert [link for link in links if not (root / link).exists()] == []
+
+
+@pytest.mark.slow
+def test_source_distribution_has_all_tests(distributions):
+    source, _ = distributions
+    with tarfile.open(source) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    tests = {p.relative_to(ROOT).as_posix() for p in (ROOT / "tests").rglob("*.py")}
+    assert tests <= names

@@ -25,10 +25,10 @@ def _has_bf16() -> bool:
 
 needs_bf16 = pytest.mark.skipif(not _has_bf16(), reason="the CPU neither has nor emulates bf16")
 
-_IS_X86 = platform.machine() in ("x86_64", "AMD64")
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
-needs_x86 = pytest.mark.skipif(not _IS_X86, reason="other CPUs convert floats otherwise")
+needs_x86 = pytest.mark.skipif(not IS_X86, reason="other CPUs convert floats otherwise")
 
 needs_vnni = pytest.mark.skipif(
-    not _IS_X86 or compilation.int8_sums_saturate(), reason="the CPU has no VNNI"
+    not IS_X86 or compilation.int8_sums_saturate(), reason="the CPU has no VNNI"
 )

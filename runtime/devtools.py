@@ -20,8 +20,8 @@ class Inspector(_Inspector):
     """``executorch.devtools.Inspector``, whose ``calculate_numeric_gap`` takes such delegates.
 
     ExecuTorch 1.5 counts as many outputs for every op of a delegate as the delegate itself has, and
-    then fails with ``IndexError``. With an op counted as one result, it compares them. No issue is
-    known.
+    then fails with ``IndexError``. With an op counted as one result, it compares them. It also takes
+    two nodes for one if their graphs had one ``id`` after another. No issue is known of either.
 
     Args:
         args: As ExecuTorch's.
@@ -37,6 +37,25 @@ class Inspector(_Inspector):
             for event in block.events:
                 if event.delegate_debug_identifier is not None:
                     event.num_outputs = 1
+        if self._etrecord is not None:
+            _keep_exported_ancestors(self._etrecord)
+
+
+def _keep_exported_ancestors(record: Any) -> None:
+    """Reduce the ancestors of each edge node to its node in the exported graph.
+
+    ExecuTorch names an ancestor by its own name and the ``id`` of its graph. Graphs that lowering
+    makes are freed, and later ones get their ids; the exported graph lives until the record is made.
+    """
+    if record.export_graph_id is None or isinstance(record.edge_dialect_program, dict):
+        return
+    for node in record.edge_dialect_program.graph.nodes:
+        sources = node.meta.get("from_node")
+        while sources and sources[-1].graph_id != record.export_graph_id:
+            sources = sources[-1].from_node
+        if sources:
+            sources[-1].from_node = []
+            node.meta["from_node"] = [sources[-1]]
 
 
 def read_etrecord(path: Path) -> Any:

@@ -60,6 +60,13 @@ def test_bare_names_are_refused(name):
     assert f"import coreml_delegate.{name} instead" in done.stderr
 
 
+def test_python_may_compile_installed_modules_during_the_tests():
+    source = r"pattern = '\s'"
+    compile(source, "/venv/lib/site-packages/other/module.py", "exec")
+    with pytest.raises(SyntaxError, match="invalid escape sequence"):
+        compile(source, str(ROOT / "coreml_delegate" / "own.py"), "exec")
+
+
 def test_no_script_shadows_the_standard_library():
     scripts = {p.stem for p in (ROOT / "scripts").glob("*.py")}
     assert not scripts & set(sys.stdlib_module_names)

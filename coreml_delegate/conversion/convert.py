@@ -192,8 +192,8 @@ def _convert(
             _collecting_new_objects_only(),
         ):
             program, described = build()
-            package = str(folder / "converted.mlpackage")
-            model = ct.convert(program, package_dir=package, **keywords, **described)
+            written = str(folder / "converted.mlpackage")
+            model = ct.convert(program, package_dir=written, **keywords, **described)
             del program
             # A compressed model is another one, which has forgotten them.
             calls = operation_calls(model._mil_program)
@@ -206,7 +206,9 @@ def _convert(
                 compiled = shutil.copytree(
                     model.get_compiled_model_path(), folder / "converted.mlmodelc"
                 )
-            conversion = Conversion(model.get_spec(), Path(model.package_path), compiled, calls)
+            # coremltools 9.1 removes the package of a compressed model with the object.
+            package = Path(model.package_path).rename(folder / "model.mlpackage")
+            conversion = Conversion(model.get_spec(), package, compiled, calls)
             # The MIL program holds the weights, and itself in cycles.
             del model
             gc.collect()

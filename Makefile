@@ -1,5 +1,5 @@
 # Two commands matter: `make demo` and `make test`. Both create .venv, once, and may be repeated.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(or $(shell .ci/find-python 3.11 3.12 3.13),$(error Python 3.11, 3.12 or 3.13 is needed))
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -10,7 +10,7 @@ CONSTRAINTS := .ci/constraints.txt
 TEST_ENV := OMP_NUM_THREADS=1 COREML_DELEGATE_COMPILED_CACHE=off PYTHONDONTWRITEBYTECODE=
 FUZZ := PYTHONPATH=../..:../../tests OMP_NUM_THREADS=1 ../../$(BIN)/python -m tests.fuzz.fuzz_mil
 
-.PHONY: demo test test-all pytest pytest-all checks lint types imports docs bench conformance suite suite-upstream jax-suite regressions models fuzz upgrade clean
+.PHONY: demo test test-all smoke smoke-newer pytest pytest-all checks lint types imports docs bench conformance suite suite-upstream jax-suite regressions models fuzz upgrade clean
 
 demo: $(STAMP)
 	$(BIN)/coreml-delegate demo
@@ -21,6 +21,20 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(MAKE) -j 2 pytest-all checks
+
+# A newer Python with the newest JAX and NumPy, in an environment of its own: the demo, the first page
+# of the documentation and a tenth of the tests.
+SMOKE := build/smoke
+NEWER := $(SMOKE)/venv/bin
+smoke:
+	@if python=$$(.ci/find-python 3.13 3.12); \
+	  then $(MAKE) smoke-newer PYTHON=$$python; \
+	  else echo "smoke: skipped, because this machine has neither Python 3.13 nor 3.12"; fi
+
+smoke-newer: $(SMOKE)/.installed
+	cd $(SMOKE) && venv/bin/coreml-delegate demo
+	$(TEST_ENV) $(NEWER)/python -m pytest "tests/docs/test_documents.py::test_a_page_can_be_followed[index]"
+	$(TEST_ENV) $(NEWER)/python -m pytest -n 2 --dist loadgroup -m "not slow" --one-in 10 tests
 
 pytest: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" tests
@@ -117,11 +131,22 @@ upgrade: $(STAMP)
 
 # pip compiles modules on one core, which takes longer than all else. compileall fails for a few that
 # are written for other versions of Python; nothing imports them.
+define INSTALL
+$(PYTHON) -m venv $(1)
+$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(2) -e ".[test]"
+$(1)/bin/python -m compileall -qq -j 0 $(1)/lib || true
+endef
+
 $(STAMP): pyproject.toml $(CONSTRAINTS)
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS) -e ".[test]"
-	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	$(call INSTALL,$(VENV),$(CONSTRAINTS))
 	touch $(STAMP)
+
+$(SMOKE)/.installed: pyproject.toml $(CONSTRAINTS)
+	rm -rf $(SMOKE)
+	mkdir -p $(SMOKE)
+	grep -v -E "^(jax|jaxlib|numpy)==" $(CONSTRAINTS) > $(SMOKE)/constraints.txt
+	$(call INSTALL,$(SMOKE)/venv,$(SMOKE)/constraints.txt)
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -20,8 +20,8 @@ class Inspector(_Inspector):
     """``executorch.devtools.Inspector``, whose ``calculate_numeric_gap`` takes such delegates.
 
     ExecuTorch 1.5 counts as many outputs for every op of a delegate as the delegate itself has, and
-    then fails with ``IndexError``. With an op counted as one result, it compares them. It also takes
-    two nodes for one if their graphs had one ``id`` after another. No issue is known of either.
+    then fails with ``IndexError``. With an op counted as one result, it compares them. It also
+    fails where a graph had the ``id`` of a freed one. No issue is known of either.
 
     Args:
         args: As ExecuTorch's.
@@ -44,8 +44,8 @@ class Inspector(_Inspector):
 def _keep_exported_ancestors(record: Any) -> None:
     """Reduce the ancestors of each edge node to its node in the exported graph.
 
-    ExecuTorch names an ancestor by its own name and the ``id`` of its graph. Graphs that lowering
-    makes are freed, and later ones get their ids; the exported graph lives until the record is made.
+    ExecuTorch names an ancestor by its own name and the ``id`` of its graph. Lowering frees graphs,
+    and later ones get their ids; the exported graph lives until the record is made.
     """
     if record.export_graph_id is None or isinstance(record.edge_dialect_program, dict):
         return

@@ -30,6 +30,10 @@ from coreml_delegate.third_party import coremltools
 _OWN_CACHE = pytest.StashKey[Path]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--one-in", type=int, default=1, metavar="N", help="run one in N of the tests")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Give the session a cache of its own, which its workers inherit and share.
 
@@ -61,10 +65,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark as slow what ``share(n)`` leaves out: of each test, all but one in n of its cases.
 
-    Which they are depends on nothing but the names of the cases.
+    ``--one-in`` then takes a sample of all tests. Both depend on nothing but the names.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -74,15 +78,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = same_test[0].get_closest_marker("share")
         assert marker is not None
         kept = -(-len(same_test) // marker.args[0])
-        by_name = sorted(
-            same_test, key=lambda item: zlib.crc32(item.nodeid.partition("[")[2].encode())
-        )
+        by_name = sorted(same_test, key=lambda item: _checksum(item.nodeid.partition("[")[2]))
         for item in by_name[kept:]:
             item.add_marker(pytest.mark.slow)
+    left_out = {item for item in items if _checksum(item.nodeid) % config.getoption("one_in")}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
-def _digest_of_case(item: pytest.Item) -> int:
-    return zlib.crc32(item.nodeid.partition("[")[2].encode())
+def _checksum(name: str) -> int:
+    return zlib.crc32(name.encode())
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:

@@ -18,6 +18,8 @@ from benchmarks.contenders import EAGER
 from benchmarks.measuring import Row
 
 _BEGIN, _END = "<!-- tables: begin -->", "<!-- tables: end -->"
+_NOTABLE = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+_NOTABLE += ("asimddp", "i8mm", "bf16")  # of Arm
 _PACKAGES = ("torch", "openvino", "executorch", "coremltools", "onnxruntime", "jax")
 
 
@@ -92,8 +94,8 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
     fields = dict(part for line in lines if len(part := line.split("\t: ", 1)) == 2)
     fields = {name.strip(): value for name, value in fields.items()}
-    flags = fields.get("flags", "").split()
-    notable = [flag for flag in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16") if flag in flags]
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    notable = [flag for flag in _NOTABLE if flag in flags]
     return f"{fields.get('model name', platform.machine())} ({', '.join(notable)})"
 
 

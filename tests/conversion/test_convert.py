@@ -87,11 +87,12 @@ def test_halves_are_written_uncopied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 _FREES = """
+import resource
 from pathlib import Path
 from coreml_delegate.conversion import convert
 
 def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 large = bytearray(31 * 2**20)
 del large  # from now on, blocks of this size are not mapped by themselves

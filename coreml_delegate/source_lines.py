@@ -8,12 +8,16 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
+import torch
 from torch.fx import Node
 
 _FRAME = re.compile(
     r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n?(?P<code>.*)', re.MULTILINE
 )
+# Of this Python or of another, which exported the program.
+_INSTALLED = re.compile(r"[/\\](site-packages|dist-packages|python3\.\d+)[/\\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ def source_of(node: Node) -> SourceLine | None:
     Source: ``stack_trace``, which ``torch.export`` records.
     """
     frames = list(_frames(str(node.meta.get("stack_trace") or "")))
-    own = [frame for frame in frames if not frame.file.startswith(_installed())]
+    own = [frame for frame in frames if not _is_installed(frame.file)]
     rest = [frame for frame in frames if "/torch/" not in frame.file.replace("\\", "/")]
     return next((found[-1] for found in (own, rest, frames) if found), None)
 
@@ -57,9 +61,14 @@ def _frames(trace: str) -> Iterator[SourceLine]:
         )
 
 
+def _is_installed(file: str) -> bool:
+    return file.startswith(_installed_folders()) or _INSTALLED.search(file) is not None
+
+
 @cache
-def _installed() -> tuple[str, ...]:
-    """Return the folders of installed packages and of the standard library."""
+def _installed_folders() -> tuple[str, ...]:
+    """Return the folders of installed packages, of the standard library and of torch."""
     paths = sysconfig.get_paths()
     folders = {paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders.add(str(Path(torch.__file__).parent))  # which may be a build elsewhere
     return tuple(sorted({*folders, *site.getsitepackages(), site.getusersitepackages()}))

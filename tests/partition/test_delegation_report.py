@@ -15,7 +15,7 @@ from support.partitioned import Network, example
 from torch import nn
 from torch.export import ExportedProgram
 
-from coreml_delegate import CoreMLPartitioner
+from coreml_delegate import CoreMLPartitioner, source_lines
 from coreml_delegate.partition import DelegationReport
 from coreml_delegate.partition.report.table import quantity
 from coreml_delegate.source_lines import source_of
@@ -92,18 +92,24 @@ FRAME = '  File "{}", line {}, in forward\n    {}\n'
     [
         (["/me/model.py", "/me/layer.py", torch.nn.functional.__file__], "layer.py:2"),
         (["/venv/transformers/model.py", torch.nn.functional.__file__], "model.py:1"),
+        (["/me/model.py", "/lib/python3.13/site-packages/torch/nn/functional.py"], "model.py:1"),
+        (["/me/model.py", "/build/torch/nn/functional.py"], "model.py:1"),
         ([torch.nn.functional.__file__], "functional.py:1"),
         ([], None),
     ],
 )
 def test_the_source_is_the_innermost_line_of_the_users_code(
-    files: list[str], expected: str | None
+    files: list[str], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if "/build/torch/nn/functional.py" in files:
+        monkeypatch.setattr(torch, "__file__", "/build/torch/__init__.py")
+    source_lines._installed_folders.cache_clear()
     node = torch.fx.Graph().placeholder("x")
     node.meta["stack_trace"] = "".join(
         FRAME.format(file, n, "y = f(x)") for n, file in enumerate(files, start=1)
     )
     found = source_of(node)
+    source_lines._installed_folders.cache_clear()
     assert (None if found is None else str(found)) == expected
 
 

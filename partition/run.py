@@ -47,6 +47,7 @@ from coreml_delegate.transforms.compressed_weights import (
 from coreml_delegate.transforms.constant_arguments import fold_constant_arguments
 from coreml_delegate.transforms.control_flow import Lowered, hold_control_flow, with_constants
 from coreml_delegate.transforms.executorch_gaps import (
+    drop_assertions,
     drop_empty_parts,
     drop_linear_algebra_checks,
     drop_text_results,
@@ -58,8 +59,8 @@ from coreml_delegate.transforms.recurrent_layers import (
     release_refused_layers,
 )
 
-_FRAMES = (name_values, drop_text_results)
-"""Applied to a program, but not to the branches of its control flow."""
+_FRAMES = (name_values, drop_text_results, drop_assertions)
+"""Applied to a program once, before its control flow is looked at."""
 
 _TRANSFORMS = (
     drop_empty_parts,

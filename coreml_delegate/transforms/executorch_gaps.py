@@ -11,8 +11,11 @@ is where programs have the names of their inputs and outputs from; see ``value_n
 others; caches of transformers begin with one. ExecuTorch's runtime does not load a program in which
 one is a constant.
 
-**Checks in linear algebra.** ExecuTorch takes other checks out by itself, and has no op for the
-check that a matrix could be inverted or factored.
+**Assertions.** They yield no value and nothing runs them: ExecuTorch takes most of them out, after
+it has refused or kept the operations that only they use.
+
+**Checks in linear algebra.** ExecuTorch has no op for the check that a matrix could be inverted or
+factored.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -29,14 +32,27 @@ import torch
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
 from coreml_delegate.containers import keys_of
+from coreml_delegate.ops.sizes import is_size
 
 _logger = logging.getLogger(__name__)
 
 _PLAIN = frozenset({tuple, list, dict, OrderedDict, defaultdict, deque})
 _ATEN: Any = torch.ops.aten
+_ASSERTIONS = frozenset(
+    {
+        _ATEN._assert_async.default,
+        _ATEN._assert_async.msg,
+        _ATEN._assert_scalar.default,
+        _ATEN._assert_tensor_metadata.default,
+        _ATEN.sym_constrain_range.default,
+        _ATEN.sym_constrain_range_for_size.default,
+    }
+)
 
 
 def name_values(program: ExportedProgram) -> ExportedProgram:
@@ -162,6 +178,65 @@ def _without_empty(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
     if len(kept) in (0, len(tensors)) or len({tensor.dtype for tensor in tensors}) > 1:
         return NotImplemented
     return torch.cat(kept, dim) if len(kept) > 1 else kept[0].clone()
+
+
+def drop_assertions(program: ExportedProgram) -> ExportedProgram:
+    """Return ``program`` without assertions and what only they use, branches included.
+
+    Assertions on numbers that sizes depend on stay: torch has the bounds of these from them.
+
+    Args:
+        program: In ATen dialect; it is not changed.
+    """
+    if not any(_unused(graph) for graph in _graphs(program.graph_module)):
+        return program
+    plain: Any = copy.copy(program)
+    plain._graph_module = copy.deepcopy(program.graph_module)
+    for graph in _graphs(plain.graph_module):
+        for node in _unused(graph):
+            graph.erase_node(node)
+        graph.owning_module.recompile()
+    return plain
+
+
+def _graphs(root: GraphModule) -> list[Any]:
+    return [module.graph for module in root.modules() if isinstance(module, GraphModule)]
+
+
+def _unused(graph: Graph) -> list[Node]:
+    """Return the assertions to drop and what only they use, the last node first."""
+    assertions = [node for node in graph.nodes if node.target in _ASSERTIONS]
+    if not assertions:
+        return []
+    used = _ancestors(
+        node
+        for node in graph.nodes
+        if node.op == "placeholder" or not (node.users or node.target in _ASSERTIONS)
+    )
+    symbols = _symbols(used)
+    while bounding := [a for a in assertions if a not in used and _checked_symbols(a) & symbols]:
+        used |= _ancestors(bounding)
+        symbols = _symbols(used)
+    return [node for node in reversed(graph.nodes) if node not in used]
+
+
+def _ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """Return the nodes with all that they are computed from."""
+    pending, ancestors = list(nodes), set[Node]()
+    while pending:
+        node = pending.pop()
+        if node not in ancestors:
+            ancestors.add(node)
+            pending += node.all_input_nodes
+    return ancestors
+
+
+def _symbols(nodes: Iterable[Node]) -> set[Any]:
+    return set[Any]().union(*(free_symbols(node.meta.get("val")) for node in nodes))
+
+
+def _checked_symbols(assertion: Node) -> set[Any]:
+    return _symbols(filter(is_size, assertion.all_input_nodes))
 
 
 def drop_linear_algebra_checks(program: ExportedProgram) -> ExportedProgram:

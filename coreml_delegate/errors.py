@@ -104,6 +104,10 @@ class UnsupportedOperatorError(LoweringError, NotImplementedError):
     """
 
 
+class MissingKernelError(LoweringError):
+    """A lowered program needs kernels that ExecuTorch's runtime does not have."""
+
+
 class ConversionError(LoweringError):
     """Coremltools failed to convert a partition that the rules had accepted.
 

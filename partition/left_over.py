@@ -1,5 +1,7 @@
 """Left-over calls, kept whole for Core ML but taken by no backend: decomposed after lowering.
 
+Calls of custom ops that no backend took are checked, for which ExecuTorch needs more than torch.
+
 ExecuTorch asks which ops to keep before anything is delegated, and has no kernels for many of them.
 Whether a call goes into a partition is certain only when all partitions are made: one may fail to
 convert or be dropped.
@@ -20,8 +22,11 @@ from torch.fx import GraphModule, Node
 
 from coreml_delegate.control_flow import HELD
 from coreml_delegate.conversion.subgraph import call_of, program_of
+from coreml_delegate.errors import LoweringError
 from coreml_delegate.ops import Reason, ReasonCode
-from coreml_delegate.ops.call import is_stand_in, overload_of
+from coreml_delegate.ops.call import called_target, is_stand_in, overload_of, target_name
+from coreml_delegate.partition.verdicts.cpu_kernels import cpu_obstacles, is_custom
+from coreml_delegate.source_lines import source_of
 from coreml_delegate.transforms.compressed_weights import decompose_undelegated_dequantize
 from coreml_delegate.transforms.control_flow import release_control_flow
 from coreml_delegate.transforms.recurrent_layers import require_fixed_steps
@@ -48,6 +53,28 @@ def decompose_left_over(program: ExportedProgram, preserved: Collection[OpOverlo
             calls = [node for node in module.graph.nodes if _is_left_over(node, ops)]
             if calls:
                 _decompose(calls, module, program)
+
+
+def require_out_variants(program: ExportedProgram) -> None:
+    """Check that ExecuTorch can lower the calls of custom ops.
+
+    Args:
+        program: In edge dialect, lowered.
+
+    Raises:
+        LoweringError: A custom op has no out variant; says how to register one.
+    """
+    graphs = (m.graph for m in program.graph_module.modules() if isinstance(m, GraphModule))
+    calls = [n for graph in graphs for n in graph.nodes if is_custom(overload_of(called_target(n)))]
+    for node, reason in cpu_obstacles(calls).items():
+        if reason.code is ReasonCode.OUT_VARIANT:
+            name, line = target_name(called_target(node)), source_of(node)
+            raise LoweringError(
+                "ExecuTorch cannot lower a custom operator that no backend took",
+                got=f"{name}{f' at {line}' if line else ''}",
+                expected="an operator with an out variant",
+                remedy=reason.remedy,
+            )
 
 
 def _is_left_over(node: Node, ops: Collection[OpOverload]) -> bool:

@@ -47,6 +47,7 @@ from coreml_delegate.transforms.compressed_weights import (
 from coreml_delegate.transforms.constant_arguments import fold_constant_arguments
 from coreml_delegate.transforms.control_flow import Lowered, hold_control_flow, with_constants
 from coreml_delegate.transforms.executorch_gaps import (
+    decompose_custom_ops,
     drop_assertions,
     drop_empty_parts,
     drop_linear_algebra_checks,
@@ -63,6 +64,7 @@ _FRAMES = (name_values, drop_text_results, drop_assertions)
 """Applied to a program once, before its control flow is looked at."""
 
 _TRANSFORMS = (
+    decompose_custom_ops,
     drop_empty_parts,
     hold_recurrent_layers,
     unwrap_tensor_subclasses,

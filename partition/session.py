@@ -23,7 +23,7 @@ from coreml_delegate.errors import ProgramError
 from coreml_delegate.module_scope import Scope, scopes_of
 from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.partition.branches import partition_whole
-from coreml_delegate.partition.left_over import decompose_left_over
+from coreml_delegate.partition.left_over import decompose_left_over, require_out_variants
 from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.report import DelegationReport, NodeReport
 from coreml_delegate.partition.run import PartitionRun, transform
@@ -152,8 +152,13 @@ class LoweringSession:
         return result.compile_options
 
     def decompose_left_over(self, program: ExportedProgram) -> None:
-        """Decompose the calls of preserved ops that no backend took, in a lowered program."""
+        """Decompose the calls of preserved ops that no backend took, in a lowered program.
+
+        Raises:
+            LoweringError: See ``require_out_variants``.
+        """
         decompose_left_over(program, self.preserved)
+        require_out_variants(program)
 
     def keep(self, blobs: Iterable[KeptBlob]) -> None:
         """Hold blobs until they are handed over, and no longer: they hold weights."""

@@ -64,6 +64,16 @@ def add_seed(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--seed", type=seed, default=0, help=f"for {what} (default: 0)")
 
 
+def add_allow_missing_kernels(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--allow-missing-kernels``."""
+    parser.add_argument(
+        "--allow-missing-kernels",
+        action="store_true",
+        help="exit with 0, and not 3, if ExecuTorch's runtime lacks kernels for operations that "
+        "stay on the CPU, as when the app registers them",
+    )
+
+
 def add_compilation(parser: argparse.ArgumentParser) -> None:
     """Declare compute unit, precision and deployment target."""
     parser.add_argument(

@@ -1,7 +1,8 @@
 """The ``coreml-delegate`` command: parser, dispatch and the one error handler.
 
 Exit codes: 0 done, 1 failed because of the input or the machine (one line on stderr says why),
-2 wrong usage, 128 + n stopped by signal n.
+2 wrong usage, 3 done, but the program needs kernels that ExecuTorch's runtime does not have,
+128 + n stopped by signal n.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from coreml_delegate.errors import MissingKernelError
 from coreml_delegate.scripts import console, failures, interruption
 from coreml_delegate.scripts.commands import (
     cache,
@@ -62,7 +64,7 @@ COMMANDS = tuple(
         demo,
     )
 )
-_DONE, _FAILED = 0, 1
+_DONE, _FAILED, _MISSING_KERNELS = 0, 1, 3
 
 
 def main_parser() -> argparse.ArgumentParser:
@@ -136,7 +138,7 @@ def _dispatch(args: argparse.Namespace) -> int:
             raise
         logger.info("traceback of the error below", exc_info=True)
         console.complain(message)
-        return _FAILED
+        return _MISSING_KERNELS if isinstance(error, MissingKernelError) else _FAILED
     return code
 
 

@@ -33,7 +33,7 @@ from coreml_delegate.ops import (
     windows,
 )
 from coreml_delegate.ops.boundary import boundary_obstacles
-from coreml_delegate.ops.call import GETITEM, OpCall, Reason, ReasonCode, target_name
+from coreml_delegate.ops.call import GETITEM, OpCall, Reason, ReasonCode, called_target, target_name
 from coreml_delegate.ops.constants import narrow_constants, stored_nodes
 from coreml_delegate.ops.flops import WITHOUT_RECORD, Estimator, unknown
 from coreml_delegate.ops.integer_ranges import WideIntegers
@@ -82,7 +82,10 @@ COMPOSITES: tuple[CompositeOp, ...] = tuple(
 """The ops that are quantized and decomposed before a partitioner is asked."""
 
 NAMESPACES = frozenset(
-    {"aten", "coreml_delegate", "dim_order_ops", "quantized_decomposed", "torchao"}
+    {
+        *("aten", "coreml", "coreml_delegate", "dim_order_ops", "llama", "quantized_decomposed"),
+        "torchao",
+    }
 )
 """Namespaces of the operators that programs are made of."""
 
@@ -161,7 +164,7 @@ def obstacle(node: Node, target: Opset | None, constants: Collection[Node] = ())
         return None if reason is None else part_of(node.args[0], reason)
     record = record_of(name)
     if record is None:
-        return _without_record(name)
+        return _without_record(target_name(called_target(node)))
     if target is not None and record.since > target:
         return _too_old(name, record.since, target)
     call = OpCall.of(node, constants)

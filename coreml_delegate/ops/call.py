@@ -22,6 +22,9 @@ NUMERIC = FLOAT | INTEGER
 ANY = NUMERIC | BOOL
 Dtypes = frozenset[torch.dtype]
 
+_HIGHER: Any = torch.ops.higher_order
+_FUNCTIONALIZED = (_HIGHER.auto_functionalized, _HIGHER.auto_functionalized_v2)
+
 MAX_RANK = 5  # of any Core ML tensor
 INT32 = torch.iinfo(torch.int32)  # the widest integer of Core ML
 GETITEM = "operator.getitem"
@@ -153,6 +156,12 @@ def target_name(target: Any) -> str:
         return str(overload)
     module = getattr(overload, "__module__", "") or ""
     return f"{module.lstrip('_')}.{getattr(overload, '__name__', overload)}".lstrip(".")
+
+
+def called_target(node: Node) -> Any:
+    """The target of a call, also if torch wrapped it because it writes its arguments."""
+    is_wrapped = node.target in _FUNCTIONALIZED and node.args
+    return node.args[0] if is_wrapped else node.target
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

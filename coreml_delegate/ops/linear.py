@@ -16,7 +16,7 @@ from torch.fx import Node
 from coreml_delegate.ops.call import BOOL, FLOAT, OpCall, ReasonCode
 from coreml_delegate.ops.constants import stored_value
 from coreml_delegate.ops.constraints import argument_is, holds, rank_between
-from coreml_delegate.ops.edits import ATEN, arguments_of, become, insert, value_of
+from coreml_delegate.ops.edits import ATEN, arguments_of, become, insert, shape_of, value_of
 from coreml_delegate.ops.flops import SOFTMAX_FLOPS, contraction, elements, extent
 from coreml_delegate.ops.merging import leading, matrices
 from coreml_delegate.ops.quantization import Pattern, Quantization, Tail
@@ -43,6 +43,35 @@ def _rewrite_attention(node: Node) -> None:
         return
     result = insert(node, node.target, *node.args, **node.kwargs)
     become(node, ATEN.masked_fill.Scalar, result, _nothing_left(node, mask), 0.0)
+
+
+def _rewrite_core_ml_attention(node: Node) -> None:
+    become(node, ATEN.scaled_dot_product_attention.default, *arguments_of(node).values())
+    _rewrite_attention(node)
+
+
+def _rewrite_hadamard(node: Node) -> None:
+    """Butterflies: each interleaves sums and differences of a vector's halves."""
+    shape = shape_of(node)
+    count = shape[-1]
+    value = insert(node, ATEN.mul.Scalar, node.args[0], count**-0.5)  # first, against overflow
+    for _ in range(count.bit_length() - 1):
+        halves = insert(node, ATEN.view_copy.default, value, [-1, 2, count // 2])
+        first, second = (insert(node, ATEN.select_copy.int, halves, 1, half) for half in (0, 1))
+        butterfly = [insert(node, op.Tensor, first, second) for op in (ATEN.add, ATEN.sub)]
+        value = insert(node, ATEN.stack.default, butterfly, -1)
+    become(node, ATEN.view_copy.default, value, shape)
+
+
+def _is_power_of_2(call: OpCall) -> bool:
+    matrix = call.tensor("mat")
+    count = matrix.shape[-1] if matrix is not None and matrix.dim() else None
+    return isinstance(count, int) and count > 1 and count.bit_count() == 1
+
+
+def _hadamard_flops(call: OpCall) -> int:
+    matrix = call.tensor("mat")
+    return 0 if matrix is None else elements(matrix) * extent(matrix.shape[-1]).bit_length()
 
 
 def _nothing_left(node: Node, mask: Node) -> Node:
@@ -73,9 +102,9 @@ def _einsum_flops(call: OpCall) -> int:
     return max(len(tensors), 1) * math.prod(extents.values())
 
 
-def _attention_flops(call: OpCall) -> int:
+def _attention_flops(call: OpCall, names: tuple[str, str, str] = ("query", "key", "value")) -> int:
     """Queries by keys, a softmax, weights by values."""
-    query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
+    query, key, value = map(call.tensor, names)
     if query is None or key is None or value is None:
         return 0
     rows = elements(query) // max(extent(query.shape[-1]), 1)
@@ -144,5 +173,23 @@ RECORDS = (
         merge=matrices,
         rewrite=_rewrite_attention,
         flops=_attention_flops,
+    ),
+    # Of ExecuTorch's own packages: see also ``refused`` and ``transforms.executorch_gaps``.
+    _op(
+        "coreml.sdpa.default",
+        dtypes={"": FLOAT, "attn_mask": FLOAT | BOOL},
+        merge=matrices,
+        preserve=False,
+        alone=False,
+        rewrite=_rewrite_core_ml_attention,
+        flops=partial(_attention_flops, names=("q", "k", "v")),
+    ),
+    _op(
+        "llama.fast_hadamard_transform.default",
+        constraints=(holds(_is_power_of_2, ReasonCode.SHAPE, "a row is no power of 2"),),
+        preserve=False,
+        alone=False,
+        rewrite=_rewrite_hadamard,
+        flops=_hadamard_flops,
     ),
 )

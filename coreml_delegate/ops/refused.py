@@ -1,7 +1,8 @@
 """Ops that coremltools translates, or says it does, and that are not delegated all the same.
 
 With the records, this accounts for every op that coremltools has and that can reach a partitioner.
-The rest is decomposed before, or is arithmetic on Python numbers.
+The rest is decomposed before, or is arithmetic on Python numbers. The custom ops of ExecuTorch's
+own packages are here too, as far as Core ML does not take them.
 """
 
 from __future__ import annotations
@@ -41,10 +42,19 @@ _ACCUMULATED = Refusal("Core ML does not choose the dtype of a product")
 _OTHER_FORM = Refusal("exported programs have another overload, which has a record or decomposes")
 _PACKED_SEQUENCE = Refusal("a packed sequence has another batch at each step")
 _TRAINING = Refusal("dropout at training draws random numbers")
+_CPU_CACHE = Refusal(
+    "it is for caches that ExecuTorch's CPU kernels write in place",
+    remedy="Write the model with torch's scaled_dot_product_attention and caches that are buffers, "
+    "as export-llm does, or export_llm for the backend coreml",
+)
+_CACHE_OUTSIDE = Refusal("it reads and writes a cache that is no input of the program")
+_STEPS = Refusal("Core ML computes no recurrence but in a loop")
+_CODES = Refusal("Core ML does not store weights in this format")
 
 
 def _table(rows: Iterable[tuple[Refusal, str]]) -> dict[str, Refusal]:
-    return {f"aten.{op}": refusal for refusal, ops in rows for op in ops.split()}
+    names = ((refusal, op) for refusal, ops in rows for op in ops.split())
+    return {op if op.count(".") == 2 else f"aten.{op}": refusal for refusal, op in names}
 
 
 _SUPPRESSION = replace(
@@ -78,6 +88,19 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
             (_INTEGER_BITS, "bitwise_and.Scalar bitwise_and.Scalar_Tensor"),
             (_SLOW, "cumprod.default logcumsumexp.default _logcumsumexp.default"),
             (_REDUCED, "scatter.reduce scatter.value_reduce"),
+            (_CPU_CACHE, "llama.custom_sdpa.default llama.custom_quantized_sdpa.default"),
+            (_CPU_CACHE, "llama.sdpa_with_kv_cache.default llama.update_cache.default"),
+            (_CPU_CACHE, "llama.update_cache_with_indices.default"),
+            (_CACHE_OUTSIDE, "kvcache.update_and_attend.default"),
+            (_CACHE_OUTSIDE, "executorch.update_cross_attn_cache.default"),
+            (_STEPS, "llama.gated_delta_rule.default llama.channelwise_gated_delta_rule.default"),
+            (
+                _PACKED,
+                "llama.quantized_moe_ffn.default quant_fusion._pack_embedding_weight.default",
+            ),
+            (_CODES, "torchao.dequantize_gguf.default torchao.dequantize_int4_tensor.default"),
+            (_CODES, "torchao.dequantize_mx.default torchao.dequantize_nvfp4.default"),
+            (_DATA_DEPENDENT, "preprocess.tile_crop.default"),
         )
     )
     | {"torchvision.nms.default": _SUPPRESSION}

@@ -11,6 +11,9 @@ is where programs have the names of their inputs and outputs from; see ``value_n
 others; caches of transformers begin with one. ExecuTorch's runtime does not load a program in which
 one is a constant.
 
+**Custom ops.** Some of ExecuTorch's own packages stand for functions of torch, and have no out
+variant, without which ExecuTorch lowers none.
+
 **Assertions.** They yield no value and nothing runs them: ExecuTorch takes most of them out, after
 it has refused or kept the operations that only they use.
 
@@ -237,6 +240,28 @@ def _symbols(nodes: Iterable[Node]) -> set[Any]:
 
 def _checked_symbols(assertion: Node) -> set[Any]:
     return _symbols(filter(is_size, assertion.all_input_nodes))
+
+
+_CUSTOM: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "coreml.sdpa.default": torch.nn.functional.scaled_dot_product_attention,
+        "executorch.alias.default": lambda first, second: (first.clone(), second.clone()),
+        "llama.fallback.default": torch.clone,
+    }
+)
+
+
+def decompose_custom_ops(program: ExportedProgram) -> ExportedProgram:
+    """Return ``program`` with functions of torch for custom ops that stand for them.
+
+    Args:
+        program: In ATen dialect; it is not changed.
+    """
+    targets = {node.target for graph in _graphs(program.graph_module) for node in graph.nodes}
+    table: dict[Any, Callable[..., Any]] = {
+        op: _CUSTOM[str(op)] for op in targets if str(op) in _CUSTOM
+    }
+    return program.run_decompositions(table) if table else program
 
 
 def drop_linear_algebra_checks(program: ExportedProgram) -> ExportedProgram:

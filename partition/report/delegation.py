@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from coreml_delegate.conversion.blob_cache import Sharing
-from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
+from coreml_delegate.errors import LoweringError, MissingKernelError, UnsupportedOperatorError
 from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.ops.call import GETITEM
 from coreml_delegate.partition.report.page import to_html
@@ -82,6 +82,21 @@ class DelegationReport(ProgramRecord):
             raise LoweringError(
                 f"ExecuTorch cannot lower {len(left)} operation(s) that stay on the CPU",
                 got="; ".join(_listed((node.name, node.cpu_obstacle) for node in left)),
+            )
+
+    def require_kernels(self) -> None:
+        """Check that ExecuTorch's runtime has a kernel for every call that stays on the CPU.
+
+        Raises:
+            MissingKernelError: It lacks one; lists every operator with cause and remedy.
+        """
+        left = self.without_kernel
+        if left:
+            raise MissingKernelError(
+                f"no device loads the program: it has {len(left)} operation(s) that neither Core "
+                "ML nor ExecuTorch's runtime runs",
+                got="; ".join(_listed((node.name, node.cpu_obstacle) for node in left)),
+                remedy="If the app registers kernels for them, pass --allow-missing-kernels",
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import string
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -23,8 +24,8 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
 from torchgen.model import SchemaKind
 
-from coreml_delegate.ops import Reason, ReasonCode, record_of
-from coreml_delegate.ops.call import overload_of, target_name
+from coreml_delegate.ops import NAMESPACES, Reason, ReasonCode, record_of
+from coreml_delegate.ops.call import called_target, overload_of, target_name
 from coreml_delegate.ops.flops import tensors_of
 
 logger = logging.getLogger(__name__)
@@ -76,10 +77,11 @@ def cpu_obstacles(on_cpu: Iterable[Node]) -> dict[Node, Reason]:
 
 
 def _kernel_obstacle(node: Node) -> Reason | None:
-    if isinstance(node.target, HigherOrderOperator):
+    target = called_target(node)
+    if isinstance(target, HigherOrderOperator):
         inner = (_kernel_obstacle(call) for call in _calls_inside(node))
         return next(filter(None, inner), None) or _effect(node)
-    overload, name = overload_of(node.target), target_name(node.target)
+    overload, name = overload_of(target), target_name(target)
     if not isinstance(overload, OpOverload) or name in _ERASED or is_sym_op(overload):
         return None
     kernel = _out_variant(overload)
@@ -87,7 +89,7 @@ def _kernel_obstacle(node: Node) -> Reason | None:
         return Reason(
             ReasonCode.OUT_VARIANT,
             f"{name} has no out variant, which ExecuTorch calls",
-            remedy=_remedy_without_variant(name),
+            remedy=_remedy_without_variant(overload, name),
         )
     if kernel in Runtime.get().operator_registry.operator_names:
         return None
@@ -99,20 +101,59 @@ def _kernel_obstacle(node: Node) -> Reason | None:
     )
 
 
-@functools.cache
 def _out_variant(overload: OpOverload) -> str | None:
     """Return the name of the kernel that ExecuTorch calls for an op; None if it finds none."""
     try:
-        return to_variant(overload, SchemaKind.out).name()
+        return _registered_variant(overload)
     except (RuntimeError, AssertionError):  # there is none, or it cannot read the op's schema
         return None
 
 
-def _remedy_without_variant(name: str) -> str:
+@functools.cache  # of errors there is no cache: a library may register a variant later
+def _registered_variant(overload: OpOverload) -> str:
+    return to_variant(overload, SchemaKind.out).name()
+
+
+def _remedy_without_variant(overload: OpOverload, name: str) -> str:
     if record_of(name) is not None:
         # It was kept whole for Core ML, which does not take it after all.
         return f"Pass skip_ops_for_coreml_delegation=[{name!r}] (--skip-op), to decompose it"
-    return "Write the model with other operators, or register one by torch.library"
+    if not is_custom(overload) or not _returns_tensors(overload):
+        return "Write the model with other operators"
+    kernel = f"{overload.name()}{'_' if overload._schema.overload_name else '.'}out"
+    return (
+        f'Register {kernel} before the export, by torch.library.define("{kernel}", '
+        f'"{_out_schema(overload)}") and torch.library.impl("{kernel}", '
+        '"CompositeExplicitAutograd"), and with the app a kernel of this name'
+    )
+
+
+def is_custom(overload: Any) -> bool:
+    """Whether an op is of a library that is neither torch's nor ExecuTorch's own."""
+    return isinstance(overload, OpOverload) and overload.namespace not in NAMESPACES
+
+
+def _returns_tensors(overload: OpOverload) -> bool:
+    returns = _schema_of(overload).returns
+    return bool(returns) and all(str(value.type) == "Tensor" for value in returns)
+
+
+def _out_schema(overload: OpOverload) -> str:
+    """Return the schema of the out variant of an op, without its name."""
+    schema = _schema_of(overload)
+    text = str(schema)
+    inputs = text[text.index("(") + 1 : text.rindex(") ->")]
+    letters = (letter for letter in string.ascii_lowercase if f"({letter}" not in inputs)
+    written = [f"Tensor({letter}!)" for letter, _ in zip(letters, schema.returns, strict=False)]
+    names = ["out"] if len(written) == 1 else [f"out{n}" for n in range(len(written))]
+    outputs = [f"{type} {name}" for type, name in zip(written, names, strict=True)]
+    star = [] if any(argument.kwarg_only for argument in schema.arguments) else ["*"]
+    results = written[0] if len(written) == 1 else f"({', '.join(written)})"
+    return f"({', '.join([*([inputs] if inputs else []), *star, *outputs])}) -> {results}"
+
+
+def _schema_of(overload: Any) -> Any:
+    return overload._schema
 
 
 def _effect(node: Node) -> Reason | None:

@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write a bundled program (.bpte) beside the output: it, N inputs, and what the model "
         "returns for them",
     )
+    arguments.add_allow_missing_kernels(parser)
     arguments.add_compilation(parser)
     _add_filters(parser)
     flexible_shapes.add_flexible_shapes(parser)
@@ -139,6 +140,9 @@ def run(args: argparse.Namespace) -> int:
         report.require_complete()
     if output is not None and not report.partitions:
         console.warn(f"nothing was delegated to Core ML; {output} runs on the CPU")
+    report.require_lowerable()
+    if not args.allow_missing_kernels:
+        report.require_kernels()
     return 0
 
 

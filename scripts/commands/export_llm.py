@@ -93,6 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model's weights; repeatable (default name: the folder's)",
     )
     _add_quantization(parser)
+    arguments.add_allow_missing_kernels(parser)
     arguments.add_compilation(parser)
     arguments.add_force(parser)
     arguments.add_json(parser)
@@ -151,6 +152,9 @@ def run(args: argparse.Namespace) -> int:
     with new_output(args.output, force=args.force) as file:
         program.write_to_file(file)
     _report(args, parameters, decoder, layout, adapters, partitioner)
+    if not args.allow_missing_kernels:
+        for report in partitioner.reports:
+            report.require_kernels()
     return 0
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coreml_delegate.errors import OptionError, ProgramError, near_matches
+from coreml_delegate.errors import MissingKernelError, OptionError, ProgramError, near_matches
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.commands import Command
 
@@ -71,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep-programs", action="store_true", help="leave the .pte of every job in DIR/programs"
     )
+    arguments.add_allow_missing_kernels(parser)
     arguments.add_json(parser)
     parser.set_defaults(refuse_usage=parser.error)
 
@@ -104,6 +105,13 @@ def run(args: argparse.Namespace) -> int:
     failed = sum(not row.record.is_done for row in rows)
     if failed:
         raise ProgramError(f"{failed} of {len(rows)} jobs have no result", got=_reasons(rows))
+    lacking = [row for row in rows if row.record.missing_kernels]
+    if lacking and not args.allow_missing_kernels:
+        raise MissingKernelError(
+            f"no device loads the programs of {len(lacking)} of {len(rows)} jobs",
+            got=f"no kernel for {', '.join(sorted(_missing_kernels(lacking)))}",
+            remedy="Register kernels with the app, or pass --allow-missing-kernels",
+        )
     return 0
 
 
@@ -176,6 +184,10 @@ def _write(
         console.write_json({"jobs": document, "skipped": {s.name: s.reason for s in skipped}})
     else:
         console.write(to_table(rows, skipped, earlier))
+
+
+def _missing_kernels(rows: Sequence[Row]) -> set[str]:
+    return {operator for row in rows for operator in row.record.missing_kernels}
 
 
 def _reasons(rows: Sequence[Row]) -> str:

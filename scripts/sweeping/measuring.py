@@ -73,6 +73,7 @@ def measure(job: Job, program: Path) -> dict[str, Any]:
             for name, a in accuracies.items()
         },
         "coverage": _coverage(report),
+        "missing_kernels": sorted({node.op for node in report.without_kernel}),
         "in_float": dict(in_float),
     }
     return {"result": result, "lower_seconds": seconds}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -76,6 +76,11 @@ class Record:
     def is_done(self) -> bool:
         """Whether there is a result."""
         return self.status is Status.DONE
+
+    @property
+    def missing_kernels(self) -> Sequence[str]:
+        """The operators that neither Core ML nor ExecuTorch's runtime runs."""
+        return self.result.get("missing_kernels", ())
 
     def stands(self, limits: Limits) -> bool:
         """Whether the job would end in the same way, as far as limits can tell."""

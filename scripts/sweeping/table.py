@@ -44,7 +44,10 @@ def to_table(
 
 
 def problems(rows: Sequence[Row], skipped: Sequence[Skipped] = ()) -> list[tuple[str, str]]:
-    """Return the names of jobs without a result or a latency, and combinations, with the reason."""
+    """Return the names of jobs and combinations that lack something, with the reason.
+
+    Jobs may lack a result, a latency, or kernels for operations that stay on the CPU.
+    """
     told: list[tuple[str, str]] = []
     for row in rows:
         record = row.record
@@ -52,4 +55,7 @@ def problems(rows: Sequence[Row], skipped: Sequence[Skipped] = ()) -> list[tuple
             told.append((row.name, f"{record.status.value}: {record.reason}"))
         elif record.latency is not None and "reason" in record.latency:
             told.append((row.name, f"no latency: {record.latency['reason']}"))
+        if record.missing_kernels:
+            operators = ", ".join(record.missing_kernels)
+            told.append((row.name, f"no device loads it: no kernel for {operators}"))
     return told + [(each.name, f"skipped: {each.reason}") for each in skipped]

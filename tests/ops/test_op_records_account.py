@@ -61,6 +61,8 @@ def test_refused_ops_have_no_rule_and_exist() -> None:
     import_torchvision()
     for target in (*REFUSED, *UNTRANSLATED):
         namespace, name, overload = target.split(".")
+        if namespace not in ("aten", "torchvision"):  # see partition/test_custom_ops.py
+            continue
         packet = getattr(getattr(torch.ops, namespace), name)
         assert isinstance(getattr(packet, overload), OpOverload)
 

@@ -125,7 +125,7 @@ def test_warns_if_nothing_is_delegated(capsys):
 
 @pytest.mark.parametrize("where", [("--dry-run",), ("-o", "a.pte")], ids=["planned", "written"])
 def test_operators_that_the_runtime_lacks_are_named(where, capsys):
-    assert export(f"{MODELS}:unusual", *where, "--precision", "float32", "--json") == 0
+    assert export(f"{MODELS}:unusual", *where, "--precision", "float32", "--json") == 3
     captured = capsys.readouterr()
     report = json.loads(captured.out)
     obstacles = {n["op"]: n["cpu_obstacle"] for n in report["nodes"] if n["cpu_obstacle"]}
@@ -133,12 +133,24 @@ def test_operators_that_the_runtime_lacks_are_named(where, capsys):
         "aten.lgamma.default": "kernel",
         "aten.median.dim": "kernel",
     }
-    warnings = captured.err.splitlines()
+    *warnings, error = captured.err.splitlines()
     assert len(warnings) == 2
+    assert error.startswith(
+        "coreml-delegate: error: no device loads the program: it has 2 operation(s) that neither "
+    )
+    assert "aten_lgamma_default" in error
+    assert "aten_median_dim" in error
+    assert Path("a.pte").is_file() == ("-o" in where)
     assert warnings[0].startswith(
         "coreml-delegate: warning: aten.lgamma.default at root (Unusual), cli_models.py:"
     )
     assert "no kernel aten::lgamma.out. Register a kernel aten::lgamma.out" in warnings[0]
+
+
+def test_missing_kernels_can_be_allowed(capsys):
+    options = ("--dry-run", "--allow-missing-kernels")
+    assert export(f"{MODELS}:unusual", *options, "--precision", "float32") == 0
+    assert "no kernel aten::lgamma.out" in capsys.readouterr().out
 
 
 def test_operators_that_executorch_cannot_lower_are_an_error(folder, capsys):

@@ -1,9 +1,9 @@
 """Find where a program loses its numbers: the first NaN, the first overflow, the largest errors.
 
 The program runs twice on the reference engine: once as it is, once with fp32 for every fp16 and
-int64 for every int32. The second run takes the same path through the control flow and draws the
-same random numbers, so that each value has a counterpart, which differs by rounding and overflow
-only.
+int64 for every int32, and with the constants that fp16 lost, as far as the model has them. The
+second run takes the same path through the control flow and draws the same random numbers, so that
+each value has a counterpart, which differs by rounding and overflow only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coreml_delegate.runtime.engines.reference.interpreter import Computed
 from coreml_delegate.runtime.engines.reference.values import Value
 from coreml_delegate.runtime.mil.location import Location
 from coreml_delegate.runtime.mil.program import Constant, Function
-from coreml_delegate.runtime.mil.widening import widen_array, widen_function
+from coreml_delegate.runtime.mil.widening import has_rounded_constants, widen_array, widen_function
 from coreml_delegate.runtime.tracing import TracedValue, trace
 
 MIN_SQNR_DB = 20.0
@@ -100,11 +100,14 @@ class Diagnosis:
         function: Name of the function.
         values: One report per value; an op in a loop has one per turn.
         outputs: What the program computes, by feature name.
+        has_rounded_constants: Whether both runs take constants as rounded to fp16, because the
+            model does not say what they were. What they lost is in no value then.
     """
 
     function: str
     values: tuple[ValueReport, ...]
     outputs: Mapping[str, Array]
+    has_rounded_constants: bool = False
 
     @property
     def first_bad(self) -> ValueReport | None:
@@ -174,7 +177,9 @@ def diagnose(
         state=state,
         decide=lambda _: next(follow),
     )
-    return Diagnosis(function.name, tuple(comparison.reports), outputs)
+    return Diagnosis(
+        function.name, tuple(comparison.reports), outputs, has_rounded_constants(function)
+    )
 
 
 class _Comparison:

@@ -25,11 +25,15 @@ from unittest import mock
 import numpy as np
 from torch.export import ExportedProgram
 
-from coreml_delegate.compile_options import CompileOptions, ModelType
+from coreml_delegate.compile_options import CompileOptions, ModelType, Precision
 from coreml_delegate.conversion.compression import compression_passes
 from coreml_delegate.conversion.coremltools_options import convert_keywords
 from coreml_delegate.conversion.debug_handles import operation_calls
-from coreml_delegate.conversion.fp16 import chunked_overflow_check
+from coreml_delegate.conversion.fp16 import (
+    chunked_overflow_check,
+    lost_constants,
+    recording_fp32_constants,
+)
 from coreml_delegate.conversion.native_parts import native_parts
 from coreml_delegate.conversion.workarounds import coremltools_workarounds
 from coreml_delegate.errors import (
@@ -41,6 +45,7 @@ from coreml_delegate.errors import (
 )
 from coreml_delegate.formats.blob import Content
 from coreml_delegate.formats.files import write_folder
+from coreml_delegate.formats.fp32_constants import Constants
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools, describe_error, quiet_import
 
@@ -62,12 +67,14 @@ class Conversion:
         package: The mlpackage on disk; it is removed at the end of ``convert_program``.
         compiled: The mlmodelc on disk, with ``ModelType.COMPILED_MODEL`` only.
         calls: Number of the call that an operation was translated from, by its first output.
+        fp32_constants: Constants that fp16 loses, by name; None if it was not to compute in fp16.
     """
 
     spec: Any
     package: Path
     compiled: Path | None
     calls: Mapping[str, int] = field(default_factory=dict[str, int])
+    fp32_constants: Constants | None = None
 
 
 @contextmanager
@@ -183,6 +190,7 @@ def _convert(
     with _LOCK, _quiet(), mock.patch.object(tempfile, "tempdir", str(folder)):
         with (
             _conversion_errors(source),
+            recording_fp32_constants() as recorded,
             chunked_overflow_check(),
             coremltools_workarounds(),
             native_parts(),
@@ -197,6 +205,8 @@ def _convert(
             del program
             # A compressed model is another one, which has forgotten them.
             calls = operation_calls(model._mil_program)
+            is_fp16 = options.precision is Precision.FLOAT16
+            lost = lost_constants(model._mil_program, recorded) if is_fp16 else None
             for compress in compression:
                 gc.collect()
                 model = compress(model)
@@ -208,7 +218,7 @@ def _convert(
                 )
             # coremltools 9.1 removes the package of a compressed model with the object.
             package = Path(model.package_path).rename(folder / "model.mlpackage")
-            conversion = Conversion(model.get_spec(), package, compiled, calls)
+            conversion = Conversion(model.get_spec(), package, compiled, calls, lost)
             # The MIL program holds the weights, and itself in cycles.
             del model
             gc.collect()

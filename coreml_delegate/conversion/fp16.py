@@ -21,12 +21,14 @@ divided by its largest magnitude first.
 **Constants beyond fp16.** Coremltools keeps an op in fp32 if one of its constants overflows. Its
 own check indexes each constant with integers of 64 bits, which takes several times the memory of
 the constant.
+
+**Constants that fp16 loses** are recorded as they were: see ``formats.fp32_constants``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -38,6 +40,7 @@ from torch.fx import Node
 
 from coreml_delegate.compile_options import KeepFp32
 from coreml_delegate.conversion.debug_handles import HANDLE
+from coreml_delegate.formats.fp32_constants import Constants, as_lost
 from coreml_delegate.module_scope import ModulePattern, scopes_of
 from coreml_delegate.ops import record_of
 from coreml_delegate.ops.call import DEQUANTIZE, target_name
@@ -325,3 +328,49 @@ def _exceeds_fp16(values: np.ndarray[Any, Any]) -> bool:
         if ((magnitudes > _LARGEST) & (magnitudes < _INFINITE)).any():
             return True
     return False
+
+
+# Constants that fp16 loses
+
+
+@contextmanager
+def recording_fp32_constants() -> Generator[Mapping[str, np.ndarray[Any, Any]]]:
+    """Yield a mapping that gets the constants that coremltools' fp16 pass rounds and fp16 loses.
+
+    They are in fp32, by the names of the rounded ones.
+    """
+    with quiet_import():
+        from coremltools.converters.mil.mil.passes.defs.quantization import FP16ComputePrecision
+
+    recorded: dict[str, np.ndarray[Any, Any]] = {}
+    cast_to_fp16 = FP16ComputePrecision.apply
+
+    def apply(self: Any, program: Any) -> None:
+        cast_to_fp16(self, program)
+        for op in _operations(program):
+            constant = op.x.op if op.op_type == "cast" and op.dtype.val == "fp16" else None
+            if constant is None or constant.op_type != "const":
+                continue
+            value = as_lost(np.asarray(op.x.val, np.float32))
+            if value is not None:
+                recorded[op.outputs[0].name] = value
+
+    with mock.patch.object(FP16ComputePrecision, "apply", apply):
+        yield recorded
+
+
+def lost_constants(program: Any, recorded: Mapping[str, np.ndarray[Any, Any]]) -> Constants:
+    """Return the recorded constants that a MIL program still has after all passes."""
+    return {
+        name: recorded[name]
+        for op in _operations(program)
+        if op.op_type == "const" and (name := op.outputs[0].name) in recorded
+    }
+
+
+def _operations(program: Any) -> Iterator[Any]:
+    pending: list[Any] = list(program.functions.values())
+    while pending:
+        for op in pending.pop().operations:
+            yield op
+            pending += op.blocks

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 
 from coreml_delegate.dynamic_shapes import input_sizes
 from coreml_delegate.errors import BlobFormatError
+from coreml_delegate.formats import fp32_constants
 from coreml_delegate.formats.blob import Files, Pieces, chunks_of
 from coreml_delegate.formats.blob_layout import PACKAGE, MethodMetadata, metadata_in, models_in
 from coreml_delegate.formats.mlpackage import (
@@ -113,6 +114,11 @@ def _merged_spec(models: Mapping[str, FunctionModel]) -> Any:
         for name, model in models.items()
     }
     input_sizes.write(spec.description.metadata.userDefined, single_sizes)
+    constants = {
+        name: fp32_constants.read(model.spec.description.metadata.userDefined, MAIN)
+        for name, model in models.items()
+    }
+    fp32_constants.write(spec.description.metadata.userDefined, constants)
     spec.description.defaultFunctionName = default
     spec.mlProgram.version = first.spec.mlProgram.version
     for key, value in first.spec.mlProgram.attributes.items():

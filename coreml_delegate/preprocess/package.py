@@ -24,6 +24,7 @@ from coreml_delegate.conversion.prepare import prepare
 from coreml_delegate.dynamic_shapes import input_sizes, symbols
 from coreml_delegate.dynamic_shapes.enumerated import Shape
 from coreml_delegate.errors import UnsupportedOperatorError
+from coreml_delegate.formats import fp32_constants
 from coreml_delegate.formats.blob import Files, flatten
 from coreml_delegate.formats.blob_layout import (
     COMPILED,
@@ -203,7 +204,9 @@ def model_files(conversion: Conversion, *, is_declared: bool) -> Files:
         return compiled_files(conversion.compiled)
     parts = locate(map_folder(conversion.package, smallest=_MAPPED))
     weights = {name.removeprefix(f"{WEIGHTS}/"): data for name, data in parts.weights.items()}
-    _drop_circumstances(conversion.spec.description.metadata.userDefined)
+    metadata = conversion.spec.description.metadata.userDefined
+    _drop_circumstances(metadata)
+    fp32_constants.write(metadata, {MAIN: conversion.fp32_constants})
     # Map entries have no order in protobuf; deterministic serialization gives them one.
     spec = conversion.spec.SerializeToString(deterministic=True)
     package = assemble(spec, weights)

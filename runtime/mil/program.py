@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coreml_delegate.errors import ProgramError
+from coreml_delegate.formats.fp32_constants import Constants
 from coreml_delegate.runtime.mil.dtypes import DType, unpack_bits
 
 
@@ -237,6 +238,8 @@ class Function:
         inputs: Model-level inputs, in declaration order.
         outputs: Model-level outputs, in declaration order.
         states: Model-level states.
+        fp32_constants: Constants that fp16 loses, as they were, by name; None if the model does not
+            say.
     """
 
     name: str
@@ -246,6 +249,7 @@ class Function:
     inputs: tuple[Feature, ...]
     outputs: tuple[Feature, ...]
     states: tuple[Feature, ...] = ()
+    fp32_constants: Constants | None = field(default=None, compare=False)
 
     def output_types(self) -> dict[str, TensorType]:
         """Return the types that the outputs are computed in, by name."""

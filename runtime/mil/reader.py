@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from coreml_delegate import third_party
 from coreml_delegate.errors import BlobFormatError, ProgramError
+from coreml_delegate.formats import fp32_constants
 from coreml_delegate.formats.blob import Buffer
 from coreml_delegate.formats.mlpackage import MAIN, MODEL_PATH, locate, map_folder
 from coreml_delegate.formats.weight_file import check_header, read_record
@@ -205,7 +206,8 @@ class _Reader:
         inputs, outputs, states = features.read_features(name, description, types)
         function = Function(name, message.opset, params, block, inputs, outputs, states)
         check_function(function)
-        return function
+        constants = fp32_constants.read(description.metadata.userDefined, name)
+        return replace(function, fp32_constants=constants)
 
     def block(self, message: Any, depth: int) -> Block:
         _check_depth(depth)

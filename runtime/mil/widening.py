@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from coreml_delegate.formats.fp32_constants import Constants
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import (
     Binding,
@@ -33,28 +34,40 @@ _WIDER_LABELS = {narrow.label: wide.label for narrow, wide in _WIDER.items()}
 def widen_function(function: Function) -> Function:
     """Return ``function`` with fp32 for every fp16 and int64 for every int32.
 
-    Parameters, values, weights, states, and inputs and outputs of the model are widened. Names and
-    ops stay, so that the values of both programs can be compared one by one.
+    Parameters, values, weights, states, and inputs and outputs of the model are widened. Constants
+    that fp16 lost are as they were, as far as the model says. Names and ops stay, so that the
+    values of both programs can be compared one by one.
     """
+    originals = function.fp32_constants or {}
     return replace(
         function,
         params=tuple(_named(param) for param in function.params),
-        block=_block(function.block),
+        block=_block(function.block, originals),
         inputs=tuple(_feature(feature) for feature in function.inputs),
         outputs=tuple(_feature(feature) for feature in function.outputs),
         states=tuple(_feature(feature) for feature in function.states),
     )
 
 
-def _block(block: Block) -> Block:
+def has_rounded_constants(function: Function) -> bool:
+    """Whether ``widen_function`` takes constants as fp16 has rounded them."""
+    constants = (op for op in function.block.walk() if op.type == "const")
+    return function.fp32_constants is None and any(
+        isinstance(op.outputs[0].type, TensorType) and op.outputs[0].type.dtype is DType.FP16
+        for op in constants
+    )
+
+
+def _block(block: Block, originals: Constants) -> Block:
     return Block(
         inputs=tuple(_named(named) for named in block.inputs),
-        ops=tuple(_op(op) for op in block.ops),
+        ops=tuple(_op(op, originals) for op in block.ops),
         outputs=block.outputs,
     )
 
 
-def _op(op: Op) -> Op:
+def _op(op: Op, originals: Constants) -> Op:
+    original = originals.get(op.outputs[0].name) if op.type == "const" else None
     return Op(
         type=op.type,
         inputs={
@@ -62,10 +75,10 @@ def _op(op: Op) -> Op:
             for name, bindings in op.inputs.items()
         },
         outputs=tuple(_named(output) for output in op.outputs),
-        blocks=tuple(_block(block) for block in op.blocks),
+        blocks=tuple(_block(block, originals) for block in op.blocks),
         # The op's name is one of the attributes, and no dtype.
         attributes={
-            name: value if name == "name" else _constant(value)
+            name: value if name == "name" else _constant(value, original)
             for name, value in op.attributes.items()
         },
     )
@@ -75,7 +88,7 @@ def _binding(binding: Binding) -> Binding:
     return _constant(binding) if isinstance(binding, Constant) else binding
 
 
-def _constant(constant: Constant) -> Constant:
+def _constant(constant: Constant, original: NDArray[Any] | None = None) -> Constant:
     content = constant.content
     if isinstance(content, str) and content in _WIDER_LABELS:
         return replace(constant, content=_WIDER_LABELS[content])
@@ -83,6 +96,8 @@ def _constant(constant: Constant) -> Constant:
     if declared == constant.type or not isinstance(content, np.ndarray):
         return constant
     numpy = declared.dtype.numpy if isinstance(declared, TensorType) else content.dtype
+    if original is not None and original.shape in ((), content.shape):
+        content = np.broadcast_to(original, content.shape)
     return Constant(declared, content.astype(numpy))
 
 

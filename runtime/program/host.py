@@ -17,9 +17,14 @@ from typing import Final, NoReturn
 
 import torch
 
-from coreml_delegate.errors import CoreMLDelegateError, ProgramError
+from coreml_delegate.errors import (
+    CoreMLDelegateError,
+    EngineUnavailableError,
+    ProgramError,
+    UnsupportedOpError,
+)
 from coreml_delegate.runtime.op_errors import OpExecutionError, blame, first_line
-from coreml_delegate.runtime.program import states
+from coreml_delegate.runtime.program import states, stock
 from coreml_delegate.runtime.program.delegate_interface import (
     COREML_BACKEND_ID,
     NOTHING_PASSED_OVER,
@@ -80,10 +85,22 @@ def check_support(method: MethodInfo, backend_id: str = COREML_BACKEND_ID) -> No
                 f"method {method.name!r} has a delegate of another backend",
                 got=info.backend_id,
                 expected=backend_id,
-                remedy="Run the program on the stock runtime, or lower it for one backend only.",
+                remedy=_remedy_for_other_backends(method, backend_id),
             )
     for operator in sorted(method.operators):
         find_kernel(operator)
+
+
+def _remedy_for_other_backends(method: MethodInfo, backend_id: str) -> str:
+    reason = stock.unavailable_reason()
+    if reason is None:
+        try:
+            stock.check_support(method, backend_id)
+        except (EngineUnavailableError, ProgramError, UnsupportedOpError) as error:
+            reason = f"{error.what}: {error.got}"
+    if reason is None:
+        return "Run the program on the stock runtime, or lower it for one backend only."
+    return f"Lower it for one backend only: the stock host does not run it either ({reason})."
 
 
 class PythonProgram:

@@ -125,7 +125,8 @@ def check_support(method: MethodInfo, backend_id: str | None = None) -> None:
         raise UnsupportedOpError(
             "the stock runtime has no kernel for operators of the program",
             got=", ".join(missing),
-            remedy="Import the library that registers them, or use the Python host.",
+            remedy="Import the library that registers them"
+            + ("." if needed else ", or use the Python host."),
         )
 
 

@@ -14,6 +14,7 @@ from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.scripts import arguments, console, quantization
 from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, check_output, new_output
 from coreml_delegate.scripts.commands import Command
+from coreml_delegate.scripts.commands.trace_values import warn_of_rounded_constants
 
 if TYPE_CHECKING:
     from coreml_delegate.device_check import Finding
@@ -113,12 +114,14 @@ def run(args: argparse.Namespace) -> int:
     for delegates, why in models.unreadable.items():
         console.warn(f"{delegates} is not checked: {why}")
     diagnoses = _diagnoses(args)
+    warn_of_rounded_constants(diagnoses)
     with console.step("Checking"):
         findings = check(models.checked, diagnoses, ignore=args.ignore)
     content: dict[str, Any] = {
         "program": str(args.program),
         "delegates": [name for model in models.checked for name in model.name.split(", ")],
         "runs": len(diagnoses),
+        "has_rounded_constants": any(d.has_rounded_constants for _, d in diagnoses),
         "findings": [finding.as_dict() for finding in findings],
         "saved_bytes": device_findings.saved_bytes(findings),
     }

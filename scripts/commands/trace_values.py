@@ -56,11 +56,20 @@ def run(args: argparse.Namespace) -> int:
         inputs = random_inputs(program.inputs, generator(args.seed))
     with console.step("Tracing"):
         diagnoses = program.diagnose(inputs)
+    warn_of_rounded_constants(diagnoses)
     if args.json:
         console.write_json([_record(name, d, args.worst) for name, d in diagnoses])
     else:
         _print(diagnoses, args.worst)
     return 0
+
+
+def warn_of_rounded_constants(diagnoses: Sequence[tuple[str, Diagnosis]]) -> None:
+    """Warn, once for each model, where what constants lost to fp16 cannot be told."""
+    for name in dict.fromkeys(n for n, d in diagnoses if d.has_rounded_constants):
+        console.warn(
+            f"{name} does not say what its fp16 constants were in fp32: what they lost is not shown"
+        )
 
 
 def _record(name: str, diagnosis: Diagnosis, worst: int) -> dict[str, Any]:
@@ -69,6 +78,7 @@ def _record(name: str, diagnosis: Diagnosis, worst: int) -> dict[str, Any]:
         "model": name,
         "function": diagnosis.function,
         "values": len(diagnosis.values),
+        "has_rounded_constants": diagnosis.has_rounded_constants,
         "first_bad": None if bad is None else _fields(bad),
         "worst": [_fields(value) for value in diagnosis.worst(worst)],
     }
@@ -115,7 +125,8 @@ COMMAND = Command(
     summary="find the first op whose result is NaN, overflows or is inaccurate",
     description="Run the program op by op at its own dtypes and in fp32 and int64, and name the "
     "first value that is NaN, overflows, is beyond int32 or is inaccurate, and the ops of largest "
-    "error. The delegates of a .pte are traced on the inputs that the program gives them.",
+    "error. The run in fp32 takes constants as they were before fp16 lost them. The delegates of a "
+    ".pte are traced on the inputs that the program gives them.",
     add_arguments=add_arguments,
     run=run,
 )

@@ -115,6 +115,7 @@ def test_hadamard_transforms(count: int, packages: None) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:_check_is_size:FutureWarning")  # ExecuTorch calls it
 def test_caches_that_are_written_in_place_are_refused_by_name(packages: None) -> None:
     class Cache(torch.nn.Module):
         def __init__(self) -> None:

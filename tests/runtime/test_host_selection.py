@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-from executorch.exir import to_edge_transform_and_lower
+from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from support.gates import needs_compiler
 from support.lowering import fp32_specs
 from support.programs import export_case
@@ -121,3 +121,28 @@ def test_the_stock_host_is_not_asked_where_the_python_host_can(monkeypatch, capl
     program = runtime.load_program(export_case("arithmetic")[1])
     assert (program.host_name, program.passed_over) == ("python", {})
     assert not caplog.records
+
+
+@needs_compiler
+def test_no_host_is_recommended_that_does_not_run_the_program(caplog):
+    class Products(Perceptron):
+        def forward(self, x):
+            return super().forward(x).cumprod(1)
+
+    exported = torch.export.export(Products().eval(), (torch.randn(2, 4),))
+    with torch.no_grad():
+        edge = to_edge_transform_and_lower(
+            exported,
+            partitioner=[XnnpackPartitioner(), CoreMLPartitioner(compile_specs=fp32_specs())],
+            compile_config=EdgeCompileConfig(_check_ir_validity=False),
+        )
+    program = bytes(edge.to_executorch().buffer)
+    for host in ("auto", "python"):
+        with pytest.raises(ProgramError, match="another backend: got XnnpackBackend") as raised:
+            runtime.load_program(program, host=host).load_method()
+        assert "the stock host does not run it either" in str(raised.value.remedy)
+        assert "aten::cumprod.out" in str(raised.value.remedy)
+    with pytest.raises(UnsupportedOpError, match="got aten::cumprod.out") as refused:
+        runtime.load_program(program, host="stock")
+    assert "Python host" not in str(refused.value.remedy)
+    assert "Run the program on the stock runtime" not in caplog.text

@@ -1,0 +1,94 @@
+"""Constants that fp16 rounds, as they were in fp32, stored in the model's user-defined metadata.
+
+A model in fp16 has rounded constants: 1e-12 is a multiple of 6e-8 there, and 1 - 1e-7 is 1. The
+entry ``coreml_delegate.fp32_constants``, which Core ML ignores, is a JSON object::
+
+    {function: {constant: value}}
+
+A value is a nested list, or the number that all elements are. Whoever measures what fp16 loses
+takes these values. A model that was converted to another precision does not have the entry.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coreml_delegate.errors import BlobFormatError
+
+METADATA_KEY = "coreml_delegate.fp32_constants"
+
+Constants = Mapping[str, NDArray[np.float32]]
+
+_FEW = 16  # elements: of larger constants a copy would take as much room as the constant
+_MANY = 4096
+_NORMAL = np.finfo(np.float16).smallest_normal
+
+
+def as_lost(constant: NDArray[np.float32]) -> NDArray[np.float32] | None:
+    """Return a constant as it is to be stored if fp16 rounds it, one number if all are equal.
+
+    Of large constants, weights for example, only those are stored that fp16 has with fewer than 11
+    bits. Constants beyond fp16 stand for infinity.
+
+    Args:
+        constant: Any shape.
+
+    Returns:
+        The constant or, [], its only number; None if it is not to be stored.
+    """
+    if _is_uniform(constant):
+        constant = constant.ravel()[0]
+    elif constant.size > _MANY:
+        return None
+    with np.errstate(over="ignore"):
+        rounded = constant.astype(np.float16)
+    if np.isinf(rounded).any() or np.array_equal(rounded, constant, equal_nan=True):
+        return None
+    is_small = constant.size <= _FEW or bool(np.abs(constant).max() < _NORMAL)
+    return constant if is_small else None
+
+
+def _is_uniform(constant: NDArray[np.float32]) -> bool:
+    if not constant.size or constant.flat[0] != constant.flat[-1]:
+        return False
+    return bool((constant == constant.flat[0]).all())
+
+
+def write(metadata: MutableMapping[str, str], functions: Mapping[str, Constants | None]) -> None:
+    """Store the constants that fp16 loses.
+
+    Args:
+        metadata: User-defined metadata of a model; changed in place.
+        functions: Constants by function and name; None for functions that are not in fp16.
+    """
+    stored = {
+        function: {name: value.tolist() for name, value in constants.items()}
+        for function, constants in functions.items()
+        if constants is not None
+    }
+    if stored:
+        metadata[METADATA_KEY] = json.dumps(stored, sort_keys=True)
+    else:
+        metadata.pop(METADATA_KEY, None)
+
+
+def read(metadata: Mapping[str, str], function: str) -> Constants | None:
+    """Return the constants of a function; None if the model does not say.
+
+    Raises:
+        BlobFormatError: The entry has another form.
+    """
+    if METADATA_KEY not in metadata:
+        return None
+    try:
+        content: Any = json.loads(metadata[METADATA_KEY]).get(function)
+        if content is None:
+            return None
+        return {name: np.array(value, np.float32) for name, value in content.items()}
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
+        raise BlobFormatError(f"malformed metadata {METADATA_KEY}", got=str(error)[:200]) from error

@@ -235,7 +235,8 @@ def _ancestors(nodes: Iterable[Node]) -> set[Node]:
 
 
 def _symbols(nodes: Iterable[Node]) -> set[Any]:
-    return set[Any]().union(*(free_symbols(node.meta.get("val")) for node in nodes))
+    values: list[Any] = [node.meta.get("val") for node in nodes]
+    return set[Any]().union(*map(free_symbols, values))
 
 
 def _checked_symbols(assertion: Node) -> set[Any]:

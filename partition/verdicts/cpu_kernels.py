@@ -120,7 +120,7 @@ def _remedy_without_variant(overload: OpOverload, name: str) -> str:
         return f"Pass skip_ops_for_coreml_delegation=[{name!r}] (--skip-op), to decompose it"
     if not is_custom(overload) or not _returns_tensors(overload):
         return "Write the model with other operators"
-    kernel = f"{overload.name()}{'_' if overload._schema.overload_name else '.'}out"
+    kernel = f"{overload.name()}{'_' if _schema_of(overload).overload_name else '.'}out"
     return (
         f'Register {kernel} before the export, by torch.library.define("{kernel}", '
         f'"{_out_schema(overload)}") and torch.library.impl("{kernel}", '

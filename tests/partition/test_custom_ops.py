@@ -95,9 +95,22 @@ def _custom_ops() -> Iterator[str]:
 def test_custom_operators_of_executorch_are_taken_or_refused(packages: None) -> None:
     names = set(_custom_ops())
     assert "llama.custom_sdpa.default" in names
-    taken = {"executorch.alias.default"}  # stands for its arguments
+    taken = {"executorch.alias.default", "llama.fallback.default"}  # stand for their arguments
     internal = {"executorch.move.default"}  # of ExecuTorch's verifier
     assert names - internal <= RECORDS.keys() | REFUSED.keys() | taken
+
+
+@pytest.mark.slow
+def test_operators_that_stand_for_their_arguments(packages: None) -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        first, second = torch.ops.executorch.alias(x * 2, y)
+        return first - second
+
+    inputs = X, X + 1
+    options: Any = {"compile_specs": fp32_specs(), "lower_full_graph": True}
+    lowered = lower_unchecked(Function(function), inputs, **options)
+    (actual,) = runtime.load_program(lowered.pte, host="python").run("forward", list(inputs))
+    torch.testing.assert_close(actual, X * 2 - (X + 1), atol=ATOL, rtol=RTOL)
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ def test_the_stock_host_is_not_asked_where_the_python_host_can(monkeypatch, capl
 
 
 @needs_compiler
-def test_no_host_is_recommended_that_does_not_run_the_program(caplog):
+def test_no_host_is_recommended_that_does_not_run_the_program():
     class Products(Perceptron):
         def forward(self, x):
             return super().forward(x).cumprod(1)
@@ -142,7 +142,6 @@ def test_no_host_is_recommended_that_does_not_run_the_program(caplog):
             runtime.load_program(program, host=host).load_method()
         assert "the stock host does not run it either" in str(raised.value.remedy)
         assert "aten::cumprod.out" in str(raised.value.remedy)
-    with pytest.raises(UnsupportedOpError, match="got aten::cumprod.out") as refused:
+    with pytest.raises(UnsupportedOpError, match=r"got aten::cumprod\.out") as refused:
         runtime.load_program(program, host="stock")
     assert "Python host" not in str(refused.value.remedy)
-    assert "Run the program on the stock runtime" not in caplog.text

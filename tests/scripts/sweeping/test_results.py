@@ -46,6 +46,7 @@ def _row(name: str, size: int, sqnr: float | str, ms: float | None = None, label
         "sqnr_db": sqnr,
         "top1_agreement": 0.5,
         "coverage": coverage,
+        "missing_kernels": ["aten.cumprod.default"] if label == "lacking" else [],
     }
     latency = None if ms is None else {"median_ms": ms, "runs": 3, "machine": "m"}
     cost = {"seconds": 3.0, "lower_seconds": 1.5}
@@ -125,6 +126,12 @@ def test_a_latency_that_fails_has_a_reason():
     assert record.latency == {"reason": "timed out: took long"}
     row = replace(ROWS[0], record=record)
     assert "net[none]: no latency: timed out: took long" in to_table([row])
+
+
+def test_a_program_that_no_device_loads_is_told():
+    table = to_table([_row("none", 4000, 40.0, label="lacking"), ROWS[0]])
+    assert "lacking[none]: no device loads it: no kernel for aten.cumprod.default" in table
+    assert table.count("no device") == 1
 
 
 @pytest.mark.parametrize(

@@ -216,10 +216,15 @@ def _unused(graph: Graph) -> list[Node]:
         for node in graph.nodes
         if node.op == "placeholder" or not (node.users or node.target in _ASSERTIONS)
     )
-    symbols = _symbols(used)
-    while bounding := [a for a in assertions if a not in used and _checked_symbols(a) & symbols]:
-        used |= _ancestors(bounding)
+    checked = {a: _symbols(filter(is_size, a.all_input_nodes)) for a in assertions}
+    open_ends = {a for a in assertions if checked[a]}
+    while open_ends:
         symbols = _symbols(used)
+        bounding = {a for a in open_ends if checked[a] & symbols}
+        if not bounding:
+            break
+        used |= _ancestors(bounding)
+        open_ends -= bounding
     return [node for node in reversed(graph.nodes) if node not in used]
 
 
@@ -237,10 +242,6 @@ def _ancestors(nodes: Iterable[Node]) -> set[Node]:
 def _symbols(nodes: Iterable[Node]) -> set[Any]:
     values: list[Any] = [node.meta.get("val") for node in nodes]
     return set[Any]().union(*map(free_symbols, values))
-
-
-def _checked_symbols(assertion: Node) -> set[Any]:
-    return _symbols(filter(is_size, assertion.all_input_nodes))
 
 
 _CUSTOM: Mapping[str, Callable[..., Any]] = MappingProxyType(

@@ -206,7 +206,8 @@ def model_files(conversion: Conversion, *, is_declared: bool) -> Files:
     weights = {name.removeprefix(f"{WEIGHTS}/"): data for name, data in parts.weights.items()}
     metadata = conversion.spec.description.metadata.userDefined
     _drop_circumstances(metadata)
-    fp32_constants.write(metadata, {MAIN: conversion.fp32_constants})
+    if conversion.fp32_constants is not None:
+        fp32_constants.write(metadata, {MAIN: conversion.fp32_constants})
     # Map entries have no order in protobuf; deterministic serialization gives them one.
     spec = conversion.spec.SerializeToString(deterministic=True)
     package = assemble(spec, weights)

@@ -17,6 +17,8 @@ import numpy as np
 # transpose has to reach as well.
 _WITH_OPERANDS = frozenset({"pow", "softplus_parametric"})
 
+_EVALUATED_WRONGLY = frozenset({"argsort", "scatter_along_axis", "topk"})
+
 # As much as an inverse in fp16 may be off.
 _ROUNDING = 1e-3
 
@@ -38,6 +40,11 @@ def coremltools_workarounds() -> Generator[None]:
       count, or has more dimensions: apple/coremltools#2792.
     - Below iOS18, weights of 8 bits with a sign are dequantized wrongly on GPU and neural engine:
       apple/coremltools#2675. They are stored without one, 128 larger, and their zero points too.
+    - A function of a constant scalar is evaluated to a number of Python's, which has no element
+      type: the next function fails on it, or returns another type.
+    - Of constants, ``scatter_along_axis`` is evaluated as an update whatever its mode is, and
+      ``topk`` and ``argsort`` order equal elements at random and take the least integer for the
+      largest. They are left to the device.
     """
     from coremltools.converters.mil import Builder
     from coremltools.converters.mil.mil.passes import defs
@@ -99,6 +106,7 @@ def coremltools_workarounds() -> Generator[None]:
         mock.patch.object(product_bias, "_find_candidate_op", staticmethod(find_added_bias)),
         mock.patch.object(transposes, "_visit_op", visit_operands),
         mock.patch.object(mb, "constexpr_affine_dequantize", dequantize_unsigned),
+        _constants_evaluated_by_type(),
     ):
         yield
 
@@ -129,3 +137,38 @@ def _unsigned(value: Any) -> Any:
     """Integers of 8 bits, 128 larger where they have a sign."""
     array = np.asarray(getattr(value, "val", value))
     return (array.view(np.uint8) ^ np.uint8(128))[()] if array.dtype == np.int8 else value
+
+
+@contextmanager
+def _constants_evaluated_by_type() -> Generator[None]:
+    from coremltools.converters.mil.mil import Operation
+
+    operation: Any = Operation
+    evaluate = operation._auto_val
+
+    def evaluate_typed(self: Any, output_types: Any) -> Any:
+        if self.op_type in _EVALUATED_WRONGLY:
+            return (None,) * len(output_types)
+        infer = self.value_inference
+        self.value_inference = lambda: _typed_scalars(infer(), output_types)
+        try:
+            return evaluate(self, output_types)
+        finally:
+            del self.value_inference
+
+    with mock.patch.object(operation, "_auto_val", evaluate_typed):
+        yield
+
+
+def _typed_scalars(values: Any, output_types: Any) -> list[Any]:
+    """Return the values of an op's results, numbers of rank 0 as NumPy's of the result's type."""
+    from coremltools.converters.mil.mil.types import is_float, is_int, nptype_from_builtin
+
+    several = values if isinstance(values, tuple | list) else (values,)
+    return [
+        np.asarray(value).astype(nptype_from_builtin(kind))[()]
+        if isinstance(value, int | float | np.number | np.ndarray)
+        and (is_float(kind) or is_int(kind))
+        else value
+        for value, kind in zip(several, output_types, strict=True)
+    ]

@@ -138,3 +138,50 @@ def test_weights_with_a_sign(is_applied: bool) -> None:
     np.testing.assert_array_equal(
         op.materialized_val_inference(), (data.astype(np.float32) - 5) * np.float32(0.5)
     )
+
+
+TIES = np.tile(np.array([1, 0], np.int32), 50)
+LEAST = np.array([-(2**31), 5, 3], np.int32)
+
+# name -> (op of constants, what it computes)
+EVALUATED: dict[str, tuple[Callable[[], Any], np.ndarray]] = {
+    "a function of a scalar": (
+        lambda: mb.exp(x=mb.floor(x=np.float32(2.5))),
+        np.exp(np.array(2, np.float32)),
+    ),
+    "equal elements": (
+        lambda: mb.argsort(x=TIES, axis=0, ascending=True),
+        np.argsort(TIES, kind="stable"),
+    ),
+    "the least integer": (
+        lambda: mb.topk(x=LEAST, k=2, axis=0, ascending=False)[1],
+        np.array([1, 2]),
+    ),
+    "a scatter of maxima": (
+        lambda: mb.scatter_along_axis(
+            data=LEAST, indices=np.array([1], np.int32), updates=LEAST[:1], axis=0, mode="max"
+        ),
+        LEAST,
+    ),
+}
+
+
+@pytest.mark.parametrize("is_applied", [True, False], ids=["with it", "without it"])
+@pytest.mark.parametrize("name", EVALUATED)
+def test_constants_are_evaluated_rightly_or_not_at_all(name: str, is_applied: bool) -> None:
+    """If the case without it fails, coremltools has mended the op."""
+    function, expected = EVALUATED[name]
+    values: list[Any] = []
+
+    def evaluate(x: Any) -> Any:
+        values.append(function().val)
+        return mb.identity(x=x)
+
+    with coremltools_workarounds() if is_applied else nullcontext():
+        try:
+            mb.program(**SPEC)(evaluate)
+        except AttributeError:
+            assert not is_applied
+            return
+    (value,) = values
+    assert (value is None or np.array_equal(value, expected)) == is_applied

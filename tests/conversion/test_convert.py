@@ -16,6 +16,7 @@ from coreml_delegate import graph
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.conversion import convert
 from coreml_delegate.errors import ConversionError
+from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
 
 
@@ -30,6 +31,36 @@ def test_the_bytes_are_those_of_validating_after_each_pass(monkeypatch: pytest.M
     seldom = _files()
     monkeypatch.setattr(convert, "_validating_at_the_ends", nullcontext)
     assert _files() == seldom
+
+
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_compressed_constants_are_traced_where_there_are_some(
+    is_compressed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it is half of the passes' time."""
+    from coremltools.converters.mil import Builder as mb
+    from coremltools.converters.mil.mil import Block, types
+
+    traced: list[Any] = []
+    monkeypatch.setattr(Block, "_propagate_nonreplaceable_vars", traced.append)
+
+    def build() -> Any:
+        spec = mb.TensorSpec((2, 2), types.fp32)
+
+        @mb.program(input_specs=[spec], opset_version=coremltools().target.iOS17)
+        def program(x: Any) -> Any:
+            if not is_compressed:
+                return mb.exp(x=x)
+            data = np.zeros((2, 2), np.uint8)
+            weight = mb.constexpr_affine_dequantize(
+                quantized_data=data, zero_point=np.uint8(0), scale=np.float32(1), axis=np.int32(0)
+            )
+            return mb.matmul(x=x, y=weight)
+
+        return program, {}
+
+    with convert.convert_mil(build, CompileOptions(deployment_target=Opset.iOS17)):
+        assert bool(traced) == is_compressed
 
 
 def test_a_pass_that_breaks_the_program_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

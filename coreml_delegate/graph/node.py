@@ -63,7 +63,7 @@ class Value:
             and expressions, flat, or None.
     """
 
-    __slots__ = ("index", "known", "node", "type")
+    __slots__ = ("__weakref__", "index", "known", "node", "type")
 
     def __init__(
         self, node: Node, index: int, type: TensorType, known: tuple[Dim, ...] | None = None

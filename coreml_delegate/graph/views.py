@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -35,6 +36,13 @@ _COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
     "NE": operator.ne,
 }
 _DEPTH = 10  # of the nodes that are compared to find two values alike
+_MOST_FACTORS = 8
+
+Known = TypeVar("Known")
+
+# What is known of values, which never change.
+_NUMBERS: WeakKeyDictionary[Value, float | None] = WeakKeyDictionary()
+_FACTORS: WeakKeyDictionary[Value, tuple[float, list[Value]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,19 +181,52 @@ def _alike_attributes(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     )
 
 
+def _resolved(
+    value: Value,
+    known: WeakKeyDictionary[Value, Known],
+    operands: Callable[[Value], Sequence[Value]],
+    combine: Callable[[Value], Known],
+) -> Known:
+    """Return what is known of a value, which is combined of what is known of its operands.
+
+    Each value is visited once, however many paths lead to it: those through a recurrence double
+    with each step. Paths may be longer than Python's stack.
+    """
+    pending = [] if value in known else [value]
+    while pending:
+        missing = [operand for operand in operands(pending[-1]) if operand not in known]
+        if missing:
+            pending.extend(missing)
+        else:
+            last = pending.pop()
+            known[last] = combine(last)
+    return known[value]
+
+
 def number(value: Value) -> float | None:
     """Return the number that all elements of a value are, if it is known."""
+    return _resolved(value, _NUMBERS, _decisive, _combined_number)
+
+
+def _decisive(value: Value) -> Sequence[Value]:
+    """Return the operands whose numbers decide that of a value."""
+    node = value.node
+    decide = node.name in _REARRANGING or (node.name in _ARITHMETIC and value.dtype.is_float)
+    return node.operands if decide else ()
+
+
+def _combined_number(value: Value) -> float | None:
     node = value.node
     if node.name == "constant":
         return _number_of(value.dtype, node["array"])
-    if node.name in _REARRANGING:
-        return number(node.operands[0])
-    if node.name not in _ARITHMETIC or not value.dtype.is_float:
-        return None
-    operands = [number(operand) for operand in node.operands]
+    operands = [_NUMBERS[operand] for operand in _decisive(value)]
     known = [operand for operand in operands if operand is not None]
+    if not operands or len(known) != len(operands):
+        return None
+    if node.name in _REARRANGING:
+        return known[0]
     try:
-        return _ARITHMETIC[node.name](*known) if len(known) == len(operands) else None
+        return _ARITHMETIC[node.name](*known)
     except (ArithmeticError, ValueError):
         return None
 
@@ -218,27 +259,50 @@ def is_number(value: Value, expected: float) -> bool:
 
 
 def factors(value: Value, scope: Scope) -> tuple[float, list[Value]]:
-    """Return the constant factor and the other factors that a value is the product of."""
-    node = value.node
-    if node.scope is not scope or not value.dtype.is_float:
+    """Return the constant factor and the other factors that a value is the product of.
+
+    A product of more factors than any pattern has is one factor.
+    """
+    if value.node.scope is not scope or not value.dtype.is_float:
         return 1.0, [value]
+    return _resolved(value, _FACTORS, _divisible, _combined_factors)
+
+
+def _divisible(value: Value) -> Sequence[Value]:
+    """Return the operands whose factors are those of a value, if they stand in its scope."""
+    node = value.node
+    count = {"multiply": 2, "negate": 1, "divide": 1, "square": 1}.get(node.name, 0)
+    return [
+        operand
+        for operand in node.operands[:count]
+        if operand.node.scope is node.scope and value.dtype.is_float
+    ]
+
+
+def _combined_factors(value: Value) -> tuple[float, list[Value]]:
+    found = _product_of(value)
+    return found if len(found[1]) <= _MOST_FACTORS else (1.0, [value])
+
+
+def _product_of(value: Value) -> tuple[float, list[Value]]:
+    node = value.node
     if node.name == "multiply":
-        return _product(node, scope)
+        return _product(node)
     if node.name == "negate":
-        constant, others = factors(node.operands[0], scope)
+        constant, others = factors(node.operands[0], node.scope)
         return -constant, others
     if node.name == "divide":
         divisor = number(node.operands[1])
         if divisor:
-            constant, others = factors(node.operands[0], scope)
+            constant, others = factors(node.operands[0], node.scope)
             return constant / divisor, others
     if node.name == "square":
-        constant, others = factors(node.operands[0], scope)
+        constant, others = factors(node.operands[0], node.scope)
         return constant * constant, others * 2
     return 1.0, [value]
 
 
-def _product(node: Node, scope: Scope) -> tuple[float, list[Value]]:
+def _product(node: Node) -> tuple[float, list[Value]]:
     constant, others = 1.0, list[Value]()
     for operand in node.operands:
         known = number(operand)
@@ -247,7 +311,7 @@ def _product(node: Node, scope: Scope) -> tuple[float, list[Value]]:
         elif operand.shape != node.type.shape:  # repeated: it is a factor as it is
             others.append(operand)
         else:
-            inner, more = factors(operand, scope)
+            inner, more = factors(operand, node.scope)
             constant *= inner
             others += more
     return constant, others

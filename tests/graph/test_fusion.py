@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from coreml_delegate import graph, stablehlo
+from coreml_delegate.graph import views
 from coreml_delegate.runtime import Model
 
 ENGINES = ("reference", "openvino")
@@ -212,3 +213,27 @@ def test_layers_in_loops_become_one_op() -> None:
         return jax.lax.fori_loop(0, 3, lambda _, v: jax.nn.softmax(v) * 2, x)
 
     assert "softmax" in _check(function, (_X,))
+
+
+def test_values_of_a_recurrence_are_visited_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The paths through it double with each step, as in series of Chebyshev polynomials."""
+    counted: list[Any] = []
+    number_of = views._number_of
+    monkeypatch.setattr(views, "_number_of", lambda *a: counted.append(a) or number_of(*a))
+    b = graph.Backend("reference").builder()
+    before, last = b.constant(np.float32(0.5)), b.constant(np.float32(0.25))
+    for _ in range(18):
+        before, last = last, b.subtract(b.multiply(last, before), before)
+    assert views.number(last) is not None
+    assert len(counted) == 2
+
+
+def test_a_power_of_many_factors_is_one_factor() -> None:
+    b = graph.Backend("reference").builder()
+    x = b.parameter("x", "float32", (2,))
+    power = x
+    for _ in range(18):
+        power = b.multiply(power, power)
+    assert len(views.factors(power, b.scope)[1]) <= 8
+    (result,) = b.compile(power).run(np.array([1, 0.5], np.float32))
+    np.testing.assert_array_equal(result, [1, 0])

@@ -37,7 +37,7 @@ _ELEMENTWISE = frozenset(  # by name: most of these families are not imported he
         "abs negate sign ceil floor round_nearest_even round_nearest_afz sqrt rsqrt cbrt",
         "exponential exponential_minus_one log log_plus_one sine cosine tan tanh logistic erf",
         "erfc erf_inv asin acos atan sinh cosh asinh acosh atanh square lgamma digamma add",
-        "subtract multiply divide power remainder maximum minimum atan2 clamp select is_nan",
+        "subtract multiply mulhi divide power remainder maximum minimum atan2 clamp select is_nan",
         "is_inf is_finite convert reduce_precision compare equal not_equal less less_equal",
         "greater greater_equal and or xor not shift_left shift_right_logical",
         "shift_right_arithmetic popcnt count_leading_zeros bitcast_convert identity",

@@ -19,7 +19,15 @@ from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.operations import functions, integers
 from coreml_delegate.graph.operations.float_bits import compose_reduce_precision
 from coreml_delegate.graph.operations.sizes import fold
-from coreml_delegate.graph.tensor_types import ALL, BOOLEANS, FLOATS, NUMBERS, DType, TensorType
+from coreml_delegate.graph.tensor_types import (
+    ALL,
+    BOOLEANS,
+    FLOATS,
+    INTEGERS,
+    NUMBERS,
+    DType,
+    TensorType,
+)
 
 _Compose = Callable[..., Var]
 
@@ -145,6 +153,11 @@ class Elementwise(Emitter):
     def multiply(self, x: Value, y: Value) -> Value:
         """Return the product; integers wrap, and a product of bools is whether both are true."""
         return self._elementwise("multiply", x, y)
+
+    @operation(INTEGERS, integers.high_product)
+    def mulhi(self, x: Value, y: Value) -> Value:
+        """Return the high half of the product, which has twice as many bits as an element."""
+        return self._elementwise("mulhi", x, y)
 
     @operation(NUMBERS, _by_kind(_arithmetic("real_div"), integers.divide))
     def divide(self, x: Value, y: Value) -> Value:

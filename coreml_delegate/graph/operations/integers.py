@@ -111,6 +111,42 @@ def _at_least(c: Composer, x: Var, y: Var) -> Var:
     return c.mb.cast(x=c.mb.greater_equal(x=ordered[0], y=ordered[1]), dtype="int32")
 
 
+def high_product(c: Composer, node: Node, x: Var, y: Var) -> Var:
+    """Compose the high half of the bits of a product, which has twice as many as its operands."""
+    dtype = node.type.dtype
+    if dtype.wraps:
+        product = c.mb.mul(x=x, y=y)
+        # That of two uint16 may have bit 31, the carrier's sign, which wrapping takes off again.
+        return c.wrap(c.mb.floor_div(x=product, y=np.int32(1 << dtype.bits)), dtype)
+    high = _high_word(c, x, y)
+    if dtype.bits == 64:
+        # Of operands that 32 bits hold, the product has 64: the next ones repeat its sign.
+        is_negative = c.mb.cast(x=c.mb.less(x=high, y=np.int32(0)), dtype="int32")
+        high = c.mb.sub(x=np.int32(0), y=is_negative)
+    if not dtype.is_unsigned:
+        return high
+    # The carrier of an operand with the highest bit is too small by one more than all bits hold.
+    for var, other in ((x, y), (y, x)):
+        is_large = c.mb.cast(x=c.mb.less(x=var, y=np.int32(0)), dtype="int32")
+        high = c.mb.add(x=high, y=c.mb.mul(x=is_large, y=other))
+    return high
+
+
+def _high_word(c: Composer, x: Var, y: Var) -> Var:
+    """Return the upper 32 bits of the product of int32 values, from products of their halves."""
+    half = np.int32(1 << 16)
+    (x_high, x_low), (y_high, y_low) = (
+        (c.mb.floor_div(x=var, y=half), c.mb.mod(x=var, y=half)) for var in (x, y)
+    )
+    low = c.mb.mul(x=x_low, y=y_low)
+    # The product of two low halves has no sign: its bit 31 is worth 2**31.
+    carry = c.mb.mod(x=c.mb.floor_div(x=low, y=half), y=half)
+    middle = c.mb.add(x=c.mb.mul(x=x_high, y=y_low), y=carry)
+    other = c.mb.add(x=c.mb.mul(x=x_low, y=y_high), y=c.mb.mod(x=middle, y=half))
+    high = c.mb.add(x=c.mb.mul(x=x_high, y=y_high), y=c.mb.floor_div(x=middle, y=half))
+    return c.mb.add(x=high, y=c.mb.floor_div(x=other, y=half))
+
+
 def power(c: Composer, node: Node, x: Var, y: Var) -> Var:
     """Compose a power of integers, modulo the range: x ** -n is 1 / x ** n without its fraction."""
     dtype = node.type.dtype

@@ -95,6 +95,18 @@ def _power(x: int, y: int) -> int:
     return pow(x, y, 1 << 64)
 
 
+def _high_products() -> Iterator[Sample]:
+    for dtype in INTEGERS:
+        bits = np.iinfo(dtype).bits
+        x, y = pairs(dtype)
+        if bits == 64:
+            # All that 32 bits hold are allowed: no product has to fit them.
+            x = np.concatenate([x, np.array([[2**31 - 1]], dtype)])
+            y = x.T
+        high = by_integers(lambda a, b, bits=bits: a * b >> bits, x, y)
+        yield _call("mulhi", "pairs", (x, y), high)
+
+
 def _powers() -> Iterator[Sample]:
     for dtype in FLOATS:
         x = np.array([0.5, 2, 1.5, 0, 3, 4, -2, -2, np.nan, 1.25], dtype)
@@ -273,6 +285,7 @@ SAMPLES = [
     *_of_pairs("add", np.add, lambda x, y: x + y),
     *_of_pairs("subtract", np.subtract, lambda x, y: x - y),
     *_of_pairs("multiply", np.multiply, lambda x, y: x * y),
+    *_high_products(),
     *_of_pairs("divide", np.divide, _quotient),
     *_of_pairs("remainder", np.fmod, _rest),
     *_of_pairs("atan2", np.arctan2),

@@ -33,7 +33,7 @@ from coreml_delegate.stablehlo.attributes import (
 )
 from coreml_delegate.stablehlo.operations import REFUSED, RULES, refusal_reason
 from coreml_delegate.stablehlo.parse import Mlir, decomposed
-from coreml_delegate.stablehlo.source_op import Operand, SourceOp
+from coreml_delegate.stablehlo.source_op import Operand, SourceOp, WideConstant, beyond_32_bits
 
 _RETURNS = ("func.return", "stablehlo.return")
 _DEEPEST_CALLS = 200
@@ -120,6 +120,8 @@ class Reader:
             raise LoweringError("the program is nested too deeply") from None
         values = list(_flat(results))
         for value in values:
+            if isinstance(value, WideConstant):
+                raise beyond_32_bits("a result of main", value)
             if not isinstance(value, Value):
                 raise LoweringError("a result of main is no tensor", got=type(value).__name__)
         return [value for value in values if isinstance(value, Value)]

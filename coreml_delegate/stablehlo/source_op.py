@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.graph import Builder, Value
 from coreml_delegate.graph.tensor_types import DType
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from coreml_delegate.stablehlo.reader import Frame, Reader
 
 _REQUIRED = object()
+_NARROW = np.iinfo(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,37 @@ class Words:
     pairs: Value
 
 
-Operand = Value | Token | Words | tuple[Any, ...]
+@dataclass(frozen=True, slots=True)
+class WideConstant:
+    """A constant of integers of 64 bits that 32 bits cannot hold.
+
+    Operations take it whose result does not depend on how far it is beyond 32 bits: a search for
+    an extreme starts there, and a bound there bounds nothing.
+
+    Attributes:
+        array: int64 or uint64.
+    """
+
+    array: NDArray[Any]
+
+    @property
+    def is_below(self) -> NDArray[np.bool_]:
+        """Whether elements are less than any of 32 bits."""
+        return self.array < _NARROW.min
+
+    @property
+    def is_above(self) -> NDArray[np.bool_]:
+        """Whether elements are greater than any of 32 bits."""
+        return self.array > _NARROW.max
+
+    @property
+    def clipped(self) -> NDArray[Any]:
+        """The elements, those beyond 32 bits replaced by the nearest that is not."""
+        least = max(int(np.iinfo(self.array.dtype).min), int(_NARROW.min))
+        return self.array.clip(least, int(_NARROW.max))
+
+
+Operand = Value | Token | Words | WideConstant | tuple[Any, ...]
 """The graph's counterpart of a value of the source; a tuple for a tuple."""
 
 Rule = Callable[["SourceOp"], Operand | Sequence[Operand] | None]
@@ -72,7 +106,27 @@ class SourceOp:
             return operand
         if isinstance(operand, Words):
             raise self.refusal("Core ML has no integers of 64 bits")
+        if isinstance(operand, WideConstant):
+            raise beyond_32_bits(self.name, operand)
         raise self.refusal(f"operand {index} is no tensor")
+
+    def value_clipped(self, index: int, side: str) -> Value:
+        """Return an operand for which any number beyond 32 bits on one side may stand.
+
+        Args:
+            index: Its position.
+            side: ``below`` or ``above``.
+
+        Raises:
+            UnsupportedOperatorError: See ``value``; or it is beyond 32 bits on the other side.
+        """
+        operand = self.operands[index]
+        if not isinstance(operand, WideConstant):
+            return self.value(index)
+        wrong = operand.is_above if side == "below" else operand.is_below
+        if wrong.any():
+            raise beyond_32_bits(self.name, operand)
+        return self.builder.constant(operand.clipped)
 
     @property
     def values(self) -> list[Value]:
@@ -112,6 +166,14 @@ class SourceOp:
         """Return the shape of a result, with None for sizes that are known at run time only."""
         type = self._op.results[index].type
         return shape_of(type) if is_tensor(type) else ()
+
+    def constant(self, array: NDArray[Any], dtype: DType) -> Value | WideConstant:
+        """Return a constant; see ``WideConstant`` for integers that 32 bits cannot hold."""
+        if dtype in (DType.INT64, DType.UINT64):
+            wide = WideConstant(array)
+            if (wide.is_below | wide.is_above).any():
+                return wide
+        return self.builder.constant(array, dtype)
 
     # Attributes
 
@@ -157,6 +219,18 @@ class SourceOp:
 
         return function
 
-    def refusal(self, reason: str) -> UnsupportedOperatorError:
+    def refusal(self, reason: str, remedy: str | None = None) -> UnsupportedOperatorError:
         """Return the error that says why this operation cannot be expressed."""
-        return UnsupportedOperatorError(f"{self.name} cannot be expressed: {reason}")
+        return UnsupportedOperatorError(f"{self.name} cannot be expressed: {reason}", remedy=remedy)
+
+
+def beyond_32_bits(what: str, constant: WideConstant) -> UnsupportedOperatorError:
+    """Return the error about a use of a constant that needs all of its 64 bits."""
+    array = constant.array
+    return UnsupportedOperatorError(
+        f"{what}: {array.dtype} values are beyond 32 bits, the widest integers of Core ML",
+        got=f"{array.min()} to {array.max()}",
+        expected=f"{_NARROW.min} to {_NARROW.max}; beyond them, the start of a search for an "
+        "extreme, or a bound",
+        remedy="Write the constant in 32 bits",
+    )

@@ -130,6 +130,19 @@ TEXTS: dict[str, tuple[str, Any]] = {
   return %x : tensor<4xf32>"""),
         _X,
     ),
+    "convolution with a constant tensor for its padding": (
+        _main("""
+  %image = stablehlo.reshape %x : (tensor<4xf32>) -> tensor<1x4x1xf32>
+  %kernel = stablehlo.constant dense<[[[1.0]], [[2.0]]]> : tensor<2x1x1xf32>
+  %padding = stablehlo.constant dense<[[1, 0]]> : tensor<1x2xi32>
+  %0 = "stablehlo.dynamic_conv"(%image, %kernel, %padding) {
+    dimension_numbers = #stablehlo.conv<[b, 0, f]x[0, i, o]->[b, 0, f]>,
+    batch_group_count = 1 : i64, feature_group_count = 1 : i64
+  } : (tensor<1x4x1xf32>, tensor<2x1x1xf32>, tensor<1x2xi32>) -> tensor<1x4x1xf32>
+  %1 = stablehlo.reshape %0 : (tensor<1x4x1xf32>) -> tensor<4xf32>
+  return %1 : tensor<4xf32>"""),
+        _X * 2 + np.array([0, 1, -2, 0], np.float32),
+    ),
     "optimization barrier": (
         _main("""
   %0 = stablehlo.optimization_barrier %x : tensor<4xf32>
@@ -301,3 +314,48 @@ def test_sizes_may_be_known_at_run_time_only(name: str) -> None:
         arrays = [np.random.default_rng(0).random(shape, np.float32) for shape in shapes]
         for outputs in run_on_each(program, *arrays):
             assert_close(outputs, jax.tree.leaves(function(*arrays)))
+
+
+def test_extremes_of_64_bits_that_no_result_depends_on() -> None:
+    """They start searches, bound nothing, compare alike with all of 32 bits, or are converted."""
+    text = """
+func.func @main(%x: tensor<4xi64>) -> (tensor<i64>, tensor<4xi64>, tensor<4xi1>, tensor<4xi1>,
+    tensor<4xi1>, tensor<4xi64>, tensor<4xi64>, tensor<f32>, tensor<i32>) {
+  %least = stablehlo.constant dense<-9223372036854775808> : tensor<i64>
+  %most = stablehlo.constant dense<9223372036854775807> : tensor<i64>
+  %mosts = stablehlo.broadcast_in_dim %most, dims = [] : (tensor<i64>) -> tensor<4xi64>
+  %mixed = stablehlo.constant dense<[9223372036854775807, 0, -9223372036854775808, 1]>
+    : tensor<4xi64>
+  %0 = stablehlo.reduce(%x init: %least) applies stablehlo.maximum across dimensions = [0]
+    : (tensor<4xi64>, tensor<i64>) -> tensor<i64>
+  %1 = "stablehlo.reduce_window"(%x, %most) ({
+    ^bb0(%a: tensor<i64>, %b: tensor<i64>):
+      %min = stablehlo.minimum %a, %b : tensor<i64>
+      stablehlo.return %min : tensor<i64>
+  }) {window_dimensions = array<i64: 2>, padding = dense<[[1, 0]]> : tensor<1x2xi64>}
+    : (tensor<4xi64>, tensor<i64>) -> tensor<4xi64>
+  %2 = stablehlo.compare LT, %x, %mosts : (tensor<4xi64>, tensor<4xi64>) -> tensor<4xi1>
+  %3 = stablehlo.compare LE, %mosts, %x : (tensor<4xi64>, tensor<4xi64>) -> tensor<4xi1>
+  %4 = stablehlo.compare GE, %x, %mixed : (tensor<4xi64>, tensor<4xi64>) -> tensor<4xi1>
+  %5 = stablehlo.clamp %least, %x, %most
+    : (tensor<i64>, tensor<4xi64>, tensor<i64>) -> tensor<4xi64>
+  %6 = stablehlo.minimum %mosts, %x : tensor<4xi64>
+  %7 = stablehlo.convert %most : (tensor<i64>) -> tensor<f32>
+  %8 = stablehlo.convert %most : (tensor<i64>) -> tensor<i32>
+  return %0, %1, %2, %3, %4, %5, %6, %7, %8 : tensor<i64>, tensor<4xi64>, tensor<4xi1>,
+    tensor<4xi1>, tensor<4xi1>, tensor<4xi64>, tensor<4xi64>, tensor<f32>, tensor<i32>
+}"""
+    most = np.iinfo(np.int64).max
+    x = np.array([2**31 - 1, 5, -(2**31), 0])
+    expected = (
+        x.max(),
+        np.minimum(x, np.concatenate([[most], x[:-1]])),
+        x < most,
+        most <= x,
+        x >= np.array([most, 0, -most - 1, 1]),
+        x,
+        x,
+        np.float32(most),
+        np.int32(-1),
+    )
+    check_text(text, (x,), expected)

@@ -56,7 +56,11 @@ TEXTS: dict[str, tuple[str, str]] = {
         _main("  %0 = stablehlo.add %x, %x : tensor<4x!quant.uniform<i8:f32, 0.5>>").replace(
             "tensor<4xf32>", "tensor<4x!quant.uniform<i8:f32, 0.5>>"
         ),
-        "malformed MLIR text",
+        r"quantized element types have no counterpart.*\(at line 1\).*Export the model in floating",
+    ),
+    "another dialect": (
+        _main("  %0 = acme.add %x, %x : tensor<4xf32>"),
+        "the text has what no dialect of StableHLO has.*acme",
     ),
     "several devices": (
         _main("""  %0 = "stablehlo.all_reduce"(%x) ({
@@ -87,6 +91,43 @@ TEXTS: dict[str, tuple[str, str]] = {
   return %0 : tensor<4xf32>
 }""",
         "rng_bit_generator is exact",
+    ),
+    "extreme of 64 bits that is the result": (
+        """func.func @main(%x: tensor<4xi64>) -> tensor<i64> {
+  %c = stablehlo.constant dense<9223372036854775807> : tensor<i64>
+  %0 = stablehlo.reduce(%x init: %c) applies stablehlo.maximum across dimensions = [0]
+    : (tensor<4xi64>, tensor<i64>) -> tensor<i64>
+  return %0 : tensor<i64>
+}""",
+        "int64 values are beyond 32 bits.*at line 3.*Write the constant in 32 bits",
+    ),
+    "extreme of 64 bits in a window without elements": (
+        """func.func @main(%x: tensor<4xi64>) -> tensor<5xi64> {
+  %c = stablehlo.constant dense<-9223372036854775808> : tensor<i64>
+  %0 = "stablehlo.reduce_window"(%x, %c) ({
+    ^bb0(%a: tensor<i64>, %b: tensor<i64>):
+      %1 = stablehlo.maximum %a, %b : tensor<i64>
+      stablehlo.return %1 : tensor<i64>
+  }) {window_dimensions = array<i64: 2>, padding = dense<[[2, 0]]> : tensor<1x2xi64>}
+    : (tensor<4xi64>, tensor<i64>) -> tensor<5xi64>
+  return %0 : tensor<5xi64>
+}""",
+        "reduce_window: int64 values are beyond 32 bits",
+    ),
+    "extreme of 64 bits that is selected": (
+        """func.func @main(%x: tensor<i64>, %p: tensor<i1>) -> tensor<i64> {
+  %c = stablehlo.constant dense<-9223372036854775808> : tensor<i64>
+  %0 = stablehlo.select %p, %x, %c : tensor<i1>, tensor<i64>
+  return %0 : tensor<i64>
+}""",
+        "select: int64 values are beyond 32 bits",
+    ),
+    "extreme of 64 bits that is returned": (
+        """func.func @main() -> tensor<ui64> {
+  %c = stablehlo.constant dense<18446744073709551615> : tensor<ui64>
+  return %c : tensor<ui64>
+}""",
+        "a result of main: uint64 values are beyond 32 bits",
     ),
     "integer beyond 32 bits": (
         """func.func @main(%x: tensor<i64>) -> tensor<i64> {

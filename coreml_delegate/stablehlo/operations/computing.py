@@ -7,9 +7,18 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from coreml_delegate.graph import TensorType, Value
 from coreml_delegate.stablehlo.parse import dialect
-from coreml_delegate.stablehlo.source_op import Operand, Rule, SourceOp, Words
+from coreml_delegate.stablehlo.source_op import (
+    Operand,
+    Rule,
+    SourceOp,
+    WideConstant,
+    Words,
+    beyond_32_bits,
+)
 
 _ALGORITHMS = {"THREE_FRY": "threefry"}
 
@@ -70,8 +79,10 @@ def _convolution(source: SourceOp) -> Value:
 
 
 def _dynamic_conv(source: SourceOp) -> Value:
-    known = source.value(2).known
-    if known is None or not all(isinstance(size, int) for size in known):
+    padding = source.value(2)
+    is_constant = padding.node.name == "constant"
+    known = padding.node["array"].reshape(-1) if is_constant else padding.known
+    if known is None or not all(isinstance(size, int | np.integer) for size in known):
         raise source.refusal("the padding has to be fixed")
     low, high = known[::2], known[1::2]
     return _convolve(source, [(int(a), int(b)) for a, b in zip(low, high, strict=True)])
@@ -128,29 +139,66 @@ def _layout(attribute: Any) -> str:
 
 
 def _reduce(source: SourceOp) -> list[Operand]:
-    values = source.values
-    half = len(values) // 2
+    values, initial = _reduced(source)
     dimensions = source.integers("dimensions") or ()
-    return _several(
-        source.builder.reduce(values[:half], values[half:], dimensions, source.region())
-    )
+    results = _several(source.builder.reduce(values, initial, dimensions, source.region()))
+    has_elements = all(values[0].shape[axis] != 0 for axis in dimensions)
+    _check_starts(source, results, ("reduce_max", "reduce_min"), has_elements)
+    return results
 
 
 def _reduce_window(source: SourceOp) -> list[Operand]:
-    values = source.values
-    half = len(values) // 2
-    return _several(
+    values, initial = _reduced(source)
+    window, padding = source.integers("window_dimensions") or (), source.pairs("padding")
+    dilations = {name: source.integers(f"{name}s") for name in ("base_dilation", "window_dilation")}
+    results = _several(
         source.builder.reduce_window(
-            values[:half],
-            values[half:],
+            values,
+            initial,
             source.region(),
-            window=source.integers("window_dimensions") or (),
+            window=window,
             strides=source.integers("window_strides"),
-            padding=source.pairs("padding"),
-            base_dilation=source.integers("base_dilations"),
-            window_dilation=source.integers("window_dilations"),
+            padding=padding,
+            **dilations,
         )
     )
+    has_elements = all(n == 1 for steps in dilations.values() for n in steps or ()) and all(
+        max(pair) < size for pair, size in zip(padding or (), window, strict=False)
+    )
+    _check_starts(source, results, ("maximum", "minimum"), has_elements)
+    return results
+
+
+def _reduced(source: SourceOp) -> tuple[list[Value], list[Value]]:
+    """Return tensors and initial values of a reduction, those beyond 32 bits clipped."""
+    half = len(source.operands) // 2
+    starts = [
+        source.builder.constant(operand.clipped)
+        if isinstance(operand, WideConstant)
+        else source.value(half + n)
+        for n, operand in enumerate(source.operands[half:])
+    ]
+    return [source.value(n) for n in range(half)], starts
+
+
+def _check_starts(
+    source: SourceOp, results: Sequence[Operand], extrema: tuple[str, str], has_elements: bool
+) -> None:
+    """Refuse initial values beyond 32 bits but those that every element of an extremum replaces.
+
+    Args:
+        source: The reduction.
+        results: Its results.
+        extrema: How the nodes of a maximum and a minimum are called.
+        has_elements: Whether each result is known to be reduced from an element or more.
+    """
+    for result, start in zip(results, source.operands[len(results) :], strict=True):
+        if not isinstance(start, WideConstant) or not isinstance(result, Value):
+            continue
+        node = result.node
+        kind = extrema[0] if start.is_below.all() else extrema[1]
+        if not has_elements or kind not in (node.name, node.attributes.get("kind")):
+            raise beyond_32_bits(source.name, start)
 
 
 def _select_and_scatter(source: SourceOp) -> Value:

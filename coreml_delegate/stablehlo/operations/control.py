@@ -25,10 +25,6 @@ def _composite(source: SourceOp) -> Any:
 
 
 def _while(source: SourceOp) -> list[Operand]:
-    operands = source.operands
-    kept = [n for n, operand in enumerate(operands) if isinstance(operand, Value)]
-    if len(kept) != len(operands):
-        raise source.refusal("a variable of the loop is no tensor")
     return list(source.builder.while_(_single(source.region(0)), source.region(1), *source.values))
 
 

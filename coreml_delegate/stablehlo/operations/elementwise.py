@@ -10,7 +10,7 @@ import numpy as np
 from coreml_delegate.graph import DType, Value
 from coreml_delegate.graph.emitter import same_shape
 from coreml_delegate.graph.tensor_types import Dim
-from coreml_delegate.stablehlo.source_op import Operand, Rule, SourceOp, Words
+from coreml_delegate.stablehlo.source_op import Operand, Rule, SourceOp, WideConstant, Words
 
 _UNARY = [
     "abs",
@@ -51,6 +51,7 @@ _BINARY = [
     "subtract",
     "xor",
 ]
+_MIRRORED = {"EQ": "EQ", "NE": "NE", "LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
 _LOGICAL = {"and": "and_", "or": "or_", "not": "not_"}
 CHLO_UNARY = [
     "acos",
@@ -103,12 +104,40 @@ def _direct(method: str) -> Rule:
     return rule
 
 
+def _extremum(method: str, side: str) -> Rule:
+    """Read a maximum or minimum, with constants on the side where they never are the result."""
+
+    def rule(source: SourceOp) -> Operand:
+        if all(isinstance(operand, WideConstant) for operand in source.operands):
+            source.value(0)
+        values = [source.value_clipped(n, side) for n in (0, 1)]
+        return getattr(source.builder, method)(*lean(source, values))
+
+    return rule
+
+
 def _compare(source: SourceOp) -> Value:
     is_total = source.attribute("compare_type", "") == "TOTALORDER"
+    direction = source.attribute("comparison_direction")
+    left, right = source.operands
+    if isinstance(right, WideConstant):
+        return _compare_wide(source, source.value(0), direction, right)
+    if isinstance(left, WideConstant):
+        return _compare_wide(source, source.value(1), _MIRRORED[direction], left)
     x, y = lean(source, source.values)
-    return source.builder.compare(
-        x, y, source.attribute("comparison_direction"), total_order=is_total
-    )
+    return source.builder.compare(x, y, direction, total_order=is_total)
+
+
+def _compare_wide(source: SourceOp, x: Value, direction: str, constant: WideConstant) -> Value:
+    """Compare with a constant that no 32 bits reach: which side it is on decides."""
+    below, above = constant.is_below, constant.is_above
+    is_beyond = below | above
+    holds = {"E": np.zeros_like(below), "N": is_beyond, "L": above, "G": below}[direction[0]]
+    builder = source.builder
+    if is_beyond.all():
+        return builder.constant(holds)
+    inside = builder.compare(x, builder.constant(constant.clipped), direction)
+    return builder.select(builder.constant(is_beyond), builder.constant(holds), inside)
 
 
 def _select(source: SourceOp) -> Value:
@@ -118,12 +147,19 @@ def _select(source: SourceOp) -> Value:
     return source.builder.select(predicate, on_true, on_false)
 
 
-def _convert(source: SourceOp) -> Value:
+def _convert(source: SourceOp) -> Operand:
+    operand, dtype = source.operands[0], source.dtype()
+    if isinstance(operand, WideConstant):
+        return source.constant(operand.array.astype(dtype.numpy), dtype)
     return source.builder.convert(source.value(0), source.dtype())
 
 
 def _clamp(source: SourceOp) -> Value:
-    low, x, high = source.values
+    low, x, high = (
+        source.value_clipped(0, "below"),
+        source.value(1),
+        source.value_clipped(2, "above"),
+    )
     return source.builder.clamp(*lean(source, (low, x, high)))
 
 
@@ -196,6 +232,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **{f"chlo.{name}": _direct(name) for name in CHLO_UNARY},
         **{f"chlo.broadcast_{name}": _broadcasting(name) for name in _CHLO_BROADCAST},
         "chlo.constant_like": _constant_like,
+        "chlo.mulhi": _direct("mulhi"),
         "chlo.is_neg_inf": _is_infinity(-1.0),
         "chlo.is_pos_inf": _is_infinity(1.0),
         "stablehlo.bitcast_convert": _bitcast_convert,
@@ -203,6 +240,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "stablehlo.compare": _compare,
         "stablehlo.convert": _convert,
         "stablehlo.map": _map,
+        "stablehlo.maximum": _extremum("maximum", "below"),
+        "stablehlo.minimum": _extremum("minimum", "above"),
         "stablehlo.reduce_precision": _reduce_precision,
         "stablehlo.select": _select,
     }

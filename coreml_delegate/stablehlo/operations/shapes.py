@@ -8,17 +8,16 @@ from types import MappingProxyType
 
 import numpy as np
 
-from coreml_delegate.graph import DType, Value
+from coreml_delegate.graph import Value
 from coreml_delegate.stablehlo.attributes import resource_array, tensor_value
-from coreml_delegate.stablehlo.source_op import Operand, Rule, SourceOp, Words
+from coreml_delegate.stablehlo.source_op import Operand, Rule, SourceOp, WideConstant, Words
 
 # Tensors of equal elements that are larger become a scalar that is repeated.
 _LARGEST_SPLAT = 64
 _RESOURCE = re.compile(r'dense_resource<("[^"]*"|[^>]*)>')
-_WIDE_INTEGERS = (DType.INT64, DType.UINT64)
 
 
-def _constant(source: SourceOp) -> Value:
+def _constant(source: SourceOp) -> Value | WideConstant:
     dtype = source.dtype()
     attribute = source.raw_attribute("value")
     resource = (
@@ -30,36 +29,31 @@ def _constant(source: SourceOp) -> Value:
         array = resource_array(key, content, dtype, source.shape())
     else:
         array = tensor_value(attribute)
-    if dtype in _WIDE_INTEGERS and array.size:
-        array = _saturated(array)
     if array.size > _LARGEST_SPLAT and not any(array.strides):
-        scalar = source.builder.constant(np.array(array.flat[0]), dtype)
+        scalar = source.constant(np.array(array.flat[0]), dtype)
+        if isinstance(scalar, WideConstant):
+            return WideConstant(array)
         repeated = source.builder.broadcast_in_dim(scalar, array.shape, ())
         source.reader.broadcasts[repeated] = scalar, ()
         return repeated
-    return source.builder.constant(array, dtype)
-
-
-def _saturated(array: np.ndarray) -> np.ndarray:
-    """Return integers with the ends of 64 bits replaced by those of 32.
-
-    Searches for an extreme start there.
-    """
-    wide, narrow = np.iinfo(array.dtype), np.iinfo(np.int32)
-    array = np.where(array == wide.max, array.dtype.type(narrow.max), array)
-    return np.where(array == wide.min, array.dtype.type(narrow.min), array) if wide.min else array
+    return source.constant(array, dtype)
 
 
 def _reshape(source: SourceOp) -> Operand:
     operand = source.operands[0]
+    if isinstance(operand, WideConstant):
+        return WideConstant(operand.array.reshape(source.shape()))
     if isinstance(operand, Words):
         return Words(source.builder.reshape(operand.pairs, (*source.shape(), 2)))
     return source.builder.reshape(source.value(0), source.shape())
 
 
-def _broadcast_in_dim(source: SourceOp) -> Value:
-    x, shape = source.value(0), source.shape()
-    dimensions = source.integers("broadcast_dimensions") or ()
+def _broadcast_in_dim(source: SourceOp) -> Operand:
+    dimensions, shape = source.integers("broadcast_dimensions") or (), source.shape()
+    operand = source.operands[0]
+    if isinstance(operand, WideConstant) and not operand.array.ndim:
+        return WideConstant(np.broadcast_to(operand.array, shape))
+    x = source.value(0)
     return _noted(source, x, source.builder.broadcast_in_dim(x, shape, dimensions), dimensions)
 
 

@@ -255,9 +255,23 @@ def export(jitted: Any, *args: Any, **kwargs: Any) -> Any:
     What JAX writes for the CPU is made of operations; for other devices there may be kernels.
 
     Raises:
-        LoweringError: JAX is not installed.
+        LoweringError: JAX is not installed, or the function calls back to Python.
     """
-    return _jax("jax.export").export(jitted, platforms=("cpu",))(*args, **kwargs)
+    try:
+        return _jax("jax.export").export(jitted, platforms=("cpu",))(*args, **kwargs)
+    except NotImplementedError as error:
+        # JAX exports no callbacks and does not say which; what it lowers names them.
+        compile_program(jitted.lower(*args, **kwargs), "reference")
+        raise LoweringError("JAX cannot export the function", got=str(error)) from error
+    except ValueError as error:
+        if "checkify" not in str(error):
+            raise
+        raise LoweringError(
+            "checks of checkify fail on the host, where a Core ML model does not run",
+            got=str(error).partition(". ")[0],
+            expected="a function without checks, or one that returns their error",
+            remedy="Compile jax.experimental.checkify.checkify(function)",
+        ) from error
 
 
 def save(exported: Any, path: Path | str, **options: Any) -> Program:

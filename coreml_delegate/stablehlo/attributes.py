@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.graph.tensor_types import DType
-from coreml_delegate.stablehlo.parse import Mlir
+from coreml_delegate.stablehlo.parse import QUANTIZED, Mlir
 
 _DTYPES = MappingProxyType({dtype.short: dtype for dtype in DType})
 _SIGNED = re.compile(r"s(i\d+)\Z")
@@ -20,9 +20,11 @@ _REASONS = (
     (re.compile(r"complex"), "Core ML has no complex numbers"),
     (re.compile(r"f8|f6|f4|tf32"), "Core ML has no floats of 8 bits or fewer"),
     (re.compile(r"u?i[24]\Z"), "Core ML computes with no integers of 4 bits or fewer"),
-    (re.compile(r"!quant"), "quantized element types have no counterpart in a Core ML program"),
+    (re.compile(r"!quant"), QUANTIZED),
 )
-_BFLOAT16 = "bf16"
+BFLOAT16 = "bf16"
+"""MLIR's name of the element type."""
+
 _FILE = re.compile(r'"([^"]*)":(\d+):\d+')
 _NAME = re.compile(r'loc\("([^"]*)"\(')
 
@@ -36,7 +38,7 @@ def element_type(spelled: str, *, bfloat16_as_float32: bool) -> DType:
     spelled = _SIGNED.sub(r"\1", spelled)
     if spelled in _DTYPES:
         return _DTYPES[spelled]
-    if spelled == _BFLOAT16:
+    if spelled == BFLOAT16:
         if bfloat16_as_float32:
             return DType.FLOAT32
         raise UnsupportedOperatorError(
@@ -102,9 +104,9 @@ def tensor_value(attribute: Mlir) -> NDArray[Any]:
     spelled = str(attribute.type.element_type)
     if attribute.is_splat and int(np.prod(shape)):
         element = attribute.get_splat_value().value
-        dtype = np.float32 if spelled == _BFLOAT16 else _DTYPES[_SIGNED.sub(r"\1", spelled)].numpy
+        dtype = np.float32 if spelled == BFLOAT16 else _DTYPES[_SIGNED.sub(r"\1", spelled)].numpy
         return np.broadcast_to(np.array(element).astype(dtype), shape)
-    if spelled == _BFLOAT16:
+    if spelled == BFLOAT16:
         return _bfloat16_values(str(attribute)).reshape(shape)
     return np.array(attribute)
 
@@ -153,7 +155,7 @@ def describe_location(location: Mlir) -> str:
     name, file = _NAME.search(text), _FILE.search(text)
     parts: list[str] = []
     if name:
-        parts.append(name.group(1))
+        parts.append(name.group(1).removesuffix(":"))
     if file:
         path, line = file.groups()
         parts.append(f"line {line}" if path in ("-", "") else f"{path.rpartition('/')[2]}:{line}")

@@ -12,7 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from coreml_delegate.errors import CoreMLDelegateError, LoweringError
+from coreml_delegate.errors import (
+    CoreMLDelegateError,
+    LoweringError,
+    UnsupportedOperatorError,
+)
 
 Mlir = Any
 """A value of jaxlib's MLIR bindings, which have no types."""
@@ -23,6 +27,11 @@ _PORTABLE = b"StableHLO_v"
 _DEEPEST_TEXT = 500
 _DEEPEST_REGIONS = 100
 _SUFFIX_OF_EXPORTS = ".jax"
+QUANTIZED = "quantized element types have no counterpart in a Core ML program"
+"""Why tensors of them are refused."""
+
+# jaxlib does not have MLIR's dialect of quantized types.
+_QUANTIZED_TYPE = re.compile(r"!quant\.[^>]*>")
 _DECOMPOSE = "builtin.module(func.func(chlo-legalize-to-stablehlo))"
 
 # Strings and comments are skipped; an arrow is no bracket.
@@ -141,6 +150,8 @@ def _of_bytecode(content: bytes) -> Mlir:
     except CoreMLDelegateError:
         raise
     except Exception as error:
+        if b"quant" in content:
+            raise _quantized() from error
         kind = "portable artifact" if is_portable else "MLIR bytecode"
         raise LoweringError(f"malformed {kind}", got=_first_line(error)) from error
 
@@ -150,8 +161,23 @@ def _of_text(text: str) -> Mlir:
     try:
         module = mlir_ir().Module.parse(text, _context())
     except Exception as error:
-        raise LoweringError("malformed MLIR text", got=_first_line(error)) from error
+        quantized = _QUANTIZED_TYPE.search(text)
+        if quantized is not None:
+            line = text.count("\n", 0, quantized.start()) + 1
+            raise _quantized(quantized.group(), f" (at line {line})") from error
+        line = _first_line(error)
+        is_foreign = "unregistered dialect" in line or "Dialect `" in line
+        what = (
+            "the text has what no dialect of StableHLO has" if is_foreign else "malformed MLIR text"
+        )
+        raise LoweringError(what, got=line) from error
     return _checked(module)
+
+
+def _quantized(type: str | None = None, where: str = "") -> UnsupportedOperatorError:
+    return UnsupportedOperatorError(
+        f"{QUANTIZED}{where}", got=type, remedy="Export the model in floating point"
+    )
 
 
 def decomposed(op: Mlir) -> Mlir | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from coreml_delegate.compile_options import Precision
@@ -15,6 +16,7 @@ from coreml_delegate.graph import Backend, Builder, Executable, TensorType, Valu
 from coreml_delegate.graph.node import Node
 from coreml_delegate.runtime import AUTO, EngineOptions
 from coreml_delegate.runtime.engines.base import State
+from coreml_delegate.stablehlo.attributes import BFLOAT16
 from coreml_delegate.stablehlo.parse import mlir_module
 from coreml_delegate.stablehlo.reader import (
     Reader,
@@ -38,11 +40,19 @@ class Program:
     Attributes:
         executable: The graph that it became.
         narrowed: What has 64 bits in the source and 32 in the model, in words.
+
+    Args:
+        executable: See above.
+        narrowed: See above.
+        bfloat16: Positions of parameters that are bfloat16 in the source and float32 in the model.
     """
 
-    def __init__(self, executable: Executable, narrowed: Sequence[str]) -> None:
+    def __init__(
+        self, executable: Executable, narrowed: Sequence[str], bfloat16: Iterable[int] = ()
+    ) -> None:
         self.executable = executable
         self.narrowed = tuple(narrowed)
+        self._bfloat16 = frozenset(bfloat16)
 
     @property
     def parameters(self) -> dict[str, TensorType]:
@@ -66,7 +76,7 @@ class Program:
 
     def on(self, engine: str, options: EngineOptions | None = None) -> Program:
         """Return the same program on another engine; see ``Executable.on``."""
-        return Program(self.executable.on(engine, options), self.narrowed)
+        return Program(self.executable.on(engine, options), self.narrowed, self._bfloat16)
 
     def make_state(self) -> State | None:
         """Return a new state, all zeros, to pass to ``run``; None for a program without states."""
@@ -76,7 +86,8 @@ class Program:
         """Run once.
 
         Args:
-            arrays: One per parameter: NumPy's, or anything with ``__dlpack__``.
+            arrays: One per parameter: NumPy's, or anything with ``__dlpack__``. A parameter that
+                is bfloat16 in the source takes that as well as float32.
             state: From ``make_state``; updated in place.
 
         Returns:
@@ -86,7 +97,13 @@ class Program:
             InputError: A wrong number of arrays, a wrong shape or element type.
             ExecutionError: An op failed.
         """
-        return self.executable.run(*arrays, state=state)
+        given = [
+            np.asarray(array).astype(np.float32)
+            if n in self._bfloat16 and str(getattr(array, "dtype", "")) == "bfloat16"
+            else array
+            for n, array in enumerate(arrays)
+        ]
+        return self.executable.run(*given, state=state)
 
     def save(self, path: Path | str) -> None:
         """Write the model as an ``.mlpackage`` or ``.pte``; see ``Executable.save``."""
@@ -120,7 +137,8 @@ def compile(
         dimensions: For sizes that the program leaves open, by name: the least and the most (from 1
             to 16,384 if the program does not say), the size itself, or the name of an equal one.
             The names are those of ``jax.export``, or ``x_0`` for the first size of argument ``x``.
-        bfloat16: ``refuse``, or ``float32`` to compute what has this type in float32.
+        bfloat16: ``refuse``, or ``float32`` to compute what has this type in float32; results are
+            float32 as well.
         target: Deployment target, a ``ct.target`` or its name.
         precision: Floating-point type for values of float32; see ``graph.Backend``.
         compute_units: Where a device may run it: a ``ct.ComputeUnit``, or its name.
@@ -163,7 +181,11 @@ def compile(
         raise located(error, name, location) from error
     for what in reader.narrowed:
         logger.info("%s", what)
-    return Program(executable, list(reader.narrowed))
+    inputs = [
+        type for type, value in zip(_types(reader), arguments, strict=True) if value not in kept
+    ]
+    narrow = [n for n, type in enumerate(inputs) if str(type.element_type) == BFLOAT16]
+    return Program(executable, list(reader.narrowed), narrow)
 
 
 def convert(source: Any, path: Path | str, **options: Any) -> Program:
@@ -188,6 +210,11 @@ def convert(source: Any, path: Path | str, **options: Any) -> Program:
     return program
 
 
+def _types(reader: Reader) -> list[Any]:
+    """Return MLIR's types of the arguments of ``main``."""
+    return [argument.type for argument in reader.main.regions[0].blocks[0].arguments]
+
+
 def _parameters(
     reader: Reader, builder: Builder, module: Any, dimensions: Mapping[str, Range]
 ) -> list[Value]:
@@ -197,8 +224,7 @@ def _parameters(
     declared = declared_shapes(main, functions, names, dimensions)
     builder.dimensions.update(declared.dimensions)
     values: list[Value] = []
-    types = [argument.type for argument in main.regions[0].blocks[0].arguments]
-    for name, type, shape in zip(names, types, declared.shapes, strict=True):
+    for name, type, shape in zip(names, _types(reader), declared.shapes, strict=True):
         try:
             dtype = reader.dtype(type)
         except CoreMLDelegateError as error:

@@ -231,7 +231,12 @@ def declared_shapes(
 
 def _fresh_sizes(type: Mlir, name: str) -> list[Any]:
     if not is_tensor(type):
-        raise LoweringError(f"argument {name!r} is no tensor", got=str(type))
+        is_token = "token" in str(type)
+        raise LoweringError(
+            f"argument {name!r} is no tensor",
+            got=str(type),
+            remedy="Leave ordered callbacks out of what is compiled" if is_token else None,
+        )
     return [
         _symbol(f"{name}_{axis}") if size is None else size
         for axis, size in enumerate(shape_of(type))

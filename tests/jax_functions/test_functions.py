@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from jax.experimental import checkify, io_callback
 from support.stablehlo_runs import assert_close
 
 from coreml_delegate import jax as cj
@@ -175,3 +176,47 @@ def test_what_core_ml_lacks_is_refused_at_its_line() -> None:
 def test_an_unknown_option_is_refused() -> None:
     with pytest.raises((OptionError, TypeError), match="engines"):
         cj.compile(lambda x: x, _X, options={"engines": "reference"})
+
+
+def test_bfloat16_arguments_are_taken_where_they_are_read_as_float32() -> None:
+    x = jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3)
+    options = {**_REFERENCE, "bfloat16": "float32"}
+    compiled = cj.compile(lambda n, x: x * 2 + n, np.float32(1), x, options=options)
+    for given in (x, np.asarray(x), _X):
+        assert_close([compiled(np.float32(1), given)], [_X * 2 + 1])
+    with pytest.raises(InputError, match="parameter 'n': wrong element type: got bfloat16"):
+        compiled(jnp.bfloat16(1), x)
+
+
+def _printing(x: Any) -> Any:
+    jax.debug.print("{x}", x=x)
+    return x + 1
+
+
+def _ordered(x: Any) -> Any:
+    return io_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x, ordered=True)
+
+
+def _checked(x: Any) -> Any:
+    checkify.check(x.sum() > 0, "negative")
+    return x + 1
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_printing, r"it calls Python.*debug_print, test_functions\.py:\d+.*Leave callbacks"),
+        (_ordered, "stablehlo.token.*Leave ordered callbacks out"),
+        (_checked, r"checks of checkify.*checkify\.checkify\(function\)"),
+    ],
+)
+def test_callbacks_are_refused_with_a_remedy(function: Any, message: str) -> None:
+    with pytest.raises(LoweringError, match=message):
+        cj.compile(function, _X, options=_REFERENCE)
+
+
+def test_a_function_that_returns_its_error_is_compiled() -> None:
+    compiled = cj.compile(checkify.checkify(_checked), _X, options=_REFERENCE)
+    error, result = compiled(-_X)
+    assert "negative" in str(error.get())
+    assert_close([result], [1 - _X])

@@ -14,6 +14,7 @@ from coreml_delegate.stablehlo.operations import (
     elementwise,
     shapes,
 )
+from coreml_delegate.stablehlo.parse import QUANTIZED
 from coreml_delegate.stablehlo.source_op import Rule
 
 RULES: Mapping[str, Rule] = MappingProxyType(
@@ -29,7 +30,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 
 _DEVICES = "a Core ML model runs on one device alone"
 _FEEDS = "a Core ML model takes its inputs before it runs, and returns its outputs after"
-_QUANTIZED = "quantized element types have no counterpart in a Core ML program"
 _BY_REASON: Mapping[str, tuple[str, ...]] = {
     _DEVICES: (
         "all_gather",
@@ -43,13 +43,14 @@ _BY_REASON: Mapping[str, tuple[str, ...]] = {
         "reduce_scatter",
     ),
     _FEEDS: ("infeed", "outfeed", "recv", "send"),
-    _QUANTIZED: ("uniform_dequantize", "uniform_quantize"),
+    QUANTIZED: ("uniform_dequantize", "uniform_quantize"),
     "sizes of a Core ML tensor cannot be set": ("set_dimension_size",),
 }
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "chlo.conj": graph.REFUSED["conj"],
+        "chlo.scan": "a scan of any function has no counterpart; stablehlo.while has one",
         **{f"stablehlo.{name}": reason for name, reason in graph.REFUSED.items()},
         **{f"stablehlo.{name}": reason for reason, names in _BY_REASON.items() for name in names},
     }

@@ -29,13 +29,14 @@ _UNCHANGED = frozenset(
 )
 """Targets that say where a tensor lies or what it is called; the tensor is what it was."""
 
+_CALLS_PYTHON = "it calls Python while the model runs"
 _REASONS = (
     (
         re.compile(r"lapack_|cusolver|hipsolver|Qr|Eigh|Cholesky|ProductOfElementary|Lu"),
         "Core ML has no decompositions or solvers of matrices",
     ),
     (re.compile(r"ducc_fft"), "Core ML has no complex numbers"),
-    (re.compile(r"xla_(ffi_)?(python|partitioned_python)"), "it calls Python while the model runs"),
+    (re.compile(r"xla_(ffi_)?(python|partitioned_python)"), _CALLS_PYTHON),
     (re.compile(r"tpu_custom_call|triton|mosaic"), "it is a kernel for another device"),
 )
 
@@ -50,7 +51,8 @@ def _custom_call(source: SourceOp) -> list[Operand] | None:
         return _TARGETS[target](source)
     reasons = [reason for pattern, reason in _REASONS if pattern.match(target)]
     reason = f"{reasons[0]}" if reasons else "what it computes is not known"
-    raise source.refusal(f"target {target!r}: {reason}")
+    calls = "Leave callbacks, as of jax.debug.print, out of what is compiled"
+    raise source.refusal(f"target {target!r}: {reason}", calls if reason == _CALLS_PYTHON else None)
 
 
 def _attributes(source: SourceOp) -> dict[str, Any]:

@@ -35,9 +35,12 @@ def coremltools_workarounds() -> Generator[None]:
       is, and of a constant times a matrix, where the other dimension gets the bias:
       apple/coremltools#2801.
     - ``reduce_transposes`` moves a transpose past ``pow`` without its exponents:
-      apple/coremltools#2784.
+      apple/coremltools#2784. At a reduction over all dimensions, which names no axes, it fails.
     - ``fuse_reduce_mean`` makes a mean of a sum whose factor is within 1e-6 of the inverse of the
       count, or has more dimensions: apple/coremltools#2792.
+    - A flipped constant is folded to a view of negative strides, of which a cast fails.
+    - Folded among constants, ``scatter_along_axis`` overwrites in every mode:
+      apple/coremltools#2802.
     - Below iOS18, weights of 8 bits with a sign are dequantized wrongly on GPU and neural engine:
       apple/coremltools#2675. They are stored without one, 128 larger, and their zero points too.
     - A function of a constant scalar is evaluated to a number of Python's, which has no element
@@ -58,6 +61,7 @@ def coremltools_workarounds() -> Generator[None]:
     mean = passes.cleanup.fuse_reduce_mean
     product_bias = passes.optimize_linear.fuse_matmul_weight_bias
     transposes = passes.optimize_repeat_ops._TransposeOptimization
+    reduction = passes.optimize_repeat_ops._TransformReduceMean
     fuse_bias = conv_bias._try_to_transform
     fuse_scale, fuse_mean = conv_scale._try_to_transform, mean._try_to_transform
     find_bias, visit = product_bias._find_candidate_op, transposes._visit_op
@@ -90,7 +94,11 @@ def coremltools_workarounds() -> Generator[None]:
 
     def visit_operands(self: Any, op: Any) -> None:
         operands = [v for k, v in op.inputs.items() if k != "x"]
-        if op.op_type in _WITH_OPERANDS and any(v.val is None or v.rank > 0 for v in operands):
+        depends = op.op_type in _WITH_OPERANDS and any(
+            v.val is None or v.rank > 0 for v in operands
+        )
+        is_reduction = self._AXIS_UPDATE_OPS.get(op.op_type) is reduction
+        if depends or (is_reduction and "axes" not in op.inputs):
             self._visit_materialize_op(op)
         else:
             visit(self, op)
@@ -100,6 +108,7 @@ def coremltools_workarounds() -> Generator[None]:
         return dequantize(quantized_data=data, zero_point=zero, **keywords)
 
     with (
+        _folded_values(),
         mock.patch.object(conv_bias, "_try_to_transform", staticmethod(fuse_difference)),
         mock.patch.object(conv_scale, "_try_to_transform", staticmethod(fuse_divisor)),
         mock.patch.object(mean, "_try_to_transform", staticmethod(fuse_true_mean)),
@@ -107,6 +116,26 @@ def coremltools_workarounds() -> Generator[None]:
         mock.patch.object(transposes, "_visit_op", visit_operands),
         mock.patch.object(mb, "constexpr_affine_dequantize", dequantize_unsigned),
         _constants_evaluated_by_type(),
+    ):
+        yield
+
+
+@contextmanager
+def _folded_values() -> Generator[None]:
+    """Fold flipped constants to copies, and scatters among constants not at all."""
+    from coremltools.converters.mil.mil import Operation
+    from coremltools.converters.mil.mil.ops.defs import iOS15
+
+    ops: Any = iOS15
+    reverse, scatter = ops.tensor_transformation.reverse, ops.scatter_gather.scatter_along_axis
+    flip = reverse.value_inference
+
+    def flip_copy(self: Any) -> Any:
+        return np.ascontiguousarray(flip(self))
+
+    with (
+        mock.patch.object(reverse, "value_inference", flip_copy),
+        mock.patch.object(scatter, "value_inference", Operation.value_inference),
     ):
         yield
 

@@ -118,6 +118,51 @@ def test_passes(name: str, is_applied: bool) -> None:
 
 
 @pytest.mark.parametrize("is_applied", [True, False], ids=["with it", "without it"])
+def test_a_reduction_over_all_dimensions_of_a_transpose(is_applied: bool) -> None:
+    def total(x: Any) -> Any:
+        return mb.reduce_sum(x=mb.relu(x=mb.transpose(x=x, perm=[1, 0])))
+
+    program = mb.program(**SPEC)(total)
+    registry = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY
+    with (
+        coremltools_workarounds() if is_applied else nullcontext(),
+        nullcontext() if is_applied else pytest.raises(KeyError, match="axes"),
+    ):
+        registry["common::reduce_transposes"](program)
+
+
+@pytest.mark.parametrize("is_applied", [True, False], ids=["with it", "without it"])
+def test_a_flipped_constant_has_strides_that_torch_takes(is_applied: bool) -> None:
+    values: list[Any] = []
+
+    def flipped(x: Any) -> Any:
+        row = mb.reverse(x=ROW, axes=[0])
+        values.append(row.val)
+        return mb.add(x=x, y=row)
+
+    with coremltools_workarounds() if is_applied else nullcontext():
+        mb.program(**SPEC)(flipped)
+    assert list(values[0]) == [2, 1, 0]
+    assert (values[0].strides[0] > 0) is is_applied
+
+
+@pytest.mark.parametrize("is_applied", [True, False], ids=["with it", "without it"])
+def test_scatters_among_constants_are_not_folded_to_what_comes_last(is_applied: bool) -> None:
+    values: list[Any] = []
+
+    def scattered(x: Any) -> Any:
+        indices, updates = np.array([1, 1], np.int32), np.array([2, 3], np.float32)
+        row = mb.scatter_along_axis(data=ROW, indices=indices, updates=updates, axis=0, mode="add")
+        values.append(row.val)
+        return mb.add(x=x, y=row)
+
+    with coremltools_workarounds() if is_applied else nullcontext():
+        mb.program(**SPEC)(scattered)
+    (value,) = values
+    assert value is None if is_applied else list(value) == [0, 3, 2]
+
+
+@pytest.mark.parametrize("is_applied", [True, False], ids=["with it", "without it"])
 def test_weights_with_a_sign(is_applied: bool) -> None:
     data, zero = np.array([[-128, -1, 0, 127]], np.int8), np.array([5], np.int8)
 

@@ -168,7 +168,7 @@ RECORDS = (
         issues(COREMLTOOLS, 2802),
         "Folded among constants, attention lost its mask and `scatter_add` overwrote",
         Here.REPAIRED,
-        "attention is not folded; sums among constants are made at positions",
+        "neither is folded",
         (
             case(_constant_attention, w(1, 1, 3, 4), _MASK, x(1, 1, 3, 4)),
             case(

@@ -23,6 +23,7 @@ from coreml_delegate.third_party import coremltools
 _NAMESPACE = "coreml_delegate"
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 _LIBRARY.define("floor_divide(Tensor self, Tensor other) -> Tensor")
+_LIBRARY.define("integers(int[] values) -> Tensor")
 # Nothing computes these two: they stand where an op with the same result stood.
 _LIBRARY.define(
     "shift_scale(Tensor data, Tensor scale, Tensor? offset, int[] blocks, int low, int high)"
@@ -33,13 +34,19 @@ _LIBRARY.define("look_up(Tensor indices, Tensor tables) -> Tensor")
 _Array = NDArray[Any]
 _INTEGERS = ("int4", "uint4", "int8", "uint8")
 _INDEX_BITS = (1, 2, 3, 4, 6, 8)
+_SCATTER_MODES = {"sum": "add", "prod": "mul", "amax": "max", "amin": "min"}
 
 
 def _floor_divide(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.div(x, y, rounding_mode="floor")
 
 
+def _integers(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
 _LIBRARY.impl("floor_divide", _floor_divide, "CompositeImplicitAutograd")
+_LIBRARY.impl("integers", _integers, "CompositeImplicitAutograd")
 
 
 def floor_divide() -> Any:
@@ -50,6 +57,36 @@ def floor_divide() -> Any:
     """
     _translate()
     return torch.ops.coreml_delegate.floor_divide.default
+
+
+def integers() -> Any:
+    """A constant vector, for rewrites, which have no place to store one.
+
+    Returns:
+        The operator, taking the integers as a list.
+    """
+    _translate()
+    return torch.ops.coreml_delegate.integers.default
+
+
+def scatter_reduce() -> Any:
+    """Reductions of elements at the indices where they are scattered.
+
+    Returns:
+        ATen's operator, which includes ``self`` and takes a sum, product, maximum or minimum.
+    """
+    _translate()
+    return torch.ops.aten.scatter_reduce.two
+
+
+def sliding_windows() -> Any:
+    """Windows along one dimension, whose elements become the last one, as one op.
+
+    Returns:
+        ATen's operator.
+    """
+    _translate()
+    return torch.ops.aten.unfold_copy.default
 
 
 def shift_scale() -> Any:
@@ -158,6 +195,34 @@ def _translate() -> None:
     ):
         name = f"{translation.__name__.removeprefix(f'{_NAMESPACE}_')}{overload}"
         register_torch_op(translation, torch_alias=[f"{_NAMESPACE}::{name}"], override=True)
+    _translate_others(builder)
+
+
+def _translate_others(builder: Any) -> None:
+    """Tell coremltools how to translate constants, and ops of ATen that it does not know."""
+    from coremltools.converters.mil.frontend.torch.torch_op_registry import register_torch_op
+
+    def integers(context: Any, node: Any) -> None:
+        values = np.asarray(_value(context, node.inputs[0]), np.int32)
+        context.add(builder.const(val=values, name=node.name))
+
+    def scatter_reduce(context: Any, node: Any) -> None:
+        data, axis, indices, updates, reduce = node.inputs[:5]
+        tensors = {"data": data, "indices": indices, "updates": updates}
+        operands = {operand: context[name] for operand, name in tensors.items()}
+        options = {"axis": int(_value(context, axis)), "mode": _SCATTER_MODES[reduce]}
+        context.add(builder.scatter_along_axis(**operands, **options, name=node.name))
+
+    def unfold(context: Any, node: Any) -> None:
+        x = context[node.inputs[0]]
+        axis, size, step = (int(_value(context, name)) for name in node.inputs[1:])
+        windows = builder.sliding_windows(x=x, axis=axis, size=size, stride=step)
+        order = [*range(axis + 1), *range(axis + 2, x.rank + 1), axis + 1]
+        context.add(builder.transpose(x=windows, perm=order, name=node.name))
+
+    register_torch_op(integers, torch_alias=[f"{_NAMESPACE}::integers"], override=True)
+    register_torch_op(scatter_reduce, torch_alias=["scatter_reduce.two"], override=True)
+    register_torch_op(unfold, torch_alias=["unfold_copy"], override=True)
 
 
 def _value(context: Any, name: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Sliding windows of an image as columns (im2col), their sum (col2im), and ``Tensor.unfold``.
+"""Windows: of an image as columns (im2col), their sum (col2im), ``Tensor.unfold``, ``as_strided``.
 
 ExecuTorch decomposes the first two to indexing with tensors of six dimensions. Here windows are
 taken, or added up, along one dimension after the other, by slices at fixed places.
@@ -7,17 +7,20 @@ taken, or added up, along one dimension after the other, by slices at fixed plac
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Node
 
-from coreml_delegate.ops.call import ANY, OpCall, ReasonCode
-from coreml_delegate.ops.constraints import holds
-from coreml_delegate.ops.edits import ATEN, arguments_of, become, insert, shape_of
+from coreml_delegate.ops.call import ANY, OpCall, Reason, ReasonCode
+from coreml_delegate.ops.constraints import holds, static_argument
+from coreml_delegate.ops.edits import ATEN, arguments_of, become, cast, insert, shape_of, value_of
 from coreml_delegate.ops.flops import nothing, per_input
 from coreml_delegate.ops.merging import along, whole_sizes
+from coreml_delegate.ops.mil_ops import sliding_windows
 from coreml_delegate.ops.record import OpRecord, ScoreRole
 
 
@@ -48,13 +51,18 @@ class _Windows:
         return (self.padded - self.dilation * (self.kernel - 1) - 1) // self.stride + 1
 
     @property
+    def block(self) -> int:
+        """Neighbouring elements that no other window has at the same distance from its start."""
+        return min(self.stride, self.kernel) if self.dilation == 1 else 1
+
+    @property
     def tile(self) -> bool:
         """Whether the windows cover the dimension without gaps, overlap or padding."""
         whole = self.count * self.kernel == self.size
         return whole and self.kernel == self.stride and self.dilation == 1 and self.padding == 0
 
 
-def _windows(arguments: dict[str, Any], sizes: Sequence[int]) -> Iterator[_Windows]:
+def _windows(arguments: Mapping[str, Any], sizes: Sequence[int]) -> Iterator[_Windows]:
     """Windows along the last two dimensions of an image."""
     for dim, size in enumerate(sizes):
         options = (arguments[n] for n in ("kernel_size", "dilation", "padding", "stride"))
@@ -81,7 +89,12 @@ def _unfold(node: Node) -> None:
 
 
 def _taken(node: Node, x: Node, windows: _Windows, dim: int, place: int) -> Node:
-    """Take windows along ``dim``; their elements become a dimension at ``place``."""
+    """Take windows along ``dim``; their elements become a dimension at ``place``.
+
+    Slices, an op for each element, run anywhere; many elements are one op.
+    """
+    if windows.kernel > _MANY:
+        return _slid(node, x, windows, dim, place)
     length = (windows.count - 1) * windows.stride + 1
     starts = [k * windows.dilation for k in range(windows.kernel)]
     parts = [
@@ -89,6 +102,20 @@ def _taken(node: Node, x: Node, windows: _Windows, dim: int, place: int) -> Node
         for start in starts
     ]
     return insert(node, ATEN.stack.default, parts, place)
+
+
+def _slid(node: Node, x: Node, windows: _Windows, dim: int, place: int) -> Node:
+    dtype, rank = value_of(x).dtype, value_of(x).dim()
+    if dtype is torch.bool:
+        x = cast(node, x, torch.int32)
+    size = (windows.kernel - 1) * windows.dilation + 1
+    x = insert(node, sliding_windows(), x, dim, size, windows.stride)
+    if windows.dilation > 1:
+        x = insert(node, ATEN.slice_copy.Tensor, x, rank, 0, size, windows.dilation)
+    if place < rank:
+        order = [*range(place), rank, *range(place, rank)]
+        x = insert(node, ATEN.permute_copy.default, x, order)
+    return cast(node, x, dtype)
 
 
 def _fold(node: Node) -> None:
@@ -109,30 +136,37 @@ def _fold(node: Node) -> None:
 
 
 def _added(node: Node, x: Node, windows: _Windows, place: int, dim: int) -> Node:
-    """Add up windows: elements at ``place``, windows along ``dim`` once these are taken apart."""
+    """Add up windows: elements at ``place``, windows along ``dim`` once these are taken apart.
+
+    Of each window, as many elements are placed together as lie between its start and the next.
+    """
     parts = [
-        _placed(node, insert(node, ATEN.select_copy.int, x, place, k), windows, dim, k)
-        for k in range(windows.kernel)
+        _placed(node, x, windows, (place, dim), first)
+        for first in range(0, windows.kernel, windows.block)
     ]
     return functools.reduce(lambda a, b: insert(node, ATEN.add.Tensor, a, b), parts)
 
 
-def _placed(node: Node, part: Node, windows: _Windows, dim: int, element: int) -> Node:
-    """Put one element of each window, which lie along ``dim``, where it is in the image."""
+def _placed(node: Node, x: Node, windows: _Windows, dims: tuple[int, int], first: int) -> Node:
+    """Put a block of each window, from element ``first`` on, where it is in the image."""
+    place, dim = dims
+    width = min(windows.block, windows.kernel - first)
+    part = insert(node, ATEN.slice_copy.Tensor, x, place, first, first + width, 1)
     sizes = shape_of(part)
-    after = [0] * 2 * (len(sizes) - dim - 1)
+    if width < windows.stride:
+        gap = [0] * 2 * (len(sizes) - place - 1) + [0, windows.stride - width]
+        part = insert(node, ATEN.constant_pad_nd.default, part, gap, 0.0)
+    order = [d for d in range(len(sizes)) if d != place]
+    order.insert(dim + 1, place)
+    part = insert(node, ATEN.permute_copy.default, part, order)
+    del sizes[place]
     length = windows.count * windows.stride
-    if windows.stride > 1:
-        apart = [-1, *sizes[1 : dim + 1], 1, *sizes[dim + 1 :]]
-        part = insert(node, ATEN.view_copy.default, part, apart)
-        gaps = [*after, 0, windows.stride - 1]
-        part = insert(node, ATEN.constant_pad_nd.default, part, gaps, 0.0)
-        whole = [-1, *sizes[1:dim], length, *sizes[dim + 1 :]]
-        part = insert(node, ATEN.view_copy.default, part, whole)
-    start = element * windows.dilation
+    whole = [-1, *sizes[1:dim], length, *sizes[dim + 1 :]]
+    part = insert(node, ATEN.view_copy.default, part, whole)
+    start = first * windows.dilation
     end = windows.padded - start - length
     if start or end > 0:
-        around = [*after, start, max(end, 0)]
+        around = [0] * 2 * (len(whole) - dim - 1) + [start, max(end, 0)]
         part = insert(node, ATEN.constant_pad_nd.default, part, around, 0.0)
     if end < 0:  # zeros between windows, of which none follows
         part = insert(node, ATEN.slice_copy.Tensor, part, dim, 0, windows.padded, 1)
@@ -162,28 +196,94 @@ def _known_windows(call: OpCall) -> bool:
     return isinstance(given, int) and sum(not isinstance(size, int) for size in sizes) <= 1
 
 
-def _few_elements(call: OpCall) -> bool:
-    return call.arguments["size"] <= _MANY
-
-
 def _known_places(call: OpCall) -> bool:
     tensor = call.tensor("self")
     return tensor is not None and all(isinstance(size, int) for size in tensor.shape[-2:])
 
 
-def _few_offsets(call: OpCall) -> bool:
-    """Each place in a window is an op of its own."""
-    return sum(call.arguments["kernel_size"]) <= _MANY
+def _few_blocks(call: OpCall) -> bool:
+    """Each block of neighbours in a window is an op of its own."""
+    windows = _windows(call.arguments, call.arguments["output_size"])
+    return sum(math.ceil(w.kernel / w.block) for w in windows) <= _MANY
+
+
+def _as_strided(node: Node) -> None:
+    """Elements of the flattened tensor, row-major as every tensor of a partition.
+
+    The places are a slice, windows, or numbers in a table.
+    """
+    arguments, dtype = arguments_of(node), value_of(node).dtype
+    start, sizes, strides = _strided(arguments)
+    x = insert(node, ATEN.view_copy.default, arguments["self"], [-1])
+    if dtype is torch.bool:
+        x = cast(node, x, torch.int32)
+    end = _last(start, sizes, strides) + 1
+    match sizes, strides:
+        case [], []:
+            x = insert(node, ATEN.slice_copy.Tensor, x, 0, start, end, 1)
+        case [_], [step] if step > 0:
+            x = insert(node, ATEN.slice_copy.Tensor, x, 0, start, end, step)
+        case [_, size], [step, 1] if step > 0:
+            x = insert(node, ATEN.slice_copy.Tensor, x, 0, start, end, 1)
+            x = _taken(node, x, _Windows(end - start, size, 1, 0, step), 0, 1)
+        case _:
+            x = insert(node, ATEN.index_select.default, x, 0, _table(node, start, sizes, strides))
+    whole = insert(node, ATEN.view_copy.default, x, shape_of(node))
+    become(node, ATEN._to_copy.default, whole, dtype=dtype)
+
+
+def _strided(arguments: Mapping[str, Any]) -> tuple[int, list[int], list[int]]:
+    """Return where elements start, and sizes and strides, neighbours merged where they can be."""
+    sizes: list[int] = []
+    strides: list[int] = []
+    for size, stride in zip(arguments["size"], arguments["stride"], strict=True):
+        if size == 1:
+            continue
+        if sizes and strides[-1] == size * stride:
+            sizes[-1], strides[-1] = sizes[-1] * size, stride
+        else:
+            sizes.append(size)
+            strides.append(stride)
+    return arguments["storage_offset"] or 0, sizes, strides
+
+
+def _last(start: int, sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the last place of an element."""
+    steps = zip(sizes, strides, strict=True)
+    return start + sum((size - 1) * stride for size, stride in steps)
+
+
+def _table(node: Node, start: int, sizes: Sequence[int], strides: Sequence[int]) -> Node:
+    """Return the places of all elements, [elements]; coremltools computes and stores them."""
+    table = insert(node, ATEN.full.default, [1], start, dtype=torch.int32)
+    for size, stride in zip(sizes, strides, strict=True):
+        steps = [0, size * stride, stride] if stride else [0, size, 1]
+        row = insert(node, ATEN.arange.start_step, *steps, dtype=torch.int32)
+        if not stride:
+            row = insert(node, ATEN.mul.Scalar, row, 0)
+        table = insert(node, ATEN.view_copy.default, table, [-1, 1])
+        table = insert(node, ATEN.add.Tensor, table, row)
+    return insert(node, ATEN.view_copy.default, table, [-1])
+
+
+def _places(call: OpCall) -> Reason | None:
+    """Elements are those of the argument, not of memory around it, and not too many to list."""
+    if _last(*_strided(call.arguments)) >= next(call.tensors("self"))[1].numel():
+        return Reason(ReasonCode.ARGUMENT, "elements lie beyond those of the argument")
+    if math.prod(call.arguments["size"]) > _LARGEST_TABLE:
+        return Reason(ReasonCode.ARGUMENT, f"more than {_LARGEST_TABLE} elements")
+    return None
 
 
 _MANY = 64
+_LARGEST_TABLE = 1 << 20
 _KNOWN = holds(_known_places, ReasonCode.SYMBOLIC, "the places of windows depend on a dynamic size")
-_FEW = holds(_few_offsets, ReasonCode.ARGUMENT, f"windows of more than {_MANY} rows and columns")
+_FEW = holds(_few_blocks, ReasonCode.ARGUMENT, f"windows of more than {_MANY} strides")
 
 RECORDS = (
     OpRecord(
         "aten.im2col.default",
-        constraints=(_KNOWN, _FEW),
+        constraints=(_KNOWN,),
         rewrite=_unfold,
         score_role=ScoreRole.CARRIES,
         flops=nothing,
@@ -193,10 +293,17 @@ RECORDS = (
         dtypes={"": ANY},
         constraints=(
             holds(_known_windows, ReasonCode.SYMBOLIC, "several sizes, or that of windows, vary"),
-            holds(_few_elements, ReasonCode.ARGUMENT, f"windows of more than {_MANY} elements"),
         ),
         merge=along("dimension"),
         rewrite=_unfold_one,
+        score_role=ScoreRole.CARRIES,
+        flops=nothing,
+    ),
+    OpRecord(
+        "aten.as_strided.default",
+        dtypes={"": ANY},
+        constraints=(static_argument("self"), _places),
+        rewrite=_as_strided,
         score_role=ScoreRole.CARRIES,
         flops=nothing,
     ),

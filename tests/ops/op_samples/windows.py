@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 
-from ops.op_samples.sample import accept, i, reject, x
+from ops.op_samples.sample import accept, b, i, reject, x
 
 from coreml_delegate.ops import ReasonCode
 
 _UNFOLD = "aten.im2col.default"
 _FOLD = "aten.col2im.default"
 _ALONG = "aten.unfold.default"
+_STRIDED = "aten.as_strided.default"
 _ONE, _NONE = [1, 1], [0, 0]
 
 # Kernel, dilation, padding and stride, of an image of 9 by 10 elements.
@@ -46,24 +47,51 @@ ACCEPTED = (
     accept(_ALONG, x(2, 9, 3), 1, 3, 1, note="inside"),
     accept(_ALONG, x(2, 9, 3), 1, 3, 3, note="tiles"),
     accept(_ALONG, i(8), 0, 2, 4, note="int64-gaps"),
+    accept(_ALONG, x(2, 200), 1, 65, 5, note="large"),
+    accept(_ALONG, b(90, 2), 0, 70, 3, note="large-bool"),
+    _accept(_UNFOLD, x(1, 2, 3, 99), [2, 66], [1, 1], [0, 3], [1, 2], note="large"),
+    _accept(_UNFOLD, x(1, 1, 150, 3), [66, 2], [2, 1], _NONE, [3, 1], note="large-dilation"),
+    # Overlapping frames of sound, added up.
+    _accept(_FOLD, x(2, 100, 4), [1, 220], [1, 100], _ONE, _NONE, [1, 40], note="frames"),
+    accept(_STRIDED, x(99), [5, 70], [5, 1], 2, note="frames"),
+    accept(_STRIDED, x(4, 6), [3, 2, 4], [4, 0, 1], 1, note="any"),
+    accept(_STRIDED, x(4, 6), [2, 1, 6], [6, 9, 1], 6, note="rows"),
+    accept(_STRIDED, b(4, 6), [4], [7], note="diagonal"),
+    accept(_STRIDED, i(4, 6), [6, 4], [1, 6], note="int64-transposed"),
+    accept(_STRIDED, x(3), [1, 1], [1, 1], 2, note="one"),
 )
 
 _SHORT = (_ONE, _NONE, _ONE)
 
 REJECTED = (
-    *(
-        reject(
-            ReasonCode.ARGUMENT,
-            "windows of more than 64 rows and columns",
-            op,
-            *options,
-            *_SHORT,
-            note="large",
-        )
-        for op, *options in (
-            (_UNFOLD, x(1, 1, 40, 40), [33, 33]),
-            (_FOLD, x(1, 33 * 33, 64), [40, 40], [33, 33]),
-        )
+    reject(
+        ReasonCode.ARGUMENT,
+        "windows of more than 64 strides",
+        _FOLD,
+        x(1, 33 * 33, 64),
+        [40, 40],
+        [33, 33],
+        *_SHORT,
+        note="large",
+    ),
+    reject(
+        ReasonCode.ARGUMENT,
+        "more than 1048576 elements",
+        _STRIDED,
+        x(2000),
+        [1025, 1024],
+        [0, 1],
+        note="large",
+    ),
+    reject(
+        ReasonCode.SYMBOLIC,
+        "'self' has dynamic shape",
+        _STRIDED,
+        x(3, 8),
+        [2, 3],
+        [1, 2],
+        note="dynamic",
+        dynamic=True,
     ),
     reject(
         ReasonCode.SYMBOLIC,
@@ -75,16 +103,6 @@ REJECTED = (
         2,
         note="dynamic",
         dynamic=True,
-    ),
-    reject(
-        ReasonCode.ARGUMENT,
-        "windows of more than 64 elements",
-        _ALONG,
-        x(2, 80),
-        1,
-        65,
-        5,
-        note="large",
     ),
     reject(
         ReasonCode.SYMBOLIC,

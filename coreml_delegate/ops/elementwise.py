@@ -356,11 +356,65 @@ def _masked_fill(node: Node) -> None:
     become(node, node.target, source, arguments["mask"], filling)
 
 
+def _asinh(node: Node) -> None:
+    """``log(a + sqrt(a * a + 1))`` of the magnitude, with the sign of ``x``."""
+    x = cast(node, arguments_of(node)["self"], value_of(node).dtype)
+    size = insert(node, ATEN.abs.default, x)
+    near = insert(node, ATEN.clamp.default, size, None, _DOUBLES)
+    # The root is long * sqrt(1 + (short / long) ** 2), for fp16 has no squares from 256 on.
+    long = insert(node, ATEN.clamp.default, near, 1.0, None)
+    short = insert(node, ATEN.clamp.default, near, None, 1.0)
+    ratio = insert(node, ATEN.div.Tensor, short, long)
+    square = insert(node, ATEN.add.Scalar, insert(node, ATEN.mul.Tensor, ratio, ratio), 1.0)
+    root = insert(node, ATEN.mul.Tensor, long, insert(node, ATEN.sqrt.default, square))
+    share = insert(node, ATEN.div.Tensor, near, insert(node, ATEN.add.Scalar, root, 1.0))
+    beyond = insert(node, ATEN.add.Tensor, near, insert(node, ATEN.mul.Tensor, near, share))
+    result = insert(node, *_with_log_of_large(node, _log_plus_one(node, beyond), size))
+    become(node, ATEN.mul.Tensor, result, insert(node, ATEN.sign.default, x))
+
+
+def _acosh(node: Node) -> None:
+    """``log(x + sqrt(x * x - 1))``, where ``x * x - 1`` is ``(x - 1) * (x + 1)``; NaN below 1."""
+    x = cast(node, arguments_of(node)["self"], value_of(node).dtype)
+    near = insert(node, ATEN.clamp.default, x, None, _DOUBLES)
+    distance = insert(node, ATEN.sub.Scalar, near, 1.0)
+    factors = distance, insert(node, ATEN.add.Scalar, near, 1.0)
+    # Two roots, for the product may be beyond fp16, and is positive again below -1.
+    roots = (insert(node, ATEN.sqrt.default, factor) for factor in factors)
+    beyond = insert(node, ATEN.add.Tensor, distance, insert(node, ATEN.mul.Tensor, *roots))
+    become(node, *_with_log_of_large(node, _log_plus_one(node, beyond), x))
+
+
+def _with_log_of_large(node: Node, result: Node, x: Node) -> tuple[Any, ...]:
+    """Return the call that adds ``log(x / limit)`` to a result for x of at most the limit.
+
+    From there on both functions are ``log(2 * x)``, in all digits of fp32.
+    """
+    # Of a missing bound coremltools makes the largest float, which infinities are above.
+    size = insert(node, ATEN.clamp_min.default, x, _DOUBLES)
+    factor = insert(node, ATEN.mul.Scalar, size, 1 / _DOUBLES)
+    return ATEN.add.Tensor, result, insert(node, ATEN.log.default, factor)
+
+
+def _log_plus_one(node: Node, x: Node) -> Node:
+    """Return ``log(1 + x)``, small ``x`` with all their digits.
+
+    The logarithm of the rounded sum is scaled by ``x`` over what the sum has of it.
+    """
+    total = insert(node, ATEN.add.Scalar, x, 1.0)
+    has = insert(node, ATEN.sub.Scalar, total, 1.0)
+    nothing = cast(node, insert(node, ATEN.eq.Scalar, has, 0.0), value_of(x).dtype)
+    log = insert(node, ATEN.add.Tensor, insert(node, ATEN.log.default, total), nothing)
+    slope = insert(node, ATEN.div.Tensor, log, insert(node, ATEN.add.Tensor, has, nothing))
+    return insert(node, ATEN.mul.Tensor, x, slope)
+
+
 def _reciprocal(node: Node) -> None:
     # MIL's inverse adds an epsilon of 1e-4, which is wrong by a tenth of a percent at 0.1.
     become(node, ATEN.div.Tensor, 1.0, cast(node, node.args[0], value_of(node).dtype))
 
 
+_DOUBLES = 1024.0
 _HIGHEST_POWER = 4
 _BOUNDS = ("min", "max")
 _ONES_LIKE = "aten.ones_like.default"
@@ -401,6 +455,8 @@ RECORDS = (
         _floating(f"aten.{name}", rewrite=promote("self", "other"), score_role=_QUOTIENT)
         for name in ("div.Scalar", "div.Tensor")
     ),
+    _floating("aten.acosh.default", rewrite=_acosh),
+    _floating("aten.asinh.default", rewrite=_asinh),
     _floating("aten.atan2.default", rewrite=_atan2),
     _floating("aten.reciprocal.default", rewrite=_reciprocal),
     *(_numeric(f"aten.{name}.default") for name in ("abs", "neg", "sign")),

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 
-from coreml_delegate.ops.call import ANY, FLOAT, INTEGER, MAX_RANK, OpCall, ReasonCode
-from coreml_delegate.ops.constants import is_known
+from coreml_delegate.ops.call import (
+    ANY,
+    CAST,
+    FLOAT,
+    INT32,
+    INTEGER,
+    MAX_RANK,
+    OpCall,
+    ReasonCode,
+    target_name,
+)
 from coreml_delegate.ops.constraints import (
     argument_is,
     holds,
+    only_result_used,
     rank_between,
     static_argument,
     static_result,
@@ -25,11 +35,14 @@ from coreml_delegate.ops.edits import (
     cast,
     cast_after,
     insert,
+    number,
+    only_result,
     set_arguments,
     shape_of,
     value_of,
 )
 from coreml_delegate.ops.flops import nothing, per_input
+from coreml_delegate.ops.mil_ops import floor_divide, scatter_reduce
 from coreml_delegate.ops.quantization import MOVE, Output, Pattern, Quantization
 from coreml_delegate.ops.record import OpRecord, Rewrite, ScoreRole
 
@@ -88,12 +101,13 @@ def _index_put(node: Node) -> None:
 
 
 def _of_truths(rewrite: Rewrite | None = None) -> Rewrite:
-    """Gather truths as integers: MIL gathers none."""
+    """Gather and scatter truths as integers: MIL does neither."""
 
     def rewritten(node: Node) -> None:
-        data, dtype = arguments_of(node)["self"], value_of(node).dtype
+        arguments, dtype = arguments_of(node), value_of(node).dtype
         if dtype is torch.bool:
-            set_arguments(node, self=cast(node, data, torch.int32))
+            moved = {n: _as_integers(node, arguments[n]) for n in _DATA if n in arguments}
+            set_arguments(node, **moved)
             taken = insert(node, node.target, *node.args, **node.kwargs)
             become(node, ATEN._to_copy.default, taken, dtype=dtype)
             node = taken
@@ -101,6 +115,10 @@ def _of_truths(rewrite: Rewrite | None = None) -> Rewrite:
             rewrite(node)
 
     return rewritten
+
+
+def _as_integers(node: Node, value: Any) -> Any:
+    return cast(node, value, torch.int32) if isinstance(value, Node) else int(bool(value))
 
 
 def _cut(node: Node, x: Node, sizes: list[int], dim: int | None) -> Node:
@@ -125,50 +143,129 @@ def _scatter(node: Node) -> None:
     data, index = arguments["self"], arguments["index"]
     dim = arguments["dim"] % value_of(data).dim()
     sizes = shape_of(index)
-    source = arguments.get("src", arguments.get("value"))
-    if isinstance(source, Node):
-        source = _cut(node, source, sizes, None)
+    if "src" in arguments:
+        source = _cut(node, arguments["src"], sizes, None)
     else:
-        source = cast(node, source, value_of(node).dtype)
+        source = _filled(node, index, arguments["value"])
     parts = [data]
     cuts: list[tuple[int, int]] = []
     for d, size in enumerate(sizes):
         if d != dim and shape_of(data)[d] != size:
             cuts.append((d, size))
             parts.append(insert(node, ATEN.slice_copy.Tensor, parts[-1], d, 0, size, 1))
+    call = _scattered(node, _Scatter(parts[-1], dim, index, source))
     if not cuts:
-        become(node, node.target, data, dim, index, source)
+        become(node, *call)
         return
-    written = insert(node, node.target, parts[-1], dim, index, source)
+    written = insert(node, *call)
     for (d, size), whole in zip(reversed(cuts[1:]), reversed(parts[1:-1]), strict=True):
         written = insert(node, ATEN.slice_scatter.default, whole, written, d, 0, size, 1)
     d, size = cuts[0]
     become(node, ATEN.slice_scatter.default, data, written, d, 0, size, 1)
 
 
-def _scatter_add(node: Node) -> None:
-    """Among constants, sums at positions: folded, coremltools' op overwrites.
+class _Scatter(NamedTuple):
+    """The operands of a scatter, in ATen's order."""
 
-    Source: apple/coremltools#2802.
-    """
+    data: Node
+    dim: int
+    indices: Node
+    source: Node
+
+
+def _filled(node: Node, index: Node, value: Any) -> Node:
+    """Return a number for each index: coremltools makes none where sizes are dynamic."""
+    dtype = value_of(node).dtype
+    return insert(node, ATEN.full_like.default, index, number(value, dtype), dtype=dtype)
+
+
+def _scattered(node: Node, scatter: _Scatter) -> tuple[Any, ...]:
+    """The call, with its arguments, that scatters as ``node`` does."""
     arguments = arguments_of(node)
-    data, index, source = (arguments[n] for n in ("self", "index", "src"))
-    if not all(is_known(operand) for operand in (data, index, source)):
-        _scatter(node)
+    if "reduce" not in arguments:
+        is_sum = target_name(node.target) == "aten.scatter_add.default"
+        return ATEN.scatter_add.default if is_sum else ATEN.scatter.src, *scatter
+    reduce: str = arguments["reduce"]
+    mode = _REDUCTIONS.get(reduce, reduce)
+    includes_self = arguments.get("include_self", True)
+    if mode == "mean":
+        return _mean_of_groups(node, scatter, includes_self)
+    if not includes_self:
+        scatter = _replaced(node, scatter, _IDENTITIES.get(mode))
+    return scatter_reduce(), *scatter, mode
+
+
+def _replaced(node: Node, scatter: _Scatter, identity: int | None) -> _Scatter:
+    """Put a number where there are indices; without one, any source, which is among all of them."""
+    source = scatter.source if identity is None else _filled(node, scatter.indices, identity)
+    data = insert(node, ATEN.scatter.src, *scatter[:3], source)
+    return scatter._replace(data=data)
+
+
+def _mean_of_groups(node: Node, scatter: _Scatter, includes_self: bool) -> tuple[Any, ...]:
+    """Sums over counts; the counts are integers, of which fp16 has but the first 2048."""
+    data, dim, index, _ = scatter
+    dtype, counted = value_of(node).dtype, value_of(index).dtype
+    zeros = insert(node, ATEN.full_like.default, data, 0, dtype=counted)
+    start = insert(node, ATEN.add.Scalar, zeros, 1) if includes_self else zeros
+    ones = insert(node, ATEN.full_like.default, index, 1)
+    count = insert(node, scatter_reduce(), start, dim, index, ones, "sum")
+    if not includes_self:
+        count = insert(node, ATEN.clamp.default, count, 1, INT32.max)
+        scatter = _replaced(node, scatter, 0)
+    total = insert(node, scatter_reduce(), *scatter, "sum")
+    divide = ATEN.div.Tensor if dtype.is_floating_point else floor_divide()
+    return divide, total, cast(node, count, dtype)
+
+
+def _elements_of_bags(call: OpCall) -> int:
+    """Return the number of indices in each bag, 0 where bags differ, or are not known to be equal.
+
+    PyTorch makes a range of the offsets of two-dimensional indices.
+    """
+    offsets, indices = call.arguments["offsets"], call.tensor("indices")
+    while target_name(offsets.target) == CAST:
+        offsets = offsets.args[0]
+    if indices is None or target_name(offsets.target) != "aten.arange.start_step":
+        return 0
+    start, end, count = (OpCall.of(offsets).arguments[n] for n in ("start", "end", "step"))
+    size = end.meta["val"] if isinstance(end, Node) else end
+    # Symbols are compared as text: as numbers, they would become equal.
+    is_whole = start == 0 and str(size) == str(indices.shape[0])
+    divides = isinstance(count, int) and (not isinstance(size, int) or size % count == 0)
+    return count if is_whole and divides and not call.arguments["include_last_offset"] else 0
+
+
+def _known_largest(call: OpCall) -> bool:
+    return call.arguments["mode"] != _LARGEST or call.arguments["padding_idx"] < 0
+
+
+def _embedding_bag(node: Node) -> None:
+    """Sum, mean or maximum of rows, as many for each result."""
+    arguments, result = arguments_of(node), only_result(node)
+    count, padding = _elements_of_bags(OpCall.of(node)), arguments["padding_idx"]
+    weight, indices, weights = (arguments[n] for n in ("weight", "indices", "per_sample_weights"))
+    indices = insert(result, ATEN.view_copy.default, indices, [-1, count])
+    rows = insert(result, ATEN.embedding.default, weight, indices)
+    if arguments["mode"] == _LARGEST:
+        become(result, ATEN.amax.default, rows, [1])
         return
-    dim, sizes = arguments["dim"] % value_of(data).dim(), shape_of(index)
-    positions = [index if d == dim else _counted(node, sizes, d) for d in range(len(sizes))]
-    source = _cut(node, source, sizes, None)
-    become(node, ATEN.index_put.default, data, positions, source, True)
-
-
-def _counted(node: Node, sizes: list[int], dim: int) -> Node:
-    """Each element's position along a dimension."""
-    count = insert(node, ATEN.arange.start_step, 0, sizes[dim], 1, dtype=torch.int64)
-    aligned = [-1 if d == dim else 1 for d in range(len(sizes))]
-    return insert(
-        node, ATEN.expand_copy.default, insert(node, ATEN.view_copy.default, count, aligned), sizes
-    )
+    if weights is not None:
+        weights = insert(result, ATEN.view_copy.default, weights, [-1, count, 1])
+        rows = insert(result, ATEN.mul.Tensor, rows, weights)
+    if padding < 0:
+        reduce = ATEN.mean.dim if arguments["mode"] == _MEAN else ATEN.sum.dim_IntList
+        become(result, reduce, rows, [1])
+        return
+    counts = cast(result, insert(result, ATEN.ne.Scalar, indices, padding), value_of(rows).dtype)
+    counts = insert(result, ATEN.unsqueeze_copy.default, counts, -1)
+    rows = insert(result, ATEN.mul.Tensor, rows, counts)
+    if arguments["mode"] != _MEAN:
+        become(result, ATEN.sum.dim_IntList, rows, [1])
+        return
+    total, number_of = (insert(result, ATEN.sum.dim_IntList, x, [1]) for x in (rows, counts))
+    divisor = insert(result, ATEN.clamp.default, number_of, 1.0, None)
+    become(result, ATEN.div.Tensor, total, divisor)
 
 
 def _searchsorted(node: Node) -> None:
@@ -180,6 +277,16 @@ def _searchsorted(node: Node) -> None:
 
 
 _VALUES = FLOAT | INTEGER
+_MEAN, _LARGEST = 1, 2  # modes of embedding bags
+_EQUAL_BAGS = holds(
+    lambda call: _elements_of_bags(call) > 0,
+    ReasonCode.ARGUMENT,
+    "the bags are not known to have equally many elements",
+)
+_UNPADDED_LARGEST = holds(_known_largest, ReasonCode.ARGUMENT, "the largest of bags with padding")
+_DATA = ("self", "src", "value", "values")
+_REDUCTIONS = {"add": "sum", "multiply": "prod"}
+_IDENTITIES = {"sum": 0, "prod": 1}
 _KNOWN = holds(_known_parts, ReasonCode.SYMBOLIC, "the index spans a dynamic part of the data")
 
 _op = partial(OpRecord, flops=nothing, score_role=ScoreRole.CARRIES)
@@ -199,12 +306,12 @@ RECORDS = (
     ),
     _op(
         "aten.index_put.default",
-        dtypes={"": FLOAT, "indices": INTEGER},
+        dtypes={"": ANY, "indices": INTEGER},
         constraints=(
             holds(_one_index, ReasonCode.ARGUMENT, "an inner dimension is indexed with others"),
             static_result,
         ),
-        rewrite=_index_put,
+        rewrite=_of_truths(_index_put),
     ),
     _op(
         "aten.gather.default",
@@ -214,25 +321,42 @@ RECORDS = (
     ),
     *(
         _op(
-            target,
-            dtypes={"": FLOAT, "index": INTEGER},
+            f"aten.{name}",
+            dtypes={"": ANY, "index": INTEGER},
             constraints=(_KNOWN,),
-            rewrite=_scatter,
+            rewrite=_of_truths(_scatter),
         )
-        for target in ("aten.scatter.src", "aten.scatter.value")
+        for name in ("scatter.src", "scatter.value")
     ),
-    _op(
-        "aten.scatter_add.default",
-        dtypes={"": FLOAT, "index": INTEGER},
-        constraints=(_KNOWN,),
-        rewrite=_scatter_add,
-        flops=per_input(1),
+    *(
+        _op(
+            f"aten.{name}",
+            dtypes={"": ANY, "index": INTEGER},
+            constraints=(_KNOWN,),
+            rewrite=_of_truths(_scatter),
+            flops=per_input(1),
+        )
+        for name in (
+            *("scatter_add.default", "scatter.reduce", "scatter.value_reduce"),
+            "scatter_reduce.two",
+        )
     ),
     _op(
         "aten.embedding.default",
         dtypes={"weight": FLOAT, "indices": INTEGER},
         constraints=(argument_is("sparse", False),),
         quantization=Quantization((Pattern("embedding", weight="weight", output=Output.FLOAT),)),
+    ),
+    # Offsets are known where another call computes them.
+    *(
+        _op(
+            f"aten.{name}.default",
+            dtypes={"": FLOAT, "indices": INTEGER, "offsets": INTEGER},
+            constraints=(only_result_used(0), _EQUAL_BAGS, _UNPADDED_LARGEST),
+            alone=False,
+            rewrite=_embedding_bag,
+        )
+        for name in ("_embedding_bag", "_embedding_bag_forward_only")
     ),
     _op(
         "aten.slice_scatter.default",

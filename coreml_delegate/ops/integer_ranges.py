@@ -297,6 +297,10 @@ def _scattered(o: _Operands) -> Interval:
     return UNKNOWN if o["accumulate"] else o.of("self") | o.of("values")
 
 
+def _sums_of_groups(o: _Operands) -> Interval:
+    return o.of("self") | (o.of("self") + o.of("src") * o.size(o["dim"], "src"))
+
+
 def _part(o: _Operands) -> Interval:
     """One of several results."""
     source, number = o["arg0"], o["arg1"]
@@ -326,9 +330,9 @@ _WITH_PLACES = frozenset(
 )
 # The values of the first argument, moved or chosen among.
 _MOVES = """
-    _clone_dim_order _to _to_dim_order alias amax amin clone detach diagonal expand flip gather
-    index index_select lift_fresh permute repeat reshape roll select slice squeeze t to transpose
-    unsqueeze view
+    _clone_dim_order _to _to_dim_order alias amax amin as_strided clone detach diagonal expand flip
+    gather index index_select lift_fresh permute repeat reshape roll select slice squeeze t to
+    transpose unfold unsqueeze view
 """
 _TRANSFERS: Mapping[str, _Transfer] = {
     **dict.fromkeys(_MOVES.split(), _Operands.first),
@@ -362,10 +366,12 @@ _TRANSFERS: Mapping[str, _Transfer] = {
     "neg": lambda o: -o.of("self"),
     "new_zeros": lambda _: Interval.point(0),
     "ones_like": lambda _: Interval.point(1),
+    "pad": lambda o: _of("self", "value")(o) | Interval.point(0),
     "pow": _power,
     "remainder": lambda o: o.of("self") % o.of("other"),
     "rsub": lambda o: o.of("other") - o.of("self") * o.of("alpha"),
     "scalar_tensor": _of("s"),
+    "scatter_add": _sums_of_groups,
     "searchsorted": lambda o: Interval(0, o.size([-1], "sorted_sequence").high),
     "select_scatter": _of("self", "src"),
     "sign": lambda o: o.of("self").sign(),

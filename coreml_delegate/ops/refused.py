@@ -36,7 +36,6 @@ _BITS = Refusal("Core ML does not reinterpret the bits of a tensor")
 _PACKED = Refusal("the weight is packed for a CPU kernel")
 _INTEGER_BITS = Refusal("Core ML has no bitwise ops on integers")
 _SLOW = Refusal("coremltools unrolls it over the dimension, an op per element")
-_REDUCED = Refusal("coremltools mixes up what is reduced where an index occurs twice")
 _SINGLE = Refusal("the number has another rank than the sequence")
 _ACCUMULATED = Refusal("Core ML does not choose the dtype of a product")
 _OTHER_FORM = Refusal("exported programs have another overload, which has a record or decomposes")
@@ -87,7 +86,6 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
             (_PACKED, "_weight_int4pack_mm_for_cpu.default"),
             (_INTEGER_BITS, "bitwise_and.Scalar bitwise_and.Scalar_Tensor"),
             (_SLOW, "cumprod.default logcumsumexp.default _logcumsumexp.default"),
-            (_REDUCED, "scatter.reduce scatter.value_reduce"),
             (_CPU_CACHE, "llama.custom_sdpa.default llama.custom_quantized_sdpa.default"),
             (_CPU_CACHE, "llama.sdpa_with_kv_cache.default llama.update_cache.default"),
             (_CPU_CACHE, "llama.update_cache_with_indices.default"),
@@ -106,6 +104,3 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
     | {"torchvision.nms.default": _SUPPRESSION}
 )
 """Every refused op by target name."""
-
-UNTRANSLATED = frozenset({"aten.acosh.default", "aten.asinh.default"})
-"""Ops that coremltools registers to say that it does not translate them: apple/coremltools#2569."""

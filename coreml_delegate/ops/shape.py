@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
+import torch
 from torch.fx import Node
 
 from coreml_delegate.ops.call import (
@@ -158,10 +160,31 @@ def _crop(node: Node) -> None:
     value = arguments.get("value")
     fill = number(0 if value is None else value, value_of(node).dtype)
     widening = [max(0, pad) for pad in pads]
-    if any(widening):
+    if not any(widening):
+        become(node, ATEN.clone.default, x)
+    elif value_of(node).dtype.is_floating_point:
         become(node, ATEN.constant_pad_nd.default, x, widening, fill)
     else:
-        become(node, ATEN.clone.default, x)
+        _join_filled(node, x, widening, fill)
+
+
+def _join_filled(node: Node, x: Node, pads: list[int], fill: Any) -> None:
+    """Integers and truths padded by concatenation: MIL pads floats alone."""
+    number_of = bool if value_of(node).dtype is torch.bool else int
+    for n in range(len(pads) // 2):
+        dim, widths = value_of(x).dim() - 1 - n, pads[2 * n : 2 * n + 2]
+        row = insert(node, ATEN.slice_copy.Tensor, x, dim, 0, 1, 1)
+        # Coremltools takes the dtype from the number; ``F.pad`` makes a float of it.
+        row = insert(node, ATEN.full_like.default, row, number_of(fill))
+        before, after = (_repeated(node, row, dim, width) for width in widths)
+        x = insert(node, ATEN.cat.default, [*before, x, *after], dim)
+    become(node, ATEN.clone.default, x)
+
+
+def _repeated(node: Node, row: Node, dim: int, width: int) -> list[Node]:
+    """Return ``width`` rows side by side; none if there are none."""
+    repeats = [width if d == dim else 1 for d in range(value_of(row).dim())]
+    return [insert(node, ATEN.repeat.default, row, repeats)] if width else []
 
 
 def _pad(node: Node) -> None:
@@ -298,12 +321,14 @@ RECORDS = (
     ),
     _op(
         "aten.pad.default",
+        dtypes={"": ANY},
         constraints=(_padded_dims, _CROPS_CONSTANT, static_argument("self", when=_crops)),
         rewrite=_pad,
         quantization=_PAD,
     ),
     _op(
         "aten.constant_pad_nd.default",
+        dtypes={"": ANY},
         constraints=(static_argument("self", when=_crops),),
         merge=leading("self", _padded),
         rewrite=_crop,

@@ -115,6 +115,15 @@ CASES = {
         ({0: Dim.AUTO(min=2, max=8)},),
         (((2, 4),), ((8, 4),)),
     ),
+    "means of groups": Case(
+        lambda _, x, group: torch.zeros(3, 4).scatter_reduce(
+            0, group.gt(0).long()[:, None].expand(-1, 4), x, "mean", include_self=False
+        ),
+        ((3, 4), (3,)),
+        ({0: S}, {0: S}),
+        (((2, 4), (2,)), ((8, 4), (8,))),
+    ),
+    "padded integers": computing(lambda x: functional.pad((x > 0).long(), (0, 0, 1, 2), value=7)),
     # Without an upper bound it is the size of the example.
     "unbounded": Case(
         lambda m, x: m.linear(x).relu(),

@@ -12,7 +12,6 @@ from ops.op_samples import ACCEPTED
 from torch._ops import OpOverload
 
 from coreml_delegate.ops import FAMILIES, RECORDS, REFUSED, record_of
-from coreml_delegate.ops.refused import UNTRANSLATED
 from coreml_delegate.scripts.inputs.vision import import_torchvision
 from coreml_delegate.third_party import coremltools
 
@@ -49,7 +48,6 @@ def test_every_op_of_coremltools_is_accounted_for() -> None:
         for overload in _overloads(_registered())
         if record_of(str(overload)) is None
         and str(overload) not in REFUSED
-        and str(overload) not in UNTRANSLATED
         and overload not in decomposed
         and not overload._can_decompose()
     )
@@ -59,7 +57,7 @@ def test_every_op_of_coremltools_is_accounted_for() -> None:
 def test_refused_ops_have_no_rule_and_exist() -> None:
     assert not set(REFUSED) & set(RECORDS)
     import_torchvision()
-    for target in (*REFUSED, *UNTRANSLATED):
+    for target in REFUSED:
         namespace, name, overload = target.split(".")
         if namespace not in ("aten", "torchvision"):  # see partition/test_custom_ops.py
             continue

@@ -146,10 +146,9 @@ RECORDS = (
     Regression(
         issues(EXECUTORCH, 11712),
         "`asinh` and `acosh` ended the export",
-        Here.REFUSED,
-        "coremltools 9.0 has no translation, though it says so",
+        Here.REPAIRED,
+        "logarithms and roots",
         (case(torch.acosh, x(1, 64, low=1.0, high=9.0)),),
-        refused={"aten.acosh.default": "no Core ML translation of aten.acosh.default is known"},
     ),
     Regression(
         issues(EXECUTORCH, 11714),

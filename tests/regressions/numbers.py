@@ -65,10 +65,12 @@ RECORDS = (
     Regression(
         issues(COREMLTOOLS, 2674, 2569),
         "`acosh` and `asinh` were registered and failed to convert",
-        Here.REFUSED,
-        "coremltools 9.0 has no translation, though it says so",
-        (case(torch.asinh, x(3)),),
-        refused={"aten.asinh.default": "no Core ML translation of aten.asinh.default is known"},
+        Here.REPAIRED,
+        "logarithms and roots, whose squares fp16 has",
+        (
+            case(torch.asinh, x(3)),
+            case(torch.asinh, x(values=[-5e4, -1e-3, 0.0, 300.0]), note="far"),
+        ),
     ),
     Regression(
         issues(COREMLTOOLS, 2669),
@@ -320,10 +322,9 @@ RECORDS = (
     Regression(
         issues(COREMLTOOLS, 2832),
         "`cdist` did not convert",
-        Here.REFUSED,
-        "coremltools 9.0 has no translation",
+        Here.REPAIRED,
+        "norms of differences",
         (case(torch.cdist, x(1, 3, 4), x(1, 5, 4)),),
-        refused={"aten._cdist_forward.default": "no Core ML translation"},
     ),
     Regression(
         issues(COREMLTOOLS, 2641),

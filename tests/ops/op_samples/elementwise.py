@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from ops.op_samples.sample import accept, b, i, reject, w, x
 
@@ -23,7 +25,9 @@ _UNARY = {
     "sin": {},
     "sqrt": {"low": 0.0},
     "acos": {"low": -0.9, "high": 0.9},
+    "acosh": {"low": 1.0, "high": 9.0},
     "asin": {"low": -0.9, "high": 0.9},
+    "asinh": {},
     "atan": {},
     "atanh": {"low": -0.9, "high": 0.9},
     "cosh": {},
@@ -56,8 +60,18 @@ _BY_49 = x(values=[49.0 * n for n in range(-9, 10)])
 _BETWEEN = x(values=[0.25, 1.25, 2.5, -0.25, -1.75, 3.0])
 _ONES = w(values=[1.0] * 6)
 
+# Squares that fp16 has not, and ones that a sum with 1 has not.
+_FAR = [65504.0, 3e4, 1500.0, 300.0, 1.0]
+_NEAR = [1e-4, 1e-3, 0.05, 0.0]
+
 ACCEPTED = (
     *(accept(f"aten.{op}.default", x(2, 3, 4, **o)) for op, o in _UNARY.items()),
+    accept("aten.acosh.default", x(values=[*_FAR, 0.5, -3.0]), note="far-and-outside"),
+    accept("aten.acosh.default", i(values=[1, 2, 300]), note="int64"),
+    accept(
+        "aten.asinh.default", x(values=[*_FAR, *(-n for n in _FAR), *_NEAR]), note="far-and-near"
+    ),
+    accept("aten.asinh.default", x(values=[math.inf, -math.inf]), note="infinite"),
     *(accept(f"aten.{op}.default", x(**o), note="rank0") for op, o in _UNARY.items()),
     *(
         accept(f"aten.{op}.default", x(1, 2, 1, 3, 2, **o), note="rank5")

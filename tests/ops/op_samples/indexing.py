@@ -16,6 +16,9 @@ def n(*shape: int, high: int = 2, dtype: torch.dtype = torch.int64) -> TensorArg
 _ROWS = w(values=[0, 3], dtype=torch.int64)
 _ALONG = w(values=[[0, 3, 1, 2], [1, 4, 0, 1]], dtype=torch.int64)
 
+_TWICE = w(values=[[0, 3, 1, 2], [1, 3, 0, 2], [0, 4, 1, 1]], dtype=torch.int64)
+
+_REDUCE = "aten.scatter_reduce.two"
 _SEARCH = "aten.searchsorted.Tensor"
 
 ACCEPTED = (
@@ -85,6 +88,41 @@ ACCEPTED = (
     accept(
         "aten.scatter_add.default", x(5, 5, 3), 0, n(2, 4, 2, high=5), x(2, 4, 2), note="part-rank3"
     ),
+    accept("aten.index_put.default", i(5, 4), [n(2, high=5)], i(2, 4), note="int64"),
+    accept("aten.index_put.default", b(5, 4), [None, _ROWS], b(5, 2), note="bool"),
+    *(
+        accept(f"aten.{op}", data, 0, _ALONG, *source, note=note)
+        for note, data, source in (
+            ("int64", i(5, 4), {"src": i(2, 4), "value": 7}),
+            ("bool", b(5, 5), {"src": b(2, 4), "value": True}),
+        )
+        for op, source in (
+            ("scatter.src", (source["src"],)),
+            ("scatter.value", (source["value"],)),
+            ("scatter_add.default", (source["src"],)),
+        )
+    ),
+    # Constants: coremltools would fold what is scattered to the last of it.
+    accept("aten.scatter_add.default", w(5, 4), 0, _TWICE, w(3, 4), note="constants"),
+    *(
+        accept("aten.scatter.reduce", x(5, 4), 0, _TWICE, x(3, 4), reduce=reduce, note=reduce)
+        for reduce in ("add", "multiply")
+    ),
+    *(
+        accept("aten.scatter.value_reduce", x(5, 4), 0, _TWICE, 0.5, reduce=reduce, note=reduce)
+        for reduce in ("add", "multiply")
+    ),
+    *(
+        accept(_REDUCE, *operands, reduce, include_self=included, note=f"{reduce}-{note}")
+        for reduce in ("sum", "prod", "mean", "amax", "amin")
+        for note, included, operands in (
+            ("self", True, (x(5, 4), 0, _TWICE, x(3, 4))),
+            ("", False, (x(5, 4), 0, _TWICE, x(3, 4))),
+            ("part", False, (x(4, 3, 5), -1, n(2, 3, 6, high=5), x(3, 3, 6))),
+            ("int64", False, (i(5, 4), 0, _TWICE, i(3, 4))),
+        )
+    ),
+    accept(_REDUCE, x(5, 4), 0, n(6, 4, high=5), x(6, 4), "amax", note="computed"),
     *(
         accept(
             _SEARCH, x(values=[0.0, 0.5, 0.5, 1.0]), x(values=[0.5, -1.0, 2.0]), note=note, **how
@@ -195,7 +233,23 @@ REJECTED = (
             ("scatter.src", (x(1, 2),)),
             ("scatter.value", (0.5,)),
             ("scatter_add.default", (x(1, 2),)),
+            ("scatter_reduce.two", (x(1, 2), "amax")),
         )
+    ),
+    *(
+        reject(
+            ReasonCode.SYMBOLIC,
+            "the index spans a dynamic part of the data",
+            f"aten.scatter.{op}",
+            x(2, 5),
+            0,
+            w(values=[[0, 1]], dtype=torch.int64),
+            source,
+            reduce="add",
+            note="part-dynamic",
+            dynamic=True,
+        )
+        for op, source in (("reduce", x(1, 2)), ("value_reduce", 0.5))
     ),
     reject(
         ReasonCode.RANK,

@@ -164,6 +164,15 @@ ACCEPTED = (
     accept("aten.pad.default", x(4, 5), [-1, -1], note="crop"),
     accept("aten.constant_pad_nd.default", x(4, 5), [-1, 2], note="crop"),
     accept("aten.constant_pad_nd.default", x(4, 5), [1, -2, 0, -1], 0.5, note="crop-two"),
+    *(
+        accept(f"aten.{name}", data, pads, *value, note=note)
+        for name, value in (("constant_pad_nd.default", (3,)), ("pad.default", ("constant", 1.0)))
+        for note, data, pads in (
+            ("int64", i(2, 3), [1, 2, 0, 1]),
+            ("int64-crop", i(2, 3), [-1, 2]),
+            ("bool", b(2, 3), [2, 0]),
+        )
+    ),
     # Places inside, and far enough outside to be reflected twice.
     accept("aten.lift_fresh_copy.default", x(4, 5)),
     accept("aten.diagonal.default", x(4, 5)),

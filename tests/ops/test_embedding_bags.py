@@ -1,0 +1,67 @@
+"""Embedding bags: rows of equal length are delegated, others are not known to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+from support.lowering import Function, fp32_specs
+from support.tolerances import ATOL_RTOL
+from torch.nn import functional
+
+from coreml_delegate import CoreMLPartitioner, runtime
+
+TABLE = torch.linspace(-2.0, 2.0, 36).reshape(9, 4).sin()
+OPTIONS: dict[str, Any] = {
+    "sum": {"mode": "sum"},
+    "mean": {"mode": "mean"},
+    "max": {"mode": "max"},
+    "sum, padded": {"mode": "sum", "padding_idx": 3},
+    "mean, padded": {"mode": "mean", "padding_idx": 3},
+}
+
+
+def _bags(ids: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+    bags = {name: functional.embedding_bag(ids, TABLE, **how) for name, how in OPTIONS.items()}
+    weighted = functional.embedding_bag(ids, TABLE, mode="sum", per_sample_weights=weights)
+    return bags | {"weighted": weighted}
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
+def test_rows_of_equal_length(is_dynamic: bool) -> None:
+    ids = torch.tensor([[0, 3, 3, 8, 1], [3, 3, 3, 3, 3], [7, 6, 3, 2, 2]])
+    module, weights = Function(_bags), torch.linspace(-1.0, 1.0, 15).reshape(3, 5)
+    batch = {0: torch.export.Dim("batch", min=1, max=8)} if is_dynamic else None
+    shapes = ((batch, batch),) if is_dynamic else None
+    with torch.no_grad():
+        exported = torch.export.export(module, (ids, weights), dynamic_shapes=shapes)
+    partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
+    # Decomposed, it is an operator that ExecuTorch does not count among core ATen.
+    config = EdgeCompileConfig(_check_ir_validity=False)
+    edge = to_edge_transform_and_lower(exported, partitioner=[partitioner], compile_config=config)
+    pte = edge.to_executorch().buffer
+    assert not partitioner.report.undelegated
+    atol, rtol = ATOL_RTOL["fp32"]
+    for engine in ("reference", "openvino"):
+        results = runtime.load_program(pte, engine=engine).run("forward", [ids, weights])
+        for result, (name, expected) in zip(results, module(ids, weights).items(), strict=True):
+            torch.testing.assert_close(result, expected, atol=atol, rtol=rtol, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ({"offsets": torch.tensor([0, 2])}, "not known to have equally many elements"),
+        ({"mode": "max", "padding_idx": 3}, "the largest of bags with padding"),
+    ],
+)
+def test_other_bags_stay_on_the_cpu(how: dict[str, Any], why: str) -> None:
+    ids = torch.arange(6) if "offsets" in how else torch.arange(6).reshape(2, 3)
+    module = Function(lambda ids: functional.embedding_bag(ids, TABLE, **how))
+    with torch.no_grad():
+        exported = torch.export.export(module, (ids,))
+    report = CoreMLPartitioner(compile_specs=fp32_specs()).plan(exported)
+    (reason,) = {str(n.reason) for n in report.undelegated if "embedding_bag" in n.op}
+    assert why in reason

@@ -67,7 +67,10 @@ class Accuracy:
         signal: Energy of the expected values.
         noise: Energy of the differences; not finite once one of two values is not.
         max_abs_error: Largest absolute difference, 0 between values that both are NaN.
-        nan: Number of elements that are NaN in both.
+        elements: Number of elements.
+        nan: Number of those that are NaN in both.
+        compared: Number of those that are neither NaN in both nor 0 in both: they tell a right
+            program from one that loses its numbers.
         rows: Number of rows of class scores compared.
         agreeing: Number of rows in which both have the largest value at the same place.
         long_rows: Number of rows of more than five classes.
@@ -82,7 +85,9 @@ class Accuracy:
     signal: ExactSum = field(default_factory=ExactSum)
     noise: ExactSum = field(default_factory=ExactSum)
     max_abs_error: float = 0.0
+    elements: int = 0
     nan: int = 0
+    compared: int = 0
     rows: int = 0
     agreeing: int = 0
     long_rows: int = 0
@@ -145,7 +150,10 @@ class Accuracy:
         signals, error = signals_and_errors(want, got)
         worst = float(error.abs().max()) if error.numel() else 0.0
         self.max_abs_error = max(self.max_abs_error, math.inf if math.isnan(worst) else worst)
-        self.nan += int((want.isnan() & got.isnan()).sum())
+        self.elements += want.numel()
+        nan, zero = want.isnan() & got.isnan(), (want == 0) & (got == 0)
+        self.nan += int(nan.sum())
+        self.compared += int((~(nan | zero)).sum())
         self.signal.add(signals.square().numpy())
         self.noise.add(error.square().numpy())
         if worst:

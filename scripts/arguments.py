@@ -141,7 +141,8 @@ def add_data_set(parser: argparse.ArgumentParser, *, external: bool = False) -> 
         "--samples",
         type=positive,
         metavar="N",
-        help=f"samples of --data at most (default: all), else random inputs (default: {SAMPLES})",
+        help=f"samples of --data at most (default: all), else of inputs like the example (default: "
+        f"{SAMPLES})",
     )
 
 

@@ -204,7 +204,8 @@ def require(
         what: What is wrong then.
 
     Raises:
-        ProgramError: Names the outputs, and their ratios of signal to error.
+        ProgramError: Names the outputs, and their ratios of signal to error. Or nothing was
+            compared: an output is NaN on both sides wherever it is not 0, or all outputs are 0.
     """
     below = {n: a.sqnr_db for n, a in results.items() if not a.sqnr_db >= min_sqnr}
     if below:
@@ -216,6 +217,31 @@ def require(
             ),
             expected=f"at least {min_sqnr:g} dB",
         )
+    empty = {name: accuracy for name, accuracy in results.items() if not accuracy.compared}
+    if len(empty) < len(results):
+        empty = {name: accuracy for name, accuracy in empty.items() if accuracy.nan}
+    if empty:
+        raise ProgramError(
+            "nothing was compared",
+            got=", ".join(f"{name} {_trivial(accuracy)}" for name, accuracy in empty.items()),
+            expected="numbers other than 0",
+            remedy="Pass inputs for which the model computes some (--input)",
+        )
+
+
+def _ratio(accuracy: Accuracy) -> str:
+    if accuracy.sqnr_db != math.inf:
+        return f"{accuracy.sqnr_db:.1f} dB"
+    return "equal" if accuracy.compared else _trivial(accuracy)
+
+
+def _trivial(accuracy: Accuracy) -> str:
+    """Describe an output of which no value was compared."""
+    if not accuracy.elements:
+        return "without values"
+    if not accuracy.nan:
+        return "all 0"
+    return "all NaN" if accuracy.nan == accuracy.elements else "all NaN or 0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,8 +333,11 @@ def _samples(
         return [Sample([next(read) if isinstance(n, torch.Tensor) else n for n in source.leaves])]
     if args.data_set is not None:
         return DataSet(args.data_set, source, limit=args.samples)
-    random = resampled(source.leaves, args.samples or SAMPLES, args.seed)
-    return [Sample(leaves) for leaves in random]
+    count = args.samples or SAMPLES
+    # Inputs made of --input-shape are no example: they are random themselves.
+    example = [] if args.input_shape else [list(source.leaves)]
+    random = resampled(source.leaves, count - len(example), args.seed)
+    return [Sample(leaves) for leaves in (*example, *random)]
 
 
 def _percent(share: float | None) -> str:
@@ -355,6 +384,7 @@ def print_results(
                 "top5_agreement": accuracy.top5_agreement,
                 **_hits(accuracy),
                 "nan": accuracy.nan,
+                "compared": accuracy.compared,
                 "beyond_int32": accuracy.beyond_int32,
             }
             for name, accuracy in results.items()
@@ -368,11 +398,10 @@ def print_results(
         return
     rows = [("output", "SQNR", "max abs error", "top-1 agreement", "top-5 agreement")]
     for name, accuracy in results.items():
-        equal = accuracy.sqnr_db == math.inf
         rows.append(
             (
                 name,
-                "equal" if equal else f"{accuracy.sqnr_db:.1f} dB",
+                _ratio(accuracy),
                 f"{accuracy.max_abs_error:.3g}",
                 _percent(accuracy.top1_agreement),
                 _percent(accuracy.top5_agreement),

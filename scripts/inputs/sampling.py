@@ -19,15 +19,21 @@ def generator(seed: int) -> torch.Generator:
 
 
 def random_tensor(
-    dtype: torch.dtype, shape: Sequence[int], random: torch.Generator, *, high: int = 1
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    random: torch.Generator,
+    *,
+    low: int = 0,
+    high: int = 1,
 ) -> torch.Tensor:
     """Return a random tensor.
 
     Args:
-        dtype: Standard normal values for a floating-point type, 0 to ``high`` for integers, either
-            truth value for bool.
+        dtype: Standard normal values for a floating-point type, ``low`` to ``high`` for integers,
+            either truth value for bool.
         shape: Of the result.
         random: Source of randomness, advanced.
+        low: Smallest integer.
         high: Largest integer.
 
     Raises:
@@ -42,19 +48,44 @@ def random_tensor(
         return torch.randn(size, generator=random).to(dtype)
     if dtype is torch.bool:
         return torch.randint(0, 2, size, generator=random).to(dtype)
-    return torch.randint(0, high + 1, size, generator=random).to(dtype)
+    return torch.randint(low, high + 1, size, generator=random).to(dtype)
 
 
 def resample(example: Any, random: torch.Generator) -> Any:
-    """Return a random value like ``example``, integers from 0 to its largest, for token indices.
+    """Return a random value like ``example``: integers from its smallest to its largest.
 
-    A value that is no tensor is kept, because a program is specialised to it.
+    A value that is no tensor is kept, because a program is specialised to it; so is a mask, and so
+    are offsets and positions (see ``_has_structure``), because a model computes nothing of use, or
+    fails, where they are random.
     """
-    if not isinstance(example, torch.Tensor):
+    if not isinstance(example, torch.Tensor) or _has_structure(example):
         return example
-    integral = not example.dtype.is_floating_point and example.numel()
-    high = max(int(example.max()), 1) if integral and example.dtype is not torch.bool else 1
-    return random_tensor(example.dtype, example.shape, random, high=high)
+    if example.dtype.is_floating_point or example.dtype is torch.bool or not example.numel():
+        return random_tensor(example.dtype, example.shape, random)
+    low, high = int(example.min()), int(example.max())
+    return random_tensor(example.dtype, example.shape, random, low=low, high=high)
+
+
+def _has_structure(example: torch.Tensor) -> bool:
+    """Whether a tensor of several elements is a mask, offsets or positions by its values.
+
+    A mask is of bool, has infinities, or has two values, one of them 0 (0 and 1, 0 and -1e9).
+    Offsets and positions are integers that never fall along the last dimension, and rise.
+    """
+    if example.numel() < 2:
+        return False
+    if example.dtype is torch.bool or bool(example.isinf().any()):
+        return True
+    low, high = example.min(), example.max()
+    if low == high:
+        return False
+    if (low == 0 or high == 0) and bool(((example == low) | (example == high)).all()):
+        return True
+    return (
+        not example.dtype.is_floating_point
+        and example.shape[-1] > 1
+        and bool((example[..., 1:] >= example[..., :-1]).all())
+    )
 
 
 def resampled(leaves: Sequence[Any], count: int, seed: int) -> Iterator[list[Any]]:

@@ -64,13 +64,39 @@ def test_tensors_larger_than_memory_are_refused():
 
 
 def test_resampled_indices_stay_in_range():
-    example = torch.tensor([3, 7, 0] * 50)
+    example = torch.tensor([3, 7, 2] * 50)
     again = resample(example, generator(0))
     assert again.dtype == example.dtype
     assert again.shape == example.shape
-    assert (int(again.min()), int(again.max())) == (0, 7)
+    assert (int(again.min()), int(again.max())) == (2, 7)
     assert resample(5, generator(0)) == 5
-    assert resample(torch.tensor([True, False]), generator(0)).dtype == torch.bool
+    assert resample(torch.tensor([4]), generator(0)).tolist() == [4]
+
+
+_CAUSAL = torch.ones(4, 4).tril()
+
+
+@pytest.mark.parametrize(
+    ("example", "kept"),
+    [
+        (_CAUSAL > 0, True),
+        (_CAUSAL, True),
+        (_CAUSAL.int(), True),
+        (_CAUSAL.log(), True),
+        ((_CAUSAL - 1) * 1e9, True),
+        (torch.arange(8).expand(2, 8), True),
+        (torch.tensor([0, 3, 3, 7]), True),
+        (torch.tensor([3, 7, 5]), False),
+        (torch.tensor([[3], [7]], dtype=torch.uint8), False),
+        (torch.tensor([200, 3, 90], dtype=torch.uint8), False),
+        (torch.zeros(1, 8), False),
+        (torch.linspace(0, 1, 8), False),
+    ],
+    ids=str,
+)
+def test_masks_offsets_and_positions_are_kept(example, kept):
+    draws = [resample(example, generator(seed)) for seed in range(8)]
+    assert all(torch.equal(draw, example) for draw in draws) is kept
 
 
 def test_accuracy_over_several_samples():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -16,14 +17,17 @@ from support.packages import package_files
 from support.tolerances import SQNR_FP32
 
 from coreml_delegate import runtime
+from coreml_delegate.errors import ProgramError
 from coreml_delegate.formats.files import write_folder
 from coreml_delegate.runtime.accuracy import Accuracy
 from coreml_delegate.scripts.cli import main
+from coreml_delegate.scripts.commands.verify import require
 from coreml_delegate.scripts.programs import load
 
 pytestmark = pytest.mark.xdist_group("cli")
 
 _OVERFLOWING = f"{MODELS}:overflowing"
+_MASKED = f"{MODELS}:masked"
 
 
 @pytest.fixture(autouse=True)
@@ -177,10 +181,46 @@ def test_equal_infinities_do_not_hide_other_errors():
 
 
 def test_nan_on_both_sides_is_reported(capsys):
-    assert main(["export", _OVERFLOWING, "-o", "a.pte"]) == 0
-    np.save("x.npy", np.full((4, 8), np.nan, np.float32))
+    assert main(["export", _MASKED, "-o", "a.pte"]) == 0
+    values = np.ones((8, 2), np.float32)
+    verify = ["verify", _MASKED, "a.pte", "--input", "x.npz"]
+    for rows, code in ((slice(1, 2), 0), (slice(None), 1)):
+        values[rows] = np.nan
+        np.savez("x.npz", x=values, mask=np.ones((8, 2), bool))
+        capsys.readouterr()
+        assert main(verify) == code
+        captured = capsys.readouterr()
+        assert f"output_0: {int(np.isnan(values).sum())} values are NaN in both\n" in captured.out
+    assert "output_0  all NaN" in captured.out
+    assert "nothing was compared: got output_0 all NaN, output_1 all NaN, exp" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ({"y": [0.0, -0.0]}, "got y all 0,"),
+        ({"y": [math.nan, 0.0]}, "got y all NaN or 0,"),
+        ({"y": [0.0], "z": [0]}, "got y all 0, z all 0,"),
+        ({"y": [math.nan], "z": [1]}, "got y all NaN,"),
+        ({"y": []}, "got y without values,"),
+        ({"y": [0.0], "z": [math.nan, 1.0]}, None),
+    ],
+)
+def test_zeros_and_nan_are_not_compared(outputs, message):
+    results = {name: _accuracy(values, values) for name, values in outputs.items()}
+    with pytest.raises(ProgramError, match=message) if message else contextlib.nullcontext():
+        require(results, 30.0)
+
+
+# Inputs
+
+
+def test_the_example_comes_first_and_masks_are_kept(capsys):
+    """The example overflows in fp16, and a row of which all is masked is NaN."""
+    assert main(["export", _MASKED, "-o", "a.pte"]) == 0
     capsys.readouterr()
-    assert main(["verify", _OVERFLOWING, "a.pte", "--input", "x.npy"]) == 0
-    printed = capsys.readouterr().out
-    assert "output_0  equal" in printed
-    assert "output_0: 32 values are NaN in both\n" in printed
+    assert main(["verify", _MASKED, "a.pte", "--samples", "1"]) == 1
+    assert "got output_0 at -inf dB" in capsys.readouterr().err
+    assert main(["verify", _MASKED, "a.pte", "--engine", "openvino", "--json"]) == 0
+    outputs = json.loads(capsys.readouterr().out)["outputs"]
+    assert [output["nan"] for output in outputs.values()] == [0, 0]

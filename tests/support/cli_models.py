@@ -37,6 +37,15 @@ def classifier():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
+class Masked(nn.Module):
+    def forward(self, x, mask):
+        return torch.exp(x), x.masked_fill(~mask, -torch.inf).softmax(-1)
+
+
+def masked():
+    return Masked(), (torch.full((8, 2), 12.0), torch.tensor([[True, False], [True, True]] * 4))
+
+
 class Noisy(nn.Module):
     def forward(self, x):
         print("noise")  # noqa: T201 - the very thing that must not reach the user's stdout

@@ -11,7 +11,7 @@ if __name__ == "runtime":
 from coreml_delegate.errors import EngineUnavailableError, OptionError
 from coreml_delegate.formats.blob import Buffer
 from coreml_delegate.formats.entry_cache import CacheOptions
-from coreml_delegate.formats.mlpackage import map_folder
+from coreml_delegate.formats.mlpackage import map_package
 from coreml_delegate.runtime import hosts
 from coreml_delegate.runtime.coremltools_patch import CoreMLToolsPatch, patch_coremltools
 from coreml_delegate.runtime.delegate import blob_files, delegate_loader
@@ -20,6 +20,7 @@ from coreml_delegate.runtime.engines.base import EngineOptions, Precision, State
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
 from coreml_delegate.runtime.hosts import HOSTS
 from coreml_delegate.runtime.model import Model
+from coreml_delegate.runtime.pipeline import Pipeline, load_package
 from coreml_delegate.runtime.program import shim_build, stock
 from coreml_delegate.runtime.program.host import PythonProgram
 from coreml_delegate.runtime.program.ptd import Sources
@@ -33,8 +34,8 @@ def load_mlpackage(
     function_name: str | None = None,
     engine: str = AUTO,
     options: EngineOptions | None = None,
-) -> Model:
-    """Load an ``.mlpackage`` that holds an ML Program.
+) -> Model | Pipeline:
+    """Load an ``.mlpackage`` that holds an ML Program or a pipeline of ML Programs.
 
     Args:
         path: The package folder; weights stay mapped, not read.
@@ -44,13 +45,13 @@ def load_mlpackage(
         options: How to execute.
 
     Raises:
-        ProgramError: No such package or function, or not an ML Program.
+        ProgramError: No such package or function, or a model of another type.
         BlobFormatError: A part is missing or malformed.
         UnsupportedOpError: The engine lacks an op.
         EngineUnavailableError: The engine cannot be used here.
     """
-    return Model.from_files(
-        map_folder(Path(path)), function_name=function_name, engine=engine, options=options
+    return load_package(
+        map_package(Path(path)), function_name=function_name, engine=engine, options=options
     )
 
 
@@ -186,6 +187,7 @@ __all__ = [
     "EngineOptions",
     "Fault",
     "Model",
+    "Pipeline",
     "Precision",
     "PythonProgram",
     "State",

@@ -27,30 +27,20 @@ import numpy as np
 
 from coreml_delegate import third_party
 from coreml_delegate.errors import CoreMLDelegateError, InputError, OptionError
-from coreml_delegate.formats.mlpackage import map_folder
+from coreml_delegate.formats.mlpackage import map_package
 from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.engines.base import Array, EngineOptions, State
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
 from coreml_delegate.runtime.measured_plan import MeasuredPlan
-from coreml_delegate.runtime.mil.program import ColorSpace, Feature
-from coreml_delegate.runtime.mil.reader import read_program
 from coreml_delegate.runtime.model import Model
+from coreml_delegate.runtime.pictures import array_to_picture, is_picture
+from coreml_delegate.runtime.pipeline import Pipeline, load_package
 from coreml_delegate.targets import Opset
 
 _ASYNC_WRAPPER = "coremltools.models.ml_program.experimental.async_wrapper"
 
 # The macOS whose Core ML reads the newest specification version known here.
 _MACOS_VERSION = (26, 0)
-
-
-# Mode of Pillow by the color space of an image feature.
-_MODES = {
-    ColorSpace.RGB: "RGB",
-    ColorSpace.BGR: "RGB",
-    ColorSpace.GRAYSCALE: "L",
-    ColorSpace.GRAYSCALE_FLOAT16: "F",
-}
-_BRIGHTEST = 255
 
 
 class FrameworkError(CoreMLDelegateError, RuntimeError):
@@ -110,20 +100,19 @@ class StateProxy:
 
 
 class ModelProxy:
-    """The model that an ``MLModel`` holds: one function of its program on an engine.
+    """The model that an ``MLModel`` holds: one function of its program on an engine, or a pipeline.
 
     Args:
         model: Ready to predict.
         load_nanoseconds: How long reading and compiling it took.
     """
 
-    def __init__(self, model: Model, load_nanoseconds: int) -> None:
+    def __init__(self, model: Model | Pipeline, load_nanoseconds: int) -> None:
         self.model = model
         self._load_nanoseconds = load_nanoseconds
         self._predict_nanoseconds: int | None = None
         self._dtypes = dict(zip(model.input_names, model.param_dtypes(), strict=True))
-        self._images = {f.name: f for f in model.function.inputs if f.color_space is not None}
-        self._color_spaces = {f.name: f.color_space for f in model.function.outputs}
+        self._color_spaces = {f.name: f.color_space for f in model.outputs}
 
     def predict(self, data: Mapping[str, Any], state: StateProxy | None = None) -> dict[str, Any]:
         """Run once.
@@ -134,8 +123,8 @@ class ModelProxy:
             state: From ``newState``; updated in place.
 
         Returns:
-            Arrays by output name; pictures for images. As in Core ML, which has no scalars, rank 0
-            becomes ``[1]``.
+            Arrays by output name; pictures for images; the label and the probabilities of a
+            classifier. As in Core ML, which has no scalars, rank 0 becomes ``[1]``.
 
         Raises:
             FrameworkError: An input does not fit, or an op failed.
@@ -145,13 +134,13 @@ class ModelProxy:
             inputs = {name: self._input(name, value) for name, value in data.items()}
             outputs = self.model.predict(inputs, state.state if state is not None else None)
         self._predict_nanoseconds = time.perf_counter_ns() - started
-        return {name: self._output(name, array) for name, array in outputs.items()}
+        return {name: self._output(name, value) for name, value in outputs.items()}
 
-    def _output(self, name: str, array: Array) -> Any:
+    def _output(self, name: str, value: Any) -> Any:
         color_space = self._color_spaces.get(name)
         if color_space is not None:
-            return array_to_picture(array, color_space)
-        return array.reshape(array.shape or (1,))
+            return array_to_picture(value, color_space)
+        return value.reshape(value.shape or (1,)) if isinstance(value, np.ndarray) else value
 
     def batchPredict(self, data: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Run once for each element; see ``predict``."""
@@ -168,7 +157,7 @@ class ModelProxy:
         """
         state = self.model.make_state()
         if state is None:
-            raise FrameworkError("function has no state", got=repr(self.model.function.name))
+            raise FrameworkError("function has no state", got=repr(self.model.function_name))
         return StateProxy(state)
 
     def get_load_duration_in_nano_seconds(self) -> int:
@@ -187,10 +176,9 @@ class ModelProxy:
         """
         _only_core_ml("compiled models (.mlmodelc)")
 
-    def _input(self, name: str, value: Any) -> Array:
-        feature = self._images.get(name)
-        if feature is not None and hasattr(value, "mode"):
-            return picture_to_array(value, feature)
+    def _input(self, name: str, value: Any) -> Any:
+        if is_picture(value):
+            return value
         array: Array = np.asarray(value)
         dtype = self._dtypes.get(name)
         if dtype is None or dtype.kind not in "iu" or array.dtype.kind != "f":
@@ -244,19 +232,13 @@ class ModelLoader:
             _only_core_ml("compiled models (.mlmodelc)")
         started = time.perf_counter_ns()
         with _as_framework_error():
-            model = self._model(Path(path), function_name or None)
-        return ModelProxy(model, time.perf_counter_ns() - started)
-
-    def _model(self, path: Path, function_name: str | None) -> Model:
-        if path.is_dir():
-            return Model.from_files(
-                map_folder(path),
-                function_name=function_name,
+            model = load_package(
+                map_package(Path(path)),
+                function_name=function_name or None,
                 engine=self.engine,
                 options=self.options,
             )
-        program = read_program(path.read_bytes(), {})
-        return Model(program, function_name=function_name, engine=self.engine, options=self.options)
+        return ModelProxy(model, time.perf_counter_ns() - started)
 
     @property
     def retrieve_compute_plan(self) -> Callable[[Any], Coroutine[Any, Any, MeasuredPlan]]:
@@ -304,60 +286,6 @@ class ModelLoader:
             FrameworkError: Always.
         """
         _only_core_ml("compiled models (.mlmodelc)")
-
-
-# --- pictures -------------------------------------------------------------------------------------
-
-
-def picture_to_array(picture: Any, feature: Feature) -> Array:
-    """Convert a ``PIL.Image.Image`` to the array of an image feature.
-
-    A program takes pixels as floats from 0 to 255, with one channel or three, in the order of its
-    color space; it scales them itself.
-
-    Source: ``ImageFeatureType`` in coremltools' ``FeatureTypes.proto``.
-
-    Args:
-        picture: Picture of mode ``RGB``, ``L`` or ``F``, as the color space demands.
-        feature: An image feature.
-
-    Returns:
-        fp32 [1, C, H, W].
-
-    Raises:
-        InputError: The picture has the wrong mode, or the feature is no image.
-    """
-    if feature.color_space is None:
-        raise InputError(f"input {feature.name!r} is no image", got=f"a picture {picture.size}")
-    mode = _MODES[feature.color_space]
-    if picture.mode != mode:
-        raise InputError(
-            f"image input {feature.name!r} has another mode", got=picture.mode, expected=mode
-        )
-    pixels = np.asarray(picture, dtype=np.float32)
-    if pixels.ndim == 2:
-        return pixels[None, None]
-    ordered = pixels[..., ::-1] if feature.color_space is ColorSpace.BGR else pixels
-    return np.ascontiguousarray(ordered.transpose(2, 0, 1)[None])
-
-
-def array_to_picture(pixels: Array, color_space: ColorSpace) -> Any:
-    """Convert an image output to a ``PIL.Image.Image``.
-
-    Args:
-        pixels: [1, C, H, W]; values beyond 0 to 255 are clipped, others rounded, unless the color
-            space has floats.
-        color_space: Color space of the output.
-    """
-    image = importlib.import_module("PIL.Image")
-    plane = pixels.astype(np.float32)[0]
-    if color_space is ColorSpace.GRAYSCALE_FLOAT16:
-        return image.fromarray(plane[0])
-    whole = np.rint(plane.clip(0, _BRIGHTEST)).astype(np.uint8)
-    if color_space is ColorSpace.GRAYSCALE:
-        return image.fromarray(whole[0])
-    ordered = whole[::-1] if color_space is ColorSpace.BGR else whole
-    return image.fromarray(np.ascontiguousarray(ordered.transpose(1, 2, 0)))
 
 
 # --- the patch ------------------------------------------------------------------------------------
@@ -421,8 +349,8 @@ def patch_coremltools(engine: str = AUTO, options: EngineOptions | None = None) 
     """Make ``predict`` and ``make_state`` of ``coremltools.models.MLModel`` work on this machine.
 
     The patch applies to models loaded from now on, also by ``coremltools.convert``. They must be ML
-    Programs whose inputs and outputs are multi-arrays or images; any compute unit is accepted. On
-    macOS, where coremltools has Core ML itself, this does nothing.
+    Programs, classifiers too, or pipelines of ML Programs and non-maximum suppression; any compute
+    unit is accepted. On macOS, where coremltools has Core ML itself, this does nothing.
 
     Args:
         engine: ``auto``, or an engine's name.

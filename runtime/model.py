@@ -23,6 +23,7 @@ from coreml_delegate.runtime.engines.shapes import InputShapes, check_shape, sma
 from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import (
+    Classifier,
     Feature,
     Function,
     Program,
@@ -31,6 +32,7 @@ from coreml_delegate.runtime.mil.program import (
 )
 from coreml_delegate.runtime.mil.reader import read_files
 from coreml_delegate.runtime.native import NativeCall, NativeInterface, NativeProgram
+from coreml_delegate.runtime.pictures import is_picture, picture_to_array
 from coreml_delegate.runtime.tracing import Listener
 
 Array = NDArray[Any]
@@ -119,8 +121,28 @@ class Model:
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """Names of the outputs, in declaration order."""
+        """Names of the outputs, in declaration order; without a classifier's label."""
         return tuple(f.name for f in self.function.outputs)
+
+    @property
+    def inputs(self) -> tuple[Feature, ...]:
+        """The inputs, in declaration order."""
+        return self.function.inputs
+
+    @property
+    def outputs(self) -> tuple[Feature, ...]:
+        """The outputs that ``compute`` returns, in order."""
+        return self.function.outputs
+
+    @property
+    def function_name(self) -> str:
+        """Name of the function."""
+        return self.function.name
+
+    @property
+    def classifiers(self) -> tuple[Classifier, ...]:
+        """The labels of a classifier; empty for any other function."""
+        return () if self.function.classifier is None else (self.function.classifier,)
 
     def make_state(self) -> State | None:
         """Return a new state, all zeros, to pass to ``predict``; None for a stateless function.
@@ -131,20 +153,37 @@ class Model:
         limits.require_memory(_state_nbytes(self.function), "the state")
         return self._compiled.make_state()
 
-    def predict(self, inputs: Mapping[str, Any], state: State | None = None) -> dict[str, Array]:
+    def predict(self, inputs: Mapping[str, Any], state: State | None = None) -> dict[str, Any]:
         """Run once.
 
         Args:
             inputs: Arrays (anything ``numpy.asarray`` takes) by input name. A dtype of the same
-                kind as the declared one is cast.
+                kind as the declared one is cast. An image is a picture of Pillow, or an array of
+                pixels from 0 to 255, [1, C, H, W].
             state: From ``make_state``; updated in place.
 
         Returns:
-            Arrays by output name, in declaration order.
+            Arrays by output name, in declaration order. Of a classifier, the label of the most
+            probable class, and a dictionary of probabilities by label.
 
         Raises:
-            InputError: A name, shape or dtype that the function does not take.
+            InputError: A name, shape, dtype or picture that the function does not take.
             ExecutionError: An op failed.
+        """
+        return with_labels(self.compute(inputs, state), self.classifiers)
+
+    def compute(self, inputs: Mapping[str, Any], state: State | None = None) -> dict[str, Array]:
+        """Run once, as ``predict``, and return tensors only.
+
+        Args:
+            inputs: See ``predict``.
+            state: See ``predict``.
+
+        Returns:
+            Arrays by output name; of a classifier the probabilities, in the order of its labels.
+
+        Raises:
+            CoreMLDelegateError: See ``predict``.
         """
         return self._compiled(self._inputs(inputs), state)
 
@@ -267,6 +306,7 @@ class Model:
             self.function,
             outputs=tuple(outputs),
             block=replace(self.function.block, outputs=names),
+            classifier=None,
         )
         functions = {**self.program.functions, function.name: function}
         return Model(
@@ -322,11 +362,27 @@ class Model:
                 got=", ".join(sorted(inputs)) or "no input",
                 expected=", ".join(self.input_names),
             )
-        array = np.asarray(inputs[feature.name])
+        value = inputs[feature.name]
+        array = picture_to_array(value, feature) if is_picture(value) else np.asarray(value)
         if array.ndim == 0 and feature.type.shape == (1,):
             array = array.reshape(1)
         check_shape(feature, array.shape)
         return _cast_declared(feature, array, self._param_dtypes[feature.name])
+
+
+def with_labels(outputs: Mapping[str, Array], classifiers: Sequence[Classifier]) -> dict[str, Any]:
+    """Return outputs with the label, and with probabilities by label, of each classifier."""
+    results: dict[str, Any] = dict(outputs)
+    for classifier in classifiers:
+        values = outputs[classifier.probabilities].reshape(-1).tolist()
+        results[classifier.label] = best_label(outputs[classifier.probabilities], classifier)
+        results[classifier.probabilities] = dict(zip(classifier.labels, values, strict=True))
+    return results
+
+
+def best_label(probabilities: Any, classifier: Classifier) -> str | int:
+    """Return the label of the largest probability, in an array or tensor of any shape."""
+    return classifier.labels[int(probabilities.argmax())]
 
 
 def _state_nbytes(function: Function) -> int:

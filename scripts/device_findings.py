@@ -14,7 +14,7 @@ from coreml_delegate.device_check import CheckedModel, Finding, Rule, Use
 from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.formats.blob import Buffer, unflatten
 from coreml_delegate.formats.blob_layout import DebugInfo, debug_info_in
-from coreml_delegate.formats.mlpackage import map_folder
+from coreml_delegate.formats.mlpackage import map_package
 from coreml_delegate.partition import DelegationReport
 from coreml_delegate.partition.report import DeviceFinding
 from coreml_delegate.runtime.delegate import blob_files
@@ -65,7 +65,7 @@ def models_of_package(path: Path) -> ProgramModels:
         BlobFormatError: A part is missing or malformed.
         ProgramError: The package does not exist, or is not an ML Program.
     """
-    files = map_folder(path)
+    files = map_package(path)
     program = read_files(files)
     uses = tuple(Use(path.stem, name) for name in program.functions)
     return ProgramModels((ModelFiles(CheckedModel(program, uses), files),), {})

@@ -16,13 +16,15 @@ import torch
 
 from coreml_delegate import runtime
 from coreml_delegate.errors import OptionError, ProgramError
+from coreml_delegate.formats.mlpackage import map_package
 from coreml_delegate.runtime import hosts
 from coreml_delegate.runtime.delegate import CoreMLDelegate, delegate_loader, read_blob
 from coreml_delegate.runtime.diagnosis import Diagnosis
 from coreml_delegate.runtime.engines.selection import OPENVINO, REFERENCE
 from coreml_delegate.runtime.mil.dtypes import DType
-from coreml_delegate.runtime.mil.program import Feature, Function
-from coreml_delegate.runtime.mil.reader import read_mlpackage
+from coreml_delegate.runtime.mil.program import Classifier, Feature, Function
+from coreml_delegate.runtime.mil.reader import read_files
+from coreml_delegate.runtime.pipeline import read_pipeline
 from coreml_delegate.runtime.program.delegate_interface import COREML_BACKEND_ID, DelegatePayload
 from coreml_delegate.runtime.program.plan import JumpFalseCall, TensorSpec
 from coreml_delegate.runtime.program.pte import PteProgram
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from coreml_delegate.stablehlo import Program
 
 PACKAGE_SUFFIX = ".mlpackage"
+MODEL_SUFFIX = ".mlmodel"
 
 # The type in which the openvino engine computes floating-point values.
 _COMPUTED = {runtime.Precision.F32: DType.FP32, runtime.Precision.BF16: DType.BF16}
@@ -62,6 +65,7 @@ class Port:
             for an ``.mlpackage``.
         is_tensor: Whether the input is a tensor; its dtype and shape mean nothing otherwise.
         fixed: The value the program was exported for, if the input is no tensor.
+        image: The image that the input is of an ``.mlpackage``; None for an array.
     """
 
     name: str
@@ -69,6 +73,7 @@ class Port:
     shape: tuple[int, ...]
     is_tensor: bool = True
     fixed: bool | float | str | None = None
+    image: Feature | None = None
 
 
 Output: TypeAlias = torch.Tensor | None
@@ -126,6 +131,11 @@ class LoadedProgram(Protocol):
     @property
     def execution(self) -> Execution:
         """The engines that run it."""
+        ...
+
+    @property
+    def classifiers(self) -> tuple[Classifier, ...]:
+        """The labels of outputs that are probabilities of classes."""
         ...
 
     def run(self, inputs: Sequence[Any]) -> dict[str, Output]:
@@ -311,10 +321,12 @@ def _judging_engine(
 
 
 def _functions(path: Path, method: str | None, data: Sequence[Path]) -> Iterator[Function]:
-    """Yield the MIL functions that a method of a ``.pte`` runs, or the function of a package."""
+    """Yield the MIL functions that a method of a ``.pte`` runs, or those of a package."""
     if is_package(path):
-        program = read_mlpackage(path)
-        yield program.function(method)
+        files = map_package(path)
+        pipeline = read_pipeline(files)
+        for package in (files,) if pipeline is None else pipeline.packages():
+            yield read_files(package).function(method)
         return
     pte = open_pte(path, data)
     info = pte.method(method or default_method(pte.method_names))
@@ -340,8 +352,8 @@ def _execution(models: Sequence[runtime.Model], options: runtime.EngineOptions) 
 
 
 def is_package(path: Path) -> bool:
-    """Whether ``path`` is taken for an ``.mlpackage`` rather than a ``.pte``."""
-    return path.suffix == PACKAGE_SUFFIX or path.is_dir()
+    """Whether ``path`` is taken for a model of Core ML rather than a ``.pte``."""
+    return path.suffix in (PACKAGE_SUFFIX, MODEL_SUFFIX) or path.is_dir()
 
 
 def default_method(names: Sequence[str]) -> str:
@@ -350,6 +362,8 @@ def default_method(names: Sequence[str]) -> str:
 
 
 class _LoadedPte:
+    classifiers = ()
+
     def __init__(
         self,
         program: runtime.PythonProgram | runtime.StockProgram,
@@ -417,16 +431,21 @@ def _port(name: str, spec: Any) -> Port:
 class _LoadedPackage:
     host_name = ""
 
-    def __init__(self, model: runtime.Model, options: runtime.EngineOptions) -> None:
+    def __init__(
+        self, model: runtime.Model | runtime.Pipeline, options: runtime.EngineOptions
+    ) -> None:
         self._model = model
         self._state = model.make_state()
-        self.inputs = tuple(feature_port(feature) for feature in model.function.inputs)
-        self.execution = _execution([model], options)
+        # The thresholds of a pipeline keep their defaults.
+        is_model = isinstance(model, runtime.Model)
+        self.inputs = tuple(feature_port(f) for f in model.inputs if is_model or not f.optional)
+        self.classifiers = model.classifiers
+        self.execution = _execution([model] if is_model else model.models, options)
 
     def run(self, inputs: Sequence[Any]) -> dict[str, Output]:
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         arrays = {port.name: t.numpy() for port, t in zip(self.inputs, tensors, strict=True)}
-        results = self._model.predict(arrays, self._state)
+        results = self._model.compute(arrays, self._state)
         return {name: torch.from_numpy(array) for name, array in results.items()}
 
     def states(self) -> Snapshot:
@@ -438,6 +457,7 @@ class _LoadedPackage:
 
 class _LoadedStableHLO:
     host_name = ""
+    classifiers = ()
 
     def __init__(self, program: Program, options: runtime.EngineOptions) -> None:
         self._program = program
@@ -474,7 +494,9 @@ def feature_port(feature: Feature) -> Port:
     elif feature.bounds:
         shape = tuple(max(size, low) for size, (low, _) in zip(shape, feature.bounds, strict=True))
     dtype = torch.from_numpy(np.empty(0, feature.type.dtype.numpy)).dtype
-    return Port(feature.name, dtype, shape)
+    return Port(
+        feature.name, dtype, shape, image=feature if feature.color_space is not None else None
+    )
 
 
 class TraceableProgram(Protocol):
@@ -507,7 +529,9 @@ def load_traceable(path: Path, *, method: str | None, min_sqnr_db: float) -> Tra
         model = compile_file(path, REFERENCE.name).executable.model
         return _TraceablePackage(path.stem, model, min_sqnr_db)
     if is_package(path):
-        model = runtime.load_mlpackage(path, function_name=method, engine=REFERENCE.name)
+        model = runtime.Model.from_files(
+            map_package(path), function_name=method, engine=REFERENCE.name
+        )
         return _TraceablePackage(path.stem, model, min_sqnr_db)
     return _TraceablePte(path, method, min_sqnr_db)
 

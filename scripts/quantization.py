@@ -17,6 +17,7 @@ from coreml_delegate.scripts import arguments, console
 from coreml_delegate.targets import Opset
 
 if TYPE_CHECKING:
+    from coreml_delegate.runtime.mil.program import Feature
     from coreml_delegate.source_model import SourceModel
 
 _CALIBRATION = (
@@ -128,8 +129,15 @@ def calibration_samples(
     return []
 
 
-def read_samples(args: argparse.Namespace, source: SourceModel) -> list[list[Any]]:
+def read_samples(
+    args: argparse.Namespace, source: SourceModel, image: Feature | None = None
+) -> list[list[Any]]:
     """Read the data of ``--calibration``, at most ``--calibration-samples`` of it.
+
+    Args:
+        args: With these options.
+        source: The model.
+        image: See ``DataSet``.
 
     Raises:
         OptionError: The data cannot be read or do not fit the model.
@@ -137,7 +145,7 @@ def read_samples(args: argparse.Namespace, source: SourceModel) -> list[list[Any
     from coreml_delegate.scripts.inputs.data_sets import read_calibration
 
     limit = args.calibration_samples or _DEFAULT_SAMPLES
-    return read_calibration(args.calibration, source, limit=limit)
+    return read_calibration(args.calibration, source, limit=limit, image=image)
 
 
 def compile_specs(

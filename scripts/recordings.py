@@ -14,9 +14,11 @@ from typing import Any, Final
 import torch
 
 from coreml_delegate.errors import OptionError, ProgramError
+from coreml_delegate.formats.mlpackage import map_package
 from coreml_delegate.runtime.accuracy import Accuracy
 from coreml_delegate.runtime.engines.base import EngineOptions
-from coreml_delegate.runtime.mil.reader import read_mlpackage
+from coreml_delegate.runtime.mil.reader import read_files
+from coreml_delegate.runtime.pipeline import read_pipeline
 from coreml_delegate.runtime.recording import (
     Call,
     RecordedFile,
@@ -86,7 +88,10 @@ class Loading:
         if is_stablehlo(self.path):
             return {_ONLY: None}
         if is_package(self.path):
-            return {name: name for name in read_mlpackage(self.path).functions}
+            files = map_package(self.path)
+            if read_pipeline(files) is not None:
+                return {_ONLY: None}
+            return {name: name for name in read_files(files).functions}
         return {name: name for name in open_pte(self.path, self.data).method_names}
 
     def compute_units(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.formats.blob import unflatten
 from coreml_delegate.formats.blob_layout import metadata_in
+from coreml_delegate.formats.mlpackage import map_package
 from coreml_delegate.quantization.weight_inventory import summarize_weights
 from coreml_delegate.runtime.delegate import python_reason, read_blob
 from coreml_delegate.runtime.engines.selection import ENGINES, engines_here
@@ -19,7 +21,8 @@ from coreml_delegate.runtime.mil.program import (
     Function,
     Program,
 )
-from coreml_delegate.runtime.mil.reader import read_mlpackage
+from coreml_delegate.runtime.mil.reader import read_files
+from coreml_delegate.runtime.pipeline import Files, PipelineSpec, Suppression, read_pipeline
 from coreml_delegate.runtime.program.plan import (
     DelegateInfo,
     MethodInfo,
@@ -57,14 +60,44 @@ def summarize_pte(path: Path, data: Sequence[Path] = ()) -> dict[str, Any]:
 
 
 def summarize_package(path: Path) -> dict[str, Any]:
-    """Summarize the model of an mlpackage.
+    """Summarize the model, or the models of the pipeline, of an mlpackage.
 
     Raises:
         BlobFormatError: A part is missing or malformed.
-        ProgramError: The package does not exist, or is not an ML Program.
+        ProgramError: The package does not exist, or a model is not an ML Program.
     """
-    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    return {"file": str(path), "bytes": size, "model": summarize_model(read_mlpackage(path))}
+    files = map_package(path)
+    size = sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file())
+    pipeline = read_pipeline(files)
+    content = (
+        {"model": summarize_model(read_files(files))}
+        if pipeline is None
+        else {"pipeline": _pipeline(pipeline)}
+    )
+    return {"file": str(path), "bytes": size} | content
+
+
+def _pipeline(pipeline: PipelineSpec) -> dict[str, Any]:
+    return {
+        "inputs": list(pipeline.inputs),
+        "outputs": list(pipeline.outputs),
+        "models": [_stage(stage) for stage in pipeline.stages],
+    }
+
+
+def _stage(stage: Files | Suppression | PipelineSpec) -> dict[str, Any]:
+    if isinstance(stage, PipelineSpec):
+        return {"type": "pipeline"} | _pipeline(stage)
+    if isinstance(stage, Suppression):
+        return {
+            "type": "non-maximum suppression",
+            "iou_threshold": stage.iou_threshold.default,
+            "confidence_threshold": stage.confidence_threshold.default,
+            "per_class": stage.per_class,
+            "fewest_boxes": stage.fewest,
+            "most_boxes": stage.most,
+        }
+    return {"type": "ML Program"} | summarize_model(read_files(stage))
 
 
 def summarize_stablehlo(path: Path) -> dict[str, Any]:
@@ -179,7 +212,8 @@ def _options(info: DelegateInfo) -> dict[str, Any] | None:
 def _function(function: Function) -> dict[str, Any]:
     ops = [op for op in function.block.walk() if op.type != _CONST]
     obstacles = {name: _obstacles(name, function) for name in engines_here()}
-    return {
+    classifier = function.classifier
+    summary = {
         "name": function.name,
         "opset": function.opset,
         "deployment_target": _target(function.opset),
@@ -193,6 +227,7 @@ def _function(function: Function) -> dict[str, Any]:
         "engine": next((name for name, why in obstacles.items() if not why), None),
         "obstacles": {name: why for name, why in obstacles.items() if why},
     }
+    return summary | ({} if classifier is None else {"classifier": asdict(classifier)})
 
 
 def _target(opset: str) -> str | None:
@@ -213,6 +248,8 @@ def _feature(feature: Feature) -> dict[str, Any]:
         "dtype": feature.type.dtype.label,
         "shape": None if feature.type.shape is None else list(feature.type.shape),
     }
+    if feature.color_space is not None:
+        summary["image"] = feature.color_space.value
     if feature.shapes:
         summary["enumerated_shapes"] = [list(shape) for shape in feature.shapes]
     if feature.bounds:

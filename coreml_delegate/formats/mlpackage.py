@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from coreml_delegate.errors import BlobFormatError, ProgramError
 from coreml_delegate.formats.blob import Buffer, Content
@@ -32,6 +32,8 @@ MODEL_PATH = "@model_path/"
 """How MIL names the folder of the specification."""
 MAIN = "main"
 """Name of the function of a model with one function."""
+
+C = TypeVar("C", bound=Content)
 
 _AUTHOR = "com.apple.CoreML"
 _DATA = "Data"
@@ -54,6 +56,30 @@ class PackageParts:
 
     spec: memoryview
     weights: Mapping[str, memoryview]
+
+
+def map_package(path: Path) -> dict[str, Buffer]:
+    """Return the files of an mlpackage, mapped, or of a package made of a lone specification.
+
+    Args:
+        path: An ``.mlpackage`` folder, or an ``.mlmodel`` file.
+
+    Raises:
+        ProgramError: No such package, or a compiled model.
+        BlobFormatError: See ``map_folder``.
+    """
+    if path.suffix == ".mlmodelc":
+        raise ProgramError(
+            "a compiled model runs only in Core ML",
+            got=str(path),
+            expected="an mlpackage",
+            remedy="Pass the package that it was compiled from",
+        )
+    if path.suffix == ".mlmodel" and not path.exists():
+        raise ProgramError("no such model", got=str(path), expected="a file")
+    if path.is_file():
+        return {**assemble(path.read_bytes(), dict[str, bytes]())}
+    return {**map_folder(path)}
 
 
 def map_folder(folder: Path, *, smallest: int = 1) -> dict[str, memoryview]:
@@ -135,14 +161,14 @@ def empty_folders(files: Mapping[str, Buffer]) -> list[str]:
     ]
 
 
-def assemble(spec: bytes, weights: Mapping[str, Content]) -> dict[str, Content]:
+def assemble(spec: bytes, weights: Mapping[str, C]) -> dict[str, bytes | C]:
     """Return the files of an mlpackage; equal arguments give equal bytes.
 
     Args:
         spec: Serialized ``Model`` message.
         weights: Relative path below the weights folder to content; may be empty.
     """
-    files: dict[str, Content] = {f"{_DATA}/{_SPEC}": spec}
+    files: dict[str, bytes | C] = {f"{_DATA}/{_SPEC}": spec}
     items = {_item_id(_SPEC): _item("CoreML Model Specification", "model.mlmodel", _SPEC)}
     if weights:
         items[_item_id(_WEIGHTS)] = _item("CoreML Model Weights", "weights", _WEIGHTS)

@@ -239,13 +239,14 @@ class CoreMLEngine:
         return None
 
     def unsupported(self, function: Function) -> list[str]:
-        """Return one reason for each input or output that is no multi-array.
+        """Return one reason for each input or output that is no multi-array, and for labels.
 
         Core ML itself says no more about a program than whether it loads.
         """
         self._require()
         sides = (("input", function.inputs), ("output", function.outputs))
-        return [
+        labels = [] if function.classifier is None else ["class labels, which are no multi-array"]
+        return labels + [
             f"{side} {feature.name!r} is an image, which Core ML takes and gives as a picture"
             for side, features in sides
             for feature in features

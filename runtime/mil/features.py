@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from coreml_delegate import third_party
@@ -29,7 +29,10 @@ Features = tuple[Feature, ...]
 
 
 def read_features(
-    name: str, description: Any, types: Mapping[str, ValueType]
+    name: str,
+    description: Any,
+    types: Mapping[str, ValueType],
+    left_out: Collection[str] = (),
 ) -> tuple[Features, Features, Features]:
     """Return inputs, outputs and states of one function, in declaration order.
 
@@ -37,6 +40,7 @@ def read_features(
         name: Function name; looked up among the descriptions of a multifunction model.
         description: ``ModelDescription`` message.
         types: MIL type of every function parameter and top-level value.
+        left_out: Names of outputs that the program does not compute.
 
     Raises:
         BlobFormatError: The description lacks the function, or the program one of its features.
@@ -52,7 +56,7 @@ def read_features(
         scope = named[name]
     return (
         tuple(_feature(f, types, name) for f in scope.input),
-        tuple(_feature(f, types, name) for f in scope.output),
+        tuple(_feature(f, types, name) for f in scope.output if f.name not in left_out),
         tuple(_feature(f, types, name) for f in scope.state),
     )
 

@@ -226,6 +226,21 @@ class Feature:
     color_space: ColorSpace | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """The labels of a function that is a classifier.
+
+    Attributes:
+        label: Name of the output that is the label of the most probable class.
+        probabilities: Name of the output that has a probability for each label.
+        labels: One for each element of the probabilities, in order.
+    """
+
+    label: str
+    probabilities: str
+    labels: tuple[str | int, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Function:
     """One entry point.
@@ -240,6 +255,8 @@ class Function:
         states: Model-level states.
         fp32_constants: Constants that fp16 loses, as they were, by name; None if the model does not
             say.
+        classifier: Of a classifier, whose probabilities are an ordinary tensor among the outputs,
+            and whose label is none of them; else None.
     """
 
     name: str
@@ -250,6 +267,7 @@ class Function:
     outputs: tuple[Feature, ...]
     states: tuple[Feature, ...] = ()
     fp32_constants: Constants | None = field(default=None, compare=False)
+    classifier: Classifier | None = None
 
     def output_types(self) -> dict[str, TensorType]:
         """Return the types that the outputs are computed in, by name."""

@@ -19,15 +19,17 @@ from coreml_delegate import third_party
 from coreml_delegate.errors import BlobFormatError, ProgramError
 from coreml_delegate.formats import fp32_constants
 from coreml_delegate.formats.blob import Buffer
-from coreml_delegate.formats.mlpackage import MAIN, MODEL_PATH, locate, map_folder
+from coreml_delegate.formats.mlpackage import MAIN, MODEL_PATH, locate, map_package
 from coreml_delegate.formats.weight_file import check_header, read_record
 from coreml_delegate.runtime.mil import features
 from coreml_delegate.runtime.mil.dtypes import DType, packed_nbytes
 from coreml_delegate.runtime.mil.program import (
     Binding,
     Block,
+    Classifier,
     Constant,
     DictType,
+    Feature,
     Function,
     ListType,
     Literal,
@@ -42,6 +44,66 @@ from coreml_delegate.runtime.mil.program import (
     ValueType,
 )
 from coreml_delegate.runtime.mil.validation import check_function, check_tensor_type
+
+ML_PROGRAM = "mlProgram"
+"""Name of the type of model that engines run."""
+
+# Types of Model.proto that are no ML Program: names, what they are, and what gives an ML Program.
+_OTHER_TYPES: Mapping[tuple[str, ...], tuple[str, str]] = {
+    ("neuralNetwork", "neuralNetworkClassifier", "neuralNetworkRegressor"): (
+        "a neural network of the format before ML Programs",
+        "Convert the PyTorch or TensorFlow model that it was made of again, with "
+        "coremltools.convert(..., convert_to='mlprogram'); nothing converts the file itself",
+    ),
+    ("pipeline", "pipelineClassifier", "pipelineRegressor"): (
+        "several models that run one after the other",
+        "run, verify, inspect, runtime.load_mlpackage and MLModel.predict take it; for all else, "
+        "save its models as packages of their own",
+    ),
+    ("nonMaximumSuppression",): (
+        "the model that suppresses boxes at the end of a detector",
+        "run, inspect, runtime.load_mlpackage and MLModel.predict take it",
+    ),
+    ("treeEnsembleClassifier", "treeEnsembleRegressor"): (
+        "decision trees",
+        "Make a PyTorch module of the estimator (the package hummingbird-ml does), and convert it "
+        "with coremltools.convert",
+    ),
+    (
+        "glmClassifier",
+        "glmRegressor",
+        "supportVectorClassifier",
+        "supportVectorRegressor",
+        "kNearestNeighborsClassifier",
+        "bayesianProbitRegressor",
+        "itemSimilarityRecommender",
+    ): (
+        "an estimator of classical machine learning",
+        "Write its formula as a PyTorch module, and convert it with coremltools.convert",
+    ),
+    ("textClassifier", "wordTagger", "gazetteer", "wordEmbedding"): (
+        "a text model of Create ML, which only Apple's Natural Language framework runs",
+        "Train a PyTorch model for the task, and convert it with coremltools.convert",
+    ),
+    ("visionFeaturePrint", "audioFeaturePrint", "soundAnalysisPreprocessing"): (
+        "a model whose weights are part of Apple's systems",
+        "Train a PyTorch model for the task, and convert it with coremltools.convert",
+    ),
+    (
+        "oneHotEncoder",
+        "imputer",
+        "featureVectorizer",
+        "dictVectorizer",
+        "scaler",
+        "categoricalMapping",
+        "normalizer",
+        "arrayFeatureExtractor",
+        "identity",
+    ): (
+        "a step of preprocessing",
+        "Make the step part of the PyTorch module, and convert it with coremltools.convert",
+    ),
+}
 
 _MAX_DEPTH = 64  # nesting of blocks, types and values; programs of coremltools stay below ten
 # DType by its number in a weight file.
@@ -90,7 +152,7 @@ def read_mlpackage(path: Path | str) -> Program:
         ProgramError: No such folder, or the model is not an ML Program.
         BlobFormatError: Any part is missing or malformed.
     """
-    return read_files(map_folder(Path(path)))
+    return read_files(map_package(Path(path)))
 
 
 def read_program(spec: bytes | memoryview, weights: Mapping[str, WeightFile]) -> Program:
@@ -105,19 +167,10 @@ def read_program(spec: bytes | memoryview, weights: Mapping[str, WeightFile]) ->
         BlobFormatError: The bytes do not parse, or are inconsistent.
         ProgramError: The model is of another type than ML Program.
     """
-    model = third_party.model_pb2().Model()
-    try:
-        model.ParseFromString(bytes(spec))
-    except DecodeError as error:
-        raise BlobFormatError("model specification does not parse", got=str(error)) from error
+    model = parse_model(spec)
     kind = model.WhichOneof("Type")
-    if kind != "mlProgram":
-        raise ProgramError(
-            "model is not an ML Program",
-            got=str(kind),
-            expected="mlProgram",
-            remedy="Convert it with convert_to='mlprogram'",
-        )
+    if kind != ML_PROGRAM:
+        raise refusal("model", str(kind))
     reader = _Reader(weights)
     functions = {
         name: reader.function(name, model.mlProgram.functions[name], model.description)
@@ -137,6 +190,39 @@ def read_program(spec: bytes | memoryview, weights: Mapping[str, WeightFile]) ->
         functions=functions,
         default_function=default,
         metadata=dict(sorted(model.description.metadata.userDefined.items())),
+    )
+
+
+def parse_model(spec: bytes | memoryview) -> Any:
+    """Parse a serialized ``Model`` of any type.
+
+    Raises:
+        BlobFormatError: The bytes do not parse.
+    """
+    model = third_party.model_pb2().Model()
+    try:
+        model.ParseFromString(bytes(spec))
+    except DecodeError as error:
+        raise BlobFormatError("model specification does not parse", got=str(error)) from error
+    return model
+
+
+def refusal(what: str, kind: str) -> ProgramError:
+    """Return the error for a model that is no ML Program.
+
+    Args:
+        what: The model, for the message.
+        kind: Name of its type in ``Model.proto``.
+    """
+    family, remedy = next(
+        (names for kinds, names in _OTHER_TYPES.items() if kind in kinds),
+        ("another type", "Make the model of a PyTorch module, by coremltools.convert"),
+    )
+    return ProgramError(
+        f"{what} is not an ML Program",
+        got=f"{kind}, {family}",
+        expected=ML_PROGRAM,
+        remedy=remedy,
     )
 
 
@@ -200,11 +286,14 @@ class _Reader:
             )
         params = tuple(self.named(p, 0) for p in message.inputs)
         block = self.block(message.block_specializations[message.opset], 0)
+        block, classifier, probabilities = _split_classify(block)
         types = {p.name: p.type for p in params}
         for op in block.ops:
             types.update((o.name, o.type) for o in op.outputs)
-        inputs, outputs, states = features.read_features(name, description, types)
-        function = Function(name, message.opset, params, block, inputs, outputs, states)
+        labelled = () if classifier is None else (classifier.label, classifier.probabilities)
+        inputs, outputs, states = features.read_features(name, description, types, labelled)
+        outputs = *probabilities, *outputs
+        function = Function(name, message.opset, params, block, inputs, outputs, states, classifier)
         check_function(function)
         constants = fp32_constants.read(description.metadata.userDefined, name)
         return replace(function, fp32_constants=constants)
@@ -286,6 +375,84 @@ class _Reader:
             raw = self._weights[name].read(value.offset, declared.dtype, count)
             self._stored[key] = _from_bytes(declared, shape, raw, offset=value.offset)
         return self._stored[key]
+
+
+def _split_classify(block: Block) -> tuple[Block, Classifier | None, tuple[Feature, ...]]:
+    """Replace the op ``classify``, which ends a classifier, by the tensor of its probabilities.
+
+    Engines compute tensors; labels are looked up behind them.
+
+    Returns:
+        The block, its labels, and the output that the probabilities are.
+
+    Raises:
+        BlobFormatError: The op is malformed, or its labels and probabilities differ in number.
+    """
+    if not block.ops or block.ops[-1].type != "classify":
+        return block, None, ()
+    last = block.ops[-1]
+    operands = last.inputs.get("probabilities", ()), last.inputs.get("classes", ())
+    types = {output.name: output.type for op in block.ops for output in op.outputs}
+    match operands:
+        case (Ref(name=name),), (Constant(type=ListType(), data=tuple(labels)),):
+            computed = types.get(name)
+        case _:
+            computed, labels = None, ()
+    if not isinstance(computed, TensorType) or len(last.outputs) != 2:
+        raise BlobFormatError(
+            "op 'classify' is malformed", expected="computed probabilities, a list of labels"
+        )
+    sizes = computed.shape or (None,)
+    if None not in sizes and math.prod(size or 0 for size in sizes) != len(labels):
+        raise BlobFormatError(
+            "op 'classify' has other labels than probabilities",
+            got=f"{len(labels)} labels",
+            expected=f"one for each element of {computed}",
+        )
+    label, probabilities = (output.name for output in last.outputs)
+    outputs = [output for output in block.outputs if output not in (label, probabilities)]
+    ops = block.ops[:-1]
+    if name in outputs:
+        identity = Op("identity", {"x": operands[0]}, (NamedType(probabilities, computed),))
+        ops = *ops, identity
+    else:
+        ops = tuple(_rename(op, name, probabilities) for op in ops)
+    return (
+        Block(block.inputs, ops, (probabilities, *outputs)),
+        Classifier(label, probabilities, tuple(_label(value) for value in labels)),
+        (Feature(probabilities, computed),),
+    )
+
+
+def _rename(op: Op, old: str, new: str) -> Op:
+    """Return an op with a value of another name, in nested blocks too."""
+
+    def renamed(name: str) -> str:
+        return new if name == old else name
+
+    return replace(
+        op,
+        inputs={
+            key: tuple(Ref(renamed(b.name)) if isinstance(b, Ref) else b for b in bindings)
+            for key, bindings in op.inputs.items()
+        },
+        outputs=tuple(replace(output, name=renamed(output.name)) for output in op.outputs),
+        blocks=tuple(
+            replace(
+                block,
+                ops=tuple(_rename(inner, old, new) for inner in block.ops),
+                outputs=tuple(map(renamed, block.outputs)),
+            )
+            for block in op.blocks
+        ),
+    )
+
+
+def _label(value: Literal) -> str | int:
+    label = _hashable(value)
+    if not isinstance(label, str | int):
+        raise BlobFormatError("a class label is neither text nor integer", got=repr(label))
+    return label
 
 
 def _value_type(message: Any, depth: int) -> ValueType:

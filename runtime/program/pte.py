@@ -205,11 +205,18 @@ def map_source(source: Source, what: str, expected: str) -> tuple[memoryview, st
         expected: What it should be, for messages.
 
     Raises:
-        ProgramError: The file cannot be read.
+        ProgramError: The file cannot be read, or is a model of Core ML by its name.
     """
     if isinstance(source, bytes | bytearray | memoryview):
         return memoryview(source).cast("B"), "<bytes>"
     path = Path(source)
+    if path.suffix in (".mlmodel", ".mlpackage"):
+        raise ProgramError(
+            "a model of Core ML is no ExecuTorch program",
+            got=str(path),
+            expected=expected,
+            remedy="Run it with coreml-delegate run, or load it with runtime.load_mlpackage",
+        )
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:

@@ -217,7 +217,7 @@ def _samples(args: argparse.Namespace, ports: Sequence[Any]) -> list[list[Any]]:
         for port in ports
     }
     like = SourceModel(module=lambda **inputs: inputs, args=(), kwargs=examples, exported=None)
-    return quantization.read_samples(args, like)
+    return quantization.read_samples(args, like, ports[0].image if len(ports) == 1 else None)
 
 
 def _plans(

@@ -57,15 +57,17 @@ def run(args: argparse.Namespace) -> int:
 def _compiled(path: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Compile what Core ML runs of a program, for every method and shape."""
     from coreml_delegate import runtime
+    from coreml_delegate.formats.mlpackage import map_package
     from coreml_delegate.runtime.delegate import CoreMLDelegate
+    from coreml_delegate.runtime.mil.reader import read_files
     from coreml_delegate.runtime.program.delegate_interface import COREML_BACKEND_ID
-    from coreml_delegate.scripts.programs import PACKAGE_SUFFIX, engine_options
+    from coreml_delegate.scripts.programs import engine_options, is_package
 
     options: dict[str, Any] = {"engine": args.engine, "options": engine_options(args)}
-    if path.suffix == PACKAGE_SUFFIX or path.is_dir():
-        names = _functions(path)
-        for name in names:
-            model = runtime.load_mlpackage(path, function_name=name, **options)
+    if is_package(path):
+        files = map_package(path)
+        for name in read_files(files).functions:
+            model = runtime.Model.from_files(files, function_name=name, **options)
             model.prepare_shapes()
             yield {"method": name, "delegate": None, "engine": model.engine_name}
         return
@@ -99,12 +101,6 @@ def _write_native(delegate: CoreMLDelegate, method: str, processed: Buffer) -> s
         return "one of its shapes needs Python"
     is_kept = native_files.write_native_file(options, program, method, processed)
     return None if is_kept else "the cache has no room for it"
-
-
-def _functions(path: Path) -> tuple[str, ...]:
-    from coreml_delegate.runtime.mil.reader import read_mlpackage
-
-    return tuple(read_mlpackage(path).functions)
 
 
 def _lines(program: dict[str, Any]) -> Iterator[str]:

@@ -13,8 +13,8 @@ from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.arguments import check_output, new_output
 from coreml_delegate.scripts.commands import Command
 
-_SUFFIX = ".mlpackage"
 _SHOWN = 10
+_LABELS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    from coreml_delegate.scripts.programs import is_package
     from coreml_delegate.scripts.stablehlo_files import is_stablehlo
     from coreml_delegate.scripts.summary import (
         summarize_package,
@@ -64,15 +65,16 @@ def run(args: argparse.Namespace) -> int:
         check_output(args.model_explorer, force=args.force)
         _write_graphs(args)
         return 0
-    is_package = path.suffix == _SUFFIX or path.is_dir() or is_stablehlo(path)
+    lines = _package_lines
     if is_stablehlo(path):
         summary = summarize_stablehlo(path)
+    elif is_package(path):
+        summary = summarize_package(path)
     else:
-        summary = summarize_package(path) if is_package else summarize_pte(path, args.data)
+        summary, lines = summarize_pte(path, args.data), _pte_lines
     if args.json:
         console.write_json(summary)
     else:
-        lines = _package_lines if is_package else _pte_lines
         console.write("\n".join(lines(summary, every=args.weights)))
     return 0
 
@@ -80,12 +82,13 @@ def run(args: argparse.Namespace) -> int:
 def _write_graphs(args: argparse.Namespace) -> None:
     from coreml_delegate.scripts.delegates import open_pte, read_etrecord
     from coreml_delegate.scripts.model_explorer import graphs_of_package, graphs_of_pte
+    from coreml_delegate.scripts.programs import is_package
     from coreml_delegate.scripts.stablehlo_files import is_stablehlo
 
     path: Path = args.program
     if is_stablehlo(path):
         raise OptionError("Model Explorer opens StableHLO itself", got=str(path))
-    if path.suffix == _SUFFIX or path.is_dir():
+    if is_package(path):
         if args.etrecord is not None:
             raise OptionError("--etrecord is for a .pte", got=str(path))
         graphs = graphs_of_package(path)
@@ -134,7 +137,25 @@ def _delegate_lines(index: int, delegate: Mapping[str, Any]) -> Iterator[str]:
 
 def _package_lines(summary: Mapping[str, Any], *, every: bool) -> Iterator[str]:
     yield f"{summary['file']}: {console.size(summary['bytes'])}"
-    yield from _model_lines(summary["model"], "  ", every=every)
+    if "pipeline" in summary:
+        yield from _pipeline_lines(summary["pipeline"], "  ", every=every)
+    else:
+        yield from _model_lines(summary["model"], "  ", every=every)
+
+
+def _pipeline_lines(pipeline: Mapping[str, Any], indent: str, *, every: bool) -> Iterator[str]:
+    for side in ("inputs", "outputs"):
+        yield f"{indent}{side}: {', '.join(pipeline[side])}"
+    for number, stage in enumerate(pipeline["models"], start=1):
+        yield f"{indent}model {number}: {stage['type']}"
+        if stage["type"] == "pipeline":
+            yield from _pipeline_lines(stage, f"{indent}  ", every=every)
+        elif "functions" in stage:
+            yield from _model_lines(stage, f"{indent}  ", every=every)
+        else:
+            for name, value in stage.items():
+                if name != "type" and value is not None:
+                    yield f"{indent}  {name.replace('_', ' ')}: {json.dumps(value)}"
 
 
 def _model_lines(model: Mapping[str, Any], indent: str, *, every: bool) -> Iterator[str]:
@@ -152,6 +173,8 @@ def _model_lines(model: Mapping[str, Any], indent: str, *, every: bool) -> Itera
         for side in ("inputs", "outputs", "states"):
             if function[side]:
                 yield f"{indent}  {side}: {', '.join(map(_named, function[side]))}"
+        if "classifier" in function:
+            yield f"{indent}  {_classifier(function['classifier'])}"
         yield f"{indent}  ops: {_counts(function['ops'])}"
         yield f"{indent}  results computed in: {_counts(function['computed_in'])}"
         yield f"{indent}  engine here: {function['engine'] or 'none'}"
@@ -189,6 +212,15 @@ def _weight_lines(weights: Mapping[str, Any], indent: str, *, every: bool) -> It
         yield f"{indent}and {len(tensors) - len(shown)} smaller ones; --weights lists them"
 
 
+def _classifier(classifier: Mapping[str, Any]) -> str:
+    labels = classifier["labels"]
+    shown = ", ".join(map(str, labels[:_LABELS])) + (", ..." if len(labels) > _LABELS else "")
+    return (
+        f"classifier: {classifier['label']}, one of {len(labels)} labels ({shown}), by "
+        f"{classifier['probabilities']}"
+    )
+
+
 def _named(value: Mapping[str, Any]) -> str:
     return f"{value['name']} {_value(value)}"
 
@@ -196,13 +228,15 @@ def _named(value: Mapping[str, Any]) -> str:
 def _value(value: Mapping[str, Any]) -> str:
     if "value" in value:
         return str(value["value"])
+    # Programs take pixels as floats, but what goes in and comes out are pictures.
+    kind = f"{value['image']} image" if "image" in value else value["dtype"]
     if "enumerated_shapes" in value:
-        return f"{value['dtype']}{' | '.join(map(str, value['enumerated_shapes']))}"
+        return f"{kind}{' | '.join(map(str, value['enumerated_shapes']))}"
     if "bounds" in value:
-        return f"{value['dtype']}[{', '.join(map(_bound, value['bounds']))}]"
+        return f"{kind}[{', '.join(map(_bound, value['bounds']))}]"
     dims = "?" if value["shape"] is None else ", ".join(map(_dim, value["shape"]))
     bound = {"bounded": " at most", "unbounded": " unbounded"}.get(value.get("dynamism", ""), "")
-    return f"{value['dtype']}[{dims}]{bound}"
+    return f"{kind}[{dims}]{bound}"
 
 
 def _bound(bounds: Sequence[int | None]) -> str:

@@ -6,11 +6,14 @@ import argparse
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.arguments import check_outputs, new_output
 from coreml_delegate.scripts.commands import Command
+
+if TYPE_CHECKING:
+    from coreml_delegate.runtime.mil.program import Classifier
 
 _TOP = 5
 
@@ -79,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
         _trace(args, inputs)
     if args.output is not None:
         _save(outputs, args.output, force=args.force)
-    summaries = [_summary(name, tensor) for name, tensor in outputs.items()]
+    labels = {classifier.probabilities: classifier for classifier in program.classifiers}
+    summaries = [_summary(name, tensor, labels.get(name)) for name, tensor in outputs.items()]
     if args.json:
         console.write_json({"outputs": summaries, "latency_ms": latency, "runs": args.repeat})
     else:
@@ -122,8 +126,9 @@ def _save(outputs: Mapping[str, Any], path: Path, *, force: bool) -> None:
                     np.lib.format.write_array(member, tensor.numpy(), allow_pickle=False)
 
 
-def _summary(name: str, tensor: Any) -> dict[str, Any]:
+def _summary(name: str, tensor: Any, classifier: Classifier | None) -> dict[str, Any]:
     from coreml_delegate.runtime.accuracy import is_class_scores
+    from coreml_delegate.runtime.model import best_label
 
     if tensor is None:
         return {"name": name, "dtype": None, "shape": None}
@@ -139,11 +144,16 @@ def _summary(name: str, tensor: Any) -> dict[str, Any]:
             "mean": float(values.mean()),
             "max": float(values.max()),
         }
-    if is_class_scores(tensor) and tensor.numel() == tensor.shape[-1]:
-        top = values.reshape(-1).topk(_TOP)
+    if classifier is not None or (is_class_scores(tensor) and tensor.numel() == tensor.shape[-1]):
+        best = values.reshape(-1).topk(min(_TOP, values.numel()))
+        indices = best.indices.tolist()
+        labels = [{}] * len(indices)
+        if classifier is not None:
+            summary["label"] = {classifier.label: best_label(values, classifier)}
+            labels = [{"label": classifier.labels[index]} for index in indices]
         summary["top"] = [
-            {"class": int(index), "score": float(score)}
-            for score, index in zip(top.values, top.indices, strict=True)
+            {"class": index, "score": score, **label}
+            for index, score, label in zip(indices, best.values.tolist(), labels, strict=True)
         ]
     return summary
 
@@ -159,8 +169,12 @@ def _print(summaries: list[dict[str, Any]], latency: float, runs: int) -> None:
     console.write(console.columns(rows))
     for summary in summaries:
         if "top" in summary:
-            ranked = ", ".join(f"{t['class']} ({t['score']:.6g})" for t in summary["top"])
-            console.write(f"{summary['name']} top {_TOP}: {ranked}")
+            ranked = ", ".join(
+                f"{t.get('label', t['class'])} ({t['score']:.6g})" for t in summary["top"]
+            )
+            console.write(f"{summary['name']} top {len(summary['top'])}: {ranked}")
+        for name, label in summary.get("label", {}).items():
+            console.write(f"{name}: {label}")
     console.write(f"latency: {latency:.3f} ms (median of {runs})")
 
 

@@ -317,27 +317,33 @@ def _samples(
     import torch
 
     from coreml_delegate.scripts.inputs.data_sets import DataSet, Sample
-    from coreml_delegate.scripts.inputs.input_files import read_inputs
-    from coreml_delegate.scripts.inputs.sampling import resampled
+    from coreml_delegate.scripts.inputs.input_files import random_value, read_inputs
+    from coreml_delegate.scripts.inputs.sampling import generator, resampled
 
     ports = [port for port in program.inputs if port.is_tensor]
-    count = sum(isinstance(leaf, torch.Tensor) for leaf in source.leaves)
-    if count != len(ports):
+    places = [n for n, leaf in enumerate(source.leaves) if isinstance(leaf, torch.Tensor)]
+    if len(places) != len(ports):
         raise InputError(
             "program and model have different numbers of inputs",
             got=str(len(ports)),
-            expected=str(count),
+            expected=str(len(places)),
         )
     if args.input:
         read = iter(read_inputs(args.input, ports))
         return [Sample([next(read) if isinstance(n, torch.Tensor) else n for n in source.leaves])]
     if args.data_set is not None:
-        return DataSet(args.data_set, source, limit=args.samples)
+        image = ports[0].image if len(ports) == 1 else None
+        return DataSet(args.data_set, source, limit=args.samples, image=image)
     count = args.samples or SAMPLES
-    # Inputs made of --input-shape are no example: they are random themselves.
-    example = [] if args.input_shape else [list(source.leaves)]
-    random = resampled(source.leaves, count - len(example), args.seed)
-    return [Sample(leaves) for leaves in (*example, *random)]
+    images = {n: port for n, port in zip(places, ports, strict=True) if port.image is not None}
+    # Inputs made of --input-shape are no example, they are random; and few examples are pixels.
+    example = [] if args.input_shape or images else [list(source.leaves)]
+    samples = example + list(resampled(source.leaves, count - len(example), args.seed))
+    random = generator(args.seed)
+    for leaves in samples:
+        for n, port in images.items():
+            leaves[n] = random_value(port, random).to(leaves[n].dtype).expand(leaves[n].shape)
+    return [Sample(leaves) for leaves in samples]
 
 
 def _percent(share: float | None) -> str:

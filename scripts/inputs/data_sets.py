@@ -23,6 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from coreml_delegate.errors import InputError, OptionError
+from coreml_delegate.runtime.mil.program import Feature
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.inputs import images
 from coreml_delegate.scripts.inputs.input_files import load_archive, to_tensor
@@ -64,6 +65,8 @@ class DataSet:
         source: The model.
         limit: Number of samples to read at most, the first in order of file names; None for all.
         called: What the data are, for messages.
+        image: The input that pictures are read for, as it is declared; None for an input that takes
+            ImageNet's preprocessing.
 
     Raises:
         InputError: While it is read: a sample does not fit the model's inputs.
@@ -71,10 +74,16 @@ class DataSet:
     """
 
     def __init__(
-        self, where: str, source: SourceModel, *, limit: int | None = None, called: str = "data"
+        self,
+        where: str,
+        source: SourceModel,
+        *,
+        limit: int | None = None,
+        called: str = "data",
+        image: Feature | None = None,
     ) -> None:
         self._where = where
-        self._inputs = _SampleShape(source)
+        self._inputs = _SampleShape(source, image)
         self._limit = limit
         self._called = called
 
@@ -151,19 +160,22 @@ class _Inputs:
         return (sample.leaves for sample in self.samples)
 
 
-def read_calibration(where: str, source: SourceModel, *, limit: int) -> list[list[Any]]:
+def read_calibration(
+    where: str, source: SourceModel, *, limit: int, image: Feature | None = None
+) -> list[list[Any]]:
     """Read calibration samples, all of them before the long work begins.
 
     Args:
         where: See ``DataSet``, as for the errors.
         source: The model; a sample must be like its example inputs.
         limit: Number of samples to read at most, the first in order of file names.
+        image: See ``DataSet``.
 
     Returns:
         Samples, each flattened as ``source.leaves``.
     """
     with console.step("Reading calibration data"):
-        data = DataSet(where, source, limit=limit, called="calibration data")
+        data = DataSet(where, source, limit=limit, called="calibration data", image=image)
         return [sample.leaves for sample in data]
 
 
@@ -172,9 +184,11 @@ class _SampleShape:
 
     Args:
         source: The model.
+        image: See ``DataSet``.
     """
 
-    def __init__(self, source: SourceModel) -> None:
+    def __init__(self, source: SourceModel, image: Feature | None) -> None:
+        self.image = image
         self._leaves = source.leaves
         self._structure = pytree.tree_structure((source.args, dict(source.kwargs)))
         self._tensors = [n for n, leaf in enumerate(self._leaves) if _is_tensor(leaf)]
@@ -397,7 +411,11 @@ def _samples_of(file: Path, inputs: _SampleShape) -> Iterator[Sample]:
                 remedy="Give it arrays in .npz files",
             )
         (example,) = inputs.examples
-        image = images.read_image(file, tuple(example.shape), example.dtype)
+        shape = tuple(example.shape)
+        if inputs.image is None:
+            image = images.read_image(file, shape, example.dtype)
+        else:
+            image = images.read_picture(file, inputs.image, shape).to(example.dtype)
         yield inputs.sample([image], str(file))
         return
     with _opened(file) as held:

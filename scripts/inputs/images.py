@@ -1,4 +1,4 @@
-"""Reads images as inputs, with the preprocessing of ImageNet classifiers."""
+"""Reads images as inputs: as a model declares them, or with ImageNet's preprocessing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from coreml_delegate.errors import InputError, OptionError
+from coreml_delegate.runtime.mil.program import Feature
+from coreml_delegate.runtime.pictures import MODES, picture_to_array
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
 MEAN = (0.485, 0.456, 0.406)
@@ -43,32 +44,66 @@ def read_image(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.
             expected="floating point, [N, 3, H, W]",
         )
     height, width = shape[2:]
-    pixels = _pixels(path, height, width).astype(np.float32) / 255
+    image = _cover(open_image(path), (width, height), _CROPPED)
+    pixels = np.asarray(image).astype(np.float32) / 255
     normal = (pixels - np.array(MEAN, np.float32)) / np.array(STD, np.float32)
     return torch.from_numpy(normal).permute(2, 0, 1).expand(shape).to(dtype).contiguous()
 
 
-def _pixels(path: Path, height: int, width: int) -> NDArray[np.uint8]:
-    image = open_image(path)
+def read_picture(path: Path, feature: Feature, shape: tuple[int, ...]) -> torch.Tensor:
+    """Read an image as the image input of a model declares it: color space, and pixels 0 to 255.
+
+    An image of a size that the input takes goes in as it is. Any other is resized (bilinear) to
+    cover the default size, and its centre is cut out.
+
+    Args:
+        path: A file Pillow reads.
+        feature: The input, an image.
+        shape: [1, C, H, W], its default.
+
+    Returns:
+        fp32 [1, C, H, W].
+
+    Raises:
+        OptionError: The file cannot be read, or Pillow is not installed.
+    """
+    picture = open_image(path, "RGB" if feature.color_space is None else MODES[feature.color_space])
+    try:
+        pixels = picture_to_array(picture, feature)
+    except InputError:
+        height, width = shape[2:]
+        pixels = picture_to_array(_cover(picture, (width, height)), feature)
+    return torch.from_numpy(pixels)
+
+
+def _cover(image: Any, target: tuple[int, int], share: float = 1) -> Any:
+    """Return the centre of an image in the target's size, after the image was resized.
+
+    Args:
+        image: A picture of Pillow.
+        target: Width and height.
+        share: Of the resized image's shorter side, that is kept.
+    """
+    width, height = target
     resized = image.resize(
-        _resized((image.width, image.height), (width, height)),
+        _resized((image.width, image.height), target, share),
         resample=import_pillow().Image.Resampling.BILINEAR,
     )
     left = round((resized.width - width) / 2)
     top = round((resized.height - height) / 2)
-    return np.asarray(resized.crop((left, top, left + width, top + height)))
+    return resized.crop((left, top, left + width, top + height))
 
 
-def _resized(image: tuple[int, int], target: tuple[int, int]) -> tuple[int, int]:
+def _resized(image: tuple[int, int], target: tuple[int, int], share: float) -> tuple[int, int]:
     """Return width and height before the crop: they cover ``target`` and keep proportions."""
-    width, height = (round(side / _CROPPED) for side in target)
+    width, height = (round(side / share) for side in target)
     if height * image[0] >= width * image[1]:
         return int(height * image[0] / image[1]), height
     return width, int(width * image[1] / image[0])
 
 
-def open_image(path: Path) -> Any:
-    """Return an image of Pillow, RGB.
+def open_image(path: Path, mode: str = "RGB") -> Any:
+    """Return an image of Pillow, converted to a mode of it.
 
     Raises:
         OptionError: The file cannot be read, or Pillow is not installed.
@@ -76,7 +111,7 @@ def open_image(path: Path) -> Any:
     pillow = import_pillow().Image
     try:
         with pillow.open(path) as image:
-            return image.convert("RGB")
+            return image.convert(mode)
     except (OSError, SyntaxError, ValueError) as error:
         raise OptionError("cannot read the image", got=f"{path} ({error})") from error
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from coreml_delegate.errors import InputError, OptionError
+from coreml_delegate.runtime.pictures import BRIGHTEST
 from coreml_delegate.runtime.program.plan import describe
 from coreml_delegate.scripts.inputs import images
 from coreml_delegate.scripts.inputs.sampling import random_tensor
@@ -22,11 +23,15 @@ FORMATS = ", ".join((_ARRAYS, _ARCHIVES, *sorted(images.SUFFIXES)))
 
 
 def random_inputs(ports: Sequence[Port], random: torch.Generator) -> list[Any]:
-    """Return random values for every input (see ``random_tensor``); fixed ones keep theirs."""
-    return [
-        random_tensor(port.dtype, port.shape, random) if port.is_tensor else port.fixed
-        for port in ports
-    ]
+    """Return random values for every input (see ``random_value``); fixed ones keep theirs."""
+    return [random_value(port, random) if port.is_tensor else port.fixed for port in ports]
+
+
+def random_value(port: Port, random: torch.Generator) -> torch.Tensor:
+    """Return random pixels from 0 to 255 for an image; see ``random_tensor`` for other inputs."""
+    if port.image is None:
+        return random_tensor(port.dtype, port.shape, random)
+    return random_tensor(torch.uint8, port.shape, random, high=BRIGHTEST).to(port.dtype)
 
 
 def read_inputs(paths: Sequence[Path], ports: Sequence[Port]) -> list[Any]:
@@ -80,7 +85,10 @@ def _read(path: Path, remaining: Sequence[Port]) -> Iterator[tuple[str, torch.Te
     if path.suffix == _ARRAYS:
         yield port.name, to_tensor(path, load_array(path))
     elif path.suffix.lower() in images.SUFFIXES:
-        yield port.name, images.read_image(path, port.shape, port.dtype)
+        if port.image is None:
+            yield port.name, images.read_image(path, port.shape, port.dtype)
+        else:
+            yield port.name, images.read_picture(path, port.image, port.shape)
     else:
         raise OptionError("unknown kind of input file", got=str(path), expected=FORMATS)
 

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.tolerances import sqnr_db
+from support.mil import ct
+from support.tolerances import ATOL_RTOL, sqnr_db
 
 from coreml_delegate.errors import ExecutionError, InputError, OptionError, ProgramError
 from coreml_delegate.runtime.accuracy import Accuracy
 from coreml_delegate.scripts.arguments import new_output
+from coreml_delegate.scripts.cli import main
 from coreml_delegate.scripts.inputs import images, vision
 from coreml_delegate.scripts.inputs.sampling import generator, random_tensor, resample
 
@@ -248,3 +250,65 @@ def test_factories_import_a_torchvision_whose_library_does_not_load(torchvision,
         cwd=tmp_path,
     )
     assert done.stdout.splitlines() == [result]
+
+
+# Images as a model declares them
+
+
+_LAYOUTS = {
+    "RGB": (3, lambda image: np.asarray(image).transpose(2, 0, 1)),
+    "BGR": (3, lambda image: np.asarray(image)[..., ::-1].transpose(2, 0, 1)),
+    "GRAYSCALE": (1, lambda image: np.asarray(image.convert("L"))[None]),
+    "GRAYSCALE_FLOAT16": (1, lambda image: np.asarray(image.convert("F"))[None]),
+}
+
+
+_BIAS = (-1.0, -2.0, -3.0)
+
+
+def _package_of_an_image(layout, path):
+    """Save a model that returns the pixels of an image, scaled and with a bias."""
+    channels, _ = _LAYOUTS[layout]
+    shape = (1, channels, 4, 5)
+    bias = _BIAS[0] if channels == 1 else list(_BIAS)
+    color = ct.colorlayout[layout]
+    ct.convert(
+        torch.jit.trace(torch.nn.Flatten().eval(), torch.rand(shape)),
+        inputs=[ct.ImageType("x", shape, scale=0.25, bias=bias, color_layout=color)],
+        outputs=[ct.TensorType("y", dtype=np.float32)],
+        minimum_deployment_target=ct.target.iOS16,
+        compute_precision=ct.precision.FLOAT32,
+        skip_model_load=True,
+    ).save(str(path))
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_images_go_in_as_the_model_declares_them(layout, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    _package_of_an_image(layout, "a.mlpackage")
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 5, 4), dtype=np.uint8)
+    image = Image.fromarray(pixels, "RGBA")
+    image.save("x.png")
+    # Twice the size, on a strip whose ends are cut off.
+    strip = Image.new("RGB", (30, 8))
+    strip.paste(image.convert("RGB").resize((10, 8), Image.Resampling.NEAREST), (10, 0))
+    strip.save("wide.png")
+    channels, expected = _LAYOUTS[layout]
+    bias = np.array(_BIAS[:channels]).reshape(channels, 1, 1)
+    for name in ("x.png", "wide.png"):
+        assert main(["run", "a.mlpackage", "--input", name, "-o", "y.npz", "--force"]) == 0
+        actual = np.load("y.npz")["y"].reshape(channels, 4, 5)
+        wanted = expected(image.convert("RGB")) * 0.25 + bias
+        if name == "x.png":
+            atol, rtol = ATOL_RTOL["fp16" if layout.endswith("FLOAT16") else "fp32"]
+            np.testing.assert_allclose(actual, wanted, atol=atol, rtol=rtol)
+        else:
+            assert np.abs(actual - wanted).mean() < np.abs(wanted - wanted.mean()).mean() / 2
+    capsys.readouterr()
+    assert main(["inspect", "a.mlpackage"]) == 0
+    assert f"inputs: x {layout} image[1, {channels}, 4, 5]\n" in capsys.readouterr().out
+    assert main(["run", "a.mlpackage", "-o", "y.npz", "--force"]) == 0
+    drawn = (np.load("y.npz")["y"].reshape(channels, 4, 5) - bias) * 4
+    np.testing.assert_allclose(drawn, drawn.round(), atol=1e-3)
+    assert drawn.min() >= 0
+    assert 128 < drawn.max() <= 255

@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.cli_models import assorted
+from PIL import Image
+from support.cli_models import assorted, channels
 from support.command import MODELS
+from support.mil import ct, mb
 from support.tolerances import ATOL_RTOL
 
 from coreml_delegate import runtime
@@ -160,3 +162,78 @@ def test_what_a_bundle_cannot_hold_is_refused(capsys):
         "record keeps inputs and outputs of every kind\n"
     )
     assert not Path("b.pte").exists()
+
+
+# Classifiers, pipelines, models of other types
+
+
+@pytest.fixture
+def classifier():
+    """A classifier of pictures, which the model in ``cli_models`` was converted to."""
+    model, example = channels()
+    package = ct.convert(
+        torch.jit.trace(model.eval(), example),
+        inputs=[ct.ImageType("image", example.shape)],
+        outputs=[ct.TensorType("scores")],
+        classifier_config=ct.ClassifierConfig(["red", "green", "blue"], "color"),
+        skip_model_load=True,
+    )
+    package.save("c.mlpackage")
+    Path("pictures").mkdir()
+    Image.new("RGB", (5, 4), (90, 120, 30)).save("pictures/green.png")
+    return package
+
+
+def test_a_classifier_and_its_labels(classifier, capsys):
+    assert main(["run", "c.mlpackage", "--input", "pictures/green.png", "--json"]) == 0
+    (output,) = json.loads(capsys.readouterr().out)["outputs"]
+    assert output["label"] == {"color": "green"}
+    assert [entry["label"] for entry in output["top"]] == ["green", "red", "blue"]
+    assert main(["run", "c.mlpackage", "--input", "pictures/green.png"]) == 0
+    assert "color: green\n" in capsys.readouterr().out
+    assert main(["inspect", "c.mlpackage"]) == 0
+    shown = capsys.readouterr().out
+    assert "classifier: color, one of 3 labels (red, green, blue), by color_probs\n" in shown
+
+
+@pytest.mark.parametrize("inputs", [[], ["--data", "pictures"], ["--input", "pictures/green.png"]])
+def test_verify_compares_on_pixels(inputs, classifier, capsys):
+    verify = ["verify", f"{MODELS}:channels", "c.mlpackage", "--engine", "reference", "--json"]
+    assert main([*verify, *inputs]) == 0
+    (output,) = json.loads(capsys.readouterr().out)["outputs"].values()
+    assert 30 < output["sqnr_db"] < 90  # rounded to fp16, and not the same for all classes
+    assert output["compared"] == (3 if inputs else 12)
+
+
+def test_a_pipeline(classifier, capsys):
+    inverted = mb.program(input_specs=[mb.TensorSpec((1, 3, 4, 5))])(
+        lambda raw: mb.sub(x=np.float32(255), y=raw, name="image")
+    )
+    image = ct.ImageType("image")
+    first = ct.convert(
+        inverted,
+        inputs=[ct.ImageType("raw", (1, 3, 4, 5))],
+        outputs=[image],
+        minimum_deployment_target=ct.target.iOS16,
+        skip_model_load=True,
+    )
+    ct.utils.make_pipeline(first, classifier).save("p.mlpackage")
+    assert main(["run", "p.mlpackage", "--input", "pictures/green.png"]) == 0
+    assert "color: blue\n" in capsys.readouterr().out
+    assert main(["inspect", "p.mlpackage"]) == 0
+    shown = capsys.readouterr().out
+    assert "  inputs: raw\n  outputs: color, color_probs\n  model 1: ML Program\n" in shown
+    assert main(["record", "p.mlpackage", "-o", "p.cmlrun"]) == 0
+    assert main(["replay", "p.cmlrun", "p.mlpackage", "--engine", "openvino"]) == 0
+    assert main(["trace", "p.mlpackage"]) == 1
+    assert "got pipeline, several models that run one after the" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "inspect", "check", "extract"])
+def test_models_of_the_old_format(command, capsys):
+    model = ct.proto.Model_pb2.Model()
+    model.neuralNetwork.SetInParent()
+    Path("a.mlmodel").write_bytes(model.SerializeToString())
+    assert main([command, "a.mlmodel"]) == 1
+    message = "no ExecuTorch program" if command == "extract" else "got neuralNetwork, a neural net"
+    assert message in capsys.readouterr().err

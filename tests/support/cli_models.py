@@ -46,6 +46,15 @@ def masked():
     return Masked(), (torch.full((8, 2), 12.0), torch.tensor([[True, False], [True, True]] * 4))
 
 
+class Channels(nn.Module):
+    def forward(self, image):
+        return (image.mean((2, 3)) * 0.05).softmax(-1)
+
+
+def channels():
+    return Channels(), torch.zeros(1, 3, 4, 5)
+
+
 class Noisy(nn.Module):
     def forward(self, x):
         print("noise")  # noqa: T201 - the very thing that must not reach the user's stdout

@@ -72,21 +72,37 @@ def _survivors(
     candidates = order[best[order] > score_threshold]
     if not len(candidates):
         return order[:1]
-    overlaps = _intersection_over_union(boxes[candidates]) > iou_threshold
-    if per_class:
-        overlaps &= classes[candidates][:, None] == classes[candidates]
-    alive = torch.ones(len(candidates), dtype=torch.bool)
-    for n in range(len(candidates)):
-        if alive[n]:
-            alive[n + 1 :] &= ~overlaps[n, n + 1 :]
-    return candidates[alive]
+    return pick_top(boxes, candidates, iou_threshold, classes if per_class else None)
 
 
-def _intersection_over_union(boxes: Tensor) -> Tensor:
-    centre, size = boxes[:, :2], boxes[:, 2:]
-    low, high = centre - size / 2, centre + size / 2
-    inner = torch.minimum(high[:, None], high) - torch.maximum(low[:, None], low)
+def pick_top(
+    boxes: Tensor, candidates: Tensor, iou_threshold: float, classes: Tensor | None
+) -> Tensor:
+    """Return the candidates that overlap none before them, of those returned, by more.
+
+    Args:
+        boxes: [B, 4]: centre x, centre y, width, height.
+        candidates: Indices of boxes, the best first.
+        iou_threshold: Intersection over union above which the later candidate goes.
+        classes: [B], if boxes suppress those of their own class only; else None.
+    """
+    chosen: list[Tensor] = []
+    while len(candidates):
+        first, candidates = candidates[:1], candidates[1:]
+        chosen.append(first)
+        overlaps = _intersection_over_union(boxes[first], boxes[candidates]) > iou_threshold
+        if classes is not None:
+            overlaps &= classes[candidates] == classes[first]
+        candidates = candidates[~overlaps]
+    return torch.cat(chosen) if chosen else candidates
+
+
+def _intersection_over_union(box: Tensor, others: Tensor) -> Tensor:
+    """Return how much of their union a box [1, 4] and each of the others [B, 4] share, [B]."""
+    (low, high), (lows, highs) = (
+        (b[:, :2] - b[:, 2:] / 2, b[:, :2] + b[:, 2:] / 2) for b in (box, others)
+    )
+    inner = torch.minimum(high, highs) - torch.maximum(low, lows)
     intersection = inner.clamp(min=0).prod(dim=-1)
-    area = size.prod(dim=-1)
-    union = area[:, None] + area - intersection
+    union = box[:, 2:].prod(dim=-1) + others[:, 2:].prod(dim=-1) - intersection
     return torch.where(union > 0, intersection / union, torch.zeros_like(union))

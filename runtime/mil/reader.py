@@ -391,17 +391,16 @@ def _split_classify(block: Block) -> tuple[Block, Classifier | None, tuple[Featu
     if not block.ops or block.ops[-1].type != "classify":
         return block, None, ()
     last = block.ops[-1]
-    operands = last.inputs.get("probabilities", ()), last.inputs.get("classes", ())
     types = {output.name: output.type for op in block.ops for output in op.outputs}
-    match operands:
-        case (Ref(name=name),), (Constant(type=ListType(), data=tuple(labels)),):
+    match last.inputs.get("probabilities", ()), last.inputs.get("classes", ()), last.outputs:
+        case (Ref(name),), (Constant(ListType(), tuple(labels)),), (label, probabilities):
             computed = types.get(name)
         case _:
-            computed, labels = None, ()
-    if not isinstance(computed, TensorType) or len(last.outputs) != 2:
-        raise BlobFormatError(
-            "op 'classify' is malformed", expected="computed probabilities, a list of labels"
-        )
+            raise BlobFormatError(
+                "op 'classify' is malformed", expected="probabilities, a list of labels"
+            )
+    if not isinstance(computed, TensorType):
+        raise BlobFormatError("op 'classify' has no computed probabilities", got=repr(name))
     sizes = computed.shape or (None,)
     if None not in sizes and math.prod(size or 0 for size in sizes) != len(labels):
         raise BlobFormatError(
@@ -409,18 +408,17 @@ def _split_classify(block: Block) -> tuple[Block, Classifier | None, tuple[Featu
             got=f"{len(labels)} labels",
             expected=f"one for each element of {computed}",
         )
-    label, probabilities = (output.name for output in last.outputs)
-    outputs = [output for output in block.outputs if output not in (label, probabilities)]
+    outputs = [o for o in block.outputs if o not in (label.name, probabilities.name)]
     ops = block.ops[:-1]
     if name in outputs:
-        identity = Op("identity", {"x": operands[0]}, (NamedType(probabilities, computed),))
-        ops = *ops, identity
+        passed_on = NamedType(probabilities.name, computed)
+        ops = *ops, Op("identity", {"x": (Ref(name),)}, (passed_on,))
     else:
-        ops = tuple(_rename(op, name, probabilities) for op in ops)
+        ops = tuple(_rename(op, name, probabilities.name) for op in ops)
     return (
-        Block(block.inputs, ops, (probabilities, *outputs)),
-        Classifier(label, probabilities, tuple(_label(value) for value in labels)),
-        (Feature(probabilities, computed),),
+        Block(block.inputs, ops, (probabilities.name, *outputs)),
+        Classifier(label.name, probabilities.name, tuple(_label(value) for value in labels)),
+        (Feature(probabilities.name, computed),),
     )
 
 

@@ -137,4 +137,5 @@ def _with_branch(
         nodes=(*own, *nodes),
         partitions=(*report.partitions, *branch.partitions),
         obstacles=(*report.obstacles, *obstacles),
+        folds=(*report.folds, *branch.folds),
     )

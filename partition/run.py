@@ -33,7 +33,7 @@ from coreml_delegate.partition.grouping.mutable_buffers import (
 from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.report import DelegationReport, describe
 from coreml_delegate.partition.verdicts.cpu_kernels import register_kernels
-from coreml_delegate.partition.verdicts.operator_support import refused_calls
+from coreml_delegate.partition.verdicts.operator_support import refused_apart, refused_calls
 from coreml_delegate.partition.verdicts.parts import refuse_results
 from coreml_delegate.preprocess import package
 from coreml_delegate.targets import STATE_OPSET
@@ -44,7 +44,7 @@ from coreml_delegate.transforms.compressed_weights import (
     require_target,
     unwrap_tensor_subclasses,
 )
-from coreml_delegate.transforms.constant_arguments import fold_constant_arguments
+from coreml_delegate.transforms.constant_folding import fold_constants
 from coreml_delegate.transforms.control_flow import Lowered, hold_control_flow, with_constants
 from coreml_delegate.transforms.executorch_gaps import (
     decompose_custom_ops,
@@ -71,10 +71,11 @@ _TRANSFORMS = (
     split_complex_numbers,
     drop_linear_algebra_checks,
     promote_half_to_fp32,
-    fold_constant_arguments,
-    dequantize_per_use,
 )
-"""Applied to a program and to branches, in this order, before ExecuTorch decomposes them."""
+"""Applied to a program and to branches, in this order, before ExecuTorch decomposes them.
+
+Constants are folded before, in the dtypes of the model, and after, what had no kernel in these.
+"""
 
 _LOCK = threading.RLock()
 
@@ -108,10 +109,13 @@ def transform(program: ExportedProgram, options: PartitionerOptions) -> Exported
 
 
 def _transform(program: ExportedProgram, options: PartitionerOptions) -> ExportedProgram:
+    target, constants_inside = options.compiling.deployment_target, options.ownership.constants
+    refused = partial(refused_apart, target=target)
+    program = fold_constants(program, refused)
     program = hold_control_flow(program, partial(_lower_branch, options), options.filters.refusal)
     for step in _TRANSFORMS:
         program = step(program)
-    target, constants_inside = options.compiling.deployment_target, options.ownership.constants
+    program = dequantize_per_use(fold_constants(program, refused))
     program = decompose_undelegated_dequantize(
         program, target, veto=options.filters.refusal, constants_inside=constants_inside
     )

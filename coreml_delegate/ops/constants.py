@@ -1,13 +1,12 @@
-"""Three kinds of constants in a program, which this package tells apart.
+"""Two kinds of constants in a program, which this package tells apart.
 
 stored
     The program has the value: a parameter, a buffer that nothing mutates, a lifted literal.
 derived
     Stored, or dequantized from derived values. Core ML stores what is quantized and dequantizes it
     itself, so a rule that demands a constant takes a derived one.
-foldable
-    Stored, or computed in fp32 from foldable values alone. Where a rule demands a constant, a
-    foldable one is computed before the program is partitioned.
+
+What is computed from stored constants may become one: see ``transforms.constant_folding``.
 
 The quantizer works on modules, whose constants are attributes: see ``attribute_constants``.
 """
@@ -18,8 +17,6 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tag
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
@@ -28,7 +25,6 @@ from coreml_delegate.ops.call import (
     CASTS,
     DECOMPRESS,
     DEQUANTIZE,
-    GETITEM,
     NARROW,
     Reason,
     ReasonCode,
@@ -36,8 +32,9 @@ from coreml_delegate.ops.call import (
 )
 
 _MARK = "coreml_delegate_constant"
-_LARGEST_GROWTH = 2
-"""How many times as many elements as its arguments a folded result may have."""
+FOLDED = "coreml_delegate_folded"
+NOT_FOLDED = "coreml_delegate_not_folded"
+"""Keys below ``node.meta["custom"]``, which decompositions keep."""
 
 
 # Stored
@@ -148,58 +145,25 @@ def casts_codes(node: Node) -> bool:
     )
 
 
-# Foldable
+# Folded
 
 
-def foldable(nodes: Iterable[Node], constants: Collection[Node]) -> list[Node]:
-    """Return those of ``nodes`` that can be computed from ``constants`` alone, each once.
-
-    Args:
-        nodes: Calls of one graph.
-        constants: Nodes whose real values are at hand.
-    """
-    known = dict.fromkeys(constants, True)
-    return [node for node in dict.fromkeys(nodes) if _is_foldable(node, known)]
-
-
-def _is_foldable(node: Node, known: dict[Node, bool]) -> bool:
-    """Return whether a node is foldable; answers for all that it depends on go to ``known``."""
-    pending = [node]
-    while pending:
-        call = pending[-1]
-        missing = [n for n in call.all_input_nodes if n not in known] if _may_fold(call) else []
-        pending += missing
-        if not missing:
-            pending.pop()
-            known[call] = _may_fold(call) and all(known[n] for n in call.all_input_nodes)
-    return known[node]
+def note_fold(constant: Node, growth: int) -> None:
+    """Note at the users of a folded value by how many bytes it makes the program larger."""
+    value = constant.meta["val"]
+    dtype = str(value.dtype).removeprefix("torch.")
+    entry = {constant.name: (f"{dtype}{list(value.shape)}", growth)}
+    for user in constant.users:
+        noted = user.meta.get("custom") or {}
+        user.meta["custom"] = {**noted, FOLDED: {**noted.get(FOLDED, {}), **entry}}
 
 
-def _may_fold(node: Node) -> bool:
-    """Return whether a call may be computed here if its arguments are known.
-
-    Its results are fp32, because integers may exceed the range of Core ML's, and are not much
-    larger than its arguments, because they are stored.
-    """
-    if node.op != "call_function" or not node.all_input_nodes:
-        return False
-    value = node.meta.get("val")
-    values = list(value) if isinstance(value, list | tuple) else [value]
-    if not all(isinstance(v, torch.Tensor) and v.dtype is torch.float32 for v in values):
-        return False
-    if target_name(node.target) == GETITEM:
-        return True
-    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
-        return False
-    given = [n.meta.get("val") for n in node.all_input_nodes]
-    is_random = Tag.nondeterministic_seeded in node.target.tags
-    return not is_random and _elements(values) <= _LARGEST_GROWTH * _elements(given)
-
-
-def _elements(values: Iterable[object]) -> int:
-    """Return how many elements tensors have together; those of dynamic shape count as none."""
-    tensors = (v for v in values if isinstance(v, torch.Tensor))
-    return sum(v.numel() for v in tensors if all(isinstance(size, int) for size in v.shape))
+def noted_folds(nodes: Iterable[Node]) -> dict[str, tuple[str, int]]:
+    """Return dtype and shape, and growth, of the folded values that ``note_fold`` noted."""
+    found: dict[str, tuple[str, int]] = {}
+    for node in nodes:
+        found |= (node.meta.get("custom") or {}).get(FOLDED, {})
+    return found
 
 
 # Refused

@@ -131,9 +131,17 @@ def positional(*names: str) -> Rewrite:
     return rewrite
 
 
-def add_constant(program: ExportedProgram, name: str, value: torch.Tensor, like: Node) -> Node:
-    """A new constant of a program, fp32, of the shape and with the origin of ``like``."""
-    constant = value.detach().to(torch.float32).reshape(like.meta["val"].shape).clone()
+def add_constant(
+    program: ExportedProgram,
+    name: str,
+    value: torch.Tensor,
+    like: Node,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Node:
+    """A new constant of a program, of the shape and with the origin of ``like``."""
+    constant = value.detach().to(dtype).reshape(like.meta["val"].shape)
+    constant = constant.clone(memory_format=torch.contiguous_format)
     node = add_placeholder(program, name, constant, like)
     program.graph_signature.input_specs.insert(
         0, InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(node.name), name)

@@ -9,6 +9,7 @@
     partitions      list of PartitionReport; ops as an object of counts
     obstacles       list of Obstacle, most rewarding first; code beside its fields
     buffers         list of BufferReport, one for each mutable buffer
+    folds           list of FoldReport
     nodes           list of NodeReport in graph order; delegated beside its fields
 
 Sizes are in bytes. Reasons have code, text, remedy and issue.
@@ -115,6 +116,7 @@ class DelegationReport(ProgramRecord):
             "partitions": [asdict(p) | {"ops": dict(p.ops)} for p in self.partitions],
             "obstacles": [asdict(o) | {"code": o.code} for o in self.obstacles],
             "buffers": [asdict(b) for b in self.buffers],
+            "folds": [asdict(f) for f in self.folds],
             "nodes": [asdict(n) | {"delegated": n.delegated} for n in self.nodes],
         }
 

@@ -20,7 +20,7 @@ from coreml_delegate.dynamic_shapes.symbols import bounds_of, is_unbounded
 from coreml_delegate.module_scope import scopes_of
 from coreml_delegate.ops import Reason, ReasonCode, flops_of
 from coreml_delegate.ops.call import target_name
-from coreml_delegate.ops.constants import stored_nodes
+from coreml_delegate.ops.constants import noted_folds, stored_nodes
 from coreml_delegate.ops.flops import bytes_of, tensors_of
 from coreml_delegate.partition.grouping.decision import Decision
 from coreml_delegate.partition.grouping.deployment import deployment_of
@@ -35,6 +35,7 @@ from coreml_delegate.partition.report.delegation import DelegationReport
 from coreml_delegate.partition.report.records import (
     BufferReport,
     Coverage,
+    FoldReport,
     NodeReport,
     Obstacle,
     PartitionReport,
@@ -84,6 +85,7 @@ def describe(
             _total_bytes(n for n in constants if n.users),
         ),
         buffers=tuple(_buffers(program, proof.values, wanted=options.ownership.mutable_buffers)),
+        folds=tuple(FoldReport(n, *noted) for n, noted in sorted(noted_folds(calls).items())),
     )
 
 

@@ -148,6 +148,21 @@ class BufferReport:
 
 
 @dataclass(frozen=True, slots=True)
+class FoldReport:
+    """One value of constants alone that was computed while lowering, and is large.
+
+    Attributes:
+        name: Of the constant in the program.
+        tensor: Its dtype and shape.
+        growth: Bytes that it adds to the program, less those of what it replaces.
+    """
+
+    name: str
+    tensor: str
+    growth: int
+
+
+@dataclass(frozen=True, slots=True)
 class Obstacle:
     """Calls that stay on the CPU: of one op for one kind of reason, or by one option of the user.
 
@@ -236,6 +251,7 @@ class ProgramRecord:
             name; None if nothing splits the graph.
         weights: Bytes of parameters and constants that delegates take.
         buffers: The mutable buffers, in the order of the signature.
+        folds: The values computed while lowering that make the program a megabyte larger, or more.
     """
 
     nodes: tuple[NodeReport, ...]
@@ -244,6 +260,7 @@ class ProgramRecord:
     first_split: str | None
     weights: Coverage
     buffers: tuple[BufferReport, ...] = ()
+    folds: tuple[FoldReport, ...] = ()
 
     @property
     def tags(self) -> tuple[str, ...]:

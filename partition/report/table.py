@@ -48,6 +48,11 @@ def _lines(report: ProgramRecord) -> Iterator[str]:
             yield f"{_INDENT}takes {name} {shapes}"
         yield from _columns((op, str(count)) for op, count in partition.ops)
     yield from _buffers(report.buffers)
+    if report.folds:
+        yield "  computed while lowering, of constants alone, and stored:"
+        yield from _columns(
+            (fold.name, fold.tensor, f"{quantity(fold.growth, 'B')} more") for fold in report.folds
+        )
     if report.undelegated:
         yield "  on the CPU:"
         yield from _on_the_cpu(report.undelegated)

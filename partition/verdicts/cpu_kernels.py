@@ -85,20 +85,25 @@ def _kernel_obstacle(node: Node) -> Reason | None:
     if not isinstance(overload, OpOverload) or name in _ERASED or is_sym_op(overload):
         return None
     kernel = _out_variant(overload)
+    if has_kernel(overload):
+        return None
     if kernel is None:
         return Reason(
             ReasonCode.OUT_VARIANT,
             f"{name} has no out variant, which ExecuTorch calls",
             remedy=_remedy_without_variant(overload, name),
         )
-    if kernel in Runtime.get().operator_registry.operator_names:
-        return None
     return Reason(
         ReasonCode.KERNEL,
         f"ExecuTorch's runtime has no kernel {kernel}",
         remedy=f"Register a kernel {kernel} with the app that runs the program, or write the model "
         'with other operators; host="python" runs it as it is',
     )
+
+
+def has_kernel(overload: OpOverload) -> bool:
+    """Return whether ExecuTorch's runtime, as installed, has a kernel for an op."""
+    return _out_variant(overload) in Runtime.get().operator_registry.operator_names
 
 
 def _out_variant(overload: OpOverload) -> str | None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, default_decompositions
 from torch.fx import Node
 
+from coreml_delegate.conversion.subgraph import call_of, program_of
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
 from coreml_delegate.dynamic_shapes.symbols import input_tensors
 from coreml_delegate.errors import OptionError
-from coreml_delegate.ops import Reason, ReasonCode, obstacles_in
+from coreml_delegate.ops import Reason, ReasonCode, obstacle, obstacles_in, record_of
+from coreml_delegate.ops.call import CASTS, target_name
+from coreml_delegate.ops.constants import NOT_FOLDED
 from coreml_delegate.ops.flops import tensors_of
 from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.partition.verdicts.filters import Filters
 from coreml_delegate.preprocess.enumerated_shapes import undetermined
 from coreml_delegate.targets import Opset
+from coreml_delegate.transforms.half_precision import NARROW, promote_half_to_fp32
 
 
 def refused_calls(
@@ -44,12 +50,69 @@ def refused_calls(
         OptionError: The enumerated shapes are of another program.
     """
     unfit = _calls_of_open_size(program, enumerated) | wide.obstacles(program, values)
-    return obstacles_in(
+    refused = obstacles_in(
         program,
         target,
         constants_inside=constants_inside,
         veto=lambda node: filters.refusal(node) or unfit.get(node),
     )
+    return {node: _with_note(node, reason) for node, reason in refused.items()}
+
+
+def _with_note(node: Node, reason: Reason) -> Reason:
+    """Return a reason with that for which a call on constants is not folded."""
+    note = (node.meta.get("custom") or {}).get(NOT_FOLDED)
+    return reason if note is None else replace(reason, text=f"{reason.text}; {note}")
+
+
+def refused_apart(
+    calls: Sequence[Node], program: ExportedProgram, target: Opset | None
+) -> set[Node]:
+    """Return the calls on constants that Core ML does not take, whole or decomposed.
+
+    Args:
+        calls: Calls of a program in ATen dialect, each judged by itself; half precision as fp32.
+        program: It is left as it is.
+        target: Opset of the deployment target, or None.
+    """
+    if not calls:
+        return set()
+    apart, originals = program_of(calls, program, constants={}, apart=True, to_aten=True)
+    results = [call_of(originals[str(name)]) for name in apart.graph_signature.user_outputs]
+    apart = promote_half_to_fp32(apart)
+    table = default_decompositions()
+    refused = _obstacles_on_constants(apart, target)
+    for node in apart.graph.nodes:
+        record = record_of(target_name(node.target)) if node.op == "call_function" else None
+        if record is not None and record.preserve and node not in refused:
+            table.pop(node.target, None)
+    apart = apart.run_decompositions(table)
+    blamed = _obstacles_on_constants(apart, target)
+    for node in apart.graph.nodes:
+        if not blamed.isdisjoint(node.all_input_nodes):
+            blamed.add(node)
+    outputs: Any = apart.graph.output_node().args[0]
+    last = outputs[len(outputs) - len(results) :]  # effect tokens come first
+    return {call for call, output in zip(results, last, strict=True) if output in blamed}
+
+
+def _obstacles_on_constants(program: ExportedProgram, target: Opset | None) -> set[Node]:
+    """Return the calls of a program whose inputs count as constants that Core ML refuses."""
+    constants = frozenset(program.graph.find_nodes(op="placeholder"))
+    return {
+        node
+        for node in program.graph.nodes
+        if node.op == "call_function"
+        and not _promotes(node)
+        and obstacle(node, target, constants) is not None
+    }
+
+
+def _promotes(node: Node) -> bool:
+    """Return whether a call casts from or to half precision, at the boundary of a program."""
+    values = (node, *node.all_input_nodes)
+    dtypes = {tensor.dtype for value in values for tensor in tensors_of(value.meta.get("val"))}
+    return target_name(node.target) in CASTS and not NARROW.isdisjoint(dtypes)
 
 
 def _calls_of_open_size(

@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 from executorch.exir import to_edge_transform_and_lower
+from ops import core_opset_table
 from support.lowering import fp32_specs
 from support.tolerances import ATOL_RTOL
 from torch._export.verifier import SpecViolationError
@@ -70,3 +71,8 @@ def test_what_stays_on_the_cpu_is_named_and_still_refused(caplog):
 def test_a_program_of_core_operators_needs_no_exception():
     program = exported(torch.nn.Linear(3, 4))
     assert CoreMLPartitioner().edge_compile_config(program)._core_aten_ops_exception_list == []
+
+
+def test_the_table_of_the_core_opset_is_that_of_today():
+    text = core_opset_table.PAGE.read_text()
+    assert core_opset_table.page(text) == text, "run python -m tests.ops.core_opset_table"

@@ -1,7 +1,8 @@
-"""Arguments that Core ML wants constant, where a model computes them of its parameters."""
+"""What depends on constants alone, and Core ML cannot compute, is computed while lowering."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,12 @@ from executorch.exir import to_edge_transform_and_lower
 from support.lowering import fp32_specs
 from support.partitioned import assert_equal_eager, delegate_functions
 from torch import nn
-from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.export import ExportedProgram
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 from coreml_delegate import CoreMLPartitioner
+from coreml_delegate.transforms import constant_folding
+from coreml_delegate.transforms.constant_folding import fold_constants
 
 
 class Standardized(nn.Conv2d):
@@ -134,3 +138,157 @@ def test_parameters_without_users_are_not_stored() -> None:
     stored = len(lowered(plain, x)[1].to_executorch().buffer)
     normed = len(lowered(weight_norm(plain), x)[1].to_executorch().buffer)
     assert normed < 1.05 * stored
+
+
+class Tables(nn.Module):
+    """Constants by ops that Core ML lacks, of which ExecuTorch has no kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, 2, 5, 5))
+        self.generator = nn.Parameter(torch.randn(9, 9) / 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = tuple(x.shape[-2:])
+        resized = nn.functional.interpolate(self.positions, size, mode="bicubic", antialias=True)
+        table = (torch.arange(9, dtype=torch.float64) / 10000**0.5).sin().float()
+        window = torch.zeros(9)
+        window[1:] = torch.hamming_window(8)
+        hashed = (torch.arange(9) * 2654435761 % 1000).float() / 1000
+        spectrum = torch.fft.fft(window).abs()
+        x = x + resized + table * window + hashed + spectrum
+        rows, columns = torch.tril_indices(7, 9, -1)
+        return (x @ torch.matrix_exp(self.generator))[..., rows, columns]
+
+
+def test_whatever_the_op_constants_are_computed() -> None:
+    torch.manual_seed(0)
+    module, x = Tables().eval(), torch.randn(1, 2, 7, 9)
+    partitioner, edge = lowered(module, x)
+    assert partitioner.report.undelegated == ()
+    assert partitioner.report.folds == ()
+    assert_equal_eager(edge.to_executorch().buffer, module, (x,))
+
+
+def test_constants_are_computed_in_the_dtype_of_the_model() -> None:
+    torch.manual_seed(0)
+    module, x = orthogonal(nn.Linear(6, 6, dtype=torch.float64)), torch.randn(2, 6)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        half = torch.arange(2048, 2054, dtype=torch.float16) * torch.hamming_window(6).half()
+        return x @ module.weight.float() + half.float()
+
+    program = CoreMLPartitioner().transform_for_pre_decomposition(exported(function, x))
+    weight, half = sorted(folded(program).values(), key=torch.Tensor.dim, reverse=True)
+    assert torch.equal(weight, module.weight.float())
+    rounded = torch.arange(2048, 2054, dtype=torch.float16) * torch.hamming_window(6).half()
+    assert torch.equal(half, rounded.float())
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[..., Any], **buffers: torch.Tensor) -> None:
+        super().__init__()
+        self.function = function
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.function(*inputs, **dict(self.named_buffers()))
+
+
+def exported(
+    function: Callable[..., Any], *inputs: torch.Tensor, **buffers: torch.Tensor
+) -> ExportedProgram:
+    return torch.export.export(Function(function, **buffers).eval(), inputs)
+
+
+def folded(program: ExportedProgram) -> dict[str, torch.Tensor]:
+    prefix = "coreml_delegate_folded_"
+    names = program.graph_signature.lifted_tensor_constants
+    return {n.removeprefix(prefix): program.constants[n] for n in names if n.startswith(prefix)}
+
+
+def all_folded(program: ExportedProgram) -> dict[str, torch.Tensor]:
+    """Fold as if Core ML took no op at all."""
+    return folded(fold_constants(program, lambda calls, _: calls))
+
+
+X, TABLE = torch.ones(2, 4), torch.arange(4.0)
+
+
+def test_what_does_not_follow_from_constants_is_not_folded() -> None:
+    def function(x: torch.Tensor, state: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+        read = state * 2
+        state.add_(1)
+        scales = (0.5, 0, -128, 127, torch.int8)
+        weight = torch.ops.quantized_decomposed.dequantize_per_tensor(codes, *scales)
+        return x + torch.rand(4).abs() + read + weight.neg() + torch.dropout(x, 0.5, True)
+
+    codes = torch.ones(4, dtype=torch.int8)
+    assert all_folded(exported(function, X, state=TABLE.clone(), codes=codes)) == {}
+
+
+def test_only_results_are_stored_and_sources_that_nothing_else_uses_are_not() -> None:
+    def function(x: torch.Tensor, table: torch.Tensor, kept: torch.Tensor) -> Any:
+        inner = torch.dropout((table + kept).exp(), 0.5, False)
+        return x * inner.sum(), x + inner.neg().double().float(), x - kept
+
+    program = exported(function, X, table=TABLE, kept=TABLE + 1)
+    whole = fold_constants(program, lambda calls, _: calls)
+    values = folded(whole)
+    inner = (2 * TABLE + 1).exp()
+    assert len(values) == 2
+    assert any(torch.equal(value, inner.sum()) for value in values.values())
+    assert any(torch.equal(value, -inner) for value in values.values())
+    assert whole.state_dict.keys() == {"kept"}
+    assert program.state_dict.keys() == {"table", "kept"}  # the program itself is left as it is
+    for got, want in zip(whole.module()(X), program.module()(X), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_result_that_is_an_output_keeps_its_name() -> None:
+    program = exported(lambda x, table: (x + 1, torch.logcumsumexp(table, 0)), X, table=TABLE)
+    whole = fold_constants(program, lambda calls, _: calls)
+    assert whole.graph_signature.user_outputs == program.graph_signature.user_outputs
+    assert torch.equal(whole.module()(X)[1], torch.logcumsumexp(TABLE, 0))
+
+
+def test_what_core_ml_computes_stays_a_call() -> None:
+    def function(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(4, 4, dtype=torch.bool).tril()
+        rows, _ = torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij")
+        wide = table.double().exp().float().expand(2, 4)  # only what is fp64 is folded
+        return (x.unsqueeze(1) + rows.type_as(x) + table.neg().half()).where(mask, 0) + wide[0]
+
+    program = CoreMLPartitioner().transform_for_pre_decomposition(
+        exported(function, X, table=TABLE)
+    )
+    (value,) = folded(program).values()
+    assert torch.equal(value, TABLE.double().exp().float())
+
+
+def test_large_values_are_told_and_larger_ones_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Windows(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            twice = torch.cat((x, x), 1) * torch.hamming_window(16)
+            return twice[:, 8:] + torch.hamming_window(8)
+
+    monkeypatch.setattr(constant_folding, "_NOTABLE", 31)
+    monkeypatch.setattr(constant_folding, "_LARGEST", 63)
+    with caplog.at_level(logging.WARNING, "coreml_delegate.transforms"):
+        report = CoreMLPartitioner().plan(torch.export.export(Windows(), (torch.randn(2, 8),)))
+    (fold,) = report.folds
+    assert (fold.tensor, fold.growth) == ("float32[8]", 32)
+    assert f"{fold.name}  float32[8]  32 B more" in str(report)
+    assert any("makes the program 0.0 MB larger" in text for text in caplog.messages)
+    (left,) = report.undelegated
+    assert "depends on constants alone, but would make the program" in str(left.reason)
+
+
+def test_what_pytorch_cannot_compute_says_so() -> None:
+    program = exported(lambda x: x @ torch.linalg.eigh(torch.full((4, 4), torch.nan))[1], X)
+    report = CoreMLPartitioner().plan(program)
+    (reason,) = {str(node.reason) for node in report.undelegated if "eigh" in node.op}
+    assert "it depends on constants alone, but PyTorch fails: linalg.eigh" in reason

@@ -82,13 +82,30 @@ def fold_constants(program: ExportedProgram, refused: RefusedCalls) -> ExportedP
 
 def _known_calls(program: ExportedProgram) -> list[Node]:
     """Return the calls that depend on constants alone, whose values are at hand, in order."""
-    known = set(_values(program))
+    known, codes = set(_values(program)), _codes(program)
     calls: list[Node] = []
     for node in program.graph.nodes:
-        if _is_computable(node) and known.issuperset(node.all_input_nodes):
+        if node in codes or not _is_computable(node):
+            continue
+        if known.issuperset(node.all_input_nodes):
             known.add(node)
             calls.append(node)
     return calls
+
+
+def _codes(program: ExportedProgram) -> set[Node]:
+    """Return the calls that unpack or widen the integers of compressed weights."""
+    codes: set[Node] = set()
+    for node in reversed(program.graph.nodes):
+        results = list(tensors_of(node.meta.get("val"))) if node.op == "call_function" else []
+        are_integers = results and not any(tensor.is_floating_point() for tensor in results)
+        if are_integers and any(user in codes or _is_quantized(user) for user in node.users):
+            codes.add(node)
+    return codes
+
+
+def _is_quantized(node: Node) -> bool:
+    return target_name(node.target).partition(".")[0] in _QUANTIZED
 
 
 def _values(program: ExportedProgram) -> dict[Node, Any]:
@@ -113,9 +130,7 @@ def _is_computable(node: Node) -> bool:
         return True
     target = node.target
     return (
-        isinstance(target, OpOverload)
-        and target.namespace not in _QUANTIZED
-        and not _is_random(node, target)
+        isinstance(target, OpOverload) and not _is_quantized(node) and not _is_random(node, target)
     )
 
 

@@ -71,7 +71,7 @@ class Suppression:
         coordinates: Input [boxes, 4]: centre x, centre y, width, height.
         iou_threshold: Optional input, a number, and its default; its name may be empty.
         confidence_threshold: Likewise.
-        outputs: Names of confidence and coordinates of the boxes that remain.
+        output_names: Of confidence and coordinates of the boxes that remain.
         per_class: Whether a box only suppresses those of the same best class.
         fewest: Boxes to return at least: what is missing is 0.
         most: Boxes to return at most, or None.
@@ -299,8 +299,8 @@ class Pipeline:
     ) -> None:
         self.spec = spec
         self.stages = tuple(_stage(stage, engine, options) for stage in spec.stages)
-        known = {feature.name: feature for feature in self._free_inputs()}
-        self.inputs = tuple(known[name] for name in spec.inputs if name in known)
+        features = {feature.name: feature for feature in self._free_inputs()}
+        self.inputs = tuple(features[name] for name in spec.inputs if name in features)
         computed = {f.name: f for stage in self.stages for f in stage.outputs}
         self.classifiers = tuple(
             classifier
@@ -319,8 +319,8 @@ class Pipeline:
         available = set(self.spec.inputs)
         seen: set[str] = set()
         for stage in self.stages:
-            needed = [feature.name for feature in stage.inputs if not feature.optional]
-            _require("a model of the pipeline takes", needed, available)
+            required = [feature.name for feature in stage.inputs if not feature.optional]
+            _require("a model of the pipeline takes", required, available)
             yield from (f for f in stage.inputs if f.name not in seen)
             seen.update(feature.name for feature in (*stage.inputs, *stage.outputs))
             available.update(feature.name for feature in stage.outputs)

@@ -37,13 +37,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 _WITH_ALL_RECORDS = frozenset(
-    {"test_op_rules.py", "test_op_records_account.py", "test_regressions.py"}
+    f"test_{subject}.py"
+    for subject in ("documents", "op_records_account", "op_rules", "regressions")
 )
 
 
 @pytest.fixture(autouse=True, scope="module")
 def operators_on_the_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Keep ``asinh`` and ``acosh`` on the CPU, except where the records themselves are tested.
+    """Keep ``asinh`` and ``acosh`` on the CPU, except where records or documents are tested.
 
     Many tests need an elementwise operator that ExecuTorch's runtime has and Core ML does not.
     There is none: these two are treated as if they had no record.

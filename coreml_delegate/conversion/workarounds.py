@@ -199,5 +199,5 @@ def _typed_scalars(values: Any, output_types: Any) -> list[Any]:
         if isinstance(value, int | float | np.number | np.ndarray)
         and (is_float(kind) or is_int(kind))
         else value
-        for value, kind in zip(several, output_types, strict=True)
+        for value, kind in zip(several, output_types, strict=False)
     ]

@@ -293,8 +293,8 @@ def _validating_at_the_ends() -> Generator[None]:
 def _tracing_compressed_constants_if_any() -> Generator[None]:
     """Trace which values depend on compressed constants only where a program has some.
 
-    coremltools traces all values again whenever it leaves a block, about 430 times for a graph
-    without control flow and more with it. That is half of the passes' time.
+    coremltools traces all values again whenever it leaves a block: about 110 times, and 430 for a
+    graph with a few loops. That is a third to a half of the passes' time.
     """
     from coremltools.converters.mil.mil import Block, Var
 

@@ -37,7 +37,7 @@ def test_the_bytes_are_those_of_validating_after_each_pass(monkeypatch: pytest.M
 def test_compressed_constants_are_traced_where_there_are_some(
     is_compressed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise it is half of the passes' time."""
+    """Otherwise it is a third of the passes' time, or more."""
     from coremltools.converters.mil import Builder as mb
     from coremltools.converters.mil.mil import Block, types
 

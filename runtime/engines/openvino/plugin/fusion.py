@@ -21,13 +21,19 @@ from coreml_delegate.runtime.engines.openvino.graph import (
 from coreml_delegate.runtime.engines.openvino.plugin.quantized import keep_quantized_values
 from coreml_delegate.runtime.engines.openvino.plugin.reductions import mend_reductions
 from coreml_delegate.runtime.engines.openvino.plugin.rotation import fuse_rotary_embeddings
+from coreml_delegate.runtime.engines.openvino.plugin.transposes import separate_transposes
 
 # The epsilon of a MIL ``rsqrt`` that only guards against zero: 1e-12, which is 2**-24 in fp16.
 _LARGEST_GUARD = 2.0**-24
+# Type of an op with bodies -> the methods that return them.
+_BODIES: Final = {"If": ("get_then_body", "get_else_body"), "Loop": ("get_function",)}
 
 
 def rewrite_for_plugin(model: Any) -> None:
-    """Apply every rewrite to ``model``, in place, those around quantized ops included."""
+    """Apply every rewrite to ``model`` and the bodies in it, in place, quantized ops included."""
+    for node in model.get_ops():
+        for body in _BODIES.get(node.get_type_name(), ()):
+            rewrite_for_plugin(getattr(node, body)())
     manager = Manager()
     for rewrite in _REWRITES:
         matcher = Matcher(rewrite.root, type(rewrite).__name__)
@@ -36,6 +42,7 @@ def rewrite_for_plugin(model: Any) -> None:
     fuse_rotary_embeddings(model)
     keep_quantized_values(model)
     mend_reductions(model)
+    separate_transposes(model)
 
 
 class _ScaledRmsNorm:

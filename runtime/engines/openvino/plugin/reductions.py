@@ -7,6 +7,10 @@ one is then read as one number: ``x.mean(2) + bias[None]``, as behind pooling ov
 After a reduction without ``keep_dims``, it removes a reshape or transpose that keeps the order of
 elements, as to a column, and the result has the wrong shape. A transpose before the reduction is
 removed too: OpenVINO moves it behind first.
+
+A reshape that adds dimensions of size 1 before a reduction with ``keep_dims`` moves behind it too,
+and adds them at places counted as if the reduced dimensions were gone: ``x.unsqueeze(2).mean(0,
+keepdim=True)`` of [2, 3, 4] has the shape [1, 1, 3, 4].
 """
 
 from __future__ import annotations
@@ -31,11 +35,13 @@ def mend_reductions(model: Any) -> None:
     """Rewrite ``model``, in place, where the plugin would fuse a reduction wrongly.
 
     The plugin reads constants right if the reduced tensor has a fourth dimension, of one element.
-    A squeeze between reduction and reshape keeps the shape.
+    A squeeze between reduction and reshape keeps the shape. A reshape stays before a reduction that
+    reduces the dimensions of size 1 as well.
     """
     for node in list(model.get_ops()):
         if node.get_type_name() not in _REDUCTIONS:
             continue
+        _reduce_later_ones(node)
         if _is_misread(node):
             _add_dimension(node)
         elif _loses_shape(node):
@@ -63,6 +69,18 @@ def _is_misread(reduction: Any) -> bool:
             return True
         value = reader.output(0)
     return False
+
+
+def _reduce_later_ones(reduction: Any) -> None:
+    """Reduce the dimensions of size 1 behind a reduced one too, if all are kept anyway."""
+    sizes, axes = reduction.get_input_partial_shape(0), constant_ints(reduction.input_value(1))
+    if sizes.rank.is_dynamic or not axes or not reduction.get_attributes()["keep_dims"]:
+        return
+    reduced = {axis % len(sizes) for axis in axes}
+    later = [n for n, size in enumerate(sizes) if n > min(reduced) and size == 1]
+    if not reduced.issuperset(later):
+        over = ints(sorted({*reduced, *later}))
+        reduction.input(1).replace_source_output(over.output(0))
 
 
 def _loses_shape(reduction: Any) -> bool:

@@ -127,8 +127,9 @@ class _Loop:
 
     def sequence_of(self, value: Value) -> Value | None:
         """Return the sequence [steps, batch, width] whose row of this turn a value is."""
-        node = Place.of(value, self.body.scope).stripped().value.node
-        if node.name != "dynamic_slice" or node.scope is not self.body.scope:
+        row = Place.of(value, self.body.scope).stripped()
+        node = row.value.node
+        if row.name != "dynamic_slice" or not row.keeps_order():
             return None
         rows, *starts = node.operands
         sequence = self.from_outside(rows)
@@ -345,11 +346,13 @@ class _Lstm:
         if node.name != "dynamic_update_slice" or node.scope is not self._scope:
             return False
         rows, update, *starts = node.operands
+        added = Place.of(update, self._scope).stripped()
         return (
             rows is before
             and after.shape == (self._loop.count, *row.shape)
             and update.shape == (1, *row.shape)
-            and Place.of(update, self._scope).stripped().value is row
+            and added.value is row
+            and added.keeps_order()
             and self._loop.is_of_this_turn(starts)
         )
 

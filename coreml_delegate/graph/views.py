@@ -77,8 +77,17 @@ class Place:
 
     def at(self, value: Value) -> Place:
         """Return the same place in an operand of a node that computes each element by itself."""
-        axes = self.axes if value.rank else (None,) * len(self.axes)
+        if not value.rank:
+            return Place(value, (None,) * len(self.axes), self.scope)
+        sizes = zip(value.shape, self.value.shape, strict=True)
+        repeated = {n for n, (size, whole) in enumerate(sizes) if size == 1 != whole}
+        axes = tuple(None if axis in repeated else axis for axis in self.axes)
         return Place(value, axes, self.scope)
+
+    def keeps_order(self) -> bool:
+        """Whether no dimensions have changed places on the way from the outer tensor."""
+        axes = [n for n in self.axes if n is not None and self.value.shape[n] != 1]
+        return axes == sorted(axes)
 
     def stripped(self) -> Place:
         """Return the place behind all nodes that only rearrange."""

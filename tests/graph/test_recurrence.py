@@ -26,6 +26,7 @@ _STATE = (_numbers(BATCH, UNITS), _numbers(BATCH, UNITS))
 _INPUT, _RECURRENT = _numbers(INPUTS, 4 * UNITS), _numbers(UNITS, 4 * UNITS)
 _INPUTS, _RECURRENTS = (np.split(weights, 4, 1) for weights in (_INPUT, _RECURRENT))
 _BIAS = _numbers(4 * UNITS)
+_SQUARE = _numbers(UNITS, 4 * UNITS)
 Cell = Callable[[Any, Any], Any]
 
 
@@ -47,9 +48,9 @@ def _cell(
     return step
 
 
-def _returning(result: Callable[[Any, Any, Any], Any]) -> Cell:
+def _returning(result: Callable[[Any, Any, Any], Any], cell: Cell | None = None) -> Cell:
     def step(carry: Any, x: Any) -> Any:
-        after, _ = _cell()(carry, x)
+        after, _ = (cell or _cell())(carry, x)
         return after, result(carry, after, x)
 
     return step
@@ -116,6 +117,19 @@ def test_what_is_no_lstm_stays_a_loop(name: str) -> None:
     ops = _ops(check_function(OTHERS[name], _X, *_STATE))
     assert "while_loop" in ops
     assert "lstm" not in ops
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        _cell(lambda x, h: x.T @ _SQUARE + h @ _SQUARE),
+        _returning(lambda _, after, x: after[0].T, _cell(lambda x, h: x @ _SQUARE + h @ _SQUARE)),
+    ],
+    ids=["rows of the input", "rows of the result"],
+)
+def test_transposed_squares_are_not_taken_for_what_they_transpose(cell: Cell) -> None:
+    squares = _numbers(STEPS, UNITS, UNITS)
+    check_function(_scan(cell), squares, squares[0], squares[1])
 
 
 def _ops(program: Any) -> list[str]:

@@ -442,18 +442,20 @@ def _quiet() -> Generator[None]:
         yield
 
 
+_KNOWN = (
+    "ERROR - converting",
+    "Saving value type of int64 into a builtin type of int32",
+    "Saving value type of float64 into a builtin type of fp32",
+)
+
+
 def _is_news(record: logging.LogRecord) -> bool:
     """Return whether a log record of coremltools says something that its caller does not know.
 
-    Failures are in the error that is raised, and integers of 64 bits always become 32 bits wide.
+    Failures are in the error that is raised, integers of 64 bits always become 32 bits wide, and so
+    do the floats of Python with which coremltools folds scalars.
     """
-    return (
-        not record.getMessage()
-        .lstrip()
-        .startswith(
-            ("ERROR - converting", "Saving value type of int64 into a builtin type of int32")
-        )
-    )
+    return not record.getMessage().lstrip().startswith(_KNOWN)
 
 
 @contextmanager

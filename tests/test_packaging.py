@@ -1,6 +1,7 @@
 """The layout: four folders at the top are subpackages, and the wheel has all of them."""
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -65,6 +66,19 @@ def test_python_may_compile_installed_modules_during_the_tests():
     compile(source, "/venv/lib/site-packages/other/module.py", "exec")
     with pytest.raises(SyntaxError, match="invalid escape sequence"):
         compile(source, str(ROOT / "coreml_delegate" / "own.py"), "exec")
+
+
+def test_a_shim_without_a_python_behind_it_is_passed_over(tmp_path):
+    shim = tmp_path / "python3.98"
+    python = tmp_path / "versions" / "3.98.1" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    for file, code in ((shim, 127), (python, 0)):
+        file.write_text(f"#!/bin/sh\nexit {code}\n")
+        file.chmod(0o755)
+    paths = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYENV_ROOT": str(tmp_path)}
+    command = [ROOT / ".ci" / "find-python", "3.99", "3.98"]
+    done = subprocess.run(command, env=os.environ | paths, capture_output=True, check=True)
+    assert done.stdout.decode().strip() == str(python)
 
 
 def test_no_script_shadows_the_standard_library():

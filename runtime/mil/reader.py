@@ -293,10 +293,19 @@ class _Reader:
         labelled = () if classifier is None else (classifier.label, classifier.probabilities)
         inputs, outputs, states = features.read_features(name, description, types, labelled)
         outputs = *probabilities, *outputs
-        function = Function(name, message.opset, params, block, inputs, outputs, states, classifier)
+        function = Function(
+            name,
+            message.opset,
+            params,
+            block,
+            inputs,
+            outputs,
+            states,
+            fp32_constants=fp32_constants.read(description.metadata.userDefined, name),
+            classifier=classifier,
+        )
         check_function(function)
-        constants = fp32_constants.read(description.metadata.userDefined, name)
-        return replace(function, fp32_constants=constants)
+        return function
 
     def block(self, message: Any, depth: int) -> Block:
         _check_depth(depth)

@@ -29,10 +29,11 @@ from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.report import DelegationReport
 from coreml_delegate.partition.run import PartitionedProgram, PartitionRun
+from coreml_delegate.partition.verdicts.filters import LeftOut
 
 
 def partition_whole(
-    program: ExportedProgram, options: PartitionerOptions, wide: WideIntegers
+    program: ExportedProgram, options: PartitionerOptions, wide: WideIntegers, left_out: LeftOut
 ) -> PartitionedProgram:
     """Partition a program and the branches of control flow that stays in it.
 
@@ -40,6 +41,7 @@ def partition_whole(
         program: In edge dialect; it is tagged, the branches included.
         options: The partitioner's.
         wide: See ``PartitionRun``.
+        left_out: See there.
 
     Returns:
         One result. In the report calls of a branch have the names of branch and call.
@@ -47,12 +49,12 @@ def partition_whole(
     Raises:
         CoreMLDelegateError: See ``PartitionRun.partition``.
     """
-    whole = PartitionRun(program, options, wide).partition()
+    whole = PartitionRun(program, options, wide, left_out).partition()
     if options.compiling.enumerated_shapes:  # of the program's inputs, which branches have not
         return whole
     for call, place, branch in _branches(program.graph_module, program, ""):
         prefix = place.replace(".", "_") + "_"
-        found = PartitionRun(branch, options, wide).partition(prefix=prefix)
+        found = PartitionRun(branch, options, wide, left_out).partition(prefix=prefix)
         whole = PartitionedProgram(
             report=_with_branch(whole.report, found.report, place, call),
             compile_options={**whole.compile_options, **found.compile_options},

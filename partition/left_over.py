@@ -1,22 +1,24 @@
-"""Left-over calls, kept whole for Core ML but taken by no backend: decomposed after lowering.
+"""Composite calls in programs whose other calls of the op are kept whole: decomposed one by one.
+
+ExecuTorch decomposes all calls of an op or none. Before lowering, calls that Core ML refuses are
+decomposed, so that it takes what it can of their parts, where the user leaves out other calls of
+the op. After lowering, the calls are decomposed that no backend took and ExecuTorch has no kernel
+for: whether a call goes into a partition is certain only when all partitions are made, because one
+may fail to convert or be dropped.
 
 Calls of custom ops that no backend took are checked, for which ExecuTorch needs more than torch.
-
-ExecuTorch asks which ops to keep before anything is delegated, and has no kernels for many of them.
-Whether a call goes into a partition is certain only when all partitions are made: one may fail to
-convert or be dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from executorch.exir import EdgeCompileConfig, to_edge
 from torch._ops import OpOverload
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, default_decompositions
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
@@ -25,7 +27,7 @@ from coreml_delegate.conversion.subgraph import call_of, program_of
 from coreml_delegate.errors import LoweringError
 from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.ops.call import called_target, is_stand_in, overload_of, target_name
-from coreml_delegate.partition.verdicts.cpu_kernels import cpu_obstacles, is_custom
+from coreml_delegate.partition.verdicts.cpu_kernels import cpu_obstacles, has_kernel, is_custom
 from coreml_delegate.source_lines import source_of
 from coreml_delegate.transforms.compressed_weights import decompose_undelegated_dequantize
 from coreml_delegate.transforms.control_flow import release_control_flow
@@ -37,7 +39,10 @@ _LEFT_OVER = Reason(ReasonCode.USE, "no backend took it")
 
 
 def decompose_left_over(program: ExportedProgram, preserved: Collection[OpOverload]) -> None:
-    """Replace every call of preserved ops by the calls that ExecuTorch decomposes it to.
+    """Replace calls of preserved ops by those that they are decomposed to.
+
+    Outside of branches, calls for which ExecuTorch has a kernel stay. In branches another
+    partitioner may not have looked, and ExecuTorch ends at an op that one kept there in vain.
 
     Args:
         program: In edge dialect, lowered; it is changed, the branches of control flow included.
@@ -47,12 +52,29 @@ def decompose_left_over(program: ExportedProgram, preserved: Collection[OpOverlo
         UnsupportedOperatorError: See ``require_fixed_steps`` and ``release_control_flow``.
     """
     # ExecuTorch takes core ops as they are.
-    ops = {op for op in preserved if torch.Tag.core not in op.tags}
+    everywhere = {op for op in preserved if torch.Tag.core not in op.tags}
+    at_root = {op for op in everywhere if not has_kernel(op)}
     for module in program.graph_module.modules():
         if isinstance(module, GraphModule):
+            ops = at_root if module is program.graph_module else everywhere
             calls = [node for node in module.graph.nodes if _is_left_over(node, ops)]
             if calls:
-                _decompose(calls, module, program)
+                for call in calls:
+                    if is_stand_in(call.target):
+                        require_fixed_steps(call, _LEFT_OVER)
+                _decompose(calls, module, program, _to_edge)
+
+
+def decompose_calls(calls: Sequence[Node], program: ExportedProgram) -> None:
+    """Replace calls of composite ops by those that they are decomposed to.
+
+    Args:
+        calls: In graph order.
+        program: In ATen dialect; it is changed.
+    """
+    table = default_decompositions()
+    used: dict[Any, Callable[..., Any]] = {call.target: table[call.target] for call in calls}
+    _decompose(calls, program.graph_module, program, lambda whole: whole.run_decompositions(used))
 
 
 def require_out_variants(program: ExportedProgram) -> None:
@@ -82,17 +104,23 @@ def _is_left_over(node: Node, ops: Collection[OpOverload]) -> bool:
     return overload in ops or overload in HELD or is_stand_in(node.target)
 
 
-def _decompose(calls: Sequence[Node], module: GraphModule, program: ExportedProgram) -> None:
-    for call in calls:
-        if is_stand_in(call.target):
-            require_fixed_steps(call, _LEFT_OVER)
-    whole, originals = program_of(calls, program, constants={}, apart=True, to_aten=True)
-    arguments = _arguments(whole, originals)
-    results = [originals[str(name)] for name in whole.graph_signature.user_outputs]
+def _to_edge(whole: ExportedProgram) -> ExportedProgram:
     plain = decompose_undelegated_dequantize(whole, None, veto=lambda _: _LEFT_OVER)
     release_control_flow(plain, _LEFT_OVER)
     config = EdgeCompileConfig(_check_ir_validity=False)
-    parts = to_edge(plain, compile_config=config).exported_program()
+    return to_edge(plain, compile_config=config).exported_program()
+
+
+def _decompose(
+    calls: Sequence[Node],
+    module: GraphModule,
+    program: ExportedProgram,
+    lower: Callable[[ExportedProgram], ExportedProgram],
+) -> None:
+    whole, originals = program_of(calls, program, constants={}, apart=True, to_aten=True)
+    arguments = _arguments(whole, originals)
+    results = [originals[str(name)] for name in whole.graph_signature.user_outputs]
+    parts = lower(whole)
     computed: Any = parts.graph.output_node().args[0]
     places = _places(parts, dict(zip(computed, map(call_of, results), strict=True)))
     copies = dict(_inputs(parts, arguments, places, module))

@@ -7,12 +7,13 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 from unittest import mock
 
 from executorch.exir.passes.remove_graph_asserts_pass import RemoveGraphAssertsPass
 from torch._ops import OpOverload
 from torch.export import ExportedProgram, default_decompositions, exported_program
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.conversion.blob_cache import KeptBlob
@@ -21,8 +22,10 @@ from coreml_delegate.conversion.delegation_tags import tag_of
 from coreml_delegate.conversion.prepare import prepare
 from coreml_delegate.conversion.proof import ConversionProof, SubgraphLowering
 from coreml_delegate.ops import Reason, record_of, required_opset
+from coreml_delegate.ops.boundary import is_row_major
 from coreml_delegate.ops.call import target_name
 from coreml_delegate.ops.constants import stored_nodes
+from coreml_delegate.ops.flops import tensors_of
 from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.partition.grouping.decision import decide
 from coreml_delegate.partition.grouping.mutable_buffers import (
@@ -30,9 +33,11 @@ from coreml_delegate.partition.grouping.mutable_buffers import (
     keep_initial_values,
     states_by_tag,
 )
+from coreml_delegate.partition.left_over import decompose_calls
 from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.report import DelegationReport, describe
-from coreml_delegate.partition.verdicts.cpu_kernels import register_kernels
+from coreml_delegate.partition.verdicts.cpu_kernels import is_composite, register_kernels
+from coreml_delegate.partition.verdicts.filters import LeftOut
 from coreml_delegate.partition.verdicts.operator_support import refused_apart, refused_calls
 from coreml_delegate.partition.verdicts.parts import refuse_results
 from coreml_delegate.preprocess import package
@@ -129,18 +134,20 @@ def _lower_branch(
 ) -> Lowered:
     """Lower a branch of control flow as ExecuTorch would; see ``LowerBranch``."""
     branch = _transform(branch, options).run_decompositions({})
-    wide = WideIntegers()
+    wide, left_out = WideIntegers(), LeftOut()
 
     def run(program: ExportedProgram) -> PartitionRun:
-        return PartitionRun(with_constants(program, constants), options, wide)
+        return PartitionRun(with_constants(program, constants), options, wide, left_out)
 
     table = default_decompositions()
-    for op in run(branch).ops_to_preserve():
-        table.pop(op, None)
-    branch = branch.run_decompositions(table)
-    # Torch puts checks of dtypes beside casts; ExecuTorch removes those at the root.
-    RemoveGraphAssertsPass()(branch.graph_module)
-    refused = run(branch).refusals()
+    refused = run(branch).left_out_calls()
+    if not refused:
+        for op in run(branch).ops_to_preserve():
+            table.pop(op, None)
+        branch = branch.run_decompositions(table)
+        # Torch puts checks of dtypes beside casts; ExecuTorch removes those at the root.
+        RemoveGraphAssertsPass()(branch.graph_module)
+        refused = run(branch).refusals()
     for node, reason in refused.items():
         return replace(reason, text=f"{target_name(node.target)}: {reason.text}")
     return branch
@@ -173,29 +180,69 @@ class PartitionRun:
         program: In ATen dialect to ask for ops to preserve, in edge dialect to partition.
         options: The partitioner's.
         wide: Integers that Core ML cannot hold, noted from the program in ATen dialect.
+        left_out: The composite calls that the user left out, noted likewise.
     """
 
     def __init__(
-        self, program: ExportedProgram, options: PartitionerOptions, wide: WideIntegers
+        self,
+        program: ExportedProgram,
+        options: PartitionerOptions,
+        wide: WideIntegers,
+        left_out: LeftOut,
     ) -> None:
         self._program = program
         self._options = options
         self._target = options.compiling.deployment_target
         self._wide = wide
+        self._left_out = left_out
+        self._filters = options.filters.beside(left_out)
         self._proof = ConversionProof(
             program, _LOWERING, constants_inside=options.ownership.constants
         )
 
     @_skip_guards_and_verification()
     def ops_to_preserve(self) -> set[OpOverload]:
-        """Return the composite ops that Core ML has as one op and takes at every call."""
+        """Return the composite ops to keep whole.
+
+        They are those that Core ML has as one op and takes at every call, and those that the user
+        leaves out at some. Other calls of these that Core ML refuses are decomposed in the program.
+        """
         refused = self.refusals(_is_preserved)
-        verdicts: dict[OpOverload, bool] = {}
-        for node in self._program.graph.nodes:
-            if node.op == "call_function" and isinstance(node.target, OpOverload):
-                keep = _is_preserved(node) and node not in refused
-                verdicts[node.target] = verdicts.get(node.target, True) and keep
-        return {op for op, keep in verdicts.items() if keep}
+        left_out = self.left_out_calls()
+        for call, reason in left_out.items():
+            self._left_out.note(call, reason)
+        unfit = [
+            node
+            for node in self._program.graph.nodes
+            if (node in refused or not _is_preserved(node)) and node not in left_out
+        ]
+        ops: set[Any] = {n.target for n in self._program.graph.nodes if n.op == "call_function"}
+        kept: set[Any] = {call.target for call in left_out if self._is_kept_for_others(call)}
+        taken = {op for op in ops if isinstance(op, OpOverload)} - {call.target for call in unfit}
+        if apart := [call for call in unfit if call.target in kept]:
+            decompose_calls(apart, self._program)
+        return kept | taken
+
+    def _is_kept_for_others(self, call: Node) -> bool:
+        """Return whether a call that the user leaves out keeps its op whole.
+
+        In branches hardly a partitioner looks, and ExecuTorch ends at an op kept there in vain. A
+        recurrent layer would have results of another layout, which Core ML does not take.
+        """
+        results = tensors_of(call.meta["val"])
+        return call.graph is self._program.graph and all(map(is_row_major, results))
+
+    def left_out_calls(self) -> dict[Node, Reason]:
+        """Return the composite calls that the user leaves out, those in branches too."""
+        modules = [m for m in self._program.graph_module.modules() if isinstance(m, GraphModule)]
+        calls = (
+            node
+            for module in modules
+            for node in module.graph.nodes
+            if isinstance(node.target, OpOverload) and is_composite(node.target)
+        )
+        reasons = ((call, self._filters.refusal(call)) for call in calls)
+        return {call: reason for call, reason in reasons if reason is not None}
 
     @_skip_guards_and_verification()
     def partition(self, *, prefix: str = "") -> PartitionedProgram:
@@ -237,7 +284,7 @@ class PartitionRun:
         refused = refused_calls(
             self._program,
             self._target,
-            filters=self._options.filters,
+            filters=self._filters,
             wide=self._wide,
             values=self._proof.values,
             constants_inside=self._options.ownership.constants,

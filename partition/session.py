@@ -27,6 +27,7 @@ from coreml_delegate.partition.left_over import decompose_left_over, require_out
 from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.report import DelegationReport, NodeReport
 from coreml_delegate.partition.run import PartitionRun, transform
+from coreml_delegate.partition.verdicts.filters import LeftOut
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,7 @@ class LoweringSession:
         self._options = options
         self._is_plan = is_plan
         self._wide = WideIntegers()
+        self._left_out = LeftOut()
         self._modules: set[Scope] = set()
         self._has_seen_aten = False
         self._preserved: tuple[weakref.ref[ExportedProgram], set[OpOverload]] | None = None
@@ -123,7 +125,8 @@ class LoweringSession:
             self._has_seen_aten = True
             self._wide.note(program)
             self._note_modules(program)
-            preserved = PartitionRun(program, self._options, self._wide).ops_to_preserve()
+            run = PartitionRun(program, self._options, self._wide, self._left_out)
+            preserved = run.ops_to_preserve()
             self._preserved = weakref.ref(program), preserved
             self.preserved |= preserved
         return sorted(self._preserved[1], key=str)
@@ -140,7 +143,7 @@ class LoweringSession:
             logger.warning(_DECOMPOSED)
         self._note_modules(program)
         self._options.filters.check_patterns(self._modules)
-        result = partition_whole(program, self._options, self._wide)
+        result = partition_whole(program, self._options, self._wide, self._left_out)
         self.keep(result.blobs.values())
         report = result.report
         self.reports.add(report, {} if self._is_plan else result.blobs)

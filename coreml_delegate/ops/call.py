@@ -28,6 +28,7 @@ _FUNCTIONALIZED = (_HIGHER.auto_functionalized, _HIGHER.auto_functionalized_v2)
 MAX_RANK = 5  # of any Core ML tensor
 INT32 = torch.iinfo(torch.int32)  # the widest integer of Core ML
 GETITEM = "operator.getitem"
+QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
 DEQUANTIZE = frozenset(
     f"quantized_decomposed.dequantize_per_{unit}.default" for unit in ("tensor", "channel")
 )

@@ -17,6 +17,7 @@ from coreml_delegate.ops.call import (
     FLOAT,
     INTEGER,
     MAX_RANK,
+    QUANTIZE,
     OpCall,
     Reason,
     ReasonCode,
@@ -29,7 +30,6 @@ from coreml_delegate.targets import Opset
 
 INT8 = frozenset({torch.int8, torch.uint8})
 
-_QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
 _DEQUANTIZE_CHANNELS, _DEQUANTIZE = sorted(DEQUANTIZE)
 
 
@@ -65,7 +65,7 @@ def _made_inside(call: OpCall) -> Reason | None:
     source = call.arguments["input"]
     if not isinstance(source, Node) or is_derived(source, call.constants):
         return None
-    if source.op != "call_function" or target_name(source.target) != _QUANTIZE:
+    if source.op != "call_function" or target_name(source.target) != QUANTIZE:
         text = f"{source.name!r} is neither a constant nor quantized in the program"
         return Reason(ReasonCode.ARGUMENT, text)
     made = OpCall.of(source, call.constants)
@@ -87,7 +87,7 @@ _op = partial(OpRecord, since=Opset.iOS17, preserve=False, alone=False)
 
 RECORDS = (
     _op(
-        _QUANTIZE,
+        QUANTIZE,
         results=INT8,
         constraints=(*_QUANTIZES, _used_inside),
     ),

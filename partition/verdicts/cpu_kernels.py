@@ -21,10 +21,11 @@ from executorch.exir.passes.executorch_prim_ops_registry import is_sym_op
 from executorch.exir.sym_util import eval_upper_bound
 from executorch.runtime import Runtime
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.export import default_decompositions
 from torch.fx import GraphModule, Node
 from torchgen.model import SchemaKind
 
-from coreml_delegate.ops import NAMESPACES, Reason, ReasonCode, record_of
+from coreml_delegate.ops import NAMESPACES, Reason, ReasonCode
 from coreml_delegate.ops.call import called_target, overload_of, target_name
 from coreml_delegate.ops.flops import tensors_of
 
@@ -62,6 +63,27 @@ def register_kernels(ops: Iterable[str]) -> None:
             )
 
 
+@functools.cache
+def is_composite(op: Any) -> bool:
+    """Return whether an ``OpOverload`` makes tensors of tensors, and ExecuTorch decomposes it.
+
+    Views are no such ops: ExecuTorch cannot keep one from decomposition.
+    """
+    taken, made = op._schema.arguments, op._schema.returns
+    return (
+        any("Tensor" in str(value.type) for value in taken)
+        and all("Tensor" in str(value.type) for value in made)
+        and not any(value.alias_info for value in (*taken, *made))
+        and torch.Tag.core not in op.tags
+        and op in default_decompositions()
+    )
+
+
+def has_kernel(op: OpOverload) -> bool:
+    """Return whether ExecuTorch's runtime, as installed, has a kernel for an op."""
+    return _out_variant(op) in Runtime.get().operator_registry.operator_names
+
+
 def cpu_obstacles(on_cpu: Iterable[Node]) -> dict[Node, Reason]:
     """Return why calls do not run on the CPU either, as far as they do not.
 
@@ -84,14 +106,14 @@ def _kernel_obstacle(node: Node) -> Reason | None:
     overload, name = overload_of(target), target_name(target)
     if not isinstance(overload, OpOverload) or name in _ERASED or is_sym_op(overload):
         return None
-    kernel = _out_variant(overload)
-    if has_kernel(overload):
+    if has_kernel(overload) or is_composite(overload):  # which is decomposed after lowering
         return None
+    kernel = _out_variant(overload)
     if kernel is None:
         return Reason(
             ReasonCode.OUT_VARIANT,
             f"{name} has no out variant, which ExecuTorch calls",
-            remedy=_remedy_without_variant(overload, name),
+            remedy=_remedy_without_variant(overload),
         )
     return Reason(
         ReasonCode.KERNEL,
@@ -99,11 +121,6 @@ def _kernel_obstacle(node: Node) -> Reason | None:
         remedy=f"Register a kernel {kernel} with the app that runs the program, or write the model "
         'with other operators; host="python" runs it as it is',
     )
-
-
-def has_kernel(overload: OpOverload) -> bool:
-    """Return whether ExecuTorch's runtime, as installed, has a kernel for an op."""
-    return _out_variant(overload) in Runtime.get().operator_registry.operator_names
 
 
 def _out_variant(overload: OpOverload) -> str | None:
@@ -119,10 +136,7 @@ def _registered_variant(overload: OpOverload) -> str:
     return to_variant(overload, SchemaKind.out).name()
 
 
-def _remedy_without_variant(overload: OpOverload, name: str) -> str:
-    if record_of(name) is not None:
-        # It was kept whole for Core ML, which does not take it after all.
-        return f"Pass skip_ops_for_coreml_delegation=[{name!r}] (--skip-op), to decompose it"
+def _remedy_without_variant(overload: OpOverload) -> str:
     if not is_custom(overload) or not _returns_tensors(overload):
         return "Write the model with other operators"
     kernel = f"{overload.name()}{'_' if _schema_of(overload).overload_name else '.'}out"

@@ -6,18 +6,19 @@ A filter says why a call stays on the CPU. No filter is asked about a part of a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.fx import Node
+from torch.fx.traceback import NodeSource
 
 from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.module_scope import ModulePattern, Scope, scopes_of
 from coreml_delegate.ops import NAMESPACES, Reason, ReasonCode
-from coreml_delegate.ops.call import target_name
+from coreml_delegate.ops.call import DEQUANTIZE, QUANTIZE, target_name
 from coreml_delegate.partition.verdicts.parts import is_part, whole_call
 
 MARK = "coreml_do_not_delegate"
@@ -67,7 +68,7 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class SkippedOps:
-    """Refuses ops by name.
+    """Refuses ops by name, and what they are decomposed to.
 
     Attributes:
         names: From ``normalize_op_names``.
@@ -79,9 +80,9 @@ class SkippedOps:
 
     def refusal(self, node: Node, /) -> Reason | None:
         """See ``NodeFilter``."""
-        if not spellings(node) & self.names:
-            return None
-        return _kept_out(f"{target_name(node.target)} is in {self.option}", _REMOVE)
+        names = (target_name(node.target), *(str(source.target) for source in _sources(node)))
+        name = next((name for name in names if _spellings(name.lower()) & self.names), None)
+        return None if name is None else _kept_out(f"{name} is in {self.option}", _REMOVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,36 @@ class Predicate:
         return _kept_out(f"{self.option} is false for it", "Change the predicate")
 
 
+class LeftOut:
+    """Refuses the parts of composite calls that the user left out of the program in ATen dialect.
+
+    A partitioner beside ours may have such a call decomposed. Torch notes which call a part was
+    made of.
+    """
+
+    def __init__(self) -> None:
+        self._reasons: dict[tuple[str, int], Reason] = {}
+
+    def note(self, call: Node, reason: Reason) -> None:
+        """Note a call in ATen dialect, and why it is left out."""
+        self._reasons[call.name, id(call.graph)] = reason
+
+    def refusal(self, node: Node) -> Reason | None:
+        """See ``NodeFilter``."""
+        sources = _sources(node) if self._reasons else ()
+        keys = ((source.name, source.graph_id) for source in sources)
+        return next((self._reasons[key] for key in keys if key in self._reasons), None)
+
+
+def _sources(node: Node) -> Iterator[NodeSource]:
+    """Yield the nodes of earlier graphs that a node was made of, the latest first."""
+    pending: list[NodeSource] = list(node.meta.get("from_node") or ())
+    while pending:
+        source = pending.pop()
+        yield source
+        pending += source.from_node
+
+
 _REMOVE = "Remove it from the list"
 _ADD = "Add it to the list"
 
@@ -202,11 +233,16 @@ class Filters:
             chosen.append(Predicate(node_filter, "node_filter"))
         return cls(tuple(chosen))
 
+    def beside(self, left_out: LeftOut) -> Filters:
+        """Return these filters, and one that keeps out the parts of calls left out before."""
+        return Filters((*self.filters, left_out))
+
     def refusal(self, node: Node) -> Reason | None:
         """Return why the user keeps a call out, or None."""
         if is_part(node):
             return None
-        reasons = (condition.refusal(node) for condition in self.filters)
+        calls = (node, *_quantized_calls(node))
+        reasons = (condition.refusal(call) for call in calls for condition in self.filters)
         return next((reason for reason in reasons if reason is not None), None)
 
     def check_patterns(self, modules: Collection[Scope]) -> None:
@@ -223,6 +259,19 @@ class Filters:
                 for pattern in condition.patterns:
                     if not pattern.covers(modules):
                         raise _unknown_module(condition.option, pattern, modules)
+
+
+def _quantized_calls(node: Node) -> Iterator[Node]:
+    """Yield the calls of whose arguments or result a node makes integers, or floats again.
+
+    Backends take these together: a quantized call that is left out keeps its integers.
+    """
+    makes_integers = target_name(node.target) == QUANTIZE
+    around = node.all_input_nodes if makes_integers else []
+    for call in (node, *node.users) if makes_integers else (node,):
+        if target_name(call.target) in DEQUANTIZE:
+            around += call.users
+    yield from (whole_call(call) for call in around if call.op == "call_function")
 
 
 def _unknown_module(option: str, pattern: ModulePattern, modules: Collection[Scope]) -> OptionError:

@@ -67,15 +67,6 @@ def test_the_name_of_a_view_skips_its_copying_variant() -> None:
     assert lowered.operators == ("aten.permute_copy.default",)
 
 
-def test_a_skipped_composite_op_is_decomposed_and_its_parts_delegated() -> None:
-    module, inputs = Network(supported=True), example(2, 4)
-    lowered = lower(module, inputs, skip_ops_for_coreml_delegation=["aten.linear.default"])
-    # What linear is made of is not skipped.
-    assert not lowered.operators
-    assert "aten.addmm.default" in {n.op for n in lowered.report.delegated}
-    assert_equal_eager(lowered.pte, module, inputs)
-
-
 @pytest.mark.parametrize(
     ("name", "near"),
     [("aten.tahn.default", "tanh"), ("reluu", "relu"), ("zzzz", "an operator PyTorch has")],

@@ -136,10 +136,11 @@ class _Supported(OperatorSupportBase):
 
 
 class EagerTestPartitioner(Partitioner):
-    """Delegates the operators named, ``aten.add.Tensor`` style."""
+    """Delegates the operators named, ``aten.add.Tensor`` style; ``whole`` keeps them whole."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, whole: bool = False) -> None:
         super().__init__()
+        self.whole = [_aten(name) for name in names] if whole else []
         self.support = _Supported(frozenset(names))
         self.delegation = DelegationSpec(BACKEND_ID, SPECS)
 
@@ -155,6 +156,9 @@ class EagerTestPartitioner(Partitioner):
                 node.meta["delegation_tag"] = tag
         tag_constant_data(exported_program)
         return PartitionResult(tagged_exported_program=exported_program, partition_tags=tags)
+
+    def ops_to_not_decompose(self, ep: ExportedProgram) -> tuple[list[Any], None]:
+        return ([] if ep.dialect == "EDGE" else self.whole), None
 
 
 def lower(

@@ -23,8 +23,12 @@ pytestmark = [pytest.mark.xdist_group("side-by-side"), pytest.mark.slow]
 @pytest.fixture(scope="module", params=ORDERS)
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Output of ``tests.upstream.side_by_side``, by the backend that is imported first."""
+    return _output_of("side_by_side", request.param)
+
+
+def _output_of(module: str, *arguments: str) -> Any:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.upstream.side_by_side", request.param],
+        [sys.executable, "-m", f"tests.upstream.{module}", *arguments],
         cwd=_REPOSITORY,
         env={**os.environ, "PYTHONPATH": os.pathsep.join((".", "tests"))},
         capture_output=True,
@@ -64,3 +68,8 @@ def test_both_give_the_same_for_the_same_arguments(found: dict[str, Any]) -> Non
     lowering = {name for name in functions if name.startswith(("preprocess", "copy_"))}
     assert set(theirs) == functions - lowering | {"preprocess_model"}
     assert ours == theirs
+
+
+def test_beside_another_partitioner_both_leave_the_same_to_it() -> None:
+    for kind, by_class in _output_of("beside_others").items():
+        assert by_class["ours"] == by_class["theirs"], kind

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.traceback import NodeSource
 
 from coreml_delegate.errors import OptionError, near_matches
@@ -164,10 +164,13 @@ class LeftOut:
 
     def __init__(self) -> None:
         self._reasons: dict[tuple[str, int], Reason] = {}
+        # A graph is kept for as long as its id is looked for, so that no other graph gets it.
+        self._graphs: dict[int, Graph] = {}
 
     def note(self, call: Node, reason: Reason) -> None:
         """Note a call in ATen dialect, and why it is left out."""
         self._reasons[call.name, id(call.graph)] = reason
+        self._graphs[id(call.graph)] = call.graph
 
     def refusal(self, node: Node) -> Reason | None:
         """See ``NodeFilter``."""

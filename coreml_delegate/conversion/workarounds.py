@@ -39,15 +39,13 @@ def coremltools_workarounds() -> Generator[None]:
     - ``fuse_reduce_mean`` makes a mean of a sum whose factor is within 1e-6 of the inverse of the
       count, or has more dimensions: apple/coremltools#2792.
     - A flipped constant is folded to a view of negative strides, of which a cast fails.
-    - Folded among constants, ``scatter_along_axis`` overwrites in every mode:
-      apple/coremltools#2802.
     - Below iOS18, weights of 8 bits with a sign are dequantized wrongly on GPU and neural engine:
       apple/coremltools#2675. They are stored without one, 128 larger, and their zero points too.
     - A function of a constant scalar is evaluated to a number of Python's, which has no element
       type: the next function fails on it, or returns another type.
-    - Of constants, ``scatter_along_axis`` is evaluated as an update whatever its mode is, and
-      ``topk`` and ``argsort`` order equal elements at random and take the least integer for the
-      largest. They are left to the device.
+    - Of constants, ``scatter_along_axis`` is evaluated as an update whatever its mode is
+      (apple/coremltools#2802), and ``topk`` and ``argsort`` order equal elements at random and take
+      the least integer for the largest. They are left to the device.
     """
     from coremltools.converters.mil import Builder
     from coremltools.converters.mil.mil.passes import defs
@@ -108,7 +106,6 @@ def coremltools_workarounds() -> Generator[None]:
         return dequantize(quantized_data=data, zero_point=zero, **keywords)
 
     with (
-        _folded_values(),
         mock.patch.object(conv_bias, "_try_to_transform", staticmethod(fuse_difference)),
         mock.patch.object(conv_scale, "_try_to_transform", staticmethod(fuse_divisor)),
         mock.patch.object(mean, "_try_to_transform", staticmethod(fuse_true_mean)),
@@ -116,26 +113,6 @@ def coremltools_workarounds() -> Generator[None]:
         mock.patch.object(transposes, "_visit_op", visit_operands),
         mock.patch.object(mb, "constexpr_affine_dequantize", dequantize_unsigned),
         _constants_evaluated_by_type(),
-    ):
-        yield
-
-
-@contextmanager
-def _folded_values() -> Generator[None]:
-    """Fold flipped constants to copies, and scatters among constants not at all."""
-    from coremltools.converters.mil.mil import Operation
-    from coremltools.converters.mil.mil.ops.defs import iOS15
-
-    ops: Any = iOS15
-    reverse, scatter = ops.tensor_transformation.reverse, ops.scatter_gather.scatter_along_axis
-    flip = reverse.value_inference
-
-    def flip_copy(self: Any) -> Any:
-        return np.ascontiguousarray(flip(self))
-
-    with (
-        mock.patch.object(reverse, "value_inference", flip_copy),
-        mock.patch.object(scatter, "value_inference", Operation.value_inference),
     ):
         yield
 
@@ -179,7 +156,7 @@ def _constants_evaluated_by_type() -> Generator[None]:
         if self.op_type in _EVALUATED_WRONGLY:
             return (None,) * len(output_types)
         infer = self.value_inference
-        self.value_inference = lambda: _typed_scalars(infer(), output_types)
+        self.value_inference = lambda: _typed_values(infer(), output_types)
         try:
             return evaluate(self, output_types)
         finally:
@@ -189,15 +166,15 @@ def _constants_evaluated_by_type() -> Generator[None]:
         yield
 
 
-def _typed_scalars(values: Any, output_types: Any) -> list[Any]:
-    """Return the values of an op's results, numbers of rank 0 as NumPy's of the result's type."""
+def _typed_values(values: Any, output_types: Any) -> list[Any]:
+    """Return the values of an op's results: numbers of the result's type, arrays row-major."""
+    several = values if isinstance(values, tuple | list) else (values,)
+    return [_typed_value(*pair) for pair in zip(several, output_types, strict=False)]
+
+
+def _typed_value(value: Any, kind: Any) -> Any:
     from coremltools.converters.mil.mil.types import is_float, is_int, nptype_from_builtin
 
-    several = values if isinstance(values, tuple | list) else (values,)
-    return [
-        np.asarray(value).astype(nptype_from_builtin(kind))[()]
-        if isinstance(value, int | float | np.number | np.ndarray)
-        and (is_float(kind) or is_int(kind))
-        else value
-        for value, kind in zip(several, output_types, strict=False)
-    ]
+    if isinstance(value, int | float | np.number | np.ndarray) and (is_float(kind) or is_int(kind)):
+        return np.asarray(value).astype(nptype_from_builtin(kind))[()]
+    return np.asarray(value, order="C") if isinstance(value, np.ndarray) else value

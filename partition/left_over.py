@@ -39,7 +39,7 @@ _LEFT_OVER = Reason(ReasonCode.USE, "no backend took it")
 
 
 def decompose_left_over(program: ExportedProgram, preserved: Collection[OpOverload]) -> None:
-    """Replace calls of preserved ops by those that they are decomposed to.
+    """Replace calls of preserved ops by their decompositions.
 
     Outside of branches, calls for which ExecuTorch has a kernel stay. In branches another
     partitioner may not have looked, and ExecuTorch ends at an op that one kept there in vain.
@@ -66,7 +66,7 @@ def decompose_left_over(program: ExportedProgram, preserved: Collection[OpOverlo
 
 
 def decompose_calls(calls: Sequence[Node], program: ExportedProgram) -> None:
-    """Replace calls of composite ops by those that they are decomposed to.
+    """Replace calls of composite ops by their decompositions.
 
     Args:
         calls: In graph order.

@@ -233,7 +233,7 @@ class PartitionRun:
         return call.graph is self._program.graph and all(map(is_row_major, results))
 
     def left_out_calls(self) -> dict[Node, Reason]:
-        """Return the composite calls that the user leaves out, those in branches too."""
+        """Return the composite calls that the user leaves out, in branches too."""
         modules = [m for m in self._program.graph_module.modules() if isinstance(m, GraphModule)]
         calls = (
             node

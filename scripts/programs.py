@@ -135,7 +135,7 @@ class LoadedProgram(Protocol):
 
     @property
     def classifiers(self) -> tuple[Classifier, ...]:
-        """The labels of outputs that are probabilities of classes."""
+        """Class labels, by the name of the output with their probabilities."""
         ...
 
     def run(self, inputs: Sequence[Any]) -> dict[str, Output]:
@@ -321,7 +321,7 @@ def _judging_engine(
 
 
 def _functions(path: Path, method: str | None, data: Sequence[Path]) -> Iterator[Function]:
-    """Yield the MIL functions that a method of a ``.pte`` runs, or those of a package."""
+    """Yield the MIL functions of a package, or of one method of a ``.pte``."""
     if is_package(path):
         files = map_package(path)
         pipeline = read_pipeline(files)

@@ -142,7 +142,7 @@ def _load_spec(path: str) -> Any:
 
 
 def _find_weights(path: str) -> str | None:
-    """Return the folder of the weights of an mlpackage; None if it has none."""
+    """Return the folder of an mlpackage's weights; None if there is no such folder."""
     weights = _weights_of(Path(path))
     return str(weights) if weights.is_dir() else None
 

@@ -196,7 +196,7 @@ def _resolved(
     operands: Callable[[Value], Sequence[Value]],
     combine: Callable[[Value], Known],
 ) -> Known:
-    """Return what is known of a value, which is combined of what is known of its operands.
+    """Return a property of a value, combined from the same property of its operands.
 
     Each value is visited once, however many paths lead to it: those through a recurrence double
     with each step. Paths may be longer than Python's stack.
@@ -218,7 +218,7 @@ def number(value: Value) -> float | None:
 
 
 def _decisive(value: Value) -> Sequence[Value]:
-    """Return the operands whose numbers decide that of a value."""
+    """Return the operands whose numbers decide the number of a value."""
     node = value.node
     decide = node.name in _REARRANGING or (node.name in _ARITHMETIC and value.dtype.is_float)
     return node.operands if decide else ()
@@ -278,7 +278,7 @@ def factors(value: Value, scope: Scope) -> tuple[float, list[Value]]:
 
 
 def _divisible(value: Value) -> Sequence[Value]:
-    """Return the operands whose factors are those of a value, if they stand in its scope."""
+    """Return the operands in the scope of a value that have the same factors as the value."""
     node = value.node
     count = {"multiply": 2, "negate": 1, "divide": 1, "square": 1}.get(node.name, 0)
     return [

@@ -203,7 +203,7 @@ def _replaced(node: Node, scatter: _Scatter, identity: int | None) -> _Scatter:
 
 
 def _mean_of_groups(node: Node, scatter: _Scatter, includes_self: bool) -> tuple[Any, ...]:
-    """Sums over counts; the counts are integers, of which fp16 has but the first 2048."""
+    """Sums divided by counts; the counts are int32, because fp16 has integers up to 2048 only."""
     data, dim, index, _ = scatter
     dtype, counted = value_of(node).dtype, value_of(index).dtype
     zeros = insert(node, ATEN.full_like.default, data, 0, dtype=counted)

@@ -182,7 +182,7 @@ def _join_filled(node: Node, x: Node, pads: list[int], fill: Any) -> None:
 
 
 def _repeated(node: Node, row: Node, dim: int, width: int) -> list[Node]:
-    """Return ``width`` rows side by side; none if there are none."""
+    """Return ``width`` rows side by side as one node; an empty list for a width of 0."""
     repeats = [width if d == dim else 1 for d in range(value_of(row).dim())]
     return [insert(node, ATEN.repeat.default, row, repeats)] if width else []
 

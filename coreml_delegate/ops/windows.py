@@ -267,7 +267,7 @@ def _table(node: Node, start: int, sizes: Sequence[int], strides: Sequence[int])
 
 
 def _places(call: OpCall) -> Reason | None:
-    """Elements are those of the argument, not of memory around it, and not too many to list."""
+    """Every index lies inside the argument, and the table of indices is small enough to store."""
     if _last(*_strided(call.arguments)) >= next(call.tensors("self"))[1].numel():
         return Reason(ReasonCode.ARGUMENT, "elements lie beyond those of the argument")
     if math.prod(call.arguments["size"]) > _LARGEST_TABLE:

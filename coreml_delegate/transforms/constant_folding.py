@@ -81,7 +81,7 @@ def fold_constants(program: ExportedProgram, refused: RefusedCalls) -> ExportedP
 
 
 def _known_calls(program: ExportedProgram) -> list[Node]:
-    """Return the calls that depend on constants alone, whose values are at hand, in order."""
+    """Return the calls that depend only on constants with known values, in graph order."""
     known, codes = set(_values(program)), _codes(program)
     calls: list[Node] = []
     for node in program.graph.nodes:
@@ -181,7 +181,7 @@ def _demanded(node: Node) -> Iterator[Node]:
 
 @dataclass(slots=True)
 class _Fold:
-    """The known calls that are computed.
+    """The calls that one folding computes.
 
     Attributes:
         calls: All of them.

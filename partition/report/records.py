@@ -149,7 +149,7 @@ class BufferReport:
 
 @dataclass(frozen=True, slots=True)
 class FoldReport:
-    """One value of constants alone that was computed while lowering, and is large.
+    """One large value that was computed from constants while lowering.
 
     Attributes:
         name: Of the constant in the program.

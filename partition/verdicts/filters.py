@@ -68,7 +68,7 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class SkippedOps:
-    """Refuses ops by name, and what they are decomposed to.
+    """Refuses ops by name, and the parts that they are decomposed to.
 
     Attributes:
         names: From ``normalize_op_names``.

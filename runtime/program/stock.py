@@ -453,7 +453,7 @@ def _runtime() -> Any:
 
 @functools.cache
 def _start_threads() -> None:
-    """Let the runtime count the cores for its threads, and log what it writes meanwhile.
+    """Let the runtime count the cores for its threads; send its messages to our log.
 
     On Linux it looks for files of Android first, and writes a line to stderr for each that is
     missing.

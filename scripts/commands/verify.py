@@ -236,7 +236,7 @@ def _ratio(accuracy: Accuracy) -> str:
 
 
 def _trivial(accuracy: Accuracy) -> str:
-    """Describe an output of which no value was compared."""
+    """Describe an output without a compared value."""
     if not accuracy.elements:
         return "without values"
     if not accuracy.nan:

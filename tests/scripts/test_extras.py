@@ -102,7 +102,7 @@ def test_every_command_is_tried() -> None:
 
 
 def test_commands_without_any_extra_name_it(tmp_path: Path) -> None:
-    """What ``pip install coreml-delegate`` installs."""
+    """The packages of ``pip install coreml-delegate``."""
     needy = [(line, extras) for line, extras in _LINES if extras and "tiny.pte" not in line]
     _try(tmp_path, needy, tuple(_EXTRAS))
 

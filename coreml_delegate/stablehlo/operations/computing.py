@@ -184,7 +184,7 @@ def _reduced(source: SourceOp) -> tuple[list[Value], list[Value]]:
 def _check_starts(
     source: SourceOp, results: Sequence[Operand], extrema: tuple[str, str], has_elements: bool
 ) -> None:
-    """Refuse initial values beyond 32 bits but those that every element of an extremum replaces.
+    """Refuse initial values beyond 32 bits, except of an extremum, where an element replaces them.
 
     Args:
         source: The reduction.

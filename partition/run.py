@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from coreml_delegate.conversion.proof import ConversionProof, SubgraphLowering
 from coreml_delegate.ops import Reason, record_of, required_opset
 from coreml_delegate.ops.boundary import is_row_major
 from coreml_delegate.ops.call import target_name
-from coreml_delegate.ops.constants import stored_nodes
+from coreml_delegate.ops.constants import NO_INPUTS, Inputs, stored_nodes
 from coreml_delegate.ops.flops import tensors_of
 from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.partition.grouping.decision import decide
@@ -113,14 +113,20 @@ def transform(program: ExportedProgram, options: PartitionerOptions) -> Exported
     return _transform(program, options)
 
 
-def _transform(program: ExportedProgram, options: PartitionerOptions) -> ExportedProgram:
+def _transform(
+    program: ExportedProgram,
+    options: PartitionerOptions,
+    inputs: Inputs = NO_INPUTS,
+) -> ExportedProgram:
     target, constants_inside = options.compiling.deployment_target, options.ownership.constants
-    refused = partial(refused_apart, target=target)
-    program = fold_constants(program, refused)
-    program = hold_control_flow(program, partial(_lower_branch, options), options.filters.refusal)
+    fold = partial(fold_constants, refused=partial(refused_apart, target=target), inputs=inputs)
+    program = fold(program)
+    program = hold_control_flow(
+        program, partial(_lower_branch, options), options.filters.refusal, inputs
+    )
     for step in _TRANSFORMS:
         program = step(program)
-    program = dequantize_per_use(fold_constants(program, refused))
+    program = dequantize_per_use(fold(program))
     program = decompose_undelegated_dequantize(
         program, target, veto=options.filters.refusal, constants_inside=constants_inside
     )
@@ -130,10 +136,10 @@ def _transform(program: ExportedProgram, options: PartitionerOptions) -> Exporte
 
 
 def _lower_branch(
-    options: PartitionerOptions, branch: ExportedProgram, constants: Collection[int]
+    options: PartitionerOptions, branch: ExportedProgram, constants: Inputs
 ) -> Lowered:
     """Lower a branch of control flow as ExecuTorch would; see ``LowerBranch``."""
-    branch = _transform(branch, options).run_decompositions({})
+    branch = _transform(branch, options, constants).run_decompositions({})
     wide, left_out = WideIntegers(), LeftOut()
 
     def run(program: ExportedProgram) -> PartitionRun:

@@ -13,7 +13,8 @@ The quantizer works on modules, whose constants are attributes: see ``attribute_
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,6 +37,10 @@ FOLDED = "coreml_delegate_folded"
 NOT_FOLDED = "coreml_delegate_not_folded"
 """Keys below ``node.meta["custom"]``, which decompositions keep."""
 
+Inputs = Mapping[int, torch.Tensor | None]
+"""Inputs of a branch that are constants of the whole program, by position; None without a value."""
+NO_INPUTS: Inputs = MappingProxyType({})
+
 
 # Stored
 
@@ -52,6 +57,14 @@ def stored_constants(program: ExportedProgram) -> Iterator[tuple[Node, str, torc
     """
     for node, key in _stored(program):
         yield node, key, state_value(program, key)
+
+
+def known_values(program: ExportedProgram, inputs: Inputs) -> dict[Node, torch.Tensor | None]:
+    """Return the values of the stored constants and of those inputs that are constants outside."""
+    nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    names = list(program.graph_signature.user_inputs)
+    values = {node: value for node, _, value in stored_constants(program)}
+    return values | {nodes[str(names[place])]: value for place, value in inputs.items()}
 
 
 def state_value(program: ExportedProgram, key: str) -> torch.Tensor | None:

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from coreml_delegate.ops import record_of
 from coreml_delegate.ops.call import GETITEM, OpCall, flatten, target_name
-from coreml_delegate.ops.constants import NOT_FOLDED, note_fold, stored_constants
+from coreml_delegate.ops.constants import NO_INPUTS, NOT_FOLDED, Inputs, known_values, note_fold
 from coreml_delegate.ops.constraints import IsConstant
 from coreml_delegate.ops.edits import add_constant, become
 from coreml_delegate.ops.flops import bytes_of, tensors_of
@@ -55,22 +55,25 @@ RefusedCalls = Callable[[Sequence[Node], ExportedProgram], Collection[Node]]
 """Returns those of known calls that Core ML does not take, each by itself."""
 
 
-def fold_constants(program: ExportedProgram, refused: RefusedCalls) -> ExportedProgram:
+def fold_constants(
+    program: ExportedProgram, refused: RefusedCalls, inputs: Inputs = NO_INPUTS
+) -> ExportedProgram:
     """Return ``program`` with known calls computed that Core ML cannot compute.
 
     Args:
         program: In ATen dialect, with its real state; it is not changed.
         refused: See ``RefusedCalls``.
+        inputs: Those that are constants, of a branch.
     """
-    known = _known_calls(program)
+    known = _known_calls(program, inputs)
     if not any(map(_is_mutable, known)) and not _wanted(program, known, refused):
         return program
     functional = program.run_decompositions({})
-    known = _known_calls(functional)
+    known = _known_calls(functional, inputs)
     wanted = _wanted(functional, known, refused)
     if not wanted:
         return program
-    fold = _Fold.of(functional, known, wanted)
+    fold = _Fold.of(_values(functional, inputs), known, wanted)
     if not fold.results and not fold.left:
         return program
     _apply(functional, fold)
@@ -80,9 +83,9 @@ def fold_constants(program: ExportedProgram, refused: RefusedCalls) -> ExportedP
 # Known
 
 
-def _known_calls(program: ExportedProgram) -> list[Node]:
+def _known_calls(program: ExportedProgram, inputs: Inputs) -> list[Node]:
     """Return the calls that depend only on constants with known values, in graph order."""
-    known, codes = set(_values(program)), _codes(program)
+    known, codes = set(_values(program, inputs)), _codes(program)
     calls: list[Node] = []
     for node in program.graph.nodes:
         if node in codes or not _is_computable(node):
@@ -108,10 +111,10 @@ def _is_quantized(node: Node) -> bool:
     return target_name(node.target).partition(".")[0] in _QUANTIZED
 
 
-def _values(program: ExportedProgram) -> dict[Node, Any]:
+def _values(program: ExportedProgram, inputs: Inputs) -> dict[Node, Any]:
     return {
         node: value
-        for node, _, value in stored_constants(program)
+        for node, value in known_values(program, inputs).items()
         if value is not None
         and not isinstance(value, FakeTensor)
         and not is_traceable_wrapper_subclass(value)
@@ -196,13 +199,15 @@ class _Fold:
     left: dict[Node, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, program: ExportedProgram, known: Sequence[Node], wanted: Collection[Node]) -> _Fold:
+    def of(
+        cls, values: Mapping[Node, Any], known: Sequence[Node], wanted: Collection[Node]
+    ) -> _Fold:
         """Return the largest fold whose values can be computed, and are not too large."""
         fold = cls()
         while True:
             fold._choose(known, wanted)
             too_large = {n: grown for n, grown in fold.growths.items() if grown > _LARGEST}
-            if not too_large and fold._compute(_values(program)):
+            if not too_large and fold._compute(dict(values)):
                 return fold
             for node, grown in too_large.items():
                 fold.left[node] = (
@@ -314,6 +319,8 @@ def _remove_unused(program: ExportedProgram, sources: Collection[Node]) -> None:
     specs = program.graph_signature.input_specs
     state: dict[str, Any] = program.state_dict
     unused = {node.name: node for node in sources if node.op == "placeholder" and not node.users}
+    for name in program.graph_signature.user_inputs:
+        unused.pop(str(name), None)
     for spec in [spec for spec in specs if spec.arg.name in unused]:
         specs.remove(spec)
         program.graph.erase_node(unused[spec.arg.name])

@@ -22,7 +22,7 @@ from coreml_delegate.control_flow import COND, HELD, SCAN, WHILE_LOOP, read_bran
 from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.ops.call import BOUNDARY, NARROW, flatten
-from coreml_delegate.ops.constants import stored_constants, stored_nodes
+from coreml_delegate.ops.constants import NO_INPUTS, Inputs, known_values, stored_constants
 
 _logger = logging.getLogger(__name__)
 _HIGHER: Any = torch.ops.higher_order
@@ -31,8 +31,8 @@ _LIFT: Any = torch.ops.aten.lift_fresh_copy.default
 Lowered = ExportedProgram | Reason
 """A branch of which Core ML takes every call, or why it does not."""
 
-LowerBranch = Callable[[ExportedProgram, Collection[int]], Lowered]
-"""Lowers a branch, given the positions of the inputs that are constants of the whole program."""
+LowerBranch = Callable[[ExportedProgram, Inputs], Lowered]
+"""Lowers a branch, given the constants among its inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,7 @@ def hold_control_flow(
     program: ExportedProgram,
     lower: LowerBranch,
     veto: Callable[[Node], Reason | None],
+    inputs: Inputs = NO_INPUTS,
 ) -> ExportedProgram:
     """Return ``program`` with ops of our own for the control flow that Core ML takes.
 
@@ -95,6 +96,7 @@ def hold_control_flow(
         program: In ATen dialect; it is not changed.
         lower: Lowers a branch.
         veto: Returns the reason to keep a call out of Core ML, or None.
+        inputs: Those that are constants, if the program is a branch itself.
 
     Raises:
         UnsupportedOperatorError: Core ML takes no call of an op that ExecuTorch has not.
@@ -105,7 +107,7 @@ def hold_control_flow(
     # A copy of all of it would copy its constants too.
     held._graph_module = GraphModule(program.graph_module, copy.deepcopy(program.graph))
     held._graph_module.meta.update(program.graph_module.meta)
-    stored = stored_nodes(held)
+    stored = known_values(held, inputs)
     for node in list(held.graph.nodes):
         if node.target not in _FORMS:
             continue
@@ -119,7 +121,10 @@ def hold_control_flow(
 
 
 def _hold(
-    node: Node, module: GraphModule, stored: Collection[Node], lower: LowerBranch
+    node: Node,
+    module: GraphModule,
+    stored: Mapping[Node, torch.Tensor | None],
+    lower: LowerBranch,
 ) -> Reason | None:
     """Make a call one of our own, or return why Core ML does not take it."""
     own, form_of = _FORMS[node.target]
@@ -127,7 +132,11 @@ def _hold(
     reason = next(_obstacles(form), None)
     if reason is not None:
         return reason
-    constants = {n for n, value in enumerate(form.inputs) if value in stored and n not in form.rows}
+    constants = {
+        n: stored[value]
+        for n, value in enumerate(form.inputs)
+        if value in stored and n not in form.rows
+    }
     branches: list[ExportedProgram] = []
     for graph in form.graphs:
         lowered = lower(_branch(getattr(module, str(graph.target)), form), constants)

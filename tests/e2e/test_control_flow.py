@@ -129,6 +129,21 @@ class OutsideCoreML(nn.Module):
         return torch.cond(x.sum() > 0, torch.asinh, torch.cos, (x.sin(),)) + 1
 
 
+class Normalized(nn.Module):
+    """Layers in nested branches whose weights are computed of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.utils.parametrizations.weight_norm(nn.Conv1d(2, 2, 3, padding=1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def positive(v: torch.Tensor) -> torch.Tensor:
+            return torch.cond(v.mean() > 0.5, self.layer, lambda w: self.layer(w * 2), (v,))
+
+        return torch.cond(x.sum() > 0, positive, lambda v: self.layer(v).relu(), (x,))
+
+
 _MATRIX, _ROWS = torch.ones(2, 4), torch.linspace(-1, 1, 56).reshape(7, 2, 4)
 CASES: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]] = {
     "cond": (Branching(), (_MATRIX, -_MATRIX, _MATRIX * 0.1)),
@@ -195,6 +210,15 @@ class Rewritten(nn.Module):
             return torch.rsub(v, 2.0, alpha=3), torch.fmod(v * 7, 2.5)
 
         return torch.cond(x.sum() > 0, positive, negative, (x,))
+
+
+def test_weights_of_branches_are_folded() -> None:
+    module = Normalized().eval()
+    lowered = lower(module, _MATRIX)
+    assert not lowered.operators
+    for engine in ENGINES:
+        for scale in (1, -1, 0.1):
+            assert_equal_eager(lowered, module, _MATRIX * scale, engine)
 
 
 @pytest.mark.parametrize("module", [Casting(), Rewritten()], ids=["casts", "rewrites"])

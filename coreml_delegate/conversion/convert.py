@@ -453,7 +453,8 @@ def _is_news(record: logging.LogRecord) -> bool:
     """Return whether a log record of coremltools says something that its caller does not know.
 
     Failures are in the error that is raised, integers of 64 bits always become 32 bits wide, and so
-    do the floats of Python with which coremltools folds scalars.
+    do the floats of Python with which coremltools folds scalars. Those are all the floats of 64
+    bits there are: no record takes such tensors, except to cast them to fp32 as PyTorch does.
     """
     return not record.getMessage().lstrip().startswith(_KNOWN)
 

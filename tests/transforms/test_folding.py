@@ -15,7 +15,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
-from coreml_delegate import CoreMLPartitioner
+from coreml_delegate import CoreMLPartitioner, runtime
 from coreml_delegate.transforms import constant_folding
 from coreml_delegate.transforms.constant_folding import fold_constants
 
@@ -269,6 +269,26 @@ def test_what_core_ml_computes_stays_a_call() -> None:
     )
     (value,) = folded(program).values()
     assert torch.equal(value, TABLE.double().exp().float())
+
+
+def test_numbers_beyond_fp32_are_those_of_pytorch() -> None:
+    """Infinite or zero in fp32, and of all their digits where the program computes in fp64."""
+
+    class Numbers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("wide", torch.tensor([1e300, 1e-300, 0.1], dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            scaled = x * 1e300, x * 1e-50, x < 1e39, x == 0.1
+            near_one = (self.wide * torch.tensor([1e-300, 1e300, 10.0])).float()
+            return (*scaled, x + self.wide.float(), x * near_one, x.double() * self.wide)
+
+    module, x = Numbers(), torch.tensor([0.1, -2.0, 3e5])
+    partitioner, edge = lowered(module, x)
+    assert [node.op for node in partitioner.report.undelegated] == ["aten.mul.Tensor"]
+    results = runtime.load_program(edge.to_executorch().buffer).run("forward", [x])
+    torch.testing.assert_close(tuple(results), module(x), rtol=1e-6, atol=0.0)
 
 
 def test_large_values_are_told_and_larger_ones_left(

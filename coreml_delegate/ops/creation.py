@@ -1,8 +1,7 @@
 """Ops that make tensors: of one number, of a range of numbers, of random numbers.
 
-Random numbers are drawn anew at every call, whatever generator the program names. ``rand`` fails in
-coremltools 9.0 (pytorch/executorch#11722); ``randint`` is rounded toward zero there, which makes
-the numbers around zero too frequent.
+Random numbers are drawn anew at every call, whatever generator the program names. coremltools 9.0
+rounds those of ``randint`` toward zero, which makes the numbers around zero too frequent.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from functools import partial
 import torch
 from torch.fx import Node
 
-from coreml_delegate.ops.call import ANY, FLOAT
-from coreml_delegate.ops.constraints import contiguous_result, static_result
+from coreml_delegate.ops.call import ANY, FLOAT, OpCall, ReasonCode
+from coreml_delegate.ops.constraints import contiguous_result, holds, static_result
 from coreml_delegate.ops.edits import (
     ATEN,
     arguments_of,
@@ -54,6 +53,16 @@ def _empty(node: Node) -> None:
     cast_after(node)
 
 
+def _rand(node: Node) -> None:
+    """Coremltools fails to translate it, but not ``rand_like``: pytorch/executorch#11722."""
+    like = insert(node, ATEN.full.default, shape_of(node), 0.0, dtype=value_of(node).dtype)
+    become(node, ATEN.rand_like.default, like)
+
+
+def _is_row_major(call: OpCall) -> bool:
+    return all(tensor.is_contiguous() for tensor in call.outputs())
+
+
 def _eye(node: Node) -> None:
     """The places where the row has the number of the column; ATen compares bytes to find them."""
     rows, columns = (
@@ -81,6 +90,11 @@ RECORDS = (
         _decomposed(target, constraints=(contiguous_result,), rewrite=_empty)
         for target in ("aten.empty.memory_format", "dim_order_ops._empty_dim_order.default")
     ),
+    _decomposed(
+        "aten.empty_strided.default",
+        constraints=(holds(_is_row_major, ReasonCode.LAYOUT, "Core ML is row-major"),),
+        rewrite=_empty,
+    ),
     *(_op(target, results=ANY, rewrite=_eye) for target in ("aten.eye.default", "aten.eye.m")),
     # Decomposed, a fill becomes a copy of a broadcast scalar.
     _op("aten.fill.Tensor", constraints=(static_result,), rewrite=_broadcast("value")),
@@ -88,5 +102,6 @@ RECORDS = (
     _op("aten.copy.default", constraints=(static_result,), rewrite=_broadcast("src")),
     OpRecord("aten.randn.default", results=FLOAT, flops=nothing),
     _random("aten.randn_like.default"),
+    OpRecord("aten.rand.default", results=FLOAT, rewrite=_rand),
     _random("aten.rand_like.default"),
 )

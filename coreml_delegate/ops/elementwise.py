@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coreml_delegate.ops.call import ANY, BOOL, CAST, NUMERIC, OpCall, ReasonCode, target_name
+from coreml_delegate.ops.call import (
+    ANY,
+    BOOL,
+    CAST,
+    INTEGER,
+    NUMERIC,
+    OpCall,
+    ReasonCode,
+    target_name,
+)
 from coreml_delegate.ops.constants import is_known, is_stored, stored_value
 from coreml_delegate.ops.constraints import floating_result, holds, numeric_result
 from coreml_delegate.ops.edits import (
@@ -312,6 +321,90 @@ def _logical(target: Any) -> Rewrite:
     return rewrite
 
 
+def _of_truths(logic: Any, rewrite: Rewrite) -> Rewrite:
+    """Arithmetic that is a logical op where the result is bool."""
+
+    def rewritten(node: Node) -> None:
+        if value_of(node).dtype is not torch.bool:
+            rewrite(node)
+            return
+        arguments = arguments_of(node)
+        sides = [arguments["self"], arguments["other"]]
+        like = next(side for side in sides if isinstance(side, Node))
+        become(node, logic, *(_filled(node, like, side) for side in sides))
+
+    return rewritten
+
+
+def _unscaled_truths(call: OpCall) -> bool:
+    alpha, results = call.arguments["alpha"], call.outputs()
+    return all(result.dtype is not torch.bool for result in results) or alpha in (1, True)
+
+
+def _bitwise_with_number(name: str, logic: Any) -> Rewrite:
+    """A bitwise op on integers and a number, by remainders; see ``_masked_bits``.
+
+    With c, ``x | c`` is the bits of x outside c plus c, and ``x ^ c`` those plus ``c & ~x``.
+    """
+
+    def rewrite(node: Node) -> None:
+        arguments, dtype = arguments_of(node), value_of(node).dtype
+        x, c = cast(node, arguments["self"], dtype), arguments["other"]
+        if dtype is torch.bool:
+            become(node, logic, x, _filled(node, x, c))
+            return
+        c = int(c)
+        common, outside = (_masked_bits(node, x, bits) for bits in (c, ~c))
+        if name == "and":
+            become(node, ATEN.clone.default, common)
+            return
+        added = insert(node, ATEN.full_like.default, x, c)
+        if name == "xor":
+            added = insert(node, ATEN.sub.Tensor, added, common)
+        become(node, ATEN.add.Tensor, outside, added)
+
+    return rewrite
+
+
+def _masked_bits(node: Node, x: Node, mask: int) -> Node:
+    """Return ``x & mask``, inserted before ``node``.
+
+    Of a run of set bits, from a up to b, it is the remainder by 2 ** b minus that by 2 ** a; where
+    most bits are set, the others are taken away from ``x``.
+    """
+    if mask < 0:
+        return insert(node, ATEN.sub.Tensor, x, _masked_bits(node, x, ~mask))
+    result = insert(node, ATEN.mul.Tensor, x, 0)
+    is_set = 0
+    for place in range(mask.bit_length() + 1):
+        if mask >> place & 1 == is_set:
+            continue
+        if place:
+            change = ATEN.sub.Tensor if is_set == 0 else ATEN.add.Tensor
+            rest = insert(node, ATEN.remainder.Scalar, x, 2**place)
+            result = insert(node, change, result, rest)
+        is_set = 1 - is_set
+    return result
+
+
+def _bitwise_not(node: Node) -> None:
+    """Of an integer, ``-1 - x``."""
+    x = arguments_of(node)["self"]
+    if value_of(node).dtype is torch.bool:
+        become(node, ATEN.logical_not.default, x)
+    else:
+        become(node, ATEN.sub.Tensor, insert(node, ATEN.full_like.default, x, -1), x)
+
+
+def _few_bits(call: OpCall) -> bool:
+    return -_HIGHEST_BIT <= call.arguments["other"] < _HIGHEST_BIT
+
+
+def _isinf(node: Node) -> None:
+    size = insert(node, ATEN.abs.default, arguments_of(node)["self"])
+    become(node, ATEN.eq.Scalar, size, math.inf)
+
+
 def _where(node: Node) -> None:
     dtype, arguments = value_of(node).dtype, arguments_of(node)
     chosen = [cast(node, arguments[n], dtype) for n in ("self", "other")]
@@ -416,8 +509,15 @@ def _reciprocal(node: Node) -> None:
 
 _DOUBLES = 1024.0
 _HIGHEST_POWER = 4
+_HIGHEST_BIT = 2**30  # a remainder by it is an int32, as the number itself is
 _BOUNDS = ("min", "max")
 _ONES_LIKE = "aten.ones_like.default"
+_UNSCALED_TRUTHS = holds(
+    _unscaled_truths, ReasonCode.ARGUMENT, "booleans are added with another alpha than 1"
+)
+_FEW_BITS = holds(
+    _few_bits, ReasonCode.ARGUMENT, "Core ML has remainders of int32, by at most 2 ** 30"
+)
 _ORDERED = holds(_ordered, ReasonCode.DTYPE, "booleans have no order in Core ML")
 _SMALL_POWER = holds(
     _power, ReasonCode.ARGUMENT, "Core ML has powers of integers from 2 to 4 alone"
@@ -442,6 +542,7 @@ _CLAMPS = activation(lower_bound="min")
 
 RECORDS = (
     *(_op(f"aten.{name}.default") for name in ("ceil", "floor", "isnan", "round", "square")),
+    _op("aten.isinf.default", rewrite=_isinf),
     _op("aten.round.decimals", rewrite=_round_decimals),
     _op("aten.trunc.default", rewrite=_truncate),
     *(
@@ -475,22 +576,26 @@ RECORDS = (
     _arithmetic("aten.sub.Scalar", rewrite=_add_scaled(ATEN.sub.Scalar)),
     _arithmetic("aten.sub.Tensor", rewrite=_add_scaled(ATEN.sub.Tensor), score_role=_SUM),
     _number("aten.add.Scalar", rewrite=_add_scaled(ATEN.add.Scalar), score_role=_SUM),
-    _number(
+    _arithmetic(
         "aten.add.Tensor",
-        rewrite=_add_scaled(ATEN.add.Tensor),
+        constraints=(_UNSCALED_TRUTHS,),
+        rewrite=_of_truths(ATEN.logical_or.default, _add_scaled(ATEN.add.Tensor)),
         score_role=_SUM,
         quantization=_ADD,
     ),
     _number("aten.mul.Scalar", rewrite=promote("self", "other"), score_role=_PRODUCT),
-    _number(
+    _arithmetic(
         "aten.mul.Tensor",
-        rewrite=promote("self", "other"),
+        rewrite=_of_truths(ATEN.logical_and.default, promote("self", "other")),
         score_role=_PRODUCT,
         quantization=_MUL,
     ),
     *(
-        _number(f"aten.{name}.default", rewrite=promote("self", "other"))
-        for name in ("maximum", "minimum")
+        _arithmetic(f"aten.{name}.default", rewrite=_of_truths(logic, promote("self", "other")))
+        for name, logic in (
+            ("maximum", ATEN.logical_or.default),
+            ("minimum", ATEN.logical_and.default),
+        )
     ),
     # MIL has powers of floats alone.
     _power_of_floats("aten.pow.Scalar"),
@@ -517,11 +622,24 @@ RECORDS = (
         _op(f"aten.{name}", dtypes={"": BOOL}, rewrite=_logical(target))
         for name, target in (
             ("bitwise_and.Tensor", ATEN.logical_and.default),
-            ("bitwise_not.default", ATEN.logical_not.default),
             ("bitwise_or.Tensor", ATEN.logical_or.default),
             ("bitwise_xor.Tensor", ATEN.logical_xor.default),
         )
     ),
+    *(
+        _op(
+            f"aten.bitwise_{name}.Scalar",
+            dtypes={"": INTEGER | BOOL},
+            constraints=(_FEW_BITS,),
+            rewrite=_bitwise_with_number(name, logic),
+        )
+        for name, logic in (
+            ("and", ATEN.logical_and.default),
+            ("or", ATEN.logical_or.default),
+            ("xor", ATEN.logical_xor.default),
+        )
+    ),
+    _op("aten.bitwise_not.default", dtypes={"": INTEGER | BOOL}, rewrite=_bitwise_not),
     _op("aten.where.self", dtypes={"": ANY, "condition": BOOL}, rewrite=_where),
     _op(
         "aten.masked_fill.Scalar",

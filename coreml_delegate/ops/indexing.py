@@ -11,7 +11,9 @@ from torch.fx import Node
 
 from coreml_delegate.ops.call import (
     ANY,
+    BOOL,
     CAST,
+    CASTS,
     FLOAT,
     INT32,
     INTEGER,
@@ -268,6 +270,71 @@ def _embedding_bag(node: Node) -> None:
     become(result, ATEN.div.Tensor, total, divisor)
 
 
+def _masked_scatter(node: Node) -> None:
+    """Take the elements of the source at the number of truths before each; or whole rows."""
+    arguments = arguments_of(node)
+    x, mask, source = (arguments[n] for n in ("self", "mask", "source"))
+    shape = shape_of(node)
+    rows = _mask_of_rows(node, mask, source)
+    if rows is None and _texts(shape_of(mask)) != _texts(shape):
+        mask = insert(node, ATEN.expand_copy.default, mask, shape)
+    width = [] if rows is None else shape[-1:]
+    source = insert(node, ATEN.view_copy.default, source, [-1, *width])
+    truths = cast(node, mask if rows is None else rows, torch.int32)
+    truths = insert(node, ATEN.view_copy.default, truths, [-1])
+    count = insert(node, ATEN.cumsum.default, truths, 0, dtype=torch.int32)
+    place = insert(node, ATEN.clamp_min.default, insert(node, ATEN.sub.Scalar, count, 1), 0)
+    taken = insert(node, ATEN.index_select.default, source, 0, place)
+    sizes = [size if isinstance(size, int) else -1 for size in shape]
+    taken = insert(node, ATEN.view_copy.default, taken, sizes)
+    become(node, ATEN.where.self, mask, taken, x)
+
+
+def _mask_of_rows(node: Node, mask: Node, source: Node) -> Node | None:
+    """Return what a mask is expanded from along the last dimension, None if it is not.
+
+    Models mask the embeddings of tokens so; an index for each is far fewer than one per element.
+    """
+    shape = shape_of(node)
+    while target_name(mask.target) in _COPIES:
+        mask = mask.args[0]  # pyright: ignore[reportAssignmentType]
+    if target_name(mask.target) not in _EXPANSIONS:
+        return None
+    rows = mask.args[0]
+    if not isinstance(rows, Node) or value_of(rows).dtype is not torch.bool:
+        return None
+    are_rows = _texts(shape_of(rows)) == [*_texts(shape[:-1]), "1"]
+    return rows if are_rows and _texts(shape_of(source)[-1:]) == _texts(shape[-1:]) else None
+
+
+def _texts(sizes: Sequence[Any]) -> list[str]:
+    """Sizes to compare: as numbers, symbols would become equal."""
+    return [str(size) for size in sizes]
+
+
+def _places_known(call: OpCall) -> bool:
+    """At most one size is dynamic, and then the mask has all of them."""
+    (result,), mask = call.outputs(), call.tensor("mask")
+    dynamic = [size for size in result.shape if not isinstance(size, int)]
+    same = mask is not None and _texts(mask.shape) == _texts(result.shape)
+    return not dynamic or (len(dynamic) == 1 and same)
+
+
+def _bucketize(node: Node) -> None:
+    """Search for all values at once, for the boundaries are one sequence."""
+    arguments = arguments_of(node)
+    values = insert(node, ATEN.view_copy.default, arguments["self"], [-1])
+    places = insert(
+        node,
+        ATEN.searchsorted.Tensor,
+        arguments["boundaries"],
+        values,
+        right=bool(arguments["right"]),
+    )
+    places = cast(node, places, value_of(node).dtype)
+    become(node, ATEN.view_copy.default, places, shape_of(node))
+
+
 def _searchsorted(node: Node) -> None:
     """The side as a flag, and nothing else, which coremltools would have to overlook."""
     arguments = arguments_of(node)
@@ -284,7 +351,9 @@ _EQUAL_BAGS = holds(
     "the bags are not known to have equally many elements",
 )
 _UNPADDED_LARGEST = holds(_known_largest, ReasonCode.ARGUMENT, "the largest of bags with padding")
-_DATA = ("self", "src", "value", "values")
+_DATA = ("self", "source", "src", "value", "values")
+_COPIES = CASTS | {"aten.clone.default", "dim_order_ops._clone_dim_order.default"}
+_EXPANSIONS = frozenset({"aten.expand.default", "aten.expand_copy.default", "aten.repeat.default"})
 _REDUCTIONS = {"add": "sum", "multiply": "prod"}
 _IDENTITIES = {"sum": 0, "prod": 1}
 _KNOWN = holds(_known_parts, ReasonCode.SYMBOLIC, "the index spans a dynamic part of the data")
@@ -366,6 +435,23 @@ RECORDS = (
     _op("aten.select_scatter.default", dtypes={"": _VALUES}),
     _op("aten.topk.default", constraints=(argument_is("sorted", True),)),
     _op("aten.sort.default"),
+    _op(
+        "aten.masked_scatter.default",
+        dtypes={"": ANY, "mask": BOOL},
+        constraints=(
+            holds(
+                _places_known,
+                ReasonCode.SYMBOLIC,
+                "several sizes are dynamic, or the mask is broadcast along one",
+            ),
+        ),
+        rewrite=_of_truths(_masked_scatter),
+    ),
+    _op(
+        "aten.bucketize.Tensor",
+        constraints=(static_argument("boundaries", "self"),),
+        rewrite=_bucketize,
+    ),
     _op(
         "aten.searchsorted.Tensor",
         dtypes={"": FLOAT, "sorter": INTEGER},

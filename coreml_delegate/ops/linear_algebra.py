@@ -9,6 +9,7 @@ PyTorch raises an error where a matrix cannot be inverted; here its inverse has 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -202,6 +203,24 @@ def _distances(node: Node) -> None:
     become(node, ATEN.linalg_vector_norm.default, difference, float(arguments["p"]), [-1], False)
 
 
+def _distances_of_pairs(node: Node) -> None:
+    """Norms of the differences of all rows but the last and those behind each."""
+    arguments = arguments_of(node)
+    x = arguments["self"]
+    pairs = itertools.combinations(range(shape_of(x)[0]), 2)
+    left, right = (
+        insert(node, ATEN.index_select.default, x, 0, insert(node, integers(), places))
+        for places in map(list, zip(*pairs, strict=True))
+    )
+    difference = insert(node, ATEN.sub.Tensor, left, right)
+    become(node, ATEN.linalg_vector_norm.default, difference, float(arguments["p"]), [-1], False)
+
+
+def _few_pairs(call: OpCall) -> bool:
+    count = next(call.tensors("self"))[1].shape[0]
+    return isinstance(count, int) and count <= _MOST_POINTS
+
+
 def _solves_for_vector(matrix: Sequence[Any], right_hand: Sequence[Any]) -> bool:
     """Whether the right-hand side is a vector for each matrix, by PyTorch's rule."""
     # Symbols are compared as text: as numbers, they would become equal.
@@ -224,6 +243,11 @@ def _flops_of_distances(call: OpCall) -> int:
     return 3 * elements(call.outputs()[0]) * int(next(call.tensors("x1"))[1].shape[-1])
 
 
+def _flops_of_pairs(call: OpCall) -> int:
+    return 3 * elements(call.outputs()[0]) * int(next(call.tensors("self"))[1].shape[-1])
+
+
+_MOST_POINTS = 512  # whose indices take a megabyte
 _PAIRS = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
 _CONSTRAINTS = (
     only_result_used(0),
@@ -241,5 +265,15 @@ RECORDS = (
         max_rank=MAX_RANK - 1,
         rewrite=_distances,
         flops=_flops_of_distances,
+    ),
+    OpRecord(
+        "aten._pdist_forward.default",
+        constraints=(
+            holds(
+                _few_pairs, ReasonCode.SHAPE, f"Core ML takes pairs of at most {_MOST_POINTS} rows"
+            ),
+        ),
+        rewrite=_distances_of_pairs,
+        flops=_flops_of_pairs,
     ),
 )

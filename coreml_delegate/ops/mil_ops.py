@@ -69,6 +69,16 @@ def integers() -> Any:
     return torch.ops.coreml_delegate.integers.default
 
 
+def product() -> Any:
+    """Products of the elements along one dimension.
+
+    Returns:
+        ATen's operator, without its dtype.
+    """
+    _translate()
+    return torch.ops.aten.prod.dim_int
+
+
 def scatter_reduce() -> Any:
     """Reductions of elements at the indices where they are scattered.
 
@@ -206,6 +216,11 @@ def _translate_others(builder: Any) -> None:
         values = np.asarray(_value(context, node.inputs[0]), np.int32)
         context.add(builder.const(val=values, name=node.name))
 
+    def prod(context: Any, node: Any) -> None:
+        axis, keep = (_value(context, name) for name in node.inputs[1:3])
+        options = {"axes": [int(axis)], "keep_dims": bool(keep)}
+        context.add(builder.reduce_prod(x=context[node.inputs[0]], **options, name=node.name))
+
     def scatter_reduce(context: Any, node: Any) -> None:
         data, axis, indices, updates, reduce = node.inputs[:5]
         tensors = {"data": data, "indices": indices, "updates": updates}
@@ -221,6 +236,7 @@ def _translate_others(builder: Any) -> None:
         context.add(builder.transpose(x=windows, perm=order, name=node.name))
 
     register_torch_op(integers, torch_alias=[f"{_NAMESPACE}::integers"], override=True)
+    register_torch_op(prod, torch_alias=["prod.dim_int"], override=True)
     register_torch_op(scatter_reduce, torch_alias=["scatter_reduce.two"], override=True)
     register_torch_op(unfold, torch_alias=["unfold_copy"], override=True)
 

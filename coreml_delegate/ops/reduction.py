@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from coreml_delegate.ops.call import ANY, NUMERIC, OpCall
+from coreml_delegate.ops.call import ANY, NUMERIC, OpCall, ReasonCode
+from coreml_delegate.ops.constraints import holds
 from coreml_delegate.ops.edits import (
     ATEN,
     arguments_of,
@@ -16,6 +19,7 @@ from coreml_delegate.ops.edits import (
     cast,
     cast_after,
     insert,
+    number,
     set_arguments,
     shape_of,
     truth,
@@ -23,8 +27,9 @@ from coreml_delegate.ops.edits import (
 )
 from coreml_delegate.ops.flops import per_input
 from coreml_delegate.ops.merging import along, leading, over
+from coreml_delegate.ops.mil_ops import product
 from coreml_delegate.ops.quantization import AVERAGE_POOL, MOVE
-from coreml_delegate.ops.record import OpRecord
+from coreml_delegate.ops.record import OpRecord, Rewrite
 
 
 def _sum(node: Node) -> None:
@@ -42,6 +47,40 @@ def _cumsum(node: Node) -> None:
     if dim < -1:
         set_arguments(node, dim=dim % value_of(node).dim())
     _sum(node)
+
+
+def _product(node: Node) -> None:
+    """Cast before the product, as PyTorch does."""
+    arguments = arguments_of(node)
+    factors = cast(node, arguments["self"], value_of(node).dtype)
+    if "dim" in arguments:
+        become(node, product(), factors, arguments["dim"], arguments["keepdim"])
+        return
+    flat = insert(node, ATEN.view_copy.default, factors, [-1])
+    become(node, product(), flat, 0, False)
+
+
+def _cumprod(node: Node) -> None:
+    """Multiply with the products of 1, 2, 4 and so on elements before, as many times as need be."""
+    arguments, dtype = arguments_of(node), value_of(node).dtype
+    result = cast(node, arguments["self"], dtype)
+    rank = value_of(node).dim()
+    dim = arguments["dim"] % max(rank, 1)
+    length = shape_of(node)[dim] if rank else 1
+    distance = 1
+    while distance < length:
+        before = insert(node, ATEN.slice_copy.Tensor, result, dim, 0, length - distance)
+        padding = [0, 0] * (rank - 1 - dim) + [distance, 0]
+        before = insert(node, ATEN.constant_pad_nd.default, before, padding, number(1, dtype))
+        result = insert(node, ATEN.mul.Tensor, result, before)
+        distance *= 2
+    become(node, ATEN.clone.default, result)
+
+
+def _known_length(call: OpCall) -> bool:
+    """The size of the dimension is known when the model is converted."""
+    (result,) = call.outputs()
+    return not result.dim() or isinstance(result.shape[call.arguments["dim"]], int)
 
 
 def _any(node: Node) -> None:
@@ -76,6 +115,30 @@ def _variance(node: Node) -> None:
     count = math.prod(shape[d] for d in (dims or range(len(shape))))
     variance = insert(node, node.target, x, dims, correction=0, keepdim=keep)
     become(node, ATEN.mul.Scalar, variance, count / (count - correction))
+
+
+def _results(*rewrites: Callable[[Node, dict[str, Any]], None]) -> Rewrite:
+    """Turn each result of a call into a call of its own."""
+
+    def rewrite(node: Node) -> None:
+        arguments = arguments_of(node)
+        for part in list(node.users):
+            if part.users:
+                rewrites[int(str(part.args[1]))](part, arguments)
+
+    return rewrite
+
+
+def _variance_part(part: Node, arguments: dict[str, Any]) -> None:
+    x, dims, keep = (arguments[n] for n in ("self", "dim", "keepdim"))
+    become(part, ATEN.var.correction, x, dims, correction=arguments["correction"], keepdim=keep)
+    _variance(part)
+
+
+def _mean_part(part: Node, arguments: dict[str, Any]) -> None:
+    x, keep = arguments["self"], arguments["keepdim"]
+    dims = arguments["dim"] or list(range(value_of(x).dim()))
+    become(part, ATEN.mean.dim, x, dims, keep)
 
 
 def _logsumexp(node: Node) -> None:
@@ -115,6 +178,16 @@ RECORDS = (
     _op("aten.sum.dim_IntList", dtypes={"": ANY}, rewrite=_sum),
     _of_all("aten.sum.default", dtypes={"": ANY}, rewrite=_sum),
     _along("aten.cumsum.default", dtypes={"": ANY}, rewrite=_cumsum),
+    _along(
+        "aten.cumprod.default",
+        dtypes={"": ANY},
+        constraints=(
+            holds(_known_length, ReasonCode.SYMBOLIC, "the number of factors is known at run time"),
+        ),
+        rewrite=_cumprod,
+    ),
+    _of_all("aten.prod.default", dtypes={"": ANY}, rewrite=_product),
+    _along("aten.prod.dim_int", dtypes={"": ANY}, rewrite=_product),
     _op("aten.amax.default", dtypes={"": NUMERIC}, quantization=MOVE),
     _op("aten.amin.default", dtypes={"": NUMERIC}),
     *(_of_all(f"aten.{name}.default", dtypes={"": NUMERIC}) for name in ("max", "min")),
@@ -123,6 +196,7 @@ RECORDS = (
     _of_powers("aten.logsumexp.default", rewrite=_logsumexp),
     _of_powers("aten.linalg_vector_norm.default", rewrite=cast_after),
     _of_powers("aten.var.correction", rewrite=_variance),
+    _of_powers("aten.var_mean.correction", rewrite=_results(_variance_part, _mean_part)),
     _of_all("aten.any.default", dtypes={"": ANY}, rewrite=_any),
     _along("aten.any.dim", dtypes={"": ANY}, rewrite=_any),
     _op("aten.any.dims", dtypes={"": ANY}, rewrite=_any),

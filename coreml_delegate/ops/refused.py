@@ -27,7 +27,7 @@ class Refusal:
 
 _DATA_DEPENDENT = Refusal("the shape of the result depends on values")
 _GENERATOR = Refusal("random numbers come from a generator of the program, not from Core ML")
-_UNIFORM = Refusal("coremltools fails to translate it")
+_PERMUTATION = Refusal("a sort of random numbers of fp16, many of them equal, favors some orders")
 _UNEVEN = Refusal("coremltools rounds toward zero, so not all integers are equally likely")
 _CATEGORICAL = Refusal("coremltools takes what is not normalized for probabilities")
 _COMPLEX = Refusal("Core ML has no complex numbers")
@@ -38,6 +38,7 @@ _INTEGER_BITS = Refusal("Core ML has no bitwise ops on integers")
 _SLOW = Refusal("coremltools unrolls it over the dimension, an op per element")
 _SINGLE = Refusal("the number has another rank than the sequence")
 _ACCUMULATED = Refusal("Core ML does not choose the dtype of a product")
+_ANTIALIASED = Refusal("Core ML has no antialiasing when it resizes")
 _OTHER_FORM = Refusal("exported programs have another overload, which has a record or decomposes")
 _PACKED_SEQUENCE = Refusal("a packed sequence has another batch at each step")
 _TRAINING = Refusal("dropout at training draws random numbers")
@@ -66,11 +67,12 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
     _table(
         (
             (_DATA_DEPENDENT, "nonzero.default _unique2.default repeat_interleave.Tensor"),
+            (_DATA_DEPENDENT, "masked_select.default bincount.default"),
             (_DATA_DEPENDENT, "_pack_padded_sequence.default"),
             (_PACKED_SEQUENCE, "lstm.data gru.data rnn_tanh.data rnn_relu.data"),
-            (_UNIFORM, "rand.default"),
             (_GENERATOR, "rand.generator rand_like.generator randn.generator"),
             (_GENERATOR, "randn_like.generator randint.generator randint.low_generator"),
+            (_PERMUTATION, "randperm.default"),
             (_UNEVEN, "randint.default randint.low"),
             (_CATEGORICAL, "multinomial.default"),
             (_TRAINING, "native_dropout.default"),
@@ -80,12 +82,12 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
             (_SINGLE, "searchsorted.Scalar"),
             (_ACCUMULATED, "mm.dtype bmm.dtype addmm.dtype"),
             (_OTHER_FORM, "_convolution.default upsample_bilinear2d.default"),
-            (_OTHER_FORM, "_upsample_bilinear2d_aa.default"),
+            (_ANTIALIASED, "_upsample_bilinear2d_aa.default _upsample_bicubic2d_aa.default"),
             (_PACKED, "_convert_weight_to_int4pack.default _weight_int4pack_mm.default"),
             (_PACKED, "_convert_weight_to_int4pack_for_cpu.default"),
             (_PACKED, "_weight_int4pack_mm_for_cpu.default"),
-            (_INTEGER_BITS, "bitwise_and.Scalar bitwise_and.Scalar_Tensor"),
-            (_SLOW, "cumprod.default logcumsumexp.default _logcumsumexp.default"),
+            (_INTEGER_BITS, "bitwise_and.Scalar_Tensor"),
+            (_SLOW, "logcumsumexp.default _logcumsumexp.default"),
             (_CPU_CACHE, "llama.custom_sdpa.default llama.custom_quantized_sdpa.default"),
             (_CPU_CACHE, "llama.sdpa_with_kv_cache.default llama.update_cache.default"),
             (_CPU_CACHE, "llama.update_cache_with_indices.default"),

@@ -1,4 +1,4 @@
-"""Embedding bags: rows of equal length are delegated, others are not known to be."""
+"""Embedding bags, of which rows of equal length are delegated, and embeddings of images."""
 
 from __future__ import annotations
 
@@ -65,3 +65,25 @@ def test_other_bags_stay_on_the_cpu(how: dict[str, Any], why: str) -> None:
     report = CoreMLPartitioner(compile_specs=fp32_specs()).plan(exported)
     (reason,) = {str(n.reason) for n in report.undelegated if "embedding_bag" in n.op}
     assert why in reason
+
+
+def _merge(ids: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+    tokens = functional.embedding(ids, TABLE)
+    return tokens.masked_scatter((ids == 7)[..., None].expand_as(tokens), images * 2)
+
+
+def test_embeddings_of_images_are_scattered_by_rows() -> None:
+    ids = torch.tensor([[1, 7, 7, 2, 3], [7, 7, 1, 2, 7]])
+    images = torch.linspace(-1.0, 1.0, 28).reshape(7, 4)
+    shapes = ({1: torch.export.Dim("tokens", min=2, max=16)}, None)
+    exported = torch.export.export(Function(_merge), (ids, images), dynamic_shapes=(shapes,))
+    partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
+    edge = to_edge_transform_and_lower(exported, partitioner=[partitioner])
+    pte = edge.to_executorch().buffer
+    assert not partitioner.report.undelegated
+    calls = (ids, torch.zeros_like(ids), torch.full((2, 3), 7).fill_diagonal_(0))
+    for engine in ("reference", "openvino"):
+        program = runtime.load_program(pte, engine=engine)
+        for tokens in calls:
+            (result,) = program.run("forward", [tokens, images])
+            assert torch.equal(result, _merge(tokens, images))

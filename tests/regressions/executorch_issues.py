@@ -279,9 +279,8 @@ RECORDS = (
     Regression(
         issues(EXECUTORCH, 11722),
         "`rand` ended the export",
-        Here.REFUSED,
-        "coremltools fails to translate it",
+        Here.REPAIRED,
+        "`rand_like`",
         (case(lambda v: torch.rand(v.shape) + v, x(3), compare=False),),
-        refused={"aten.rand.default": "coremltools fails to translate it"},
     ),
 )

@@ -314,10 +314,12 @@ RECORDS = (
     Regression(
         issues(COREMLTOOLS, 2834),
         "`isinf` and its like did not convert",
-        Here.REFUSED,
-        "coremltools 9.0 has no translation",
-        (case(torch.isinf, x(values=[1.0, math.inf, -math.inf])),),
-        refused={"aten.isinf.default": "no Core ML translation of aten.isinf.default is known"},
+        Here.REPAIRED,
+        "comparisons of the magnitude with infinity",
+        tuple(
+            case(function, x(values=[1.0, math.nan, math.inf, -math.inf]), note=name)
+            for name, function in (("isinf", torch.isinf), ("isfinite", torch.isfinite))
+        ),
     ),
     Regression(
         issues(COREMLTOOLS, 2832),

@@ -61,13 +61,23 @@ ACCEPTED = (
         for op, more in zip(_EMPTY, ({}, {"dim_order": [0, 1]}), strict=True)
         for note, dtype in (("", torch.float32), ("int64", torch.int64))
     ),
-    accept("aten.randn.default", [3, 4], compare=False),
+    accept("aten.empty_strided.default", [2, 3], [3, 1], compare=False),
+    *(accept(f"aten.{op}.default", [3, 4], compare=False) for op in ("rand", "randn")),
     # Core ATen has neither, and nothing they decompose to.
     accept("aten.randn_like.default", x(3, 4), compare=False, core=False),
     accept("aten.rand_like.default", x(3, 4), compare=False, core=False),
 )
 
 REJECTED = (
+    reject(
+        ReasonCode.LAYOUT,
+        "Core ML is row-major",
+        "aten.empty_strided.default",
+        [2, 3],
+        [1, 2],
+        note="columns",
+        compare=False,
+    ),
     *(
         reject(
             ReasonCode.LAYOUT,

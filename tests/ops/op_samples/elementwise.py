@@ -64,6 +64,9 @@ _ONES = w(values=[1.0] * 6)
 _FAR = [65504.0, 3e4, 1500.0, 300.0, 1.0]
 _NEAR = [1e-4, 1e-3, 0.05, 0.0]
 
+_BITWISE = ("and", "or", "xor")
+_OF_TRUTHS = ("add.Tensor", "mul.Tensor", "maximum.default", "minimum.default")
+
 ACCEPTED = (
     *(accept(f"aten.{op}.default", x(2, 3, 4, **o)) for op, o in _UNARY.items()),
     accept("aten.acosh.default", x(values=[*_FAR, 0.5, -3.0]), note="far-and-outside"),
@@ -271,6 +274,17 @@ ACCEPTED = (
     ),
     accept("aten.logical_not.default", x(values=[0.0, 1.0, -0.5]), note="float"),
     *(accept(f"aten.bitwise_{op}.Tensor", b(2, 3), b(3)) for op in ("or", "xor")),
+    accept("aten.bitwise_not.default", _WHOLE, note="int64"),
+    *(
+        accept(f"aten.bitwise_{op}.Scalar", _WHOLE, mask, note=f"{mask}")
+        for op in _BITWISE
+        for mask in (0, 1, 15, 0b1011000, 2**30 - 1, -1, -8, -(2**30))
+    ),
+    *(accept(f"aten.bitwise_{op}.Scalar", b(2, 3), True, note="bool") for op in _BITWISE),
+    *(accept(f"aten.bitwise_{op}.Scalar", b(2, 3), 6, note="bool-int") for op in _BITWISE),
+    *(accept(f"aten.{op}", b(2, 3), b(3), note="truths") for op in _OF_TRUTHS),
+    *(accept(f"aten.{op}.Tensor", b(2, 3), True, note="truths-number") for op in ("add", "mul")),
+    accept("aten.isinf.default", x(values=[0.0, math.nan, math.inf, -math.inf, 65504.0])),
     accept("aten.masked_fill.Scalar", i(2, 3), b(2, 3), -4, note="int64"),
     accept("aten.masked_fill.Scalar", x(3), b(2, 3), 1.5, note="broadcast"),
 )
@@ -300,14 +314,22 @@ REJECTED = (
     ),
     *(
         reject(
-            ReasonCode.DTYPE,
-            "the result is bool, Core ML has numbers here",
-            f"aten.{op}",
-            b(2, 3),
-            b(2, 3),
-            note="bool-bool",
+            ReasonCode.ARGUMENT,
+            "remainders of int32",
+            f"aten.bitwise_{op}.Scalar",
+            i(2, 3),
+            2**30,
         )
-        for op in ("add.Tensor", "mul.Tensor", "maximum.default", "minimum.default")
+        for op in _BITWISE
+    ),
+    reject(
+        ReasonCode.ARGUMENT,
+        "booleans are added with another alpha than 1",
+        "aten.add.Tensor",
+        b(2, 3),
+        b(2, 3),
+        alpha=False,
+        note="truths-alpha",
     ),
     *(
         reject(

@@ -74,6 +74,24 @@ ACCEPTED = (
     accept("aten.scatter.src", x(5, 4), 0, _ALONG, x(2, 4)),
     accept("aten.scatter.value", x(5, 4), 0, _ALONG, 0.5),
     accept("aten.scatter_add.default", x(5, 4), 0, _ALONG, x(2, 4)),
+    *(
+        accept("aten.masked_scatter.default", x(2, 3), mask, x(3, 3), note=note)
+        for note, mask in (("", b(2, 3)), ("rows", b(2, 1)), ("columns", b(3)))
+    ),
+    accept("aten.masked_scatter.default", x(3), b(2, 3), x(8), note="broadcast"),
+    accept("aten.masked_scatter.default", i(2, 3), b(2, 3), i(2, 3), note="int64"),
+    accept("aten.masked_scatter.default", b(2, 3), b(2, 3), b(2, 3), note="bool"),
+    accept("aten.masked_scatter.default", x(), b(), x(2), note="rank0"),
+    *(
+        accept(
+            "aten.bucketize.Tensor",
+            x(values=[[-1.0, 0.5, 2.0], [0.25, 1.0, 3.0]]),
+            w(values=[0.0, 0.5, 1.0, 2.0]),
+            **more,
+            note=note,
+        )
+        for note, more in (("", {}), ("right", {"right": True}), ("int32", {"out_int32": True}))
+    ),
     accept("aten.topk.default", x(3, 7), 3, takes=(0, 1)),
     accept("aten.topk.default", x(3, 7), 3, 0, False, takes=(0, 1), note="first-smallest"),
     accept("aten.sort.default", x(3, 7), takes=(0, 1)),
@@ -140,6 +158,25 @@ ACCEPTED = (
 )
 
 REJECTED = (
+    reject(
+        ReasonCode.SYMBOLIC,
+        "or the mask is broadcast along one",
+        "aten.masked_scatter.default",
+        x(2, 3),
+        b(2, 1),
+        x(2, 3),
+        dynamic=True,
+        note="dynamic",
+    ),
+    reject(
+        ReasonCode.SYMBOLIC,
+        "'self' has dynamic shape",
+        "aten.bucketize.Tensor",
+        x(2, 3),
+        w(values=[0.0, 1.0]),
+        dynamic=True,
+        note="dynamic",
+    ),
     reject(
         ReasonCode.RANK,
         "'index' has rank 0, Core ML takes 1 here",

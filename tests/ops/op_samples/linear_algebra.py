@@ -13,6 +13,7 @@ _DET = "aten._linalg_det.default"
 _INV = "aten.linalg_inv_ex.default"
 _SOLVE = "aten._linalg_solve_ex.default"
 _DISTANCE = "aten._cdist_forward.default"
+_PAIRS = "aten._pdist_forward.default"
 
 # By the number of rows; each needs other rows as pivots, and none is near to being singular.
 _MATRICES = {
@@ -57,9 +58,12 @@ ACCEPTED = (
     ),
     accept(_DISTANCE, x(5, 3), x(2, 1, 7, 3), 2.0, None, note="broadcast"),
     accept(_DISTANCE, x(5, 3, low=-900.0, high=900.0), x(7, 3), 2.0, None, note="far"),
+    *(accept(_PAIRS, x(5, 3), p, note=f"p={p:g}") for p in (0.0, 1.0, 2.0, 3.0, math.inf)),
+    accept(_PAIRS, x(2, 3), note="one pair"),
 )
 
 REJECTED = (
+    reject(ReasonCode.SHAPE, "pairs of at most 512 rows", _PAIRS, x(513, 2), note="513 rows"),
     *(
         reject(
             ReasonCode.SHAPE,

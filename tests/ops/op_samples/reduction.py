@@ -10,6 +10,7 @@ from coreml_delegate.ops import ReasonCode
 DIMS = ("mean.dim", "sum.dim_IntList", "amax.default", "amin.default")
 V = "aten.linalg_vector_norm.default"
 inf = float("inf")
+_FACTORS = (("", x(2, 4)), ("int64", i(2, 4, low=1)), ("bool", b(2, 4)))
 ACCEPTED = (
     *(accept(f"aten.{op}", x(2, 3, 4), [-1], note="last") for op in DIMS),
     *(accept(f"aten.{op}", x(2, 3, 4), [0, 2], True, note="two-keep") for op in DIMS),
@@ -91,10 +92,51 @@ ACCEPTED = (
         for op in ("argmax", "argmin")
     ),
     accept("aten.any.default", x(values=[0.0, 0.5]), note="float"),
+    *(accept("aten.prod.default", tensor, note=note) for note, tensor in _FACTORS),
+    *(
+        accept(f"aten.{op}", tensor, -1, note=note)
+        for op in ("prod.dim_int", "cumprod.default")
+        for note, tensor in _FACTORS
+    ),
+    accept("aten.prod.default", x(), note="rank0"),
+    accept("aten.prod.default", b(2, 3), dtype=torch.float32, note="dtype"),
+    accept("aten.prod.dim_int", x(2, 3, 4), 1, True, note="keep"),
+    accept("aten.prod.dim_int", x(2, 1, 2, 3, 2), 3, note="rank5"),
+    accept("aten.cumprod.default", x(5, 3, 2), 0, note="first"),
+    accept("aten.cumprod.default", x(2, 9), 1, note="long"),
+    accept("aten.cumprod.default", x(), 0, note="rank0"),
+    accept("aten.cumprod.default", i(2, 3), 1, dtype=torch.float32, note="dtype"),
+    *(
+        accept("aten.var_mean.correction", x(2, 3), *arguments, takes=takes, note=note)
+        for note, arguments, takes in (
+            ("both", ([1],), (0, 1)),
+            ("all", (None,), (0, 1)),
+            ("variance", ([0],), (0,)),
+            ("mean", ([-1],), (1,)),
+        )
+    ),
+    accept(
+        "aten.var_mean.correction",
+        x(2, 5),
+        [1],
+        correction=2,
+        keepdim=True,
+        takes=(0, 1),
+        note="correction",
+    ),
     accept("aten.any.dim", i(2, 3), 1, note="int64"),
 )
 
 REJECTED = (
+    reject(
+        ReasonCode.SYMBOLIC,
+        "the number of factors is known at run time",
+        "aten.cumprod.default",
+        x(2, 3),
+        1,
+        dynamic=True,
+        note="dynamic",
+    ),
     reject(
         ReasonCode.DTYPE,
         "the result is float64",

@@ -433,8 +433,8 @@ RECORDS = (
         symbolic=frozenset({"start", "end"}),
     ),
     _op("aten.select_scatter.default", dtypes={"": _VALUES}),
-    _op("aten.topk.default", constraints=(argument_is("sorted", True),)),
-    _op("aten.sort.default"),
+    _op("aten.topk.default", dtypes={"": _VALUES}, constraints=(argument_is("sorted", True),)),
+    _op("aten.sort.default", dtypes={"": _VALUES}),
     _op(
         "aten.masked_scatter.default",
         dtypes={"": ANY, "mask": BOOL},

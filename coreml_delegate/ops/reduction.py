@@ -129,6 +129,22 @@ def _results(*rewrites: Callable[[Node, dict[str, Any]], None]) -> Rewrite:
     return rewrite
 
 
+def _extremum(value: Any, place: Any) -> Rewrite:
+    """Extrema of integers and their places, each by its own op; coremltools has both of floats."""
+
+    def reduced(reduction: Any, part: Node, arguments: dict[str, Any]) -> None:
+        x, dim, keep = (arguments[n] for n in ("self", "dim", "keepdim"))
+        become(part, reduction.default, x, [dim] if reduction is value else dim, keep)
+
+    split = _results(partial(reduced, value), partial(reduced, place))
+
+    def rewrite(node: Node) -> None:
+        if not value_of(arguments_of(node)["self"]).dtype.is_floating_point:
+            split(node)
+
+    return rewrite
+
+
 def _variance_part(part: Node, arguments: dict[str, Any]) -> None:
     x, dims, keep = (arguments[n] for n in ("self", "dim", "keepdim"))
     become(part, ATEN.var.correction, x, dims, correction=arguments["correction"], keepdim=keep)
@@ -191,8 +207,8 @@ RECORDS = (
     _op("aten.amax.default", dtypes={"": NUMERIC}, quantization=MOVE),
     _op("aten.amin.default", dtypes={"": NUMERIC}),
     *(_of_all(f"aten.{name}.default", dtypes={"": NUMERIC}) for name in ("max", "min")),
-    _along("aten.max.dim"),
-    _along("aten.min.dim"),
+    _along("aten.max.dim", dtypes={"": NUMERIC}, rewrite=_extremum(ATEN.amax, ATEN.argmax)),
+    _along("aten.min.dim", dtypes={"": NUMERIC}, rewrite=_extremum(ATEN.amin, ATEN.argmin)),
     _of_powers("aten.logsumexp.default", rewrite=_logsumexp),
     _of_powers("aten.linalg_vector_norm.default", rewrite=cast_after),
     _of_powers("aten.var.correction", rewrite=_variance),

@@ -18,6 +18,9 @@ _ALONG = w(values=[[0, 3, 1, 2], [1, 4, 0, 1]], dtype=torch.int64)
 
 _TWICE = w(values=[[0, 3, 1, 2], [1, 3, 0, 2], [0, 4, 1, 1]], dtype=torch.int64)
 
+# Integers that fp32 has not.
+_APART = i(values=[[16777217, 16777216, -3], [-16777217, -16777216, 5]])
+
 _REDUCE = "aten.scatter_reduce.two"
 _SEARCH = "aten.searchsorted.Tensor"
 
@@ -94,6 +97,8 @@ ACCEPTED = (
     ),
     accept("aten.topk.default", x(3, 7), 3, takes=(0, 1)),
     accept("aten.topk.default", x(3, 7), 3, 0, False, takes=(0, 1), note="first-smallest"),
+    accept("aten.topk.default", _APART, 2, takes=(0, 1), note="int64"),
+    accept("aten.sort.default", _APART, takes=(0, 1), note="int64"),
     accept("aten.sort.default", x(3, 7), takes=(0, 1)),
     accept("aten.sort.default", x(3, 7), 0, True, takes=(0, 1), note="desc"),
     accept("aten.gather.default", x(4, 3), 0, n(2, 2, high=4), note="part"),

@@ -10,6 +10,8 @@ from coreml_delegate.ops import ReasonCode
 DIMS = ("mean.dim", "sum.dim_IntList", "amax.default", "amin.default")
 V = "aten.linalg_vector_norm.default"
 inf = float("inf")
+# Integers that fp32 has not.
+_APART = i(values=[[16777217, 16777216, -3], [-16777217, -16777216, 5]])
 _FACTORS = (("", x(2, 4)), ("int64", i(2, 4, low=1)), ("bool", b(2, 4)))
 ACCEPTED = (
     *(accept(f"aten.{op}", x(2, 3, 4), [-1], note="last") for op in DIMS),
@@ -65,6 +67,11 @@ ACCEPTED = (
     *(
         accept(f"aten.{op}.dim", x(2, 5), 0, True, takes=(0,), note="values")
         for op in ("max", "min")
+    ),
+    *(
+        accept(f"aten.{op}.dim", _APART, 1, keep, takes=takes, note=f"int64-{keep}{len(takes)}")
+        for op in ("max", "min")
+        for keep, takes in ((False, (0, 1)), (True, (0, 1)), (False, (1,)))
     ),
     accept("aten.any.dim", b(2, 3), 1),
     accept("aten.any.default", b(2, 3)),

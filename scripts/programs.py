@@ -28,11 +28,7 @@ from coreml_delegate.runtime.pipeline import read_pipeline
 from coreml_delegate.runtime.program.delegate_interface import COREML_BACKEND_ID, DelegatePayload
 from coreml_delegate.runtime.program.plan import JumpFalseCall, TensorSpec
 from coreml_delegate.runtime.program.pte import PteProgram
-from coreml_delegate.runtime.program.signature import (
-    input_names,
-    mutated_inputs,
-    output_names,
-)
+from coreml_delegate.runtime.program.signature import input_names, mutated_inputs, output_names
 from coreml_delegate.runtime.program.states import snapshot, states_of
 from coreml_delegate.runtime.snapshots import Snapshot
 from coreml_delegate.scripts.delegates import open_pte, partition_names, partitions_of
@@ -135,7 +131,7 @@ class LoadedProgram(Protocol):
 
     @property
     def classifiers(self) -> tuple[Classifier, ...]:
-        """Class labels, by the name of the output with their probabilities."""
+        """Its class labels, each with the name of the output that has their probabilities."""
         ...
 
     def run(self, inputs: Sequence[Any]) -> dict[str, Output]:
@@ -505,11 +501,9 @@ class TraceableProgram(Protocol):
     @property
     def inputs(self) -> tuple[Port, ...]:
         """Its inputs, in order."""
-        ...
 
     def diagnose(self, inputs: Sequence[Any]) -> list[tuple[str, Diagnosis]]:
         """Run once; return each Core ML model's name and diagnosis, in execution order."""
-        ...
 
 
 def load_traceable(path: Path, *, method: str | None, min_sqnr_db: float) -> TraceableProgram:
@@ -529,9 +523,8 @@ def load_traceable(path: Path, *, method: str | None, min_sqnr_db: float) -> Tra
         model = compile_file(path, REFERENCE.name).executable.model
         return _TraceablePackage(path.stem, model, min_sqnr_db)
     if is_package(path):
-        model = runtime.Model.from_files(
-            map_package(path), function_name=method, engine=REFERENCE.name
-        )
+        files = map_package(path)
+        model = runtime.Model.from_files(files, function_name=method, engine=REFERENCE.name)
         return _TraceablePackage(path.stem, model, min_sqnr_db)
     return _TraceablePte(path, method, min_sqnr_db)
 

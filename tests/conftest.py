@@ -38,7 +38,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 _WITH_ALL_RECORDS = frozenset(
     f"test_{subject}.py"
-    for subject in ("core_opset", "documents", "op_records_account", "op_rules", "regressions")
+    for subject in (
+        "core_opset",
+        "documents",
+        "op_records_account",
+        "op_rules",
+        "regressions",
+        "site",
+    )
 )
 
 

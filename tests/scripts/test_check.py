@@ -299,6 +299,6 @@ def test_a_plan_has_no_such_section():
 
 
 def test_nothing_delegated_is_nothing_to_check(capsys):
-    command = ["export", f"{MODELS}:distances", "-o", "a.pte", "--report", "a.html"]
+    command = ["export", f"{MODELS}:in_doubles", "-o", "a.pte", "--report", "a.html"]
     assert main(command) == 0
     assert "None of the documented causes of trouble was found." in Path("a.html").read_text()

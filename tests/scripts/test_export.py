@@ -117,7 +117,7 @@ def test_what_a_model_prints_does_not_reach_the_terminal(capsys):
 
 
 def test_warns_if_nothing_is_delegated(capsys):
-    assert export(f"{MODELS}:distances", "-o", "a.pte") == 0
+    assert export(f"{MODELS}:in_doubles", "-o", "a.pte") == 0
     assert capsys.readouterr().err == (
         "coreml-delegate: warning: nothing was delegated to Core ML; a.pte runs on the CPU\n"
     )
@@ -274,7 +274,7 @@ REFUSED = {
         "skip_modules names no module of the program: got 'conv', expected ",
     ),
     "not strict": (
-        [f"{MODELS}:distances", "--strict"],
+        [f"{MODELS}:in_doubles", "--strict"],
         "Core ML cannot take 1 node(s) of the graph: got ",
     ),
     "no export": (
@@ -286,7 +286,7 @@ REFUSED = {
         "torch.export cannot capture the model: got RuntimeError: ",
     ),
     "not the full graph": (
-        [f"{MODELS}:distances", "--full-graph"],
+        [f"{MODELS}:in_doubles", "--full-graph"],
         "Core ML cannot take 1 node(s) of the graph: got ",
     ),
     "not for torch.export": (

@@ -268,7 +268,7 @@ def test_weights_of_attention_stay_in_float(capsys):
     ("source", "mode", "message"),
     [
         (f"{MODELS}:classifier", "int8-channel", "nothing to quantize by int8-channel: got no lin"),
-        (f"{MODELS}:distances", "int8-weight", "nothing to quantize by int8-weight: got "),
+        (f"{MODELS}:in_doubles", "int8-weight", "nothing to quantize by int8-weight: got "),
         (SENSITIVE, "int4-group64", "nothing to quantize by int4-group64: got first: 32 columns"),
     ],
 )

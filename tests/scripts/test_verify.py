@@ -83,8 +83,8 @@ def test_every_delegate_of_the_method_decides_the_engine(host):
 
 
 def test_a_program_without_core_ml_names_no_engine(capsys):
-    assert main(["export", f"{MODELS}:distances", "-o", "a.pte"]) == 0
-    assert main(["verify", f"{MODELS}:distances", "a.pte"]) == 0
+    assert main(["export", f"{MODELS}:in_doubles", "-o", "a.pte"]) == 0
+    assert main(["verify", f"{MODELS}:in_doubles", "a.pte"]) == 0
     assert "computed by no engine of this package\n" in capsys.readouterr().out
 
 

@@ -26,6 +26,7 @@ class Refusal:
 
 
 _DATA_DEPENDENT = Refusal("the shape of the result depends on values")
+_GRADIENTS = Refusal("it computes gradients")
 _GENERATOR = Refusal("random numbers come from a generator of the program, not from Core ML")
 _PERMUTATION = Refusal("a sort of random numbers of fp16, many of them equal, favors some orders")
 _UNEVEN = Refusal("coremltools rounds toward zero, so not all integers are equally likely")
@@ -69,6 +70,8 @@ REFUSED: Mapping[str, Refusal] = MappingProxyType(
             (_DATA_DEPENDENT, "nonzero.default _unique2.default repeat_interleave.Tensor"),
             (_DATA_DEPENDENT, "masked_select.default bincount.default"),
             (_DATA_DEPENDENT, "_pack_padded_sequence.default"),
+            (_GRADIENTS, "convolution_backward.default max_pool2d_with_indices_backward.default"),
+            (_GRADIENTS, "avg_pool2d_backward.default _adaptive_avg_pool2d_backward.default"),
             (_PACKED_SEQUENCE, "lstm.data gru.data rnn_tanh.data rnn_relu.data"),
             (_GENERATOR, "rand.generator rand_like.generator randn.generator"),
             (_GENERATOR, "randn_like.generator randint.generator randint.low_generator"),

@@ -37,8 +37,6 @@ def reason(op: OpOverload) -> str | None:
         return None
     if name in REFUSED:
         return REFUSED[name].text
-    if "_backward." in name:
-        return "it computes gradients"
     results = cast("Any", op)._schema.returns
     if not any(isinstance(result.type, torch.TensorType) for result in results):
         return "it gives a size, no tensor"

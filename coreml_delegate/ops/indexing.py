@@ -44,6 +44,7 @@ from coreml_delegate.ops.edits import (
     value_of,
 )
 from coreml_delegate.ops.flops import nothing, per_input
+from coreml_delegate.ops.merging import leading
 from coreml_delegate.ops.mil_ops import floor_divide, scatter_reduce
 from coreml_delegate.ops.quantization import MOVE, Output, Pattern, Quantization
 from coreml_delegate.ops.record import OpRecord, Rewrite, ScoreRole
@@ -450,6 +451,7 @@ RECORDS = (
     _op(
         "aten.bucketize.Tensor",
         constraints=(static_argument("boundaries", "self"),),
+        merge=leading("self", lambda _: 0),
         rewrite=_bucketize,
     ),
     _op(

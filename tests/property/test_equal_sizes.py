@@ -22,7 +22,10 @@ pytestmark = pytest.mark.property
 _QUICK = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
 
 
-@pytest.mark.parametrize("seed", [*range(4), 217])  # the last reduces beside dimensions of size 1
+@pytest.mark.parametrize(
+    "seed",
+    [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 400))],
+)
 def test_engines_agree_on_programs_of_few_sizes(seed: int) -> None:
     source = random.Random(seed)
     function, inputs = draw_program(source, source.randint(3, 12))

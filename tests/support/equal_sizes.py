@@ -194,6 +194,19 @@ def _batch_norm(source: random.Random, x: Any, _: Any) -> list[Any]:
     return [mb.batch_norm(x=x, mean=mean, variance=np.abs(mean) + 1, gamma=gamma, beta=beta)]
 
 
+def _convolution(source: random.Random, x: Any, _: Any) -> list[Any]:
+    if not 3 <= x.rank <= 5:
+        return []
+    channels = x.shape[1]
+    groups = source.choice((1, channels))
+    kernel = [source.choice((1, 1, size)) for size in x.shape[2:]]
+    results = groups * source.choice((1, channels // groups, x.shape[0]))
+    weight = _constant(source, [results, channels // groups, *kernel])
+    bias = _constant(source, [results]) if source.random() < 0.5 else None
+    padding = source.choice(("same", "valid"))
+    return [mb.conv(x=x, weight=weight, bias=bias, pad_type=padding, groups=groups)]
+
+
 Step = Callable[[random.Random, Any, list[Any]], list[Any]]
 
 _STEPS: tuple[Step, ...] = (
@@ -218,5 +231,6 @@ _STEPS: tuple[Step, ...] = (
     _attention,
     _attention,
     _batch_norm,
+    _convolution,
 )
 """Each appends what it makes of a value, and maybe of others; nothing if it cannot."""

@@ -292,10 +292,10 @@ def magnitude(value: Tensor) -> Any:
     OpenVINO 2026.4 removes the ``Abs`` of a value that is made of constants and shapes, although it
     may be negative: the bounds that it computes for the value are wrong.
     """
-    return ops.abs(value) if _is_computed(value) else ops.maximum(value, ops.negative(value))
+    return ops.abs(value) if is_computed(value) else ops.maximum(value, ops.negative(value))
 
 
-def _is_computed(value: Tensor) -> bool:
+def is_computed(value: Tensor) -> bool:
     """Whether a value depends on the content of an input, rather than on shapes alone."""
     pending, seen = [output(value).get_node()], set[str]()
     while pending:

@@ -18,6 +18,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     rank,
     scalar,
 )
+from coreml_delegate.runtime.engines.openvino.plugin.convolutions import separate_products
 from coreml_delegate.runtime.engines.openvino.plugin.quantized import keep_quantized_values
 from coreml_delegate.runtime.engines.openvino.plugin.reductions import mend_reductions
 from coreml_delegate.runtime.engines.openvino.plugin.rotation import fuse_rotary_embeddings
@@ -43,6 +44,7 @@ def rewrite_for_plugin(model: Any) -> None:
     keep_quantized_values(model)
     mend_reductions(model)
     separate_transposes(model)
+    separate_products(model)
 
 
 class _ScaledRmsNorm:

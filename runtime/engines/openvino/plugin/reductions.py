@@ -6,7 +6,7 @@ one is then read as one number: ``x.mean(2) + bias[None]``, as behind pooling ov
 
 After a reduction without ``keep_dims``, it removes a reshape or transpose that keeps the order of
 elements, as to a column, and the result has the wrong shape. A transpose before the reduction is
-removed too: OpenVINO moves it behind first.
+removed too: OpenVINO moves it behind first, past other reductions as well.
 
 A reshape that adds dimensions of size 1 before a reduction with ``keep_dims`` moves behind it too,
 and adds them at places counted as if the reduced dimensions were gone: ``x.unsqueeze(2).mean(0,
@@ -27,7 +27,8 @@ _REDUCTIONS = frozenset(
     f"Reduce{name}" for name in ("L1", "L2", "Max", "Mean", "Min", "Prod", "Sum")
 )
 _MOVES = frozenset({"Reshape", "Transpose"})
-_PASSED = frozenset({"Convert", "FakeQuantize"})
+_PASSED = _REDUCTIONS | {"Convert", "FakeQuantize"}
+_FUSED = FUSED_WITH_REDUCTIONS | {"BatchNormInference"}
 _RANK = 3
 
 
@@ -58,7 +59,7 @@ def _is_misread(reduction: Any) -> bool:
     value = reduction.output(0)
     while (readers := list(value.get_target_inputs())) and len(readers) == 1:
         reader = readers[0].get_node()
-        if reader.get_type_name() not in FUSED_WITH_REDUCTIONS:
+        if reader.get_type_name() not in _FUSED:
             return False
         places = range(reader.get_input_size())
         others = [reader.input_value(i) for i in places if i != readers[0].get_index()]

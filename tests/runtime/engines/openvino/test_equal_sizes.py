@@ -1,4 +1,4 @@
-"""Attention and reductions whose dimensions have equal sizes, or size 1."""
+"""Attention, reductions and convolutions whose dimensions have equal sizes, or size 1."""
 
 from __future__ import annotations
 
@@ -123,3 +123,51 @@ def test_a_reduction_keeps_the_places_of_dimensions_of_size_1(
 
     (result,) = run(OPENVINO, function, {"x": x})
     assert_close(result, x.reshape(shape).sum(tuple(axes), keepdims=True))
+
+
+def test_a_transpose_before_two_reductions_keeps_its_place() -> None:
+    x = _floats(4, 2, 1, 3)
+
+    def function(x: Any) -> Any:
+        rows = mb.transpose(x=mb.tanh(x=x), perm=_SWAPPED)
+        means = mb.reduce_mean(x=rows, axes=[1], keep_dims=True)
+        return mb.reduce_max(x=means, axes=[0], keep_dims=False)
+
+    (result,) = run(OPENVINO, function, {"x": x})
+    assert_close(result, np.tanh(x).transpose(_SWAPPED).mean(1, keepdims=True).max(0))
+
+
+@pytest.mark.parametrize("axis", [0, 2])
+def test_a_batch_norm_behind_a_reduction_has_a_number_for_each_channel(axis: int) -> None:
+    x, mean, gamma, beta = _floats(2, 3, 4), *_floats(3, 3)
+    variance = np.abs(mean) + 1
+
+    def function(x: Any) -> Any:
+        total = mb.reduce_sum(x=mb.tanh(x=x), axes=[axis], keep_dims=True)
+        return mb.batch_norm(x=total, mean=mean, variance=variance, gamma=gamma, beta=beta)
+
+    (result,) = run(OPENVINO, function, {"x": x})
+    total = torch.from_numpy(np.tanh(x).sum(axis, keepdims=True))
+    statistics = (torch.from_numpy(numbers) for numbers in (mean, variance, gamma, beta))
+    assert_close(result, torch.nn.functional.batch_norm(total, *statistics, eps=1e-5).numpy())
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("is_direct", [True, False])  # OpenVINO removes what is between
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (2, 3, 3)], ids=str)
+def test_numbers_of_pixels_stay_outside_of_a_padded_kernel(
+    shape: tuple[int, ...], is_direct: bool, groups: int
+) -> None:
+    x, factors, weight = _floats(2, 2, 3, 3), _floats(*shape), _floats(2, 2 // groups, 3, 3)
+
+    def function(x: Any) -> Any:
+        scaled = mb.mul(x=mb.tanh(x=x), y=factors)
+        pixels = scaled if is_direct else mb.transpose(x=scaled, perm=[0, 1, 2, 3])
+        return mb.conv(x=pixels, weight=weight, pad_type="same", groups=groups)
+
+    (result,) = run(OPENVINO, function, {"x": x})
+    scaled = torch.from_numpy(np.tanh(x) * factors)
+    expected = torch.nn.functional.conv2d(
+        scaled, torch.from_numpy(weight), padding="same", groups=groups
+    )
+    assert_close(result, expected.numpy())

@@ -57,8 +57,7 @@ class Port:
     Attributes:
         name: Feature name; in a ``.pte`` its path, or its position if the file has no names.
         dtype: Element type.
-        shape: Shape to choose when the caller gives none: the largest for a ``.pte``, the default
-            for an ``.mlpackage``.
+        shape: Default shape: the largest for a ``.pte``, the declared for an ``.mlpackage``.
         is_tensor: Whether the input is a tensor; its dtype and shape mean nothing otherwise.
         fixed: The value the program was exported for, if the input is no tensor.
         image: The image that the input is of an ``.mlpackage``; None for an array.
@@ -501,9 +500,11 @@ class TraceableProgram(Protocol):
     @property
     def inputs(self) -> tuple[Port, ...]:
         """Its inputs, in order."""
+        ...
 
     def diagnose(self, inputs: Sequence[Any]) -> list[tuple[str, Diagnosis]]:
         """Run once; return each Core ML model's name and diagnosis, in execution order."""
+        ...
 
 
 def load_traceable(path: Path, *, method: str | None, min_sqnr_db: float) -> TraceableProgram:

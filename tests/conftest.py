@@ -36,17 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-in", type=int, default=1, metavar="N", help="run one in N of the tests")
 
 
-_WITH_ALL_RECORDS = frozenset(
-    f"test_{subject}.py"
-    for subject in (
-        "core_opset",
-        "documents",
-        "op_records_account",
-        "op_rules",
-        "regressions",
-        "site",
-    )
-)
+_SUBJECTS = ("core_opset", "documents", "op_records_account", "op_rules", "regressions", "site")
+_WITH_ALL_RECORDS = frozenset(f"test_{subject}.py" for subject in _SUBJECTS)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -118,6 +118,11 @@ def promote(*names: str) -> Rewrite:
     return rewrite
 
 
+def filled(node: Node, like: Node, value: Any) -> Node:
+    """Return a node as it is, and a number as a tensor of the shape and dtype of ``like``."""
+    return value if isinstance(value, Node) else insert(node, ATEN.full_like.default, like, value)
+
+
 def positional(*names: str) -> Rewrite:
     """All of the named arguments in place, and in the dtype of the result.
 

@@ -1,4 +1,4 @@
-"""Elementwise arithmetic, comparison and logic.
+"""Elementwise arithmetic and comparison.
 
 PyTorch promotes operands of several kinds; the rewrites cast them, as Core ML does not promote.
 """
@@ -14,9 +14,7 @@ from torch.fx import Node
 
 from coreml_delegate.ops.call import (
     ANY,
-    BOOL,
     CAST,
-    INTEGER,
     NUMERIC,
     OpCall,
     ReasonCode,
@@ -29,13 +27,13 @@ from coreml_delegate.ops.edits import (
     arguments_of,
     become,
     cast,
+    filled,
     insert,
     number,
     positional,
     promote,
     set_arguments,
     shape_of,
-    truth,
     value_of,
 )
 from coreml_delegate.ops.merging import pointwise
@@ -160,19 +158,15 @@ def _may_be_ones(divisor: Any) -> bool:
 def _become_whole_quotient(node: Node, x: Node, y: Any, mode: str) -> None:
     """Integers are divided as integers: floats have not all of them."""
     if mode == "floor":
-        become(node, floor_divide(), x, _filled(node, x, y))
+        become(node, floor_divide(), x, filled(node, x, y))
         return
     size, sign = insert(node, ATEN.abs.default, x), insert(node, ATEN.sign.default, x)
     if isinstance(y, Node):
         divisor, other = insert(node, ATEN.abs.default, y), insert(node, ATEN.sign.default, y)
     else:
-        divisor, other = _filled(node, x, abs(y)), 1 if y > 0 else -1
+        divisor, other = filled(node, x, abs(y)), 1 if y > 0 else -1
     quotient = insert(node, floor_divide(), size, divisor)
     become(node, ATEN.mul.Tensor, quotient, insert(node, ATEN.mul.Tensor, sign, other))
-
-
-def _filled(node: Node, like: Node, value: Any) -> Node:
-    return value if isinstance(value, Node) else insert(node, ATEN.full_like.default, like, value)
 
 
 def _truncate(node: Node) -> None:
@@ -310,17 +304,6 @@ def _clamp(node: Node) -> None:
         become(node, (ATEN.clamp_min if bounds[1] is None else ATEN.clamp_max).default, x, *given)
 
 
-def _logical(target: Any) -> Rewrite:
-    """A logical op on whatever is not zero."""
-
-    def rewrite(node: Node) -> None:
-        arguments = arguments_of(node)
-        operands = (arguments[n] for n in ("self", "other") if n in arguments)
-        become(node, target, *(truth(node, operand) for operand in operands))
-
-    return rewrite
-
-
 def _of_truths(logic: Any, rewrite: Rewrite) -> Rewrite:
     """Arithmetic that is a logical op where the result is bool."""
 
@@ -331,7 +314,7 @@ def _of_truths(logic: Any, rewrite: Rewrite) -> Rewrite:
         arguments = arguments_of(node)
         sides = [arguments["self"], arguments["other"]]
         like = next(side for side in sides if isinstance(side, Node))
-        become(node, logic, *(_filled(node, like, side) for side in sides))
+        become(node, logic, *(filled(node, like, side) for side in sides))
 
     return rewritten
 
@@ -341,112 +324,9 @@ def _unscaled_truths(call: OpCall) -> bool:
     return all(result.dtype is not torch.bool for result in results) or alpha in (1, True)
 
 
-def _bitwise_with_number(name: str, logic: Any) -> Rewrite:
-    """A bitwise op on integers and a number, by remainders; see ``_masked_bits``.
-
-    With c, ``x | c`` is the bits of x outside c plus c, and ``x ^ c`` those plus ``c & ~x``.
-    """
-
-    def rewrite(node: Node) -> None:
-        arguments, dtype = arguments_of(node), value_of(node).dtype
-        x, c = cast(node, arguments["self"], dtype), arguments["other"]
-        if dtype is torch.bool:
-            become(node, logic, x, _filled(node, x, c))
-            return
-        c = int(c)
-        common, outside = (_masked_bits(node, x, bits) for bits in (c, ~c))
-        if name == "and":
-            become(node, ATEN.clone.default, common)
-            return
-        added = insert(node, ATEN.full_like.default, x, c)
-        if name == "xor":
-            added = insert(node, ATEN.sub.Tensor, added, common)
-        become(node, ATEN.add.Tensor, outside, added)
-
-    return rewrite
-
-
-def _masked_bits(node: Node, x: Node, mask: int) -> Node:
-    """Return ``x & mask``, inserted before ``node``.
-
-    Of a run of set bits, from a up to b, it is the remainder by 2 ** b minus that by 2 ** a; where
-    most bits are set, the others are taken away from ``x``.
-    """
-    if mask < 0:
-        return insert(node, ATEN.sub.Tensor, x, _masked_bits(node, x, ~mask))
-    result = insert(node, ATEN.mul.Tensor, x, 0)
-    is_set = 0
-    for place in range(mask.bit_length() + 1):
-        if mask >> place & 1 == is_set:
-            continue
-        if place:
-            change = ATEN.sub.Tensor if is_set == 0 else ATEN.add.Tensor
-            rest = insert(node, ATEN.remainder.Scalar, x, 2**place)
-            result = insert(node, change, result, rest)
-        is_set = 1 - is_set
-    return result
-
-
-def _bitwise_not(node: Node) -> None:
-    """Of an integer, ``-1 - x``."""
-    x = arguments_of(node)["self"]
-    if value_of(node).dtype is torch.bool:
-        become(node, ATEN.logical_not.default, x)
-    else:
-        become(node, ATEN.sub.Tensor, insert(node, ATEN.full_like.default, x, -1), x)
-
-
-def _few_bits(call: OpCall) -> bool:
-    return -_HIGHEST_BIT <= call.arguments["other"] < _HIGHEST_BIT
-
-
 def _isinf(node: Node) -> None:
     size = insert(node, ATEN.abs.default, arguments_of(node)["self"])
     become(node, ATEN.eq.Scalar, size, math.inf)
-
-
-def _where(node: Node) -> None:
-    dtype, arguments = value_of(node).dtype, arguments_of(node)
-    chosen = [cast(node, arguments[n], dtype) for n in ("self", "other")]
-    condition = arguments["condition"]
-    if value_of(node).dim():
-        become(node, node.target, condition, *_spread(node, condition, chosen))
-        return
-    # Coremltools broadcasts the operands and cannot do it to scalars.
-    condition = insert(node, ATEN.view_copy.default, condition, [1])
-    whole = insert(node, node.target, condition, *chosen)
-    become(node, ATEN.view_copy.default, whole, [])
-
-
-def _spread(node: Node, condition: Node, branches: list[Node]) -> list[Node]:
-    """The branches, one of them as large as the result where sizes are dynamic.
-
-    Coremltools broadcasts what is static; of the rest MIL declares the shape of the branches alone.
-    """
-    shape = value_of(node).shape
-    branch_shape = torch.broadcast_shapes(*(value_of(branch).shape for branch in branches))
-    if branch_shape == shape or all(isinstance(size, int) for size in shape):
-        return branches
-    first, second = branches
-    dtype = value_of(first).dtype
-    never = insert(node, ATEN.logical_not.default, condition)
-    never = insert(node, ATEN.logical_and.default, condition, never)
-    if dtype is torch.bool:
-        return [insert(node, ATEN.logical_or.default, first, never), second]
-    # Of floats a negative zero: added to, it leaves zeros of both signs as they are.
-    zero = insert(node, ATEN._to_copy.default, never, dtype=dtype)
-    zero = insert(node, ATEN.mul.Tensor, zero, -1.0) if dtype.is_floating_point else zero
-    return [insert(node, ATEN.add.Tensor, first, zero), second]
-
-
-def _masked_fill(node: Node) -> None:
-    arguments, value = arguments_of(node), value_of(node)
-    filling = number(arguments["value"], value.dtype)
-    if shape_of(arguments["self"]) != shape_of(node):
-        source = insert(node, ATEN.expand_copy.default, arguments["self"], shape_of(node))
-    else:
-        source = arguments["self"]
-    become(node, node.target, source, arguments["mask"], filling)
 
 
 def _asinh(node: Node) -> None:
@@ -509,14 +389,10 @@ def _reciprocal(node: Node) -> None:
 
 _DOUBLES = 1024.0
 _HIGHEST_POWER = 4
-_HIGHEST_BIT = 2**30  # a remainder by it is an int32, as the number itself is
 _BOUNDS = ("min", "max")
 _ONES_LIKE = "aten.ones_like.default"
 _UNSCALED_TRUTHS = holds(
     _unscaled_truths, ReasonCode.ARGUMENT, "booleans are added with another alpha than 1"
-)
-_FEW_BITS = holds(
-    _few_bits, ReasonCode.ARGUMENT, "Core ML has remainders of int32, by at most 2 ** 30"
 )
 _ORDERED = holds(_ordered, ReasonCode.DTYPE, "booleans have no order in Core ML")
 _SMALL_POWER = holds(
@@ -608,42 +484,5 @@ RECORDS = (
             *("lt.Tensor", "le.Tensor", "gt.Tensor", "ge.Tensor"),
             *("eq.Scalar", "ne.Scalar", "lt.Scalar", "le.Scalar", "gt.Scalar", "ge.Scalar"),
         )
-    ),
-    *(
-        _op(f"aten.{name}.default", dtypes={"": ANY}, rewrite=_logical(target))
-        for name, target in (
-            ("logical_and", ATEN.logical_and.default),
-            ("logical_not", ATEN.logical_not.default),
-            ("logical_or", ATEN.logical_or.default),
-            ("logical_xor", ATEN.logical_xor.default),
-        )
-    ),
-    *(
-        _op(f"aten.{name}", dtypes={"": BOOL}, rewrite=_logical(target))
-        for name, target in (
-            ("bitwise_and.Tensor", ATEN.logical_and.default),
-            ("bitwise_or.Tensor", ATEN.logical_or.default),
-            ("bitwise_xor.Tensor", ATEN.logical_xor.default),
-        )
-    ),
-    *(
-        _op(
-            f"aten.bitwise_{name}.Scalar",
-            dtypes={"": INTEGER | BOOL},
-            constraints=(_FEW_BITS,),
-            rewrite=_bitwise_with_number(name, logic),
-        )
-        for name, logic in (
-            ("and", ATEN.logical_and.default),
-            ("or", ATEN.logical_or.default),
-            ("xor", ATEN.logical_xor.default),
-        )
-    ),
-    _op("aten.bitwise_not.default", dtypes={"": INTEGER | BOOL}, rewrite=_bitwise_not),
-    _op("aten.where.self", dtypes={"": ANY, "condition": BOOL}, rewrite=_where),
-    _op(
-        "aten.masked_fill.Scalar",
-        dtypes={"self": NUMERIC, "mask": BOOL},
-        rewrite=_masked_fill,
     ),
 )

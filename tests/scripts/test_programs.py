@@ -339,9 +339,9 @@ def test_verify_fails_below_the_limit(capsys):
 
 
 def test_verify_refuses_another_model(capsys):
-    assert main(["verify", f"{MODELS}:in_doubles", "tiny.pte"]) == 1
+    assert main(["verify", f"{MODELS}:noisy", "tiny.pte"]) == 1
     assert error(capsys) == (
-        "input 0 (x) of method 'forward' has the wrong shape: got float32[5, 3], "
+        "input 0 (x) of method 'forward' has the wrong shape: got float32[4], "
         "expected float32[1, 3, 16, 16]"
     )
 

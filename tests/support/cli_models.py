@@ -86,11 +86,11 @@ class InDoubles(nn.Module):
     """Nothing for Core ML."""
 
     def forward(self, x):
-        return torch.sin(x.double())
+        return torch.sin(x)
 
 
 def in_doubles():
-    return InDoubles(), torch.rand(5, 3)
+    return InDoubles(), torch.rand(5, 3, dtype=torch.float64)
 
 
 class Leaky(nn.Module):

@@ -64,7 +64,6 @@ _ONES = w(values=[1.0] * 6)
 _FAR = [65504.0, 3e4, 1500.0, 300.0, 1.0]
 _NEAR = [1e-4, 1e-3, 0.05, 0.0]
 
-_BITWISE = ("and", "or", "xor")
 _OF_TRUTHS = ("add.Tensor", "mul.Tensor", "maximum.default", "minimum.default")
 
 ACCEPTED = (
@@ -181,23 +180,9 @@ ACCEPTED = (
     *(accept(f"aten.{op}.Scalar", i(2, 3), 1, note="int64") for op in _SCALARS),
     *(accept(f"aten.{op}.Scalar", i(2, 3, dtype=_I32), 1, note="int32") for op in _SCALARS),
     *(accept(f"aten.{op}.Scalar", i(2, 3), 0.5, note="int64float") for op in _SCALARS),
-    accept("aten.logical_not.default", b(2, 3)),
-    *(accept(f"aten.logical_{op}.default", b(2, 3), b(3)) for op in ("and", "or", "xor")),
-    accept("aten.bitwise_and.Tensor", b(2, 3), b(3)),
-    accept("aten.bitwise_not.default", b(2, 3)),
-    accept("aten.where.self", b(2, 3), x(2, 3), x(3), note="float"),
-    accept("aten.where.self", b(2, 1), i(2, 3), i(2, 3), note="int64"),
-    accept("aten.where.self", b(2, 1), b(2, 3), b(2, 3), note="bool"),
-    accept("aten.where.self", b(2, 3), x(2, 3), x(), note="rank0"),
-    accept("aten.where.self", b(), x(), x(), note="scalars"),
-    accept("aten.masked_fill.Scalar", x(), b(), 0.5, note="scalars"),
     accept("aten.clamp.Tensor", x(), x(high=0.0), x(low=0.0), note="scalars"),
     accept("aten.clamp.Tensor", x(2, 3), None, x(low=0.0), note="max"),
-    accept("aten.logical_and.default", b(), b(), note="scalars"),
     accept("aten.gt.Tensor", x(), x(), note="scalars"),
-    accept("aten.masked_fill.Scalar", x(2, 3), b(2, 3), -0.5),
-    accept("aten.masked_fill.Scalar", x(2, 3), b(3), float("-inf"), note="inf"),
-    accept("aten.masked_fill.Scalar", x(2, 3), b(3), 1, note="int"),
     # Operands of several kinds, which PyTorch promotes.
     *(
         accept(f"aten.{op}", x(2, 3), i(2, 3, low=1), note="mixed")
@@ -222,7 +207,6 @@ ACCEPTED = (
         for op in ("add", "sub", "rsub", "mul")
     ),
     *(accept(f"aten.{op}.Scalar", b(2, 3), 2, note="bool") for op in ("add", "mul", *_SCALARS)),
-    accept("aten.where.self", b(2, 3), x(2, 3), i(2, 3), note="mixed"),
     *(
         accept(f"aten.{op}.default", i(2, 3, low=1, high=6), note="int64")
         for op in ("cos", "erf", "exp", "log", "reciprocal", "rsqrt", "sin", "sqrt", "atan")
@@ -268,25 +252,9 @@ ACCEPTED = (
     accept("aten.pow.Tensor_Scalar", i(2, 3), 2.0, note="int64-float"),
     accept("aten.clamp.Tensor", i(2, 3), i(2, 3, high=0), i(2, 3, low=0), note="int64"),
     accept("aten.clamp.default", i(2, 3), -0.5, 1.5, note="int64-floats"),
-    *(
-        accept(f"aten.logical_{op}.default", x(2, 3), i(2, 3), note="numbers")
-        for op in ("and", "or", "xor")
-    ),
-    accept("aten.logical_not.default", x(values=[0.0, 1.0, -0.5]), note="float"),
-    *(accept(f"aten.bitwise_{op}.Tensor", b(2, 3), b(3)) for op in ("or", "xor")),
-    accept("aten.bitwise_not.default", _WHOLE, note="int64"),
-    *(
-        accept(f"aten.bitwise_{op}.Scalar", _WHOLE, mask, note=f"{mask}")
-        for op in _BITWISE
-        for mask in (0, 1, 15, 0b1011000, 2**30 - 1, -1, -8, -(2**30))
-    ),
-    *(accept(f"aten.bitwise_{op}.Scalar", b(2, 3), True, note="bool") for op in _BITWISE),
-    *(accept(f"aten.bitwise_{op}.Scalar", b(2, 3), 6, note="bool-int") for op in _BITWISE),
     *(accept(f"aten.{op}", b(2, 3), b(3), note="truths") for op in _OF_TRUTHS),
     *(accept(f"aten.{op}.Tensor", b(2, 3), True, note="truths-number") for op in ("add", "mul")),
     accept("aten.isinf.default", x(values=[0.0, math.nan, math.inf, -math.inf, 65504.0])),
-    accept("aten.masked_fill.Scalar", i(2, 3), b(2, 3), -4, note="int64"),
-    accept("aten.masked_fill.Scalar", x(3), b(2, 3), 1.5, note="broadcast"),
 )
 
 REJECTED = (
@@ -311,16 +279,6 @@ REJECTED = (
         "no Core ML translation of aten.erfinv.default is known",
         "aten.erfinv.default",
         x(2, 3, low=-0.9, high=0.9),
-    ),
-    *(
-        reject(
-            ReasonCode.ARGUMENT,
-            "remainders of int32",
-            f"aten.bitwise_{op}.Scalar",
-            i(2, 3),
-            2**30,
-        )
-        for op in _BITWISE
     ),
     reject(
         ReasonCode.ARGUMENT,

@@ -127,7 +127,7 @@ def resident():
 
 large = bytearray(31 * 2**20)
 del large  # from now on, blocks of this size are not mapped by themselves
-blocks = [(bytearray(b"x" * 2**20), bytes(5000)) for _ in range(60)]
+blocks = [(bytearray(b"x" * 2**20), bytes(200_000)) for _ in range(60)]
 between = [small for _, small in blocks]
 blocks.clear()
 kept = resident()

@@ -353,10 +353,9 @@ RECORDS = (
     Regression(
         issues(COREMLTOOLS, 2815),
         "`prod` did not convert",
-        Here.REFUSED,
-        "coremltools 9.0 has no translation",
+        Here.REPAIRED,
+        "Core ML's product of elements",
         (case(torch.prod, x(2, 3), -1),),
-        refused={"aten.prod.dim_int": "no Core ML translation of aten.prod.dim_int is known"},
     ),
     Regression(
         issues(COREMLTOOLS, 2816, 2668),

@@ -144,7 +144,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 $(SMOKE)/.installed: pyproject.toml $(CONSTRAINTS)
 	rm -rf $(SMOKE)
 	mkdir -p $(SMOKE)
-	grep -v -E "^(jax|jaxlib|numpy)==" $(CONSTRAINTS) > $(SMOKE)/constraints.txt
+	grep -v -E "^(equinox|flax|jax|jaxlib|jaxtyping|numpy|optax|orbax-checkpoint)==" $(CONSTRAINTS) > $(SMOKE)/constraints.txt
 	$(call INSTALL,$(SMOKE)/venv,$(SMOKE)/constraints.txt)
 	touch $@
 

@@ -120,13 +120,15 @@ def _transform(
 ) -> ExportedProgram:
     target, constants_inside = options.compiling.deployment_target, options.ownership.constants
     fold = partial(fold_constants, refused=partial(refused_apart, target=target), inputs=inputs)
-    program = fold(program)
+    folded = fold(program)
     program = hold_control_flow(
-        program, partial(_lower_branch, options), options.filters.refusal, inputs
+        folded, partial(_lower_branch, options), options.filters.refusal, inputs
     )
     for step in _TRANSFORMS:
         program = step(program)
-    program = dequantize_per_use(fold(program))
+    if program is not folded:
+        program = fold(program)
+    program = dequantize_per_use(program)
     program = decompose_undelegated_dequantize(
         program, target, veto=options.filters.refusal, constants_inside=constants_inside
     )

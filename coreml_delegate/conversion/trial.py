@@ -70,7 +70,7 @@ class Trials:
             target: Opset of the deployment target; None if any may be demanded.
         """
         self._load()
-        keys = {call: _key(call, constants, target) for call in calls}
+        keys = {call: signature_of(call, constants, target) for call in calls}
         new: dict[str, Node] = {}
         for call, key in keys.items():
             if key not in self.known:
@@ -220,7 +220,8 @@ def message_of(error: Exception) -> str:
 # Signatures
 
 
-def _key(call: Node, constants: Mapping[Node, torch.Tensor], target: Opset | None) -> str:
+def signature_of(call: Node, constants: Mapping[Node, torch.Tensor], target: Opset | None) -> str:
+    """Return a digest of an op, its arguments without values of tensors, results and a target."""
     parts = [target_name(call.target), "any" if target is None else target.name]
     parts += [f"{name}={_described(value, constants)}" for name, value in _arguments(call)]
     parts += [f"-> {_tensor(value)}" for value in _results(call)]

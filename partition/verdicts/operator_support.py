@@ -11,6 +11,7 @@ from torch.export import ExportedProgram, default_decompositions
 from torch.fx import Node
 
 from coreml_delegate.conversion.subgraph import call_of, program_of
+from coreml_delegate.conversion.trial import signature_of
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
 from coreml_delegate.dynamic_shapes.symbols import input_tensors
 from coreml_delegate.errors import OptionError
@@ -75,8 +76,21 @@ def refused_apart(
         program: It is left as it is.
         target: Opset of the deployment target, or None.
     """
-    if not calls:
-        return set()
+    signatures = {call: signature_of(call, {}, target) for call in calls}
+    new = {sign: call for call, sign in signatures.items() if sign not in _REFUSED_APART}
+    if new:
+        refused = _judge_apart(list(new.values()), program, target)
+        _REFUSED_APART.update({sign: call in refused for sign, call in new.items()})
+    return {call for call, sign in signatures.items() if _REFUSED_APART[sign]}
+
+
+_REFUSED_APART: dict[str, bool] = {}
+"""Whether Core ML does not take a call on constants, by its signature; for this process."""
+
+
+def _judge_apart(
+    calls: Sequence[Node], program: ExportedProgram, target: Opset | None
+) -> set[Node]:
     apart, originals = program_of(calls, program, constants={}, apart=True, to_aten=True)
     results = [call_of(originals[str(name)]) for name in apart.graph_signature.user_outputs]
     apart = promote_half_to_fp32(apart)

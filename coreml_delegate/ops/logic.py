@@ -84,7 +84,7 @@ def _masked_bits(node: Node, x: Node, mask: int) -> Node:
 
 
 def _bitwise_not(node: Node) -> None:
-    """Of an integer, ``-1 - x``."""
+    """Replace the bits of an integer by their complement, ``-1 - x``."""
     x = arguments_of(node)["self"]
     if value_of(node).dtype is torch.bool:
         become(node, ATEN.logical_not.default, x)

@@ -49,7 +49,7 @@ _LARGER = "%s depends on constants alone: its value makes the program %.1f MB la
 _QUANTIZED = frozenset({"coreml_delegate", "quant", "quantized", "quantized_decomposed", "torchao"})
 _CHECKS = frozenset({"aten._assert_tensor_metadata.default"})
 _FRESH = frozenset({"aten.detach_.default", "aten.lift_fresh_copy.default"})
-"""What ``torch.export`` puts behind a literal."""
+"""Operators that ``torch.export`` puts behind a literal."""
 
 RefusedCalls = Callable[[Sequence[Node], ExportedProgram], Collection[Node]]
 """Returns those of known calls that Core ML does not take, each by itself."""

@@ -1,4 +1,4 @@
-"""What depends on constants alone, and Core ML cannot compute, is computed while lowering."""
+"""Constant folding: PyTorch computes calls on constants that Core ML cannot compute."""
 
 from __future__ import annotations
 

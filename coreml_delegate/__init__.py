@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from coreml_delegate.backend import MULTIMETHOD_WEIGHT_SHARING_STRATEGY, CoreMLBackend
     from coreml_delegate.compile_options import CompileOptions
     from coreml_delegate.partition import CoreMLPartitioner
+    from coreml_delegate.placeholder_ops import dynamic_steps
     from coreml_delegate.quantizer import CoreMLQuantizer
-    from coreml_delegate.stand_ins import dynamic_steps
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
@@ -26,7 +26,7 @@ _LAZY = {
     "CoreMLPartitioner": "coreml_delegate.partition",
     "CoreMLQuantizer": "coreml_delegate.quantizer",
     "MULTIMETHOD_WEIGHT_SHARING_STRATEGY": "coreml_delegate.backend",
-    "dynamic_steps": "coreml_delegate.stand_ins",
+    "dynamic_steps": "coreml_delegate.placeholder_ops",
 }
 
 __all__ = [

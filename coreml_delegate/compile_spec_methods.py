@@ -104,7 +104,7 @@ class CompileSpecMethods:
         """Return the compile spec of enumerated input shapes, to be added to the others.
 
         Any other shapes, and any other combination of them, are an error at run time. A program
-        may be delegated in part: shapes are carried to the inputs of each partition.
+        may be delegated in part: shapes are mapped to the inputs of each partition.
 
         Args:
             ep: From ``torch.export``, with every dimension dynamic in which the shapes differ.

@@ -88,7 +88,7 @@ def _callable(branch: ExportedProgram) -> Branch:
 # of the first of several results, which one of rank 0 has not.
 
 
-def _given_out(result: torch.Tensor) -> torch.Tensor:
+def _detached(result: torch.Tensor) -> torch.Tensor:
     return result.clone() if result.dim() else result.reshape(1).clone()
 
 
@@ -99,24 +99,24 @@ def _empty(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torc
 def _cond(branches: str, condition: torch.Tensor, operands: Tensors) -> Tensors:
     then, otherwise = _branches(branches)
     chosen = then if condition.item() else otherwise
-    return [*map(_given_out, chosen(*operands))]
+    return [*map(_detached, chosen(*operands))]
 
 
-def _while_loop(branches: str, carried: Tensors, operands: Tensors) -> Tensors:
+def _while_loop(branches: str, carry: Tensors, operands: Tensors) -> Tensors:
     goes_on, body = _branches(branches)
-    while goes_on(*carried, *operands)[0].item():
-        carried = body(*carried, *operands)
-    return [*map(_given_out, carried)]
+    while goes_on(*carry, *operands)[0].item():
+        carry = body(*carry, *operands)
+    return [*map(_detached, carry)]
 
 
-def _scan(branches: str, carried: Tensors, sequences: Tensors, operands: Tensors) -> Tensors:
+def _scan(branches: str, carry: Tensors, sequences: Tensors, operands: Tensors) -> Tensors:
     (step,) = _branches(branches)
     rows: list[Tensors] = []
-    for place in range(sequences[0].shape[0]):
-        results = step(*carried, *(each[place] for each in sequences), *operands)
-        carried, row = results[: len(carried)], results[len(carried) :]
+    for index in range(sequences[0].shape[0]):
+        results = step(*carry, *(sequence[index] for sequence in sequences), *operands)
+        carry, row = results[: len(carry)], results[len(carry) :]
         rows.append(row)
-    last = [*map(_given_out, carried)]
+    last = [*map(_detached, carry)]
     return last + [torch.stack(list(column)) for column in zip(*rows, strict=True)]
 
 
@@ -125,17 +125,17 @@ def _cond_shapes(branches: str, condition: torch.Tensor, operands: Tensors) -> T
     return [_empty(condition, *result) for result in results_of(branches)]
 
 
-def _while_loop_shapes(branches: str, carried: Tensors, operands: Tensors) -> Tensors:
+def _while_loop_shapes(branches: str, carry: Tensors, operands: Tensors) -> Tensors:
     del branches, operands
-    return [_empty(each, each.shape, each.dtype) for each in carried]
+    return [_empty(value, value.shape, value.dtype) for value in carry]
 
 
-def _scan_shapes(branches: str, carried: Tensors, sequences: Tensors, operands: Tensors) -> Tensors:
+def _scan_shapes(branches: str, carry: Tensors, sequences: Tensors, operands: Tensors) -> Tensors:
     del operands
     count, like = sequences[0].shape[0], sequences[0]
-    rows = results_of(branches)[len(carried) :]
+    rows = results_of(branches)[len(carry) :]
     return [
-        *(_empty(each, each.shape, each.dtype) for each in carried),
+        *(_empty(value, value.shape, value.dtype) for value in carry),
         *(_empty(like, (count, *size), dtype) for size, dtype in rows),
     ]
 
@@ -151,24 +151,24 @@ def _define(schema: str, compute: Any, shapes: Any) -> OpOverload:
 COND = _define(
     "cond(str branches, Tensor condition, Tensor[] operands) -> Tensor[]", _cond, _cond_shapes
 )
-"""Branches: on true, and on false; both take the operands. Of these ops all results of rank 0 are
-given out with one dimension."""
+"""Branches: for true and for false; both take the operands. All ops here return a result of rank 0
+with one dimension."""
 
 WHILE_LOOP = _define(
-    "while_loop(str branches, Tensor[] carried, Tensor[] operands) -> Tensor[]",
+    "while_loop(str branches, Tensor[] carry, Tensor[] operands) -> Tensor[]",
     _while_loop,
     _while_loop_shapes,
 )
-"""Branches: whether it goes on, and the values carried on; both take the carried values and the
-operands."""
+"""Branches: the condition and the body; both take the carry and the operands. The body returns the
+next carry."""
 
 SCAN = _define(
-    "scan(str branches, Tensor[] carried, Tensor[] sequences, Tensor[] operands) -> Tensor[]",
+    "scan(str branches, Tensor[] carry, Tensor[] sequences, Tensor[] operands) -> Tensor[]",
     _scan,
     _scan_shapes,
 )
-"""Branch: the values carried on and a row of each stacked result, of the carried values, a row of
-each sequence and the operands. Results: the values carried last, and the stacked ones."""
+"""Branch: takes the carry, a row of each sequence and the operands; returns the next carry and a
+row of each stacked result. Results: the last carry and the stacked results."""
 
-HELD = frozenset({COND, WHILE_LOOP, SCAN})
-"""All of them."""
+PROTECTED = frozenset({COND, WHILE_LOOP, SCAN})
+"""All ops of this module: kept from decomposition while a program is partitioned."""

@@ -198,7 +198,7 @@ class CoreMLPartitioner(Partitioner):
         report, have perhaps no kernel, and are decomposed: ``ep`` is changed.
         """
         if ep.dialect == EDGE:
-            self._session.decompose_left_over(ep)
+            self._session.decompose_undelegated(ep)
             return [], None
         return self._session.ops_to_preserve(ep), None
 

@@ -33,9 +33,9 @@ from coreml_delegate.partition.grouping.mutable_buffers import (
     keep_initial_values,
     states_by_tag,
 )
-from coreml_delegate.partition.left_over import decompose_calls
 from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.report import DelegationReport, describe
+from coreml_delegate.partition.undelegated import decompose_calls
 from coreml_delegate.partition.verdicts.cpu_kernels import is_composite, register_kernels
 from coreml_delegate.partition.verdicts.filters import LeftOut
 from coreml_delegate.partition.verdicts.operator_support import refused_apart, refused_calls
@@ -50,7 +50,7 @@ from coreml_delegate.transforms.compressed_weights import (
     unwrap_tensor_subclasses,
 )
 from coreml_delegate.transforms.constant_folding import fold_constants
-from coreml_delegate.transforms.control_flow import Lowered, hold_control_flow, with_constants
+from coreml_delegate.transforms.control_flow import Lowered, protect_control_flow, with_constants
 from coreml_delegate.transforms.executorch_gaps import (
     decompose_custom_ops,
     drop_assertions,
@@ -61,8 +61,8 @@ from coreml_delegate.transforms.executorch_gaps import (
 )
 from coreml_delegate.transforms.half_precision import promote_half_to_fp32
 from coreml_delegate.transforms.recurrent_layers import (
-    hold_recurrent_layers,
-    release_refused_layers,
+    protect_recurrent_layers,
+    restore_refused_layers,
 )
 
 _FRAMES = (name_values, drop_text_results, drop_assertions)
@@ -71,7 +71,7 @@ _FRAMES = (name_values, drop_text_results, drop_assertions)
 _TRANSFORMS = (
     decompose_custom_ops,
     drop_empty_parts,
-    hold_recurrent_layers,
+    protect_recurrent_layers,
     unwrap_tensor_subclasses,
     split_complex_numbers,
     drop_linear_algebra_checks,
@@ -121,7 +121,7 @@ def _transform(
     target, constants_inside = options.compiling.deployment_target, options.ownership.constants
     fold = partial(fold_constants, refused=partial(refused_apart, target=target), inputs=inputs)
     folded = fold(program)
-    program = hold_control_flow(
+    program = protect_control_flow(
         folded, partial(_lower_branch, options), options.filters.refusal, inputs
     )
     for step in _TRANSFORMS:
@@ -132,7 +132,7 @@ def _transform(
     program = decompose_undelegated_dequantize(
         program, target, veto=options.filters.refusal, constants_inside=constants_inside
     )
-    return release_refused_layers(
+    return restore_refused_layers(
         program, target, veto=options.filters.refusal, constants_inside=constants_inside
     )
 

@@ -23,10 +23,10 @@ from coreml_delegate.errors import ProgramError
 from coreml_delegate.module_scope import Scope, scopes_of
 from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.partition.branches import partition_whole
-from coreml_delegate.partition.left_over import decompose_left_over, require_out_variants
 from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.report import DelegationReport, NodeReport
 from coreml_delegate.partition.run import PartitionRun, transform
+from coreml_delegate.partition.undelegated import decompose_undelegated, require_out_variants
 from coreml_delegate.partition.verdicts.filters import LeftOut
 
 logger = logging.getLogger(__name__)
@@ -154,13 +154,13 @@ class LoweringSession:
         _warn_of_missing_kernels(report)
         return result.compile_options
 
-    def decompose_left_over(self, program: ExportedProgram) -> None:
+    def decompose_undelegated(self, program: ExportedProgram) -> None:
         """Decompose the calls of preserved ops that no backend took, in a lowered program.
 
         Raises:
             LoweringError: See ``require_out_variants``.
         """
-        decompose_left_over(program, self.preserved)
+        decompose_undelegated(program, self.preserved)
         require_out_variants(program)
 
     def keep(self, blobs: Iterable[KeptBlob]) -> None:

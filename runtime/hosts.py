@@ -22,10 +22,10 @@ from coreml_delegate.runtime.program import host as python
 from coreml_delegate.runtime.program import stock
 from coreml_delegate.runtime.program.delegate_interface import (
     COREML_BACKEND_ID,
-    NOTHING_PASSED_OVER,
+    NO_REJECTED_HOSTS,
     DelegateLoader,
     DelegatePayload,
-    PassedOver,
+    RejectedHosts,
 )
 from coreml_delegate.runtime.program.event_trace import EventTrace
 from coreml_delegate.runtime.program.host import PythonProgram
@@ -179,17 +179,17 @@ def load(
         CoreMLDelegateError: See ``runtime.load_program``.
     """
     program: Source | PteProgram = pte
-    passed_over = NOTHING_PASSED_OVER
+    rejected_hosts = NO_REJECTED_HOSTS
     if host == AUTO:
         program = PteProgram.open(pte)
-        host, passed_over = _choose(program, data, _demand(engine, options))
+        host, rejected_hosts = _choose(program, data, _demand(engine, options))
     if host == _DEFAULT:
         external = None if data is None else ExternalData.open(data)
         return PythonProgram.load(
             program,
             loader,
             external_data=external,
-            passed_over=passed_over,
+            rejected_hosts=rejected_hosts,
             trace=EventTrace(debug_buffer_size) if enable_etdump else None,
         )
     check_demands_on_stock(engine, options)
@@ -200,7 +200,7 @@ def load(
         loaded = StockProgram.load(
             pte,
             data=data,
-            passed_over=passed_over,
+            rejected_hosts=rejected_hosts,
             enable_etdump=enable_etdump,
             debug_buffer_size=debug_buffer_size,
         )
@@ -212,20 +212,20 @@ def load(
 
 def _choose(
     program: PteProgram, data: Sources | None, demand: str | None
-) -> tuple[str, PassedOver]:
+) -> tuple[str, RejectedHosts]:
     """Return the first host that runs all methods, or the default host, which may run some."""
-    passed_over: dict[str, tuple[str, ...]] = {}
+    rejected_hosts: dict[str, tuple[str, ...]] = {}
     for name, obstacles in _OBSTACLES.items():
         reasons = obstacles(program, data, demand)
         if not reasons:
-            if passed_over:
-                _log_passed_over(f"{program.origin} runs on the {name} host", passed_over)
-            return name, passed_over
-        passed_over[name] = reasons
-    _log_passed_over(f"no host runs all of {program.origin}", passed_over)
-    return _DEFAULT, passed_over
+            if rejected_hosts:
+                _log_rejected(f"{program.origin} runs on the {name} host", rejected_hosts)
+            return name, rejected_hosts
+        rejected_hosts[name] = reasons
+    _log_rejected(f"no host runs all of {program.origin}", rejected_hosts)
+    return _DEFAULT, rejected_hosts
 
 
-def _log_passed_over(what: str, passed_over: PassedOver) -> None:
-    why = (f"the {name} host cannot ({', '.join(r)})" for name, r in passed_over.items())
+def _log_rejected(what: str, rejected_hosts: RejectedHosts) -> None:
+    why = (f"the {name} host cannot ({', '.join(r)})" for name, r in rejected_hosts.items())
     _logger.warning("%s: %s", what, "; ".join(why))

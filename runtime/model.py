@@ -110,9 +110,9 @@ class Model:
         return self._selection.engine_name
 
     @property
-    def passed_over(self) -> Mapping[str, tuple[str, ...]]:
-        """Why faster engines were passed over, by engine name."""
-        return self._selection.passed_over
+    def rejected_engines(self) -> Mapping[str, tuple[str, ...]]:
+        """Why faster engines were rejected, by engine name."""
+        return self._selection.rejected_engines
 
     @property
     def input_names(self) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from coreml_delegate.conversion.subgraph import stand_in
+from coreml_delegate.conversion.subgraph import without_memory
 from coreml_delegate.ops.constants import stored_nodes
 
 _TAG = "delegation_tag"
@@ -115,7 +115,7 @@ def _copy_program(program: ExportedProgram, state: Mapping[str, torch.Tensor]) -
         root=root,
         graph=root.graph,
         graph_signature=copy.deepcopy(program.graph_signature),
-        state_dict={key: stand_in(held[key]) for key in program.state_dict},
+        state_dict={key: without_memory(held[key]) for key in program.state_dict},
         range_constraints=copy.deepcopy(program.range_constraints),
         module_call_graph=copy.deepcopy(program.module_call_graph),
         constants=program.constants,

@@ -104,7 +104,7 @@ def _is_covered(node: Node, patterns: Iterable[ModulePattern]) -> bool:
     return any(pattern.covers(scopes) for pattern in patterns)
 
 
-def take_precautions(
+def avoid_fp16_overflow(
     program: ExportedProgram, in_fp32: Collection[int], ops: Collection[str]
 ) -> None:
     """Rewrite scores, masks and norms so that they are finite in fp16 where they are in fp32.

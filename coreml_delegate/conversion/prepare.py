@@ -20,12 +20,12 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from coreml_delegate.control_flow import HELD, read_branches, write_branches
+from coreml_delegate.control_flow import PROTECTED, read_branches, write_branches
 from coreml_delegate.conversion.states import make_states
 from coreml_delegate.dynamic_shapes.symbols import declare_sizes
 from coreml_delegate.ops import record_of
 from coreml_delegate.ops.boundary import is_row_major
-from coreml_delegate.ops.call import BOUNDARY, CAST, NARROW, OpCall, behind_edge, target_name
+from coreml_delegate.ops.call import BOUNDARY, CAST, NARROW, OpCall, target_name, unwrap_edge_op
 from coreml_delegate.ops.constants import mark_stored
 from coreml_delegate.ops.edits import ATEN, become, insert, unite_copies, value_of
 from coreml_delegate.ops.high_rank import has_high_rank, merge_dimensions
@@ -53,7 +53,7 @@ def prepare(
         record = _record(node)
         if record is not None and record.rewrite is not None:
             record.rewrite(node)
-        if behind_edge(node.target) in HELD:
+        if unwrap_edge_op(node.target) in PROTECTED:
             _prepare_branches(node, then)
     _retype_floats(program)
     _set_row_major_strides(program)
@@ -83,7 +83,7 @@ def _leave_edge_dialect(branch: ExportedProgram) -> None:
     """Name calls by their ATen overloads again: ``torch.export`` writes no other."""
     for node in branch.graph.nodes:
         if node.op == "call_function":
-            node.target = behind_edge(node.target)
+            node.target = unwrap_edge_op(node.target)
     branch.graph_module.recompile()
 
 

@@ -22,7 +22,7 @@ from coreml_delegate.conversion import blob_cache
 from coreml_delegate.conversion.blob_cache import KeptBlob
 from coreml_delegate.conversion.convert import is_about_the_graph
 from coreml_delegate.conversion.delegation_tags import cut_partitions, tag_of
-from coreml_delegate.conversion.subgraph import call_of, program_of, stand_in
+from coreml_delegate.conversion.subgraph import call_of, program_of, without_memory
 from coreml_delegate.conversion.trial import TRIALS, blamed_call, message_of, reason_of
 from coreml_delegate.formats.blob import Files
 from coreml_delegate.ops import Reason, ReasonCode, record_of
@@ -73,12 +73,12 @@ class ConversionProof:
         self._program = program
         self._lowering = lowering
         self._constants = {
-            node: stand_in(self.values.get(key, node.meta["val"] if value is None else value))
+            node: without_memory(self.values.get(key, node.meta["val"] if value is None else value))
             for node, key, value in (stored_constants(program) if constants_inside else ())
         }
         # A call alone is given dequantized weights as the floats that they stand for.
         self._known = self._constants | {
-            node: stand_in(node.meta["val"])
+            node: without_memory(node.meta["val"])
             for node in program.graph.nodes
             if node.op == "call_function" and is_derived(node, self._constants)
         }

@@ -29,7 +29,7 @@ from coreml_delegate.errors import ContractError
 from coreml_delegate.ops.constants import state_value
 from coreml_delegate.ops.edits import ATEN, add_constant, add_placeholder, insert
 
-HELD = frozenset({torch.float16, torch.float32, torch.bool, torch.uint8, torch.int8})
+STATE_DTYPES = frozenset({torch.float16, torch.float32, torch.bool, torch.uint8, torch.int8})
 """Dtypes that a state can hold: integers exactly, floats rounded to fp16."""
 
 STARTED = "coreml_delegate_started"
@@ -94,7 +94,7 @@ def _buffers(program: ExportedProgram) -> Iterator[_Buffer]:
 
 
 def _check_dtype(buffer: _Buffer) -> None:
-    if buffer.dtype not in HELD:
+    if buffer.dtype not in STATE_DTYPES:
         raise ContractError(
             f"mutable buffer {buffer.name!r} cannot be a Core ML state",
             got=str(buffer.dtype),

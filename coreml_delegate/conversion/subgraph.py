@@ -62,7 +62,7 @@ def program_of(
     return builder.program(owner), builder.originals
 
 
-def stand_in(value: torch.Tensor) -> torch.Tensor:
+def without_memory(value: torch.Tensor) -> torch.Tensor:
     """Return zeros of the shape and dtype of a fake tensor that take no memory; others as is."""
     if not isinstance(value, FakeTensor):
         return value

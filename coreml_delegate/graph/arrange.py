@@ -1,6 +1,6 @@
 """Moving elements with MIL ops: what several families of operations need when they compose.
 
-Values are of the carriers fp32, fp16 and int32; hardly any op of MIL moves bools. Constants are
+Values have the storage dtypes fp32, fp16 and int32; hardly any MIL op moves bools. Constants are
 moved here, not at run time, so that they stay constants to the ops that need some.
 """
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.compose import Composer, Var, to_carrier
+from coreml_delegate.graph.compose import Composer, Var, to_storage
 from coreml_delegate.graph.emitter import Emitter
 from coreml_delegate.graph.node import Closure, Value
 from coreml_delegate.graph.tensor_types import DType, TensorType
@@ -156,7 +156,7 @@ def trace_wide(
 
 
 def identity_element(kind: str, dtype: DType) -> np.generic:
-    """Return what a kind of combination leaves as it is, as the carrier holds it."""
+    """Return what a kind of combination leaves as it is, in the storage dtype."""
     if dtype is DType.BOOL:
         return np.bool_(kind in ("and", "minimum", "multiply"))
     if kind in ("maximum", "minimum"):
@@ -172,8 +172,8 @@ def identity_element(kind: str, dtype: DType) -> np.generic:
             number = ~number
             if dtype.bits == 64:
                 return np.int32(-1)
-    carried: np.generic = to_carrier(np.asarray(number), dtype).flat[0]
-    return carried
+    stored: np.generic = to_storage(np.asarray(number), dtype).flat[0]
+    return stored
 
 
 def is_identity(kind: str, value: Value) -> bool:
@@ -189,7 +189,7 @@ def is_identity(kind: str, value: Value) -> bool:
 
 
 def combine(c: Composer, kind: str, dtype: DType, x: Var, y: Var) -> Var:
-    """Return two tensors combined by a known kind; bools are carried by int32.
+    """Return two tensors combined by a known kind; bools are stored as int32.
 
     Integers are combined modulo 2**32, and uint32 is as ``Composer.ordered`` has it for extrema.
     """
@@ -207,7 +207,7 @@ def is_composable(kind: str, dtype: DType) -> bool:
 
 
 def call_wide(c: Composer, closure: Closure, values: Sequence[Var]) -> list[Var]:
-    """Return what a closure makes of tensors, where bools are carried by int32."""
+    """Return what a closure makes of tensors, where bools are stored as int32."""
     given = [
         c.mb.cast(x=var, dtype="bool") if parameter.dtype is DType.BOOL else var
         for parameter, var in zip(closure.parameters, values, strict=True)

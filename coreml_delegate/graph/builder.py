@@ -10,7 +10,7 @@ import numpy as np
 import sympy
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.compose import Composer, Var, to_carrier
+from coreml_delegate.graph.compose import Composer, Var, to_storage
 from coreml_delegate.graph.emitter import operation
 from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.operations.bits import Bits
@@ -189,10 +189,10 @@ class Builder(
             element = found or DType.of(data.dtype)
         else:
             element = DType.of(dtype)
-        carried = to_carrier(data, element)
-        known = _known_sizes(carried, element)
+        stored = to_storage(data, element)
+        known = _known_sizes(stored, element)
         type = TensorType(element, data.shape)
-        return self.emit("constant", (), type, array=carried, known=known)
+        return self.emit("constant", (), type, array=stored, known=known)
 
     @operation(ALL, _compose_size)
     def size(self, size: Dim) -> Value:
@@ -272,8 +272,8 @@ class Builder(
         return found
 
 
-def _known_sizes(carried: np.ndarray[Any, Any], dtype: DType) -> tuple[Dim, ...] | None:
+def _known_sizes(stored: np.ndarray[Any, Any], dtype: DType) -> tuple[Dim, ...] | None:
     """Return the elements of an array that may be a shape: a few integers."""
-    if not dtype.is_integer or carried.ndim > 1 or carried.size > 16:
+    if not dtype.is_integer or stored.ndim > 1 or stored.size > 16:
         return None
-    return tuple(int(element) for element in carried.reshape(-1))
+    return tuple(int(element) for element in stored.reshape(-1))

@@ -1,9 +1,9 @@
 """``Composer``: makes a MIL function of a graph, with coremltools' builder.
 
 An operation's ``compose`` function is called with the composer, the node, and one MIL value per
-operand, of the carrier of its element type (see ``tensor_types``). It returns the MIL value of the
-result, or a tuple of several. A value without elements is None: MIL has no such tensors. A value
-of more than five dimensions is a vector of its elements: Core ML has no such ranks.
+operand, in the storage dtype of its element type (see ``tensor_types``). It returns the MIL value
+of the result, or a tuple of values. A value without elements is None, because MIL has no empty
+tensors. A value of more than five dimensions is flattened, because Core ML has at most rank 5.
 """
 
 from __future__ import annotations
@@ -94,15 +94,15 @@ class Composer:
             raise AssertionError(f"{node.name} is made of other operations")
         if node.results and all(value.type.is_empty for value in node.results):
             return (None,) * len(node.results)
-        carried = [self._vars[operand] for operand in node.operands]
+        stored = [self._vars[operand] for operand in node.operands]
         if not (node.record.moves_data and _has_bool(node)):
-            return compose(self, node, *carried)
+            return compose(self, node, *stored)
         # Hardly any op of MIL moves bools.
         moved = [
             self.mb.cast(x=var, dtype="int32")
             if operand.dtype is DType.BOOL and var is not None
             else var
-            for operand, var in zip(node.operands, carried, strict=True)
+            for operand, var in zip(node.operands, stored, strict=True)
         ]
         returned = compose(self, node, *moved)
         results = returned if isinstance(returned, tuple) else (returned,)
@@ -118,25 +118,25 @@ class Composer:
         """Return a constant.
 
         Args:
-            array: Of ``dtype``, or of its carrier's dtype.
-            dtype: Element type of the graph; None if the array has the carrier's dtype.
+            array: Of ``dtype``, or of its storage dtype.
+            dtype: Element type of the graph; None if the array has the storage dtype.
         """
         array = np.asarray(array)
-        carried = array if dtype is None else to_carrier(array, dtype)
-        if carried.ndim > MOST_AXES:
-            carried = carried.reshape(-1)
-        if carried.ndim == 0:
-            return self.mb.const(val=carried[()])
-        return self.mb.const(val=np.ascontiguousarray(carried))
+        stored = array if dtype is None else to_storage(array, dtype)
+        if stored.ndim > MOST_AXES:
+            stored = stored.reshape(-1)
+        if stored.ndim == 0:
+            return self.mb.const(val=stored[()])
+        return self.mb.const(val=np.ascontiguousarray(stored))
 
     def full(self, value: Any, like: TensorType) -> Var:
         """Return a tensor of one value, which may have a symbolic shape."""
-        scalar = to_carrier(np.asarray(value), like.dtype)[()]
+        scalar = to_storage(np.asarray(value), like.dtype)[()]
         if like.rank == 0:
             return self.mb.const(val=scalar)
         if like.is_static:
-            return self.const(np.full(like.static_shape, scalar, like.dtype.carrier_numpy))
-        return self.mb.fill(shape=self.shape(carried_shape(like.shape)), value=scalar)
+            return self.const(np.full(like.static_shape, scalar, like.dtype.storage_numpy))
+        return self.mb.fill(shape=self.shape(storage_shape(like.shape)), value=scalar)
 
     def size(self, size: Dim) -> Var | int:
         """Return a size: an int, or an int32 of rank 0 computed from a parameter's shape."""
@@ -211,18 +211,19 @@ class Composer:
         and everything but 0 is true.
         """
         if source is target or (
-            source.carrier == target.carrier and not (source.is_integer and target.is_integer)
+            source.storage_dtype == target.storage_dtype
+            and not (source.is_integer and target.is_integer)
         ):
             return x
         if target is DType.BOOL:
-            return self.mb.not_equal(x=x, y=source.carrier_numpy.type(0))
+            return self.mb.not_equal(x=x, y=source.storage_numpy.type(0))
         if source.is_integer and target.is_integer:
             return self.wrap(x, target)
         if source.is_integer and target.is_float and source is DType.UINT32:
             return self._unsigned_to_float(x, target)
         if source.is_float and target is DType.UINT32:
             return self._float_to_unsigned(x, source)
-        return self.wrap(self.mb.cast(x=x, dtype=target.carrier), target)
+        return self.wrap(self.mb.cast(x=x, dtype=target.storage_dtype), target)
 
     def wrap(self, x: Var, dtype: DType) -> Var:
         """Return int32 values modulo the range of a narrower integer type; others as they are."""
@@ -235,9 +236,9 @@ class Composer:
         return self.mb.sub(x=self.mb.mod(x=self.mb.add(x=x, y=half), y=span), y=half)
 
     def ordered(self, x: Var, dtype: DType) -> Var:
-        """Return values whose order as the carrier is the order of the element type.
+        """Return values whose order as the storage dtype is the order of the element type.
 
-        That is what they are already, but for uint32, which is carried by its bits.
+        That is what they are already, but for uint32, which is stored as the bits of an int32.
         """
         return self.mb.add(x=x, y=_INT_MIN) if dtype is DType.UINT32 else x
 
@@ -247,10 +248,14 @@ class Composer:
         low = self.mb.mod(x=x, y=np.int32(1 << 16))
         scaled = self.mb.mul(x=self.mb.cast(x=high, dtype="fp32"), y=np.float32(1 << 16))
         whole = self.mb.add(x=scaled, y=self.mb.cast(x=low, dtype="fp32"))
-        return whole if target.carrier == "fp32" else self.mb.cast(x=whole, dtype=target.carrier)
+        return (
+            whole
+            if target.storage_dtype == "fp32"
+            else self.mb.cast(x=whole, dtype=target.storage_dtype)
+        )
 
     def _float_to_unsigned(self, x: Var, source: DType) -> Var:
-        wide = x if source.carrier == "fp32" else self.mb.cast(x=x, dtype="fp32")
+        wide = x if source.storage_dtype == "fp32" else self.mb.cast(x=x, dtype="fp32")
         above = self.mb.greater_equal(x=wide, y=np.float32(2**31))
         low = self.mb.select(cond=above, a=self.mb.sub(x=wide, y=np.float32(2**31)), b=wide)
         whole = self.mb.cast(x=low, dtype="int32")
@@ -260,7 +265,7 @@ class Composer:
 
     def reshape(self, x: Var, shape: Sequence[Dim]) -> Var:
         """Return the elements of a tensor of any rank in another shape, which may have rank 0."""
-        shape = carried_shape(shape)
+        shape = storage_shape(shape)
         if tuple(x.shape) == tuple(shape):
             return x
         if not shape:
@@ -279,7 +284,7 @@ class Composer:
     def broadcast(self, x: Var, shape: Sequence[Dim]) -> Var:
         """Return ``x`` repeated to a shape: of the same rank, with sizes equal or 1; or rank 0."""
         if x.rank == 0:
-            shape = carried_shape(shape)
+            shape = storage_shape(shape)
         if x.rank < len(shape):
             x = self.reshape(x, (1,) * (len(shape) - x.rank) + tuple(x.shape))
         repeated = [
@@ -294,7 +299,7 @@ class Composer:
         return self.mb.tile(x=x, reps=reps)
 
 
-def carried_shape(shape: Sequence[Dim]) -> tuple[Dim, ...]:
+def storage_shape(shape: Sequence[Dim]) -> tuple[Dim, ...]:
     """Return the shape in which MIL holds a tensor: that of a vector if it has too many axes."""
     if len(shape) <= MOST_AXES:
         return tuple(shape)
@@ -308,8 +313,8 @@ def _has_bool(node: Node) -> bool:
     return any(value.dtype is DType.BOOL for value in (*node.operands, *node.results))
 
 
-def to_carrier(array: np.ndarray[Any, Any], dtype: DType) -> np.ndarray[Any, Any]:
-    """Return an array of a graph's element type as its carrier holds it.
+def to_storage(array: np.ndarray[Any, Any], dtype: DType) -> np.ndarray[Any, Any]:
+    """Return an array of a graph's element type as its storage dtype holds it.
 
     Args:
         array: Of ``dtype``; other dtypes are cast to it first.
@@ -332,11 +337,11 @@ def to_carrier(array: np.ndarray[Any, Any], dtype: DType) -> np.ndarray[Any, Any
         return array.astype(np.uint32).view(np.int32)
     if dtype.is_integer:
         return array.astype(dtype.numpy).astype(np.int32)
-    return array.astype(dtype.carrier_numpy)
+    return array.astype(dtype.storage_numpy)
 
 
-def from_carrier(array: np.ndarray[Any, Any], dtype: DType) -> np.ndarray[Any, Any]:
-    """Return an array that the carrier holds as the graph's element type."""
+def from_storage(array: np.ndarray[Any, Any], dtype: DType) -> np.ndarray[Any, Any]:
+    """Return an array that the storage dtype holds as the graph's element type."""
     if dtype is DType.UINT32:
         return np.asarray(array, np.int32, order="C").view(np.uint32)
     return array.astype(dtype.numpy, copy=False)

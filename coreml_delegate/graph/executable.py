@@ -20,9 +20,9 @@ from coreml_delegate.graph.compose import (
     MOST_AXES,
     Composer,
     Var,
-    carried_shape,
-    from_carrier,
-    to_carrier,
+    from_storage,
+    storage_shape,
+    to_storage,
 )
 from coreml_delegate.graph.fusion import fused_nodes
 from coreml_delegate.graph.node import Value
@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
-HELD = frozenset({DType.FLOAT16, DType.FLOAT32, DType.FLOAT64, DType.BOOL, DType.UINT8, DType.INT8})
+STATE_DTYPES = frozenset(
+    {DType.FLOAT16, DType.FLOAT32, DType.FLOAT64, DType.BOOL, DType.UINT8, DType.INT8}
+)
 """Element types of states, which hold fp16: floats are rounded to it, and other integers lost."""
 
 
@@ -49,14 +51,14 @@ class Buffer:
     """A tensor in the form in which an executable takes and returns it, so that nothing is copied.
 
     Args:
-        carried: In the dtype of the element type's carrier.
+        stored: In the storage dtype of the element type.
         type: Element type and shape.
     """
 
-    __slots__ = ("carried", "type")
+    __slots__ = ("stored", "type")
 
-    def __init__(self, carried: Array, type: TensorType) -> None:
-        self.carried = carried
+    def __init__(self, stored: Array, type: TensorType) -> None:
+        self.stored = stored
         self.type = type
 
     @classmethod
@@ -84,16 +86,16 @@ class Buffer:
             if dtype.is_integer and array.size:
                 _check_range(array, dtype)
             array = array.astype(dtype.numpy)
-        if array.dtype == dtype.carrier_numpy and dtype is not DType.UINT32:
+        if array.dtype == dtype.storage_numpy and dtype is not DType.UINT32:
             return cls(array, TensorType(dtype, array.shape))
         try:
-            return cls(to_carrier(array, dtype), TensorType(dtype, array.shape))
+            return cls(to_storage(array, dtype), TensorType(dtype, array.shape))
         except GraphError as error:
             raise InputError(error.what, got=error.got, expected=error.expected) from None
 
     def numpy(self) -> Array:
         """Return the tensor as a NumPy array of its element type; a view where that is possible."""
-        return from_carrier(self.carried, self.type.dtype)
+        return from_storage(self.stored, self.type.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         return np.array(self.numpy(), dtype=dtype, copy=copy)
@@ -224,11 +226,11 @@ class Executable:
                 raise InputError(
                     f"parameter {name!r}: {error.what}", got=error.got, expected=error.expected
                 ) from None
-            if buffer.carried.shape != fixed:
-                self._check_shape(name, type, buffer.carried.shape, sizes)
+            if buffer.stored.shape != fixed:
+                self._check_shape(name, type, buffer.stored.shape, sizes)
             if type.is_empty:
                 continue
-            array = buffer.carried if is_same_rank else buffer.carried.reshape(-1)
+            array = buffer.stored if is_same_rank else buffer.stored.reshape(-1)
             # Core ML has no inputs of bools.
             inputs[name] = array.astype(np.int32) if type.dtype is DType.BOOL else array
         outputs = self.model.run_unchecked(inputs, state)
@@ -267,7 +269,7 @@ class Executable:
         sizes: Mapping[sympy.Symbol, int],
     ) -> Buffer:
         if type.is_empty:
-            return Buffer(np.zeros(type.static_shape, type.dtype.carrier_numpy), type)
+            return Buffer(np.zeros(type.static_shape, type.dtype.storage_numpy), type)
         array = outputs[name]
         if not 0 < type.rank <= MOST_AXES:
             array = array.reshape(type.static_shape)
@@ -374,11 +376,12 @@ def _check_states(builder: Builder, states: Mapping[Value, Value]) -> None:
                 got=str(after.type),
                 expected=str(before.type),
             )
-        if before.dtype not in HELD or before.type.is_empty or not before.type.is_static:
+        if before.dtype not in STATE_DTYPES or before.type.is_empty or not before.type.is_static:
             raise GraphError(
                 "a value of this type cannot be a Core ML state, whose elements are fp16",
                 got=str(before.type),
-                expected=f"a fixed shape of {', '.join(d.label for d in DType if d in HELD)}",
+                expected="a fixed shape of "
+                + ", ".join(dtype.label for dtype in DType if dtype in STATE_DTYPES),
             )
 
 
@@ -396,18 +399,25 @@ def _mil_program(
     mb: Any = MilBuilder
     backend = builder.backend
     symbols: dict[sympy.Expr, Any] = {}
-    carriers = {"fp32": types.fp32, "fp16": types.fp16, "int32": types.int32, "bool": types.int32}
+    storage_types = {
+        "fp32": types.fp32,
+        "fp16": types.fp16,
+        "int32": types.int32,
+        "bool": types.int32,
+    }
     fed = {name: value for name, value in inputs.items() if not value.type.is_empty}
     placeholders = {
         name: mb.placeholder(
-            shape=_placeholder_shape(value, symbols), dtype=carriers[value.dtype.carrier], name=name
+            shape=_placeholder_shape(value, symbols),
+            dtype=storage_types[value.dtype.storage_dtype],
+            name=name,
         )
         for name, value in fed.items()
     }
     for name in states:
         type = builder.parameters[name].type
         placeholders[name] = mb.state_tensor_placeholder(
-            shape=carried_shape(type.static_shape) or (1,), dtype=types.fp16
+            shape=storage_shape(type.static_shape) or (1,), dtype=types.fp16
         )
     composer = Composer(mb, backend.opset, fused_nodes)
     with Function(placeholders, opset_version=ct.target(int(backend.opset))) as function:
@@ -435,9 +445,9 @@ def _mil_program(
         ct.TensorType(
             name=name,
             shape=ct.Shape(
-                [_range(ct, builder, size) for size in carried_shape(value.shape) or (1,)]
+                [_range(ct, builder, size) for size in storage_shape(value.shape) or (1,)]
             ),
-            dtype=types.nptype_from_builtin(carriers[value.dtype.carrier]),
+            dtype=types.nptype_from_builtin(storage_types[value.dtype.storage_dtype]),
         )
         for name, value in fed.items()
     ]
@@ -448,7 +458,7 @@ def _placeholder_shape(value: Value, symbols: dict[sympy.Expr, Any]) -> list[Any
     from coremltools.converters.mil.mil import get_new_symbol
 
     shape: list[Any] = []
-    for size in carried_shape(value.shape) or (1,):
+    for size in storage_shape(value.shape) or (1,):
         if isinstance(size, sympy.Expr):
             symbols[size] = symbols.get(size) or get_new_symbol()
             shape.append(symbols[size])
@@ -468,26 +478,26 @@ def _range(ct: Any, builder: Builder, size: Dim) -> Any:
 
 
 def _from_feature(c: Composer, value: Value, var: Var) -> Var:
-    """Return an input or a state as its carrier, in its own rank."""
+    """Return an input or a state as its storage dtype, in its own rank."""
     if not value.rank:
         var = c.mb.squeeze(x=var, axes=[0])
     return c.mb.cast(x=var, dtype="bool") if value.dtype is DType.BOOL else var
 
 
 def _from_state(c: Composer, value: Value, var: Var) -> Var:
-    """Return the fp16 numbers of a state as the carrier, in the value's rank."""
+    """Return the fp16 numbers of a state as the storage dtype, in the value's rank."""
     if not value.rank:
         var = c.mb.squeeze(x=var, axes=[0])
     if value.dtype is DType.BOOL:
         return c.mb.not_equal(x=var, y=np.float16(0))
-    carrier = value.dtype.carrier
-    return var if carrier == "fp16" else c.mb.cast(x=var, dtype=carrier)
+    storage = value.dtype.storage_dtype
+    return var if storage == "fp16" else c.mb.cast(x=var, dtype=storage)
 
 
 def _to_state(c: Composer, value: Value) -> Var:
     """Return what a state holds from now on: fp16, of rank 1 or more."""
     var = c.reshape(c.var(value), value.shape or (1,))
-    return var if value.dtype.carrier == "fp16" else c.mb.cast(x=var, dtype="fp16")
+    return var if value.dtype.storage_dtype == "fp16" else c.mb.cast(x=var, dtype="fp16")
 
 
 def _to_feature(c: Composer, value: Value, name: str) -> Var:

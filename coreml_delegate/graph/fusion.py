@@ -154,7 +154,7 @@ def _is_power(value: Value, exponent: int, x: Value, scope: Scope) -> bool:
 
 
 def _close(found: float, expected: float, x: Value) -> bool:
-    return math.isclose(found, expected, rel_tol=2e-3 if x.dtype.carrier == "fp16" else 1e-5)
+    return math.isclose(found, expected, rel_tol=2e-3 if x.dtype.storage_dtype == "fp16" else 1e-5)
 
 
 def _both_ways(node: Node) -> Iterator[tuple[Value, Value]]:

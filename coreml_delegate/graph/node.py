@@ -14,7 +14,7 @@ from coreml_delegate.errors import GraphError
 from coreml_delegate.graph.tensor_types import Dim, DType, TensorType
 
 Compose = Callable[..., Any]
-"""``compose(composer, node, *carried)``: the MIL values of a node's results."""
+"""``compose(composer, node, *stored)``: the MIL values of a node's results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class OperationRecord:
         name: Name of the builder's method.
         dtypes: Element types that its first operand may have.
         compose: Makes MIL of a node; None for an operation that is made of other operations.
-        moves_data: Whether it only moves elements: bool operands are then carried by int32.
+        moves_data: Whether it only moves elements: bool operands are then stored as int32.
         summary: First line of the method's docstring.
     """
 

@@ -264,7 +264,7 @@ def _mean_axes(place: Place, whole: Place, *, squared: bool = False) -> tuple[in
 
 
 def _is_half(place: Place) -> bool:
-    return place.value.dtype.carrier == "fp16"
+    return place.value.dtype.storage_dtype == "fp16"
 
 
 def _root_of_square(place: Place) -> Place | None:

@@ -1,6 +1,6 @@
 """Element types, dimensions and tensor types of a graph.
 
-Core ML computes with fp32, fp16, int32 and bool. Every other element type is *carried* by one of
+Core ML computes with fp32, fp16, int32 and bool. Every other element type is *stored* as one of
 these four: narrow integers by int32, whose results are wrapped to their range after each operation;
 uint32 by the int32 of the same bits; 64-bit types by the 32-bit type of their kind, checked where
 values enter the graph.
@@ -23,7 +23,7 @@ from coreml_delegate.errors import GraphError, near_matches
 @dataclass(frozen=True, slots=True)
 class _Info:
     label: str
-    carrier: str  # of MIL, as coremltools spells it
+    storage_dtype: str  # of MIL, as coremltools spells it
     short: str  # as StableHLO spells it
 
 
@@ -49,9 +49,9 @@ class DType(enum.Enum):
         return self.value.label
 
     @property
-    def carrier(self) -> str:
+    def storage_dtype(self) -> str:
         """MIL's name of the type that holds the elements, for example ``fp32``."""
-        return self.value.carrier
+        return self.value.storage_dtype
 
     @property
     def short(self) -> str:
@@ -64,9 +64,9 @@ class DType(enum.Enum):
         return np.dtype(self.label)
 
     @functools.cached_property
-    def carrier_numpy(self) -> np.dtype[Any]:
-        """The NumPy dtype of the carrier."""
-        return _CARRIERS[self.carrier]
+    def storage_numpy(self) -> np.dtype[Any]:
+        """The NumPy dtype of the storage dtype."""
+        return _STORAGE_NUMPY[self.storage_dtype]
 
     @property
     def is_float(self) -> bool:
@@ -90,7 +90,7 @@ class DType(enum.Enum):
 
     @property
     def wraps(self) -> bool:
-        """Whether results of arithmetic on the carrier have to be wrapped to the range."""
+        """Whether results of arithmetic on the storage dtype have to be wrapped to the range."""
         return self.is_integer and self.bits < 32
 
     @classmethod
@@ -120,7 +120,7 @@ class DType(enum.Enum):
         return _BY_LABEL[label]
 
 
-_CARRIERS: dict[str, np.dtype[Any]] = {
+_STORAGE_NUMPY: dict[str, np.dtype[Any]] = {
     "fp32": np.dtype(np.float32),
     "fp16": np.dtype(np.float16),
     "int32": np.dtype(np.int32),

@@ -261,7 +261,7 @@ def truth(value: Value) -> bool | None:
 def is_number(value: Value, expected: float) -> bool:
     """Whether all elements of a value are a number, to the precision of its element type."""
     found = number(value)
-    tolerance = 1e-3 if value.dtype.carrier == "fp16" else 1e-6
+    tolerance = 1e-3 if value.dtype.storage_dtype == "fp16" else 1e-6
     return found is not None and (
         found == expected or math.isclose(found, expected, rel_tol=tolerance)
     )

@@ -43,8 +43,10 @@ def boundary_obstacles(
     found: dict[Node, Reason] = {}
     while True:
         before = len(found)
-        for value, code, text, remedy in _confined(graph, {**refused, **found}, inputs):
-            touching = _touching(value)
+        for value, code, text, remedy in _tensors_that_cannot_cross(
+            graph, {**refused, **found}, inputs
+        ):
+            touching = _producers_and_users(value)
             outside = [n for n in touching if n.op != "call_function" or n in refused or n in found]
             if outside:
                 leaves = f" and leaves the partition at {outside[0].name!r}"
@@ -55,7 +57,9 @@ def boundary_obstacles(
             return found
 
 
-def torn_values(graph: Graph, groups: Iterable[Collection[Node]]) -> dict[Node, Reason]:
+def shared_across_partitions(
+    graph: Graph, groups: Iterable[Collection[Node]]
+) -> dict[Node, Reason]:
     """Return the calls that share a tensor which may cross no boundary, and lie in several groups.
 
     Args:
@@ -64,8 +68,8 @@ def torn_values(graph: Graph, groups: Iterable[Collection[Node]]) -> dict[Node, 
     """
     group_of = {node: n for n, group in enumerate(groups) for node in group}
     found: dict[Node, Reason] = {}
-    for value, code, text, remedy in _confined(graph, (), ()):
-        touching = _touching(value)
+    for value, code, text, remedy in _tensors_that_cannot_cross(graph, (), ()):
+        touching = _producers_and_users(value)
         together = {group_of.get(node) for node in touching}
         if len(together) > 1:
             reason = Reason(code, f"{text} and is shared by several partitions", remedy)
@@ -80,7 +84,7 @@ _WANTED = {
 _REMEDY = "Call .contiguous() on it, in the model or before the export"
 
 
-def _confined(
+def _tensors_that_cannot_cross(
     graph: Graph, on_cpu: Collection[Node], inputs: Collection[str]
 ) -> Iterator[tuple[Node, ReasonCode, str, str | None]]:
     """Yield the tensors that may not cross a boundary, and why."""
@@ -99,7 +103,7 @@ def _confined(
             yield node, ReasonCode.LAYOUT, f"{node.name!r} has dim order {_order(node)}", _REMEDY
 
 
-def _touching(value: Node) -> list[Node]:
+def _producers_and_users(value: Node) -> list[Node]:
     """Return the calls that make or take a tensor."""
     whole = [value.args[0]] if target_name(value.target) == GETITEM else []
     return [*(node for node in whole if isinstance(node, Node)), value, *value.users]

@@ -11,13 +11,13 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from coreml_delegate.stand_ins import ORIGINALS
+from coreml_delegate.placeholder_ops import ORIGINALS
 
 FLOAT = frozenset({torch.float32})
 INTEGER = frozenset({torch.int32, torch.int64})
 BOOL = frozenset({torch.bool})
 BOUNDARY = frozenset({torch.float16, torch.float64})  # cast to and from fp32 by the device runtime
-NARROW = frozenset({torch.uint8, torch.int16})  # carried as int32, moved and cast alone
+NARROW = frozenset({torch.uint8, torch.int16})  # stored as int32, only moved and cast
 NUMERIC = FLOAT | INTEGER
 ANY = NUMERIC | BOOL
 Dtypes = frozenset[torch.dtype]
@@ -135,17 +135,17 @@ class OpCall:
 
 def overload_of(target: Any) -> Any:
     """The ATen overload behind an edge op or a stand-in; other targets unchanged."""
-    found = behind_edge(target)
+    found = unwrap_edge_op(target)
     return ORIGINALS.get(found, found) if isinstance(found, OpOverload) else found
 
 
-def is_stand_in(target: Any) -> bool:
-    """Whether a target, perhaps of edge dialect, stands for an ATen op: see ``stand_ins``."""
-    found = behind_edge(target)
+def is_placeholder_op(target: Any) -> bool:
+    """Whether a target, perhaps of edge dialect, stands for an ATen op: see ``placeholder_ops``."""
+    found = unwrap_edge_op(target)
     return isinstance(found, OpOverload) and found in ORIGINALS
 
 
-def behind_edge(target: Any) -> Any:
+def unwrap_edge_op(target: Any) -> Any:
     """The overload of which an edge op was made, a stand-in as it is; other targets unchanged."""
     return target if isinstance(target, OpOverload) else getattr(target, "_op", target)
 

@@ -47,35 +47,35 @@ def _cond(mb: Any, condition: Var, operands: Sequence[Var], then: Block, otherwi
         _true_fn=lambda: _several(then(*operands)),
         _false_fn=lambda: _several(otherwise(*operands)),
     )
-    return _given_out(mb, found)
+    return _at_least_1d(mb, found)
 
 
 def _while_loop(
-    mb: Any, carried: Sequence[Var], operands: Sequence[Var], goes_on: Block, body: Block
+    mb: Any, carry: Sequence[Var], operands: Sequence[Var], goes_on: Block, body: Block
 ) -> Any:
     """Emit a ``while_loop``.
 
     Args:
         mb: coremltools' builder.
-        carried: Values that are carried from turn to turn, as they are first.
-        operands: Values that stay.
-        goes_on: From the carried values and the operands to a boolean.
-        body: From the same to the carried values of the next turn.
+        carry: First values of the loop variables.
+        operands: Values that every iteration takes unchanged.
+        goes_on: Takes the carry and the operands; returns a boolean.
+        body: Takes the same; returns the next carry.
 
     Returns:
-        The values carried last, a tuple.
+        The last carry, a tuple.
     """
     found = mb.while_loop(
         _cond=lambda *values: _scalar(mb, goes_on(*values, *operands)[0]),
         _body=lambda *values: tuple(body(*values, *operands)),
-        loop_vars=tuple(carried),
+        loop_vars=tuple(carry),
     )
-    return _given_out(mb, found)
+    return _at_least_1d(mb, found)
 
 
 def _scan(
     mb: Any,
-    carried: Sequence[Var],
+    carry: Sequence[Var],
     sequences: Sequence[Var],
     operands: Sequence[Var],
     rows: Sequence[tuple[tuple[int, ...], torch.dtype]],
@@ -85,17 +85,17 @@ def _scan(
 
     Args:
         mb: coremltools' builder.
-        carried: Values that are carried from row to row, as they are first.
+        carry: First values of the loop variables.
         sequences: Tensors of one size along their first dimension.
-        operands: Values that stay.
+        operands: Values that every iteration takes unchanged.
         rows: Shapes and dtypes of the rows that each step gives.
-        step: From the carried values, a row of each sequence and the operands to the carried values
-            of the next row, and a row of each stacked result.
+        step: Takes the carry, a row of each sequence and the operands; returns the next carry and a
+            row of each stacked result.
 
     Returns:
-        The values carried last and the stacked results, a tuple.
+        The last carry and the stacked results, a tuple.
     """
-    count, states = sequences[0].shape[0], len(carried)
+    count, states = sequences[0].shape[0], len(carry)
     stacks = [mb.fill(shape=(count, *size), value=_zero(dtype)) for size, dtype in rows]
 
     def turn(place: Var, *values: Var) -> tuple[Var, ...]:
@@ -117,9 +117,9 @@ def _scan(
     _, *found = mb.while_loop(
         _cond=lambda place, *_: mb.less(x=place, y=count),
         _body=turn,
-        loop_vars=(0, *carried, *stacks),
+        loop_vars=(0, *carry, *stacks),
     )
-    return _given_out(mb, found)
+    return _at_least_1d(mb, found)
 
 
 def _block_of(mb: Any, branch: ExportedProgram, context: Any, meta: dict[str, Any]) -> Block:
@@ -185,7 +185,7 @@ def _several(results: Sequence[Var]) -> Any:
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def _given_out(mb: Any, found: Any) -> tuple[Var, ...]:
+def _at_least_1d(mb: Any, found: Any) -> tuple[Var, ...]:
     """Return several results, those of rank 0 with one dimension."""
     results = found if isinstance(found, tuple | list) else (found,)
     return tuple(var if var.rank else mb.expand_dims(x=var, axes=[0]) for var in results)
@@ -209,15 +209,15 @@ def _translate() -> None:
     def coreml_delegate_while_loop(context: Any, node: Any) -> None:
         text, *values = node.inputs
         goes_on, body = _blocks(mb, context, node, text)
-        carried, operands = ([context[name] for name in names] for names in values)
-        context.add(_while_loop(mb, carried, operands, goes_on, body), torch_name=node.name)
+        carry, operands = ([context[name] for name in names] for names in values)
+        context.add(_while_loop(mb, carry, operands, goes_on, body), torch_name=node.name)
 
     def coreml_delegate_scan(context: Any, node: Any) -> None:
         text, *values = node.inputs
         (step,) = _blocks(mb, context, node, text)
-        carried, sequences, operands = ([context[name] for name in names] for names in values)
-        rows = results_of(text)[len(carried) :]
-        found = _scan(mb, carried, sequences, operands, rows, step)
+        carry, sequences, operands = ([context[name] for name in names] for names in values)
+        rows = results_of(text)[len(carry) :]
+        found = _scan(mb, carry, sequences, operands, rows, step)
         context.add(found, torch_name=node.name)
 
     # Coremltools knows a function by its own name too.

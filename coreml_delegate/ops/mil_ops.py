@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from coreml_delegate.ops import recurrent_layers
 from coreml_delegate.ops.recurrent_layers import Stack
-from coreml_delegate.stand_ins import STAND_INS
+from coreml_delegate.placeholder_ops import PLACEHOLDER_OPS
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
 
@@ -121,17 +121,17 @@ def look_up() -> Any:
     return torch.ops.coreml_delegate.look_up.default
 
 
-def stand_in(overload: OpOverload) -> OpOverload:
+def placeholder_op(overload: OpOverload) -> OpOverload:
     """Layers of a recurrent network, which coremltools unrolls, or does not translate.
 
     Args:
         overload: One of ATen's recurrent ops.
 
     Returns:
-        The operator that stands for it; see ``stand_ins``.
+        The operator that stands for it; see ``placeholder_ops``.
     """
     _translate()
-    return STAND_INS[overload]
+    return PLACEHOLDER_OPS[overload]
 
 
 def nms() -> OpOverload:

@@ -33,7 +33,7 @@ def _flops(call: OpCall) -> int:
 
 def _hold(node: Node) -> None:
     """Let the op that coremltools is told to translate stand for that of ATen."""
-    node.target = mil_ops.stand_in(overload_of(node.target))
+    node.target = mil_ops.placeholder_op(overload_of(node.target))
 
 
 _op = partial(

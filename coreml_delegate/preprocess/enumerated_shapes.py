@@ -1,4 +1,4 @@
-"""Enumerated input shapes: checked against a program, and carried to the inputs of partitions.
+"""Enumerated input shapes: checked against a program, and mapped to the inputs of partitions.
 
 The inputs of a partition are not those of the program, but their sizes are expressions of the same
 symbols: every combination of the program's input shapes gives the symbols values, and these give

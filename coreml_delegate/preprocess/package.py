@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 
 from coreml_delegate.compile_options import CompileOptions, Precision
 from coreml_delegate.conversion import fp16
+from coreml_delegate.conversion.conversion_cache import ConversionCacheEntry
 from coreml_delegate.conversion.convert import Conversion, compile_package, convert_program
 from coreml_delegate.conversion.debug_handles import (
     describe,
@@ -19,7 +20,6 @@ from coreml_delegate.conversion.debug_handles import (
     number_calls,
     with_handles,
 )
-from coreml_delegate.conversion.kept_conversions import KeptConversion
 from coreml_delegate.conversion.prepare import prepare
 from coreml_delegate.dynamic_shapes import input_sizes, symbols
 from coreml_delegate.dynamic_shapes.enumerated import Shape
@@ -79,12 +79,12 @@ def build_files(program: ExportedProgram, options: CompileOptions) -> Files:
         OptionError: The compression of weights needs a later deployment target.
     """
     options.check_compression()
-    place = KeptConversion.of(program, options)
-    files = place and place.find()
+    entry = ConversionCacheEntry.of(program, options)
+    files = entry and entry.find()
     if files is None:
         files = _convert(program, options)
-        if place is not None:
-            place.keep(files)
+        if entry is not None:
+            entry.keep(files)
     return files
 
 
@@ -102,7 +102,7 @@ def _convert(program: ExportedProgram, options: CompileOptions) -> Files:
     calls = number_calls(program)
     in_fp32 = fp16.mark_fp32_calls(program, options.keep_fp32)
     sizes = {} if inputs else symbols.relations_of(program)
-    prepare(program, _precautions(options, in_fp32))
+    prepare(program, _fp16_rewrites(options, in_fp32))
     with convert_program(program, options, in_fp32) as conversion:
         names = contract.check_model(boundary, conversion.spec)
         # Features may be named otherwise than inputs, but are in the same order.
@@ -119,7 +119,7 @@ def _convert(program: ExportedProgram, options: CompileOptions) -> Files:
         return {**files, DEBUG_INFO: info.encode()}
 
 
-def _precautions(
+def _fp16_rewrites(
     options: CompileOptions, in_fp32: frozenset[int]
 ) -> Callable[[ExportedProgram], None] | None:
     """Return the rewrites of a prepared program that computes in fp16; None for another one."""
@@ -127,7 +127,7 @@ def _precautions(
         return None
 
     def rewrite(program: ExportedProgram) -> None:
-        fp16.take_precautions(program, in_fp32, options.keep_fp32.ops)
+        fp16.avoid_fp16_overflow(program, in_fp32, options.keep_fp32.ops)
 
     return rewrite
 
@@ -205,7 +205,7 @@ def model_files(conversion: Conversion, *, is_declared: bool) -> Files:
     parts = locate(map_folder(conversion.package, smallest=_MAPPED))
     weights = {name.removeprefix(f"{WEIGHTS}/"): data for name, data in parts.weights.items()}
     metadata = conversion.spec.description.metadata.userDefined
-    _drop_circumstances(metadata)
+    _drop_build_details(metadata)
     if conversion.fp32_constants is not None:
         fp32_constants.write(metadata, {MAIN: conversion.fp32_constants})
     # Map entries have no order in protobuf; deterministic serialization gives them one.
@@ -217,7 +217,7 @@ def model_files(conversion: Conversion, *, is_declared: bool) -> Files:
         return compiled_files(path)
 
 
-def _drop_circumstances(metadata: MutableMapping[str, str]) -> None:
+def _drop_build_details(metadata: MutableMapping[str, str]) -> None:
     """Drop the date of the conversion, and torch's build (``+cpu`` in ``2.13.0+cpu``).
 
     With them, equal models would differ in their bytes, and so in their identifiers.

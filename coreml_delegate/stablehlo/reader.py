@@ -177,8 +177,8 @@ class Reader:
     def narrow(self, what: str, dtype: DType) -> None:
         """Note that something has 64 bits in the source and 32 in the graph."""
         if dtype in _WIDE:
-            carrier = np.dtype(dtype.carrier_numpy).name
-            self.narrowed[f"{what}: {dtype.label} computed in {carrier}"] = None
+            storage = np.dtype(dtype.storage_numpy).name
+            self.narrowed[f"{what}: {dtype.label} computed in {storage}"] = None
 
     def location(self, node: Node) -> str | None:
         """Return the operation of the source that a node of the graph was made for."""

@@ -18,7 +18,14 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
-from coreml_delegate.control_flow import COND, HELD, SCAN, WHILE_LOOP, read_branches, write_branches
+from coreml_delegate.control_flow import (
+    COND,
+    PROTECTED,
+    SCAN,
+    WHILE_LOOP,
+    read_branches,
+    write_branches,
+)
 from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.ops.call import BOUNDARY, NARROW, flatten
@@ -57,17 +64,17 @@ def _cond(condition: Any, then: Node, otherwise: Node, operands: Sequence[Any] =
 
 
 def _while_loop(
-    goes_on: Node, body: Node, carried: Sequence[Any], operands: Sequence[Any] = ()
+    goes_on: Node, body: Node, carry: Sequence[Any], operands: Sequence[Any] = ()
 ) -> _Form:
-    return _Form((goes_on, body), (list(carried), list(operands)), (*carried, *operands))
+    return _Form((goes_on, body), (list(carry), list(operands)), (*carry, *operands))
 
 
 def _scan(
-    step: Node, carried: Sequence[Any], sequences: Sequence[Any], operands: Sequence[Any] = ()
+    step: Node, carry: Sequence[Any], sequences: Sequence[Any], operands: Sequence[Any] = ()
 ) -> _Form:
-    rows = range(len(carried), len(carried) + len(sequences))
-    arguments = (list(carried), list(sequences), list(operands))
-    return _Form((step,), arguments, (*carried, *sequences, *operands), rows)
+    rows = range(len(carry), len(carry) + len(sequences))
+    arguments = (list(carry), list(sequences), list(operands))
+    return _Form((step,), arguments, (*carry, *sequences, *operands), rows)
 
 
 def _map(step: Node, sequences: Sequence[Any], operands: Sequence[Any] = ()) -> _Form:
@@ -84,7 +91,7 @@ _FORMS: Mapping[Any, tuple[Any, Callable[..., _Form]]] = MappingProxyType(
 )
 
 
-def hold_control_flow(
+def protect_control_flow(
     program: ExportedProgram,
     lower: LowerBranch,
     veto: Callable[[Node], Reason | None],
@@ -194,7 +201,7 @@ def release_control_flow(program: ExportedProgram, reason: Reason) -> None:
     """
     module = program.graph_module
     for node in list(program.graph.nodes):
-        if node.target not in HELD:
+        if node.target not in PROTECTED:
             continue
         _require_executorch(node, reason)
         text, *arguments = node.args
@@ -208,9 +215,9 @@ def release_control_flow(program: ExportedProgram, reason: Reason) -> None:
             condition, operands = arguments
             node.target, node.args = _HIGHER.cond, (condition, *branches, tuple(operands))
         else:
-            carried, sequences, operands = arguments
+            carry, sequences, operands = arguments
             node.target = _HIGHER.scan
-            node.args = (*branches, carried, sequences, tuple(operands))
+            node.args = (*branches, carry, sequences, tuple(operands))
     module.recompile()
 
 

@@ -1,6 +1,6 @@
 """Recurrent layers as ops that ExecuTorch neither unrolls nor traces step by step.
 
-See ``stand_ins``. A call that Core ML refuses becomes the op of ATen again, so that its parts
+See ``placeholder_ops``. A call that Core ML refuses becomes the op of ATen again, so that its parts
 can be delegated.
 """
 
@@ -14,25 +14,25 @@ from torch.fx import Node
 
 from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.ops import Reason, obstacle
-from coreml_delegate.ops.call import is_stand_in, target_name
+from coreml_delegate.ops.call import is_placeholder_op, target_name
 from coreml_delegate.ops.constants import stored_nodes
 from coreml_delegate.ops.edits import arguments_of, shape_of
-from coreml_delegate.stand_ins import ORIGINALS, STAND_INS
+from coreml_delegate.placeholder_ops import ORIGINALS, PLACEHOLDER_OPS
 from coreml_delegate.targets import Opset
 
 
-def hold_recurrent_layers(program: ExportedProgram) -> ExportedProgram:
+def protect_recurrent_layers(program: ExportedProgram) -> ExportedProgram:
     """Return ``program`` with stand-ins for recurrent layers.
 
     Args:
         program: In ATen dialect; it is not changed.
     """
     targets = {node.target for node in program.graph.nodes}
-    table: dict[Any, Any] = {op: own for op, own in STAND_INS.items() if op in targets}
+    table: dict[Any, Any] = {op: own for op, own in PLACEHOLDER_OPS.items() if op in targets}
     return program.run_decompositions(table) if table else program
 
 
-def release_refused_layers(
+def restore_refused_layers(
     program: ExportedProgram,
     target: Opset | None,
     *,
@@ -42,7 +42,7 @@ def release_refused_layers(
     """Return ``program``, with the ops of ATen in place of those stand-ins that Core ML refuses.
 
     Args:
-        program: From ``hold_recurrent_layers``, perhaps transformed further; it is changed.
+        program: From ``protect_recurrent_layers``, perhaps transformed further; it is changed.
         target: Opset of the deployment target, or None.
         veto: Returns the reason to keep a call out of Core ML, or None.
         constants_inside: Whether Core ML is given the program's constants.
@@ -52,7 +52,7 @@ def release_refused_layers(
     """
     constants = stored_nodes(program) if constants_inside else frozenset[Node]()
     for node in program.graph.nodes:
-        if node.op != "call_function" or not is_stand_in(node.target):
+        if node.op != "call_function" or not is_placeholder_op(node.target):
             continue
         reason = veto(node) or obstacle(node, target, constants)
         if reason is not None:

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from coreml_delegate.conversion.delegation_tags import remove_tags, set_tag, tag_constants, tag_of
 from coreml_delegate.ops import Reason
-from coreml_delegate.ops.boundary import torn_values
+from coreml_delegate.ops.boundary import shared_across_partitions
 from coreml_delegate.partition.grouping.mutable_buffers import tag_states
 from coreml_delegate.partition.grouping.selection import Selection
 from coreml_delegate.partition.grouping.stages import Group, group_calls
@@ -78,7 +78,9 @@ def decide(
     known = dict(refused)
     while True:
         possible = group_calls(program.graph, known.keys(), constants=constants)
-        apart = stranded_sizes(program.graph, possible) | torn_values(program.graph, possible)
+        apart = stranded_sizes(program.graph, possible) | shared_across_partitions(
+            program.graph, possible
+        )
         if apart:
             known.update(apart)
             continue

@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.conversion.delegation_tags import set_tag, tag_of
-from coreml_delegate.conversion.states import HELD, largest_integer
+from coreml_delegate.conversion.states import STATE_DTYPES, largest_integer
 from coreml_delegate.errors import ContractError
 from coreml_delegate.ops.call import target_name
 from coreml_delegate.targets import STATE_OPSET, Opset
@@ -159,7 +159,7 @@ def _shared_use(involved: list[Node]) -> str | None:
 def _unfit_dtype(node: Node) -> str | None:
     """Return why fp16 does not hold the values that the buffer may have."""
     dtype = node.meta["val"].dtype
-    if dtype in HELD:
+    if dtype in STATE_DTYPES:
         return None
     label = str(dtype).removeprefix("torch.")
     return f"it is {label}: Core ML states are fp16, which has integers up to {largest_integer()}"

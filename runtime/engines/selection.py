@@ -35,18 +35,18 @@ def engines_here() -> dict[str, Engine]:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Selection:
-    """A function compiled by an engine, and why faster engines were passed over.
+    """A function compiled by an engine, and why faster engines were rejected.
 
     Attributes:
         engine_name: The engine that runs it.
         compiled: The function, ready to run.
-        passed_over: Reasons by engine name; empty if the fastest was taken.
+        rejected_engines: Reasons by engine name; empty if the fastest was taken.
         source: The bytes the function was read from; held, because the key has their address.
     """
 
     engine_name: str
     compiled: CompiledFunction
-    passed_over: Mapping[str, tuple[str, ...]]
+    rejected_engines: Mapping[str, tuple[str, ...]]
     source: ProgramSource | None = None
 
 
@@ -99,21 +99,23 @@ def _compile_with(
 def _compile_with_fastest(
     function: Function, options: EngineOptions, source: ProgramSource | None
 ) -> Selection:
-    passed_over: dict[str, tuple[str, ...]] = {}
+    rejected_engines: dict[str, tuple[str, ...]] = {}
     for name, engine in engines_here().items():
         try:
             # Compiled at once: asking first would translate every program twice.
-            return Selection(name, engine.compile(function, options, source), passed_over, source)
+            return Selection(
+                name, engine.compile(function, options, source), rejected_engines, source
+            )
         except EngineUnavailableError as error:
-            passed_over[name] = (error.got or error.what,)
+            rejected_engines[name] = (error.got or error.what,)
         except OptionError as error:
-            passed_over[name] = (str(error),)
+            rejected_engines[name] = (str(error),)
         except UnsupportedOpError as error:
-            passed_over[name] = _reasons(engine, function, error)
-        _log_passed_over(function.name, name, passed_over[name][0], source)
+            rejected_engines[name] = _reasons(engine, function, error)
+        _log_rejected(function.name, name, rejected_engines[name][0], source)
     raise UnsupportedOpError(
         f"no engine can run function {function.name!r}",
-        got="; ".join(f"{name}: {', '.join(why)}" for name, why in passed_over.items()),
+        got="; ".join(f"{name}: {', '.join(why)}" for name, why in rejected_engines.items()),
     )
 
 
@@ -129,8 +131,8 @@ def _reasons(engine: Engine, function: Function, error: UnsupportedOpError) -> t
 _LOGGED: set[tuple[str, str, str, bytes]] = set()
 
 
-def _log_passed_over(function: str, engine: str, reason: str, source: ProgramSource | None) -> None:
-    """Log, once for each program, why an engine was passed over."""
+def _log_rejected(function: str, engine: str, reason: str, source: ProgramSource | None) -> None:
+    """Log, once for each program, why an engine was rejected."""
     warning = (function, engine, reason, source.spec_digest if source is not None else b"")
     if warning not in _LOGGED:
         _LOGGED.add(warning)

@@ -134,10 +134,10 @@ DelegateLoader: TypeAlias = Callable[[DelegatePayload], DelegateCallable]
 """Prepares a delegate for execution; raises an error of this package when it cannot."""
 
 
-PassedOver: TypeAlias = Mapping[str, tuple[str, ...]]
+RejectedHosts: TypeAlias = Mapping[str, tuple[str, ...]]
 """Why hosts cannot run all methods of a program, by name of the host."""
 
-NOTHING_PASSED_OVER: Final[PassedOver] = MappingProxyType({})
+NO_REJECTED_HOSTS: Final[RejectedHosts] = MappingProxyType({})
 
 
 def fit_output(

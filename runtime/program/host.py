@@ -27,11 +27,11 @@ from coreml_delegate.runtime.op_errors import OpExecutionError, blame, first_lin
 from coreml_delegate.runtime.program import states, stock
 from coreml_delegate.runtime.program.delegate_interface import (
     COREML_BACKEND_ID,
-    NOTHING_PASSED_OVER,
+    NO_REJECTED_HOSTS,
     DelegateCallable,
     DelegateLoader,
     DelegatePayload,
-    PassedOver,
+    RejectedHosts,
 )
 from coreml_delegate.runtime.program.event_trace import (
     DELEGATE,
@@ -114,7 +114,7 @@ class PythonProgram:
 
     Attributes:
         host_name: Name of the host.
-        passed_over: If ``auto`` chose the host: by name, why other hosts do not run all methods;
+        rejected_hosts: If ``auto`` chose the host: by name, why other hosts do not run all methods;
             empty if the first host does.
     """
 
@@ -126,10 +126,10 @@ class PythonProgram:
         loader: DelegateLoader,
         *,
         backend_id: str,
-        passed_over: PassedOver,
+        rejected_hosts: RejectedHosts,
         trace: EventTrace | None = None,
     ) -> None:
-        self.passed_over = passed_over
+        self.rejected_hosts = rejected_hosts
         self._program = program
         self._trace = trace
         self._loader = loader
@@ -147,7 +147,7 @@ class PythonProgram:
         *,
         backend_id: str = COREML_BACKEND_ID,
         external_data: ExternalData | None = None,
-        passed_over: PassedOver = NOTHING_PASSED_OVER,
+        rejected_hosts: RejectedHosts = NO_REJECTED_HOSTS,
         trace: EventTrace | None = None,
     ) -> PythonProgram:
         """Load a program; its methods are prepared when first run, or by ``load_method``.
@@ -157,7 +157,7 @@ class PythonProgram:
             loader: Prepares delegates.
             backend_id: The backend whose delegates ``loader`` takes.
             external_data: Tensors and named data stored outside the program.
-            passed_over: Value of the attribute.
+            rejected_hosts: Value of the attribute.
             trace: Where the events of calls are logged, if they are wanted.
 
         Returns:
@@ -171,7 +171,9 @@ class PythonProgram:
         check_complete(program, external_data)
         if external_data is not None:
             program = program.with_external(external_data.get)
-        return cls(program, loader, backend_id=backend_id, passed_over=passed_over, trace=trace)
+        return cls(
+            program, loader, backend_id=backend_id, rejected_hosts=rejected_hosts, trace=trace
+        )
 
     @property
     def method_names(self) -> tuple[str, ...]:

@@ -31,10 +31,10 @@ from coreml_delegate.runtime.program import shim_build, states
 from coreml_delegate.runtime.program.bundle import is_bundle, program_of
 from coreml_delegate.runtime.program.delegate_interface import (
     COREML_BACKEND_ID,
-    NOTHING_PASSED_OVER,
+    NO_REJECTED_HOSTS,
     DelegateCallable,
     DelegateLoader,
-    PassedOver,
+    RejectedHosts,
 )
 from coreml_delegate.runtime.program.event_trace import (
     ALIGNMENT,
@@ -137,16 +137,21 @@ class StockProgram:
 
     Attributes:
         host_name: Name of the host.
-        passed_over: Where the host was chosen by ``auto``: why hosts, by name, do not run all
+        rejected_hosts: Where the host was chosen by ``auto``: why hosts, by name, do not run all
             methods; empty if the first one asked does.
     """
 
     host_name: Final = "stock"
 
     def __init__(
-        self, program: PteProgram, loaded: Any, *, passed_over: PassedOver, room: int | None = None
+        self,
+        program: PteProgram,
+        loaded: Any,
+        *,
+        rejected_hosts: RejectedHosts,
+        room: int | None = None,
     ) -> None:
-        self.passed_over = passed_over
+        self.rejected_hosts = rejected_hosts
         self._program = program
         self._loaded = loaded
         # Bytes left for values; None if nothing is logged.
@@ -162,7 +167,7 @@ class StockProgram:
         pte: Source,
         *,
         data: Sources | None = None,
-        passed_over: PassedOver = NOTHING_PASSED_OVER,
+        rejected_hosts: RejectedHosts = NO_REJECTED_HOSTS,
         enable_etdump: bool = False,
         debug_buffer_size: int = 0,
     ) -> StockProgram:
@@ -171,7 +176,7 @@ class StockProgram:
         Args:
             pte: Path of a ``.pte``, or its bytes.
             data: Path of a ``.ptd``, or its bytes: what the program keeps outside.
-            passed_over: What the attribute is to say.
+            rejected_hosts: What the attribute is to say.
             enable_etdump: See ``runtime.load_program``.
             debug_buffer_size: See ``runtime.load_program``.
 
@@ -202,7 +207,7 @@ class StockProgram:
                 raise ProgramError(
                     "the stock runtime refuses the program", got=first_line(error)
                 ) from error
-        return cls(program, loaded, passed_over=passed_over, room=room)
+        return cls(program, loaded, rejected_hosts=rejected_hosts, room=room)
 
     @property
     def method_names(self) -> tuple[str, ...]:

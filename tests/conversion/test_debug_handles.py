@@ -18,7 +18,7 @@ from torch import nn
 
 from coreml_delegate import CoreMLBackend
 from coreml_delegate.caches import CACHE_VARIABLE
-from coreml_delegate.conversion.kept_conversions import FOLDER
+from coreml_delegate.conversion.conversion_cache import FOLDER
 from coreml_delegate.errors import BlobFormatError
 from coreml_delegate.formats.blob import unflatten
 from coreml_delegate.formats.blob_layout import DEBUG_INFO, DebugInfo, debug_info_in

@@ -20,8 +20,8 @@ from torch import nn
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, dynamic_steps, runtime
 from coreml_delegate.compile_options import Precision
 from coreml_delegate.errors import UnsupportedOperatorError
+from coreml_delegate.placeholder_ops import PLACEHOLDER_OPS
 from coreml_delegate.runtime.mil.program import Block
-from coreml_delegate.stand_ins import STAND_INS
 from coreml_delegate.targets import Opset
 
 pytestmark = [
@@ -96,7 +96,7 @@ def test_dynamic_steps_that_stay_out_of_core_ml_are_an_error() -> None:
 def test_layers_compute_while_others_are_exported() -> None:
     module, x = layer("gru"), torch.randn(2, 3, 4)
     expected, _ = module(x)
-    tables = [dict(op.py_kernels) for op in STAND_INS]
+    tables = [dict(op.py_kernels) for op in PLACEHOLDER_OPS]
 
     def leave() -> None:
         with dynamic_steps():
@@ -106,7 +106,7 @@ def test_layers_compute_while_others_are_exported() -> None:
 
     with pytest.raises(KeyError):
         leave()
-    assert [dict(op.py_kernels) for op in STAND_INS] == tables
+    assert [dict(op.py_kernels) for op in PLACEHOLDER_OPS] == tables
 
 
 def ops_in(block: Block) -> Iterator[str]:

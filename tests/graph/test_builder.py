@@ -183,12 +183,12 @@ def test_buffers_go_in_and_out_without_a_copy(builder: Builder) -> None:
     executable = _double(builder)
     array = np.ones((2, 3), np.float32)
     buffer = graph.Backend().buffer(array)
-    assert np.shares_memory(buffer.carried, array)
+    assert np.shares_memory(buffer.stored, array)
     (output,) = executable.execute(buffer)
     (again,) = executable.execute(output)
     assert np.array_equal(np.asarray(again), 4 * array)
     assert torch.from_dlpack(again).tolist() == (4 * array).tolist()
-    assert np.shares_memory(again.numpy(), again.carried)
+    assert np.shares_memory(again.numpy(), again.stored)
 
 
 def test_one_executable_serves_several_threads(builder: Builder) -> None:

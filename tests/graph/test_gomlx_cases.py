@@ -89,7 +89,7 @@ def test_a_case_of_gomlx(group: str, number: int, engine: str) -> None:
         for wanted, result in zip(expected, actual, strict=True):
             assert (result.dtype, result.shape) == (wanted.dtype, wanted.shape)
             dtype = DType.of(wanted.dtype)
-            atol, rtol = case.tolerance or ATOL_RTOL[dtype.carrier]
+            atol, rtol = case.tolerance or ATOL_RTOL[dtype.storage_dtype]
             np.testing.assert_allclose(
                 result.astype(np.float64), wanted.astype(np.float64), rtol, atol
             )

@@ -90,7 +90,7 @@ def test_an_arithmetic_shift_repeats_the_highest_bit(dtype: str) -> None:
 def _difference(actual: np.ndarray, expected: np.ndarray, sample: Sample) -> str | None:
     if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
         return f"{actual.dtype}{actual.shape} is not {expected.dtype}{expected.shape}"
-    kind = DType.of(expected.dtype).carrier
+    kind = DType.of(expected.dtype).storage_dtype
     atol, rtol = sample.tolerance or ATOL_RTOL[kind]
     if kind in ("int32", "bool"):
         atol, rtol = sample.tolerance or (0.0, 0.0)

@@ -52,7 +52,7 @@ def test_the_stock_host_runs_what_the_python_host_cannot(pte, exported, caplog):
     program = runtime.load_program(pte)
     assert program.host_name == "stock"
     reason = "method 'forward' has a delegate of another backend: XnnpackBackend"
-    assert program.passed_over == {"python": (reason,)}
+    assert program.rejected_hosts == {"python": (reason,)}
     assert f"beside.pte runs on the stock host: the python host cannot ({reason})" in caplog.text
     x = torch.randn(2, 4)
     atol, rtol = ATOL_RTOL["fp32"]
@@ -89,7 +89,7 @@ def test_without_the_stock_host_the_reasons_of_both_hosts_are_logged(pte, monkey
     monkeypatch.setattr(stock, "unavailable_reason", lambda: "no compiler")
     program = runtime.load_program(pte)
     assert program.host_name == "python"
-    assert program.passed_over["stock"] == ("no compiler",)
+    assert program.rejected_hosts["stock"] == ("no compiler",)
     assert "no host runs all of" in caplog.text
     assert "XnnpackBackend); the stock host cannot (no compiler)" in caplog.text
     with pytest.raises(ProgramError, match="another backend: got XnnpackBackend"):
@@ -100,7 +100,7 @@ def test_without_the_stock_host_the_reasons_of_both_hosts_are_logged(pte, monkey
 def test_the_stock_host_takes_one_file_of_data(pte):
     program = runtime.load_program(pte, data=[])
     assert program.host_name == "python"
-    assert program.passed_over["stock"] == ("it takes one file of external data",)
+    assert program.rejected_hosts["stock"] == ("it takes one file of external data",)
 
 
 @needs_compiler
@@ -108,9 +108,9 @@ def test_an_operator_that_no_host_has_is_an_error(caplog):
     data = export_case("arithmetic")[1].replace(b"aten::gt", b"aten::zz")
     program = runtime.load_program(data)
     assert program.host_name == "python"
-    for reasons in program.passed_over.values():
+    for reasons in program.rejected_hosts.values():
         assert [reason.rpartition(": ")[2] for reason in reasons] == ["aten::zz.Tensor_out"]
-    assert program.passed_over.keys() == {"python", "stock"}
+    assert program.rejected_hosts.keys() == {"python", "stock"}
     assert "no host runs all of <bytes>: " in caplog.text
     with pytest.raises(UnsupportedOpError, match=r"got aten::zz\.Tensor_out"):
         program.load_method()
@@ -119,7 +119,7 @@ def test_an_operator_that_no_host_has_is_an_error(caplog):
 def test_the_stock_host_is_not_asked_where_the_python_host_can(monkeypatch, caplog):
     monkeypatch.setattr(stock, "unavailable_reason", lambda: pytest.fail("asked"))
     program = runtime.load_program(export_case("arithmetic")[1])
-    assert (program.host_name, program.passed_over) == ("python", {})
+    assert (program.host_name, program.rejected_hosts) == ("python", {})
     assert not caplog.records
 
 

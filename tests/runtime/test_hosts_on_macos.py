@@ -35,12 +35,12 @@ class _Stock:
     host_name = "stock"
     method_names = ()
 
-    def __init__(self, passed_over):
-        self.passed_over = passed_over
+    def __init__(self, rejected_hosts):
+        self.rejected_hosts = rejected_hosts
 
     @classmethod
-    def load(cls, _pte, *, passed_over, **_options):
-        return cls(passed_over)
+    def load(cls, _pte, *, rejected_hosts, **_options):
+        return cls(rejected_hosts)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def without_python(monkeypatch):
 
 def test_states_run_on_the_python_host_by_core_ml():
     program = runtime.load_program(stateful())
-    assert (program.host_name, program.passed_over) == ("python", {})
+    assert (program.host_name, program.rejected_hosts) == ("python", {})
     module = Counting()
     atol, rtol = ATOL_RTOL["fp16"]
     for step in counting_steps():
@@ -80,7 +80,7 @@ def test_the_stock_host_runs_what_the_python_host_cannot(without_python):
     for options in ({}, {"engine": "coreml"}, {"options": EngineOptions(threads=1)}):
         program = runtime.load_program(stateless(), **options)
         assert program.host_name == "stock"
-        assert list(program.passed_over) == ["python"]
+        assert list(program.rejected_hosts) == ["python"]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_stock_host_runs_what_the_python_host_cannot(without_python):
 def test_the_stock_host_has_no_engine_of_ours(options, demand, without_python):
     program = runtime.load_program(stateless(), **options)
     assert program.host_name == "python"
-    assert program.passed_over["stock"] == (f"Core ML's own backend does not take {demand}",)
+    assert program.rejected_hosts["stock"] == (f"Core ML's own backend does not take {demand}",)
     for ask in (
         lambda: runtime.load_program(stateless(), host="stock", **options),
         lambda: runtime.register(**options),
@@ -111,7 +111,7 @@ def test_the_stock_host_has_no_engine_of_ours(options, demand, without_python):
 def test_states_do_not_run_on_the_stock_host_unasked(without_python, caplog):
     program = runtime.load_program(stateful())
     assert program.host_name == "python"
-    assert program.passed_over["stock"] == (REFUSED,)
+    assert program.rejected_hosts["stock"] == (REFUSED,)
     assert f"the stock host cannot ({REFUSED})" in caplog.text
 
 

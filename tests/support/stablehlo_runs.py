@@ -49,5 +49,5 @@ def assert_close(outputs: Sequence[np.ndarray], expected: Sequence[Any]) -> None
     for actual, wanted in zip(outputs, expected, strict=True):
         wanted = np.asarray(wanted)
         assert (actual.dtype, actual.shape) == (wanted.dtype, wanted.shape)
-        atol, rtol = ATOL_RTOL[DType.of(wanted.dtype).carrier]
+        atol, rtol = ATOL_RTOL[DType.of(wanted.dtype).storage_dtype]
         np.testing.assert_allclose(actual, wanted, rtol, atol)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.compose import Composer, Var, from_carrier
+from coreml_delegate.graph.compose import Composer, Var, from_storage
 from coreml_delegate.graph.emitter import (
     Emitter,
     broadcast_shapes,
@@ -78,7 +78,7 @@ def _compose_bitcast_convert(c: Composer, node: Node, x: Var) -> Var:
     if source is target:
         return x
     if x.val is not None and source.bits < 64:
-        return c.const(from_carrier(np.asarray(x.val), source).view(target.numpy), target)
+        return c.const(from_storage(np.asarray(x.val), source).view(target.numpy), target)
     if source.is_float:
         return float_bits.from_float(c, x, source, target)
     if target.is_float:

@@ -19,7 +19,7 @@ _HIGHEST_RANK = 5
 
 
 def byte_count(dtype: DType) -> int:
-    """Return the number of bytes of the carrier that matter: an element's, at most four."""
+    """Return the number of bytes of the storage dtype that matter: an element's, at most four."""
     return min(dtype.bits, 32) // 8
 
 

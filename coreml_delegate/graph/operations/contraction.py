@@ -50,8 +50,8 @@ def sum_dtype(operands: Sequence[DType], result: DType) -> DType:
     """Return the element type in which products are summed, of those that Core ML computes with."""
     if result.is_integer:
         return DType.INT32
-    carriers = {dtype.carrier for dtype in (*operands, result)}
-    return DType.FLOAT16 if carriers == {"fp16"} else DType.FLOAT32
+    storage_dtypes = {dtype.storage_dtype for dtype in (*operands, result)}
+    return DType.FLOAT16 if storage_dtypes == {"fp16"} else DType.FLOAT32
 
 
 def _count(sizes: Sequence[Dim]) -> Dim:

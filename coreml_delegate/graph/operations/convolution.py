@@ -168,7 +168,7 @@ class _Convolution:
         self.groups = groups
 
     def of_floats(self, c: Composer, x: Var, kernel: Var, dtype: DType = DType.FLOAT32) -> Var:
-        """Return the convolution of floats, which have the carrier of ``dtype``."""
+        """Return the convolution of floats, which have the storage dtype of ``dtype``."""
         windows, sizes = self.windows, self.sizes
         padding = windows.padding
         still = (1, 1)

@@ -36,7 +36,7 @@ def _unary(op: str, **arguments: float) -> _Compose:
     """Compose with a MIL op of one operand, ``x``, and numbers of its element type."""
 
     def compose(c: Composer, node: Node, x: Var) -> Var:
-        number = node.type.dtype.carrier_numpy.type
+        number = node.type.dtype.storage_numpy.type
         typed = {name: number(value) for name, value in arguments.items()}
         return getattr(c.mb, op)(x=x, **typed)
 
@@ -85,7 +85,7 @@ def _compose_abs(c: Composer, node: Node, x: Var) -> Var:
 def _compose_negate(c: Composer, node: Node, x: Var) -> Var:
     dtype = node.type.dtype
     if dtype.is_float:
-        return c.mb.mul(x=x, y=dtype.carrier_numpy.type(-1))
+        return c.mb.mul(x=x, y=dtype.storage_numpy.type(-1))
     return c.wrap(c.mb.sub(x=np.int32(0), y=x), dtype)
 
 
@@ -122,7 +122,7 @@ def _compose_is_nan(c: Composer, _: Node, x: Var) -> Var:
 
 def _against_infinity(op: str) -> _Compose:
     def compose(c: Composer, node: Node, x: Var) -> Var:
-        infinity = node.types[0].dtype.carrier_numpy.type(np.inf)
+        infinity = node.types[0].dtype.storage_numpy.type(np.inf)
         return getattr(c.mb, op)(x=c.mb.abs(x=x), y=infinity)
 
     return compose

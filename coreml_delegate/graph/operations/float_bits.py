@@ -92,7 +92,11 @@ def to_float(c: Composer, x: Var, source: DType, target: DType) -> Var:
     number = c.mb.select(cond=is_nan, a=np.float32(np.nan), b=number)
     negated = c.mb.mul(x=number, y=np.float32(-1))
     number = c.mb.select(cond=is_negative, a=negated, b=number)
-    return number if target.carrier == "fp32" else c.mb.cast(x=number, dtype=target.carrier)
+    return (
+        number
+        if target.storage_dtype == "fp32"
+        else c.mb.cast(x=number, dtype=target.storage_dtype)
+    )
 
 
 def _mantissa(c: Composer, field: Var, fraction: Var, bits: int) -> Var:
@@ -130,7 +134,9 @@ def compose_reduce_precision(c: Composer, node: Node, x: Var) -> Var:
         result = _within(c, result, layout)
     signed = c.mb.mul(x=result, y=c.mb.sign(x=wide))
     result = c.mb.select(cond=is_finite, a=signed, b=wide)
-    return result if dtype.carrier == "fp32" else c.mb.cast(x=result, dtype=dtype.carrier)
+    return (
+        result if dtype.storage_dtype == "fp32" else c.mb.cast(x=result, dtype=dtype.storage_dtype)
+    )
 
 
 def _within(c: Composer, x: Var, layout: Format) -> Var:
@@ -143,7 +149,7 @@ def _within(c: Composer, x: Var, layout: Format) -> Var:
 
 
 def _as_fp32(c: Composer, x: Var, dtype: DType) -> Var:
-    return x if dtype.carrier == "fp32" else c.mb.cast(x=x, dtype="fp32")
+    return x if dtype.storage_dtype == "fp32" else c.mb.cast(x=x, dtype="fp32")
 
 
 def _powers(exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -65,11 +65,11 @@ def in_fp32(function: Callable[..., Var]) -> Compose:
     """Return a compose function that computes in fp32 whatever carries the operands."""
 
     def compose(c: Composer, node: Node, *operands: Var) -> Var:
-        carrier = node.types[0].dtype.carrier
-        if carrier == "fp32":
+        storage = node.types[0].dtype.storage_dtype
+        if storage == "fp32":
             return function(c, *operands)
         wide = [c.mb.cast(x=operand, dtype="fp32") for operand in operands]
-        return c.mb.cast(x=function(c, *wide), dtype=carrier)
+        return c.mb.cast(x=function(c, *wide), dtype=storage)
 
     return compose
 
@@ -84,7 +84,7 @@ def polynomial(c: Composer, x: Var, coefficients: Sequence[float]) -> Var:
 
 def sign_bit(c: Composer, x: Var, dtype: DType) -> Var:
     """Return whether floats are below zero, or -0."""
-    zero, one = (dtype.carrier_numpy.type(n) for n in (0, 1))
+    zero, one = (dtype.storage_numpy.type(n) for n in (0, 1))
     below = c.mb.less(x=c.mb.real_div(x=one, y=x), y=zero)
     return c.mb.logical_or(x=below, y=c.mb.less(x=x, y=zero))
 
@@ -184,7 +184,7 @@ def _log_of_double(c: Composer, x: Var) -> Var:
 def atan2(c: Composer, node: Node, y: Var, x: Var) -> Var:
     """Compose the angle of the point (x, y), from -pi to pi."""
     dtype = node.type.dtype
-    number = dtype.carrier_numpy.type
+    number = dtype.storage_numpy.type
     width, height = c.mb.abs(x=x), c.mb.abs(x=y)
     # The smaller by the larger is at most 1, and 1 for two infinities.
     large = c.mb.maximum(x=width, y=height)
@@ -204,17 +204,17 @@ def atan2(c: Composer, node: Node, y: Var, x: Var) -> Var:
 
 def round_nearest_afz(c: Composer, node: Node, x: Var) -> Var:
     """Compose the nearest integer, where a half is rounded away from zero."""
-    number = node.type.dtype.carrier_numpy.type
+    number = node.type.dtype.storage_numpy.type
     size = c.mb.abs(x=x)
     whole = c.mb.floor(x=size)
     is_half = c.mb.greater_equal(x=c.mb.sub(x=size, y=whole), y=number(0.5))
-    up = c.mb.cast(x=is_half, dtype=node.type.dtype.carrier)
+    up = c.mb.cast(x=is_half, dtype=node.type.dtype.storage_dtype)
     return c.mb.mul(x=c.mb.sign(x=x), y=c.mb.add(x=whole, y=up))
 
 
 def remainder(c: Composer, node: Node, x: Var, y: Var) -> Var:
     """Compose the rest of a division towards zero: it has the sign of ``x``."""
-    number = node.type.dtype.carrier_numpy.type
+    number = node.type.dtype.storage_numpy.type
     size, divisor = c.mb.abs(x=x), c.mb.abs(x=y)
     rest = c.mb.mod(x=size, y=divisor)
     # All of a number is less than infinity.

@@ -72,7 +72,7 @@ def _compose_gelu(c: Composer, node: Node, x: Var) -> Var:
 def _compose_layer_norm(c: Composer, node: Node, x: Var, *parameters: Var) -> Var:
     """Compose with constant parameters as the op's own, which come in this order; others after."""
     axes, shape = node["axes"], node.types[0].shape
-    number = node.type.dtype.carrier_numpy.type
+    number = node.type.dtype.storage_numpy.type
     given = dict(zip(node["parameters"], parameters, strict=True))
     own: dict[str, Var] = {}
     if "scale" in given and given["scale"].val is not None:
@@ -90,7 +90,7 @@ def _compose_layer_norm(c: Composer, node: Node, x: Var, *parameters: Var) -> Va
 
 def _compose_rms_norm(c: Composer, node: Node, x: Var, *scale: Var) -> Var:
     axes, shape = node["axes"], node.types[0].shape
-    is_half = node.type.dtype.carrier == "fp16"
+    is_half = node.type.dtype.storage_dtype == "fp16"
     # In fp16 squares of numbers above 255 are infinite.
     wide = c.mb.cast(x=x, dtype="fp32") if is_half else x
     mean = c.mb.reduce_mean(x=c.mb.mul(x=wide, y=wide), axes=list(axes), keep_dims=True)
@@ -172,7 +172,7 @@ def attention(
         masks: At most one, [..., L, S]: bool, true where a key takes part, or what is added.
         scale: Factor.
     """
-    number = dtype.carrier_numpy.type
+    number = dtype.storage_numpy.type
     own = 1 / math.sqrt(query.shape[-1])
     is_op = c.opset >= Opset.iOS18 and query.rank >= 3
     factor = scale / own if is_op else scale
@@ -200,9 +200,9 @@ def hide(c: Composer, dtype: DType, flag: Var, added: Var | None, score: float) 
         added: What is added to shown scores, or None; its shape and the flag's may be repeated.
         score: Replaces what it is added to: infinite, or so low that nothing else is left.
     """
-    number = dtype.carrier_numpy.type
+    number = dtype.storage_numpy.type
     # ``select`` of two scalars is a scalar to coremltools, whatever the condition's shape.
-    zeros = c.mb.mul(x=c.mb.cast(x=flag, dtype=dtype.carrier), y=number(0))
+    zeros = c.mb.mul(x=c.mb.cast(x=flag, dtype=dtype.storage_dtype), y=number(0))
     shown = zeros if added is None else c.mb.add(x=zeros, y=added)
     return c.mb.select(cond=flag, a=shown, b=number(score))
 

@@ -52,7 +52,7 @@ def _compose_one_hot(c: Composer, node: Node, indices: Var) -> Var:
     dtype = node.type.dtype
     places = c.mb.expand_dims(x=as_index(c, indices, node.types[0].dtype), axes=[-1])
     hot = c.mb.equal(x=places, y=counting(c, node.type.shape[-1]))
-    return hot if dtype is DType.BOOL else c.mb.cast(x=hot, dtype=dtype.carrier)
+    return hot if dtype is DType.BOOL else c.mb.cast(x=hot, dtype=dtype.storage_dtype)
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def _towards_zero(c: Composer, x: Var, y: Var, dtype: DType) -> Var:
 
 
 def _divide_unsigned_words(c: Composer, x: Var, y: Var) -> Var:
-    """Return the quotient of uint32, carried by its bits."""
+    """Return the quotient of uint32, stored as the bits of an int32."""
     is_small = c.mb.greater(x=y, y=np.int32(0))
     divisor = c.mb.select(cond=is_small, a=y, b=np.int32(1))
     # The half of x divided and doubled is at most one too small.
@@ -116,7 +116,7 @@ def high_product(c: Composer, node: Node, x: Var, y: Var) -> Var:
     dtype = node.type.dtype
     if dtype.wraps:
         product = c.mb.mul(x=x, y=y)
-        # That of two uint16 may have bit 31, the carrier's sign, which wrapping takes off again.
+        # The product of two uint16 may have bit 31, the int32's sign bit, which wrapping removes.
         return c.wrap(c.mb.floor_div(x=product, y=np.int32(1 << dtype.bits)), dtype)
     high = _high_word(c, x, y)
     if dtype.bits == 64:
@@ -125,7 +125,7 @@ def high_product(c: Composer, node: Node, x: Var, y: Var) -> Var:
         high = c.mb.sub(x=np.int32(0), y=is_negative)
     if not dtype.is_unsigned:
         return high
-    # The carrier of an operand with the highest bit is too small by one more than all bits hold.
+    # An operand with the highest bit is stored as a negative int32: too small by 2^bits.
     for var, other in ((x, y), (y, x)):
         is_large = c.mb.cast(x=c.mb.less(x=var, y=np.int32(0)), dtype="int32")
         high = c.mb.add(x=high, y=c.mb.mul(x=is_large, y=other))

@@ -19,7 +19,7 @@ _RANKS = (3, 4, 5)
 
 
 def _compose_batch_norm_inference(c: Composer, node: Node, x: Var, *statistics: Var) -> Var:
-    epsilon = node.type.dtype.carrier_numpy.type(node["epsilon"])
+    epsilon = node.type.dtype.storage_numpy.type(node["epsilon"])
     rank, axis = node.type.rank, node["feature_index"]
     scale, offset, mean, variance = statistics
     is_constant = all(var.val is not None for var in statistics)

@@ -25,7 +25,7 @@ def _compose_quantized_dense(c: Composer, node: Node, x: Var, *bias: Var) -> Var
 def _compose_quantized_embedding(c: Composer, node: Node, indices: Var) -> Var:
     last = np.int32(node["weight"].shape[0] - 1)
     inside = c.mb.minimum(x=c.mb.maximum(x=indices, y=np.int32(0)), y=last)
-    if node.types[0].dtype is DType.UINT32:  # the largest ones are carried as negative ones
+    if node.types[0].dtype is DType.UINT32:  # the largest ones are stored as negative ones
         inside = c.mb.select(cond=c.mb.less(x=indices, y=np.int32(0)), a=last, b=inside)
     weight = _weight(c, node, node.type.dtype)
     if node.type.rank <= MOST_AXES:
@@ -37,7 +37,7 @@ def _compose_quantized_embedding(c: Composer, node: Node, indices: Var) -> Var:
 def _weight(c: Composer, node: Node, dtype: DType) -> Var:
     """Return the weight as an op that is computed when the model is loaded, or later."""
     weight, zero_points = node["weight"], node["zero_points"]
-    scales = node["scales"].astype(dtype.carrier_numpy)
+    scales = node["scales"].astype(dtype.storage_numpy)
     if c.opset >= Opset.iOS18:
         from coremltools.converters.mil.mil import types
 

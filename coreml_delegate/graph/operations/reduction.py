@@ -59,7 +59,7 @@ _OPS = {
 
 
 def _full(c: Composer, number: Any, type: TensorType) -> Var:
-    """Return a tensor of one number, which is as the carrier holds it."""
+    """Return a tensor of one number, which is in the storage dtype."""
     if type.is_static and type.rank:
         return c.const(np.full(type.static_shape, number))
     return c.broadcast(c.const(number), type.shape) if type.rank else c.const(number)
@@ -130,7 +130,7 @@ def _extremum_index(op: str) -> Callable[[Composer, Node, Var], Var]:
 def compose_cumulative(
     c: Composer, kind: str, dtype: DType, x: Var, axis: int, size: Dim, reverse: bool
 ) -> Var:
-    """Return a running sum, product or extremum along an axis; bools are carried by int32."""
+    """Return a running sum, product or extremum along an axis; bools are stored as int32."""
     if kind == "add":
         return c.wrap(c.mb.cumsum(x=x, axis=axis, reverse=reverse), dtype)
     has_order = kind in ("maximum", "minimum")

@@ -267,13 +267,13 @@ def _rest(lookup: Lookup, indexed: Sequence[int], labels: Sequence[Label]) -> li
 
 
 def _identity(mode: str, dtype: DType) -> Any:
-    """Return what changes nothing, as the carrier; extrema are of ordered carriers."""
-    carrier = dtype.carrier_numpy if dtype.carrier != "bool" else np.dtype(np.int32)
+    """Return what changes nothing, as the storage dtype; extrema are of ordered storage dtypes."""
+    storage = dtype.storage_numpy if dtype.storage_dtype != "bool" else np.dtype(np.int32)
     if mode in ("add", "sub"):
-        return carrier.type(-0.0 if dtype.is_float and mode == "add" else 0)
+        return storage.type(-0.0 if dtype.is_float and mode == "add" else 0)
     if mode == "mul":
-        return carrier.type(1)
+        return storage.type(1)
     if dtype.is_float:
-        return carrier.type(-np.inf if mode == "max" else np.inf)
+        return storage.type(-np.inf if mode == "max" else np.inf)
     bounds = np.iinfo(np.int32)
-    return carrier.type(bounds.min if mode == "max" else bounds.max)
+    return storage.type(bounds.min if mode == "max" else bounds.max)

@@ -369,7 +369,7 @@ def _fixed_starts(x: Value, starts: Sequence[Value], sizes: Sequence[Dim]) -> li
         if not isinstance(known, int) or not isinstance(limit, int):
             return None
         if start.dtype.is_unsigned and known < 0:
-            known = limit  # carried by its bits
+            known = limit  # stored as the bits of an int32
         found.append(min(max(known, 0), limit))
     return found
 

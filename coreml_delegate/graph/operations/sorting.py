@@ -69,8 +69,8 @@ def _order_by_keys(c: Composer, node: Node, values: Sequence[Var], axis: int) ->
 
 def _sign_of_zero(c: Composer, x: Var, dtype: DType) -> Var:
     """Return 0 where ``x`` is -0, and 1 elsewhere, as int32."""
-    zero = dtype.carrier_numpy.type(0)
-    is_negative = c.mb.less(x=c.mb.real_div(x=dtype.carrier_numpy.type(1), y=x), y=zero)
+    zero = dtype.storage_numpy.type(0)
+    is_negative = c.mb.less(x=c.mb.real_div(x=dtype.storage_numpy.type(1), y=x), y=zero)
     found = c.mb.logical_and(x=c.mb.equal(x=x, y=zero), y=is_negative)
     return c.mb.cast(x=c.mb.logical_not(x=found), dtype="int32")
 
@@ -91,7 +91,7 @@ def _order_by_comparison(
     for value, operand in zip(values, node.operands, strict=True):
         moved = value if last == sorted(last) else c.mb.transpose(x=value, perm=last)
         rows = c.reshape(moved, (-1, count))
-        if operand.dtype is DType.BOOL:  # carried as int32 by a sort
+        if operand.dtype is DType.BOOL:  # stored as int32 by a sort
             rows = c.mb.cast(x=rows, dtype="bool")
         arguments += [c.mb.expand_dims(x=rows, axes=[2]), c.mb.expand_dims(x=rows, axes=[1])]
     (flag,) = c.call(comparator, arguments)

@@ -33,10 +33,10 @@ def compose(c: Composer, state: Var, bits: TensorType) -> tuple[Var, Var | None]
     count = int(np.prod(half))
     key_low, key_high, low, high = c.mb.split(x=state, num_splits=4, axis=0)
     after = c.mb.add(x=low, y=np.int32(count))
-    new_words = [key_low, key_high, after, _carried(c, after, low, high)]
+    new_words = [key_low, key_high, after, _carry_bit(c, after, low, high)]
     new_state = c.mb.concat(values=new_words, axis=0)
     totals = _totals(c, low, count)
-    counters = (totals, _carried(c, totals, low, high))
+    counters = (totals, _carry_bit(c, totals, low, high))
     words = _rounds(c, (key_low, key_high), counters)
     # Both words of a counter become neighbours along the axis.
     outer, inner = int(np.prod(half[: axis + 1])), int(np.prod(half[axis + 1 :]))
@@ -66,7 +66,7 @@ def _totals(c: Composer, low: Var, count: int) -> Var:
     return c.mb.slice_by_size(x=flat, begin=[0], size=[count])
 
 
-def _carried(c: Composer, total: Var, low: Var, high: Var) -> Var:
+def _carry_bit(c: Composer, total: Var, low: Var, high: Var) -> Var:
     """Return the high word of a counter after its low word was increased to ``total``."""
     ordered = [c.ordered(word, DType.UINT32) for word in (total, low)]
     carry = c.mb.cast(x=c.mb.less(x=ordered[0], y=ordered[1]), dtype="int32")

@@ -251,7 +251,7 @@ def _selected_places(c: Composer, node: Node, x: Var) -> tuple[Var, bool]:
     shape = node.types[0].static_shape
     grid = node.types[1].static_shape
     pitch = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    zero = c.const(np.zeros((), node.types[0].dtype.carrier_numpy))
+    zero = c.const(np.zeros((), node.types[0].dtype.storage_numpy))
     if node.types[0].dtype is DType.BOOL:
         zero = c.const(np.int32(0))
     padded, _ = pad(c, x, shape, windows.padding, zero)

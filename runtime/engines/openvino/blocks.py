@@ -93,7 +93,7 @@ class BlockTranslator:
             if len(self.reasons) == found_before:
                 self.reasons.append(_describe_failure(op, error))
             for out in op.outputs:
-                _bind_stand_in(out, scope)
+                _bind_parameter(out, scope)
 
     def _apply(self, op: Op, scope: Scope) -> tuple[Value, ...]:
         structural = self.structural.get(op.type)
@@ -198,7 +198,7 @@ def read_literal(name: str, value: Value) -> Any:
     return data
 
 
-def _bind_stand_in(out: NamedType, scope: Scope) -> None:
+def _bind_parameter(out: NamedType, scope: Scope) -> None:
     try:
         if isinstance(out.type, ListType) and isinstance(out.type.element, TensorType):
             element = out.type.element

@@ -110,10 +110,10 @@ def while_loop(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value
         ov.op.Parameter(element_type(start), shape)
         for start, shape in zip(starts, shapes, strict=True)
     ]
-    carried = [parameter.output(0) for parameter in parameters]
-    for name, value in zip(states, carried[len(initial) :], strict=True):
+    carry = [parameter.output(0) for parameter in parameters]
+    for name, value in zip(states, carry[len(initial) :], strict=True):
         inner.set_state(name, value)
-    variables = [_from_tensor(like, t) for like, t in zip(initial, carried, strict=False)]
+    variables = [_from_tensor(like, t) for like, t in zip(initial, carry, strict=False)]
     computed = translator.block(body, inner, variables)
     again = _translate_condition(translator, condition, inner, computed)
     results = [_to_tensor(value, inner) for value in computed] + [inner.state(n) for n in states]

@@ -29,7 +29,7 @@ from coreml_delegate.runtime.engines.reference.interpreter import (
 from coreml_delegate.runtime.engines.reference.values import (
     Value,
     array_to_tensor,
-    carrier_dtype,
+    storage_dtype,
     value_to_array,
 )
 from coreml_delegate.runtime.engines.source import ProgramSource
@@ -185,7 +185,7 @@ class ReferenceFunction:
         tensors = {
             name: torch.zeros(
                 [size or 0 for size in declared.wrapped.shape or ()],
-                dtype=carrier_dtype(declared.wrapped.dtype),
+                dtype=storage_dtype(declared.wrapped.dtype),
             )
             for name, declared in self._types.items()
             if isinstance(declared, StateType)

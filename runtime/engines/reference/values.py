@@ -1,6 +1,6 @@
 """Values of a running program, and their conversion from and to arrays and constants.
 
-A tensor of the program is a torch tensor of its *carrier* dtype: the dtype itself where torch
+A tensor of the program is a torch tensor of its *storage* dtype: the dtype itself where torch
 computes in it, a wider signed integer for the unsigned integers torch can only store.
 """
 
@@ -84,11 +84,11 @@ def array_to_tensor(array: NDArray[np.generic], dtype: DType) -> Tensor:
         dtype: The dtype that the program declares.
 
     Returns:
-        A tensor of the same shape and the carrier dtype. Must not be written to.
+        A tensor of the same shape and the storage dtype. Must not be written to.
     """
-    carrier = carrier_dtype(dtype)
+    storage = storage_dtype(dtype)
     if dtype in _WIDENED:
-        return torch.from_numpy(array.astype(np.int64)).to(carrier)
+        return torch.from_numpy(array.astype(np.int64)).to(storage)
     dense = np.asarray(array, order="C")
     if not dense.flags.writeable:
         dense = np.asarray(_SharedMemory(dense))
@@ -138,15 +138,15 @@ def cast_to_declared(value: Any, declared: ValueType) -> Value:
     """
     if not isinstance(value, Tensor) or not isinstance(declared, TensorType):
         return cast("Value", value)
-    carrier = carrier_dtype(declared.dtype)
-    if value.dtype == carrier:
+    storage = storage_dtype(declared.dtype)
+    if value.dtype == storage:
         return value
-    if _kind(value.dtype) != _kind(carrier):
+    if _kind(value.dtype) != _kind(storage):
         raise TypeError(f"computed {describe(value)} where the program declares {declared}")
-    return value.to(carrier)
+    return value.to(storage)
 
 
-def carrier_dtype(dtype: DType) -> torch.dtype:
+def storage_dtype(dtype: DType) -> torch.dtype:
     """Return the torch dtype of values of ``dtype``.
 
     Raises:

@@ -251,13 +251,13 @@ def test_it_is_unavailable_without_the_library_of_coremltools(loaded, monkeypatc
     assert "libcoremlpython" in str(COREML.unavailable_reason())
     model = Model.from_files(_files())
     assert model.engine_name == "openvino"
-    assert "libcoremlpython" in model.passed_over["coreml"][0]
+    assert "libcoremlpython" in model.rejected_engines["coreml"][0]
 
 
 def test_it_is_the_default_where_core_ml_is(loaded):
     assert list(engines_here()) == ["coreml", "openvino", "reference"]
     model = Model.from_files(_files())
-    assert (model.engine_name, model.passed_over) == ("coreml", {})
+    assert (model.engine_name, model.rejected_engines) == ("coreml", {})
 
 
 # What passes
@@ -505,7 +505,7 @@ def test_what_core_ml_does_not_load_runs_on_the_next_engine(caplog):
     with core_ml.strict(newest=8):
         model = Model.from_files(_files())
         assert model.engine_name == "openvino"
-        assert "above 8" in model.passed_over["coreml"][0]
+        assert "above 8" in model.rejected_engines["coreml"][0]
         assert "does not run on the coreml engine: its specification version" in caplog.text
     message = "Core ML makes no state: got State functionality"
     with core_ml.strict(macos=(14, 0)), pytest.raises(ExecutionError, match=message):

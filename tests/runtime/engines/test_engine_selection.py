@@ -41,7 +41,7 @@ def translations(monkeypatch):
     return names
 
 
-def test_an_engine_passed_over_is_logged_once_for_each_program(monkeypatch, caplog):
+def test_an_rejected_engine_is_logged_once_for_each_program(monkeypatch, caplog):
     monkeypatch.setattr(selection, "_LOGGED", set())
     function = handmade.function([handmade.op("classify", "y", probabilities="x")], ["y"])
     engines = {"openvino": selection.ENGINES["openvino"], "second": _Taking()}
@@ -50,7 +50,7 @@ def test_an_engine_passed_over_is_logged_once_for_each_program(monkeypatch, capl
     for source in (first, first, second, None, None):
         chosen = compile_function("auto", function, _OPTIONS, source)
         assert chosen.engine_name == "second"
-        (reason,) = chosen.passed_over["openvino"]
+        (reason,) = chosen.rejected_engines["openvino"]
         assert reason.startswith("classify (output 'y')")
         del chosen
     assert len(caplog.records) == 3

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coreml_delegate.runtime.engines.reference.kernels import kernel
-from coreml_delegate.runtime.engines.reference.values import carrier_dtype
+from coreml_delegate.runtime.engines.reference.values import storage_dtype
 from coreml_delegate.runtime.mil.dtypes import DType
 
 _Unary = Callable[[Tensor], Tensor]
@@ -153,7 +153,7 @@ def cast(x: Tensor, dtype: str) -> Tensor:
     target = DType.from_label(dtype)
     if target in (DType.UINT16, DType.UINT32):
         return x.to(torch.int64) % (1 << target.bits)
-    return x.to(carrier_dtype(target))
+    return x.to(storage_dtype(target))
 
 
 @kernel("select")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coreml_delegate.runtime.engines.limits import MAX_LIST
 from coreml_delegate.runtime.engines.reference.kernels import EachInt, kernel
-from coreml_delegate.runtime.engines.reference.values import TensorList, carrier_dtype
+from coreml_delegate.runtime.engines.reference.values import TensorList, storage_dtype
 from coreml_delegate.runtime.mil.dtypes import DType
 
 
@@ -28,7 +28,7 @@ def make_list(
         raise ValueError(f"a list of {init_length} elements, not of fewer than {MAX_LIST}")
     if any(isinstance(size, str) for size in elem_shape):
         return TensorList([None] * init_length)
-    zeros = torch.zeros(elem_shape, dtype=carrier_dtype(DType.from_label(dtype)))
+    zeros = torch.zeros(elem_shape, dtype=storage_dtype(DType.from_label(dtype)))
     return TensorList([zeros] * init_length)
 
 

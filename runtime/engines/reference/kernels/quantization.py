@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coreml_delegate.runtime.engines.reference.kernels import kernel
-from coreml_delegate.runtime.engines.reference.values import carrier_dtype
+from coreml_delegate.runtime.engines.reference.values import storage_dtype
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.targets import Opset
 
@@ -44,7 +44,7 @@ def quantize(
     levels = torch.round(input / along_axis(scale, axis, input.dim()))
     if zero_point is not None:
         levels = levels + along_axis(zero_point, axis, input.dim()).float()
-    target = carrier_dtype(DType.from_label(output_dtype))
+    target = storage_dtype(DType.from_label(output_dtype))
     limits = torch.iinfo(target)
     return levels.clamp(limits.min, limits.max).to(target)
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner
 from coreml_delegate.compile_options import CompileOptions, KeepFp32
-from coreml_delegate.conversion import kept_conversions
-from coreml_delegate.conversion.kept_conversions import FOLDER, KeptConversion
+from coreml_delegate.conversion import conversion_cache
+from coreml_delegate.conversion.conversion_cache import FOLDER, ConversionCacheEntry
 from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE, CacheOptions, EntryCache
 
 INPUTS = (torch.linspace(-1, 1, 8).reshape(2, 4),)
@@ -81,7 +81,7 @@ def test_another_process_finds_what_this_one_has_made(folder: Path) -> None:
     code = (
         "import sys\n"
         "sys.path.insert(0, 'tests')\n"
-        "from conversion.test_kept_conversions import INPUTS, Layers\n"
+        "from conversion.test_conversion_cache import INPUTS, Layers\n"
         "from coreml_delegate.preprocess import package\n"
         "package.convert_program = None\n"
         "from support.lowering import lower\n"
@@ -100,7 +100,7 @@ def _key(
 ) -> bytes | None:
     program = torch.export.export(module or Layers(), INPUTS, dynamic_shapes=dims)
     change(program)
-    place = KeptConversion.of(program, CompileOptions(**options))
+    place = ConversionCacheEntry.of(program, CompileOptions(**options))
     return None if place is None else place.key
 
 
@@ -157,13 +157,13 @@ def test_the_module_of_a_call_is_in_the_key_if_it_decides_its_precision() -> Non
 @pytest.mark.parametrize("part", ["source_digest", "_version"])
 def test_sources_and_versions_are_in_the_key(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     before = _key()
-    kept_conversions._circumstances.cache_clear()
-    monkeypatch.setattr(kept_conversions, part, lambda name: f"another {name}")
+    conversion_cache._toolchain_versions.cache_clear()
+    monkeypatch.setattr(conversion_cache, part, lambda name: f"another {name}")
     try:
         assert _key() != before
     finally:
         monkeypatch.undo()
-        kept_conversions._circumstances.cache_clear()
+        conversion_cache._toolchain_versions.cache_clear()
 
 
 def test_nothing_is_kept_where_a_user_translates_ops(

@@ -38,14 +38,14 @@ _PACKAGE: Final = "coreml_delegate"
 
 
 @dataclass(frozen=True, slots=True)
-class KeptConversion:
+class ConversionCacheEntry:
     """The place of one conversion in the cache, whether it has been made or not."""
 
     cache: EntryCache
     key: bytes
 
     @classmethod
-    def of(cls, program: ExportedProgram, options: CompileOptions) -> KeptConversion | None:
+    def of(cls, program: ExportedProgram, options: CompileOptions) -> ConversionCacheEntry | None:
         """Return the place of a subgraph's conversion.
 
         Args:
@@ -69,9 +69,9 @@ class KeptConversion:
             return None
         if sum(value.nbytes for value in constants.values()) > given.limit_bytes:
             return None
-        digest = hashlib.sha256(_circumstances().encode())
+        digest = hashlib.sha256(_toolchain_versions().encode())
         digest.update(fingerprint(program, options).encode())
-        for line in _beyond_the_graph(program, options):
+        for line in _conversion_inputs_outside_graph(program, options):
             digest.update(line.encode() + b"\n")
         for name, value in sorted(constants.items()):
             digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
@@ -105,8 +105,10 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _beyond_the_graph(program: ExportedProgram, options: CompileOptions) -> Iterable[str]:
-    """Yield what the text of a graph does not say, and a conversion reads."""
+def _conversion_inputs_outside_graph(
+    program: ExportedProgram, options: CompileOptions
+) -> Iterable[str]:
+    """Yield a line for each input of a conversion that the text of the graph lacks."""
     yield from sorted(f"{symbol}: {found}" for symbol, found in program.range_constraints.items())
     yield from sorted(f"{size} is {found}" for size, found in declared_ranges(program).items())
     if options.keep_fp32.modules:
@@ -115,7 +117,7 @@ def _beyond_the_graph(program: ExportedProgram, options: CompileOptions) -> Iter
 
 
 @functools.cache
-def _circumstances() -> str:
+def _toolchain_versions() -> str:
     versions = [f"{name} {_version(name)}" for name in _DISTRIBUTIONS]
     machine = f"{platform.python_version()} {platform.machine()}"
     return "\n".join([source_digest(_PACKAGE), machine, *versions])

@@ -22,11 +22,11 @@ from torch.export import ExportedProgram, default_decompositions
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
-from coreml_delegate.control_flow import HELD
+from coreml_delegate.control_flow import PROTECTED
 from coreml_delegate.conversion.subgraph import call_of, program_of
 from coreml_delegate.errors import LoweringError
 from coreml_delegate.ops import Reason, ReasonCode
-from coreml_delegate.ops.call import called_target, is_stand_in, overload_of, target_name
+from coreml_delegate.ops.call import called_target, is_placeholder_op, overload_of, target_name
 from coreml_delegate.partition.verdicts.cpu_kernels import cpu_obstacles, has_kernel, is_custom
 from coreml_delegate.source_lines import source_of
 from coreml_delegate.transforms.compressed_weights import decompose_undelegated_dequantize
@@ -35,10 +35,10 @@ from coreml_delegate.transforms.recurrent_layers import require_fixed_steps
 
 _PREFIX = "coreml_delegate_literal"
 _BRANCH = "coreml_delegate_branch"
-_LEFT_OVER = Reason(ReasonCode.USE, "no backend took it")
+_UNDELEGATED = Reason(ReasonCode.USE, "no backend took it")
 
 
-def decompose_left_over(program: ExportedProgram, preserved: Collection[OpOverload]) -> None:
+def decompose_undelegated(program: ExportedProgram, preserved: Collection[OpOverload]) -> None:
     """Replace calls of preserved ops by their decompositions.
 
     Outside of branches, calls for which ExecuTorch has a kernel stay. In branches another
@@ -57,11 +57,11 @@ def decompose_left_over(program: ExportedProgram, preserved: Collection[OpOverlo
     for module in program.graph_module.modules():
         if isinstance(module, GraphModule):
             ops = at_root if module is program.graph_module else everywhere
-            calls = [node for node in module.graph.nodes if _is_left_over(node, ops)]
+            calls = [node for node in module.graph.nodes if _is_undelegated(node, ops)]
             if calls:
                 for call in calls:
-                    if is_stand_in(call.target):
-                        require_fixed_steps(call, _LEFT_OVER)
+                    if is_placeholder_op(call.target):
+                        require_fixed_steps(call, _UNDELEGATED)
                 _decompose(calls, module, program, _to_edge)
 
 
@@ -99,14 +99,14 @@ def require_out_variants(program: ExportedProgram) -> None:
             )
 
 
-def _is_left_over(node: Node, ops: Collection[OpOverload]) -> bool:
+def _is_undelegated(node: Node, ops: Collection[OpOverload]) -> bool:
     overload = overload_of(node.target)
-    return overload in ops or overload in HELD or is_stand_in(node.target)
+    return overload in ops or overload in PROTECTED or is_placeholder_op(node.target)
 
 
 def _to_edge(whole: ExportedProgram) -> ExportedProgram:
-    plain = decompose_undelegated_dequantize(whole, None, veto=lambda _: _LEFT_OVER)
-    release_control_flow(plain, _LEFT_OVER)
+    plain = decompose_undelegated_dequantize(whole, None, veto=lambda _: _UNDELEGATED)
+    release_control_flow(plain, _UNDELEGATED)
     config = EdgeCompileConfig(_check_ir_validity=False)
     return to_edge(plain, compile_config=config).exported_program()
 

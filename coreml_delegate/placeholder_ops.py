@@ -52,7 +52,7 @@ def _stand_in(overload: Any) -> OpOverload:
     return getattr(getattr(_OWN, packet), suffix)
 
 
-STAND_INS: Mapping[OpOverload, OpOverload] = MappingProxyType(
+PLACEHOLDER_OPS: Mapping[OpOverload, OpOverload] = MappingProxyType(
     {
         overload: _stand_in(overload)
         for overload in (
@@ -66,7 +66,7 @@ STAND_INS: Mapping[OpOverload, OpOverload] = MappingProxyType(
 """By the op of ATen."""
 
 ORIGINALS: Mapping[OpOverload, OpOverload] = MappingProxyType(
-    {own: overload for overload, own in STAND_INS.items()}
+    {own: overload for overload, own in PLACEHOLDER_OPS.items()}
 )
 """By the op that stands for it."""
 
@@ -82,7 +82,9 @@ def dynamic_steps() -> Generator[None]:
     compute what they always do.
     """
     with _LOCK:
-        tables: list[tuple[Any, dict[Any, Any]]] = [(op, dict(op.py_kernels)) for op in STAND_INS]
+        tables: list[tuple[Any, dict[Any, Any]]] = [
+            (op, dict(op.py_kernels)) for op in PLACEHOLDER_OPS
+        ]
         try:
             for op, kernels in tables:
                 _set_kernels(op, {key: _by_shape(kernel) for key, kernel in kernels.items()})

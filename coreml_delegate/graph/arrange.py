@@ -1,7 +1,7 @@
-"""Moving elements with MIL ops: what several families of operations need when they compose.
+"""MIL ops that move elements, shared by the ``compose`` functions of several families.
 
 Values have the storage dtypes fp32, fp16 and int32; hardly any MIL op moves bools. Constants are
-moved here, not at run time, so that they stay constants to the ops that need some.
+moved here, not at run time, so that they stay constants to the ops that need constants.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from coreml_delegate.graph.tensor_types import Dim
 def transpose(
     c: Composer, x: Var, shape: Sequence[Dim], permutation: Sequence[int]
 ) -> tuple[Var, tuple[Dim, ...]]:
-    """Return a tensor with its axes in another order, and its shape.
+    """Return a tensor with its axes in another order, and the new shape.
 
     Args:
         c: The composer.
-        x: Of this shape.
-        shape: See ``x``.
-        permutation: For each axis of the result, that of ``x``.
+        x: The tensor, of shape ``shape``.
+        shape: Sizes of the graph, which may be symbols.
+        permutation: The axis of ``x`` for each axis of the result.
     """
-    moved = tuple(shape[axis] for axis in permutation)
-    wide = [axis for axis in permutation if shape[axis] != 1]
+    new_shape = tuple(shape[axis] for axis in permutation)
+    long_axes = [axis for axis in permutation if shape[axis] != 1]
     if list(permutation) == sorted(permutation):
-        return x, moved
+        return x, new_shape
     if x.val is not None:
-        return c.const(np.transpose(x.val, list(permutation))), moved
-    if wide == sorted(wide):
-        # Axes of one element change places without any element doing so.
-        return c.reshape(x, moved), moved
-    return c.mb.transpose(x=x, perm=list(permutation)), moved
+        return c.const(np.transpose(x.val, list(permutation))), new_shape
+    if long_axes == sorted(long_axes):
+        # A reshape does: axes of size 1 change places, the elements stay in order.
+        return c.reshape(x, new_shape), new_shape
+    return c.mb.transpose(x=x, perm=list(permutation)), new_shape
 
 
-def reshape(c: Composer, x: Var, shape: Sequence[Dim], wanted: Sequence[Dim]) -> Var:
-    """Return the elements of ``x``, which has ``shape``, in another shape."""
-    if same_shape(shape, wanted):
+def reshape(c: Composer, x: Var, shape: Sequence[Dim], new_shape: Sequence[Dim]) -> Var:
+    """Return ``x``, of shape ``shape``, in another shape."""
+    if same_shape(shape, new_shape):
         return x
     if x.val is not None:
-        return c.const(np.reshape(x.val, [int(size) for size in wanted]))
-    return c.reshape(x, wanted)
+        return c.const(np.reshape(x.val, [int(size) for size in new_shape]))
+    return c.reshape(x, new_shape)
 
 
 def take(
@@ -61,19 +61,19 @@ def take(
     rank = x.rank
     begin, end, stride = [0] * rank, [0] * rank, [1] * rank
     begin[axis], end[axis], stride[axis] = start, stop or 0, step
-    others = [n != axis for n in range(rank)]
+    is_unsliced = [n != axis for n in range(rank)]
     return c.mb.slice_by_index(
         x=x,
         begin=begin,
         end=end,
         stride=stride,
-        begin_mask=others,
-        end_mask=[other or stop is None for other in others],
+        begin_mask=is_unsliced,
+        end_mask=[unsliced or stop is None for unsliced in is_unsliced],
     )
 
 
 def join(c: Composer, values: Sequence[Var], axis: int) -> Var:
-    """Return tensors one after the other along an axis."""
+    """Concatenate tensors along an axis."""
     return values[0] if len(values) == 1 else c.mb.concat(values=list(values), axis=axis)
 
 
@@ -84,12 +84,12 @@ def pad(
     padding: Sequence[tuple[int, int]],
     fill: Var,
 ) -> tuple[Var, tuple[Dim, ...]]:
-    """Return a tensor with a number around it, and its shape; negative amounts crop.
+    """Return a tensor padded with a number, and the new shape; negative amounts crop.
 
     Args:
         c: The composer.
-        x: Of this shape.
-        shape: See ``x``.
+        x: The tensor, of shape ``shape``.
+        shape: Sizes of the graph, which may be symbols.
         padding: Elements before and after, for each axis.
         fill: The number, of rank 0.
     """
@@ -97,12 +97,12 @@ def pad(
     for axis, (low, high) in enumerate(padding):
         x = take(c, x, axis, max(-low, 0), min(high, 0) or None)
         sizes[axis] = sizes[axis] + min(low, 0) + min(high, 0)
-    wanted = [(max(low, 0), max(high, 0)) for low, high in padding]
+    additions = [(max(low, 0), max(high, 0)) for low, high in padding]
     is_float = fill.val is not None and np.asarray(fill.val).dtype.kind == "f"
-    if is_float and any(map(any, wanted)):
-        amounts = [amount for pair in wanted for amount in pair]
+    if is_float and any(map(any, additions)):
+        amounts = [amount for pair in additions for amount in pair]
         x = c.mb.pad(x=x, pad=amounts, mode="constant", constant_val=fill.val)
-    for axis, (low, high) in enumerate(wanted):
+    for axis, (low, high) in enumerate(additions):
         if not is_float and (low or high):
             edges = [
                 [c.broadcast(fill, [*sizes[:axis], n, *sizes[axis + 1 :]])] if n else []
@@ -116,20 +116,20 @@ def pad(
 def spread(
     c: Composer, x: Var, shape: Sequence[Dim], factors: Sequence[int], fill: Var
 ) -> tuple[Var, tuple[Dim, ...]]:
-    """Return a tensor with a number between its elements, and its shape.
+    """Dilate a tensor; return it and its shape, ``(size - 1) * factor + 1`` along each axis.
 
     Args:
         c: The composer.
-        x: Of this shape.
-        shape: See ``x``.
-        factors: For each axis, the distance of elements that were neighbours.
+        x: The tensor, of shape ``shape``.
+        shape: Sizes of the graph, which may be symbols.
+        factors: For each axis, the new distance of neighbours, filled with ``fill``.
         fill: The number, of rank 0.
     """
     sizes = list(shape)
     for axis, factor in enumerate(factors):
         if factor == 1:
             continue
-        # Few axes are enough to insert one more; devices take five.
+        # [before, size, after] and one new axis: devices take at most five.
         before, after = _count(sizes[:axis]), _count(sizes[axis + 1 :])
         size = sizes[axis]
         column = c.reshape(x, (before, size, 1, after))

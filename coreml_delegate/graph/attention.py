@@ -1,7 +1,7 @@
-"""Attention as frameworks write it: a product, a softmax and a product, of tensors in any layout.
+"""Attention as frameworks write it: a product, a softmax and a second product, in any layout.
 
-Queries, keys and values are rearranged to [batch ..., positions, size], with all positions and
-heads that share keys in one dimension.
+Queries, keys and values are rearranged to [*batch, positions, size]. Query positions and the heads
+that share keys are one dimension.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from coreml_delegate.graph.node import Node, OperationRecord, Scope, Value
 from coreml_delegate.graph.operations.fused import attention, hide
 from coreml_delegate.graph.patterns import Pattern, softmax_of
 from coreml_delegate.graph.tensor_types import FLOATS
-from coreml_delegate.graph.views import Place, number
+from coreml_delegate.graph.views import View, number
 
-# What is added instead of put in place of a score has to leave nothing of it.
-_HIDING = -1e30
+# The highest score of a hidden position: added to another score, it has to outweigh that score.
+_MOST_HIDDEN = -1e30
 _MAX_BATCH = 2
 
 
 def _compose(c: Composer, node: Node, query: Var, key: Var, value: Var, *masks: Var) -> Var:
     query, key, value = (
-        _arranged(c, var, order, shape)
+        _rearrange(c, var, order, shape)
         for var, (order, shape) in zip((query, key, value), node["layouts"], strict=True)
     )
     mask = _compose_mask(c, node, masks)
-    given = [] if mask is None else [mask]
-    y = attention(c, node.type.dtype, query, key, value, given, node["scale"])
+    mask_operands = [] if mask is None else [mask]
+    y = attention(c, node.type.dtype, query, key, value, mask_operands, node["scale"])
     order, shape = node["result_layout"]
     y = c.reshape(y, shape)
     y = c.mb.transpose(x=y, perm=order) if list(order) != sorted(order) else y
@@ -38,29 +38,32 @@ def _compose(c: Composer, node: Node, query: Var, key: Var, value: Var, *masks: 
 
 
 def _compose_mask(c: Composer, node: Node, masks: Sequence[Var]) -> Var | None:
-    given = {
-        kind: _arranged(c, var, order, shape, whole)
-        for (kind, order, shape, whole), var in zip(node["masks"], masks, strict=True)
+    by_kind = {
+        kind: _rearrange(c, var, order, shape, repeats)
+        for (kind, order, shape, repeats), var in zip(node["masks"], masks, strict=True)
     }
-    flag, added = given.get("flag"), given.get("added")
+    flag, added = by_kind.get("flag"), by_kind.get("added")
     if flag is None or (added is None and node["hidden"] == -math.inf):
         return added if flag is None else flag
     return hide(c, node.type.dtype, flag, added, node["hidden"])
 
 
-def _arranged(
+def _rearrange(
     c: Composer,
     var: Var,
     order: Sequence[int],
     shape: Sequence[int],
-    whole: Sequence[tuple[int, int]] | None = None,
+    repeats: Sequence[tuple[int, int]] | None = None,
 ) -> Var:
-    """Return a tensor transposed, repeated to a whole shape if there is one, and reshaped."""
+    """Return a tensor transposed, repeated and reshaped.
+
+    ``repeats`` has the size before and after for each axis; None leaves the tensor unrepeated.
+    """
     if list(order) != sorted(order):
         var = c.mb.transpose(x=var, perm=list(order))
-    if whole is not None:
-        sizes = [size for size, _ in whole]
-        var = c.broadcast(c.reshape(var, sizes), [size for _, size in whole])
+    if repeats is not None:
+        sizes = [size for size, _ in repeats]
+        var = c.broadcast(c.reshape(var, sizes), [size for _, size in repeats])
     return c.reshape(var, tuple(shape))
 
 
@@ -74,26 +77,26 @@ class _Scores:
     """The operand of a softmax: scaled, masked scores.
 
     Attributes:
-        product: Place of the product of queries and keys.
-        scale: Its factor.
-        added: Place of what is added to it, or None.
-        flag: Place of a bool that is true where a score is shown, or None.
-        hidden: The score elsewhere.
+        product: View of the product of queries and keys.
+        scale: Factor of the product.
+        added: View of the tensor added to the product, or None.
+        flag: View of a bool that is true where a score is visible, or None.
+        hidden: The score where ``flag`` is false.
     """
 
-    product: Place
+    product: View
     scale: float = 1.0
-    added: Place | None = None
-    flag: Place | None = None
+    added: View | None = None
+    flag: View | None = None
     hidden: float = field(default=-math.inf)
 
 
 def attention_of(node: Node) -> Pattern | None:
     """Return the attention that a product of weights and values computes, or None."""
     for side in (0, 1):
-        found = _Match(node, side).pattern()
-        if found is not None:
-            return found
+        pattern = _Match(node, side).pattern()
+        if pattern is not None:
+            return pattern
     return None
 
 
@@ -123,72 +126,72 @@ class _Match:
         )
         if not is_plain or len(self.contracted) != 1 or not types[0].dtype.is_float:
             return None
-        place = Place.of(self.weights, self.scope).stripped()
-        found = softmax_of(place.value.node) if place.node is not None else None
-        if found is None or place.axes[self.contracted[0][0]] != found[1]:
+        weights = View.of(self.weights, self.scope).origin()
+        softmax = softmax_of(weights.value.node) if weights.node is not None else None
+        if softmax is None or weights.axes[self.contracted[0][0]] != softmax[1]:
             return None
-        scores = _scores(place.at(found[0]))
+        scores = _scores(weights.operand(softmax[0]))
         return None if scores is None else self._arrange(scores)
 
     def _arrange(self, scores: _Scores) -> Pattern | None:
-        place = scores.product
-        product = place.value.node
+        view = scores.product
+        product = view.value.node
         types = (product.type, *product.types)
         if any(t.dtype is not self.node.type.dtype or t.rank > MOST_AXES for t in types):
             return None
-        keys_axis = place.axes[self.contracted[0][0]]
+        keys_axis = view.axes[self.contracted[0][0]]
         if keys_axis is None:
             return None
         origin = _Product(product)
-        if keys_axis not in origin.free(1):
+        if keys_axis not in origin.free_axes(1):
             origin = origin.flipped()
-        roles = self._roles(place, origin)
-        if roles is None or keys_axis not in origin.free(1):
+        roles = self._roles(view, origin)
+        if roles is None or keys_axis not in origin.free_axes(1):
             return None
-        batch, positions = roles
+        batch_axes, positions = roles
         sizes = self.weights.type.static_shape
-        groups = [sizes[n] for n, _ in batch]
+        groups = [sizes[n] for n, _ in batch_axes]
         if len(groups) > _MAX_BATCH or not groups:
             groups = [math.prod(groups)]
-        at = [_known(place.axes[n]) for n, _ in batch]
-        query, factor = _unscaled(origin.operands[0], self.scope)
+        result_axes = [_require_axis(view.axes[n]) for n, _ in batch_axes]
+        query, factor = _split_factor(origin.operands[0], self.scope)
         values_free = [
             n
             for n, size in enumerate(self.values.type.static_shape)
             if size != 1 and n not in {pair[1] for pair in (*self.batch, *self.contracted)}
         ]
-        query_axes = [origin.axis(0, axis) for axis in at]
-        query_axes += [origin.axis(0, _known(place.axes[n])) for n in positions]
-        key_axes = [origin.axis(1, axis) for axis in at] + [origin.axis(1, keys_axis)]
-        value_axes = [m for _, m in batch] + [self.contracted[0][1]] + values_free
+        query_axes = [origin.axis(0, axis) for axis in result_axes]
+        query_axes += [origin.axis(0, _require_axis(view.axes[n])) for n in positions]
+        key_axes = [origin.axis(1, axis) for axis in result_axes] + [origin.axis(1, keys_axis)]
+        value_axes = [m for _, m in batch_axes] + [self.contracted[0][1]] + values_free
         length, count = math.prod(sizes[n] for n in positions), sizes[self.contracted[0][0]]
         width = math.prod(query.type.static_shape[n] for n in origin.contracting[0])
         result_width = math.prod(self.values.type.static_shape[n] for n in values_free)
-        masks = self._masks(scores, [n for n, _ in batch], positions, groups)
-        if masks is None or len(batch) + len(positions) + len(values_free) > MOST_AXES:
+        masks = self._masks(scores, [n for n, _ in batch_axes], positions, groups)
+        if masks is None or len(batch_axes) + len(positions) + len(values_free) > MOST_AXES:
             return None
         layouts = (
-            (_order(query, [*query_axes, *origin.contracting[0]]), (*groups, length, width)),
+            (_permutation(query, [*query_axes, *origin.contracting[0]]), (*groups, length, width)),
             (
-                _order(origin.operands[1], [*key_axes, *origin.contracting[1]]),
+                _permutation(origin.operands[1], [*key_axes, *origin.contracting[1]]),
                 (*groups, count, width),
             ),
-            (_order(self.values, value_axes), (*groups, count, result_width)),
+            (_permutation(self.values, value_axes), (*groups, count, result_width)),
         )
         attributes: dict[str, Any] = {
             "layouts": layouts,
             "masks": tuple(mask for mask, _ in masks),
             "scale": scores.scale * factor,
             "hidden": scores.hidden,
-            "result_layout": self._result_layout(batch, positions, values_free),
+            "result_layout": self._result_layout(batch_axes, positions, values_free),
         }
         operands = (query, origin.operands[1], self.values, *(value for _, value in masks))
         return Pattern("attention", operands, attributes, _RECORD)
 
     def _roles(
-        self, place: Place, origin: _Product
+        self, view: View, origin: _Product
     ) -> tuple[list[tuple[int, int]], list[int]] | None:
-        """Return the batch dimensions of weights and values, and the positions of the weights.
+        """Return pairs of batch dimensions (weights, values), and the weights' position dimensions.
 
         Dimensions of size 1 have no role.
         """
@@ -196,53 +199,55 @@ class _Match:
         batch = [(n, m) for n, m in self.batch if sizes[n] != 1]
         named = {n for n, _ in (*self.batch, *self.contracted)}
         positions = [n for n in range(len(sizes)) if n not in named and sizes[n] != 1]
-        fits = all(place.axes[n] in origin.batch_axes for n, _ in batch)
-        fits = fits and all(place.axes[n] in origin.free(0) for n in positions)
-        product = place.value.type.static_shape
-        reached = {axis for axis in place.axes if axis is not None and product[axis] != 1}
-        fits = fits and reached == {axis for axis, size in enumerate(product) if size != 1}
+        fits = all(view.axes[n] in origin.batch_axes for n, _ in batch)
+        fits = fits and all(view.axes[n] in origin.free_axes(0) for n in positions)
+        product_sizes = view.value.type.static_shape
+        covered_axes = {axis for axis in view.axes if axis is not None and product_sizes[axis] != 1}
+        fits = fits and covered_axes == {
+            axis for axis, size in enumerate(product_sizes) if size != 1
+        }
         return (batch, positions) if fits else None
 
     def _masks(
         self, scores: _Scores, batch: Sequence[int], positions: Sequence[int], groups: Sequence[int]
     ) -> list[tuple[Any, Value]] | None:
-        """Return kind, order, shape and repeated sizes of each mask, with its value."""
-        found: list[tuple[Any, Value]] = []
-        for kind, place in (("flag", scores.flag), ("added", scores.added)):
-            if place is None:
+        """Return (kind, permutation, shape, repeats) of each mask, with its value."""
+        masks: list[tuple[Any, Value]] = []
+        for kind, view in (("flag", scores.flag), ("added", scores.added)):
+            if view is None:
                 continue
-            inner = place.stripped()
-            if not inner.value.type.is_static or inner.value.rank > MOST_AXES:
+            origin = view.origin()
+            if not origin.value.type.is_static or origin.value.rank > MOST_AXES:
                 return None
-            layout = self._mask_layout(inner, batch, positions, groups)
-            found.append(((kind, *layout), inner.value))
-        return found
+            layout = self._mask_layout(origin, batch, positions, groups)
+            masks.append(((kind, *layout), origin.value))
+        return masks
 
     def _mask_layout(
-        self, place: Place, batch: Sequence[int], positions: Sequence[int], groups: Sequence[int]
+        self, view: View, batch: Sequence[int], positions: Sequence[int], groups: Sequence[int]
     ) -> tuple[Any, Any, Any]:
-        """Return order, shape, and for each dimension (size, size in the scores) or None."""
-        weights, own = self.weights.type.static_shape, place.value.type.static_shape
+        """Return permutation, shape, and the repeats of ``_rearrange``."""
+        weights, view_sizes = self.weights.type.static_shape, view.value.type.static_shape
         dimensions = [*batch, *positions, self.contracted[0][0]]
-        axes = [place.axes[n] for n in dimensions]
-        order = _order(place.value, [axis for axis in axes if axis is not None])
-        have = [1 if axis is None else own[axis] for axis in axes]
-        want = [weights[n] for n in dimensions]
+        axes = [view.axes[n] for n in dimensions]
+        order = _permutation(view.value, [axis for axis in axes if axis is not None])
+        before = [1 if axis is None else view_sizes[axis] for axis in axes]
+        full = [weights[n] for n in dimensions]
         split = len(batch)
-        parts = [(have[:split], want[:split]), (have[split:-1], want[split:-1])]
-        whole: list[int] = []
-        for there, all_of_it in parts:
-            is_partial = 1 < math.prod(there) < math.prod(all_of_it)
-            whole += all_of_it if is_partial else there
-        whole.append(have[-1])
-        leading = whole[:split] if len(groups) == split else [math.prod(whole[:split])]
-        shape = (*leading, math.prod(whole[split:-1]), whole[-1])
-        return order, shape, tuple(zip(have, whole, strict=True)) if whole != have else None
+        parts = [(before[:split], full[:split]), (before[split:-1], full[split:-1])]
+        after: list[int] = []
+        for group_before, group_full in parts:
+            is_partial = 1 < math.prod(group_before) < math.prod(group_full)
+            after += group_full if is_partial else group_before
+        after.append(before[-1])
+        leading = after[:split] if len(groups) == split else [math.prod(after[:split])]
+        shape = (*leading, math.prod(after[split:-1]), after[-1])
+        return order, shape, tuple(zip(before, after, strict=True)) if after != before else None
 
     def _result_layout(
         self, batch: Sequence[tuple[int, int]], positions: Sequence[int], width: Sequence[int]
     ) -> tuple[list[int], tuple[int, ...]]:
-        """Return how the result is reshaped and then transposed to that of the product."""
+        """Return permutation and shape that take the attention's result to the product's layout."""
         sizes, values = self.weights.type.static_shape, self.values.type.static_shape
         shape = [*(sizes[n] for n, _ in batch), *(sizes[n] for n in positions)]
         shape += [values[n] for n in width]
@@ -274,8 +279,8 @@ class _Product:
         """Return the product with the other operand as queries."""
         return _Product(self.node, 1 - self.first)
 
-    def free(self, operand: int) -> range:
-        """Return the dimensions of the result that come from an operand alone."""
+    def free_axes(self, operand: int) -> range:
+        """Return the dimensions of the result that come from this operand only."""
         counts = [len(self._free_of(n)) for n in (0, 1)]
         if self.first:
             counts = counts[::-1]
@@ -288,72 +293,77 @@ class _Product:
         """Return the dimension of an operand that a dimension of the result comes from."""
         if axis in self.batch_axes:
             return self.batching[operand][axis]
-        return self._free_of(operand)[axis - self.free(operand).start]
+        return self._free_of(operand)[axis - self.free_axes(operand).start]
 
     def _free_of(self, operand: int) -> list[int]:
         named = {*self.batching[operand], *self.contracting[operand]}
         return [n for n in range(self.operands[operand].rank) if n not in named]
 
 
-def _scores(place: Place) -> _Scores | None:
-    """Return what scores consist of, looking through scaling, a sum and a selection."""
-    scores = _Scores(place.stripped())
+def _scores(view: View) -> _Scores | None:
+    """Return the parts of masked scores: a product, then scale, sum and selection; else None."""
+    scores = _Scores(view.origin())
     while scores.product.name != "dot_general":
-        place = scores.product
-        node = place.node
-        if node is None or not place.value.type.is_static:
+        view = scores.product
+        node = view.node
+        if node is None or not view.value.type.is_static:
             return None
-        step = {"select": _hide, "add": _add, "multiply": _scale, "divide": _scale}.get(node.name)
+        step = {
+            "select": _read_selection,
+            "add": _read_addition,
+            "multiply": _read_scaling,
+            "divide": _read_scaling,
+        }.get(node.name)
         if step is None or not step(scores, node):
             return None
     return scores
 
 
-def _hide(scores: _Scores, node: Node) -> bool:
-    flag, shown, hidden = node.operands
+def _read_selection(scores: _Scores, node: Node) -> bool:
+    flag, visible, hidden = node.operands
     score = number(hidden)
-    if score is None or score > _HIDING:
+    if score is None or score > _MOST_HIDDEN:
         return False
-    # What is added or scaled after this would change the hidden scores too.
+    # A sum or factor outside of the selection would change the hidden scores too.
     if not flag.rank or scores.flag is not None or scores.added is not None or scores.scale != 1:
         return False
-    scores.flag, scores.hidden = scores.product.at(flag), score
-    scores.product = scores.product.at(shown).stripped()
+    scores.flag, scores.hidden = scores.product.operand(flag), score
+    scores.product = scores.product.operand(visible).origin()
     return True
 
 
-def _add(scores: _Scores, node: Node) -> bool:
+def _read_addition(scores: _Scores, node: Node) -> bool:
     if scores.added is not None or scores.scale != 1.0:
         return False
     for score, added in (node.operands, node.operands[::-1]):
-        if added.rank and score.type == node.type and _is_product(scores.product.at(score)):
-            scores.added = scores.product.at(added)
-            scores.product = scores.product.at(score).stripped()
+        if added.rank and score.type == node.type and _is_product(scores.product.operand(score)):
+            scores.added = scores.product.operand(added)
+            scores.product = scores.product.operand(score).origin()
             return True
     return False
 
 
-def _is_product(place: Place) -> bool:
-    place = place.stripped()
-    while place.name in ("multiply", "divide"):
-        scaled = _scaled(place.value.node)
-        if scaled is None:
+def _is_product(view: View) -> bool:
+    view = view.origin()
+    while view.name in ("multiply", "divide"):
+        operand_and_factor = _operand_and_factor(view.value.node)
+        if operand_and_factor is None:
             return False
-        place = place.at(scaled[0]).stripped()
-    return place.name == "dot_general"
+        view = view.operand(operand_and_factor[0]).origin()
+    return view.name == "dot_general"
 
 
-def _scale(scores: _Scores, node: Node) -> bool:
-    scaled = _scaled(node)
-    if scaled is None:
+def _read_scaling(scores: _Scores, node: Node) -> bool:
+    operand_and_factor = _operand_and_factor(node)
+    if operand_and_factor is None:
         return False
-    scores.scale *= scaled[1]
-    scores.product = scores.product.at(scaled[0]).stripped()
+    scores.scale *= operand_and_factor[1]
+    scores.product = scores.product.operand(operand_and_factor[0]).origin()
     return True
 
 
-def _scaled(node: Node) -> tuple[Value, float] | None:
-    """Return operand and factor of a product with a number, or a quotient by one."""
+def _operand_and_factor(node: Node) -> tuple[Value, float] | None:
+    """Return x and k of ``x * k`` or ``x / (1 / k)``, where k is a number; else None."""
     one, other = node.operands
     factor = number(other)
     if factor is None and node.name == "multiply":
@@ -363,22 +373,22 @@ def _scaled(node: Node) -> tuple[Value, float] | None:
     return one, (1 / factor if node.name == "divide" else factor)
 
 
-def _unscaled(value: Value, scope: Scope) -> tuple[Value, float]:
-    """Return a value without the number that it is multiplied with, and that number."""
+def _split_factor(value: Value, scope: Scope) -> tuple[Value, float]:
+    """Return x and k of a value ``x * k``; k is 1 for other values."""
     node = value.node
     if node.scope is scope and node.name in ("multiply", "divide"):
-        scaled = _scaled(node)
-        if scaled is not None:
-            return scaled
+        operand_and_factor = _operand_and_factor(node)
+        if operand_and_factor is not None:
+            return operand_and_factor
     return value, 1.0
 
 
-def _order(value: Value, axes: Sequence[int]) -> list[int]:
-    """Return a permutation with these dimensions in this order, after those of size 1."""
+def _permutation(value: Value, axes: Sequence[int]) -> list[int]:
+    """Return a permutation: the other dimensions, all of size 1, then ``axes`` in this order."""
     return [n for n in range(value.rank) if n not in axes] + list(axes)
 
 
-def _known(axis: int | None) -> int:
+def _require_axis(axis: int | None) -> int:
     if axis is None:
         raise AssertionError("a dimension with a role is in the product")
     return axis

@@ -19,7 +19,7 @@ class Backend:
     """The options that graphs are compiled and run with.
 
     Args:
-        engine: ``auto``, or an engine's name: what runs them on this machine.
+        engine: ``auto``, or the name of the engine that runs them on this machine.
         compute_units: Where a device may run them: a ``ct.ComputeUnit``, or its name.
         target: Deployment target, a ``ct.target`` or its name.
         precision: Floating-point type for values of float32: a ``ct.precision`` or ``"float16"`` or
@@ -70,12 +70,12 @@ class Backend:
         return Buffer.of(array, None if dtype is None else DType.of(dtype))
 
     def capabilities(self) -> dict[str, tuple[str, ...] | str]:
-        """Return the operations: element types of the first operand, or why it is refused."""
-        taken = {
+        """Return each operation's types of the first operand, or the reason it is refused."""
+        operations = {
             name: tuple(dtype.label for dtype in DType if dtype in record.dtypes)
             for name, record in OPERATIONS.items()
         }
-        return dict(sorted({**taken, **REFUSED}.items()))
+        return dict(sorted({**operations, **REFUSED}.items()))
 
 
 def _opset(target: Any) -> Opset:
@@ -92,8 +92,10 @@ def _opset(target: Any) -> Opset:
         ) from None
 
 
-def _member(kind: Any, given: Any, what: str) -> Any:
-    name = str(getattr(given, "name", given)).upper()
+def _member(kind: Any, member: Any, what: str) -> Any:
+    name = str(getattr(member, "name", member)).upper()
     if name not in kind.__members__:
-        raise OptionError(f"unknown {what}", got=repr(given), expected=" | ".join(kind.__members__))
+        raise OptionError(
+            f"unknown {what}", got=repr(member), expected=" | ".join(kind.__members__)
+        )
     return kind[name]

@@ -48,26 +48,26 @@ _ELEMENTWISE = frozenset(  # by name: most of these families are not imported he
 
 
 def known_kinds(body: Closure) -> tuple[str, ...] | None:
-    """Return the operation of each result; None if one is not just that of its own operands.
+    """Return each result's operation; None if a result is not ``op(accumulator, element)``.
 
     Args:
         body: Takes accumulators, then as many elements.
     """
     count = len(body.results)
-    found: list[str] = []
+    kinds: list[str] = []
     for n, result in enumerate(body.results):
         operands = result.node.operands
-        own = {body.parameters[n], body.parameters[count + n]}
-        if result.node.name not in KINDS or len(operands) != 2 or set(operands) != own:
+        own_parameters = {body.parameters[n], body.parameters[count + n]}
+        if result.node.name not in KINDS or len(operands) != 2 or set(operands) != own_parameters:
             return None
-        found.append(result.node.name)
-    return tuple(found)
+        kinds.append(result.node.name)
+    return tuple(kinds)
 
 
 def known_extremum(body: Closure) -> str | None:
-    """Return ``maximum`` or ``minimum`` if a body keeps the extremum and the first index of it.
+    """Return ``maximum`` or ``minimum`` for a body of argmax or argmin (lowest index on ties).
 
-    It takes a value and an index, and another value and index, as JAX's argmax and argmin have it.
+    The body takes a value and an index, and another value and index, as JAX writes it.
     """
     if len(body.results) != 2:
         return None
@@ -82,14 +82,14 @@ def known_extremum(body: Closure) -> str | None:
                 f"select({better}, value, other)",
                 f"select({_commuted('or', better, tie)}, index, other_index)",
             )
-            # Floats without the test for NaN lose it.
+            # Without the test, the result would lose a NaN.
             if forms == expected and (better == with_nan or not is_float):
                 return kind
     return None
 
 
 def _form(value: Value, names: Mapping[Value, str]) -> str:
-    """Return an expression of a value, equal for operands in another order where that is equal."""
+    """Return a value's expression as text, with the operands of commutative operations sorted."""
     if value in names:
         return names[value]
     node = value.node
@@ -109,11 +109,11 @@ def _commuted(name: str, *parts: str) -> str:
 def trace_body(
     emitter: Emitter, name: str, body: Any, values: Sequence[Value], returns: Any = None
 ) -> Closure:
-    """Return a body of scalars: of an accumulator and an element for each of some values.
+    """Trace a body of scalars: an accumulator for each of ``values``, then an element for each.
 
     Args:
-        emitter: What adds nodes.
-        name: For messages.
+        emitter: Adds the nodes.
+        name: Name in messages.
         body: The function.
         values: The values whose elements it combines.
         returns: Element types of its results; None for those of ``values``.
@@ -123,19 +123,19 @@ def trace_body(
     """
     scalars = [TensorType(value.dtype, ()) for value in values]
     closure = emitter.trace(name, body, [*scalars, *scalars])
-    wanted = scalars if returns is None else [TensorType(dtype, ()) for dtype in returns]
-    closure.check([*scalars, *scalars], wanted)
+    result_types = scalars if returns is None else [TensorType(dtype, ()) for dtype in returns]
+    closure.check([*scalars, *scalars], result_types)
     return closure
 
 
 def trace_wide(
     emitter: Emitter, name: str, body: Any, types: Sequence[TensorType], returns: Any = None
 ) -> Closure:
-    """Return the form of a body for tensors, which are combined element by element.
+    """Trace a body of scalars with tensors, which it combines element by element.
 
     Args:
-        emitter: What adds nodes.
-        name: For messages.
+        emitter: Adds the nodes.
+        name: Name in messages.
         body: A function of scalars.
         types: Of the accumulators, and of the elements.
         returns: Element types of the results; None for those of ``types``.
@@ -144,11 +144,11 @@ def trace_wide(
         GraphError: The body does more than operations on each element.
     """
     closure = emitter.trace(name, body, [*types, *types])
-    others = {node.name for node in closure.scope.nodes} - _ELEMENTWISE
-    if others:
+    not_elementwise = {node.name for node in closure.scope.nodes} - _ELEMENTWISE
+    if not_elementwise:
         raise GraphError(
             f"{name} has to consist of operations on each element",
-            got=", ".join(sorted(others)),
+            got=", ".join(sorted(not_elementwise)),
         )
     dtypes = [type.dtype for type in types] if returns is None else returns
     closure.check([*types, *types], [types[0].with_dtype(dtype) for dtype in dtypes])
@@ -156,7 +156,7 @@ def trace_wide(
 
 
 def identity_element(kind: str, dtype: DType) -> np.generic:
-    """Return what a kind of combination leaves as it is, in the storage dtype."""
+    """Return e with ``kind(x, e) == x`` for every x, in the storage dtype."""
     if dtype is DType.BOOL:
         return np.bool_(kind in ("and", "minimum", "multiply"))
     if kind in ("maximum", "minimum"):
@@ -177,7 +177,7 @@ def identity_element(kind: str, dtype: DType) -> np.generic:
 
 
 def is_identity(kind: str, value: Value) -> bool:
-    """Whether a scalar is known to leave everything as it is that is combined with it."""
+    """Whether a scalar is known to be the identity element of ``kind``."""
     node = value.node
     while node.name in ("broadcast_in_dim", "broadcast", "reshape", "identity", "constant"):
         if node.name == "constant":
@@ -189,9 +189,9 @@ def is_identity(kind: str, value: Value) -> bool:
 
 
 def combine(c: Composer, kind: str, dtype: DType, x: Var, y: Var) -> Var:
-    """Return two tensors combined by a known kind; bools are stored as int32.
+    """Return ``kind(x, y)``, element by element; bools are stored as int32.
 
-    Integers are combined modulo 2**32, and uint32 is as ``Composer.ordered`` has it for extrema.
+    Integers are combined modulo 2**32; for extrema, uint32 comes from ``Composer.ordered``.
     """
     if dtype is DType.BOOL:
         if kind == "xor":
@@ -202,17 +202,17 @@ def combine(c: Composer, kind: str, dtype: DType, x: Var, y: Var) -> Var:
 
 
 def is_composable(kind: str, dtype: DType) -> bool:
-    """Whether ``combine`` takes it: anything but bitwise operations on integers."""
+    """Whether ``combine`` has this kind: all but the bitwise operations on integers."""
     return dtype is DType.BOOL or kind not in ("and", "or", "xor")
 
 
 def call_wide(c: Composer, closure: Closure, values: Sequence[Var]) -> list[Var]:
-    """Return what a closure makes of tensors, where bools are stored as int32."""
-    given = [
+    """Call a closure with tensors, and return its results; bools are stored as int32."""
+    arguments = [
         c.mb.cast(x=var, dtype="bool") if parameter.dtype is DType.BOOL else var
         for parameter, var in zip(closure.parameters, values, strict=True)
     ]
-    returned = c.call(closure, given)
+    returned = c.call(closure, arguments)
     return [
         c.mb.cast(x=var, dtype="int32") if value.dtype is DType.BOOL else var
         for value, var in zip(closure.results, returned, strict=True)

@@ -1,4 +1,4 @@
-"""``Builder``: makes a graph, one operation at a time, and compiles it."""
+"""``Builder``: makes a graph, operation by operation, and compiles it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def check_feature_name(name: str, what: str) -> None:
     """Refuse a name that an input or output of a Core ML model cannot have.
 
     Raises:
-        GraphError: Says what it is the name of.
+        GraphError: Names ``what`` and the name.
     """
     if not is_feature_name(name):
         raise GraphError(
@@ -126,8 +126,8 @@ class Builder(
     Each operation is a method that takes and returns values, and checks its arguments at once.
 
     Args:
-        backend: What compiles the graph.
-        name: For messages.
+        backend: Compiles the graph.
+        name: Name in messages.
     """
 
     def __init__(self, backend: Backend, name: str = "main") -> None:
@@ -147,9 +147,9 @@ class Builder(
             name: Also the name of the Core ML input: a letter, then letters, digits and
                 underscores, and no word of MIL such as ``state`` or ``int32``.
             dtype: See ``DType.of``.
-            shape: A size that is known at run time only is a ``Dimension``, the name of one (from 1
-                to 16,384 if it is new), or None for one without a name; or an expression of the
-                symbol of one, linear as ``2 * n + 1``.
+            shape: A size that is known at run time only is a ``Dimension``, a dimension's name (1
+                to 16,384 if it is new), or None for an unnamed dimension; or a linear expression of
+                a dimension's symbol, as ``2 * n + 1``.
 
         Raises:
             GraphError: A name that does not fit or is taken, no such element type, a negative size.
@@ -185,14 +185,14 @@ class Builder(
         if dtype is None:
             is_python = isinstance(array, int | float | list | tuple)
             kinds = {"i": DType.INT32, "f": DType.FLOAT32}
-            found = kinds.get(data.dtype.kind) if is_python else None
-            element = found or DType.of(data.dtype)
+            python_dtype = kinds.get(data.dtype.kind) if is_python else None
+            element = python_dtype or DType.of(data.dtype)
         else:
             element = DType.of(dtype)
         stored = to_storage(data, element)
-        known = _known_sizes(stored, element)
+        elements = _known_sizes(stored, element)
         type = TensorType(element, data.shape)
-        return self.emit("constant", (), type, array=stored, known=known)
+        return self.emit("constant", (), type, array=stored, known=elements)
 
     @operation(ALL, _compose_size)
     def size(self, size: Dim) -> Value:
@@ -200,10 +200,10 @@ class Builder(
         return self.emit("size", (), TensorType(DType.INT32, ()), size=size, known=(size,))
 
     def check_outputs(self, outputs: Mapping[str, Value]) -> None:
-        """Refuse outputs that are no values of this graph, or whose names do not fit.
+        """Refuse an output that is not a value of this graph, or has an impossible name.
 
         Raises:
-            GraphError: Names the first.
+            GraphError: Names the first wrong output.
         """
         for name, value in outputs.items():
             if not isinstance(value, Value) or value.node.scope is not self.scope:
@@ -251,29 +251,29 @@ class Builder(
         if isinstance(size, sympy.Symbol):
             size = size.name
         dimension = size if isinstance(size, Dimension) else Dimension(size or name)
-        known = self.dimensions.setdefault(dimension.name, dimension)
-        if known != dimension and not isinstance(size, str):
+        declared = self.dimensions.setdefault(dimension.name, dimension)
+        if declared != dimension and not isinstance(size, str):
             raise GraphError(
-                f"dimension {dimension.name!r} has two ranges", got=f"{known} and {dimension}"
+                f"dimension {dimension.name!r} has two ranges", got=f"{declared} and {dimension}"
             )
-        return known.symbol
+        return declared.symbol
 
     def _declared_expression(self, size: sympy.Expr) -> Dim:
-        found = simplify(size)
-        parts = linear(found)
-        if parts is None and not isinstance(found, int):
+        expression = simplify(size)
+        parts = linear(expression)
+        if parts is None and not isinstance(expression, int):
             raise GraphError(
                 "a size of a parameter is no linear expression of one dimension",
                 got=str(size),
-                expected="one as 2 * n + 1",
+                expected="an expression such as 2 * n + 1",
             )
         if parts is not None:
             self._declared_size(parts[0].name, "")
-        return found
+        return expression
 
 
 def _known_sizes(stored: np.ndarray[Any, Any], dtype: DType) -> tuple[Dim, ...] | None:
-    """Return the elements of an array that may be a shape: a few integers."""
+    """Return the elements of an array of at most 16 integers, which may be a shape; else None."""
     if not dtype.is_integer or stored.ndim > 1 or stored.size > 16:
         return None
     return tuple(int(element) for element in stored.reshape(-1))

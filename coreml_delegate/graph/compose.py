@@ -1,4 +1,4 @@
-"""``Composer``: makes a MIL function of a graph, with coremltools' builder.
+"""``Composer``: makes a MIL function from a graph, with coremltools' builder.
 
 An operation's ``compose`` function is called with the composer, the node, and one MIL value per
 operand, in the storage dtype of its element type (see ``tensor_types``). It returns the MIL value
@@ -29,12 +29,12 @@ _INT_MIN = np.int32(-(2**31))
 
 
 class Composer:
-    """The MIL function that is being made.
+    """Writes the MIL function of a graph.
 
     Args:
         mb: coremltools' builder of MIL.
-        opset: Whose ops may be used.
-        order: Returns the nodes to compose for values of a scope, in this order.
+        opset: The MIL opset to use.
+        order: Returns the nodes that compute values of a scope, in the order to compose them.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Composer:
     # Values
 
     def bind(self, value: Value, var: Var | None) -> None:
-        """Set the MIL value of a value; its symbolic sizes can be read from it from now on."""
+        """Set the MIL value of ``value``, from whose shape its symbolic sizes are then read."""
         self._vars[value] = var
         if var is None or value.rank > MOST_AXES:
             return
@@ -62,11 +62,11 @@ class Composer:
                 self._sizes[parts[0]] = (var, axis, size)
 
     def var(self, value: Value) -> Var | None:
-        """Return the MIL value of a value that has been composed."""
+        """Return the MIL value of ``value``, which has been composed."""
         return self._vars[value]
 
     def compose(self, nodes: Iterable[Node]) -> None:
-        """Make MIL of nodes, in this order."""
+        """Compose nodes, in this order."""
         for node in nodes:
             if node.results and node.results[0] in self._vars:
                 continue
@@ -76,9 +76,9 @@ class Composer:
                 self.bind(value, None if value.type.is_empty else var)
 
     def call(self, closure: Closure, arguments: Sequence[Var | None]) -> tuple[Var | None, ...]:
-        """Make MIL of a closure's nodes in the current block; return the values of its results."""
-        before = dict(self._vars)
-        sizes = dict(self._sizes)
+        """Compose a closure's nodes in the current block; return the MIL values of its results."""
+        outer_vars = dict(self._vars)
+        outer_sizes = dict(self._sizes)
         try:
             for parameter, argument in zip(closure.parameters, arguments, strict=True):
                 self.bind(parameter, argument)
@@ -86,7 +86,7 @@ class Composer:
             return tuple(self._vars[result] for result in closure.results)
         finally:
             # Another call has other arguments, and values of a nested block end with it.
-            self._vars, self._sizes = before, sizes
+            self._vars, self._sizes = outer_vars, outer_sizes
 
     def _compose_node(self, node: Node) -> Any:
         compose = node.record.compose
@@ -94,23 +94,23 @@ class Composer:
             raise AssertionError(f"{node.name} is made of other operations")
         if node.results and all(value.type.is_empty for value in node.results):
             return (None,) * len(node.results)
-        stored = [self._vars[operand] for operand in node.operands]
+        operands = [self._vars[operand] for operand in node.operands]
         if not (node.record.moves_data and _has_bool(node)):
-            return compose(self, node, *stored)
+            return compose(self, node, *operands)
         # Hardly any op of MIL moves bools.
-        moved = [
+        as_integers = [
             self.mb.cast(x=var, dtype="int32")
             if operand.dtype is DType.BOOL and var is not None
             else var
-            for operand, var in zip(node.operands, stored, strict=True)
+            for operand, var in zip(node.operands, operands, strict=True)
         ]
-        returned = compose(self, node, *moved)
+        returned = compose(self, node, *as_integers)
         results = returned if isinstance(returned, tuple) else (returned,)
-        back = tuple(
+        as_bools = tuple(
             self.mb.cast(x=var, dtype="bool") if value.dtype is DType.BOOL else var
             for value, var in zip(node.results, results, strict=True)
         )
-        return back if isinstance(returned, tuple) else back[0]
+        return as_bools if isinstance(returned, tuple) else as_bools[0]
 
     # Constants and sizes
 
@@ -118,19 +118,19 @@ class Composer:
         """Return a constant.
 
         Args:
-            array: Of ``dtype``, or of its storage dtype.
+            array: Elements of ``dtype``, or of its storage dtype.
             dtype: Element type of the graph; None if the array has the storage dtype.
         """
         array = np.asarray(array)
-        stored = array if dtype is None else to_storage(array, dtype)
-        if stored.ndim > MOST_AXES:
-            stored = stored.reshape(-1)
-        if stored.ndim == 0:
-            return self.mb.const(val=stored[()])
-        return self.mb.const(val=np.ascontiguousarray(stored))
+        data = array if dtype is None else to_storage(array, dtype)
+        if data.ndim > MOST_AXES:
+            data = data.reshape(-1)
+        if data.ndim == 0:
+            return self.mb.const(val=data[()])
+        return self.mb.const(val=np.ascontiguousarray(data))
 
     def full(self, value: Any, like: TensorType) -> Var:
-        """Return a tensor of one value, which may have a symbolic shape."""
+        """Return a tensor filled with ``value``; its shape may be symbolic."""
         scalar = to_storage(np.asarray(value), like.dtype)[()]
         if like.rank == 0:
             return self.mb.const(val=scalar)
@@ -145,7 +145,7 @@ class Composer:
         return self._expression(sympy.expand(size))
 
     def shape(self, shape: Sequence[Dim]) -> Any:
-        """Return a shape as ops take it: a list of ints, or an int32 tensor of rank 1."""
+        """Return a shape as an argument of ops: a list of ints, or an int32 tensor of rank 1."""
         if all(isinstance(size, int) for size in shape):
             return [int(size) for size in shape]
         parts = [self.size(size) for size in shape]
@@ -158,19 +158,19 @@ class Composer:
         return vectors[0] if len(vectors) == 1 else self.mb.concat(values=vectors, axis=0)
 
     def _read_size(self, size: sympy.Symbol) -> Var:
-        """Return the size that a symbol stands for, from the shape of a value that has it."""
+        """Return a symbol's size, read from a bound value: ``size = slope * symbol + offset``."""
         if size not in self._sizes:
             raise GraphError(
-                f"no value in reach has a dimension of size {size}",
+                f"no available value has a dimension of size {size}",
                 remedy="Give a parameter a dimension of that name",
             )
-        var, axis, whole = self._sizes[size]
+        var, axis, expression = self._sizes[size]
         shape = self.mb.shape(x=var)
-        found = self.mb.gather(x=shape, indices=np.int32(axis), axis=0)
-        _, slope, offset = linear(whole) or (None, 1, 0)
+        read_size = self.mb.gather(x=shape, indices=np.int32(axis), axis=0)
+        _, slope, offset = linear(expression) or (None, 1, 0)
         if offset:
-            found = self.mb.sub(x=found, y=np.int32(offset))
-        return self.mb.floor_div(x=found, y=np.int32(slope)) if slope != 1 else found
+            read_size = self.mb.sub(x=read_size, y=np.int32(offset))
+        return self.mb.floor_div(x=read_size, y=np.int32(slope)) if slope != 1 else read_size
 
     def _expression(self, size: Any) -> Var:
         if isinstance(size, sympy.Symbol):
@@ -185,10 +185,10 @@ class Composer:
         }
         if size.func in functions:
             combine, _ = functions[size.func]
-            first, *others = (self._expression(part) for part in size.args)
-            for other in others:
-                first = combine(first, other)
-            return first
+            result, *operands = (self._expression(part) for part in size.args)
+            for operand in operands:
+                result = combine(result, operand)
+            return result
         if isinstance(size, sympy.floor):
             top, bottom = sympy.fraction(sympy.together(size.args[0]))
             return self.mb.floor_div(x=self._expression(top), y=self._expression(bottom))
@@ -205,10 +205,10 @@ class Composer:
     # Element types
 
     def convert(self, x: Var, source: DType, target: DType) -> Var:
-        """Return values of one element type as another, by StableHLO's rules.
+        """Convert values to another element type, by StableHLO's rules.
 
         Floats are rounded towards zero to integers; integers keep their low bits; bool is 0 or 1,
-        and everything but 0 is true.
+        and every number but 0 is true.
         """
         if source is target or (
             source.storage_dtype == target.storage_dtype
@@ -226,7 +226,10 @@ class Composer:
         return self.wrap(self.mb.cast(x=x, dtype=target.storage_dtype), target)
 
     def wrap(self, x: Var, dtype: DType) -> Var:
-        """Return int32 values modulo the range of a narrower integer type; others as they are."""
+        """Wrap int32 values to a narrower integer type of n bits; other types are unchanged.
+
+        Unsigned: ``x mod 2**n``; signed: ``(x + 2**(n-1)) mod 2**n - 2**(n-1)``.
+        """
         if not dtype.wraps:
             return x
         span = np.int32(1 << dtype.bits)
@@ -236,41 +239,43 @@ class Composer:
         return self.mb.sub(x=self.mb.mod(x=self.mb.add(x=x, y=half), y=span), y=half)
 
     def ordered(self, x: Var, dtype: DType) -> Var:
-        """Return values whose order as the storage dtype is the order of the element type.
+        """Map values so that ``<`` of the storage dtype is ``<`` of the element type.
 
-        That is what they are already, but for uint32, which is stored as the bits of an int32.
+        Only uint32 changes, which is stored as the bits of an int32: ``x - 2**31`` keeps its order.
         """
         return self.mb.add(x=x, y=_INT_MIN) if dtype is DType.UINT32 else x
 
     def _unsigned_to_float(self, x: Var, target: DType) -> Var:
+        # high * 2**16 + low, where both are unsigned halves.
         high = self.mb.floor_div(x=x, y=np.int32(1 << 16))
         high = self.mb.mod(x=high, y=np.int32(1 << 16))
         low = self.mb.mod(x=x, y=np.int32(1 << 16))
-        scaled = self.mb.mul(x=self.mb.cast(x=high, dtype="fp32"), y=np.float32(1 << 16))
-        whole = self.mb.add(x=scaled, y=self.mb.cast(x=low, dtype="fp32"))
+        scaled_high = self.mb.mul(x=self.mb.cast(x=high, dtype="fp32"), y=np.float32(1 << 16))
+        converted = self.mb.add(x=scaled_high, y=self.mb.cast(x=low, dtype="fp32"))
         return (
-            whole
+            converted
             if target.storage_dtype == "fp32"
-            else self.mb.cast(x=whole, dtype=target.storage_dtype)
+            else self.mb.cast(x=converted, dtype=target.storage_dtype)
         )
 
     def _float_to_unsigned(self, x: Var, source: DType) -> Var:
-        wide = x if source.storage_dtype == "fp32" else self.mb.cast(x=x, dtype="fp32")
-        above = self.mb.greater_equal(x=wide, y=np.float32(2**31))
-        low = self.mb.select(cond=above, a=self.mb.sub(x=wide, y=np.float32(2**31)), b=wide)
-        whole = self.mb.cast(x=low, dtype="int32")
-        return self.mb.select(cond=above, a=self.mb.add(x=whole, y=_INT_MIN), b=whole)
+        floats = x if source.storage_dtype == "fp32" else self.mb.cast(x=x, dtype="fp32")
+        # From 2**31 on: the bits of x - 2**31, with the highest bit set.
+        above = self.mb.greater_equal(x=floats, y=np.float32(2**31))
+        reduced = self.mb.select(cond=above, a=self.mb.sub(x=floats, y=np.float32(2**31)), b=floats)
+        bits = self.mb.cast(x=reduced, dtype="int32")
+        return self.mb.select(cond=above, a=self.mb.add(x=bits, y=_INT_MIN), b=bits)
 
     # Shapes
 
     def reshape(self, x: Var, shape: Sequence[Dim]) -> Var:
-        """Return the elements of a tensor of any rank in another shape, which may have rank 0."""
+        """Return a tensor of any rank in another shape, which may have rank 0."""
         shape = storage_shape(shape)
         if tuple(x.shape) == tuple(shape):
             return x
         if not shape:
             if x.rank > 1:
-                # Of a constant, coremltools 9 squeezes one axis, however many are named.
+                # coremltools 9 squeezes only one axis of a constant, whatever ``axes`` says.
                 x = self.mb.reshape(x=x, shape=[1])
             return self.mb.squeeze(x=x, axes=[0]) if x.rank else x
         if x.rank == 0:
@@ -282,7 +287,7 @@ class Composer:
         return self.mb.reshape(x=x, shape=self.shape(shape))
 
     def broadcast(self, x: Var, shape: Sequence[Dim]) -> Var:
-        """Return ``x`` repeated to a shape: of the same rank, with sizes equal or 1; or rank 0."""
+        """Broadcast ``x`` to a shape; its sizes are equal or 1, or its rank is 0."""
         if x.rank == 0:
             shape = storage_shape(shape)
         if x.rank < len(shape):
@@ -300,7 +305,7 @@ class Composer:
 
 
 def storage_shape(shape: Sequence[Dim]) -> tuple[Dim, ...]:
-    """Return the shape in which MIL holds a tensor: that of a vector if it has too many axes."""
+    """Return the shape of a tensor in MIL: flat, [count], if it has more than five axes."""
     if len(shape) <= MOST_AXES:
         return tuple(shape)
     count: Any = 1
@@ -314,10 +319,10 @@ def _has_bool(node: Node) -> bool:
 
 
 def to_storage(array: np.ndarray[Any, Any], dtype: DType) -> np.ndarray[Any, Any]:
-    """Return an array of a graph's element type as its storage dtype holds it.
+    """Convert an array of an element type to its storage dtype.
 
     Args:
-        array: Of ``dtype``; other dtypes are cast to it first.
+        array: Elements of ``dtype``, or to be cast to it.
         dtype: Element type.
 
     Raises:
@@ -341,7 +346,7 @@ def to_storage(array: np.ndarray[Any, Any], dtype: DType) -> np.ndarray[Any, Any
 
 
 def from_storage(array: np.ndarray[Any, Any], dtype: DType) -> np.ndarray[Any, Any]:
-    """Return an array that the storage dtype holds as the graph's element type."""
+    """Convert an array of the storage dtype to the element type."""
     if dtype is DType.UINT32:
         return np.asarray(array, np.int32, order="C").view(np.uint32)
     return array.astype(dtype.numpy, copy=False)

@@ -1,4 +1,4 @@
-"""``Emitter``: what all families of operations have in common when they add a node to a graph."""
+"""``Emitter``, the base class of all families of operations, and their common shape checks."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ REFUSED: dict[str, str] = {
     "batch_norm_grad": _TRAINING,
     "cholesky": _LINEAR_ALGEBRA,
     "triangular_solve": _LINEAR_ALGEBRA,
-    "rng": "what it draws is left to the implementation; rng_bit_generator is exact",
+    "rng": "its numbers depend on the implementation; rng_bit_generator is exact",
 }
-"""Operations of StableHLO that the builder does not have, with the reason."""
+"""StableHLO operations that the builder lacks, with the reason."""
 
 
 def operation(
@@ -55,8 +55,8 @@ def operation(
     """Return a decorator that makes a method of the builder an operation, with its record.
 
     The method is the shape rule: it checks its arguments and calls ``self.emit`` with the type of
-    the result, or calls other operations. Before it is called, each value among its arguments is
-    checked to be one of this graph, and the first one's element type to be one of ``dtypes``.
+    the result, or calls other operations. Before the call, every value among its arguments has to
+    belong to this graph, and the first value's element type to ``dtypes``.
 
     Args:
         dtypes: Element types that the first operand may have.
@@ -86,7 +86,7 @@ class Emitter:
     """Adds nodes to the scope that is being built.
 
     Attributes:
-        scope: Where new nodes go.
+        scope: The scope of new nodes.
     """
 
     def __init__(self) -> None:
@@ -127,15 +127,15 @@ class Emitter:
         """Add a node.
 
         Args:
-            name: Of the operation, which is in ``OPERATIONS``.
+            name: The operation, a key of ``OPERATIONS``.
             operands: Values of this graph.
-            types: Type of the result, or types of several.
-            closures: By name.
-            known: Elements of the result where they are sizes; see ``Value``.
-            attributes: Whatever the operation's ``compose`` reads.
+            types: Type of the result, or a sequence of types for several results.
+            closures: Closures by parameter name.
+            known: Elements of the result, if they are sizes; see ``Value``.
+            attributes: Attributes for the operation's ``compose``.
 
         Returns:
-            The result, or a tuple of several.
+            The result, or a tuple of results if ``types`` is a sequence.
         """
         node = Node(OPERATIONS[name], tuple(operands), attributes, closures or {}, self.scope)
         several = not isinstance(types, TensorType)
@@ -147,12 +147,12 @@ class Emitter:
     def trace(
         self, name: str, function: Callable[..., Any], types: Sequence[TensorType]
     ) -> Closure:
-        """Call a Python function with new values, and return the closure that it describes.
+        """Trace a Python function into a closure, by a call with new values.
 
         Args:
-            name: For messages.
-            function: Takes one value per type; returns a value, or a sequence of values.
-            types: Of its parameters.
+            name: Name in messages.
+            function: Takes a value for each type; returns a value, or a sequence of values.
+            types: Types of its parameters.
         """
         outer, self.scope = self.scope, Scope(self.scope)
         try:
@@ -172,7 +172,7 @@ class Emitter:
 
 
 def _compose_argument(*_: Any) -> Any:
-    raise AssertionError("arguments are bound by whoever composes the closure")
+    raise AssertionError("Composer.call binds arguments")
 
 
 OPERATIONS["argument"] = OperationRecord(
@@ -189,7 +189,7 @@ def _values_in(arguments: Iterable[Any]) -> Iterator[Value]:
 
 
 def normalize_axis(axis: int, rank: int, what: str = "axis") -> int:
-    """Return an axis from 0 on; negative ones count from the end.
+    """Return an axis as 0 or more; a negative axis counts from the end.
 
     Raises:
         GraphError: There is no such axis.
@@ -200,16 +200,16 @@ def normalize_axis(axis: int, rank: int, what: str = "axis") -> int:
 
 
 def normalize_axes(axes: int | Sequence[int], rank: int, what: str = "axes") -> tuple[int, ...]:
-    """Return axes from 0 on, in the order given.
+    """Return axes as 0 or more, in the same order.
 
     Raises:
-        GraphError: There is no such axis, or one is given twice.
+        GraphError: There is no such axis, or an axis repeats.
     """
-    given = (axes,) if isinstance(axes, int | np.integer) else tuple(axes)
-    found = tuple(normalize_axis(int(axis), rank, what) for axis in given)
-    if len(set(found)) != len(found):
-        raise GraphError(f"{what} repeat", got=str(list(given)))
-    return found
+    numbers = (axes,) if isinstance(axes, int | np.integer) else tuple(axes)
+    normalized = tuple(normalize_axis(int(axis), rank, what) for axis in numbers)
+    if len(set(normalized)) != len(normalized):
+        raise GraphError(f"{what} repeat", got=str(list(numbers)))
+    return normalized
 
 
 def same_size(one: Dim, other: Dim) -> bool:
@@ -232,17 +232,17 @@ def broadcast_shapes(name: str, *types: TensorType) -> tuple[Dim, ...]:
     Raises:
         GraphError: Sizes differ.
     """
-    full = [t.shape for t in types if t.rank]
-    if not full:
+    shapes = [t.shape for t in types if t.rank]
+    if not shapes:
         return ()
-    rank = len(full[0])
+    rank = len(shapes[0])
     shape: list[Dim] = []
-    for sizes in zip(*full, strict=False):
-        wide = [size for size in sizes if size != 1]
-        if not all(same_size(size, wide[0]) for size in wide[1:]):
+    for sizes in zip(*shapes, strict=False):
+        long_sizes = [size for size in sizes if size != 1]
+        if not all(same_size(size, long_sizes[0]) for size in long_sizes[1:]):
             break
-        shape.append(wide[0] if wide else 1)
-    if len(shape) != rank or any(len(sizes) != rank for sizes in full):
+        shape.append(long_sizes[0] if long_sizes else 1)
+    if len(shape) != rank or any(len(sizes) != rank for sizes in shapes):
         raise GraphError(
             f"{name}: shapes of operands differ",
             got=" and ".join(str(t) for t in types),
@@ -262,5 +262,5 @@ def require_same_dtype(name: str, *values: Value) -> None:
             f"{name}: element types of operands differ",
             got=" and ".join(value.dtype.label for value in values),
             expected=f"all {values[0].dtype.label}",
-            remedy="Convert one with convert",
+            remedy="Use convert",
         )

@@ -44,14 +44,14 @@ Array = NDArray[Any]
 STATE_DTYPES = frozenset(
     {DType.FLOAT16, DType.FLOAT32, DType.FLOAT64, DType.BOOL, DType.UINT8, DType.INT8}
 )
-"""Element types of states, which hold fp16: floats are rounded to it, and other integers lost."""
+"""Element types of states, which are fp16: floats are rounded; wider integers are not exact."""
 
 
 class Buffer:
-    """A tensor in the form in which an executable takes and returns it, so that nothing is copied.
+    """A tensor in an executable's own form, which needs no copy as an input or output.
 
     Args:
-        stored: In the storage dtype of the element type.
+        stored: The elements, in the storage dtype of the element type.
         type: Element type and shape.
     """
 
@@ -62,25 +62,25 @@ class Buffer:
         self.type = type
 
     @classmethod
-    def of(cls, given: Any, dtype: DType | None = None) -> Buffer:
+    def of(cls, data: Any, dtype: DType | None = None) -> Buffer:
         """Return a buffer of an array.
 
         Args:
-            given: An array, anything with ``__dlpack__``, or a buffer.
-            dtype: Element type it has to have; None for its own.
+            data: An array, anything with ``__dlpack__``, or a buffer.
+            dtype: Required element type; None for the element type of ``data``.
 
         Raises:
             InputError: It has another element type, or values that 32 bits cannot hold.
         """
-        if isinstance(given, Buffer):
-            if dtype is not None and given.type.dtype is not dtype:
-                raise _wrong_dtype(given.type.dtype.label, dtype)
-            return given
-        array = as_numpy(given)
+        if isinstance(data, Buffer):
+            if dtype is not None and data.type.dtype is not dtype:
+                raise _wrong_dtype(data.type.dtype.label, dtype)
+            return data
+        array = as_numpy(data)
         if dtype is None:
             dtype = DType.of(array.dtype)
         elif array.dtype != dtype.numpy:
-            is_python = not hasattr(given, "dtype")
+            is_python = not hasattr(data, "dtype")
             if not (is_python and np.can_cast(array.dtype, dtype.numpy, casting="same_kind")):
                 raise _wrong_dtype(str(array.dtype), dtype)
             if dtype.is_integer and array.size:
@@ -94,7 +94,7 @@ class Buffer:
             raise InputError(error.what, got=error.got, expected=error.expected) from None
 
     def numpy(self) -> Array:
-        """Return the tensor as a NumPy array of its element type; a view where that is possible."""
+        """Return the tensor as a NumPy array of its element type; a view where possible."""
         return from_storage(self.stored, self.type.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
@@ -111,11 +111,11 @@ class Buffer:
 
 
 class Executable:
-    """A compiled graph. Safe to use from several threads, with a state each.
+    """A compiled graph. Thread-safe if each thread has its own state.
 
     Attributes:
-        model: The function that the engine has compiled.
-        files: The mlpackage, relative path to content.
+        model: The function as the engine compiled it.
+        files: Content of the mlpackage's files, by relative path.
         parameters: Types of the inputs by name, in the order of ``run``.
         outputs: Types of the outputs by name.
         states: Types of the states by name.
@@ -137,12 +137,12 @@ class Executable:
         self.states = dict(states)
         self.dimensions = dict(dimensions)
         self._backend = backend
-        self.model = self._loaded(backend.engine, backend.options)
-        self._takes = [
+        self.model = self._load(backend.engine, backend.options)
+        self._inputs = [
             (name, type, 0 < type.rank <= MOST_AXES, type.shape if type.is_static else None)
             for name, type in parameters.items()
         ]
-        self._gives = list(outputs.items())
+        self._outputs = list(outputs.items())
 
     @property
     def engine_name(self) -> str:
@@ -154,17 +154,17 @@ class Executable:
 
         Args:
             engine: ``auto``, or an engine's name.
-            options: How it executes; None for those that the graph was compiled with.
+            options: The engine's options; None for the options that the graph was compiled with.
 
         Raises:
             CoreMLDelegateError: The engine cannot be used here, or lacks an op.
         """
-        found = copy.copy(self)
-        chosen = self._backend.options if options is None else options
-        found.model = found._loaded(engine, chosen)
-        return found
+        moved = copy.copy(self)
+        engine_options = self._backend.options if options is None else options
+        moved.model = moved._load(engine, engine_options)
+        return moved
 
-    def _loaded(self, engine: str, options: EngineOptions | None) -> Model:
+    def _load(self, engine: str, options: EngineOptions | None) -> Model:
         model = Model.from_files(self.files, engine=engine, options=options)
         if sum(memoryview(content).nbytes for content in self.files.values()) <= SMALL:
             model.prepare_native_calls()
@@ -173,9 +173,9 @@ class Executable:
     @property
     def signature(self) -> str:
         """The inputs' names and types, and the outputs' types: ``(x: float32[2]) -> bool[]``."""
-        takes = ", ".join(f"{name}: {type}" for name, type in self.parameters.items())
-        gives = ", ".join(map(str, self.outputs.values()))
-        return f"({takes}) -> {gives}"
+        inputs = ", ".join(f"{name}: {type}" for name, type in self.parameters.items())
+        outputs = ", ".join(map(str, self.outputs.values()))
+        return f"({inputs}) -> {outputs}"
 
     def __repr__(self) -> str:
         return f"<Executable{self.signature}>"
@@ -188,7 +188,7 @@ class Executable:
         """Run once.
 
         Args:
-            arrays: One per parameter, in the order in which the parameters were made.
+            arrays: An array for each parameter, in the order in which the parameters were made.
             state: From ``make_state``; updated in place.
 
         Returns:
@@ -207,11 +207,11 @@ class Executable:
             buffers: Buffers, or arrays.
             state: From ``make_state``; updated in place.
         """
-        if len(buffers) != len(self._takes):
+        if len(buffers) != len(self._inputs):
             raise InputError(
                 "wrong number of arrays",
                 got=str(len(buffers)),
-                expected=f"{len(self._takes)}: {', '.join(self.parameters) or 'none'}",
+                expected=f"{len(self._inputs)}: {', '.join(self.parameters) or 'none'}",
             )
         if (state is None) and self.states:
             raise InputError(
@@ -219,9 +219,9 @@ class Executable:
             )
         sizes: dict[sympy.Symbol, int] = {}
         inputs: dict[str, Array] = {}
-        for (name, type, is_same_rank, fixed), given in zip(self._takes, buffers, strict=True):
+        for (name, type, is_same_rank, fixed), data in zip(self._inputs, buffers, strict=True):
             try:
-                buffer = Buffer.of(given, type.dtype)
+                buffer = Buffer.of(data, type.dtype)
             except InputError as error:
                 raise InputError(
                     f"parameter {name!r}: {error.what}", got=error.got, expected=error.expected
@@ -234,10 +234,10 @@ class Executable:
             # Core ML has no inputs of bools.
             inputs[name] = array.astype(np.int32) if type.dtype is DType.BOOL else array
         outputs = self.model.run_unchecked(inputs, state)
-        return tuple(self._output(name, type, outputs, sizes) for name, type in self._gives)
+        return tuple(self._output(name, type, outputs, sizes) for name, type in self._outputs)
 
     def save(self, path: Path | str) -> None:
-        """Write the model, replacing one of that name. Equal graphs give equal bytes.
+        """Write the model, and replace an existing file. Equal graphs give equal bytes.
 
         Args:
             path: A ``.mlpackage``, or a ``.pte`` whose method ``forward`` is one Core ML delegate;
@@ -246,7 +246,7 @@ class Executable:
         Raises:
             OptionError: Another suffix.
             LoweringError: See ``graph.pte.delegate_program``.
-            OSError: It cannot be written; an existing one is left as it was.
+            OSError: The file cannot be written; an existing file stays unchanged.
         """
         path = Path(path)
         if path.suffix == ".mlpackage":
@@ -284,8 +284,8 @@ class Executable:
             if parts is not None:
                 symbol, slope, offset = parts
                 dimension = self.dimensions[symbol.name]
-                count, rest = divmod(size - offset, slope)
-                fits &= rest == 0 and sizes.setdefault(symbol, count) == count
+                count, remainder = divmod(size - offset, slope)
+                fits &= remainder == 0 and sizes.setdefault(symbol, count) == count
                 fits &= dimension.least <= count <= dimension.most
             else:
                 fits &= size == declared
@@ -302,19 +302,19 @@ class Executable:
         if parts is None:
             return str(size)
         dimension = self.dimensions[parts[0].name]
-        taken = f", {sizes[dimension.symbol]} before" if dimension.symbol in sizes else ""
-        range = f"{dimension.least} to {dimension.most}{taken}"
+        earlier = f", {sizes[dimension.symbol]} before" if dimension.symbol in sizes else ""
+        range = f"{dimension.least} to {dimension.most}{earlier}"
         is_plain = isinstance(size, sympy.Symbol)
         return f"{size} ({range})" if is_plain else f"{size} ({dimension.name}: {range})"
 
 
-def as_numpy(given: Any) -> Array:
-    """Return an array of any framework as NumPy's, without a copy where that is possible."""
-    if isinstance(given, np.ndarray):
-        return given
-    if hasattr(given, "__dlpack__") and not hasattr(given, "__array__"):
-        return np.from_dlpack(given)
-    return np.asarray(given)
+def as_numpy(array: Any) -> Array:
+    """Return any framework's array as a NumPy array, without a copy where possible."""
+    if isinstance(array, np.ndarray):
+        return array
+    if hasattr(array, "__dlpack__") and not hasattr(array, "__array__"):
+        return np.from_dlpack(array)
+    return np.asarray(array)
 
 
 def compile_graph(
@@ -323,13 +323,13 @@ def compile_graph(
     states: Mapping[Value, Value],
 ) -> Executable:
     """Compile a graph; see ``Builder.compile``."""
-    named = _named(builder, outputs)
+    named = _name_outputs(builder, outputs)
     _check_states(builder, states)
     names = {value: name for name, value in builder.parameters.items()}
     inputs = {name: v for name, v in builder.parameters.items() if v not in states}
-    kept = {names[value]: after for value, after in states.items()}
+    new_states = {names[value]: new_value for value, new_value in states.items()}
     with convert_mil(
-        lambda: _mil_program(builder, inputs, named, kept), builder.backend.compile_options
+        lambda: _mil_program(builder, inputs, named, new_states), builder.backend.compile_options
     ) as conversion:
         files = _package_files(conversion)
     return Executable(
@@ -337,12 +337,12 @@ def compile_graph(
         builder.backend,
         {name: value.type for name, value in inputs.items()},
         {name: value.type for name, value in named.items()},
-        {name: builder.parameters[name].type for name in kept},
+        {name: builder.parameters[name].type for name in new_states},
         builder.dimensions,
     )
 
 
-def _named(
+def _name_outputs(
     builder: Builder, outputs: Value | Sequence[Value] | Mapping[str, Value]
 ) -> dict[str, Value]:
     if isinstance(outputs, Mapping):
@@ -391,7 +391,7 @@ def _mil_program(
     outputs: Mapping[str, Value],
     states: Mapping[str, Value],
 ) -> tuple[Any, dict[str, Any]]:
-    """Make the MIL program, and describe its inputs to coremltools where shapes are symbolic."""
+    """Return the MIL program, and coremltools' types of its inputs if shapes are symbolic."""
     from coremltools.converters.mil import Builder as MilBuilder
     from coremltools.converters.mil.mil import Function, Program, types
 
@@ -405,14 +405,14 @@ def _mil_program(
         "int32": types.int32,
         "bool": types.int32,
     }
-    fed = {name: value for name, value in inputs.items() if not value.type.is_empty}
+    nonempty = {name: value for name, value in inputs.items() if not value.type.is_empty}
     placeholders = {
         name: mb.placeholder(
             shape=_placeholder_shape(value, symbols),
             dtype=storage_types[value.dtype.storage_dtype],
             name=name,
         )
-        for name, value in fed.items()
+        for name, value in nonempty.items()
     }
     for name in states:
         type = builder.parameters[name].type
@@ -423,14 +423,14 @@ def _mil_program(
     with Function(placeholders, opset_version=ct.target(int(backend.opset))) as function:
         for name, value in inputs.items():
             composer.bind(value, None)
-            if name in fed:
+            if name in nonempty:
                 composer.bind(value, _from_feature(composer, value, function.inputs[name]))
         for name in states:
             value = builder.parameters[name]
-            read = mb.read_state(input=function.inputs[name])
-            composer.bind(value, _from_state(composer, value, read))
-        wanted = [*outputs.values(), *states.values()]
-        composer.compose(composer.order(builder.scope, wanted))
+            stored = mb.read_state(input=function.inputs[name])
+            composer.bind(value, _from_state(composer, value, stored))
+        needed_values = [*outputs.values(), *states.values()]
+        composer.compose(composer.order(builder.scope, needed_values))
         for name, value in states.items():
             mb.coreml_update_state(state=function.inputs[name], value=_to_state(composer, value))
         results = [
@@ -441,7 +441,7 @@ def _mil_program(
         function.set_outputs(results)
     program = Program()
     program.add_function("main", function)
-    described = [
+    input_types = [
         ct.TensorType(
             name=name,
             shape=ct.Shape(
@@ -449,9 +449,9 @@ def _mil_program(
             ),
             dtype=types.nptype_from_builtin(storage_types[value.dtype.storage_dtype]),
         )
-        for name, value in fed.items()
+        for name, value in nonempty.items()
     ]
-    return program, {"inputs": described} if builder.dimensions else {}
+    return program, {"inputs": input_types} if builder.dimensions else {}
 
 
 def _placeholder_shape(value: Value, symbols: dict[sympy.Expr, Any]) -> list[Any]:
@@ -478,14 +478,14 @@ def _range(ct: Any, builder: Builder, size: Dim) -> Any:
 
 
 def _from_feature(c: Composer, value: Value, var: Var) -> Var:
-    """Return an input or a state as its storage dtype, in its own rank."""
+    """Convert an input of the MIL function to the value's storage dtype and rank."""
     if not value.rank:
         var = c.mb.squeeze(x=var, axes=[0])
     return c.mb.cast(x=var, dtype="bool") if value.dtype is DType.BOOL else var
 
 
 def _from_state(c: Composer, value: Value, var: Var) -> Var:
-    """Return the fp16 numbers of a state as the storage dtype, in the value's rank."""
+    """Convert the fp16 elements of a state to the value's storage dtype and rank."""
     if not value.rank:
         var = c.mb.squeeze(x=var, axes=[0])
     if value.dtype is DType.BOOL:
@@ -495,19 +495,19 @@ def _from_state(c: Composer, value: Value, var: Var) -> Var:
 
 
 def _to_state(c: Composer, value: Value) -> Var:
-    """Return what a state holds from now on: fp16, of rank 1 or more."""
+    """Convert a value to a state's elements: fp16, of rank 1 or more."""
     var = c.reshape(c.var(value), value.shape or (1,))
     return var if value.dtype.storage_dtype == "fp16" else c.mb.cast(x=var, dtype="fp16")
 
 
 def _to_feature(c: Composer, value: Value, name: str) -> Var:
-    """Return an output in a type and rank that Core ML has for outputs, named."""
+    """Convert a value to an output of this name: bools become int32, rank 0 becomes 1."""
     var = c.var(value)
     if value.dtype is DType.BOOL:
         var = c.mb.cast(x=var, dtype="int32")
     if not value.rank:
         var = c.mb.expand_dims(x=var, axes=[0])
-    # An input or a constant is no output, and neither is one value two.
+    # In Core ML, an output is not an input or a constant, and two outputs are two values.
     return c.mb.identity(x=var, name=name)
 
 

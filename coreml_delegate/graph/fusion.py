@@ -1,8 +1,8 @@
-"""Nodes of whole layers instead of the many nodes that compute them.
+"""Fusion: one node per layer (softmax, layer norm, GELU, attention, LSTM).
 
-Frameworks hand a softmax or a layer norm over in pieces. Core ML runs such layers faster as one op.
-A pattern is replaced only by what computes the same function, except for rounding. coremltools
-itself makes means of sums, and knows few of these patterns.
+Frameworks decompose layers; Core ML runs a layer faster as one op. The fused node computes the same
+function, except for rounding. coremltools recognizes few of these patterns, and itself turns sums
+into means.
 """
 
 from __future__ import annotations
@@ -30,84 +30,84 @@ _GELU_CUBIC = 0.044715
 
 
 def fused_nodes(scope: Scope, results: Sequence[Value]) -> list[Node]:
-    """Return the nodes to compute values of a scope, in order, with whole layers as one node.
+    """Return the nodes that compute values of a scope, in order, with layers fused.
 
     Args:
         scope: The scope.
         results: The values.
     """
-    nodes = [_fused(node) for node in needed_nodes(scope, results)]
-    wanted = set(results)
-    kept: list[Node] = []
+    nodes = [_fuse(node) for node in needed_nodes(scope, results)]
+    needed = set(results)
+    live_nodes: list[Node] = []
     for node in reversed(nodes):
-        if wanted.isdisjoint(node.results):
+        if needed.isdisjoint(node.results):
             continue
-        kept.append(node)
-        wanted.update(node.operands)
+        live_nodes.append(node)
+        needed.update(node.operands)
         for closure in node.closures.values():
-            wanted.update(_used(closure))
-    return kept[::-1]
+            needed.update(_used_values(closure))
+    return live_nodes[::-1]
 
 
-def _used(closure: Closure) -> Iterator[Value]:
-    """Yield the values that a closure uses, those from outside among them."""
+def _used_values(closure: Closure) -> Iterator[Value]:
+    """Yield the values that a closure uses, also values of the scopes around it."""
     yield from closure.results
     for node in needed_nodes(closure.scope, closure.results):
         yield from node.operands
         for inner in node.closures.values():
-            yield from _used(inner)
+            yield from _used_values(inner)
 
 
-def _fused(node: Node) -> Node:
-    """Return the node of the whole layer whose result a node computes, else the node."""
-    for pattern in _PATTERNS.get(node.name, ()):
-        found = pattern(node)
-        if found is not None:
-            record = found.record or OPERATIONS[found.name]
-            fused = Node(record, found.operands, found.attributes, {}, node.scope)
+def _fuse(node: Node) -> Node:
+    """Return the fused node of the layer whose result ``node`` computes, else ``node``."""
+    for match in _PATTERNS.get(node.name, ()):
+        pattern = match(node)
+        if pattern is not None:
+            record = pattern.record or OPERATIONS[pattern.name]
+            fused = Node(record, pattern.operands, pattern.attributes, {}, node.scope)
             fused.results = node.results
             return fused
     return node
 
 
 def _softmax(node: Node) -> Pattern | None:
-    found = softmax_of(node)
-    if found is None:
+    softmax = softmax_of(node)
+    if softmax is None:
         return None
-    x, axis = found
+    x, axis = softmax
     return Pattern("softmax", (x,), {"axis": axis})
 
 
 def _silu(node: Node) -> Pattern | None:
-    """``x * logistic(x)``."""
-    for x, gate in _both_ways(node):
+    """Match ``x * logistic(x)``."""
+    for x, gate in _both_orders(node):
         inner: Node | Pattern = gate.node
         if gate.node.name == "divide" and gate.node.scope is node.scope:
-            found = logistic_of(gate.node)
-            inner = gate.node if found is None else found
+            logistic = logistic_of(gate.node)
+            inner = gate.node if logistic is None else logistic
         if inner.name == "logistic" and gate.node.scope is node.scope and inner.operands == (x,):
             return Pattern("silu", (x,), {})
     return None
 
 
 def _gelu(node: Node) -> Pattern | None:
-    """``x / 2 * (1 + erf(x / sqrt(2)))``, ``x / 2 * erfc(-x / sqrt(2))``, or that by tanh."""
+    """Match ``x / 2 * (1 + erf(x / sqrt(2)))``, ``x / 2 * erfc(-x / sqrt(2))``, or by tanh."""
     constant, product = factors(node.results[0], node.scope)
     if len(product) != 2 or not math.isclose(constant, 0.5, rel_tol=1e-3):
         return None
-    for x, rest in (product, product[::-1]):
-        approximate = None if x.type != node.type else _gelu_kind(x, rest, node.scope)
+    for x, factor in (product, product[::-1]):
+        approximate = None if x.type != node.type else _gelu_kind(x, factor, node.scope)
         if approximate is not None:
             return Pattern("gelu", (x,), {"approximate": approximate})
     return None
 
 
-def _gelu_kind(x: Value, rest: Value, scope: Scope) -> str | None:
-    if rest.node.scope is not scope:
+def _gelu_kind(x: Value, factor: Value, scope: Scope) -> str | None:
+    if factor.node.scope is not scope:
         return None
-    if rest.node.name == "erfc":
-        return "none" if _is_multiple(rest.node.operands[0], -_SQRT_HALF, x, scope) else None
-    function = other_than(rest, 1, "add", scope)
+    if factor.node.name == "erfc":
+        return "none" if _is_multiple(factor.node.operands[0], -_SQRT_HALF, x, scope) else None
+    function = other_than(factor, 1, "add", scope)
     if function is None or function.node.scope is not scope:
         return None
     (argument, *_) = function.node.operands or (None,)
@@ -119,15 +119,15 @@ def _gelu_kind(x: Value, rest: Value, scope: Scope) -> str | None:
     return "tanh" if is_tanh else None
 
 
-def _is_multiple(value: Value, by: float, x: Value, scope: Scope) -> bool:
+def _is_multiple(value: Value, multiple: float, x: Value, scope: Scope) -> bool:
     constant, product = factors(value, scope)
-    return len(product) == 1 and product[0] is x and _close(constant, by, x)
+    return len(product) == 1 and product[0] is x and _is_close(constant, multiple, x)
 
 
 def _is_gelu_polynomial(value: Value, x: Value, scope: Scope) -> bool:
     """Whether a value is ``sqrt(2 / pi) * (x + 0.044715 * x ** 3)``."""
     constant, product = factors(value, scope)
-    if not _close(constant, _GELU_FACTOR, x) or len(product) not in (1, 2):
+    if not _is_close(constant, _GELU_FACTOR, x) or len(product) not in (1, 2):
         return False
     total = next((v for v in product if v is not x), None)
     if total is None or total.node.name != "add" or total.node.scope is not scope:
@@ -145,7 +145,7 @@ def _is_gelu_polynomial(value: Value, x: Value, scope: Scope) -> bool:
 def _is_power(value: Value, exponent: int, x: Value, scope: Scope) -> bool:
     """Whether a value is ``0.044715 * x ** exponent``."""
     constant, product = factors(value, scope)
-    if not _close(constant, _GELU_CUBIC, x):
+    if not _is_close(constant, _GELU_CUBIC, x):
         return False
     if len(product) == 1 and product[0].node.name == "power":
         base, power = product[0].node.operands
@@ -153,11 +153,11 @@ def _is_power(value: Value, exponent: int, x: Value, scope: Scope) -> bool:
     return len(product) == exponent and all(v is x for v in product)
 
 
-def _close(found: float, expected: float, x: Value) -> bool:
-    return math.isclose(found, expected, rel_tol=2e-3 if x.dtype.storage_dtype == "fp16" else 1e-5)
+def _is_close(actual: float, expected: float, x: Value) -> bool:
+    return math.isclose(actual, expected, rel_tol=2e-3 if x.dtype.storage_dtype == "fp16" else 1e-5)
 
 
-def _both_ways(node: Node) -> Iterator[tuple[Value, Value]]:
+def _both_orders(node: Node) -> Iterator[tuple[Value, Value]]:
     one, other = node.operands
     if one.type == other.type:
         yield one, other
@@ -165,8 +165,8 @@ def _both_ways(node: Node) -> Iterator[tuple[Value, Value]]:
 
 
 def _layer_norm(node: Node) -> Pattern | None:
-    found = layer_norm_of(node)
-    return None if found is None else found.pattern()
+    norm = layer_norm_of(node)
+    return None if norm is None else norm.pattern()
 
 
 _PATTERNS: Mapping[str, Sequence[Callable[[Node], Pattern | None]]] = {
@@ -176,6 +176,6 @@ _PATTERNS: Mapping[str, Sequence[Callable[[Node], Pattern | None]]] = {
     "multiply": (_gelu, _silu, _layer_norm),
     "while": (lstm_of,),
 }
-"""By the node that computes the layer's result: functions that return what to put in its place."""
+"""Patterns by the name of the node that computes the layer's result."""
 
 __all__: list[Any] = ["fused_nodes"]

@@ -1,7 +1,7 @@
 """The parts of a graph: values, the nodes that compute them, and closures.
 
-A node is one call of an operation. A closure is a function of values whose nodes stand in a scope
-of their own, as the body of a loop; they may use values of the scopes around it.
+A node is one call of an operation. A closure is a function of values whose nodes are in a scope
+of their own, such as the body of a loop; they may use values of the outer scopes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from coreml_delegate.errors import GraphError
 from coreml_delegate.graph.tensor_types import Dim, DType, TensorType
 
 Compose = Callable[..., Any]
-"""``compose(composer, node, *stored)``: the MIL values of a node's results."""
+"""``compose(composer, node, *operands)``: the MIL values of a node's results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class OperationRecord:
 
 
 class Scope:
-    """The nodes of a graph or of a closure, in the order in which they were made.
+    """The nodes of a graph or of a closure, in the order of creation.
 
     Args:
         outer: The scope around it, or None for a graph's own.
@@ -56,11 +56,11 @@ class Value:
     """A tensor in a graph: a parameter, a constant, or a result of a node.
 
     Args:
-        node: The node that computes it.
-        index: Its position among the node's results.
+        node: The node that computes the value.
+        index: Position among the node's results.
         type: Element type and shape.
-        known: Its elements where they are sizes, for shape arithmetic: a nested tuple of numbers
-            and expressions, flat, or None.
+        known: Flat tuple of the elements, numbers and expressions of sizes, for shape arithmetic;
+            None if they are unknown.
     """
 
     __slots__ = ("__weakref__", "index", "known", "node", "type")
@@ -98,11 +98,11 @@ class Node:
 
     Attributes:
         record: The operation.
-        operands: Its values.
+        operands: The values that it uses.
         attributes: The other arguments, normalized.
         closures: Functions that it calls, by parameter name.
-        scope: Where it stands.
-        results: Its values.
+        scope: The scope that it is in.
+        results: The values that it computes.
     """
 
     record: OperationRecord
@@ -137,10 +137,10 @@ class Closure:
     """A function of values.
 
     Attributes:
-        name: For messages.
+        name: Name in messages.
         scope: Its nodes.
-        parameters: What it takes.
-        results: What it returns; a parameter, or a value from outside, may be among them.
+        parameters: The values that a call replaces by arguments.
+        results: The values that it returns; also parameters, or values of outer scopes.
     """
 
     name: str
@@ -151,10 +151,10 @@ class Closure:
     def check(
         self, takes: Sequence[TensorType], returns: Sequence[TensorType] | None = None
     ) -> None:
-        """Refuse a closure of other parameters or results.
+        """Refuse a closure whose parameters or results have other types.
 
         Raises:
-            GraphError: Names the first that differs.
+            GraphError: Names the first difference.
         """
         _check_types(f"parameters of {self.name!r}", self.parameters, takes)
         if returns is not None:
@@ -172,15 +172,15 @@ def _check_types(what: str, values: Sequence[Value], expected: Sequence[TensorTy
 
 
 def needed_nodes(scope: Scope, results: Sequence[Value]) -> Iterator[Node]:
-    """Yield the nodes of a scope that results depend on, in the order in which they were made."""
-    wanted: set[Node] = set()
+    """Return an iterator over the nodes of a scope that results depend on, in creation order."""
+    needed: set[Node] = set()
     pending = [value.node for value in results]
     while pending:
         node = pending.pop()
-        if node in wanted:
+        if node in needed:
             continue
-        wanted.add(node)
+        needed.add(node)
         pending.extend(operand.node for operand in node.operands)
         for closure in node.closures.values():
             pending.extend(value.node for value in closure.results)
-    return (node for node in scope.nodes if node in wanted)
+    return (node for node in scope.nodes if node in needed)

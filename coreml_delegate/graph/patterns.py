@@ -1,4 +1,4 @@
-"""The compositions of softmax and layer norm that frameworks write."""
+"""Softmax, logistic function and layer norm as frameworks decompose them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from coreml_delegate.graph.compose import MOST_AXES
 from coreml_delegate.graph.node import Node, OperationRecord, Scope, Value
-from coreml_delegate.graph.views import Place, alike, factors, is_number, number, truth
+from coreml_delegate.graph.views import View, alike, factors, is_number, number, truth
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,14 @@ class Pattern:
 
 
 def softmax_of(node: Node) -> tuple[Value, int] | None:
-    """Return operand and axis of the softmax that a node computes, or None.
-
-    It is ``exp(x - max(x))``, divided by its sum.
-    """
+    """Return x and axis of a softmax, ``e / sum(e)`` with ``e = exp(x - max(x))``, or None."""
     if node.name != "divide":
         return None
     power, total = node.operands
     if power.node.name != "exponential" or power.node.scope is not node.scope:
         return None
-    summed = Place.of(total, node.scope).stripped()
-    axis = _reduced_axis(summed, "reduce_sum", Place.of(power, node.scope))
+    sum_view = View.of(total, node.scope).origin()
+    axis = _reduced_axis(sum_view, "reduce_sum", View.of(power, node.scope))
     if axis is None:
         return None
     (shifted,) = power.node.operands
@@ -49,22 +46,22 @@ def softmax_of(node: Node) -> tuple[Value, int] | None:
     x, largest = shifted.node.operands
     if x.type != node.type:
         return None
-    place = Place.of(largest, node.scope).stripped()
-    while place.name == "maximum":  # with -inf, where the reduction starts
-        one, other = place.value.node.operands
+    maximum = View.of(largest, node.scope).origin()
+    while maximum.name == "maximum":  # with -inf, where the reduction starts
+        one, other = maximum.value.node.operands
         if is_number(one, -math.inf):
-            place = place.at(other).stripped()
+            maximum = maximum.operand(other).origin()
         elif is_number(other, -math.inf):
-            place = place.at(one).stripped()
+            maximum = maximum.operand(one).origin()
         else:
             return None
     return (
-        (x, axis) if _reduced_axis(place, "reduce_max", Place.of(x, node.scope)) == axis else None
+        (x, axis) if _reduced_axis(maximum, "reduce_max", View.of(x, node.scope)) == axis else None
     )
 
 
 def logistic_of(node: Node) -> Pattern | None:
-    """``1 / (1 + exp(-x))``."""
+    """Match ``1 / (1 + exp(-x))``."""
     numerator, denominator = node.operands
     if not is_number(numerator, 1) or numerator.rank > node.type.rank:
         return None
@@ -79,7 +76,7 @@ def logistic_of(node: Node) -> Pattern | None:
 
 
 def other_than(value: Value, constant: float, name: str, scope: Scope) -> Value | None:
-    """Return the operand beside a constant in a node of this name, or None."""
+    """Return x of ``name(x, constant)`` or ``name(constant, x)``, or None."""
     if value.node.name != name or value.node.scope is not scope:
         return None
     one, other = value.node.operands
@@ -88,15 +85,15 @@ def other_than(value: Value, constant: float, name: str, scope: Scope) -> Value 
     return one if is_number(other, constant) and one.type == value.type else None
 
 
-def _reduced_axis(reduction: Place, name: str, whole: Place) -> int | None:
-    """Return the only axis of the outer tensor that is reduced, if this is a reduction of it."""
-    inner = reduction.unreduced()
-    if inner is None or reduction.name != name or len(inner.axes) != len(whole.axes):
+def _reduced_axis(reduction: View, name: str, outer: View) -> int | None:
+    """Return the axis of ``outer`` that ``reduction`` reduces, if it is only one, else None."""
+    inner = reduction.reduction_operand()
+    if inner is None or reduction.name != name or len(inner.axes) != len(outer.axes):
         return None
     node = reduction.value.node
-    if len(node["dimensions"]) != 1 or not inner.is_reduction_of(whole, node["dimensions"]):
+    if len(node["dimensions"]) != 1 or not inner.is_reduction_of(outer, node["dimensions"]):
         return None
-    shape = whole.value.shape
+    shape = outer.value.shape
     reduced = [n for n, axis in enumerate(inner.axes) if axis is None and shape[n] != 1]
     return reduced[0] if len(reduced) == 1 else None
 
@@ -107,10 +104,10 @@ class LayerNorm:
 
     Attributes:
         x: The tensor.
-        axes: Over which it is normalized.
+        axes: The axes to normalize over.
         epsilon: Added to the variance.
-        scale: Of the sizes of the axes, or None.
-        offset: The same.
+        scale: Factor, with the sizes of ``axes``, or None.
+        offset: Summand, with the sizes of ``axes``, or None.
     """
 
     x: Value
@@ -120,13 +117,13 @@ class LayerNorm:
     offset: Value | None = None
 
     def pattern(self) -> Pattern:
-        """Return the node to put in the place of the others."""
-        named = {"scale": self.scale, "offset": self.offset}
-        given = {name: value for name, value in named.items() if value is not None}
+        """Return the fused node."""
+        parameters = {"scale": self.scale, "offset": self.offset}
+        present = {name: value for name, value in parameters.items() if value is not None}
         return Pattern(
             "layer_norm",
-            (self.x, *given.values()),
-            {"axes": self.axes, "parameters": tuple(given), "epsilon": self.epsilon},
+            (self.x, *present.values()),
+            {"axes": self.axes, "parameters": tuple(present), "epsilon": self.epsilon},
         )
 
 
@@ -141,9 +138,9 @@ def layer_norm_of(node: Node) -> LayerNorm | None:
         if product.node.scope is not node.scope or product.type != node.type:
             continue
         norm = _scaled_norm(product, node.scope)
-        found = None if norm is None else _parameter(offset, norm.axes, node.scope)
-        if norm is not None and found is not None:
-            return LayerNorm(norm.x, norm.axes, norm.epsilon, norm.scale, found)
+        bias = None if norm is None else _parameter(offset, norm.axes, node.scope)
+        if norm is not None and bias is not None:
+            return LayerNorm(norm.x, norm.axes, norm.epsilon, norm.scale, bias)
     return None
 
 
@@ -151,140 +148,144 @@ def _scaled_norm(value: Value, scope: Scope) -> LayerNorm | None:
     constant, product = factors(value, scope)
     if constant != 1.0 or not 1 <= len(product) <= 3:
         return None
-    for n, one in enumerate(product):
-        rest = product[:n] + product[n + 1 :]
-        norm = _quotient(one, scope) if one.type == value.type else None
-        if norm is None and one.node.name == "subtract" and one.type == value.type:
-            norm, rest = _reciprocal(one, rest, scope)
-        if norm is not None and len(rest) <= 1:
-            scale = _parameter(rest[0], norm.axes, scope) if rest else None
-            if scale is not None or not rest:
+    for n, factor in enumerate(product):
+        remaining = product[:n] + product[n + 1 :]
+        norm = _match_quotient(factor, scope) if factor.type == value.type else None
+        if norm is None and factor.node.name == "subtract" and factor.type == value.type:
+            norm, remaining = _match_reciprocal(factor, remaining, scope)
+        if norm is not None and len(remaining) <= 1:
+            scale = _parameter(remaining[0], norm.axes, scope) if remaining else None
+            if scale is not None or not remaining:
                 return LayerNorm(norm.x, norm.axes, norm.epsilon, scale)
     return None
 
 
-def _reciprocal(
+def _match_reciprocal(
     centered: Value, product: list[Value], scope: Scope
 ) -> tuple[LayerNorm | None, list[Value]]:
-    """``(x - mean) * rsqrt(variance + epsilon)``: the norm, and the factors that are left."""
+    """Match ``(x - mean) * rsqrt(variance + epsilon)``; return it and the remaining factors."""
     for n, deviation in enumerate(product):
-        norm = _norm(centered, deviation, scope)
+        norm = _match_norm(centered, deviation, scope)
         if norm is not None:
             return norm, product[:n] + product[n + 1 :]
     return None, product
 
 
-def _quotient(value: Value, scope: Scope) -> LayerNorm | None:
-    """``(x - mean) / sqrt(variance + epsilon)``."""
+def _match_quotient(value: Value, scope: Scope) -> LayerNorm | None:
+    """Match ``(x - mean) / sqrt(variance + epsilon)``."""
     if value.node.name != "divide" or value.node.scope is not scope:
         return None
     centered, deviation = value.node.operands
-    return _norm(centered, deviation, scope, "sqrt") if centered.type == value.type else None
+    return _match_norm(centered, deviation, scope, "sqrt") if centered.type == value.type else None
 
 
-def _norm(centered: Value, deviation: Value, scope: Scope, root: str = "rsqrt") -> LayerNorm | None:
+def _match_norm(
+    centered: Value, deviation: Value, scope: Scope, root: str = "rsqrt"
+) -> LayerNorm | None:
     if centered.node.name != "subtract" or centered.node.scope is not scope:
         return None
     x, mean = centered.node.operands
-    whole = Place.of(x, scope)
-    axes = _mean_axes(Place.of(mean, scope), whole)
+    x_view = View.of(x, scope)
+    axes = _mean_axes(View.of(mean, scope), x_view)
     if x.type != centered.type or not axes or not deviation.rank == x.rank <= MOST_AXES:
         return None
-    place = Place.of(deviation, scope).stripped()
-    if place.name != root:
+    root_view = View.of(deviation, scope).origin()
+    if root_view.name != root:
         return None
-    place = place.at(place.value.node.operands[0]).stripped()
-    if place.name != "add":
+    root_view = root_view.operand(root_view.value.node.operands[0]).origin()
+    if root_view.name != "add":
         return None
-    for variance, constant in (place.value.node.operands, place.value.node.operands[::-1]):
+    for variance, constant in (root_view.value.node.operands, root_view.value.node.operands[::-1]):
         epsilon = number(constant)
         if epsilon is not None and epsilon > 0:
-            is_variance = _is_variance(place.at(variance).stripped(), centered, whole, axes)
+            is_variance = _is_variance(root_view.operand(variance).origin(), centered, x_view, axes)
             return LayerNorm(x, axes, epsilon) if is_variance else None
     return None
 
 
-def _is_variance(place: Place, centered: Value, whole: Place, axes: tuple[int, ...]) -> bool:
-    if place.name == "select":  # jax.numpy has NaN for the variance of too few
-        predicate, on_true, on_false = place.value.node.operands
+def _is_variance(view: View, centered: Value, x_view: View, axes: tuple[int, ...]) -> bool:
+    if view.name == "select":  # jax.numpy's variance of too few elements is NaN
+        predicate, on_true, on_false = view.value.node.operands
         holds = truth(predicate)
         if holds is None:
             return False
-        chosen = place.at(on_true if holds else on_false).stripped()
-        return _is_variance(chosen, centered, whole, axes)
-    if _mean_axes(place, Place.of(centered, whole.scope), squared=True) == axes:
+        chosen = view.operand(on_true if holds else on_false).origin()
+        return _is_variance(chosen, centered, x_view, axes)
+    if _mean_axes(view, View.of(centered, x_view.scope), squared=True) == axes:
         return True
-    if place.name == "maximum":  # with 0, below which rounding may take it
-        one, other = place.value.node.operands
+    if view.name == "maximum":  # with 0, as rounding may make it negative
+        one, other = view.value.node.operands
         if is_number(one, 0):
-            place = place.at(other).stripped()
+            view = view.operand(other).origin()
         elif is_number(other, 0):
-            place = place.at(one).stripped()
-    if place.name != "subtract":
+            view = view.operand(one).origin()
+    if view.name != "subtract":
         return False
-    squares, square = (place.at(operand) for operand in place.value.node.operands)
-    mean = _root_of_square(square.stripped())
+    squares, square = (view.operand(operand) for operand in view.value.node.operands)
+    mean = _square_root(square.origin())
     return (
-        _mean_axes(squares, whole, squared=True) == axes
+        _mean_axes(squares, x_view, squared=True) == axes
         and mean is not None
-        and _mean_axes(mean, whole) == axes
+        and _mean_axes(mean, x_view) == axes
     )
 
 
-def _mean_axes(place: Place, whole: Place, *, squared: bool = False) -> tuple[int, ...] | None:
-    """Return the axes over which a place is the mean of ``whole``, or of its square, or None."""
-    place, scale = place.stripped(), 1.0
-    while place.name in ("divide", "multiply"):
-        one, other = place.value.node.operands
+def _mean_axes(view: View, x_view: View, *, squared: bool = False) -> tuple[int, ...] | None:
+    """Return the axes over which a view is the mean of ``x_view``, or of its square, else None."""
+    view, scale = view.origin(), 1.0
+    while view.name in ("divide", "multiply"):
+        one, other = view.value.node.operands
         constant = number(other)
-        if constant is None and place.name == "multiply":
+        if constant is None and view.name == "multiply":
             one, constant = other, number(one)
         if not constant:
             break
-        scale = scale / constant if place.name == "divide" else scale * constant
-        place = place.at(one).stripped()
-    inner = place.unreduced()
-    if inner is None or place.name != "reduce_sum":
+        scale = scale / constant if view.name == "divide" else scale * constant
+        view = view.operand(one).origin()
+    inner = view.reduction_operand()
+    if inner is None or view.name != "reduce_sum":
         return None
-    dimensions = tuple(place.value.node["dimensions"])
+    dimensions = tuple(view.value.node["dimensions"])
     sizes = [inner.value.shape[axis] for axis in dimensions]
     count = math.prod(size for size in sizes if isinstance(size, int))
     is_mean = all(isinstance(size, int) for size in sizes)
-    if not is_mean or not math.isclose(scale * count, 1, rel_tol=1e-3 if _is_half(whole) else 1e-6):
+    if not is_mean or not math.isclose(
+        scale * count, 1, rel_tol=1e-3 if _is_half(x_view) else 1e-6
+    ):
         return None
     if squared:
-        root = _root_of_square(inner)
+        root = _square_root(inner)
         if root is None:
             return None
         inner = root
-    if len(inner.axes) != len(whole.axes) or not inner.is_reduction_of(whole, dimensions):
+    if len(inner.axes) != len(x_view.axes) or not inner.is_reduction_of(x_view, dimensions):
         return None
-    shape = whole.value.shape
+    shape = x_view.value.shape
     return tuple(n for n, axis in enumerate(inner.axes) if axis is None and shape[n] != 1)
 
 
-def _is_half(place: Place) -> bool:
-    return place.value.dtype.storage_dtype == "fp16"
+def _is_half(view: View) -> bool:
+    return view.value.dtype.storage_dtype == "fp16"
 
 
-def _root_of_square(place: Place) -> Place | None:
-    """Return the place of the value whose square this is, or None."""
-    node = place.node
+def _square_root(view: View) -> View | None:
+    """Return the view of x if ``view`` is ``x ** 2``, else None."""
+    node = view.node
     if node is None:
         return None
     if node.name == "square":
-        return place.at(node.operands[0])
+        return view.operand(node.operands[0])
     if node.name == "multiply" and alike(node.operands[0], node.operands[1]):
-        return place.at(node.operands[0])
+        return view.operand(node.operands[0])
     if node.name == "power" and is_number(node.operands[1], 2):
-        return place.at(node.operands[0])
+        return view.operand(node.operands[0])
     return None
 
 
 def _parameter(value: Value, axes: tuple[int, ...], scope: Scope) -> Value | None:
-    """Return the value of the sizes of the axes that is repeated along all others."""
-    place = Place.of(value, scope).stripped()
-    inner = tuple(place.axes[axis] for axis in axes if axis < len(place.axes))
-    others = [axis for n, axis in enumerate(place.axes) if n not in axes]
-    fits = inner == tuple(range(place.value.rank)) and all(axis is None for axis in others)
-    return place.value if fits and len(inner) == len(axes) else None
+    """Return the tensor over ``axes`` that ``value`` repeats along all other axes, or None."""
+    view = View.of(value, scope).origin()
+    inner = tuple(view.axes[axis] for axis in axes if axis < len(view.axes))
+    other_axes = [axis for n, axis in enumerate(view.axes) if n not in axes]
+    fits = inner == tuple(range(view.value.rank)) and all(axis is None for axis in other_axes)
+    return view.value if fits and len(inner) == len(axes) else None

@@ -1,8 +1,8 @@
 """A ``.pte`` of one Core ML delegate that runs a graph, so that ExecuTorch apps run it.
 
-ExecuTorch makes such a file of a *lowered module*, which knows the types of its inputs and outputs
-from an exported program. That program is made here of a module that computes zeros of the right
-shapes; the delegate replaces all of it.
+ExecuTorch makes the file from a *lowered module*, which takes the types of its inputs and outputs
+from an exported program. Here that program computes zeros of the right shapes; the delegate
+replaces all of it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def delegate_program(
     dimensions: Mapping[str, Dimension],
     options: CompileOptions,
 ) -> bytes:
-    """Return the ``.pte`` whose method ``forward`` is one Core ML delegate.
+    """Return the content of a ``.pte`` whose method ``forward`` is one Core ML delegate.
 
     Element types that the device runtime does not convert (int8, uint16, uint32, uint64) are int32
     in the program, with the same bits.
@@ -65,8 +65,8 @@ def delegate_program(
 
         from coreml_delegate.backend import CoreMLBackend
     _, files = identify(model, {"": MethodMetadata(tuple(parameters), tuple(outputs))})
-    takes = list(parameters.values())
-    zeros = _export(_zeros(takes, list(outputs.values())), takes, dimensions)
+    input_types = list(parameters.values())
+    zeros = _export(_zeros(input_types, list(outputs.values())), input_types, dimensions)
     config = EdgeCompileConfig(_check_ir_validity=False)
     lowered = LoweredBackendModule(
         to_edge(zeros, compile_config=config).exported_program(),
@@ -74,7 +74,7 @@ def delegate_program(
         flatten(files),
         options.to_specs(),
     )
-    program = to_edge(_export(_Call(lowered), takes, dimensions), compile_config=config)
+    program = to_edge(_export(_Call(lowered), input_types, dimensions), compile_config=config)
     return program.to_executorch().buffer
 
 
@@ -89,11 +89,13 @@ class _Call(torch.nn.Module):
         return self.lowered(*inputs)
 
 
-def _zeros(takes: Sequence[TensorType], gives: Sequence[TensorType]) -> torch.nn.Module:
-    """Return a module with a graph's inputs and outputs, which are zeros."""
+def _zeros(
+    input_types: Sequence[TensorType], output_types: Sequence[TensorType]
+) -> torch.nn.Module:
+    """Return a module with a graph's input types that returns zeros of its output types."""
     symbols: dict[Any, tuple[int, int]] = {
         size: (position, axis)
-        for position, type in reversed(list(enumerate(takes)))
+        for position, type in reversed(list(enumerate(input_types)))
         for axis, size in enumerate(type.shape)
         if isinstance(size, sympy.Symbol)
     }
@@ -103,14 +105,14 @@ def _zeros(takes: Sequence[TensorType], gives: Sequence[TensorType]) -> torch.nn
             sizes = {s: inputs[position].shape[axis] for s, (position, axis) in symbols.items()}
             return tuple(
                 torch.zeros([_evaluate(d, sizes) for d in type.shape], dtype=_torch_dtype(type))
-                for type in gives
+                for type in output_types
             )
 
     return Zeros()
 
 
 def _export(
-    module: torch.nn.Module, takes: Sequence[TensorType], dimensions: Mapping[str, Dimension]
+    module: torch.nn.Module, input_types: Sequence[TensorType], dimensions: Mapping[str, Dimension]
 ) -> torch.export.ExportedProgram:
     dims: dict[Any, Any] = {
         dimension.symbol: torch.export.Dim(name, min=dimension.least, max=dimension.most)
@@ -118,10 +120,11 @@ def _export(
     }
     examples = tuple(
         torch.zeros([_example(size, dimensions) for size in type.shape], dtype=_torch_dtype(type))
-        for type in takes
+        for type in input_types
     )
     dynamic = tuple(
-        {axis: dims[size] for axis, size in enumerate(type.shape) if size in dims} for type in takes
+        {axis: dims[size] for axis, size in enumerate(type.shape) if size in dims}
+        for type in input_types
     )
     shapes = (dynamic,) if any(dynamic) else None
     return torch.export.export(module, examples, dynamic_shapes=shapes)
@@ -137,7 +140,7 @@ def _example(size: Any, dimensions: Mapping[str, Dimension]) -> int:
     if not isinstance(size, sympy.Symbol):
         return int(size)
     dimension = dimensions[size.name]
-    # torch takes sizes of 0 and 1 for fixed ones.
+    # torch specializes sizes of 0 and 1.
     return min(max(dimension.least, 3), dimension.most)
 
 

@@ -1,8 +1,9 @@
-"""LSTM layers that arrive as loops over the steps of a sequence, as ``lax.scan`` writes them.
+"""LSTM layers written as loops over the steps of a sequence, as by ``lax.scan``.
 
 Core ML has one op for all steps. A loop becomes this op if it counts from 0, takes row after row of
-a sequence, and computes of it and of its last hidden state the four gates of an LSTM, whose weights
-are constants.
+a sequence, and computes an LSTM cell with constant weights from the row x and the states h and c:
+``c <- f * c + i * tanh(g)``, ``h <- o * tanh(c)``, where i, f and o are the logistic functions of
+``W x + R h + b``, and g is ``W x + R h + b`` with its own weights.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from coreml_delegate.graph.compose import Composer, Var
 from coreml_delegate.graph.node import Closure, Node, OperationRecord, Value
 from coreml_delegate.graph.patterns import Pattern, logistic_of
 from coreml_delegate.graph.tensor_types import DType
-from coreml_delegate.graph.views import Place, is_number, number
+from coreml_delegate.graph.views import View, is_number, number
 
 Array: TypeAlias = NDArray[Any]
 
@@ -34,14 +35,14 @@ def _compose(
     steps, last_hidden, last_cell = c.mb.lstm(
         x=x, initial_h=hidden, initial_c=cell, output_sequence=True, **weights
     )
-    found: dict[str | int, Var | None] = {
+    by_name: dict[str | int, Var | None] = {
         _SEQUENCE: steps,
         _HIDDEN: last_hidden,
         _CELL: last_cell,
         _COUNT: c.const(np.int32(node["count"])),
         **dict(enumerate(unchanged)),
     }
-    return tuple(found[result] for result in node["results"])
+    return tuple(by_name[result] for result in node["results"])
 
 
 _RECORD = OperationRecord(
@@ -54,8 +55,8 @@ def lstm_of(node: Node) -> Pattern | None:
     loop = _Loop.of(node)
     if loop is None:
         return None
-    found = (_Lstm(loop, *places).pattern() for places in loop.states())
-    return next((pattern for pattern in found if pattern is not None), None)
+    candidates = (_Lstm(loop, *positions).pattern() for positions in loop.states())
+    return next((pattern for pattern in candidates if pattern is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,9 @@ class _Loop:
 
     Attributes:
         node: The loop.
-        body: Its body.
-        counter: Position of the counter among the variables.
-        count: Number of turns.
+        body: The closure of its body.
+        counter: Position of the counter among the loop variables.
+        count: Number of iterations.
     """
 
     node: Node
@@ -95,15 +96,15 @@ class _Loop:
         return cls(node, body, counter, int(count))
 
     def states(self) -> Iterator[tuple[int, int]]:
-        """Yield positions of a cell state, and of the hidden state that is computed of it."""
+        """Yield positions of a cell state and of the hidden state computed from it."""
         after = self.body.results
         for hidden, value in enumerate(after):
-            for _, squashed in self.products(value):
-                if squashed.node.name == "tanh" and squashed.node.operands[0] in after:
-                    yield after.index(squashed.node.operands[0]), hidden
+            for _, tanh in self.products(value):
+                if tanh.node.name == "tanh" and tanh.node.operands[0] in after:
+                    yield after.index(tanh.node.operands[0]), hidden
 
     def products(self, value: Value) -> Iterator[tuple[Value, Value]]:
-        """Yield the factors of a product of two values of its type, both ways round."""
+        """Yield the factors of a product in both orders, if they have its type."""
         node = value.node
         if node.name == "multiply" and node.scope is self.body.scope:
             one, other = node.operands
@@ -112,34 +113,34 @@ class _Loop:
                 yield other, one
 
     def from_outside(self, value: Value) -> Value | None:
-        """Return what a value of the body is outside of the loop, if no turn changes it."""
+        """Return the value outside of the loop that a loop-invariant value is, else None."""
         if value in self.body.parameters:
             position = self.body.parameters.index(value)
             unchanged = self.body.results[position] is value
             return self.node.operands[position] if unchanged else None
         return None if value.node.scope is self.body.scope else value
 
-    def is_of_this_turn(self, starts: Sequence[Value]) -> bool:
-        """Whether indices are the counter, and 0 for all other dimensions."""
-        first, *others = starts
+    def are_row_starts(self, starts: Sequence[Value]) -> bool:
+        """Whether start indices are the counter, then 0 for all other dimensions."""
+        first, *other_starts = starts
         counter = self.body.parameters[self.counter]
-        return first is counter and all(is_number(start, 0) for start in others)
+        return first is counter and all(is_number(start, 0) for start in other_starts)
 
     def sequence_of(self, value: Value) -> Value | None:
-        """Return the sequence [steps, batch, width] whose row of this turn a value is."""
-        row = Place.of(value, self.body.scope).stripped()
+        """Return the sequence [steps, batch, width] whose current row a value is, or None."""
+        row = View.of(value, self.body.scope).origin()
         node = row.value.node
         if row.name != "dynamic_slice" or not row.keeps_order():
             return None
         rows, *starts = node.operands
         sequence = self.from_outside(rows)
-        if sequence is None or sequence.rank != 3 or not self.is_of_this_turn(starts):
+        if sequence is None or sequence.rank != 3 or not self.are_row_starts(starts):
             return None
         fits = sequence.shape == (self.count, *value.shape)
         return sequence if fits and node.type.shape == (1, *value.shape) else None
 
     def array_of(self, value: Value) -> Array | None:
-        """Return the elements of a constant, rearranged, inside of the loop or outside."""
+        """Return the elements of a rearranged constant, in the loop or outside; else None."""
         outside = self.from_outside(value)
         value = value if outside is None else outside
         node = value.node
@@ -162,11 +163,11 @@ class _Loop:
 
 @dataclass(slots=True)
 class _Gate:
-    """The weights of a gate, or of several beside each other, before the activation.
+    """The weights of a gate, or of several concatenated gates, before the activation.
 
     Attributes:
-        inputs: Of the input: [its size, width].
-        hidden: Of the last hidden state: [units, width].
+        inputs: Weights of the input: [input size, width].
+        hidden: Weights of the last hidden state: [units, width].
         bias: [width].
     """
 
@@ -175,24 +176,24 @@ class _Gate:
     bias: Any = 0
 
     def part(self, first: int, last: int) -> _Gate:
-        """Return the gate of some columns."""
-        wholes = (self.inputs, self.hidden, self.bias)
-        return _Gate(*(w[..., first:last] if np.ndim(w) else w for w in wholes))
+        """Return the gate of columns ``first`` to ``last``."""
+        weights = (self.inputs, self.hidden, self.bias)
+        return _Gate(*(w[..., first:last] if np.ndim(w) else w for w in weights))
 
 
 class _Lstm:
-    """An LSTM that the body of a loop may be.
+    """An attempt to read the body of a loop as an LSTM cell.
 
     Args:
         loop: The loop.
-        cell: Position of the cell state among the variables.
+        cell: Position of the cell state among the loop variables.
         hidden: Position of the hidden state.
     """
 
     def __init__(self, loop: _Loop, cell: int, hidden: int) -> None:
         self._loop = loop
         self._scope = loop.body.scope
-        self._places = cell, hidden
+        self._positions = cell, hidden
         self._cell, self._new_cell = loop.body.parameters[cell], loop.body.results[cell]
         self._hidden, self._new_hidden = loop.body.parameters[hidden], loop.body.results[hidden]
         self._sequence: Value | None = None
@@ -214,15 +215,15 @@ class _Lstm:
         )
         operands = self._loop.node.operands
         unchanged = [operands[result] for result in results if isinstance(result, int)]
-        places = iter(range(len(unchanged)))
+        unchanged_index = iter(range(len(unchanged)))
         attributes: Mapping[str, Any] = {
             "weight_ih": weights,
             "weight_hh": recurrent,
             "bias": bias,
             "count": self._loop.count,
-            "results": [next(places) if isinstance(r, int) else r for r in results],
+            "results": [next(unchanged_index) if isinstance(r, int) else r for r in results],
         }
-        cell, hidden = (operands[place] for place in self._places)
+        cell, hidden = (operands[position] for position in self._positions)
         return Pattern("lstm", (self._sequence, hidden, cell, *unchanged), attributes, _RECORD)
 
     def _gates(self) -> list[_Gate] | None:
@@ -234,35 +235,35 @@ class _Lstm:
             return None
         if new.node.name != "add" or new.node.scope is not self._scope:
             return None
-        output = self._factor(self._new_hidden, lambda v: _squashed(v) is new)
-        for kept, added in (new.node.operands, new.node.operands[::-1]):
-            forget = self._factor(kept, lambda v: v is self._cell)
-            for gate, tanh in self._loop.products(added):
-                squashed = _squashed(tanh)
-                if forget is None or output is None or squashed is None:
+        output = self._factor(self._new_hidden, lambda v: _tanh_operand(v) is new)
+        for scaled_cell, scaled_update in (new.node.operands, new.node.operands[::-1]):
+            forget = self._factor(scaled_cell, lambda v: v is self._cell)
+            for gate, tanh in self._loop.products(scaled_update):
+                tanh_operand = _tanh_operand(tanh)
+                if forget is None or output is None or tanh_operand is None:
                     continue
-                opened, proposed = self._gate(gate), self._affine(squashed)
-                if opened is not None and proposed is not None:
-                    return [opened, forget, output, proposed]
+                input_gate, cell_gate = self._gate(gate), self._affine(tanh_operand)
+                if input_gate is not None and cell_gate is not None:
+                    return [input_gate, forget, output, cell_gate]
         return None
 
     def _factor(self, product: Value, is_other: Callable[[Value], bool]) -> _Gate | None:
-        """Return the gate that scales another value."""
+        """Return the gate that a product scales another value by."""
         pairs = self._loop.products(product)
         return next((self._gate(gate) for gate, other in pairs if is_other(other)), None)
 
     def _gate(self, value: Value) -> _Gate | None:
-        """Return the gate whose logistic function a value is."""
+        """Return the gate g of a value ``logistic(g)``, or None."""
         node = value.node
         if node.scope is not self._scope:
             return None
         if node.name == "logistic":
             return self._affine(node.operands[0])
-        found = logistic_of(node) if node.name == "divide" else None
-        return None if found is None else self._affine(found.operands[0])
+        logistic = logistic_of(node) if node.name == "divide" else None
+        return None if logistic is None else self._affine(logistic.operands[0])
 
     def _affine(self, value: Value) -> _Gate | None:
-        """Return the weights that a value is computed with of the input and the hidden state."""
+        """Return the weights of a value ``W x + R h + b``, or None."""
         if value not in self._parts:
             self._parts[value] = self._read_affine(value)
         return self._parts[value]
@@ -272,10 +273,10 @@ class _Lstm:
         if node.scope is not self._scope:
             return self._bias(value)
         if node.name == "slice":
-            (whole,) = node.operands
+            (source,) = node.operands
             rows, columns = zip(node["start"], node["limit"], node["strides"], strict=True)
-            found = self._affine(whole) if rows == (0, whole.shape[0], 1) else None
-            return None if found is None or columns[2] != 1 else found.part(*columns[:2])
+            gate = self._affine(source) if rows == (0, source.shape[0], 1) else None
+            return None if gate is None or columns[2] != 1 else gate.part(*columns[:2])
         if node.name == "add":
             one, other = (self._affine(operand) for operand in node.operands)
             if one is None or other is None:
@@ -304,17 +305,17 @@ class _Lstm:
             if x.node["dimension"] != 1:
                 return None
             parts = list(x.node.operands)
-        found, first = _Gate(), 0
+        gate, first = _Gate(), 0
         for part in parts:
             last = first + int(part.shape[1])
             if part is self._hidden:
-                found.hidden = found.hidden + array[first:last]
+                gate.hidden = gate.hidden + array[first:last]
             elif self._is_input(part):
-                found.inputs = found.inputs + array[first:last]
+                gate.inputs = gate.inputs + array[first:last]
             else:
                 return None
             first = last
-        return found
+        return gate
 
     def _is_input(self, value: Value) -> bool:
         sequence = self._loop.sequence_of(value)
@@ -324,39 +325,39 @@ class _Lstm:
         return True
 
     def _results(self) -> list[str | int] | None:
-        """Return what each result of the loop is: one of the layer's, or an operand unchanged."""
-        cell, hidden = self._places
+        """Return each result of the loop: a result of the layer, or the position of an operand."""
+        cell, hidden = self._positions
         named = {self._loop.counter: _COUNT, cell: _CELL, hidden: _HIDDEN}
-        found: list[str | int] = []
+        results: list[str | int] = []
         variables = zip(self._loop.body.parameters, self._loop.body.results, strict=True)
         for n, (before, after) in enumerate(variables):
             if after is before:
-                found.append(n)
+                results.append(n)
             elif n in named:
-                found.append(named[n])
+                results.append(named[n])
             elif self._collects(before, after):
-                found.append(_SEQUENCE)
+                results.append(_SEQUENCE)
             else:
                 return None
-        return found
+        return results
 
     def _collects(self, before: Value, after: Value) -> bool:
-        """Whether a result is a sequence to which each turn adds its row."""
+        """Whether a result is a sequence into which each iteration writes its hidden state."""
         node, row = after.node, self._new_hidden
         if node.name != "dynamic_update_slice" or node.scope is not self._scope:
             return False
         rows, update, *starts = node.operands
-        added = Place.of(update, self._scope).stripped()
+        added = View.of(update, self._scope).origin()
         return (
             rows is before
             and after.shape == (self._loop.count, *row.shape)
             and update.shape == (1, *row.shape)
             and added.value is row
             and added.keeps_order()
-            and self._loop.is_of_this_turn(starts)
+            and self._loop.are_row_starts(starts)
         )
 
 
-def _squashed(value: Value) -> Value | None:
-    """Return what a value is the hyperbolic tangent of, or None."""
+def _tanh_operand(value: Value) -> Value | None:
+    """Return x of ``tanh(x)``, or None."""
     return value.node.operands[0] if value.node.name == "tanh" else None

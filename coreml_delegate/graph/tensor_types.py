@@ -50,7 +50,7 @@ class DType(enum.Enum):
 
     @property
     def storage_dtype(self) -> str:
-        """MIL's name of the type that holds the elements, for example ``fp32``."""
+        """MIL's name of the dtype that stores the elements, for example ``fp32``."""
         return self.value.storage_dtype
 
     @property
@@ -94,26 +94,26 @@ class DType(enum.Enum):
         return self.is_integer and self.bits < 32
 
     @classmethod
-    def of(cls, given: Any) -> DType:
-        """Return the element type that a name, a NumPy dtype or a member stands for.
+    def of(cls, dtype: Any) -> DType:
+        """Return the element type of a name, a NumPy dtype or a member.
 
         Args:
-            given: ``"float32"``, ``"f32"``, ``np.float32``, ``jnp.float32``, ``DType.FLOAT32``.
+            dtype: ``"float32"``, ``"f32"``, ``np.float32``, ``jnp.float32``, ``DType.FLOAT32``.
 
         Raises:
-            GraphError: There is none, or Core ML has no type that could carry it.
+            GraphError: It is unknown, or Core ML cannot store its elements.
         """
-        if isinstance(given, DType):
-            return given
-        if isinstance(given, str) and given in _BY_SHORT:
-            return _BY_SHORT[given]
+        if isinstance(dtype, DType):
+            return dtype
+        if isinstance(dtype, str) and dtype in _BY_SHORT:
+            return _BY_SHORT[dtype]
         try:
-            label = np.dtype(given).name
+            label = np.dtype(dtype).name
         except TypeError:
-            label = str(given)
+            label = str(dtype)
         if label not in _BY_LABEL:
             raise GraphError(
-                "no such element type, or none that Core ML can carry",
+                "no such element type, or Core ML cannot store it",
                 got=label,
                 expected=near_matches(label, _BY_LABEL),
             )
@@ -137,17 +137,17 @@ NUMBERS = FLOATS | INTEGERS
 ALL = NUMBERS | BOOLEANS
 
 Dim = int | sympy.Expr
-"""A size: a number, or an expression of symbols that stand for sizes known at run time."""
+"""A size: a number, or an expression of symbols whose values are known only at run time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """A size that is known at run time only, as a parameter declares it.
+    """A size of parameters that is known only at run time.
 
     Attributes:
         name: Equal names in one graph stand for equal sizes.
-        least: The smallest size it may have, 1 or more.
-        most: The largest size. Core ML wants one; by default the largest of the neural engine.
+        least: The smallest size, 1 or more.
+        most: The largest size, which Core ML requires; by default the neural engine's limit.
 
     Raises:
         GraphError: The range is empty, or starts below 1.
@@ -176,7 +176,7 @@ class TensorType:
     """Element type and shape.
 
     Attributes:
-        dtype: Of the elements.
+        dtype: Element type.
         shape: Sizes of the dimensions.
     """
 
@@ -203,13 +203,13 @@ class TensorType:
         """Number of elements.
 
         Raises:
-            GraphError: It is known at run time only.
+            GraphError: A size is known only at run time.
         """
         return int(np.prod(self.static_shape, dtype=np.int64))
 
     @property
     def static_shape(self) -> tuple[int, ...]:
-        """The shape, all of numbers.
+        """The shape, with numbers only.
 
         Raises:
             GraphError: A size is known at run time only.
@@ -220,11 +220,11 @@ class TensorType:
         return sizes
 
     def with_shape(self, shape: Sequence[Dim]) -> TensorType:
-        """Return the type of the same elements in another shape."""
+        """Return the same element type with another shape."""
         return TensorType(self.dtype, tuple(simplify(size) for size in shape))
 
     def with_dtype(self, dtype: DType) -> TensorType:
-        """Return the type of the same shape with other elements."""
+        """Return the same shape with another element type."""
         return TensorType(dtype, self.shape)
 
     def __str__(self) -> str:
@@ -233,7 +233,7 @@ class TensorType:
 
 
 def simplify(size: Any) -> Dim:
-    """Return a size as an int where it is a number."""
+    """Expand a size; return an int if it is a number."""
     if isinstance(size, sympy.Expr):
         size = sympy.expand(size)
         return int(size) if size.is_Integer else size
@@ -241,7 +241,7 @@ def simplify(size: Any) -> Dim:
 
 
 def linear(size: Dim) -> tuple[sympy.Symbol, int, int] | None:
-    """Return symbol, slope and offset of a size that is linear in one symbol; None for others."""
+    """Return (symbol, slope, offset) of a size ``slope * symbol + offset``, else None."""
     if not isinstance(size, sympy.Expr) or len(size.free_symbols) != 1:
         return None
     symbol: Any = next(iter(size.free_symbols))

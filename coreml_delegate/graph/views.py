@@ -1,6 +1,6 @@
-"""Looking through nodes that only rearrange a tensor, to what it is made of.
+"""Views: values as seen through nodes that only rearrange elements.
 
-What a graph computes is often hidden behind reshapes, transpositions and repetitions. A ``Place``
+Reshapes, transpositions and broadcasts often stand between the nodes of a pattern. A ``View``
 follows the dimensions of an outer tensor through them.
 """
 
@@ -35,25 +35,25 @@ _COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
     "LT": operator.lt,
     "NE": operator.ne,
 }
-_DEPTH = 10  # of the nodes that are compared to find two values alike
+_DEPTH = 10  # of nodes that ``alike`` compares
 _MOST_FACTORS = 8
 
-Known = TypeVar("Known")
+Property = TypeVar("Property")
 
-# What is known of values, which never change.
+# Caches: values never change.
 _NUMBERS: WeakKeyDictionary[Value, float | None] = WeakKeyDictionary()
 _FACTORS: WeakKeyDictionary[Value, tuple[float, list[Value]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A value, and where the dimensions of an outer tensor are in it.
+class View:
+    """A value, and the dimensions of an outer tensor in it.
 
     Attributes:
         value: The value.
-        axes: For each dimension of the outer tensor that of the value, or None where the value is
-            repeated or was reduced.
-        scope: Of the nodes that may be looked through.
+        axes: For each dimension of the outer tensor, the dimension of the value; None where the
+            value is repeated or was reduced.
+        scope: Only nodes of this scope are looked through.
     """
 
     value: Value
@@ -61,47 +61,47 @@ class Place:
     scope: Scope
 
     @classmethod
-    def of(cls, value: Value, scope: Scope) -> Place:
-        """Return the place of a whole value."""
+    def of(cls, value: Value, scope: Scope) -> View:
+        """Return the view of a value that is the outer tensor itself."""
         return cls(value, tuple(range(value.rank)), scope)
 
     @property
     def node(self) -> Node | None:
-        """The node that computes the value, if it may be looked at."""
+        """The node that computes the value; None in another scope."""
         return self.value.node if self.value.node.scope is self.scope else None
 
     @property
     def name(self) -> str:
-        """Name of that node's operation, or nothing."""
+        """Name of the node's operation; empty without a node."""
         return self.node.name if self.node is not None else ""
 
-    def at(self, value: Value) -> Place:
-        """Return the same place in an operand of a node that computes each element by itself."""
+    def operand(self, value: Value) -> View:
+        """Return the view of an operand, if the view's node is elementwise."""
         if not value.rank:
-            return Place(value, (None,) * len(self.axes), self.scope)
+            return View(value, (None,) * len(self.axes), self.scope)
         sizes = zip(value.shape, self.value.shape, strict=True)
-        repeated = {n for n, (size, whole) in enumerate(sizes) if size == 1 != whole}
+        repeated = {n for n, (size, full) in enumerate(sizes) if size == 1 != full}
         axes = tuple(None if axis in repeated else axis for axis in self.axes)
-        return Place(value, axes, self.scope)
+        return View(value, axes, self.scope)
 
     def keeps_order(self) -> bool:
-        """Whether no dimensions have changed places on the way from the outer tensor."""
+        """Whether the dimensions have the order of the outer tensor's dimensions."""
         axes = [n for n in self.axes if n is not None and self.value.shape[n] != 1]
         return axes == sorted(axes)
 
-    def stripped(self) -> Place:
-        """Return the place behind all nodes that only rearrange."""
-        place = self
-        while place.node is not None:
-            inner = _inner_axes(place.node)
-            if inner is None:
-                return place
-            axes = tuple(None if axis is None else inner[axis] for axis in place.axes)
-            place = Place(place.node.operands[0], axes, self.scope)
-        return place
+    def origin(self) -> View:
+        """Return the view of the value from which rearranging nodes make this value."""
+        view = self
+        while view.node is not None:
+            operand_axes = _operand_axes(view.node)
+            if operand_axes is None:
+                return view
+            axes = tuple(None if axis is None else operand_axes[axis] for axis in view.axes)
+            view = View(view.node.operands[0], axes, self.scope)
+        return view
 
-    def unreduced(self) -> Place | None:
-        """Return the place in the operand of a reduction; None for another node."""
+    def reduction_operand(self) -> View | None:
+        """Return the view of a reduction's operand; None for another node."""
         node = self.node
         if (
             node is None
@@ -110,36 +110,36 @@ class Place:
         ):
             return None
         (operand,) = node.operands
-        kept = [n for n in range(operand.rank) if n not in node["dimensions"]]
-        axes = tuple(None if axis is None else kept[axis] for axis in self.axes)
-        return Place(operand, axes, self.scope)
+        remaining = [n for n in range(operand.rank) if n not in node["dimensions"]]
+        axes = tuple(None if axis is None else remaining[axis] for axis in self.axes)
+        return View(operand, axes, self.scope)
 
-    def is_reduction_of(self, whole: Place, dimensions: tuple[int, ...]) -> bool:
-        """Whether this is where ``whole`` is, without the dimensions of it that are reduced.
+    def is_reduction_of(self, outer: View, dimensions: tuple[int, ...]) -> bool:
+        """Whether this view, reduced over ``dimensions``, is a reduction of ``outer``.
 
         Args:
-            whole: A place with the same outer tensor.
-            dimensions: The dimensions of this place's value that a reduction removes.
+            outer: A view with the same outer tensor.
+            dimensions: The dimensions of this view's value that the reduction removes.
         """
-        one, other = self.stripped(), whole.stripped()
+        one, other = self.origin(), outer.origin()
         if not alike(one.value, other.value):
             return False
-        behind = Place.of(self.value, self.scope).stripped().axes
-        moved = {behind[dimension] for dimension in dimensions}
-        reduced: set[int] = set()
-        for mine, its in zip(one.axes, other.axes, strict=True):
-            if its is None or other.value.shape[its] == 1:
+        origin_axes = View.of(self.value, self.scope).origin().axes
+        reduced_axes = {origin_axes[dimension] for dimension in dimensions}
+        missing: set[int] = set()
+        for own_axis, outer_axis in zip(one.axes, other.axes, strict=True):
+            if outer_axis is None or other.value.shape[outer_axis] == 1:
                 continue
-            if mine is None:
-                reduced.add(its)
-            elif mine != its:
+            if own_axis is None:
+                missing.add(outer_axis)
+            elif own_axis != outer_axis:
                 return False
         sizes = one.value.shape
-        return reduced == {axis for axis in moved if axis is not None and sizes[axis] != 1}
+        return missing == {axis for axis in reduced_axes if axis is not None and sizes[axis] != 1}
 
 
-def _inner_axes(node: Node) -> tuple[int | None, ...] | None:
-    """Return for each dimension of a node's result that of its operand; None for what computes."""
+def _operand_axes(node: Node) -> tuple[int | None, ...] | None:
+    """Return the operand's dimension for each dimension of the result; None if a node computes."""
     if node.name == "identity":
         return tuple(range(node.operands[0].rank))
     if node.name == "transpose":
@@ -158,17 +158,17 @@ def _broadcast_axes(node: Node) -> tuple[int | None, ...]:
 
 
 def _reshape_axes(node: Node) -> tuple[int | None, ...] | None:
-    """Return the dimensions where a reshape only adds or removes sizes of 1."""
+    """Return the operand's dimensions if a reshape only adds or removes sizes of 1, else None."""
     before, after = node.operands[0].shape, node.type.shape
-    kept = [n for n, size in enumerate(before) if size != 1]
-    if [before[n] for n in kept] != [size for size in after if size != 1]:
+    long_axes = [n for n, size in enumerate(before) if size != 1]
+    if [before[n] for n in long_axes] != [size for size in after if size != 1]:
         return None
-    axes = iter(kept)
+    axes = iter(long_axes)
     return tuple(None if size == 1 else next(axes) for size in after)
 
 
 def alike(one: Value, other: Value, depth: int = _DEPTH) -> bool:
-    """Whether two values are one, or are computed in the same way of the same values."""
+    """Whether two values are the same, or computed by the same operations from the same values."""
     if one is other:
         return True
     a, b = one.node, other.node
@@ -190,52 +190,52 @@ def _alike_attributes(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     )
 
 
-def _resolved(
+def _resolve(
     value: Value,
-    known: WeakKeyDictionary[Value, Known],
+    cache: WeakKeyDictionary[Value, Property],
     operands: Callable[[Value], Sequence[Value]],
-    combine: Callable[[Value], Known],
-) -> Known:
+    combine: Callable[[Value], Property],
+) -> Property:
     """Return a property of a value, combined from the same property of its operands.
 
-    Each value is visited once, however many paths lead to it: those through a recurrence double
-    with each step. Paths may be longer than Python's stack.
+    Each value is visited once, as the number of paths through a recurrence doubles with each step.
+    There is no recursion, as paths may be longer than Python's stack.
     """
-    pending = [] if value in known else [value]
+    pending = [] if value in cache else [value]
     while pending:
-        missing = [operand for operand in operands(pending[-1]) if operand not in known]
+        missing = [operand for operand in operands(pending[-1]) if operand not in cache]
         if missing:
             pending.extend(missing)
         else:
             last = pending.pop()
-            known[last] = combine(last)
-    return known[value]
+            cache[last] = combine(last)
+    return cache[value]
 
 
 def number(value: Value) -> float | None:
-    """Return the number that all elements of a value are, if it is known."""
-    return _resolved(value, _NUMBERS, _decisive, _combined_number)
+    """Return the number that all elements of a value are equal to, or None."""
+    return _resolve(value, _NUMBERS, _operands_with_number, _combine_number)
 
 
-def _decisive(value: Value) -> Sequence[Value]:
-    """Return the operands whose numbers decide the number of a value."""
+def _operands_with_number(value: Value) -> Sequence[Value]:
+    """Return the operands from whose numbers a value's number is computed."""
     node = value.node
     decide = node.name in _REARRANGING or (node.name in _ARITHMETIC and value.dtype.is_float)
     return node.operands if decide else ()
 
 
-def _combined_number(value: Value) -> float | None:
+def _combine_number(value: Value) -> float | None:
     node = value.node
     if node.name == "constant":
         return _number_of(value.dtype, node["array"])
-    operands = [_NUMBERS[operand] for operand in _decisive(value)]
-    known = [operand for operand in operands if operand is not None]
-    if not operands or len(known) != len(operands):
+    optional_numbers = [_NUMBERS[operand] for operand in _operands_with_number(value)]
+    numbers = [number for number in optional_numbers if number is not None]
+    if not optional_numbers or len(numbers) != len(optional_numbers):
         return None
     if node.name in _REARRANGING:
-        return known[0]
+        return numbers[0]
     try:
-        return _ARITHMETIC[node.name](*known)
+        return _ARITHMETIC[node.name](*numbers)
     except (ArithmeticError, ValueError):
         return None
 
@@ -248,7 +248,7 @@ def _number_of(dtype: DType, array: Any) -> float | None:
 
 
 def truth(value: Value) -> bool | None:
-    """Return whether a comparison of numbers holds, if they are known."""
+    """Return whether a comparison of known numbers holds; None for other values."""
     node = value.node
     if node.name in _REARRANGING and value.dtype is node.operands[0].dtype:
         return truth(node.operands[0])
@@ -259,26 +259,26 @@ def truth(value: Value) -> bool | None:
 
 
 def is_number(value: Value, expected: float) -> bool:
-    """Whether all elements of a value are a number, to the precision of its element type."""
-    found = number(value)
+    """Whether all elements are ``expected``, to the precision of the element type."""
+    actual = number(value)
     tolerance = 1e-3 if value.dtype.storage_dtype == "fp16" else 1e-6
-    return found is not None and (
-        found == expected or math.isclose(found, expected, rel_tol=tolerance)
+    return actual is not None and (
+        actual == expected or math.isclose(actual, expected, rel_tol=tolerance)
     )
 
 
 def factors(value: Value, scope: Scope) -> tuple[float, list[Value]]:
-    """Return the constant factor and the other factors that a value is the product of.
+    """Return a value's constant factor and its other factors.
 
-    A product of more factors than any pattern has is one factor.
+    A product of more than eight factors, which no pattern has, is one factor.
     """
     if value.node.scope is not scope or not value.dtype.is_float:
         return 1.0, [value]
-    return _resolved(value, _FACTORS, _divisible, _combined_factors)
+    return _resolve(value, _FACTORS, _operands_with_factors, _combine_factors)
 
 
-def _divisible(value: Value) -> Sequence[Value]:
-    """Return the operands in the scope of a value that have the same factors as the value."""
+def _operands_with_factors(value: Value) -> Sequence[Value]:
+    """Return the operands in the value's scope whose factors are factors of the value."""
     node = value.node
     count = {"multiply": 2, "negate": 1, "divide": 1, "square": 1}.get(node.name, 0)
     return [
@@ -288,9 +288,9 @@ def _divisible(value: Value) -> Sequence[Value]:
     ]
 
 
-def _combined_factors(value: Value) -> tuple[float, list[Value]]:
-    found = _product_of(value)
-    return found if len(found[1]) <= _MOST_FACTORS else (1.0, [value])
+def _combine_factors(value: Value) -> tuple[float, list[Value]]:
+    product = _product_of(value)
+    return product if len(product[1]) <= _MOST_FACTORS else (1.0, [value])
 
 
 def _product_of(value: Value) -> tuple[float, list[Value]]:
@@ -298,29 +298,29 @@ def _product_of(value: Value) -> tuple[float, list[Value]]:
     if node.name == "multiply":
         return _product(node)
     if node.name == "negate":
-        constant, others = factors(node.operands[0], node.scope)
-        return -constant, others
+        constant, values = factors(node.operands[0], node.scope)
+        return -constant, values
     if node.name == "divide":
         divisor = number(node.operands[1])
         if divisor:
-            constant, others = factors(node.operands[0], node.scope)
-            return constant / divisor, others
+            constant, values = factors(node.operands[0], node.scope)
+            return constant / divisor, values
     if node.name == "square":
-        constant, others = factors(node.operands[0], node.scope)
-        return constant * constant, others * 2
+        constant, values = factors(node.operands[0], node.scope)
+        return constant * constant, values * 2
     return 1.0, [value]
 
 
 def _product(node: Node) -> tuple[float, list[Value]]:
-    constant, others = 1.0, list[Value]()
+    constant, values = 1.0, list[Value]()
     for operand in node.operands:
-        known = number(operand)
-        if known is not None:
-            constant *= known
-        elif operand.shape != node.type.shape:  # repeated: it is a factor as it is
-            others.append(operand)
+        constant_factor = number(operand)
+        if constant_factor is not None:
+            constant *= constant_factor
+        elif operand.shape != node.type.shape:  # repeated, so not split
+            values.append(operand)
         else:
-            inner, more = factors(operand, node.scope)
-            constant *= inner
-            others += more
-    return constant, others
+            inner_constant, inner_values = factors(operand, node.scope)
+            constant *= inner_constant
+            values += inner_values
+    return constant, values

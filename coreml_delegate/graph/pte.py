@@ -41,7 +41,7 @@ def delegate_program(
     dimensions: Mapping[str, Dimension],
     options: CompileOptions,
 ) -> bytes:
-    """Return the content of a ``.pte`` whose method ``forward`` is one Core ML delegate.
+    """Return the content of a ``.pte`` whose method ``forward`` is a single Core ML delegate.
 
     Element types that the device runtime does not convert (int8, uint16, uint32, uint64) are int32
     in the program, with the same bits.

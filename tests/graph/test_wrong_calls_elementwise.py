@@ -88,7 +88,7 @@ CALLS: dict[str, tuple[Callable[[Builder, Callable[..., Any]], Any], str]] = {
     ),
     "a bitcast of 64 bits": (
         lambda b, x: b.bitcast_convert(x("float64"), "int64"),
-        r"Core ML holds 64-bit types by 32 bits: got float64 as int64",
+        r"Core ML stores 64-bit types in 32 bits: got float64 as int64",
     ),
     "an algorithm that there is not": (
         lambda b, x: b.rng_bit_generator(x("uint32", 4), "uint32", (2,), "philox"),

@@ -1,4 +1,4 @@
-"""Shared by operations that move elements: sizes, merged axes, labelled axes, known elements."""
+"""Helpers of operations that move elements: sizes, merged axes, labelled axes, indices."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def product(sizes: Sequence[Dim]) -> Dim:
 
 
 def sizes_of(name: str, sizes: Sequence[Any], least: int = 0) -> tuple[Dim, ...]:
-    """Return sizes as they stand in shapes.
+    """Return sizes as entries of a shape.
 
     Args:
-        name: Of the operation.
+        name: Name of the operation, for messages.
         sizes: Ints, expressions, or dimensions.
-        least: The smallest that is allowed.
+        least: The smallest size allowed.
 
     Raises:
-        GraphError: One is something else, or too small.
+        GraphError: An entry is not a size, or too small.
     """
-    found: list[Dim] = []
+    simplified: list[Dim] = []
     for size in sizes:
         size = size.symbol if isinstance(size, Dimension) else size
         if not isinstance(size, int | np.integer | sympy.Expr) or isinstance(size, bool):
@@ -44,20 +44,20 @@ def sizes_of(name: str, sizes: Sequence[Any], least: int = 0) -> tuple[Dim, ...]
         size = simplify(size)
         if isinstance(size, int) and size < least:
             raise GraphError(f"{name}: a size is too small", got=str(size), expected=f">= {least}")
-        found.append(size)
-    return tuple(found)
+        simplified.append(size)
+    return tuple(simplified)
 
 
-def require_rank(name: str, what: str, given: Sequence[Any], rank: int) -> None:
-    """Refuse a list that does not have one entry per dimension.
+def require_rank(name: str, what: str, entries: Sequence[Any], rank: int) -> None:
+    """Refuse a list without exactly one entry per dimension.
 
     Raises:
         GraphError: Names the list.
     """
-    if len(given) != rank:
+    if len(entries) != rank:
         raise GraphError(
             f"{name}: wrong number of {what}",
-            got=str(len(given)),
+            got=str(len(entries)),
             expected=f"{rank}, one per dimension",
         )
 
@@ -65,12 +65,12 @@ def require_rank(name: str, what: str, given: Sequence[Any], rank: int) -> None:
 def known_result(
     function: Callable[..., Any], *values: Value, dtype: DType | None = None
 ) -> tuple[Dim, ...] | None:
-    """Return the elements of a result that may be a shape, or None.
+    """Return the elements of an integer result of at most 16, which may be a shape, or None.
 
     Args:
-        function: Makes the result's array of one object array per value.
+        function: Takes an object array for each value; returns the array of the result.
         values: Operands.
-        dtype: Element type of the result; None for that of the first operand.
+        dtype: Element type of the result; None for the first operand's.
     """
     element = dtype or values[0].dtype
     if not element.is_integer:
@@ -82,16 +82,16 @@ def known_result(
         array = np.empty(len(value.known), object)
         array[:] = value.known
         arrays.append(array.reshape(value.type.static_shape))
-    found = np.asarray(function(*arrays), object)
-    return tuple(found.reshape(-1)) if found.size <= _MOST_KNOWN else None
+    result = np.asarray(function(*arrays), object)
+    return tuple(result.reshape(-1)) if result.size <= _MOST_KNOWN else None
 
 
 @dataclass(frozen=True)
 class Axes:
-    """Axes of a tensor in groups, each of which an op sees as one axis.
+    """Axes of a tensor in groups: an op sees each group as one axis.
 
     Attributes:
-        groups: Neighbours that the op treats alike; each axis by itself where they are few.
+        groups: Neighbouring axes that the op treats alike; single axes if there are at most five.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -101,10 +101,10 @@ class Axes:
         """Return groups for a tensor, merging only if it has too many axes.
 
         Args:
-            kinds: One per axis. Neighbours whose kinds are equal and not None may be merged.
+            kinds: A kind for each axis. Neighbours of equal kinds, not None, may be merged.
 
         Raises:
-            UnsupportedOperatorError: Too many axes are left.
+            UnsupportedOperatorError: More than five groups.
         """
         groups: list[tuple[int, ...]] = []
         for axis, kind in enumerate(kinds):
@@ -127,19 +127,19 @@ class Axes:
         return any(len(group) > 1 for group in self.groups)
 
     def shape(self, shape: Sequence[Dim]) -> tuple[Dim, ...]:
-        """Return a shape of all axes as a shape of the groups."""
+        """Return the shape after the merge: a size for each group."""
         return tuple(product([shape[axis] for axis in group]) for group in self.groups)
 
     def pick(self, entries: Sequence[Any]) -> list[Any]:
-        """Return one entry per group: that of its first axis."""
+        """Return an entry for each group: the entry of its first axis."""
         return [entries[group[0]] for group in self.groups]
 
     def merge(self, c: Composer, x: Var, shape: Sequence[Dim]) -> Var:
-        """Return a tensor of all axes with an axis per group."""
+        """Reshape a tensor of all axes to one axis per group."""
         return c.reshape(x, self.shape(shape)) if self.are_merged else x
 
     def split(self, c: Composer, x: Var, shape: Sequence[Dim]) -> Var:
-        """Return a tensor with an axis per group in a shape of all axes."""
+        """Reshape a tensor of one axis per group to ``shape``, with all axes."""
         return c.reshape(x, shape) if self.are_merged else x
 
 
@@ -149,68 +149,70 @@ def permute(c: Composer, x: Var, shape: Sequence[Dim], order: Sequence[int]) -> 
     Args:
         c: Composer.
         x: Tensor.
-        shape: Its shape.
-        order: For each dimension of the result, which of ``x`` it is.
+        shape: Shape of ``x``.
+        order: The dimension of ``x`` for each dimension of the result.
     """
-    want = [shape[axis] for axis in order]
-    moving = [axis for axis in order if shape[axis] != 1]
+    new_shape = [shape[axis] for axis in order]
+    long_axes = [axis for axis in order if shape[axis] != 1]
     if list(order) == sorted(order):
         return x
-    if moving == sorted(moving) and all(isinstance(size, int) for size in shape):
-        return c.reshape(x, want)
+    if long_axes == sorted(long_axes) and all(isinstance(size, int) for size in shape):
+        return c.reshape(x, new_shape)
     if len(order) <= MOST_AXES:
         return c.mb.transpose(x=x, perm=list(order))
-    # Dimensions that stay neighbours are one.
+    # Dimensions that stay neighbours become one.
     runs: list[list[int]] = []
-    for axis in moving:
+    for axis in long_axes:
         last = runs[-1][-1] if runs else axis
         if last < axis and all(shape[between] == 1 for between in range(last + 1, axis)):
             runs[-1].append(axis)
         else:
             runs.append([axis])
-    have = sorted(runs)
-    sizes = [product([shape[axis] for axis in run]) for run in have]
-    return c.reshape(_permute_runs(c, x, sizes, [have.index(run) for run in runs]), want)
+    sorted_runs = sorted(runs)
+    sizes = [product([shape[axis] for axis in run]) for run in sorted_runs]
+    return c.reshape(
+        _permute_runs(c, x, sizes, [sorted_runs.index(run) for run in runs]), new_shape
+    )
 
 
 def _permute_runs(c: Composer, x: Var, sizes: Sequence[Dim], order: Sequence[int]) -> Var:
     if len(order) <= MOST_AXES:
         return c.mb.transpose(x=c.reshape(x, sizes), perm=list(order))
-    now = list(range(len(order)))
-    for place, axis in enumerate(order):
-        at = now.index(axis)
-        if at == place:
+    current = list(range(len(order)))
+    for target, axis in enumerate(order):
+        position = current.index(axis)
+        if position == target:
             continue
-        parts = [now[:place], now[place:at], [axis], now[at + 1 :]]
+        parts = [current[:target], current[target:position], [axis], current[position + 1 :]]
         x = c.reshape(x, [product([sizes[n] for n in part]) for part in parts])
         x = c.mb.transpose(x=x, perm=[0, 2, 1, 3])
-        now = [n for part in (parts[0], parts[2], parts[1], parts[3]) for n in part]
+        current = [n for part in (parts[0], parts[2], parts[1], parts[3]) for n in part]
     return x
 
 
 def arrange(c: Composer, x: Var, have: Sequence[Hashable], want: Sequence[Hashable]) -> Var:
-    """Return a tensor with its axes in another order.
+    """Return a tensor with its labelled axes in another order.
 
     Args:
         c: Composer.
         x: Tensor.
-        have: A label for each of its axes.
-        want: Labels for the result's axes. Axes whose label is missing here have size 1 and are
-            dropped; labels that ``x`` lacks become axes of size 1.
+        have: Labels of the axes of ``x``.
+        want: Labels of the result's axes. Axes of ``x`` without a label in ``want`` have size 1
+            and are dropped; labels that ``x`` lacks become axes of size 1.
     """
     dropped = [axis for axis, label in enumerate(have) if label not in want]
     if dropped:
         x = c.mb.squeeze(x=x, axes=dropped)
-    kept = [label for label in have if label in want]
-    order = [kept.index(label) for label in want if label in kept]
+    shared = [label for label in have if label in want]
+    order = [shared.index(label) for label in want if label in shared]
     if order != sorted(order):
         x = c.mb.transpose(x=x, perm=order)
-    added = [axis for axis, label in enumerate(want) if label not in kept]
+    added = [axis for axis, label in enumerate(want) if label not in shared]
     return c.mb.expand_dims(x=x, axes=added) if added else x
 
 
 def join(c: Composer, parts: Sequence[Var | int]) -> Var:
-    """Return an int32 vector of sizes or indices of rank 0."""
+    """Concatenate sizes or indices of rank 0 to an int32 vector."""
     vectors = [
         c.const(np.array([part], np.int32))
         if isinstance(part, int)
@@ -221,21 +223,21 @@ def join(c: Composer, parts: Sequence[Var | int]) -> Var:
 
 
 def counting(c: Composer, size: Dim) -> Var:
-    """Return the int32 vector 0, 1, ... of a size, which may be symbolic."""
+    """Return the int32 vector 0, 1, ..., size - 1; the size may be symbolic."""
     if isinstance(size, int):
         return c.const(np.arange(size, dtype=np.int32))
     return c.mb.range_1d(start=np.int32(0), end=c.size(size), step=np.int32(1))
 
 
 def as_index(c: Composer, x: Var, dtype: DType) -> Var:
-    """Return indices as int32; those that int32 cannot hold as its largest."""
+    """Convert indices to int32; uint32 indices from 2**31 on become 2**31 - 1."""
     if dtype is not DType.UINT32:
         return x
     return c.mb.select(cond=c.mb.less(x=x, y=np.int32(0)), a=np.int32(2**31 - 1), b=x)
 
 
 def clamp_index(c: Composer, x: Var, limits: Sequence[Dim]) -> Var:
-    """Return index vectors, along the last axis, clamped to 0 ... limits."""
+    """Clamp index vectors, along the last axis, to 0 ... limits."""
     x = c.mb.maximum(x=x, y=np.int32(0))
-    last = c.shape(limits)
-    return c.mb.minimum(x=x, y=np.array(last, np.int32) if isinstance(last, list) else last)
+    bounds = c.shape(limits)
+    return c.mb.minimum(x=x, y=np.array(bounds, np.int32) if isinstance(bounds, list) else bounds)

@@ -1,6 +1,6 @@
-"""Logic, shifts and counts of bits, and random bits.
+"""Bitwise logic, shifts, counts of bits, and random bits.
 
-MIL has no bitwise ops. Logic looks pairs of bytes up in tables; shifts multiply and divide.
+MIL has no bitwise ops: logic looks up pairs of bytes in tables, shifts multiply and divide.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RANDOM = (DType.UINT8, DType.UINT16, DType.UINT32)
 
 
 def _logic(function: np.ufunc, of_bools: str) -> Callable[..., Var]:
-    """Compose with a NumPy function of bits, or MIL's op of bools."""
+    """Return a compose function: a NumPy function of integers' bits, or MIL's op for bools."""
 
     def compose(c: Composer, node: Node, x: Var, y: Var) -> Var:
         if node.type.dtype is DType.BOOL:
@@ -50,8 +50,8 @@ def _compose_not(c: Composer, node: Node, x: Var) -> Var:
     dtype = node.type.dtype
     if dtype is DType.BOOL:
         return c.mb.logical_not(x=x)
-    ones = (1 << dtype.bits) - 1 if dtype.is_unsigned and dtype.wraps else -1
-    return c.mb.sub(x=np.int32(ones), y=x)
+    all_bits = (1 << dtype.bits) - 1 if dtype.is_unsigned and dtype.wraps else -1
+    return c.mb.sub(x=np.int32(all_bits), y=x)
 
 
 def _compose_popcnt(c: Composer, node: Node, x: Var) -> Var:
@@ -59,9 +59,9 @@ def _compose_popcnt(c: Composer, node: Node, x: Var) -> Var:
     count = counts(c, x, dtype)
     if dtype.bits < 64:
         return count
-    # The upper half repeats the sign.
-    below = c.mb.cast(x=c.mb.less(x=x, y=np.int32(0)), dtype="int32")
-    return c.mb.add(x=count, y=c.mb.mul(x=below, y=np.int32(32)))
+    # The upper 32 bits repeat the sign bit.
+    is_negative = c.mb.cast(x=c.mb.less(x=x, y=np.int32(0)), dtype="int32")
+    return c.mb.add(x=count, y=c.mb.mul(x=is_negative, y=np.int32(32)))
 
 
 def _compose_count_leading_zeros(c: Composer, node: Node, x: Var) -> Var:
@@ -69,8 +69,8 @@ def _compose_count_leading_zeros(c: Composer, node: Node, x: Var) -> Var:
     count = c.mb.sub(x=np.int32(dtype.bits), y=lengths(c, x, dtype))
     if dtype.bits < 64:
         return count
-    below = c.mb.less(x=x, y=np.int32(0))
-    return c.mb.select(cond=below, a=np.int32(0), b=count)
+    is_negative = c.mb.less(x=x, y=np.int32(0))
+    return c.mb.select(cond=is_negative, a=np.int32(0), b=count)
 
 
 def _compose_bitcast_convert(c: Composer, node: Node, x: Var) -> Var:
@@ -91,58 +91,58 @@ def _compose_rng_bit_generator(c: Composer, node: Node, state: Var) -> tuple[Var
 
 
 class Bits(Emitter):
-    """Logic, shifts and counts of bits; shapes as for ``Elementwise``."""
+    """Bitwise logic, shifts and counts of bits; shapes as for ``Elementwise``."""
 
     @operation(INTEGERS | BOOLEANS, _logic(np.bitwise_and, "logical_and"))
     def and_(self, x: Value, y: Value) -> Value:
-        """Return the bits that both have."""
+        """Return the bitwise and; of bools, whether both are true."""
         return self._bitwise("and", x, y)
 
     @operation(INTEGERS | BOOLEANS, _compose_or)
     def or_(self, x: Value, y: Value) -> Value:
-        """Return the bits that one has or both have."""
+        """Return the bitwise or; of bools, whether one is true."""
         return self._bitwise("or", x, y)
 
     @operation(INTEGERS | BOOLEANS, _logic(np.bitwise_xor, "logical_xor"))
     def xor(self, x: Value, y: Value) -> Value:
-        """Return the bits that one of the two has."""
+        """Return the bitwise exclusive or; of bools, whether they differ."""
         return self._bitwise("xor", x, y)
 
     @operation(INTEGERS | BOOLEANS, _compose_not)
     def not_(self, x: Value) -> Value:
-        """Return the bits that it does not have."""
+        """Return the bitwise complement; of bools, whether ``x`` is false."""
         return self._bitwise("not", x)
 
     @operation(INTEGERS, shifts.left)
     def shift_left(self, x: Value, y: Value) -> Value:
-        """Return bits moved up by ``y`` places; 0 by all places, more, or less than none."""
+        """Return ``x << y``; 0 if ``y`` is negative, or at least the number of bits."""
         return self._bitwise("shift_left", x, y)
 
     @operation(INTEGERS, shifts.right_logical)
     def shift_right_logical(self, x: Value, y: Value) -> Value:
-        """Return bits moved down by ``y`` places; 0 by all places, more, or less than none."""
+        """Return ``x >> y``, zeros from above; 0 if ``y`` is negative, or at least the width."""
         return self._bitwise("shift_right_logical", x, y)
 
     @operation(INTEGERS, shifts.right_arithmetic)
     def shift_right_arithmetic(self, x: Value, y: Value) -> Value:
-        """Return bits moved down by ``y`` places, the highest bit repeated."""
+        """Return ``x >> y`` with the highest bit repeated."""
         return self._bitwise("shift_right_arithmetic", x, y)
 
     @operation(INTEGERS, _compose_popcnt)
     def popcnt(self, x: Value) -> Value:
-        """Return the number of bits that are set."""
+        """Return the number of set bits."""
         return self._bitwise("popcnt", x)
 
     @operation(INTEGERS, _compose_count_leading_zeros)
     def count_leading_zeros(self, x: Value) -> Value:
-        """Return the number of bits above the highest that is set."""
+        """Return the number of bits above the highest set bit."""
         return self._bitwise("count_leading_zeros", x)
 
     @operation(ALL, _compose_bitcast_convert)
     def bitcast_convert(self, x: Value, dtype: Any) -> Value:
-        """Return the same bits as another element type of the same width.
+        """Reinterpret the bits as another element type of the same width.
 
-        Floats to and from integers are float32 and float16, and exact but for what a NaN holds.
+        float32 and float16 to and from integers is exact, except for the payload of a NaN.
 
         Args:
             x: Any value.
@@ -156,12 +156,12 @@ class Bits(Emitter):
     def rng_bit_generator(
         self, state: Value, dtype: Any, shape: Sequence[Dim], algorithm: str = "threefry"
     ) -> tuple[Value, Value]:
-        """Return the state that follows, and random bits: those of XLA's ``THREE_FRY``.
+        """Return the next state, and random bits, equal to XLA's ``THREE_FRY``.
 
         Args:
             state: uint32 of shape [4]: the low and the high word of the key, then of the counter.
             dtype: ``uint8``, ``uint16`` or ``uint32``.
-            shape: Of the bits.
+            shape: Shape of the random bits.
             algorithm: ``threefry``.
         """
         if algorithm != "threefry":
@@ -194,16 +194,16 @@ class Bits(Emitter):
 def _check_bitcast(source: DType, target: DType) -> None:
     if source is target:
         return
-    both = f"{source.label} as {target.label}"
+    conversion = f"{source.label} as {target.label}"
     if DType.BOOL in (source, target) or source.bits != target.bits:
         raise GraphError(
             "bitcast_convert: widths of element types differ",
-            got=both,
+            got=conversion,
             expected="types of the same width, and not bool",
         )
     if source.bits == 64 and source.is_float != target.is_float:
         raise GraphError(
-            "bitcast_convert: Core ML holds 64-bit types by 32 bits",
-            got=both,
+            "bitcast_convert: Core ML stores 64-bit types in 32 bits",
+            got=conversion,
             expected="types of 32 bits or less",
         )

@@ -1,4 +1,4 @@
-"""Functions of the bits of integers, byte by byte, by look-up in tables."""
+"""Bitwise functions of integers, computed byte by byte in tables of 256 or 65,536 entries."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from coreml_delegate.graph.tensor_types import DType, TensorType
 _BYTES = np.arange(256, dtype=np.int64)
 _COUNTS = np.array([int(byte).bit_count() for byte in _BYTES], np.int32)
 _LENGTHS = np.array([int(byte).bit_length() for byte in _BYTES], np.int32)
-# Core ML's highest rank, which leaves no dimension for the bytes.
+# Core ML's highest rank, which leaves no axis for the bytes.
 _HIGHEST_RANK = 5
 
 
 def byte_count(dtype: DType) -> int:
-    """Return the number of bytes of the storage dtype that matter: an element's, at most four."""
+    """Return the number of bytes of an element, at most four, the size of the storage dtype."""
     return min(dtype.bits, 32) // 8
 
 
 def byte(c: Composer, x: Var, number: int) -> Var:
-    """Return a byte of int32 values; number 0 is the lowest."""
+    """Return byte ``floor(x / 256**number) mod 256`` of int32 values."""
     if number:
         x = c.mb.floor_div(x=x, y=np.int32(1 << (8 * number)))
     return c.mb.mod(x=x, y=np.int32(256))
 
 
 def combine(c: Composer, function: np.ufunc, type: TensorType, x: Var, y: Var) -> Var:
-    """Return a NumPy function of the bits of two integers."""
+    """Apply a NumPy bitwise function to two tensors of integers."""
     for value, other in ((x, y), (y, x)):
         constant = uniform(other, like=value)
         if constant is not None and value.rank == type.rank:
@@ -44,18 +44,21 @@ def combine(c: Composer, function: np.ufunc, type: TensorType, x: Var, y: Var) -
 
 
 def combine_words(c: Composer, function: np.ufunc, x: Var, y: Var, count: int = 4) -> Var:
-    """Return a NumPy function of the lowest bytes of int32 values, which broadcast."""
+    """Apply a NumPy bitwise function to the lowest bytes of int32 values, which broadcast.
+
+    The result is the sum over bytes n of ``table[256 * x_n + y_n] * 256**n``.
+    """
     pairs = function(_BYTES[:, None], _BYTES).reshape(-1).astype(np.int32)
     table = c.mb.const(val=pairs)
     if count == 1:
         return c.mb.gather(x=table, indices=_pair(c, byte(c, x, 0), byte(c, y, 0)), axis=0)
     rank = max(x.rank, y.rank)
     weights = (1 << (8 * np.arange(count, dtype=np.int64))).astype(np.int32)
-    # The bytes are along one more axis in front.
+    # A new first axis has the bytes.
     weights = weights.reshape(count, *(1,) * rank)
     planes = [c.mb.mod(x=c.mb.floor_div(x=var, y=weights), y=np.int32(256)) for var in (x, y)]
-    found = c.mb.gather(x=table, indices=_pair(c, *planes), axis=0)
-    parts = c.mb.split(x=c.mb.mul(x=found, y=weights), num_splits=count, axis=0)
+    entries = c.mb.gather(x=table, indices=_pair(c, *planes), axis=0)
+    parts = c.mb.split(x=c.mb.mul(x=entries, y=weights), num_splits=count, axis=0)
     result = parts[0]
     for part in parts[1:]:
         result = c.mb.add(x=result, y=part)
@@ -63,38 +66,41 @@ def combine_words(c: Composer, function: np.ufunc, x: Var, y: Var, count: int = 
 
 
 def combine_constant(c: Composer, function: np.ufunc, dtype: DType, x: Var, constant: int) -> Var:
-    """Return a NumPy function of the bits of integers and of a constant."""
+    """Apply a NumPy bitwise function f to integers x and a constant k.
+
+    The result is ``x`` plus the sum over bytes n of ``(f(x_n, k_n) - x_n) * 256**n``.
+    """
     count = byte_count(dtype)
     mask = constant & ((1 << (8 * count)) - 1)
     if function is np.bitwise_and and mask.bit_count() == mask.bit_length() < 8 * count - 1:
-        # The low bits: the rest of a division by a power of two.
+        # The low bits: the remainder of a division by a power of two.
         return c.mb.mod(x=x, y=np.int32(mask + 1))
     result = x
     for number in range(count):
         change = function(_BYTES, (mask >> (8 * number)) & 255) - _BYTES
         if change.any():
             scaled = _as_int32(change << (8 * number))
-            found = c.mb.gather(x=c.const(scaled), indices=byte(c, x, number), axis=0)
-            result = c.mb.add(x=result, y=found)
+            difference = c.mb.gather(x=c.const(scaled), indices=byte(c, x, number), axis=0)
+            result = c.mb.add(x=result, y=difference)
     return c.wrap(result, dtype)
 
 
 def counts(c: Composer, x: Var, dtype: DType) -> Var:
-    """Return the number of bits that are set in the lowest 32."""
+    """Return the number of set bits among the lowest 32."""
     result = None
     for number in range(byte_count(dtype)):
-        found = c.mb.gather(x=c.const(_COUNTS), indices=byte(c, x, number), axis=0)
-        result = found if result is None else c.mb.add(x=result, y=found)
+        byte_counts = c.mb.gather(x=c.const(_COUNTS), indices=byte(c, x, number), axis=0)
+        result = byte_counts if result is None else c.mb.add(x=result, y=byte_counts)
     return result
 
 
 def lengths(c: Composer, x: Var, dtype: DType) -> Var:
-    """Return the number of the lowest 32 bits up to the highest that is set."""
+    """Return the bit length: the position of the highest set bit among the lowest 32, from 1 on."""
     result = None
     for number in range(byte_count(dtype)):
         table = np.where(_BYTES > 0, _LENGTHS + 8 * number, 0).astype(np.int32)
-        found = c.mb.gather(x=c.const(table), indices=byte(c, x, number), axis=0)
-        result = found if result is None else c.mb.maximum(x=result, y=found)
+        byte_lengths = c.mb.gather(x=c.const(table), indices=byte(c, x, number), axis=0)
+        result = byte_lengths if result is None else c.mb.maximum(x=result, y=byte_lengths)
     return result
 
 

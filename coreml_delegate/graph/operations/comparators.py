@@ -1,7 +1,7 @@
-"""Analysis of the comparator of a sort: the keys it compares, and in which direction.
+"""Analysis of a sort's comparator: its keys, and their directions.
 
-JAX compares tensors in turn, the first one first: ``a0 < b0 or (a0 == b0 and (a1 < b1 or ...))``.
-Of floating-point numbers, it compares all NaN as one and both zeros as one, by selects.
+JAX compares tensors in lexicographic order: ``a0 < b0 or (a0 == b0 and (a1 < b1 or ...))``.
+It makes all NaN equal, and both zeros, by selects before the comparison.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from coreml_delegate.graph.node import Closure, Node, Value
 
 _FLIPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "EQ": "EQ", "NE": "NE"}
-# Of equal elements a stable sort takes the first one first, whatever LE and GE say.
+# A stable sort keeps the order of equal elements, so that LE and GE are LT and GT.
 _ASCENDING = {"LT": True, "LE": True, "GT": False, "GE": False}
 
 _ELEMENTWISE = frozenset(
@@ -88,10 +88,10 @@ _ELEMENTWISE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class SortKey:
-    """One tensor that decides on the order.
+    """A tensor that decides on the order.
 
     Attributes:
-        operand: Its index among the sort's operands.
+        operand: Index among the sort's operands.
         ascending: Whether smaller elements go first.
         splits_zeros: Whether -0 is smaller than 0.
     """
@@ -108,15 +108,15 @@ class _Argument:
 
 
 def is_elementwise(closure: Closure) -> bool:
-    """Whether a closure has only operations on each element."""
+    """Whether a closure has only elementwise operations."""
     return all(node.name in _ELEMENTWISE for node in closure.scope.nodes)
 
 
 def sort_keys(closure: Closure) -> tuple[SortKey, ...] | None:
-    """Return what a comparator compares, the first key first; None if it is something else.
+    """Return the keys of a comparator, the first key first; None for other functions.
 
     Args:
-        closure: Takes two elements of each operand; returns whether the first ones go before.
+        closure: Takes two elements of each operand; returns whether the first elements go before.
     """
     indices = {parameter: n for n, parameter in enumerate(closure.parameters)}
     (result,) = closure.results
@@ -128,36 +128,36 @@ def sort_keys(closure: Closure) -> tuple[SortKey, ...] | None:
 def _keys(flag: Value, indices: dict[Value, int]) -> tuple[SortKey, ...] | None:
     node = flag.node
     if node.name == "compare":
-        found = _comparison(node, indices)
-        if found is None or found[1] not in _ASCENDING:
+        comparison = _comparison(node, indices)
+        if comparison is None or comparison[1] not in _ASCENDING:
             return None
-        operand, direction, splits_zeros = found
+        operand, direction, splits_zeros = comparison
         return (SortKey(operand, _ASCENDING[direction], splits_zeros),)
-    for first, condition, rest in _alternatives(node):
-        keys = _lexicographic(first, condition, rest, indices)
+    for first, condition, next_flag in _alternatives(node):
+        keys = _lexicographic(first, condition, next_flag, indices)
         if keys is not None:
             return keys
     return None
 
 
 def _alternatives(node: Node) -> list[tuple[Value, Value, Value]]:
-    """Return what a node may be: (comparison, condition of the rest, comparison of the rest)."""
+    """Return readings of a node as ``first or (condition and next)``: (first, condition, next)."""
     if node.name == "or":
-        found: list[tuple[Value, Value, Value]] = []
+        readings: list[tuple[Value, Value, Value]] = []
         one, other = node.operands
-        for first, rest in ((one, other), (other, one)):
-            if rest.node.name == "and":
-                left, right = rest.node.operands
-                found += [(first, left, right), (first, right, left)]
-        return found
+        for first, next_flag in ((one, other), (other, one)):
+            if next_flag.node.name == "and":
+                one_part, other_part = next_flag.node.operands
+                readings += [(first, one_part, other_part), (first, other_part, one_part)]
+        return readings
     if node.name == "select":
-        condition, rest, first = node.operands
-        return [(first, condition, rest)]
+        condition, next_flag, first = node.operands
+        return [(first, condition, next_flag)]
     return []
 
 
 def _lexicographic(
-    first: Value, condition: Value, rest: Value, indices: dict[Value, int]
+    first: Value, condition: Value, next_flag: Value, indices: dict[Value, int]
 ) -> tuple[SortKey, ...] | None:
     if condition.node.name != "compare":
         return None
@@ -166,12 +166,12 @@ def _lexicographic(
         return None
     if equality[:2] != (keys[0].operand, "EQ"):
         return None
-    others = _keys(rest, indices)
-    return None if others is None else (*keys, *others)
+    next_keys = _keys(next_flag, indices)
+    return None if next_keys is None else (*keys, *next_keys)
 
 
 def _comparison(node: Node, indices: dict[Value, int]) -> tuple[int, str, bool] | None:
-    """Return operand and direction of a comparison of its two elements, and if zeros differ."""
+    """Return (operand, direction, splits_zeros) of a comparison of an operand's two elements."""
     left, right = (_argument(operand, indices) for operand in node.operands)
     if left is None or right is None or left.index // 2 != right.index // 2:
         return None
@@ -186,7 +186,7 @@ def _comparison(node: Node, indices: dict[Value, int]) -> tuple[int, str, bool] 
 
 
 def _argument(value: Value, indices: dict[Value, int]) -> _Argument | None:
-    """Return the argument that a value has the order of."""
+    """Return the argument whose order a value has, or None."""
     if value in indices:
         return _Argument(indices[value], False)
     node = value.node
@@ -197,18 +197,18 @@ def _argument(value: Value, indices: dict[Value, int]) -> _Argument | None:
     if node.name != "select":
         return None
     condition, replacement, other = node.operands
-    found = _argument(other, indices)
-    if found is None or condition.node.name != "compare" or replacement.node.name != "constant":
+    argument = _argument(other, indices)
+    if argument is None or condition.node.name != "compare" or replacement.node.name != "constant":
         return None
     constant = replacement.node["array"]
     direction = condition.node["direction"]
     compared = [_argument(operand, indices) for operand in condition.node.operands]
-    if constant.ndim or compared[0] is None or compared[0].index != found.index:
+    if constant.ndim or compared[0] is None or compared[0].index != argument.index:
         return None
     if direction == "NE" and np.isnan(constant) and compared[1] == compared[0]:
-        return found  # all NaN are one
+        return argument  # all NaN are equal
     second = condition.node.operands[1].node
     is_zero = second.name == "constant" and not np.any(second["array"])
     if direction == "EQ" and is_zero and constant == 0:
-        return _Argument(found.index, True)
+        return _Argument(argument.index, True)
     return None

@@ -27,7 +27,7 @@ _OPS = {
 def _compose_compare(c: Composer, node: Node, x: Var, y: Var) -> Var:
     dtype, direction = node.types[0].dtype, node["direction"]
     if node["total_order"]:
-        return _compare_totally(c, direction, dtype, x, y)
+        return _compare_in_total_order(c, direction, dtype, x, y)
     op = getattr(c.mb, _OPS[direction])
     if dtype is DType.BOOL:
         return op(x=c.mb.cast(x=x, dtype="int32"), y=c.mb.cast(x=y, dtype="int32"))
@@ -36,24 +36,24 @@ def _compose_compare(c: Composer, node: Node, x: Var, y: Var) -> Var:
     return op(x=c.ordered(x, dtype), y=c.ordered(y, dtype))
 
 
-def _compare_totally(c: Composer, direction: str, dtype: DType, x: Var, y: Var) -> Var:
-    """Compare floats in the order -infinity, ..., -0, 0, ..., infinity, NaN."""
+def _compare_in_total_order(c: Composer, direction: str, dtype: DType, x: Var, y: Var) -> Var:
+    """Compare floats in the total order -infinity < ... < -0 < 0 < ... < infinity < NaN."""
     if direction in ("GT", "LE"):
-        return _compare_totally(c, {"GT": "LT", "LE": "GE"}[direction], dtype, y, x)
+        return _compare_in_total_order(c, {"GT": "LT", "LE": "GE"}[direction], dtype, y, x)
     if direction in ("NE", "GE"):
         opposite = {"NE": "EQ", "GE": "LT"}[direction]
-        return c.mb.logical_not(x=_compare_totally(c, opposite, dtype, x, y))
+        return c.mb.logical_not(x=_compare_in_total_order(c, opposite, dtype, x, y))
     x_is_nan, y_is_nan = c.mb.not_equal(x=x, y=x), c.mb.not_equal(x=y, y=y)
     x_sign, y_sign = sign_bit(c, x, dtype), sign_bit(c, y, dtype)
     is_equal = c.mb.equal(x=x, y=y)
     signs_differ = c.mb.logical_xor(x=x_sign, y=y_sign)
     if direction == "EQ":
-        alike = c.mb.logical_and(x=is_equal, y=c.mb.logical_not(x=signs_differ))
-        return c.mb.logical_or(x=alike, y=c.mb.logical_and(x=x_is_nan, y=y_is_nan))
+        equal_with_sign = c.mb.logical_and(x=is_equal, y=c.mb.logical_not(x=signs_differ))
+        return c.mb.logical_or(x=equal_with_sign, y=c.mb.logical_and(x=x_is_nan, y=y_is_nan))
     # Equal numbers of different signs are zeros.
-    zeros = c.mb.logical_and(x=is_equal, y=c.mb.logical_and(x=signs_differ, y=x_sign))
+    is_zero_pair = c.mb.logical_and(x=is_equal, y=c.mb.logical_and(x=signs_differ, y=x_sign))
     before_nan = c.mb.logical_and(x=y_is_nan, y=c.mb.logical_not(x=x_is_nan))
-    is_less = c.mb.logical_or(x=c.mb.less(x=x, y=y), y=zeros)
+    is_less = c.mb.logical_or(x=c.mb.less(x=x, y=y), y=is_zero_pair)
     return c.mb.logical_or(x=is_less, y=before_nan)
 
 
@@ -61,7 +61,7 @@ class Comparison(Emitter):
     """Comparisons of elements; shapes as for ``Elementwise``.
 
     Comparisons with NaN are false, but for not equal. In the total order, -0 is less than 0, and
-    NaN equals itself and is greater than all else.
+    NaN equals itself and is greater than all other floats.
     """
 
     @operation(ALL, _compose_compare)
@@ -70,7 +70,7 @@ class Comparison(Emitter):
 
         Args:
             x: Any value.
-            y: One of the same element type.
+            y: A value of the same element type.
             direction: ``EQ``, ``NE``, ``LT``, ``LE``, ``GT`` or ``GE``.
             total_order: Whether floats compare in the total order.
         """

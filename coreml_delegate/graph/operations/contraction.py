@@ -1,4 +1,4 @@
-"""Products of tensors that are summed along axes."""
+"""Tensor contraction: sums of products along axes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def product_dtype(name: str, x: Value, y: Value, preferred: Any) -> DType:
     """Return the element type of sums of products.
 
     Raises:
-        GraphError: Types differ and none is preferred, or an integer is preferred for floats.
+        GraphError: Types differ without a preferred type, or it is an integer for floats.
     """
     if preferred is None:
         if x.dtype is not y.dtype:
@@ -47,7 +47,7 @@ def product_dtype(name: str, x: Value, y: Value, preferred: Any) -> DType:
 
 
 def sum_dtype(operands: Sequence[DType], result: DType) -> DType:
-    """Return the element type in which products are summed, of those that Core ML computes with."""
+    """Return the accumulation type: int32 for integers, float16 if all types are, else float32."""
     if result.is_integer:
         return DType.INT32
     storage_dtypes = {dtype.storage_dtype for dtype in (*operands, result)}
@@ -62,7 +62,7 @@ def _count(sizes: Sequence[Dim]) -> Dim:
 
 
 class _Side:
-    """One operand: its MIL value, its shape, and what its axes are to the product."""
+    """An operand: its MIL value, its shape, and the roles of its axes in the product."""
 
     def __init__(
         self, var: Var, shape: Sequence[Dim], batching: Sequence[int], contracting: Sequence[int]
@@ -71,35 +71,35 @@ class _Side:
         self.shape = tuple(shape)
         self.batching = list(batching)
         self.contracting = list(contracting)
-        taken = (*batching, *contracting)
-        self.free = [axis for axis in range(len(self.shape)) if axis not in taken]
+        summed_axes = (*batching, *contracting)
+        self.free = [axis for axis in range(len(self.shape)) if axis not in summed_axes]
 
     def sizes(self, axes: Sequence[int]) -> list[Dim]:
         return [self.shape[axis] for axis in axes]
 
     def moves(self, order: Sequence[int]) -> bool:
-        """Whether elements have to change places for axes to be in an order."""
-        wide = [axis for axis in order if self.shape[axis] != 1]
-        return self.var.val is None and wide != sorted(wide)
+        """Whether a transpose to this order of axes moves elements; False for a constant."""
+        long_axes = [axis for axis in order if self.shape[axis] != 1]
+        return self.var.val is None and long_axes != sorted(long_axes)
 
     @property
-    def wide_free(self) -> list[int]:
-        """The axes that are neither batching nor contracting, without those of size 1."""
+    def long_free(self) -> list[int]:
+        """The free axes (neither batching nor contracting) of more than one element."""
         return [axis for axis in self.free if self.shape[axis] != 1]
 
     def order(self, turn: bool, first: Sequence[int], second: Sequence[int]) -> list[int]:
-        """Return all axes: batching, first, second; or second before first."""
+        """Return all axes: batching, first, second; with ``turn``, second before first."""
         return [*self.batching, *(second if turn else first), *(first if turn else second)]
 
     def is_better_turned(self, first: Sequence[int], second: Sequence[int]) -> bool:
-        """Whether elements are in place with the second group of axes before the first only."""
-        in_order = self.moves(self.order(False, first, second))
-        return in_order and not self.moves(self.order(True, first, second))
+        """Whether only the order with ``second`` before ``first`` needs no transpose."""
+        moves_unturned = self.moves(self.order(False, first, second))
+        return moves_unturned and not self.moves(self.order(True, first, second))
 
-    def arranged(self, c: Composer, order: Sequence[int], wanted: Sequence[Dim]) -> Var:
-        """Return the operand with its axes in an order, in a shape."""
-        moved, shape = transpose(c, self.var, self.shape, order)
-        return reshape(c, moved, shape, wanted)
+    def arranged(self, c: Composer, order: Sequence[int], new_shape: Sequence[Dim]) -> Var:
+        """Return the operand with its axes in an order, reshaped."""
+        transposed, shape = transpose(c, self.var, self.shape, order)
+        return reshape(c, transposed, shape, new_shape)
 
 
 def _compose_dot_general(c: Composer, node: Node, x: Var, y: Var) -> Var:
@@ -107,25 +107,25 @@ def _compose_dot_general(c: Composer, node: Node, x: Var, y: Var) -> Var:
     if x is None or y is None:
         return c.full(0, result)
     dtypes = [operand.dtype for operand in node.operands]
-    summed = sum_dtype(dtypes, result.dtype)
-    x, y = (c.convert(var, dtype, summed) for var, dtype in zip((x, y), dtypes, strict=True))
+    accumulator = sum_dtype(dtypes, result.dtype)
+    x, y = (c.convert(var, dtype, accumulator) for var, dtype in zip((x, y), dtypes, strict=True))
     batching, contracting = node["batching"], node["contracting"]
     left = _Side(x, node.types[0].shape, batching[0], contracting[0])
     right = _Side(y, node.types[1].shape, batching[1], contracting[1])
     _order_contraction(left, right)
     if not left.contracting:
         product, shape = _outer(c, left, right)
-    elif summed is not DType.INT32 and _is_linear(left, right):
+    elif accumulator is not DType.INT32 and _is_linear(left, right):
         product, shape = _linear(c, left, right)
-    elif summed is not DType.INT32 and _is_linear(right, left) and not right.wide_free:
+    elif accumulator is not DType.INT32 and _is_linear(right, left) and not right.long_free:
         product, shape = _linear(c, right, left)
     else:
         product, shape = _matmul(c, left, right)
-    return c.convert(reshape(c, product, shape, result.shape), summed, result.dtype)
+    return c.convert(reshape(c, product, shape, result.shape), accumulator, result.dtype)
 
 
 def _order_contraction(left: _Side, right: _Side) -> None:
-    """Take contracted axes in the order of one operand, if that leaves the other in place too."""
+    """Sort the contracted axes by one of the operands, so that the fewest operands move."""
     pairs = list(zip(left.contracting, right.contracting, strict=True))
 
     def moves(order: list[tuple[int, int]]) -> int:
@@ -141,7 +141,7 @@ def _order_contraction(left: _Side, right: _Side) -> None:
 
 
 def _is_linear(x: _Side, weight: _Side) -> bool:
-    """Whether the product is MIL's ``linear``: of rows in place, with a constant matrix."""
+    """Whether MIL's ``linear`` computes it: ``x`` needs no transpose, the weight is constant."""
     return (
         not x.batching
         and weight.var.val is not None
@@ -171,7 +171,7 @@ def _matmul(c: Composer, left: _Side, right: _Side) -> tuple[Var, list[Dim]]:
     turn_left = left.is_better_turned(left.free, left.contracting)
     turn_right = right.is_better_turned(right.contracting, right.free)
     if not batch and not turn_left and len(left.free) < _MOST_AXES:
-        # The matrix is repeated for each of the leading axes.
+        # matmul broadcasts the matrix along the leading axes.
         rows = left.sizes(left.free) or rows
     product = c.mb.matmul(
         x=left.arranged(
@@ -191,7 +191,7 @@ def _matmul(c: Composer, left: _Side, right: _Side) -> tuple[Var, list[Dim]]:
 
 
 def _outer(c: Composer, left: _Side, right: _Side) -> tuple[Var, list[Dim]]:
-    """Multiply without a sum."""
+    """Multiply without contracted axes: the outer product."""
     batch = left.sizes(left.batching)
     rows, columns = left.sizes(left.free), right.sizes(right.free)
     if len(batch) + len(rows) + len(columns) > _MOST_AXES:
@@ -204,7 +204,7 @@ def _outer(c: Composer, left: _Side, right: _Side) -> tuple[Var, list[Dim]]:
 
 
 class Contraction(Emitter):
-    """Products of tensors that are summed along axes."""
+    """Tensor contraction: sums of products along axes."""
 
     @operation(ALL, _compose_dot_general)
     def dot_general(
@@ -218,25 +218,25 @@ class Contraction(Emitter):
     ) -> Value:
         """Return sums of products along axes.
 
-        The axes of the result are the batching ones, then the other axes of ``x``, then those of
-        ``y``. Integers wrap; bools are or-ed after they are and-ed. Where an operand is constant,
-        the product is MIL's ``linear`` if that needs no transpose.
+        The axes of the result are the batching axes, then the other axes of ``x``, then the other
+        axes of ``y``. Integers wrap; of bools, the sum is ``or`` and the product ``and``. With a
+        constant operand, the product is MIL's ``linear`` if that needs no transpose.
 
         Args:
             x: First operand.
             y: Second operand.
             contracting: Axes of ``x`` and of ``y`` that are multiplied and summed.
-            batching: Axes of ``x`` and of ``y`` that run along together.
-            preferred_dtype: Element type of the result; None for that of both operands.
+            batching: Axes of ``x`` and of ``y`` that are batch dimensions of the product.
+            preferred_dtype: Element type of the result; None for the operands' type.
 
         Raises:
             GraphError: Axes that do not exist, repeat, or differ in number or size; element types
                 that differ without ``preferred_dtype``.
         """
-        both = (x, y)
-        contracted = _axes_of("contracting", contracting, both)
-        batched = _axes_of("batching", batching, both)
-        for axes, value in zip(zip(batched, contracted, strict=True), both, strict=True):
+        operands = (x, y)
+        contracted = _axes_of("contracting", contracting, operands)
+        batched = _axes_of("batching", batching, operands)
+        for axes, value in zip(zip(batched, contracted, strict=True), operands, strict=True):
             if set(axes[0]) & set(axes[1]):
                 raise GraphError(
                     "dot_general: an axis is both batching and contracting",
@@ -244,12 +244,12 @@ class Contraction(Emitter):
                 )
         dtype = product_dtype("dot_general", x, y, preferred_dtype)
         shape = [x.shape[axis] for axis in batched[0]]
-        for axes, value in zip(zip(batched, contracted, strict=True), both, strict=True):
-            taken = (*axes[0], *axes[1])
-            shape += [size for axis, size in enumerate(value.shape) if axis not in taken]
+        for axes, value in zip(zip(batched, contracted, strict=True), operands, strict=True):
+            used_axes = (*axes[0], *axes[1])
+            shape += [size for axis, size in enumerate(value.shape) if axis not in used_axes]
         return self.emit(
             "dot_general",
-            both,
+            operands,
             TensorType(dtype, tuple(shape)),
             contracting=contracted,
             batching=batched,
@@ -265,7 +265,7 @@ class Contraction(Emitter):
             preferred_dtype: See ``dot_general``.
 
         Raises:
-            GraphError: Another rank, or what ``dot_general`` refuses.
+            GraphError: Another rank, or see ``dot_general``.
         """
         for value in (x, y):
             if value.rank not in (1, 2):
@@ -281,26 +281,27 @@ class Contraction(Emitter):
 
 
 def _axes_of(
-    what: str, given: tuple[Sequence[int], Sequence[int]], operands: tuple[Value, Value]
+    what: str, axis_lists: tuple[Sequence[int], Sequence[int]], operands: tuple[Value, Value]
 ) -> tuple[Axes, Axes]:
-    """Return the axes of both operands from 0 on.
+    """Return the axes of both operands as 0 or more.
 
     Raises:
         GraphError: They do not exist, repeat, or differ in number or size.
     """
-    if len(given) != 2 or len(given[0]) != len(given[1]):
+    if len(axis_lists) != 2 or len(axis_lists[0]) != len(axis_lists[1]):
         raise GraphError(
-            f"dot_general: {what} has as many axes of one operand as of the other", got=str(given)
+            f"dot_general: {what} needs as many axes of one operand as of the other",
+            got=str(axis_lists),
         )
     one, other = (
         normalize_axes(axes, value.rank, f"{what} axes")
-        for axes, value in zip(given, operands, strict=True)
+        for axes, value in zip(axis_lists, operands, strict=True)
     )
-    for axis, along in zip(one, other, strict=True):
-        sizes = operands[0].shape[axis], operands[1].shape[along]
+    for axis, other_axis in zip(one, other, strict=True):
+        sizes = operands[0].shape[axis], operands[1].shape[other_axis]
         if not same_size(*sizes):
             raise GraphError(
                 f"dot_general: sizes of {what} axes differ",
-                got=f"{sizes[0]} (axis {axis}) and {sizes[1]} (axis {along})",
+                got=f"{sizes[0]} (axis {axis}) and {sizes[1]} (axis {other_axis})",
             )
     return one, other

@@ -12,13 +12,13 @@ from coreml_delegate.graph.node import Closure, Node, Scope, Value, needed_nodes
 from coreml_delegate.graph.tensor_types import ALL, BOOLEANS, DType, TensorType
 
 Function = Callable[..., Any] | Closure
-"""A function of values: a closure, or a Python function that describes one."""
+"""A function of values: a closure, or a Python function to trace."""
 
 _FLAG = TensorType(DType.BOOL, ())
 
 
 def opaque(c: Composer, var: Var) -> Var:
-    """Return a value that coremltools does not take for a constant while the graph is made."""
+    """Return a copy that coremltools does not fold as a constant while it builds the program."""
     copy = c.mb.identity(x=var)
     copy._sym_val = None
     return copy
@@ -31,12 +31,12 @@ def _compose_while(c: Composer, node: Node, *initial: Var | None) -> tuple[Var |
         for n, var in enumerate(initial)
         if var is not None and body.results[n] is not body.parameters[n]
     ]
-    if not changing:  # such a loop has no turn, or no end
+    if not changing:  # such a loop has no iteration, or no end
         return initial
 
-    def all_variables(some: Sequence[Var]) -> list[Var | None]:
+    def all_variables(changed: Sequence[Var]) -> list[Var | None]:
         variables = list(initial)
-        for n, var in zip(changing, some, strict=True):
+        for n, var in zip(changing, changed, strict=True):
             variables[n] = var
         return variables
 
@@ -44,14 +44,14 @@ def _compose_while(c: Composer, node: Node, *initial: Var | None) -> tuple[Var |
         (flag,) = _block_results(c, c.call(condition, all_variables(variables)))
         return flag
 
-    def turn(*variables: Var) -> tuple[Var, ...]:
+    def iterate(*variables: Var) -> tuple[Var, ...]:
         results = c.call(body, all_variables(variables))
         return _block_results(c, [results[n] for n in changing])
 
-    # A variable that starts as a constant is none in the body.
-    starts = tuple(opaque(c, initial[n]) for n in changing)
-    ends = c.mb.while_loop(_cond=test, _body=turn, loop_vars=starts)
-    return tuple(all_variables(_several(ends)))
+    # coremltools would take a variable that starts as a constant for a constant in the body.
+    loop_vars = tuple(opaque(c, initial[n]) for n in changing)
+    final_vars = c.mb.while_loop(_cond=test, _body=iterate, loop_vars=loop_vars)
+    return tuple(all_variables(_several(final_vars)))
 
 
 def _compose_if(
@@ -76,33 +76,35 @@ def _choose(
     closures: Sequence[Closure],
     operands: Sequence[Var | None],
 ) -> tuple[Var | None, ...]:
-    """Return the results of the closure of the first predicate that is true, else of the last."""
+    """Call the closure of the first true predicate, else the last; return its results."""
     if not predicates or predicates[0].val is not None:
         is_first = not predicates or bool(predicates[0].val)
         if is_first:
             return c.call(closures[0], operands)
         return _choose(c, node, predicates[1:], closures[1:], operands)
-    kept = [n for n, result in enumerate(node.results) if not result.type.is_empty]
+    nonempty = [n for n, result in enumerate(node.results) if not result.type.is_empty]
 
-    def kept_results(results: Sequence[Var | None]) -> tuple[Var, ...]:
-        return _block_results(c, [results[n] for n in kept])
+    def nonempty_results(results: Sequence[Var | None]) -> tuple[Var, ...]:
+        return _block_results(c, [results[n] for n in nonempty])
 
     chosen = c.mb.cond(
         pred=predicates[0],
-        _true_fn=lambda: kept_results(c.call(closures[0], operands)),
-        _false_fn=lambda: kept_results(_choose(c, node, predicates[1:], closures[1:], operands)),
+        _true_fn=lambda: nonempty_results(c.call(closures[0], operands)),
+        _false_fn=lambda: nonempty_results(
+            _choose(c, node, predicates[1:], closures[1:], operands)
+        ),
     )
     results: list[Var | None] = [None] * len(node.results)
-    for n, var in zip(kept, _several(chosen), strict=True):
+    for n, var in zip(nonempty, _several(chosen), strict=True):
         results[n] = var
     return tuple(results)
 
 
 def _block_results(c: Composer, vars: Sequence[Var]) -> tuple[Var, ...]:
-    """Return results of the current block as values that its ops compute, each another one.
+    """Return results of the current block as distinct values that its ops compute.
 
-    coremltools takes a variable of a loop for unchanging if the body returns a value from outside,
-    and constants move outside.
+    coremltools treats a loop variable as loop-invariant if the body returns a value from outside,
+    and moves constants outside.
     """
     from coremltools.converters.mil.mil.block import curr_block
 
@@ -115,36 +117,36 @@ def _block_results(c: Composer, vars: Sequence[Var]) -> tuple[Var, ...]:
 
 
 def _several(vars: Var) -> tuple[Var, ...]:
-    """Return what coremltools returns for an op of several results, which may be but one."""
+    """Return an op's results as a tuple; coremltools returns a single result as it is."""
     return tuple(vars) if isinstance(vars, tuple | list) else (vars,)
 
 
 class Control(Emitter):
     """Closures, calls, branches and loops.
 
-    A function that is wanted is a closure, or a Python function, which is called once with new
-    values. Functions may use values of the scopes around them; they return one value or several.
+    A function argument is a closure, or a Python function, which is called once with new
+    values. Functions may use values of the outer scopes; they return one value or several.
     """
 
     def closure(self, name: str, function: Callable[..., Any], *types: TensorType) -> Closure:
-        """Return the closure that a Python function describes.
+        """Trace a Python function into a closure.
 
         Args:
-            name: For messages.
-            function: Takes one value per type; returns a value, or a sequence of values.
-            types: Of its parameters.
+            name: Name in messages.
+            function: Takes a value for each type; returns a value, or a sequence of values.
+            types: Types of its parameters.
 
         Raises:
-            GraphError: It returns something else.
+            GraphError: The function returns something else.
         """
         return self.trace(name, function, types)
 
     @operation(ALL)
     def call(self, closure: Closure, *arguments: Value) -> tuple[Value, ...]:
-        """Return the results of a closure, whose nodes are repeated here.
+        """Inline a closure: copy its nodes to this scope, and return the results.
 
         Raises:
-            GraphError: Other arguments than it takes, or a closure of another graph.
+            GraphError: Arguments of wrong types, or a closure of another graph.
         """
         closure = self._closure_of("call", closure, [value.type for value in arguments])
         values = dict(zip(closure.parameters, arguments, strict=True))
@@ -153,15 +155,15 @@ class Control(Emitter):
 
     @operation(ALL, _compose_while)
     def while_(self, condition: Function, body: Function, *initial: Value) -> tuple[Value, ...]:
-        """Return the variables of a loop after its last turn.
+        """Return the variables of a loop after its last iteration.
 
         Args:
-            condition: Takes the variables; returns a bool of rank 0, whether there is a turn.
-            body: Takes the variables; returns those after the turn, of the same types.
-            initial: The variables before the first turn.
+            condition: Takes the variables; returns a bool of rank 0, whether to iterate again.
+            body: Takes the variables; returns their new values, of the same types.
+            initial: The variables before the first iteration.
 
         Raises:
-            GraphError: Functions that take or return something else, or no variables.
+            GraphError: Functions of other types, or no variables.
         """
         if not initial:
             raise GraphError("while has no variables", expected="at least one")
@@ -181,11 +183,11 @@ class Control(Emitter):
         Args:
             predicate: A bool of rank 0.
             on_true: Takes the operands; called if the predicate is true.
-            on_false: The same for false, with results of the same types.
-            operands: Of the functions.
+            on_false: Takes the operands; called if it is false. Its results have the same types.
+            operands: Arguments of the functions.
 
         Raises:
-            GraphError: A predicate of another rank, or functions that do not fit.
+            GraphError: A predicate of another rank, or functions of other types.
         """
         _require_rank_0("the predicate of if", predicate)
         types = [value.type for value in operands]
@@ -202,12 +204,12 @@ class Control(Emitter):
         """Return the results of one of several functions.
 
         Args:
-            index: Of the function, of rank 0; the last one is called for an index out of range.
-            branches: Each takes the operands; the results have the same types.
-            operands: Of the functions.
+            index: Index of the function, of rank 0; out of range, the last function is called.
+            branches: The functions, which take the operands; their results have the same types.
+            operands: Arguments of the functions.
 
         Raises:
-            GraphError: An index of another rank, no functions, or functions that do not fit.
+            GraphError: An index of another rank, no functions, or functions of other types.
         """
         _require_rank_0("the index of case", index)
         if not branches:
@@ -225,18 +227,18 @@ class Control(Emitter):
         self,
         name: str,
         function: Function,
-        takes: Sequence[TensorType],
-        returns: Sequence[TensorType] | None = None,
+        parameter_types: Sequence[TensorType],
+        result_types: Sequence[TensorType] | None = None,
     ) -> Closure:
-        """Return a function as a closure that may be called here, with these types."""
+        """Return a function as a closure of this scope, and check its types."""
         if not isinstance(function, Closure):
-            function = self.trace(name, function, takes)
+            function = self.trace(name, function, parameter_types)
         elif function.scope.outer is None or not self.scope.sees(function.scope.outer):
             raise GraphError(
                 "the closure belongs to another graph, or to a closure that is complete",
                 got=repr(function.name),
             )
-        function.check(takes, returns)
+        function.check(parameter_types, result_types)
         return function
 
 
@@ -246,12 +248,12 @@ def _require_rank_0(what: str, value: Value) -> None:
 
 
 def _copy_nodes(closure: Closure, scope: Scope, values: dict[Value, Value]) -> None:
-    """Repeat a closure's nodes at the end of a scope.
+    """Copy a closure's nodes to the end of a scope.
 
     Args:
         closure: The closure.
-        scope: Where the nodes go.
-        values: What stands for each value there; the copies' results are added.
+        scope: The scope of the copies.
+        values: The value of ``scope`` for each value of the closure; the copies' results are added.
     """
     for node in needed_nodes(closure.scope, closure.results):
         if node.results and node.results[0] in values:

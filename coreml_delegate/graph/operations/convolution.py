@@ -24,7 +24,7 @@ from coreml_delegate.graph.window_sizes import (
     window_padding,
 )
 
-# Integers that fp32 holds.
+# fp32 holds all integers below 2**24.
 _EXACT_BITS = 24
 
 
@@ -33,9 +33,9 @@ class ConvolutionLayout:
     """Roles of the axes of a convolution's tensors, as in ``jax.lax.ConvDimensionNumbers``.
 
     Attributes:
-        input: The axes of the batch, of the channels, and the spatial ones.
-        kernel: The axes of output channels, of input channels, and the spatial ones.
-        output: As ``input``.
+        input: The batch axis, the channel axis, then the spatial axes.
+        kernel: The axes of output channels and of input channels, then the spatial axes.
+        output: The same as for ``input``.
     """
 
     input: tuple[int, ...]
@@ -43,60 +43,60 @@ class ConvolutionLayout:
     output: tuple[int, ...]
 
     @classmethod
-    def of(cls, given: Any, rank: int) -> ConvolutionLayout:
-        """Return the layout that is meant.
+    def of(cls, spec: Any, rank: int) -> ConvolutionLayout:
+        """Parse a layout.
 
         Args:
-            given: A layout; None for channels first; ``"NHWC,HWIO->NHWC"``, or its three parts,
+            spec: A layout; None for channels first; ``"NHWC,HWIO->NHWC"``, or its three parts,
                 with any letters for spatial axes.
-            rank: Of the tensors.
+            rank: Rank of the tensors.
 
         Raises:
             GraphError: Not a layout for this rank.
         """
-        if isinstance(given, ConvolutionLayout):
-            found = given
-        elif given is None:
-            found = cls(*(tuple(range(rank)),) * 3)
+        if isinstance(spec, ConvolutionLayout):
+            layout = spec
+        elif spec is None:
+            layout = cls(*(tuple(range(rank)),) * 3)
         else:
-            found = _parse(given)
-        for axes in (found.input, found.kernel, found.output):
+            layout = _parse(spec)
+        for axes in (layout.input, layout.kernel, layout.output):
             if sorted(axes) != list(range(rank)):
                 raise GraphError(
                     "the layout of a convolution does not fit its operands",
-                    got=str(given),
+                    got=str(spec),
                     expected=f"every axis of rank {rank} once",
                 )
-        return found
+        return layout
 
 
-def _parse(given: Any) -> ConvolutionLayout:
-    parts = given.replace("->", ",").split(",") if isinstance(given, str) else list(given)
+def _parse(layout: Any) -> ConvolutionLayout:
+    parts = layout.replace("->", ",").split(",") if isinstance(layout, str) else list(layout)
     if len(parts) != 3 or not all(isinstance(part, str) for part in parts):
-        raise _bad_layout(given)
+        raise _bad_layout(layout)
     image, kernel, output = (part.strip() for part in parts)
     spatial = [letter for letter in kernel if letter not in "OI"]
 
     def axes(spec: str, first: str) -> tuple[int, ...]:
-        wanted = [*first, *spatial]
-        if sorted(spec) != sorted(wanted):
-            raise _bad_layout(given)
-        return tuple(spec.index(letter) for letter in wanted)
+        letters = [*first, *spatial]
+        if sorted(spec) != sorted(letters):
+            raise _bad_layout(layout)
+        return tuple(spec.index(letter) for letter in letters)
 
     return ConvolutionLayout(axes(image, "NC"), axes(kernel, "OI"), axes(output, "NC"))
 
 
-def _bad_layout(given: Any) -> GraphError:
+def _bad_layout(layout: Any) -> GraphError:
     return GraphError(
         "not a layout of a convolution",
-        got=str(given),
+        got=str(layout),
         expected="for example 'NHWC,HWIO->NHWC': N and C, O and I, and the same spatial letters",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Windows:
-    """Strides, padding and dilations, for each spatial axis."""
+    """Strides, padding and dilations for each spatial axis."""
 
     strides: tuple[int, ...]
     padding: Pairs
@@ -112,10 +112,12 @@ def _compose_convolution(c: Composer, node: Node, x: Var, kernel: Var) -> Var:
     x, sizes = transpose(c, x, node.types[0].shape, layout.input)
     kernel, taps = transpose(c, kernel, node.types[1].shape, layout.kernel)
     taps = tuple(int(size) for size in taps)
-    kernel = flip(c, kernel, [axis + 2 for axis, turn in enumerate(node["reversal"]) if turn])
+    kernel = flip(
+        c, kernel, [axis + 2 for axis, is_reversed in enumerate(node["reversal"]) if is_reversed]
+    )
     windows, groups = node["windows"], node["feature_groups"]
     if len(sizes) == 2:
-        # Without spatial axes it is a product; MIL wants one.
+        # Without spatial axes it is a matrix product; MIL needs a spatial axis.
         x, kernel = reshape(c, x, sizes, (*sizes, 1)), reshape(c, kernel, taps, (*taps, 1))
         sizes, taps = (*sizes, 1), (*taps, 1)
         windows = _Windows((1,), ((0, 0),), (1,), (1,))
@@ -124,39 +126,39 @@ def _compose_convolution(c: Composer, node: Node, x: Var, kernel: Var) -> Var:
         x, sizes = _batches_to_channels(c, x, sizes, groups)
     compose = _Convolution(sizes, taps, windows, groups)
     dtypes = [operand.dtype for operand in node.operands]
-    summed = sum_dtype(dtypes, result.dtype)
-    if summed is DType.INT32:
+    accumulator = sum_dtype(dtypes, result.dtype)
+    if accumulator is DType.INT32:
         product = compose.of_integers(c, (x, kernel), dtypes)
     else:
-        x, kernel = (c.convert(v, d, summed) for v, d in zip((x, kernel), dtypes, strict=True))
-        product = compose.of_floats(c, x, kernel, summed)
+        x, kernel = (c.convert(v, d, accumulator) for v, d in zip((x, kernel), dtypes, strict=True))
+        product = compose.of_floats(c, x, kernel, accumulator)
     shape = [result.shape[axis] for axis in layout.output]
     if len(sizes) != len(shape):
         product = c.reshape(product, shape)
     product, _ = transpose(c, product, shape, np.argsort(layout.output).tolist())
-    return c.convert(product, summed, result.dtype)
+    return c.convert(product, accumulator, result.dtype)
 
 
 def _batches_to_channels(
     c: Composer, x: Var, sizes: Sequence[Dim], groups: int
 ) -> tuple[Var, tuple[Dim, ...]]:
-    """Return groups of batches beside each other as channels, of which kernels take one each."""
+    """Reshape [G * N, C, ...] to [N, G * C, ...]: batch groups become groups of channels."""
     batch, channels, *spatial = (int(size) for size in sizes)
     pixels = math.prod((channels, *spatial))
-    apart = reshape(c, x, sizes, (groups, batch // groups, pixels))
-    apart, shape = transpose(c, apart, (groups, batch // groups, pixels), (1, 0, 2))
-    wanted = (batch // groups, groups * channels, *spatial)
-    return reshape(c, apart, shape, wanted), wanted
+    grouped = reshape(c, x, sizes, (groups, batch // groups, pixels))
+    grouped, shape = transpose(c, grouped, (groups, batch // groups, pixels), (1, 0, 2))
+    new_shape = (batch // groups, groups * channels, *spatial)
+    return reshape(c, grouped, shape, new_shape), new_shape
 
 
 class _Convolution:
     """Makes the MIL of convolutions of [N, C, *spatial] with [O, C / groups, *kernel].
 
     Args:
-        sizes: Of the input.
-        taps: Sizes of the kernel.
-        windows: How it moves.
-        groups: Of channels.
+        sizes: Shape of the input.
+        taps: Shape of the kernel.
+        windows: Strides, padding and dilations.
+        groups: Number of groups of channels.
     """
 
     def __init__(
@@ -168,23 +170,23 @@ class _Convolution:
         self.groups = groups
 
     def of_floats(self, c: Composer, x: Var, kernel: Var, dtype: DType = DType.FLOAT32) -> Var:
-        """Return the convolution of floats, which have the storage dtype of ``dtype``."""
+        """Return the convolution of floats; ``dtype`` decides on the storage dtype."""
         windows, sizes = self.windows, self.sizes
         padding = windows.padding
-        still = (1, 1)
+        undilated = (1, 1)
         zero = c.const(0, dtype)
         if any(factor != 1 for factor in windows.input_dilation):
             if self._is_transposed(kernel):
                 return self._transposed(c, x, kernel)
-            x, sizes = spread(c, x, sizes, (*still, *windows.input_dilation), zero)
+            x, sizes = spread(c, x, sizes, (*undilated, *windows.input_dilation), zero)
         if any(amount < 0 for pair in padding for amount in pair):
             cropped = [(min(low, 0), min(high, 0)) for low, high in padding]
             x, sizes = pad(c, x, sizes, [(0, 0), (0, 0), *cropped], zero)
             padding = tuple((max(low, 0), max(high, 0)) for low, high in padding)
         dilations = windows.kernel_dilation
         if kernel.val is None and any(factor != 1 for factor in dilations):
-            # MIL dilates constant kernels only.
-            kernel, _ = spread(c, kernel, self.taps, (*still, *dilations), zero)
+            # MIL dilates only constant kernels.
+            kernel, _ = spread(c, kernel, self.taps, (*undilated, *dilations), zero)
             dilations = (1,) * len(dilations)
         pads = [amount for pair in padding for amount in pair]
         return c.mb.conv(
@@ -200,14 +202,14 @@ class _Convolution:
     def of_integers(self, c: Composer, operands: Sequence[Var], dtypes: Sequence[DType]) -> Var:
         """Return the convolution of integers, modulo 2**32.
 
-        MIL convolves floats only. The integers are taken apart into digits that are so small that
-        fp32 holds every sum of their products.
+        MIL convolves only floats. Operands are split into digits of d bits, so small that fp32
+        holds every sum of products: the result is the sum of ``conv(x_n, k_m) * 2**(d * (n + m))``.
         """
         terms = math.prod(self.taps[1:])
-        room = _EXACT_BITS - (terms - 1).bit_length()
+        sum_bits = _EXACT_BITS - (terms - 1).bit_length()
         widths = [d.bits - (not d.is_unsigned) if d.bits < 32 else 32 for d in dtypes]
-        digit = max(room // 2, 1)
-        if sum(widths) <= room:
+        digit = max(sum_bits // 2, 1)
+        if sum(widths) <= sum_bits:
             digit = max(widths)
         x_digits, kernel_digits = (
             _digits(c, var, width, digit) for var, width in zip(operands, widths, strict=True)
@@ -225,7 +227,7 @@ class _Convolution:
         return total
 
     def _is_transposed(self, kernel: Var) -> bool:
-        """Whether MIL's transposed convolution does it: a constant kernel, little padding."""
+        """Whether MIL's transposed convolution computes it: constant kernel, padding <= reach."""
         windows = self.windows
         return (
             kernel.val is not None
@@ -248,8 +250,8 @@ class _Convolution:
     def _transposed(self, c: Composer, x: Var, kernel: Var) -> Var:
         out, depth, *taps = self.taps
         grouped = kernel.val.reshape(self.groups, out // self.groups, depth, *taps)
-        turned = np.flip(np.swapaxes(grouped, 1, 2), tuple(range(3, grouped.ndim)))
-        weight = turned.reshape(self.groups * depth, out // self.groups, *taps)
+        flipped = np.flip(np.swapaxes(grouped, 1, 2), tuple(range(3, grouped.ndim)))
+        weight = flipped.reshape(self.groups * depth, out // self.groups, *taps)
         pads = [
             reach - amount
             for pair, reach in zip(self.windows.padding, self._reach, strict=True)
@@ -267,22 +269,22 @@ class _Convolution:
 
 
 def _digits(c: Composer, x: Var, width: int, digit: int) -> list[Var]:
-    """Return the digits of int32 values as fp32, the lowest first; the highest has the sign.
+    """Return the digits of int32 values as fp32, lowest first; only the highest is signed.
 
     Args:
         c: The composer.
         x: The values.
-        width: Bits that they have.
+        width: Bits of a value.
         digit: Bits of a digit.
     """
-    found = []
+    digits = []
     for low in range(0, width, digit):
         part = x
         if low + digit < width:
             part = c.mb.mod(x=x, y=np.int32(1 << digit))
             x = c.mb.floor_div(x=x, y=np.int32(1 << digit))
-        found.append(c.mb.cast(x=part, dtype="fp32"))
-    return found
+        digits.append(c.mb.cast(x=part, dtype="fp32"))
+    return digits
 
 
 class Convolution(Emitter):
@@ -304,23 +306,23 @@ class Convolution(Emitter):
         batch_groups: int = 1,
         preferred_dtype: Any = None,
     ) -> Value:
-        """Return the convolution of an input with a kernel, up to 3 spatial axes.
+        """Return the convolution of an input with a kernel, with up to 3 spatial axes.
 
-        Integers are exact, and wrap; a model of precision float16 rounds them as it does floats.
+        Integers are exact, and wrap; a model of precision float16 rounds them like floats.
 
         Args:
             x: The input.
             kernel: The kernel; its input channels are those of ``x`` over ``feature_groups``.
-            strides: Steps of the kernel, for each spatial axis.
-            padding: Zeros before and after; negative amounts crop. ``"VALID"`` for none,
-                ``"SAME"`` for as many outputs as inputs, over the stride.
-            input_dilation: Distance of neighbours of the input, zeros between them.
+            strides: Steps of the kernel for each spatial axis.
+            padding: Zeros before and after; negative amounts crop. ``"VALID"`` is no padding,
+                ``"SAME"`` gives ceil(size / stride) outputs.
+            input_dilation: Distance of neighbours of the input, with zeros between them.
             kernel_dilation: Distance of neighbours of the kernel.
-            reversal: Whether the kernel is turned around.
+            reversal: Whether the kernel is reversed, for each spatial axis.
             layout: See ``ConvolutionLayout.of``.
-            feature_groups: Groups of channels, each convolved by itself.
-            batch_groups: Groups of batches, each convolved with its part of the output channels.
-            preferred_dtype: Element type of the result; None for that of both operands.
+            feature_groups: Number of groups of channels, which are convolved separately.
+            batch_groups: Number of groups of the batch, each convolved with its own kernels.
+            preferred_dtype: Element type of the result; None for the operands' type.
 
         Raises:
             GraphError: Arguments that do not fit together.
@@ -338,18 +340,20 @@ class Convolution(Emitter):
         taps = [taps[axis] for axis in shapes.kernel]
         _check_channels(sizes, taps, feature_groups, batch_groups)
         spatial = len(taps) - 2
-        moves = each_axis("strides", strides, spatial)
-        spreads = each_axis("input_dilation", input_dilation, spatial)
+        steps = each_axis("strides", strides, spatial)
+        dilation_in = each_axis("input_dilation", input_dilation, spatial)
         dilations = each_axis("kernel_dilation", kernel_dilation, spatial)
-        dilated = [dilated_size(n, factor) for n, factor in zip(sizes[2:], spreads, strict=True)]
+        dilated = [
+            dilated_size(n, factor) for n, factor in zip(sizes[2:], dilation_in, strict=True)
+        ]
         reach = [int(dilated_size(n, f)) for n, f in zip(taps[2:], dilations, strict=True)]
-        pads = window_padding("convolution", padding, dilated, reach, moves)
-        windows = _Windows(moves, pads, spreads, dilations)
-        axes = zip(dilated, reach, moves, pads, strict=True)
+        pads = window_padding("convolution", padding, dilated, reach, steps)
+        windows = _Windows(steps, pads, dilation_in, dilations)
+        axes = zip(dilated, reach, steps, pads, strict=True)
         counts = [window_count(*axis) for axis in axes]
         batch = sizes[0] if batch_groups == 1 else int(sizes[0]) // batch_groups
-        ordered: list[Dim] = [batch, taps[0], *counts]
-        shape = [ordered[shapes.output.index(axis)] for axis in range(x.rank)]
+        dimensions: list[Dim] = [batch, taps[0], *counts]
+        shape = [dimensions[shapes.output.index(axis)] for axis in range(x.rank)]
         return self.emit(
             "convolution",
             (x, kernel),
@@ -391,8 +395,8 @@ def _check_channels(
         )
 
 
-def _flags(given: Sequence[bool] | None, count: int) -> tuple[bool, ...]:
-    found = (False,) * count if given is None else tuple(bool(flag) for flag in given)
-    if len(found) != count:
-        raise GraphError("reversal: wrong number", got=str(len(found)), expected=str(count))
-    return found
+def _flags(values: Sequence[bool] | None, count: int) -> tuple[bool, ...]:
+    flags = (False,) * count if values is None else tuple(bool(flag) for flag in values)
+    if len(flags) != count:
+        raise GraphError("reversal: wrong number", got=str(len(flags)), expected=str(count))
+    return flags

@@ -1,4 +1,4 @@
-"""Arithmetic and functions of each element."""
+"""Elementwise arithmetic and functions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Compose = Callable[..., Var]
 
 
 def _unary(op: str, **arguments: float) -> _Compose:
-    """Compose with a MIL op of one operand, ``x``, and numbers of its element type."""
+    """Return a compose function: a MIL op of ``x``, and arguments in its element type."""
 
     def compose(c: Composer, node: Node, x: Var) -> Var:
         number = node.type.dtype.storage_numpy.type
@@ -44,11 +44,11 @@ def _unary(op: str, **arguments: float) -> _Compose:
 
 
 def _arithmetic(op: str, of_bools: str = "") -> _Compose:
-    """Compose with a MIL op of two operands, ``x`` and ``y``, that wraps at 32 bits.
+    """Return a compose function: a MIL op of ``x`` and ``y`` that wraps at 32 bits.
 
     Args:
-        op: MIL's name.
-        of_bools: The op that takes its place for bools.
+        op: MIL's name of the op.
+        of_bools: The op for bools.
     """
 
     def compose(c: Composer, node: Node, x: Var, y: Var) -> Var:
@@ -106,12 +106,12 @@ def _compose_clamp(c: Composer, node: Node, low: Var, x: Var, high: Var) -> Var:
 
 
 def _compose_select(c: Composer, node: Node, predicate: Var, on_true: Var, on_false: Var) -> Var:
-    # coremltools takes the result's shape from these two alone.
-    if all(given.shape != node.type.shape for given in node.types[1:]):
+    # coremltools takes the result's shape only from these two.
+    if all(type.shape != node.type.shape for type in node.types[1:]):
         if node.type.dtype is DType.BOOL:
-            kept = c.mb.logical_and(x=predicate, y=on_true)
-            other = c.mb.logical_and(x=c.mb.logical_not(x=predicate), y=on_false)
-            return c.mb.logical_or(x=kept, y=other)
+            chosen_true = c.mb.logical_and(x=predicate, y=on_true)
+            chosen_false = c.mb.logical_and(x=c.mb.logical_not(x=predicate), y=on_false)
+            return c.mb.logical_or(x=chosen_true, y=chosen_false)
         on_true = c.broadcast(on_true, node.type.shape)
     return c.mb.select(cond=predicate, a=on_true, b=on_false)
 
@@ -133,55 +133,55 @@ def _compose_convert(c: Composer, node: Node, x: Var) -> Var:
 
 
 class Elementwise(Emitter):
-    """Arithmetic and functions of each element.
+    """Elementwise arithmetic and functions.
 
-    Operands of one operation have the same element type, and shapes that are equal, except that
+    Operands of an operation have the same element type, and shapes that are equal, except that
     sizes of 1 and tensors of rank 0 are repeated.
     """
 
     @operation(ALL, _arithmetic("add", "logical_or"))
     def add(self, x: Value, y: Value) -> Value:
-        """Return the sum; integers wrap, and a sum of bools is whether one is true."""
+        """Return ``x + y``; integers wrap; of bools, whether one is true."""
         return self._elementwise("add", x, y)
 
     @operation(NUMBERS, _arithmetic("sub"))
     def subtract(self, x: Value, y: Value) -> Value:
-        """Return the difference; integers wrap."""
+        """Return ``x - y``; integers wrap."""
         return self._elementwise("subtract", x, y)
 
     @operation(ALL, _arithmetic("mul", "logical_and"))
     def multiply(self, x: Value, y: Value) -> Value:
-        """Return the product; integers wrap, and a product of bools is whether both are true."""
+        """Return ``x * y``; integers wrap; of bools, whether both are true."""
         return self._elementwise("multiply", x, y)
 
     @operation(INTEGERS, integers.high_product)
     def mulhi(self, x: Value, y: Value) -> Value:
-        """Return the high half of the product, which has twice as many bits as an element."""
+        """Return ``x * y // 2**n`` for integers of n bits: the high half of the product."""
         return self._elementwise("mulhi", x, y)
 
     @operation(NUMBERS, _by_kind(_arithmetic("real_div"), integers.divide))
     def divide(self, x: Value, y: Value) -> Value:
-        """Return the quotient, of integers without its fraction; an integer by 0 has all bits."""
+        """Return ``x / y``; of integers rounded towards 0, and with all bits set for ``x / 0``."""
         return self._elementwise("divide", x, y)
 
     @operation(NUMBERS, _by_kind(functions.remainder, integers.remainder))
     def remainder(self, x: Value, y: Value) -> Value:
-        """Return the rest of the division towards zero; that of an integer by 0 is the integer."""
+        """Return ``x - y * trunc(x / y)``; of integers, ``x`` where ``y`` is 0."""
         return self._elementwise("remainder", x, y)
 
     @operation(NUMBERS, _by_kind(_arithmetic("pow"), integers.power))
     def power(self, x: Value, y: Value) -> Value:
-        """Return ``x`` to the power ``y``; integers wrap, and negative powers lose the fraction."""
+        """Return ``x ** y``; integers wrap, and negative powers are rounded towards 0."""
         return self._elementwise("power", x, y)
 
     @operation(ALL, _extremum("maximum", "logical_or"))
     def maximum(self, x: Value, y: Value) -> Value:
-        """Return the larger of two elements, NaN where one is NaN."""
+        """Return the larger of two elements; NaN if one is NaN."""
         return self._elementwise("maximum", x, y)
 
     @operation(ALL, _extremum("minimum", "logical_and"))
     def minimum(self, x: Value, y: Value) -> Value:
-        """Return the smaller of two elements, NaN where one is NaN."""
+        """Return the smaller of two elements; NaN if one is NaN."""
         return self._elementwise("minimum", x, y)
 
     @operation(FLOATS, functions.atan2)
@@ -191,7 +191,7 @@ class Elementwise(Emitter):
 
     @operation(NUMBERS, _compose_abs)
     def abs(self, x: Value) -> Value:
-        """Return the absolute value; that of the least integer wraps to itself."""
+        """Return the absolute value; the least integer wraps to itself."""
         return self._elementwise("abs", x)
 
     @operation(NUMBERS, _compose_negate)
@@ -206,22 +206,22 @@ class Elementwise(Emitter):
 
     @operation(FLOATS, _unary("ceil"))
     def ceil(self, x: Value) -> Value:
-        """Return the smallest integer that is not below."""
+        """Return the smallest integer >= ``x``."""
         return self._elementwise("ceil", x)
 
     @operation(FLOATS, _unary("floor"))
     def floor(self, x: Value) -> Value:
-        """Return the largest integer that is not above."""
+        """Return the largest integer <= ``x``."""
         return self._elementwise("floor", x)
 
     @operation(FLOATS, _unary("round"))
     def round_nearest_even(self, x: Value) -> Value:
-        """Return the nearest integer; of two, the even one."""
+        """Return the nearest integer; halves are rounded to even."""
         return self._elementwise("round_nearest_even", x)
 
     @operation(FLOATS, functions.round_nearest_afz)
     def round_nearest_afz(self, x: Value) -> Value:
-        """Return the nearest integer; of two, the one away from zero."""
+        """Return the nearest integer; halves are rounded away from zero."""
         return self._elementwise("round_nearest_afz", x)
 
     @operation(FLOATS, _unary("sqrt"))
@@ -231,7 +231,7 @@ class Elementwise(Emitter):
 
     @operation(FLOATS, _unary("rsqrt", epsilon=0.0))
     def rsqrt(self, x: Value) -> Value:
-        """Return the reciprocal of the square root."""
+        """Return ``1 / sqrt(x)``."""
         return self._elementwise("rsqrt", x)
 
     @operation(FLOATS, functions.cube_root)
@@ -246,12 +246,12 @@ class Elementwise(Emitter):
 
     @operation(FLOATS, _unary("exp"))
     def exponential(self, x: Value) -> Value:
-        """Return e to the power ``x``."""
+        """Return ``exp(x)``."""
         return self._elementwise("exponential", x)
 
     @operation(FLOATS, functions.exponential_minus_one)
     def exponential_minus_one(self, x: Value) -> Value:
-        """Return e to the power ``x``, less 1."""
+        """Return ``exp(x) - 1``, accurate near 0."""
         return self._elementwise("exponential_minus_one", x)
 
     @operation(FLOATS, _unary("log", epsilon=0.0))
@@ -261,7 +261,7 @@ class Elementwise(Emitter):
 
     @operation(FLOATS, functions.log_plus_one)
     def log_plus_one(self, x: Value) -> Value:
-        """Return the natural logarithm of ``1 + x``."""
+        """Return ``log(1 + x)``, accurate near 0."""
         return self._elementwise("log_plus_one", x)
 
     @operation(FLOATS, _unary("sigmoid"))
@@ -276,7 +276,7 @@ class Elementwise(Emitter):
 
     @operation(FLOATS, functions.erfc)
     def erfc(self, x: Value) -> Value:
-        """Return 1 less the error function."""
+        """Return ``1 - erf(x)``, accurate in the tail."""
         return self._elementwise("erfc", x)
 
     @operation(FLOATS, functions.erf_inv)
@@ -301,17 +301,17 @@ class Elementwise(Emitter):
 
     @operation(FLOATS, _unary("asin"))
     def asin(self, x: Value) -> Value:
-        """Return the angle of a sine, from -pi / 2 to pi / 2."""
+        """Return the arcsine, from -pi / 2 to pi / 2."""
         return self._elementwise("asin", x)
 
     @operation(FLOATS, _unary("acos"))
     def acos(self, x: Value) -> Value:
-        """Return the angle of a cosine, from 0 to pi."""
+        """Return the arccosine, from 0 to pi."""
         return self._elementwise("acos", x)
 
     @operation(FLOATS, _unary("atan"))
     def atan(self, x: Value) -> Value:
-        """Return the angle of a tangent, from -pi / 2 to pi / 2."""
+        """Return the arctangent, from -pi / 2 to pi / 2."""
         return self._elementwise("atan", x)
 
     @operation(FLOATS, _unary("sinh"))
@@ -331,22 +331,22 @@ class Elementwise(Emitter):
 
     @operation(FLOATS, functions.asinh)
     def asinh(self, x: Value) -> Value:
-        """Return the inverse of the hyperbolic sine."""
+        """Return the inverse hyperbolic sine."""
         return self._elementwise("asinh", x)
 
     @operation(FLOATS, functions.acosh)
     def acosh(self, x: Value) -> Value:
-        """Return the inverse of the hyperbolic cosine."""
+        """Return the inverse hyperbolic cosine."""
         return self._elementwise("acosh", x)
 
     @operation(FLOATS, _unary("atanh"))
     def atanh(self, x: Value) -> Value:
-        """Return the inverse of the hyperbolic tangent."""
+        """Return the inverse hyperbolic tangent."""
         return self._elementwise("atanh", x)
 
     @operation(FLOATS, _compose_is_nan)
     def is_nan(self, x: Value) -> Value:
-        """Return whether elements are not numbers."""
+        """Return whether elements are NaN."""
         return self.emit("is_nan", (x,), x.type.with_dtype(DType.BOOL))
 
     @operation(FLOATS, _against_infinity("equal"))
@@ -356,12 +356,12 @@ class Elementwise(Emitter):
 
     @operation(FLOATS, _against_infinity("less"))
     def is_finite(self, x: Value) -> Value:
-        """Return whether elements are numbers and not infinite."""
+        """Return whether elements are neither infinite nor NaN."""
         return self.emit("is_finite", (x,), x.type.with_dtype(DType.BOOL))
 
     @operation(NUMBERS, _compose_clamp)
     def clamp(self, low: Value, x: Value, high: Value) -> Value:
-        """Return ``x``, or the bound that it is beyond; NaN where one of the three is NaN."""
+        """Return ``min(max(x, low), high)``; NaN if one of the three is NaN."""
         return self._elementwise("clamp", low, x, high)
 
     @operation(BOOLEANS, _compose_select)
@@ -374,7 +374,7 @@ class Elementwise(Emitter):
 
     @operation(ALL, _compose_convert)
     def convert(self, x: Value, dtype: Any) -> Value:
-        """Return elements as another type: floats lose the fraction, integers their high bits.
+        """Convert to another element type: floats are rounded towards 0, integers lose high bits.
 
         Args:
             x: Any value.
@@ -385,7 +385,7 @@ class Elementwise(Emitter):
 
     @operation(FLOATS, compose_reduce_precision)
     def reduce_precision(self, x: Value, exponent_bits: int, mantissa_bits: int) -> Value:
-        """Return floats rounded to those of a narrower format, whose subnormal numbers are 0.
+        """Round floats to a narrower format, whose subnormal numbers become 0.
 
         Args:
             x: Floats.

@@ -1,6 +1,8 @@
-"""The bits of floating-point numbers by exact arithmetic: MIL has no op that reinterprets them.
+"""Bits of floating-point numbers by exact arithmetic, as MIL has no op to reinterpret them.
 
-Numbers of both formats are computed in fp32, where every step here is exact.
+A float is ``mantissa * 2**exponent`` with a mantissa in [1, 2); its bits are
+``(exponent + bias) * 2**mantissa_bits + (mantissa - 1) * 2**mantissa_bits``. Both formats are
+computed in fp32, where every step here is exact.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ class Format:
 
     @property
     def least_exponent(self) -> int:
-        """Exponent of the least number that is not subnormal."""
+        """Exponent of the smallest normal number."""
         return 1 - self.bias
 
     @property
     def unit(self) -> np.int32:
-        """The bits of the least number that is not subnormal: of an exponent field of 1."""
+        """The bits of the smallest normal number: an exponent field of 1."""
         return np.int32(1 << self.mantissa_bits)
 
 
@@ -51,58 +53,56 @@ FORMATS = {DType.FLOAT32: Format(8, 23), DType.FLOAT16: Format(5, 10)}
 def from_float(c: Composer, x: Var, source: DType, target: DType) -> Var:
     """Return the bits of floats as integers of equal width."""
     layout = FORMATS[source]
-    wide = _as_fp32(c, x, source)
-    size = c.mb.abs(x=wide)
-    is_finite = c.mb.less(x=size, y=np.float32(np.inf))
-    finite = c.mb.select(cond=is_finite, a=size, b=np.float32(1))
+    floats = _as_fp32(c, x, source)
+    magnitude = c.mb.abs(x=floats)
+    is_finite = c.mb.less(x=magnitude, y=np.float32(np.inf))
+    finite = c.mb.select(cond=is_finite, a=magnitude, b=np.float32(1))
     mantissa, exponent = _split(c, finite, layout.least_exponent)
-    # A subnormal number has the exponent field 0, and its mantissa is below the leading one.
+    # A subnormal number has the exponent field 0, and a mantissa below 1.
     field = c.mb.mul(x=c.mb.sub(x=exponent, y=np.int32(layout.least_exponent)), y=layout.unit)
     scaled = c.mb.mul(x=mantissa, y=np.float32(layout.unit))
     bits = c.mb.add(x=field, y=c.mb.cast(x=scaled, dtype="int32"))
     infinity = np.int32(((1 << layout.exponent_bits) - 1) << layout.mantissa_bits)
-    is_nan = c.mb.not_equal(x=wide, y=wide)
+    is_nan = c.mb.not_equal(x=floats, y=floats)
     quiet = c.mb.mul(x=c.mb.cast(x=is_nan, dtype="int32"), y=np.int32(layout.unit >> 1))
     bits = c.mb.select(cond=is_finite, a=bits, b=c.mb.add(x=quiet, y=infinity))
-    highest = np.int32(-(1 << (layout.exponent_bits + layout.mantissa_bits)))
-    negative = c.mb.cast(x=sign_bit(c, wide, DType.FLOAT32), dtype="int32")
-    bits = c.mb.add(x=bits, y=c.mb.mul(x=negative, y=highest))
+    sign_bit_value = np.int32(-(1 << (layout.exponent_bits + layout.mantissa_bits)))
+    sign = c.mb.cast(x=sign_bit(c, floats, DType.FLOAT32), dtype="int32")
+    bits = c.mb.add(x=bits, y=c.mb.mul(x=sign, y=sign_bit_value))
     return c.wrap(bits, target)
 
 
 def to_float(c: Composer, x: Var, source: DType, target: DType) -> Var:
-    """Return the floats of equal width whose bits integers have."""
+    """Return floats from integers of equal width that have their bits."""
     layout = FORMATS[target]
     x = c.wrap(x, DType.INT16) if source is DType.UINT16 else x
     is_negative = c.mb.less(x=x, y=np.int32(0))
     highest = np.int32(-(1 << (layout.exponent_bits + layout.mantissa_bits)))
-    rest = c.mb.select(cond=is_negative, a=c.mb.sub(x=x, y=highest), b=x)
-    field = c.mb.floor_div(x=rest, y=layout.unit)
-    fraction = c.mb.mod(x=rest, y=layout.unit)
-    last = (1 << layout.exponent_bits) - 1
-    first, second = _powers(np.maximum(np.arange(last + 1), 1) - layout.bias)
-    first[last] = np.inf
-    number = _mantissa(c, field, fraction, layout.mantissa_bits)
+    magnitude_bits = c.mb.select(cond=is_negative, a=c.mb.sub(x=x, y=highest), b=x)
+    field = c.mb.floor_div(x=magnitude_bits, y=layout.unit)
+    fraction = c.mb.mod(x=magnitude_bits, y=layout.unit)
+    special_field = (1 << layout.exponent_bits) - 1
+    first, second = _powers(np.maximum(np.arange(special_field + 1), 1) - layout.bias)
+    first[special_field] = np.inf
+    value = _mantissa(c, field, fraction, layout.mantissa_bits)
     for factors in (first, second):
         factor = c.mb.gather(x=c.const(factors), indices=field, axis=0)
-        number = c.mb.mul(x=number, y=factor)
+        value = c.mb.mul(x=value, y=factor)
     is_nan = c.mb.logical_and(
-        x=c.mb.equal(x=field, y=np.int32(last)), y=c.mb.greater(x=fraction, y=np.int32(0))
+        x=c.mb.equal(x=field, y=np.int32(special_field)), y=c.mb.greater(x=fraction, y=np.int32(0))
     )
-    number = c.mb.select(cond=is_nan, a=np.float32(np.nan), b=number)
-    negated = c.mb.mul(x=number, y=np.float32(-1))
-    number = c.mb.select(cond=is_negative, a=negated, b=number)
+    value = c.mb.select(cond=is_nan, a=np.float32(np.nan), b=value)
+    negated = c.mb.mul(x=value, y=np.float32(-1))
+    value = c.mb.select(cond=is_negative, a=negated, b=value)
     return (
-        number
-        if target.storage_dtype == "fp32"
-        else c.mb.cast(x=number, dtype=target.storage_dtype)
+        value if target.storage_dtype == "fp32" else c.mb.cast(x=value, dtype=target.storage_dtype)
     )
 
 
 def _mantissa(c: Composer, field: Var, fraction: Var, bits: int) -> Var:
-    """Return the mantissa, in [0, 2), of an exponent field and a fraction.
+    """Return ``(field > 0) + fraction * 2**-bits``, the mantissa in [0, 2).
 
-    In parts of 11 bits: a graph that is compiled to fp16 loses the lower ones only.
+    It is summed from two parts of at most 12 bits: a graph in fp16 loses only the lower part.
     """
     low_bits = max(bits - 11, 0)
     high = c.mb.floor_div(x=fraction, y=np.int32(1 << low_bits)) if low_bits else fraction
@@ -116,31 +116,33 @@ def _mantissa(c: Composer, field: Var, fraction: Var, bits: int) -> Var:
 
 
 def compose_reduce_precision(c: Composer, node: Node, x: Var) -> Var:
-    """Compose the rounding of floats to a narrower format."""
+    """Compose the rounding of floats to a narrower format: the mantissa, then the range."""
     layout = Format(node["exponent_bits"], node["mantissa_bits"])
     dtype = node.type.dtype
-    own = FORMATS.get(dtype, FORMATS[DType.FLOAT32])
-    keeps_range = layout.exponent_bits >= own.exponent_bits
-    if keeps_range and layout.mantissa_bits >= own.mantissa_bits:
+    source_format = FORMATS.get(dtype, FORMATS[DType.FLOAT32])
+    keeps_range = layout.exponent_bits >= source_format.exponent_bits
+    if keeps_range and layout.mantissa_bits >= source_format.mantissa_bits:
         return x
-    wide = _as_fp32(c, x, dtype)
-    is_finite = c.mb.less(x=c.mb.abs(x=wide), y=np.float32(np.inf))
-    finite = c.mb.select(cond=is_finite, a=c.mb.abs(x=wide), b=np.float32(1))
-    mantissa, exponent = _split(c, finite, own.least_exponent)
-    scale = np.float32(2.0 ** min(layout.mantissa_bits, own.mantissa_bits))
+    floats = _as_fp32(c, x, dtype)
+    is_finite = c.mb.less(x=c.mb.abs(x=floats), y=np.float32(np.inf))
+    finite = c.mb.select(cond=is_finite, a=c.mb.abs(x=floats), b=np.float32(1))
+    mantissa, exponent = _split(c, finite, source_format.least_exponent)
+    scale = np.float32(2.0 ** min(layout.mantissa_bits, source_format.mantissa_bits))
     rounded = c.mb.round(x=c.mb.mul(x=mantissa, y=scale))
-    result = _scaled(c, c.mb.mul(x=rounded, y=1 / scale), exponent, own.least_exponent)
+    result = _times_power(
+        c, c.mb.mul(x=rounded, y=1 / scale), exponent, source_format.least_exponent
+    )
     if not keeps_range:
-        result = _within(c, result, layout)
-    signed = c.mb.mul(x=result, y=c.mb.sign(x=wide))
-    result = c.mb.select(cond=is_finite, a=signed, b=wide)
+        result = _limit_range(c, result, layout)
+    signed = c.mb.mul(x=result, y=c.mb.sign(x=floats))
+    result = c.mb.select(cond=is_finite, a=signed, b=floats)
     return (
         result if dtype.storage_dtype == "fp32" else c.mb.cast(x=result, dtype=dtype.storage_dtype)
     )
 
 
-def _within(c: Composer, x: Var, layout: Format) -> Var:
-    """Return rounded numbers that a format has: 0 below the least normal one, and infinity."""
+def _limit_range(c: Composer, x: Var, layout: Format) -> Var:
+    """Replace rounded numbers outside of a format: 0 below its smallest normal, else infinity."""
     too_large = np.float32(math.ldexp(1.0, layout.bias + 1))
     is_large = c.mb.greater_equal(x=x, y=too_large)
     x = c.mb.select(cond=is_large, a=np.float32(np.inf), b=x)
@@ -153,13 +155,13 @@ def _as_fp32(c: Composer, x: Var, dtype: DType) -> Var:
 
 
 def _powers(exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return two factors of each power of two, both normal where the power may be subnormal."""
+    """Return two factors of each power of two, both normal even if the power is subnormal."""
     half = exponents // 2
     return np.exp2(half).astype(np.float32), np.exp2(exponents - half).astype(np.float32)
 
 
-def _scaled(c: Composer, x: Var, exponent: Var, least: int, *, sign: int = 1) -> Var:
-    """Return fp32 times a power of two, by its int32 exponent of ``least`` to 127."""
+def _times_power(c: Composer, x: Var, exponent: Var, least: int, *, sign: int = 1) -> Var:
+    """Return ``x * 2**(sign * exponent)`` for fp32 and int32 exponents of ``least`` to 127."""
     index = c.mb.sub(x=exponent, y=np.int32(least))
     for factors in _powers(sign * np.arange(least, 128)):
         x = c.mb.mul(x=x, y=c.mb.gather(x=c.const(factors), indices=index, axis=0))
@@ -169,14 +171,14 @@ def _scaled(c: Composer, x: Var, exponent: Var, least: int, *, sign: int = 1) ->
 def _split(c: Composer, x: Var, least: int) -> tuple[Var, Var]:
     """Return positive fp32 as a mantissa in [1, 2) and an int32 exponent.
 
-    The mantissa is less than 1 where the exponent would be less than ``least``.
+    The mantissa is below 1 where the exponent would be below ``least``.
     """
     logarithm = c.mb.log(x=x, epsilon=np.float32(0))
     estimate = c.mb.floor(x=c.mb.mul(x=logarithm, y=np.float32(1 / math.log(2))))
     bounded = c.mb.minimum(x=c.mb.maximum(x=estimate, y=np.float32(least)), y=np.float32(127))
     exponent = c.mb.cast(x=bounded, dtype="int32")
-    mantissa = _scaled(c, x, exponent, least, sign=-1)
-    # The logarithm is not exact.
+    mantissa = _times_power(c, x, exponent, least, sign=-1)
+    # The logarithm is not exact, so the estimate may be off by one.
     is_high = c.mb.greater_equal(x=mantissa, y=np.float32(2))
     is_low = c.mb.logical_and(
         x=c.mb.less(x=mantissa, y=np.float32(1)), y=c.mb.greater(x=exponent, y=np.int32(least))

@@ -1,6 +1,6 @@
-"""Functions of floating-point numbers that MIL lacks, made of those it has.
+"""Floating-point functions that MIL lacks, composed from its ops.
 
-Each is as accurate near zero, and in its tails, as the function itself.
+They are accurate near zero and in their tails, too.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from coreml_delegate.graph.compose import Composer, Var
 from coreml_delegate.graph.node import Node
 from coreml_delegate.graph.tensor_types import DType
 
-# Below it, 1 + x loses digits that the result has.
+# Below this, rounding 1 + x would cost digits of the result.
 _SMALL = 0.35
-# Where x * x is beyond fp32, log(x + sqrt(x * x + 1)) is log(2 * x) in all digits.
+# Above this, where x * x may overflow fp32, log(x + sqrt(x * x + 1)) is log(2 * x) in all digits.
 _LARGE = 1e9
 
 # log(erfc(x) / t) + x * x as a polynomial of t = 2 / (2 + x), fitted at Chebyshev's nodes: the
@@ -33,8 +33,8 @@ _ERFC = (
     -0.8221522569656372,
     0.1708727777004242,
 )
-# M. Giles, Approximating the erfinv function, 2012: polynomials of w = -log(1 - x * x), less 2.5,
-# and of its square root, less 3, from the constant term on.
+# M. Giles, Approximating the erfinv function, 2012: with w = -log(1 - x * x), erf_inv(x) / x is a
+# polynomial of w - 2.5 if w < 5, else of sqrt(w) - 3; coefficients from the constant term on.
 _ERF_INV_CENTRE = (
     1.50140941,
     0.246640727,
@@ -62,7 +62,7 @@ Compose = Callable[..., Var]
 
 
 def in_fp32(function: Callable[..., Var]) -> Compose:
-    """Return a compose function that computes in fp32 whatever carries the operands."""
+    """Return a compose function that computes in fp32, whatever the operands' storage dtype."""
 
     def compose(c: Composer, node: Node, *operands: Var) -> Var:
         storage = node.types[0].dtype.storage_dtype
@@ -75,18 +75,18 @@ def in_fp32(function: Callable[..., Var]) -> Compose:
 
 
 def polynomial(c: Composer, x: Var, coefficients: Sequence[float]) -> Var:
-    """Return a polynomial of fp32, by its coefficients from the constant term on."""
-    *others, result = (np.float32(coefficient) for coefficient in coefficients)
-    for coefficient in reversed(others):
+    """Evaluate a polynomial in fp32 by Horner's rule; coefficients from the constant term on."""
+    *lower, result = (np.float32(coefficient) for coefficient in coefficients)
+    for coefficient in reversed(lower):
         result = c.mb.add(x=c.mb.mul(x=x, y=result), y=coefficient)
     return result
 
 
 def sign_bit(c: Composer, x: Var, dtype: DType) -> Var:
-    """Return whether floats are below zero, or -0."""
+    """Return the sign bit of floats: true below zero, and for -0, by ``1 / -0 = -inf``."""
     zero, one = (dtype.storage_numpy.type(n) for n in (0, 1))
-    below = c.mb.less(x=c.mb.real_div(x=one, y=x), y=zero)
-    return c.mb.logical_or(x=below, y=c.mb.less(x=x, y=zero))
+    is_reciprocal_negative = c.mb.less(x=c.mb.real_div(x=one, y=x), y=zero)
+    return c.mb.logical_or(x=is_reciprocal_negative, y=c.mb.less(x=x, y=zero))
 
 
 def _is_small(c: Composer, x: Var) -> Var:
@@ -95,20 +95,20 @@ def _is_small(c: Composer, x: Var) -> Var:
 
 @in_fp32
 def exponential_minus_one(c: Composer, x: Var) -> Var:
-    """Compose ``exp(x) - 1``."""
+    """Compose ``exp(x) - 1``: near 0 the series ``x + x**2 / 2! + ... + x**8 / 8!``."""
     series = polynomial(c, x, [1 / math.factorial(n) for n in range(1, 9)])
     direct = c.mb.sub(x=c.mb.exp(x=x), y=np.float32(1))
     return c.mb.select(cond=_is_small(c, x), a=c.mb.mul(x=x, y=series), b=direct)
 
 
 def _log1p(c: Composer, x: Var) -> Var:
-    # log(1 + x) is twice the inverse hyperbolic tangent of x / (2 + x).
-    small = _is_small(c, x)
+    # Near 0: log(1 + x) = 2 * atanh(r) = 2 * (r + r**3 / 3 + ... + r**11 / 11), r = x / (2 + x).
+    is_small = _is_small(c, x)
     ratio = c.mb.real_div(x=x, y=c.mb.add(x=x, y=np.float32(2)))
     square = c.mb.mul(x=ratio, y=ratio)
     series = polynomial(c, square, [2 / (2 * n + 1) for n in range(6)])
     direct = c.mb.log(x=c.mb.add(x=x, y=np.float32(1)), epsilon=np.float32(0))
-    return c.mb.select(cond=small, a=c.mb.mul(x=ratio, y=series), b=direct)
+    return c.mb.select(cond=is_small, a=c.mb.mul(x=ratio, y=series), b=direct)
 
 
 log_plus_one = in_fp32(_log1p)
@@ -116,64 +116,64 @@ log_plus_one = in_fp32(_log1p)
 
 @in_fp32
 def cube_root(c: Composer, x: Var) -> Var:
-    """Compose the cube root, which has the sign of ``x``."""
-    size = c.mb.pow(x=c.mb.abs(x=x), y=np.float32(1 / 3))
-    below = c.mb.less(x=x, y=np.float32(0))
-    return c.mb.select(cond=below, a=c.mb.mul(x=size, y=np.float32(-1)), b=size)
+    """Compose ``sign(x) * abs(x) ** (1 / 3)``."""
+    root = c.mb.pow(x=c.mb.abs(x=x), y=np.float32(1 / 3))
+    is_negative = c.mb.less(x=x, y=np.float32(0))
+    return c.mb.select(cond=is_negative, a=c.mb.mul(x=root, y=np.float32(-1)), b=root)
 
 
 @in_fp32
 def erfc(c: Composer, x: Var) -> Var:
-    """Compose ``1 - erf(x)``."""
-    size = c.mb.abs(x=x)
-    t = c.mb.real_div(x=np.float32(2), y=c.mb.add(x=size, y=np.float32(2)))
-    exponent = c.mb.sub(x=polynomial(c, t, _ERFC), y=c.mb.mul(x=size, y=size))
+    """Compose ``1 - erf(x)``: ``t * exp(p(t) - x**2)``, t = 2 / (2 + x); below 0 by symmetry."""
+    magnitude = c.mb.abs(x=x)
+    t = c.mb.real_div(x=np.float32(2), y=c.mb.add(x=magnitude, y=np.float32(2)))
+    exponent = c.mb.sub(x=polynomial(c, t, _ERFC), y=c.mb.mul(x=magnitude, y=magnitude))
     tail = c.mb.mul(x=t, y=c.mb.exp(x=exponent))
-    below = c.mb.less(x=x, y=np.float32(0))
-    return c.mb.select(cond=below, a=c.mb.sub(x=np.float32(2), y=tail), b=tail)
+    is_negative = c.mb.less(x=x, y=np.float32(0))
+    return c.mb.select(cond=is_negative, a=c.mb.sub(x=np.float32(2), y=tail), b=tail)
 
 
 @in_fp32
 def erf_inv(c: Composer, x: Var) -> Var:
-    """Compose the inverse of the error function."""
+    """Compose the inverse of the error function, by Giles's polynomials."""
     w = c.mb.mul(x=_log1p(c, c.mb.mul(x=c.mb.mul(x=x, y=x), y=np.float32(-1))), y=np.float32(-1))
     centre = polynomial(c, c.mb.sub(x=w, y=np.float32(2.5)), _ERF_INV_CENTRE)
     root = c.mb.sqrt(x=c.mb.maximum(x=w, y=np.float32(0)))
     tail = polynomial(c, c.mb.sub(x=root, y=np.float32(3)), _ERF_INV_TAIL)
     factor = c.mb.select(cond=c.mb.less(x=w, y=np.float32(5)), a=centre, b=tail)
-    is_end = c.mb.equal(x=c.mb.abs(x=x), y=np.float32(1))
-    factor = c.mb.select(cond=is_end, a=np.float32(np.inf), b=factor)
+    is_one = c.mb.equal(x=c.mb.abs(x=x), y=np.float32(1))
+    factor = c.mb.select(cond=is_one, a=np.float32(np.inf), b=factor)
     return c.mb.mul(x=x, y=factor)
 
 
 @in_fp32
 def asinh(c: Composer, x: Var) -> Var:
-    """Compose the inverse hyperbolic sine."""
-    size = c.mb.abs(x=x)
-    is_large = c.mb.greater(x=size, y=np.float32(_LARGE))
-    near = c.mb.select(cond=is_large, a=np.float32(1), b=size)
-    square = c.mb.mul(x=near, y=near)
+    """Compose ``asinh(x) = sign(x) * log1p(a + a**2 / (sqrt(a**2 + 1) + 1))`` with a = abs(x)."""
+    magnitude = c.mb.abs(x=x)
+    is_large = c.mb.greater(x=magnitude, y=np.float32(_LARGE))
+    bounded = c.mb.select(cond=is_large, a=np.float32(1), b=magnitude)
+    square = c.mb.mul(x=bounded, y=bounded)
     root = c.mb.sqrt(x=c.mb.add(x=square, y=np.float32(1)))
-    beyond = c.mb.real_div(x=square, y=c.mb.add(x=root, y=np.float32(1)))
+    correction = c.mb.real_div(x=square, y=c.mb.add(x=root, y=np.float32(1)))
     result = c.mb.select(
         cond=is_large,
-        a=_log_of_double(c, size),
-        b=_log1p(c, c.mb.add(x=near, y=beyond)),
+        a=_log_of_double(c, magnitude),
+        b=_log1p(c, c.mb.add(x=bounded, y=correction)),
     )
-    below = c.mb.less(x=x, y=np.float32(0))
-    return c.mb.select(cond=below, a=c.mb.mul(x=result, y=np.float32(-1)), b=result)
+    is_negative = c.mb.less(x=x, y=np.float32(0))
+    return c.mb.select(cond=is_negative, a=c.mb.mul(x=result, y=np.float32(-1)), b=result)
 
 
 @in_fp32
 def acosh(c: Composer, x: Var) -> Var:
-    """Compose the inverse hyperbolic cosine, NaN below 1."""
+    """Compose ``acosh(x) = log1p(d + sqrt(d * (d + 2)))`` with d = x - 1; NaN below 1."""
     is_large = c.mb.greater(x=x, y=np.float32(_LARGE))
-    near = c.mb.select(cond=is_large, a=np.float32(1), b=c.mb.sub(x=x, y=np.float32(1)))
-    product = c.mb.mul(x=near, y=c.mb.add(x=near, y=np.float32(2)))
-    # Below -2 the product is positive again.
-    is_outside = c.mb.less(x=near, y=np.float32(0))
+    excess = c.mb.select(cond=is_large, a=np.float32(1), b=c.mb.sub(x=x, y=np.float32(1)))
+    product = c.mb.mul(x=excess, y=c.mb.add(x=excess, y=np.float32(2)))
+    # Below -2 the product would be positive.
+    is_outside = c.mb.less(x=excess, y=np.float32(0))
     product = c.mb.select(cond=is_outside, a=np.float32(np.nan), b=product)
-    result = _log1p(c, c.mb.add(x=near, y=c.mb.sqrt(x=product)))
+    result = _log1p(c, c.mb.add(x=excess, y=c.mb.sqrt(x=product)))
     return c.mb.select(cond=is_large, a=_log_of_double(c, x), b=result)
 
 
@@ -182,18 +182,18 @@ def _log_of_double(c: Composer, x: Var) -> Var:
 
 
 def atan2(c: Composer, node: Node, y: Var, x: Var) -> Var:
-    """Compose the angle of the point (x, y), from -pi to pi."""
+    """Compose the angle of the point (x, y), from -pi to pi, by atan of a ratio in [0, 1]."""
     dtype = node.type.dtype
     number = dtype.storage_numpy.type
     width, height = c.mb.abs(x=x), c.mb.abs(x=y)
-    # The smaller by the larger is at most 1, and 1 for two infinities.
-    large = c.mb.maximum(x=width, y=height)
-    small = c.mb.minimum(x=width, y=height)
+    # The ratio of the shorter to the longer is at most 1, and 1 for two infinities.
+    longer = c.mb.maximum(x=width, y=height)
+    shorter = c.mb.minimum(x=width, y=height)
     is_diagonal = c.mb.logical_and(
         x=c.mb.equal(x=width, y=height), y=c.mb.greater(x=height, y=number(0))
     )
-    is_origin = c.mb.equal(x=large, y=number(0))
-    ratio = c.mb.real_div(x=small, y=c.mb.select(cond=is_origin, a=number(1), b=large))
+    is_origin = c.mb.equal(x=longer, y=number(0))
+    ratio = c.mb.real_div(x=shorter, y=c.mb.select(cond=is_origin, a=number(1), b=longer))
     angle = c.mb.atan(x=c.mb.select(cond=is_diagonal, a=number(1), b=ratio))
     is_steep = c.mb.greater(x=height, y=width)
     angle = c.mb.select(cond=is_steep, a=c.mb.sub(x=number(np.pi / 2), y=angle), b=angle)
@@ -203,24 +203,24 @@ def atan2(c: Composer, node: Node, y: Var, x: Var) -> Var:
 
 
 def round_nearest_afz(c: Composer, node: Node, x: Var) -> Var:
-    """Compose the nearest integer, where a half is rounded away from zero."""
+    """Compose rounding to the nearest integer, halves away from zero."""
     number = node.type.dtype.storage_numpy.type
-    size = c.mb.abs(x=x)
-    whole = c.mb.floor(x=size)
-    is_half = c.mb.greater_equal(x=c.mb.sub(x=size, y=whole), y=number(0.5))
-    up = c.mb.cast(x=is_half, dtype=node.type.dtype.storage_dtype)
-    return c.mb.mul(x=c.mb.sign(x=x), y=c.mb.add(x=whole, y=up))
+    magnitude = c.mb.abs(x=x)
+    floor = c.mb.floor(x=magnitude)
+    is_half = c.mb.greater_equal(x=c.mb.sub(x=magnitude, y=floor), y=number(0.5))
+    increment = c.mb.cast(x=is_half, dtype=node.type.dtype.storage_dtype)
+    return c.mb.mul(x=c.mb.sign(x=x), y=c.mb.add(x=floor, y=increment))
 
 
 def remainder(c: Composer, node: Node, x: Var, y: Var) -> Var:
-    """Compose the rest of a division towards zero: it has the sign of ``x``."""
+    """Compose ``x - y * trunc(x / y)``, which has the sign of ``x``."""
     number = node.type.dtype.storage_numpy.type
-    size, divisor = c.mb.abs(x=x), c.mb.abs(x=y)
-    rest = c.mb.mod(x=size, y=divisor)
-    # All of a number is less than infinity.
-    is_whole = c.mb.logical_and(
-        x=c.mb.equal(x=divisor, y=number(np.inf)), y=c.mb.less(x=size, y=number(np.inf))
+    magnitude, divisor = c.mb.abs(x=x), c.mb.abs(x=y)
+    result = c.mb.mod(x=magnitude, y=divisor)
+    # A finite number modulo infinity is the number.
+    is_unchanged = c.mb.logical_and(
+        x=c.mb.equal(x=divisor, y=number(np.inf)), y=c.mb.less(x=magnitude, y=number(np.inf))
     )
-    rest = c.mb.select(cond=is_whole, a=size, b=rest)
-    below = c.mb.less(x=x, y=number(0))
-    return c.mb.select(cond=below, a=c.mb.mul(x=rest, y=number(-1)), b=rest)
+    result = c.mb.select(cond=is_unchanged, a=magnitude, b=result)
+    is_negative = c.mb.less(x=x, y=number(0))
+    return c.mb.select(cond=is_negative, a=c.mb.mul(x=result, y=number(-1)), b=result)

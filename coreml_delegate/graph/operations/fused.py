@@ -1,4 +1,4 @@
-"""Layers that Core ML computes as a whole: activations, normalizations, attention."""
+"""Layers that Core ML has an op for: activations, normalizations, dense layers, attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from coreml_delegate.graph.tensor_types import BOOLEANS, FLOATS, Dim, DType, Ten
 from coreml_delegate.targets import Opset
 
 _GELU = {"none": "EXACT", "tanh": "TANH_APPROXIMATION"}
-_LINEAR_RANK = 3  # the largest that ``linear`` takes
+_LINEAR_RANK = 3  # the highest that ``linear`` takes
 
 
 def _unary(op: str) -> Callable[[Composer, Node, Var], Var]:
@@ -35,7 +35,7 @@ def _unary(op: str) -> Callable[[Composer, Node, Var], Var]:
 
 
 def around_axis(type: TensorType, axis: int) -> tuple[tuple[int, int, int], int]:
-    """Return a shape of rank 3 that keeps an axis, and where it is there."""
+    """Return the shape [before, size, after] around an axis, and the axis in it: 1."""
     shape = type.static_shape
     return (math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])), 1
 
@@ -43,7 +43,7 @@ def around_axis(type: TensorType, axis: int) -> tuple[tuple[int, int, int], int]
 def _along_axis(
     function: Callable[[Composer, Var, int], Var],
 ) -> Callable[[Composer, Node, Var], Var]:
-    """Compose with a function of a tensor and an axis."""
+    """Return a compose function: a function of a tensor and an axis, for tensors of any rank."""
 
     def compose(c: Composer, node: Node, x: Var) -> Var:
         if node.type.rank <= MOST_AXES:
@@ -59,7 +59,7 @@ def _softmax(c: Composer, x: Var, axis: int) -> Var:
 
 
 def _log_softmax(c: Composer, x: Var, axis: int) -> Var:
-    # Without the largest first, a large one would take the digits of the sum.
+    # x - max - log(sum(exp(x - max))): large elements would cost digits of the sum.
     shifted = c.mb.sub(x=x, y=c.mb.reduce_max(x=x, axes=[axis], keep_dims=True))
     total = c.mb.reduce_log_sum_exp(x=shifted, axes=[axis], keep_dims=True)
     return c.mb.sub(x=shifted, y=total)
@@ -70,34 +70,38 @@ def _compose_gelu(c: Composer, node: Node, x: Var) -> Var:
 
 
 def _compose_layer_norm(c: Composer, node: Node, x: Var, *parameters: Var) -> Var:
-    """Compose with constant parameters as the op's own, which come in this order; others after."""
+    """Compose with constant parameters as arguments of the op; apply the others after it."""
     axes, shape = node["axes"], node.types[0].shape
     number = node.type.dtype.storage_numpy.type
-    given = dict(zip(node["parameters"], parameters, strict=True))
-    own: dict[str, Var] = {}
-    if "scale" in given and given["scale"].val is not None:
-        own["gamma"] = given.pop("scale")
-    if "scale" not in given and "offset" in given and given["offset"].val is not None:
-        sizes = given["offset"].shape
-        own = {"gamma": c.const(np.ones(sizes, number)), **own, "beta": given.pop("offset")}
-    y = c.mb.layer_norm(x=x, axes=list(axes), epsilon=number(node["epsilon"]), **own)
-    along = [size if n in axes else 1 for n, size in enumerate(shape)]
+    remaining = dict(zip(node["parameters"], parameters, strict=True))
+    arguments: dict[str, Var] = {}
+    if "scale" in remaining and remaining["scale"].val is not None:
+        arguments["gamma"] = remaining.pop("scale")
+    if "scale" not in remaining and "offset" in remaining and remaining["offset"].val is not None:
+        sizes = remaining["offset"].shape
+        arguments = {
+            "gamma": c.const(np.ones(sizes, number)),
+            **arguments,
+            "beta": remaining.pop("offset"),
+        }
+    y = c.mb.layer_norm(x=x, axes=list(axes), epsilon=number(node["epsilon"]), **arguments)
+    parameter_shape = [size if n in axes else 1 for n, size in enumerate(shape)]
     for name, op in (("scale", c.mb.mul), ("offset", c.mb.add)):
-        if name in given:
-            y = op(x=y, y=c.reshape(given[name], along))
+        if name in remaining:
+            y = op(x=y, y=c.reshape(remaining[name], parameter_shape))
     return y
 
 
 def _compose_rms_norm(c: Composer, node: Node, x: Var, *scale: Var) -> Var:
     axes, shape = node["axes"], node.types[0].shape
     is_half = node.type.dtype.storage_dtype == "fp16"
-    # In fp16 squares of numbers above 255 are infinite.
-    wide = c.mb.cast(x=x, dtype="fp32") if is_half else x
-    mean = c.mb.reduce_mean(x=c.mb.mul(x=wide, y=wide), axes=list(axes), keep_dims=True)
-    y = c.mb.mul(x=wide, y=c.mb.rsqrt(x=mean, epsilon=np.float32(node["epsilon"])))
+    # In fp16, squares of numbers above 255 are infinite.
+    floats = c.mb.cast(x=x, dtype="fp32") if is_half else x
+    mean = c.mb.reduce_mean(x=c.mb.mul(x=floats, y=floats), axes=list(axes), keep_dims=True)
+    y = c.mb.mul(x=floats, y=c.mb.rsqrt(x=mean, epsilon=np.float32(node["epsilon"])))
     y = c.mb.cast(x=y, dtype="fp16") if is_half else y
-    along = [size if n in axes else 1 for n, size in enumerate(shape)]
-    return c.mb.mul(x=y, y=c.reshape(scale[0], along)) if scale else y
+    scale_shape = [size if n in axes else 1 for n, size in enumerate(shape)]
+    return c.mb.mul(x=y, y=c.reshape(scale[0], scale_shape)) if scale else y
 
 
 def _compose_dense(c: Composer, node: Node, x: Var, weight: Var, *bias: Var) -> Var:
@@ -109,7 +113,7 @@ def linear(c: Composer, shape: Sequence[Dim], x: Var, weight: Var, bias: Var | N
 
     Args:
         c: The composer.
-        shape: Of ``x``: [..., size].
+        shape: Shape of ``x``: [..., size].
         x: The features.
         weight: [outputs, size].
         bias: [outputs], or None.
@@ -119,9 +123,9 @@ def linear(c: Composer, shape: Sequence[Dim], x: Var, weight: Var, bias: Var | N
         y = linear(c, (1, shape[-1]), c.reshape(x, (-1, shape[-1])), weight, bias)
         return c.reshape(y, (-1,))
     if not is_constant:
-        row = len(shape) == 1
-        y = c.mb.matmul(x=c.reshape(x, (1, *shape)) if row else x, y=weight, transpose_y=True)
-        y = c.mb.squeeze(x=y, axes=[0]) if row else y
+        is_vector = len(shape) == 1
+        y = c.mb.matmul(x=c.reshape(x, (1, *shape)) if is_vector else x, y=weight, transpose_y=True)
+        y = c.mb.squeeze(x=y, axes=[0]) if is_vector else y
         return y if bias is None else c.mb.add(x=y, y=bias)
     keywords = {} if bias is None else {"bias": bias}
     if len(shape) <= _LINEAR_RANK:
@@ -169,15 +173,15 @@ def attention(
         query: [..., L, E].
         key: [..., S, E].
         value: [..., S, EV].
-        masks: At most one, [..., L, S]: bool, true where a key takes part, or what is added.
+        masks: At most one, [..., L, S]: bool, true where a key takes part, or a summand.
         scale: Factor.
     """
     number = dtype.storage_numpy.type
-    own = 1 / math.sqrt(query.shape[-1])
+    op_scale = 1 / math.sqrt(query.shape[-1])
     is_op = c.opset >= Opset.iOS18 and query.rank >= 3
-    factor = scale / own if is_op else scale
-    if not math.isclose(factor, 1, rel_tol=1e-6):
-        query = c.mb.mul(x=query, y=number(factor))
+    query_factor = scale / op_scale if is_op else scale
+    if not math.isclose(query_factor, 1, rel_tol=1e-6):
+        query = c.mb.mul(x=query, y=number(query_factor))
     if is_op:
         keywords = {"attn_mask": masks[0]} if masks else {}
         return c.mb.scaled_dot_product_attention(query=query, key=key, value=value, **keywords)
@@ -191,32 +195,32 @@ def attention(
 
 
 def hide(c: Composer, dtype: DType, flag: Var, added: Var | None, score: float) -> Var:
-    """Return what to add to scores to have ``score`` where a flag is false.
+    """Return a mask to add to scores: ``added`` where a flag is true, else ``score``.
 
     Args:
         c: The composer.
         dtype: Element type of the scores.
-        flag: True where a score is shown.
-        added: What is added to shown scores, or None; its shape and the flag's may be repeated.
-        score: Replaces what it is added to: infinite, or so low that nothing else is left.
+        flag: True where a score is visible.
+        added: Summand of visible scores, or None; its shape and the flag's may broadcast.
+        score: Summand of hidden scores: -infinity, or so low that it replaces them.
     """
     number = dtype.storage_numpy.type
-    # ``select`` of two scalars is a scalar to coremltools, whatever the condition's shape.
+    # coremltools infers a scalar for ``select`` of two scalars, whatever the condition's shape.
     zeros = c.mb.mul(x=c.mb.cast(x=flag, dtype=dtype.storage_dtype), y=number(0))
-    shown = zeros if added is None else c.mb.add(x=zeros, y=added)
-    return c.mb.select(cond=flag, a=shown, b=number(score))
+    visible = zeros if added is None else c.mb.add(x=zeros, y=added)
+    return c.mb.select(cond=flag, a=visible, b=number(score))
 
 
 def _causal_mask(c: Composer, queries: Dim, keys: Dim) -> Var:
-    """Return [queries, keys], true where the key is not after the query."""
+    """Return [queries, keys], true where key position <= query position."""
     if isinstance(queries, int) and isinstance(keys, int):
         return c.const(np.tri(queries, keys, dtype=bool))
-    places = [
+    positions = [
         c.mb.range_1d(start=np.int32(0), end=c.size(size), step=np.int32(1))
         for size in (queries, keys)
     ]
-    rows = c.mb.expand_dims(x=places[0], axes=[1])
-    return c.mb.greater_equal(x=rows, y=c.mb.expand_dims(x=places[1], axes=[0]))
+    rows = c.mb.expand_dims(x=positions[0], axes=[1])
+    return c.mb.greater_equal(x=rows, y=c.mb.expand_dims(x=positions[1], axes=[0]))
 
 
 def _compose_qkv(c: Composer, node: Node, x: Var, weight: Var, *bias: Var) -> tuple[Var, ...]:
@@ -225,11 +229,11 @@ def _compose_qkv(c: Composer, node: Node, x: Var, weight: Var, *bias: Var) -> tu
 
 
 class Fused(Emitter):
-    """Layers that Core ML computes as a whole: activations, normalizations, attention."""
+    """Layers that Core ML has an op for: activations, normalizations, dense layers, attention."""
 
     @operation(FLOATS, _along_axis(_softmax))
     def softmax(self, x: Value, axis: int = -1) -> Value:
-        """Return the exponentials over their sum along an axis.
+        """Return ``exp(x) / sum(exp(x))`` along an axis.
 
         Raises:
             GraphError: There is no such axis.
@@ -238,7 +242,7 @@ class Fused(Emitter):
 
     @operation(FLOATS, _along_axis(_log_softmax))
     def log_softmax(self, x: Value, axis: int = -1) -> Value:
-        """Return the logarithm of ``softmax``.
+        """Return ``log(softmax(x))``.
 
         Raises:
             GraphError: There is no such axis.
@@ -247,11 +251,11 @@ class Fused(Emitter):
 
     @operation(FLOATS, _compose_gelu)
     def gelu(self, x: Value, approximate: str = "none") -> Value:
-        """Return ``x`` times the normal distribution function of it.
+        """Return ``x * (1 + erf(x / sqrt(2))) / 2``.
 
         Args:
             x: The tensor.
-            approximate: ``none``, or ``tanh`` for the approximation by it.
+            approximate: ``none``, or ``tanh`` for the approximation by tanh.
 
         Raises:
             GraphError: Another approximation.
@@ -264,12 +268,12 @@ class Fused(Emitter):
 
     @operation(FLOATS, _unary("relu"))
     def relu(self, x: Value) -> Value:
-        """Return ``x``, or 0 where it is negative."""
+        """Return ``max(x, 0)``."""
         return self.emit("relu", (x,), x.type)
 
     @operation(FLOATS, _unary("silu"))
     def silu(self, x: Value) -> Value:
-        """Return ``x`` times its logistic function."""
+        """Return ``x / (1 + exp(-x))``."""
         return self.emit("silu", (x,), x.type)
 
     @operation(FLOATS, _compose_layer_norm)
@@ -285,24 +289,26 @@ class Fused(Emitter):
 
         Args:
             x: The tensor.
-            axes: Over which mean and variance are taken.
-            scale: Of the sizes of those axes, in their order in ``x``; None for 1.
-            offset: Of the same shape; None for 0.
-            epsilon: Keeps the divisor from 0.
+            axes: Axes of the mean and the variance.
+            scale: Has the sizes of those axes, in their order in ``x``; None for 1.
+            offset: Has the same shape; None for 0.
+            epsilon: Keeps the divisor above 0.
 
         Raises:
             GraphError: No such axes, or parameters of another shape or element type.
         """
         _require_few_axes("layer_norm", x)
-        over = _norm_axes("layer_norm", x, axes, scale, offset)
-        named = {"scale": scale, "offset": offset}
-        given = {name: value for name, value in named.items() if value is not None}
+        norm_axes = _norm_axes("layer_norm", x, axes, scale, offset)
+        optional_parameters = {"scale": scale, "offset": offset}
+        parameters = {
+            name: value for name, value in optional_parameters.items() if value is not None
+        }
         return self.emit(
             "layer_norm",
-            (x, *given.values()),
+            (x, *parameters.values()),
             x.type,
-            axes=over,
-            parameters=tuple(given),
+            axes=norm_axes,
+            parameters=tuple(parameters),
             epsilon=float(epsilon),
         )
 
@@ -318,17 +324,17 @@ class Fused(Emitter):
 
         Args:
             x: The tensor.
-            axes: Over which the mean is taken.
-            scale: Of the sizes of those axes, in their order in ``x``; None for 1.
-            epsilon: Keeps the divisor from 0.
+            axes: Axes of the mean.
+            scale: Has the sizes of those axes, in their order in ``x``; None for 1.
+            epsilon: Keeps the divisor above 0.
 
         Raises:
             GraphError: No such axes, or a scale of another shape or element type.
         """
         _require_few_axes("rms_norm", x)
-        over = _norm_axes("rms_norm", x, axes, scale)
+        norm_axes = _norm_axes("rms_norm", x, axes, scale)
         operands = (x,) if scale is None else (x, scale)
-        return self.emit("rms_norm", operands, x.type, axes=over, epsilon=float(epsilon))
+        return self.emit("rms_norm", operands, x.type, axes=norm_axes, epsilon=float(epsilon))
 
     @operation(FLOATS, _compose_dense)
     def dense(
@@ -347,7 +353,7 @@ class Fused(Emitter):
         """
         type = _dense_type("dense", x, weight, bias)
         operands = (x, weight) if bias is None else (x, weight, bias)
-        return self._activated(self.emit("dense", operands, type), activation)
+        return self._activate(self.emit("dense", operands, type), activation)
 
     @operation(FLOATS, _compose_attention)
     def scaled_dot_product_attention(
@@ -365,10 +371,10 @@ class Fused(Emitter):
             query: [..., L, E].
             key: [..., S, E].
             value: [..., S, EV].
-            mask: [..., L, S], or sizes of 1 instead, or fewer dimensions: what is added, or bool,
-                true where a key takes part. A query without any has NaN.
+            mask: [..., L, S], or sizes of 1 instead, or fewer dimensions: a summand, or bool, true
+                where a key takes part. The result is NaN for a query without keys.
             scale: None for ``1 / sqrt(E)``.
-            is_causal: Whether keys after the query, by position, take no part.
+            is_causal: Whether keys at positions after the query take no part.
 
         Raises:
             GraphError: Shapes or element types that do not fit.
@@ -385,8 +391,8 @@ class Fused(Emitter):
         if mask is not None:
             _check_mask(name, mask, query, key)
             operands = (*operands, mask)
-        factor = 1 / math.sqrt(max(1, size)) if scale is None else float(scale)
-        return self.emit(name, operands, type, scale=factor, is_causal=bool(is_causal))
+        scale_factor = 1 / math.sqrt(max(1, size)) if scale is None else float(scale)
+        return self.emit(name, operands, type, scale=scale_factor, is_causal=bool(is_causal))
 
     @operation(FLOATS, _compose_qkv)
     def qkv_projection(
@@ -422,7 +428,7 @@ class Fused(Emitter):
         operands = (x, weight) if bias is None else (x, weight, bias)
         return self.emit("qkv_projection", operands, types, sizes=sizes)
 
-    def _activated(self, x: Value, activation: str | None) -> Value:
+    def _activate(self, x: Value, activation: str | None) -> Value:
         builder: Any = self
         activations: dict[str | None, Callable[[Value], Value]] = {
             None: lambda x: x,
@@ -451,21 +457,21 @@ def _require_few_axes(name: str, x: Value) -> None:
 def _norm_axes(
     name: str, x: Value, axes: int | Sequence[int], *parameters: Value | None
 ) -> tuple[int, ...]:
-    """Return sorted axes; refuse parameters that do not have their sizes."""
-    over = tuple(sorted(normalize_axes(axes, x.rank)))
-    if not over:
+    """Return sorted axes; refuse parameters whose shape is not the axes' sizes."""
+    norm_axes = tuple(sorted(normalize_axes(axes, x.rank)))
+    if not norm_axes:
         raise GraphError(f"{name} has no axes", expected="at least one")
-    given = [value for value in parameters if value is not None]
-    require_same_dtype(name, x, *given)
-    sizes = tuple(x.shape[axis] for axis in over)
-    for value in given:
+    present = [value for value in parameters if value is not None]
+    require_same_dtype(name, x, *present)
+    sizes = tuple(x.shape[axis] for axis in norm_axes)
+    for value in present:
         if not same_shape(value.shape, sizes):
             raise GraphError(
                 f"{name}: a parameter has another shape than the axes",
                 got=str(value.type),
                 expected=str(TensorType(x.dtype, sizes)),
             )
-    return over
+    return norm_axes
 
 
 def _dense_type(name: str, x: Value, weight: Value, bias: Value | None) -> TensorType:
@@ -492,7 +498,7 @@ def _check_attention(name: str, query: Value, key: Value, value: Value) -> None:
     if not fits or 0 in (k[-2], q[-1]):
         raise GraphError(
             f"{name}: shapes do not fit",
-            got=", ".join(str(given.type) for given in (query, key, value)),
+            got=", ".join(str(operand.type) for operand in (query, key, value)),
             expected="[..., L, E], [..., S, E] and [..., S, EV], where E and S are not 0",
         )
 

@@ -1,4 +1,4 @@
-"""Composition of a gather in MIL: the most specific op that does it, else one on flattened data."""
+"""Composition of a gather: MIL's most specific op for it, else ``gather`` on flattened data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from coreml_delegate.targets import Opset
 
 
 def compose_gather(c: Composer, node: Node, x: Var, indices: Var | None) -> Var:
-    """Return what index vectors point to; see ``Indexing.gather``."""
+    """Return slices at index vectors; see ``Indexing.gather``."""
     lookup = Lookup.of(
         node,
         node["slice_sizes"],
@@ -47,8 +47,8 @@ def _result_labels(node: Node, lookup: Lookup) -> list[Label]:
     return [next(windows if n in offsets else batch) for n in range(node.type.rank)]
 
 
-def _rest(lookup: Lookup, indexed: list[int], want: list[Label]) -> list[int]:
-    """Return the dimensions that are not indexed, without those that the result lacks."""
+def _unindexed(lookup: Lookup, indexed: list[int], want: list[Label]) -> list[int]:
+    """Return the unindexed dimensions of the result."""
     return [d for d in range(len(lookup.shape)) if d not in indexed and ("window", d) in want]
 
 
@@ -57,56 +57,61 @@ def _along_one(
 ) -> tuple[Var, list[Label]]:
     """Gather along one dimension; return the result and its labels."""
     (axis,) = lookup.partial
-    places = lookup.column(c, indices, axis, clamp=clamp)
+    positions = lookup.column(c, indices, axis, clamp=clamp)
     labels = lookup.along_axis()
     if labels is not None:
-        places = arranged(c, places, lookup.batch_labels, labels)
-        return c.mb.gather_along_axis(x=x, indices=places, axis=axis), labels
-    others = sorted([axis, *_rest(lookup, [axis], want)])
+        positions = arranged(c, positions, lookup.batch_labels, labels)
+        return c.mb.gather_along_axis(x=x, indices=positions, axis=axis), labels
+    data_dims = sorted([axis, *_unindexed(lookup, [axis], want)])
     linked, extra = lookup.linked_labels, lookup.extra_labels
-    x = arranged(c, x, lookup.labels, [*linked, *(("window", d) for d in others)])
-    places = arranged(c, places, lookup.batch_labels, [*linked, *extra])
-    read = extra
+    x = arranged(c, x, lookup.labels, [*linked, *(("window", d) for d in data_dims)])
+    positions = arranged(c, positions, lookup.batch_labels, [*linked, *extra])
+    labels_read = extra
     if lookup.sizes[axis] != 1:
         offsets = lookup.offsets(c, [axis])
-        places = c.mb.add(x=c.mb.expand_dims(x=places, axes=[-1]), y=offsets)
-        read = [*extra, ("window", axis)]
-    at = others.index(axis)
+        positions = c.mb.add(x=c.mb.expand_dims(x=positions, axes=[-1]), y=offsets)
+        labels_read = [*extra, ("window", axis)]
+    position = data_dims.index(axis)
     batch = {"batch_dims": len(linked)} if linked else {}
-    x = c.mb.gather(x=x, indices=places, axis=len(linked) + at, **batch)
-    before, after = others[:at], others[at + 1 :]
-    return x, [*linked, *(("window", d) for d in before), *read, *(("window", d) for d in after)]
+    x = c.mb.gather(x=x, indices=positions, axis=len(linked) + position, **batch)
+    before, after = data_dims[:position], data_dims[position + 1 :]
+    return x, [
+        *linked,
+        *(("window", d) for d in before),
+        *labels_read,
+        *(("window", d) for d in after),
+    ]
 
 
 def _at_points(
     c: Composer, lookup: Lookup, x: Var, indices: Var, clamp: bool, want: list[Label]
 ) -> tuple[Var, list[Label]]:
-    """Gather elements, or slices, at coordinates; return the result and its labels."""
+    """Gather elements, or slices, at coordinates (gather_nd); return the result and its labels."""
     points = lookup.partial
     linked, extra = lookup.linked_labels, lookup.extra_labels
-    left: list[Label] = [("window", d) for d in _rest(lookup, points, want)]
-    x = arranged(c, x, lookup.labels, [*linked, *(("window", d) for d in points), *left])
+    slice_labels: list[Label] = [("window", d) for d in _unindexed(lookup, points, want)]
+    x = arranged(c, x, lookup.labels, [*linked, *(("window", d) for d in points), *slice_labels])
     depth: Label = ("depth", 0)
-    places = lookup.matrix(c, indices, points, clamp=clamp)
-    places = arranged(c, places, [*lookup.batch_labels, depth], [*linked, *extra, depth])
+    coordinates = lookup.matrix(c, indices, points, clamp=clamp)
+    coordinates = arranged(c, coordinates, [*lookup.batch_labels, depth], [*linked, *extra, depth])
     batch = {"batch_dims": len(linked)} if linked else {}
-    return c.mb.gather_nd(x=x, indices=places, **batch), [*linked, *extra, *left]
+    return c.mb.gather_nd(x=x, indices=coordinates, **batch), [*linked, *extra, *slice_labels]
 
 
 def _flattened(
     c: Composer, lookup: Lookup, x: Var, indices: Var, clamp: bool, want: list[Label]
 ) -> tuple[Var, list[Label]]:
-    """Gather rows of the tensor whose indexed dimensions are one; return it and its labels."""
+    """Merge the indexed dimensions, and gather rows; return the result and its labels."""
     rows = sorted([*lookup.partial, *lookup.batching])
-    rest = _rest(lookup, rows, want)
-    left: list[Label] = [("window", d) for d in rest]
-    x = arranged(c, x, lookup.labels, [*(lookup.labels[d] for d in rows), *left])
-    left_sizes = [lookup.shape[d] for d in rest]
-    x = c.reshape(x, [product([lookup.shape[d] for d in rows]), *left_sizes])
+    unindexed = _unindexed(lookup, rows, want)
+    row_labels: list[Label] = [("window", d) for d in unindexed]
+    x = arranged(c, x, lookup.labels, [*(lookup.labels[d] for d in rows), *row_labels])
+    row_sizes = [lookup.shape[d] for d in unindexed]
+    x = c.reshape(x, [product([lookup.shape[d] for d in rows]), *row_sizes])
     starts = lookup.rows(c, indices, rows, clamp=clamp)
-    places = spread_windows(c, starts, lookup.offsets(c, rows))
-    found = c.mb.gather(x=x, indices=places, axis=0)
+    positions = spread_windows(c, starts, lookup.offsets(c, rows))
+    gathered = c.mb.gather(x=x, indices=positions, axis=0)
     windows = lookup.windows(rows)
-    sizes = [*lookup.batch, *(lookup.sizes[d] for d in windows), *left_sizes]
-    labels = [*lookup.batch_labels, *(("window", d) for d in windows), *left]
-    return c.reshape(found, sizes), labels
+    sizes = [*lookup.batch, *(lookup.sizes[d] for d in windows), *row_sizes]
+    labels = [*lookup.batch_labels, *(("window", d) for d in windows), *row_labels]
+    return c.reshape(gathered, sizes), labels

@@ -1,4 +1,4 @@
-"""Reading and writing at indices that are values."""
+"""Gather, scatter, take and one-hot."""
 
 from __future__ import annotations
 
@@ -44,33 +44,33 @@ _BODIES = {
     "or": "max",
 }
 _LOGICAL = ("and", "or")
-# Of bools, which are 0 or 1.
+# For bools, which are stored as 0 or 1.
 _OF_BOOLS = {"add": "max", "mul": "min"}
 
 
 def _compose_one_hot(c: Composer, node: Node, indices: Var) -> Var:
     dtype = node.type.dtype
-    places = c.mb.expand_dims(x=as_index(c, indices, node.types[0].dtype), axes=[-1])
-    hot = c.mb.equal(x=places, y=counting(c, node.type.shape[-1]))
-    return hot if dtype is DType.BOOL else c.mb.cast(x=hot, dtype=dtype.storage_dtype)
+    column = c.mb.expand_dims(x=as_index(c, indices, node.types[0].dtype), axes=[-1])
+    is_hot = c.mb.equal(x=column, y=counting(c, node.type.shape[-1]))
+    return is_hot if dtype is DType.BOOL else c.mb.cast(x=is_hot, dtype=dtype.storage_dtype)
 
 
 @dataclass(frozen=True)
 class _Merged:
     """A gather or scatter with the same elements and fewer dimensions.
 
-    Dimensions of size 1 are dropped unless an index points into them, and all batch dimensions of
-    the indices that are no batching dimensions are merged into one. The result's dimensions are
-    the batching ones, the merged one, and those of the window, in this order.
+    Dimensions of size 1 are dropped unless an index points into them. All batch dimensions of the
+    indices except batching dimensions are merged to one. The result has the batching dimensions,
+    the merged dimension, then the window's dimensions.
 
     Attributes:
-        shape: Of the tensor.
-        sizes: Of a window, per dimension of the tensor.
-        batching: Dimensions of the tensor that run along with the first ones of the indices.
-        mapped: For each element of an index vector, which dimension of the tensor it is.
-        outer: Sizes of the indices' dimensions without the index vectors, which are last.
+        shape: Shape of the tensor.
+        sizes: Size of a window along each dimension of the tensor.
+        batching: Batching dimensions of the tensor, paired with the first of the indices.
+        mapped: The dimension of the tensor for each element of an index vector.
+        outer: Shape of the indices without the index vectors, which are last.
         batch: Dimensions of the original indices in this order, without the index vectors.
-        axis: Of the original index vectors.
+        axis: Axis of the original index vectors.
     """
 
     shape: tuple[Dim, ...]
@@ -92,7 +92,7 @@ class _Merged:
         linked: Sequence[int],
         mapped: Sequence[int],
     ) -> _Merged:
-        """Return the lookup of a gather or a scatter."""
+        """Return the merged form of a gather or a scatter."""
         dims = [d for d, size in enumerate(x.shape) if size != 1 or d in mapped]
         pairs = [(d, n) for d, n in zip(batching, linked, strict=True) if d in dims]
         extra = [n for n in range(indices.rank) if n != axis and n not in linked]
@@ -108,22 +108,22 @@ class _Merged:
 
     @property
     def windows(self) -> list[int]:
-        """Dimensions of the tensor that the result has."""
+        """Dimensions of the tensor in the result."""
         return [d for d, n in enumerate(self.sizes) if n != 1 and d not in self.batching]
 
     @property
     def dropped(self) -> list[int]:
-        """Dimensions of the tensor that the result does not have."""
+        """Dimensions of the tensor missing in the result."""
         return [d for d, n in enumerate(self.sizes) if n == 1 and d not in self.batching]
 
     @property
     def linked(self) -> tuple[int, ...]:
-        """Dimensions of the indices that run along with ``batching``."""
+        """Batching dimensions of the indices."""
         return tuple(range(len(self.batching)))
 
     @property
     def index_vector_dim(self) -> int:
-        """Where the index vectors are in the indices."""
+        """Axis of the index vectors."""
         return len(self.outer)
 
     @property
@@ -133,37 +133,37 @@ class _Merged:
 
     @property
     def result_shape(self) -> tuple[Dim, ...]:
-        """Shape of what is found."""
+        """Shape of the result of a gather, and of the updates of a scatter."""
         return (*self.outer, *(self.sizes[d] for d in self.windows))
 
     @property
     def window_dims(self) -> range:
-        """Dimensions of what is found that are those of a window."""
+        """Window dimensions of the result."""
         return range(len(self.outer), len(self.result_shape))
 
     @property
     def most_axes(self) -> int:
-        """The highest rank among the tensor, the indices and what is found."""
+        """The highest rank among the tensor, the indices and the result."""
         return max(map(len, (self.shape, self.indices_shape, self.result_shape)))
 
-    def labels(self, kept: Sequence[int]) -> list[Label]:
-        """Return labels of the result's dimensions, in its order, before any are merged.
+    def labels(self, window_dims: Sequence[int]) -> list[Label]:
+        """Return labels of the unmerged dimensions in the order of the merged result.
 
         Args:
-            kept: Dimensions of the original tensor that the original result has.
+            window_dims: Dimensions of the original tensor that are in the original result.
         """
-        return [*(("batch", n) for n in self.batch), *(("window", d) for d in kept)]
+        return [*(("batch", n) for n in self.batch), *(("window", d) for d in window_dims)]
 
-    def labels_among(self, kept: Sequence[int], at: Sequence[int], rank: int) -> list[Label]:
-        """Return labels of the original result's dimensions; ``at`` are those of a window."""
-        windows, batch = iter(kept), iter(sorted(self.batch))
+    def labels_among(self, window_dims: Sequence[int], at: Sequence[int], rank: int) -> list[Label]:
+        """Return labels of the original result's dimensions; ``at`` are a window's dimensions."""
+        windows, batch = iter(window_dims), iter(sorted(self.batch))
         return [
             ("window", next(windows)) if n in at else ("batch", next(batch)) for n in range(rank)
         ]
 
 
 class Indexing(Shapes):
-    """Reading and writing at indices that are values."""
+    """Gather, scatter, take and one-hot."""
 
     @operation(ALL, compose_gather, moves_data=True)
     def gather(
@@ -185,19 +185,18 @@ class Indexing(Shapes):
 
         Args:
             x: Any tensor.
-            indices: Integers; the vectors lie along ``index_vector_dim``, or are scalars if that is
+            indices: Integers; the vectors are along ``index_vector_dim``, or are scalars if that is
                 the rank.
-            offset_dims: Dimensions of the result that are those of a slice.
+            offset_dims: Dimensions of the result that are dimensions of a slice.
             collapsed_slice_dims: Dimensions of ``x``, of size 1 in a slice, that the result lacks.
-            start_index_map: For each element of an index vector, which dimension of ``x`` it is.
-            index_vector_dim: Of ``indices``.
-            slice_sizes: Of a slice, per dimension of ``x``.
-            operand_batching_dims: Dimensions of ``x`` that run along with
-                ``start_indices_batching_dims`` of ``indices``.
-            start_indices_batching_dims: See there.
+            start_index_map: The dimension of ``x`` for each element of an index vector.
+            index_vector_dim: Dimension of ``indices`` that has the index vectors.
+            slice_sizes: Size of a slice along each dimension of ``x``.
+            operand_batching_dims: Batch dimensions of ``x``.
+            start_indices_batching_dims: Batch dimensions of ``indices``, in the same order.
             indices_are_sorted: Has no effect.
-            mode: ``clip`` moves a slice until it fits into ``x``; ``promise_in_bounds`` leaves open
-                what happens to one that does not.
+            mode: ``clip`` moves a slice until it fits into ``x``; with ``promise_in_bounds``, the
+                result is undefined for a slice that does not fit.
         """
         name = "gather"
         if mode not in GATHER_MODES:
@@ -211,7 +210,7 @@ class Indexing(Shapes):
         batching = normalize_axes(operand_batching_dims, x.rank, "operand batching dimensions")
         mapped = normalize_axes(start_index_map, x.rank, "dimensions of the start index map")
         linked = _linked(name, x, indices, batching, start_indices_batching_dims, index_vector_dim)
-        _check_apart(name, collapsed, batching, mapped)
+        _check_disjoint(name, collapsed, batching, mapped)
         for d, (size, have) in enumerate(zip(sizes, x.shape, strict=True)):
             exact = d in collapsed or d in batching
             if (exact and size != 1) or (
@@ -222,16 +221,16 @@ class Indexing(Shapes):
                     got=str(size),
                     expected="1" if exact else f"{have} or less",
                 )
-        kept = [d for d in range(x.rank) if d not in collapsed and d not in batching]
-        rank = len(batch) + len(kept)
-        require_rank(name, "offset dimensions", offset_dims, len(kept))
+        window_dims = [d for d in range(x.rank) if d not in collapsed and d not in batching]
+        rank = len(batch) + len(window_dims)
+        require_rank(name, "offset dimensions", offset_dims, len(window_dims))
         offsets = tuple(sorted(normalize_axes(offset_dims, rank, "offset dimensions")))
-        inner, outer = iter([sizes[d] for d in kept]), iter(batch)
+        inner, outer = iter([sizes[d] for d in window_dims]), iter(batch)
         type = x.type.with_shape([next(inner if n in offsets else outer) for n in range(rank)])
         if max(x.rank, indices.rank, rank) > MOST_AXES:
             merged = _Merged.of(x, indices, index_vector_dim, sizes, batching, linked, mapped)
             if merged.most_axes <= MOST_AXES:
-                found = self.gather(
+                result = self.gather(
                     self.reshape(x, merged.shape),
                     self._merged_indices(indices, merged),
                     offset_dims=merged.window_dims,
@@ -243,10 +242,11 @@ class Indexing(Shapes):
                     start_indices_batching_dims=merged.linked,
                     mode=mode,
                 )
-                apart, together = merged.labels(kept), merged.labels_among(kept, offsets, rank)
-                order = [apart.index(label) for label in together]
-                shape = [type.shape[together.index(label)] for label in apart]
-                return self.transpose(self.reshape(found, shape), order)
+                merged_order = merged.labels(window_dims)
+                result_order = merged.labels_among(window_dims, offsets, rank)
+                order = [merged_order.index(label) for label in result_order]
+                shape = [type.shape[result_order.index(label)] for label in merged_order]
+                return self.transpose(self.reshape(result, shape), order)
         return self.emit(
             name,
             (x, indices),
@@ -281,24 +281,23 @@ class Indexing(Shapes):
     ) -> Value:
         """Return ``x`` with updates at index vectors, with StableHLO's dimension numbers.
 
-        An update whose window is not inside of ``x`` is dropped. Which of several updates of one
-        element replaces it is not defined; they add up, if the body adds.
+        An update whose window is not inside of ``x`` is dropped. If several updates replace one
+        element, it is undefined which does; with other bodies, all are combined.
 
         Args:
             x: Any tensor.
-            indices: Integers; the vectors lie along ``index_vector_dim``, or are scalars if that is
+            indices: Integers; the vectors are along ``index_vector_dim``, or are scalars if that is
                 the rank.
-            updates: Windows, for each index vector.
-            body: Takes the element and its update: one operation of ``update``, ``add``, ``sub``,
+            updates: A window for each index vector.
+            body: Takes an element and its update: one operation among ``update``, ``add``, ``sub``,
                 ``mul``, ``min``, ``max``, ``and``, ``or``, or its name.
-            update_window_dims: Dimensions of ``updates`` that are those of a window.
-            inserted_window_dims: Dimensions of ``x``, of size 1 in a window, that it lacks.
-            scatter_dims_to_operand_dims: For each element of an index vector, which dimension of
-                ``x`` it is.
-            index_vector_dim: Of ``indices``.
-            input_batching_dims: Dimensions of ``x`` that run along with
-                ``scatter_indices_batching_dims`` of ``indices``.
-            scatter_indices_batching_dims: See there.
+            update_window_dims: Dimensions of ``updates`` that are dimensions of a window.
+            inserted_window_dims: Dimensions of ``x``, of size 1 in a window, that updates lack.
+            scatter_dims_to_operand_dims: The dimension of ``x`` for each element of an index
+                vector.
+            index_vector_dim: Dimension of ``indices`` that has the index vectors.
+            input_batching_dims: Batch dimensions of ``x``.
+            scatter_indices_batching_dims: Batch dimensions of ``indices``, in the same order.
             indices_are_sorted: Has no effect.
             unique_indices: Has no effect.
         """
@@ -311,17 +310,17 @@ class Indexing(Shapes):
         linked = _linked(
             name, x, indices, batching, scatter_indices_batching_dims, index_vector_dim
         )
-        _check_apart(name, inserted, batching, mapped)
-        kept = [d for d in range(x.rank) if d not in inserted and d not in batching]
+        _check_disjoint(name, inserted, batching, mapped)
+        window_dims = [d for d in range(x.rank) if d not in inserted and d not in batching]
         windows = tuple(
             sorted(normalize_axes(update_window_dims, updates.rank, "window dimensions"))
         )
-        require_rank(name, "window dimensions", windows, len(kept))
+        require_rank(name, "window dimensions", windows, len(window_dims))
         outer = [size for n, size in enumerate(updates.shape) if n not in windows]
         fits = all(
             not isinstance(size, int) or not isinstance(have, int) or size <= have
             for size, have in zip(
-                [updates.shape[n] for n in windows], [x.shape[d] for d in kept], strict=True
+                [updates.shape[n] for n in windows], [x.shape[d] for d in window_dims], strict=True
             )
         )
         if not fits or not same_shape(outer, batch):
@@ -334,14 +333,14 @@ class Indexing(Shapes):
         if mode is None:
             return x
         if max(x.rank, indices.rank, updates.rank) > MOST_AXES:
-            taken = dict(zip(kept, (updates.shape[n] for n in windows), strict=True))
-            sizes = [taken.get(d, 1) for d in range(x.rank)]
+            window_sizes = dict(zip(window_dims, (updates.shape[n] for n in windows), strict=True))
+            sizes = [window_sizes.get(d, 1) for d in range(x.rank)]
             merged = _Merged.of(x, indices, index_vector_dim, sizes, batching, linked, mapped)
             if merged.most_axes <= MOST_AXES:
-                apart = merged.labels(kept)
-                together = merged.labels_among(kept, windows, updates.rank)
-                order = [together.index(label) for label in apart]
-                found = self.scatter(
+                merged_order = merged.labels(window_dims)
+                updates_order = merged.labels_among(window_dims, windows, updates.rank)
+                order = [updates_order.index(label) for label in merged_order]
+                result = self.scatter(
                     self.reshape(x, merged.shape),
                     self._merged_indices(indices, merged),
                     self.reshape(self.transpose(updates, order), merged.result_shape),
@@ -353,7 +352,7 @@ class Indexing(Shapes):
                     input_batching_dims=merged.batching,
                     scatter_indices_batching_dims=merged.linked,
                 )
-                return self.reshape(found, x.shape)
+                return self.reshape(result, x.shape)
         return self.emit(
             name,
             (x, indices, updates),
@@ -369,29 +368,29 @@ class Indexing(Shapes):
 
     @operation(ALL)
     def take(self, x: Value, indices: Value, axis: int) -> Value:
-        """Return slices along an axis, whose place the dimensions of ``indices`` take.
+        """Return slices along an axis, which the dimensions of ``indices`` replace.
 
-        Indices out of range are clamped to it.
+        Indices out of range are clamped.
         """
-        at = normalize_axis(axis, x.rank)
-        after = x.rank - at - 1
+        gather_axis = normalize_axis(axis, x.rank)
+        after = x.rank - gather_axis - 1
         rank = x.rank - 1 + indices.rank
         return self.gather(
             x,
             indices,
-            offset_dims=(*range(at), *range(rank - after, rank)),
-            collapsed_slice_dims=(at,),
-            start_index_map=(at,),
+            offset_dims=(*range(gather_axis), *range(rank - after, rank)),
+            collapsed_slice_dims=(gather_axis,),
+            start_index_map=(gather_axis,),
             index_vector_dim=indices.rank,
-            slice_sizes=[1 if d == at else size for d, size in enumerate(x.shape)],
+            slice_sizes=[1 if d == gather_axis else size for d, size in enumerate(x.shape)],
         )
 
     @operation(INTEGERS, _compose_one_hot)
     def one_hot(self, indices: Value, depth: Dim, dtype: Any = "float32") -> Value:
-        """Return a vector per index, along a new last dimension: 1 at the index, else 0.
+        """Return a vector for each index, along a new last dimension: 1 at the index, else 0.
 
         Args:
-            indices: Those out of range have zeros only.
+            indices: Integers; the vector of an index out of range is all zeros.
             depth: Size of the new dimension.
             dtype: Element type of the result.
         """
@@ -406,7 +405,7 @@ class Indexing(Shapes):
     def _scatter_mode(
         self, dtype: DType, body: Callable[[Value, Value], Any] | Closure | str
     ) -> str | None:
-        """Return MIL's mode for a body, or None if it keeps what was there."""
+        """Return MIL's mode for a body; None if the body returns the old element."""
         if isinstance(body, str):
             is_logical = body in _LOGICAL and dtype is DType.BOOL
             mode = _BODIES[body] if is_logical else body
@@ -431,7 +430,7 @@ class Indexing(Shapes):
 
 
 def _mode_of(result: Value, old: Value, new: Value) -> str:
-    """Return the mode of a body that is one operation, or a description of it."""
+    """Return the mode of a body of a single operation, else a description of the body."""
     operands = list(result.node.operands)
     mode = _BODIES.get(result.node.name)
     if result.node.name in _LOGICAL and result.dtype is not DType.BOOL:
@@ -466,11 +465,11 @@ def _linked(
     x: Value,
     indices: Value,
     batching: Sequence[int],
-    given: Sequence[int],
+    indices_batching: Sequence[int],
     index_axis: int,
 ) -> tuple[int, ...]:
-    """Return the dimensions of the indices that run along with ``batching`` of ``x``."""
-    linked = normalize_axes(given, indices.rank, "batching dimensions of the indices")
+    """Return the batch dimensions of the indices, checked against ``batching`` of ``x``."""
+    linked = normalize_axes(indices_batching, indices.rank, "batching dimensions of the indices")
     sizes = [x.shape[d] for d in batching], [indices.shape[n] for n in linked]
     if index_axis in linked or not same_shape(*sizes):
         raise GraphError(
@@ -481,7 +480,7 @@ def _linked(
     return linked
 
 
-def _check_apart(
+def _check_disjoint(
     name: str, dropped: Sequence[int], batching: Sequence[int], mapped: Sequence[int]
 ) -> None:
     if set(dropped) & set(batching) or set(mapped) & set(batching):
@@ -492,11 +491,11 @@ def _check_apart(
 
 
 def _known_elements(x: Value, indices: Value, sizes: Sequence[Dim]) -> tuple[Dim, ...] | None:
-    """Return what is gathered from a vector of sizes."""
+    """Return the elements gathered from a vector of sizes; None if they are unknown."""
     if x.known is None or x.rank != 1 or list(sizes) != [1] or indices.known is None:
         return None
-    places = [place for place in indices.known if isinstance(place, int)]
-    if len(places) != len(indices.known):
+    positions = [position for position in indices.known if isinstance(position, int)]
+    if len(positions) != len(indices.known):
         return None
     last = len(x.known) - 1
-    return tuple(x.known[int(np.clip(place, 0, last))] for place in places)
+    return tuple(x.known[int(np.clip(position, 0, last))] for position in positions)

@@ -1,7 +1,7 @@
-"""Integer division, remainder and power, and the signs and orders of integers.
+"""Integer division, remainder, power and high product.
 
-MIL divides towards negative infinity, and says nothing of division by zero; StableHLO divides
-towards zero, x / 0 has all bits set, and x rem 0 is x.
+MIL rounds quotients towards negative infinity, and division by zero is not specified. StableHLO
+rounds towards zero, ``x / 0`` has all bits set, and ``x rem 0`` is x.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ INT_MIN = np.int32(-(2**31))
 
 
 def uniform(var: Var, *, like: Var | None = None) -> int | None:
-    """Return the element that all elements of a constant equal, None for any other value.
+    """Return the number that all elements of a constant equal, or None.
 
     Args:
-        var: int32.
-        like: A value that has to have the shape of ``var`` and this one broadcast together.
+        var: int32 values.
+        like: A value whose shape has to be the broadcast shape of both.
     """
     value = var.val
     if value is None:
@@ -35,97 +35,97 @@ def uniform(var: Var, *, like: Var | None = None) -> int | None:
 
 
 def halved(c: Composer, x: Var) -> Var:
-    """Return the bits of int32 values, shifted right by one; the highest is then 0."""
+    """Shift the bits of int32 values right by one, with 0 as the highest bit."""
     half = c.mb.floor_div(x=x, y=np.int32(2))
     return c.mb.select(cond=c.mb.less(x=x, y=np.int32(0)), a=c.mb.sub(x=half, y=INT_MIN), b=half)
 
 
 def divide(c: Composer, node: Node, x: Var, y: Var) -> Var:
-    """Compose the quotient of integers."""
+    """Compose the quotient of integers, rounded towards zero."""
     dtype = node.types[0].dtype
     if dtype is DType.UINT32:
         return _divide_unsigned_words(c, x, y)
     special = (0,) if dtype.is_unsigned else (0, -1)
     if y.val is not None and not np.isin(y.val, special).any():
-        return _towards_zero(c, x, y, dtype)
+        return _divide_towards_zero(c, x, y, dtype)
     is_zero = c.mb.equal(x=y, y=np.int32(0))
     if dtype.is_unsigned:
         quotient = c.mb.floor_div(x=x, y=c.mb.select(cond=is_zero, a=np.int32(1), b=y))
         return c.wrap(c.mb.select(cond=is_zero, a=np.int32(-1), b=quotient), dtype)
-    # The least integer by -1 is beyond the range: that quotient is a difference, which wraps.
+    # The least integer by -1 overflows: division by -1 is the difference 0 - x, which wraps.
     is_negation = c.mb.equal(x=y, y=np.int32(-1))
     is_special = c.mb.logical_or(x=is_zero, y=is_negation)
     divisor = c.mb.select(cond=is_special, a=np.int32(1), b=y)
-    quotient = _towards_zero(c, x, divisor, dtype)
+    quotient = _divide_towards_zero(c, x, divisor, dtype)
     negated = c.mb.sub(x=np.int32(0), y=x)
     quotient = c.mb.select(cond=is_negation, a=negated, b=quotient)
     return c.wrap(c.mb.select(cond=is_zero, a=np.int32(-1), b=quotient), dtype)
 
 
 def remainder(c: Composer, node: Node, x: Var, y: Var) -> Var:
-    """Compose the rest of integer division: it has the sign of ``x``."""
+    """Compose ``x - y * trunc(x / y)`` of integers, which has the sign of ``x``."""
     dtype = node.types[0].dtype
     if y.val is not None and (np.asarray(y.val) > 0).all() and dtype is not DType.UINT32:
-        rest = c.mb.mod(x=x, y=y)
+        modulus = c.mb.mod(x=x, y=y)
         if dtype.is_unsigned:
-            return rest
-        below = c.mb.less(x=x, y=np.int32(0))
-        is_off = c.mb.logical_and(x=below, y=c.mb.not_equal(x=rest, y=np.int32(0)))
-        return c.mb.select(cond=is_off, a=c.mb.sub(x=rest, y=y), b=rest)
-    # With x / 0 = -1 the rest is x, and x - (-x) * -1 is 0.
+            return modulus
+        is_negative = c.mb.less(x=x, y=np.int32(0))
+        is_off = c.mb.logical_and(x=is_negative, y=c.mb.not_equal(x=modulus, y=np.int32(0)))
+        return c.mb.select(cond=is_off, a=c.mb.sub(x=modulus, y=y), b=modulus)
+    # As 0 * (x / 0) is 0, x rem 0 is x; x - (-x) * -1 is 0.
     quotient = divide(c, node, x, y)
     return c.wrap(c.mb.sub(x=x, y=c.mb.mul(x=quotient, y=y)), dtype)
 
 
-def _towards_zero(c: Composer, x: Var, y: Var, dtype: DType) -> Var:
-    """Return a quotient without its fraction, where the divisor is not 0 and not -1."""
+def _divide_towards_zero(c: Composer, x: Var, y: Var, dtype: DType) -> Var:
+    """Return the quotient rounded towards zero, for divisors other than 0 and -1."""
     quotient = c.mb.floor_div(x=x, y=y)
     if dtype.is_unsigned:
         return quotient
-    rest = c.mb.sub(x=x, y=c.mb.mul(x=quotient, y=y))
+    remainder = c.mb.sub(x=x, y=c.mb.mul(x=quotient, y=y))
     is_negative = c.mb.logical_xor(x=c.mb.less(x=x, y=np.int32(0)), y=c.mb.less(x=y, y=np.int32(0)))
-    is_off = c.mb.logical_and(x=is_negative, y=c.mb.not_equal(x=rest, y=np.int32(0)))
+    is_off = c.mb.logical_and(x=is_negative, y=c.mb.not_equal(x=remainder, y=np.int32(0)))
     return c.mb.add(x=quotient, y=c.mb.cast(x=is_off, dtype="int32"))
 
 
 def _divide_unsigned_words(c: Composer, x: Var, y: Var) -> Var:
-    """Return the quotient of uint32, stored as the bits of an int32."""
+    """Return the quotient of uint32, stored as the bits of int32."""
     is_small = c.mb.greater(x=y, y=np.int32(0))
     divisor = c.mb.select(cond=is_small, a=y, b=np.int32(1))
-    # The half of x divided and doubled is at most one too small.
+    # 2 * floor(floor(x / 2) / y) is at most one too small.
     quotient = c.mb.mul(x=c.mb.floor_div(x=halved(c, x), y=divisor), y=np.int32(2))
-    rest = c.mb.sub(x=x, y=c.mb.mul(x=quotient, y=divisor))
-    quotient = c.mb.add(x=quotient, y=_at_least(c, rest, divisor))
+    remainder = c.mb.sub(x=x, y=c.mb.mul(x=quotient, y=divisor))
+    quotient = c.mb.add(x=quotient, y=_is_at_least(c, remainder, divisor))
     if y.val is not None and (np.asarray(y.val) > 0).all():
         return quotient
-    # A divisor of 2**31 or more goes into x once at most.
-    once = _at_least(c, x, y)
+    # With a divisor of 2**31 or more, the quotient is 0 or 1.
+    large_quotient = _is_at_least(c, x, y)
     is_zero = c.mb.equal(x=y, y=np.int32(0))
-    once = c.mb.select(cond=is_zero, a=np.int32(-1), b=once)
-    return c.mb.select(cond=is_small, a=quotient, b=once)
+    large_quotient = c.mb.select(cond=is_zero, a=np.int32(-1), b=large_quotient)
+    return c.mb.select(cond=is_small, a=quotient, b=large_quotient)
 
 
-def _at_least(c: Composer, x: Var, y: Var) -> Var:
+def _is_at_least(c: Composer, x: Var, y: Var) -> Var:
     """Return 1 where x >= y as uint32, else 0."""
     ordered = (c.ordered(x, DType.UINT32), c.ordered(y, DType.UINT32))
     return c.mb.cast(x=c.mb.greater_equal(x=ordered[0], y=ordered[1]), dtype="int32")
 
 
 def high_product(c: Composer, node: Node, x: Var, y: Var) -> Var:
-    """Compose the high half of the bits of a product, which has twice as many as its operands."""
+    """Compose ``floor(x * y / 2**n)`` for integers of n bits: the high half of the product."""
     dtype = node.type.dtype
     if dtype.wraps:
         product = c.mb.mul(x=x, y=y)
-        # The product of two uint16 may have bit 31, the int32's sign bit, which wrapping removes.
+        # The product of two uint16 may set bit 31, the sign bit of int32; wrapping corrects that.
         return c.wrap(c.mb.floor_div(x=product, y=np.int32(1 << dtype.bits)), dtype)
     high = _high_word(c, x, y)
     if dtype.bits == 64:
-        # Of operands that 32 bits hold, the product has 64: the next ones repeat its sign.
+        # The product of operands stored in 32 bits has 64 bits; higher bits repeat the sign.
         is_negative = c.mb.cast(x=c.mb.less(x=high, y=np.int32(0)), dtype="int32")
         high = c.mb.sub(x=np.int32(0), y=is_negative)
     if not dtype.is_unsigned:
         return high
-    # An operand with the highest bit is stored as a negative int32: too small by 2^bits.
+    # An operand with the highest bit set is stored as a negative int32, too small by 2**n.
     for var, other in ((x, y), (y, x)):
         is_large = c.mb.cast(x=c.mb.less(x=var, y=np.int32(0)), dtype="int32")
         high = c.mb.add(x=high, y=c.mb.mul(x=is_large, y=other))
@@ -133,38 +133,41 @@ def high_product(c: Composer, node: Node, x: Var, y: Var) -> Var:
 
 
 def _high_word(c: Composer, x: Var, y: Var) -> Var:
-    """Return the upper 32 bits of the product of int32 values, from products of their halves."""
+    """Return the upper 32 bits of the product of int32 values, from products of 16-bit halves.
+
+    Source: Warren, Hacker's Delight, section 8-2 (mulhs).
+    """
     half = np.int32(1 << 16)
     (x_high, x_low), (y_high, y_low) = (
         (c.mb.floor_div(x=var, y=half), c.mb.mod(x=var, y=half)) for var in (x, y)
     )
     low = c.mb.mul(x=x_low, y=y_low)
-    # The product of two low halves has no sign: its bit 31 is worth 2**31.
+    # The product of two low halves is unsigned.
     carry = c.mb.mod(x=c.mb.floor_div(x=low, y=half), y=half)
     middle = c.mb.add(x=c.mb.mul(x=x_high, y=y_low), y=carry)
-    other = c.mb.add(x=c.mb.mul(x=x_low, y=y_high), y=c.mb.mod(x=middle, y=half))
+    cross = c.mb.add(x=c.mb.mul(x=x_low, y=y_high), y=c.mb.mod(x=middle, y=half))
     high = c.mb.add(x=c.mb.mul(x=x_high, y=y_high), y=c.mb.floor_div(x=middle, y=half))
-    return c.mb.add(x=high, y=c.mb.floor_div(x=other, y=half))
+    return c.mb.add(x=high, y=c.mb.floor_div(x=cross, y=half))
 
 
 def power(c: Composer, node: Node, x: Var, y: Var) -> Var:
-    """Compose a power of integers, modulo the range: x ** -n is 1 / x ** n without its fraction."""
+    """Compose ``x ** y`` of integers, modulo 2**bits; ``x ** -n`` is ``trunc(1 / x ** n)``."""
     dtype = node.type.dtype
     exponent = uniform(y, like=x)
     if exponent is not None and (exponent >= 0 or dtype.is_unsigned):
-        return c.wrap(_power_by(c, x, exponent % (1 << 32)), dtype)
+        return c.wrap(_power_by_constant(c, x, exponent % (1 << 32)), dtype)
     if dtype.is_unsigned:
-        return c.wrap(_power_of(c, node, x, y), dtype)
-    below = c.mb.less(x=y, y=np.int32(0))
+        return c.wrap(_power_by_loop(c, node, x, y), dtype)
+    is_negative = c.mb.less(x=y, y=np.int32(0))
     last_bit = c.mb.mod(x=y, y=np.int32(2))
-    result = _power_of(c, node, x, c.mb.select(cond=below, a=last_bit, b=y))
+    result = _power_by_loop(c, node, x, c.mb.select(cond=is_negative, a=last_bit, b=y))
     is_unit = c.mb.equal(x=c.mb.abs(x=x), y=np.int32(1))
-    vanishes = c.mb.logical_and(x=below, y=c.mb.logical_not(x=is_unit))
+    vanishes = c.mb.logical_and(x=is_negative, y=c.mb.logical_not(x=is_unit))
     return c.wrap(c.mb.select(cond=vanishes, a=np.int32(0), b=result), dtype)
 
 
-def _power_by(c: Composer, x: Var, exponent: int) -> Var:
-    """Return a power by a constant, by repeated squaring."""
+def _power_by_constant(c: Composer, x: Var, exponent: int) -> Var:
+    """Return ``x ** exponent`` for a constant, by repeated squaring."""
     result = c.mb.add(x=c.mb.mul(x=x, y=np.int32(0)), y=np.int32(1)) if exponent == 0 else None
     while exponent:
         if exponent & 1:
@@ -175,22 +178,24 @@ def _power_by(c: Composer, x: Var, exponent: int) -> Var:
     return result
 
 
-def _power_of(c: Composer, node: Node, x: Var, y: Var) -> Var:
-    """Return a power by repeated squaring, as often as the largest exponent needs it."""
+def _power_by_loop(c: Composer, node: Node, x: Var, y: Var) -> Var:
+    """Return ``x ** y`` by repeated squaring, in a loop until all exponents are 0."""
     is_word = node.type.dtype is DType.UINT32
     shape = node.type.shape
-    ones = c.full(1, node.type.with_dtype(DType.INT32))
+    result_start = c.full(1, node.type.with_dtype(DType.INT32))
 
-    def is_left(_: Var, __: Var, exponent: Var) -> Var:
-        some = c.mb.cast(x=c.mb.not_equal(x=exponent, y=np.int32(0)), dtype="int32")
-        largest = c.mb.reduce_max(x=some, axes=list(range(len(shape)))) if shape else some
+    def has_exponents(_: Var, __: Var, exponent: Var) -> Var:
+        nonzero = c.mb.cast(x=c.mb.not_equal(x=exponent, y=np.int32(0)), dtype="int32")
+        largest = c.mb.reduce_max(x=nonzero, axes=list(range(len(shape)))) if shape else nonzero
         return c.mb.greater(x=largest, y=np.int32(0))
 
     def step(result: Var, base: Var, exponent: Var) -> Any:
         is_odd = c.mb.not_equal(x=c.mb.mod(x=exponent, y=np.int32(2)), y=np.int32(0))
         result = c.mb.mul(x=result, y=c.mb.select(cond=is_odd, a=base, b=np.int32(1)))
-        rest = halved(c, exponent) if is_word else c.mb.floor_div(x=exponent, y=np.int32(2))
-        return result, c.mb.mul(x=base, y=base), rest
+        halved_exponent = (
+            halved(c, exponent) if is_word else c.mb.floor_div(x=exponent, y=np.int32(2))
+        )
+        return result, c.mb.mul(x=base, y=base), halved_exponent
 
-    start = (ones, c.broadcast(x, shape), c.broadcast(y, shape))
-    return c.mb.while_loop(_cond=is_left, _body=step, loop_vars=start)[0]
+    start = (result_start, c.broadcast(x, shape), c.broadcast(y, shape))
+    return c.mb.while_loop(_cond=has_exponents, _body=step, loop_vars=start)[0]

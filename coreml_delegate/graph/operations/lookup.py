@@ -1,7 +1,7 @@
-"""``Lookup``: what gather and scatter have in common, and the arithmetic of their indices.
+"""``Lookup``: index vectors of gather and scatter, and the arithmetic of their indices.
 
-Axes are told apart by labels: ``("batch", n)`` is the n-th dimension of the indices without the
-index vectors, ``("window", d)`` what is taken of the operand's dimension d.
+Axes have labels: ``("batch", n)`` is the n-th dimension of the indices without the index vectors,
+``("window", d)`` the window along the operand's dimension d.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Label = tuple[str, int]
 
 @dataclass(frozen=True)
 class Lookup:
-    """Where index vectors point to in an operand.
+    """The windows of an operand that index vectors point to.
 
     Attributes:
-        shape: Of the operand.
-        sizes: Of the window that an index vector points to, per dimension of the operand.
-        batch: Sizes of the dimensions of the indices without the index vectors.
-        batching: Dimensions of the operand that run along with one of ``batch``, by dimension.
-        mapped: For each element of an index vector, which dimension it points into.
-        index_axis: Of the index vectors; the rank of the indices if they are scalars.
-        dtype: Of the indices.
+        shape: Shape of the operand.
+        sizes: Size of a window along each dimension of the operand.
+        batch: Shape of the indices without the index vectors.
+        batching: Batching dimensions: a dimension of ``batch`` by dimension of the operand.
+        mapped: The dimension of the operand for each element of an index vector.
+        index_axis: Axis of the index vectors; the rank of the indices if they are scalars.
+        dtype: Element type of the indices.
     """
 
     shape: tuple[Dim, ...]
@@ -67,26 +67,26 @@ class Lookup:
             )
         axis = node["index_vector_dim"]
         indices = node.types[1]
-        places = [n - (n > axis) for n in indices_batching]
+        batch_dims = [n - (n > axis) for n in indices_batching]
         return cls(
             node.types[0].shape,
             tuple(sizes),
             tuple(size for n, size in enumerate(indices.shape) if n != axis),
-            dict(zip(operand_batching, places, strict=True)),
+            dict(zip(operand_batching, batch_dims, strict=True)),
             tuple(mapped),
             axis,
             indices.dtype,
         )
 
     def cropped(self) -> Lookup:
-        """Return the lookup in an operand whose unmapped dimensions are as small as the window."""
-        free = {*self.mapped, *self.batching}
+        """Return the lookup in the operand cropped to the window along unmapped dimensions."""
+        uncropped = {*self.mapped, *self.batching}
         pairs = enumerate(zip(self.shape, self.sizes, strict=True))
-        return replace(self, shape=tuple(h if d in free else s for d, (h, s) in pairs))
+        return replace(self, shape=tuple(h if d in uncropped else s for d, (h, s) in pairs))
 
     @property
     def partial(self) -> list[int]:
-        """Dimensions of which a window has a part that is not the same for all."""
+        """Dimensions along which a window is a part of the operand, except batching dimensions."""
         return [
             d
             for d, (have, size) in enumerate(zip(self.shape, self.sizes, strict=True))
@@ -95,7 +95,7 @@ class Lookup:
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one index vector only."""
+        """Whether there is only one index vector."""
         return not self.batching and all(size == 1 for size in self.batch)
 
     @property
@@ -110,7 +110,7 @@ class Lookup:
 
     @property
     def linked(self) -> list[int]:
-        """Dimensions of the operand that run along with one of ``batch``, ascending."""
+        """Batching dimensions of the operand, ascending."""
         return sorted(self.batching)
 
     @property
@@ -120,68 +120,68 @@ class Lookup:
 
     @property
     def extra_labels(self) -> list[Label]:
-        """Labels of the other dimensions of ``batch``."""
+        """Labels of ``batch`` without the batching dimensions."""
         return [label for label in self.batch_labels if label[1] not in self.batching.values()]
 
     @property
     def labels(self) -> list[Label]:
-        """Labels of the operand."""
+        """Labels of the operand's dimensions."""
         return [
             ("batch", self.batching[d]) if d in self.batching else ("window", d)
             for d in range(len(self.shape))
         ]
 
     def along_axis(self) -> list[Label] | None:
-        """Return labels for indices in the operand's order if each points along one dimension."""
+        """Return labels of the indices for ``gather_along_axis``; None if it does not apply."""
         partial, extra = self.partial, self.extra_labels
         if len(partial) != 1 or not self.are_points or len(extra) > 1:
             return None
         if len(self.batching) != len(self.shape) - 1:
             return None
-        place = extra[0] if extra else ("batch", len(self.batch))
-        return [place if label == ("window", partial[0]) else label for label in self.labels]
+        index_label = extra[0] if extra else ("batch", len(self.batch))
+        return [index_label if label == ("window", partial[0]) else label for label in self.labels]
 
     def windows(self, dimensions: Sequence[int]) -> list[int]:
-        """Return those of some dimensions of which a window has more than one element."""
+        """Return the dimensions among these along which a window has more than one element."""
         return [d for d in dimensions if d not in self.batching and self.sizes[d] != 1]
 
     def limit(self, dimension: int) -> Dim:
-        """Return the last index at which a window is inside of a dimension."""
+        """Return the highest start of a window inside of a dimension: ``size - window size``."""
         return simplify(self.shape[dimension] - self.sizes[dimension])
 
     # Indices
 
     def column(self, c: Composer, indices: Var, dimension: int, *, clamp: bool = True) -> Var:
-        """Return the indices into one dimension: int32 in the shape of ``batch``."""
+        """Return the indices into one dimension: int32 [*batch]."""
         if dimension not in self.mapped:
             return c.full(0, _int32(self.batch))
-        place = self.mapped.index(dimension)
+        element = self.mapped.index(dimension)
         if self.index_axis == indices.rank:
-            found = indices
+            column = indices
         elif len(self.mapped) == 1:
-            found = c.mb.squeeze(x=indices, axes=[self.index_axis])
+            column = c.mb.squeeze(x=indices, axes=[self.index_axis])
         else:
-            found = c.mb.gather(x=indices, indices=np.int32(place), axis=self.index_axis)
-        found = as_index(c, found, self.dtype)
-        return self._clamp(c, found, c.size(self.limit(dimension))) if clamp else found
+            column = c.mb.gather(x=indices, indices=np.int32(element), axis=self.index_axis)
+        column = as_index(c, column, self.dtype)
+        return self._clamp(c, column, c.size(self.limit(dimension))) if clamp else column
 
     def matrix(self, c: Composer, indices: Var, dimensions: Sequence[int], *, clamp: bool) -> Var:
-        """Return the index vectors of some dimensions along a last axis, for [*batch, count]."""
+        """Return the index vectors of some dimensions: int32 [*batch, count]."""
         if self.index_axis == indices.rank:
             indices = c.mb.expand_dims(x=indices, axes=[self.index_axis])
         order = [n for n in range(indices.rank) if n != self.index_axis]
         if self.index_axis != indices.rank - 1:
             indices = c.mb.transpose(x=indices, perm=[*order, self.index_axis])
-        chosen = [self.mapped.index(d) for d in dimensions]
-        if chosen != list(range(len(self.mapped))):
-            indices = c.mb.gather(x=indices, indices=np.array(chosen, np.int32), axis=-1)
-        found = as_index(c, indices, self.dtype)
+        elements = [self.mapped.index(d) for d in dimensions]
+        if elements != list(range(len(self.mapped))):
+            indices = c.mb.gather(x=indices, indices=np.array(elements, np.int32), axis=-1)
+        vectors = as_index(c, indices, self.dtype)
         if not clamp:
-            return found
-        return self._clamp(c, found, _vector(c.shape([self.limit(d) for d in dimensions])))
+            return vectors
+        return self._clamp(c, vectors, _vector(c.shape([self.limit(d) for d in dimensions])))
 
     def begin(self, c: Composer, indices: Var | None, *, clamp: bool = True) -> Var:
-        """Return where the only window begins: an index vector of the operand."""
+        """Return the start of the only window: an index vector of all dimensions."""
         scalars = [
             c.reshape(self.column(c, indices, d, clamp=clamp), ())
             if d in self.partial and d in self.mapped
@@ -191,24 +191,24 @@ class Lookup:
         return join(c, scalars)
 
     def inside(self, c: Composer, indices: Var | None) -> Var | None:
-        """Return 1 for each window that is inside of the operand, else 0; None if all are."""
+        """Return 1 for windows inside of the operand, else 0: [*batch]; None if all are inside."""
         if indices is None or not self.mapped:
             return None
-        given = self.matrix(c, indices, self.mapped, clamp=False)
+        vectors = self.matrix(c, indices, self.mapped, clamp=False)
         limits = _vector(c.shape([self.limit(d) for d in self.mapped]))
-        if _are_inside(given.val, limits):
+        if _are_inside(vectors.val, limits):
             return None
-        same = c.mb.equal(x=given, y=self._clamp(c, given, limits))
-        return c.mb.reduce_min(x=c.mb.cast(x=same, dtype="int32"), axes=[-1])
+        is_inside = c.mb.equal(x=vectors, y=self._clamp(c, vectors, limits))
+        return c.mb.reduce_min(x=c.mb.cast(x=is_inside, dtype="int32"), axes=[-1])
 
     def rows(self, c: Composer, indices: Var | None, rows: Sequence[int], *, clamp: bool) -> Var:
-        """Return where windows begin if some dimensions were one: [*batch]."""
+        """Return the starts of windows in the dimensions ``rows`` merged to one: [*batch]."""
         strides = [product([self.shape[n] for n in rows[k + 1 :]]) for k in range(len(rows))]
         total: Var | None = None
         for d, stride in zip(rows, strides, strict=True):
             if d in self.batching:
-                place = self.batching[d]
-                sizes = [s if n == place else 1 for n, s in enumerate(self.batch)]
+                batch_dim = self.batching[d]
+                sizes = [s if n == batch_dim else 1 for n, s in enumerate(self.batch)]
                 part = c.reshape(counting(c, self.shape[d]), sizes)
             elif d in self.mapped:
                 part = self.column(c, indices, d, clamp=clamp)
@@ -221,11 +221,11 @@ class Lookup:
         return c.broadcast(total, self.batch) if self.batch else total
 
     def offsets(self, c: Composer, rows: Sequence[int]) -> Var | None:
-        """Return where the elements of a window are from its beginning: a vector; None if it is 1.
+        """Return the offsets of a window's elements from its start: a vector; None if it has one.
 
         Args:
             c: Composer.
-            rows: Dimensions that are taken as one.
+            rows: Dimensions that are merged to one.
         """
         windows = self.windows(rows)
         total: Var | None = None
@@ -255,7 +255,7 @@ def spread_windows(c: Composer, starts: Var, offsets: Var | None) -> Var:
 
 
 def arranged(c: Composer, x: Var, have: Sequence[Label], want: Sequence[Label]) -> Var:
-    """Return ``arrange`` of labelled axes."""
+    """Arrange labelled axes; see ``arrange``."""
     return x if list(have) == list(want) else arrange(c, x, have, want)
 
 

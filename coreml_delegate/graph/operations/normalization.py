@@ -1,4 +1,4 @@
-"""Normalization by given statistics."""
+"""Batch normalization with given statistics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coreml_delegate.graph.emitter import (
 from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.tensor_types import FLOATS
 
-# Ranks of MIL's op, whose features are along axis 1.
+# Ranks of MIL's ``batch_norm``, whose features are along axis 1.
 _RANKS = (3, 4, 5)
 
 
@@ -37,7 +37,7 @@ def _compose_batch_norm_inference(c: Composer, node: Node, x: Var, *statistics: 
 
 
 class Normalization(Emitter):
-    """Normalization by given statistics."""
+    """Batch normalization with given statistics."""
 
     @operation(FLOATS, _compose_batch_norm_inference)
     def batch_norm_inference(
@@ -53,11 +53,11 @@ class Normalization(Emitter):
         """Return ``(x - mean) / sqrt(variance + epsilon) * scale + offset``.
 
         Args:
-            x: Of rank 1 or more.
-            scale: One element per feature, as the three that follow.
-            offset: See ``scale``.
-            mean: See ``scale``.
-            variance: See ``scale``.
+            x: Tensor of rank 1 or more.
+            scale: An element for each feature.
+            offset: An element for each feature.
+            mean: An element for each feature.
+            variance: An element for each feature.
             epsilon: Added to the variance.
             feature_index: Axis of the features.
         """

@@ -24,28 +24,28 @@ def _compose_quantized_dense(c: Composer, node: Node, x: Var, *bias: Var) -> Var
 
 def _compose_quantized_embedding(c: Composer, node: Node, indices: Var) -> Var:
     last = np.int32(node["weight"].shape[0] - 1)
-    inside = c.mb.minimum(x=c.mb.maximum(x=indices, y=np.int32(0)), y=last)
-    if node.types[0].dtype is DType.UINT32:  # the largest ones are stored as negative ones
-        inside = c.mb.select(cond=c.mb.less(x=indices, y=np.int32(0)), a=last, b=inside)
+    clamped = c.mb.minimum(x=c.mb.maximum(x=indices, y=np.int32(0)), y=last)
+    if node.types[0].dtype is DType.UINT32:  # indices from 2**31 on are stored as negative
+        clamped = c.mb.select(cond=c.mb.less(x=indices, y=np.int32(0)), a=last, b=clamped)
     weight = _weight(c, node, node.type.dtype)
     if node.type.rank <= MOST_AXES:
-        return c.mb.gather(x=weight, indices=inside, axis=0)
-    rows = c.mb.gather(x=weight, indices=c.reshape(inside, (-1,)), axis=0)
+        return c.mb.gather(x=weight, indices=clamped, axis=0)
+    rows = c.mb.gather(x=weight, indices=c.reshape(clamped, (-1,)), axis=0)
     return c.reshape(rows, node.type.shape)
 
 
 def _weight(c: Composer, node: Node, dtype: DType) -> Var:
-    """Return the weight as an op that is computed when the model is loaded, or later."""
+    """Return the weight as a constexpr op, which Core ML decompresses at load time or later."""
     weight, zero_points = node["weight"], node["zero_points"]
     scales = node["scales"].astype(dtype.storage_numpy)
     if c.opset >= Opset.iOS18:
         from coremltools.converters.mil.mil import types
 
-        narrow = {("i", 4): types.np_int4_dtype, ("u", 4): types.np_uint4_dtype}
-        stored = narrow.get((weight.dtype.kind, node["bits"]), weight.dtype)
-        keywords = {} if zero_points is None else {"offset": zero_points.astype(stored)}
+        int4_dtypes = {("i", 4): types.np_int4_dtype, ("u", 4): types.np_uint4_dtype}
+        storage_dtype = int4_dtypes.get((weight.dtype.kind, node["bits"]), weight.dtype)
+        keywords = {} if zero_points is None else {"offset": zero_points.astype(storage_dtype)}
         return c.mb.constexpr_blockwise_shift_scale(
-            data=weight.astype(stored), scale=scales, **keywords
+            data=weight.astype(storage_dtype), scale=scales, **keywords
         )
     if node["bits"] != 8 or scales.shape[1] != 1 or c.opset < Opset.iOS16:
         raise UnsupportedOperatorError(
@@ -64,8 +64,8 @@ def _weight(c: Composer, node: Node, dtype: DType) -> Var:
 class Quantized(Fused):
     """Layers whose weights are stored as integers of 8 or 4 bits, with scales.
 
-    A weight stands for ``scale * (weight - zero point)``. Scales are one for each row, or one for
-    each block of a row: [rows] or [rows, blocks]. Zero points have the shape of the scales.
+    The real weight is ``scale * (weight - zero_point)``. There is a scale for each row, [rows], or
+    for each block of a row, [rows, blocks]. Zero points have the shape of the scales.
     """
 
     @operation(FLOATS, _compose_quantized_dense)
@@ -84,7 +84,7 @@ class Quantized(Fused):
 
         Args:
             x: [..., size].
-            weight: Array of int8 or uint8 [outputs, size], or such a constant.
+            weight: Array of int8 or uint8 [outputs, size], or a constant.
             scales: Array of floats.
             zero_points: Array of the weight's dtype, or None for 0.
             bias: [outputs], or None.
@@ -94,7 +94,7 @@ class Quantized(Fused):
         Raises:
             GraphError: Shapes, element types or values that do not fit.
         """
-        attributes = _quantized("quantized_dense", weight, scales, zero_points, bits)
+        attributes = _check_weight("quantized_dense", weight, scales, zero_points, bits)
         rows, size = attributes["weight"].shape
         if not x.rank or not same_size(x.shape[-1], size):
             raise GraphError(
@@ -109,7 +109,7 @@ class Quantized(Fused):
         type = x.type.with_shape((*x.shape[:-1], rows))
         operands = (x,) if bias is None else (x, bias)
         y = self.emit("quantized_dense", operands, type, **attributes)
-        return self._activated(y, activation)
+        return self._activate(y, activation)
 
     @operation(INTEGERS, _compose_quantized_embedding)
     def quantized_embedding(
@@ -122,12 +122,12 @@ class Quantized(Fused):
         dtype: Any = DType.FLOAT32,
         bits: int = 8,
     ) -> Value:
-        """Return rows of a table; an index out of range is taken for the nearest one.
+        """Return rows of a table; indices out of range are clamped.
 
         Args:
-            table: Array of int8 or uint8 [rows, size], or such a constant.
+            table: Array of int8 or uint8 [rows, size], or a constant.
             scales: Array of floats.
-            indices: Of the rows, of any shape.
+            indices: Indices of rows, of any shape.
             zero_points: Array of the table's dtype, or None for 0.
             dtype: Floating-point element type of the result.
             bits: 8, or 4 if the values fit.
@@ -138,7 +138,7 @@ class Quantized(Fused):
         Raises:
             GraphError: Shapes, element types or values that do not fit.
         """
-        attributes = _quantized("quantized_embedding", table, scales, zero_points, bits)
+        attributes = _check_weight("quantized_embedding", table, scales, zero_points, bits)
         element = DType.of(dtype)
         if element not in FLOATS:
             raise GraphError(
@@ -148,8 +148,10 @@ class Quantized(Fused):
         return self.emit("quantized_embedding", (indices,), type, **attributes)
 
 
-def _quantized(name: str, weight: Any, scales: Any, zero_points: Any, bits: int) -> dict[str, Any]:
-    """Return weight, scales and zero points as arrays of rank 2 that fit."""
+def _check_weight(
+    name: str, weight: Any, scales: Any, zero_points: Any, bits: int
+) -> dict[str, Any]:
+    """Return weight, scales and zero points as arrays of rank 2, with checked shapes."""
     array = _array(weight)
     if array.dtype not in (np.int8, np.uint8) or array.ndim != 2 or not array.size:
         raise GraphError(
@@ -179,24 +181,24 @@ def _quantized(name: str, weight: Any, scales: Any, zero_points: Any, bits: int)
     return {"weight": array, "scales": factors, "zero_points": zeros, "bits": bits}
 
 
-def _per_block(name: str, what: str, given: Any, weight: Any) -> Any:
-    array = given.reshape(-1, 1) if given.ndim < 2 else given
+def _per_block(name: str, what: str, values: Any, weight: Any) -> Any:
+    array = values.reshape(-1, 1) if values.ndim < 2 else values
     if array.shape == (1, 1):
         array = np.repeat(array, weight.shape[0], axis=0)
     rows, blocks = array.shape if array.ndim == 2 else (0, 0)
     if rows != weight.shape[0] or not blocks or weight.shape[1] % blocks:
         raise GraphError(
             f"{name}: wrong {what}",
-            got=str(list(given.shape)),
+            got=str(list(values.shape)),
             expected=f"[{weight.shape[0]}], or [{weight.shape[0]}, a divisor of {weight.shape[1]}]",
         )
     return np.ascontiguousarray(array)
 
 
-def _array(given: Any) -> Any:
-    """Return an array, or the array of a constant in its element type."""
-    if not isinstance(given, Value):
-        return np.asarray(given)
-    if given.node.name != "constant":
-        raise GraphError("the weight has to be a constant", got=repr(given))
-    return given.node["array"].astype(given.dtype.numpy)
+def _array(weight: Any) -> Any:
+    """Return an array or the array of a constant, in its element type."""
+    if not isinstance(weight, Value):
+        return np.asarray(weight)
+    if weight.node.name != "constant":
+        raise GraphError("the weight has to be a constant", got=repr(weight))
+    return weight.node["array"].astype(weight.dtype.numpy)

@@ -1,4 +1,4 @@
-"""Reductions along axes, and running ones."""
+"""Reductions and cumulative reductions along axes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _OPS = {
 
 
 def _full(c: Composer, number: Any, type: TensorType) -> Var:
-    """Return a tensor of one number, which is in the storage dtype."""
+    """Return a tensor filled with a number of the storage dtype."""
     if type.is_static and type.rank:
         return c.const(np.full(type.static_shape, number))
     return c.broadcast(c.const(number), type.shape) if type.rank else c.const(number)
@@ -90,32 +90,32 @@ def _reduce_bools(c: Composer, kind: str, x: Var, axes: list[int]) -> Var:
 
 
 def _compose_reduce(c: Composer, node: Node, *operands: Var) -> tuple[Var, ...]:
-    """Combine neighbours along one axis, and again their results, until one is left."""
+    """Reduce by a tree: combine pairs of rows 2n and 2n + 1 until there is only one row."""
     count = len(node.results)
     shape, dimensions = node.types[0].shape, node["dimensions"]
-    rest = node.results[0].shape
+    result_shape = node.results[0].shape
     if operands[0] is None and len(operands) == count:
         return (_full(c, identity_element(node["kind"], node.type.dtype), node.type),)
-    initial = [c.broadcast(var, (1, *rest)) for var in operands[count:]]
+    initial = [c.broadcast(var, (1, *result_shape)) for var in operands[count:]]
     if operands[0] is None:
-        return tuple(reshape(c, var, (1, *rest), rest) for var in initial)
-    others = [axis for axis in range(len(shape)) if axis not in dimensions]
-    left = math.prod(int(shape[axis]) for axis in dimensions)
+        return tuple(reshape(c, var, (1, *result_shape), result_shape) for var in initial)
+    other_axes = [axis for axis in range(len(shape)) if axis not in dimensions]
+    row_count = math.prod(int(shape[axis]) for axis in dimensions)
     rows: list[Var] = []
     for var in operands[:count]:
-        moved, sizes = transpose(c, var, shape, [*dimensions, *others])
-        rows.append(reshape(c, moved, sizes, (left, *rest)))
-    while left > 1:
-        even = left - left % 2
+        moved, sizes = transpose(c, var, shape, [*dimensions, *other_axes])
+        rows.append(reshape(c, moved, sizes, (row_count, *result_shape)))
+    while row_count > 1:
+        even = row_count - row_count % 2
         halves = [take(c, row, 0, n, even, 2) for n in (0, 1) for row in rows]
-        pairs = call_wide(c, node.closures[f"pairs_of_{left}"], halves)
-        if left % 2:
-            # The last has no neighbour; it keeps its place.
+        pairs = call_wide(c, node.closures[f"pairs_of_{row_count}"], halves)
+        if row_count % 2:
+            # The last row has no partner, and is appended.
             pairs = [join(c, [p, take(c, r, 0, even)], 0) for p, r in zip(pairs, rows, strict=True)]
-        rows, left = pairs, even // 2 + left % 2
+        rows, row_count = pairs, even // 2 + row_count % 2
     if initial:
         rows = call_wide(c, node.closures["initial"], [*initial, *rows])
-    return tuple(reshape(c, row, (1, *rest), rest) for row in rows)
+    return tuple(reshape(c, row, (1, *result_shape), result_shape) for row in rows)
 
 
 def _extremum_index(op: str) -> Callable[[Composer, Node, Var], Var]:
@@ -130,18 +130,22 @@ def _extremum_index(op: str) -> Callable[[Composer, Node, Var], Var]:
 def compose_cumulative(
     c: Composer, kind: str, dtype: DType, x: Var, axis: int, size: Dim, reverse: bool
 ) -> Var:
-    """Return a running sum, product or extremum along an axis; bools are stored as int32."""
+    """Return a cumulative sum, product or extremum along an axis; bools are stored as int32.
+
+    A prefix scan: ``x[i] <- op(x[i - step], x[i])`` for step = 1, 2, 4, ..., so log2(size) steps.
+    Source: Hillis and Steele, Data Parallel Algorithms (1986).
+    """
     if kind == "add":
         return c.wrap(c.mb.cumsum(x=x, axis=axis, reverse=reverse), dtype)
     has_order = kind in ("maximum", "minimum")
     x = c.ordered(x, dtype) if has_order else x
     step = 1
     while step < int(size):
-        # Each element so far covers ``step`` of them.
+        # Each element is the reduction of ``step`` elements.
         first, second = take(c, x, axis, 0, -step), take(c, x, axis, step)
-        both = combine(c, kind, dtype, first, second)
-        done = take(c, x, axis, -step) if reverse else take(c, x, axis, 0, step)
-        x = join(c, [both, done] if reverse else [done, both], axis)
+        combined = combine(c, kind, dtype, first, second)
+        complete = take(c, x, axis, -step) if reverse else take(c, x, axis, 0, step)
+        x = join(c, [combined, complete] if reverse else [complete, combined], axis)
         step *= 2
     return c.ordered(x, dtype) if has_order else c.wrap(x, dtype)
 
@@ -157,9 +161,9 @@ def _cumulative(kind: str) -> Callable[[Composer, Node, Var], Var]:
 
 
 class Reduction(Emitter):
-    """Reductions along axes, and running ones.
+    """Reductions and cumulative reductions along axes.
 
-    ``dimensions`` are axes, or None for all; the result does not have them.
+    ``dimensions`` are the axes that the result lacks; None reduces over all axes.
     """
 
     @operation(ALL, _compose_reduce, moves_data=True)
@@ -172,21 +176,20 @@ class Reduction(Emitter):
     ) -> Any:
         """Return values combined along axes by a function.
 
-        A body that is an operation of its own (sum, product, maximum, minimum, and, or, xor)
-        becomes the reduction of that name, and one that keeps an extremum and its index, over
-        values and an ``iota``, becomes ``arg_max`` or ``arg_min``. Other bodies are called on
-        whole tensors, about log2 of the number of elements times: they have to be associative, and
-        to consist of operations on each element.
+        A body of a single operation (sum, product, maximum, minimum, and, or, xor) becomes the
+        reduction of that name. A body that keeps an extremum and its index, over values and an
+        ``iota``, becomes ``arg_max`` or ``arg_min``. Other bodies are called with tensors, about
+        log2(number of elements) times: they have to be associative and elementwise.
 
         Args:
             values: Tensors of one shape.
-            initial_values: Of rank 0, one for each tensor, combined before its first element.
+            initial_values: A scalar for each tensor, combined before its first element.
             dimensions: The axes.
-            body: Takes accumulators, one for each tensor, then as many elements; returns the
+            body: Takes an accumulator for each tensor, then an element for each; returns the
                 accumulators.
 
         Returns:
-            The result, or a tuple of them if ``values`` is a sequence.
+            The result, or a tuple of results if ``values`` is a sequence.
 
         Raises:
             GraphError: Shapes or types that do not fit, or a body that cannot be called on tensors.
@@ -235,23 +238,23 @@ class Reduction(Emitter):
                 "reduce: with this body, the sizes of the axes have to be fixed",
                 got=str(tensors[0].type),
             )
-        rest = tuple(size for axis, size in enumerate(shape) if axis not in axes)
+        result_shape = tuple(size for axis, size in enumerate(shape) if axis not in axes)
 
-        def wide(rows: int) -> Any:
-            types = [TensorType(x.dtype, (rows, *rest)) for x in tensors]
+        def trace_rows(rows: int) -> Any:
+            types = [TensorType(x.dtype, (rows, *result_shape)) for x in tensors]
             return trace_wide(self, "body of reduce", body, types)
 
-        left = math.prod(int(shape[axis]) for axis in axes)
+        row_count = math.prod(int(shape[axis]) for axis in axes)
         closures: dict[str, Any] = {}
-        while left > 1:
-            closures[f"pairs_of_{left}"] = wide(left // 2)
-            left = left // 2 + left % 2
+        while row_count > 1:
+            closures[f"pairs_of_{row_count}"] = trace_rows(row_count // 2)
+            row_count = row_count // 2 + row_count % 2
         if initial:
-            closures["initial"] = wide(1)
+            closures["initial"] = trace_rows(1)
         return self.emit(
             "reduce",
             (*tensors, *initial),
-            [TensorType(x.dtype, rest) for x in tensors],
+            [TensorType(x.dtype, result_shape) for x in tensors],
             closures=closures,
             dimensions=axes,
             kind=kind,
@@ -260,74 +263,74 @@ class Reduction(Emitter):
     @operation(NUMBERS, _reduction("add"))
     def reduce_sum(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
         """Return the sum along axes; integers wrap."""
-        return self._reduced("reduce_sum", x, dimensions)
+        return self._emit_reduction("reduce_sum", x, dimensions)
 
     @operation(NUMBERS, _reduction("multiply"))
     def reduce_product(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
         """Return the product along axes; integers wrap."""
-        return self._reduced("reduce_product", x, dimensions)
+        return self._emit_reduction("reduce_product", x, dimensions)
 
     @operation(ALL, _reduction("maximum"))
     def reduce_max(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
-        """Return the largest element along axes; NaN if one is; of none, the smallest number."""
-        return self._reduced("reduce_max", x, dimensions)
+        """Return the largest element along axes; NaN if any is; least number if there is none."""
+        return self._emit_reduction("reduce_max", x, dimensions)
 
     @operation(ALL, _reduction("minimum"))
     def reduce_min(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
-        """Return the smallest element along axes; NaN if one is; of none, the largest number."""
-        return self._reduced("reduce_min", x, dimensions)
+        """Return the least element along axes; NaN if any is; largest number if there is none."""
+        return self._emit_reduction("reduce_min", x, dimensions)
 
     @operation(BOOLEANS | INTEGERS, _reduction("and"))
     def reduce_and(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
-        """Return whether all elements along axes are true; the bits that all integers have."""
+        """Return whether all elements along axes are true; of integers, the bitwise and."""
         return self._reduce_bits("and", x, dimensions)
 
     @operation(BOOLEANS | INTEGERS, _reduction("or"))
     def reduce_or(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
-        """Return whether any element along axes is true; the bits that any integer has."""
+        """Return whether any element along axes is true; of integers, the bitwise or."""
         return self._reduce_bits("or", x, dimensions)
 
     @operation(BOOLEANS | INTEGERS, _reduction("xor"))
     def reduce_xor(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
-        """Return whether an odd number of elements along axes is true; of integers, each bit."""
+        """Return the exclusive or along axes: of bools, whether an odd number is true."""
         return self._reduce_bits("xor", x, dimensions)
 
     @operation(ALL, _extremum_index("reduce_argmax"), moves_data=True)
     def arg_max(self, x: Value, dimension: int, dtype: Any = "int32") -> Value:
-        """Return the index of the largest element along an axis: the first, or of a NaN."""
+        """Return the index of the first largest element along an axis; NaN is the largest."""
         return self._index_of("arg_max", x, dimension, dtype)
 
     @operation(ALL, _extremum_index("reduce_argmin"), moves_data=True)
     def arg_min(self, x: Value, dimension: int, dtype: Any = "int32") -> Value:
-        """Return the index of the smallest element along an axis: the first, or of a NaN."""
+        """Return the index of the first smallest element along an axis; NaN is the smallest."""
         return self._index_of("arg_min", x, dimension, dtype)
 
     @operation(NUMBERS, _cumulative("add"))
     def cumulative_sum(self, x: Value, dimension: int, reverse: bool = False) -> Value:
-        """Return the sum of each element and those before it, or after it if ``reverse``."""
-        return self._running("cumulative_sum", x, dimension, reverse)
+        """Return ``y[i] = x[0] + ... + x[i]`` along an axis; from the end if ``reverse``."""
+        return self._cumulated("cumulative_sum", x, dimension, reverse)
 
     @operation(NUMBERS, _cumulative("multiply"))
     def cumulative_product(self, x: Value, dimension: int, reverse: bool = False) -> Value:
-        """Return the product of each element and those before it, or after it if ``reverse``."""
-        return self._running("cumulative_product", x, dimension, reverse)
+        """Return ``y[i] = x[0] * ... * x[i]`` along an axis; from the end if ``reverse``."""
+        return self._cumulated("cumulative_product", x, dimension, reverse)
 
     @operation(NUMBERS, _cumulative("maximum"))
     def cumulative_max(self, x: Value, dimension: int, reverse: bool = False) -> Value:
-        """Return the largest of each element and those before it, or after it if ``reverse``."""
-        return self._running("cumulative_max", x, dimension, reverse)
+        """Return ``y[i] = max(x[0], ..., x[i])`` along an axis; from the end if ``reverse``."""
+        return self._cumulated("cumulative_max", x, dimension, reverse)
 
     @operation(NUMBERS, _cumulative("minimum"))
     def cumulative_min(self, x: Value, dimension: int, reverse: bool = False) -> Value:
-        """Return the smallest of each element and those before it, or after it if ``reverse``."""
-        return self._running("cumulative_min", x, dimension, reverse)
+        """Return ``y[i] = min(x[0], ..., x[i])`` along an axis; from the end if ``reverse``."""
+        return self._cumulated("cumulative_min", x, dimension, reverse)
 
     def _axes(self, x: Value, dimensions: int | Sequence[int] | None) -> tuple[int, ...]:
         if dimensions is None:
             return tuple(range(x.rank))
         return tuple(sorted(normalize_axes(dimensions, x.rank, "dimensions")))
 
-    def _reduced(self, name: str, x: Value, dimensions: int | Sequence[int] | None) -> Value:
+    def _emit_reduction(self, name: str, x: Value, dimensions: int | Sequence[int] | None) -> Value:
         axes = self._axes(x, dimensions)
         if not axes:
             return x
@@ -336,7 +339,7 @@ class Reduction(Emitter):
 
     def _reduce_bits(self, kind: str, x: Value, dimensions: int | Sequence[int] | None) -> Value:
         if x.dtype is DType.BOOL:
-            return self._reduced(f"reduce_{kind}", x, dimensions)
+            return self._emit_reduction(f"reduce_{kind}", x, dimensions)
         axes = self._axes(x, dimensions)
         if not axes:
             return x
@@ -355,7 +358,7 @@ class Reduction(Emitter):
         shape = tuple(size for n, size in enumerate(x.shape) if n != axis)
         return self.emit(name, (x,), TensorType(index, shape), dimension=axis)
 
-    def _running(self, name: str, x: Value, dimension: int, reverse: bool) -> Value:
+    def _cumulated(self, name: str, x: Value, dimension: int, reverse: bool) -> Value:
         axis = normalize_axis(dimension, x.rank, "dimension")
         if name != "cumulative_sum" and not isinstance(x.shape[axis], int):
             raise GraphError(f"{name}: the size of the axis has to be fixed", got=str(x.type))
@@ -367,20 +370,20 @@ class Reduction(Emitter):
         return method(*arguments)
 
 
-def as_values(given: Value | Sequence[Value]) -> tuple[Value, ...]:
-    """Return one value or several as a tuple."""
-    return (given,) if isinstance(given, Value) else tuple(given)
+def as_values(values: Value | Sequence[Value]) -> tuple[Value, ...]:
+    """Return a value, or a sequence of values, as a tuple."""
+    return (values,) if isinstance(values, Value) else tuple(values)
 
 
 def check_initial(name: str, tensors: Sequence[Value], initial: Sequence[Value]) -> None:
-    """Refuse tensors of different shapes, and initial values that do not fit them.
+    """Refuse tensors of different shapes, and initial values of another type or number.
 
     Raises:
         GraphError: Names the operation.
     """
     if not tensors or len(initial) != len(tensors):
         raise GraphError(
-            f"{name}: one initial value for each tensor",
+            f"{name}: there is one initial value for each tensor",
             got=f"{len(tensors)} tensors and {len(initial)} initial values",
         )
     if not all(same_shape(x.shape, tensors[0].shape) for x in tensors):
@@ -390,7 +393,7 @@ def check_initial(name: str, tensors: Sequence[Value], initial: Sequence[Value])
     for x, first in zip(tensors, initial, strict=True):
         if first.type != TensorType(x.dtype, ()):
             raise GraphError(
-                f"{name}: an initial value has the element type of its tensor, and rank 0",
+                f"{name}: an initial value needs the element type of its tensor, and rank 0",
                 got=str(first.type),
                 expected=str(TensorType(x.dtype, ())),
             )
@@ -399,7 +402,7 @@ def check_initial(name: str, tensors: Sequence[Value], initial: Sequence[Value])
 def _is_search(
     kind: str, tensors: Sequence[Value], initial: Sequence[Value], axes: tuple[int, ...]
 ) -> bool:
-    """Whether an extremum is kept with its index along the only axis, and nothing else counts."""
+    """Whether this is arg_max or arg_min: values, and iota along the only axis."""
     index = tensors[1].node
     return (
         len(axes) == 1

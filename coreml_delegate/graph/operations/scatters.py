@@ -1,7 +1,7 @@
-"""Composition of a scatter in MIL: the most specific op that does it, else one on flattened data.
+"""Composition of a scatter: MIL's most specific op for it, else ``scatter`` on flattened data.
 
-A window that is not inside of the tensor changes nothing: its updates become the identity of the
-operation, or go to an element behind the tensor's own where they replace what was there.
+A window outside of the tensor changes nothing: its updates become the identity element
+of the operation; in mode ``update``, they go to an extra row at the end, which is cut off.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EXTREMA = ("min", "max")
 
 
 def compose_scatter(c: Composer, node: Node, x: Var, indices: Var | None, updates: Any) -> Var:
-    """Return a tensor with updates where index vectors point to; see ``Indexing.scatter``."""
+    """Return a tensor with updates at index vectors; see ``Indexing.scatter``."""
     if updates is None:
         return x
     lookup, labels = _lookup(node)
@@ -33,21 +33,21 @@ def compose_scatter(c: Composer, node: Node, x: Var, indices: Var | None, update
         x, updates = c.ordered(x, dtype), c.ordered(updates, dtype)
     inside = lookup.inside(c, indices)
     if lookup.is_single:
-        found = _write_one(c, lookup, x, indices, updates, labels, mode, inside)
+        result = _write_one(c, lookup, x, indices, updates, labels, mode, inside)
     else:
-        found = _Writer(c, lookup, mode, dtype, inside).write(x, indices, updates, labels)
+        result = _Writer(c, lookup, mode, dtype, inside).write(x, indices, updates, labels)
     if mode in _ARITHMETIC:
-        return c.wrap(found, dtype)
-    return c.ordered(found, dtype) if mode in _EXTREMA else found
+        return c.wrap(result, dtype)
+    return c.ordered(result, dtype) if mode in _EXTREMA else result
 
 
 def _lookup(node: Node) -> tuple[Lookup, list[Label]]:
-    """Return the lookup, and labels for the updates."""
+    """Return the lookup, and the labels of the updates' dimensions."""
     rank = node.types[0].rank
     updates = node.types[2].shape
     dropped = {*node["inserted_window_dims"], *node["input_batching_dims"]}
-    kept = [d for d in range(rank) if d not in dropped]
-    window = dict(zip(kept, node["update_window_dims"], strict=True))
+    window_dims = [d for d in range(rank) if d not in dropped]
+    window = dict(zip(window_dims, node["update_window_dims"], strict=True))
     lookup = Lookup.of(
         node,
         [updates[window[d]] if d in window else 1 for d in range(rank)],
@@ -55,7 +55,7 @@ def _lookup(node: Node) -> tuple[Lookup, list[Label]]:
         node["scatter_indices_batching_dims"],
         node["scatter_dims_to_operand_dims"],
     )
-    windows, batch = iter(kept), iter(lookup.batch_labels)
+    windows, batch = iter(window_dims), iter(lookup.batch_labels)
     labels = [
         ("window", next(windows)) if n in node["update_window_dims"] else next(batch)
         for n in range(len(updates))
@@ -92,10 +92,10 @@ class _Writer:
 
     Args:
         c: Composer.
-        lookup: Where they are.
-        mode: Of MIL.
-        dtype: Of the tensor.
-        inside: Which of them are inside of the tensor, [*batch]; None if all are.
+        lookup: The windows.
+        mode: MIL's mode of the scatter.
+        dtype: Element type of the tensor.
+        inside: 1 for windows inside of the tensor, else 0, [*batch]; None if all are inside.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class _Writer:
         self.mode = mode
         self.dtype = dtype
         self.inside = inside
-        self.is_behind = mode == "update" and inside is not None
-        """Whether windows that are not inside are written behind the end."""
+        self.pads_end = mode == "update" and inside is not None
+        """Whether windows outside of the tensor are written to an extra row at the end."""
 
     def write(self, x: Var, indices: Any, updates: Var, labels: Sequence[Label]) -> Var:
         """Return ``x`` with the updates."""
@@ -122,152 +122,154 @@ class _Writer:
         return self._flattened(x, indices, updates, labels)
 
     def _along_axis(self, x: Var, indices: Var, updates: Var, labels: Sequence[Label]) -> Var:
-        """One index per update, along one dimension."""
+        """Write an update for each index, along one dimension (scatter_along_axis)."""
         c, lookup = self.c, self.lookup
         (axis,) = lookup.partial
         want = lookup.along_axis() or []
-        places = lookup.column(c, indices, axis)
-        places = self._put_behind(places, lookup.shape[axis])
-        places = arranged(c, places, lookup.batch_labels, want)
-        updates = self._neutral(arranged(c, updates, labels, want), want)
-        x = self._extended(x, axis)
+        positions = lookup.column(c, indices, axis)
+        positions = self._redirect_outside(positions, lookup.shape[axis])
+        positions = arranged(c, positions, lookup.batch_labels, want)
+        updates = self._neutralize(arranged(c, updates, labels, want), want)
+        x = self._pad_end(x, axis)
         x = c.mb.scatter_along_axis(
-            data=x, indices=places, updates=updates, axis=axis, mode=self.mode
+            data=x, indices=positions, updates=updates, axis=axis, mode=self.mode
         )
-        return self._cut(x, axis)
+        return self._crop_end(x, axis)
 
     def _slices(self, x: Var, indices: Any, updates: Var, labels: Sequence[Label]) -> Var:
-        """Slices along one dimension."""
+        """Write slices along one dimension (scatter)."""
         c, lookup = self.c, self.lookup
         (axis,) = lookup.partial
-        places = lookup.column(c, indices, axis)
+        positions = lookup.column(c, indices, axis)
         window: list[Label] = [("window", axis)] if lookup.sizes[axis] != 1 else []
-        rest = _rest(lookup, [axis], labels)
-        before: list[Label] = [("window", d) for d in rest if d < axis]
-        after: list[Label] = [("window", d) for d in rest if d > axis]
+        unindexed = _unindexed(lookup, [axis], labels)
+        before: list[Label] = [("window", d) for d in unindexed if d < axis]
+        after: list[Label] = [("window", d) for d in unindexed if d > axis]
         want = [*before, *lookup.batch_labels, *window, *after]
-        updates = self._neutral(arranged(c, updates, labels, want), want)
+        updates = self._neutralize(arranged(c, updates, labels, want), want)
         count = product([*lookup.batch, lookup.sizes[axis]])
-        places = self._windows(places, lookup.offsets(c, [axis]), lookup.shape[axis], count)
+        positions = self._windows(positions, lookup.offsets(c, [axis]), lookup.shape[axis], count)
         shape = [*lookup.shape[:axis], count, *lookup.shape[axis + 1 :]]
         x = c.mb.scatter(
-            data=self._extended(x, axis),
-            indices=places,
+            data=self._pad_end(x, axis),
+            indices=positions,
             updates=c.reshape(updates, shape),
             axis=axis,
             mode=self.mode,
         )
-        return self._cut(x, axis)
+        return self._crop_end(x, axis)
 
     def _at_points(self, x: Var, indices: Var, updates: Var, labels: Sequence[Label]) -> Var:
-        """Elements, or slices, at coordinates."""
+        """Write elements, or slices, at coordinates (scatter_nd)."""
         c, lookup, points = self.c, self.lookup, self.lookup.partial
-        rest: list[Label] = [("window", d) for d in _rest(lookup, points, labels)]
-        order: list[Label] = [*(("window", d) for d in points), *rest]
-        places = lookup.matrix(c, indices, points, clamp=True)
-        if self.is_behind:
+        slice_labels: list[Label] = [("window", d) for d in _unindexed(lookup, points, labels)]
+        order: list[Label] = [*(("window", d) for d in points), *slice_labels]
+        coordinates = lookup.matrix(c, indices, points, clamp=True)
+        if self.pads_end:
             flag = c.mb.cast(x=c.mb.expand_dims(x=self.inside, axes=[-1]), dtype="bool")
-            behind = c.shape([lookup.shape[points[0]], *(0 for _ in points[1:])])
-            behind = np.array(behind, np.int32) if isinstance(behind, list) else behind
-            places = c.mb.select(cond=flag, a=places, b=behind)
-        want = [*lookup.batch_labels, *rest]
-        updates = self._neutral(arranged(c, updates, labels, want), want)
-        x = self._extended(arranged(c, x, lookup.labels, order), 0)
-        x = c.mb.scatter_nd(data=x, indices=places, updates=updates, mode=self.mode)
-        return arranged(c, self._cut(x, 0), order, lookup.labels)
+            end = c.shape([lookup.shape[points[0]], *(0 for _ in points[1:])])
+            end = np.array(end, np.int32) if isinstance(end, list) else end
+            coordinates = c.mb.select(cond=flag, a=coordinates, b=end)
+        want = [*lookup.batch_labels, *slice_labels]
+        updates = self._neutralize(arranged(c, updates, labels, want), want)
+        x = self._pad_end(arranged(c, x, lookup.labels, order), 0)
+        x = c.mb.scatter_nd(data=x, indices=coordinates, updates=updates, mode=self.mode)
+        return arranged(c, self._crop_end(x, 0), order, lookup.labels)
 
     def _flattened(self, x: Var, indices: Any, updates: Var, labels: Sequence[Label]) -> Var:
-        """Rows of the tensor whose indexed dimensions are one."""
+        """Merge the indexed dimensions, and write rows (scatter)."""
         c, lookup = self.c, self.lookup
         rows = sorted([*lookup.partial, *lookup.batching])
-        rest = _rest(lookup, rows, labels)
-        left: list[Label] = [("window", d) for d in rest]
-        sizes = [lookup.shape[d] for d in (*rows, *rest)]
+        unindexed = _unindexed(lookup, rows, labels)
+        row_labels: list[Label] = [("window", d) for d in unindexed]
+        sizes = [lookup.shape[d] for d in (*rows, *unindexed)]
         height, width = product(sizes[: len(rows)]), product(sizes[len(rows) :])
         windows: list[Label] = [("window", d) for d in lookup.windows(rows)]
-        want = [*lookup.batch_labels, *windows, *left]
-        updates = self._neutral(arranged(c, updates, labels, want), want)
+        want = [*lookup.batch_labels, *windows, *row_labels]
+        updates = self._neutralize(arranged(c, updates, labels, want), want)
         count = product([*lookup.batch, *(lookup.sizes[d] for _, d in windows)])
         starts = lookup.rows(c, indices, rows, clamp=True)
-        places = self._windows(starts, lookup.offsets(c, rows), height, count)
-        order = [*(lookup.labels[d] for d in rows), *left]
+        positions = self._windows(starts, lookup.offsets(c, rows), height, count)
+        order = [*(lookup.labels[d] for d in rows), *row_labels]
         x = c.reshape(arranged(c, x, lookup.labels, order), (height, width))
         x = c.mb.scatter(
-            data=self._extended(x, 0),
-            indices=places,
+            data=self._pad_end(x, 0),
+            indices=positions,
             updates=c.reshape(updates, (count, width)),
             axis=0,
             mode=self.mode,
         )
-        return arranged(c, c.reshape(self._cut(x, 0), sizes), order, lookup.labels)
+        return arranged(c, c.reshape(self._crop_end(x, 0), sizes), order, lookup.labels)
 
-    # Windows that are not inside
+    # Windows outside of the tensor
 
-    def _neutral(self, updates: Var, labels: Sequence[Label]) -> Var:
-        """Return updates of these labels that change nothing where windows are not inside."""
-        if self.inside is None or self.is_behind:
+    def _neutralize(self, updates: Var, labels: Sequence[Label]) -> Var:
+        """Replace the updates of windows outside of the tensor by the identity element."""
+        if self.inside is None or self.pads_end:
             return updates
         c = self.c
         flag = arranged(c, self.inside, self.lookup.batch_labels, labels)
         cond = c.mb.cast(x=flag, dtype="bool")
         return c.mb.select(cond=cond, a=updates, b=_identity(self.mode, self.dtype))
 
-    def _put_behind(self, places: Var, end: Dim) -> Var:
-        """Return indices [*batch] that are behind the end where windows are not inside."""
-        if not self.is_behind:
-            return places
+    def _redirect_outside(self, positions: Var, end: Dim) -> Var:
+        """Replace the indices [*batch] of windows outside of the tensor by ``end``."""
+        if not self.pads_end:
+            return positions
         c, size = self.c, self.c.size(end)
         cond = c.mb.cast(x=self.inside, dtype="bool")
-        return c.mb.select(cond=cond, a=places, b=np.int32(size) if isinstance(size, int) else size)
+        return c.mb.select(
+            cond=cond, a=positions, b=np.int32(size) if isinstance(size, int) else size
+        )
 
     def _windows(self, starts: Var, offsets: Var | None, end: Dim, count: Dim) -> Var:
-        """Return indices of all elements of windows, as a vector."""
+        """Return the indices of all elements of windows, as a vector."""
         c = self.c
         if offsets is None:
-            return c.reshape(self._put_behind(starts, end), (count,))
-        if not self.is_behind:
+            return c.reshape(self._redirect_outside(starts, end), (count,))
+        if not self.pads_end:
             return spread_windows(c, starts, offsets)
-        places = c.mb.add(x=c.mb.reshape(x=starts, shape=[-1, 1]), y=offsets)
+        positions = c.mb.add(x=c.mb.reshape(x=starts, shape=[-1, 1]), y=offsets)
         cond = c.mb.cast(x=c.mb.reshape(x=self.inside, shape=[-1, 1]), dtype="bool")
         size = c.size(end)
-        last = np.int32(size) if isinstance(size, int) else size
-        return c.mb.reshape(x=c.mb.select(cond=cond, a=places, b=last), shape=[-1])
+        end_position = np.int32(size) if isinstance(size, int) else size
+        return c.mb.reshape(x=c.mb.select(cond=cond, a=positions, b=end_position), shape=[-1])
 
-    def _extended(self, x: Var, axis: int) -> Var:
-        """Return ``x`` with room behind the end of an axis."""
-        if not self.is_behind:
+    def _pad_end(self, x: Var, axis: int) -> Var:
+        """Return ``x`` with an extra row at the end of an axis, a copy of the first."""
+        if not self.pads_end:
             return x
-        first = [n != axis for n in range(x.rank)]
-        room = self.c.mb.slice_by_index(
+        is_unsliced = [n != axis for n in range(x.rank)]
+        extra_row = self.c.mb.slice_by_index(
             x=x,
             begin=[0] * x.rank,
             end=[int(n == axis) for n in range(x.rank)],
-            begin_mask=first,
-            end_mask=first,
+            begin_mask=is_unsliced,
+            end_mask=is_unsliced,
         )
-        return self.c.mb.concat(values=[x, room], axis=axis)
+        return self.c.mb.concat(values=[x, extra_row], axis=axis)
 
-    def _cut(self, x: Var, axis: int) -> Var:
-        """Return ``x`` without that room."""
-        if not self.is_behind:
+    def _crop_end(self, x: Var, axis: int) -> Var:
+        """Return ``x`` without the extra row."""
+        if not self.pads_end:
             return x
-        others = [n != axis for n in range(x.rank)]
+        is_unsliced = [n != axis for n in range(x.rank)]
         return self.c.mb.slice_by_index(
             x=x,
             begin=[0] * x.rank,
             end=[-int(n == axis) for n in range(x.rank)],
             begin_mask=[True] * x.rank,
-            end_mask=others,
+            end_mask=is_unsliced,
         )
 
 
-def _rest(lookup: Lookup, indexed: Sequence[int], labels: Sequence[Label]) -> list[int]:
-    """Return the dimensions that are not indexed, without those that the updates lack."""
+def _unindexed(lookup: Lookup, indexed: Sequence[int], labels: Sequence[Label]) -> list[int]:
+    """Return the unindexed dimensions of the updates."""
     return [d for d in range(len(lookup.shape)) if d not in indexed and ("window", d) in labels]
 
 
 def _identity(mode: str, dtype: DType) -> Any:
-    """Return what changes nothing, as the storage dtype; extrema are of ordered storage dtypes."""
+    """Return a mode's identity element in the storage dtype, for extrema after ``ordered``."""
     storage = dtype.storage_numpy if dtype.storage_dtype != "bool" else np.dtype(np.int32)
     if mode in ("add", "sub"):
         return storage.type(-0.0 if dtype.is_float and mode == "add" else 0)

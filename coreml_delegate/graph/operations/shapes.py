@@ -1,4 +1,4 @@
-"""Shapes: reshaping, permuting, repeating, joining, counting."""
+"""Reshape, transpose, broadcast, concatenate, reverse and iota, also with shapes as values."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from coreml_delegate.graph.operations.axes import (
 )
 from coreml_delegate.graph.tensor_types import ALL, NUMBERS, Dim, DType, TensorType, simplify
 
-# Constants of more elements are made by the program when it runs.
+# The program computes an iota of more elements at run time.
 _MOST_STORED = 4096
 
 
 def _compose_reshape(c: Composer, node: Node, x: Var) -> Var:
     (have,), want = [t.shape for t in node.types], node.type.shape
     unknown = [size for size in want if not isinstance(size, int)]
-    if len(unknown) > 1 and same_shape(_long(have), _long(want)):
-        # Axes of size 1 come and go without the sizes of the others being computed.
+    if len(unknown) > 1 and same_shape(_long_sizes(have), _long_sizes(want)):
+        # Axes of size 1 are removed and added, so that no symbolic size is computed.
         short = [axis for axis, size in enumerate(have) if size == 1]
         x = c.mb.squeeze(x=x, axes=short) if short else x
         added = [axis for axis, size in enumerate(want) if size == 1]
@@ -46,7 +46,7 @@ def _compose_reshape(c: Composer, node: Node, x: Var) -> Var:
     return x if same_shape(have, want) else c.reshape(x, want)
 
 
-def _long(shape: Sequence[Dim]) -> list[Dim]:
+def _long_sizes(shape: Sequence[Dim]) -> list[Dim]:
     return [size for size in shape if size != 1]
 
 
@@ -58,31 +58,32 @@ def _compose_broadcast_in_dim(c: Composer, node: Node, x: Var) -> Var:
     (have,), want = [t.shape for t in node.types], node.type.shape
     dimensions: tuple[int, ...] = node["broadcast_dimensions"]
     x = permute(c, x, have, sorted(range(len(dimensions)), key=dimensions.__getitem__))
-    placed: list[Dim] = [1] * len(want)
+    sizes: list[Dim] = [1] * len(want)
     for axis, dimension in enumerate(dimensions):
-        placed[dimension] = have[axis]
+        sizes[dimension] = have[axis]
     if len(want) <= MOST_AXES:
         added = [axis for axis in range(len(want)) if axis not in dimensions]
         return c.broadcast(c.mb.expand_dims(x=x, axes=added) if added else x, want)
     for axis, size in enumerate(want):
-        if placed[axis] == 1 and size != 1:
-            before, after = product(placed[:axis]), product(placed[axis + 1 :])
+        if sizes[axis] == 1 and size != 1:
+            before, after = product(sizes[:axis]), product(sizes[axis + 1 :])
             x = c.broadcast(c.reshape(x, (before, 1, after)), (before, size, after))
-            placed[axis] = size
+            sizes[axis] = size
     return c.reshape(x, want)
 
 
 def _compose_concatenate(c: Composer, node: Node, *values: Var | None) -> Var:
     dimension = node["dimension"]
     shapes = [t.shape for t in node.types]
-    full = [(v, shape) for v, shape in zip(values, shapes, strict=True) if v is not None]
-    if len(full) == 1:
-        return full[0][0]
+    nonempty = [(v, shape) for v, shape in zip(values, shapes, strict=True) if v is not None]
+    if len(nonempty) == 1:
+        return nonempty[0][0]
     axes = Axes.of(
         [None if axis == dimension else axis > dimension for axis in range(len(shapes[0]))]
     )
     joined = c.mb.concat(
-        values=[axes.merge(c, v, shape) for v, shape in full], axis=axes.groups.index((dimension,))
+        values=[axes.merge(c, v, shape) for v, shape in nonempty],
+        axis=axes.groups.index((dimension,)),
     )
     return axes.split(c, joined, node.type.shape)
 
@@ -109,8 +110,8 @@ def _compose_iota(c: Composer, node: Node) -> Var:
     else:
         column = c.convert(counting(c, size), DType.INT32, type.dtype)
     axes = Axes.of([None if n == dimension else n > dimension for n in range(type.rank)])
-    placed = [size if group == (dimension,) else 1 for group in axes.groups]
-    spread = c.broadcast(c.reshape(column, placed), axes.shape(type.shape))
+    column_shape = [size if group == (dimension,) else 1 for group in axes.groups]
+    spread = c.broadcast(c.reshape(column, column_shape), axes.shape(type.shape))
     return axes.split(c, spread, type.shape)
 
 
@@ -128,7 +129,7 @@ def _compose_dimension_size(c: Composer, node: Node, _: Var) -> Var:
 
 
 class Shapes(Emitter):
-    """Reshaping, permuting, repeating, joining, counting."""
+    """Reshape, transpose, broadcast, concatenate, reverse and iota, also with shapes as values."""
 
     @operation(ALL, _compose_reshape)
     def reshape(self, x: Value, shape: Sequence[Dim]) -> Value:
@@ -136,11 +137,11 @@ class Shapes(Emitter):
 
         Args:
             x: Any tensor.
-            shape: One size may be -1: what the others leave.
+            shape: One size may be -1: it is computed from the other sizes.
         """
-        target = _reshaped(x, shape)
-        known = known_result(lambda array: array, x)
-        return self.emit("reshape", (x,), x.type.with_shape(target), known=known)
+        target = _resolve_shape(x, shape)
+        elements = known_result(lambda array: array, x)
+        return self.emit("reshape", (x,), x.type.with_shape(target), known=elements)
 
     @operation(ALL, _compose_transpose, moves_data=True)
     def transpose(self, x: Value, permutation: Sequence[int]) -> Value:
@@ -148,8 +149,8 @@ class Shapes(Emitter):
         require_rank("transpose", "dimensions in the permutation", permutation, x.rank)
         order = normalize_axes(permutation, x.rank, "dimensions of a permutation")
         type = x.type.with_shape([x.shape[axis] for axis in order])
-        known = known_result(lambda array: array.transpose(order), x)
-        return self.emit("transpose", (x,), type, permutation=order, known=known)
+        elements = known_result(lambda array: array.transpose(order), x)
+        return self.emit("transpose", (x,), type, permutation=order, known=elements)
 
     @operation(ALL, _compose_broadcast_in_dim, moves_data=True)
     def broadcast_in_dim(
@@ -159,8 +160,8 @@ class Shapes(Emitter):
 
         Args:
             x: Tensor; its dimensions of size 1 are repeated.
-            shape: Of the result.
-            broadcast_dimensions: For each dimension of ``x``, which of the result it becomes.
+            shape: Shape of the result.
+            broadcast_dimensions: The dimension of the result for each dimension of ``x``.
         """
         name = "broadcast_in_dim"
         require_rank(name, "broadcast dimensions", broadcast_dimensions, x.rank)
@@ -173,11 +174,11 @@ class Shapes(Emitter):
                     got=f"{x.type} to {_text(target)}",
                     expected="equal sizes, or 1",
                 )
-        known = None
+        elements = None
         if all(isinstance(size, int) for size in target) and product(target) != 0:
-            known = known_result(lambda array: _spread(array, target, dimensions), x)
+            elements = known_result(lambda array: _broadcast_array(array, target, dimensions), x)
         return self.emit(
-            name, (x,), x.type.with_shape(target), broadcast_dimensions=dimensions, known=known
+            name, (x,), x.type.with_shape(target), broadcast_dimensions=dimensions, known=elements
         )
 
     @operation(ALL)
@@ -192,7 +193,7 @@ class Shapes(Emitter):
 
     @operation(ALL, _compose_concatenate, moves_data=True)
     def concatenate(self, values: Sequence[Value], dimension: int) -> Value:
-        """Return tensors joined along a dimension."""
+        """Concatenate tensors along a dimension."""
         name = "concatenate"
         if not values:
             raise GraphError(f"{name}: no values", expected="one or more")
@@ -201,9 +202,9 @@ class Shapes(Emitter):
         if first.rank == 0:
             raise GraphError(f"{name} does not take tensors of rank 0", got=str(first.type))
         axis = normalize_axis(dimension, first.rank, "dimension")
-        rest = [(*value.shape[:axis], *value.shape[axis + 1 :]) for value in values]
+        other_sizes = [(*value.shape[:axis], *value.shape[axis + 1 :]) for value in values]
         if any(value.rank != first.rank for value in values) or not all(
-            same_shape(shape, rest[0]) for shape in rest
+            same_shape(shape, other_sizes[0]) for shape in other_sizes
         ):
             raise GraphError(
                 f"{name}: shapes differ beside dimension {axis}",
@@ -212,15 +213,15 @@ class Shapes(Emitter):
         shape = list(first.shape)
         total: Any = sum(value.shape[axis] for value in values)
         shape[axis] = simplify(total)
-        known = known_result(lambda *arrays: np.concatenate(arrays, axis), *values)
-        return self.emit(name, values, first.type.with_shape(shape), dimension=axis, known=known)
+        elements = known_result(lambda *arrays: np.concatenate(arrays, axis), *values)
+        return self.emit(name, values, first.type.with_shape(shape), dimension=axis, known=elements)
 
     @operation(ALL, _compose_reverse, moves_data=True)
     def reverse(self, x: Value, dimensions: Sequence[int]) -> Value:
         """Return the elements in the opposite order along dimensions."""
         axes = normalize_axes(dimensions, x.rank, "dimensions")
-        known = known_result(lambda array: np.flip(array, axes), x)
-        return self.emit("reverse", (x,), x.type, dimensions=axes, known=known)
+        elements = known_result(lambda array: np.flip(array, axes), x)
+        return self.emit("reverse", (x,), x.type, dimensions=axes, known=elements)
 
     @operation(NUMBERS, _compose_iota)
     def iota(self, dtype: Any, shape: Sequence[Dim], dimension: int) -> Value:
@@ -232,11 +233,11 @@ class Shapes(Emitter):
             )
         target = sizes_of("iota", shape)
         axis = normalize_axis(dimension, len(target), "dimension")
-        known = None
+        elements = None
         size = target[axis]
         if len(target) == 1 and isinstance(size, int):
-            known = known_result(lambda: np.arange(size), dtype=element) if size <= 128 else None
-        return self.emit("iota", (), TensorType(element, target), dimension=axis, known=known)
+            elements = known_result(lambda: np.arange(size), dtype=element) if size <= 128 else None
+        return self.emit("iota", (), TensorType(element, target), dimension=axis, known=elements)
 
     @operation(ALL, _compose_identity)
     def identity(self, x: Value) -> Value:
@@ -245,7 +246,7 @@ class Shapes(Emitter):
 
     @operation(ALL, _compose_barrier)
     def optimization_barrier(self, *values: Value) -> tuple[Value, ...]:
-        """Return the tensors themselves; nothing has to be computed before anything else."""
+        """Return the tensors themselves: the order of computation has no effect on a result."""
         return self.emit("optimization_barrier", values, [value.type for value in values])
 
     @operation(ALL, _compose_dimension_size)
@@ -257,7 +258,7 @@ class Shapes(Emitter):
 
     @operation(ALL)
     def expand_dims(self, x: Value, axes: int | Sequence[int]) -> Value:
-        """Return the tensor with dimensions of size 1 at these axes of the result."""
+        """Return the tensor with dimensions of size 1 inserted at these axes of the result."""
         count = 1 if isinstance(axes, int) else len(axes)
         added = normalize_axes(axes, x.rank + count)
         sizes = iter(x.shape)
@@ -265,7 +266,7 @@ class Shapes(Emitter):
 
     @operation(ALL)
     def squeeze(self, x: Value, axes: int | Sequence[int] | None = None) -> Value:
-        """Return the tensor without these dimensions, which have size 1; None for all such."""
+        """Return the tensor without these dimensions of size 1; None removes all of size 1."""
         if axes is None:
             axes = [axis for axis, size in enumerate(x.shape) if size == 1]
         dropped = normalize_axes(axes, x.rank)
@@ -278,13 +279,13 @@ class Shapes(Emitter):
     def dynamic_reshape(
         self, x: Value, shape: Value, result_shape: Sequence[Dim] | None = None
     ) -> Value:
-        """Return the elements in a shape that is a value.
+        """Return the elements in a shape that is a value: ``reshape`` by a tensor of sizes.
 
         Args:
             x: Any tensor.
             shape: Vector of integers; sizes that have been computed from constants and from sizes
                 of other tensors.
-            result_shape: For a ``shape`` of which nothing is known: the result's.
+            result_shape: The result's shape, if the elements of ``shape`` are unknown.
         """
         return self.reshape(x, known_sizes("dynamic_reshape", shape, result_shape))
 
@@ -312,16 +313,16 @@ class Shapes(Emitter):
         return self.iota(dtype, known_sizes("dynamic_iota", shape, result_shape), dimension)
 
 
-def known_sizes(name: str, value: Value, otherwise: Sequence[Dim] | None = None) -> tuple[Dim, ...]:
+def known_sizes(name: str, value: Value, default: Sequence[Dim] | None = None) -> tuple[Dim, ...]:
     """Return the elements of a vector of sizes.
 
     Args:
-        name: Of the operation.
+        name: Name of the operation, for messages.
         value: Vector of integers.
-        otherwise: What they are if nothing is known of ``value``.
+        default: The sizes if the elements of ``value`` are unknown.
 
     Raises:
-        GraphError: It is no such vector, or nothing is known.
+        GraphError: It is not a vector of integers, or its elements are unknown without a default.
     """
     if value.rank != 1 or not value.dtype.is_integer:
         raise GraphError(
@@ -329,30 +330,30 @@ def known_sizes(name: str, value: Value, otherwise: Sequence[Dim] | None = None)
         )
     if value.known is not None:
         return value.known
-    if otherwise is None:
+    if default is None:
         raise GraphError(
             f"{name}: the sizes are known at run time only",
             got=repr(value),
             expected="sizes computed from constants and get_dimension_size",
         )
-    return tuple(otherwise)
+    return tuple(default)
 
 
-def _reshaped(x: Value, shape: Sequence[Any]) -> tuple[Dim, ...]:
-    """Return a shape for ``reshape`` with -1 replaced.
+def _resolve_shape(x: Value, shape: Sequence[Any]) -> tuple[Dim, ...]:
+    """Return a shape for ``reshape``, with -1 replaced by the missing size.
 
     Raises:
-        GraphError: It has another number of elements.
+        GraphError: The shapes have different numbers of elements.
     """
     target = list(sizes_of("reshape", shape, -1))
     total = product(x.shape)
     if target.count(-1) > 1:
         raise GraphError("reshape: more than one size is -1", got=_text(target))
     if -1 in target:
-        place = target.index(-1)
-        others = product([size for size in target if size != -1])
-        if others != 0 and (not isinstance(total, int) or total % others == 0):
-            target[place] = simplify(total // others)
+        axis = target.index(-1)
+        other_count = product([size for size in target if size != -1])
+        if other_count != 0 and (not isinstance(total, int) or total % other_count == 0):
+            target[axis] = simplify(total // other_count)
     if -1 in target or _differ(total, product(target)):
         raise GraphError(
             "reshape: the shapes have different numbers of elements",
@@ -363,17 +364,17 @@ def _reshaped(x: Value, shape: Sequence[Any]) -> tuple[Dim, ...]:
 
 
 def _differ(one: Dim, other: Dim) -> bool:
-    """Whether two numbers are known to differ; of expressions, it may not be possible to tell."""
+    """Whether two sizes are known to differ; False if expressions cannot be compared."""
     difference = simplify(one - other)
     return difference != 0 if isinstance(difference, int) else difference.is_zero is False
 
 
-def _spread(array: Any, shape: Sequence[Any], dimensions: Sequence[int]) -> Any:
+def _broadcast_array(array: Any, shape: Sequence[Any], dimensions: Sequence[int]) -> Any:
     order = sorted(range(len(dimensions)), key=dimensions.__getitem__)
-    placed = [1] * len(shape)
+    sizes = [1] * len(shape)
     for axis, dimension in enumerate(dimensions):
-        placed[dimension] = array.shape[axis]
-    return np.broadcast_to(array.transpose(order).reshape(placed), shape)
+        sizes[dimension] = array.shape[axis]
+    return np.broadcast_to(array.transpose(order).reshape(sizes), shape)
 
 
 def _text(shape: Sequence[Any]) -> str:

@@ -1,6 +1,6 @@
-"""Shifts of bits: products with powers of two, and divisions by them.
+"""Shifts of bits, by multiplication with powers of two, or floor division by them.
 
-Places below none, or as many as an element has bits or more, shift everything out.
+A negative shift, or a shift by the width of an element or more, shifts all bits out.
 """
 
 from __future__ import annotations
@@ -13,92 +13,92 @@ from coreml_delegate.graph.operations.integers import INT_MIN, halved, uniform
 from coreml_delegate.graph.tensor_types import DType
 
 _SIGNED = {DType.UINT8: DType.INT8, DType.UINT16: DType.INT16}
-# Operations that change neither what elements are nor how they relate to others'.
+# Operations whose result has the operand's elements, only repeated or reshaped.
 _COPIES = ("broadcast_in_dim", "broadcast", "reshape", "identity", "expand_dims")
 
 
 def left(c: Composer, node: Node, x: Var, y: Var) -> Var:
-    """Compose a shift to the left."""
+    """Compose ``x << y`` as ``x * 2**y``, modulo 2**bits."""
     width = min(node.type.dtype.bits, 32)
-    factors = [_as_int32(1 << places) for places in range(width)] + [np.int32(0)]
+    factors = [_as_int32(1 << count) for count in range(width)] + [np.int32(0)]
     return c.wrap(c.mb.mul(x=x, y=_look_up(c, factors, y, width)), node.type.dtype)
 
 
 def right_arithmetic(c: Composer, node: Node, x: Var, y: Var) -> Var:
-    """Compose a shift to the right that repeats the highest bit."""
+    """Compose an arithmetic shift to the right: ``floor(x / 2**y)`` of the signed value."""
     dtype = node.type.dtype
     if dtype in _SIGNED:
         x = c.wrap(x, _SIGNED[dtype])
-    return c.wrap(_floor(c, x, y, dtype.bits), dtype)
+    return c.wrap(_floor_shift(c, x, y, dtype.bits), dtype)
 
 
 def right_logical(c: Composer, node: Node, x: Var, y: Var) -> Var:
-    """Compose a shift to the right that fills with zeros."""
+    """Compose a logical shift to the right: ``floor(x / 2**y)`` of the unsigned value."""
     dtype = node.type.dtype
     if dtype.bits < 32:
-        return c.wrap(_floor(c, _unsigned(c, x, dtype), y, dtype.bits), dtype)
+        return c.wrap(_floor_shift(c, _unsigned(c, x, dtype), y, dtype.bits), dtype)
     if dtype.bits == 64:
         return _right_logical_64(c, x, y)
-    places = uniform(y, like=x)
-    if places is None:
+    count = uniform(y, like=x)
+    if count is None:
         return _right_logical_32(c, x, y)
-    return shift_right_word(c, x, places) if 0 <= places < 32 else c.mb.mul(x=x, y=np.int32(0))
+    return shift_right_word(c, x, count) if 0 <= count < 32 else c.mb.mul(x=x, y=np.int32(0))
 
 
-def shift_right_word(c: Composer, x: Var, places: int) -> Var:
-    """Return the bits of int32 values moved down by a constant, 0 to 31, filled with zeros."""
-    if places == 0:
+def shift_right_word(c: Composer, x: Var, count: int) -> Var:
+    """Return ``x >>> count`` of int32 values for a constant, 0 to 31: zeros come from above."""
+    if count == 0:
         return x
-    if places == 1:
+    if count == 1:
         return halved(c, x)
-    if places == 31:
+    if count == 31:
         return c.mb.cast(x=c.mb.less(x=x, y=np.int32(0)), dtype="int32")
-    quotient = c.mb.floor_div(x=x, y=np.int32(1 << places))
-    return c.mb.mod(x=quotient, y=np.int32(1 << (32 - places)))
+    quotient = c.mb.floor_div(x=x, y=np.int32(1 << count))
+    return c.mb.mod(x=quotient, y=np.int32(1 << (32 - count)))
 
 
 def _right_logical_32(c: Composer, x: Var, y: Var) -> Var:
-    # 2**31 is no int32: the first place is divided off before.
-    divisors = [np.int32(1 << max(places - 1, 0)) for places in range(32)] + [np.int32(1)]
-    kept = [np.int32(1)] * 32 + [np.int32(0)]
+    # 2**31 is no int32, so x >>> y is floor((x >>> 1) / 2**(y - 1)).
+    divisors = [np.int32(1 << max(count - 1, 0)) for count in range(32)] + [np.int32(1)]
+    is_in_range = [np.int32(1)] * 32 + [np.int32(0)]
     quotient = c.mb.floor_div(x=halved(c, x), y=_look_up(c, divisors, y, 32))
-    quotient = c.mb.mul(x=quotient, y=_look_up(c, kept, y, 32))
+    quotient = c.mb.mul(x=quotient, y=_look_up(c, is_in_range, y, 32))
     return c.mb.select(cond=c.mb.equal(x=y, y=np.int32(0)), a=x, b=quotient)
 
 
 def _right_logical_64(c: Composer, x: Var, y: Var) -> Var:
-    # Fewer places leave more than 31 bits of a negative number.
-    added = [0 if places < 33 else 1 << (64 - places) for places in range(65)]
-    number = _look_up(c, [_as_int32(a) for a in added], y, 64)
-    below = c.mb.cast(x=c.mb.less(x=x, y=np.int32(0)), dtype="int32")
-    return c.mb.add(x=_floor(c, x, y, 64), y=c.mb.mul(x=below, y=number))
+    # Shifts below 33 leave more than 31 bits of a negative number, which int32 cannot hold.
+    addends = [0 if count < 33 else 1 << (64 - count) for count in range(65)]
+    addend = _look_up(c, [_as_int32(a) for a in addends], y, 64)
+    is_negative = c.mb.cast(x=c.mb.less(x=x, y=np.int32(0)), dtype="int32")
+    return c.mb.add(x=_floor_shift(c, x, y, 64), y=c.mb.mul(x=is_negative, y=addend))
 
 
-def _floor(c: Composer, x: Var, y: Var, width: int) -> Var:
-    """Return ``x / 2**y`` rounded down, where ``y`` is ``width`` if it is beyond 0 to ``width``."""
-    places = uniform(y, like=x)
-    if places is not None:
-        places = places if 0 <= places < width else width
-        whole = c.mb.floor_div(x=x, y=np.int32(1 << min(places, 30))) if places else x
-        return c.mb.floor_div(x=whole, y=np.int32(2)) if places > 30 else whole
-    divisors = [np.int32(1 << min(places, 30)) for places in range(width + 1)]
-    whole = c.mb.floor_div(x=x, y=_look_up(c, divisors, y, width))
+def _floor_shift(c: Composer, x: Var, y: Var, width: int) -> Var:
+    """Return ``floor(x / 2**y)``; y out of 0 to ``width`` counts as ``width``."""
+    count = uniform(y, like=x)
+    if count is not None:
+        count = count if 0 <= count < width else width
+        quotient = c.mb.floor_div(x=x, y=np.int32(1 << min(count, 30))) if count else x
+        return c.mb.floor_div(x=quotient, y=np.int32(2)) if count > 30 else quotient
+    divisors = [np.int32(1 << min(count, 30)) for count in range(width + 1)]
+    quotient = c.mb.floor_div(x=x, y=_look_up(c, divisors, y, width))
     if width < 32:
-        return whole
-    is_far = _look_up(c, [np.int32(places > 30) for places in range(width + 1)], y, width)
-    rest = c.mb.floor_div(x=whole, y=np.int32(2))
-    return c.mb.select(cond=c.mb.not_equal(x=is_far, y=np.int32(0)), a=rest, b=whole)
+        return quotient
+    is_far = _look_up(c, [np.int32(count > 30) for count in range(width + 1)], y, width)
+    halved_quotient = c.mb.floor_div(x=quotient, y=np.int32(2))
+    return c.mb.select(cond=c.mb.not_equal(x=is_far, y=np.int32(0)), a=halved_quotient, b=quotient)
 
 
 def _look_up(c: Composer, table: list[np.int32], y: Var, width: int) -> Var:
-    """Return the element of a table for a number of places, the last one for impossible numbers."""
+    """Return ``table[y]``, or the last element for y out of range."""
     if y.val is not None:
-        places = np.asarray(y.val)
-        index = np.where((places >= 0) & (places < width), places, width)
-        found = np.array(table, np.int32)[index]
-        return found[()] if found.ndim == 0 else c.const(found)
+        shifts = np.asarray(y.val)
+        index = np.where((shifts >= 0) & (shifts < width), shifts, width)
+        entries = np.array(table, np.int32)[index]
+        return entries[()] if entries.ndim == 0 else c.const(entries)
     bounded = c.mb.maximum(x=c.mb.minimum(x=y, y=np.int32(width)), y=np.int32(-1))
-    # One more in front, for numbers below 0.
+    # An element in front is for negative shifts.
     indices = c.mb.add(x=bounded, y=np.int32(1))
     return c.mb.gather(x=c.const(np.array([table[-1], *table])), indices=indices, axis=0)
 
@@ -112,27 +112,27 @@ def _as_int32(number: int) -> np.int32:
 
 
 def are_disjoint(c: Composer, x: Value, y: Value) -> bool:
-    """Whether two values are known to have no bit in common: the two halves of a rotation."""
+    """Whether two values have no common bits: ``x << n`` and ``x >>> width - n`` of a rotation."""
     if y.node.name == "shift_left":
         x, y = y, x
     if (x.node.name, y.node.name) != ("shift_left", "shift_right_logical"):
         return False
-    up, down = x.node.operands[1], y.node.operands[1]
-    ups, downs = (_constant(c, value) for value in (up, down))
-    if ups is not None and downs is not None:
-        in_range = min(ups, downs) >= 0 and max(ups, downs) < x.dtype.bits
-        return in_range and ups + downs >= x.dtype.bits
-    return _is_complement(c, up, down) or _is_complement(c, down, up)
+    left_shift, right_shift = x.node.operands[1], y.node.operands[1]
+    left_count, right_count = (_constant(c, value) for value in (left_shift, right_shift))
+    if left_count is not None and right_count is not None:
+        in_range = min(left_count, right_count) >= 0 and max(left_count, right_count) < x.dtype.bits
+        return in_range and left_count + right_count >= x.dtype.bits
+    return _is_complement(c, left_shift, right_shift) or _is_complement(c, right_shift, left_shift)
 
 
-def _is_complement(c: Composer, places: Value, others: Value) -> bool:
-    """Whether ``others`` is an element's width less ``places``."""
-    difference = _original(others).node
+def _is_complement(c: Composer, shift: Value, other: Value) -> bool:
+    """Whether ``other`` is ``width - shift``, where width is the number of bits of an element."""
+    difference = _original(other).node
     if difference.name != "subtract":
         return False
-    width, taken = difference.operands
-    is_width = _constant(c, width) == places.dtype.bits
-    return is_width and _original(taken) is _original(places)
+    width, subtrahend = difference.operands
+    is_width = _constant(c, width) == shift.dtype.bits
+    return is_width and _original(subtrahend) is _original(shift)
 
 
 def _original(value: Value) -> Value:

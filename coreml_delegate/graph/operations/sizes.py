@@ -1,4 +1,4 @@
-"""Arithmetic of sizes: what is known of integer tensors that hold them."""
+"""Symbolic arithmetic of integer tensors whose elements are sizes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from coreml_delegate.graph.tensor_types import Dim, TensorType, simplify
 
 
 def _quotient(x: Any, y: Any) -> Any:
-    """Return a quotient without its fraction; None if a sign may be negative, or y may be 0."""
+    """Return ``floor(x / y)``; None if an operand may be negative, or y may be 0."""
     if not (_is_at_least(x, 0) and _is_at_least(y, 1)):
         return None
     return sympy.floor(sympy.sympify(x) / y)
 
 
-def _rest(x: Any, y: Any) -> Any:
+def _remainder(x: Any, y: Any) -> Any:
     return sympy.Mod(x, y) if _is_at_least(x, 0) and _is_at_least(y, 1) else None
 
 
@@ -27,7 +27,7 @@ def _is_at_least(size: Dim, least: int) -> bool:
     return bool(sympy.sympify(size - least).is_nonnegative)
 
 
-def _clamped(low: Any, x: Any, high: Any) -> Any:
+def _clamp(low: Any, x: Any, high: Any) -> Any:
     return sympy.Min(sympy.Max(low, x), high)
 
 
@@ -36,10 +36,10 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "subtract": lambda x, y: x - y,
     "multiply": lambda x, y: x * y,
     "divide": _quotient,
-    "remainder": _rest,
+    "remainder": _remainder,
     "maximum": sympy.Max,
     "minimum": sympy.Min,
-    "clamp": _clamped,
+    "clamp": _clamp,
     "negate": lambda x: -x,
     "abs": sympy.Abs,
     "convert": lambda x: x,
@@ -47,11 +47,11 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 
 def fold(name: str, type: TensorType, *operands: Value) -> tuple[Dim, ...] | None:
-    """Return the elements of a result where they are sizes; None where they are not known.
+    """Return the elements of a result if they are sizes, else None.
 
     Args:
-        name: Of an elementwise operation.
-        type: Of its result.
+        name: Name of an elementwise operation.
+        type: Type of the result.
         operands: Its operands.
     """
     if not type.dtype.is_integer or type.rank > 1 or name not in _FUNCTIONS:
@@ -65,13 +65,13 @@ def fold(name: str, type: TensorType, *operands: Value) -> tuple[Dim, ...] | Non
     if not isinstance(count, int):
         return None
     repeated = [part * count if len(part) == 1 else part for part in parts]
-    found = [_FUNCTIONS[name](*elements) for elements in zip(*repeated, strict=True)]
-    if any(size is None for size in found):
+    expressions = [_FUNCTIONS[name](*elements) for elements in zip(*repeated, strict=True)]
+    if any(size is None for size in expressions):
         return None
-    sizes = tuple(simplify(size) for size in found)
+    sizes = tuple(simplify(size) for size in expressions)
     bounds = np.iinfo(type.dtype.numpy if type.dtype.bits < 32 else np.int32)
     least = 0 if type.dtype.is_unsigned else bounds.min
-    # What wraps is no size.
+    # A number that wraps is not a size.
     if any(isinstance(size, int) and not least <= size <= bounds.max for size in sizes):
         return None
     return sizes

@@ -1,4 +1,4 @@
-"""Regions: slices, writing into slices, padding."""
+"""Slices, updates of slices, and padding."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from coreml_delegate.targets import Opset
 def _compose_slice(c: Composer, node: Node, x: Var) -> Var:
     shape = node.types[0].shape
     start, limit, strides = node["start"], node["limit"], node["strides"]
-    whole = [
+    is_full = [
         low == 0 and step == 1 and same_size(high, size)
         for low, high, step, size in zip(start, limit, strides, shape, strict=True)
     ]
-    if all(whole):
+    if all(is_full):
         return x
-    axes = Axes.of([flag or None for flag in whole])
-    masks = axes.pick(whole)
+    axes = Axes.of([flag or None for flag in is_full])
+    masks = axes.pick(is_full)
     steps = axes.pick(strides)
     x = c.mb.slice_by_index(
         x=axes.merge(c, x, shape),
@@ -80,21 +80,21 @@ def _region(
     node: Node,
     shape: Sequence[Dim],
     sizes: Sequence[Dim],
-    first: int,
+    first_start: int,
     starts: Sequence[Var],
 ) -> tuple[Axes, Var | None]:
-    """Return axes, and the clamped indices where a region begins; None if it is the whole."""
-    whole = [same_size(size, have) for size, have in zip(sizes, shape, strict=True)]
-    axes = Axes.of([flag or None for flag in whole])
-    if all(whole):
+    """Return axes, and the clamped start indices of a region; None if it is the whole tensor."""
+    is_full = [same_size(size, have) for size, have in zip(sizes, shape, strict=True)]
+    axes = Axes.of([flag or None for flag in is_full])
+    if all(is_full):
         return axes, None
     parts = [
         0 if full else as_index(c, start, type.dtype)
-        for full, start, type in zip(whole, starts, node.types[first:], strict=True)
+        for full, start, type in zip(is_full, starts, node.types[first_start:], strict=True)
     ]
     limits = [
         0 if full else simplify(have - size)
-        for full, have, size in zip(whole, shape, sizes, strict=True)
+        for full, have, size in zip(is_full, shape, sizes, strict=True)
     ]
     return axes, clamp_index(c, join(c, axes.pick(parts)), axes.pick(limits))
 
@@ -112,27 +112,27 @@ def write_slice(
     c: Composer, x: Var, update: Var, begin: Var, shape: Sequence[Dim], sizes: Sequence[Dim]
 ) -> Var:
     """Return ``x`` with the region at ``begin``, an index vector in range, replaced."""
-    whole = [same_size(size, have) for size, have in zip(sizes, shape, strict=True)]
+    is_full = [same_size(size, have) for size, have in zip(sizes, shape, strict=True)]
     if c.opset >= Opset.iOS18:
-        span = c.shape([0 if w else size for w, size in zip(whole, sizes, strict=True)])
+        span = c.shape([0 if w else size for w, size in zip(is_full, sizes, strict=True)])
         end = c.mb.add(x=begin, y=np.array(span, np.int32) if isinstance(span, list) else span)
         return c.mb.slice_update(
-            x=x, update=update, begin=begin, end=end, begin_mask=whole, end_mask=whole
+            x=x, update=update, begin=begin, end=end, begin_mask=is_full, end_mask=is_full
         )
-    return _write_axes(c, x, update, begin, sizes, [n for n, w in enumerate(whole) if not w])
+    return _write_axes(c, x, update, begin, sizes, [n for n, w in enumerate(is_full) if not w])
 
 
 def _write_axes(
     c: Composer, x: Var, update: Var, begin: Var, sizes: Sequence[Dim], axes: Sequence[int]
 ) -> Var:
-    """Replace a region by one scatter per axis, on what the axes before it select."""
-    axis, *rest = axes
+    """Replace a region by a scatter for each axis, on the slices that earlier axes select."""
+    axis, *inner_axes = axes
     start = c.mb.gather(x=begin, indices=np.int32(axis), axis=0)
-    places = c.mb.add(x=counting(c, sizes[axis]), y=start)
-    if rest:
-        inner = c.mb.gather(x=x, indices=places, axis=axis)
-        update = _write_axes(c, inner, update, begin, sizes, rest)
-    return c.mb.scatter(data=x, indices=places, updates=update, axis=axis, mode="update")
+    positions = c.mb.add(x=counting(c, sizes[axis]), y=start)
+    if inner_axes:
+        inner = c.mb.gather(x=x, indices=positions, axis=axis)
+        update = _write_axes(c, inner, update, begin, sizes, inner_axes)
+    return c.mb.scatter(data=x, indices=positions, updates=update, axis=axis, mode="update")
 
 
 def _compose_pad(c: Composer, node: Node, x: Var | None, value: Var) -> Var:
@@ -157,15 +157,22 @@ def _compose_pad(c: Composer, node: Node, x: Var | None, value: Var) -> Var:
 
 
 def _spread(c: Composer, x: Var, value: Var, shape: Sequence[Dim], axis: int, count: int) -> Var:
-    """Return a tensor with ``count`` elements put between those along an axis."""
+    """Return a tensor with ``count`` elements inserted between neighbours along an axis."""
     before, after = shape[:axis], shape[axis + 1 :]
-    if len(shape) == MOST_AXES:  # one more is needed
+    if len(shape) == MOST_AXES:  # an axis is added below
         before, after = [product(before)], [product(after)]
         x = c.reshape(x, (*before, shape[axis], *after))
-    wide = [*before, shape[axis], 1, *after]
-    place = len(before)
-    added = [count if n == place + 1 else 0 for n in range(len(wide))]
-    x = _extend(c, c.mb.expand_dims(x=x, axes=[place + 1]), value, wide, [0] * len(wide), added)
+    expanded_shape = [*before, shape[axis], 1, *after]
+    axis_position = len(before)
+    added = [count if n == axis_position + 1 else 0 for n in range(len(expanded_shape))]
+    x = _extend(
+        c,
+        c.mb.expand_dims(x=x, axes=[axis_position + 1]),
+        value,
+        expanded_shape,
+        [0] * len(expanded_shape),
+        added,
+    )
     x = c.reshape(x, [*shape[:axis], simplify(shape[axis] * (count + 1)), *shape[axis + 1 :]])
     last = [count if n == axis else 0 for n in range(len(shape))]
     return _crop(c, x, [0] * len(shape), last)
@@ -179,7 +186,7 @@ def _extend(
     before: Sequence[int],
     after: Sequence[int],
 ) -> Var:
-    """Return a tensor with elements added at the ends of its axes."""
+    """Return a tensor padded at the ends of its axes."""
     if not any(before) and not any(after):
         return x
     if value.val is not None and value.dtype.__name__ in ("fp16", "fp32"):
@@ -189,8 +196,8 @@ def _extend(
     for axis, (low, high) in enumerate(zip(before, after, strict=True)):
 
         def border(count: int, axis: int = axis) -> list[Var]:
-            wide = [*sizes[:axis], count, *sizes[axis + 1 :]]
-            return [c.broadcast(value, wide)] if count else []
+            border_shape = [*sizes[:axis], count, *sizes[axis + 1 :]]
+            return [c.broadcast(value, border_shape)] if count else []
 
         if low or high:
             x = c.mb.concat(values=[*border(low), x, *border(high)], axis=axis)
@@ -199,7 +206,7 @@ def _extend(
 
 
 def _crop(c: Composer, x: Var, before: Sequence[int], after: Sequence[int]) -> Var:
-    """Return a tensor without elements at the ends of its axes."""
+    """Return a tensor cropped at the ends of its axes."""
     return c.mb.slice_by_index(
         x=x,
         begin=list(before),
@@ -210,7 +217,7 @@ def _crop(c: Composer, x: Var, before: Sequence[int], after: Sequence[int]) -> V
 
 
 class Slicing(Emitter):
-    """Slices, writing into slices, padding."""
+    """Slices, updates of slices, and padding."""
 
     @operation(ALL, _compose_slice, moves_data=True)
     def slice(
@@ -220,10 +227,10 @@ class Slicing(Emitter):
         limit: Sequence[Dim],
         strides: Sequence[int] | None = None,
     ) -> Value:
-        """Return every ``strides``-th element from ``start`` up to, not including, ``limit``."""
+        """Return ``x[start:limit:strides]`` along each dimension."""
         steps = (1,) * x.rank if strides is None else strides
-        for what, given in (("starts", start), ("limits", limit), ("strides", steps)):
-            require_rank("slice", what, given, x.rank)
+        for what, entries in (("starts", start), ("limits", limit), ("strides", steps)):
+            require_rank("slice", what, entries, x.rank)
         first, last = sizes_of("slice", start), sizes_of("slice", limit)
         step = _numbers("slice", "strides", sizes_of("slice", steps, 1))
         for low, high, size in zip(first, last, x.shape, strict=True):
@@ -234,12 +241,12 @@ class Slicing(Emitter):
                     expected=f"0 <= start <= limit <= {size}",
                 )
         shape = [
-            _steps(high - low, step) for low, high, step in zip(first, last, step, strict=True)
+            _step_count(high - low, step) for low, high, step in zip(first, last, step, strict=True)
         ]
-        known = None
+        elements = None
         if x.type.is_static and x.known is not None:
             index = tuple(map(slice, first, last, step))
-            known = known_result(lambda array: array[index], x)
+            elements = known_result(lambda array: array[index], x)
         return self.emit(
             "slice",
             (x,),
@@ -247,17 +254,17 @@ class Slicing(Emitter):
             start=first,
             limit=last,
             strides=step,
-            known=known,
+            known=elements,
         )
 
     @operation(ALL, _compose_dynamic_slice, moves_data=True)
     def dynamic_slice(self, x: Value, starts: Sequence[Value], sizes: Sequence[Dim]) -> Value:
-        """Return the region of ``sizes`` at ``starts``, which is moved until it fits into ``x``.
+        """Return the region of ``sizes`` at ``starts``; starts are clamped so that it fits.
 
         Args:
             x: Any tensor.
-            starts: An integer of rank 0 per dimension.
-            sizes: Of the result.
+            starts: A scalar integer for each dimension.
+            sizes: Shape of the result.
         """
         counts = sizes_of("dynamic_slice", sizes)
         require_rank("dynamic_slice", "sizes", counts, x.rank)
@@ -270,12 +277,12 @@ class Slicing(Emitter):
 
     @operation(ALL, _compose_dynamic_update_slice, moves_data=True)
     def dynamic_update_slice(self, x: Value, update: Value, starts: Sequence[Value]) -> Value:
-        """Return ``x`` with the region at ``starts`` replaced, which is moved until it fits.
+        """Return ``x`` with the region at ``starts`` replaced; starts are clamped so that it fits.
 
         Args:
             x: Any tensor.
             update: Tensor of the same rank, no larger.
-            starts: An integer of rank 0 per dimension.
+            starts: A scalar integer for each dimension.
         """
         name = "dynamic_update_slice"
         require_same_dtype(name, x, update)
@@ -292,28 +299,28 @@ class Slicing(Emitter):
         high: Sequence[int],
         interior: Sequence[int] | None = None,
     ) -> Value:
-        """Return ``x`` with elements added at the ends of dimensions and between their elements.
+        """Return ``x`` padded at the ends of dimensions and between elements.
 
         Args:
             x: Any tensor.
-            value: Of rank 0: the elements that are added.
-            low: Added at the start of each dimension; negative: so many are removed.
-            high: Added at the end, or removed.
-            interior: Added between two elements, before anything is removed.
+            value: Scalar to pad with.
+            low: Number of elements added at the start of each dimension; negative numbers crop.
+            high: Number of elements added at the end of each dimension; negative numbers crop.
+            interior: Number of elements added between neighbours, before any crop.
         """
         name = "pad"
         require_same_dtype(name, x, value)
         if value.rank:
             raise GraphError(f"{name}: the value is not of rank 0", got=str(value.type))
-        between = (0,) * x.rank if interior is None else interior
+        interior_amounts = (0,) * x.rank if interior is None else interior
         lists: list[tuple[int, ...]] = []
-        for what, given in (("low", low), ("high", high), ("interior", between)):
-            require_rank(name, f"sizes in {what!r}", given, x.rank)
+        for what, amounts in (("low", low), ("high", high), ("interior", interior_amounts)):
+            require_rank(name, f"sizes in {what!r}", amounts, x.rank)
             least = 0 if what == "interior" else -(2**31)
-            lists.append(_numbers(name, what, sizes_of(name, given, least)))
+            lists.append(_numbers(name, what, sizes_of(name, amounts, least)))
         shape: list[Dim] = []
-        for size, before, after, inner in zip(x.shape, *lists, strict=True):
-            gaps: Any = inner * max(size - 1, 0) if isinstance(size, int) else inner * (size - 1)
+        for size, before, after, gap in zip(x.shape, *lists, strict=True):
+            gaps: Any = gap * max(size - 1, 0) if isinstance(size, int) else gap * (size - 1)
             shape.append(simplify(size + gaps + before + after))
         if any(isinstance(size, int) and size < 0 for size in shape):
             raise GraphError(
@@ -327,15 +334,15 @@ class Slicing(Emitter):
     def dynamic_pad(
         self, x: Value, value: Value, low: Value, high: Value, interior: Value
     ) -> Value:
-        """Return ``pad`` with sizes that are vectors of integers; see ``dynamic_reshape``."""
-        sizes = [known_sizes("dynamic_pad", given) for given in (low, high, interior)]
-        return self.pad(x, value, *(_numbers("dynamic_pad", "sizes", given) for given in sizes))
+        """Return ``pad`` with vectors of integers as amounts; see ``dynamic_reshape``."""
+        sizes = [known_sizes("dynamic_pad", amounts) for amounts in (low, high, interior)]
+        return self.pad(x, value, *(_numbers("dynamic_pad", "sizes", amounts) for amounts in sizes))
 
     @operation(ALL)
     def real_dynamic_slice(self, x: Value, start: Value, limit: Value, strides: Value) -> Value:
-        """Return ``slice`` with bounds that are vectors of integers; see ``dynamic_reshape``."""
+        """Return ``slice`` with vectors of integers as bounds; see ``dynamic_reshape``."""
         name = "real_dynamic_slice"
-        first, last, step = (known_sizes(name, given) for given in (start, limit, strides))
+        first, last, step = (known_sizes(name, bounds) for bounds in (start, limit, strides))
         return self.slice(x, first, last, _numbers(name, "strides", step))
 
 
@@ -358,36 +365,36 @@ def _check_region(name: str, x: Value, sizes: Sequence[Dim], starts: Sequence[Va
 
 
 def _fixed_starts(x: Value, starts: Sequence[Value], sizes: Sequence[Dim]) -> list[int] | None:
-    """Return starts that are constants, clamped; None if one is not."""
-    found: list[int] = []
+    """Return the clamped starts if all are constants, else None."""
+    clamped: list[int] = []
     for start, size, have in zip(starts, sizes, x.shape, strict=True):
         if same_size(size, have):
-            found.append(0)
+            clamped.append(0)
             continue
         limit = simplify(have - size)
-        (known,) = start.known or (None,)
-        if not isinstance(known, int) or not isinstance(limit, int):
+        (index,) = start.known or (None,)
+        if not isinstance(index, int) or not isinstance(limit, int):
             return None
-        if start.dtype.is_unsigned and known < 0:
-            known = limit  # stored as the bits of an int32
-        found.append(min(max(known, 0), limit))
-    return found
+        if start.dtype.is_unsigned and index < 0:
+            index = limit  # stored as the bits of an int32
+        clamped.append(min(max(index, 0), limit))
+    return clamped
 
 
-def _steps(length: Any, stride: int) -> Dim:
+def _step_count(length: Any, stride: int) -> Dim:
     if isinstance(length, int):
         return -(-length // stride)
     return simplify(length) if stride == 1 else sympy.floor((length + stride - 1) / stride)
 
 
 def _exceeds(size: Dim, limit: Dim) -> bool:
-    """Whether a size is known to be larger."""
+    """Whether a size is known to be larger than ``limit``."""
     difference = simplify(limit - size)
     return difference < 0 if isinstance(difference, int) else difference.is_negative is True
 
 
 def _numbers(name: str, what: str, sizes: Sequence[Dim]) -> tuple[int, ...]:
-    found = tuple(size for size in sizes if isinstance(size, int))
-    if len(found) != len(sizes):
+    numbers = tuple(size for size in sizes if isinstance(size, int))
+    if len(numbers) != len(sizes):
         raise GraphError(f"{name}: {what} have to be numbers", got=str(list(map(str, sizes))))
-    return found
+    return numbers

@@ -1,8 +1,8 @@
 """Sorting.
 
-Core ML sorts by one key, and does not say what becomes of equal elements and of NaN; on both our
-engines equal elements keep their order and NaN is the largest. A sort by several keys, the last one
-first, needs the former.
+Core ML sorts by one key, and does not specify the order of equal elements and of NaN. On both
+engines, sorts are stable, and NaN is the largest. A sort by several keys is a stable sort by each,
+the last key first.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from coreml_delegate.graph.tensor_types import ALL, Dim, DType, TensorType
 Comparator = Callable[..., Any] | str
 
 _ORDERS = {"ascending": True, "descending": False}
-# Every element is compared with every other one, so that this makes 4 million comparisons per row.
+# All pairs of elements are compared: 4 million comparisons for each row of this size.
 _MAX_COMPARED = 2048
 
 
 def _compose_sort(c: Composer, node: Node, *values: Var) -> tuple[Var, ...]:
     shape, axis = node.types[0].shape, node["dimension"]
     if len(shape) > MOST_AXES:
-        given, (shape, axis) = shape, around_axis(node.types[0], axis)
+        full_shape, (shape, axis) = shape, around_axis(node.types[0], axis)
         values = tuple(c.reshape(value, shape) for value in values)
-        return tuple(c.reshape(value, given) for value in _sorted(c, node, values, shape, axis))
+        return tuple(
+            c.reshape(value, full_shape) for value in _sorted(c, node, values, shape, axis)
+        )
     return _sorted(c, node, values, shape, axis)
 
 
@@ -49,7 +51,7 @@ def _sorted(
 
 
 def _order_by_keys(c: Composer, node: Node, values: Sequence[Var], axis: int) -> Var | None:
-    """Return the indices that sort by keys, or None if there are none."""
+    """Return the indices that sort by keys; None without keys."""
     order: Var | None = None
     for key in reversed(node["keys"]):
         dtype = node.operands[key.operand].dtype
@@ -57,9 +59,13 @@ def _order_by_keys(c: Composer, node: Node, values: Sequence[Var], axis: int) ->
         passes = [value]
         if key.splits_zeros:
             passes.insert(0, _sign_of_zero(c, value, dtype))
-        for by in passes:
-            moved = by if order is None else c.mb.gather_along_axis(x=by, indices=order, axis=axis)
-            step = c.mb.argsort(x=moved, axis=axis, ascending=key.ascending)
+        for tensor in passes:
+            current = (
+                tensor
+                if order is None
+                else c.mb.gather_along_axis(x=tensor, indices=order, axis=axis)
+            )
+            step = c.mb.argsort(x=current, axis=axis, ascending=key.ascending)
             if order is None:
                 order = step
             else:
@@ -68,42 +74,42 @@ def _order_by_keys(c: Composer, node: Node, values: Sequence[Var], axis: int) ->
 
 
 def _sign_of_zero(c: Composer, x: Var, dtype: DType) -> Var:
-    """Return 0 where ``x`` is -0, and 1 elsewhere, as int32."""
+    """Return 0 where ``x`` is -0, else 1, as int32."""
     zero = dtype.storage_numpy.type(0)
     is_negative = c.mb.less(x=c.mb.real_div(x=dtype.storage_numpy.type(1), y=x), y=zero)
-    found = c.mb.logical_and(x=c.mb.equal(x=x, y=zero), y=is_negative)
-    return c.mb.cast(x=c.mb.logical_not(x=found), dtype="int32")
+    is_negative_zero = c.mb.logical_and(x=c.mb.equal(x=x, y=zero), y=is_negative)
+    return c.mb.cast(x=c.mb.logical_not(x=is_negative_zero), dtype="int32")
 
 
 def _order_by_comparison(
     c: Composer, node: Node, values: Sequence[Var], shape: Sequence[Dim], axis: int
 ) -> Var:
-    """Return the indices that sort by a comparator, with which every pair is compared.
+    """Return the indices that sort by a comparator, from comparisons of all pairs.
 
-    The place of an element is the number of those that go before it; of equal ones those that stand
-    before it.
+    The rank of element j is the number of elements i that go before it, or are equal and i <= j.
     """
     comparator = node.closures["comparator"]
     count = int(shape[axis])
-    last = [n for n in range(len(shape)) if n != axis] + [axis]
-    moved_shape = [int(shape[n]) for n in last]
+    axes = [n for n in range(len(shape)) if n != axis] + [axis]
+    row_shape = [int(shape[n]) for n in axes]
     arguments: list[Var] = []
     for value, operand in zip(values, node.operands, strict=True):
-        moved = value if last == sorted(last) else c.mb.transpose(x=value, perm=last)
-        rows = c.reshape(moved, (-1, count))
+        transposed = value if axes == sorted(axes) else c.mb.transpose(x=value, perm=axes)
+        rows = c.reshape(transposed, (-1, count))
         if operand.dtype is DType.BOOL:  # stored as int32 by a sort
             rows = c.mb.cast(x=rows, dtype="bool")
         arguments += [c.mb.expand_dims(x=rows, axes=[2]), c.mb.expand_dims(x=rows, axes=[1])]
     (flag,) = c.call(comparator, arguments)
-    pairs = (int(np.prod(moved_shape[:-1], dtype=np.int64)), count, count)
+    pairs = (int(np.prod(row_shape[:-1], dtype=np.int64)), count, count)
     before = c.broadcast(c.mb.cast(x=flag, dtype="int32"), pairs)
     either = c.mb.add(x=before, y=c.mb.transpose(x=before, perm=[0, 2, 1]))
     equal = c.mb.sub(x=np.int32(1), y=c.mb.minimum(x=either, y=np.int32(1)))
-    earlier = c.mb.band_part(x=equal, lower=0, upper=-1)  # itself too, which shifts all alike
-    rank = c.mb.reduce_sum(x=c.mb.add(x=before, y=earlier), axes=[1], keep_dims=False)
-    order = c.reshape(c.mb.argsort(x=rank, axis=-1, ascending=True), moved_shape)
-    back = [last.index(n) for n in range(len(last))]
-    return order if last == sorted(last) else c.mb.transpose(x=order, perm=back)
+    # The diagonal, i = j, adds 1 to all ranks.
+    equal_up_to = c.mb.band_part(x=equal, lower=0, upper=-1)
+    rank = c.mb.reduce_sum(x=c.mb.add(x=before, y=equal_up_to), axes=[1], keep_dims=False)
+    order = c.reshape(c.mb.argsort(x=rank, axis=-1, ascending=True), row_shape)
+    inverse = [axes.index(n) for n in range(len(axes))]
+    return order if axes == sorted(axes) else c.mb.transpose(x=order, perm=inverse)
 
 
 def _compose_top_k(c: Composer, node: Node, x: Var) -> tuple[Var, Var]:
@@ -111,7 +117,7 @@ def _compose_top_k(c: Composer, node: Node, x: Var) -> tuple[Var, Var]:
     if len(shape) > MOST_AXES:
         x = c.reshape(x, (-1, shape[-1]))
     values, indices = c.mb.topk(x=c.ordered(x, dtype), k=node["k"], axis=-1, ascending=False)
-    values = c.ordered(values, dtype)  # twice is not at all
+    values = c.ordered(values, dtype)  # ``ordered`` is its own inverse
     if len(shape) > MOST_AXES:
         return c.reshape(values, (-1,)), c.reshape(indices, (-1,))
     return values, indices
@@ -128,18 +134,18 @@ class Sorting(Emitter):
         comparator: Comparator = "ascending",
         is_stable: bool = True,
     ) -> tuple[Value, ...]:
-        """Return tensors sorted along a dimension, all in the order that a comparator decides.
+        """Return tensors sorted along a dimension, all in the order of a comparator.
 
         Args:
             values: Tensors of one shape.
-            dimension: To sort along.
+            dimension: The dimension to sort along.
             comparator: ``ascending`` or ``descending`` order of the first tensor, where NaN is the
                 largest; or a function that takes two elements of each tensor, as (x, other x, y,
-                other y), and returns a bool, whether the first ones go before the others. It is a
-                strict weak order. Comparisons of tensors in turn, as ``jax.lax.sort`` makes them,
-                are known; any other function has to be of operations on each element, and the
-                dimension no larger than 2,048.
-            is_stable: Whether equal elements have to keep their order. They do in any case.
+                other y), and returns a bool, whether the first element goes before the other. It
+                is a strict weak order. Lexicographic comparisons, as ``jax.lax.sort`` makes them,
+                are recognized; any other function has to be elementwise, and the dimension no
+                larger than 2,048.
+            is_stable: Has no effect: the sort is always stable.
 
         Raises:
             GraphError: Shapes that differ, or a comparator that cannot be used.
@@ -168,7 +174,7 @@ class Sorting(Emitter):
             return self.emit("sort", values, types, dimension=axis, keys=keys)
         if not is_elementwise(closure):
             raise GraphError(
-                "the comparator is not made of operations on each element alone",
+                "the comparator is not made of operations on each element only",
                 got=", ".join(sorted({node.name for node in closure.scope.nodes})),
             )
         counted = self._counting_comparator(comparator, types, axis)
@@ -180,17 +186,17 @@ class Sorting(Emitter):
     def top_k(self, x: Value, k: int) -> tuple[Value, Value]:
         """Return the largest elements along the last dimension, in descending order, and indices.
 
-        NaN is the largest; of equal elements, as -0 and 0 are, the first is taken first.
+        NaN is the largest; equal elements, such as -0 and 0, keep their order.
 
         Args:
             x: The tensor.
-            k: How many.
+            k: The number of elements.
 
         Returns:
             The elements, and their indices as int32.
 
         Raises:
-            GraphError: There are not so many, or their number is known at run time only.
+            GraphError: There are fewer elements, or their number is known only at run time.
         """
         if not x.rank:
             raise GraphError("top_k takes no scalars", got=str(x.type))
@@ -203,14 +209,14 @@ class Sorting(Emitter):
     def _counting_comparator(
         self, comparator: Callable[..., Any], types: Sequence[TensorType], axis: int
     ) -> Closure:
-        """Return a comparator of all pairs of each row."""
+        """Trace a comparator for all pairs of each row: [rows, n, 1] with [rows, 1, n]."""
         if not types[0].is_static or types[0].static_shape[axis] > _MAX_COMPARED:
             raise GraphError(
-                "the comparator is none of the known ones, so every element is compared with "
-                "every other one: too many",
+                "the comparator is not a lexicographic comparison, so all pairs of elements are "
+                "compared: too many",
                 got=str(types[0]),
                 expected=f"a fixed size of {_MAX_COMPARED} or less",
-                remedy="Compare the operands in turn by less or greater",
+                remedy="Compare the operands one after the other by less or greater",
             )
         shape = types[0].static_shape
         count = max(1, shape[axis])
@@ -223,8 +229,8 @@ class Sorting(Emitter):
         types: Sequence[TensorType],
         shapes: tuple[tuple[int, ...], tuple[int, ...]],
     ) -> Closure:
-        takes = [type.with_shape(shape) for type in types for shape in shapes]
-        closure = self.trace("comparator", comparator, takes)
+        parameter_types = [type.with_shape(shape) for type in types for shape in shapes]
+        closure = self.trace("comparator", comparator, parameter_types)
         is_flag = len(closure.results) == 1 and closure.results[0].dtype is DType.BOOL
         if not is_flag or (not shapes[0] and closure.results[0].rank):
             raise GraphError(

@@ -1,5 +1,8 @@
-"""Threefry-2x32: a counter turned to random bits by 20 rounds of additions, rotations and xor.
+"""Threefry-2x32 with 20 rounds: random bits from a key (k0, k1) and a counter (x, y).
 
+First, the key is added to the counter. A round is ``x <- x + y; y <- rotate_left(y, r) ^ x``. After
+each group of four rounds, the next words of (k0, k1, k0 ^ k1 ^ 0x1BD11BDA) are added, cyclically,
+and the number of the group to y.
 Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011).
 """
 
@@ -18,11 +21,11 @@ _ROW = 1024
 
 
 def compose(c: Composer, state: Var, bits: TensorType) -> tuple[Var, Var | None]:
-    """Return the state that follows, and random bits, as XLA lays them out.
+    """Return the next state, and random bits in XLA's layout.
 
     Args:
         c: Composer.
-        state: int32 of shape [4]: key and counter, the low word of each first.
+        state: int32 [4]: key and counter, each with its low word first.
         bits: Type of the result.
     """
     if bits.is_empty:
@@ -32,13 +35,13 @@ def compose(c: Composer, state: Var, bits: TensorType) -> tuple[Var, Var | None]
     half = (*shape[:axis], -(-shape[axis] // 2), *shape[axis + 1 :])
     count = int(np.prod(half))
     key_low, key_high, low, high = c.mb.split(x=state, num_splits=4, axis=0)
-    after = c.mb.add(x=low, y=np.int32(count))
-    new_words = [key_low, key_high, after, _carry_bit(c, after, low, high)]
+    new_low = c.mb.add(x=low, y=np.int32(count))
+    new_words = [key_low, key_high, new_low, _carry_bit(c, new_low, low, high)]
     new_state = c.mb.concat(values=new_words, axis=0)
     totals = _totals(c, low, count)
     counters = (totals, _carry_bit(c, totals, low, high))
     words = _rounds(c, (key_low, key_high), counters)
-    # Both words of a counter become neighbours along the axis.
+    # The two words of a counter become neighbours along the axis.
     outer, inner = int(np.prod(half[: axis + 1])), int(np.prod(half[axis + 1 :]))
     columns = [c.mb.reshape(x=word, shape=(outer, 1, inner)) for word in words]
     pairs = c.mb.concat(values=columns, axis=1)
@@ -50,13 +53,13 @@ def compose(c: Composer, state: Var, bits: TensorType) -> tuple[Var, Var | None]
 
 
 def _split_axis(shape: tuple[int, ...]) -> int:
-    """Return the axis along which XLA halves: the first of even size, else the first longest."""
+    """Return the axis that XLA halves: the first of even size, else the first longest."""
     even = [axis for axis, size in enumerate(shape) if size % 2 == 0]
     return even[0] if even else int(np.argmax(shape))
 
 
 def _totals(c: Composer, low: Var, count: int) -> Var:
-    """Return a word plus 0, 1, 2, ...; of many numbers only sums are stored."""
+    """Return ``low + [0, 1, ..., count - 1]``; from 1,024 on, rows and columns are added."""
     if count <= _ROW:
         return c.mb.add(x=low, y=c.const(np.arange(count, dtype=np.int32)))
     rows = np.arange(-(-count // _ROW), dtype=np.int32)[:, None] * np.int32(_ROW)
@@ -67,28 +70,28 @@ def _totals(c: Composer, low: Var, count: int) -> Var:
 
 
 def _carry_bit(c: Composer, total: Var, low: Var, high: Var) -> Var:
-    """Return the high word of a counter after its low word was increased to ``total``."""
+    """Return the high word of a counter whose low word became ``total``: carry if it wrapped."""
     ordered = [c.ordered(word, DType.UINT32) for word in (total, low)]
     carry = c.mb.cast(x=c.mb.less(x=ordered[0], y=ordered[1]), dtype="int32")
     return c.mb.add(x=high, y=carry)
 
 
 def _rounds(c: Composer, key: tuple[Var, Var], counter: tuple[Var, Var]) -> tuple[Var, Var]:
-    """Return two random words per counter."""
+    """Return two random words for each counter."""
     first, second = key
     mixed = combine_words(c, np.bitwise_xor, first, second)
     keys = (first, second, combine_constant(c, np.bitwise_xor, DType.UINT32, mixed, _PARITY))
     x, y = (c.mb.add(x=word, y=part) for word, part in zip(counter, key, strict=True))
     for group in range(5):
-        for places in _ROTATIONS[group % 2]:
+        for rotation in _ROTATIONS[group % 2]:
             x = c.mb.add(x=x, y=y)
-            y = combine_words(c, np.bitwise_xor, _rotated(c, y, places), x)
+            y = combine_words(c, np.bitwise_xor, _rotate_left(c, y, rotation), x)
         x = c.mb.add(x=x, y=keys[(group + 1) % 3])
         y = c.mb.add(x=y, y=c.mb.add(x=keys[(group + 2) % 3], y=np.int32(group + 1)))
     return x, y
 
 
-def _rotated(c: Composer, x: Var, places: int) -> Var:
-    """Return bits moved up, those moved out of the word at its lower end."""
-    up = c.mb.mul(x=x, y=np.int32(1 << places))
-    return c.mb.add(x=up, y=shift_right_word(c, x, 32 - places))
+def _rotate_left(c: Composer, x: Var, count: int) -> Var:
+    """Return ``(x << count) | (x >>> 32 - count)``."""
+    up = c.mb.mul(x=x, y=np.int32(1 << count))
+    return c.mb.add(x=up, y=shift_right_word(c, x, 32 - count))

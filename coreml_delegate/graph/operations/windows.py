@@ -1,4 +1,4 @@
-"""Reductions of windows that move over tensors."""
+"""Reductions of sliding windows."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from coreml_delegate.graph.window_sizes import (
     window_padding,
 )
 
-# MIL pools up to three axes, beside those of batch and channels.
+# MIL pools up to three axes, beside the batch and the channels.
 _POOLED_AXES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class _Windows:
-    """Windows of a tensor, for each axis."""
+    """Sliding windows: size, strides, padding and dilations for each axis."""
 
     window: tuple[int, ...]
     strides: tuple[int, ...]
@@ -56,9 +56,9 @@ class _Windows:
 
     @property
     def active(self) -> list[int]:
-        """The axes along which there is anything to do."""
-        still = zip(self.window, self.strides, self.padding, self.base_dilation, strict=True)
-        return [axis for axis, of in enumerate(still) if of != (1, 1, (0, 0), 1)]
+        """The axes along which the windows do not just copy the tensor."""
+        parameters = zip(self.window, self.strides, self.padding, self.base_dilation, strict=True)
+        return [axis for axis, values in enumerate(parameters) if values != (1, 1, (0, 0), 1)]
 
     @property
     def is_plain(self) -> bool:
@@ -67,7 +67,7 @@ class _Windows:
         return max(dilations, default=1) == 1 and min(map(min, self.padding), default=0) >= 0
 
     def running_axis(self, shape: Sequence[Dim]) -> tuple[int, bool] | None:
-        """Return the axis along which this is a running reduction, and whether from its end."""
+        """Return the axis of a cumulative reduction, and whether it is reversed; else None."""
         if len(self.active) != 1 or not self.is_plain:
             return None
         (axis,) = self.active
@@ -75,16 +75,17 @@ class _Windows:
         if self.window[axis] != size or self.strides[axis] != 1:
             return None
         reach = self.window[axis] - 1
-        ways = {(reach, 0): False, (0, reach): True}
-        return (axis, ways[self.padding[axis]]) if self.padding[axis] in ways else None
+        reversals = {(reach, 0): False, (0, reach): True}
+        return (axis, reversals[self.padding[axis]]) if self.padding[axis] in reversals else None
 
 
 def _steps(windows: _Windows) -> Iterator[tuple[int, int, int]]:
-    """Yield how windows grow: along which axis, from how many elements, by how many.
+    """Yield the steps in which windows grow to their size n: (axis, elements so far, added).
 
-    They grow by themselves, or by one element.
+    By the bits of n, as in exponentiation by squaring: double, and add 1 where a bit is set. This
+    takes at most 2 log2(n) steps for each axis.
     """
-    # The elements of a window are combined in their order if the last axis comes first.
+    # With the last axis first, the elements of a window are combined in their order.
     for axis in reversed(range(len(windows.window))):
         covered = 1
         for bit in bin(windows.window[axis])[3:]:
@@ -101,14 +102,14 @@ def _grow(
     tensors: list[Var],
     join: Callable[[list[Var], list[Var]], list[Var]],
 ) -> list[Var]:
-    """Return tensors, padded before, combined over windows, by what joins two parts of windows."""
+    """Return padded tensors reduced over windows; ``join`` combines two parts of all windows."""
     for axis, steps in itertools.groupby(_steps(windows), key=lambda step: step[0]):
         single = tensors
         distance = windows.window_dilation[axis]
-        for _, covered, more in steps:
-            other = tensors if more == covered and covered > 1 else single
+        for _, covered, added in steps:
+            other = tensors if added == covered and covered > 1 else single
             tensors = join(
-                [take(c, x, axis, 0, -more * distance) for x in tensors],
+                [take(c, x, axis, 0, -added * distance) for x in tensors],
                 [take(c, x, axis, covered * distance) for x in other],
             )
     for axis, stride in enumerate(windows.strides):
@@ -121,8 +122,8 @@ def _compose_reduce_window(c: Composer, node: Node, *operands: Var) -> Any:
     windows: _Windows = node["windows"]
     tensors, initial = list(operands[:count]), operands[count:]
     if node["kind"] is not None:
-        return (_known_windows(c, node, tensors[0], initial[0]),)
-    tensors = [_padded(c, node, x, first) for x, first in zip(tensors, initial, strict=True)]
+        return (_reduce_by_kind(c, node, tensors[0], initial[0]),)
+    tensors = [_pad(c, node, x, first) for x, first in zip(tensors, initial, strict=True)]
     closures = iter([node.closures[name] for name in node.closures if name != "initial"])
 
     def join(first: list[Var], second: list[Var]) -> list[Var]:
@@ -133,7 +134,7 @@ def _compose_reduce_window(c: Composer, node: Node, *operands: Var) -> Any:
     return tuple(call_wide(c, node.closures["initial"], [*before, *results]))
 
 
-def _padded(c: Composer, node: Node, x: Var, fill: Var) -> Var:
+def _pad(c: Composer, node: Node, x: Var, fill: Var) -> Var:
     windows: _Windows = node["windows"]
     shape = node.types[0].shape
     if x is None:
@@ -142,19 +143,19 @@ def _padded(c: Composer, node: Node, x: Var, fill: Var) -> Var:
     return pad(c, x, shape, windows.padding, fill)[0]
 
 
-def _known_windows(c: Composer, node: Node, x: Var, initial: Var) -> Var:
+def _reduce_by_kind(c: Composer, node: Node, x: Var, initial: Var) -> Var:
     windows: _Windows = node["windows"]
     kind, dtype, shape = node["kind"], node.operands[0].dtype, node.types[0].shape
     has_order = kind in ("maximum", "minimum")
-    running = windows.running_axis(shape)
+    scan = windows.running_axis(shape)
     if node["is_identity"]:
         number = identity_element(kind, dtype)
         initial = c.const(np.int32(number) if dtype is DType.BOOL else number)
-        if x is not None and running is not None:
-            return compose_cumulative(c, kind, dtype, x, running[0], shape[running[0]], running[1])
+        if x is not None and scan is not None:
+            return compose_cumulative(c, kind, dtype, x, scan[0], shape[scan[0]], scan[1])
         if x is not None and _can_pool(windows, kind, dtype):
             return _pool(c, windows, kind, x, shape, initial)
-    x = _padded(c, node, x, initial)
+    x = _pad(c, node, x, initial)
     x, initial = (c.ordered(var, dtype) if has_order else var for var in (x, initial))
 
     def join(first: list[Var], second: list[Var]) -> list[Var]:
@@ -178,19 +179,19 @@ def _can_pool(windows: _Windows, kind: str, dtype: DType) -> bool:
 def _pool(
     c: Composer, windows: _Windows, kind: str, x: Var, shape: Sequence[Dim], fill: Var
 ) -> Var:
-    """Return sums or extrema of floats by a pooling op of MIL."""
+    """Return sums or extrema of floats by a pooling op of MIL; a sum is ``mean * window size``."""
     active = windows.active
-    others = [axis for axis in range(len(shape)) if axis not in active]
+    other_axes = [axis for axis in range(len(shape)) if axis not in active]
     window = [windows.window[axis] for axis in active]
     pads = [windows.padding[axis] for axis in active]
-    # Wider padding than a window has no meaning to a device.
+    # For a device, padding has to be narrower than the window.
     if any(max(pair) >= size for pair, size in zip(pads, window, strict=True)):
         x, shape = pad(c, x, shape, windows.padding, fill)
         pads = [(0, 0)] * len(pads)
-    x, moved = transpose(c, x, shape, [*others, *active])
-    still, sizes = list(moved[: len(others)]), moved[len(others) :]
-    channels = [1, 1, *still][-2:] if len(still) < 3 else [_product(still[:-1]), still[-1]]
-    x = reshape(c, x, moved, [*channels, *sizes])
+    x, arranged = transpose(c, x, shape, [*other_axes, *active])
+    outer, sizes = list(arranged[: len(other_axes)]), arranged[len(other_axes) :]
+    channels = [1, 1, *outer][-2:] if len(outer) < 3 else [_product(outer[:-1]), outer[-1]]
+    x = reshape(c, x, arranged, [*channels, *sizes])
     keywords: dict[str, Any] = {
         "kernel_sizes": window,
         "strides": [windows.strides[axis] for axis in active],
@@ -203,15 +204,15 @@ def _pool(
     elif kind == "maximum":
         x = c.mb.max_pool(x=x, **keywords)
     else:
-        negative = c.mb.max_pool(x=c.mb.mul(x=x, y=np.array(-1, fill.val.dtype)[()]), **keywords)
-        x = c.mb.mul(x=negative, y=np.array(-1, fill.val.dtype)[()])
+        negated_min = c.mb.max_pool(x=c.mb.mul(x=x, y=np.array(-1, fill.val.dtype)[()]), **keywords)
+        x = c.mb.mul(x=negated_min, y=np.array(-1, fill.val.dtype)[()])
     counts = [
         window_count(size, reach, windows.strides[axis], pair)
         for axis, size, reach, pair in zip(active, sizes, window, pads, strict=True)
     ]
-    x = reshape(c, x, [*channels, *counts], [*still, *counts])
-    order = [*others, *active]
-    return transpose(c, x, [*still, *counts], [order.index(n) for n in range(len(order))])[0]
+    x = reshape(c, x, [*channels, *counts], [*outer, *counts])
+    order = [*other_axes, *active]
+    return transpose(c, x, [*outer, *counts], [order.index(n) for n in range(len(order))])[0]
 
 
 def _product(sizes: Sequence[Dim]) -> Dim:
@@ -227,7 +228,7 @@ def _compose_select_and_scatter(c: Composer, node: Node, x: Var, source: Var, in
     kind, dtype = node["kind"], result.dtype
     if source is None:
         return c.broadcast(initial, result.shape)
-    place, is_everywhere = _selected_places(c, node, x)
+    positions, is_everywhere = _selected_positions(c, node, x)
     slots = total if is_everywhere else total + 1
     has_order = kind in ("maximum", "minimum")
     data = c.broadcast(initial, (slots,))
@@ -237,15 +238,17 @@ def _compose_select_and_scatter(c: Composer, node: Node, x: Var, source: Var, in
     modes = {"add": "add", "multiply": "mul", "maximum": "max", "minimum": "min"}
     if dtype is DType.BOOL:
         kind = {"or": "maximum", "and": "minimum"}[kind]
-    scattered = c.mb.scatter(data=data, indices=place, updates=updates, axis=0, mode=modes[kind])
+    scattered = c.mb.scatter(
+        data=data, indices=positions, updates=updates, axis=0, mode=modes[kind]
+    )
     scattered = c.reshape(take(c, scattered, 0, 0, total - slots or None), result.shape)
     return c.ordered(scattered, dtype) if has_order else c.wrap(scattered, dtype)
 
 
-def _selected_places(c: Composer, node: Node, x: Var) -> tuple[Var, bool]:
-    """Return where the selected element of each window is in the flat tensor.
+def _selected_positions(c: Composer, node: Node, x: Var) -> tuple[Var, bool]:
+    """Return the position of each window's selected element in the flat tensor.
 
-    Also whether every window has one; where it has none, the place is beyond the end.
+    Also whether every window has a selected element; without it, the position is the tensor's size.
     """
     windows: _Windows = node["windows"]
     shape = node.types[0].static_shape
@@ -256,35 +259,39 @@ def _selected_places(c: Composer, node: Node, x: Var) -> tuple[Var, bool]:
         zero = c.const(np.int32(0))
     padded, _ = pad(c, x, shape, windows.padding, zero)
     best = offset = None
-    seen = np.zeros((1,) * len(shape), bool)
+    covered = np.zeros((1,) * len(shape), bool)
     for corner in itertools.product(*map(range, windows.window)):
         inside = _inside(windows, shape, grid, corner)
-        here = np.int32(np.dot(corner, pitch))
+        corner_offset = np.int32(np.dot(corner, pitch))
         current = padded
         for axis, (first, count, stride) in enumerate(
             zip(corner, grid, windows.strides, strict=True)
         ):
             current = take(c, current, axis, first, first + (count - 1) * stride + 1, stride)
         if best is None:
-            best, offset = current, c.const(np.full(grid, here, np.int32))
+            best, offset = current, c.const(np.full(grid, corner_offset, np.int32))
         else:
             keep = c.call(node.closures["select"], _as_bools(c, node, [best, current]))[0]
-            keep = _only_where(c, keep, seen, inside)
+            keep = _only_where(c, keep, covered, inside)
             best = c.mb.select(cond=keep, a=best, b=current)
-            offset = c.mb.select(cond=keep, a=offset, b=c.const(np.full(grid, here, np.int32)))
-        seen = seen | inside
-    place = offset
+            offset = c.mb.select(
+                cond=keep, a=offset, b=c.const(np.full(grid, corner_offset, np.int32))
+            )
+        covered = covered | inside
+    positions = offset
     for axis, (count, stride, (low, _)) in enumerate(
         zip(grid, windows.strides, windows.padding, strict=True)
     ):
         starts = (np.arange(count, dtype=np.int32) * stride - low) * pitch[axis]
-        along = [count if n == axis else 1 for n in range(len(grid))]
+        starts_shape = [count if n == axis else 1 for n in range(len(grid))]
         if starts.any():
-            place = c.mb.add(x=place, y=c.const(starts.astype(np.int32).reshape(along)))
-    if not seen.all():
-        nowhere = c.const(np.full(grid, math.prod(shape), np.int32))
-        place = c.mb.select(cond=c.const(np.broadcast_to(seen, grid)), a=place, b=nowhere)
-    return c.reshape(place, (math.prod(grid),)), bool(seen.all())
+            positions = c.mb.add(
+                x=positions, y=c.const(starts.astype(np.int32).reshape(starts_shape))
+            )
+    if not covered.all():
+        end = c.const(np.full(grid, math.prod(shape), np.int32))
+        positions = c.mb.select(cond=c.const(np.broadcast_to(covered, grid)), a=positions, b=end)
+    return c.reshape(positions, (math.prod(grid),)), bool(covered.all())
 
 
 def _as_bools(c: Composer, node: Node, values: list[Var]) -> list[Var]:
@@ -295,29 +302,29 @@ def _as_bools(c: Composer, node: Node, values: list[Var]) -> list[Var]:
 def _inside(
     windows: _Windows, shape: Sequence[int], grid: Sequence[int], corner: Sequence[int]
 ) -> np.ndarray[Any, Any]:
-    """Return in which windows an element is one of the tensor, not of the padding."""
+    """Return for each window whether its element at ``corner`` is not padding."""
     inside = np.ones((1,) * len(grid), bool)
     for axis, (size, count, first) in enumerate(zip(shape, grid, corner, strict=True)):
-        at = np.arange(count) * windows.strides[axis] + first - windows.padding[axis][0]
-        along = [count if n == axis else 1 for n in range(len(grid))]
-        inside = inside & ((at >= 0) & (at < size)).reshape(along)
+        positions = np.arange(count) * windows.strides[axis] + first - windows.padding[axis][0]
+        axis_shape = [count if n == axis else 1 for n in range(len(grid))]
+        inside = inside & ((positions >= 0) & (positions < size)).reshape(axis_shape)
     return inside
 
 
 def _only_where(
-    c: Composer, keep: Var, seen: np.ndarray[Any, Any], inside: np.ndarray[Any, Any]
+    c: Composer, keep: Var, covered: np.ndarray[Any, Any], inside: np.ndarray[Any, Any]
 ) -> Var:
-    """Return whether to keep what is selected so far, also if that or the next is padding."""
+    """Correct ``keep``: false without a selection so far, true if the next is padding."""
     grid = tuple(keep.shape)
-    if not seen.all():
-        keep = c.mb.logical_and(x=keep, y=c.const(np.broadcast_to(seen, grid)))
+    if not covered.all():
+        keep = c.mb.logical_and(x=keep, y=c.const(np.broadcast_to(covered, grid)))
     if not inside.all():
         keep = c.mb.logical_or(x=keep, y=c.const(np.broadcast_to(~inside, grid)))
     return keep
 
 
 class Windows(Emitter):
-    """Reductions of windows that move over tensors."""
+    """Reductions of sliding windows."""
 
     @operation(ALL, _compose_reduce_window, moves_data=True)
     def reduce_window(
@@ -332,12 +339,12 @@ class Windows(Emitter):
         base_dilation: Sequence[int] | None = None,
         window_dilation: Sequence[int] | None = None,
     ) -> Any:
-        """Return the elements of each window combined by a function.
+        """Return the elements of each window reduced by a function.
 
         Args:
             values: Tensors of one shape.
-            initial_values: Of rank 0, one for each tensor: before the first element of a window,
-                and around the tensor and between its elements where these are padded or dilated.
+            initial_values: A scalar for each tensor, combined before the first element of a window;
+                padding and base dilation are filled with it.
             body: See ``reduce``.
             window: Sizes of the window, for each axis.
             strides: Steps of the window.
@@ -346,7 +353,7 @@ class Windows(Emitter):
             window_dilation: Distance of neighbours of the window.
 
         Returns:
-            The result, or a tuple of them if ``values`` is a sequence.
+            The result, or a tuple of results if ``values`` is a sequence.
 
         Raises:
             GraphError: Arguments that do not fit together, or a body that cannot be called on
@@ -401,18 +408,18 @@ class Windows(Emitter):
         strides: Sequence[int] | None = None,
         padding: str | Sequence[tuple[int, int]] | None = None,
     ) -> Value:
-        """Return a tensor that collects each source element where its window selects an element.
+        """Scatter each source element to the element of ``x`` that its window selects.
 
         Args:
-            x: The tensor that windows move over; its sizes are fixed.
-            source: One element for each window.
-            initial_value: Of rank 0: what every element of the result starts with.
-            select: Takes the element that is selected so far, and the next; returns whether to keep
-                the first. Operations on each element.
-            scatter: Sum, product, maximum or minimum of an element and one of the source.
+            x: The tensor under the windows; its sizes are fixed.
+            source: An element for each window.
+            initial_value: Scalar: the start of each element of the result.
+            select: Takes the element selected so far, and the next; returns whether to keep the
+                first. It is elementwise.
+            scatter: Sum, product, maximum or minimum of an element and a source element.
             window: Sizes of the window, for each axis.
             strides: Steps of the window.
-            padding: Elements before and after, which are never selected.
+            padding: Elements before and after, which no window selects.
 
         Raises:
             GraphError: Arguments that do not fit together, or another function.
@@ -425,7 +432,7 @@ class Windows(Emitter):
         counts = _counts(windows, shape)
         if not same_shape(source.shape, counts):
             raise GraphError(
-                f"{name}: the source has one element for each window",
+                f"{name}: the source needs one element for each window",
                 got=str(source.type),
                 expected=str(list(counts)),
             )
@@ -433,16 +440,16 @@ class Windows(Emitter):
         kinds = known_kinds(trace_body(self, "scatter", scatter, (source,)))
         if kinds is None or not is_composable(kinds[0], source.dtype) or kinds[0] == "xor":
             raise GraphError(
-                f"{name}: scatter is none of the functions that Core ML scatters with",
+                f"{name}: Core ML cannot scatter with this function",
                 expected="add, multiply, maximum or minimum; or, and of bools",
             )
         trace_body(self, "select", select, (x,), [DType.BOOL])
-        wide = TensorType(x.dtype, source.shape)
+        window_type = TensorType(x.dtype, source.shape)
         return self.emit(
             name,
             (x, source, initial_value),
             TensorType(source.dtype, shape),
-            closures={"select": trace_wide(self, "select", select, [wide], [DType.BOOL])},
+            closures={"select": trace_wide(self, "select", select, [window_type], [DType.BOOL])},
             windows=windows,
             kind=kinds[0],
         )
@@ -450,7 +457,7 @@ class Windows(Emitter):
     def _wide_bodies(
         self, body: Body, tensors: Sequence[Value], windows: _Windows, shape: Sequence[Dim]
     ) -> dict[str, Closure]:
-        """Return the body for each step of ``_grow``, and for the initial values."""
+        """Return the traced body for each step of ``_grow``, and for the initial values."""
         name = "body of reduce_window"
         if not all(isinstance(size, int) for size in shape):
             raise GraphError(
@@ -460,8 +467,8 @@ class Windows(Emitter):
         if 0 in shape:
             return closures
         sizes = list(_padded_shape(windows, tensors[0].shape))
-        for axis, _, more in _steps(windows):
-            sizes[axis] = sizes[axis] - more * windows.window_dilation[axis]
+        for axis, _, added in _steps(windows):
+            sizes[axis] = sizes[axis] - added * windows.window_dilation[axis]
             types = [TensorType(x.dtype, tuple(sizes)) for x in tensors]
             closures[f"step_{len(closures)}"] = trace_wide(self, name, body, types)
         results = [TensorType(x.dtype, tuple(shape)) for x in tensors]
@@ -478,8 +485,8 @@ def _windows(
     rank = len(shape)
     labels = ("window", "strides", "base_dilation", "window_dilation")
     window, strides, base, dilation = (
-        each_axis(f"{name}: {label}", given, rank)
-        for label, given in zip(labels, numbers, strict=True)
+        each_axis(f"{name}: {label}", values, rank)
+        for label, values in zip(labels, numbers, strict=True)
     )
     spread_sizes = [dilated_size(n, factor) for n, factor in zip(shape, base, strict=True)]
     reach = [int(dilated_size(n, factor)) for n, factor in zip(window, dilation, strict=True)]

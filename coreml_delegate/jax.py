@@ -1,7 +1,7 @@
 """JAX functions as Core ML models.
 
-``compile`` returns a function that is called as the JAX function is, with trees of arrays; ``save``
-writes what ``jax.export`` has exported. Needs JAX: ``pip install 'coreml-delegate[jax]'``.
+``compile`` returns a function with the JAX function's signature, which takes trees of arrays;
+``save`` writes a program of ``jax.export``. Needs JAX: ``pip install 'coreml-delegate[jax]'``.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from coreml_delegate.stablehlo import Program
 from coreml_delegate.stablehlo import compile as compile_program
 from coreml_delegate.stablehlo import convert as convert_program
 
-Place = int | str
-"""An argument: its position, or its name if it is passed by name."""
+ArgumentKey = int | str
+"""Key of an argument: its position, or its name if it is passed by name."""
 
 
 class Function:
-    """A compiled JAX function, which is called as it is. Safe to use from several threads.
+    """A compiled JAX function, called like the original. Thread-safe.
 
     Attributes:
-        program: What it became.
+        program: The compiled program.
     """
 
     def __init__(self, program: Program, signature: _Signature) -> None:
@@ -36,17 +36,18 @@ class Function:
         self._dtypes = [np.dtype(type.dtype.numpy) for type in program.parameters.values()]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the function returns, with NumPy arrays for leaves.
+        """Call the function; return its results, with NumPy arrays as leaves.
 
-        Keys of ``jax.random`` are taken as such or as their data, and returned as their data.
+        Keys of ``jax.random`` are accepted as keys or as their data, and returned as their data.
 
         Raises:
-            InputError: Other trees, shapes or element types than it was compiled for; other static
-                arguments; or it has states, and what ``session`` returns has to be called.
+            InputError: Trees, shapes, element types or static arguments other than those compiled;
+                or the function has states, so that ``session()`` has to be called.
         """
         if self._signature.states:
             raise InputError(
-                "the function has states", remedy="Call what session() returns, which holds them"
+                "the function has states",
+                remedy="Call the result of session(), which has the states",
             )
         return self.run(args, kwargs, None)
 
@@ -55,12 +56,12 @@ class Function:
         return Session(self)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State | None) -> Any:
-        """Call it with a state, from ``program.make_state``; see ``Session``."""
+        """Call the function with a state from ``program.make_state``; see ``Session``."""
         leaves = self._signature.leaves(args, kwargs)
         for n, (leaf, dtype) in enumerate(zip(leaves, self._dtypes, strict=True)):
             if type(leaf) is not np.ndarray or leaf.dtype is not dtype:
                 leaves[n] = _as_array(leaf)
-        return self._signature.returned(self.program.run(*leaves, state=state))
+        return self._signature.results(self.program.run(*leaves, state=state))
 
     def save(self, path: Path | str) -> None:
         """Write the model as an ``.mlpackage`` or ``.pte``."""
@@ -68,7 +69,7 @@ class Function:
 
 
 class Session:
-    """A compiled JAX function with its states: the arguments that it keeps between calls.
+    """A compiled JAX function with its states, which are arguments kept between calls.
 
     It takes the other arguments, and returns a tuple of the other results.
     """
@@ -78,12 +79,12 @@ class Session:
         self.state = function.program.make_state()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the results that are no states, and replace the states; see ``Function``."""
+        """Call the function, replace the states, and return the other results; see ``Function``."""
         return self.function.run(args, kwargs, self.state)
 
 
 class _Signature:
-    """Maps a function's arguments and results to those of its program.
+    """Maps a function's arguments and results to the program's inputs and outputs.
 
     Args:
         exported: From ``jax.export``.
@@ -91,54 +92,54 @@ class _Signature:
         states: Arguments that are states, with the positions of the results that replace them.
 
     Raises:
-        OptionError: ``states`` names what there is not.
+        OptionError: ``states`` names a missing argument or result.
     """
 
     def __init__(
-        self, exported: Any, static: Mapping[Place, Any], states: Mapping[Place, int]
+        self, exported: Any, static: Mapping[ArgumentKey, Any], states: Mapping[ArgumentKey, int]
     ) -> None:
         self._tree_util = _jax("jax.tree_util")
         self._exported = exported
         self._static = dict(static)
         self.states = dict(states)
-        # Trees with the number of each leaf in its place.
+        # Trees whose leaves are their own numbers.
         args, kwargs = self._numbered(exported.in_tree)
         self._positional = dict(zip(_dynamic_positions(len(args), static), args, strict=True))
         self._named: dict[str, Any] = dict(kwargs)
         self._results = self._numbered(exported.out_tree)
-        arguments: dict[Place, Any] = {**self._positional, **self._named}
-        for place, result in states.items():
-            self._check_state(place, result, arguments)
-        held = {leaf for place in states for leaf in self._leaves(arguments[place])}
-        self._kept = list(exported.module_kept_var_idx)
-        self._taken = [n for n in self._kept if n not in held]
+        arguments: dict[ArgumentKey, Any] = {**self._positional, **self._named}
+        for key, result in states.items():
+            self._check_state(key, result, arguments)
+        state_leaves = {leaf for key in states for leaf in self._leaves(arguments[key])}
+        self._used_leaves = list(exported.module_kept_var_idx)
+        self._input_leaves = [n for n in self._used_leaves if n not in state_leaves]
         self.program_states = self._program_states(arguments)
 
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Return the leaves that the program takes.
+        """Return the program's inputs: the leaves of its arguments without states.
 
         Raises:
-            InputError: The arguments have another structure, or static ones another value.
+            InputError: The arguments have another structure, or a static argument another value.
         """
-        given: tuple[Any, Any] = (args, kwargs)
+        dynamic: tuple[Any, Any] = (args, kwargs)
         if self._static or self.states:
-            given = ((*self._positional_arguments(args),), self._named_arguments(kwargs))
-        leaves, tree = self._tree_util.tree_flatten(given)
+            dynamic = ((*self._positional_arguments(args),), self._named_arguments(kwargs))
+        leaves, tree = self._tree_util.tree_flatten(dynamic)
         if tree != self._exported.in_tree:
             raise InputError(
                 "the arguments have another structure than the function was compiled for",
                 got=str(tree),
                 expected=str(self._exported.in_tree),
             )
-        return [leaves[n] for n in self._taken]
+        return [leaves[n] for n in self._input_leaves]
 
-    def returned(self, arrays: Sequence[Any]) -> Any:
-        """Return what the function returns, of what its program returns."""
+    def results(self, arrays: Sequence[Any]) -> Any:
+        """Return the function's results from the program's outputs."""
         if not self.states:
             return self._tree_util.tree_unflatten(self._exported.out_tree, arrays)
         replaced = set(self.states.values())
-        rest = tuple(result for n, result in enumerate(self._results) if n not in replaced)
-        return self._tree_util.tree_unflatten(self._tree_util.tree_structure(rest), arrays)
+        remaining = tuple(result for n, result in enumerate(self._results) if n not in replaced)
+        return self._tree_util.tree_unflatten(self._tree_util.tree_structure(remaining), arrays)
 
     def _numbered(self, tree: Any) -> Any:
         return self._tree_util.tree_unflatten(tree, range(tree.num_leaves))
@@ -147,21 +148,21 @@ class _Signature:
         return self._tree_util.tree_leaves(numbered)
 
     def _positional_arguments(self, args: Sequence[Any]) -> Iterator[Any]:
-        """Yield the arguments without static ones, and with numbers in place of states."""
-        given = iter(enumerate(args))
-        places = sorted({*self._positional, *(n for n in self._static if isinstance(n, int))})
-        for place in places:
-            if place in self.states:
-                yield self._positional[place]
+        """Yield the positional arguments without static arguments, with leaf numbers for states."""
+        entries = iter(enumerate(args))
+        keys = sorted({*self._positional, *(n for n in self._static if isinstance(n, int))})
+        for key in keys:
+            if key in self.states:
+                yield self._positional[key]
                 continue
-            found = next(given, None)
-            if found is None:
+            entry = next(entries, None)
+            if entry is None:
                 return
-            if place in self._static:
-                self._check_static(place, found[1])
+            if key in self._static:
+                self._check_static(key, entry[1])
             else:
-                yield found[1]
-        yield from (argument for _, argument in given)
+                yield entry[1]
+        yield from (argument for _, argument in entries)
 
     def _named_arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         named = {name: self._named[name] for name in self._named if name in self.states}
@@ -172,73 +173,73 @@ class _Signature:
                 named[name] = argument
         return named
 
-    def _check_static(self, place: Place, given: Any) -> None:
-        if given != self._static[place]:
+    def _check_static(self, key: ArgumentKey, value: Any) -> None:
+        if value != self._static[key]:
             raise InputError(
-                f"static argument {place!r} is another than the function was compiled for",
-                got=repr(given),
-                expected=repr(self._static[place]),
+                f"static argument {key!r} is another than the function was compiled for",
+                got=repr(value),
+                expected=repr(self._static[key]),
             )
 
-    def _check_state(self, place: Place, result: int, arguments: Mapping[Place, Any]) -> None:
-        if place not in arguments:
+    def _check_state(
+        self, key: ArgumentKey, result: int, arguments: Mapping[ArgumentKey, Any]
+    ) -> None:
+        if key not in arguments:
             raise OptionError(
                 "states names an argument that the function does not have",
-                got=repr(place),
+                got=repr(key),
                 expected=", ".join(map(repr, arguments)),
             )
         if not isinstance(self._results, tuple | list) or not 0 <= result < len(self._results):
             raise OptionError(
-                f"state {place!r} is replaced by a result that the function does not have",
+                f"state {key!r} is replaced by a result that the function does not have",
                 got=str(result),
-                expected="the position of one in the tuple that it returns",
+                expected="a position in the tuple that it returns",
             )
         structures = [
             str(self._tree_util.tree_structure(tree))
-            for tree in (self._results[result], arguments[place])
+            for tree in (self._results[result], arguments[key])
         ]
         if structures[0] != structures[1]:
             raise OptionError(
-                f"state {place!r} is replaced by a result of another structure",
+                f"state {key!r} is replaced by a result of another structure",
                 got=structures[0],
                 expected=structures[1],
             )
 
-    def _program_states(self, arguments: Mapping[Place, Any]) -> dict[int | str, int]:
-        """Return which arguments of the program are states, and what replaces them."""
-        found: dict[int | str, int] = {}
-        for place, result in self.states.items():
+    def _program_states(self, arguments: Mapping[ArgumentKey, Any]) -> dict[int | str, int]:
+        """Return the position of the result that replaces each state, by input position."""
+        result_by_input: dict[int | str, int] = {}
+        for key, result in self.states.items():
             pairs = zip(
-                self._leaves(arguments[place]), self._leaves(self._results[result]), strict=True
+                self._leaves(arguments[key]), self._leaves(self._results[result]), strict=True
             )
             for argument, replacement in pairs:
-                if argument not in self._kept:
-                    raise OptionError(
-                        f"state {place!r} is not used by the function", got=repr(place)
-                    )
-                found[self._kept.index(argument)] = replacement
-        return found
+                if argument not in self._used_leaves:
+                    raise OptionError(f"state {key!r} is not used by the function", got=repr(key))
+                result_by_input[self._used_leaves.index(argument)] = replacement
+        return result_by_input
 
 
 def compile(
     function: Callable[..., Any],
     *args: Any,
-    states: Mapping[Place, int] | None = None,
+    states: Mapping[ArgumentKey, int] | None = None,
     options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Function:
     """Compile a JAX function.
 
     Args:
-        function: A function, or ``jax.jit`` of one, whose static arguments stay static.
-        args: Examples of its arguments, or ``jax.ShapeDtypeStruct``, whose sizes may be symbolic.
+        function: A function, or ``jax.jit`` of a function, whose static arguments stay static.
+        args: Example arguments, or ``jax.ShapeDtypeStruct``, whose sizes may be symbolic.
         states: Arguments that the model keeps between calls, each with the position of the result
             that replaces it, a tree of the same structure.
-        options: Of ``stablehlo.compile``, as ``{"engine": "openvino"}``.
-        kwargs: Examples of arguments that are passed by name.
+        options: Options of ``stablehlo.compile``, for example ``{"engine": "openvino"}``.
+        kwargs: Example arguments that are passed by name.
 
     Raises:
-        LoweringError: JAX is not installed, or the function has what Core ML cannot express.
+        LoweringError: JAX is not installed, or Core ML cannot express the function.
         OptionError: ``states`` or an option is not accepted.
     """
     jitted = function if hasattr(function, "lower") else _jax("jax").jit(function)
@@ -252,7 +253,7 @@ def compile(
 def export(jitted: Any, *args: Any, **kwargs: Any) -> Any:
     """Return ``jax.export`` of a jitted function for the CPU.
 
-    What JAX writes for the CPU is made of operations; for other devices there may be kernels.
+    For the CPU, JAX writes operations; for other devices, it may write kernels.
 
     Raises:
         LoweringError: JAX is not installed, or the function calls back to Python.
@@ -260,7 +261,7 @@ def export(jitted: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return _jax("jax.export").export(jitted, platforms=("cpu",))(*args, **kwargs)
     except NotImplementedError as error:
-        # JAX exports no callbacks and does not say which; what it lowers names them.
+        # JAX does not export callbacks, nor name them; the lowered program names them.
         compile_program(jitted.lower(*args, **kwargs), "reference")
         raise LoweringError("JAX cannot export the function", got=str(error)) from error
     except ValueError as error:
@@ -275,16 +276,16 @@ def export(jitted: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def save(exported: Any, path: Path | str, **options: Any) -> Program:
-    """Write what ``jax.export`` has exported as a model; symbolic sizes become ranges.
+    """Write a program of ``jax.export`` as a model; symbolic sizes become ranges.
 
     Args:
         exported: ``jax.export.export(jax.jit(function))(*specs)``, or its serialized form.
         path: A ``.mlpackage`` or ``.pte``.
-        options: Of ``stablehlo.compile``.
+        options: Options of ``stablehlo.compile``.
 
     Raises:
-        LoweringError: It has what Core ML cannot express.
-        OSError: It cannot be written.
+        LoweringError: Core ML cannot express the program.
+        OSError: The file cannot be written.
     """
     return convert_program(exported, path, **options)
 
@@ -299,7 +300,7 @@ def _jax(name: str) -> Any:
 
 
 def _as_array(leaf: Any) -> Any:
-    """Return an argument as JAX takes it: 64 bits only where JAX is set to have them."""
+    """Convert an argument as JAX does: to 64 bits only if JAX is configured for them."""
     dtypes = _jax("jax.dtypes")
     if isinstance(leaf, np.ndarray | np.generic | bool | int | float):
         array = np.asarray(leaf)
@@ -311,8 +312,8 @@ def _as_array(leaf: Any) -> Any:
 
 def _static_arguments(
     jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[Place, Any]:
-    # JAX shows them nowhere else.
+) -> dict[ArgumentKey, Any]:
+    # JAX has no public attribute for them.
     info = getattr(jitted, "_jit_info", None)
     positions = [
         n % len(args) for n in getattr(info, "static_argnums", ()) if -len(args) <= n < len(args)
@@ -321,12 +322,12 @@ def _static_arguments(
     return {**{n: args[n] for n in positions}, **{name: kwargs[name] for name in names}}
 
 
-def _dynamic_positions(count: int, static: Mapping[Place, Any]) -> list[int]:
-    """Return the positions, among all arguments, of those that are not static."""
-    found: list[int] = []
+def _dynamic_positions(count: int, static: Mapping[ArgumentKey, Any]) -> list[int]:
+    """Return the positions of the dynamic arguments among all arguments."""
+    positions: list[int] = []
     position = 0
-    while len(found) < count:
+    while len(positions) < count:
         if position not in static:
-            found.append(position)
+            positions.append(position)
         position += 1
-    return found
+    return positions

@@ -1,7 +1,7 @@
-"""Analysis of the functions that reductions call: known operations, and forms for whole tensors.
+"""Analysis of the bodies of reductions: known operations, and traces with tensors.
 
-A body is a function of scalars, but is called with tensors: as it consists of operations on each
-element, it is traced again with the types of the tensors.
+A body is a function of scalars. As its operations are elementwise, it is traced again with the types
+of tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coreml_delegate.graph.node import Closure, Value
 from coreml_delegate.graph.tensor_types import DType, TensorType
 
 KINDS = ("add", "multiply", "maximum", "minimum", "and", "or", "xor")
-"""Operations that a body may be, commutative and associative."""
+"""Commutative and associative operations that a body may be."""
 
 _COMMUTATIVE = frozenset({*KINDS, "equal", "not_equal"})
 _COMPARISONS = {
@@ -116,10 +116,10 @@ def trace_body(
         name: Name in messages.
         body: The function.
         values: The values whose elements it combines.
-        returns: Element types of its results; None for those of ``values``.
+        returns: Element types of its results; None for the element types of ``values``.
 
     Raises:
-        GraphError: It returns something else.
+        GraphError: It returns other types.
     """
     scalars = [TensorType(value.dtype, ()) for value in values]
     closure = emitter.trace(name, body, [*scalars, *scalars])
@@ -137,17 +137,17 @@ def trace_wide(
         emitter: Adds the nodes.
         name: Name in messages.
         body: A function of scalars.
-        types: Of the accumulators, and of the elements.
-        returns: Element types of the results; None for those of ``types``.
+        types: Types of the accumulators, which are also the types of the elements.
+        returns: Element types of the results; None for the element types of ``types``.
 
     Raises:
-        GraphError: The body does more than operations on each element.
+        GraphError: The body has operations that are not elementwise.
     """
     closure = emitter.trace(name, body, [*types, *types])
     not_elementwise = {node.name for node in closure.scope.nodes} - _ELEMENTWISE
     if not_elementwise:
         raise GraphError(
-            f"{name} has to consist of operations on each element",
+            f"{name} has to consist of elementwise operations",
             got=", ".join(sorted(not_elementwise)),
         )
     dtypes = [type.dtype for type in types] if returns is None else returns

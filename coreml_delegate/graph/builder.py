@@ -152,7 +152,7 @@ class Builder(
                 a dimension's symbol, as ``2 * n + 1``.
 
         Raises:
-            GraphError: A name that does not fit or is taken, no such element type, a negative size.
+            GraphError: An impossible or used name, an unknown element type, a negative size.
         """
         check_feature_name(name, "a parameter")
         if name in self.parameters:
@@ -223,7 +223,7 @@ class Builder(
         Args:
             outputs: One value, several, or several by name.
             states: Parameters that are states, each with the value that replaces it after a run.
-                A state is no argument of ``run``; it starts as zeros, and holds fp16, to which
+                A state is not an argument of ``run``; it starts as zeros, and is stored as fp16, to which
                 floats are rounded.
 
         Raises:

@@ -20,7 +20,7 @@ class Pattern:
         name: Of the operation.
         operands: Its operands.
         attributes: Its attributes.
-        record: The operation, if the builder has none of this name.
+        record: The operation's record, if the builder does not have the operation.
     """
 
     name: str

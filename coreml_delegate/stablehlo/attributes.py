@@ -30,10 +30,10 @@ _NAME = re.compile(r'loc\("([^"]*)"\(')
 
 
 def element_type(spelled: str, *, bfloat16_as_float32: bool) -> DType:
-    """Return the element type that MLIR spells so, as ``ui8``.
+    """Return the element type for MLIR's name, such as ``ui8``.
 
     Raises:
-        UnsupportedOperatorError: Core ML has nothing that could carry it.
+        UnsupportedOperatorError: Core ML cannot store its elements.
     """
     spelled = _SIGNED.sub(r"\1", spelled)
     if spelled in _DTYPES:
@@ -52,15 +52,15 @@ def element_type(spelled: str, *, bfloat16_as_float32: bool) -> DType:
 
 
 def is_tensor(type: Mlir) -> bool:
-    """Whether a type is that of tensors, rather than of tokens or tuples."""
+    """Whether a type is a tensor type, not a token or a tuple."""
     return str(type).startswith("tensor<")
 
 
 def shape_of(type: Mlir) -> tuple[int | None, ...]:
-    """Return the sizes of a tensor type; None for one that is known at run time only.
+    """Return the sizes of a tensor type; None for symbolic sizes.
 
     Raises:
-        UnsupportedOperatorError: Its rank is not known.
+        UnsupportedOperatorError: Its rank is unknown.
     """
     if not type.has_rank:
         raise UnsupportedOperatorError("the rank of a tensor is not known", got=str(type))
@@ -73,8 +73,8 @@ def shape_of(type: Mlir) -> tuple[int | None, ...]:
 def python_value(attribute: Mlir) -> Any:
     """Return an attribute as a Python value.
 
-    Numbers, bools, strings, and lists and dictionaries of them; tensors as NumPy arrays; names of
-    functions without ``@``; members of StableHLO's enumerations, and anything else, as text.
+    Numbers, bools and strings, in lists and dictionaries too; tensors as NumPy arrays; names of
+    functions without ``@``; members of StableHLO's enumerations, and all other attributes, as text.
     """
     kind = type(attribute).__name__
     if kind in ("BoolAttr", "IntegerAttr", "FloatAttr", "StringAttr", "FlatSymbolRefAttr"):
@@ -93,13 +93,13 @@ def python_value(attribute: Mlir) -> Any:
 
 
 def _enumeration_member(text: str) -> str:
-    """Return the member of ``#stablehlo<comparison_direction EQ>``; other text as it is."""
+    """Return ``EQ`` for ``#stablehlo<comparison_direction EQ>``; other text unchanged."""
     match = re.fullmatch(r"#\w+<\w+ (\w+)>", text)
     return match.group(1) if match else text
 
 
 def tensor_value(attribute: Mlir) -> NDArray[Any]:
-    """Return a dense tensor; bf16 as float32, and one of equal elements as a view of one."""
+    """Return a dense tensor; bf16 as float32, and equal elements as a broadcast view."""
     shape = tuple(attribute.type.shape)
     spelled = str(attribute.type.element_type)
     if attribute.is_splat and int(np.prod(shape)):
@@ -112,7 +112,7 @@ def tensor_value(attribute: Mlir) -> NDArray[Any]:
 
 
 def _bfloat16_values(text: str) -> NDArray[np.float32]:
-    """Return the elements of a printed tensor: numbers, bits of one each, or bits of all."""
+    """Parse a printed tensor: numbers, hex bits of each element, or hex bits of all in a string."""
     body = text[text.index("<") + 1 : text.rindex("> :")]
     if body.startswith('"0x'):
         bits = np.frombuffer(bytes.fromhex(body[3:-1]), np.uint16)
@@ -125,16 +125,16 @@ def _bfloat16_values(text: str) -> NDArray[np.float32]:
 
 
 def resources(text: str) -> dict[str, bytes]:
-    """Return the resources of a module that is printed, by name, without their alignment."""
+    """Return the resources of a printed module by name, without the 4 bytes of their alignment."""
     entries = re.finditer(r'([\w.$-]+|"[^"\n]*"): "0x([0-9A-Fa-f]*)"', text.rpartition("{-#")[2])
     return {e.group(1).strip('"'): bytes.fromhex(e.group(2))[4:] for e in entries}
 
 
 def resource_array(key: str, content: bytes, dtype: DType, shape: Sequence[int]) -> NDArray[Any]:
-    """Return the tensor that a resource holds, little-endian and row-major.
+    """Return the tensor in a resource, little-endian and row-major.
 
     Raises:
-        UnsupportedOperatorError: It has another size.
+        UnsupportedOperatorError: The resource has another size.
     """
     width = np.dtype(dtype.numpy).itemsize
     count = int(np.prod(shape, dtype=np.int64))
@@ -150,7 +150,7 @@ def resource_array(key: str, content: bytes, dtype: DType, shape: Sequence[int])
 
 
 def describe_location(location: Mlir) -> str:
-    """Return a location for a message: name and line, as far as they are known."""
+    """Return a location for a message: name and line, if known."""
     text = str(location)
     name, file = _NAME.search(text), _FILE.search(text)
     parts: list[str] = []

@@ -1,7 +1,7 @@
 """Reads StableHLO of any form into a module of jaxlib's MLIR.
 
-MLIR's own parser is recursive: text that is nested too deeply would end the process. So nesting is
-measured before MLIR sees it.
+MLIR's parser is recursive: too deeply nested text would end the process, so the depth is checked
+before.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Mlir = Any
 """A value of jaxlib's MLIR bindings, which have no types."""
 
 _BYTECODE = b"ML\xefR"
-# Producers that write portable artifacts begin their name so.
+# Start of the producer's name in a portable artifact.
 _PORTABLE = b"StableHLO_v"
 _DEEPEST_TEXT = 500
 _DEEPEST_REGIONS = 100
 _SUFFIX_OF_EXPORTS = ".jax"
 QUANTIZED = "quantized element types have no counterpart in a Core ML program"
-"""Why tensors of them are refused."""
+"""Reason to refuse tensors of quantized types."""
 
 # jaxlib does not have MLIR's dialect of quantized types.
 _QUANTIZED_TYPE = re.compile(r"!quant\.[^>]*>")
 _DECOMPOSE = "builtin.module(func.func(chlo-legalize-to-stablehlo))"
 
-# Strings and comments are skipped; an arrow is no bracket.
+# Strings and comments are skipped; the > of an arrow is not a bracket.
 _TOKEN = re.compile(
     r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|->|^[ \t]*[#!][\w$.]+[ \t]*=|[#!][\w$.]+|[(\[{<>}\])]'
     r"|-{50,}|affine_(?:map|set)\b",
@@ -57,11 +57,11 @@ def mlir_module(source: Any) -> Mlir:
     """
     ir = mlir_ir()
     if isinstance(source, ir.Module):
-        return _checked(source)
+        return _check_regions(source)
     if hasattr(source, "mlir_module_serialized"):
         return _of_bytes(source.mlir_module_serialized)
     if hasattr(source, "compiler_ir"):
-        return _checked(source.compiler_ir(dialect="stablehlo"))
+        return _check_regions(source.compiler_ir(dialect="stablehlo"))
     if isinstance(source, Path) or (isinstance(source, str) and _is_path(source)):
         path = Path(source)
         content = path.read_bytes()
@@ -112,7 +112,7 @@ def jax_export() -> Any:
 
 
 def _is_path(source: str) -> bool:
-    """Whether text is too short for a program, and has none of what every program has."""
+    """Whether text is a path: too short for a program, without newlines, braces or quotes."""
     return 0 < len(source) < 4096 and not re.search(r"[\n\r\0{}<>\"]", source)
 
 
@@ -145,8 +145,8 @@ def _of_bytecode(content: bytes) -> Mlir:
     try:
         if is_portable:
             read = _jax("jax.extend.mlir").deserialize_portable_artifact
-            return _checked(read(content, context))
-        return _checked(mlir_ir().Module.parse(content, context))
+            return _check_regions(read(content, context))
+        return _check_regions(mlir_ir().Module.parse(content, context))
     except CoreMLDelegateError:
         raise
     except Exception as error:
@@ -168,10 +168,10 @@ def _of_text(text: str) -> Mlir:
         line = _first_line(error)
         is_foreign = "unregistered dialect" in line or "Dialect `" in line
         what = (
-            "the text has what no dialect of StableHLO has" if is_foreign else "malformed MLIR text"
+            "the text uses a dialect that StableHLO lacks" if is_foreign else "malformed MLIR text"
         )
         raise LoweringError(what, got=line) from error
-    return _checked(module)
+    return _check_regions(module)
 
 
 def _quantized(type: str | None = None, where: str = "") -> UnsupportedOperatorError:
@@ -181,37 +181,43 @@ def _quantized(type: str | None = None, where: str = "") -> UnsupportedOperatorE
 
 
 def decomposed(op: Mlir) -> Mlir | None:
-    """Return a module whose function of StableHLO's operations computes an operation of CHLO.
+    """Decompose an operation of CHLO to a module with a function of StableHLO operations.
 
     Args:
-        op: The operation; it stays as it is.
+        op: The operation; it is not changed.
 
     Returns:
         The module, or None if MLIR does not decompose the operation.
     """
-    takes, gives = ([str(value.type) for value in values] for values in (op.operands, op.results))
-    names = [f"%a{n}" for n in range(len(takes))]
+    operand_types, result_types = (
+        [str(value.type) for value in values] for values in (op.operands, op.results)
+    )
+    names = [f"%a{n}" for n in range(len(operand_types))]
     attributes = ", ".join(f"{a} = {op.attributes[a]}" for a in op.attributes)
-    results = f"%r:{len(gives)}" if len(gives) > 1 else "%r"
-    returned = ", ".join(f"%r#{n}" if len(gives) > 1 else "%r" for n in range(len(gives)))
-    arguments = ", ".join(f"{name}: {type}" for name, type in zip(names, takes, strict=True))
+    results = f"%r:{len(result_types)}" if len(result_types) > 1 else "%r"
+    returned = ", ".join(
+        f"%r#{n}" if len(result_types) > 1 else "%r" for n in range(len(result_types))
+    )
+    arguments = ", ".join(
+        f"{name}: {type}" for name, type in zip(names, operand_types, strict=True)
+    )
     text = f"""
-    func.func @main({arguments}) -> ({", ".join(gives)}) {{
+    func.func @main({arguments}) -> ({", ".join(result_types)}) {{
       {results} = "{op.name}"({", ".join(names)}) {{{attributes}}}
-        : ({", ".join(takes)}) -> ({", ".join(gives)})
-      return {returned} : {", ".join(gives)}
+        : ({", ".join(operand_types)}) -> ({", ".join(result_types)})
+      return {returned} : {", ".join(result_types)}
     }}"""
     context = _context()
     try:
         module = mlir_ir().Module.parse(text, context)
-        # Makes the pass known; it may be called again.
+        # Registers the pass; repeated calls have no effect.
         dialect("stablehlo").register_stablehlo_passes()
         with context:
             manager = _jax("jax.extend.mlir.passmanager").PassManager
             manager.parse(_DECOMPOSE).run(module.operation)
     except CoreMLDelegateError:
         raise
-    except Exception:  # noqa: BLE001 - MLIR's errors, of whatever class: it does not know the operation
+    except Exception:  # noqa: BLE001 - MLIR raises several classes for an unknown operation
         return None
     (function,) = module.body.operations
     operations = function.operation.regions[0].blocks[0].operations
@@ -219,16 +225,16 @@ def decomposed(op: Mlir) -> Mlir | None:
 
 
 def _context() -> Any:
-    # One each: a context keeps every constant that it has read. Its maker is JAX's own, since the
-    # dialect of functions can be registered through nothing public.
+    # A new context for each program: a context keeps every constant that it has read. JAX's private
+    # function makes it, as there is no public way to register the dialect of functions.
     return _jax("jax._src.interpreters.mlir").make_ir_context()
 
 
 def check_nesting(text: str) -> None:
-    """Refuse text whose brackets, or aliases of one another, are nested too deeply for MLIR.
+    """Refuse text whose brackets, or references between aliases, are nested too deeply for MLIR.
 
     Raises:
-        LoweringError: They are; or there is an affine map, which StableHLO has none of.
+        LoweringError: Nested too deeply; or an affine map, which StableHLO does not have.
     """
     depth = 0
     aliases: dict[str, int] = {}
@@ -244,9 +250,9 @@ def check_nesting(text: str) -> None:
             aliases[defined] = deepest
             defined, deepest = token[:-1].strip(), 0
             depth = 0
-        here = depth + aliases.get(token, 0)
-        deepest = max(deepest, here)
-        if here > _DEEPEST_TEXT:
+        token_depth = depth + aliases.get(token, 0)
+        deepest = max(deepest, token_depth)
+        if token_depth > _DEEPEST_TEXT:
             raise LoweringError(
                 "the text is nested too deeply", expected=f"{_DEEPEST_TEXT} brackets at most"
             )
@@ -259,8 +265,8 @@ def _tokens(text: str) -> Iterator[str]:
             yield token
 
 
-def _checked(module: Mlir) -> Mlir:
-    """Return the module, whose regions are not nested too deeply for the reader."""
+def _check_regions(module: Mlir) -> Mlir:
+    """Return the module, or raise an error if its regions are nested too deeply."""
     pending = [(module.operation, 0)]
     while pending:
         operation, depth = pending.pop()
@@ -279,6 +285,6 @@ def _checked(module: Mlir) -> Mlir:
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    wanted = [line for line in lines if not line.endswith("assembly:")]
-    text = (wanted or lines or [type(error).__name__])[0]
+    messages = [line for line in lines if not line.endswith("assembly:")]
+    text = (messages or lines or [type(error).__name__])[0]
     return text if len(text) <= 300 else f"{text[:300]}..."

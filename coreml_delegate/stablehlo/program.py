@@ -35,11 +35,11 @@ _BFLOAT16 = ("refuse", "float32")
 
 
 class Program:
-    """A compiled StableHLO program. Safe to use from several threads, with a state each.
+    """A compiled StableHLO program. Thread-safe if each thread has its own state.
 
     Attributes:
-        executable: The graph that it became.
-        narrowed: What has 64 bits in the source and 32 in the model, in words.
+        executable: The compiled graph.
+        narrowed: Descriptions of values of 64 bits in the source that have 32 in the model.
 
     Args:
         executable: See above.
@@ -71,7 +71,7 @@ class Program:
 
     @property
     def engine_name(self) -> str:
-        """Name of the engine that runs it."""
+        """Name of the engine that runs the program."""
         return self.executable.engine_name
 
     def on(self, engine: str, options: EngineOptions | None = None) -> Program:
@@ -86,24 +86,24 @@ class Program:
         """Run once.
 
         Args:
-            arrays: One per parameter: NumPy's, or anything with ``__dlpack__``. A parameter that
-                is bfloat16 in the source takes that as well as float32.
+            arrays: An array for each parameter: NumPy's, or anything with ``__dlpack__``. A
+                parameter that is bfloat16 in the source takes bfloat16 and float32.
             state: From ``make_state``; updated in place.
 
         Returns:
-            The results of ``main``, without those that are states.
+            The results of ``main`` without states.
 
         Raises:
             InputError: A wrong number of arrays, a wrong shape or element type.
             ExecutionError: An op failed.
         """
-        given = [
+        inputs = [
             np.asarray(array).astype(np.float32)
             if n in self._bfloat16 and str(getattr(array, "dtype", "")) == "bfloat16"
             else array
             for n, array in enumerate(arrays)
         ]
-        return self.executable.run(*given, state=state)
+        return self.executable.run(*inputs, state=state)
 
     def save(self, path: Path | str) -> None:
         """Write the model as an ``.mlpackage`` or ``.pte``; see ``Executable.save``."""
@@ -131,22 +131,22 @@ def compile(
         source: MLIR text; MLIR bytecode, a portable artifact or a serialized ``jax.export`` as
             bytes; the path of a file with any of these; a ``jax.export.Exported`` or a
             ``jax.stages.Lowered``.
-        engine: ``auto``, or an engine's name: what runs it on this machine.
+        engine: ``auto``, or the name of the engine that runs the program on this machine.
         states: Arguments of ``main``, by position or name, that become states, each with the
             position of the result that replaces it.
-        dimensions: For sizes that the program leaves open, by name: the least and the most (from 1
-            to 16,384 if the program does not say), the size itself, or the name of an equal one.
-            The names are those of ``jax.export``, or ``x_0`` for the first size of argument ``x``.
-        bfloat16: ``refuse``, or ``float32`` to compute what has this type in float32; results are
+        dimensions: Symbolic sizes of the program, by name: the least and the most (by default what
+            the program says, else 1 to 16,384), the size itself, or the name of an equal size.
+            Names are from ``jax.export``, or ``x_0`` for the first size of argument ``x``.
+        bfloat16: ``refuse``, or ``float32`` to compute values of this type in float32; results are
             float32 as well.
         target: Deployment target, a ``ct.target`` or its name.
         precision: Floating-point type for values of float32; see ``graph.Backend``.
-        compute_units: Where a device may run it: a ``ct.ComputeUnit``, or its name.
-        options: How the engine executes.
+        compute_units: Where a device may run the program: a ``ct.ComputeUnit``, or its name.
+        options: Options of the engine.
 
     Raises:
-        LoweringError: ``source`` is no StableHLO, or has what Core ML cannot express; names the
-            operation and where it stands in the source.
+        LoweringError: ``source`` is not StableHLO, or Core ML cannot express it; names the
+            operation and its location in the source.
         OptionError: An option that is not accepted.
         OSError: The file cannot be read.
     """
@@ -162,16 +162,16 @@ def compile(
     reader = Reader(module, builder, bfloat16_as_float32=bfloat16 == "float32")
     arguments = _parameters(reader, builder, module, dimensions or {})
     results = reader.read(arguments)
-    kept = _states(states or {}, builder, results)
+    result_by_state = _states(states or {}, builder, results)
     names = result_names(reader.main, len(results), list(builder.parameters))
     outputs = {
         name: value
         for n, (name, value) in enumerate(zip(names, results, strict=True))
-        if n not in kept.values()
+        if n not in result_by_state.values()
     }
     try:
         executable = builder.compile(
-            outputs, states={value: results[n] for value, n in kept.items()}
+            outputs, states={value: results[n] for value, n in result_by_state.items()}
         )
     except CoreMLDelegateError as error:
         where = _source_of(error, reader)
@@ -182,10 +182,12 @@ def compile(
     for what in reader.narrowed:
         logger.info("%s", what)
     inputs = [
-        type for type, value in zip(_types(reader), arguments, strict=True) if value not in kept
+        type
+        for type, value in zip(_types(reader), arguments, strict=True)
+        if value not in result_by_state
     ]
-    narrow = [n for n, type in enumerate(inputs) if str(type.element_type) == BFLOAT16]
-    return Program(executable, list(reader.narrowed), narrow)
+    bfloat16_inputs = [n for n, type in enumerate(inputs) if str(type.element_type) == BFLOAT16]
+    return Program(executable, list(reader.narrowed), bfloat16_inputs)
 
 
 def convert(source: Any, path: Path | str, **options: Any) -> Program:
@@ -193,19 +195,19 @@ def convert(source: Any, path: Path | str, **options: Any) -> Program:
 
     Args:
         source: See ``compile``.
-        path: A ``.mlpackage`` or ``.pte``; one of that name is replaced.
-        options: Those of ``compile``.
+        path: A ``.mlpackage`` or ``.pte``; an existing file is replaced.
+        options: Options of ``compile``.
 
     Returns:
-        The program that was written, on the reference engine if no other is asked for.
+        The program, on the reference engine by default.
 
     Raises:
         LoweringError: See ``compile``.
         OptionError: See ``compile``; or another suffix.
-        OSError: It cannot be written; an existing one is left as it was.
+        OSError: The file cannot be written; an existing file stays unchanged.
     """
-    given: dict[str, Any] = {"engine": "reference", **options}
-    program = compile(source, **given)
+    compile_options: dict[str, Any] = {"engine": "reference", **options}
+    program = compile(source, **compile_options)
     program.save(path)
     return program
 
@@ -239,7 +241,7 @@ def _states(
 ) -> dict[Value, int]:
     parameters = list(builder.parameters.items())
     named = dict(parameters)
-    found: dict[Value, int] = {}
+    result_by_state: dict[Value, int] = {}
     for argument, result in states.items():
         if isinstance(argument, str) and argument not in named:
             raise OptionError(
@@ -260,11 +262,11 @@ def _states(
                 expected=f"0 to {len(results) - 1}",
             )
         value = named[argument] if isinstance(argument, str) else parameters[argument][1]
-        found[value] = result
-    return found
+        result_by_state[value] = result
+    return result_by_state
 
 
 def _source_of(error: CoreMLDelegateError, reader: Reader) -> str | None:
-    """Return the operation of the source that an error of the composition stems from."""
+    """Return the source operation of the node that failed in the composition, or None."""
     node = getattr(error, "node", None)
     return reader.location(node) if isinstance(node, Node) else None

@@ -1,4 +1,4 @@
-"""``Reader``: makes a graph of a StableHLO module.
+"""``Reader``: makes a graph from a StableHLO module.
 
 Functions are inlined where they are called; regions become Python functions that the builder calls.
 """
@@ -37,22 +37,22 @@ from coreml_delegate.stablehlo.source_op import Operand, SourceOp, WideConstant,
 
 _RETURNS = ("func.return", "stablehlo.return")
 _DEEPEST_CALLS = 200
-# A function that calls another twice, which calls another twice, and so on, has no end.
+# Inlining doubles the program with each function that calls the next function twice.
 _MOST_OPERATIONS = 250_000
 _ENTRY = "main"
 _LINE = re.compile(r":\d+\Z|line \d+\Z")
 _WIDE = frozenset({DType.INT64, DType.UINT64, DType.FLOAT64})
-# What can make values of 64 bits of none.
+# Operations that may introduce values of 64 bits.
 _WIDENS = ("stablehlo.constant", "stablehlo.convert", "stablehlo.iota", "stablehlo.dynamic_iota")
-# Functions of sizes that JAX writes out; see ``sizes``.
+# Functions of sizes that JAX adds to a program; see ``sizes``.
 _SIZE_FUNCTION = re.compile(r"(floor_divide|remainder|divmod)(_\d+)?\Z")
 
 
 class Frame:
-    """Scope of the source: maps the values of a function, or of a region in it, to operands.
+    """A scope of the source: maps the values of a function, or of a region, to operands.
 
     Args:
-        outer: The frame around it, of which a region may use values.
+        outer: The frame around it, whose values a region may use.
     """
 
     def __init__(self, outer: Frame | None = None) -> None:
@@ -72,15 +72,15 @@ class Frame:
 
 
 class Reader:
-    """Makes a graph of a module.
+    """Makes a graph from a module.
 
     Args:
-        module: Of MLIR.
-        builder: What the graph is made with.
+        module: MLIR's module.
+        builder: Makes the graph.
         bfloat16_as_float32: Whether bf16 is read as float32, rather than refused.
 
     Attributes:
-        narrowed: What has 64 bits in the source and 32 in the graph.
+        narrowed: Descriptions of values of 64 bits in the source that have 32 in the graph.
     """
 
     def __init__(self, module: Mlir, builder: Builder, *, bfloat16_as_float32: bool) -> None:
@@ -97,14 +97,14 @@ class Reader:
 
     @property
     def main(self) -> Mlir:
-        """The function that is the program: ``main``, or the only one that is public."""
+        """The program's entry function: ``main``, or the only public function."""
         return main_of(self._functions)
 
     def read(self, arguments: Sequence[Value]) -> list[Value]:
         """Read the program.
 
         Args:
-            arguments: What stands for the arguments of ``main``.
+            arguments: The graph's values for the arguments of ``main``.
 
         Returns:
             The results of ``main``, tuples flattened.
@@ -127,10 +127,10 @@ class Reader:
         return [value for value in values if isinstance(value, Value)]
 
     def call(self, name: str, operands: Sequence[Operand]) -> list[Operand]:
-        """Return the results of a function of the module.
+        """Read a function of the module inline, and return its results.
 
         Raises:
-            LoweringError: There is none of that name, or it calls itself.
+            LoweringError: There is no such function, or it calls itself.
         """
         function = self._functions.get(name)
         if function is None or not function.regions[0].blocks:
@@ -149,14 +149,14 @@ class Reader:
             self._calls.pop()
 
     def read_region(self, region: Mlir, arguments: Sequence[Value], outer: Frame) -> Any:
-        """Return the results of a region, for these arguments: a list."""
+        """Read a region inline with these arguments, and return its results: a list."""
         return self._read_body(region, arguments, Frame(outer))
 
     def dtype(self, type: Mlir) -> DType:
         """Return the element type of a tensor type.
 
         Raises:
-            UnsupportedOperatorError: It is no tensor, or Core ML cannot carry its elements.
+            UnsupportedOperatorError: It is not a tensor, or Core ML cannot store its elements.
         """
         if not is_tensor(type):
             raise UnsupportedOperatorError(f"{type} is no tensor")
@@ -166,7 +166,7 @@ class Reader:
         """Return the content of a resource of the module.
 
         Raises:
-            LoweringError: There is none.
+            LoweringError: There is no such resource.
         """
         if self._resources is None:
             self._resources = resources(str(self._module.operation))
@@ -175,25 +175,25 @@ class Reader:
         return self._resources[key]
 
     def narrow(self, what: str, dtype: DType) -> None:
-        """Note that something has 64 bits in the source and 32 in the graph."""
+        """Record a value that has 64 bits in the source and 32 in the graph."""
         if dtype in _WIDE:
             storage = np.dtype(dtype.storage_numpy).name
             self.narrowed[f"{what}: {dtype.label} computed in {storage}"] = None
 
     def location(self, node: Node) -> str | None:
-        """Return the operation of the source that a node of the graph was made for."""
-        found = self._locations.get(id(node))
-        return found[1] if found else None
+        """Return the source operation, and its location, of a node of the graph, or None."""
+        entry = self._locations.get(id(node))
+        return entry[1] if entry else None
 
     def _computed_sizes(
         self, name: str, function: Mlir, operands: Sequence[Operand]
     ) -> list[Operand] | None:
-        """Return the results of a function of sizes, or None if it is another."""
+        """Return the results of a function of sizes; None for other functions."""
         match = _SIZE_FUNCTION.match(name)
-        known = [o.known for o in operands if isinstance(o, Value) and o.known is not None]
-        if match is None or len(known) != len(operands) or not sizes.is_of_sizes(function):
+        known_sizes = [o.known for o in operands if isinstance(o, Value) and o.known is not None]
+        if match is None or len(known_sizes) != len(operands) or not sizes.is_of_sizes(function):
             return None
-        expressions = sizes.call_function(match.group(1), [k[0] for k in known])
+        expressions = sizes.call_function(match.group(1), [elements[0] for elements in known_sizes])
         return [self.builder.size(expression) for expression in expressions]
 
     def _read_body(self, region: Mlir, arguments: Sequence[Operand], frame: Frame) -> list[Operand]:
@@ -226,13 +226,13 @@ class Reader:
             results = self._decompose(op, source) if rule is None else _results(rule(source))
             if len(results) != len(op.results):
                 raise source.refusal(f"it has {len(op.results)} results, not {len(results)}")
-            sizes.note_known(source, results)
+            sizes.note_sizes(source, results)
         for value, result in zip(op.results, results, strict=True):
             frame[value] = result
         self._note(op, first, results)
 
     def _decompose(self, op: Mlir, source: SourceOp) -> list[Operand]:
-        """Read an operation without a rule as others, if it is one of CHLO that MLIR writes out."""
+        """Decompose an operation without a rule, if it is of CHLO and MLIR can decompose it."""
         is_candidate = op.name.startswith("chlo.") and op.name not in REFUSED and not op.regions
         module = decomposed(op) if is_candidate else None
         if module is None:
@@ -261,7 +261,7 @@ class Reader:
             inner: str | None = getattr(error, "source_location", None)
             if inner is None:
                 raise located(error, op.name, location) from error
-            # JAX's own functions, as of jax.numpy, have no lines; their calls have.
+            # JAX's own functions, such as jax.numpy's, have no line numbers; their calls have.
             if _LINE.search(inner) or not _LINE.search(location):
                 raise
             raise located(error, "", f"called at {location}") from error
@@ -272,19 +272,19 @@ def located(error: CoreMLDelegateError, name: str, location: str) -> CoreMLDeleg
     what = error.what if error.what.startswith(name) else f"{name}: {error.what}"
     if location:
         what = f"{what} (at {location})"
-    found = copy.copy(error)
+    copied = copy.copy(error)
     CoreMLDelegateError.__init__(
-        found, what, got=error.got, expected=error.expected, remedy=error.remedy
+        copied, what, got=error.got, expected=error.expected, remedy=error.remedy
     )
-    found.__dict__["source_location"] = location
-    return found
+    copied.__dict__["source_location"] = location
+    return copied
 
 
 def functions_of(module: Mlir) -> dict[str, Mlir]:
     """Return the functions of a module by name.
 
     Raises:
-        LoweringError: There is none.
+        LoweringError: There are no functions.
     """
     operations = [view.operation for view in module.body.operations]
     functions = {_symbol(op): op for op in operations if op.name == "func.func"}
@@ -294,10 +294,10 @@ def functions_of(module: Mlir) -> dict[str, Mlir]:
 
 
 def main_of(functions: Mapping[str, Mlir]) -> Mlir:
-    """Return the function that is the program: ``main``, or the only one that is public.
+    """Return the program's entry function: ``main``, or the only public function.
 
     Raises:
-        LoweringError: There is none.
+        LoweringError: There is no such function.
     """
     if _ENTRY in functions:
         return functions[_ENTRY]
@@ -315,42 +315,42 @@ def main_of(functions: Mapping[str, Mlir]) -> Mlir:
 
 
 def argument_names(main: Mlir, functions: Mapping[str, Mlir]) -> list[str]:
-    """Return names for the arguments of ``main``: Core ML's identifiers, each another one.
+    """Return unique names for the arguments of ``main``, which are Core ML identifiers.
 
-    They are those that the source's locations give; a ``main`` that only calls another function has
-    them there.
+    They come from attributes or locations of the arguments, or from the arguments of a function
+    that ``main`` passes them to.
     """
     names: dict[str, None] = {}
     for index, argument in enumerate(main.regions[0].blocks[0].arguments):
-        given = _given_name(argument, index, main, functions)
-        names[_unique(_identifier(given or f"arg{index}"), names)] = None
+        source_name = _source_name(argument, index, main, functions)
+        names[_unique(_identifier(source_name or f"arg{index}"), names)] = None
     return list(names)
 
 
-def result_names(main: Mlir, count: int, taken: Sequence[str]) -> list[str]:
-    """Return names for the results of ``main``, from where they lie in what JAX's function returns.
+def result_names(main: Mlir, count: int, used_names: Sequence[str]) -> list[str]:
+    """Return names for the results of ``main``, from their paths in the result of JAX's function.
 
     Args:
         main: The function.
-        count: How many results there are.
-        taken: Names of the arguments.
+        count: Number of results.
+        used_names: Names of the arguments.
     """
-    names = dict.fromkeys(taken)
+    names = dict.fromkeys(used_names)
     infos = _argument_dictionaries(main, "res_attrs", count)
     for index, info in enumerate(infos):
-        given = str(info.get("jax.result_info") or "") or f"result[{index}]"
-        names[_unique(_identifier(given), names)] = None
-    return list(names)[len(taken) :]
+        path = str(info.get("jax.result_info") or "") or f"result[{index}]"
+        names[_unique(_identifier(path), names)] = None
+    return list(names)[len(used_names) :]
 
 
-def _given_name(
+def _source_name(
     argument: Mlir, index: int, main: Mlir, functions: Mapping[str, Mlir]
 ) -> str | None:
     count = len(main.regions[0].blocks[0].arguments)
     info = _argument_dictionaries(main, "arg_attrs", count)[index]
-    given = info.get("jax.arg_info") or argument_name(argument.location)
-    if given:
-        return str(given)
+    name = info.get("jax.arg_info") or argument_name(argument.location)
+    if name:
+        return str(name)
     for use in argument.uses:
         caller = use.owner.operation
         if caller.name != "func.call":
@@ -365,19 +365,19 @@ def _given_name(
 def _argument_dictionaries(main: Mlir, name: str, count: int) -> list[dict[str, Any]]:
     if name not in main.attributes:
         return [{}] * count
-    found: list[dict[str, Any]] = python_value(main.attributes[name])
-    return found if len(found) == count else [{}] * count
+    dictionaries: list[dict[str, Any]] = python_value(main.attributes[name])
+    return dictionaries if len(dictionaries) == count else [{}] * count
 
 
-def _identifier(given: str) -> str:
-    name = re.sub(r"\W+", "_", given, flags=re.ASCII).strip("_")
+def _identifier(text: str) -> str:
+    name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_")
     return name if is_feature_name(name) else f"x_{name}"
 
 
-def _unique(name: str, taken: Mapping[str, None]) -> str:
-    if name not in taken:
+def _unique(name: str, used: Mapping[str, None]) -> str:
+    if name not in used:
         return name
-    return next(f"{name}_{n}" for n in range(1, len(taken) + 2) if f"{name}_{n}" not in taken)
+    return next(f"{name}_{n}" for n in range(1, len(used) + 2) if f"{name}_{n}" not in used)
 
 
 def _symbol(function: Mlir) -> str:

@@ -1,9 +1,9 @@
-"""Sizes that are known at run time only: what is known of them, and arithmetic with them.
+"""Symbolic sizes, which are known only at run time: their relations, and arithmetic with them.
 
-An argument's type says ``?`` for each such size. ``jax.export`` writes at the start of ``main``
-what it knows of them: that one is thrice another, or 8 at most. ``declared_shapes`` evaluates this,
-so that equal sizes get equal symbols; while the program is read, ``note_known`` follows sizes
-through integer arithmetic to the shapes that are made of them.
+An argument's type has ``?`` for each symbolic size. At the start of ``main``, ``jax.export`` writes
+assertions about them, such as ``n == 3 * m`` or ``n <= 8``. ``declared_shapes`` evaluates these, so
+that equal sizes get equal symbols. While the program is read, ``note_sizes`` follows sizes through
+integer arithmetic to shapes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from coreml_delegate.stablehlo.parse import Mlir
 if TYPE_CHECKING:
     from coreml_delegate.stablehlo.source_op import Operand, SourceOp
 
-Known = tuple[Dim, ...]
+Sizes = tuple[Dim, ...]
 """Elements of a tensor of rank 0 or 1 whose elements are sizes."""
 
 Range = tuple[int, int] | int | str | Dimension
@@ -38,7 +38,7 @@ _PREFIX = "stablehlo."
 
 
 def _divide(x: Dim, y: Dim) -> Dim:
-    """Return the quotient of sizes, which are not negative."""
+    """Return the quotient of sizes, rounded towards zero; symbolic sizes are not negative."""
     if isinstance(x, int) and isinstance(y, int):
         return int(math.copysign(abs(x) // abs(y), x * y)) if y else -1
     return simplify(sympy.floor(sympy.sympify(x) / y))
@@ -73,34 +73,34 @@ _UNCHANGED = ("convert", "reshape", "optimization_barrier")
 
 
 def call_function(name: str, operands: Sequence[Dim]) -> list[Dim]:
-    """Return the results of a function that JAX writes out: floor_divide, remainder or divmod."""
+    """Return the results of JAX's function floor_divide, remainder or divmod."""
     x, y = operands
     if isinstance(x, int) and isinstance(y, int) and y:
-        quotient, rest = divmod(x, y)
+        quotient, modulo = divmod(x, y)
     else:
-        quotient, rest = _divide(x, y), _remainder(x, y)
-    return {"floor_divide": [quotient], "remainder": [rest], "divmod": [quotient, rest]}[name]
+        quotient, modulo = _divide(x, y), _remainder(x, y)
+    return {"floor_divide": [quotient], "remainder": [modulo], "divmod": [quotient, modulo]}[name]
 
 
 def is_of_sizes(function: Mlir) -> bool:
-    """Whether JAX has made a function to compute sizes."""
+    """Whether JAX made a function to compute sizes."""
     return any(name is not None for name in _global_names(function))
 
 
 def _global_names(function: Mlir) -> list[str | None]:
-    """Return for each argument the name of the dimension that it is; "" for one of arithmetic."""
+    """Return each argument's dimension name: "" for arithmetic of sizes, None for other values."""
     if "arg_attrs" not in function.attributes:
         return [None]
     entries = python_value(function.attributes["arg_attrs"])
     return [entry.get(_GLOBAL) if _GLOBAL in entry else None for entry in entries]
 
 
-def compute(name: str, operands: Sequence[Known]) -> Known | None:
+def compute(name: str, operands: Sequence[Sizes]) -> Sizes | None:
     """Return the result of an operation on sizes, or None if it is not arithmetic of sizes.
 
     Args:
-        name: Of the operation, without its dialect.
-        operands: Their elements; one of one element stands for any number.
+        name: Name of the operation without its dialect.
+        operands: Elements of the operands; a single element is broadcast.
     """
     if name in _UNCHANGED and len(operands) == 1:
         return operands[0]
@@ -108,20 +108,20 @@ def compute(name: str, operands: Sequence[Known]) -> Known | None:
         return tuple(size for operand in operands for size in operand)
     if name == "clamp" and len(operands) == 3:
         low, x, high = operands
-        return _each(_smaller, _each(_greater, low, x), high)
+        return _broadcast(_smaller, _broadcast(_greater, low, x), high)
     if name in _BINARY and len(operands) == 2:
-        return _each(_BINARY[name], *operands)
+        return _broadcast(_BINARY[name], *operands)
     return None
 
 
-def _each(function: Callable[[Any, Any], Dim], x: Known, y: Known) -> Known:
+def _broadcast(function: Callable[[Any, Any], Dim], x: Sizes, y: Sizes) -> Sizes:
     count = max(len(x), len(y))
-    xs, ys = (list(some) * (count if len(some) == 1 else 1) for some in (x, y))
+    xs, ys = (list(elements) * (count if len(elements) == 1 else 1) for elements in (x, y))
     return tuple(function(a, b) for a, b in zip(xs, ys, strict=True))
 
 
-def note_known(source: SourceOp, results: Sequence[Operand]) -> None:
-    """Set the elements of a result that are sizes, where its operation is arithmetic of sizes."""
+def note_sizes(source: SourceOp, results: Sequence[Operand]) -> None:
+    """Set the elements of a result if its operation is arithmetic of sizes."""
     if len(results) != 1 or not isinstance(results[0], Value) or results[0].known is not None:
         return
     (result,) = results
@@ -134,21 +134,21 @@ def note_known(source: SourceOp, results: Sequence[Operand]) -> None:
     if not operands or len(operands) != len(source.operands):
         return
     name = source.name.removeprefix(_PREFIX)
-    known = _sliced(source, operands[0]) if name == "slice" else compute(name, operands)
+    elements = _sliced(source, operands[0]) if name == "slice" else compute(name, operands)
     if name == "broadcast_in_dim" and len(operands[0]) == 1:
-        known = operands[0] * count
-    if known is not None and len(known) == count:
-        result.known = known
+        elements = operands[0] * count
+    if elements is not None and len(elements) == count:
+        result.known = elements
 
 
-def _sliced(source: SourceOp, known: Known) -> Known:
+def _sliced(source: SourceOp, elements: Sizes) -> Sizes:
     starts, limits, strides = (
         source.integers(name) or (0,) for name in ("start_indices", "limit_indices", "strides")
     )
-    return known[starts[0] : limits[0] : strides[0]]
+    return elements[starts[0] : limits[0] : strides[0]]
 
 
-# What main says of its sizes
+# Assertions of main about its sizes
 
 
 @dataclass
@@ -160,14 +160,14 @@ class _Relation:
 
 @dataclass
 class _Facts:
-    """Shapes of the arguments, with the ranges of their symbolic sizes.
+    """Shapes of the arguments, and the relations and ranges of their symbolic sizes.
 
     Attributes:
-        shapes: Of the arguments; None for one that is no tensor.
-        replaced: Symbols that other sizes determine.
-        names: Symbols by the names that JAX gives them.
-        least: The smallest each symbol may be, by name.
-        most: The largest.
+        shapes: Sizes of the arguments.
+        replaced: Expressions by the symbols that they replace.
+        names: Expressions by JAX's names of dimensions.
+        least: Lower bounds by symbol name.
+        most: Upper bounds by symbol name.
     """
 
     shapes: list[list[Any]]
@@ -177,12 +177,12 @@ class _Facts:
     most: dict[str, int] = field(default_factory=dict)
 
     def current(self, size: Any) -> Any:
-        """Return a size in terms of symbols that nothing determines."""
+        """Return a size with all replaced symbols substituted."""
         for _ in range(len(self.replaced) + 1):
-            found = sympy.sympify(size).subs(self.replaced)
-            if found == size:
+            substituted = sympy.sympify(size).subs(self.replaced)
+            if substituted == size:
                 break
-            size = found
+            size = substituted
         return sympy.expand(size)
 
 
@@ -191,8 +191,8 @@ class Declared:
     """The shapes of a program's arguments.
 
     Attributes:
-        shapes: As ``Builder.parameter`` takes them.
-        dimensions: What their symbols are, by name.
+        shapes: Shapes for ``Builder.parameter``.
+        dimensions: Dimensions of their symbols by name.
     """
 
     shapes: list[tuple[Any, ...]]
@@ -200,20 +200,20 @@ class Declared:
 
 
 def declared_shapes(
-    main: Mlir, functions: Mapping[str, Mlir], names: Sequence[str], given: Mapping[str, Range]
+    main: Mlir, functions: Mapping[str, Mlir], names: Sequence[str], ranges: Mapping[str, Range]
 ) -> Declared:
     """Return the shapes of main's arguments.
 
     Args:
         main: The function.
-        functions: All of the module.
-        names: Of the arguments.
-        given: What the caller says of sizes, by their names: those of JAX, or ``x_0`` for the first
-            size of argument ``x``.
+        functions: Functions of the module by name.
+        names: Names of the arguments.
+        ranges: Ranges of sizes by name: JAX's name, or ``x_0`` for the first size of argument
+            ``x``.
 
     Raises:
-        OptionError: There is no size of that name.
-        LoweringError: An argument is no tensor.
+        OptionError: There is no symbolic size of a name in ``ranges``.
+        LoweringError: An argument is not a tensor.
     """
     block = main.regions[0].blocks[0]
     facts = _Facts(
@@ -221,7 +221,7 @@ def declared_shapes(
     )
     _evaluate(block, functions, facts)
     renamed = _names_for(facts)
-    dimensions = _dimensions(facts, renamed, given)
+    dimensions = _dimensions(facts, renamed, ranges)
     shapes = [
         tuple(_declared(facts.current(size).subs(renamed), dimensions) for size in shape)
         for shape in facts.shapes
@@ -248,36 +248,36 @@ def _symbol(name: str) -> sympy.Symbol:
 
 
 def _evaluate(block: Mlir, functions: Mapping[str, Mlir], facts: _Facts) -> None:
-    """Evaluate what is arithmetic of sizes in a block, and learn from its assertions."""
+    """Evaluate the arithmetic of sizes in a block, and add the facts that it asserts."""
     if all(isinstance(size, int) for shape in facts.shapes for size in shape):
         return
     arguments = {argument: n for n, argument in enumerate(block.arguments)}
-    found: dict[Mlir, Any] = {}
+    computed: dict[Mlir, Any] = {}
     for view in block.operations:
         op = view.operation
         if op.name == "stablehlo.get_dimension_size" and op.operands[0] in arguments:
             axis = python_value(op.attributes["dimension"])
-            found[op.results[0]] = (facts.shapes[arguments[op.operands[0]]][axis],)
+            computed[op.results[0]] = (facts.shapes[arguments[op.operands[0]]][axis],)
         elif op.name == "stablehlo.constant":
-            found.update(_constant(op))
-        elif all(operand in found for operand in op.operands):
-            _learn(op, [found[operand] for operand in op.operands], found, facts)
+            computed.update(_constant(op))
+        elif all(operand in computed for operand in op.operands):
+            _learn(op, [computed[operand] for operand in op.operands], computed, facts)
         elif op.name == "func.call":
-            _learn_names(op, functions, found, facts)
+            _learn_names(op, functions, computed, facts)
 
 
-def _constant(op: Mlir) -> Iterator[tuple[Mlir, Known]]:
+def _constant(op: Mlir) -> Iterator[tuple[Mlir, Sizes]]:
     attribute = op.attributes["value"]
     kind = type(attribute).__name__
     if kind == "DenseIntElementsAttr" and attribute.type.rank < 2 and len(attribute) <= _MOST_SIZES:
         yield op.results[0], tuple(int(n) for n in np.ravel(tensor_value(attribute)))
 
 
-def _learn(op: Mlir, operands: list[Any], found: dict[Mlir, Any], facts: _Facts) -> None:
+def _learn(op: Mlir, operands: list[Any], computed: dict[Mlir, Any], facts: _Facts) -> None:
     name = op.name.removeprefix(_PREFIX)
     if name == "compare":
         direction = str(python_value(op.attributes["comparison_direction"]))
-        found[op.results[0]] = _Relation(direction, operands[0][0], operands[1][0])
+        computed[op.results[0]] = _Relation(direction, operands[0][0], operands[1][0])
     elif name == "custom_call":
         if isinstance(operands[0], _Relation):
             _assume(operands[0], facts)
@@ -285,38 +285,38 @@ def _learn(op: Mlir, operands: list[Any], found: dict[Mlir, Any], facts: _Facts)
         callee = str(python_value(op.attributes["callee"])).rstrip("_0123456789")
         if callee in ("floor_divide", "remainder", "divmod"):
             results = call_function(callee, [facts.current(o[0]) for o in operands])
-            found.update((r, (size,)) for r, size in zip(op.results, results, strict=True))
+            computed.update((r, (size,)) for r, size in zip(op.results, results, strict=True))
     elif not any(isinstance(operand, _Relation) for operand in operands):
-        known = compute(name, operands)
-        if known is not None:
-            found[op.results[0]] = known
+        elements = compute(name, operands)
+        if elements is not None:
+            computed[op.results[0]] = elements
 
 
 def _learn_names(
-    op: Mlir, functions: Mapping[str, Mlir], found: Mapping[Mlir, Any], facts: _Facts
+    op: Mlir, functions: Mapping[str, Mlir], computed: Mapping[Mlir, Any], facts: _Facts
 ) -> None:
     callee = functions.get(python_value(op.attributes["callee"]))
     if callee is None:
         return
     for name, operand in zip(_global_names(callee), op.operands, strict=False):
-        if name and operand in found and not isinstance(found[operand], _Relation):
-            facts.names.setdefault(name, found[operand][0])
+        if name and operand in computed and not isinstance(computed[operand], _Relation):
+            facts.names.setdefault(name, computed[operand][0])
 
 
 def _assume(relation: _Relation, facts: _Facts) -> None:
-    """Take an asserted relation of sizes for true."""
+    """Add the fact of an asserted relation of sizes."""
     left, right = (facts.current(side) for side in (relation.left, relation.right))
     if relation.direction == "EQ":
         _assume_equal(left, right, facts)
     elif relation.direction in ("GE", "LE"):
-        more, less = (left, right) if relation.direction == "GE" else (right, left)
-        _assume_bound(sympy.expand(more - less), facts)
+        larger, smaller = (left, right) if relation.direction == "GE" else (right, left)
+        _assume_bound(sympy.expand(larger - smaller), facts)
 
 
 def _assume_equal(left: Any, right: Any, facts: _Facts) -> None:
     if isinstance(left, sympy.Mod) and right == 0 and isinstance(left.args[0], sympy.Symbol):
-        whole, divisor = left.args
-        facts.replaced[whole] = divisor * _symbol(f"{whole}_by_{divisor}")
+        dividend, divisor = left.args
+        facts.replaced[dividend] = divisor * _symbol(f"{dividend}_by_{divisor}")
         return
     for one, other in ((left, right), (right, left)):
         if isinstance(one, sympy.Symbol) and one not in sympy.sympify(other).free_symbols:
@@ -325,7 +325,7 @@ def _assume_equal(left: Any, right: Any, facts: _Facts) -> None:
 
 
 def _assume_bound(difference: Any, facts: _Facts) -> None:
-    """Learn from an expression that is 0 or more, where it is linear in one symbol."""
+    """Add the bound ``difference >= 0`` if the difference is linear in one symbol."""
     symbols = list(difference.free_symbols)
     if len(symbols) != 1 or not difference.is_polynomial(*symbols):
         return
@@ -343,7 +343,7 @@ def _assume_bound(difference: Any, facts: _Facts) -> None:
 
 
 def _names_for(facts: _Facts) -> dict[Any, Any]:
-    """Return what each symbol is called: as JAX calls it, where it does."""
+    """Return new symbols, with JAX's names, by symbol."""
     renamed: dict[Any, Any] = {}
     for name, expression in facts.names.items():
         current = facts.current(expression)
@@ -353,7 +353,7 @@ def _names_for(facts: _Facts) -> dict[Any, Any]:
 
 
 def _dimensions(
-    facts: _Facts, renamed: Mapping[Any, Any], given: Mapping[str, Range]
+    facts: _Facts, renamed: Mapping[Any, Any], ranges: Mapping[str, Range]
 ) -> dict[str, Any]:
     """Return a dimension, a fixed size, or the name of an equal dimension for each symbol."""
     symbols = {
@@ -367,15 +367,15 @@ def _dimensions(
         name = renamed.get(symbol, symbol).name
         least, most = facts.least.get(symbol.name, 1), facts.most.get(symbol.name)
         dimensions[name] = Dimension(name, max(1, least), *([] if most is None else [most]))
-    for name, said in given.items():
-        if name not in dimensions or (isinstance(said, str) and said not in dimensions):
+    for name, bounds in ranges.items():
+        if name not in dimensions or (isinstance(bounds, str) and bounds not in dimensions):
             raise OptionError(
-                "no size of that name is open in the program",
+                "the program has no symbolic size of this name",
                 got=repr(name),
-                expected=near_matches(name, dimensions) or "none is",
+                expected=near_matches(name, dimensions) or "no size is symbolic",
             )
-        is_range = isinstance(said, tuple | list)
-        dimensions[name] = Dimension(name, *said) if is_range else said
+        is_range = isinstance(bounds, tuple | list)
+        dimensions[name] = Dimension(name, *bounds) if is_range else bounds
     return dimensions
 
 
@@ -391,5 +391,5 @@ def _declared(size: Any, dimensions: Mapping[str, Any]) -> Any:
         values[symbol] = dimension.symbol if isinstance(dimension, Dimension) else dimension
         if size == symbol and isinstance(dimension, Dimension):
             return dimension
-    found = sympy.expand(size.subs(values))
-    return found if found.free_symbols else int(found)
+    declared = sympy.expand(size.subs(values))
+    return declared if declared.free_symbols else int(declared)

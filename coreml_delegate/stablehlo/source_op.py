@@ -1,4 +1,4 @@
-"""``SourceOp``: one operation of a StableHLO program, as the functions that read it see it."""
+"""``SourceOp``: an operation of a StableHLO program, the argument of the rules that read it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _NARROW = np.iinfo(np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A StableHLO token. Tokens order side effects, of which there are none."""
+    """A StableHLO token. Tokens order side effects; a Core ML model has no side effects."""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Integers of 64 bits as pairs of 32 bits: only a random generator's state needs all of them.
+    """Integers of 64 bits as pairs of 32 bits, for the state of a random generator.
 
     Attributes:
         pairs: uint32, with a last dimension of 2: low, high.
@@ -42,8 +42,8 @@ class Words:
 class WideConstant:
     """A constant of integers of 64 bits that 32 bits cannot hold.
 
-    Operations take it whose result does not depend on how far it is beyond 32 bits: a search for
-    an extreme starts there, and a bound there bounds nothing.
+    It is an operand only where the result does not depend on how far it is beyond 32 bits: the
+    start of a maximum or minimum, a bound, or an operand of a comparison.
 
     Attributes:
         array: int64 or uint64.
@@ -53,36 +53,36 @@ class WideConstant:
 
     @property
     def is_below(self) -> NDArray[np.bool_]:
-        """Whether elements are less than any of 32 bits."""
+        """Whether elements are below the range of int32."""
         return self.array < _NARROW.min
 
     @property
     def is_above(self) -> NDArray[np.bool_]:
-        """Whether elements are greater than any of 32 bits."""
+        """Whether elements are above the range of int32."""
         return self.array > _NARROW.max
 
     @property
     def clipped(self) -> NDArray[Any]:
-        """The elements, those beyond 32 bits replaced by the nearest that is not."""
+        """The elements clipped to the range of int32."""
         least = max(int(np.iinfo(self.array.dtype).min), int(_NARROW.min))
         return self.array.clip(least, int(_NARROW.max))
 
 
 Operand = Value | Token | Words | WideConstant | tuple[Any, ...]
-"""The graph's counterpart of a value of the source; a tuple for a tuple."""
+"""The graph's counterpart of a value of the source; a Python tuple for a tuple."""
 
 Rule = Callable[["SourceOp"], Operand | Sequence[Operand] | None]
-"""Reads one operation: its result, a list of several, or None if it has none."""
+"""Reads one operation; returns its result, a list of results, or None if it has no results."""
 
 
 class SourceOp:
-    """One operation of the source.
+    """An operation of the source.
 
     Attributes:
-        name: As ``stablehlo.add``.
-        builder: What the graph is made with.
-        operands: What its operands stand for.
-        reader: What reads the program.
+        name: Full name, such as ``stablehlo.add``.
+        builder: Makes the graph.
+        operands: The graph's counterparts of the operands.
+        reader: Reads the program.
     """
 
     def __init__(self, op: Mlir, operands: Sequence[Operand], reader: Reader, frame: Frame) -> None:
@@ -96,10 +96,10 @@ class SourceOp:
     # Operands and results
 
     def value(self, index: int) -> Value:
-        """Return an operand that is a tensor.
+        """Return an operand, which has to be a tensor.
 
         Raises:
-            UnsupportedOperatorError: It is none, or one of all 64 bits of integers.
+            UnsupportedOperatorError: It is not a tensor, or integers that need 64 bits.
         """
         operand = self.operands[index]
         if isinstance(operand, Value):
@@ -111,10 +111,10 @@ class SourceOp:
         raise self.refusal(f"operand {index} is no tensor")
 
     def value_clipped(self, index: int, side: str) -> Value:
-        """Return an operand for which any number beyond 32 bits on one side may stand.
+        """Return an operand; a constant beyond 32 bits on one side is clipped.
 
         Args:
-            index: Its position.
+            index: Position of the operand.
             side: ``below`` or ``above``.
 
         Raises:
@@ -123,8 +123,8 @@ class SourceOp:
         operand = self.operands[index]
         if not isinstance(operand, WideConstant):
             return self.value(index)
-        wrong = operand.is_above if side == "below" else operand.is_below
-        if wrong.any():
+        is_beyond_other_side = operand.is_above if side == "below" else operand.is_below
+        if is_beyond_other_side.any():
             raise beyond_32_bits(self.name, operand)
         return self.builder.constant(operand.clipped)
 
@@ -151,10 +151,10 @@ class SourceOp:
         return str(self._op.operands[index].type.element_type)
 
     def shape(self, index: int = 0) -> tuple[int, ...]:
-        """Return the shape of a result, whose sizes have to be known.
+        """Return the shape of a result, which has to be fixed.
 
         Raises:
-            UnsupportedOperatorError: One is known at run time only.
+            UnsupportedOperatorError: A size is known only at run time.
         """
         sizes = self.sizes(index)
         fixed = tuple(size for size in sizes if size is not None)
@@ -163,7 +163,7 @@ class SourceOp:
         return fixed
 
     def sizes(self, index: int = 0) -> tuple[int | None, ...]:
-        """Return the shape of a result, with None for sizes that are known at run time only."""
+        """Return the shape of a result, with None for symbolic sizes."""
         type = self._op.results[index].type
         return shape_of(type) if is_tensor(type) else ()
 
@@ -181,7 +181,7 @@ class SourceOp:
         """Return an attribute as a Python value; see ``python_value``.
 
         Raises:
-            UnsupportedOperatorError: There is none, and no default.
+            UnsupportedOperatorError: There is no such attribute, and no default.
         """
         if name in self._op.attributes:
             return python_value(self._op.attributes[name])
@@ -194,14 +194,14 @@ class SourceOp:
         return self._op.attributes[name]
 
     def integers(self, name: str) -> tuple[int, ...] | None:
-        """Return an attribute of integers, in an array or a tensor; None if there is none."""
-        given = self.attribute(name, None)
-        return None if given is None else tuple(int(n) for n in given)
+        """Return an attribute of integers, in an array or a tensor, or None."""
+        numbers = self.attribute(name, None)
+        return None if numbers is None else tuple(int(n) for n in numbers)
 
     def pairs(self, name: str) -> list[tuple[int, int]] | None:
-        """Return an attribute of pairs of integers, as the padding; None if there is none."""
-        given = self.attribute(name, None)
-        return None if given is None else [(int(low), int(high)) for low, high in given]
+        """Return an attribute of pairs of integers, such as padding, or None."""
+        numbers = self.attribute(name, None)
+        return None if numbers is None else [(int(low), int(high)) for low, high in numbers]
 
     # Regions
 
@@ -211,7 +211,7 @@ class SourceOp:
         return len(self._op.regions)
 
     def region(self, index: int = 0) -> Callable[..., Any]:
-        """Return a region as a Python function of values: of a list of values, or of one."""
+        """Return a region as a Python function: it takes values, and returns a list of results."""
         region = self._op.regions[index]
 
         def function(*arguments: Value) -> Any:
@@ -220,17 +220,17 @@ class SourceOp:
         return function
 
     def refusal(self, reason: str, remedy: str | None = None) -> UnsupportedOperatorError:
-        """Return the error that says why this operation cannot be expressed."""
+        """Return the error for an operation that cannot be expressed, with the reason."""
         return UnsupportedOperatorError(f"{self.name} cannot be expressed: {reason}", remedy=remedy)
 
 
 def beyond_32_bits(what: str, constant: WideConstant) -> UnsupportedOperatorError:
-    """Return the error about a use of a constant that needs all of its 64 bits."""
+    """Return the error for an operation that needs all 64 bits of a constant."""
     array = constant.array
     return UnsupportedOperatorError(
         f"{what}: {array.dtype} values are beyond 32 bits, the widest integers of Core ML",
         got=f"{array.min()} to {array.max()}",
-        expected=f"{_NARROW.min} to {_NARROW.max}; beyond them, the start of a search for an "
-        "extreme, or a bound",
+        expected=f"{_NARROW.min} to {_NARROW.max}; or beyond, the start of a maximum or minimum, "
+        "or a bound",
         remedy="Write the constant in 32 bits",
     )

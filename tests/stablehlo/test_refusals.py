@@ -68,7 +68,7 @@ TEXTS: dict[str, tuple[str, str]] = {
       %1 = stablehlo.add %a, %b : tensor<f32>
       stablehlo.return %1 : tensor<f32>
   }) {replica_groups = dense<0> : tensor<1x1xi64>} : (tensor<4xf32>) -> tensor<4xf32>"""),
-        "all_reduce cannot be expressed: a Core ML model runs on one device alone",
+        "all_reduce cannot be expressed: a Core ML model runs on one device only",
     ),
     "scatter whose body mixes two tensors": (
         _main("""  %i = stablehlo.constant dense<[[2]]> : tensor<1x1xi32>

@@ -1,1 +1,1 @@
-"""The operations of a graph, by family: each a method of the builder, with its record."""
+"""Operations of the graph builder by family: methods with their records and MIL composition."""

@@ -26,9 +26,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **custom_calls.RULES,
     }
 )
-"""The rule of every operation that is read, by name."""
+"""The rule of every supported operation by name."""
 
-_DEVICES = "a Core ML model runs on one device alone"
+_DEVICES = "a Core ML model runs on one device only"
 _FEEDS = "a Core ML model takes its inputs before it runs, and returns its outputs after"
 _BY_REASON: Mapping[str, tuple[str, ...]] = {
     _DEVICES: (
@@ -50,16 +50,16 @@ _BY_REASON: Mapping[str, tuple[str, ...]] = {
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "chlo.conj": graph.REFUSED["conj"],
-        "chlo.scan": "a scan of any function has no counterpart; stablehlo.while has one",
+        "chlo.scan": "Core ML has no scan of any function; use stablehlo.while",
         **{f"stablehlo.{name}": reason for name, reason in graph.REFUSED.items()},
         **{f"stablehlo.{name}": reason for reason, names in _BY_REASON.items() for name in names},
     }
 )
-"""Why other operations are refused, by name."""
+"""The reason why an operation is refused, by name."""
 
 
 def refusal_reason(name: str) -> str:
-    """Return why an operation without a rule cannot be expressed."""
+    """Return the reason why an operation without a rule cannot be expressed."""
     if name in REFUSED:
         return REFUSED[name]
     if name.partition(".")[0] in ("stablehlo", "chlo"):

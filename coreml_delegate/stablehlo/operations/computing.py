@@ -24,7 +24,7 @@ _ALGORITHMS = {"THREE_FRY": "threefry"}
 
 
 def _several(returned: Any) -> list[Operand]:
-    """Return what the builder returns for an operation of several results, or of one, as a list."""
+    """Return the builder's result or results as a list."""
     return [returned] if isinstance(returned, Value) else list(returned)
 
 
@@ -54,21 +54,21 @@ def _dot(source: SourceOp) -> Value:
 
 
 def _einsum(source: SourceOp) -> Value:
-    """Read a sum of products whose operands have each letter once, as the builder contracts."""
+    """Read an einsum as ``dot_general`` and ``transpose``; no letter may repeat in an operand."""
     x, y = source.values
     inputs, _, output = str(source.attribute("einsum_config")).replace(" ", "").partition("->")
-    left, right = inputs.split(",")
-    shared = [letter for letter in left if letter in right]
+    lhs, rhs = inputs.split(",")
+    shared = [letter for letter in lhs if letter in rhs]
     batch = [letter for letter in shared if letter in output]
     summed = [letter for letter in shared if letter not in output]
     result = source.builder.dot_general(
         x,
         y,
-        contracting=(tuple(map(left.index, summed)), tuple(map(right.index, summed))),
-        batching=(tuple(map(left.index, batch)), tuple(map(right.index, batch))),
+        contracting=(tuple(map(lhs.index, summed)), tuple(map(rhs.index, summed))),
+        batching=(tuple(map(lhs.index, batch)), tuple(map(rhs.index, batch))),
         preferred_dtype=source.dtype(),
     )
-    order = [*batch, *(c for c in left if c not in shared), *(c for c in right if c not in shared)]
+    order = [*batch, *(c for c in lhs if c not in shared), *(c for c in rhs if c not in shared)]
     if sorted(order) != sorted(output):
         raise source.refusal("a letter repeats, or is summed over in one operand")
     return source.builder.transpose(result, [order.index(letter) for letter in output])
@@ -81,10 +81,10 @@ def _convolution(source: SourceOp) -> Value:
 def _dynamic_conv(source: SourceOp) -> Value:
     padding = source.value(2)
     is_constant = padding.node.name == "constant"
-    known = padding.node["array"].reshape(-1) if is_constant else padding.known
-    if known is None or not all(isinstance(size, int | np.integer) for size in known):
+    amounts = padding.node["array"].reshape(-1) if is_constant else padding.known
+    if amounts is None or not all(isinstance(size, int | np.integer) for size in amounts):
         raise source.refusal("the padding has to be fixed")
-    low, high = known[::2], known[1::2]
+    low, high = amounts[::2], amounts[1::2]
     return _convolve(source, [(int(a), int(b)) for a, b in zip(low, high, strict=True)])
 
 
@@ -111,21 +111,19 @@ def _layout(attribute: Any) -> str:
     spatial = list(numbers.input_spatial_dimensions)
     letters = "0123456789"[: len(spatial)]
 
-    def spelled(first: str, at: int, second: str, then: int, sizes: Sequence[int]) -> str:
-        places = {at: first, then: second, **dict(zip(sizes, letters, strict=True))}
-        return "".join(places[n] for n in range(len(places)))
+    def spell(first: str, axis: int, second: str, second_axis: int, sizes: Sequence[int]) -> str:
+        by_axis = {axis: first, second_axis: second, **dict(zip(sizes, letters, strict=True))}
+        return "".join(by_axis[n] for n in range(len(by_axis)))
 
-    image = spelled(
-        "N", numbers.input_batch_dimension, "C", numbers.input_feature_dimension, spatial
-    )
-    kernel = spelled(
+    image = spell("N", numbers.input_batch_dimension, "C", numbers.input_feature_dimension, spatial)
+    kernel = spell(
         "O",
         numbers.kernel_output_feature_dimension,
         "I",
         numbers.kernel_input_feature_dimension,
         list(numbers.kernel_spatial_dimensions),
     )
-    output = spelled(
+    output = spell(
         "N",
         numbers.output_batch_dimension,
         "C",
@@ -139,7 +137,7 @@ def _layout(attribute: Any) -> str:
 
 
 def _reduce(source: SourceOp) -> list[Operand]:
-    values, initial = _reduced(source)
+    values, initial = _reduction_operands(source)
     dimensions = source.integers("dimensions") or ()
     results = _several(source.builder.reduce(values, initial, dimensions, source.region()))
     has_elements = all(values[0].shape[axis] != 0 for axis in dimensions)
@@ -148,7 +146,7 @@ def _reduce(source: SourceOp) -> list[Operand]:
 
 
 def _reduce_window(source: SourceOp) -> list[Operand]:
-    values, initial = _reduced(source)
+    values, initial = _reduction_operands(source)
     window, padding = source.integers("window_dimensions") or (), source.pairs("padding")
     dilations = {name: source.integers(f"{name}s") for name in ("base_dilation", "window_dilation")}
     results = _several(
@@ -169,8 +167,8 @@ def _reduce_window(source: SourceOp) -> list[Operand]:
     return results
 
 
-def _reduced(source: SourceOp) -> tuple[list[Value], list[Value]]:
-    """Return tensors and initial values of a reduction, those beyond 32 bits clipped."""
+def _reduction_operands(source: SourceOp) -> tuple[list[Value], list[Value]]:
+    """Return tensors and initial values of a reduction; initial values are clipped to 32 bits."""
     half = len(source.operands) // 2
     starts = [
         source.builder.constant(operand.clipped)
@@ -184,13 +182,13 @@ def _reduced(source: SourceOp) -> tuple[list[Value], list[Value]]:
 def _check_starts(
     source: SourceOp, results: Sequence[Operand], extrema: tuple[str, str], has_elements: bool
 ) -> None:
-    """Refuse initial values beyond 32 bits, except of an extremum, where an element replaces them.
+    """Refuse initial values beyond 32 bits, except of extrema, where an element replaces them.
 
     Args:
         source: The reduction.
         results: Its results.
-        extrema: How the nodes of a maximum and a minimum are called.
-        has_elements: Whether each result is known to be reduced from an element or more.
+        extrema: Names of the nodes of a maximum and a minimum.
+        has_elements: Whether each result is known to be the reduction of at least one element.
     """
     for result, start in zip(results, source.operands[len(results) :], strict=True):
         if not isinstance(start, WideConstant) or not isinstance(result, Value):
@@ -225,17 +223,17 @@ def _batch_norm_inference(source: SourceOp) -> Value:
 
 
 def _gather(source: SourceOp) -> Value:
-    return _gathered(source, source.integers("slice_sizes") or ())
+    return _gather_slices(source, source.integers("slice_sizes") or ())
 
 
 def _dynamic_gather(source: SourceOp) -> Value:
     sizes = source.value(2).known
     if sizes is None:
         raise source.refusal("the sizes of slices have to be known")
-    return _gathered(source, sizes)
+    return _gather_slices(source, sizes)
 
 
-def _gathered(source: SourceOp, sizes: Sequence[Any]) -> Value:
+def _gather_slices(source: SourceOp, sizes: Sequence[Any]) -> Value:
     numbers = dialect("stablehlo").GatherDimensionNumbers(source.raw_attribute("dimension_numbers"))
     return source.builder.gather(
         source.value(0),
@@ -265,7 +263,7 @@ def _scatter(source: SourceOp) -> list[Operand]:
             x,
             indices,
             update,
-            # One that reads another tensor's element is no body that a scatter can have.
+            # The builder refuses a body that reads another tensor's element.
             replace(
                 body,
                 parameters=(body.parameters[n], body.parameters[count + n]),
@@ -284,7 +282,7 @@ def _scatter(source: SourceOp) -> list[Operand]:
     ]
 
 
-# Order and chance
+# Sorts and random bits
 
 
 def _sort(source: SourceOp) -> list[Operand]:

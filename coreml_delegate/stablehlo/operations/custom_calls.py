@@ -1,4 +1,4 @@
-"""Custom calls: the few whose meaning is known."""
+"""Custom calls, by target."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UNCHANGED = frozenset(
         "xla.sdy.LocalToGlobalShape",
     }
 )
-"""Targets that say where a tensor lies or what it is called; the tensor is what it was."""
+"""Targets that place or name a tensor, and return it unchanged."""
 
 _CALLS_PYTHON = "it calls Python while the model runs"
 _REASONS = (
@@ -57,9 +57,9 @@ def _custom_call(source: SourceOp) -> list[Operand] | None:
 
 def _attributes(source: SourceOp) -> dict[str, Any]:
     for name in ("mhlo.attributes", "mhlo.backend_config", "backend_config"):
-        found = source.attribute(name, None)
-        if isinstance(found, dict):
-            return found
+        attributes = source.attribute(name, None)
+        if isinstance(attributes, dict):
+            return attributes
     return {}
 
 
@@ -78,7 +78,7 @@ def _top_k(source: SourceOp) -> list[Operand]:
 
 
 def _approximate_top_k(source: SourceOp) -> list[Operand]:
-    """Sort, and keep the first elements: exact, which is as good as it may be."""
+    """Sort, and take the first elements: an exact result of the approximate top k."""
     attributes = _attributes(source)
     values = source.values
     values = values[: len(values) // 2]
@@ -90,11 +90,11 @@ def _approximate_top_k(source: SourceOp) -> list[Operand]:
 
     axis, count = int(attributes["reduction_dim"]), int(attributes["top_k"])
     ordered = source.builder.sort(values, axis, compare, is_stable=True)
-    kept: list[Operand] = []
+    results: list[Operand] = []
     for value in ordered:
         limit = [count if n == axis else size for n, size in enumerate(value.shape)]
-        kept.append(source.builder.slice(value, [0] * value.rank, limit))
-    return kept
+        results.append(source.builder.slice(value, [0] * value.rank, limit))
+    return results
 
 
 _TARGETS: Mapping[str, Any] = MappingProxyType(

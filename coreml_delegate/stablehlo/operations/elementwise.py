@@ -1,4 +1,4 @@
-"""Operations on each element."""
+"""Elementwise operations."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ CHLO_UNARY = [
     "square",
     "tan",
 ]
-"""Operations of CHLO on one operand, which are the builder's of the same names."""
+"""Unary operations of CHLO that the builder has under the same names."""
 
 _CHLO_BROADCAST = [*_BINARY, *(name for name in _LOGICAL if name != "not"), "compare", "select"]
 
 
 def lean(source: SourceOp, values: Sequence[Value]) -> list[Value]:
-    """Return operands before they were repeated to a common shape, which operations do themselves.
+    """Undo broadcasts of operands, as the builder's operations broadcast themselves.
 
-    One of them keeps the shape. Without this, a model would hold a tensor of each constant.
+    At least one operand keeps the shape. Otherwise, a model would store each constant broadcast.
     """
     broadcasts = source.reader.broadcasts
     if all(value in broadcasts for value in values):
@@ -105,7 +105,7 @@ def _direct(method: str) -> Rule:
 
 
 def _extremum(method: str, side: str) -> Rule:
-    """Read a maximum or minimum, with constants on the side where they never are the result."""
+    """Read a maximum or minimum; constants beyond 32 bits are clipped where it has no effect."""
 
     def rule(source: SourceOp) -> Operand:
         if all(isinstance(operand, WideConstant) for operand in source.operands):
@@ -119,17 +119,17 @@ def _extremum(method: str, side: str) -> Rule:
 def _compare(source: SourceOp) -> Value:
     is_total = source.attribute("compare_type", "") == "TOTALORDER"
     direction = source.attribute("comparison_direction")
-    left, right = source.operands
-    if isinstance(right, WideConstant):
-        return _compare_wide(source, source.value(0), direction, right)
-    if isinstance(left, WideConstant):
-        return _compare_wide(source, source.value(1), _MIRRORED[direction], left)
+    x_operand, y_operand = source.operands
+    if isinstance(y_operand, WideConstant):
+        return _compare_wide(source, source.value(0), direction, y_operand)
+    if isinstance(x_operand, WideConstant):
+        return _compare_wide(source, source.value(1), _MIRRORED[direction], x_operand)
     x, y = lean(source, source.values)
     return source.builder.compare(x, y, direction, total_order=is_total)
 
 
 def _compare_wide(source: SourceOp, x: Value, direction: str, constant: WideConstant) -> Value:
-    """Compare with a constant that no 32 bits reach: which side it is on decides."""
+    """Compare with a constant beyond 32 bits: the side that it is on decides the result."""
     below, above = constant.is_below, constant.is_above
     is_beyond = below | above
     holds = {"E": np.zeros_like(below), "N": is_beyond, "L": above, "G": below}[direction[0]]
@@ -173,9 +173,9 @@ def _bitcast_convert(source: SourceOp) -> Operand:
     value = source.value(0)
     if value.dtype is DType.UINT32 and spelled == "ui64":
         return Words(value)
-    for given in (source.spelled_operand_dtype(), spelled):
-        if given == "bf16" or given.endswith("64"):
-            raise source.refusal(f"the bits of {given} are not kept")
+    for name in (source.spelled_operand_dtype(), spelled):
+        if name == "bf16" or name.endswith("64"):
+            raise source.refusal(f"the bits of {name} are not kept")
     return source.builder.bitcast_convert(value, source.dtype())
 
 
@@ -199,7 +199,7 @@ def _map(source: SourceOp) -> list[Operand]:
 
 
 def _broadcasting(name: str) -> Rule:
-    """Read an operation of CHLO that repeats its operands to a common shape."""
+    """Read an operation of CHLO that broadcasts its operands."""
 
     def rule(source: SourceOp) -> Operand:
         builder = source.builder

@@ -12,7 +12,7 @@ from coreml_delegate.graph import Value
 from coreml_delegate.stablehlo.attributes import resource_array, tensor_value
 from coreml_delegate.stablehlo.source_op import Operand, Rule, SourceOp, WideConstant, Words
 
-# Tensors of equal elements that are larger become a scalar that is repeated.
+# Larger tensors of equal elements become a broadcast scalar.
 _LARGEST_SPLAT = 64
 _RESOURCE = re.compile(r'dense_resource<("[^"]*"|[^>]*)>')
 
@@ -54,14 +54,16 @@ def _broadcast_in_dim(source: SourceOp) -> Operand:
     if isinstance(operand, WideConstant) and not operand.array.ndim:
         return WideConstant(np.broadcast_to(operand.array, shape))
     x = source.value(0)
-    return _noted(source, x, source.builder.broadcast_in_dim(x, shape, dimensions), dimensions)
+    return _note_broadcast(
+        source, x, source.builder.broadcast_in_dim(x, shape, dimensions), dimensions
+    )
 
 
 def _dynamic_broadcast_in_dim(source: SourceOp) -> Value:
     x, shape = source.values
     dimensions = source.integers("broadcast_dimensions") or ()
     result = source.builder.dynamic_broadcast_in_dim(x, shape, dimensions)
-    return _noted(source, x, result, dimensions)
+    return _note_broadcast(source, x, result, dimensions)
 
 
 def _broadcast(source: SourceOp) -> Value:
@@ -69,10 +71,12 @@ def _broadcast(source: SourceOp) -> Value:
     sizes = source.integers("broadcast_sizes") or ()
     dimensions = tuple(range(len(sizes), len(sizes) + x.rank))
     result = source.builder.broadcast_in_dim(x, (*sizes, *x.shape), dimensions)
-    return _noted(source, x, result, dimensions)
+    return _note_broadcast(source, x, result, dimensions)
 
 
-def _noted(source: SourceOp, x: Value, result: Value, dimensions: tuple[int, ...]) -> Value:
+def _note_broadcast(
+    source: SourceOp, x: Value, result: Value, dimensions: tuple[int, ...]
+) -> Value:
     source.reader.broadcasts[result] = x, dimensions
     return result
 

@@ -1,7 +1,6 @@
 """Analysis of the bodies of reductions: known operations, and traces with tensors.
 
-A body is a function of scalars. As its operations are elementwise, it is traced again with the types
-of tensors.
+A body is a function of scalars. As its operations are elementwise, it is also traced with tensors.
 """
 
 from __future__ import annotations

@@ -192,12 +192,12 @@ class Builder(
         stored = to_storage(data, element)
         elements = _known_sizes(stored, element)
         type = TensorType(element, data.shape)
-        return self.emit("constant", (), type, array=stored, known=elements)
+        return self.emit("constant", (), type, array=stored, elements=elements)
 
     @operation(ALL, _compose_size)
     def size(self, size: Dim) -> Value:
         """Return a size, which may be an expression of sizes of parameters, as an int32 scalar."""
-        return self.emit("size", (), TensorType(DType.INT32, ()), size=size, known=(size,))
+        return self.emit("size", (), TensorType(DType.INT32, ()), size=size, elements=(size,))
 
     def check_outputs(self, outputs: Mapping[str, Value]) -> None:
         """Refuse an output that is not a value of this graph, or has an impossible name.
@@ -218,13 +218,13 @@ class Builder(
         *,
         states: Mapping[Value, Value] | None = None,
     ) -> Executable:
-        """Compile the graph that computes some values.
+        """Compile the graph that computes ``outputs``.
 
         Args:
             outputs: One value, several, or several by name.
             states: Parameters that are states, each with the value that replaces it after a run.
-                A state is not an argument of ``run``; it starts as zeros, and is stored as fp16, to which
-                floats are rounded.
+                A state is not an argument of ``run``. It starts with zeros, and is stored as fp16,
+                to which floats are rounded.
 
         Raises:
             GraphError: No outputs, or values of another graph.

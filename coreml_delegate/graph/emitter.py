@@ -121,7 +121,7 @@ class Emitter:
         /,
         *,
         closures: Mapping[str, Closure] | None = None,
-        known: tuple[Dim, ...] | None = None,
+        elements: tuple[Dim, ...] | None = None,
         **attributes: Any,
     ) -> Any:
         """Add a node.
@@ -131,7 +131,7 @@ class Emitter:
             operands: Values of this graph.
             types: Type of the result, or a sequence of types for several results.
             closures: Closures by parameter name.
-            known: Elements of the result, if they are sizes; see ``Value``.
+            elements: Elements of the result, if they are sizes; see ``Value``.
             attributes: Attributes for the operation's ``compose``.
 
         Returns:
@@ -140,7 +140,7 @@ class Emitter:
         node = Node(OPERATIONS[name], tuple(operands), attributes, closures or {}, self.scope)
         several = not isinstance(types, TensorType)
         result_types = tuple(types) if not isinstance(types, TensorType) else (types,)
-        node.results = tuple(Value(node, n, t, known) for n, t in enumerate(result_types))
+        node.results = tuple(Value(node, n, t, elements) for n, t in enumerate(result_types))
         self.scope.nodes.append(node)
         return node.results if several else node.results[0]
 

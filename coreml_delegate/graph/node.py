@@ -59,19 +59,19 @@ class Value:
         node: The node that computes the value.
         index: Position among the node's results.
         type: Element type and shape.
-        known: Flat tuple of the elements, numbers and expressions of sizes, for shape arithmetic;
-            None if they are unknown.
+        elements: The elements, if they are sizes, for shape arithmetic: a flat tuple of numbers and
+            expressions; else None.
     """
 
-    __slots__ = ("__weakref__", "index", "known", "node", "type")
+    __slots__ = ("__weakref__", "elements", "index", "node", "type")
 
     def __init__(
-        self, node: Node, index: int, type: TensorType, known: tuple[Dim, ...] | None = None
+        self, node: Node, index: int, type: TensorType, elements: tuple[Dim, ...] | None = None
     ) -> None:
         self.node = node
         self.index = index
         self.type = type
-        self.known = known
+        self.elements = elements
 
     @property
     def dtype(self) -> DType:

@@ -190,7 +190,9 @@ class Reader:
     ) -> list[Operand] | None:
         """Return the results of a function of sizes; None for other functions."""
         match = _SIZE_FUNCTION.match(name)
-        known_sizes = [o.known for o in operands if isinstance(o, Value) and o.known is not None]
+        known_sizes = [
+            o.elements for o in operands if isinstance(o, Value) and o.elements is not None
+        ]
         if match is None or len(known_sizes) != len(operands) or not sizes.is_of_sizes(function):
             return None
         expressions = sizes.call_function(match.group(1), [elements[0] for elements in known_sizes])

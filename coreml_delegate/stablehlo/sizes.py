@@ -122,7 +122,7 @@ def _broadcast(function: Callable[[Any, Any], Dim], x: Sizes, y: Sizes) -> Sizes
 
 def note_sizes(source: SourceOp, results: Sequence[Operand]) -> None:
     """Set the elements of a result if its operation is arithmetic of sizes."""
-    if len(results) != 1 or not isinstance(results[0], Value) or results[0].known is not None:
+    if len(results) != 1 or not isinstance(results[0], Value) or results[0].elements is not None:
         return
     (result,) = results
     if not isinstance(result, Value) or not result.dtype.is_integer or result.rank > 1:
@@ -130,7 +130,9 @@ def note_sizes(source: SourceOp, results: Sequence[Operand]) -> None:
     count = result.shape[0] if result.rank else 1
     if not isinstance(count, int) or count > _MOST_SIZES:
         return
-    operands = [o.known for o in source.operands if isinstance(o, Value) and o.known is not None]
+    operands = [
+        o.elements for o in source.operands if isinstance(o, Value) and o.elements is not None
+    ]
     if not operands or len(operands) != len(source.operands):
         return
     name = source.name.removeprefix(_PREFIX)
@@ -138,7 +140,7 @@ def note_sizes(source: SourceOp, results: Sequence[Operand]) -> None:
     if name == "broadcast_in_dim" and len(operands[0]) == 1:
         elements = operands[0] * count
     if elements is not None and len(elements) == count:
-        result.known = elements
+        result.elements = elements
 
 
 def _sliced(source: SourceOp, elements: Sizes) -> Sizes:

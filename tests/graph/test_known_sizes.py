@@ -36,4 +36,4 @@ CASES: dict[str, tuple[Callable[[Builder, Callable[..., Any]], Any], Any]] = {
 def test_sizes_are_known(case: str) -> None:
     builder = graph.Backend("reference").builder()
     call, expected = CASES[case]
-    assert call(builder, lambda n: builder.constant(n, "int32")).known == expected
+    assert call(builder, lambda n: builder.constant(n, "int32")).elements == expected

@@ -60,7 +60,7 @@ TEXTS: dict[str, tuple[str, str]] = {
     ),
     "another dialect": (
         _main("  %0 = acme.add %x, %x : tensor<4xf32>"),
-        "the text has what no dialect of StableHLO has.*acme",
+        "the text uses a dialect that StableHLO lacks.*acme",
     ),
     "several devices": (
         _main("""  %0 = "stablehlo.all_reduce"(%x) ({

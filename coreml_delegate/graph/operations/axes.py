@@ -62,7 +62,7 @@ def require_rank(name: str, what: str, entries: Sequence[Any], rank: int) -> Non
         )
 
 
-def known_result(
+def known_elements(
     function: Callable[..., Any], *values: Value, dtype: DType | None = None
 ) -> tuple[Dim, ...] | None:
     """Return the elements of an integer result of at most 16, which may be a shape, or None.
@@ -77,10 +77,10 @@ def known_result(
         return None
     arrays: list[Any] = []
     for value in values:
-        if value.known is None or not value.type.is_static:
+        if value.elements is None or not value.type.is_static:
             return None
-        array = np.empty(len(value.known), object)
-        array[:] = value.known
+        array = np.empty(len(value.elements), object)
+        array[:] = value.elements
         arrays.append(array.reshape(value.type.static_shape))
     result = np.asarray(function(*arrays), object)
     return tuple(result.reshape(-1)) if result.size <= _MOST_KNOWN else None

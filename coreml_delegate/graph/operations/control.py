@@ -263,7 +263,7 @@ def _copy_nodes(closure: Closure, scope: Scope, values: dict[Value, Value]) -> N
         }
         operands = tuple(values.get(operand, operand) for operand in node.operands)
         copy = Node(node.record, operands, node.attributes, closures, scope)
-        copy.results = tuple(Value(copy, v.index, v.type, v.known) for v in node.results)
+        copy.results = tuple(Value(copy, v.index, v.type, v.elements) for v in node.results)
         scope.nodes.append(copy)
         values.update(zip(node.results, copy.results, strict=True))
 

@@ -381,7 +381,7 @@ class Elementwise(Emitter):
             dtype: See ``DType.of``.
         """
         type = x.type.with_dtype(DType.of(dtype))
-        return self.emit("convert", (x,), type, known=fold("convert", type, x))
+        return self.emit("convert", (x,), type, elements=fold("convert", type, x))
 
     @operation(FLOATS, compose_reduce_precision)
     def reduce_precision(self, x: Value, exponent_bits: int, mantissa_bits: int) -> Value:
@@ -407,4 +407,4 @@ class Elementwise(Emitter):
         require_same_dtype(name, *operands)
         shape = broadcast_shapes(name, *(operand.type for operand in operands))
         type = TensorType(operands[0].dtype, shape)
-        return self.emit(name, operands, type, known=fold(name, type, *operands), **attributes)
+        return self.emit(name, operands, type, elements=fold(name, type, *operands), **attributes)

@@ -251,7 +251,7 @@ class Indexing(Shapes):
             name,
             (x, indices),
             type,
-            known=_known_elements(x, indices, sizes),
+            elements=_known_elements(x, indices, sizes),
             offset_dims=offsets,
             collapsed_slice_dims=collapsed,
             operand_batching_dims=batching,
@@ -492,10 +492,10 @@ def _check_disjoint(
 
 def _known_elements(x: Value, indices: Value, sizes: Sequence[Dim]) -> tuple[Dim, ...] | None:
     """Return the elements gathered from a vector of sizes; None if they are unknown."""
-    if x.known is None or x.rank != 1 or list(sizes) != [1] or indices.known is None:
+    if x.elements is None or x.rank != 1 or list(sizes) != [1] or indices.elements is None:
         return None
-    positions = [position for position in indices.known if isinstance(position, int)]
-    if len(positions) != len(indices.known):
+    positions = [position for position in indices.elements if isinstance(position, int)]
+    if len(positions) != len(indices.elements):
         return None
-    last = len(x.known) - 1
-    return tuple(x.known[int(np.clip(position, 0, last))] for position in positions)
+    last = len(x.elements) - 1
+    return tuple(x.elements[int(np.clip(position, 0, last))] for position in positions)

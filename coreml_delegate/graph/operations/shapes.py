@@ -22,7 +22,7 @@ from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.operations.axes import (
     Axes,
     counting,
-    known_result,
+    known_elements,
     permute,
     product,
     require_rank,
@@ -140,8 +140,8 @@ class Shapes(Emitter):
             shape: One size may be -1: it is computed from the other sizes.
         """
         target = _resolve_shape(x, shape)
-        elements = known_result(lambda array: array, x)
-        return self.emit("reshape", (x,), x.type.with_shape(target), known=elements)
+        elements = known_elements(lambda array: array, x)
+        return self.emit("reshape", (x,), x.type.with_shape(target), elements=elements)
 
     @operation(ALL, _compose_transpose, moves_data=True)
     def transpose(self, x: Value, permutation: Sequence[int]) -> Value:
@@ -149,8 +149,8 @@ class Shapes(Emitter):
         require_rank("transpose", "dimensions in the permutation", permutation, x.rank)
         order = normalize_axes(permutation, x.rank, "dimensions of a permutation")
         type = x.type.with_shape([x.shape[axis] for axis in order])
-        elements = known_result(lambda array: array.transpose(order), x)
-        return self.emit("transpose", (x,), type, permutation=order, known=elements)
+        elements = known_elements(lambda array: array.transpose(order), x)
+        return self.emit("transpose", (x,), type, permutation=order, elements=elements)
 
     @operation(ALL, _compose_broadcast_in_dim, moves_data=True)
     def broadcast_in_dim(
@@ -176,9 +176,13 @@ class Shapes(Emitter):
                 )
         elements = None
         if all(isinstance(size, int) for size in target) and product(target) != 0:
-            elements = known_result(lambda array: _broadcast_array(array, target, dimensions), x)
+            elements = known_elements(lambda array: _broadcast_array(array, target, dimensions), x)
         return self.emit(
-            name, (x,), x.type.with_shape(target), broadcast_dimensions=dimensions, known=elements
+            name,
+            (x,),
+            x.type.with_shape(target),
+            broadcast_dimensions=dimensions,
+            elements=elements,
         )
 
     @operation(ALL)
@@ -213,15 +217,17 @@ class Shapes(Emitter):
         shape = list(first.shape)
         total: Any = sum(value.shape[axis] for value in values)
         shape[axis] = simplify(total)
-        elements = known_result(lambda *arrays: np.concatenate(arrays, axis), *values)
-        return self.emit(name, values, first.type.with_shape(shape), dimension=axis, known=elements)
+        elements = known_elements(lambda *arrays: np.concatenate(arrays, axis), *values)
+        return self.emit(
+            name, values, first.type.with_shape(shape), dimension=axis, elements=elements
+        )
 
     @operation(ALL, _compose_reverse, moves_data=True)
     def reverse(self, x: Value, dimensions: Sequence[int]) -> Value:
         """Return the elements in the opposite order along dimensions."""
         axes = normalize_axes(dimensions, x.rank, "dimensions")
-        elements = known_result(lambda array: np.flip(array, axes), x)
-        return self.emit("reverse", (x,), x.type, dimensions=axes, known=elements)
+        elements = known_elements(lambda array: np.flip(array, axes), x)
+        return self.emit("reverse", (x,), x.type, dimensions=axes, elements=elements)
 
     @operation(NUMBERS, _compose_iota)
     def iota(self, dtype: Any, shape: Sequence[Dim], dimension: int) -> Value:
@@ -236,13 +242,15 @@ class Shapes(Emitter):
         elements = None
         size = target[axis]
         if len(target) == 1 and isinstance(size, int):
-            elements = known_result(lambda: np.arange(size), dtype=element) if size <= 128 else None
-        return self.emit("iota", (), TensorType(element, target), dimension=axis, known=elements)
+            elements = (
+                known_elements(lambda: np.arange(size), dtype=element) if size <= 128 else None
+            )
+        return self.emit("iota", (), TensorType(element, target), dimension=axis, elements=elements)
 
     @operation(ALL, _compose_identity)
     def identity(self, x: Value) -> Value:
         """Return the tensor itself."""
-        return self.emit("identity", (x,), x.type, known=x.known)
+        return self.emit("identity", (x,), x.type, elements=x.elements)
 
     @operation(ALL, _compose_barrier)
     def optimization_barrier(self, *values: Value) -> tuple[Value, ...]:
@@ -254,7 +262,9 @@ class Shapes(Emitter):
         """Return the size of a dimension, an int32 of rank 0."""
         axis = normalize_axis(dimension, x.rank, "dimension")
         type = TensorType(DType.INT32, ())
-        return self.emit("get_dimension_size", (x,), type, dimension=axis, known=(x.shape[axis],))
+        return self.emit(
+            "get_dimension_size", (x,), type, dimension=axis, elements=(x.shape[axis],)
+        )
 
     @operation(ALL)
     def expand_dims(self, x: Value, axes: int | Sequence[int]) -> Value:
@@ -328,8 +338,8 @@ def known_sizes(name: str, value: Value, default: Sequence[Dim] | None = None) -
         raise GraphError(
             f"{name}: not a vector of integers", got=str(value.type), expected="int32[rank]"
         )
-    if value.known is not None:
-        return value.known
+    if value.elements is not None:
+        return value.elements
     if default is None:
         raise GraphError(
             f"{name}: the sizes are known at run time only",

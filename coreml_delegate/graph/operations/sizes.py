@@ -58,9 +58,9 @@ def fold(name: str, type: TensorType, *operands: Value) -> tuple[Dim, ...] | Non
         return None
     parts: list[tuple[Dim, ...]] = []
     for operand in operands:
-        if operand.known is None:
+        if operand.elements is None:
             return None
-        parts.append(operand.known)
+        parts.append(operand.elements)
     count = type.shape[0] if type.rank else 1
     if not isinstance(count, int):
         return None

@@ -18,7 +18,7 @@ from coreml_delegate.graph.operations.axes import (
     clamp_index,
     counting,
     join,
-    known_result,
+    known_elements,
     product,
     require_rank,
     sizes_of,
@@ -244,9 +244,9 @@ class Slicing(Emitter):
             _step_count(high - low, step) for low, high, step in zip(first, last, step, strict=True)
         ]
         elements = None
-        if x.type.is_static and x.known is not None:
+        if x.type.is_static and x.elements is not None:
             index = tuple(map(slice, first, last, step))
-            elements = known_result(lambda array: array[index], x)
+            elements = known_elements(lambda array: array[index], x)
         return self.emit(
             "slice",
             (x,),
@@ -254,7 +254,7 @@ class Slicing(Emitter):
             start=first,
             limit=last,
             strides=step,
-            known=elements,
+            elements=elements,
         )
 
     @operation(ALL, _compose_dynamic_slice, moves_data=True)
@@ -372,7 +372,7 @@ def _fixed_starts(x: Value, starts: Sequence[Value], sizes: Sequence[Dim]) -> li
             clamped.append(0)
             continue
         limit = simplify(have - size)
-        (index,) = start.known or (None,)
+        (index,) = start.elements or (None,)
         if not isinstance(index, int) or not isinstance(limit, int):
             return None
         if start.dtype.is_unsigned and index < 0:

@@ -81,7 +81,7 @@ def _convolution(source: SourceOp) -> Value:
 def _dynamic_conv(source: SourceOp) -> Value:
     padding = source.value(2)
     is_constant = padding.node.name == "constant"
-    amounts = padding.node["array"].reshape(-1) if is_constant else padding.known
+    amounts = padding.node["array"].reshape(-1) if is_constant else padding.elements
     if amounts is None or not all(isinstance(size, int | np.integer) for size in amounts):
         raise source.refusal("the padding has to be fixed")
     low, high = amounts[::2], amounts[1::2]
@@ -227,7 +227,7 @@ def _gather(source: SourceOp) -> Value:
 
 
 def _dynamic_gather(source: SourceOp) -> Value:
-    sizes = source.value(2).known
+    sizes = source.value(2).elements
     if sizes is None:
         raise source.refusal("the sizes of slices have to be known")
     return _gather_slices(source, sizes)

@@ -103,10 +103,10 @@ class _Signature:
         self._static = dict(static)
         self.states = dict(states)
         # Trees whose leaves are their own numbers.
-        args, kwargs = self._numbered(exported.in_tree)
+        args, kwargs = self._number_leaves(exported.in_tree)
         self._positional = dict(zip(_dynamic_positions(len(args), static), args, strict=True))
         self._named: dict[str, Any] = dict(kwargs)
-        self._results = self._numbered(exported.out_tree)
+        self._results = self._number_leaves(exported.out_tree)
         arguments: dict[ArgumentKey, Any] = {**self._positional, **self._named}
         for key, result in states.items():
             self._check_state(key, result, arguments)
@@ -141,7 +141,7 @@ class _Signature:
         remaining = tuple(result for n, result in enumerate(self._results) if n not in replaced)
         return self._tree_util.tree_unflatten(self._tree_util.tree_structure(remaining), arrays)
 
-    def _numbered(self, tree: Any) -> Any:
+    def _number_leaves(self, tree: Any) -> Any:
         return self._tree_util.tree_unflatten(tree, range(tree.num_leaves))
 
     def _leaves(self, numbered: Any) -> list[int]:

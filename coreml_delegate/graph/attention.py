@@ -101,11 +101,11 @@ def attention_of(node: Node) -> Pattern | None:
 
 
 class _Match:
-    """An attempt to read a product as one of weights and values.
+    """An attempt to match a product ``weights @ values`` as attention.
 
     Args:
         node: The product.
-        side: Which operand has the weights.
+        side: Index of the operand that has the weights.
     """
 
     def __init__(self, node: Node, side: int) -> None:
@@ -263,7 +263,7 @@ class _Product:
 
     Args:
         node: The product.
-        first: Which operand has the queries.
+        first: Index of the operand that has the queries.
     """
 
     def __init__(self, node: Node, first: int = 0) -> None:

@@ -24,7 +24,7 @@ class Backend:
         target: Deployment target, a ``ct.target`` or its name.
         precision: Floating-point type for values of float32: a ``ct.precision`` or ``"float16"`` or
             ``"float32"``.
-        options: How the engine executes.
+        options: Options of the engine.
 
     Raises:
         OptionError: An unknown engine, compute unit, target or precision.

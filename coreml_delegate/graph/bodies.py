@@ -74,12 +74,14 @@ def known_extremum(body: Closure) -> str | None:
     forms = tuple(_form(result, names) for result in body.results)
     is_float = body.parameters[0].dtype.is_float
     for kind, wins in (("maximum", "greater(value, other)"), ("minimum", "greater(other, value)")):
-        with_nan = _commuted("or", wins, _commuted("not_equal", "value", "value"))
-        tie = _commuted("and", _commuted("equal", "value", "other"), "greater(other_index, index)")
+        with_nan = _sorted_call("or", wins, _sorted_call("not_equal", "value", "value"))
+        tie = _sorted_call(
+            "and", _sorted_call("equal", "value", "other"), "greater(other_index, index)"
+        )
         for better in (with_nan, wins):
             expected = (
                 f"select({better}, value, other)",
-                f"select({_commuted('or', better, tie)}, index, other_index)",
+                f"select({_sorted_call('or', better, tie)}, index, other_index)",
             )
             # Without the test, the result would lose a NaN.
             if forms == expected and (better == with_nan or not is_float):
@@ -98,10 +100,10 @@ def _form(value: Value, names: Mapping[Value, str]) -> str:
         name = _COMPARISONS[node["direction"]]
     if name in _MIRRORED:
         name, parts = _MIRRORED[name], parts[::-1]
-    return _commuted(name, *parts) if name in _COMMUTATIVE else f"{name}({', '.join(parts)})"
+    return _sorted_call(name, *parts) if name in _COMMUTATIVE else f"{name}({', '.join(parts)})"
 
 
-def _commuted(name: str, *parts: str) -> str:
+def _sorted_call(name: str, *parts: str) -> str:
     return f"{name}({', '.join(sorted(parts))})"
 
 

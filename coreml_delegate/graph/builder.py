@@ -82,7 +82,7 @@ def check_feature_name(name: str, what: str) -> None:
     """Refuse a name that an input or output of a Core ML model cannot have.
 
     Raises:
-        GraphError: Names ``what`` and the name.
+        GraphError: An impossible name.
     """
     if not is_feature_name(name):
         raise GraphError(
@@ -221,7 +221,7 @@ class Builder(
         """Compile the graph that computes ``outputs``.
 
         Args:
-            outputs: One value, several, or several by name.
+            outputs: A value, a sequence of values, or values by name.
             states: Parameters that are states, each with the value that replaces it after a run.
                 A state is not an argument of ``run``. It starts with zeros, and is stored as fp16,
                 to which floats are rounded.

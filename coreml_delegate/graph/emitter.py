@@ -96,7 +96,7 @@ class Emitter:
         """Refuse values of other graphs or scopes, and an element type that the operation lacks.
 
         Raises:
-            GraphError: Names the operation.
+            GraphError: A wrong operand; names the operation.
         """
         values = list(_values_in(arguments))
         for value in values:
@@ -255,7 +255,7 @@ def require_same_dtype(name: str, *values: Value) -> None:
     """Refuse operands of different element types.
 
     Raises:
-        GraphError: Names the operation and the types.
+        GraphError: Types differ; names the operation and the types.
     """
     if len({value.dtype for value in values}) > 1:
         raise GraphError(

@@ -154,7 +154,7 @@ class Closure:
         """Refuse a closure whose parameters or results have other types.
 
         Raises:
-            GraphError: Names the first difference.
+            GraphError: Types differ; lists both.
         """
         _check_types(f"parameters of {self.name!r}", self.parameters, takes)
         if returns is not None:

@@ -17,9 +17,9 @@ class Pattern:
     """The node that replaces a group of nodes.
 
     Attributes:
-        name: Of the operation.
-        operands: Its operands.
-        attributes: Its attributes.
+        name: Name of the operation.
+        operands: Operands of the node.
+        attributes: Attributes of the node.
         record: The operation's record, if the builder does not have the operation.
     """
 

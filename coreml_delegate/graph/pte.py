@@ -51,7 +51,7 @@ def delegate_program(
         parameters: Types of the inputs by feature name, in order.
         outputs: Types of the outputs by feature name, in order.
         dimensions: Ranges of symbolic sizes, by name.
-        options: How the model was lowered.
+        options: Options that the model was lowered with.
 
     Raises:
         LoweringError: An input or output without elements, which Core ML does not have.

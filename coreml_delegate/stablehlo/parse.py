@@ -151,7 +151,7 @@ def _of_bytecode(content: bytes) -> Mlir:
         raise
     except Exception as error:
         if b"quant" in content:
-            raise _quantized() from error
+            raise _quantized_error() from error
         kind = "portable artifact" if is_portable else "MLIR bytecode"
         raise LoweringError(f"malformed {kind}", got=_first_line(error)) from error
 
@@ -164,7 +164,7 @@ def _of_text(text: str) -> Mlir:
         quantized = _QUANTIZED_TYPE.search(text)
         if quantized is not None:
             line = text.count("\n", 0, quantized.start()) + 1
-            raise _quantized(quantized.group(), f" (at line {line})") from error
+            raise _quantized_error(quantized.group(), f" (at line {line})") from error
         line = _first_line(error)
         is_foreign = "unregistered dialect" in line or "Dialect `" in line
         what = (
@@ -174,13 +174,13 @@ def _of_text(text: str) -> Mlir:
     return _check_regions(module)
 
 
-def _quantized(type: str | None = None, where: str = "") -> UnsupportedOperatorError:
+def _quantized_error(type: str | None = None, where: str = "") -> UnsupportedOperatorError:
     return UnsupportedOperatorError(
         f"{QUANTIZED}{where}", got=type, remedy="Export the model in floating point"
     )
 
 
-def decomposed(op: Mlir) -> Mlir | None:
+def decompose(op: Mlir) -> Mlir | None:
     """Decompose an operation of CHLO to a module with a function of StableHLO operations.
 
     Args:

@@ -22,9 +22,9 @@ from coreml_delegate.stablehlo.reader import (
     Reader,
     argument_names,
     functions_of,
-    located,
     main_of,
     result_names,
+    with_location,
 )
 from coreml_delegate.stablehlo.sizes import Range, declared_shapes
 from coreml_delegate.targets import Opset
@@ -178,7 +178,7 @@ def compile(
         if where is None:
             raise
         name, _, location = where.partition(" at ")
-        raise located(error, name, location) from error
+        raise with_location(error, name, location) from error
     for what in reader.narrowed:
         logger.info("%s", what)
     inputs = [
@@ -230,7 +230,7 @@ def _parameters(
         try:
             dtype = reader.dtype(type)
         except CoreMLDelegateError as error:
-            raise located(error, f"argument {name!r}", "") from error
+            raise with_location(error, f"argument {name!r}", "") from error
         reader.narrow(f"argument {name!r}", dtype)
         values.append(builder.parameter(name, dtype, shape))
     return values

@@ -32,7 +32,7 @@ from coreml_delegate.stablehlo.attributes import (
     resources,
 )
 from coreml_delegate.stablehlo.operations import REFUSED, RULES, refusal_reason
-from coreml_delegate.stablehlo.parse import Mlir, decomposed
+from coreml_delegate.stablehlo.parse import Mlir, decompose
 from coreml_delegate.stablehlo.source_op import Operand, SourceOp, WideConstant, beyond_32_bits
 
 _RETURNS = ("func.return", "stablehlo.return")
@@ -236,7 +236,7 @@ class Reader:
     def _decompose(self, op: Mlir, source: SourceOp) -> list[Operand]:
         """Decompose an operation without a rule, if it is of CHLO and MLIR can decompose it."""
         is_candidate = op.name.startswith("chlo.") and op.name not in REFUSED and not op.regions
-        module = decomposed(op) if is_candidate else None
+        module = decompose(op) if is_candidate else None
         if module is None:
             raise source.refusal(refusal_reason(op.name))
         (function,) = functions_of(module).values()
@@ -262,14 +262,14 @@ class Reader:
             location = describe_location(op.location)
             inner: str | None = getattr(error, "source_location", None)
             if inner is None:
-                raise located(error, op.name, location) from error
+                raise with_location(error, op.name, location) from error
             # JAX's own functions, such as jax.numpy's, have no line numbers; their calls have.
             if _LINE.search(inner) or not _LINE.search(location):
                 raise
-            raise located(error, "", f"called at {location}") from error
+            raise with_location(error, "", f"called at {location}") from error
 
 
-def located(error: CoreMLDelegateError, name: str, location: str) -> CoreMLDelegateError:
+def with_location(error: CoreMLDelegateError, name: str, location: str) -> CoreMLDelegateError:
     """Return an error of the same class that names an operation and its location."""
     what = error.what if error.what.startswith(name) else f"{name}: {error.what}"
     if location:

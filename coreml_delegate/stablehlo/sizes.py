@@ -136,14 +136,14 @@ def note_sizes(source: SourceOp, results: Sequence[Operand]) -> None:
     if not operands or len(operands) != len(source.operands):
         return
     name = source.name.removeprefix(_PREFIX)
-    elements = _sliced(source, operands[0]) if name == "slice" else compute(name, operands)
+    elements = _slice(source, operands[0]) if name == "slice" else compute(name, operands)
     if name == "broadcast_in_dim" and len(operands[0]) == 1:
         elements = operands[0] * count
     if elements is not None and len(elements) == count:
         result.elements = elements
 
 
-def _sliced(source: SourceOp, elements: Sizes) -> Sizes:
+def _slice(source: SourceOp, elements: Sizes) -> Sizes:
     starts, limits, strides = (
         source.integers(name) or (0,) for name in ("start_indices", "limit_indices", "strides")
     )
@@ -222,10 +222,10 @@ def declared_shapes(
         [_fresh_sizes(a.type, name) for a, name in zip(block.arguments, names, strict=True)]
     )
     _evaluate(block, functions, facts)
-    renamed = _names_for(facts)
+    renamed = _jax_symbols(facts)
     dimensions = _dimensions(facts, renamed, ranges)
     shapes = [
-        tuple(_declared(facts.current(size).subs(renamed), dimensions) for size in shape)
+        tuple(_with_dimensions(facts.current(size).subs(renamed), dimensions) for size in shape)
         for shape in facts.shapes
     ]
     return Declared(shapes, {name: d for name, d in dimensions.items() if isinstance(d, Dimension)})
@@ -344,7 +344,7 @@ def _assume_bound(difference: Any, facts: _Facts) -> None:
         facts.most[name] = min(facts.most.get(name, most), most)
 
 
-def _names_for(facts: _Facts) -> dict[Any, Any]:
+def _jax_symbols(facts: _Facts) -> dict[Any, Any]:
     """Return new symbols, with JAX's names, by symbol."""
     renamed: dict[Any, Any] = {}
     for name, expression in facts.names.items():
@@ -381,7 +381,7 @@ def _dimensions(
     return dimensions
 
 
-def _declared(size: Any, dimensions: Mapping[str, Any]) -> Any:
+def _with_dimensions(size: Any, dimensions: Mapping[str, Any]) -> Any:
     """Return a size with dimensions in place of symbols."""
     if not getattr(size, "free_symbols", None):
         return int(size)

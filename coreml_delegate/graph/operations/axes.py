@@ -52,7 +52,7 @@ def require_rank(name: str, what: str, entries: Sequence[Any], rank: int) -> Non
     """Refuse a list without exactly one entry per dimension.
 
     Raises:
-        GraphError: Names the list.
+        GraphError: A wrong length; names the list.
     """
     if len(entries) != rank:
         raise GraphError(

@@ -96,7 +96,7 @@ class _Side:
         moves_unturned = self.moves(self.order(False, first, second))
         return moves_unturned and not self.moves(self.order(True, first, second))
 
-    def arranged(self, c: Composer, order: Sequence[int], new_shape: Sequence[Dim]) -> Var:
+    def arrange(self, c: Composer, order: Sequence[int], new_shape: Sequence[Dim]) -> Var:
         """Return the operand with its axes in an order, reshaped."""
         transposed, shape = transpose(c, self.var, self.shape, order)
         return reshape(c, transposed, shape, new_shape)
@@ -156,8 +156,8 @@ def _linear(c: Composer, x: _Side, weight: _Side) -> tuple[Var, list[Dim]]:
     if len(rows) >= _MOST_AXES:
         rows = [_count(rows)]
     product = c.mb.linear(
-        x=x.arranged(c, [*x.free, *x.contracting], [*rows, depth]),
-        weight=weight.arranged(c, [*weight.free, *weight.contracting], [*columns, depth]),
+        x=x.arrange(c, [*x.free, *x.contracting], [*rows, depth]),
+        weight=weight.arrange(c, [*weight.free, *weight.contracting], [*columns, depth]),
     )
     return product, [*rows, *columns]
 
@@ -174,12 +174,12 @@ def _matmul(c: Composer, left: _Side, right: _Side) -> tuple[Var, list[Dim]]:
         # matmul broadcasts the matrix along the leading axes.
         rows = left.sizes(left.free) or rows
     product = c.mb.matmul(
-        x=left.arranged(
+        x=left.arrange(
             c,
             left.order(turn_left, left.free, left.contracting),
             [*batch, *([depth, *rows] if turn_left else [*rows, depth])],
         ),
-        y=right.arranged(
+        y=right.arrange(
             c,
             right.order(turn_right, right.contracting, right.free),
             [*batch, *([*columns, depth] if turn_right else [depth, *columns])],
@@ -197,8 +197,8 @@ def _outer(c: Composer, left: _Side, right: _Side) -> tuple[Var, list[Dim]]:
     if len(batch) + len(rows) + len(columns) > _MOST_AXES:
         batch, rows, columns = [_count(batch)], [_count(rows)], [_count(columns)]
     product = c.mb.mul(
-        x=left.arranged(c, [*left.batching, *left.free], [*batch, *rows, *[1 for _ in columns]]),
-        y=right.arranged(c, [*right.batching, *right.free], [*batch, *[1 for _ in rows], *columns]),
+        x=left.arrange(c, [*left.batching, *left.free], [*batch, *rows, *[1 for _ in columns]]),
+        y=right.arrange(c, [*right.batching, *right.free], [*batch, *[1 for _ in rows], *columns]),
     )
     return product, [*batch, *rows, *columns]
 
@@ -260,8 +260,8 @@ class Contraction(Emitter):
         """Return the product of two vectors or matrices, as ``numpy.dot`` does.
 
         Args:
-            x: Of rank 1 or 2; its last axis is contracted.
-            y: Of rank 1 or 2; its first axis is contracted.
+            x: Vector or matrix, whose last axis is contracted.
+            y: Vector or matrix, whose first axis is contracted.
             preferred_dtype: See ``dot_general``.
 
         Raises:
@@ -286,7 +286,7 @@ def _axes_of(
     """Return the axes of both operands as 0 or more.
 
     Raises:
-        GraphError: They do not exist, repeat, or differ in number or size.
+        GraphError: Axes do not exist, repeat, or differ in number or size.
     """
     if len(axis_lists) != 2 or len(axis_lists[0]) != len(axis_lists[1]):
         raise GraphError(

@@ -177,7 +177,7 @@ class _Convolution:
         zero = c.const(0, dtype)
         if any(factor != 1 for factor in windows.input_dilation):
             if self._is_transposed(kernel):
-                return self._transposed(c, x, kernel)
+                return self._compose_transposed(c, x, kernel)
             x, sizes = spread(c, x, sizes, (*undilated, *windows.input_dilation), zero)
         if any(amount < 0 for pair in padding for amount in pair):
             cropped = [(min(low, 0), min(high, 0)) for low, high in padding]
@@ -247,7 +247,7 @@ class _Convolution:
             for size, factor in zip(self.taps[2:], self.windows.kernel_dilation, strict=True)
         ]
 
-    def _transposed(self, c: Composer, x: Var, kernel: Var) -> Var:
+    def _compose_transposed(self, c: Composer, x: Var, kernel: Var) -> Var:
         out, depth, *taps = self.taps
         grouped = kernel.val.reshape(self.groups, out // self.groups, depth, *taps)
         flipped = np.flip(np.swapaxes(grouped, 1, 2), tuple(range(3, grouped.ndim)))

@@ -68,8 +68,8 @@ def in_fp32(function: Callable[..., Var]) -> Compose:
         storage = node.types[0].dtype.storage_dtype
         if storage == "fp32":
             return function(c, *operands)
-        wide = [c.mb.cast(x=operand, dtype="fp32") for operand in operands]
-        return c.mb.cast(x=function(c, *wide), dtype=storage)
+        floats = [c.mb.cast(x=operand, dtype="fp32") for operand in operands]
+        return c.mb.cast(x=function(c, *floats), dtype=storage)
 
     return compose
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from coreml_delegate.graph.compose import Composer, Var
 from coreml_delegate.graph.node import Node
 from coreml_delegate.graph.operations.axes import product
-from coreml_delegate.graph.operations.lookup import Label, Lookup, arranged, spread_windows
+from coreml_delegate.graph.operations.lookup import Label, Lookup, arrange_labels, spread_windows
 from coreml_delegate.graph.operations.slicing import slice_at
 from coreml_delegate.targets import Opset
 
@@ -26,17 +26,17 @@ def compose_gather(c: Composer, node: Node, x: Var, indices: Var | None) -> Var:
         lookup = smaller
     partial = lookup.partial
     if not partial:
-        return c.broadcast(arranged(c, x, lookup.labels, want), node.type.shape)
+        return c.broadcast(arrange_labels(c, x, lookup.labels, want), node.type.shape)
     clamp = node["mode"] == "clip"
     if lookup.is_single and (len(partial) > 1 or not lookup.are_points):
         begin = lookup.begin(c, indices, clamp=clamp)
         x = slice_at(c, x, begin, lookup.shape, lookup.sizes)
-        return arranged(c, x, lookup.labels, want)
+        return arrange_labels(c, x, lookup.labels, want)
     if len(partial) == 1 and (not lookup.batching or c.opset >= Opset.iOS16):
-        return arranged(c, *_along_one(c, lookup, x, indices, clamp, want), want)
+        return arrange_labels(c, *_gather_axis(c, lookup, x, indices, clamp, want), want)
     if lookup.are_points and (not lookup.batching or c.opset >= Opset.iOS16):
-        return arranged(c, *_at_points(c, lookup, x, indices, clamp, want), want)
-    return arranged(c, *_flattened(c, lookup, x, indices, clamp, want), want)
+        return arrange_labels(c, *_gather_points(c, lookup, x, indices, clamp, want), want)
+    return arrange_labels(c, *_gather_rows(c, lookup, x, indices, clamp, want), want)
 
 
 def _result_labels(node: Node, lookup: Lookup) -> list[Label]:
@@ -52,7 +52,7 @@ def _unindexed(lookup: Lookup, indexed: list[int], want: list[Label]) -> list[in
     return [d for d in range(len(lookup.shape)) if d not in indexed and ("window", d) in want]
 
 
-def _along_one(
+def _gather_axis(
     c: Composer, lookup: Lookup, x: Var, indices: Var, clamp: bool, want: list[Label]
 ) -> tuple[Var, list[Label]]:
     """Gather along one dimension; return the result and its labels."""
@@ -60,52 +60,60 @@ def _along_one(
     positions = lookup.column(c, indices, axis, clamp=clamp)
     labels = lookup.along_axis()
     if labels is not None:
-        positions = arranged(c, positions, lookup.batch_labels, labels)
+        positions = arrange_labels(c, positions, lookup.batch_labels, labels)
         return c.mb.gather_along_axis(x=x, indices=positions, axis=axis), labels
     data_dims = sorted([axis, *_unindexed(lookup, [axis], want)])
-    linked, extra = lookup.linked_labels, lookup.extra_labels
-    x = arranged(c, x, lookup.labels, [*linked, *(("window", d) for d in data_dims)])
-    positions = arranged(c, positions, lookup.batch_labels, [*linked, *extra])
-    labels_read = extra
+    batching, other_labels = lookup.batching_labels, lookup.other_batch_labels
+    x = arrange_labels(c, x, lookup.labels, [*batching, *(("window", d) for d in data_dims)])
+    positions = arrange_labels(c, positions, lookup.batch_labels, [*batching, *other_labels])
+    labels_read = other_labels
     if lookup.sizes[axis] != 1:
         offsets = lookup.offsets(c, [axis])
         positions = c.mb.add(x=c.mb.expand_dims(x=positions, axes=[-1]), y=offsets)
-        labels_read = [*extra, ("window", axis)]
+        labels_read = [*other_labels, ("window", axis)]
     position = data_dims.index(axis)
-    batch = {"batch_dims": len(linked)} if linked else {}
-    x = c.mb.gather(x=x, indices=positions, axis=len(linked) + position, **batch)
+    batch = {"batch_dims": len(batching)} if batching else {}
+    x = c.mb.gather(x=x, indices=positions, axis=len(batching) + position, **batch)
     before, after = data_dims[:position], data_dims[position + 1 :]
     return x, [
-        *linked,
+        *batching,
         *(("window", d) for d in before),
         *labels_read,
         *(("window", d) for d in after),
     ]
 
 
-def _at_points(
+def _gather_points(
     c: Composer, lookup: Lookup, x: Var, indices: Var, clamp: bool, want: list[Label]
 ) -> tuple[Var, list[Label]]:
     """Gather elements, or slices, at coordinates (gather_nd); return the result and its labels."""
     points = lookup.partial
-    linked, extra = lookup.linked_labels, lookup.extra_labels
+    batching, other_labels = lookup.batching_labels, lookup.other_batch_labels
     slice_labels: list[Label] = [("window", d) for d in _unindexed(lookup, points, want)]
-    x = arranged(c, x, lookup.labels, [*linked, *(("window", d) for d in points), *slice_labels])
+    x = arrange_labels(
+        c, x, lookup.labels, [*batching, *(("window", d) for d in points), *slice_labels]
+    )
     depth: Label = ("depth", 0)
     coordinates = lookup.matrix(c, indices, points, clamp=clamp)
-    coordinates = arranged(c, coordinates, [*lookup.batch_labels, depth], [*linked, *extra, depth])
-    batch = {"batch_dims": len(linked)} if linked else {}
-    return c.mb.gather_nd(x=x, indices=coordinates, **batch), [*linked, *extra, *slice_labels]
+    coordinates = arrange_labels(
+        c, coordinates, [*lookup.batch_labels, depth], [*batching, *other_labels, depth]
+    )
+    batch = {"batch_dims": len(batching)} if batching else {}
+    return c.mb.gather_nd(x=x, indices=coordinates, **batch), [
+        *batching,
+        *other_labels,
+        *slice_labels,
+    ]
 
 
-def _flattened(
+def _gather_rows(
     c: Composer, lookup: Lookup, x: Var, indices: Var, clamp: bool, want: list[Label]
 ) -> tuple[Var, list[Label]]:
     """Merge the indexed dimensions, and gather rows; return the result and its labels."""
     rows = sorted([*lookup.partial, *lookup.batching])
     unindexed = _unindexed(lookup, rows, want)
     row_labels: list[Label] = [("window", d) for d in unindexed]
-    x = arranged(c, x, lookup.labels, [*(lookup.labels[d] for d in rows), *row_labels])
+    x = arrange_labels(c, x, lookup.labels, [*(lookup.labels[d] for d in rows), *row_labels])
     row_sizes = [lookup.shape[d] for d in unindexed]
     x = c.reshape(x, [product([lookup.shape[d] for d in rows]), *row_sizes])
     starts = lookup.rows(c, indices, rows, clamp=clamp)

@@ -89,20 +89,20 @@ class _Merged:
         axis: int,
         sizes: Sequence[Dim],
         batching: Sequence[int],
-        linked: Sequence[int],
+        indices_batching: Sequence[int],
         mapped: Sequence[int],
     ) -> _Merged:
         """Return the merged form of a gather or a scatter."""
         dims = [d for d, size in enumerate(x.shape) if size != 1 or d in mapped]
-        pairs = [(d, n) for d, n in zip(batching, linked, strict=True) if d in dims]
-        extra = [n for n in range(indices.rank) if n != axis and n not in linked]
+        pairs = [(d, n) for d, n in zip(batching, indices_batching, strict=True) if d in dims]
+        extra = [n for n in range(indices.rank) if n != axis and n not in indices_batching]
         return cls(
             tuple(x.shape[d] for d in dims),
             tuple(sizes[d] for d in dims),
             tuple(dims.index(d) for d, _ in pairs),
             tuple(dims.index(d) for d in mapped),
             (*(indices.shape[n] for _, n in pairs), product([indices.shape[n] for n in extra])),
-            (*linked, *extra),
+            (*indices_batching, *extra),
             axis,
         )
 
@@ -117,7 +117,7 @@ class _Merged:
         return [d for d, n in enumerate(self.sizes) if n == 1 and d not in self.batching]
 
     @property
-    def linked(self) -> tuple[int, ...]:
+    def indices_batching(self) -> tuple[int, ...]:
         """Batching dimensions of the indices."""
         return tuple(range(len(self.batching)))
 
@@ -209,7 +209,9 @@ class Indexing(Shapes):
         collapsed = normalize_axes(collapsed_slice_dims, x.rank, "collapsed slice dimensions")
         batching = normalize_axes(operand_batching_dims, x.rank, "operand batching dimensions")
         mapped = normalize_axes(start_index_map, x.rank, "dimensions of the start index map")
-        linked = _linked(name, x, indices, batching, start_indices_batching_dims, index_vector_dim)
+        indices_batching = _indices_batching(
+            name, x, indices, batching, start_indices_batching_dims, index_vector_dim
+        )
         _check_disjoint(name, collapsed, batching, mapped)
         for d, (size, have) in enumerate(zip(sizes, x.shape, strict=True)):
             exact = d in collapsed or d in batching
@@ -228,7 +230,9 @@ class Indexing(Shapes):
         inner, outer = iter([sizes[d] for d in window_dims]), iter(batch)
         type = x.type.with_shape([next(inner if n in offsets else outer) for n in range(rank)])
         if max(x.rank, indices.rank, rank) > MOST_AXES:
-            merged = _Merged.of(x, indices, index_vector_dim, sizes, batching, linked, mapped)
+            merged = _Merged.of(
+                x, indices, index_vector_dim, sizes, batching, indices_batching, mapped
+            )
             if merged.most_axes <= MOST_AXES:
                 result = self.gather(
                     self.reshape(x, merged.shape),
@@ -239,7 +243,7 @@ class Indexing(Shapes):
                     index_vector_dim=merged.index_vector_dim,
                     slice_sizes=merged.sizes,
                     operand_batching_dims=merged.batching,
-                    start_indices_batching_dims=merged.linked,
+                    start_indices_batching_dims=merged.indices_batching,
                     mode=mode,
                 )
                 merged_order = merged.labels(window_dims)
@@ -255,7 +259,7 @@ class Indexing(Shapes):
             offset_dims=offsets,
             collapsed_slice_dims=collapsed,
             operand_batching_dims=batching,
-            start_indices_batching_dims=linked,
+            start_indices_batching_dims=indices_batching,
             start_index_map=mapped,
             index_vector_dim=index_vector_dim,
             slice_sizes=sizes,
@@ -307,7 +311,7 @@ class Indexing(Shapes):
         inserted = normalize_axes(inserted_window_dims, x.rank, "inserted window dimensions")
         batching = normalize_axes(input_batching_dims, x.rank, "input batching dimensions")
         mapped = normalize_axes(scatter_dims_to_operand_dims, x.rank, "dimensions of index vectors")
-        linked = _linked(
+        indices_batching = _indices_batching(
             name, x, indices, batching, scatter_indices_batching_dims, index_vector_dim
         )
         _check_disjoint(name, inserted, batching, mapped)
@@ -335,7 +339,9 @@ class Indexing(Shapes):
         if max(x.rank, indices.rank, updates.rank) > MOST_AXES:
             window_sizes = dict(zip(window_dims, (updates.shape[n] for n in windows), strict=True))
             sizes = [window_sizes.get(d, 1) for d in range(x.rank)]
-            merged = _Merged.of(x, indices, index_vector_dim, sizes, batching, linked, mapped)
+            merged = _Merged.of(
+                x, indices, index_vector_dim, sizes, batching, indices_batching, mapped
+            )
             if merged.most_axes <= MOST_AXES:
                 merged_order = merged.labels(window_dims)
                 updates_order = merged.labels_among(window_dims, windows, updates.rank)
@@ -350,7 +356,7 @@ class Indexing(Shapes):
                     scatter_dims_to_operand_dims=merged.mapped,
                     index_vector_dim=merged.index_vector_dim,
                     input_batching_dims=merged.batching,
-                    scatter_indices_batching_dims=merged.linked,
+                    scatter_indices_batching_dims=merged.indices_batching,
                 )
                 return self.reshape(result, x.shape)
         return self.emit(
@@ -361,7 +367,7 @@ class Indexing(Shapes):
             update_window_dims=windows,
             inserted_window_dims=inserted,
             input_batching_dims=batching,
-            scatter_indices_batching_dims=linked,
+            scatter_indices_batching_dims=indices_batching,
             scatter_dims_to_operand_dims=mapped,
             index_vector_dim=index_vector_dim,
         )
@@ -460,7 +466,7 @@ def _batch(name: str, indices: Value, axis: int, count: int) -> list[Dim]:
     return [size for n, size in enumerate(indices.shape) if n != axis]
 
 
-def _linked(
+def _indices_batching(
     name: str,
     x: Value,
     indices: Value,
@@ -469,15 +475,17 @@ def _linked(
     index_axis: int,
 ) -> tuple[int, ...]:
     """Return the batch dimensions of the indices, checked against ``batching`` of ``x``."""
-    linked = normalize_axes(indices_batching, indices.rank, "batching dimensions of the indices")
-    sizes = [x.shape[d] for d in batching], [indices.shape[n] for n in linked]
-    if index_axis in linked or not same_shape(*sizes):
+    indices_batching = normalize_axes(
+        indices_batching, indices.rank, "batching dimensions of the indices"
+    )
+    sizes = [x.shape[d] for d in batching], [indices.shape[n] for n in indices_batching]
+    if index_axis in indices_batching or not same_shape(*sizes):
         raise GraphError(
             f"{name}: batching dimensions do not fit",
-            got=f"{list(batching)} of {x.type} and {list(linked)} of {indices.type}",
+            got=f"{list(batching)} of {x.type} and {list(indices_batching)} of {indices.type}",
             expected="pairs of equal sizes, without the index vectors' dimension",
         )
-    return linked
+    return indices_batching
 
 
 def _check_disjoint(

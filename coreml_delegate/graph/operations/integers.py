@@ -34,7 +34,7 @@ def uniform(var: Var, *, like: Var | None = None) -> int | None:
     return first if bool((array == first).all()) else None
 
 
-def halved(c: Composer, x: Var) -> Var:
+def shift_right_one(c: Composer, x: Var) -> Var:
     """Shift the bits of int32 values right by one, with 0 as the highest bit."""
     half = c.mb.floor_div(x=x, y=np.int32(2))
     return c.mb.select(cond=c.mb.less(x=x, y=np.int32(0)), a=c.mb.sub(x=half, y=INT_MIN), b=half)
@@ -93,7 +93,7 @@ def _divide_unsigned_words(c: Composer, x: Var, y: Var) -> Var:
     is_small = c.mb.greater(x=y, y=np.int32(0))
     divisor = c.mb.select(cond=is_small, a=y, b=np.int32(1))
     # 2 * floor(floor(x / 2) / y) is at most one too small.
-    quotient = c.mb.mul(x=c.mb.floor_div(x=halved(c, x), y=divisor), y=np.int32(2))
+    quotient = c.mb.mul(x=c.mb.floor_div(x=shift_right_one(c, x), y=divisor), y=np.int32(2))
     remainder = c.mb.sub(x=x, y=c.mb.mul(x=quotient, y=divisor))
     quotient = c.mb.add(x=quotient, y=_is_at_least(c, remainder, divisor))
     if y.val is not None and (np.asarray(y.val) > 0).all():
@@ -193,7 +193,7 @@ def _power_by_loop(c: Composer, node: Node, x: Var, y: Var) -> Var:
         is_odd = c.mb.not_equal(x=c.mb.mod(x=exponent, y=np.int32(2)), y=np.int32(0))
         result = c.mb.mul(x=result, y=c.mb.select(cond=is_odd, a=base, b=np.int32(1)))
         halved_exponent = (
-            halved(c, exponent) if is_word else c.mb.floor_div(x=exponent, y=np.int32(2))
+            shift_right_one(c, exponent) if is_word else c.mb.floor_div(x=exponent, y=np.int32(2))
         )
         return result, c.mb.mul(x=base, y=base), halved_exponent
 

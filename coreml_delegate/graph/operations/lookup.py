@@ -109,17 +109,17 @@ class Lookup:
         return [("batch", n) for n in range(len(self.batch))]
 
     @property
-    def linked(self) -> list[int]:
+    def batching_dims(self) -> list[int]:
         """Batching dimensions of the operand, ascending."""
         return sorted(self.batching)
 
     @property
-    def linked_labels(self) -> list[Label]:
-        """Labels of ``linked``."""
-        return [("batch", self.batching[d]) for d in self.linked]
+    def batching_labels(self) -> list[Label]:
+        """Labels of ``batching_dims``."""
+        return [("batch", self.batching[d]) for d in self.batching_dims]
 
     @property
-    def extra_labels(self) -> list[Label]:
+    def other_batch_labels(self) -> list[Label]:
         """Labels of ``batch`` without the batching dimensions."""
         return [label for label in self.batch_labels if label[1] not in self.batching.values()]
 
@@ -133,7 +133,7 @@ class Lookup:
 
     def along_axis(self) -> list[Label] | None:
         """Return labels of the indices for ``gather_along_axis``; None if it does not apply."""
-        partial, extra = self.partial, self.extra_labels
+        partial, extra = self.partial, self.other_batch_labels
         if len(partial) != 1 or not self.are_points or len(extra) > 1:
             return None
         if len(self.batching) != len(self.shape) - 1:
@@ -254,7 +254,7 @@ def spread_windows(c: Composer, starts: Var, offsets: Var | None) -> Var:
     return c.mb.reshape(x=c.mb.add(x=column, y=offsets), shape=[-1])
 
 
-def arranged(c: Composer, x: Var, have: Sequence[Label], want: Sequence[Label]) -> Var:
+def arrange_labels(c: Composer, x: Var, have: Sequence[Label], want: Sequence[Label]) -> Var:
     """Arrange labelled axes; see ``arrange``."""
     return x if list(have) == list(want) else arrange(c, x, have, want)
 

@@ -308,22 +308,22 @@ class Reduction(Emitter):
     @operation(NUMBERS, _cumulative("add"))
     def cumulative_sum(self, x: Value, dimension: int, reverse: bool = False) -> Value:
         """Return ``y[i] = x[0] + ... + x[i]`` along an axis; from the end if ``reverse``."""
-        return self._cumulated("cumulative_sum", x, dimension, reverse)
+        return self._emit_cumulative("cumulative_sum", x, dimension, reverse)
 
     @operation(NUMBERS, _cumulative("multiply"))
     def cumulative_product(self, x: Value, dimension: int, reverse: bool = False) -> Value:
         """Return ``y[i] = x[0] * ... * x[i]`` along an axis; from the end if ``reverse``."""
-        return self._cumulated("cumulative_product", x, dimension, reverse)
+        return self._emit_cumulative("cumulative_product", x, dimension, reverse)
 
     @operation(NUMBERS, _cumulative("maximum"))
     def cumulative_max(self, x: Value, dimension: int, reverse: bool = False) -> Value:
         """Return ``y[i] = max(x[0], ..., x[i])`` along an axis; from the end if ``reverse``."""
-        return self._cumulated("cumulative_max", x, dimension, reverse)
+        return self._emit_cumulative("cumulative_max", x, dimension, reverse)
 
     @operation(NUMBERS, _cumulative("minimum"))
     def cumulative_min(self, x: Value, dimension: int, reverse: bool = False) -> Value:
         """Return ``y[i] = min(x[0], ..., x[i])`` along an axis; from the end if ``reverse``."""
-        return self._cumulated("cumulative_min", x, dimension, reverse)
+        return self._emit_cumulative("cumulative_min", x, dimension, reverse)
 
     def _axes(self, x: Value, dimensions: int | Sequence[int] | None) -> tuple[int, ...]:
         if dimensions is None:
@@ -358,7 +358,7 @@ class Reduction(Emitter):
         shape = tuple(size for n, size in enumerate(x.shape) if n != axis)
         return self.emit(name, (x,), TensorType(index, shape), dimension=axis)
 
-    def _cumulated(self, name: str, x: Value, dimension: int, reverse: bool) -> Value:
+    def _emit_cumulative(self, name: str, x: Value, dimension: int, reverse: bool) -> Value:
         axis = normalize_axis(dimension, x.rank, "dimension")
         if name != "cumulative_sum" and not isinstance(x.shape[axis], int):
             raise GraphError(f"{name}: the size of the axis has to be fixed", got=str(x.type))
@@ -379,7 +379,7 @@ def check_initial(name: str, tensors: Sequence[Value], initial: Sequence[Value])
     """Refuse tensors of different shapes, and initial values of another type or number.
 
     Raises:
-        GraphError: Names the operation.
+        GraphError: A wrong tensor or initial value; names the operation.
     """
     if not tensors or len(initial) != len(tensors):
         raise GraphError(

@@ -14,7 +14,7 @@ import numpy as np
 from coreml_delegate.graph.compose import Composer, Var
 from coreml_delegate.graph.node import Node
 from coreml_delegate.graph.operations.axes import product
-from coreml_delegate.graph.operations.lookup import Label, Lookup, arranged, spread_windows
+from coreml_delegate.graph.operations.lookup import Label, Lookup, arrange_labels, spread_windows
 from coreml_delegate.graph.operations.slicing import slice_at, write_slice
 from coreml_delegate.graph.tensor_types import Dim, DType
 
@@ -74,7 +74,7 @@ def _write_one(
     inside: Var | None,
 ) -> Var:
     """Write the only window as a slice."""
-    update = arranged(c, update, labels, lookup.labels)
+    update = arrange_labels(c, update, labels, lookup.labels)
     region = (lookup.shape, lookup.sizes)
     begin = lookup.begin(c, indices) if lookup.partial else None
     if mode != "update" or inside is not None:
@@ -113,30 +113,30 @@ class _Writer:
         """Return ``x`` with the updates."""
         lookup, partial = self.lookup, self.lookup.partial
         if lookup.along_axis() is not None and partial[0] in lookup.mapped:
-            return self._along_axis(x, indices, updates, labels)
+            return self._write_along_axis(x, indices, updates, labels)
         if len(partial) == 1 and not lookup.batching:
-            return self._slices(x, indices, updates, labels)
+            return self._write_slices(x, indices, updates, labels)
         mapped = all(d in lookup.mapped for d in partial)
         if partial and lookup.are_points and mapped and not lookup.batching:
-            return self._at_points(x, indices, updates, labels)
-        return self._flattened(x, indices, updates, labels)
+            return self._write_points(x, indices, updates, labels)
+        return self._write_rows(x, indices, updates, labels)
 
-    def _along_axis(self, x: Var, indices: Var, updates: Var, labels: Sequence[Label]) -> Var:
+    def _write_along_axis(self, x: Var, indices: Var, updates: Var, labels: Sequence[Label]) -> Var:
         """Write an update for each index, along one dimension (scatter_along_axis)."""
         c, lookup = self.c, self.lookup
         (axis,) = lookup.partial
         want = lookup.along_axis() or []
         positions = lookup.column(c, indices, axis)
         positions = self._redirect_outside(positions, lookup.shape[axis])
-        positions = arranged(c, positions, lookup.batch_labels, want)
-        updates = self._neutralize(arranged(c, updates, labels, want), want)
+        positions = arrange_labels(c, positions, lookup.batch_labels, want)
+        updates = self._neutralize(arrange_labels(c, updates, labels, want), want)
         x = self._pad_end(x, axis)
         x = c.mb.scatter_along_axis(
             data=x, indices=positions, updates=updates, axis=axis, mode=self.mode
         )
         return self._crop_end(x, axis)
 
-    def _slices(self, x: Var, indices: Any, updates: Var, labels: Sequence[Label]) -> Var:
+    def _write_slices(self, x: Var, indices: Any, updates: Var, labels: Sequence[Label]) -> Var:
         """Write slices along one dimension (scatter)."""
         c, lookup = self.c, self.lookup
         (axis,) = lookup.partial
@@ -146,7 +146,7 @@ class _Writer:
         before: list[Label] = [("window", d) for d in unindexed if d < axis]
         after: list[Label] = [("window", d) for d in unindexed if d > axis]
         want = [*before, *lookup.batch_labels, *window, *after]
-        updates = self._neutralize(arranged(c, updates, labels, want), want)
+        updates = self._neutralize(arrange_labels(c, updates, labels, want), want)
         count = product([*lookup.batch, lookup.sizes[axis]])
         positions = self._windows(positions, lookup.offsets(c, [axis]), lookup.shape[axis], count)
         shape = [*lookup.shape[:axis], count, *lookup.shape[axis + 1 :]]
@@ -159,7 +159,7 @@ class _Writer:
         )
         return self._crop_end(x, axis)
 
-    def _at_points(self, x: Var, indices: Var, updates: Var, labels: Sequence[Label]) -> Var:
+    def _write_points(self, x: Var, indices: Var, updates: Var, labels: Sequence[Label]) -> Var:
         """Write elements, or slices, at coordinates (scatter_nd)."""
         c, lookup, points = self.c, self.lookup, self.lookup.partial
         slice_labels: list[Label] = [("window", d) for d in _unindexed(lookup, points, labels)]
@@ -171,12 +171,12 @@ class _Writer:
             end = np.array(end, np.int32) if isinstance(end, list) else end
             coordinates = c.mb.select(cond=flag, a=coordinates, b=end)
         want = [*lookup.batch_labels, *slice_labels]
-        updates = self._neutralize(arranged(c, updates, labels, want), want)
-        x = self._pad_end(arranged(c, x, lookup.labels, order), 0)
+        updates = self._neutralize(arrange_labels(c, updates, labels, want), want)
+        x = self._pad_end(arrange_labels(c, x, lookup.labels, order), 0)
         x = c.mb.scatter_nd(data=x, indices=coordinates, updates=updates, mode=self.mode)
-        return arranged(c, self._crop_end(x, 0), order, lookup.labels)
+        return arrange_labels(c, self._crop_end(x, 0), order, lookup.labels)
 
-    def _flattened(self, x: Var, indices: Any, updates: Var, labels: Sequence[Label]) -> Var:
+    def _write_rows(self, x: Var, indices: Any, updates: Var, labels: Sequence[Label]) -> Var:
         """Merge the indexed dimensions, and write rows (scatter)."""
         c, lookup = self.c, self.lookup
         rows = sorted([*lookup.partial, *lookup.batching])
@@ -186,12 +186,12 @@ class _Writer:
         height, width = product(sizes[: len(rows)]), product(sizes[len(rows) :])
         windows: list[Label] = [("window", d) for d in lookup.windows(rows)]
         want = [*lookup.batch_labels, *windows, *row_labels]
-        updates = self._neutralize(arranged(c, updates, labels, want), want)
+        updates = self._neutralize(arrange_labels(c, updates, labels, want), want)
         count = product([*lookup.batch, *(lookup.sizes[d] for _, d in windows)])
         starts = lookup.rows(c, indices, rows, clamp=True)
         positions = self._windows(starts, lookup.offsets(c, rows), height, count)
         order = [*(lookup.labels[d] for d in rows), *row_labels]
-        x = c.reshape(arranged(c, x, lookup.labels, order), (height, width))
+        x = c.reshape(arrange_labels(c, x, lookup.labels, order), (height, width))
         x = c.mb.scatter(
             data=self._pad_end(x, 0),
             indices=positions,
@@ -199,7 +199,7 @@ class _Writer:
             axis=0,
             mode=self.mode,
         )
-        return arranged(c, c.reshape(self._crop_end(x, 0), sizes), order, lookup.labels)
+        return arrange_labels(c, c.reshape(self._crop_end(x, 0), sizes), order, lookup.labels)
 
     # Windows outside of the tensor
 
@@ -208,7 +208,7 @@ class _Writer:
         if self.inside is None or self.pads_end:
             return updates
         c = self.c
-        flag = arranged(c, self.inside, self.lookup.batch_labels, labels)
+        flag = arrange_labels(c, self.inside, self.lookup.batch_labels, labels)
         cond = c.mb.cast(x=flag, dtype="bool")
         return c.mb.select(cond=cond, a=updates, b=_identity(self.mode, self.dtype))
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from coreml_delegate.graph.compose import Composer, Var
 from coreml_delegate.graph.node import Node, Value
-from coreml_delegate.graph.operations.integers import INT_MIN, halved, uniform
+from coreml_delegate.graph.operations.integers import INT_MIN, shift_right_one, uniform
 from coreml_delegate.graph.tensor_types import DType
 
 _SIGNED = {DType.UINT8: DType.INT8, DType.UINT16: DType.INT16}
@@ -50,7 +50,7 @@ def shift_right_word(c: Composer, x: Var, count: int) -> Var:
     if count == 0:
         return x
     if count == 1:
-        return halved(c, x)
+        return shift_right_one(c, x)
     if count == 31:
         return c.mb.cast(x=c.mb.less(x=x, y=np.int32(0)), dtype="int32")
     quotient = c.mb.floor_div(x=x, y=np.int32(1 << count))
@@ -61,7 +61,7 @@ def _right_logical_32(c: Composer, x: Var, y: Var) -> Var:
     # 2**31 is no int32, so x >>> y is floor((x >>> 1) / 2**(y - 1)).
     divisors = [np.int32(1 << max(count - 1, 0)) for count in range(32)] + [np.int32(1)]
     is_in_range = [np.int32(1)] * 32 + [np.int32(0)]
-    quotient = c.mb.floor_div(x=halved(c, x), y=_look_up(c, divisors, y, 32))
+    quotient = c.mb.floor_div(x=shift_right_one(c, x), y=_look_up(c, divisors, y, 32))
     quotient = c.mb.mul(x=quotient, y=_look_up(c, is_in_range, y, 32))
     return c.mb.select(cond=c.mb.equal(x=y, y=np.int32(0)), a=x, b=quotient)
 

@@ -32,13 +32,11 @@ def _compose_sort(c: Composer, node: Node, *values: Var) -> tuple[Var, ...]:
     if len(shape) > MOST_AXES:
         full_shape, (shape, axis) = shape, around_axis(node.types[0], axis)
         values = tuple(c.reshape(value, shape) for value in values)
-        return tuple(
-            c.reshape(value, full_shape) for value in _sorted(c, node, values, shape, axis)
-        )
-    return _sorted(c, node, values, shape, axis)
+        return tuple(c.reshape(value, full_shape) for value in _sort(c, node, values, shape, axis))
+    return _sort(c, node, values, shape, axis)
 
 
-def _sorted(
+def _sort(
     c: Composer, node: Node, values: tuple[Var, ...], shape: Sequence[Dim], axis: int
 ) -> tuple[Var, ...]:
     if "comparator" in node.closures:

@@ -47,7 +47,7 @@ def element_type(spelled: str, *, bfloat16_as_float32: bool) -> DType:
         )
     reasons = [reason for pattern, reason in _REASONS if pattern.match(spelled)]
     raise UnsupportedOperatorError(
-        f"element type {spelled}: {reasons[0] if reasons else 'Core ML cannot carry it'}"
+        f"element type {spelled}: {reasons[0] if reasons else 'Core ML cannot store it'}"
     )
 
 

@@ -1,16 +1,16 @@
 """LoRA adapters in folders that ``peft`` has saved.
 
-``adapter_config.json`` names the modules that change, and ranks and scales. For each such module
-``adapter_model.safetensors`` has, behind ``base_model.model.`` and the module's name in the model
-of ``transformers``:
+``adapter_config.json`` names the changed modules, with ranks and scales. For each of them
+``adapter_model.safetensors`` has tensors named ``base_model.model.``, the module's name in the
+model of ``transformers``, and then:
 
-- of a linear layer ``lora_A.weight`` [r, inputs] and ``lora_B.weight`` [outputs, r], and with
+- for a linear layer ``lora_A.weight`` [r, inputs] and ``lora_B.weight`` [outputs, r], and with
   ``use_dora`` ``lora_magnitude_vector`` [outputs];
-- of an embedding ``lora_embedding_A`` [r, tokens] and ``lora_embedding_B`` [width, r];
-- of embedding and head, if one of them changes, a copy of the base model's own weight.
+- for an embedding ``lora_embedding_A`` [r, tokens] and ``lora_embedding_B`` [width, r];
+- for embedding and head, if either changes, a copy of the base model's own weight.
 
-The module then computes W x + scale * B (A x). ``fan_in_fan_out`` says how the base model stores
-its weight, and does not change that.
+The module then computes W x + scale * B (A x) (LoRA, arXiv:2106.09685; DoRA, arXiv:2402.09353).
+``fan_in_fan_out`` says how the base model stores its weight, and does not change the formula.
 
 Source: peft 0.21, ``LoraConfig`` and ``get_peft_model_state_dict``.
 """
@@ -48,7 +48,7 @@ _PARTS = (
     *_COPIES,
 )
 
-# Options that say how an adapter was trained, or where its base model is.
+# Options that only describe the training, or where the base model is.
 _INERT = frozenset(
     (
         "auto_mapping",
@@ -70,10 +70,10 @@ _INERT = frozenset(
     )
 )
 
-# Values of other options that change nothing.
+# Values of other options that do not change the result.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "bias": ("none",),
-    # The others change the base model's weights before training.
+    # All other values change the base model's weights before training.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
 }
 _OFF = (None, False, [], {}, "")
@@ -89,13 +89,14 @@ _MERGE = "Merge the adapter into a checkpoint with peft, and export that"
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What an adapter adds to one module.
+    """Low-rank update of one module's weight W: scale * B A.
 
     Attributes:
         down: A [r, inputs], fp32; of an embedding [r, tokens].
         up: B [outputs, r], fp32; of an embedding [width, r].
         scale: Factor of their product.
-        magnitude: With DoRA the lengths [outputs] of the rows of the changed weight; else None.
+        magnitude: DoRA's magnitude vector m [outputs], W' = m * (W + scale * B A) / norm by row;
+            None without DoRA.
     """
 
     down: torch.Tensor
@@ -111,13 +112,13 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """An adapter as it was saved, not yet compared with a model.
+    """A saved adapter, not yet matched to a model.
 
     Attributes:
-        name: Name of the adapter, as methods have it.
-        folder: Where it was read.
-        config: Which modules change, and how.
-        tensors: In fp32, by module and part.
+        name: Name of the adapter in the names of methods.
+        folder: The folder that was read.
+        config: The adapter's configuration.
+        tensors: fp32 tensors by module and part.
     """
 
     name: str
@@ -134,12 +135,12 @@ class AdapterFile:
             folder: Written by ``peft``.
 
         Raises:
-            OptionError: The name is none, a file is missing or malformed, or the adapter has
-                something that is not supported.
+            OptionError: The name has other characters, a file is missing or malformed, or the
+                adapter has an unsupported feature.
         """
         if not re.fullmatch(r"\w+", name, re.ASCII):
             raise OptionError(
-                "the adapter's name is no part of a method's name",
+                "the adapter's name cannot be part of a method's name",
                 got=repr(name),
                 expected="letters, digits and underscores",
                 remedy=f"Pass --adapter NAME={folder}",
@@ -153,10 +154,10 @@ class AdapterFile:
         return cls(name, folder, config, _read_tensors(folder / WEIGHTS))
 
     def updates(self, model: Any) -> dict[str, Update]:
-        """Return what the adapter adds to a model, by the names of the modules.
+        """Return the updates of a model's modules, by module name.
 
         Args:
-            model: Of ``transformers``; its linear layers are those of torch.
+            model: A model of ``transformers`` whose linear layers are ``nn.Linear``.
 
         Raises:
             OptionError: The adapter was made for another model, or its files contradict each other.
@@ -169,7 +170,7 @@ class AdapterFile:
             parts = [self._tensor(name, part, shape) for part, shape in shapes.items()]
             used.update((name, part) for part in shapes)
             updates[name] = Update(parts[0], parts[1], self.config.scale(name), *parts[2:])
-        self._refuse_others(model, self.tensors.keys() - used)
+        self._refuse_unused(model, self.tensors.keys() - used)
         return updates
 
     def _targets(self, model: Any) -> dict[str, nn.Module]:
@@ -180,22 +181,22 @@ class AdapterFile:
             names = [name for name in linear if not config.is_excluded(name)]
         else:
             names = list(filter(config.is_target, modules))
-        found = {name: modules[name] for name in names}
-        if not found:
+        targets = {name: modules[name] for name in names}
+        if not targets:
             raise OptionError(
                 f"adapter {self.name!r} changes no module of the model",
                 got=f"target_modules {config.targets}",
                 remedy=f"Check that {self.folder} was made for this model",
             )
-        return found
+        return targets
 
     def _shapes(self, name: str, module: nn.Module) -> dict[str, tuple[int, ...]]:
-        """Return the shapes that the parts of a module's update have to have."""
+        """Return the expected shapes of the tensors of a module's update."""
         rank, dora = self.config.rank(name), self.config.dora
         if isinstance(module, nn.Linear):
             outputs, inputs = module.weight.shape
-            made = {"lora_A.weight": (rank, inputs), "lora_B.weight": (outputs, rank)}
-            return {**made, _MAGNITUDE: (outputs,)} if dora else made
+            shapes = {"lora_A.weight": (rank, inputs), "lora_B.weight": (outputs, rank)}
+            return {**shapes, _MAGNITUDE: (outputs,)} if dora else shapes
         if isinstance(module, nn.Embedding) and not dora:
             tokens, width = module.weight.shape
             return {"lora_embedding_A": (rank, tokens), "lora_embedding_B": (width, rank)}
@@ -222,34 +223,33 @@ class AdapterFile:
             )
         return tensor
 
-    def _refuse_others(self, model: Any, others: Iterable[tuple[str, str]]) -> None:
-        """Refuse tensors that no update uses, apart from copies of the base model's own."""
+    def _refuse_unused(self, model: Any, unused: Iterable[tuple[str, str]]) -> None:
+        """Refuse tensors that no update uses, except copies of the base model's weights."""
         vocabulary = (model.get_input_embeddings(), model.get_output_embeddings())
         copied = {name: m.weight for name, m in model.named_modules() if m in vocabulary}
         unknown: list[str] = []
-        for name, part in sorted(others):
+        for name, part in sorted(unused):
             if name not in copied or part not in _COPIES:
                 unknown.append(f"{_PREFIX}{name}.{part}" if part else name)
             elif not torch.equal(in_memory(copied[name]), self.tensors[name, part]):
                 raise OptionError(
-                    f"adapter {self.name!r} brings another weight for {name} than the base model's",
+                    f"adapter {self.name!r} has another weight for {name} than the base model",
                     remedy=_REMEDIES["modules_to_save"],
                 )
         if unknown:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             raise OptionError(
-                f"{self.folder / WEIGHTS} has tensors that belong to no module that the adapter "
-                "changes",
+                f"{self.folder / WEIGHTS} has tensors of modules that the adapter does not change",
                 got=f"{unknown[0]}{more}",
                 remedy="Check that the adapter was made for this model",
             )
 
 
 def read_adapters(folders: Sequence[tuple[str, Path]]) -> list[AdapterFile]:
-    """Read the folders of several adapters, each with the adapter's name.
+    """Read adapters from pairs of name and folder.
 
     Raises:
-        OptionError: Two have one name; or see ``AdapterFile.read``.
+        OptionError: Two adapters have the same name; or see ``AdapterFile.read``.
     """
     names = [name for name, _ in folders]
     for name, folder in folders:
@@ -264,19 +264,19 @@ def read_adapters(folders: Sequence[tuple[str, Path]]) -> list[AdapterFile]:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What an ``adapter_config.json`` says.
+    """The options of an ``adapter_config.json`` that affect the result.
 
     Attributes:
-        targets: Names, or ends of names, of the modules that change; or a pattern of their names.
-        excluded: The same of modules that do not; empty for none.
-        layers: Indices of the layers that change; empty for all.
-        lists: Names of the lists of layers that ``layers`` is about; empty for any.
-        r: Number of rows of A.
-        alpha: Divided by ``r``, the factor of an update.
-        ranks: Other ``r`` of some modules, by patterns of their names.
-        alphas: Other ``alpha``.
-        rank_stabilized: Divide by the root of ``r``.
-        dora: The rows of a changed weight have lengths of their own.
+        targets: Names, or suffixes of names, of the changed modules; or a regular expression.
+        excluded: Modules to leave out, in the same form; empty for no exclusion.
+        layers: Indices of the changed layers; empty for all.
+        lists: Names of the layer lists that ``layers`` indexes; empty for any.
+        r: Rank: number of rows of A.
+        alpha: Numerator of the scale ``alpha / r``.
+        ranks: Ranks that differ from ``r``, by regular expression of module names.
+        alphas: Alphas that differ from ``alpha``, likewise.
+        rank_stabilized: Scale by ``alpha / sqrt(r)`` (rsLoRA, arXiv:2312.03732).
+        dora: The adapter uses DoRA (see ``Update.magnitude``).
     """
 
     targets: tuple[str, ...] | str
@@ -295,17 +295,17 @@ class Config:
         """Read an ``adapter_config.json``.
 
         Raises:
-            OptionError: It is malformed, or has an option that is not supported.
+            OptionError: The file is malformed, or has an unsupported option.
         """
         try:
-            given: object = json.loads(path.read_bytes())
+            content: object = json.loads(path.read_bytes())
         except ValueError as error:
             raise OptionError(f"{path} is not JSON", got=str(error)) from error
-        if not isinstance(given, dict):
+        if not isinstance(content, dict):
             raise OptionError(
-                f"{path} is not the configuration of an adapter", got=type(given).__name__
+                f"{path} is not the configuration of an adapter", got=type(content).__name__
             )
-        values = cast("dict[str, Any]", given)
+        values = cast("dict[str, Any]", content)
         if values.get("peft_type") != "LORA":
             raise OptionError(
                 f"{path} is an adapter of a kind that is not supported",
@@ -317,7 +317,7 @@ class Config:
         targets = options["target_modules"]
         if isinstance(targets, str) and options["layers_to_transform"] is not None:
             raise OptionError(
-                f"{path} chooses layers by layers_to_transform and by a pattern of target_modules",
+                f"{path} selects layers by layers_to_transform and by a pattern of target_modules",
                 expected="one of them",
             )
         return cls(
@@ -345,32 +345,32 @@ class Config:
         )
 
     def is_excluded(self, module: str) -> bool:
-        """Whether the configuration excepts a module."""
+        """Whether the configuration excludes a module."""
         return _is_named(self.excluded, module)
 
     def is_target(self, module: str) -> bool:
-        """Whether a module changes; for all but ``all-linear``."""
+        """Whether a module changes; not for targets ``all-linear``."""
         if self.is_excluded(module) or not _is_named(self.targets, module):
             return False
-        # peft takes a module with its whole name in any layer.
+        # peft changes a module named in full in any layer.
         return not self.layers or module in self.targets or self._layer(module) in self.layers
 
     def _layer(self, module: str) -> int | None:
         for pattern in self.lists or (r"[^.]*",):
-            found = re.match(rf".*\.(?:{pattern})\.(?P<index>\d+)\.", module)
-            if found:
-                return int(found["index"])
+            match = re.match(rf".*\.(?:{pattern})\.(?P<index>\d+)\.", module)
+            if match:
+                return int(match["index"])
         return None
 
 
 def _read_tensors(path: Path) -> dict[tuple[str, str], torch.Tensor]:
-    """Return the tensors of a file in fp32, by module and part."""
+    """Return the tensors of a file as fp32, by module and part."""
     with wrap_errors(f"cannot read an adapter from {path}"):
         stored = load_file(path)
         tensors = {key: tensor.to(torch.float32) for key, tensor in stored.items()}
     for key, tensor in tensors.items():
         if not stored[key].is_floating_point() or not tensor.isfinite().all():
-            raise OptionError(f"{path} has a tensor whose values are no finite numbers", got=key)
+            raise OptionError(f"{path} has a tensor of values that are not finite floats", got=key)
     return {_split(key): tensor for key, tensor in tensors.items()}
 
 
@@ -388,7 +388,7 @@ def _is_named(names: tuple[str, ...] | str, module: str) -> bool:
 
 
 def _split(key: str) -> tuple[str, str]:
-    """Return the module and the part of a tensor's name; the whole name if it has no such form."""
+    """Split a tensor's name into module and part; without a known part, (name, "")."""
     part = next((part for part in _PARTS if key.endswith(f".{part}")), None)
     if part is None or not key.startswith(_PREFIX):
         return key, ""
@@ -420,12 +420,12 @@ def _tuple(value: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """An option of the configuration that is used.
+    """Schema of a configuration option.
 
     Attributes:
-        default: Value of peft if it is left out.
-        accepts: Whether a value is one.
-        expected: What is one, for the error.
+        default: peft's default.
+        accepts: Whether a value is valid.
+        expected: Description of valid values, for the error message.
     """
 
     default: object
@@ -461,7 +461,7 @@ def _is_pattern(value: Any, template: str = "{}") -> bool:
 
 
 def _is_part(value: Any) -> bool:
-    """Whether a value may stand inside a pattern."""
+    """Whether a value is valid inside a regular expression's group."""
     return _is_pattern(value, "(?:{})")
 
 

@@ -1,7 +1,7 @@
-"""Attention and masks for the modules of ``transformers``, registered by name in its interfaces.
+"""Attention and mask functions, registered in the interfaces of ``transformers``.
 
-Masks are what the model's own mask function says of two positions, so causal, sliding and chunked
-attention need no code here. A cache says which position each column of the scores has.
+A mask evaluates the model's own mask function on pairs of positions, so causal, sliding and chunked
+attention need no code here. The cache gives the position of each column of the scores.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from coreml_delegate.errors import LoweringError
 from coreml_delegate.third_party import transformers
 
 NAME = "coreml_delegate"
-"""Name under which ``transformers`` finds the functions."""
+"""Name of the functions in the interfaces of ``transformers``."""
 
 _LIBRARY = "transformers."
 
 MASKED = -3e4
-"""Score of a hidden token: softmax makes it zero in fp32 and fp16, and unlike infinity every kernel
-takes it."""
+"""Score of a hidden token: its softmax is zero in fp32 and fp16, and unlike infinity every kernel
+accepts it."""
 
 Segment = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values [B, kv_heads, S, width] of S tokens."""
+"""Keys and values of S tokens, each [B, kv_heads, S, width]."""
 
-# Arguments of attention functions that do not change the result, or that the mask implies.
+# Arguments of attention functions that do not affect the result, or that the mask includes.
 _INERT = frozenset(
     (
         "cache_position",
@@ -51,13 +51,13 @@ _INERT = frozenset(
 class Call:
     """The segments and masks of one call of a model.
 
-    ``transformers`` hands its attention functions keys that are joined, and no cache. What joined
-    keys are made of is looked up here, so that the joined ones are not computed.
+    ``transformers`` passes concatenated keys to attention functions, and no cache. The segments of
+    these keys are looked up here, so that the concatenation itself is dead code in the graph.
 
     Attributes:
         attended: Whether the model has called the attention function.
-        positions: Of the call's tokens [L] and of the columns of the scores [S], for biases by
-            distance; None if the model has none.
+        positions: Positions of the call's tokens [L] and of the columns of the scores [S], for
+            relative position biases; None if the model has no biases.
     """
 
     def __init__(self) -> None:
@@ -67,67 +67,66 @@ class Call:
         self._stacked: list[tuple[torch.Tensor, int, torch.Tensor]] = []
 
     def join(self, segments: Sequence[Segment]) -> Segment:
-        """Return the segments joined along their tokens, and remember them."""
+        """Return the segments concatenated along their tokens, and record them."""
         keys, values = (torch.cat(parts, dim=2) for parts in zip(*segments, strict=True))
         self._parts.append((keys, values, segments))
         return keys, values
 
     def segments(self, keys: torch.Tensor, values: torch.Tensor) -> Sequence[Segment]:
-        """Return what was joined to these keys and values; themselves if nothing was."""
+        """Return the segments of concatenated keys and values, or the pair itself."""
         for joined_keys, joined_values, segments in self._parts:
             if joined_keys is keys and joined_values is values:
                 return segments
         return ((keys, values),)
 
     def stack(self, mask: torch.Tensor, group: int) -> torch.Tensor:
-        """Return a mask [1, 1, L, S] repeated for each head of a group: [1, 1, group * L, S]."""
+        """Return a mask [1, 1, L, S] repeated for the heads of a group: [1, 1, group * L, S]."""
         if group == 1:
             return mask
-        for known, count, stacked in self._stacked:
-            if known is mask and count == group:
+        for source, count, stacked in self._stacked:
+            if source is mask and count == group:
                 return stacked
-        made = torch.cat([mask] * group, dim=2)
-        self._stacked.append((mask, group, made))
-        return made
+        stacked = torch.cat([mask] * group, dim=2)
+        self._stacked.append((mask, group, stacked))
+        return stacked
 
 
 _CALL: ContextVar[Call] = ContextVar("call")
 
 
 def current_call() -> Call:
-    """Return the call that is being computed."""
+    """Return the current call."""
     return _CALL.get()
 
 
 @contextmanager
 def calling(call: Call, model: nn.Module) -> Generator[None]:
-    """Let the attention function look up the segments of a call.
+    """Make ``call`` the current call, and iterate sets of the model's own code in sorted order.
 
-    What the model's own code does with each element of a set, it does in order meanwhile: for masks
-    and rotations of types of layers, whose names have another order in every process, and so would
-    the operations of the program.
+    The model's code computes masks and rotations for each element of a set of layer types. The
+    order of strings in a set differs between processes, and so would the program's operations.
     """
     token = _CALL.set(call)
-    names = [space for space in _namespaces(model) if "set" not in space]
-    for space in names:
-        space["set"] = _OrderedSet
+    namespaces = [space for space in _namespaces(model) if "set" not in space]
+    for namespace in namespaces:
+        namespace["set"] = _OrderedSet
     try:
         yield
     finally:
-        for space in names:
-            del space["set"]
+        for namespace in namespaces:
+            del namespace["set"]
         _CALL.reset(token)
 
 
 class _OrderedSet(set[Any]):
-    """A set whose elements come in the order of their texts."""
+    """A set that iterates its elements in the order of their ``repr``."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(sorted(super().__iter__(), key=repr))
 
 
 def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the names that the code of a model's modules knows, one of ``transformers`` each."""
+    """Return the globals of each ``transformers`` module that defines modules of the model."""
     modules = {type(module).__module__ for module in model.modules()}
     return [vars(sys.modules[name]) for name in sorted(modules) if name.startswith(_LIBRARY)]
 
@@ -142,63 +141,65 @@ def attend(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend to the segments of keys and values, without joining or repeating them.
+    """Attention over segments of keys and values, without concatenating or repeating them.
+
+    softmax(softcap * tanh(scaling * Q K^T / softcap) + bias + mask) V, with grouped queries.
 
     Args:
-        module: Calls the function.
+        module: The module that calls the function.
         query: [B, heads, L, width].
-        key: [B, kv_heads, S, width], as the cache returned them.
+        key: [B, kv_heads, S, width], returned by the cache.
         value: [B, kv_heads, S, width of a value].
         attention_mask: [1, 1, L or 1, S], added to the scores; None if all tokens are visible.
-        scaling: Factor of the scores; None for one by the root of the width.
+        scaling: Factor of the scores; None for ``width ** -0.5``.
         softcap: Bound of the scores before the mask, or None.
-        s_aux: Score of a column without a token for each head, [heads], or None.
+        s_aux: Attention sinks: score of a column without a token, [heads], or None.
         position_bias: [1, heads, L, S], added to the scores, or None.
-        others: Arguments that must not matter.
+        options: Further arguments, which must not affect the result.
 
     Returns:
         [B, L, heads, width of a value], and no weights.
 
     Raises:
-        LoweringError: The model asks for something that is not implemented.
+        LoweringError: The model passes an argument that is not implemented.
     """
-    _check_arguments(module, others)
+    _check_arguments(module, options)
     batch, heads, length, width = query.shape
     kv_heads = key.shape[1]
     call = current_call()
     call.attended = True
     segments = call.segments(key, value)
-    # Queries of a group are stacked along their tokens, so that keys are not repeated for each.
+    # Queries of a group are stacked along the tokens, so that keys are not repeated per head.
     grouped = (query * (width**-0.5 if scaling is None else scaling)).reshape(
         batch, kv_heads, -1, width
     )
-    scores = [grouped @ keys.transpose(-1, -2) for keys, _ in segments]
-    joined = torch.cat(scores, dim=-1) if len(scores) > 1 else scores[0]
+    segment_scores = [grouped @ keys.transpose(-1, -2) for keys, _ in segments]
+    scores = torch.cat(segment_scores, dim=-1) if len(segment_scores) > 1 else segment_scores[0]
     if softcap is not None:
-        joined = torch.tanh(joined / softcap) * softcap
+        scores = torch.tanh(scores / softcap) * softcap
     if position_bias is not None:
-        joined = joined + position_bias.reshape(1, kv_heads, -1, position_bias.shape[-1])
+        scores = scores + position_bias.reshape(1, kv_heads, -1, position_bias.shape[-1])
     if attention_mask is not None:
-        joined = joined + call.stack(attention_mask, heads // kv_heads)
+        scores = scores + call.stack(attention_mask, heads // kv_heads)
     sizes = [keys.shape[2] for keys, _ in segments]
     if s_aux is not None:
         sink = s_aux.view(1, kv_heads, -1, 1).expand(batch, -1, -1, length)
         sink = sink.reshape(batch, kv_heads, -1, 1)
-        joined, sizes = torch.cat((joined, sink), dim=-1), [*sizes, 1]
-    parts = torch.softmax(joined, dim=-1).split(sizes, dim=-1)
+        scores, sizes = torch.cat((scores, sink), dim=-1), [*sizes, 1]
+    parts = torch.softmax(scores, dim=-1).split(sizes, dim=-1)
     attended = parts[0] @ segments[0][1]
     for part, (_, values) in zip(parts[1 : len(segments)], segments[1:], strict=True):
         attended = attended + part @ values
     return attended.reshape(batch, heads, length, -1).transpose(1, 2), None
 
 
-def _check_arguments(module: nn.Module, others: dict[str, Any]) -> None:
-    for name, value in others.items():
+def _check_arguments(module: nn.Module, options: dict[str, Any]) -> None:
+    for name, value in options.items():
         if value is not None and name not in _INERT:
             raise LoweringError(
-                f"{type(module).__name__} attends in a way that is not supported", got=name
+                f"{type(module).__name__} passes an unsupported argument to attention", got=name
             )
 
 
@@ -211,9 +212,9 @@ def mask(
     *,
     mask_function: Callable[..., torch.Tensor],
     dtype: torch.dtype = torch.float32,
-    **others: Any,
+    **options: Any,
 ) -> torch.Tensor:
-    """Return what is added to the scores [1, 1, L, S]: 0 for a visible token, else ``MASKED``.
+    """Return the additive mask [1, 1, L, S]: 0 for a visible token, else ``MASKED``.
 
     Args:
         batch_size: Ignored: texts have equal lengths.
@@ -222,16 +223,16 @@ def mask(
         q_offset: Position of the call's first token.
         kv_offset: Positions [S] of all columns, or the position of the first.
         mask_function: Whether a token sees another, by their positions.
-        dtype: Of the mask.
-        others: Further arguments of the interface.
+        dtype: Type of the mask.
+        options: Further arguments of the interface, ignored.
     """
-    del batch_size, others
+    del batch_size, options
     rows = torch.arange(q_length) + q_offset
     is_table = isinstance(kv_offset, torch.Tensor)
     columns = kv_offset if is_table else torch.arange(kv_length) + kv_offset
-    none = torch.zeros(1, 1, 1, 1, dtype=torch.long)  # of the batch, and of the head
-    seen = mask_function(none, none, rows[None, None, :, None], columns[None, None, None, :])
-    return torch.where(seen, 0.0, MASKED).to(dtype)
+    first = torch.zeros(1, 1, 1, 1, dtype=torch.long)  # index of the batch, and of the head
+    visible = mask_function(first, first, rows[None, None, :, None], columns[None, None, None, :])
+    return torch.where(visible, 0.0, MASKED).to(dtype)
 
 
 _library = transformers()

@@ -1,4 +1,4 @@
-"""Recordings, and the spectrograms of them that encoders take."""
+"""Reading of recordings, and log-mel spectrograms for encoders."""
 
 from __future__ import annotations
 
@@ -13,37 +13,41 @@ from coreml_delegate.errors import InputError
 from coreml_delegate.llm.source import Spectrogram
 from coreml_delegate.third_party import transformers
 
-_BYTES = 2  # of a sample
-_LARGEST = 2**15
+_BYTES = 2  # per sample
+_LARGEST = 2**15  # magnitude of a sample
 
 
 def read_wav(path: Path | str, rate: int) -> np.ndarray:
-    """Return the samples of a recording, fp32 from -1 to 1; several channels are averaged.
+    """Return the samples [n] of a recording, fp32 from -1 to 1; channels are averaged.
 
     Args:
         path: A WAV file with samples of 16 bits (PCM).
-        rate: Samples a second that it has to have.
+        rate: Required number of samples per second.
 
     Raises:
-        InputError: The file does not exist, is not such a file, or has another rate.
+        InputError: The file does not exist, is not 16-bit PCM, or has another rate.
     """
     if not Path(path).is_file():
         raise InputError("no such recording", got=str(path))
     try:
         with wave.open(str(path), "rb") as file:
-            found, width, channels = file.getframerate(), file.getsampwidth(), file.getnchannels()
+            file_rate, width, channels = (
+                file.getframerate(),
+                file.getsampwidth(),
+                file.getnchannels(),
+            )
             data = file.readframes(file.getnframes())
     except (wave.Error, EOFError) as error:
         raise InputError(
             f"{path} is not a WAV file with uncompressed samples", got=str(error) or "no content"
         ) from error
-    for what, got, expected in (
+    for quantity, got, expected in (
         ("bits a sample", 8 * width, 8 * _BYTES),
-        ("samples a second", found, rate),
+        ("samples a second", file_rate, rate),
     ):
         if got != expected:
             raise InputError(
-                f"{path} has another number of {what}",
+                f"{path} has another number of {quantity}",
                 got=str(got),
                 expected=str(expected),
                 remedy="Convert the recording first",
@@ -56,18 +60,18 @@ def read_wav(path: Path | str, rate: int) -> np.ndarray:
 def spectrogram(
     samples: np.ndarray, shape: Sequence[int], how: Spectrogram | None = None
 ) -> torch.Tensor:
-    """Return the logarithmic mel spectrogram that Whisper takes, by ``transformers``.
+    """Return Whisper's log-mel spectrogram, computed by ``transformers``.
 
     Args:
         samples: [n], from -1 to 1.
-        shape: ``Generator.source_shape``: 1, bins and frames. Silence is put behind the samples.
-        how: ``Layout.source.spectrogram``; None for that of all published models.
+        shape: ``Generator.source_shape``: 1, bins and frames. The samples are padded with silence.
+        how: ``Layout.source.spectrogram``; None for the settings of all published models.
 
     Returns:
         [1, bins, frames], fp32.
 
     Raises:
-        InputError: There are no samples, or more than the frames have.
+        InputError: There are no samples, or more than the frames can take.
     """
     _, bins, frames = shape
     how = how or Spectrogram()
@@ -85,5 +89,5 @@ def spectrogram(
         hop_length=how.hop_length,
         n_fft=how.fft_size,
     )
-    made = extract(samples, sampling_rate=how.sampling_rate, max_length=most)
-    return torch.as_tensor(made["input_features"], dtype=torch.float32)
+    features = extract(samples, sampling_rate=how.sampling_rate, max_length=most)
+    return torch.as_tensor(features["input_features"], dtype=torch.float32)

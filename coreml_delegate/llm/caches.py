@@ -1,7 +1,7 @@
-"""Caches of keys and values, and of whole states, behind the interface of ``transformers``.
+"""Caches of keys, values and recurrent states with the interface of ``transformers``.
 
-A layer with a sliding window keeps as many rows as it needs: position p lies in row p modulo the
-number of rows. Which position a row has follows from the number of tokens so far.
+A layer with a sliding window has a ring buffer of R rows: position p is in row p mod R. The
+position of a row follows from the number of tokens so far.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from coreml_delegate.third_party import transformers
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
-else:  # which says what to install if it is missing
+else:  # its error names the package to install
     Cache, CacheLayerMixin = transformers().Cache, transformers().cache_utils.CacheLayerMixin
 
-_NOWHERE = 2**30
-"""Position of a row that has no token: later than all, so that no token sees it."""
+_NO_POSITION = 2**30
+"""Position of a row without a token: after all tokens, so that no token sees it."""
 
-# Layers of transformers' caches: whether they keep keys and values, and whether states.
+# Cache layers of transformers: whether they have keys and values, and whether states.
 _KINDS: Mapping[str, tuple[bool, bool]] = {
     "DynamicLayer": (True, False),
     "DynamicSlidingWindowLayer": (True, False),
@@ -39,11 +39,11 @@ _KINDS: Mapping[str, tuple[bool, bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Contents of the cache of one layer: keys and values of each token, whole states, or both.
+    """Shapes of one layer's cache: keys and values of each token, states, or both.
 
     Attributes:
-        keys: Heads and width of its keys; None if it keeps no keys and values.
-        values: Heads and width of its values; None without keys.
+        keys: Heads and width of the keys; None for a layer without keys and values.
+        values: Heads and width of the values; None without keys.
         window: Number of tokens that a token sees, itself included; None for all.
         states: Tensors that each call replaces.
     """
@@ -55,36 +55,36 @@ class LayerCache:
 
     @property
     def replaced(self) -> tuple[bool, ...]:
-        """Whether a call replaces a tensor, for each in the order of ``empty``."""
+        """Whether a call replaces the whole tensor, for each tensor of ``empty``."""
         return (False,) * (2 if self.keys else 0) + (True,) * len(self.states)
 
     def rows(self, context: int, ahead: int) -> int:
-        """Return how many rows keys and values need.
+        """Return the number of rows of keys and values.
 
         Args:
             context: Number of tokens of the longest text.
-            ahead: Rows that a call writes before it attends, beyond the first.
+            ahead: Rows after the first that a call writes before it attends.
         """
         return min(context, self.window or context) + ahead
 
     def empty(self, context: int, ahead: int) -> dict[str, torch.Tensor]:
         """Return the tensors of an empty cache by name; see ``rows``."""
-        made: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, sizes in (("keys", self.keys), ("values", self.values)):
             if sizes:
                 heads, width = sizes
-                made[name] = torch.zeros(1, heads, self.rows(context, ahead), width)
+                tensors[name] = torch.zeros(1, heads, self.rows(context, ahead), width)
         for state in self.states:
             kind, number = state.name
-            made[f"{kind}_{number}"] = torch.zeros(state.shape)
-        return made
+            tensors[f"{kind}_{number}"] = torch.zeros(state.shape)
+        return tensors
 
 
 def read_layers(cache: DynamicCache) -> tuple[LayerCache, ...]:
-    """Return what each layer keeps, given a cache of ``transformers`` that has seen a token.
+    """Return the layers of a cache of ``transformers`` that has processed a token.
 
     Raises:
-        LoweringError: A layer keeps something else than keys, values and states, or shares them.
+        LoweringError: A layer has other contents than keys, values and states, or shares them.
     """
     layers: list[LayerCache] = []
     for index, layer in enumerate(cache.layers):
@@ -121,7 +121,7 @@ class _Layer(CacheLayerMixin):
         self._position = position
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: there is no storage of its own."""
+        """Do nothing: the layer has no storage of its own."""
 
     def get_mask_sizes(self, query_length: int) -> Any:
         """Return the number of columns and their positions [S], which ``attention.mask`` takes."""
@@ -133,12 +133,12 @@ class _Layer(CacheLayerMixin):
         return self._position
 
     def get_max_length(self) -> int:
-        """Return that there is no bound."""
+        """Return -1: no limit."""
         return -1
 
 
-class _PassedLayer(_Layer):
-    """Rows that are inputs of the call; its own keys and values are joined behind them."""
+class _InputLayer(_Layer):
+    """A layer whose past rows are inputs; the call's keys and values are appended."""
 
     def __init__(self, past: Segment, call: Call, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -149,40 +149,40 @@ class _PassedLayer(_Layer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Segment:
-        """Take the call's own keys and values; return all."""
+        """Store the call's keys and values; return all keys and values."""
         del args, kwargs
         self.new = (key_states, value_states)
         return self._call.join((self._past, self.new))
 
 
-class _PlacedLayer(_PassedLayer):
-    """Rows that are inputs; the call's own keys and values are placed among them, in a copy.
+class _OrderedLayer(_InputLayer):
+    """A layer whose past rows are inputs; the call's rows are written at their positions in a copy.
 
-    For models that infer a column's position from its place.
+    For models that use the index of a column as its position.
     """
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Segment:
-        """Take the call's own keys and values; return all."""
+        """Store the call's keys and values; return all keys and values."""
         del args, kwargs
         self.new = (key_states, value_states)
         length = key_states.shape[2]
         at = self._position + torch.arange(length)
         keys, values = (
-            _placed(past, at, new) for past, new in zip(self._past, self.new, strict=True)
+            _with_rows(past, at, new) for past, new in zip(self._past, self.new, strict=True)
         )
         return keys, values
 
 
-def _placed(past: torch.Tensor, at: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+def _with_rows(past: torch.Tensor, at: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     rows = functional.pad(past, (0, 0, 0, new.shape[2] - 1)).clone()
     rows[:, :, at] = new
     return rows
 
 
-class _KeptLayer(_Layer):
-    """Buffers of a module, in which the call's own keys and values are written."""
+class _BufferLayer(_Layer):
+    """A layer whose rows are buffers of a module; the call writes its keys and values to them."""
 
     def __init__(self, buffers: Segment, rows: torch.Tensor, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -192,92 +192,92 @@ class _KeptLayer(_Layer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Segment:
-        """Write the call's own keys and values; return all."""
+        """Write the call's keys and values; return the buffers."""
         del args, kwargs
         for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, self._rows] = new
         return self._buffers
 
 
-class _PassedHybrid(StateLayer, _PassedLayer):
-    """Rows and states that are inputs of the call."""
+class _InputHybrid(StateLayer, _InputLayer):
+    """A layer whose rows and states are inputs of the call."""
 
     def __init__(self, states: Mapping[Name, torch.Tensor], span: Span, *args: Any) -> None:
-        _PassedLayer.__init__(self, *args[:-1], sliding=args[-1])
+        _InputLayer.__init__(self, *args[:-1], sliding=args[-1])
         StateLayer.__init__(self, states, span, write=False)
 
 
-class _KeptHybrid(StateLayer, _KeptLayer):
-    """Rows and states that are buffers of a module."""
+class _BufferHybrid(StateLayer, _BufferLayer):
+    """A layer whose rows and states are buffers of a module."""
 
     def __init__(self, states: Mapping[Name, torch.Tensor], span: Span, *args: Any) -> None:
-        _KeptLayer.__init__(self, *args[:-1], sliding=args[-1])
+        _BufferLayer.__init__(self, *args[:-1], sliding=args[-1])
         StateLayer.__init__(self, states, span, write=True)
 
 
-def passed_caches(
+def input_caches(
     layers: Sequence[LayerCache],
     past: Sequence[torch.Tensor],
     position: torch.Tensor,
     call: Call,
     *,
     length: int,
-    placed: bool,
+    ordered: bool,
     last: torch.Tensor | None = None,
 ) -> Cache:
-    """Return caches that are inputs of a call.
+    """Return a cache whose tensors are inputs of a call.
 
     Args:
-        layers: What each layer keeps.
+        layers: Shapes of each layer's cache.
         past: Tensors of each layer in turn; keys and values are [1, kv_heads, S, width].
         position: Number of tokens before the call, [1], int64.
-        call: Keeps the segments.
+        call: Records the segments.
         length: Number L of the call's tokens.
-        placed: Whether the columns have to be in the order of their positions.
-        last: Index of the last token that is no padding, [1]; None if there is no padding.
+        ordered: Whether the columns have to be in the order of their positions.
+        last: Index of the last token that is not padding, [1]; None without padding.
     """
     span = Span(position, length, last)
     own = position + torch.arange(length)
-    known: dict[tuple[int, bool], torch.Tensor] = {}
+    positions: dict[tuple[int, bool], torch.Tensor] = {}
 
-    def columns(rows: int, *, ring: bool) -> torch.Tensor:
-        if (rows, ring) not in known:
-            known[rows, ring] = (
+    def column_positions(rows: int, *, ring: bool) -> torch.Tensor:
+        if (rows, ring) not in positions:
+            positions[rows, ring] = (
                 torch.arange(rows + length - 1)
-                if placed
+                if ordered
                 else torch.cat((_past_positions(rows, position, ring=ring), own))
             )
-        return known[rows, ring]
+        return positions[rows, ring]
 
-    made: list[Any] = []
+    caches: list[Any] = []
     tensors = iter(past)
     for layer in layers:
         if not layer.keys:
-            made.append(StateLayer(take_states(layer.states, tensors), span, write=False))
+            caches.append(StateLayer(take_states(layer.states, tensors), span, write=False))
             continue
         segment = next(tensors), next(tensors)
         rows, sliding = segment[0].shape[2], layer.window is not None
-        places = columns(rows, ring=layer.window == rows)
+        columns = column_positions(rows, ring=layer.window == rows)
         if layer.states:
             states = take_states(layer.states, tensors)
-            made.append(_PassedHybrid(states, span, segment, call, places, position, sliding))
+            caches.append(_InputHybrid(states, span, segment, call, columns, position, sliding))
         else:
-            kind = _PlacedLayer if placed else _PassedLayer
-            made.append(kind(segment, call, places, position, sliding=sliding))
-    return Cache(layers=made)
+            kind = _OrderedLayer if ordered else _InputLayer
+            caches.append(kind(segment, call, columns, position, sliding=sliding))
+    return Cache(layers=caches)
 
 
 def new_tensors(cache: Cache) -> list[torch.Tensor]:
-    """Return what a call has made for each layer in turn: rows of its own tokens, and states."""
-    made: list[torch.Tensor] = []
+    """Return the tensors that a call computed, layer by layer: rows of its tokens, and states."""
+    tensors: list[torch.Tensor] = []
     layers: list[Any] = cache.layers
     for layer in layers:
-        made += getattr(layer, "new", None) or ()
-        made += getattr(layer, "replaced", ())
-    return made
+        tensors += getattr(layer, "new", None) or ()
+        tensors += getattr(layer, "replaced", ())
+    return tensors
 
 
-def kept_caches(
+def buffer_caches(
     layers: Sequence[LayerCache],
     buffers: Sequence[torch.Tensor],
     position: torch.Tensor,
@@ -285,54 +285,54 @@ def kept_caches(
     length: int,
     last: torch.Tensor | None = None,
 ) -> Cache:
-    """Return caches that are buffers of a module.
+    """Return a cache whose tensors are buffers of a module.
 
     Args:
-        layers: What each layer keeps.
+        layers: Shapes of each layer's cache.
         buffers: Tensors of each layer in turn.
         position: Number of tokens before the call, [1], int64.
         length: Number L of the call's tokens, padding included.
-        last: Index of the last token that is no padding, [1]; None if there is no padding.
+        last: Index of the last token that is not padding, [1]; None without padding.
     """
     span = Span(position, length, last)
     own = position + torch.arange(length)
-    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    indices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def places(rows: int, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if rows not in known:
+    def rows_and_positions(rows: int, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if rows not in indices:
             ring = window is not None and rows == window + length - 1
-            known[rows] = (
+            indices[rows] = (
                 (own % rows, _ring_positions(rows, position + (length - 1)))
                 if ring
                 else (own, torch.arange(rows))
             )
-        return known[rows]
+        return indices[rows]
 
-    made: list[Any] = []
+    caches: list[Any] = []
     tensors = iter(buffers)
     for layer in layers:
         if not layer.keys:
-            made.append(StateLayer(take_states(layer.states, tensors), span, write=True))
+            caches.append(StateLayer(take_states(layer.states, tensors), span, write=True))
             continue
         segment = next(tensors), next(tensors)
-        at, columns = places(segment[0].shape[2], layer.window)
+        at, columns = rows_and_positions(segment[0].shape[2], layer.window)
         sliding = layer.window is not None
         if layer.states:
             states = take_states(layer.states, tensors)
-            made.append(_KeptHybrid(states, span, segment, at, columns, position, sliding))
+            caches.append(_BufferHybrid(states, span, segment, at, columns, position, sliding))
         else:
-            made.append(_KeptLayer(segment, at, columns, position, sliding=sliding))
-    return Cache(layers=made)
+            caches.append(_BufferLayer(segment, at, columns, position, sliding=sliding))
+    return Cache(layers=caches)
 
 
 def _past_positions(rows: int, position: torch.Tensor, *, ring: bool) -> torch.Tensor:
     if ring:
         return _ring_positions(rows, position - 1)
-    places = torch.arange(rows)
-    return torch.where(places < position, places, _NOWHERE)
+    indices = torch.arange(rows)
+    return torch.where(indices < position, indices, _NO_POSITION)
 
 
 def _ring_positions(rows: int, newest: torch.Tensor) -> torch.Tensor:
-    """Return the position of each row's token, given that of the newest token."""
+    """Return the position of each row's token, given the position of the newest token."""
     latest = newest - (newest - torch.arange(rows)) % rows
-    return torch.where(latest >= 0, latest, _NOWHERE)
+    return torch.where(latest >= 0, latest, _NO_POSITION)

@@ -1,7 +1,7 @@
-"""The tokens that a step of a language model offers, when the model itself selects them.
+"""Selection of the next token's candidates inside an exported language model.
 
-A model with a selection returns one token or a few of them, so that no vector of the length of the
-vocabulary leaves it.
+A model with a selection returns one or a few tokens, so that no vector as long as the vocabulary
+leaves it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from coreml_delegate.errors import OptionError
 
 _ARGMAX, _TOP_K = "argmax", "top-k:"
 FORMS = f"{_ARGMAX} or {_TOP_K}K"
-"""The texts of selections, for messages."""
+"""Syntax of a selection, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A choice of tokens that a model returns in place of the logits of all tokens.
+    """The candidates that a model returns in place of the logits of all tokens.
 
     Attributes:
-        top_k: Return this many tokens that have the largest logits, and those logits; None to
-            return only the token that has the largest logit.
+        top_k: Return this many tokens with the largest logits, and their logits; None to return
+            only the token with the largest logit.
 
     Raises:
         OptionError: ``top_k`` is below 1.
@@ -34,7 +34,7 @@ class Selection:
 
     def __post_init__(self) -> None:
         if self.top_k is not None and self.top_k < 1:
-            raise _unknown(str(self))
+            raise _unknown_selection(str(self))
 
     def __str__(self) -> str:
         """Return the text that ``parse`` reads."""
@@ -51,32 +51,31 @@ class Selection:
             return cls()
         count = text.removeprefix(_TOP_K)
         if count == text or not (count.isascii() and count.isdigit()):
-            raise _unknown(text)
+            raise _unknown_selection(text)
         return cls(int(count))
 
     def check(self, vocabulary: int) -> None:
-        """Refuse to select more tokens than there are.
+        """Refuse to select more tokens than the vocabulary has.
 
         Raises:
             OptionError: The vocabulary has fewer tokens.
         """
         if self.top_k is not None and self.top_k > vocabulary:
             raise OptionError(
-                "the model has fewer tokens than it would have to select",
+                "the vocabulary has fewer tokens than the selection",
                 got=str(self),
                 expected=f"at most {_TOP_K}{vocabulary}",
             )
 
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return what the model returns in place of its logits; a part of the exported graph.
+        """Return the model's results in place of its logits; part of the exported graph.
 
         Args:
             logits: [1, V].
 
         Returns:
             The token with the largest logit, [1], int32; or the K largest logits in descending
-            order, [1, K], and their tokens, [1, K], int32. Among equal logits the lowest token is
-            first.
+            order, [1, K], and their tokens, [1, K], int32. Equal logits: lowest token first.
         """
         if self.top_k is None:
             return (logits.argmax(-1).to(torch.int32),)
@@ -86,9 +85,9 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Tokens that may come next, those with larger logits first.
+    """Candidates for the next token, by descending logit.
 
-    Equal logits are in the order of their tokens, so that all files give the same order.
+    Equal logits are in the order of their tokens, so that the order does not depend on the file.
 
     Attributes:
         tokens: [K], int64.
@@ -100,7 +99,7 @@ class Candidates:
 
     @classmethod
     def read(cls, results: Sequence[torch.Tensor]) -> Candidates:
-        """Return the candidates, given what ``Selection.select`` returned."""
+        """Return the candidates of the results of ``Selection.select``."""
         if len(results) == 1:
             return cls(results[0].long(), None)
         logits, tokens = results[0][0], results[1][0].long()
@@ -110,18 +109,18 @@ class Candidates:
 
     @classmethod
     def of_logits(cls, logits: torch.Tensor, top_k: int | None = None) -> Candidates:
-        """Return all tokens, or the ``top_k`` tokens with the largest logits, given logits [V]."""
+        """Return all tokens by logits [V], or the ``top_k`` tokens with the largest logits."""
         if top_k is None or top_k >= len(logits):
             ordered, tokens = logits.sort(descending=True, stable=True)
             return cls(tokens, ordered)
-        # topk finds the K-th largest logit, but returns equal logits in any order.
+        # topk gives the K-th largest logit, but orders equal logits arbitrarily.
         least = logits.topk(top_k).values[-1]
         tokens = (~(logits < least)).nonzero()[:, 0]
-        ordered, places = logits[tokens].sort(descending=True, stable=True)
-        return cls(tokens[places[:top_k]], ordered[:top_k])
+        ordered, indices = logits[tokens].sort(descending=True, stable=True)
+        return cls(tokens[indices[:top_k]], ordered[:top_k])
 
 
-def _unknown(text: str) -> OptionError:
+def _unknown_selection(text: str) -> OptionError:
     return OptionError(
         "the model cannot select tokens in this way",
         got=text,

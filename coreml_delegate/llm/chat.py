@@ -1,7 +1,7 @@
-"""Conversations by a model's own chat template.
+"""Conversations that use a model's own chat template.
 
-The template renders a whole conversation each time. Of that, a language model gets only the tokens
-that are not in its context yet.
+The template renders the whole conversation each time; the language model gets only the tokens that
+are not in its context yet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from coreml_delegate.llm.tokenizer import TOKENIZER, TextStream, tokenizer_file
 from coreml_delegate.third_party import transformers, wrap_errors
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
-_PROBE = "This is an answer."  # text whose end is looked for in what the template renders
+_PROBE = "This is an answer."  # the template renders its end tokens after this text
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ChatTokenizer:
         template: Name of the template, for a folder with several; None for ``default``.
 
     Attributes:
-        ends: Tokens that end an answer: what the template writes behind one, and the tokenizer's
+        ends: Tokens that end an answer: the token that the template adds, and the tokenizer's
             end token.
 
     Raises:
@@ -74,37 +74,37 @@ class ChatTokenizer:
         return self._decoded(tokens, special=False)
 
     def render(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of a conversation, up to the place where the next answer begins.
+        """Return the tokens of a conversation up to the start of the next answer.
 
-        Texts of messages that look like control tokens are encoded as texts.
+        Control tokens in the text of a message are encoded as plain text.
 
         Args:
-            messages: One at least.
+            messages: At least one.
 
         Raises:
             OptionError: The template cannot render these messages.
         """
         return list(self._apply(messages, add_generation_prompt=True, sanitize_control_tokens=True))
 
-    def answer_in(self, rest: Sequence[int], answer: Sequence[int]) -> int | None:
-        """Return how many tokens of a rendering stand for an answer.
+    def answer_in(self, rendered: Sequence[int], answer: Sequence[int]) -> int | None:
+        """Return how many tokens of a rendering are the answer.
 
-        A model may have written the answer with other tokens than the tokenizer would. Then the
-        texts have to be equal, up to the token that ends the answer.
+        A model may generate other tokens for a text than the tokenizer does. Then the texts have to
+        be equal, up to the token that ends the answer.
 
         Args:
-            rest: Tokens of the rendering, from the place where the answer begins.
+            rendered: Tokens of the rendering, from the start of the answer.
             answer: Tokens that the model has generated.
 
         Returns:
             The number; None if the rendering has another answer.
         """
-        if list(rest[: len(answer)]) == list(answer):
+        if list(rendered[: len(answer)]) == list(answer):
             return len(answer)
-        end = next((at for at, token in enumerate(rest) if token in self.ends), None)
+        end = next((index for index, token in enumerate(rendered) if token in self.ends), None)
         if end is None:
             return None
-        texts = [self._decoded(tokens, special=True) for tokens in (rest[:end], answer)]
+        texts = [self._decoded(tokens, special=True) for tokens in (rendered[:end], answer)]
         return end if texts[0] == texts[1] else None
 
     def _decoded(self, tokens: Sequence[int], *, special: bool) -> str:
@@ -113,14 +113,14 @@ class ChatTokenizer:
 
     def _find(self, name: str | None) -> str:
         """Return the text of a template."""
-        found: str | dict[str, str] | None = self._library.chat_template
-        if not found:
+        template: str | dict[str, str] | None = self._library.chat_template
+        if not template:
             raise OptionError(
                 f"{self._folder} has no chat template",
                 expected="chat_template.jinja, or chat_template in tokenizer_config.json",
-                remedy="Take the folder of a model that was made for chats, or leave out --chat",
+                remedy="Use the folder of a chat model, or leave out --chat",
             )
-        templates = {"default": found} if isinstance(found, str) else found
+        templates = {"default": template} if isinstance(template, str) else template
         if (name or "default") not in templates:
             raise OptionError(
                 f"{self._folder} has no such chat template",
@@ -141,11 +141,11 @@ class ChatTokenizer:
             )
 
     def _end_tokens(self) -> tuple[int, ...]:
-        answered = (Message(USER, "question"), Message(ASSISTANT, _PROBE))
-        _, found, behind = str(self._apply(answered, tokenize=False)).rpartition(_PROBE)
-        # Without it the template changes answers, and the place is unknown.
-        behind = behind if found else ""
-        tokens = self._library.backend_tokenizer.encode(behind, add_special_tokens=False).ids
+        messages = (Message(USER, "question"), Message(ASSISTANT, _PROBE))
+        _, probe, suffix = str(self._apply(messages, tokenize=False)).rpartition(_PROBE)
+        # A template that changes answers does not contain the probe.
+        suffix = suffix if probe else ""
+        tokens = self._library.backend_tokenizer.encode(suffix, add_special_tokens=False).ids
         added = self._library.added_tokens_decoder
         first = next((token for token in tokens if token in added), None)
         ends = [token for token in (first, self._library.eos_token_id) if token is not None]
@@ -154,14 +154,14 @@ class ChatTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer, and what it took.
+    """An answer, and the number of tokens of its question.
 
     Attributes:
-        text: What was said.
+        text: Text of the answer.
         tokens: Its tokens.
         ending: Why it ended.
         kept: Number of tokens that were in the context before the question.
-        fed: Number of tokens that the question, and what the template adds, took.
+        fed: Number of tokens fed: the question, and the tokens that the template adds.
     """
 
     text: str
@@ -172,17 +172,17 @@ class Reply:
 
 
 class Conversation:
-    """A conversation with a language model, whose context keeps what was said.
+    """A conversation with a language model, whose context keeps the earlier turns.
 
     Args:
-        generator: The model; its context is begun anew.
+        generator: The model; its context is reset.
         tokenizer: Renders the messages.
         system: Text of the system message, or None.
 
     Attributes:
         generator: The model.
         messages: All turns so far.
-        replies: One for each answer.
+        replies: One reply per answer.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Conversation:
         self._tokenizer = tokenizer
         self._rendered: list[int] = []  # the template's tokens up to the last answer
         self._answer: list[int] = []  # the model's tokens of it
-        self._said: list[int] = []  # what the model has seen or made; the context has its beginning
+        self._history: list[int] = []  # tokens fed and generated; the context has a prefix of them
         self.messages = opening(system)
         self.replies: list[Reply] = []
         generator.reset()
@@ -206,16 +206,15 @@ class Conversation:
         stops: Collection[int] = (),
         stop_texts: Sequence[str] = (),
     ) -> Iterator[str]:
-        """Take a turn of the user, and generate the answer.
+        """Add a turn of the user, and generate the answer.
 
-        The turn counts when the answer is complete; a question whose answer is not read to its end
-        was not asked.
+        The turn becomes part of the conversation when the answer has been read to its end.
 
         Args:
             text: The user's turn.
             choose: See ``Generator.generate``.
             limit: See ``Generator.generate``.
-            stops: Tokens that end the answer, besides those of model and tokenizer.
+            stops: Tokens that end the answer, besides the end tokens of model and tokenizer.
             stop_texts: Texts that end the answer.
 
         Yields:
@@ -225,14 +224,14 @@ class Conversation:
             InputError: The conversation does not fit into the context.
             OptionError: The template cannot render the conversation; or see ``Generator.generate``.
         """
-        asked = [*self.messages, Message(USER, text)]
-        kept = self._continue(self._tokenizer.render(asked))
-        new = self._said[kept:]
+        messages = [*self.messages, Message(USER, text)]
+        in_context = self._continue(self._tokenizer.render(messages))
+        new = self._history[in_context:]
         stream, pieces = TextStream(self._tokenizer, stop_texts), list[str]()
         ends = {*stops, *self._tokenizer.ends}
         for token in self.generator.generate(new, choose, limit=limit, stops=ends):
             self._answer.append(token)
-            self._said.append(token)
+            self._history.append(token)
             pieces.append(stream.push(token))
             yield pieces[-1]
             if stream.stopped:
@@ -241,22 +240,23 @@ class Conversation:
         yield pieces[-1]
         answer = "".join(pieces)
         ending = Ending.STOP if stream.stopped else self.generator.ending
-        self.messages = [*asked, Message(ASSISTANT, answer)]
-        self.replies.append(Reply(answer, tuple(self._answer), ending, kept, len(new)))
+        self.messages = [*messages, Message(ASSISTANT, answer)]
+        self.replies.append(Reply(answer, tuple(self._answer), ending, in_context, len(new)))
 
     def _continue(self, rendered: list[int]) -> int:
-        """Set the tokens that the context has to hold; return how many of them it holds already.
+        """Set the tokens that the context has to hold; return how many it holds already.
 
-        A template may change earlier turns; then the context is begun anew.
+        If the template changed earlier turns, the context is reset.
         """
         start = len(self._rendered)
-        rest = rendered[start:]
-        known = self._tokenizer.answer_in(rest, self._answer)
-        if rendered[:start] != self._rendered or known is None or known == len(rest):
+        new = rendered[start:]
+        answer_length = self._tokenizer.answer_in(new, self._answer)
+        is_changed = rendered[:start] != self._rendered or answer_length is None
+        if is_changed or answer_length == len(new):
             self.generator.reset()
-            self._said = list(rendered)
+            self._history = list(rendered)
         else:
-            self._said = [*self._said, *rest[known:]]
+            self._history = [*self._history, *new[answer_length:]]
         self._rendered, self._answer = rendered, []
         return self.generator.position
 
@@ -267,7 +267,7 @@ def opening(system: str | None) -> list[Message]:
 
 
 def _check_texts(messages: Sequence[Message]) -> None:
-    """Refuse texts that no tokenizer takes: bytes of the command line that are not UTF-8."""
+    """Refuse surrogate characters: bytes of the command line that are not UTF-8."""
     for message in messages:
         if any("\ud800" <= character <= "\udfff" for character in message.content):
             raise OptionError(f"the text of the {message.role} is not UTF-8")

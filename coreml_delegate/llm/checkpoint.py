@@ -1,4 +1,4 @@
-"""Models from folders that ``transformers`` has saved, or with random weights."""
+"""Models from checkpoint folders of ``transformers``, or with random weights."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ CONFIG = "config.json"
 _GENERATION = "generation_config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_LARGEST_CONTEXT = 2048  # of models that do not say for how many tokens they were made
+_DEFAULT_CONTEXT = 2048  # for models whose configuration has no limit
 
-# Classes of transformers that make models, each with the mapping of its configurations.
+# Auto classes of transformers, each with the mapping of its configurations.
 _DECODERS = (("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING"),)
 _IMAGE_READERS = (("AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING"),)
 _ENCODER_DECODERS = (
@@ -31,10 +31,10 @@ _ENCODER_DECODERS = (
 
 
 def read_config(path: Path) -> Any:
-    """Return the configuration of a language model, as ``transformers`` reads it.
+    """Read the configuration of a language model with ``transformers``.
 
-    It is a causal language model, an encoder-decoder model, or one that reads images of the
-    ``vision.FAMILIES``.
+    The model is a causal language model, an encoder-decoder model, or one of ``vision.FAMILIES``,
+    which read images.
 
     Args:
         path: ``config.json``.
@@ -55,17 +55,17 @@ def read_config(path: Path) -> Any:
     if values.get("quantization_config") is not None:
         raise OptionError(
             f"{path}: quantized checkpoints are not supported",
-            remedy="Take the checkpoint it was made from, and pass --quantize",
+            remedy="Use the unquantized checkpoint, and pass --quantize",
         )
     with wrap_errors(f"transformers cannot read {path}"):
         return library.AutoConfig.from_pretrained(path, local_files_only=True)
 
 
 def _refuse_kind(path: Path, kind: str) -> None:
-    """Refuse an architecture of another kind than ``read_config`` takes."""
+    """Refuse an architecture that ``read_config`` does not support."""
     library = transformers()
-    known = (getattr(library, mapping) for _, mapping in (*_DECODERS, *_ENCODER_DECODERS))
-    if kind in FAMILIES or any(library.CONFIG_MAPPING[kind] in configs for configs in known):
+    mappings = (getattr(library, mapping) for _, mapping in (*_DECODERS, *_ENCODER_DECODERS))
+    if kind in FAMILIES or any(library.CONFIG_MAPPING[kind] in configs for configs in mappings):
         return
     raise OptionError(
         f"{path} has an architecture that is not supported",
@@ -143,7 +143,7 @@ def load_model(folder: Path, config: Any) -> Any:
             state_dict=stored_weights(files),
             dtype=torch.float32,
             attn_implementation="eager",
-            ignore_mismatched_sizes=True,  # which are told of below
+            ignore_mismatched_sizes=True,  # _check_loaded reports them
             output_loading_info=True,
         )
     _check_loaded(folder, loaded)
@@ -156,30 +156,30 @@ def _decoder(model: Any, **options: Any) -> Decoder:
 
 
 def most_context(config: Any) -> int:
-    """Return the number of tokens that a model was made for."""
+    """Return the number of positions that a model was trained for."""
     text = config.get_text_config(decoder=True)
-    return getattr(text, "max_position_embeddings", None) or _LARGEST_CONTEXT
+    return getattr(text, "max_position_embeddings", None) or _DEFAULT_CONTEXT
 
 
 def end_tokens(config: Any, folder: Path | None) -> tuple[int, ...]:
-    """Return the tokens that end a text: of the model and of ``generation_config.json``.
+    """Return the end-of-text tokens of a configuration and of ``generation_config.json``.
 
     Raises:
         OptionError: The generation configuration is malformed.
     """
-    others = generation_options(folder)
+    generation = generation_options(folder)
     text = config.get_text_config(decoder=True)
-    found: list[int] = []
-    for ends in (getattr(text, "eos_token_id", None), others.get("eos_token_id")):
-        given: list[Any] = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        if not all(type(token) is int for token in given):
+    tokens: list[int] = []
+    for ends in (getattr(text, "eos_token_id", None), generation.get("eos_token_id")):
+        listed: list[Any] = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        if not all(type(token) is int for token in listed):
             raise OptionError(f"{folder} has end tokens that are no integers", got=json.dumps(ends))
-        found += given
-    return tuple(dict.fromkeys(found))
+        tokens += listed
+    return tuple(dict.fromkeys(tokens))
 
 
 def generation_options(folder: Path | None) -> dict[str, Any]:
-    """Return what ``generation_config.json`` says; nothing without a folder or the file.
+    """Read ``generation_config.json``; without a folder or the file, return an empty dictionary.
 
     Raises:
         OptionError: The file is malformed.
@@ -189,25 +189,25 @@ def generation_options(folder: Path | None) -> dict[str, Any]:
 
 
 def main_input(config: Any) -> str:
-    """Return the name of what a model of a configuration takes, ``input_ids`` for example."""
+    """Return the name of a model's main input (``input_ids``, for example)."""
     library = transformers()
     return getattr(library, _auto_class(config)[1])[type(config)].main_input_name
 
 
 def _model_class(config: Any) -> Any:
-    """Return the class of ``transformers`` that makes models of a configuration."""
+    """Return the auto class of ``transformers`` for a configuration."""
     return getattr(transformers(), _auto_class(config)[0])
 
 
 def _auto_class(config: Any) -> tuple[str, str]:
-    """Return the names of a class that makes models of a configuration, and of its mapping.
+    """Return the names of the auto class for a configuration, and of its mapping.
 
     Raises:
-        OptionError: It is the configuration of another kind of model.
+        OptionError: The configuration is of another kind of model.
     """
     library = transformers()
-    known = _ENCODER_DECODERS if config.is_encoder_decoder else _DECODERS
-    for name, mapping in _IMAGE_READERS if reads_images(config) else known:
+    text_classes = _ENCODER_DECODERS if config.is_encoder_decoder else _DECODERS
+    for name, mapping in _IMAGE_READERS if reads_images(config) else text_classes:
         if type(config) in getattr(library, mapping):
             return name, mapping
     raise OptionError(
@@ -218,10 +218,10 @@ def _auto_class(config: Any) -> tuple[str, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object.
+    """Read a JSON object.
 
     Raises:
-        OptionError: The file does not exist, or has something else.
+        OptionError: The file does not exist, or is not a JSON object.
     """
     if not path.is_file():
         raise OptionError("no such model configuration", got=str(path))
@@ -250,12 +250,12 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _check_loaded(folder: Path, loaded: Mapping[str, Any]) -> None:
-    """Refuse a model with weights that were not read, or not of the checkpoint."""
+    """Refuse a model unless exactly the checkpoint's weights were loaded."""
     if loaded["mismatched_keys"]:
-        name, found, expected = min(loaded["mismatched_keys"])
+        name, shape, expected = min(loaded["mismatched_keys"])
         raise OptionError(
             f"{folder} has a weight whose shape differs from its {CONFIG}",
-            got=f"{list(found)} for {name}",
+            got=f"{list(shape)} for {name}",
             expected=str(list(expected)),
         )
     if loaded["missing_keys"]:

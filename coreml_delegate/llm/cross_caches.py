@@ -1,7 +1,7 @@
-"""Keys and values of a source, behind the interface of ``transformers``.
+"""Cross-attention caches with the interface of ``transformers``: keys and values of a source.
 
-They are made once for each source, by the first call of a decoder that gets the encoder's result.
-``encode`` takes them from there; in later calls the decoder finds them as if it had made them.
+The decoder's first call computes them from the encoder's result, once per source; ``encode``
+returns them. Later calls pass them to the decoder as a filled cache.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ else:
 
 
 class _Layer(CacheLayerMixin):
-    """Keys and values of one layer: of a source, or of the only token of a text."""
+    """Keys and values of one layer, of a source or of the only token of a text."""
 
     is_sliding = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: there is no storage of its own."""
+        """Do nothing: ``update`` sets the tensors."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return that a call sees its own tokens."""
+        """Return the number of the call's tokens and offset 0: a call sees its own tokens."""
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens that are kept."""
+        """Return the number of cached tokens."""
         return 0 if self.keys is None else self.keys.shape[2]
 
     def get_max_length(self) -> int:
-        """Return that there is no bound."""
+        """Return -1: no limit."""
         return -1
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Segment:
-        """Keep keys and values; return them."""
+        """Store keys and values; return them."""
         del args, kwargs
         self.keys, self.values = key_states, value_states
         return key_states, value_states
 
 
 def empty_caches(layers: int) -> EncoderDecoderCache:
-    """Return caches for the first call: of a source, and of one token.
+    """Return empty self-attention and cross-attention caches for the first call.
 
     Args:
         layers: Number of layers of the decoder.
@@ -61,17 +61,17 @@ def empty_caches(layers: int) -> EncoderDecoderCache:
 
 
 def cross_rows(cache: EncoderDecoderCache) -> list[torch.Tensor]:
-    """Return the keys and values of the source that each layer in turn has made."""
+    """Return the keys and values of the source, layer by layer."""
     layers: list[Any] = cache.cross_attention_cache.layers
     return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
 
 
 def with_source(own: Cache, cross: Sequence[torch.Tensor]) -> EncoderDecoderCache:
-    """Return caches for later calls.
+    """Return the caches for later calls.
 
     Args:
-        own: Of the decoder's text.
-        cross: Keys and values of the source of each layer in turn, each [1, heads, N, width].
+        own: Self-attention cache of the decoder's text.
+        cross: Keys and values of the source, layer by layer, each [1, heads, N, width].
     """
     layers: list[Any] = [_Layer() for _ in own.layers]
     for index, layer in enumerate(layers):

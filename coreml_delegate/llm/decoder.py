@@ -1,9 +1,8 @@
-"""A language model of ``transformers``, made ready for export.
+"""A language model of ``transformers``, prepared for export.
 
-The modules are those of ``transformers``. Attention and masks are ours, through its interfaces;
-rotary embeddings become tables, and in fp16 norms become safe ones. What the model then computes is
-compared with what it computed before, so that an architecture nobody has tried is not exported
-wrongly.
+The modules stay those of ``transformers``. Attention and masks are replaced through its interfaces,
+rotary embeddings by tables, and for fp16 norms by safe ones. The logits are compared before and
+after, so that an untested architecture is not exported wrongly.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import nn
 
 from coreml_delegate.errors import LoweringError, OptionError
 from coreml_delegate.llm.attention import NAME, Call, calling
-from coreml_delegate.llm.caches import LayerCache, new_tensors, passed_caches, read_layers
+from coreml_delegate.llm.caches import LayerCache, input_caches, new_tensors, read_layers
 from coreml_delegate.llm.experts import stack_experts
 from coreml_delegate.llm.generator import write_cache
 from coreml_delegate.llm.norms import make_norms_safe
@@ -28,14 +27,14 @@ from coreml_delegate.third_party import transformers, without_kernel_advice, wra
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
-_TRIED = 5  # tokens of the text that is computed before and after
-_TOLERANCE = 1e-3  # of the largest logit; fp32 kernels differ by a thousandth of it
+_PROBE_TOKENS = 5  # of the text whose logits are compared
+_TOLERANCE = 1e-3  # relative to the largest logit; fp32 kernels differ by a thousandth of it
 
 _REFUSED: Mapping[str, str] = {
     "afmoe": "it takes the result of attention only if it is in one piece of memory",
     "mpt": "its biases are cut at the number of earlier tokens, a number at run time",
 }
-"""Why architectures are refused whose modules keep keys and values as others do."""
+"""Reasons for refusing architectures whose caches are of a supported kind."""
 
 
 class Decoder(nn.Module):
@@ -44,16 +43,16 @@ class Decoder(nn.Module):
     Args:
         model: A causal language model of ``transformers`` in fp32 and eval mode; changed.
         context: Number of tokens of the longest text.
-        safe_norms: Use norms that cannot overflow in fp16; each costs a few operations more.
+        safe_norms: Use norms that cannot overflow in fp16, at a few more operations per norm.
 
     Attributes:
         model: The model.
         context: Number of tokens of the longest text.
-        layers: What each layer keeps.
-        placed: Whether cached keys have to be in the order of their positions.
+        layers: Shapes of each layer's cache.
+        ordered: Whether cached keys have to be in the order of their positions.
 
     Raises:
-        LoweringError: The model has a part that is not supported; the error names it.
+        LoweringError: The model has an unsupported part, which the error names.
         OptionError: The context is too long for the model.
     """
 
@@ -65,7 +64,7 @@ class Decoder(nn.Module):
         self.model = model
         if (reason := _REFUSED.get(model.config.model_type)) is not None:
             raise LoweringError(f"{type(model).__name__} is not supported", got=reason)
-        self.layers, expected = _probe(model, min(_TRIED, context))
+        self.layers, expected = _probe(model, min(_PROBE_TOKENS, context))
         _use_linear_layers(model)
         stack_experts(model)
         use_own_recurrences(model, self.layers)
@@ -76,13 +75,13 @@ class Decoder(nn.Module):
         self._accepted = inspect.signature(model.forward).parameters
         with wrap_errors(_refusal(model), kind=LoweringError):
             text = _text(expected.shape[1])
-            self.placed = self._check_whole(expected, text)
+            self.ordered = self._check_whole(expected, text)
             self._refuse_windows()
             self._check_steps(expected, text)
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens."""
+        """Number of tokens in the vocabulary."""
         return self.model.config.get_text_config(decoder=True).vocab_size
 
     @property
@@ -92,7 +91,7 @@ class Decoder(nn.Module):
 
     @property
     def replaced(self) -> tuple[int, ...]:
-        """Numbers of the caches that each call replaces as a whole."""
+        """Indices of the caches that each call replaces as a whole."""
         flags = [flag for layer in self.layers for flag in layer.replaced]
         return tuple(number for number, flag in enumerate(flags) if flag)
 
@@ -108,7 +107,7 @@ class Decoder(nn.Module):
 
     @property
     def tied(self) -> bool:
-        """Whether the head has the embedding's weight."""
+        """Whether head and embedding share a weight."""
         return self.head.weight is self.embedding.weight
 
     def language_modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -116,11 +115,11 @@ class Decoder(nn.Module):
         yield from self.named_modules()
 
     def inputs(self, length: int) -> torch.Tensor:
-        """Return an example of what ``advance`` takes for ``length`` tokens."""
+        """Return example tokens or embeddings of ``length`` tokens for ``advance``."""
         return torch.zeros(1, length, dtype=torch.long)
 
     def input_methods(self, chunk: int) -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
-        """Return the methods that make the inputs of ``advance``, with examples of their own.
+        """Return the methods that compute the inputs of ``advance``, with example inputs.
 
         Args:
             chunk: Number of tokens that a call takes.
@@ -129,7 +128,7 @@ class Decoder(nn.Module):
         return {}
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits [B, L, V] of all tokens of whole texts.
+        """Return the logits [B, L, V] of all tokens of complete texts.
 
         Args:
             tokens: [B, L], integers; or their embeddings [B, L, width].
@@ -149,37 +148,37 @@ class Decoder(nn.Module):
 
         Args:
             tokens: [1, L], integers; or their embeddings [1, L, width].
-            position: Position of the first, [1], integers.
-            cache: Keys and values of earlier tokens; takes those of the call.
-            call: Keeps the segments of the cache.
-            last: Index of the token, [1]; None if there is one.
+            position: Position of the first token, [1], integers.
+            cache: Keys and values of earlier tokens; the call adds its own.
+            call: Records the segments of the cache.
+            last: Index of the token whose logits are returned, [1]; None for a single token.
         """
         length = tokens.shape[1]
         positions = position + torch.arange(length)
         if length > 1:
-            # Padding behind the context has no position of its own.
+            # Padding after the end of the context has no position of its own.
             positions = positions.clamp(max=self.context - 1)
         options: dict[str, Any] = {"position_ids": positions[None], "logits_to_keep": last}
-        if self.placed:
+        if self.ordered:
             columns = cache.get_mask_sizes(length, 0)[0]
             options["attention_mask"] = torch.ones(1, columns, dtype=torch.long)
-        given = {
+        accepted = {
             name: value
             for name, value in options.items()
             if value is not None and name in self._accepted
         }
         with calling(call, self.model):
-            made = self.model(**_named(tokens), cache=cache, use_cache=True, **given)
-        if last is not None and "logits_to_keep" not in given:
-            return made.logits.index_select(1, last)[:, 0]
-        return made.logits[:, 0]
+            outputs = self.model(**_named(tokens), cache=cache, use_cache=True, **accepted)
+        if last is not None and "logits_to_keep" not in accepted:
+            return outputs.logits.index_select(1, last)[:, 0]
+        return outputs.logits[:, 0]
 
     @torch.no_grad()
     def _check_whole(self, expected: torch.Tensor, inputs: torch.Tensor) -> bool:
-        """Compare the logits [1, T, V] of a text with those of the unchanged model.
+        """Compare the logits of a text with the unchanged model's.
 
         Args:
-            expected: The logits.
+            expected: Logits [1, T, V] of the unchanged model.
             inputs: Tokens [1, T], or embeddings [1, T, width].
 
         Returns:
@@ -187,20 +186,20 @@ class Decoder(nn.Module):
             and does not call the attention function.
 
         Raises:
-            LoweringError: They differ.
+            LoweringError: The logits differ.
         """
         call = Call()
         with calling(call, self.model):
-            found = self.model(**_named(inputs), use_cache=False).logits
-        require_equal(self.model, found, expected)
+            logits = self.model(**_named(inputs), use_cache=False).logits
+        require_equal(self.model, logits, expected)
         return not call.attended and any(layer.keys for layer in self.layers)
 
     @torch.no_grad()
     def _check_steps(self, expected: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Compare the logits of a text in several calls: all padded but the last, of one token.
+        """Compare the logits of several calls: padded chunks, then a single token.
 
         Args:
-            expected: The logits.
+            expected: Logits [1, T, V] of the unchanged model.
             inputs: Tokens [1, T], or embeddings [1, T, width].
         """
         past = [empty for layer in self.layers for empty in layer.empty(self.context, 0).values()]
@@ -211,25 +210,25 @@ class Decoder(nn.Module):
             count = 1 if start == before else min(share, before - start)
             length = 1 if start == before else share + 1
             call, position, last = Call(), torch.tensor([start]), torch.tensor([count - 1])
-            cache = passed_caches(
+            cache = input_caches(
                 self.layers,
                 past,
                 position,
                 call,
                 length=length,
-                placed=self.placed,
+                ordered=self.ordered,
                 last=last if length > 1 else None,
             )
             chunk = inputs.new_zeros(1, length, *inputs.shape[2:])
             chunk[:, :count] = inputs[:, start : start + count]
-            found = self.advance(chunk, position, cache, call, last)
-            require_equal(self.model, found, expected[:, start + count - 1])
+            logits = self.advance(chunk, position, cache, call, last)
+            require_equal(self.model, logits, expected[:, start + count - 1])
             for number, (rows, new) in enumerate(zip(past, new_tensors(cache), strict=True)):
-                write_cache(rows, new, start, count, whole=number in replaced)
+                write_cache(rows, new, start, count, replace=number in replaced)
 
     def _refuse_windows(self) -> None:
         window = min((layer.window or self.context for layer in self.layers), default=self.context)
-        if self.placed and window < self.context:
+        if self.ordered and window < self.context:
             raise OptionError(
                 "sliding windows are not supported for this architecture",
                 got=f"a window of {window} tokens for a context of {self.context}",
@@ -237,22 +236,22 @@ class Decoder(nn.Module):
             )
 
 
-def require_equal(model: Any, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare logits with those of the unchanged model.
+def require_equal(model: Any, logits: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare logits with the ``expected`` logits of the unchanged model.
 
     Raises:
-        LoweringError: They differ.
+        LoweringError: They differ by more than ``_TOLERANCE`` of the largest expected logit.
     """
     bound = _TOLERANCE * float(expected.abs().max())
-    if not torch.allclose(found, expected, rtol=0, atol=bound):
+    if not torch.allclose(logits, expected, rtol=0, atol=bound):
         raise LoweringError(
             f"{type(model).__name__} computes something else with caches",
-            got=f"logits that differ by {float((found - expected).abs().max()):.2g}",
+            got=f"logits that differ by {float((logits - expected).abs().max()):.2g}",
         )
 
 
 def use_our_attention(model: nn.Module) -> None:
-    """Let a model and its parts call the attention and mask functions of this package."""
+    """Set the attention and mask functions of this package for a model and its parts."""
     for config in {id(config): config for config in _configurations(model)}.values():
         config._attn_implementation = NAME
 
@@ -262,7 +261,7 @@ def _refusal(model: nn.Module) -> str:
 
 
 def _named(inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return tokens or embeddings under their name among the arguments of a model."""
+    """Return tokens or embeddings as keyword arguments of a model."""
     return {"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs}
 
 
@@ -272,17 +271,17 @@ def _text(length: int) -> torch.Tensor:
 
 @torch.no_grad()
 def _probe(model: Any, length: int) -> tuple[tuple[LayerCache, ...], torch.Tensor]:
-    """Return what the layers keep, and the logits [1, T, V] of a text of T tokens."""
+    """Return the shapes of the layers' caches, and the logits [1, T, V] of a text of T tokens."""
     with wrap_errors(_refusal(model), kind=LoweringError), without_kernel_advice():
         cache = transformers().DynamicCache(config=model.config)
-        made = model(input_ids=_text(length), cache=cache, use_cache=True)
-        if getattr(made, "cache", None) is not cache:
+        outputs = model(input_ids=_text(length), cache=cache, use_cache=True)
+        if getattr(outputs, "cache", None) is not cache:
             raise LoweringError(_refusal(model))
-        return read_layers(cache), made.logits
+        return read_layers(cache), outputs.logits
 
 
 def _use_linear_layers(model: nn.Module) -> None:
-    """Replace the transposed linear layers of GPT-2 by those of torch, which can be quantized."""
+    """Replace GPT-2's ``Conv1D`` by ``nn.Linear``, which can be quantized."""
     transposed = transformers().pytorch_utils.Conv1D
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):

@@ -1,8 +1,8 @@
-"""An encoder-decoder model of ``transformers``, made ready for export.
+"""An encoder-decoder model of ``transformers``, prepared for export.
 
-As for a decoder, the modules are those of ``transformers``, and what they compute is compared with
-what they computed before. Attention between the decoder and the source has a cache too: the keys
-and values that the decoder's layers make of a source do not change while an answer is generated.
+As for a decoder, the modules stay those of ``transformers``, and the logits are compared before and
+after. Cross-attention has a cache too: the keys and values of a source do not change while an
+answer is generated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from coreml_delegate.errors import LoweringError, OptionError
 from coreml_delegate.llm.attention import MASKED, Call, calling
-from coreml_delegate.llm.caches import LayerCache, new_tensors, passed_caches, read_layers
+from coreml_delegate.llm.caches import LayerCache, input_caches, new_tensors, read_layers
 from coreml_delegate.llm.cross_caches import (
     EncoderDecoderCache,
     cross_rows,
@@ -25,22 +25,22 @@ from coreml_delegate.llm.cross_caches import (
 )
 from coreml_delegate.llm.decoder import require_equal, use_our_attention
 from coreml_delegate.llm.norms import make_norms_safe
-from coreml_delegate.llm.position_tables import tabulate_decoder_positions, tabulate_distances
+from coreml_delegate.llm.position_tables import tabulate_decoder_positions, tabulate_relative_biases
 from coreml_delegate.llm.residuals import scale_residuals
 from coreml_delegate.llm.source import SourceKind
 from coreml_delegate.third_party import transformers, wrap_errors
 
-_TRIED = 3  # tokens of the text that is computed before and after
-_SPECIAL = 4  # tokens that may be padding or an end
-_HALVES = 2  # frames of a spectrogram that become one position of an encoder
+_PROBE_TOKENS = 3  # of the text whose logits are compared
+_SPECIAL = 4  # number of first tokens that may be padding or an end
+_FRAMES_PER_POSITION = 2  # frames of a spectrogram that become one position of an encoder
 _INPUTS = {"input_ids": SourceKind.TOKENS, "input_features": SourceKind.AUDIO}
 
 
 def source_kind(name: str) -> SourceKind:
-    """Return what an encoder takes, by the name of its input in ``transformers``.
+    """Return the kind of an encoder's source, by the name of its input in ``transformers``.
 
     Raises:
-        LoweringError: Neither tokens nor a spectrogram.
+        LoweringError: The input is neither tokens nor a spectrogram.
     """
     if name not in _INPUTS:
         raise LoweringError(
@@ -53,15 +53,15 @@ def source_kind(name: str) -> SourceKind:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A source, and what the unchanged model makes of it and of a text of T tokens.
+    """Results of the unchanged model for a source and a text of T tokens.
 
     Attributes:
         source: Tokens [1, n] or a spectrogram.
-        made: Logits [1, T, V], caches and the encoder's result [1, N, width].
+        outputs: Logits [1, T, V], caches and the encoder's result [1, N, width].
     """
 
     source: torch.Tensor
-    made: Any
+    outputs: Any
 
 
 class EncoderDecoder(nn.Module):
@@ -69,21 +69,21 @@ class EncoderDecoder(nn.Module):
 
     Args:
         model: A sequence-to-sequence model of ``transformers`` in fp32 and eval mode; changed.
-        context: Number of tokens of the longest answer, its beginning included.
+        context: Number of tokens of the longest answer, its start tokens included.
         source: Number of tokens of the longest source text; None for a model that takes
-            spectrograms, whose number of frames the configuration says.
-        safe_norms: Compute so that fp16 does not overflow; a norm costs a few operations more.
+            spectrograms, whose number of frames is in the configuration.
+        safe_norms: Prevent overflow in fp16, at a few more operations per norm.
 
     Attributes:
         model: The model.
-        kind: What the encoder takes.
+        kind: Kind of the encoder's source.
         context: Number of tokens of the longest answer.
         source: Number of tokens or frames.
-        layers: What each layer of the decoder keeps of an answer's token.
-        cross: What each layer of the decoder keeps of a source's position.
+        layers: Shapes of the self-attention cache of each decoder layer.
+        cross: Shapes of the cross-attention cache of each decoder layer.
 
     Raises:
-        LoweringError: The model has a part that is not supported; the error names it.
+        LoweringError: The model has an unsupported part, which the error names.
         OptionError: The context or the source is too short, or too long for the model.
     """
 
@@ -91,9 +91,9 @@ class EncoderDecoder(nn.Module):
         self, model: Any, *, context: int, source: int | None = None, safe_norms: bool = False
     ) -> None:
         super().__init__()
-        for what, size in (("context", context), ("source", context if source is None else source)):
+        for name, size in (("context", context), ("source", context if source is None else source)):
             if size < 2:
-                raise OptionError(f"the {what} is too short", got=str(size), expected="2 or more")
+                raise OptionError(f"the {name} is too short", got=str(size), expected="2 or more")
         self.context = context
         self.model = model
         self.kind = source_kind(model.main_input_name)
@@ -101,16 +101,16 @@ class EncoderDecoder(nn.Module):
         self.source = _frames(model.config) if source is None else source
         self._refusal = f"{type(model).__name__} does not compute with caches of keys and values"
         with torch.no_grad(), wrap_errors(self._refusal, kind=LoweringError):
-            tried = [self._try(source) for source in self._sources()]
-        self.layers, self.cross, self._encoded = _sizes(tried[0].made)
+            trials = [self._try(source) for source in self._sources()]
+        self.layers, self.cross, self._encoded = _sizes(trials[0].outputs)
         self._prepare(safe_norms)
         with torch.no_grad(), wrap_errors(self._refusal, kind=LoweringError):
-            for trial in tried:
+            for trial in trials:
                 self._check(trial)
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens."""
+        """Number of tokens in the vocabulary."""
         return self.model.config.get_text_config(decoder=True).vocab_size
 
     @property
@@ -130,11 +130,11 @@ class EncoderDecoder(nn.Module):
 
     @property
     def positions(self) -> int:
-        """Number of positions N that the encoder makes of a source."""
+        """Number of positions N of the encoder's result."""
         return self._encoded[1]
 
     def example(self) -> tuple[torch.Tensor, ...]:
-        """Return inputs of ``encode``: a source, and of tokens their number."""
+        """Return example inputs of ``encode``: a source, and for tokens their number."""
         if self.kind is SourceKind.AUDIO:
             return (self._sources()[0],)
         return (self._sources()[0], torch.tensor([self.source]))
@@ -142,11 +142,11 @@ class EncoderDecoder(nn.Module):
     def encode(
         self, source: torch.Tensor, length: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """Return the keys and values of the source of each layer in turn, [1, heads, N, width].
+        """Return the keys and values of the source, layer by layer, each [1, heads, N, width].
 
         Args:
             source: Tokens [1, N], integers, or a spectrogram [1, bins, frames].
-            length: How many of the tokens are no padding, [1]; None for a spectrogram.
+            length: Number of tokens without padding, [1]; None for a spectrogram.
         """
         call, cache = Call(), empty_caches(len(self.layers))
         call.positions = (torch.arange(1), torch.arange(1))
@@ -169,42 +169,42 @@ class EncoderDecoder(nn.Module):
         length: torch.Tensor | None = None,
         last: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the logits [1, V] of one token, then the call's own keys and values.
+        """Return the logits [1, V] of one token, then the call's keys and values.
 
         Args:
             tokens: [1, L], integers.
-            position: Position of the first, [1], integers.
-            past: Keys and values of each layer in turn, each [1, kv_heads, S, width].
-            cross: What ``encode`` returns.
-            length: As ``encode`` got it.
-            last: Index of the token, [1]; None if there is one.
+            position: Position of the first token, [1], integers.
+            past: Keys and values, layer by layer, each [1, kv_heads, S, width].
+            cross: Results of ``encode``.
+            length: The ``length`` passed to ``encode``.
+            last: Index of the token whose logits are returned, [1]; None for a single token.
         """
         call, count = Call(), tokens.shape[1]
-        own = passed_caches(self.layers, past, position, call, length=count, placed=False)
+        own = input_caches(self.layers, past, position, call, length=count, ordered=False)
         layers: list[Any] = own.layers
         _, columns = layers[0].get_mask_sizes(count)
         call.positions = (position + torch.arange(count), columns)
-        # Whose values nobody reads, because the caches have what is made of them.
+        # A placeholder: the caches have the keys and values of the encoder's result.
         encoded = torch.zeros(self._encoded)
         with calling(call, self.model):
-            made = self.model(
+            outputs = self.model(
                 encoder_outputs=(encoded,),
                 **self._source_mask(length),
                 decoder_input_ids=tokens,
                 cache=with_source(own, cross),
                 use_cache=True,
             )
-        logits = made.logits if last is None else made.logits.index_select(1, last)
+        logits = outputs.logits if last is None else outputs.logits.index_select(1, last)
         return (logits[:, 0], *new_tensors(own))
 
     def _source_mask(self, length: torch.Tensor | None) -> dict[str, torch.Tensor]:
         if length is None:
             return {}
-        seen = torch.arange(self.source) < length
-        return {"attention_mask": torch.where(seen, 0.0, MASKED)[None, None, None]}
+        visible = torch.arange(self.source) < length
+        return {"attention_mask": torch.where(visible, 0.0, MASKED)[None, None, None]}
 
     def _sources(self) -> list[torch.Tensor]:
-        """Return sources to try: the longest, and of texts one of half its length."""
+        """Return sources for trials: the longest, and for texts also half of it."""
         if self.kind is SourceKind.AUDIO:
             random = torch.Generator().manual_seed(0)
             bins = self.model.config.num_mel_bins
@@ -213,18 +213,18 @@ class EncoderDecoder(nn.Module):
         return [text, text[:, : self.source // 2]]
 
     def _try(self, source: torch.Tensor) -> _Trial:
-        made = self.model(
+        outputs = self.model(
             **{self.model.main_input_name: source},
-            decoder_input_ids=_text(min(_TRIED, self.context), self.vocabulary),
+            decoder_input_ids=_text(min(_PROBE_TOKENS, self.context), self.vocabulary),
             use_cache=True,
         )
-        if not isinstance(getattr(made, "cache", None), EncoderDecoderCache):
+        if not isinstance(getattr(outputs, "cache", None), EncoderDecoderCache):
             raise LoweringError(self._refusal)
-        return _Trial(source, made)
+        return _Trial(source, outputs)
 
     def _prepare(self, safe_norms: bool) -> None:
         model = self.model
-        tabulate_distances(model, context=self.context, source=self.positions)
+        tabulate_relative_biases(model, context=self.context, source=self.positions)
         with wrap_errors(f"{type(model).__name__} has no {self.context} positions"):
             tabulate_decoder_positions(model, self.context)
         _use_gelu(model)
@@ -234,20 +234,20 @@ class EncoderDecoder(nn.Module):
         use_our_attention(model)
 
     def _check(self, trial: _Trial) -> None:
-        """Compare the logits of a text in two calls with those of the unchanged model."""
-        given: list[torch.Tensor] = [trial.source]
+        """Compare the logits of a text in two calls with the unchanged model's."""
+        inputs: list[torch.Tensor] = [trial.source]
         length = None
         if self.kind is SourceKind.TOKENS:
             length = torch.tensor([trial.source.shape[1]])
             padding = torch.zeros(1, self.source - trial.source.shape[1], dtype=torch.long)
-            given = [torch.cat((trial.source, padding), dim=1), length]
-        cross = self.encode(*given)
-        logits = trial.made.logits
-        tokens = _text(logits.shape[1], self.vocabulary)
+            inputs = [torch.cat((trial.source, padding), dim=1), length]
+        cross = self.encode(*inputs)
+        expected = trial.outputs.logits
+        tokens = _text(expected.shape[1], self.vocabulary)
         past = [empty for layer in self.layers for empty in layer.empty(self.context, 0).values()]
         start = 0
         for count in (tokens.shape[1] - 1, 1):
-            found, *new = self.advance(
+            logits, *new = self.advance(
                 tokens[:, start : start + count],
                 torch.tensor([start]),
                 past,
@@ -256,10 +256,10 @@ class EncoderDecoder(nn.Module):
                 torch.tensor([count - 1]),
             )
             start += count
-            require_equal(self.model, found, logits[:, start - 1])
+            require_equal(self.model, logits, expected[:, start - 1])
             for rows, own in zip(past, new, strict=True):
-                free = rows[:, :, start - count : start]
-                free.copy_(own[:, :, : free.shape[2]])
+                target = rows[:, :, start - count : start]
+                target.copy_(own[:, :, : target.shape[2]])
 
 
 def _refuse_experts(model: nn.Module) -> None:
@@ -272,44 +272,45 @@ def _refuse_experts(model: nn.Module) -> None:
 
 
 def _use_gelu(model: nn.Module) -> None:
-    """Replace a GELU that is written out, in gated T5, by the operator that Core ML has.
+    """Replace the decomposed tanh GELU of gated T5 by Core ML's operator.
 
-    Coremltools does not recognise it behind two linear layers, and its cube overflows in fp16.
+    0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))): coremltools does not recognise it after two
+    linear layers, and the cube overflows in fp16.
     """
-    written_out = transformers().activations.NewGELUActivation
+    decomposed = transformers().activations.NewGELUActivation
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
-            if isinstance(module, written_out):
+            if isinstance(module, decomposed):
                 setattr(parent, name, nn.GELU(approximate="tanh"))
 
 
 def _text(length: int, vocabulary: int) -> torch.Tensor:
-    """Return tokens [1, L], without the first few, which have meanings of their own."""
+    """Return tokens [1, L] without the first few, which may be special tokens."""
     first = min(_SPECIAL, vocabulary - 1)
     return first + torch.arange(length)[None] % (vocabulary - first)
 
 
 def _sizes(
-    made: Any,
+    outputs: Any,
 ) -> tuple[tuple[LayerCache, ...], tuple[LayerCache, ...], tuple[int, ...]]:
-    """Return what layers keep of a token and of a source, and the shape of the encoder's result.
+    """Return the shapes of both caches of each layer, and of the encoder's result.
 
     Raises:
-        LoweringError: Some layers do not see the source, or keep something else.
+        LoweringError: Some layers do not see the source, or their caches have other contents.
     """
     own, cross = (
         _layers(cache)
-        for cache in (made.cache.self_attention_cache, made.cache.cross_attention_cache)
+        for cache in (outputs.cache.self_attention_cache, outputs.cache.cross_attention_cache)
     )
     if len(own) != len(cross):
         raise LoweringError(
             "not every layer of the decoder sees the source", got=f"{len(cross)} of {len(own)}"
         )
-    return own, cross, tuple(made.encoder_last_hidden_state.shape)
+    return own, cross, tuple(outputs.encoder_last_hidden_state.shape)
 
 
 def _layers(cache: Any) -> tuple[LayerCache, ...]:
-    """Return what each layer keeps; caches may have room for layers that the decoder has not."""
+    """Return the shapes of the initialized layers of a cache."""
     used = type(cache)()
     used.layers = [layer for layer in cache.layers if layer.is_initialized]
     return read_layers(used)
@@ -317,4 +318,4 @@ def _layers(cache: Any) -> tuple[LayerCache, ...]:
 
 def _frames(config: Any) -> int:
     """Return the number of frames of a spectrogram."""
-    return _HALVES * config.max_source_positions
+    return _FRAMES_PER_POSITION * config.max_source_positions

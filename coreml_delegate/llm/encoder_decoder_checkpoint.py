@@ -1,4 +1,4 @@
-"""Encoder-decoder models from configurations and checkpoints, and the facts about their sources."""
+"""Encoder-decoder models from configurations and checkpoints, and their ``Source``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from coreml_delegate.llm.source import Source, SourceKind, Spectrogram
 _PREPROCESSOR = "preprocessor_config.json"
 _SUPPRESSED = {"suppressed": "suppress_tokens", "first_suppressed": "begin_suppress_tokens"}
 
-# Where configurations say how many positions there are; T5 has distances, and no limit.
+# Names of the number of positions in configurations; T5 has relative positions and no limit.
 _ANSWER = ("max_target_positions", "max_position_embeddings")
 _SOURCE = ("max_position_embeddings",)
 _UNLIMITED = 512
@@ -42,7 +42,7 @@ def load_encoder_decoder(
     source_length: int | None = None,
     safe_norms: bool = False,
 ) -> EncoderDecoder:
-    """Return an encoder-decoder model with the weights of a checkpoint, or with random ones.
+    """Return an encoder-decoder model with a checkpoint's weights, or with random weights.
 
     Args:
         config: Configuration of ``transformers``.
@@ -70,13 +70,13 @@ def load_encoder_decoder(
 
 
 def describe_source(model: EncoderDecoder, config: Any, folder: Path | None) -> Source:
-    """Return what is to be known of a model's source and of the beginning of its answers.
+    """Return the layout's facts about a model's source and the start of its answers.
 
     Args:
         model: The model.
         config: Its configuration.
         folder: Its checkpoint, or None; ``generation_config.json`` and
-            ``preprocessor_config.json`` are read if they are there.
+            ``preprocessor_config.json`` are read if they exist.
 
     Raises:
         OptionError: A file is malformed, or no token begins an answer.
@@ -102,34 +102,34 @@ def describe_source(model: EncoderDecoder, config: Any, folder: Path | None) -> 
     )
 
 
-def _size(config: Any, what: str, asked: int | None, names: tuple[str, ...]) -> int:
-    """Return the size that was asked for, or the default, if the model has as many positions."""
+def _size(config: Any, quantity: str, size: int | None, names: tuple[str, ...]) -> int:
+    """Return the requested size, or the default; refuse a size above the model's limit."""
     limits = [limit for name in names if isinstance(limit := getattr(config, name, None), int)]
-    if asked is None:
-        return min(_LARGEST[what], *limits[:1]) if limits else _UNLIMITED
-    if limits and asked > limits[0]:
+    if size is None:
+        return min(_LARGEST[quantity], *limits[:1]) if limits else _UNLIMITED
+    if limits and size > limits[0]:
         raise OptionError(
-            f"the {what} is longer than the model was made for",
-            got=f"{_OPTIONS[what]} {asked}",
+            f"the {quantity} is longer than the model was made for",
+            got=f"{_OPTIONS[quantity]} {size}",
             expected=f"at most {limits[0]}",
         )
-    return asked
+    return size
 
 
 def _tokens(options: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    found = options.get(name)
-    listed: list[Any] = list(found) if isinstance(found, list | tuple) else [found]
+    value = options.get(name)
+    listed: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
     tokens = [token for token in listed if token is not None]
     if not all(type(token) is int and token >= 0 for token in tokens):
-        raise OptionError(f"{name} has tokens that are no integers", got=json.dumps(found))
+        raise OptionError(f"{name} has tokens that are no integers", got=json.dumps(value))
     return tuple(tokens)
 
 
 def _spectrogram(folder: Path | None) -> Spectrogram:
     path = None if folder is None else folder / _PREPROCESSOR
-    found = read_json(path) if path is not None and path.is_file() else {}
+    values = read_json(path) if path is not None and path.is_file() else {}
     sizes = {
-        field.name: found.get(_SIZES[field.name], field.default) for field in fields(Spectrogram)
+        field.name: values.get(_SIZES[field.name], field.default) for field in fields(Spectrogram)
     }
     for name, size in sizes.items():
         if type(size) is not int or size < 1:

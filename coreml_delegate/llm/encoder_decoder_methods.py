@@ -1,8 +1,7 @@
-"""The methods of an encoder-decoder model: a source is encoded once, then tokens are decoded.
+"""The methods of an encoder-decoder model: encode a source once, then decode tokens.
 
-``encode`` takes a source, and returns the keys and values that each layer of the decoder makes of
-it. ``decode`` and ``prefill`` take those beside the caches, and are otherwise the methods of a
-decoder alone.
+``encode`` takes a source, and returns its keys and values for each layer of the decoder.
+``decode`` and ``prefill`` take these and the caches, and otherwise equal a decoder's methods.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ Tensors = Sequence[torch.Tensor]
 
 _ATEN: Any = torch.ops.aten
 _WITHOUT_EFFECT = (_ATEN._assert_tensor_metadata.default, _ATEN.dropout.default)
-"""Operators that torch.fx keeps even if nothing uses their result; of a model in eval mode."""
+"""Operators without effect in eval mode, which dead code elimination would keep."""
 
 
 def export_encoder_decoder(model: EncoderDecoder, layout: Layout) -> dict[str, ExportedProgram]:
     """Export the methods in ATen dialect; they share the model's weights.
 
     Args:
-        model: In eval mode; weights that are in files are read.
+        model: In eval mode; its weights are read into memory.
         layout: Chunk and context.
 
     Raises:
@@ -40,7 +39,7 @@ def export_encoder_decoder(model: EncoderDecoder, layout: Layout) -> dict[str, E
     """
     read_weights(model)
     source, *length = model.example()
-    # Two tensors, because torch.export takes inputs that are the same object for one input.
+    # Two tensors, because torch.export merges inputs that are the same object.
     position, last = torch.tensor([0]), torch.tensor([0])
     caches = [empty for layer in model.layers for empty in layer.empty(layout.context, 0).values()]
     token, chunk = (torch.zeros(1, n, dtype=torch.long) for n in (1, layout.chunk))
@@ -58,10 +57,10 @@ def export_encoder_decoder(model: EncoderDecoder, layout: Layout) -> dict[str, E
 
 
 def _pruned(program: ExportedProgram) -> ExportedProgram:
-    """Return the program without what its results do not need; it is changed.
+    """Remove dead code and unused buffers from the program, in place; return it.
 
-    In ``encode`` those are the layers of the decoder behind their keys and values. Their weights,
-    and tables of the other stack, would be stored with the method.
+    In ``encode`` the decoder's layers are dead code except for their keys and values. Their
+    weights, and tables of the other stack, would be stored with the method.
     """
     graph = program.graph
     graph.eliminate_dead_code(lambda node: node.is_impure() and node.target not in _WITHOUT_EFFECT)
@@ -81,11 +80,11 @@ class Encode(_Method):
     def forward(
         self, source: torch.Tensor, length: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
-        """Return the keys and values of the source of each layer in turn, [1, heads, N, width].
+        """Return the keys and values of the source, layer by layer, each [1, heads, N, width].
 
         Args:
             source: Tokens [1, N], int64, or a spectrogram [1, bins, frames].
-            length: How many of the tokens are no padding, [1], int64; None for a spectrogram.
+            length: Number of tokens without padding, [1], int64; None for a spectrogram.
         """
         return self.model.encode(source, length)
 
@@ -105,10 +104,10 @@ class Decode(_Method):
 
         Args:
             tokens: [1, 1], int64.
-            position: [1], int64: how many tokens the caches hold.
-            caches: Keys and values of each layer in turn, each [1, heads, S, width].
-            cross: What ``encode`` returns.
-            length: As ``encode`` got it.
+            position: [1], int64: number of tokens in the caches.
+            caches: Keys and values, layer by layer, each [1, heads, S, width].
+            cross: Results of ``encode``.
+            length: The ``length`` passed to ``encode``.
         """
         return self.model.advance(tokens, position, caches, cross, length)
 
@@ -128,11 +127,11 @@ class Prefill(_Method):
         """Return logits [1, V] of one token, and keys and values [1, heads, L, width].
 
         Args:
-            tokens: [1, L], int64; what follows the last token is ignored.
-            position: [1], int64: how many tokens the caches hold.
+            tokens: [1, L], int64; padding after the last token is ignored.
+            position: [1], int64: number of tokens in the caches.
             last: [1], int64: index of the last token.
             caches: As for ``Decode``.
-            cross: What ``encode`` returns.
-            length: As ``encode`` got it.
+            cross: Results of ``encode``.
+            length: The ``length`` passed to ``encode``.
         """
         return self.model.advance(tokens, position, caches, cross, length, last)

@@ -1,9 +1,9 @@
-"""Mixtures of experts, in which every expert computes every token.
+"""Dense mixtures of experts: y = sum_e w_e E_e(x), with w_e = 0 unless the router chose expert e.
 
-A router chooses a few experts for each token. Which ones is known at run time only, whereas a
-program of static shapes multiplies by the same weights each time. So the experts that were not
-chosen compute as well, and count for nothing in the sum. The first matrices of all experts are
-stacked to one linear layer, and so are the last ones: two products, whatever the number of experts.
+The router chooses its top K experts per token at run time (arXiv:1701.06538), but a program of
+static shapes multiplies by the same weights each time. So every expert computes every token. The
+first matrices of all experts are stacked to one linear layer, and so are the last matrices: two
+matrix products for any number of experts.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from coreml_delegate.llm.attention import NAME
 from coreml_delegate.third_party import transformers
 
 _INTERFACE = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
-"""Attributes of experts whose computation can be registered in ``transformers``."""
+"""Attributes of expert modules that call a function of ``ExpertsInterface``."""
 
 
 class LastLayers(nn.Linear):
-    """The last matrices of all experts, side by side.
+    """The last matrices of all experts, concatenated along their inputs.
 
     Args:
         weight: [H, E * I].
-        inputs: Number I of inputs of one expert, whose outputs have scales of their own.
+        inputs: Number I of inputs of one expert, which is the group size of quantization.
     """
 
     def __init__(self, weight: torch.Tensor, inputs: int) -> None:
@@ -38,7 +38,7 @@ class LastLayers(nn.Linear):
 
 
 class Experts(nn.Module):
-    """Experts that all compute every token.
+    """Stacked experts; every expert computes every token.
 
     Args:
         first: First matrices [E, O, H] of all experts.
@@ -50,7 +50,7 @@ class Experts(nn.Module):
         count: Number E of experts.
         first: From tokens [T, H] to [T, E * O].
         last: From [T, E * I] to the sum of all experts, [T, H].
-        last_bias: As given.
+        last_bias: [E, H], or None.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class Experts(nn.Module):
         chosen = indices[..., None] == torch.arange(self.count)
         shares = torch.where(chosen, weights[..., None], 0.0).sum(1)
         hidden = activate(self.first(x).unflatten(-1, (self.count, -1)))
-        each = shares[..., None]
-        # Experts may overflow in fp16 for tokens not meant for them; zero times infinity is NaN.
-        hidden = torch.where(each != 0, hidden * each, 0.0)
-        made = self.last(hidden.flatten(1))
-        return made if self.last_bias is None else made + shares @ self.last_bias
+        factors = shares[..., None]
+        # An expert that was not chosen may overflow in fp16, and zero times infinity is NaN.
+        hidden = torch.where(factors != 0, hidden * factors, 0.0)
+        result = self.last(hidden.flatten(1))
+        return result if self.last_bias is None else result + shares @ self.last_bias
 
 
 def compute_all(
     module: Any, hidden_states: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute experts of ``transformers`` that ``stack_experts`` has prepared.
+    """Compute the experts of a module that ``stack_experts`` has prepared.
 
     Args:
         module: The experts.
@@ -114,10 +114,10 @@ def compute_all(
 
 
 def stack_experts(model: nn.Module) -> None:
-    """Stack the matrices of all experts of a model, and let ``compute_all`` compute them.
+    """Stack the matrices of all experts of a model for ``compute_all``.
 
     Raises:
-        LoweringError: The experts of the model are of a form that is not supported.
+        LoweringError: The model's experts are of a form that is not supported.
     """
     for name, module in list(model.named_modules()):
         if all(hasattr(module, attribute) for attribute in _INTERFACE):
@@ -127,24 +127,24 @@ def stack_experts(model: nn.Module) -> None:
 
 
 def routers(model: nn.Module) -> frozenset[nn.Module]:
-    """Return the linear layers that choose experts; a rounded one would choose others."""
-    found: set[nn.Module] = set()
+    """Return the routers' linear layers; with quantized weights they would choose other experts."""
+    layers: set[nn.Module] = set()
     for block in model.modules():
         for experts in block.children():
             stacked = getattr(experts, "stacked", None)
             if isinstance(stacked, Experts):
-                found.update(_linears_of(block, experts, stacked.count))
-    return frozenset(found)
+                layers.update(_linears_of(block, experts, stacked.count))
+    return frozenset(layers)
 
 
 def sort_choices(program: ExportedProgram) -> None:
-    """Let routers sort the experts they choose, whose order does not matter to the sum.
+    """Set ``sorted=True`` for ``topk`` in routers; the order does not affect the sum.
 
-    Core ML is not given choices whose order is left open, because PyTorch's is its own.
+    The partitioner refuses an unsorted ``topk``, whose order only PyTorch defines.
     """
     for node in program.graph.nodes:
         if node.target is torch.ops.aten.topk.default:
-            node.args = node.args[:4]  # by default the fifth, sorted, is true
+            node.args = node.args[:4]  # the default of the fifth, sorted, is true
             node.kwargs = {key: value for key, value in node.kwargs.items() if key != "sorted"}
 
 
@@ -162,11 +162,13 @@ def _stack(name: str, module: Any) -> None:
     if module.has_post_expert_norm:
         _refuse(name, module)
     first_name = "gate_up_proj" if module.has_gate else "up_proj"
-    taken = {key: module._parameters.pop(key) for key in _names(first_name, biases=module.has_bias)}
-    first, last = taken[first_name], taken["down_proj"]
+    parameters = {
+        key: module._parameters.pop(key) for key in _names(first_name, biases=module.has_bias)
+    }
+    first, last = parameters[first_name], parameters["down_proj"]
     if module.is_transposed:
         first, last = first.transpose(1, 2), last.transpose(1, 2)
-    biases = (taken.get(f"{key}_bias") for key in (first_name, "down_proj"))
+    biases = (parameters.get(f"{key}_bias") for key in (first_name, "down_proj"))
     module.stacked = Experts(first, last, *biases)
     module.config._experts_implementation = NAME
 

@@ -1,20 +1,19 @@
-"""A decoder's way into a ``.pte``: quantized weights, exported methods, lowering.
+"""Export of a decoder to a ``.pte``: quantized weights, exported methods, lowering.
 
-``decode`` takes one token, ``prefill`` a chunk of them, padded at its end. Both take the position
+``decode`` takes one token, ``prefill`` a chunk of tokens, padded at its end. Both take the position
 of their first token and the caches, and return logits and the keys and values of their own tokens
-only, which the caller writes into the caches: a step thus moves no cache out of the model. Layers
-that keep whole states return those.
+only, which the caller writes into the caches: no step copies a cache out of the model. Layers with
+recurrent states return the new states.
 
-With a selection (``candidates.py``) the methods return tokens in place of logits. With adapters
-there are the same methods again for each, which have the adapter's name behind theirs and the
-decoder's weights.
+With a selection (``candidates.py``) the methods return tokens in place of logits. Each adapter has
+the same methods again, with its name as a suffix, and shares the decoder's weights.
 
-``forward`` keeps the caches itself, as buffers that become states, and otherwise takes the inputs
+``forward`` holds the caches as buffers, which become Core ML states, and otherwise takes the inputs
 of ``prefill``. It is the only method, because methods share no state on a device; a single token is
-a chunk with one token in it.
+a chunk of one token and padding.
 
 For a model that reads images, these methods take embeddings in place of tokens. Two more methods
-make them: ``vision`` of an image, ``embed`` of tokens.
+compute them: ``vision`` of an image, ``embed`` of tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from torch.export.graph_signature import InputKind
 
 from coreml_delegate.errors import LoweringError, OptionError
 from coreml_delegate.llm.attention import Call
-from coreml_delegate.llm.caches import kept_caches, new_tensors, passed_caches
+from coreml_delegate.llm.caches import buffer_caches, input_caches, new_tensors
 from coreml_delegate.llm.candidates import Selection
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.encoder_decoder import EncoderDecoder
@@ -48,7 +47,7 @@ _DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("i
 _ATEN: Any = torch.ops.aten
 _CHECKS = (_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default)
 
-_CHUNK = 2**24  # elements that are quantized at once
+_CHUNK = 2**24  # elements quantized at a time
 
 
 def quantize_weights(
@@ -56,26 +55,26 @@ def quantize_weights(
 ) -> None:
     """Quantize weights in place; activations stay in floating point.
 
-    What shares the embedding's weight, a head for example, is quantized as the embedding is. Layers
-    that choose experts are left as they are.
+    Modules that share the embedding's weight, such as the head, are quantized as the embedding.
+    Routers of experts are not quantized.
 
     Args:
-        decoder: Changed.
+        decoder: The model, which is changed.
         linear: ``int4`` with a scale per group of inputs of each output, ``int8`` with a scale per
             output (of each expert), or ``none``.
         embedding: ``int8`` with a scale per token, or ``none``.
         group: Number of inputs in a group; divides the inputs of every linear layer.
 
     Raises:
-        OptionError: Groups do not divide a layer.
+        OptionError: ``group`` does not divide the inputs of a layer.
     """
     table: Any = decoder.embedding.weight
     vocabulary = [m for m in decoder.modules() if getattr(m, "weight", None) is table]
-    kept = {*vocabulary, *routers(decoder)}
+    excluded = {*vocabulary, *routers(decoder)}
     linears = {
         name: module
         for name, module in decoder.language_modules()
-        if isinstance(module, nn.Linear) and module not in kept
+        if isinstance(module, nn.Linear) and module not in excluded
     }
     if linear != "none":
         size = group if linear == "int4" else 0
@@ -94,12 +93,12 @@ def export_methods(
     """Export the methods in ATen dialect; they share the decoder's weights.
 
     Args:
-        decoder: In eval mode; weights that are in files are read.
+        decoder: In eval mode; its weights are read into memory.
         layout: Kind of the caches, chunk and context, and names of the adapters.
         adapters: The adapters, in the order of their names.
 
     Raises:
-        OptionError: The layout does not say which caches a call replaces.
+        OptionError: ``layout.replaced`` differs from ``decoder.replaced``.
         LoweringError: ``torch.export`` cannot capture the model.
         OptionError: The layout selects more tokens than the vocabulary has.
     """
@@ -135,11 +134,11 @@ def _modules(
     decoder: Decoder, layout: Layout, adapter: str | None
 ) -> list[tuple[nn.Module, tuple[Any, ...]]]:
     """Return the modules of the methods, each with its inputs."""
-    # Two tensors, because torch.export takes inputs that are the same object for one input.
+    # Two tensors, because torch.export merges inputs that are the same object.
     position, last = torch.tensor([0]), torch.tensor([0])
     chunk = decoder.inputs(layout.chunk)
     if layout.cache is CacheKind.STATE:
-        # Methods share no state, which the names of the buffers have to tell.
+        # Methods share no state, so their buffers need different names.
         suffix = "" if adapter is None else f"_{adapter}"
         forward = Forward(
             decoder, layout.chunk, layout.context, selection=layout.selection, suffix=suffix
@@ -155,7 +154,7 @@ def _modules(
 def lower(
     methods: Mapping[str, ExportedProgram], layout: Layout, partitioner: CoreMLPartitioner
 ) -> Any:
-    """Lower the methods, and add the layout as constant methods.
+    """Lower the methods, with the layout as constant methods.
 
     Returns:
         ExecuTorch's program manager, which writes the ``.pte``.
@@ -168,9 +167,9 @@ def lower(
 
 
 def drop_unused_buffers(program: ExportedProgram) -> None:
-    """Remove the buffers that a method does not use, such as rotary tables from ``vision``.
+    """Remove unused buffers, for example rotary tables from ``vision``.
 
-    ExecuTorch does so for parameters, and would write these into the file.
+    ExecuTorch removes unused parameters, but writes unused buffers into the file.
     """
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     specs = program.graph_signature.input_specs
@@ -185,10 +184,10 @@ def drop_unused_buffers(program: ExportedProgram) -> None:
 
 
 def _drop_unread_numbers(program: ExportedProgram) -> None:
-    """Remove numbers that a program reads from tensors for checks alone.
+    """Remove assertions and the scalars that only they read.
 
-    Modules that could infer positions from the number of earlier tokens ask for it even where they
-    are given the positions. ``torch.export`` then checks that it is not negative.
+    Some modules read the number of earlier tokens even if positions are passed, and
+    ``torch.export`` asserts that it is not negative.
     """
     targets = [node.target for node in program.graph.nodes]
     if _CHECKS[0] in targets:
@@ -212,13 +211,13 @@ class _Method(nn.Module):
         last: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         call, decoder = Call(), self.decoder
-        cache = passed_caches(
+        cache = input_caches(
             decoder.layers,
             caches,
             position,
             call,
             length=tokens.shape[1],
-            placed=decoder.placed,
+            ordered=decoder.ordered,
             last=last,
         )
         logits = decoder.advance(tokens, position, cache, call, last)
@@ -231,14 +230,14 @@ class Decode(_Method):
     def forward(
         self, tokens: torch.Tensor, position: torch.Tensor, caches: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """Return logits [1, V], then what each layer keeps.
+        """Return logits [1, V], then each layer's new cache tensors.
 
-        That is the keys and values [1, kv_heads, 1, head_dim] of the token, or its whole states.
+        These are the keys and values [1, kv_heads, 1, head_dim] of the token, or the new states.
 
         Args:
             tokens: [1, 1], int64.
-            position: [1], int64: how many tokens the caches hold.
-            caches: What each layer keeps in turn; keys and values are [1, kv_heads, S, head_dim].
+            position: [1], int64: number of tokens in the caches.
+            caches: Cache tensors, layer by layer; keys and values are [1, kv_heads, S, head_dim].
         """
         return self._advance(tokens, position, caches)
 
@@ -253,11 +252,11 @@ class Prefill(_Method):
         last: torch.Tensor,
         caches: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Return logits [1, V] of one token, then what each layer keeps, as ``Decode``.
+        """Return logits [1, V] of one token, then new cache tensors as ``Decode``.
 
         Args:
-            tokens: [1, L], int64; what follows the last token is ignored.
-            position: [1], int64: how many tokens the caches hold.
+            tokens: [1, L], int64; padding after the last token is ignored.
+            position: [1], int64: number of tokens in the caches.
             last: [1], int64: index of the last token.
             caches: As for ``Decode``.
         """
@@ -265,16 +264,17 @@ class Prefill(_Method):
 
 
 class Forward(nn.Module):
-    """Method ``forward``: a chunk of tokens; what layers keep of them stays in buffers.
+    """Method ``forward``: a chunk of tokens; the caches are buffers.
 
-    No token attends to keys that padding wrote: the tokens at those positions overwrite them
-    first. The caches have room for padding behind the last token of the context.
+    No token attends to keys of padding: the tokens at these positions overwrite them first. The
+    caches have room for padding after the last token of the context.
 
     Args:
         decoder: The model.
         length: Number of tokens of a chunk.
         context: Number of tokens of the longest text.
-        suffix: Of the names of the buffers.
+        selection: Tokens to return in place of logits; None for logits.
+        suffix: Suffix of the buffers' names.
     """
 
     def __init__(
@@ -298,16 +298,16 @@ class Forward(nn.Module):
     def forward(
         self, tokens: torch.Tensor, position: torch.Tensor, last: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Return logits [1, V] of one token.
+        """Return logits [1, V] of one token, or the selection's results.
 
         Args:
-            tokens: [1, L], int64; what follows the last token is ignored.
-            position: [1], int64: how many tokens came before.
+            tokens: [1, L], int64; padding after the last token is ignored.
+            position: [1], int64: number of tokens before.
             last: [1], int64: index of the last token.
         """
         decoder = self.decoder
         buffers = [self.get_buffer(name) for name in self._names]
-        cache = kept_caches(decoder.layers, buffers, position, length=tokens.shape[1], last=last)
+        cache = buffer_caches(decoder.layers, buffers, position, length=tokens.shape[1], last=last)
         logits = decoder.advance(tokens, position, cache, Call(), last)
         return logits if self.selection is None else self.selection.select(logits)
 
@@ -321,7 +321,7 @@ def _caches(decoder: Decoder, context: int) -> list[torch.Tensor]:
 
 
 def _quantized(weight: torch.Tensor, dtype: str, group: int) -> torch.Tensor:
-    """Return a quantized matrix [outputs, inputs]; all rows at once would need several copies."""
+    """Quantize a matrix [outputs, inputs] in blocks of rows, to save memory."""
     with quiet_import():
         torchao: Any = importlib.import_module("torchao.quantization")
         granularity: Any = importlib.import_module("torchao.quantization.granularity")

@@ -1,4 +1,4 @@
-"""Run a language model in a ``.pte`` token by token, and choose the next token."""
+"""Text generation with a language model in a ``.pte``: caches, calls and sampling."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Advance = Callable[[Sequence[int], Sequence[torch.Tensor] | None], int]
 
 
 class Ending(enum.Enum):
-    """Why a text ended: an end token, the limit given, or a full context."""
+    """Why a text ended: an end token, the limit of tokens, or a full context."""
 
     STOP = "stop"
     LIMIT = "limit"
@@ -34,8 +34,8 @@ class Ending(enum.Enum):
 
 
 @dataclass(slots=True)
-class Pace:
-    """Number of tokens computed, and the time it took.
+class Throughput:
+    """Number of computed tokens, and the time.
 
     Attributes:
         tokens: Number of tokens.
@@ -47,7 +47,7 @@ class Pace:
 
     @property
     def rate(self) -> float:
-        """Tokens per second; 0 if there are none."""
+        """Tokens per second; 0 before the first."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
@@ -57,9 +57,10 @@ class Sampling:
 
     Attributes:
         temperature: Divides the logits; 0 takes the most probable token.
-        top_k: Draw from this many most probable tokens; None for all.
-        top_p: Draw from the fewest most probable tokens whose probabilities sum to it.
-        seed: Seed of the draws.
+        top_k: Sample from this many most probable tokens; None for all.
+        top_p: Sample from the fewest most probable tokens whose probabilities sum to at least this
+            (nucleus sampling, arXiv:1904.09751).
+        seed: Seed of the random numbers.
 
     Raises:
         OptionError: A value out of range.
@@ -76,29 +77,29 @@ class Sampling:
             ("top_k", self.top_k is None or self.top_k >= 1, "an integer of at least 1"),
             ("top_p", 0 < self.top_p <= 1, "a number above 0, up to 1"),
         )
-        for name, holds, expected in checks:
-            if not holds:
+        for name, is_valid, expected in checks:
+            if not is_valid:
                 raise OptionError(
                     f"{name} is out of range", got=str(getattr(self, name)), expected=expected
                 )
 
     def check(self, selection: Selection | None) -> None:
-        """Refuse settings for which a model does not return enough tokens.
+        """Refuse settings that need more tokens than a model returns.
 
-        Without ``top_k`` all tokens that the model returns take part in a draw.
+        Without ``top_k`` all tokens that the model returns are sampled from.
 
         Args:
             selection: Which tokens the model returns; None for the logits of all.
 
         Raises:
-            OptionError: The model returns one token alone, and the settings draw; or ``top_k`` is
+            OptionError: The model returns only one token, and the settings sample; or ``top_k`` is
                 larger than the number of tokens that it returns.
         """
         if selection is None:
             return
         if selection.top_k is None:
-            for name, plain in (("temperature", 0), ("top_k", None), ("top_p", 1)):
-                if getattr(self, name) != plain:
+            for name, default in (("temperature", 0), ("top_k", None), ("top_p", 1)):
+                if getattr(self, name) != default:
                     raise OptionError(
                         "the model itself takes the token with the largest logit, so no other can "
                         "be drawn",
@@ -139,8 +140,8 @@ class Sampler:
         tokens, logits = candidates.tokens, candidates.logits
         if self.sampling.temperature == 0 or logits is None:
             return int(tokens[0])
-        kept = logits[: self.sampling.top_k].double()
-        shares = torch.softmax((kept - kept[0]) / self.sampling.temperature, dim=0)
+        considered = logits[: self.sampling.top_k].double()
+        shares = torch.softmax((considered - considered[0]) / self.sampling.temperature, dim=0)
         if self.sampling.top_p < 1:
             before = shares.cumsum(0) - shares
             shares = shares[before < self.sampling.top_p]
@@ -156,10 +157,10 @@ class Generator:
 
     Attributes:
         layout: Methods and sizes that the program declares.
-        prefill: Pace of tokens fed in chunks.
-        decode: Pace of tokens fed one by one.
-        encoder: Pace of source tokens, or of frames of spectrograms.
-        ending: Why the last generated text ended; None before.
+        prefill: Throughput of tokens fed in chunks.
+        decode: Throughput of tokens fed one by one.
+        encoder: Throughput of source tokens, or of frames of spectrograms.
+        ending: Why the last generated text ended; None before the first.
 
     Raises:
         ProgramError: The program is no language model exported by this package.
@@ -176,16 +177,16 @@ class Generator:
         self.layout = Layout.read(program.method_names, lambda name: program.run(name, []))
         self._methods = self.layout.methods_of(adapter)
         self._caches = self._empty_caches()
-        self._source: list[torch.Tensor] = []  # further inputs, which encode has made
+        self._source: list[torch.Tensor] = []  # results of encode, further inputs of the decoder
         self._position = 0
-        self.prefill, self.decode, self.encoder = Pace(), Pace(), Pace()
+        self.prefill, self.decode, self.encoder = Throughput(), Throughput(), Throughput()
         self.ending: Ending | None = None
 
     @classmethod
     def load(
         cls, path: Path | str | bytes, *, adapter: str | None = None, **options: Any
     ) -> Generator:
-        """Load a ``.pte`` and compile the methods that are needed.
+        """Load a ``.pte`` and compile the methods of the adapter or base model.
 
         Args:
             path: The file, or its bytes.
@@ -196,10 +197,10 @@ class Generator:
             CoreMLDelegateError: See ``runtime.load_program``, and the class.
         """
         program = runtime.load_program(path, **options)
-        made = cls(program, adapter=adapter)
-        for name in (*made.layout.input_methods, *made._methods):
+        generator = cls(program, adapter=adapter)
+        for name in (*generator.layout.input_methods, *generator._methods):
             program.load_method(name)
-        return made
+        return generator
 
     @property
     def position(self) -> int:
@@ -213,7 +214,7 @@ class Generator:
 
     @property
     def source_shape(self) -> tuple[int, ...]:
-        """Shape of what the encoder takes: tokens [1, N] or a spectrogram [1, bins, frames].
+        """Shape of the encoder's input: tokens [1, N] or a spectrogram [1, bins, frames].
 
         Raises:
             InputError: The model has no encoder.
@@ -223,15 +224,15 @@ class Generator:
         return spec.shape if isinstance(spec, TensorSpec) else ()
 
     def reset(self) -> None:
-        """Begin a new text, about the same source if the model has an encoder.
+        """Begin a new text; an encoder-decoder model keeps its source.
 
-        The caches keep their values: no token attends to positions beyond its own, and at position
-        0 the model takes states that it replaces for zeros.
+        The caches keep their values: no token attends to positions after its own, and at position 0
+        the model reads recurrent states as zeros.
         """
         self._position = 0
 
     def encode(self, source: Sequence[int] | torch.Tensor) -> None:
-        """Give an encoder-decoder model its source, and begin a new text.
+        """Encode the source of an encoder-decoder model, and begin a new text.
 
         Args:
             source: Tokens of a text, or a spectrogram [1, bins, frames] of fp32.
@@ -248,8 +249,8 @@ class Generator:
         else:
             count = len(source)
             inputs = [self._padded_source(source, shape), torch.tensor([count])]
-        made = self._run(ENCODE, inputs)
-        self._source = [*made, *inputs[1:]]
+        results = self._run(ENCODE, inputs)
+        self._source = [*results, *inputs[1:]]
         self.encoder.seconds += time.perf_counter() - start
         self.encoder.tokens += count
         self.reset()
@@ -257,20 +258,20 @@ class Generator:
     def feed(
         self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Append tokens to the context, and images in the place of image tokens.
+        """Append tokens to the context, and images in place of image tokens.
 
         Args:
-            tokens: One token at least.
+            tokens: At least one token.
             images: Pixels [1, 3, H, W] of each image, in the order of the image tokens; None feeds
-                an image token as any other, which is right for generated ones.
+                an image token as any other token, which is right for generated tokens.
 
         Returns:
             Logits [V] of the next token.
 
         Raises:
-            InputError: There is no token, one is not in the vocabulary, or they do not fit; or the
-                images are others than the tokens and the model ask for; or no source has been given
-                to a model that takes one.
+            InputError: There is no token, a token is not in the vocabulary, or the context is full;
+                the images do not match the tokens or the model; or an encoder-decoder model has no
+                source yet.
             ProgramError: The model returns selected tokens in place of logits.
         """
         if self.layout.selection is not None:
@@ -284,14 +285,14 @@ class Generator:
     def propose(
         self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None = None
     ) -> Candidates:
-        """Append tokens to the context, whatever the model returns.
+        """Append tokens to the context, and return candidates for the next token.
 
         Args:
-            tokens: One token at least.
+            tokens: At least one token.
             images: See ``feed``.
 
         Returns:
-            The tokens that may come next: those that the model has selected, or all of them.
+            The tokens that the model has selected, or all tokens.
 
         Raises:
             InputError: See ``feed``.
@@ -316,10 +317,10 @@ class Generator:
 
         Args:
             prompt: Tokens appended to the context first.
-            choose: Returns the next token, given logits [V]; a ``Sampler`` for example. It has to
-                be a ``Sampler`` if the model selects tokens itself.
-            limit: Most tokens to generate; None for as many as fit into the context.
-            stops: Tokens that end the text, besides the model's own; they are not yielded.
+            choose: Returns the next token of logits [V], such as a ``Sampler``. It has to be a
+                ``Sampler`` if the model selects tokens itself.
+            limit: Largest number of tokens to generate; None for as many as fit into the context.
+            stops: Tokens that end the text, besides the model's end tokens; they are not yielded.
             images: Pixels [1, 3, H, W] of each image, in the order of the prompt's image tokens.
 
         Yields:
@@ -327,7 +328,7 @@ class Generator:
 
         Raises:
             InputError: See ``feed``; or ``limit`` tokens do not fit behind the prompt.
-            OptionError: ``choose`` cannot choose from what the model returns.
+            OptionError: ``choose`` cannot choose from the results of the model.
         """
         begin, advance = (self._advance_by(choose, first=first) for first in (True, False))
         if limit is not None:
@@ -336,13 +337,13 @@ class Generator:
         ends = {*stops, *self.layout.eos}
         self.ending = None
         token = begin(prompt, images)
-        for made in itertools.count(1):
+        for count in itertools.count(1):
             if token in ends:
                 self.ending = Ending.STOP
                 return
             yield token
-            if made == limit or not self.room:
-                self.ending = Ending.LIMIT if made == limit else Ending.CONTEXT
+            if count == limit or not self.room:
+                self.ending = Ending.LIMIT if count == limit else Ending.CONTEXT
                 return
             token = advance([token], None)
 
@@ -351,7 +352,7 @@ class Generator:
 
         Args:
             choose: See ``generate``.
-            first: Whether it is the first token that is generated.
+            first: Whether it is the first generated token.
         """
         selection, source = self.layout.selection, self.layout.source
         if source is not None:
@@ -372,20 +373,20 @@ class Generator:
     def _feed(
         self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None
     ) -> list[torch.Tensor]:
-        """Append tokens to the context; return what the model returns besides caches."""
+        """Append tokens to the context; return the model's results without the caches."""
         self._check(tokens, images)
         results: list[torch.Tensor] = []
         start = time.perf_counter()
         inputs = self._inputs(tokens, images)
-        pace = self.decode if len(inputs) == 1 else self.prefill
+        throughput = self.decode if len(inputs) == 1 else self.prefill
         for part in inputs.split(self.layout.chunk):
             results = self._step(part)
-        pace.seconds += time.perf_counter() - start
-        pace.tokens += len(inputs)
+        throughput.seconds += time.perf_counter() - start
+        throughput.tokens += len(inputs)
         return results
 
     def _length(self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None) -> int:
-        """Return how many positions tokens and images take; check that they belong together."""
+        """Return how many positions tokens and images take; check that images match tokens."""
         if self.layout.image is None:
             refuse_images(images or ())
         elif images is not None:
@@ -394,22 +395,22 @@ class Generator:
         return len(tokens)
 
     def _inputs(self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None) -> torch.Tensor:
-        """Return what the decoder takes: tokens [L], or embeddings [L, width]."""
-        given = torch.tensor(tokens)
+        """Return the decoder's input: tokens [L], or embeddings [L, width]."""
+        indices = torch.tensor(tokens)
         if self.layout.image is None:
-            return given
-        rows = torch.cat([self._embedded(part) for part in given.split(self.layout.chunk)])
+            return indices
+        rows = torch.cat([self._embedded(part) for part in indices.split(self.layout.chunk)])
         parts: list[torch.Tensor] = []
         start = 0
-        places = (given == self.layout.image.token).nonzero().flatten().tolist()
-        for place, pixels in zip(places, images or (), strict=False):
-            (seen,) = self._run(VISION, [pixels.float()])
-            parts += [rows[start:place], seen[0]]
-            start = place + 1
+        positions = (indices == self.layout.image.token).nonzero().flatten().tolist()
+        for position, pixels in zip(positions, images or (), strict=False):
+            (image,) = self._run(VISION, [pixels.float()])
+            parts += [rows[start:position], image[0]]
+            start = position + 1
         return torch.cat([*parts, rows[start:]])
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [L, width] of at most a chunk of tokens [L]."""
+        """Return the embeddings [L, width] of tokens [L], at most a chunk."""
         chunk = torch.zeros(1, self.layout.chunk, dtype=torch.long)
         chunk[0, : len(tokens)] = tokens
         (rows,) = self._run(EMBED, [chunk])
@@ -417,14 +418,14 @@ class Generator:
 
     def _require_source(self) -> Source:
         if self.layout.source is None:
-            raise InputError("the model has no encoder", remedy="Give it a prompt alone")
+            raise InputError("the model has no encoder", remedy="Give it only a prompt")
         return self.layout.source
 
     def _padded_source(
         self, source: Sequence[int] | torch.Tensor, shape: Sequence[int]
     ) -> torch.Tensor:
         tokens = [int(token) for token in source]
-        self._check_known(tokens)
+        self._check_tokens(tokens)
         if len(tokens) > shape[1]:
             raise InputError(
                 "the source text is too long",
@@ -437,11 +438,11 @@ class Generator:
     def _check(self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None) -> None:
         if self.layout.source is not None and not self._source:
             raise InputError("the model has no source yet", remedy="Call encode first")
-        self._check_known(tokens)
+        self._check_tokens(tokens)
         length = self._length(tokens, images)
         self._check_room(length, f"{length} more")
 
-    def _check_known(self, tokens: Sequence[int]) -> None:
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
         if not tokens:
             raise InputError("there is no token", remedy="Give a prompt that is not empty")
         unknown = [token for token in tokens if not 0 <= token < self.layout.vocabulary]
@@ -453,38 +454,38 @@ class Generator:
                 remedy="Check that the tokenizer is the model's own",
             )
 
-    def _check_room(self, count: int, what: str) -> None:
+    def _check_room(self, count: int, description: str) -> None:
         if count > self.room:
-            seen = f"{self._position} tokens in it, " if self._position else ""
+            used = f"{self._position} tokens in it, " if self._position else ""
             raise InputError(
                 f"the context of {self.layout.context} tokens is too short",
-                got=f"{seen}{what}",
+                got=f"{used}{description}",
                 expected=f"at most {self.room} more",
                 remedy="Shorten the prompt or the answer, or export with a larger --context",
             )
 
     def _step(self, inputs: torch.Tensor) -> list[torch.Tensor]:
-        """Call the model once, and write the new keys and values into caches passed as inputs.
+        """Call the model once, and write new keys, values and states into the caches.
 
         Returns:
-            The other results: logits [1, V], or what the layout's selection returns.
+            The results without the caches: logits [1, V], or the results of the layout's selection.
         """
         count, at = len(inputs), torch.tensor([self._position])
         if count == 1 and self.layout.cache is CacheKind.IO:
-            given = [inputs[None], at, *self._caches, *self._source]
-            results = self._run(self._methods[0], given)
+            arguments = [inputs[None], at, *self._caches, *self._source]
+            results = self._run(self._methods[0], arguments)
         else:
             chunk = inputs.new_zeros(1, self.layout.chunk, *inputs.shape[1:])
             chunk[0, :count] = inputs
             last = torch.tensor([count - 1])
-            given = [chunk, at, last, *self._caches, *self._source]
-            results = self._run(self._methods[-1], given)
+            arguments = [chunk, at, last, *self._caches, *self._source]
+            results = self._run(self._methods[-1], arguments)
         first_cache = len(results) - len(self._caches)
         for number, (cache, values) in enumerate(
             zip(self._caches, results[first_cache:], strict=True)
         ):
-            whole = number in self.layout.replaced
-            write_cache(cache, values, self._position, count, whole=whole)
+            replace = number in self.layout.replaced
+            write_cache(cache, values, self._position, count, replace=replace)
         self._position += count
         return results[:first_cache]
 
@@ -495,21 +496,21 @@ class Generator:
         if self.layout.cache is CacheKind.STATE:
             return []
         program = self._program.program
-        given = program.method(DECODE).input_specs[2:]
-        if self.layout.source is not None:  # whose keys and values are there from encode
+        inputs = program.method(DECODE).input_specs[2:]
+        if self.layout.source is not None:  # without the inputs that encode computes
             encoder = program.method(ENCODE)
-            given = given[: -(len(encoder.outputs) + len(encoder.inputs) - 1)]
-        specs = [spec for spec in given if isinstance(spec, TensorSpec)]
+            inputs = inputs[: -(len(encoder.outputs) + len(encoder.inputs) - 1)]
+        specs = [spec for spec in inputs if isinstance(spec, TensorSpec)]
         require_memory(sum(spec.nbytes for spec in specs), "the caches")
         return [torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs]
 
 
 def _spectrogram(source: Sequence[int] | torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    found = tuple(source.shape) if isinstance(source, torch.Tensor) else f"{len(source)} tokens"
-    if not isinstance(source, torch.Tensor) or found != tuple(shape):
+    got = tuple(source.shape) if isinstance(source, torch.Tensor) else f"{len(source)} tokens"
+    if not isinstance(source, torch.Tensor) or got != tuple(shape):
         raise InputError(
             "the model takes a spectrogram",
-            got=str(found),
+            got=str(got),
             expected=f"a tensor of shape {tuple(shape)}",
             remedy="Make it with llm.audio.spectrogram",
         )
@@ -517,31 +518,31 @@ def _spectrogram(source: Sequence[int] | torch.Tensor, shape: Sequence[int]) -> 
 
 
 def write_cache(
-    cache: torch.Tensor, values: torch.Tensor, position: int, count: int, *, whole: bool
+    cache: torch.Tensor, values: torch.Tensor, position: int, count: int, *, replace: bool
 ) -> None:
-    """Write what a call has made into a cache: as a whole, or its rows as ``write_rows`` does."""
-    if whole:
+    """Write a call's result into a cache: replace the cache, or write rows with ``write_rows``."""
+    if replace:
         cache.copy_(values)
     else:
         write_rows(cache, values, position, count)
 
 
 def write_rows(cache: torch.Tensor, values: torch.Tensor, position: int, count: int) -> None:
-    """Write the first tokens of a call into a cache, each in the row of its position modulo all.
+    """Write the first tokens of a call into a ring buffer: position p into row p mod R.
 
     Args:
-        cache: [1, heads, rows, width]; it is changed.
-        values: [1, heads, tokens, width], as many as the call has.
-        position: That of the first token.
-        count: Number of tokens to write; of more than there are rows the last ones stay.
+        cache: [1, heads, R, width]; it is changed.
+        values: [1, heads, tokens, width] of the call's tokens.
+        position: Position of the first token.
+        count: Number of tokens to write; if it is above R, only the last R tokens are written.
     """
     rows = cache.shape[2]
-    kept = min(count, rows)
-    start = (position + count - kept) % rows
-    before_end = min(kept, rows - start)
+    new_rows = min(count, rows)
+    start = (position + count - new_rows) % rows
+    before_end = min(new_rows, rows - start)
     for to, at, size in (
-        (start, count - kept, before_end),
-        (0, count - kept + before_end, kept - before_end),
+        (start, count - new_rows, before_end),
+        (0, count - new_rows + before_end, new_rows - before_end),
     ):
         if size:
             cache.narrow(2, to, size).copy_(values.narrow(2, at, size))

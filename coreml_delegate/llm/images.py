@@ -1,4 +1,4 @@
-"""Images of a language model: how one becomes pixels, and its place among the tokens."""
+"""Images for a language model: preprocessing to pixels, and image tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from coreml_delegate.third_party import transformers, wrap_errors
 
 _TOKEN = "get_image_token_id"
 _RESAMPLING = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
-"""Names of Pillow's filters, each at the place of its number."""
+"""Names of Pillow's filters, at the index of their number."""
 
 
 class Fit(enum.Enum):
-    """How an image of any size is brought to that of the model."""
+    """How an image of any size is fitted to the model's size."""
 
     STRETCH = "stretch"
-    """Height and width are scaled by themselves."""
+    """Height and width are scaled independently."""
     SHORTER = "shorter"
     """The shorter side is scaled to a length, and the centre is cut out."""
     LONGER = "longer"
@@ -36,12 +36,12 @@ class Preparation:
 
     Attributes:
         size: Height and width of the pixels.
-        fit: How the image is brought to this size.
-        side: Length of the side that ``fit`` names; 0 if it names none.
+        fit: How the image is fitted to this size.
+        side: Length of the side that ``fit`` names; 0 for ``Fit.STRETCH``.
         resampling: Name of Pillow's filter.
-        factor: Multiplies the values 0 to 255.
-        mean: Subtracted from the products, by channel (RGB).
-        std: Divides the differences, by channel.
+        factor: Factor of the values 0 to 255.
+        mean: Mean by channel (RGB): a pixel is (factor * value - mean) / std.
+        std: Standard deviation by channel.
     """
 
     size: tuple[int, int]
@@ -54,45 +54,45 @@ class Preparation:
 
     @classmethod
     def read(cls, folder: Path, size: tuple[int, int]) -> Preparation:
-        """Read how a checkpoint prepares one view of an image; tiles of it are left out.
+        """Read a checkpoint's preprocessing of an image without tiles.
 
         Args:
             folder: Has a ``preprocessor_config.json``, or a ``processor_config.json``.
             size: Height and width that the model takes.
 
         Raises:
-            OptionError: There is no such file, or it asks for something else than a ``Fit``.
+            OptionError: There is no such file, or its preprocessing is not a ``Fit``.
         """
         with wrap_errors(f"transformers cannot read how {folder} prepares images", _remedy):
-            made: Any = transformers().AutoImageProcessor.from_pretrained(
+            processor: Any = transformers().AutoImageProcessor.from_pretrained(
                 folder, backend="pil", local_files_only=True
             )
-            fit, side, made_size = _fit(made)
-            if made_size != size:
+            fit, side, processor_size = _fit(processor)
+            if processor_size != size:
                 raise OptionError(
                     f"{folder} prepares images of another size than its model takes",
-                    got=f"{_by(made_size)} pixels",
+                    got=f"{_by(processor_size)} pixels",
                     expected=f"{_by(size)} pixels",
                 )
-            normal = made.do_normalize
+            normal = processor.do_normalize
             return cls(
                 size,
                 fit,
                 side,
-                _RESAMPLING[int(made.resample)],
-                float(made.rescale_factor) if made.do_rescale else 1.0,
-                tuple(map(float, made.image_mean)) if normal else (0.0, 0.0, 0.0),
-                tuple(map(float, made.image_std)) if normal else (1.0, 1.0, 1.0),
+                _RESAMPLING[int(processor.resample)],
+                float(processor.rescale_factor) if processor.do_rescale else 1.0,
+                tuple(map(float, processor.image_mean)) if normal else (0.0, 0.0, 0.0),
+                tuple(map(float, processor.image_std)) if normal else (1.0, 1.0, 1.0),
             )
 
     def pixels(self, image: Any) -> torch.Tensor:
-        """Return the pixels [1, 3, H, W], fp32, of an image of Pillow."""
+        """Return the pixels [1, 3, H, W], fp32, of a Pillow image."""
         image = image.convert("RGB")
         if self.fit is Fit.SHORTER:
             scaled = self._resized(image, _scaled(image.size, self.side, shorter=True))
-            (height, width), (across, down) = self.size, scaled.size
-            left, top = (across - width) // 2, (down - height) // 2
-            fitted = scaled.crop((left, top, left + width, top + height))
+            (height, width), (scaled_width, scaled_height) = self.size, scaled.size
+            x, y = (scaled_width - width) // 2, (scaled_height - height) // 2
+            fitted = scaled.crop((x, y, x + width, y + height))
         else:
             if self.fit is Fit.LONGER:
                 image = self._resized(image, _scaled(image.size, self.side, shorter=False))
@@ -112,10 +112,10 @@ def _remedy(error: Exception) -> str:
 
 
 def _fit(processor: Any) -> tuple[Fit, int, tuple[int, int]]:
-    """Return how a processor of ``transformers`` fits images, the side, and their size.
+    """Return the fit, side and size of a processor of ``transformers``.
 
     Raises:
-        OptionError: In none of these ways.
+        OptionError: The processor fits images in another way.
     """
     size = processor.size
     tile = getattr(processor, "max_image_size", None)
@@ -137,7 +137,7 @@ def _fit(processor: Any) -> tuple[Fit, int, tuple[int, int]]:
 
 
 def _scaled(size: tuple[int, int], side: int, *, shorter: bool) -> tuple[int, int]:
-    """Return width and height in about the same proportion, one of them ``side``."""
+    """Scale a size to a shorter or longer side of ``side``, at about the same aspect ratio."""
     width, height = size
     if shorter:
         return (
@@ -145,7 +145,7 @@ def _scaled(size: tuple[int, int], side: int, *, shorter: bool) -> tuple[int, in
             if width <= height
             else (int(side * width / height), side)
         )
-    # The other side of an image that is scaled by its longer one is even.
+    # transformers makes the shorter side even.
     other = int(side / (width / height)) if width >= height else int(side * (width / height))
     other += other % 2
     return (side, max(other, 1)) if width >= height else (max(other, 1), side)
@@ -153,13 +153,13 @@ def _scaled(size: tuple[int, int], side: int, *, shorter: bool) -> tuple[int, in
 
 @dataclass(frozen=True, slots=True)
 class ImageInput:
-    """The facts about images that a ``.pte`` declares.
+    """A ``.pte``'s constants about images.
 
     Attributes:
         token: Token that stands for an image in a prompt.
-        positions: Number of positions that an image takes in the context.
+        positions: Number of positions of an image in the context.
         width: Size of an embedding.
-        preparation: How an image becomes pixels.
+        preparation: Preprocessing of an image.
     """
 
     token: int
@@ -168,7 +168,7 @@ class ImageInput:
     preparation: Preparation
 
     def describe(self) -> str:
-        """Return size and place of an image for a reader."""
+        """Return the size and number of positions of an image as text."""
         return f"{_by(self.preparation.size)} pixels in {self.positions:,} positions"
 
     def constants(self) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class ImageInput:
     def read(
         cls, names: Collection[str], call: Callable[[str], Sequence[Any]]
     ) -> ImageInput | None:
-        """Read the facts that a program declares; return None for a model of text alone.
+        """Read a program's constants; return None for a text-only model.
 
         Args:
             names: Names of all methods.
@@ -225,14 +225,14 @@ class ImageInput:
         """Check that images fit a prompt and the model.
 
         Raises:
-            InputError: Their number is not that of the image tokens; or one has another shape.
+            InputError: Their number differs from the number of image tokens, or a shape is wrong.
         """
         placeholders = list(tokens).count(self.token)
         if placeholders != len(images):
             raise InputError(
                 "the number of image tokens in the prompt is not the number of images",
                 got=f"{placeholders} times token {self.token}, and {_counted(len(images))}",
-                remedy="Put it into the prompt once for each image",
+                remedy="Put the token into the prompt once for each image",
             )
         expected = (1, 3, *self.preparation.size)
         for image in images:
@@ -241,15 +241,15 @@ class ImageInput:
                     "the image has another size than the model takes",
                     got=str(list(image.shape)),
                     expected=str(list(expected)),
-                    remedy="Make the pixels by layout.image.preparation.pixels",
+                    remedy="Make the pixels with layout.image.preparation.pixels",
                 )
 
 
 def refuse_images(images: Collection[object]) -> None:
-    """Refuse images for a model of text alone.
+    """Refuse images for a text-only model.
 
     Raises:
-        InputError: There is one.
+        InputError: There is an image.
     """
     if images:
         raise InputError(

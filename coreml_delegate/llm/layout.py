@@ -1,7 +1,7 @@
-"""The facts about a language model that its ``.pte`` declares, so that it runs without other files.
+"""Constants in a language model's ``.pte``, which let it run without other files.
 
-Each is a method without inputs that returns a constant, under the name that ExecuTorch's own
-language models use, where there is one.
+Each constant is a method without inputs, with the name that ExecuTorch's own language models use,
+if they have it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VISION = "vision"
 EMBED = "embed"
 
 _VERSION = 2  # of the inputs and outputs of the methods
-_NEWEST = 3  # of files with facts that readers of version 2 do not know
+_NEWEST = 3  # of files with constants that readers of version 2 do not know
 
 _OPTIONAL = (
     "get_bos_id",
@@ -36,7 +36,7 @@ _OPTIONAL = (
 
 
 class CacheKind(enum.Enum):
-    """Where keys and values of earlier tokens are kept: inputs and outputs, or a state."""
+    """Where the caches are: inputs and outputs of the methods, or Core ML states."""
 
     IO = "io"
     STATE = "state"
@@ -50,18 +50,18 @@ class Layout:
         vocabulary: Number of tokens.
         context: Number of tokens that the caches hold.
         chunk: Number of tokens that a call of ``prefill`` or ``forward`` takes.
-        cache: Where the caches are kept.
+        cache: Kind of the caches.
         bos: Token that begins a text, or None.
-        eos: Tokens that end one.
+        eos: Tokens that end a text.
         selection: Which tokens the methods return in place of logits; None for logits.
         adapters: Names of the adapters, each with methods of its own.
-        image: How images are fed; None for a model of text alone.
-        replaced: Numbers of the caches that each call replaces as a whole; the others have a row
-            for each token.
-        source: Of an encoder-decoder model what it takes; None for a decoder alone.
+        image: Image inputs; None for a text-only model.
+        replaced: Indices of the caches that each call replaces as a whole; all other caches have a
+            row per token.
+        source: Source of an encoder-decoder model; None for a decoder-only model.
 
     Raises:
-        OptionError: A model that reads images, or has an encoder, has adapters; or one with an
+        OptionError: A model that reads images or has an encoder has adapters; or a model with an
             encoder selects tokens.
     """
 
@@ -93,19 +93,19 @@ class Layout:
 
     @property
     def input_methods(self) -> tuple[str, ...]:
-        """Names of the methods that make inputs of the others."""
+        """Names of the methods that compute inputs of the decoding methods."""
         if self.source is not None:
             return (ENCODE,)
         return () if self.image is None else (VISION, EMBED)
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Names of all methods that compute: of inputs, the base model, and each adapter."""
+        """Names of all methods except constants: inputs, base model, and each adapter."""
         decoding = (name for adapter in (None, *self.adapters) for name in self.methods_of(adapter))
         return (*self.input_methods, *decoding)
 
     def methods_of(self, adapter: str | None) -> tuple[str, ...]:
-        """Return the methods that compute logits with an adapter; the last takes a chunk.
+        """Return the decoding methods of an adapter; the last takes a chunk.
 
         Args:
             adapter: Name of an adapter; None for the base model.
@@ -126,7 +126,7 @@ class Layout:
     @property
     def version(self) -> int:
         """Version of the inputs and outputs of the methods."""
-        return _NEWEST if self._newer_facts() else _VERSION
+        return _NEWEST if self._newer_constants() else _VERSION
 
     def constants(self) -> dict[str, Any]:
         """Return the constant methods by name, each with its value."""
@@ -139,11 +139,11 @@ class Layout:
             "use_kv_cache": True,
             "get_eos_ids": list(self.eos),
             **({} if self.bos is None else {"get_bos_id": self.bos}),
-            **self._newer_facts(),
+            **self._newer_constants(),
         }
 
-    def _newer_facts(self) -> dict[str, Any]:
-        """Return the constants of files that are not read as if these facts were not there."""
+    def _newer_constants(self) -> dict[str, Any]:
+        """Return the constants that readers of version 2 must not ignore."""
         return {
             **({} if self.selection is None else {"get_selection": str(self.selection)}),
             **({"get_adapters": list(self.adapters)} if self.adapters else {}),
@@ -154,7 +154,7 @@ class Layout:
 
     @classmethod
     def read(cls, method_names: Sequence[str], call: Callable[[str], Sequence[Any]]) -> Layout:
-        """Read the layout that a program declares.
+        """Read the layout from a program's constants.
 
         Args:
             method_names: Names of all methods.
@@ -180,21 +180,21 @@ class Layout:
                 expected=f"layout {_VERSION} or {_NEWEST}",
                 remedy="Export it again",
             )
-        given: Mapping[str, Sequence[Any]] = {
+        values: Mapping[str, Sequence[Any]] = {
             name: call(name) for name in (*required, *_OPTIONAL) if name in names
         }
         return cls(
-            vocabulary=int(given["get_vocab_size"][0]),
-            context=int(given["get_max_context_len"][0]),
-            chunk=int(given["get_max_seq_len"][0]),
-            cache=CacheKind(given["get_cache_kind"][0]),
-            bos=int(given["get_bos_id"][0]) if "get_bos_id" in given else None,
-            eos=tuple(int(token) for token in given["get_eos_ids"]),
-            selection=Selection.parse(given["get_selection"][0])
-            if "get_selection" in given
+            vocabulary=int(values["get_vocab_size"][0]),
+            context=int(values["get_max_context_len"][0]),
+            chunk=int(values["get_max_seq_len"][0]),
+            cache=CacheKind(values["get_cache_kind"][0]),
+            bos=int(values["get_bos_id"][0]) if "get_bos_id" in values else None,
+            eos=tuple(int(token) for token in values["get_eos_ids"]),
+            selection=Selection.parse(values["get_selection"][0])
+            if "get_selection" in values
             else None,
-            adapters=tuple(map(str, given.get("get_adapters", ()))),
+            adapters=tuple(map(str, values.get("get_adapters", ()))),
             image=ImageInput.read(names, call),
-            replaced=tuple(map(int, given.get("get_replaced_caches", ()))),
-            source=Source.read(given),
+            replaced=tuple(map(int, values.get("get_replaced_caches", ()))),
+            source=Source.read(values),
         )

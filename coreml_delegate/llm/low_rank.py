@@ -1,12 +1,11 @@
-"""Modules of a decoder with the branch of a LoRA adapter beside their own weight.
+"""Modules of a decoder with a LoRA branch: y = W x + B (A x) (arXiv:2106.09685).
 
-The weight stays as it is, so that all adapters and the base model have the same one. What stands
-beside it are two small matrices.
+W is not changed, so that all adapters and the base model share it; each adapter adds two small
+matrices.
 
-In fp16 a product A x must not overflow where W x does not, and small numbers must not vanish. So
-the scale is in B, and each row of A and the column of B that belongs to it are multiplied by a
-power of two and by its inverse, which make their largest elements alike. That changes no product,
-and no bit of a number.
+In fp16 a product A x must not overflow where W x does not, and small numbers must not underflow. So
+the scale is part of B, and row i of A is multiplied by a power of two and column i of B by its
+inverse, so that their largest elements are about equal. This is exact: B A does not change.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.stored_weights import StoredWeight, in_memory
 from coreml_delegate.third_party import wrap_errors
 
-_TRIED = 3  # tokens of the text that is computed with branches and with changed weights
-_TOLERANCE = 1e-3  # of the largest logit
+_PROBE_TOKENS = 3  # of the text computed with branches and with merged weights
+_TOLERANCE = 1e-3  # relative to the largest logit
 
 
 class LowRankLinear(nn.Module):
-    """A linear layer with a branch: W x + B (A x), with DoRA g * (W x) + B (A x).
+    """A linear layer with a low-rank branch: W x + B (A x), with DoRA g * (W x) + B (A x).
 
     Args:
         base: The layer.
         down: A [r, inputs].
-        up: B [outputs, r], with all factors.
-        gain: g [outputs], or None.
+        up: B [outputs, r], including the scale and g.
+        gain: DoRA's g = m / norm of the rows of W + B A, [outputs], or None.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class LowRankLinear(nn.Module):
         self.gain = None if gain is None else _parameter(gain)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [..., inputs] to [..., outputs]."""
+        """Return [..., outputs] of ``x`` [..., inputs]."""
         branch = functional.linear(functional.linear(x, self.down), self.up)
         if self.gain is None:
             return self.base(x) + branch
@@ -60,12 +59,12 @@ class LowRankLinear(nn.Module):
 
 
 class LowRankEmbedding(nn.Module):
-    """An embedding with a branch.
+    """An embedding with a low-rank branch: E[t] + B A[:, t].
 
     Args:
         base: The embedding.
         down: A [r, tokens].
-        up: B [width, r], with all factors.
+        up: B [width, r], including the scale.
     """
 
     def __init__(self, base: nn.Module, down: torch.Tensor, up: torch.Tensor) -> None:
@@ -74,19 +73,19 @@ class LowRankEmbedding(nn.Module):
         self.rows, self.up = _parameter(down.t().contiguous()), _parameter(up)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """``tokens`` [...], integers, to [..., width]."""
+        """Return [..., width] of ``tokens`` [...], integers."""
         rows = functional.embedding(tokens, self.rows)
         return self.base(tokens) + functional.linear(rows, self.up)
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter, made for a decoder.
+    """An adapter fitted to a decoder.
 
     Attributes:
-        name: As methods have it.
-        modules: Modules that take the place of the decoder's, by their names in its model.
-        ranks: The different ranks, in order.
+        name: Name of the adapter in the names of methods.
+        modules: Modules that replace the decoder's modules, by name in its model.
+        ranks: The distinct ranks in ascending order.
     """
 
     name: str
@@ -95,7 +94,7 @@ class Adapter:
 
     @property
     def elements(self) -> int:
-        """Number of elements of the matrices of all branches."""
+        """Total number of elements of all branches."""
         return sum(
             parameter.numel()
             for module in self.modules.values()
@@ -104,18 +103,18 @@ class Adapter:
 
 
 def fit_adapter(decoder: Decoder, file: AdapterFile) -> Adapter:
-    """Make the modules of an adapter, and try them.
+    """Make the modules of an adapter, and check them.
 
-    The logits of a short text are compared with those of a model whose weights are changed, so that
-    a model that uses a weight in another way is not exported wrongly.
+    The logits of a short text are compared with the logits of merged weights, so that a model that
+    uses a weight in another way is not exported wrongly.
 
     Args:
         decoder: In fp32, not quantized; it is not changed.
-        file: The adapter as it was saved.
+        file: The saved adapter.
 
     Raises:
         OptionError: The adapter does not fit the model.
-        LoweringError: The model computes something else with the branches.
+        LoweringError: The logits differ.
     """
     updates = file.updates(decoder.model)
     adapter = Adapter(
@@ -129,22 +128,22 @@ def fit_adapter(decoder: Decoder, file: AdapterFile) -> Adapter:
 
 @contextmanager
 def attached(decoder: Decoder, adapter: Adapter | None) -> Generator[None]:
-    """Let a decoder compute with an adapter; None for none."""
+    """Replace a decoder's modules by an adapter's; None for the base model."""
     modules = {} if adapter is None else adapter.modules
-    before = {name: decoder.model.get_submodule(name) for name in modules}
+    originals = {name: decoder.model.get_submodule(name) for name in modules}
     try:
         for name, module in modules.items():
             decoder.model.set_submodule(name, module)
         yield
     finally:
-        for name, module in before.items():
+        for name, module in originals.items():
             decoder.model.set_submodule(name, module)
 
 
 def _module(base: Any, update: Update) -> nn.Module:
     up = update.up * update.scale
     if isinstance(base, nn.Embedding):
-        # Embeddings of Gemma have a factor of their own.
+        # Gemma scales its embeddings.
         factor = float(getattr(base, "embed_scale", 1.0))
         return LowRankEmbedding(base, *_balance(update.down, up * factor)).eval()
     if update.magnitude is None:
@@ -154,32 +153,32 @@ def _module(base: Any, update: Update) -> nn.Module:
 
 
 def _balance(down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make the largest elements of each row of A and of its column of B alike."""
+    """Scale row i of A and column i of B by 2^k and 2^-k, so that their largest elements match."""
     largest = down.abs().amax(1), up.abs().amax(0)
     exponents = zip(*(torch.frexp(values)[1].tolist() for values in largest), strict=True)
     used = ((largest[0] > 0) & (largest[1] > 0)).tolist()
     factors = torch.tensor(
         [
-            math.ldexp(1.0, (to - of) // 2) if is_used else 1.0
-            for (of, to), is_used in zip(exponents, used, strict=True)
+            math.ldexp(1.0, (up_exponent - down_exponent) // 2) if is_used else 1.0
+            for (down_exponent, up_exponent), is_used in zip(exponents, used, strict=True)
         ]
     )
     return down * factors[:, None], up / factors
 
 
 def _gain(weight: torch.Tensor, update: Update, magnitude: torch.Tensor) -> torch.Tensor:
-    """Return the factor [outputs] of each row that gives it the length of DoRA."""
+    """Return DoRA's g = m / norm of the rows of W + scale * B A, [outputs]."""
     lengths = torch.linalg.vector_norm(_changed(weight, update), dim=1)
     return (magnitude.double() / lengths).float()
 
 
 def _changed(weight: torch.Tensor, update: Update) -> torch.Tensor:
-    """Return the weight of a linear layer with the update, before DoRA, in fp64."""
+    """Return W + scale * B A of a linear layer in fp64, without DoRA."""
     return in_memory(weight).double() + update.scale * (update.up.double() @ update.down.double())
 
 
 def _merged(weight: torch.Tensor, update: Update) -> torch.Tensor:
-    """Return the weight of a linear layer with the whole update."""
+    """Return the merged weight of a linear layer, with DoRA if the update has it."""
     changed = _changed(weight, update)
     if update.magnitude is not None:
         changed *= (update.magnitude / torch.linalg.vector_norm(changed, dim=1))[:, None]
@@ -187,46 +186,46 @@ def _merged(weight: torch.Tensor, update: Update) -> torch.Tensor:
 
 
 def _merged_rows(weight: torch.Tensor, update: Update) -> torch.Tensor:
-    """Return the weight [tokens, width] of an embedding with the update."""
+    """Return the merged weight [tokens, width] of an embedding."""
     product = update.down.double().t() @ update.up.double().t()
     return (in_memory(weight).double() + update.scale * product).float()
 
 
 @torch.no_grad()
 def _check(decoder: Decoder, adapter: Adapter, updates: Mapping[str, Update]) -> None:
-    tokens = torch.arange(min(_TRIED, decoder.context))[None]
+    tokens = torch.arange(min(_PROBE_TOKENS, decoder.context))[None]
     with wrap_errors(
         f"{type(decoder.model).__name__} does not compute with adapter {adapter.name!r}",
         kind=LoweringError,
     ):
         with attached(decoder, adapter):
-            found = decoder(tokens)
+            logits = decoder(tokens)
         with _merged_weights(decoder, updates):
             expected = decoder(tokens)
     bound = _TOLERANCE * float(expected.abs().max())
-    if not torch.allclose(found, expected, rtol=0, atol=bound):
+    if not torch.allclose(logits, expected, rtol=0, atol=bound):
         raise LoweringError(
             f"{type(decoder.model).__name__} computes something else with adapter {adapter.name!r}",
-            got=f"logits that differ by {float((found - expected).abs().max()):.2g}",
+            got=f"logits that differ by {float((logits - expected).abs().max()):.2g}",
             remedy="Merge the adapter into a checkpoint with peft, and export that",
         )
 
 
 @contextmanager
 def _merged_weights(decoder: Decoder, updates: Mapping[str, Update]) -> Generator[None]:
-    """Change the weights themselves; a changed one is in memory only while it is used."""
-    before: list[tuple[Any, Any]] = []
+    """Merge updates into the weights; a merged weight is in memory only while it is used."""
+    originals: list[tuple[Any, Any]] = []
     try:
         for name, update in updates.items():
             module: Any = decoder.model.get_submodule(name)
             weight = module.weight
-            before.append((module, weight))
+            originals.append((module, weight))
             change = _merged_rows if isinstance(module, nn.Embedding) else _merged
             merged = StoredWeight(partial(change, weight, update), weight.shape)
             module.weight = nn.Parameter(merged, requires_grad=False)
         yield
     finally:
-        for module, weight in before:
+        for module, weight in originals:
             module.weight = weight
 
 

@@ -1,4 +1,4 @@
-"""Norms that cannot overflow in fp16, in place of those of a model of ``transformers``."""
+"""Norms that cannot overflow in fp16, as replacements for norms of ``transformers``."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.nn import functional
 
 from coreml_delegate.errors import LoweringError
 
-_WIDTH = 64  # of probes of norms without a weight
+_WIDTH = 64  # of probes for norms without a weight
 _MAGNITUDES = (1e-3, 1.0, 30.0)
 _TOLERANCE = 1e-4
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, safe from overflow in fp16.
+    """RMS norm y = w * x / sqrt(mean(x^2) + eps) (arXiv:1910.07467) without overflow in fp16.
 
-    The largest fp16 number is 65504, so the square of an activation of 256 overflows. The safe form
-    first divides by the largest magnitude, or by the root of ``eps`` if that is larger: the divisor
-    cancels out, and no intermediate value is above 1. On devices that beats an island of fp32,
-    which the neural engine does not run.
+    The largest fp16 number is 65504, so the square of an activation of 256 overflows. With
+    d = max(max|x|, sqrt(eps)) the same y is w * (x/d) / sqrt(mean((x/d)^2) + eps/d^2), where no
+    intermediate value is above 1. On devices that is faster than an fp32 island, which the neural
+    engine does not run.
 
     Args:
         weight: [..., width], or None.
@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [..., width]."""
+        """Return the norm of ``x`` [..., width]."""
         root = self.eps**0.5
         divisor = x.abs().amax(-1, keepdim=True).clamp(min=root)
         x = x / divisor
@@ -47,13 +47,13 @@ class RMSNorm(nn.Module):
 
 
 class GatedRMSNorm(nn.Module):
-    """Root-mean-square norm of groups of channels, safe as ``RMSNorm`` is, with a gate.
+    """``RMSNorm`` of groups of channels, with a gate: norm(x) * silu(z) or norm(x * silu(z)).
 
     Args:
         weight: [width].
         eps: Added to the mean square.
-        groups: Number of groups, each with a norm of its own.
-        gate_first: Whether the gate is a factor of what is normed, or of the result.
+        groups: Number of groups, each normalized separately.
+        gate_first: Whether the gate multiplies the input of the norm, or its result.
     """
 
     def __init__(self, weight: torch.Tensor, eps: float, groups: int, *, gate_first: bool) -> None:
@@ -63,7 +63,7 @@ class GatedRMSNorm(nn.Module):
         self.gate_first = gate_first
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """``x`` and ``gate`` [..., width]."""
+        """Return the norm of ``x`` with ``gate``, both [..., width]."""
         factor = functional.silu(gate)
         x = x * factor if self.gate_first else x
         normed = self.norm(x.unflatten(-1, (self.groups, -1))).flatten(-2)
@@ -71,7 +71,7 @@ class GatedRMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Layer norm as one operation of Core ML.
+    """Layer norm as one Core ML operation: y = w * (x - mean(x)) / sqrt(var(x) + eps).
 
     Args:
         weight: [..., width], or None.
@@ -84,18 +84,18 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [..., width]."""
+        """Return the norm of ``x`` [..., width]."""
         normed = functional.layer_norm(x, x.shape[-1:], eps=self.eps)
         return normed if self.weight is None else normed * self.weight
 
 
 def make_norms_safe(model: nn.Module) -> None:
-    """Replace the norms of a model by equal ones that are safe in fp16.
+    """Replace the norms of a model by equivalents that are safe in fp16.
 
-    A norm is recognised by what it computes, because models differ in how they write it.
+    A norm is recognised by its results for a probe, because models implement norms differently.
 
     Raises:
-        LoweringError: A norm computes something else.
+        LoweringError: A norm computes another function.
     """
     for parent, name, norm in list(_norms(model)):
         setattr(parent, name, _safe(norm))
@@ -109,22 +109,22 @@ def _norms(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
 
 
 def _is_safe(norm: nn.Module) -> bool:
-    """Whether a norm calls Core ML's layer norm; only that has a shape without being RMSNorm."""
+    """Whether a norm becomes Core ML's layer norm: it has a shape and is not ``nn.RMSNorm``."""
     return hasattr(norm, "normalized_shape") and not isinstance(norm, nn.RMSNorm)
 
 
 @torch.no_grad()
 def _safe(norm: nn.Module) -> nn.Module:
     weight = _weight(norm)
-    given = (getattr(norm, name, None) for name in ("variance_epsilon", "eps"))
-    eps = next((value for value in given if isinstance(value, float)), torch.finfo().eps)
+    epsilons = (getattr(norm, name, None) for name in ("variance_epsilon", "eps"))
+    eps = next((value for value in epsilons if isinstance(value, float)), torch.finfo().eps)
     shape = getattr(norm, "normalized_shape", (_WIDTH,)) if weight is None else weight.shape
     probe = _probe(shape, seed=0)
     gate = [_probe(shape, seed=1)] if "gate" in inspect.signature(norm.forward).parameters else []
     expected = norm(probe, *gate)
-    for made in _gated(norm, weight, eps) if gate else _plain(weight, eps):
-        if torch.allclose(made(probe, *gate), expected, rtol=_TOLERANCE, atol=_TOLERANCE):
-            return made
+    for candidate in _gated(norm, weight, eps) if gate else _plain(weight, eps):
+        if torch.allclose(candidate(probe, *gate), expected, rtol=_TOLERANCE, atol=_TOLERANCE):
+            return candidate
     raise LoweringError(
         f"{type(norm).__name__} is a norm whose form for float16 is not known",
         remedy="Export with --precision float32",
@@ -132,7 +132,7 @@ def _safe(norm: nn.Module) -> nn.Module:
 
 
 def _weight(norm: nn.Module) -> torch.Tensor | None:
-    """Return the weight of a norm; None if there is none, or none that is used."""
+    """Return the weight of a norm; None for a norm without a weight that affects the result."""
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, torch.Tensor):
         return None

@@ -1,8 +1,8 @@
-"""Positions of encoder-decoder models as tables: learnt ones, sines, and biases by distance.
+"""Position tables of encoder-decoder models: learnt, sinusoidal, and relative biases.
 
-The modules of ``transformers`` infer the position of a key from its place. Here the place of a
-cached key says nothing, so biases are looked up by positions. The classes of distances of T5 are
-logarithms, which fp16 would round to another class.
+The modules of ``transformers`` use a key's index as its position. The rows of our caches are not in
+the order of positions, so biases are looked up by position. T5's buckets of relative positions are
+logarithmic (arXiv:1910.10683, section 2.1), and fp16 would round some into another bucket.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from coreml_delegate.llm.attention import current_call
 
 
 class DistanceBias(nn.Module):
-    """Biases of the scores of a decoder, by the distance of the positions that a call attends to.
+    """Relative position biases of a decoder: bias[i, j] = table[p_i - p_j].
 
     Args:
-        table: [distances, heads].
+        table: Biases by distance to an earlier token, [distances, heads].
     """
 
     def __init__(self, table: torch.Tensor) -> None:
         super().__init__()
         self.register_buffer("table", table, persistent=False)
 
-    def forward(self, classes: torch.Tensor) -> torch.Tensor:
-        """Return the biases [L, S, heads]; ``classes`` [L, S] of distances by place are ignored."""
-        del classes
+    def forward(self, buckets: torch.Tensor) -> torch.Tensor:
+        """Return the biases [L, S, heads]; ``buckets`` [L, S], by index, are ignored."""
+        del buckets
         rows, columns = _positions()
         table = self.get_buffer("table")
-        # Columns without a token are later than all rows, and hidden by the mask.
+        # Columns without a token have a later position than all rows; the mask hides them.
         return table[(rows[:, None] - columns[None, :]).clamp(0, table.shape[0] - 1)]
 
 
 class FixedBias(nn.Module):
-    """Biases of the scores of an encoder, whose texts have one length.
+    """Relative position biases of an encoder for texts of one length.
 
     Args:
         biases: [N, N, heads].
@@ -48,14 +48,14 @@ class FixedBias(nn.Module):
         super().__init__()
         self.register_buffer("biases", biases, persistent=False)
 
-    def forward(self, classes: torch.Tensor) -> torch.Tensor:
-        """Return the biases; ``classes`` [N, N] of distances are ignored."""
-        del classes
+    def forward(self, buckets: torch.Tensor) -> torch.Tensor:
+        """Return the biases; ``buckets`` [N, N] of distances are ignored."""
+        del buckets
         return self.get_buffer("biases")
 
 
 class PositionTable(nn.Module):
-    """Embeddings of the positions of a call; padding behind the context gets the last one.
+    """Embeddings of a call's positions; padding after the context gets the last position's.
 
     Args:
         table: [positions, width].
@@ -66,7 +66,7 @@ class PositionTable(nn.Module):
         self.register_buffer("table", table, persistent=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the embeddings [1, L, width]; arguments, by which models differ, are ignored."""
+        """Return the embeddings [1, L, width]; the model-dependent arguments are ignored."""
         del args, kwargs
         rows, _ = _positions()
         table = self.get_buffer("table")
@@ -74,15 +74,15 @@ class PositionTable(nn.Module):
 
 
 def _positions() -> tuple[torch.Tensor, torch.Tensor]:
-    found = current_call().positions
-    if found is None:
+    positions = current_call().positions
+    if positions is None:
         raise TypeError("the call has no positions")
-    return found
+    return positions
 
 
 @torch.no_grad()
-def tabulate_distances(model: Any, *, context: int, source: int) -> None:
-    """Replace the biases by distance of an encoder-decoder model; others have none.
+def tabulate_relative_biases(model: Any, *, context: int, source: int) -> None:
+    """Replace the relative position biases, if any, of an encoder-decoder model by tables.
 
     Args:
         model: Changed.
@@ -90,16 +90,16 @@ def tabulate_distances(model: Any, *, context: int, source: int) -> None:
         source: Tokens of the encoder's texts.
     """
     for module in _biased(model.get_decoder()):
-        behind = module.compute_bias(1, context, past_seen_tokens=context - 1)[0, :, 0]
-        module.relative_attention_bias = DistanceBias(behind.flip(-1).t().contiguous())
+        earlier = module.compute_bias(1, context, past_seen_tokens=context - 1)[0, :, 0]
+        module.relative_attention_bias = DistanceBias(earlier.flip(-1).t().contiguous())
     for module in _biased(model.get_encoder()):
-        behind, ahead = (
+        earlier, later = (
             module.compute_bias(1, source, past_seen_tokens=past)[0, :, 0]
             for past in (source - 1, 0)
         )
-        by_distance = torch.cat((behind, ahead[:, 1:]), dim=-1).t()
-        places = torch.arange(source)
-        biases = by_distance[places[None, :] - places[:, None] + source - 1]
+        by_distance = torch.cat((earlier, later[:, 1:]), dim=-1).t()
+        positions = torch.arange(source)
+        biases = by_distance[positions[None, :] - positions[:, None] + source - 1]
         module.relative_attention_bias = FixedBias(biases)
 
 
@@ -111,13 +111,13 @@ def _biased(stack: nn.Module) -> Iterator[Any]:
 
 @torch.no_grad()
 def tabulate_decoder_positions(model: Any, context: int) -> None:
-    """Replace the embeddings of a decoder's positions by tables, which padding cannot exceed.
+    """Replace the position embeddings of a decoder by tables that padding cannot exceed.
 
     Args:
         model: Changed.
         context: Tokens of the decoder's longest text.
     """
-    # No token that is padding, which has no position.
+    # Any token but padding, which has no position.
     tokens = torch.full((1, context), (getattr(model.config, "pad_token_id", None) or 0) + 1)
     for parent in list(model.get_decoder().modules()):
         for name, module in list(parent.named_children()):

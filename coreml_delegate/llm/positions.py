@@ -1,4 +1,11 @@
-"""Rotary position embeddings as tables, because a position times a frequency does not fit fp16."""
+"""Rotary position embeddings as tables, because position times frequency is too large for fp16.
+
+RoPE (arXiv:2104.09864) rotates each pair of channels (i, i + d/2) of queries and keys at position p
+by the angle p * f_i, with f_i = base^(-2i/d). Scalings change the frequencies: linear f_i / s; NTK
+base * s^(d/(d-2)); YaRN (arXiv:2309.00071) mixes f_i and f_i / s by wavelength, and multiplies
+cosines and sines by 0.1 ln(s) + 1. The tables are computed by the model's own module, so they
+include its scaling.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +22,11 @@ _SUFFIX = "inv_freq"
 
 
 class RotaryTables(nn.Module):
-    """Cosines and sines of all positions, looked up.
+    """Rotary embedding by lookup of cosines and sines.
 
     Args:
-        tables: Cosines and sines, each [positions, R], by type of layer; None if types do not
-            matter.
-        config: Configuration of the embedding, which models read.
+        tables: Cosines and sines, each [positions, R], by layer type; None for all layers.
+        config: Configuration of the embedding, which the model's code reads.
     """
 
     def __init__(
@@ -55,7 +61,7 @@ def tabulate_positions(model: nn.Module, context: int) -> None:
 
     Raises:
         OptionError: The embedding of a position depends on the length of the text.
-        LoweringError: The embedding is no pair of cosines and sines.
+        LoweringError: The embedding does not return cosines and sines.
     """
     for parent, name, module in list(_embeddings(model)):
         kinds: Any = [None]
@@ -80,30 +86,30 @@ def _table(module: nn.Module, kind: str | None, context: int) -> tuple[torch.Ten
         return module(torch.zeros(1), positions[None], **options)
 
     positions = torch.arange(context)
-    found, early = table(positions), table(positions[:2])
-    if not _is_pair(found, context):
+    tables, early = table(positions), table(positions[:2])
+    if not _is_pair(tables, context):
         raise LoweringError(
             f"{type(module).__name__} is a position embedding of a form that is not supported",
             expected="cosines and sines of each position",
         )
-    if any(not torch.equal(all_[:, :2], some) for all_, some in zip(found, early, strict=True)):
+    if any(not torch.equal(full[:, :2], part) for full, part in zip(tables, early, strict=True)):
         raise OptionError(
             "the position embedding depends on the length of the text",
             got=f"a context of {context} tokens",
             remedy="Export with a shorter --context",
         )
-    cos, sin = found
+    cos, sin = tables
     return cos[0].clone(), sin[0].clone()
 
 
-def _is_pair(found: Any, context: int) -> bool:
+def _is_pair(tables: Any, context: int) -> bool:
     return (
-        isinstance(found, tuple)
-        and len(found) == 2
+        isinstance(tables, tuple)
+        and len(tables) == 2
         and all(
             isinstance(table, torch.Tensor)
             and table.is_floating_point()
             and table.shape[:2] == (1, context)
-            for table in found
+            for table in tables
         )
     )

@@ -1,11 +1,12 @@
-"""Recurrences over a call's tokens, in place of those of ``transformers``.
+"""Recurrences over a call's tokens: Mamba 1, Mamba 2 and the gated delta rule.
 
-Theirs loop over the tokens, begin at zero, or take padding for tokens. Ours begin with the state
-before the call and end with that of the last token: padding neither decays a state nor adds to it.
-No decay is divided by another and no sums are subtracted, so that fp16 suffices.
+The functions of ``transformers`` loop over the tokens, begin at zero, or treat padding as tokens.
+Ours begin with the state before the call and end with the state of the last token: padding neither
+decays a state nor adds to it. No decay is divided by another and no sums are subtracted, so that
+fp16 suffices.
 
-The modules stay those of ``transformers``: their code runs with our functions under the names that
-it calls.
+The modules stay those of ``transformers``: their code runs with globals in which our functions
+replace theirs.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ _STATE = (RECURRENCE, 0)
 
 
 class MatrixOnly(nn.Module):
-    """Weight and bias of a linear layer that a module multiplies by itself.
+    """Weight and bias of a linear layer, for a module that multiplies by them in its own code.
 
-    As it is no ``nn.Linear``, it is not quantized.
+    Not an ``nn.Linear``, so that it is not quantized.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -40,36 +41,36 @@ class MatrixOnly(nn.Module):
 
 
 def use_own_recurrences(model: nn.Module, layers: Sequence[LayerCache]) -> None:
-    """Let the modules of a model that have a recurrence compute it with the functions of here.
+    """Replace the recurrence functions of a model's modules by the functions of this module.
 
     Args:
-        model: Changed.
-        layers: What its layers keep.
+        model: The model, which is changed.
+        layers: Shapes of its layers' caches.
 
     Raises:
         LoweringError: A layer has another recurrence.
     """
-    known: set[int] = set()
+    replaced: set[int] = set()
     for module in list(model.modules()):
         for code, name, function, rank in _recurrences(module):
             index: Any = module.layer_idx
             if _rank(layers[index]) == rank:
-                known.add(index)
+                replaced.add(index)
                 module.forward = partial(_forward, module, code, name, function)
-                for part, linear in _multiplied(module):
+                for part, linear in _matrices(module):
                     setattr(module, part, MatrixOnly(linear))
     for index, layer in enumerate(layers):
-        if _rank(layer) and index not in known:
+        if _rank(layer) and index not in replaced:
             raise LoweringError(
                 f"layer {index} of the model has a recurrence that is not supported",
-                expected="that of Mamba 1, Mamba 2 or a gated delta rule",
+                expected="Mamba 1, Mamba 2 or a gated delta rule",
             )
 
 
 def _recurrences(
     module: nn.Module,
 ) -> Iterator[tuple[types.FunctionType, str, Callable[..., Any], int]]:
-    """Yield a module's code, the name in it that is ours, our function, and its state's rank."""
+    """Yield a module's code, the name of the replaced function, ours, and its state's rank."""
     code = inspect.unwrap(type(module).forward)
     if isinstance(code, types.FunctionType):
         for name, (function, rank) in _FUNCTIONS.items():
@@ -78,12 +79,12 @@ def _recurrences(
 
 
 def _rank(layer: LayerCache) -> int:
-    """Return the rank of the state of a layer's recurrence; 0 if it has none."""
+    """Return the rank of a layer's recurrent state; 0 without a recurrence."""
     return next((len(state.shape) for state in layer.states if state.name[0] == RECURRENCE), 0)
 
 
-def _multiplied(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linear layers of a module whose weights it multiplies by itself."""
+def _matrices(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the linear layers whose weights a module multiplies by in its own code."""
     for name, layer in list(module.named_children()):
         if name == "dt_proj" and isinstance(layer, nn.Linear):
             yield name, layer
@@ -98,7 +99,7 @@ def _forward(
     cache: Any = None,
     **options: Any,
 ) -> Any:
-    """Run a module's own code; with a cache, it calls our function under a name."""
+    """Run a module's own code; with a cache, ``name`` in it is our function."""
     names = code.__globals__
     if cache is not None:
         layer: Any = cache.layers[module.layer_idx]
@@ -120,27 +121,29 @@ def selective_scan(
     delta_bias: torch.Tensor | None = None,
     *,
     delta_softplus: bool = False,
-    **others: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute Mamba 1's recurrence: a decay for each channel and each of its N numbers.
+    """Mamba's selective scan (arXiv:2312.00752, algorithm 2), with a decay per state element.
+
+    h_t = exp(dt_t A) * h_(t-1) + dt_t x_t B_t^T; y_t = (h_t C_t + D * x_t) * silu(z_t).
 
     Args:
         layer: Has the state [1, K, N] before the call.
         hidden_states: [1, K, L].
         dt: Time steps [1, K, L].
-        A: Logarithms of decays in a time step of 1, [K, N].
-        B: Into the state, [1, N, L].
-        C: Out of the state, [1, N, L].
-        D: Past the state, [K].
+        A: Logarithms of the decays per unit of time, [K, N].
+        B: Input weights of the state, [1, N, L].
+        C: Output weights of the state, [1, N, L].
+        D: Skip connection, [K].
         z: Gate, [1, K, L].
         delta_bias: Added to the time steps, [K].
-        delta_softplus: Whether time steps are then made positive.
-        others: Arguments that choose an implementation.
+        delta_softplus: Whether softplus is then applied to the time steps.
+        options: Arguments that choose an implementation, ignored.
 
     Returns:
-        [1, K, L], and the state behind the last token.
+        [1, K, L], and the state after the last token.
     """
-    del others
+    del options
     steps = dt if delta_bias is None else dt + delta_bias[:, None]
     steps = functional.softplus(steps) if delta_softplus else steps
     steps = _without_padding(layer, steps)
@@ -148,26 +151,26 @@ def selective_scan(
     decays = torch.exp(times * A)
     inputs = times * hidden_states[0].t()[:, :, None] * B[0].t()[:, None, :]
     states = _scan(decays, inputs, layer.past(_STATE))
-    made = (states @ C[0].t()[:, :, None])[:, :, 0].t()[None]
+    result = (states @ C[0].t()[:, :, None])[:, :, 0].t()[None]
     if D is not None:
-        made = made + hidden_states * D[:, None]
+        result = result + hidden_states * D[:, None]
     if z is not None:
-        made = made * functional.silu(z)
-    return made, states[states.shape[0] - 1 :]
+        result = result * functional.silu(z)
+    return result, states[states.shape[0] - 1 :]
 
 
-def _without_padding(layer: StateLayer, numbers: torch.Tensor) -> torch.Tensor:
-    """Return numbers of tokens [..., L] with zeros for padding."""
+def _without_padding(layer: StateLayer, values: torch.Tensor) -> torch.Tensor:
+    """Return values of tokens [..., L] with zeros for padding."""
     real = layer.span.real
-    return numbers if real is None else numbers * real
+    return values if real is None else values * real
 
 
 def _scan(decays: torch.Tensor, inputs: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
-    """Return all states of a recurrence: each is the one before times a decay, plus an input.
+    """Return all states [L, K, N] of h_t = decays_t * h_(t-1) + inputs_t.
 
-    The tokens are cut into blocks, as many as a block has tokens. All blocks advance together, as
-    if each began at zero; then what each begins with goes from block to block. That is twice the
-    root of L steps, and little more arithmetic than L steps would be.
+    A blocked scan: the tokens are cut into about sqrt(L) blocks of sqrt(L) tokens. All blocks
+    advance together from zero; then the initial states are passed from block to block. That is
+    2 sqrt(L) steps, and little more arithmetic than L steps.
 
     Args:
         decays: [L, K, N].
@@ -180,16 +183,16 @@ def _scan(decays: torch.Tensor, inputs: torch.Tensor, past: torch.Tensor) -> tor
     padding = (0, 0, 0, 0, 0, blocks * size - length)
     if blocks * size > length:
         decays, inputs = functional.pad(decays, padding), functional.pad(inputs, padding)
-    kept = [step[:, 0] for step in decays.reshape(blocks, size, *sizes).split(1, dim=1)]
-    made = [step[:, 0] for step in inputs.reshape(blocks, size, *sizes).split(1, dim=1)]
+    products = [step[:, 0] for step in decays.reshape(blocks, size, *sizes).split(1, dim=1)]
+    sums = [step[:, 0] for step in inputs.reshape(blocks, size, *sizes).split(1, dim=1)]
     for step in range(1, size):
-        made[step] = made[step] + kept[step] * made[step - 1]
-        kept[step] = kept[step] * kept[step - 1]
-    begins = [past]
+        sums[step] = sums[step] + products[step] * sums[step - 1]
+        products[step] = products[step] * products[step - 1]
+    initial = [past]
     for block in range(blocks - 1):
-        begins.append(made[-1][block : block + 1] + kept[-1][block : block + 1] * begins[-1])
-    begin = torch.cat(begins)[:, None]
-    states = torch.stack(made, dim=1) + torch.stack(kept, dim=1) * begin
+        initial.append(sums[-1][block : block + 1] + products[-1][block : block + 1] * initial[-1])
+    initials = torch.cat(initial)[:, None]
+    states = torch.stack(sums, dim=1) + torch.stack(products, dim=1) * initials
     return states.reshape(blocks * size, *sizes)[:length]
 
 
@@ -206,55 +209,59 @@ def chunk_scan(
     *,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf),
-    **others: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute Mamba 2's recurrence, which has one decay for each head, by products of matrices.
+    """Mamba 2's recurrence (SSD, arXiv:2405.21060) as matrix products; every head has one decay.
 
-    A token takes from another what attention without softmax would, times the decays between them.
+    h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t^T; y_t = h_t C_t + D x_t. As attention without softmax:
+    y_t = sum_(s<=t) (C_t . B_s) d(s, t) dt_s x_s + d(0, t) h_0 C_t + D x_t, where d(s, t) is the
+    product of the decays of the tokens s + 1 to t.
 
     Args:
         layer: Has the state [1, H, P, N] before the call.
         hidden_states: [1, L, H, P].
         dt: Time steps [1, L, H].
-        A: Logarithms of decays in a time step of 1, [H].
-        B: Into the state, [1, L, G, N], for each group of heads.
-        C: Out of the state, [1, L, G, N].
+        A: Logarithms of the decays per unit of time, [H].
+        B: Input weights of the state for each group of heads, [1, L, G, N].
+        C: Output weights of the state, [1, L, G, N].
         chunk_size: Ignored: the call is one chunk.
-        D: Past the state, [H].
+        D: Skip connection, [H].
         dt_bias: Added to the time steps, [H].
-        dt_softplus: Whether time steps are then made positive.
+        dt_softplus: Whether softplus is then applied to the time steps.
         dt_limit: Bounds of the time steps.
-        others: Arguments that choose an implementation.
+        options: Arguments that choose an implementation, ignored.
 
     Returns:
-        [1, L, H, P], and the state behind the last token.
+        [1, L, H, P], and the state after the last token.
     """
-    del chunk_size, others
+    del chunk_size, options
     steps = dt if dt_bias is None else dt + dt_bias
     steps = functional.softplus(steps) if dt_softplus else steps
     steps = _limited(steps, dt_limit).transpose(1, 2)[0]
     steps = _without_padding(layer, steps)  # [H, L]
     _, length, heads, width = hidden_states.shape
     groups, numbers = B.shape[2:]
-    each = heads // groups
+    per_group = heads // groups
     into, out = B[0].transpose(0, 1), C[0].transpose(0, 1)  # [G, L, N]
     inputs = hidden_states[0].transpose(0, 1) * steps[:, :, None]  # [H, L, P]
     between, since = _decays(steps * A[:, None])
-    past = layer.past(_STATE).reshape(groups, each * width, numbers)
+    past = layer.past(_STATE).reshape(groups, per_group * width, numbers)
 
-    # [G, L, L] of each group times [G, H / G, L, L] of its heads.
-    shares = (out @ into.transpose(1, 2))[:, None] * between.reshape(groups, each, length, length)
+    # [G, 1, L, L] of each group times [G, H / G, L, L] of its heads.
+    decays = between.reshape(groups, per_group, length, length)
+    shares = (out @ into.transpose(1, 2))[:, None] * decays
     own = shares.reshape(heads, length, length) @ inputs
-    earlier = (out @ past.transpose(1, 2)).reshape(groups, length, each, width).transpose(1, 2)
-    made = own + earlier.reshape(heads, length, width) * since
+    earlier = (out @ past.transpose(1, 2)).reshape(groups, length, per_group, width)
+    earlier = earlier.transpose(1, 2)
+    result = own + earlier.reshape(heads, length, width) * since
     if D is not None:
-        made = made + hidden_states[0].transpose(0, 1) * D[:, None, None]
+        result = result + hidden_states[0].transpose(0, 1) * D[:, None, None]
 
-    kept = between[:, length - 1, :, None]  # of each token's input at the last token, [H, L, 1]
-    added = (inputs * kept).transpose(1, 2).reshape(groups, each * width, length) @ into
+    to_last = between[:, length - 1, :, None]  # decay from each token to the last, [H, L, 1]
+    added = (inputs * to_last).transpose(1, 2).reshape(groups, per_group * width, length) @ into
     state = past.reshape(heads, width * numbers) * since[:, length - 1]
     state = state.reshape(1, heads, width, numbers) + added.reshape(1, heads, width, numbers)
-    return made.transpose(0, 1)[None].contiguous(), state
+    return result.transpose(0, 1)[None].contiguous(), state
 
 
 def _limited(steps: torch.Tensor, limits: tuple[float, float]) -> torch.Tensor:
@@ -272,85 +279,89 @@ def gated_delta_rule(
     g: torch.Tensor,
     beta: torch.Tensor,
     use_qk_l2norm_in_kernel: bool = False,
-    **others: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a recurrence that takes from the state what it has for a key before it adds to it.
+    """Gated delta rule: S_t = exp(g_t) S_(t-1) + k_t u_t^T; o_t = S_t^T q_t / sqrt(K).
 
-    What each token adds depends on what earlier ones added: a triangular system of the tokens.
+    The added value is u_t = beta_t (v_t - exp(g_t) S_(t-1)^T k_t) (arXiv:2412.06464). For all
+    tokens this is a triangular system: (I + beta tril(D * K K^T, -1)) U = beta (V - G K S_0), where
+    D has the decays between two tokens, and G the decays from the start.
 
     Args:
         layer: Has the state [1, H, K, V] before the call.
-        query: [1, L, G, K], for each group of heads.
+        query: Queries of each group of heads, [1, L, G, K].
         key: [1, L, G, K].
         value: [1, L, H, V].
         g: Logarithms of decays, [1, L, H].
-        beta: Shares of the value that are taken, [1, L, H].
-        use_qk_l2norm_in_kernel: Whether queries and keys become unit vectors.
-        others: Arguments that choose an implementation.
+        beta: Step size of the update, [1, L, H].
+        use_qk_l2norm_in_kernel: Whether queries and keys are normalized to unit length.
+        options: Arguments that choose an implementation, ignored.
 
     Returns:
-        [1, L, H, V], and the state behind the last token.
+        [1, L, H, V], and the state after the last token.
     """
-    del others
+    del options
     length, heads = value.shape[1:3]
-    queries, keys = (_of_heads(each, heads, unit=use_qk_l2norm_in_kernel) for each in (query, key))
+    queries, keys = (_of_heads(x, heads, unit=use_qk_l2norm_in_kernel) for x in (query, key))
     queries = queries * queries.shape[2] ** -0.5
     values = value[0].transpose(0, 1)  # [H, L, V]
-    taken = _without_padding(layer, beta[0].t())[:, :, None]
+    rates = _without_padding(layer, beta[0].t())[:, :, None]
     between, since = _decays(_without_padding(layer, g[0].t()))
     past = layer.past(_STATE)[0]
 
-    alike = keys @ keys.transpose(1, 2) * between
-    solved = _inverse(taken * alike)
-    added = solved @ (taken * values) - (solved @ (taken * since * keys)) @ past
+    similarity = keys @ keys.transpose(1, 2) * between
+    inverse = _inverse(rates * similarity)
+    added = inverse @ (rates * values) - (inverse @ (rates * since * keys)) @ past
     shares = queries @ keys.transpose(1, 2) * between
-    made = (since * queries) @ past + shares @ added
-    kept = keys * between[:, length - 1, :, None]
-    state = past * since[:, length - 1 :] + kept.transpose(1, 2) @ added
-    return made.transpose(0, 1)[None].contiguous(), state[None]
+    result = (since * queries) @ past + shares @ added
+    decayed_keys = keys * between[:, length - 1, :, None]
+    state = past * since[:, length - 1 :] + decayed_keys.transpose(1, 2) @ added
+    return result.transpose(0, 1)[None].contiguous(), state[None]
 
 
 def _of_heads(vectors: torch.Tensor, heads: int, *, unit: bool) -> torch.Tensor:
-    """Return vectors [1, L, G, K] of groups as vectors [H, L, K] of their heads."""
+    """Repeat vectors [1, L, G, K] of groups for their heads: [H, L, K]."""
     if unit:
         vectors = vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + 1e-6)
     _, length, groups, width = vectors.shape
-    each = heads // groups
-    return vectors[0].transpose(0, 1).repeat_interleave(each, dim=0).reshape(heads, length, width)
+    per_group = heads // groups
+    repeated = vectors[0].transpose(0, 1).repeat_interleave(per_group, dim=0)
+    return repeated.reshape(heads, length, width)
 
 
-def _inverse(below: torch.Tensor) -> torch.Tensor:
-    """Return the inverse of one plus what a matrix [H, L, L] has below its diagonal.
+def _inverse(matrix: torch.Tensor) -> torch.Tensor:
+    """Return (I + tril(M, -1))^-1 of a matrix M [H, L, L].
 
-    Blocks on the diagonal are inverted, then pairs of neighbours joined, until there is one. The
-    sum of powers would be shorter, but its terms grow far beyond the result when keys are alike.
+    Diagonal blocks are inverted, and neighbours merged, with doubling sizes: for A and D inverted,
+    [[A, 0], [C, D]]^-1 = [[A', 0], [-D' C A', D']]. The Neumann series would be shorter, but its
+    terms grow far beyond the result when keys are similar.
     """
-    length = below.shape[1]
-    inverse = torch.eye(length).expand(below.shape)
-    places = torch.arange(length)
+    length = matrix.shape[1]
+    inverse = torch.eye(length).expand(matrix.shape)
+    indices = torch.arange(length)
     size = 1
     while size < length:
-        block = places // size
+        block = indices // size
         pair = (block[:, None] == block[None] + 1) & (block[None] % 2 == 0)
-        inverse = inverse - inverse @ (below * pair.to(below.dtype)) @ inverse
+        inverse = inverse - inverse @ (matrix * pair.to(matrix.dtype)) @ inverse
         size *= 2
     return inverse
 
 
 def _decays(logarithms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what is kept between two tokens, and since before the first one.
+    """Return the products of decays between two tokens, and from the start to each token.
 
     Args:
-        logarithms: Of each token's decay, [H, L].
+        logarithms: Logarithm of each token's decay, [H, L].
 
     Returns:
         [H, L, L], from the column's token to the row's, zero for later columns; and [H, L, 1].
     """
     length = logarithms.shape[1]
-    known = torch.ones(length, length).tril()
-    # Sums of only what lies between: differences of sums would lose digits.
-    summed = known @ (logarithms[:, :, None] * known.tril(-1))
-    return torch.exp(summed) * known, torch.exp(known @ logarithms[:, :, None])
+    causal = torch.ones(length, length).tril()
+    # Sums over the tokens in between: differences of running sums would lose digits.
+    summed = causal @ (logarithms[:, :, None] * causal.tril(-1))
+    return torch.exp(summed) * causal, torch.exp(causal @ logarithms[:, :, None])
 
 
 _FUNCTIONS: Mapping[str, tuple[Callable[..., Any], int]] = {
@@ -358,4 +369,4 @@ _FUNCTIONS: Mapping[str, tuple[Callable[..., Any], int]] = {
     "mamba2_chunk_scan": (chunk_scan, 4),
     "torch_chunk_gated_delta_rule": (gated_delta_rule, 4),
 }
-"""Functions by the name that modules of ``transformers`` call, and the rank of the states."""
+"""Our functions by the name of the replaced function, with the rank of the state."""

@@ -1,9 +1,8 @@
-"""T5 in fp16: the sums that its layers add to are kept smaller by a factor.
+"""T5 in fp16: the residual stream is scaled down.
 
-The sums of T5 have been seen above 65504, the largest fp16 number, and its modules clamp them.
-Every layer reads them through a norm that does not depend on their size, so a factor of all terms
-changes nothing but the epsilon of the norms, which gets it as well. The factor is a power of two:
-fp32 numbers are exact.
+T5's residual stream exceeds 65504, the largest fp16 number, and its modules clamp it. Every layer
+reads it through an RMS norm, which is scale-invariant except for its epsilon: with the factor f of
+all terms and f^2 of epsilon the result is the same. f is a power of two, so it is exact in fp32.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from coreml_delegate.llm.norms import RMSNorm
 from coreml_delegate.llm.stored_weights import StoredWeight
 
 FACTOR = 1 / 16
-"""The root of the epsilon 1e-6 times this is still a normal fp16 number."""
+"""sqrt(1e-6) times this, the root of the scaled epsilon, is still a normal fp16 number."""
 
 
 class ScaledEmbedding(nn.Module):
-    """An embedding, times a factor.
+    """An embedding times ``FACTOR``.
 
     Args:
-        embedding: The embedding, whose weight others may share.
+        embedding: The embedding; its weight may be shared.
     """
 
     def __init__(self, embedding: nn.Module) -> None:
@@ -38,7 +37,7 @@ class ScaledEmbedding(nn.Module):
 
 
 def scale_residuals(model: Any) -> None:
-    """Scale what the layers of T5 add up; other models are left as they are.
+    """Scale the residual stream of T5; other models are not changed.
 
     Args:
         model: An encoder-decoder model whose norms are ``RMSNorm``; changed.
@@ -55,9 +54,9 @@ def scale_residuals(model: Any) -> None:
 
 
 def _last_factor(module: Any) -> Any:
-    """Return the linear layer whose weight is a factor of what a layer adds, or None.
+    """Return the linear layer that scales with a module's residual branch, or None.
 
-    Of a gated layer it is the one that is not in the activation, whose product may be as large.
+    For a gated layer wo(gelu(wi_0 x) * wi_1 x) it is wi_1, because the product may overflow too.
     """
     if hasattr(module, "wo"):
         return getattr(module, "wi_1", module.wo)

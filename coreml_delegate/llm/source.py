@@ -1,4 +1,4 @@
-"""The source that an encoder-decoder model takes, and how its answers begin."""
+"""Constants of an encoder-decoder model: its source, and the start of its answers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class SourceKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Spectrogram:
-    """How the spectrogram of a recording is computed.
+    """Settings of the spectrogram of a recording.
 
     Attributes:
-        sampling_rate: Samples a second.
+        sampling_rate: Samples per second.
         hop_length: Samples from one frame to the next.
         fft_size: Samples of a frame.
     """
@@ -34,15 +34,15 @@ class Spectrogram:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The facts about an encoder-decoder model that a decoder alone has not.
+    """The constants that only an encoder-decoder model has.
 
     Attributes:
-        kind: What the encoder takes.
+        kind: Kind of the encoder's input.
         length: Tokens of the longest source text, or frames of a spectrogram.
-        start: Tokens that every answer begins with.
+        start: Tokens at the start of every answer.
         suppressed: Tokens that are never generated.
-        first_suppressed: Tokens that are not generated first.
-        spectrogram: How a recording becomes a spectrogram.
+        first_suppressed: Tokens that are not generated as the first token.
+        spectrogram: Settings of spectrograms.
     """
 
     kind: SourceKind
@@ -53,17 +53,17 @@ class Source:
     spectrogram: Spectrogram = Spectrogram()
 
     def suppress(self, logits: torch.Tensor, *, first: bool) -> torch.Tensor:
-        """Return logits [V] in which suppressed tokens have no chance.
+        """Return logits [V] with -inf for suppressed tokens.
 
         Args:
-            logits: Of the next token.
-            first: Whether it is the first that is generated.
+            logits: Logits [V] of the next token.
+            first: Whether it is the first generated token.
         """
         tokens = [*self.suppressed, *(self.first_suppressed if first else ())]
         return logits.index_fill(0, torch.tensor(tokens), -torch.inf) if tokens else logits
 
     def constants(self) -> dict[str, Any]:
-        """Return the constant methods by name; those of defaults are left out."""
+        """Return the values of constant methods by name, without defaults."""
         return {
             _KIND: self.kind.value,
             _LENGTH: self.length,
@@ -82,10 +82,10 @@ class Source:
 
     @classmethod
     def read(cls, values: Mapping[str, Sequence[Any]]) -> Source | None:
-        """Return the source that constant methods describe, or None for a decoder alone.
+        """Read the source from constants; return None for a decoder-only model.
 
         Args:
-            values: What the constant methods return, by name; ``NAMES`` are read.
+            values: Results of the constant methods by name; ``NAMES`` are read.
         """
         if _KIND not in values:
             return None

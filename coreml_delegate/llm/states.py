@@ -1,9 +1,9 @@
-"""States that a layer keeps whole, behind the interface of ``transformers``.
+"""States of convolutions and recurrences with the interface of ``transformers``.
 
-A convolution keeps the inputs before the next token, a recurrence what it has made of all earlier
-tokens. Unlike keys and values such a state has no row for each token: every call replaces it. It
-is that of the last token of a call, whatever the padding behind it is, and before the first token
-of a text it counts as zero, whatever a caller passes.
+The state of a causal convolution is its last inputs, the state of a recurrence is h_t. Unlike keys
+and values, a state has no row per token: every call replaces it. It is the state after the call's
+last token, without padding, and before the first token of a text it is zero, whatever a caller
+passes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coreml_delegate.third_party import transformers
 
 if TYPE_CHECKING:
     from transformers.cache_utils import LinearAttentionCacheLayerMixin
-else:  # which says what to install if it is missing
+else:  # its error names the package to install
     LinearAttentionCacheLayerMixin = transformers().cache_utils.LinearAttentionCacheLayerMixin
 
 Name = tuple[str, int]
@@ -35,7 +35,7 @@ class State:
 
     Attributes:
         name: Kind and number.
-        shape: [1, channels, inputs] of a convolution, [1, ...] of a recurrence.
+        shape: [1, channels, inputs] for a convolution, [1, ...] for a recurrence.
     """
 
     name: Name
@@ -43,29 +43,29 @@ class State:
 
 
 def read_states(layer: Any) -> tuple[State, ...]:
-    """Return the states of a layer of a cache of ``transformers`` that has seen a token.
+    """Return the states of a cache layer of ``transformers`` that has processed a token.
 
-    Such a cache keeps as many inputs as the convolution is wide; the oldest is not needed.
+    The cache holds as many inputs as the convolution's kernel size; the oldest is not needed.
     """
-    made: list[State] = []
+    states: list[State] = []
     for kind, tensors, unused in (
         (CONVOLUTION, getattr(layer, "conv_states", {}), 1),
         (RECURRENCE, getattr(layer, "recurrent_states", {}), 0),
     ):
         for number, tensor in tensors.items():
             if tensor is not None:
-                *others, last = tensor.shape
-                made.append(State((kind, number), (*others, last - unused)))
-    return tuple(made)
+                *sizes, last = tensor.shape
+                states.append(State((kind, number), (*sizes, last - unused)))
+    return tuple(states)
 
 
 class Span:
-    """The tokens of a call: whether any came before, and which are padding.
+    """The tokens of a call: their position, and which of them are padding.
 
     Args:
         position: Number of tokens before the call, [1], int64.
         length: Number L of the call's tokens, padding included.
-        last: Index of the last token that is no padding, [1], int64; None if there is no padding.
+        last: Index of the last token that is not padding, [1], int64; None without padding.
     """
 
     def __init__(self, position: torch.Tensor, length: int, last: torch.Tensor | None) -> None:
@@ -74,13 +74,13 @@ class Span:
         self._last = last
 
     @cached_property
-    def begun(self) -> torch.Tensor:
-        """Whether a token came before, [1], bool."""
+    def is_continued(self) -> torch.Tensor:
+        """Whether the call follows earlier tokens, [1], bool."""
         return self._position > 0
 
     @cached_property
     def real(self) -> torch.Tensor | None:
-        """1 for a token and 0 for padding, [L], fp32; None if there is no padding."""
+        """1 for a token and 0 for padding, [L], fp32; None without padding."""
         if self._last is None:
             return None
         return (torch.arange(self._length) <= self._last).to(torch.float32)
@@ -89,23 +89,22 @@ class Span:
         """Return the inputs [1, C, count] that end with the last token.
 
         Args:
-            inputs: Of earlier tokens, then of the call's tokens, [1, C, count + L].
+            inputs: Inputs of earlier tokens, then of the call's tokens, [1, C, count + L].
             count: Number of inputs.
         """
         if self._last is None:
             return inputs[:, :, inputs.shape[2] - count :]
-        # A product with zeros and ones: coremltools cannot write what a gather returns to a state.
-        places = torch.arange(inputs.shape[2])[:, None]
-        chosen = places == self._last + torch.arange(1, count + 1)
+        # A product with zeros and ones: coremltools cannot write the result of a gather to a state.
+        indices = torch.arange(inputs.shape[2])[:, None]
+        chosen = indices == self._last + torch.arange(1, count + 1)
         return inputs @ chosen.to(inputs.dtype)
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):
     """The states of one layer during one call; inputs of the call, or buffers of a module.
 
-    ``transformers`` is told that there is no earlier state: a module then takes the way of whole
-    texts, which is right for one token too, and gets what is earlier from ``update_conv_state`` and
-    ``past``.
+    To ``transformers`` the layer has no earlier state: a module then runs its prefill code, which
+    is right for one token too, and gets earlier states from ``update_conv_state`` and ``past``.
 
     Args:
         states: Tensors of earlier calls, by name.
@@ -122,26 +121,26 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     @property
     def replaced(self) -> list[torch.Tensor]:
-        """The new states, in the order of the earlier ones."""
+        """The new states, in the order of the earlier states."""
         return [self._replaced[name] for name in self._states]
 
     def past(self, name: Name) -> torch.Tensor:
         """Return a state before the call; zero at the beginning of a text."""
-        return torch.where(self.span.begun, self._states[name], 0.0)
+        return torch.where(self.span.is_continued, self._states[name], 0.0)
 
     def replace(self, name: Name, state: torch.Tensor) -> None:
-        """Take a state as it is behind the call's last token."""
+        """Set a state after the call's last token."""
         self._replaced[name] = state
         if self._write:
             self._states[name].copy_(state)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: there is no storage of its own."""
+        """Do nothing: the layer has no storage of its own."""
 
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """Take the inputs [1, C, L] of a convolution; return those it needs, earlier ones first."""
+        """Prepend earlier inputs to the inputs [1, C, L] of a convolution, and set its state."""
         del kwargs
         name = (CONVOLUTION, state_idx)
         past = self.past(name)
@@ -152,7 +151,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """Take the state of a recurrence behind the last token; return it."""
+        """Set the state of a recurrence after the last token; return it."""
         del kwargs
         self.replace((RECURRENCE, state_idx), recurrent_states)
         return recurrent_states
@@ -161,5 +160,5 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 def take_states(
     states: Sequence[State], tensors: Iterator[torch.Tensor]
 ) -> dict[Name, torch.Tensor]:
-    """Take the next tensors, one for each state."""
+    """Take the next tensors of an iterator, one for each state."""
     return {state.name: next(tensors) for state in states}

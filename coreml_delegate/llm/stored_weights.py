@@ -1,7 +1,7 @@
-"""Weights that stay in their files until something is computed with them.
+"""Weights that stay in their files until an operator reads them.
 
-A model of a billion parameters takes 5 GB in fp32. While it is tried, and quantized layer by layer,
-only one of its matrices has to be in memory at a time.
+A model of a billion parameters takes 5 GB in fp32. While it is checked and quantized layer by
+layer, only one of its matrices has to be in memory at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 _ATEN: Any = torch.ops.aten
 _VIEWS = (_ATEN.detach.default, _ATEN.alias.default)
-"""Operators that return the whole of their argument."""
+"""Operators that return their argument unchanged."""
 
 _MOVES = (
     _ATEN.cat.default,
@@ -27,21 +27,21 @@ _MOVES = (
     _ATEN.transpose.int,
     _ATEN.view.default,
 )
-"""Operators that only move elements, which is done when the result is read.
+"""Operators that only move elements; they run when their result is read.
 
 ``transformers`` stacks the matrices of experts while it loads them.
 """
 
 
 class StoredWeight(torch.Tensor):
-    """Matrices in files, as a tensor in fp32 that is read each time an operator takes it.
+    """An fp32 tensor in files, which is read each time an operator uses it.
 
     Args:
-        read: Reads the matrices; returns a contiguous tensor in fp32.
+        read: Reads the files; returns a contiguous fp32 tensor.
         shape: Its shape.
 
     Attributes:
-        read: As given.
+        read: The argument.
     """
 
     @staticmethod
@@ -69,10 +69,10 @@ class StoredWeight(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Compute with the matrices, read for this operator alone.
+        """Run an operator on the weights, which are read only for this operator.
 
         Raises:
-            TypeError: The operator writes to its arguments, which would be lost.
+            TypeError: The operator writes to its arguments; the result would be lost.
         """
         if func in _VIEWS:
             return cls(args[0].read, args[0].shape)
@@ -86,7 +86,7 @@ class StoredWeight(torch.Tensor):
 
 
 def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StoredWeight:
-    """Return what an operator makes of weights, which are read when the result is."""
+    """Return an operator's result as a stored weight, which runs the operator when it is read."""
 
     def read() -> torch.Tensor:
         return func(
@@ -104,26 +104,26 @@ def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StoredWe
 def stored_weights(files: Iterable[Path]) -> Mapping[str, torch.Tensor]:
     """Return the weights of ``safetensors`` files by name, floats in fp32.
 
-    Matrices and stacked ones are instances of ``StoredWeight``; vectors are in memory.
+    Tensors of two or more dimensions are instances of ``StoredWeight``; vectors are in memory.
     """
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for path in files:
-        # Mapped files would count as memory, beside what is made of them.
+        # Mapped files would count as memory, in addition to the tensors made of them.
         file: Any = safe_open(path, framework="pt", backend="pread")
-        for name in file.keys():  # noqa: SIM118 - no mapping
+        for name in file.keys():  # noqa: SIM118 - not a mapping
             shape = torch.Size(file.get_slice(name).get_shape())
             read = partial(_read, file, name)
-            found[name] = StoredWeight(read, shape) if len(shape) >= 2 else read()
-    return found
+            weights[name] = StoredWeight(read, shape) if len(shape) >= 2 else read()
+    return weights
 
 
 def in_memory(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight, read if it is in a file."""
+    """Return a weight; read a ``StoredWeight``."""
     return weight.read() if isinstance(weight, StoredWeight) else weight
 
 
 def read_weights(model: nn.Module) -> None:
-    """Read the weights of a model that are in files; what is tied stays tied."""
+    """Read the stored weights of a model into memory; tied weights stay tied."""
     read: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

@@ -1,4 +1,4 @@
-"""Tokenizers, and the text of a stream of tokens."""
+"""Tokenizers, and incremental decoding of a stream of tokens."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from coreml_delegate.third_party import import_optional
 
 TOKENIZER = "tokenizer.json"
 _BYTES = 256
-_BEYOND = 16
-_UNFINISHED = "\ufffd"
+_MOST_SPECIAL = 16  # tokens of a byte vocabulary that are not bytes
+_REPLACEMENT = "\ufffd"  # for the bytes of an incomplete character
 IMAGE = "<image>"
-"""Text that stands for an image where tokens are bytes."""
+"""Text of an image token in the byte tokenizer."""
 
 
 class Tokenizer(Protocol):
     """Converts text to tokens and back."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, with the tokens that begin one."""
+        """Return the tokens of a text, including tokens that begin a text."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens; bytes that are no character yet become U+FFFD."""
+        """Return the text of tokens; bytes of an incomplete character become U+FFFD."""
         ...
 
 
@@ -33,8 +33,8 @@ class ByteTokenizer:
     """Tokenizer in which every byte of UTF-8 is a token; tokens above 255 have no text.
 
     Args:
-        bos: Token put before a text, or None.
-        image: Token of the text ``IMAGE``; None if that is a text as any other.
+        bos: Token before every text, or None.
+        image: Token of the text ``IMAGE``; None to encode it as bytes.
     """
 
     def __init__(self, bos: int | None = None, image: int | None = None) -> None:
@@ -45,9 +45,9 @@ class ByteTokenizer:
         """See ``Tokenizer``."""
         if self._image is None:
             return [*self._before, *text.encode()]
-        first, *others = (part.encode() for part in text.split(IMAGE))
-        behind = (token for part in others for token in (self._image, *part))
-        return [*self._before, *first, *behind]
+        first, *parts = (part.encode() for part in text.split(IMAGE))
+        following = (token for part in parts for token in (self._image, *part))
+        return [*self._before, *first, *following]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """See ``Tokenizer``."""
@@ -55,10 +55,10 @@ class ByteTokenizer:
 
 
 def tokenizer_file(path: Path) -> Path:
-    """Return the file of a tokenizer, given it or its folder.
+    """Return the ``tokenizer.json`` of a path to it or to its folder.
 
     Raises:
-        OptionError: There is none.
+        OptionError: The file does not exist.
     """
     file = path / TOKENIZER if path.is_dir() else path
     if not file.is_file():
@@ -105,12 +105,11 @@ def load_tokenizer(
         image: Token that stands for an image, or None.
 
     Raises:
-        OptionError: The file cannot be read; or none is given, and the vocabulary is not one of
-            bytes.
+        OptionError: The file cannot be read; or ``path`` is None, and the vocabulary is not bytes.
     """
     if path is not None:
         return FileTokenizer(path)
-    if not _BYTES <= vocabulary <= _BYTES + _BEYOND:
+    if not _BYTES <= vocabulary <= _BYTES + _MOST_SPECIAL:
         raise OptionError(
             f"the model has {vocabulary} tokens, which are not bytes",
             remedy="Pass --tokenizer with the model's tokenizer.json",
@@ -119,7 +118,7 @@ def load_tokenizer(
 
 
 class TextStream:
-    """Returns the text of tokens that come one by one, as soon as it is certain.
+    """Decodes tokens one by one, and returns text as soon as later tokens cannot change it.
 
     Args:
         tokenizer: Decodes the tokens.
@@ -130,43 +129,43 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stops = tuple(stop for stop in stops if stop)
         self._tokens: list[int] = []
-        # Decoding starts some tokens back, because a token's text depends on those before it.
+        # Decoding starts some tokens back, because a token's text depends on the tokens before it.
         self._start = 0
-        self._shown = 0  # tokens whose text is in _held or returned
-        self._held = ""
+        self._decoded = 0  # number of tokens whose text is in _pending or returned
+        self._pending = ""  # text that may be the start of a stop text
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Take a token; return the text that has become certain."""
+        """Add a token; return the text that is now certain."""
         self._tokens.append(token)
-        before = self._tokenizer.decode(self._tokens[self._start : self._shown])
+        before = self._tokenizer.decode(self._tokens[self._start : self._decoded])
         now = self._tokenizer.decode(self._tokens[self._start :])
-        if now.endswith(_UNFINISHED):
+        if now.endswith(_REPLACEMENT):
             return ""
-        self._start, self._shown = self._shown, len(self._tokens)
+        self._start, self._decoded = self._decoded, len(self._tokens)
         return self._release(now[len(before) :], ended=False)
 
     def end(self) -> str:
-        """Return the text held back so far; no token follows."""
+        """Return the pending text; no token follows."""
         if self.stopped:
             return ""
-        before = self._tokenizer.decode(self._tokens[self._start : self._shown])
+        before = self._tokenizer.decode(self._tokens[self._start : self._decoded])
         now = self._tokenizer.decode(self._tokens[self._start :])
-        self._start = self._shown = len(self._tokens)
+        self._start = self._decoded = len(self._tokens)
         return self._release(now[len(before) :], ended=True)
 
     def _release(self, text: str, *, ended: bool) -> str:
-        held = self._held + text
-        found = [place for stop in self._stops if (place := held.find(stop)) >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return held[: min(found)]
-        keep = 0 if ended else max((_overlap(held, stop) for stop in self._stops), default=0)
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep]
+        pending = self._pending + text
+        starts = [start for stop in self._stops if (start := pending.find(stop)) >= 0]
+        if starts:
+            self.stopped, self._pending = True, ""
+            return pending[: min(starts)]
+        keep = 0 if ended else max((_overlap(pending, stop) for stop in self._stops), default=0)
+        self._pending = pending[len(pending) - keep :]
+        return pending[: len(pending) - keep]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of ``text`` may begin ``stop``."""
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     sizes = range(min(len(text), len(stop) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)

@@ -1,7 +1,7 @@
-"""Models of ``transformers`` that read images: a tower, a projector, and a language model.
+"""Models of ``transformers`` that read images: a vision tower, a projector, and a language model.
 
-The projector turns an image into embeddings, which stand among those of the tokens. So the language
-model is exported from embeddings on, and what makes them are two methods: ``vision`` and ``embed``.
+The projector turns an image into embeddings, which replace the embeddings of its image token. So
+the language model takes embeddings, and two more methods compute them: ``vision`` and ``embed``.
 """
 
 from __future__ import annotations
@@ -25,40 +25,39 @@ class _Family:
     """How the modules of an architecture turn an image into embeddings."""
 
     def prepare(self, model: Any, size: tuple[int, int]) -> None:
-        """Replace modules that cannot be exported, of a model for images of a height and width."""
+        """Replace modules that cannot be exported, for images of a height and width."""
 
-    def given(self, pixels: torch.Tensor) -> torch.Tensor:
+    def model_input(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return pixels [1, 3, H, W] in the shape that the unchanged model takes."""
         return pixels
 
     def see(self, model: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [1, N, width] that the model puts in the place of image tokens."""
-        found = model.get_image_features(pixel_values=self.given(pixels)).pooler_output
-        rows = found if isinstance(found, torch.Tensor) else torch.cat(tuple(found))
+        """Return the embeddings [1, N, width] that replace image tokens."""
+        features = model.get_image_features(pixel_values=self.model_input(pixels)).pooler_output
+        rows = features if isinstance(features, torch.Tensor) else torch.cat(tuple(features))
         return rows.reshape(1, -1, rows.shape[-1])
 
 
 class _Padded(_Family):
-    """Towers that take padding, here for images without any.
+    """Towers that take padded images, here for images without padding.
 
-    The model leaves out images that are all zero, which depends on values, so the tower is called
-    without that.
+    The model skips images that are all zero. That depends on values, so only the tower is called.
     """
 
     def prepare(self, model: Any, size: tuple[int, int]) -> None:
-        """Replace the embedding of patches, which derives their positions from the padding."""
+        """Replace the patch embedding, which derives positions from the padding."""
         tower = model.model.vision_model
-        given = tower.embeddings
-        present = torch.ones(1, *(side // given.patch_size for side in size), dtype=torch.bool)
-        found: list[torch.Tensor] = []
-        hook = given.position_embedding.register_forward_hook(
-            lambda *module_inputs_output: found.append(module_inputs_output[-1])
+        original = tower.embeddings
+        present = torch.ones(1, *(side // original.patch_size for side in size), dtype=torch.bool)
+        positions: list[torch.Tensor] = []
+        hook = original.position_embedding.register_forward_hook(
+            lambda *module_inputs_output: positions.append(module_inputs_output[-1])
         )
-        given(pixel_values=torch.zeros(1, 3, *size), patch_attention_mask=present)
+        original(pixel_values=torch.zeros(1, 3, *size), patch_attention_mask=present)
         hook.remove()
-        tower.embeddings = PatchEmbedding(given.patch_embedding, found[0])
+        tower.embeddings = PatchEmbedding(original.patch_embedding, positions[0])
 
-    def given(self, pixels: torch.Tensor) -> torch.Tensor:
+    def model_input(self, pixels: torch.Tensor) -> torch.Tensor:
         """See ``_Family``: the model takes several images of several texts."""
         return pixels[None]
 
@@ -96,50 +95,50 @@ _FAMILIES: Mapping[str, _Family] = {
     "cohere2_vision": _Family(),
     "internvl": _Family(),
 }
-"""By ``model_type``."""
+"""Supported families by ``model_type``."""
 
-_BOTH_WAYS = "attention in both directions among the positions of an image"
-_PLACED = "positions of tokens that depend on the image"
+_BIDIRECTIONAL = "attention in both directions among the positions of an image"
+_POSITIONS = "positions of tokens that depend on the image"
 _TILES = "tiles of an image, whose number depends on its size"
 _LAYERED = "images that enter several layers of the language model"
 _CROSS = "layers of the language model that attend to the image"
 
 REFUSED: Mapping[str, str] = {
-    "paligemma": _BOTH_WAYS,
-    "qwen2_vl": _PLACED,
-    "qwen2_5_vl": _PLACED,
-    "glm4v": _PLACED,
-    "qwen3_vl": f"{_LAYERED}, and {_PLACED}",
+    "paligemma": _BIDIRECTIONAL,
+    "qwen2_vl": _POSITIONS,
+    "qwen2_5_vl": _POSITIONS,
+    "glm4v": _POSITIONS,
+    "qwen3_vl": f"{_LAYERED}, and {_POSITIONS}",
     "llava_next": _TILES,
     "llava_onevision": _TILES,
     "mistral3": "images of any size",
     "idefics": _CROSS,
 }
-"""By ``model_type``, what such a model has that is not supported."""
+"""Unsupported parts of models by ``model_type``."""
 
 FAMILIES = tuple(_FAMILIES)
 """Each ``model_type`` that is supported."""
 
 
 def reads_images(config: Any) -> bool:
-    """Whether a configuration of ``transformers`` is that of a model ``VisionDecoder`` takes."""
+    """Whether ``VisionDecoder`` supports the model of a configuration of ``transformers``."""
     return config.model_type in _FAMILIES
 
 
 def image_size(config: Any) -> tuple[int, int]:
-    """Return the height and width of the images that a model takes, by its configuration.
+    """Return the height and width of a model's images from its configuration.
 
     Raises:
-        OptionError: It takes images of any size.
+        OptionError: The model takes images of any size.
     """
-    given = getattr(config.vision_config, "image_size", None)
-    if given is None:
+    size = getattr(config.vision_config, "image_size", None)
+    if size is None:
         raise OptionError(
             "the model takes images of any size, which is not supported",
             got=f"a vision_config with model_type {config.vision_config.model_type!r}",
             expected="one with image_size",
         )
-    height, width = given if isinstance(given, list | tuple) else (given, given)
+    height, width = size if isinstance(size, list | tuple) else (size, size)
     return int(height), int(width)
 
 
@@ -154,10 +153,10 @@ class VisionDecoder(Decoder):
 
     Attributes:
         size: Height and width of images.
-        positions: Number of positions that an image takes.
+        positions: Number of positions of an image.
 
     Raises:
-        LoweringError: See ``Decoder``; or images make logits that the unchanged model does not.
+        LoweringError: See ``Decoder``; or logits with an image differ from the unchanged model's.
         OptionError: The context is too long for the model, or has no room for an image.
     """
 
@@ -170,7 +169,7 @@ class VisionDecoder(Decoder):
             tokens = _probe_text(model.config.image_token_id, shape[1])
             self._require_room(context, len(tokens), shape[1])
             expected = model(
-                input_ids=torch.tensor([tokens]), pixel_values=family.given(pixels)
+                input_ids=torch.tensor([tokens]), pixel_values=family.model_input(pixels)
             ).logits
             family.prepare(model, size)
         super().__init__(model, context=context, safe_norms=safe_norms)
@@ -184,12 +183,12 @@ class VisionDecoder(Decoder):
             self._check_steps(expected, rows)
 
     @staticmethod
-    def _require_room(context: int, needed: int, positions: int) -> None:
-        if context < needed:
+    def _require_room(context: int, length: int, positions: int) -> None:
+        if context < length:
             raise OptionError(
                 "the context has no room for an image and a text",
                 got=f"a context of {context} tokens",
-                expected=f"at least {needed}, of which the image takes {positions}",
+                expected=f"at least {length}, of which the image takes {positions}",
                 remedy="Export with a larger --context",
             )
 
@@ -199,18 +198,18 @@ class VisionDecoder(Decoder):
             return self._family.see(self.model, pixels)
 
     def language_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules that compute with tokens, by name: all but tower and projector."""
+        """Yield the modules that compute with tokens, by name: all except tower and projector."""
         inside = {id(module) for module in self.model.get_decoder().modules()} | {id(self.head)}
         for name, module in self.named_modules():
             if id(module) in inside:
                 yield name, module
 
     def inputs(self, length: int) -> torch.Tensor:
-        """Return an example of what ``advance`` takes for ``length`` tokens."""
+        """Return example embeddings of ``length`` tokens for ``advance``."""
         return torch.zeros(1, length, self._width)
 
     def input_methods(self, chunk: int) -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
-        """Return the methods that make the inputs of ``advance``, with examples of their own."""
+        """Return the methods that compute the inputs of ``advance``, with example inputs."""
         return {
             VISION: (Vision(self), (torch.zeros(1, 3, *self.size),)),
             EMBED: (Embed(self), (torch.zeros(1, chunk, dtype=torch.long),)),
@@ -242,11 +241,11 @@ class Embed(nn.Module):
 
 
 def read_preparation(config: Any, folder: Path | None) -> Preparation | None:
-    """Return how images are prepared for a model; None for a model of text alone.
+    """Return the preprocessing of a model's images; None for a text-only model.
 
     Args:
         config: Configuration of ``transformers``.
-        folder: Its checkpoint; None stretches images to the model's size.
+        folder: Its checkpoint; None to stretch images to the model's size.
 
     Raises:
         OptionError: See ``Preparation.read``.
@@ -258,7 +257,7 @@ def read_preparation(config: Any, folder: Path | None) -> Preparation | None:
 
 
 def image_input(decoder: Decoder, preparation: Preparation | None) -> ImageInput | None:
-    """Return the facts about images for the layout; None for a decoder of text alone."""
+    """Return the layout's constants about images; None for a text-only decoder."""
     if not isinstance(decoder, VisionDecoder) or preparation is None:
         return None
     return ImageInput(
@@ -270,6 +269,6 @@ def image_input(decoder: Decoder, preparation: Preparation | None) -> ImageInput
 
 
 def _probe_text(image: int, positions: int) -> list[int]:
-    """Return tokens of a text that begins and ends with others than the image."""
+    """Return tokens of a text with an image between other tokens."""
     first, second, third = [token for token in range(4) if token != image][:3]
     return [first, *[image] * positions, second, third]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from coreml_delegate.llm.chat import Conversation
-    from coreml_delegate.llm.generator import Generator, Pace, Sampler
+    from coreml_delegate.llm.generator import Generator, Sampler, Throughput
     from coreml_delegate.llm.layout import Layout
     from coreml_delegate.llm.tokenizer import TextStream, Tokenizer
 
@@ -280,7 +280,7 @@ def _write_json(
     )
 
 
-def _paces(generator: Generator) -> dict[str, Pace]:
+def _paces(generator: Generator) -> dict[str, Throughput]:
     encoder = {} if generator.layout.source is None else {"encode": generator.encoder}
     return {**encoder, "prefill": generator.prefill, "decode": generator.decode}
 

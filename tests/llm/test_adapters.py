@@ -229,22 +229,22 @@ Q = f"{PREFIX}model.layers.0.self_attn.q_proj"
         ),
         (
             {f"{Q.replace('0', '7')}.lora_A.weight": torch.ones(4, 32)},
-            "belong to no module that the adapter changes: got .*layers.7.self_attn",
+            "of modules that the adapter does not change: got .*layers.7.self_attn",
         ),
-        ({f"{Q}.lora_B.bias": torch.ones(32)}, "belong to no module .*: got .*lora_B.bias"),
+        ({f"{Q}.lora_B.bias": torch.ones(32)}, "does not change.*: got .*lora_B.bias"),
         (
             {f"{Q}.lora_magnitude_vector": torch.ones(32), "other": torch.ones(1)},
-            "belong to no module .* and 1 more",
+            "does not change.* and 1 more",
         ),
-        ({f"{Q}.lora_A.weight": torch.full((4, 32), float("nan"))}, "no finite numbers: got .*A"),
-        ({f"{Q}.lora_A.weight": torch.ones(4, 32, dtype=torch.int8)}, "no finite numbers"),
+        ({f"{Q}.lora_A.weight": torch.full((4, 32), float("nan"))}, "not finite floats: got .*A"),
+        ({f"{Q}.lora_A.weight": torch.ones(4, 32, dtype=torch.int8)}, "not finite"),
         (
             {f"{PREFIX}lm_head.base_layer.weight": torch.ones(97, 32)},
-            "brings another weight for lm_head than the base model's",
+            "has another weight for lm_head than the base model",
         ),
         (
             {f"{PREFIX}model.norm.weight": torch.ones(32)},
-            "belong to no module that the adapter changes: got .*model.norm.weight",
+            "of modules that the adapter does not change: got .*model.norm.weight",
         ),
     ],
 )
@@ -292,7 +292,7 @@ def test_folders_and_names(tmp_path):
     with pytest.raises(OptionError, match=r"two adapters have the same name: got 'a'\. Name them"):
         read_adapters([("a", folder), ("a", folder)])
     for name in ("", "a-b", "ü", "a.b"):
-        with pytest.raises(OptionError, match="no part of a method's name"):
+        with pytest.raises(OptionError, match="cannot be part of a method's name"):
             read_adapters([(name, folder)])
     (folder / "adapter_model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(OptionError, match="cannot read an adapter from"):

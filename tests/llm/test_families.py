@@ -45,7 +45,7 @@ def lowered(
     name: str, precision: Precision = Precision.FLOAT32, cache: CacheKind = CacheKind.IO
 ) -> Generator:
     decoder = Decoder(model(name), context=CONTEXT, safe_norms=precision is Precision.FLOAT16)
-    assert decoder.placed == FAMILIES[name].copies
+    assert decoder.ordered == FAMILIES[name].copies
     windows = [layer.window for layer in decoder.layers]
     assert {"": {None}, "all": {WINDOW}, "some": {None, WINDOW}}[FAMILIES[name].window] == set(
         windows

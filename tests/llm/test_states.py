@@ -72,7 +72,7 @@ def test_chunks_of_every_length_continue_a_text(name, chunk):
             logits, *new = prefill(*inputs, caches)
         kept = forward(*inputs)
         for number, (cache, values) in enumerate(zip(caches, new, strict=True)):
-            write_cache(cache, values, start, count, whole=number in made.replaced)
+            write_cache(cache, values, start, count, replace=number in made.replaced)
         start, turn = start + count, turn + 1
         check(logits)
         check(kept)

@@ -328,7 +328,7 @@ def test_prompts_must_fit_their_images():
     image = ImageInput(90, 16, 32, Preparation((56, 56)))
     image.check(PROMPT, PIXELS)
     assert image.length(PROMPT, 2) == 36
-    with pytest.raises(InputError, match=r"got 2 times token 90, and 1 image\. Put it into"):
+    with pytest.raises(InputError, match=r"got 2 times token 90, and 1 image\. Put the token into"):
         image.check(PROMPT, PIXELS[:1])
     with pytest.raises(InputError, match="got 0 times token 90, and 2 images"):
         image.check([1, 2], PIXELS)

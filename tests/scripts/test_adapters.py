@@ -118,8 +118,8 @@ def test_an_unknown_adapter_is_refused(program, capsys):
         (["nowhere"], "nowhere is not an adapter that peft has saved"),
         (["{}/french", "{}/french"], "two adapters have the same name: got 'french'"),
         (["{}/french", "french={}/french"], "two adapters have the same name: got 'french'"),
-        (["to-french={}/french"], "no part of a method's name: got 'to-french'"),
-        (["={}/french"], "no part of a method's name: got ''"),
+        (["to-french={}/french"], "cannot be part of a method's name: got 'to-french'"),
+        (["={}/french"], "cannot be part of a method's name: got ''"),
         (["{}/other"], "does not fit the model: got [4, 24] for"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Lowering of subgraphs to blobs: one at a time, or those of several methods together."""
+"""Lowering of subgraphs to blobs: one at a time, or the subgraphs of several methods together."""

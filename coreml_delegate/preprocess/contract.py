@@ -1,6 +1,6 @@
-"""Checks of the device runtime's contract when a blob is made, rather than when it is loaded.
+"""Ahead-of-time checks of the device runtime's contract.
 
-On the device every failure is one and the same ``InvalidProgram``; here each has its own message.
+On the device every violation is the same ``InvalidProgram``; here each has its own message.
 
 Source: ExecuTorch 1.0 to 1.5, Core ML runtime: ``ETCoreMLModel``, ``backend_delegate``.
 """
@@ -36,7 +36,7 @@ BOUNDARY_DTYPES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """The tensors that cross the boundary of a subgraph, as ExecuTorch will pass them."""
+    """The inputs, outputs and states of a subgraph, as ExecuTorch will pass them."""
 
     inputs: tuple[tuple[str, torch.Tensor], ...]
     outputs: tuple[tuple[str, torch.Tensor], ...]
@@ -62,10 +62,10 @@ def check_program(boundary: Boundary, target: Opset | None) -> None:
 
     Args:
         boundary: The boundary of the subgraph.
-        target: Opset of the deployment target, or None if any may be demanded.
+        target: Opset of the deployment target, or None if any opset is allowed.
 
     Raises:
-        ContractError: The device would refuse the program; the message says which rule.
+        ContractError: The device would refuse the program; the message names the rule.
     """
     if not boundary.outputs:
         raise ContractError("subgraph has no output", expected="at least one")
@@ -79,14 +79,14 @@ def check_program(boundary: Boundary, target: Opset | None) -> None:
             )
         if any(isinstance(d, int) and d == 0 for d in tensor.shape):
             raise ContractError(f"tensor {name!r} is empty", got=str(tuple(tensor.shape)))
-    reasons = [
+    requirements = [
         (bool(boundary.states), f"mutable buffers as states ({', '.join(boundary.states)})"),
         (not boundary.inputs, "a model without inputs"),
     ]
-    for needed, what in reasons:
-        if needed and target is not None and target < STATE_OPSET:
+    for applies, feature in requirements:
+        if applies and target is not None and target < STATE_OPSET:
             raise ContractError(
-                f"{what} need {STATE_OPSET.name} ({STATE_OPSET.platforms})",
+                f"{feature} need {STATE_OPSET.name} ({STATE_OPSET.platforms})",
                 got=f"minimum_deployment_target {target.name}",
                 remedy="Raise it, or set take_over_mutable_buffer=False",
             )
@@ -98,7 +98,7 @@ def required_opset(boundary: Boundary) -> Opset:
 
 
 def check_model(boundary: Boundary, spec: Any) -> MethodMetadata:
-    """Check a converted model against the subgraph it came from.
+    """Check a converted model against its subgraph.
 
     Args:
         boundary: The boundary of the subgraph.
@@ -130,7 +130,7 @@ def _check_side(
         )
     for (name, tensor), feature in zip(expected, features, strict=True):
         shape = tuple(feature.type.multiArrayType.shape)
-        # Outputs are often described without a shape; a scalar travels as one element.
+        # Outputs often have no shape in the description; a scalar is passed as one element.
         if shape and len(shape) != max(tensor.dim(), 1):
             raise ContractError(
                 f"{side} {name!r} has a different rank in the converted model",
@@ -140,10 +140,10 @@ def _check_side(
 
 
 def _check_unique(names: Sequence[str]) -> None:
-    twice = sorted(name for name, count in Counter(names).items() if count > 1)
-    if twice:
+    duplicates = sorted(name for name, count in Counter(names).items() if count > 1)
+    if duplicates:
         raise ContractError(
-            "feature names of the converted model are not unique", got=_listed(twice)
+            "feature names of the converted model are not unique", got=_listed(duplicates)
         )
 
 

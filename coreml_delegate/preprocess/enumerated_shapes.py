@@ -1,8 +1,7 @@
-"""Enumerated input shapes: checked against a program, and mapped to the inputs of partitions.
+"""Enumerated input shapes: checks against a program, and the shapes of partitions' inputs.
 
-The inputs of a partition are not those of the program, but their sizes are expressions of the same
-symbols: every combination of the program's input shapes gives the symbols values, and these give
-the input shapes of the partition.
+The input sizes of a partition are expressions of the program's symbols. Every combination of the
+program's input shapes binds the symbols to values, from which the partition's shapes follow.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ from coreml_delegate.errors import ContractError, OptionError, near_matches
 from coreml_delegate.targets import Opset
 
 SEVERAL_INPUTS_OPSET = Opset.iOS18
-"""First opset with enumerated shapes for several inputs, the n-th of which go together."""
+"""First opset with enumerated shapes for several inputs; the n-th shapes form a combination."""
 
 
 def enumerate_inputs(
     program: ExportedProgram, shapes: Mapping[str, Sequence[Sequence[int]]]
 ) -> EnumeratedShapes:
-    """Check the shapes given for a program's inputs and bind them to its symbols.
+    """Check the shapes of a program's inputs and bind them to its symbols.
 
     Args:
         program: A program exported with these dimensions dynamic.
-        shapes: Shapes by input name; the n-th shapes of all inputs go together.
+        shapes: Shapes by input name; the n-th shapes of all inputs form a combination.
 
     Raises:
-        OptionError: An input is unknown or left out, the program was not exported for a shape, or
+        OptionError: An input is unknown or missing, a shape violates the exported constraints, or
             there are too few, too many or repeated combinations.
     """
     tensors = input_tensors(program)
     _check_names(shapes, tensors)
-    listed = {name: _read(name, given) for name, given in shapes.items()}
+    listed = {name: _read(name, value) for name, value in shapes.items()}
     _check_count(listed)
     entries: dict[tuple[Size, ...], EnumeratedInput] = {}
     for name, tensor in tensors.items():
@@ -62,18 +61,18 @@ def enumerate_inputs(
             )
         for shape in listed[name]:
             _check_shape(name, shape, sizes)
-        known = entries.get(sizes)
+        existing = entries.get(sizes)
         if is_fixed:
             continue
-        if known is None:
+        if existing is None:
             entries[sizes] = EnumeratedInput((name,), sizes, listed[name])
-        elif known.shapes == listed[name]:
-            entries[sizes] = replace(known, names=(*known.names, name))
+        elif existing.shapes == listed[name]:
+            entries[sizes] = replace(existing, names=(*existing.names, name))
         else:
             raise OptionError(
-                f"inputs {known.names[0]!r} and {name!r} have the same symbolic shape "
-                "and different enumerated ones",
-                got=f"{_listed(known.shapes)} and {_listed(listed[name])}",
+                f"inputs {existing.names[0]!r} and {name!r} have the same symbolic shape "
+                "and different enumerated shapes",
+                got=f"{_listed(existing.shapes)} and {_listed(listed[name])}",
                 expected=_described(sizes),
                 remedy="Export them with dimensions that are independent of each other",
             )
@@ -81,7 +80,7 @@ def enumerate_inputs(
         raise OptionError(
             "no input has dynamic dimensions",
             got=", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()),
-            remedy="Export with dynamic_shapes: enumerated shapes choose among what they allow",
+            remedy="Export with dynamic_shapes: enumerated shapes select from the allowed sizes",
         )
     enumerated = EnumeratedShapes(tuple(entries.values()))
     combinations = list(zip(*(entry.shapes for entry in enumerated.inputs), strict=True))
@@ -97,14 +96,14 @@ def enumerate_inputs(
 def boundary_shapes(
     program: ExportedProgram, enumerated: EnumeratedShapes
 ) -> dict[str, tuple[Shape, ...]]:
-    """Return the shapes of every input of a partition, one for each combination.
+    """Return the shapes of every input of a partition, one shape per combination.
 
     Args:
         program: The partition, or the whole program.
         enumerated: Enumerated shapes of the whole program.
 
     Raises:
-        ContractError: The size of an input depends on more than the sizes of the program's inputs.
+        ContractError: An input size depends on more than the program's input sizes.
     """
     bindings = enumerated.bindings()
     return {
@@ -131,17 +130,17 @@ def tensor_shapes(
 
 def undetermined(tensor: torch.Tensor, enumerated: EnumeratedShapes) -> str | None:
     """Return the first size of a tensor that the enumerated shapes do not determine, or None."""
-    known = enumerated.bindings()[0].keys()
+    symbols = enumerated.bindings()[0].keys()
     for size in tensor.shape:
         if isinstance(size, torch.SymInt):
             free = {str(symbol) for symbol in expression_of(size).free_symbols}
-            if not free <= known:
+            if not free <= symbols:
                 return str(size)
     return None
 
 
 def fix_sizes(program: ExportedProgram, shapes: Mapping[str, tuple[Shape, ...]]) -> None:
-    """Make input sizes fixed that are the same in every combination.
+    """Replace a symbolic input size by a number if it is equal in every combination.
 
     Args:
         program: The partition; changed in place.
@@ -160,19 +159,19 @@ def fix_sizes(program: ExportedProgram, shapes: Mapping[str, tuple[Shape, ...]])
 def enumerated_inputs(shapes: Mapping[str, tuple[Shape, ...]]) -> dict[str, tuple[Shape, ...]]:
     """Return the inputs whose shape differs between combinations, with their shapes.
 
-    The shapes of a single such input are listed once each.
+    If only one input differs, its shapes are without duplicates.
     """
-    open_inputs = {name: listed for name, listed in shapes.items() if len(set(listed)) > 1}
-    if len(open_inputs) == 1:
-        return {name: tuple(dict.fromkeys(listed)) for name, listed in open_inputs.items()}
-    return open_inputs
+    varying = {name: listed for name, listed in shapes.items() if len(set(listed)) > 1}
+    if len(varying) == 1:
+        return {name: tuple(dict.fromkeys(listed)) for name, listed in varying.items()}
+    return varying
 
 
 def check_target(inputs: Mapping[str, tuple[Shape, ...]], target: Opset | None) -> None:
-    """Check that the deployment target takes enumerated shapes of so many inputs.
+    """Check that the deployment target supports enumerated shapes of this number of inputs.
 
     Raises:
-        ContractError: There are several, and the target is older than iOS18.
+        ContractError: There are several inputs, and the target is older than iOS18.
     """
     if len(inputs) > 1 and target is not None and target < SEVERAL_INPUTS_OPSET:
         raise ContractError(
@@ -184,11 +183,11 @@ def check_target(inputs: Mapping[str, tuple[Shape, ...]], target: Opset | None) 
 
 
 def declare(spec: Any, inputs: Mapping[str, tuple[Shape, ...]]) -> None:
-    """Write enumerated shapes into the description of a model, in place of its ranges.
+    """Replace the shape ranges in a model's description by enumerated shapes.
 
     Args:
         spec: The ``Model`` message.
-        inputs: Shapes by name of the feature.
+        inputs: Shapes by feature name.
     """
     for feature in spec.description.input:
         shapes = inputs.get(feature.name)
@@ -206,7 +205,7 @@ def _check_names(shapes: Mapping[str, Any], tensors: Mapping[str, torch.Tensor])
     for name in shapes:
         if name not in tensors:
             raise OptionError(
-                "enumerated shapes are given for an input that the program does not have",
+                "enumerated shapes name an input that the program does not have",
                 got=repr(name),
                 expected=near_matches(name, tensors),
             )
@@ -218,7 +217,7 @@ def _check_count(listed: Mapping[str, tuple[Shape, ...]]) -> None:
         raise OptionError(
             "inputs have different numbers of enumerated shapes",
             got=", ".join(f"{name!r} {count}" for name, count in counts.items()),
-            remedy="List as many shapes for each: the n-th shapes of all inputs go together",
+            remedy="List as many shapes for each: the n-th shapes of all inputs are a combination",
         )
     count = max(counts.values(), default=0)
     if not 2 <= count <= MAX_SHAPES:
@@ -226,8 +225,8 @@ def _check_count(listed: Mapping[str, tuple[Shape, ...]]) -> None:
             "wrong number of enumerated shapes",
             got=str(count),
             expected=f"2 to {MAX_SHAPES}",
-            remedy="Export with fixed sizes where there is one shape, and with dynamic_shapes "
-            "alone where there are too many to list",
+            remedy="Export with fixed sizes for one shape, and with only dynamic_shapes for more "
+            "shapes than can be listed",
         )
 
 
@@ -259,25 +258,25 @@ def _check_shape(name: str, shape: Shape, sizes: Sequence[Size]) -> None:
             got=f"{len(shape)} ({list(shape)})",
             expected=f"{len(sizes)} ({_described(sizes)})",
         )
-    for dim, (given, size) in enumerate(zip(shape, sizes, strict=True)):
-        if isinstance(size, int) and given != size:
+    for dim, (value, size) in enumerate(zip(shape, sizes, strict=True)):
+        if isinstance(size, int) and value != size:
             raise OptionError(
                 f"enumerated shape of input {name!r} changes dimension {dim}, which is fixed",
-                got=f"{given} ({list(shape)})",
+                got=f"{value} ({list(shape)})",
                 expected=str(size),
                 remedy="Export the program with this dimension dynamic",
             )
-        if isinstance(size, SymbolicSize) and not size.admits(given):
+        if isinstance(size, SymbolicSize) and not size.admits(value):
             raise OptionError(
                 f"enumerated shape of input {name!r} is out of bounds in dimension {dim}",
-                got=f"{given} ({list(shape)})",
+                got=f"{value} ({list(shape)})",
                 expected=str(size),
                 remedy="Export the program with wider bounds for this dimension",
             )
 
 
 def _sizes_of(tensor: torch.Tensor, program: ExportedProgram) -> tuple[Size, ...]:
-    ranges = {str(key): found for key, found in program.range_constraints.items()}
+    ranges = {str(symbol): bounds for symbol, bounds in program.range_constraints.items()}
     return tuple(
         _symbolic(str(expression_of(size)), ranges) if isinstance(size, torch.SymInt) else int(size)
         for size in tensor.shape
@@ -285,10 +284,10 @@ def _sizes_of(tensor: torch.Tensor, program: ExportedProgram) -> tuple[Size, ...
 
 
 def _symbolic(expression: str, ranges: Mapping[str, Any]) -> SymbolicSize:
-    found = ranges.get(expression)
-    if found is None:
+    bounds = ranges.get(expression)
+    if bounds is None:
         return SymbolicSize(expression)
-    return SymbolicSize(expression, _finite(found.lower), _finite(found.upper))
+    return SymbolicSize(expression, _finite(bounds.lower), _finite(bounds.upper))
 
 
 def _finite(bound: Any) -> int | None:

@@ -1,6 +1,6 @@
-"""Merging of models with one function each into one model, which stores equal weights once.
+"""Merging of single-function models into one multifunction model, which stores equal weights once.
 
-Nothing is converted again: in a function only the places of its weights change. Two weights are
+Nothing is converted again: in a function only the offsets of its weights change. Two weights are
 equal if they have the same type, number of elements and bytes.
 
 Source: coremltools' ``Model.proto`` (``FunctionDescription``) and ``MIL.proto``.
@@ -37,13 +37,13 @@ WeightKey = tuple[int, int, bytes]
 
 @dataclass(frozen=True, slots=True)
 class FunctionModel:
-    """The model of one partition, with its one function.
+    """The model of one partition, with a single function.
 
     Attributes:
         spec: The ``Model`` message.
         names: Names of the partition's arguments.
-        weights: The weights in the order in which they lie in the model's file.
-        references: The ``BlobFileValue`` messages in ``spec``, each with the weight it refers to.
+        weights: The weights in the order of the model's weight file.
+        references: The ``BlobFileValue`` messages in ``spec``, each with the key of its weight.
     """
 
     spec: Any
@@ -53,25 +53,25 @@ class FunctionModel:
 
     @classmethod
     def of(cls, files: Files) -> FunctionModel:
-        """Read the mlpackage in a blob that one method uses.
+        """Read the mlpackage in the blob of one partition.
 
         Args:
-            files: The files of the blob; weights are views of them.
+            files: The files of the blob; weights are views of their bytes.
 
         Raises:
             BlobFormatError: A file is missing or malformed.
         """
-        whole = {p: b"".join(c.parts) if isinstance(c, Pieces) else c for p, c in files.items()}
-        parts = locate(models_in(whole).get(PACKAGE, {}))
+        joined = {p: b"".join(c.parts) if isinstance(c, Pieces) else c for p, c in files.items()}
+        parts = locate(models_in(joined).get(PACKAGE, {}))
         spec: Any = model_pb2().Model.FromString(bytes(parts.spec))
         values = list(_file_values(spec.mlProgram))
-        places = sorted({(v.fileName, v.offset) for v in values})
-        stored = {place: _read_weight(parts.weights, *place) for place in places}
-        keys = {place: _key(weight) for place, weight in stored.items()}
+        locations = sorted({(v.fileName, v.offset) for v in values})
+        stored = {location: _read_weight(parts.weights, *location) for location in locations}
+        keys = {location: _key(weight) for location, weight in stored.items()}
         return cls(
             spec=spec,
-            names=metadata_in(whole).method(""),
-            weights={keys[place]: weight for place, weight in stored.items()},
+            names=metadata_in(joined).method(""),
+            weights={keys[location]: weight for location, weight in stored.items()},
             references=tuple((v, keys[v.fileName, v.offset]) for v in values),
         )
 
@@ -82,14 +82,14 @@ class FunctionModel:
 
 
 def merge(models: Mapping[str, FunctionModel]) -> Files:
-    """Make one model of several.
+    """Merge models into one.
 
     Args:
-        models: The models by the name that each one's function gets; the first is the default
-            function. They cannot be used afterwards: their weights get new places.
+        models: The models by function name; the first is the default function. They cannot be used
+            afterwards: their weights get new offsets.
 
     Returns:
-        The files of its mlpackage, which refer to the weights' own bytes; equal arguments give
+        The files of the mlpackage, which refer to the weights without a copy; equal arguments give
         equal bytes.
     """
     merged = {key: weight for model in models.values() for key, weight in model.weights.items()}
@@ -99,7 +99,7 @@ def merge(models: Mapping[str, FunctionModel]) -> Files:
         for value, key in model.references:
             value.fileName = f"{MODEL_PATH}{WEIGHTS}/{WEIGHT_FILE}"
             value.offset = offset_of[key]
-    # Map entries have no order in protobuf; deterministic serialization gives them one.
+    # Map entries have no order in protobuf; deterministic serialization sorts them.
     spec = _merged_spec(models).SerializeToString(deterministic=True)
     return assemble(spec, {WEIGHT_FILE: data} if merged else {})
 

@@ -1,15 +1,16 @@
 """Lowering of several methods: partitions that share weights become functions of one model.
 
-Such a model is stored once, in the program's named data, and each delegate refers to it. It needs
-iOS18. By strategy:
+A multifunction model is stored once, in the program's named data, and each delegate refers to it.
+It needs iOS18. By strategy:
 
-- ``positional``: the n-th partitions of all methods are one model, or it is an error.
-- none: in methods with equally many partitions, the n-th ones become one model if they have
-  weights in common and the same target, iOS18 or later. The others are models by themselves, and
-  the reason is kept with their blobs.
-- ``disabled``: every partition is a model by itself.
+- ``positional``: the n-th partitions of all methods become one model; if they cannot, it is an
+  error.
+- no strategy: in methods with equally many partitions, the n-th partitions become one model if
+  they have common weights and the same target, iOS18 or later. All others become separate models,
+  and the reason is stored with their blobs.
+- ``disabled``: every partition becomes a separate model.
 
-Source: ExecuTorch 1.0 to 1.5, Core ML runtime: one ``MLState`` for each loaded handle.
+Source: ExecuTorch 1.0 to 1.5, Core ML runtime: one ``MLState`` per loaded handle.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ _OR_DISABLE = "Use strategy DISABLED to make every partition a model by itself"
 
 @dataclass(frozen=True, slots=True)
 class _Partition:
-    """One subgraph, and the options to lower it with.
+    """A subgraph and its compile options.
 
     Attributes:
-        handles: Debug handles of its calls, see ``handles_of``.
+        handles: Debug handles of its calls; see ``handles_of``.
     """
 
     method: str
@@ -75,7 +76,7 @@ class _Partition:
 
 @dataclass(frozen=True, slots=True)
 class _Lowered:
-    """A partition with the files of its blob, not yet shared with others."""
+    """A partition with the files of its blob, before weights are shared."""
 
     partition: _Partition
     files: Files
@@ -96,30 +97,30 @@ def lower_methods(
         specs: The compile specs of each subgraph; rewritten in place to the canonical form.
 
     Returns:
-        By method the blob of each subgraph, or a reference to one in the named data.
+        By method the blob of each subgraph, or a reference to a blob in the named data.
 
     Raises:
         OptionError: Options of different methods, or a strategy and a target, exclude each other.
-        ContractError: Several methods would each have a state of their own for one buffer.
-        LoweringError: ``positional``, and the methods have different numbers of partitions; or what
-            ``build_files`` raises.
+        ContractError: Several methods would have separate states for one buffer.
+        LoweringError: ``positional``, and the methods have different numbers of partitions; or see
+            ``build_files``.
     """
     partitions = {
         method: [
-            _Partition(method, index, program, CompileOptions.from_specs(each), handles_of(program))
-            for index, (program, each) in enumerate(zip(listed, specs[method], strict=True))
+            _Partition(method, index, program, CompileOptions.from_specs(spec), handles_of(program))
+            for index, (program, spec) in enumerate(zip(subgraphs, specs[method], strict=True))
         ]
-        for method, listed in programs.items()
+        for method, subgraphs in programs.items()
     }
-    strategy = _strategy(each.options for listed in partitions.values() for each in listed)
+    strategy = _strategy(p.options for listed in partitions.values() for p in listed)
     if strategy is WeightSharing.POSITIONAL and len(partitions) > 1:
         partitions = {
-            method: list(map(_with_sharing_target, each)) for method, each in partitions.items()
+            method: list(map(_with_sharing_target, listed)) for method, listed in partitions.items()
         }
     results = _results(partitions, strategy)
     for method, listed in partitions.items():
-        for partition, each in zip(listed, specs[method], strict=True):
-            each[:] = partition.options.to_specs()
+        for partition, spec in zip(listed, specs[method], strict=True):
+            spec[:] = partition.options.to_specs()
     return {
         method: [results[method, partition.index] for partition in listed]
         for method, listed in partitions.items()
@@ -127,7 +128,7 @@ def lower_methods(
 
 
 def check_target(options: CompileOptions) -> None:
-    """Check that the deployment target allows the strategy of sharing weights.
+    """Check that the deployment target supports the weight-sharing strategy.
 
     Raises:
         OptionError: ``positional`` below iOS18.
@@ -152,67 +153,65 @@ _Partitions = Mapping[str, Sequence[_Partition]]
 def _results(partitions: _Partitions, strategy: WeightSharing | None) -> _Results:
     everything = [partition for listed in partitions.values() for partition in listed]
     if len(partitions) < 2:
-        return _own_blobs(_lower_each(everything))
+        return _separate_blobs(_lower_each(everything))
     _check_shared_buffers(
         {m: [p.program for p in listed] for m, listed in partitions.items()},
         are_independent=strategy is WeightSharing.DISABLED,
     )
     if strategy is WeightSharing.DISABLED:
         lowered = _lower_each(everything)
-        for each in lowered:
-            each.outcome.sharing = Sharing(reason="strategy DISABLED was asked for")
-        return _own_blobs(lowered)
+        for single in lowered:
+            single.outcome.sharing = Sharing(reason="strategy DISABLED was asked for")
+        return _separate_blobs(lowered)
     if strategy is WeightSharing.POSITIONAL:
         return _share_by_position(partitions)
     return _share_where_safe(partitions)
 
 
 def _strategy(options: Iterable[CompileOptions]) -> WeightSharing | None:
-    given = {o.weight_sharing for o in options if o.weight_sharing is not None}
-    if len(given) > 1:
+    strategies = {o.weight_sharing for o in options if o.weight_sharing is not None}
+    if len(strategies) > 1:
         raise OptionError(
             "methods are given different strategies to share weights",
-            got=" and ".join(sorted(strategy.name for strategy in given)),
+            got=" and ".join(sorted(strategy.name for strategy in strategies)),
             expected="one for all",
         )
-    return given.pop() if given else None
+    return strategies.pop() if strategies else None
 
 
 def _lower_each(partitions: Sequence[_Partition]) -> list[_Lowered]:
-    """Lower each partition by itself, or take its blob from the cache."""
-    found = [
+    """Lower each partition separately, or take its blob from the cache."""
+    cached = [
         (partition, blob_cache.find(partition.program, partition.options))
         for partition in partitions
     ]
-    records = {id(record): record for _, record in found if record is not None}
+    records = {id(record): record for _, record in cached if record is not None}
     # Methods with equal partitions have one record.
-    uses = Counter(id(record) for _, record in found if record is not None)
+    uses = Counter(id(record) for _, record in cached if record is not None)
     outcomes = {key: iter(record.latest(uses[key])) for key, record in records.items()}
-    made = {key: record.hand_over() for key, record in records.items()}
-    done: list[_Lowered] = []
-    for partition, record in found:
-        files = None if record is None else made[id(record)]
+    blobs = {key: record.hand_over() for key, record in records.items()}
+    lowered: list[_Lowered] = []
+    for partition, record in cached:
+        files = None if record is None else blobs[id(record)]
         outcome = Outcome() if record is None else next(outcomes[id(record)])
         files = build_files(partition.program, partition.options) if files is None else files
-        done.append(_Lowered(partition, with_handles(files, partition.handles), outcome))
-    return done
+        lowered.append(_Lowered(partition, with_handles(files, partition.handles), outcome))
+    return lowered
 
 
 def _by_method(lowered: Iterable[_Lowered]) -> dict[str, list[_Lowered]]:
-    found: dict[str, list[_Lowered]] = {}
-    for each in lowered:
-        found.setdefault(each.partition.method, []).append(each)
-    return found
+    groups: dict[str, list[_Lowered]] = {}
+    for single in lowered:
+        groups.setdefault(single.partition.method, []).append(single)
+    return groups
 
 
-def _own_blobs(lowered: Iterable[_Lowered]) -> _Results:
-    return {
-        (each.partition.method, each.partition.index): result_of(each.files) for each in lowered
-    }
+def _separate_blobs(lowered: Iterable[_Lowered]) -> _Results:
+    return {(x.partition.method, x.partition.index): result_of(x.files) for x in lowered}
 
 
 def _share_by_position(partitions: _Partitions) -> _Results:
-    """Make one model of the n-th partitions of all methods."""
+    """Merge the n-th partitions of all methods into one model, for every n."""
     counts = {method: len(listed) for method, listed in partitions.items()}
     if len(set(counts.values())) > 1:
         raise LoweringError(
@@ -233,7 +232,7 @@ def _share_by_position(partitions: _Partitions) -> _Results:
     lowered = _by_method(_lower_each([_as_package(partition) for partition in everything]))
     results: _Results = {}
     for row in zip(*lowered.values(), strict=True):
-        models = [FunctionModel.of(each.files) for each in row]
+        models = [FunctionModel.of(single.files) for single in row]
         reason = _target_reason(models)
         if reason:
             raise LoweringError(
@@ -249,7 +248,7 @@ def _with_sharing_target(partition: _Partition) -> _Partition:
     """Return the partition with a deployment target that has multifunction models.
 
     Raises:
-        OptionError: An older deployment target was asked for.
+        OptionError: The options name an older deployment target.
     """
     options = replace(partition.options, weight_sharing=WeightSharing.POSITIONAL)
     check_target(options)
@@ -264,8 +263,8 @@ def _as_package(partition: _Partition) -> _Partition:
 
 
 def _share_where_safe(partitions: _Partitions) -> _Results:
-    """Make one model of partitions that have weights in common; record why others are apart."""
-    lowered = _by_method(_lower_each([each for listed in partitions.values() for each in listed]))
+    """Merge partitions with common weights; record why all others are separate models."""
+    lowered = _by_method(_lower_each([p for listed in partitions.values() for p in listed]))
     by_count: dict[int, list[str]] = {}
     for method, listed in lowered.items():
         by_count.setdefault(len(listed), []).append(method)
@@ -274,39 +273,41 @@ def _share_where_safe(partitions: _Partitions) -> _Results:
         for index in range(count):
             row = [lowered[method][index] for method in methods]
             if len(row) == 1:
-                others = ", ".join(
+                counts = ", ".join(
                     f"{m!r} {len(p)}" for m, p in partitions.items() if m != methods[0]
                 )
-                results |= _keep_apart(row, f"no other method has as many partitions ({others})")
+                results |= _keep_separate(row, f"no other method has as many partitions ({counts})")
             else:
                 results |= _share_at_position(row)
     return results
 
 
 def _share_at_position(row: Sequence[_Lowered]) -> _Results:
-    """Share weights among the partitions at one position, one in each of several methods."""
+    """Share weights among the n-th partitions of several methods."""
     by_kind: dict[ModelType, list[_Lowered]] = {kind: [] for kind in ModelType}
-    for each in row:
-        by_kind[each.partition.options.model_type].append(each)
+    for single in row:
+        by_kind[single.partition.options.model_type].append(single)
     packages = by_kind[ModelType.MODEL]
-    results = _keep_apart(
+    results = _keep_separate(
         by_kind[ModelType.COMPILED_MODEL],
         "a model compiled ahead of time is shared with strategy POSITIONAL only",
     )
-    models = [FunctionModel.of(each.files) for each in packages]
+    models = [FunctionModel.of(package.files) for package in packages]
     for group in _group_by_common_weights(models):
-        members, theirs = [packages[i] for i in group], [models[i] for i in group]
+        members, member_models = [packages[i] for i in group], [models[i] for i in group]
         if len(members) == 1:
-            results |= _keep_apart(members, "no other method has a weight in common with it here")
-        elif reason := _target_reason(theirs):
-            results |= _keep_apart(members, reason)
+            results |= _keep_separate(
+                members, "no other method has a weight in common with it here"
+            )
+        elif reason := _target_reason(member_models):
+            results |= _keep_separate(members, reason)
         else:
-            results |= _share_model(members, theirs, ModelType.MODEL)
+            results |= _share_model(members, member_models, ModelType.MODEL)
     return results
 
 
 def _group_by_common_weights(models: Sequence[FunctionModel]) -> list[list[int]]:
-    """Group the positions of models so that those with a weight in common are in one group."""
+    """Return groups of indices: models with a common weight are in the same group."""
     groups: list[tuple[set[object], list[int]]] = []
     for index, model in enumerate(models):
         keys: set[object] = set(model.weights)
@@ -324,7 +325,7 @@ def _members(groups: Iterable[tuple[set[object], list[int]]]) -> Iterator[int]:
 
 
 def _target_reason(models: Sequence[FunctionModel]) -> str:
-    """Return why the targets of these models keep them from being one; empty if they do not."""
+    """Return why the targets of the models prevent a merge; empty if they do not."""
     versions = sorted({model.version for model in models})
     if versions[0] < STATE_OPSET:
         return (
@@ -336,42 +337,42 @@ def _target_reason(models: Sequence[FunctionModel]) -> str:
     return ""
 
 
-def _keep_apart(lowered: Sequence[_Lowered], reason: str) -> _Results:
-    for each in lowered:
-        each.outcome.sharing = Sharing(reason=reason)
-        logger.info("%s is a model by itself: %s", each, reason)
-    return _own_blobs(lowered)
+def _keep_separate(lowered: Sequence[_Lowered], reason: str) -> _Results:
+    for single in lowered:
+        single.outcome.sharing = Sharing(reason=reason)
+        logger.info("%s is a model by itself: %s", single, reason)
+    return _separate_blobs(lowered)
 
 
 def _share_model(
     row: Sequence[_Lowered], models: Sequence[FunctionModel], kind: ModelType
 ) -> _Results:
-    """Make one model with a function for each of these partitions."""
-    methods = tuple(each.partition.method for each in row)
+    """Merge partitions into one model with a function for each."""
+    methods = tuple(single.partition.method for single in row)
     functions = _function_names(methods)
     names = {method: model.names for method, model in zip(methods, models, strict=True)}
     package = merge(dict(zip(functions, models, strict=True)))
     infos = [
-        debug_handles.of_function(debug_info_in(each.files), function)
-        for each, function in zip(row, functions, strict=True)
+        debug_handles.of_function(debug_info_in(single.files), function)
+        for single, function in zip(row, functions, strict=True)
     ]
     key, files = identify(_model_files(package, kind), names)
     if info := debug_handles.united(infos):
         files[DEBUG_INFO] = encoded = info.encode()
-        # Equal models may come from calls of different handles, and a key has one content.
+        # Equal models may have different debug handles, and a key has only one content.
         key = f"{key}_{hashlib.sha256(encoded).hexdigest()[:8]}"
     blob = flatten(files)
     store = NamedDataStore()
     store.add_named_data(key, blob, alignment=ALIGNMENT)
     data = store.get_named_data_store_output()
-    separate = sum(size_of(content) for each in row for content in each.files.values())
+    separate = sum(size_of(content) for single in row for content in single.files.values())
     logger.info(
         "%s are one model: %d bytes instead of %d", ", ".join(map(str, row)), len(blob), separate
     )
     results: _Results = {}
-    for each, function, info in zip(row, functions, infos, strict=True):
-        each.outcome.sharing = Sharing(methods=methods)
-        results[each.partition.method, each.partition.index] = PreprocessResult(
+    for single, function, info in zip(row, functions, infos, strict=True):
+        single.outcome.sharing = Sharing(methods=methods)
+        results[single.partition.method, single.partition.index] = PreprocessResult(
             processed_bytes=BlobReference(key, function).encode(),
             debug_handle_map=debug_handles.handle_map(info),
             data_store_output=data,
@@ -387,7 +388,7 @@ def _model_files(package: Files, kind: ModelType) -> Files:
 
 
 def _function_names(methods: Sequence[str]) -> Sequence[str]:
-    """Return a function name for each method: its own, unless one is not a name in MIL."""
+    """Return the function names: the methods' names, if all are valid names in MIL."""
     if all(name.isascii() and name.isidentifier() for name in methods):
         return methods
     return [f"function_{index}" for index in range(len(methods))]
@@ -396,7 +397,7 @@ def _function_names(methods: Sequence[str]) -> Sequence[str]:
 # Buffers that methods share
 
 _PASS_THROUGH = "Pass the buffer in and out of every method"
-# ExecuTorch shares the buffers that methods write; one that a method only reads is a constant.
+# ExecuTorch shares the buffers that methods write; a buffer that a method only reads is a constant.
 _LEAVE_TO_EXECUTORCH = (
     "Set take_over_mutable_buffer=False and let ExecuTorch share the buffer, with "
     "MemoryPlanningPass(share_mutable_buffers=True), or pass it in and out of every method"
@@ -408,51 +409,51 @@ class _BufferUse:
     """How a method uses a buffer inside its delegates."""
 
     method: str
-    written: bool
+    is_written: bool
 
     def __str__(self) -> str:
-        return f"{'written' if self.written else 'read'} by {self.method!r}"
+        return f"{'written' if self.is_written else 'read'} by {self.method!r}"
 
 
 def _check_shared_buffers(
     programs: Mapping[str, Sequence[ExportedProgram]], *, are_independent: bool
 ) -> None:
-    """Check that no method has a state of its own for a buffer that another method uses.
+    """Check that no buffer is a state of one method and also used by another method.
 
-    A module's methods share its buffers, but Core ML shares no state between delegates: what one
-    method writes, the others would not see. Buffers are the same if they have the same name, shape
-    and dtype.
+    A module's methods share its buffers, but Core ML shares no state between delegates: no method
+    would see the writes of another. Buffers are the same if they have the same name, shape and
+    dtype.
 
     Args:
         programs: The subgraphs of each method.
-        are_independent: Only warn, because methods are known not to see each other's buffers.
+        are_independent: Only warn, because methods are declared independent.
 
     Raises:
-        ContractError: There is such a buffer, and methods are not known to be independent.
+        ContractError: There is such a buffer, and methods are not independent.
     """
     uses: dict[tuple[str, torch.Size, torch.dtype], dict[str, _BufferUse]] = {}
     for method, subgraphs in programs.items():
         for program in subgraphs:
-            for name, tensor, written in _buffers(program):
+            for name, tensor, is_written in _buffers(program):
                 by_method = uses.setdefault((name, tensor.shape, tensor.dtype), {})
                 before = by_method.get(method)
                 by_method[method] = _BufferUse(
-                    method, written or (before is not None and before.written)
+                    method, is_written or (before is not None and before.is_written)
                 )
     divided = {
         name: by_method.values()
         for (name, _, _), by_method in uses.items()
-        if len(by_method) > 1 and any(use.written for use in by_method.values())
+        if len(by_method) > 1 and any(use.is_written for use in by_method.values())
     }
     if not divided:
         return
-    listed = "; ".join(f"{name} ({', '.join(map(str, found))})" for name, found in divided.items())
+    listed = "; ".join(f"{name} ({', '.join(map(str, used))})" for name, used in divided.items())
     if are_independent:
         logger.warning(
             "Core ML states are not shared between methods; each has its own of: %s", listed
         )
         return
-    all_write = all(use.written for found in divided.values() for use in found)
+    all_write = all(use.is_written for used in divided.values() for use in used)
     raise ContractError(
         "Core ML states are not shared between methods",
         got=listed,
@@ -464,8 +465,8 @@ def _check_shared_buffers(
 def _buffers(program: ExportedProgram) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Yield name and value of each buffer inside a delegate, and whether the delegate writes it."""
     signature = program.graph_signature
-    written = set(signature.buffers_to_mutate.values())
+    mutated = set(signature.buffers_to_mutate.values())
     for name in signature.inputs_to_buffers.values():
         value = state_value(program, name)
         if value is not None:
-            yield name, value, name in written
+            yield name, value, name in mutated

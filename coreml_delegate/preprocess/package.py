@@ -43,40 +43,40 @@ from coreml_delegate.third_party import coremltools
 
 _COREMLTOOLS = "com.github.apple.coremltools"
 _MAPPED = 16 * 2**20
-"""Size in bytes from which files are mapped, not read, until they are joined to a blob."""
+"""Smallest size in bytes of a file that is mapped, not read, until the blob is assembled."""
 
 
 def build_blob(program: ExportedProgram, options: CompileOptions) -> bytes:
-    """Lower a whole subgraph to its blob; see ``build_files``."""
+    """Lower a subgraph to its blob; see ``build_files``."""
     handles = handles_of(program)
     return flatten(with_handles(build_files(program, options), handles))
 
 
 def result_of(files: Files) -> PreprocessResult:
-    """Return what ExecuTorch takes for a blob, with the debug handles that its debug info has."""
+    """Return ExecuTorch's result for a blob, with the debug handles of its debug info."""
     handles = handle_map(debug_info_in(files))
     return PreprocessResult(processed_bytes=flatten(files), debug_handle_map=handles)
 
 
 def build_files(program: ExportedProgram, options: CompileOptions) -> Files:
-    """Lower a whole subgraph, or find what an earlier lowering of it has made.
+    """Lower a subgraph, or read the result of an earlier lowering from the cache.
 
-    Large files are mapped: the files are removed from disk already, but take up its space until the
-    last reference is gone.
+    Large files are mapped: they are deleted, but occupy disk space until the last reference is
+    gone.
 
     Args:
         program: The subgraph, in edge or ATen dialect; it may be modified, its tensors are not.
-        options: How to lower.
+        options: The compile options.
 
     Returns:
-        The files of the blob; see ``formats.blob_layout``. Debug info has the numbers of calls, for
-        ``with_handles`` to replace. Equal arguments give equal bytes.
+        The files of the blob; see ``formats.blob_layout``. Debug info has numbers of calls, which
+        ``with_handles`` replaces. Equal arguments give equal bytes.
 
     Raises:
-        UnsupportedOperatorError: An operator has no translation; lists every one.
+        UnsupportedOperatorError: Operators have no translation; the message lists all.
         ConversionError: Coremltools failed.
         ContractError: The device would refuse the result.
-        OptionError: The compression of weights needs a later deployment target.
+        OptionError: Weight compression needs a later deployment target.
     """
     options.check_compression()
     entry = ConversionCacheEntry.of(program, options)
@@ -96,16 +96,16 @@ def _convert(program: ExportedProgram, options: CompileOptions) -> Files:
     contract.check_program(boundary, options.deployment_target)
     check_supported(program, options.deployment_target)
     if options.deployment_target is None:
-        needed = max(required_opset(program, inputs), options.oldest_for_compression)
-        # With None coremltools itself starts from the oldest; only a later one is stated.
-        options = replace(options, deployment_target=needed if needed > Opset.iOS15 else None)
+        opset = max(required_opset(program, inputs), options.oldest_for_compression)
+        # None is coremltools' oldest target, so only a later target is set.
+        options = replace(options, deployment_target=opset if opset > Opset.iOS15 else None)
     calls = number_calls(program)
     in_fp32 = fp16.mark_fp32_calls(program, options.keep_fp32)
     sizes = {} if inputs else symbols.relations_of(program)
     prepare(program, _fp16_rewrites(options, in_fp32))
     with convert_program(program, options, in_fp32) as conversion:
         names = contract.check_model(boundary, conversion.spec)
-        # Features may be named otherwise than inputs, but are in the same order.
+        # Features may have other names than inputs, but are in the same order.
         feature_of = {name: names.input_names[i] for i, (name, _) in enumerate(boundary.inputs)}
         enumerated_shapes.declare(
             conversion.spec, {feature_of[name]: shapes for name, shapes in inputs.items()}
@@ -122,7 +122,7 @@ def _convert(program: ExportedProgram, options: CompileOptions) -> Files:
 def _fp16_rewrites(
     options: CompileOptions, in_fp32: frozenset[int]
 ) -> Callable[[ExportedProgram], None] | None:
-    """Return the rewrites of a prepared program that computes in fp16; None for another one."""
+    """Return the rewrites of a prepared program for fp16; None for another precision."""
     if options.precision is not Precision.FLOAT16:
         return None
 
@@ -133,10 +133,10 @@ def _fp16_rewrites(
 
 
 def check_supported(program: ExportedProgram, target: Opset | None) -> None:
-    """Raise one error that lists every operator Core ML cannot take.
+    """Refuse a program with operators that Core ML does not support.
 
     Raises:
-        UnsupportedOperatorError: There is at least one.
+        UnsupportedOperatorError: There are unsupported operators; the message lists all.
     """
     obstacles: dict[str, list[str]] = {}
     for node, reason in obstacles_in(program, target).items():
@@ -146,7 +146,7 @@ def check_supported(program: ExportedProgram, target: Opset | None) -> None:
 
 
 def unsupported_error(obstacles: Mapping[str, list[str]]) -> UnsupportedOperatorError:
-    """Return the error that lists every obstacle with the nodes that have it."""
+    """Return an error that lists every obstacle with its nodes."""
     listed = "; ".join(
         f"{', '.join(nodes[:3])}{f' and {len(nodes) - 3} more' if len(nodes) > 3 else ''}: {why}"
         for why, nodes in sorted(obstacles.items())
@@ -161,11 +161,11 @@ def unsupported_error(obstacles: Mapping[str, list[str]]) -> UnsupportedOperator
 def required_opset(
     program: ExportedProgram, enumerated: Mapping[str, tuple[Shape, ...]] | None = None
 ) -> Opset:
-    """Return the oldest opset that can express a whole subgraph, with its boundary and states.
+    """Return the oldest opset that can express a subgraph, including its boundary and states.
 
     Args:
         program: The subgraph.
-        enumerated: Enumerated shapes of its inputs, by name of those that have some.
+        enumerated: Enumerated shapes by input name.
     """
     boundary = contract.boundary_of(program)
     calls = opset_of_calls(program.graph.nodes)
@@ -177,11 +177,11 @@ def required_opset(
 def check_enumerated(
     program: ExportedProgram, options: CompileOptions
 ) -> dict[str, tuple[Shape, ...]]:
-    """Return the shapes of each input, one for each combination; empty if none are enumerated.
+    """Return each input's shape per combination; empty without enumerated shapes.
 
     Raises:
-        ContractError: The target does not take enumerated shapes of several inputs, or the shape of
-            an input does not follow from those of the whole program.
+        ContractError: The target does not support enumerated shapes of several inputs, or an
+            input's shape does not follow from the shapes of the program's inputs.
     """
     if options.enumerated_shapes is None:
         return {}
@@ -193,12 +193,12 @@ def check_enumerated(
 
 
 def model_files(conversion: Conversion, *, is_declared: bool) -> Files:
-    """Return the files of a converted model, in the folder that they have in a blob.
+    """Return the files of a converted model, with their paths in a blob.
 
     Args:
         conversion: The converted model.
-        is_declared: Whether enumerated shapes were declared after the conversion, which a model
-            compiled by then does not have.
+        is_declared: Whether enumerated shapes were declared after the conversion, so that a
+            compiled model has to be compiled again.
     """
     if conversion.compiled is not None and not is_declared:
         return compiled_files(conversion.compiled)
@@ -208,7 +208,7 @@ def model_files(conversion: Conversion, *, is_declared: bool) -> Files:
     _drop_build_details(metadata)
     if conversion.fp32_constants is not None:
         fp32_constants.write(metadata, {MAIN: conversion.fp32_constants})
-    # Map entries have no order in protobuf; deterministic serialization gives them one.
+    # Map entries have no order in protobuf; deterministic serialization sorts them.
     spec = conversion.spec.SerializeToString(deterministic=True)
     package = assemble(spec, weights)
     if conversion.compiled is None:
@@ -218,9 +218,9 @@ def model_files(conversion: Conversion, *, is_declared: bool) -> Files:
 
 
 def _drop_build_details(metadata: MutableMapping[str, str]) -> None:
-    """Drop the date of the conversion, and torch's build (``+cpu`` in ``2.13.0+cpu``).
+    """Remove the conversion date and torch's build (``+cpu`` in ``2.13.0+cpu``) from metadata.
 
-    With them, equal models would differ in their bytes, and so in their identifiers.
+    They would make the bytes, and thus the identifiers, of equal models differ.
     """
     metadata.pop(f"{_COREMLTOOLS}.conversion_date", None)
     source = f"{_COREMLTOOLS}.source"

@@ -1,7 +1,7 @@
-"""Blobs, metadata and debug handles of models that were converted elsewhere.
+"""Blobs, metadata and debug handles of models that the caller converted with coremltools.
 
 ``executorch_debug_handle_mapping.json``, which coremltools saves with a model converted from an
-ExecuTorch program, lists for each debug handle the paths of the operations made of its call::
+ExecuTorch program, lists for each debug handle the paths of its call's operations::
 
     {"version": text, "mapping": {handle: [[{"Output": name, "Operator": type}, ...]]}}
 
@@ -36,7 +36,7 @@ _MAPPING = "executorch_debug_handle_mapping.json"
 
 
 def symbol_of(operation_path: OperationPath) -> str | None:
-    """Return the debug symbol of the last operation of a path; None if the path lacks it."""
+    """Return the debug symbol of a path's last operation; None for an incomplete path."""
     last = operation_path[-1] if operation_path else {}
     output, operator = last.get("Output"), last.get("Operator")
     return None if output is None or operator is None else debug_symbol(output, operator)
@@ -68,7 +68,8 @@ def metadata_of(spec: Any, identifier: str) -> ModelMetadata:
     """Return the metadata of the model with this specification.
 
     Raises:
-        ContractError: The model has no output; or no input, and is for systems before iOS18.
+        ContractError: The model has no output; or it has no input, and is for an opset before
+            iOS18.
     """
     inputs, outputs = (
         tuple(feature.name for feature in features)
@@ -90,7 +91,7 @@ def lower_model(model: Any, model_type: ModelType) -> PreprocessResult:
 
     Raises:
         ContractError: See ``metadata_of``.
-        LoweringError: A compiled model was asked for, and there is no compiler.
+        LoweringError: ``model_type`` is a compiled model, and there is no compiler.
     """
     is_compiled = model_type is ModelType.COMPILED_MODEL
     if is_compiled:

@@ -1,6 +1,6 @@
-"""Quantization by named modes: the modes, how to apply them, and what they cost.
+"""Quantization by named modes: the modes, their application, and the loss of accuracy.
 
-This package module is cheap to import: the command line reads the names of the modes from it.
+This package is cheap to import, because the command line reads the names of the modes from it.
 """
 
 from coreml_delegate.quantization.assignment import QuantizationAssignment

@@ -1,6 +1,6 @@
-"""Quantize a model in PyTorch as an assignment says, by PT2E or by torchao's ``quantize_``.
+"""Quantize a model in PyTorch by an assignment of modes, with PT2E or torchao's ``quantize_``.
 
-The modes that coremltools carries out after conversion are compile options instead; see
+The modes that coremltools applies after conversion are compile options; see
 ``configs.compile_keywords``.
 """
 
@@ -32,7 +32,7 @@ from coreml_delegate.transforms.half_precision import promote_half_to_fp32
 Samples = Sequence[Sequence[Any]]
 """Inputs of several calls, each flattened as ``SourceModel.leaves``."""
 
-_SHOWN = 3  # reasons listed in a message
+_LISTED = 3  # in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class QuantizedModel:
 
     Attributes:
         source: The quantized model.
-        in_float: Modules that stay in float though the assignment covers them, with the reason.
+        in_float: Assigned modules that stay in float, with the reason.
     """
 
     source: SourceModel
@@ -58,11 +58,11 @@ def quantize_model(
     Args:
         source: Its module may be modified.
         assignment: The mode of each module.
-        samples: Inputs to calibrate with, each flattened as ``source.leaves``; an empty sequence
-            stands for the example inputs, whose values do not matter to weights.
+        samples: Inputs to calibrate with, each flattened as ``source.leaves``; empty for the
+            example inputs, which suffice if only weights are quantized.
 
     Raises:
-        OptionError: The model cannot be quantized by these modes, or has nothing to quantize.
+        OptionError: The model does not support these modes, or has nothing to quantize.
     """
     if assignment.mode.method is Method.PT2E:
         return QuantizedModel(_quantize_by_pt2e(source, assignment, samples), {})
@@ -79,7 +79,7 @@ def require_module(source: SourceModel, mode: QuantizationMode) -> nn.Module:
     """Return the module whose submodules a mode quantizes.
 
     Raises:
-        OptionError: The model is an exported program, which has no submodules.
+        OptionError: The model is an exported program, without submodules.
     """
     if isinstance(source.module, GraphModule) or not isinstance(source.module, nn.Module):
         raise OptionError(
@@ -93,7 +93,7 @@ def quantize_modules(module: nn.Module, assignment: QuantizationAssignment) -> M
     """Quantize linear layers and embeddings in place.
 
     Returns:
-        Paths of the layers that stay in float though the assignment covers them, with the reason.
+        Paths of the assigned layers that stay in float, with the reason.
 
     Raises:
         OptionError: The assignment names a module that does not exist, or nothing can be quantized.
@@ -114,7 +114,7 @@ def quantize_modules(module: nn.Module, assignment: QuantizationAssignment) -> M
     if not chosen:
         raise OptionError(
             f"nothing to quantize by {assignment.mode.name}",
-            got="; ".join(f"{path}: {why}" for path, why in list(in_float.items())[:_SHOWN])
+            got="; ".join(f"{path}: {why}" for path, why in list(in_float.items())[:_LISTED])
             or "no linear layer or embedding",
             remedy="int8-weight and int4-weight quantize every kind of layer",
         )
@@ -142,7 +142,7 @@ def _check_paths(assignment: QuantizationAssignment, paths: Mapping[str, nn.Modu
 
 
 def obstacle(layer: Any, mode: QuantizationMode) -> str | None:
-    """Return why a layer whose weight is [rows, columns] cannot be quantized by a mode, or None."""
+    """Return why a mode cannot quantize a layer with a weight [rows, columns], or None."""
     weight: torch.Tensor = layer.weight
     columns = weight.shape[-1]
     if is_weight_of_attention(layer):
@@ -165,15 +165,15 @@ def _quantize_by_pt2e(
         reasons = dict.fromkeys(str(node.reason) for node in report.unquantized)
         raise OptionError(
             f"nothing to quantize by {assignment.mode.name}",
-            got="; ".join(list(reasons)[:_SHOWN]) or "no operations on floats",
+            got="; ".join(list(reasons)[:_LISTED]) or "no operations on floats",
         )
     return replace(source, module=quantized, exported=_export_again(quantized, program, source))
 
 
 def export_in_float(source: SourceModel) -> ExportedProgram:
-    """Export a model to be quantized by PT2E, which takes fp32 only.
+    """Export a model for PT2E, which supports only fp32.
 
-    The interior of a program in half precision becomes fp32, as it does in lowering.
+    The interior of a program in half precision becomes fp32, as in lowering.
     """
     return promote_half_to_fp32(source.export())
 
@@ -193,7 +193,7 @@ def quantize_graph(
 
     Raises:
         OptionError: The configuration does not fit the model, or the model fails on a sample.
-        LoweringError: The quantized graph could not be lowered.
+        LoweringError: The quantized graph cannot be lowered.
     """
     with quiet_import():
         from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e

@@ -6,7 +6,7 @@ The file has one object::
     mode            mode of the modules that are not listed
     modules         object: module path -> mode, or null to leave the module in float
 
-A path stands for everything inside that module; of several, the longest counts.
+A path applies to the module and its submodules; the longest matching path decides.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ class QuantizationAssignment:
                 got=f"modes for {len(self.modules)} modules",
                 remedy="Leave modules out",
             )
-        others = [
+        incompatible = [
             mode for mode in self.modules.values() if mode and mode.method is not self.mode.method
         ]
-        if others:
+        if incompatible:
             raise OptionError(
-                f"{others[0].name} and {self.mode.name} cannot be combined",
-                got=f"{others[0].method.value}, and {self.mode.method.value}",
+                f"{incompatible[0].name} and {self.mode.name} cannot be combined",
+                got=f"{incompatible[0].method.value}, and {self.mode.method.value}",
                 remedy="Choose modes of one method",
             )
 
     @property
     def modes(self) -> tuple[QuantizationMode, ...]:
-        """Every mode used, once."""
+        """The distinct modes."""
         listed = (self.mode, *self.modules.values())
         return tuple(dict.fromkeys(mode for mode in listed if mode is not None))
 
     @property
     def activations(self) -> bool:
-        """Whether a mode quantizes activations."""
+        """Whether any mode quantizes activations."""
         return any(mode.activations for mode in self.modes)
 
     @property
@@ -80,7 +80,7 @@ class QuantizationAssignment:
         return self.modules[max(inside, key=len)] if inside else self.mode
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the object that a file has."""
+        """Return the assignment as the JSON object of a file."""
         return {
             "schema_version": SCHEMA_VERSION,
             "mode": self.mode.name,
@@ -91,12 +91,12 @@ class QuantizationAssignment:
         }
 
     def to_json(self) -> str:
-        """Return the text of a file; equal assignments give equal text."""
+        """Return the JSON text of a file; equal assignments give equal text."""
         return json.dumps(self.as_dict(), indent=2)
 
     @classmethod
     def read(cls, path: Path) -> QuantizationAssignment:
-        """Read a file.
+        """Read an assignment from a JSON file.
 
         Raises:
             OptionError: The file cannot be read, or is not an assignment.
@@ -117,33 +117,33 @@ class QuantizationAssignment:
 
     @classmethod
     def from_document(cls, document: object) -> QuantizationAssignment:
-        """Decode what ``to_json`` writes.
+        """Decode the JSON object of ``to_json``.
 
         Raises:
             OptionError: The document is not an assignment.
         """
         if not isinstance(document, dict):
             raise OptionError("not a quantization config", expected="a JSON object")
-        given = cast("dict[str, Any]", document)
-        unknown = sorted(set(given) - set(_KEYS))
+        values = cast("dict[str, Any]", document)
+        unknown = sorted(set(values) - set(_KEYS))
         if unknown:
             raise OptionError(
                 "unknown key", got=", ".join(map(repr, unknown)), expected=", ".join(_KEYS)
             )
-        if given.get("schema_version") != SCHEMA_VERSION:
+        if values.get("schema_version") != SCHEMA_VERSION:
             raise OptionError(
                 "schema_version",
-                got=repr(given.get("schema_version")),
+                got=repr(values.get("schema_version")),
                 expected=str(SCHEMA_VERSION),
             )
-        modules: object = given.get("modules", {})
+        modules: object = values.get("modules", {})
         if not isinstance(modules, dict):
             raise OptionError(
                 "modules", got=repr(modules), expected="an object of paths with their modes"
             )
         named = cast("dict[str, object]", modules)
         return cls(
-            _mode("mode", given.get("mode")),
+            _mode("mode", values.get("mode")),
             {
                 path: None if name is None else _mode(f"modules[{path!r}]", name)
                 for path, name in named.items()

@@ -12,14 +12,14 @@ from coreml_delegate.quantization.modes import Method, QuantizationMode
 from coreml_delegate.third_party import coremltools, quiet_import
 from coreml_delegate.weight_compression import MAGNITUDE, OPTION, PALETTE
 
-WHOLE = -1
-"""Stands for a whole dimension in a block size of torchao."""
+FULL = -1
+"""The full dimension in a block size of torchao."""
 
 
 def linear_quantizer_config(
     mode: QuantizationMode | None, modules: Mapping[str, QuantizationMode | None] | None = None
 ) -> Any:
-    """Return a configuration for ``CoreMLQuantizer``.
+    """Return the configuration of ``CoreMLQuantizer`` for modes by module.
 
     Args:
         mode: Mode of the modules that ``modules`` does not list; None leaves them in float.
@@ -35,21 +35,21 @@ def linear_quantizer_config(
     with quiet_import():
         from coremltools.optimize.torch.quantization import LinearQuantizerConfig
 
-    named = {re.escape(path): _layer(given) for path, given in (modules or {}).items()}
-    return LinearQuantizerConfig(global_config=_layer(mode), module_name_configs=named)
+    by_name = {re.escape(path): _layer(own) for path, own in (modules or {}).items()}
+    return LinearQuantizerConfig(global_config=_layer(mode), module_name_configs=by_name)
 
 
 def quantizer_config_of(assignment: QuantizationAssignment) -> Any:
-    """Return an assignment as ``LinearQuantizerConfig``; see ``linear_quantizer_config``."""
+    """Return the ``LinearQuantizerConfig`` of an assignment; see ``linear_quantizer_config``."""
     return linear_quantizer_config(assignment.mode, assignment.modules)
 
 
 def torchao_config(mode: QuantizationMode, *, block_size: list[int] | None = None) -> Any:
-    """Return a configuration for torchao's ``quantize_``.
+    """Return the configuration of torchao's ``quantize_`` for a mode.
 
     Args:
         mode: A mode of the method ``MODULES``.
-        block_size: Rows and columns of a codebook that share a table, -1 for all.
+        block_size: Rows and columns that share a codebook, -1 for all.
 
     Raises:
         OptionError: The mode has another method.
@@ -64,7 +64,8 @@ def torchao_config(mode: QuantizationMode, *, block_size: list[int] | None = Non
 
     if mode.codebook:
         return CodebookWeightOnlyConfig(
-            dtype=getattr(torch, f"uint{mode.bits}"), block_size=block_size or [WHOLE, WHOLE]
+            dtype=getattr(torch, f"uint{mode.bits}"),
+            block_size=block_size or [FULL, FULL],
         )
     granularity = PerAxis(0) if mode.group_size is None else PerGroup(mode.group_size)
     return IntxWeightOnlyConfig(
@@ -95,7 +96,7 @@ def _layer(mode: QuantizationMode | None) -> Any:
         activation_dtype=torch.quint8 if mode.activations else torch.float32,
         weight_dtype=torch.qint8 if mode.bits == 8 else f"qint{mode.bits}",
         weight_per_channel=True,
-        # With a small set a moving average would forget the first samples.
+        # On a small data set a moving average would forget the first samples.
         activation_observer="min_max",
     )
 
@@ -108,16 +109,16 @@ def _require(mode: QuantizationMode, method: Method) -> None:
 
 
 def has_rows(module: Any) -> bool:
-    """Whether a module is a linear layer or an embedding: a kind that torchao quantizes."""
+    """Whether a module is a linear layer or an embedding, which torchao quantizes."""
     from torch import nn
 
     return isinstance(module, nn.Linear | nn.Embedding)
 
 
 def is_weight_of_attention(module: Any) -> bool:
-    """Whether a linear layer only stores the weight that ``nn.MultiheadAttention`` multiplies by.
+    """Whether a linear layer is only a container of a weight of ``nn.MultiheadAttention``.
 
-    Quantized tensors of torchao support the calls of a linear layer, not those of attention.
+    Quantized tensors of torchao support the calls of a linear layer, not the calls of attention.
     """
     from torch import nn
 

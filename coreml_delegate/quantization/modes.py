@@ -1,6 +1,6 @@
-"""The table of quantization modes: names, requirements, and the finer mode to fall back to.
+"""The table of quantization modes: names, requirements, and the finer fallback mode.
 
-A name is fixed (``int8-static``) or has a number in it (``int4-group32``), written ``N`` here.
+A name is fixed (``int8-static``) or contains a number (``int4-group32``), written ``N`` here.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class Method(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class QuantizationMode:
-    """A way to quantize.
+    """A quantization mode.
 
     Attributes:
-        name: Name as typed, ``int8-static`` or ``int4-group32`` for example.
+        name: Name for the user, ``int8-static`` or ``int4-group32`` for example.
         method: The library function that quantizes.
-        bits: Bits of a weight.
-        summary: For help texts, with ``N`` for the number in the name.
-        target: The oldest deployment target that runs it.
-        activations: Whether activations are quantized too, which takes calibration data.
-        group_size: How many weights of a row share a scale; None for the whole row.
+        bits: Bits per weight.
+        summary: Summary for help texts, with ``N`` for the number in the name.
+        target: The oldest deployment target with support.
+        activations: Whether activations are quantized too, which needs calibration data.
+        group_size: Number of weights of a row that share a scale; None for the whole row.
         codebook: Whether weights are indices into a table of values.
-        sparsity: Share of the weights that becomes zero, 0 to 1.
-        relief: Name of the finer mode for a layer that loses too much; None for float.
+        sparsity: Fraction of the weights that become zero, 0 to 1.
+        relief: Name of the finer mode for a layer that loses too much accuracy; None for float.
     """
 
     name: str
@@ -53,23 +53,23 @@ class QuantizationMode:
 
     @property
     def lowering_target(self) -> Opset | None:
-        """The target to lower for if the user names none, or None.
+        """The target to lower for if the user does not name one, or None.
 
-        Modes from iOS18 on are stored compressed only if that target is asked for; for others the
-        partitioner finds the oldest target of the whole model.
+        The weights of modes from iOS18 on are stored compressed only for an explicit target; for
+        older modes the partitioner finds the oldest target of the whole model.
         """
         return self.target if self.target >= _EXPLICIT_FROM else None
 
-    def require_target(self, given: Opset | None, option: str) -> None:
+    def require_target(self, target: Opset | None, option: str) -> None:
         """Check the target that the user named.
 
         Raises:
             OptionError: The target is too old for this mode.
         """
-        if given is not None and given < self.target:
+        if target is not None and target < self.target:
             raise OptionError(
                 f"{option} must be {self.target.name} or higher for {self.name}",
-                got=given.name,
+                got=target.name,
                 remedy=f"Ask for {self.target.name}, or leave it out",
             )
 
@@ -79,11 +79,11 @@ _EXPLICIT_FROM = Opset.iOS18
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A mode, or a family of modes that differ in one number.
+    """A mode, or a family of modes with a number as parameter.
 
     Attributes:
         form: Name, with ``N`` for the number.
-        mode: Its properties; the one that the number determines is a placeholder.
+        mode: Its properties; the property of the number is a placeholder.
         numbers: Accepted numbers of a family.
         field: Attribute of ``QuantizationMode`` that the number determines.
     """
@@ -97,14 +97,14 @@ class _Row:
         """Return the mode of a name, or None if the name has another form.
 
         Raises:
-            OptionError: The name has this form and a number that is not accepted.
+            OptionError: The name has this form, but the number is not accepted.
         """
         if not self.numbers:
             return self.mode if name == self.form else None
-        found = re.fullmatch(self.form.replace("N", r"(-?\d+)"), name)
-        if found is None:
+        match = re.fullmatch(self.form.replace("N", r"(-?\d+)"), name)
+        if match is None:
             return None
-        number = int(found[1])
+        number = int(match[1])
         if number not in self.numbers:
             raise OptionError(
                 f"{self.form} does not take this number",
@@ -217,7 +217,7 @@ _ROWS = (
     ),
 )
 MODES_BY_FORM = MappingProxyType({row.form: row.mode for row in _ROWS})
-"""Modes by form; a family has one representative."""
+"""Modes by form; one representative per family."""
 
 FORMS: Mapping[str, str] = MappingProxyType({row.form: row.mode.summary for row in _ROWS})
 """Summary of each form of mode names, for help texts."""

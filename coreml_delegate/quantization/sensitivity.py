@@ -1,4 +1,4 @@
-"""How much each layer loses by quantization, measured in PyTorch, and a mixture that loses less."""
+"""Loss of accuracy by quantization per layer, measured in PyTorch, and a better mix of modes."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ FLOAT_BITS = 16
 
 @dataclass(frozen=True, slots=True)
 class LayerSensitivity:
-    """Accuracy of the model with one layer quantized alone.
+    """Accuracy of the model with only one layer quantized.
 
     Attributes:
         path: Path of the module.
-        kind: Its op or class.
-        weights: Number of its weights.
+        kind: Op or class of the module.
+        weights: Number of weights of the module.
         sqnr_db: SQNR of the model's worst output against the float model; inf if they are equal.
     """
 
@@ -56,15 +56,15 @@ class LayerSensitivity:
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """Accuracy of the quantized model, by layer, and a suggestion that loses less.
+    """Accuracy of the quantized model, by layer, and a suggested assignment that loses less.
 
     Attributes:
-        mode: The quantization.
+        mode: The quantization mode.
         layers: The layers that the mode quantizes, the most sensitive first.
-        uniform_db: SQNR with all of them quantized by ``mode``.
-        target_db: SQNR that the suggestion was to reach.
-        suggestion: The assignment that reaches it and quantizes most; if none reaches it, the one
-            that loses least.
+        uniform_db: SQNR with all layers quantized by ``mode``.
+        target_db: Target SQNR of the suggestion.
+        suggestion: The assignment that reaches the target and quantizes most; if the target is out
+            of reach, the assignment with the largest SQNR.
         suggested_db: SQNR of the suggestion.
     """
 
@@ -114,21 +114,21 @@ class Sensitivity:
 
 
 class SensitivityStudy:
-    """Measures layers one by one, and searches for a mixture of modes.
+    """Measures layers one by one, and searches for a mix of modes.
 
     Args:
         source: The model, which is not modified.
-        mode: The quantization.
+        mode: The quantization mode.
         samples: Inputs to calibrate with, each flattened as ``source.leaves``.
         data: Inputs to compare the outputs on; None for ``samples``. It is iterated for each
-            measurement, and what the model returns is computed anew each time, so that it may be
-            larger than memory.
+            measurement, and the model's outputs are recomputed each time, so that it may be larger
+            than memory.
 
     Attributes:
         layers: Paths of the layers that the mode quantizes.
 
     Raises:
-        OptionError: The mode is not carried out in PyTorch, or quantizes no layer.
+        OptionError: The mode is not applied in PyTorch, or quantizes no layer.
     """
 
     def __init__(
@@ -150,12 +150,12 @@ class SensitivityStudy:
         self._compared: Iterable[tuple[Sequence[Any], Sequence[torch.Tensor]]] = (
             [(leaves, source.run(leaves)) for leaves in samples]
             if data is None
-            else _ComputedAnew(source, data)
+            else _RecomputedOutputs(source, data)
         )
         self.layers: Sequence[str] = list(self._trial.kinds)
 
     def measure(self, path: str) -> LayerSensitivity:
-        """Quantize one layer alone and compare the outputs."""
+        """Quantize only one layer and compare the outputs."""
         loss = self._sqnr_db(self._trial.quantize_only(path))
         return LayerSensitivity(path, self._trial.kinds[path], self._trial.weights(path), loss)
 
@@ -172,9 +172,9 @@ class SensitivityStudy:
         def measure_step(step: int) -> float:
             return self._sqnr_db(self._trial.quantize(ladder[step]))
 
-        found = {0: measure_step(0)}
-        step = _find_first_reaching(target_db, len(ladder), found, measure_step)
-        return Sensitivity(self._mode, layers, found[0], target_db, ladder[step], found[step])
+        sqnr = {0: measure_step(0)}
+        step = _find_first_reaching(target_db, len(ladder), sqnr, measure_step)
+        return Sensitivity(self._mode, layers, sqnr[0], target_db, ladder[step], sqnr[step])
 
     def _sqnr_db(self, model: Callable[..., Any]) -> float:
         """Return the SQNR of a model's worst output over all samples, in dB."""
@@ -182,14 +182,14 @@ class SensitivityStudy:
         quantized = replace(self._source, module=model)
         for leaves, expected in self._compared:
             actual = quantized.run(leaves)
-            for place, (want, got) in enumerate(zip(expected, actual, strict=True)):
-                accuracies.setdefault(place, Accuracy()).add(want, got)
+            for index, (want, got) in enumerate(zip(expected, actual, strict=True)):
+                accuracies.setdefault(index, Accuracy()).add(want, got)
         return min((accuracy.sqnr_db for accuracy in accuracies.values()), default=math.inf)
 
 
 @dataclass(frozen=True, slots=True)
-class _ComputedAnew:
-    """Inputs with the model's outputs, computed in each iteration."""
+class _RecomputedOutputs:
+    """Inputs with the model's outputs, recomputed in each iteration."""
 
     source: SourceModel
     data: Iterable[Sequence[Any]]
@@ -199,7 +199,7 @@ class _ComputedAnew:
 
 
 class _Trial(ABC):
-    """Quantizes copies of a model, each in another way.
+    """Quantizes copies of a model by different assignments.
 
     Attributes:
         kinds: Op or class of each layer that the mode quantizes, by path.
@@ -214,11 +214,11 @@ class _Trial(ABC):
 
     @abstractmethod
     def quantize_only(self, path: str) -> Callable[..., Any]:
-        """Return the model with one layer quantized."""
+        """Return the model with only the layer at ``path`` quantized."""
 
     @abstractmethod
     def quantize(self, assignment: QuantizationAssignment) -> Callable[..., Any]:
-        """Return the model quantized as assigned."""
+        """Return the model quantized by an assignment."""
 
     @cached_property
     def _state(self) -> Mapping[str, torch.Tensor]:
@@ -228,7 +228,7 @@ class _Trial(ABC):
         return module.state_dict() if isinstance(module, nn.Module) else {}
 
     def weights(self, path: str) -> int:
-        """Return how many weights a layer has; biases are not quantized and do not count."""
+        """Return the number of weights of a layer, without biases, which are not quantized."""
         weight = self._state.get(f"{path}.weight")
         if weight is not None:
             return weight.numel()
@@ -243,7 +243,7 @@ class _GraphTrial(_Trial):
         super().__init__(source, mode, samples)
         self._graph: GraphModule = export_in_float(source).module()  # pyright: ignore[reportAttributeAccessIssue]
         _, report = self._quantize(linear_quantizer_config(mode))
-        # The first op of each module that has a weight says what the module is.
+        # The kind of a module is its first op with a weight.
         ops = {n.module: n.op for n in reversed(report.nodes) if n.weight and n.module}
         self.kinds = {
             path: op.removeprefix("aten.").partition(".")[0] for path, op in reversed(ops.items())
@@ -290,25 +290,25 @@ class _ModuleTrial(_Trial):
 
 
 class _Ladder:
-    """Assignments from the coarsest to almost float; each step relieves one layer more.
+    """Assignments from uniform to almost float; each step gives one more layer a finer mode.
 
-    The most sensitive layers are relieved first: all of them by one finer mode after the other.
+    The order is by sensitivity: first every layer gets the next finer mode, then the one after it.
     """
 
     def __init__(self, mode: QuantizationMode, ranking: Sequence[str]) -> None:
         self._mode = mode
         self._ranking = ranking
-        self._rungs = [mode, *_finer_modes(mode)]
+        self._modes = [mode, *_finer_modes(mode)]
 
     def __len__(self) -> int:
-        # The last step would leave nothing quantized.
-        return (len(self._rungs) - 1) * len(self._ranking)
+        # Without the last step, which would leave nothing quantized.
+        return (len(self._modes) - 1) * len(self._ranking)
 
     def __getitem__(self, step: int) -> QuantizationAssignment:
-        rung, relieved = divmod(step, len(self._ranking))
+        level, finer = divmod(step, len(self._ranking))
         modes = {
-            path: self._rungs[rung + 1] if place < relieved else self._rungs[rung]
-            for place, path in enumerate(self._ranking)
+            path: self._modes[level + 1] if rank < finer else self._modes[level]
+            for rank, path in enumerate(self._ranking)
         }
         return QuantizationAssignment(
             self._mode, {path: mode for path, mode in modes.items() if mode is not self._mode}
@@ -323,27 +323,27 @@ def _finer_modes(mode: QuantizationMode) -> Iterator[QuantizationMode | None]:
 
 
 def _find_first_reaching(
-    target: float, steps: int, known: dict[int, float], measure: Callable[[int], float]
+    target: float, steps: int, sqnr_by_step: dict[int, float], measure: Callable[[int], float]
 ) -> int:
-    """Return the first step that reaches the target, by bisection; the best one if none does.
+    """Return the first step that reaches the target, by bisection, or else the best step.
 
     Args:
         target: SQNR in dB.
         steps: Number of steps.
-        known: SQNR by step; has that of step 0, gets those that are measured.
-        measure: Measures a step.
+        sqnr_by_step: SQNR by step, with step 0; measured steps are added.
+        measure: Returns the SQNR of a step.
     """
-    if known[0] >= target:
+    if sqnr_by_step[0] >= target:
         return 0
     low, high = 0, steps - 1
-    if high not in known:
-        known[high] = measure(high)
-    if known[high] < target:
-        return max(known, key=lambda step: known[step])
+    if high not in sqnr_by_step:
+        sqnr_by_step[high] = measure(high)
+    if sqnr_by_step[high] < target:
+        return max(sqnr_by_step, key=lambda step: sqnr_by_step[step])
     while high - low > 1:
         middle = (low + high) // 2
-        known[middle] = measure(middle)
-        low, high = (low, middle) if known[middle] >= target else (middle, high)
+        sqnr_by_step[middle] = measure(middle)
+        low, high = (low, middle) if sqnr_by_step[middle] >= target else (middle, high)
     return high
 
 

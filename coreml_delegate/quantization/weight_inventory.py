@@ -1,4 +1,4 @@
-"""The weights of a MIL program: how each is stored, and its size if it were not compressed."""
+"""The weights of a MIL program: storage scheme, stored size, and uncompressed size."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from coreml_delegate.runtime.mil.program import Block, Constant, Function, Op, P
 _CONST = "const"
 _DECOMPRESSIONS = "constexpr_"
 DENSE = "dense"
-# The word that each op adds to the scheme, and its input that has one element per weight.
-# ``constexpr_cast`` adds nothing: it widens the result of others, or a dense weight.
+# By op: its word in the scheme, and its input with one element per weight. ``constexpr_cast`` has
+# no word: it widens the result of another op, or a dense weight.
 _SCHEMES: Mapping[str, tuple[str, str]] = {
     "constexpr_affine_dequantize": ("affine", "quantized_data"),
     "constexpr_blockwise_shift_scale": ("blockwise", "data"),
@@ -31,13 +31,13 @@ _NO_DATA = frozenset({"name", "axis", "shape", "output_dtype"})
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A weight tensor as it is stored.
+    """A weight tensor in storage.
 
     Attributes:
         name: Name of the value in the program.
         shape: Shape of the decompressed tensor.
         dtype: Element type of the decompressed tensor.
-        scheme: ``dense``, ``affine``, ``blockwise``, ``lut``, ``sparse``, or several of them.
+        scheme: ``dense``, or words such as ``affine``, ``blockwise``, ``lut`` and ``sparse``.
         stored_as: Element type in storage; an index of ``lut`` is unsigned.
         constants: The stored data, scales, tables and masks.
         uncompressed_bytes: Size of the decompressed tensor.
@@ -76,17 +76,17 @@ class StoredWeight:
 
 
 def weights_of(program: Program) -> list[StoredWeight]:
-    """List the weights of a program in the order of its ops; shared ones count once."""
-    found: dict[tuple[int, ...], StoredWeight] = {}
+    """Return the weights of a program in the order of its ops; shared weights are listed once."""
+    weights: dict[tuple[int, ...], StoredWeight] = {}
     for function in program.functions.values():
         for weight in _function_weights(function):
             key = tuple(_address(constant) for constant in weight.constants)
-            found.setdefault(key, weight)
-    return list(found.values())
+            weights.setdefault(key, weight)
+    return list(weights.values())
 
 
 def summarize_weights(program: Program) -> dict[str, Any]:
-    """Return counts and sizes in bytes, by element type in storage and for each weight."""
+    """Return counts and sizes in bytes, by stored element type and by weight."""
     weights = weights_of(program)
     by_dtype: dict[str, dict[str, int]] = {}
     for constant in (c for weight in weights for c in weight.constants):
@@ -104,11 +104,11 @@ def summarize_weights(program: Program) -> dict[str, Any]:
 
 def _function_weights(function: Function) -> Iterator[StoredWeight]:
     stored = [op for op in function.block.walk() if _is_stored(op)]
-    made = {output.name: op for op in stored for output in op.outputs}
+    producers = {output.name: op for op in stored for output in op.outputs}
     inner = set(_intermediates(stored))
     for op in stored:
         if inner.isdisjoint(output.name for output in op.outputs):
-            yield from _weight(op, made)
+            yield from _weight(op, producers)
     yield from _immediates(function.block)
 
 
@@ -117,34 +117,34 @@ def _is_stored(op: Op) -> bool:
 
 
 def _intermediates(ops: Iterable[Op]) -> Iterator[str]:
-    """Yield the names of values that are inputs of another decompression."""
+    """Yield the names of the values that a decompression op reads."""
     for op in ops:
         if op.type.startswith(_DECOMPRESSIONS):
             for bindings in op.inputs.values():
                 yield from (b.name for b in bindings if not isinstance(b, Constant))
 
 
-def _weight(op: Op, made: Mapping[str, Op]) -> Iterator[StoredWeight]:
+def _weight(op: Op, producers: Mapping[str, Op]) -> Iterator[StoredWeight]:
     kind = op.outputs[-1].type
-    constants = [c for _, c in _sources(op, made) if isinstance(c.data, np.ndarray)]
+    constants = [c for _, c in _sources(op, producers) if isinstance(c.data, np.ndarray)]
     in_file = any(c.offset is not None for c in constants)
     if not in_file or not isinstance(kind, TensorType) or kind.shape is None:
         return
     shape = tuple(size or 0 for size in kind.shape)
-    words = [_SCHEMES.get(o.type, (o.type, ""))[0] for o in _chain(op, made)]
+    words = [_SCHEMES.get(o.type, (o.type, ""))[0] for o in _chain(op, producers)]
     yield StoredWeight(
         name=op.outputs[-1].name,
         shape=shape,
         dtype=kind.dtype.label,
         scheme=" ".join(dict.fromkeys(filter(None, words))) or DENSE,
-        stored_as=_stored_as(op, made),
+        stored_as=_stored_as(op, producers),
         constants=tuple(constants),
         uncompressed_bytes=-(-math.prod(shape) * kind.dtype.bits // 8),
     )
 
 
 def _immediates(block: Block) -> Iterator[StoredWeight]:
-    """Yield the weights that an op binds directly, without a const op."""
+    """Yield the weights that ops take directly, without a const op."""
     for op in block.walk():
         if _is_stored(op):
             continue
@@ -164,31 +164,31 @@ def _immediates(block: Block) -> Iterator[StoredWeight]:
             )
 
 
-def _chain(op: Op, made: Mapping[str, Op]) -> Iterator[Op]:
-    """Yield an op and the ops that decompress its inputs."""
+def _chain(op: Op, producers: Mapping[str, Op]) -> Iterator[Op]:
+    """Yield a decompression op and the decompression ops before it."""
     if op.type != _CONST:
         yield op
         for bindings in op.inputs.values():
             for binding in bindings:
-                if not isinstance(binding, Constant) and binding.name in made:
-                    yield from _chain(made[binding.name], made)
+                if not isinstance(binding, Constant) and binding.name in producers:
+                    yield from _chain(producers[binding.name], producers)
 
 
-def _sources(op: Op, made: Mapping[str, Op]) -> Iterator[tuple[str, Constant]]:
-    """Yield the stored constants of a value by parameter, each once."""
+def _sources(op: Op, producers: Mapping[str, Op]) -> Iterator[tuple[str, Constant]]:
+    """Yield the stored constants of a value with their parameters, without duplicates."""
     seen: set[int] = set()
-    for part in [op] if op.type == _CONST else list(_chain(op, made)):
-        for parameter, constant in _parameters(part, made):
+    for part in [op] if op.type == _CONST else list(_chain(op, producers)):
+        for parameter, constant in _parameters(part, producers):
             if _address(constant) not in seen:
                 seen.add(_address(constant))
                 yield parameter, constant
 
 
-def _parameters(op: Op, made: Mapping[str, Op]) -> Iterator[tuple[str, Constant]]:
+def _parameters(op: Op, producers: Mapping[str, Op]) -> Iterator[tuple[str, Constant]]:
     yield from ((name, value) for name, value in op.attributes.items() if name not in _NO_DATA)
     for parameter, bindings in op.inputs.items():
         for binding in bindings:
-            source = None if isinstance(binding, Constant) else made.get(binding.name)
+            source = None if isinstance(binding, Constant) else producers.get(binding.name)
             if isinstance(binding, Constant):
                 yield parameter, binding
             elif source is not None and source.type == _CONST:
@@ -201,10 +201,10 @@ def _constants(op: Op) -> Iterator[Constant]:
         yield from (binding for binding in bindings if isinstance(binding, Constant))
 
 
-def _stored_as(op: Op, made: Mapping[str, Op]) -> str:
-    """Return the element type of the constant that has one element per weight."""
-    for part in [op] if op.type == _CONST else list(_chain(op, made)):
-        parameters = dict(_parameters(part, made))
+def _stored_as(op: Op, producers: Mapping[str, Op]) -> str:
+    """Return the stored element type of the weights."""
+    for part in [op] if op.type == _CONST else list(_chain(op, producers)):
+        parameters = dict(_parameters(part, producers))
         element = parameters.get("val" if part is op and op.type == _CONST else _data_of(part))
         if element is None:
             continue
@@ -213,7 +213,7 @@ def _stored_as(op: Op, made: Mapping[str, Op]) -> str:
             # Before iOS18, indices of every width are packed into bytes.
             return f"uint{max(math.ceil(math.log2(table.data.size)), 1)}"
         return _label(element)
-    return _label(next(c for _, c in _sources(op, made)))
+    return _label(next(c for _, c in _sources(op, producers)))
 
 
 def _data_of(op: Op) -> str:
@@ -226,6 +226,6 @@ def _label(constant: Constant) -> str:
 
 
 def _address(constant: Constant) -> int:
-    """Return where the data lies; functions share weights, so one address is one weight."""
+    """Return the address of the data, which is equal for weights that functions share."""
     data = constant.stored
     return data.ctypes.data if isinstance(data, np.ndarray) else id(constant)

@@ -1,4 +1,4 @@
-"""Recipes for ``executorch.export``; importing this registers them under our own backend name."""
+"""Recipes for ``executorch.export``; the import registers them under our own backend name."""
 
 from coreml_delegate.third_party import quiet_import
 

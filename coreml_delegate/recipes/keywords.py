@@ -1,4 +1,4 @@
-"""Checks of the recipes' keywords: none is ignored, and no value is changed."""
+"""Checks of the recipes' keywords: every keyword is used or refused, and no value is changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from coreml_delegate.option_checks import (
 from coreml_delegate.third_party import coremltools
 
 _BITS = range(1, 9)
-WHOLE = -1
+FULL = -1
 
 
 def _bits(name: str, value: Any) -> None:
@@ -35,10 +35,10 @@ def _block_size(name: str, value: Any) -> None:
     if not isinstance(value, list):
         raise refused(name, "must be a list", value)
     sizes = cast("list[Any]", value)
-    if len(sizes) != 2 or not all(type(s) is int and (s == WHOLE or s > 0) for s in sizes):
-        what = "must be a list of rows and columns that share a table, -1 for all"
-        raise refused(name, what, value)
-    if WHOLE not in sizes:
+    if len(sizes) != 2 or not all(type(s) is int and (s == FULL or s > 0) for s in sizes):
+        problem = "must be a list of rows and columns that share a table, -1 for all"
+        raise refused(name, problem, value)
+    if FULL not in sizes:
         raise refused(name, "must leave rows or columns whole, by -1", value)
 
 
@@ -74,23 +74,23 @@ CODEBOOK: Mapping[str, Check] = MappingProxyType({"bits": _bits, "block_size": _
 
 def check(
     recipe: str,
-    given: Mapping[str, Any],
+    values: Mapping[str, Any],
     accepted: Mapping[str, Check],
     required: Collection[str] = (),
 ) -> None:
     """Check the keywords of a recipe.
 
     Raises:
-        OptionError: One is unknown, missing, of the wrong type or out of range.
+        OptionError: A keyword is unknown, missing, of the wrong type or out of range.
     """
-    for name in given:
+    for name in values:
         if name not in accepted:
             raise OptionError(
                 f"{recipe} has no such keyword",
                 got=repr(name),
                 expected=near_matches(name, accepted),
             )
-    missing = [name for name in required if name not in given]
+    missing = [name for name in required if name not in values]
     if missing:
         raise OptionError(f"{recipe} requires {' and '.join(missing)}")
-    check_all(given, accepted)
+    check_all(values, accepted)

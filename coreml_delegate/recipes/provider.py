@@ -1,4 +1,4 @@
-"""The names of the recipes, and the provider that makes them for ``executorch.export``."""
+"""The recipe types, and the provider that creates recipes for ``executorch.export``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from coreml_delegate.recipes import keywords
 from coreml_delegate.targets import STATE_OPSET, Opset
 
 COREML_BACKEND = "coreml_delegate"
-"""The backend in ExecuTorch's recipe registry; its own Core ML backend is ``coreml`` there."""
+"""Our backend's name in ExecuTorch's recipe registry; its own Core ML backend is ``coreml``."""
 
 _PARTITIONER_KEYWORDS = (
     "skip_ops_for_coreml_delegation",
@@ -44,7 +44,7 @@ _DEFAULT_GROUP = 32
 
 
 class CoreMLRecipeType(RecipeType):
-    """Names of the recipes, the same as in ExecuTorch's own backend.
+    """Names of the recipes, equal to the names in ExecuTorch's own backend.
 
     ``ExportRecipe.get_recipe`` takes them; ``CoreMLRecipeProvider`` documents the keywords.
     """
@@ -67,13 +67,13 @@ class CoreMLRecipeType(RecipeType):
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """How to make a recipe.
+    """Definition of a recipe.
 
     Attributes:
-        mode: Returns the name of the quantization mode for given keywords, or None.
+        mode: Returns the name of the quantization mode for the user's keywords, or None.
         precision: Precision that Core ML computes in.
-        keywords: Checks of the keywords besides those of every recipe.
-        required: Keywords that must be given.
+        keywords: Checks of the recipe's own keywords.
+        required: Required keywords.
     """
 
     mode: Callable[[Mapping[str, Any]], str | None] = lambda _: None
@@ -87,7 +87,7 @@ def _always(mode: str) -> Callable[[Mapping[str, Any]], str]:
 
 
 def _grouped(bits: int) -> Callable[[Mapping[str, Any]], str]:
-    return lambda given: f"int{bits}-group{given.get('group_size', _DEFAULT_GROUP)}"
+    return lambda values: f"int{bits}-group{values.get('group_size', _DEFAULT_GROUP)}"
 
 
 _GROUP_KEYWORDS = {**keywords.GROUP, **keywords.FILTER}
@@ -110,7 +110,7 @@ _RECIPES = MappingProxyType(
             _grouped(8), keywords=_GROUP_KEYWORDS
         ),
         CoreMLRecipeType.CODEBOOK_WEIGHT_ONLY: _Recipe(
-            lambda given: f"codebook-{given['bits']}",
+            lambda values: f"codebook-{values['bits']}",
             keywords={**keywords.CODEBOOK, **keywords.FILTER},
             required=tuple(keywords.CODEBOOK),
         ),
@@ -119,14 +119,15 @@ _RECIPES = MappingProxyType(
 
 
 class CoreMLRecipeProvider(BackendRecipeProvider):
-    """Makes the recipes of ``CoreMLRecipeType``.
+    """Creates the recipes of ``CoreMLRecipeType``.
 
-    All take ``minimum_deployment_target`` (by default the oldest that the model needs),
+    All take ``minimum_deployment_target`` (by default the oldest target that the model needs),
     ``compute_unit``, and three options of ``CoreMLPartitioner``:
     ``skip_ops_for_coreml_delegation``, ``lower_full_graph``, ``take_over_constant_data``. The
-    recipes by torchao take ``filter_fn(module, path)``, which says what is quantized: linear layers
-    by default, and for a codebook embeddings too. Those by groups take ``group_size`` (32); the
-    codebook recipe requires ``bits`` and ``block_size``, the rows and columns that share a table.
+    torchao recipes take ``filter_fn(module, path)``, which selects the quantized modules: linear
+    layers by default, and for a codebook embeddings too. Recipes with groups take ``group_size``
+    (32); the codebook recipe requires ``bits`` and ``block_size``, the rows and columns that share
+    a table.
     """
 
     @property
@@ -139,14 +140,14 @@ class CoreMLRecipeProvider(BackendRecipeProvider):
         return list(_RECIPES)
 
     def create_recipe(self, recipe_type: RecipeType, **kwargs: Any) -> ExportRecipe | None:
-        """Make a recipe.
+        """Create a recipe.
 
         Args:
             recipe_type: A ``CoreMLRecipeType``.
             **kwargs: See the class.
 
         Returns:
-            The recipe; None for a type that is not ours, as the registry expects.
+            The recipe; None for a type of another backend, as the registry expects.
 
         Raises:
             OptionError: A keyword is unknown, missing or not accepted, or the deployment target is
@@ -166,16 +167,16 @@ class CoreMLRecipeProvider(BackendRecipeProvider):
         )
 
 
-def _quantization(mode: QuantizationMode, given: Mapping[str, Any]) -> QuantizationRecipe:
+def _quantization(mode: QuantizationMode, values: Mapping[str, Any]) -> QuantizationRecipe:
     if mode.method is Method.PT2E:
         return QuantizationRecipe(quantizers=[CoreMLQuantizer(linear_quantizer_config(mode))])
-    # None means torchao's own default, linear layers; its codebooks have none.
+    # None selects torchao's default, linear layers; its codebooks have no default.
     default = _is_quantized if mode.codebook else None
     return QuantizationRecipe(
         ao_quantization_configs=[
             AOQuantizationConfig(
-                torchao_config(mode, block_size=given.get("block_size")),
-                given.get("filter_fn") or default,
+                torchao_config(mode, block_size=values.get("block_size")),
+                values.get("filter_fn") or default,
             )
         ]
     )
@@ -186,20 +187,20 @@ def _is_quantized(module: nn.Module, _path: str) -> bool:
 
 
 def _lowering(
-    recipe: str, mode: QuantizationMode | None, precision: Precision, given: Mapping[str, Any]
+    recipe: str, mode: QuantizationMode | None, precision: Precision, values: Mapping[str, Any]
 ) -> LoweringRecipe:
-    asked = given.get("minimum_deployment_target")
-    target = None if asked is None else Opset(asked)
+    requested = values.get("minimum_deployment_target")
+    target = None if requested is None else Opset(requested)
     if mode is not None:
         mode.require_target(target, f"{recipe}: minimum_deployment_target")
         target = target or mode.lowering_target
-    units = {k: given[k] for k in ("compute_unit",) if k in given}
+    units = {k: values[k] for k in ("compute_unit",) if k in values}
     partitioner = CoreMLPartitioner(
         compile_specs=CoreMLBackend.generate_compile_specs(
             compute_precision=precision, minimum_deployment_target=target, **units
         ),
         take_over_mutable_buffer=target is None or target >= STATE_OPSET,
-        **{k: given[k] for k in _PARTITIONER_KEYWORDS if k in given},
+        **{k: values[k] for k in _PARTITIONER_KEYWORDS if k in values},
     )
     # The configuration of ExecuTorch's other backends, so that recipes can be combined.
     return LoweringRecipe(

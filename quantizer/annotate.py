@@ -1,7 +1,7 @@
 """Annotates matches for torchao.
 
-A tensor is quantized once: the pattern that computes it decides how, and its users share that. Only
-a tensor that is computed in float is quantized as its user asks.
+A tensor has one quantization spec: the pattern that computes it determines the spec, and its users
+share it. Only for a tensor computed in float does the user determine the spec.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from coreml_delegate.quantizer.matcher import Match
 from coreml_delegate.quantizer.qspec import SpecFactory, derived, output_spec
 
 MARK_KEY = "coreml_quantization"
-"""Key of a node's ``meta`` under which its ``Mark`` stands."""
+"""Key of the ``Mark`` in a node's ``meta``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Mark:
     """The match that annotated a node.
 
     Attributes:
-        pattern: Name of the pattern with the ops fused behind it, ``conv-bn-act``.
-        anchor: Name of the node that the pattern begins with.
+        pattern: Name of the pattern with its fused ops, ``conv-bn-act``.
+        anchor: Name of the first node of the pattern.
         weight: Name of the weight's node, or None.
         origin: The entry of the configuration that applied.
         settings: Settings of that entry.
@@ -57,9 +57,9 @@ class Annotator:
         self._not_negative: set[Node] = set()
 
     def annotate(self, match: Match, settings: LayerSettings) -> None:
-        """Annotate a match that has passed the checker."""
+        """Annotate a match that the checker accepted."""
         specs = SpecFactory(settings)
-        # torchao's folding of batch norms relies on the order: data, weight, bias.
+        # torchao's batch norm folding relies on this order: data, weight, bias.
         inputs: dict[Node, QuantizationSpecBase | None] = {
             node: self._input(node, specs, match) for node in match.data
         }
@@ -90,7 +90,7 @@ class Annotator:
             return None
         if output_spec(node) is not None:
             return SharedQuantizationSpec(node)
-        # Softmax and sigmoid of a float tensor leave it in float: their range is known anyway.
+        # The input of softmax and sigmoid may stay in float: the range of the result is fixed.
         if match.pattern.weight is None and match.fixed_range is not None and not match.tail:
             return None
         return specs.activation(not_negative=node in self._not_negative)
@@ -100,8 +100,8 @@ class Annotator:
             return None
         if match.pattern.output is Output.OF_INPUT:
             source = match.data[0]
-            like = output_spec(source)
-            return None if like is None else derived(source, like)
+            spec = output_spec(source)
+            return None if spec is None else derived(source, spec)
         if match.fixed_range is not None:
             return specs.fixed(*match.fixed_range)
         return specs.activation(not_negative=match.last in self._not_negative)

@@ -1,4 +1,4 @@
-"""The conditions under which a match is left in float."""
+"""The reasons for which a match stays in float."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from coreml_delegate.quantizer.qspec import output_spec
 
 
 def refusal(match: Match) -> str | None:
-    """Return why a match is left in float, or None if it is quantized.
+    """Return why a match stays in float, or None if it is quantized.
 
-    The calls before it in the graph must be annotated already.
+    Earlier calls in the graph must be annotated already.
     """
     for check in _CHECKS:
         reason = check(match)
@@ -48,7 +48,7 @@ def _computes_float32(match: Match) -> str | None:
 
 
 def _has_rank_of_core_ml(match: Match) -> str | None:
-    """Core ML takes higher ranks only between two reshapes, with no quantize op between."""
+    """Core ML supports higher ranks only between two reshapes without a quantize op."""
     for node in (*match.data, *match.results):
         if node.meta["val"].dim() > MAX_RANK:
             return f"{node.name!r} has rank {node.meta['val'].dim()}, Core ML takes {MAX_RANK}"

@@ -39,10 +39,10 @@ class Milestones:
     """Training steps, from 0, at which a part of quantization is switched; None for never.
 
     Attributes:
-        observe: Ranges begin to be observed.
-        quantize: Quantization begins to be simulated.
-        stop_observing: Ranges stay as they are.
-        freeze_norms: Batch norms normalize by their running statistics.
+        observe: Start to observe ranges.
+        quantize: Start to simulate quantization.
+        stop_observing: Stop to observe ranges.
+        freeze_norms: Normalize by the running statistics of batch norms.
     """
 
     observe: int | None
@@ -56,13 +56,13 @@ class LayerSettings:
     """Settings of one entry of a configuration.
 
     Attributes:
-        weight: int8 or uint8, or None to leave weights in float.
+        weight: int8 or uint8; None for weights in float.
         weight_bits: 4 or 8.
         per_channel: Whether each output channel of a weight has its own scale.
         weight_observer: ``min_max`` or ``moving_average_min_max``.
-        activation: int8 or uint8, or None to leave activations in float.
-        activation_observer: One of the same observers.
-        symmetric: Whether zero points are 0, or mid-range of unsigned values; else they are free.
+        activation: int8 or uint8; None for activations in float.
+        activation_observer: ``min_max`` or ``moving_average_min_max``.
+        symmetric: Whether the zero point is fixed: 0, or mid-range for unsigned types.
         milestones: Milestones of training, or None.
     """
 
@@ -86,11 +86,11 @@ ModuleType = str | type | Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class QuantizerSettings:
-    """A whole configuration; None leaves layers in float.
+    """A complete configuration; None leaves layers in float.
 
     Attributes:
-        everywhere: Settings of calls that no other entry covers.
-        by_type: Settings by module class, its name, or function.
+        everywhere: Settings of calls without another entry.
+        by_type: Settings by module class, name of a class, or function.
         by_name: Settings by regular expression over module paths.
     """
 
@@ -106,11 +106,10 @@ class QuantizerSettings:
 
 
 def read_config(config: Any) -> QuantizerSettings:
-    """Check a ``LinearQuantizerConfig``.
+    """Read and check a ``LinearQuantizerConfig``.
 
     Raises:
-        OptionError: It is no such configuration, or has a setting that would have no effect on an
-            exported program.
+        OptionError: It is another type, or has a setting without effect on exported programs.
     """
     coremltools()
     with quiet_import():
@@ -123,22 +122,22 @@ def read_config(config: Any) -> QuantizerSettings:
             expected="coremltools.optimize.torch.quantization.LinearQuantizerConfig",
             remedy="LinearQuantizerConfig() quantizes everything by its defaults",
         )
-    given: Any = config
+    options: Any = config
     for option in _UNUSED:
-        if getattr(given, option):
+        if getattr(options, option):
             raise OptionError(
                 f"{option} has no effect on an exported program",
-                got=repr(getattr(given, option)),
+                got=repr(getattr(options, option)),
                 remedy="Leave it out",
             )
-    for name in given.module_name_configs:
+    for name in options.module_name_configs:
         _check_name(name)
-    for kind in given.module_type_configs:
+    for kind in options.module_type_configs:
         _check_type(kind)
     return QuantizerSettings(
-        everywhere=_layer(given.global_config, "global_config"),
-        by_type=_layers(given.module_type_configs, "module_type_configs"),
-        by_name=_layers(given.module_name_configs, "module_name_configs"),
+        everywhere=_layer(options.global_config, "global_config"),
+        by_type=_layers(options.module_type_configs, "module_type_configs"),
+        by_name=_layers(options.module_name_configs, "module_name_configs"),
     )
 
 
@@ -199,22 +198,22 @@ def _observer(observer: Any, option: str) -> str:
     return name
 
 
-def _milestones(given: list[int] | None, where: str) -> Milestones | None:
-    if given is None:
+def _milestones(milestones: list[int] | None, where: str) -> Milestones | None:
+    if milestones is None:
         return None
-    steps = [None if step == -1 else step for step in given]
-    sound = all(step is None or step >= 0 for step in steps)
-    if len(steps) != _MILESTONES or not sound:
+    steps = [None if step == -1 else step for step in milestones]
+    are_valid = all(step is None or step >= 0 for step in steps)
+    if len(steps) != _MILESTONES or not are_valid:
         raise OptionError(
             f"{where}: milestones",
-            got=repr(given),
+            got=repr(milestones),
             expected="four steps, each from 0, or -1 for never",
         )
     observe, quantize, stop, freeze = steps
     if observe is None or (stop is not None and stop <= observe):
         raise OptionError(
             f"{where}: milestones never let ranges be observed",
-            got=repr(given),
+            got=repr(milestones),
             expected="a first milestone that comes before the third",
         )
     return Milestones(observe, quantize, stop, freeze)

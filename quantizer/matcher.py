@@ -1,4 +1,4 @@
-"""Finds the calls that have a quantization pattern, with the calls fused behind each."""
+"""Finds the calls with a quantization pattern, and the calls fused into them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from coreml_delegate.quantizer.selection import Choice, SettingsSelector
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A call with a pattern, and the calls fused behind it.
+    """A call with a pattern, and the following calls, which are fused into it.
 
     Attributes:
         pattern: The pattern of the op's record.
-        name: Name of the pattern with the ops fused behind it: ``conv-bn-act``.
-        call: The call itself.
-        choice: The settings that apply to it.
-        data: The activations it takes, in the order of the schema.
+        name: Name of the pattern with its fused ops: ``conv-bn-act``.
+        call: The call.
+        choice: The call's settings.
+        data: The activations that it takes, in the order of the schema.
         weight: Its weight, or None.
-        has_constant_weight: Whether the weight is known before the graph runs.
-        tail: The calls fused behind it, in order.
+        has_constant_weight: Whether the weight is a constant.
+        tail: The fused calls, in order.
     """
 
     pattern: Pattern
@@ -47,7 +47,7 @@ class Match:
 
     @property
     def anchor(self) -> Node:
-        """The call that the pattern begins with."""
+        """The first call of the pattern."""
         return self.call.node
 
     @property
@@ -57,7 +57,7 @@ class Match:
 
     @property
     def last(self) -> Node:
-        """The call whose result is that of the match."""
+        """The last call, which computes the match's result."""
         return self.nodes[-1]
 
     @property
@@ -69,34 +69,34 @@ class Match:
 
     @property
     def fixed_range(self) -> tuple[float, float] | None:
-        """Range of the result if the op determines it, or None."""
+        """Range of the result if the op fixes it, or None."""
         return quantization_of(self.last).fixed_range
 
     @property
     def follows(self) -> bool:
-        """Whether it is quantized only if its input already is."""
+        """Whether the match is quantized only if its input is quantized."""
         if self.pattern.output is Output.OF_INPUT:
             return True
         return self.pattern.follows and self.fixed_range is None
 
-    def is_not_negative(self, known: set[Node]) -> bool:
-        """Whether the result has no negative values, given tensors that are ``known`` not to."""
+    def is_not_negative(self, not_negative: set[Node]) -> bool:
+        """Whether the result has no negative values, given the set of such tensors."""
         if self.tail or self.pattern.follows:
             return is_not_negative(self.last)
         keeps = self.pattern.keeps_sign or self.pattern.output is Output.OF_INPUT
-        numbers = [v for k, v in self.call.arguments.items() if k in self.pattern.data]
-        constants = [v for v in numbers if isinstance(v, int | float)]
-        return keeps and all(n in known for n in self.data) and all(c >= 0 for c in constants)
+        data = [v for k, v in self.call.arguments.items() if k in self.pattern.data]
+        scalars = [v for v in data if isinstance(v, int | float)]
+        return keeps and all(n in not_negative for n in self.data) and all(s >= 0 for s in scalars)
 
 
 def find(graph: Graph, selector: SettingsSelector) -> Iterator[Match]:
-    """Yield the matches of a graph in its order; each call is in one match at most.
+    """Yield the matches of a graph in graph order; a call is in at most one match.
 
-    Calls that are annotated already are skipped.
+    Calls with an annotation are skipped.
 
     Args:
-        graph: In ATen dialect as ``torch.export`` gives it, with ``meta["val"]``.
-        selector: Chooses the settings.
+        graph: In ATen dialect, from ``torch.export``, with ``meta["val"]``.
+        selector: Selects the settings.
     """
     constants = attribute_constants(graph)
     fused: set[Node] = set()
@@ -106,13 +106,13 @@ def find(graph: Graph, selector: SettingsSelector) -> Iterator[Match]:
         call = OpCall.of(node)
         pattern = pattern_of(call, constants)
         if pattern is not None:
-            found = _match(call, pattern, selector, constants)
-            fused.update(found.tail)
-            yield found
+            match = _match(call, pattern, selector, constants)
+            fused.update(match.tail)
+            yield match
 
 
 def is_annotated(node: Node) -> bool:
-    """Whether this quantizer, or one before it, has annotated a node."""
+    """Whether this quantizer, or an earlier quantizer, has annotated a node."""
     return annotation_of(node) is not None
 
 
@@ -155,7 +155,7 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _sole_user(node: Node) -> Node | None:
-    """Return the only user of a node if the node is its first argument, or None."""
+    """Return the only user of a node if its first argument is the node, or None."""
     users = list(node.users)
     if len(users) != 1 or not users[0].args or users[0].args[0] is not node:
         return None

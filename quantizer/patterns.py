@@ -1,6 +1,6 @@
 """Quantization patterns of the op records, by the ATen ops of ``torch.export``.
 
-Op names are those of ``functional_name``: in-place variants have the record of their op.
+Ops are named by ``functional_name``: in-place variants share the record of their functional op.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ BY_OP: Mapping[str, Quantization] = MappingProxyType(
         if op.quantization != IN_FLOAT
     }
 )
-"""How each op that is quantized or fused is treated, by its functional name."""
+"""Quantization of each op that is quantized or fused, by functional name."""
 
 BATCH_NORM = "aten.batch_norm.default"
 
 
 def functional_name(node: Node) -> str:
-    """Return ``aten.relu.default`` for a call of it or of ``aten.relu_.default``."""
-    namespace, _, rest = target_name(node.target).partition(".")
-    op, _, overload = rest.partition(".")
+    """Return the op name of a call without a trailing underscore (``relu_`` becomes ``relu``)."""
+    namespace, _, qualified = target_name(node.target).partition(".")
+    op, _, overload = qualified.partition(".")
     return f"{namespace}.{op.rstrip('_') or op}.{overload}"
 
 
 def quantization_of(node: Node) -> Quantization:
-    """Return how the op of a call is quantized."""
+    """Return the quantization of a call's op."""
     return BY_OP.get(functional_name(node), IN_FLOAT)
 
 
 def tail_of(node: Node) -> Tail | None:
-    """Return the kind of op that a call is when fused behind another, or None."""
+    """Return the call's kind as a fused op, or None if it cannot be fused."""
     return quantization_of(node).tail
 
 
 def is_not_negative(node: Node) -> bool:
-    """Whether the op's result is never negative, whatever its input."""
+    """Whether the op's result is never negative for any input."""
     bound = quantization_of(node).lower_bound
     value = OpCall.of(node).arguments.get(bound) if isinstance(bound, str) else bound
     return isinstance(value, int | float) and value >= 0
 
 
 def pattern_of(call: OpCall, constants: Collection[Node]) -> Pattern | None:
-    """Return the pattern of a call, or None; of several, the first takes a constant matrix.
+    """Return the pattern of a call, or None; all patterns but the last need a constant matrix.
 
     Args:
         call: The call.
-        constants: Nodes of the graph that are known before it runs.
+        constants: Constant nodes of the graph.
     """
     patterns = quantization_of(call.node).patterns
     fitting = (p for p in patterns[:-1] if _is_matrix(call.arguments[p.weight or ""], constants))

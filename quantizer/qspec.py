@@ -1,4 +1,4 @@
-"""Quantization specs of torchao, made from settings."""
+"""torchao quantization specs from settings."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Concrete = QuantizationSpec | FixedQParamsQuantizationSpec | DerivedQuantization
 
 @dataclass(frozen=True, slots=True)
 class SpecFactory:
-    """Makes specs by the settings of a layer.
+    """Makes the specs of a layer's settings.
 
     Attributes:
         settings: The settings.
@@ -61,8 +61,8 @@ class SpecFactory:
         """Return the spec of an activation, or None if activations stay in float.
 
         Args:
-            not_negative: Whether the tensor has no negative values. If so, all integers are used
-                for its positive values, in either scheme.
+            not_negative: Whether the tensor has no negative values; then the scheme is affine, so
+                that all integers represent its values.
         """
         dtype = self.settings.activation
         if dtype is None:
@@ -77,14 +77,14 @@ class SpecFactory:
         """Return the spec of a weight, or None if weights stay in float.
 
         Args:
-            axis: Axis of its output channels.
+            axis: Axis of the output channels.
         """
         dtype = self.settings.weight
         if dtype is None:
             return None
         low, high = integer_range(dtype, self.settings.weight_bits)
         if self.settings.symmetric and low < 0:
-            low = -high  # so that the largest value of either sign is representable
+            low = -high  # symmetric: -127 to 127 for int8
         return _spec(
             dtype,
             (low, high),
@@ -94,7 +94,10 @@ class SpecFactory:
         )
 
     def fixed(self, low: float, high: float) -> FixedQParamsQuantizationSpec | None:
-        """Return the spec of an activation with the known range ``low`` to ``high``, 0 exact."""
+        """Return the spec of an activation with the fixed range ``low`` to ``high``.
+
+        scale = (high - low) / 2^bits, and the zero point is rounded, so that 0 is exact.
+        """
         dtype = self.settings.activation
         if dtype is None:
             return None
@@ -111,17 +114,17 @@ class SpecFactory:
         )
 
 
-def derived(source: Node, like: Concrete) -> DerivedQuantizationSpec:
-    """Return the spec of a tensor with values of ``source`` only, whose spec is ``like``."""
-    low, high = integer_range(like.dtype)
+def derived(source: Node, spec: Concrete) -> DerivedQuantizationSpec:
+    """Return the spec of a tensor that only has values of ``source``, whose spec is ``spec``."""
+    low, high = integer_range(spec.dtype)
     return DerivedQuantizationSpec(
         derived_from=[source],
         derive_qparams_fn=_source_qparams,
-        dtype=like.dtype,
-        quant_min=low if like.quant_min is None else like.quant_min,
-        quant_max=high if like.quant_max is None else like.quant_max,
-        qscheme=like.qscheme,
-        is_dynamic=like.is_dynamic,
+        dtype=spec.dtype,
+        quant_min=low if spec.quant_min is None else spec.quant_min,
+        quant_max=high if spec.quant_max is None else spec.quant_max,
+        qscheme=spec.qscheme,
+        is_dynamic=spec.is_dynamic,
     )
 
 
@@ -131,13 +134,13 @@ def annotation_of(node: Node) -> QuantizationAnnotation | None:
 
 
 def output_spec(node: Node) -> Concrete | None:
-    """Return the spec of a node's result with sharing resolved; None if it stays in float."""
+    """Return the spec of a node's result, with shared specs resolved; None for float."""
     annotation = annotation_of(node)
     return None if annotation is None else resolve(annotation.output_qspec)
 
 
 def resolve(spec: QuantizationSpecBase | None) -> Concrete | None:
-    """Return the spec that a shared spec refers to; None if it leads nowhere or in a circle."""
+    """Follow shared specs to a concrete spec; None for a dangling or circular reference."""
     seen: set[EdgeOrNode] = set()
     while isinstance(spec, SharedQuantizationSpec):
         if spec.edge_or_node in seen:
@@ -147,18 +150,18 @@ def resolve(spec: QuantizationSpecBase | None) -> Concrete | None:
     return spec if isinstance(spec, Concrete) else None
 
 
-def spec_at(place: EdgeOrNode) -> QuantizationSpecBase | None:
-    """Return the spec of a node's result, or of the edge from a node to its user, or None."""
-    if isinstance(place, Node):
-        annotation = annotation_of(place)
+def spec_at(edge_or_node: EdgeOrNode) -> QuantizationSpecBase | None:
+    """Return the spec of a node's result or of an edge (node, user), or None."""
+    if isinstance(edge_or_node, Node):
+        annotation = annotation_of(edge_or_node)
         return None if annotation is None else annotation.output_qspec
-    source, user = place
+    source, user = edge_or_node
     annotation = annotation_of(user)
     return None if annotation is None else annotation.input_qspec_map.get(source)
 
 
 def integer_range(dtype: torch.dtype, bits: int = 8) -> tuple[int, int]:
-    """Return the smallest and largest integer of a dtype with this many bits."""
+    """Return the range of integers of ``bits`` bits: unsigned for uint8, else two's complement."""
     if dtype is torch.uint8:
         return 0, 2**bits - 1
     return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
@@ -168,14 +171,14 @@ def _spec(
     dtype: torch.dtype, limits: tuple[int, int], observer: str, *, symmetric: bool, axis: int | None
 ) -> QuantizationSpec:
     per_channel = axis is not None
-    # Observers take a given range for one of the user's own, and move zero points.
+    # Observers treat an explicit range as a custom range, and change zero points.
     low, high = (None, None) if limits == integer_range(dtype) else limits
     kind = _OBSERVERS[observer, per_channel]
     # torchao passes the axis to observers, not to the fake quantization around them.
-    watched = kind.with_args(ch_axis=axis) if per_channel else kind
+    constructor = kind.with_args(ch_axis=axis) if per_channel else kind
     return QuantizationSpec(
         dtype=dtype,
-        observer_or_fake_quant_ctr=FakeQuantize.with_args(observer=watched),
+        observer_or_fake_quant_ctr=FakeQuantize.with_args(observer=constructor),
         quant_min=low,
         quant_max=high,
         qscheme=_SCHEMES[symmetric, per_channel],
@@ -184,5 +187,5 @@ def _spec(
 
 
 def _source_qparams(sources: list[ObserverOrFakeQuantize]) -> tuple[Tensor, Tensor]:
-    found: Any = sources[0]
-    return found.calculate_qparams()
+    observer: Any = sources[0]
+    return observer.calculate_qparams()

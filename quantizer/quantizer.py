@@ -1,4 +1,4 @@
-"""``CoreMLQuantizer``: the object a user hands to ``prepare_pt2e`` and ``prepare_qat_pt2e``."""
+"""``CoreMLQuantizer``: the quantizer for ``prepare_pt2e`` and ``prepare_qat_pt2e``."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 class CoreMLQuantizer(Quantizer):
-    """Annotates the ops that Core ML runs quantized, as a configuration of coremltools asks.
+    """Annotates the ops that Core ML runs quantized, by a configuration of coremltools.
 
     Args:
         config: ``coremltools.optimize.torch.quantization.LinearQuantizerConfig``. Entries of
             ``module_name_configs`` are regular expressions over module paths; they precede
             ``module_type_configs``, whose keys are module classes, their names, or functions;
-            ``global_config`` is for all others. An entry that is None leaves its modules in float.
+            ``global_config`` applies to all other calls. An entry None leaves its modules in float.
 
     Raises:
         OptionError: A setting is not accepted or would have no effect.
@@ -42,7 +42,7 @@ class CoreMLQuantizer(Quantizer):
 
     @property
     def report(self) -> QuantizationReport:
-        """Report on the graph that was annotated last.
+        """Report on the last annotated graph.
 
         Raises:
             ProgramError: No graph was annotated yet.
@@ -61,7 +61,7 @@ class CoreMLQuantizer(Quantizer):
             The same model.
 
         Raises:
-            OptionError: An entry of the configuration covers no call of this model.
+            OptionError: An entry of the configuration matches no call of this model.
         """
         selector = SettingsSelector(self._settings)
         selector.check_entries(model.graph.nodes)
@@ -97,7 +97,7 @@ class CoreMLQuantizer(Quantizer):
         attach(edge_or_node_to_obs_or_fq)
 
     def schedule(self, model: GraphModule) -> MilestoneSchedule:
-        """Return the schedule of a model in training; call its ``step`` before each training step.
+        """Return the milestone schedule of a model; call its ``step`` before each training step.
 
         Args:
             model: From ``prepare_qat_pt2e`` with this quantizer.

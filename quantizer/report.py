@@ -1,10 +1,10 @@
-"""``QuantizationReport``: which calls were quantized and how, and why others were not.
+"""``QuantizationReport``: the quantization of each call, or the reason why it stays in float.
 
 As JSON one object::
 
     schema_version  1; raised when a field is removed or changes its meaning, not when one is added
-    summary         nodes, quantized, patterns (how many of each)
-    nodes           list of NodeQuantization in graph order; quantized beside its fields
+    summary         nodes, quantized, patterns (number of matches by pattern)
+    nodes           list of NodeQuantization in graph order, with the field quantized added
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class NodeQuantization:
-    """Whether and how one call is quantized.
+    """The quantization of one call.
 
     Attributes:
-        name: Node name in the graph that was annotated.
+        name: Node name in the annotated graph.
         op: Op target, for example ``aten.conv2d.default``.
-        module: Path of the module it comes from, empty for the root or if unknown.
-        pattern: Pattern that annotated it, ``conv-bn-act``; None if there is none.
-        fused_into: Name of the node that the pattern begins with, if that is another node.
+        module: Path of the module of the call, empty for the root or if unknown.
+        pattern: Name of the matching pattern, ``conv-bn-act``, or None.
+        fused_into: Name of the first node of the pattern, if it is another node.
         config: The entry of the configuration that applied, or None.
-        inputs: How each activation that it takes is quantized, by node name.
-        weight: How its weight is quantized, or None.
-        output: How its result is quantized, or None if it stays in float or is fused.
-        reason: Why it is not quantized, or None if it is.
+        inputs: Quantization of each activation that it takes, by node name.
+        weight: Quantization of its weight, or None.
+        output: Quantization of its result; None if it stays in float or is fused.
+        reason: Why the call is not quantized; None if it is.
     """
 
     name: str
@@ -65,32 +65,32 @@ class NodeQuantization:
 
     @property
     def quantized(self) -> bool:
-        """Whether it is part of a quantized pattern."""
+        """Whether the call is part of a quantized pattern."""
         return self.pattern is not None
 
     def __str__(self) -> str:
-        # An input that keeps its own quantization is left out: its own record says how.
-        how = [f"{name} {spec}" for name, spec in self.inputs.items() if spec != f"as {name}"]
-        how += [f"weight {self.weight}"] if self.weight else []
-        how += [f"result {self.output}"] if self.output else []
-        if not how and self.fused_into is not None:
-            how = [f"fused into {self.fused_into}"]
-        return "; ".join(how) or self.reason or "takes quantized tensors"
+        # Without inputs that keep their quantization, which is in their own record.
+        specs = [f"{name} {spec}" for name, spec in self.inputs.items() if spec != f"as {name}"]
+        specs += [f"weight {self.weight}"] if self.weight else []
+        specs += [f"result {self.output}"] if self.output else []
+        if not specs and self.fused_into is not None:
+            specs = [f"fused into {self.fused_into}"]
+        return "; ".join(specs) or self.reason or "takes quantized tensors"
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationReport:
-    """Whether and how every call of a graph is quantized.
+    """The quantization of every call of a graph.
 
     Attributes:
-        nodes: Records in graph order, without calls that compute no floating-point tensor.
+        nodes: Records in graph order, only of calls that compute floating-point tensors.
     """
 
     nodes: tuple[NodeQuantization, ...]
 
     @property
     def quantized(self) -> tuple[NodeQuantization, ...]:
-        """The calls that are part of quantized patterns."""
+        """The calls in quantized patterns."""
         return tuple(n for n in self.nodes if n.quantized)
 
     @property
@@ -110,9 +110,9 @@ class QuantizationReport:
         Raises:
             ProgramError: There is no such node.
         """
-        for found in self.nodes:
-            if found.name == name:
-                return found
+        for record in self.nodes:
+            if record.name == name:
+                return record
         raise ProgramError("no such node in the report", got=repr(name))
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,8 +147,8 @@ def describe(graph: Graph, reasons: Mapping[Node, str]) -> QuantizationReport:
         reasons: Why calls with a pattern are not quantized.
     """
     calls = (n for n in graph.nodes if n.op == "call_function")
-    told = (n for n in calls if _computes_float(n) and not _is_part(n))
-    return QuantizationReport(tuple(_record(n, reasons) for n in told))
+    recorded = (n for n in calls if _computes_float(n) and not _is_part(n))
+    return QuantizationReport(tuple(_record(n, reasons) for n in recorded))
 
 
 def _record(node: Node, reasons: Mapping[Node, str]) -> NodeQuantization:
@@ -191,7 +191,7 @@ def _parts(node: Node) -> list[Node]:
 
 
 def _is_part(node: Node) -> bool:
-    """Whether a node is one of several results; the record of its op covers it."""
+    """Whether a node is an element of a tuple result, which the record of its op covers."""
     return target_name(node.target) == GETITEM
 
 
@@ -203,8 +203,8 @@ def _computes_float(node: Node) -> bool:
 
 def _text(spec: QuantizationSpecBase) -> str:
     if isinstance(spec, SharedQuantizationSpec):
-        place = spec.edge_or_node
-        return f"as {place.name if isinstance(place, Node) else place[0].name}"
+        shared = spec.edge_or_node
+        return f"as {shared.name if isinstance(shared, Node) else shared[0].name}"
     if isinstance(spec, DerivedQuantizationSpec):
         source = spec.derived_from[0]
         return f"as {source.name if isinstance(source, Node) else source[0].name}"

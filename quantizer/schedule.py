@@ -18,17 +18,17 @@ from coreml_delegate.quantizer.config import Milestones
 from coreml_delegate.quantizer.patterns import BATCH_NORM, functional_name
 
 _ATTRIBUTE = "coreml_milestones"
-_TRAINING = 5  # position of that argument of batch_norm
+_TRAINING = 5  # position of the argument ``training`` of batch_norm
 
 
 def attach(quantizers: Mapping[EdgeOrNode, Any]) -> None:
-    """Store in each fake-quantize module the milestones of its layer.
+    """Store the milestones of each layer in its fake-quantize modules.
 
     Args:
-        quantizers: The module that torchao made for each annotated edge and result.
+        quantizers: torchao's modules for annotated edges and results.
     """
-    for place, module in quantizers.items():
-        mark = mark_of(place if isinstance(place, Node) else place[1])
+    for edge_or_node, module in quantizers.items():
+        mark = mark_of(edge_or_node if isinstance(edge_or_node, Node) else edge_or_node[1])
         if module is None or mark is None or mark.settings.milestones is None:
             continue
         if not hasattr(module, _ATTRIBUTE):
@@ -36,9 +36,9 @@ def attach(quantizers: Mapping[EdgeOrNode, Any]) -> None:
 
 
 class MilestoneSchedule:
-    """Follows the milestones of a prepared model.
+    """Switches observers and fake quantization of a prepared model at its milestones.
 
-    Layers that have milestones observe no ranges and simulate no quantization before they are due.
+    Layers with milestones observe no ranges and simulate no quantization before their milestones.
 
     Args:
         model: From ``prepare_qat_pt2e`` (or a copy of it).
@@ -62,11 +62,11 @@ class MilestoneSchedule:
 
     @property
     def steps(self) -> int:
-        """Number of steps begun."""
+        """Number of started steps."""
         return self._steps
 
     def step(self) -> None:
-        """Begin the next training step: switch what its milestones say."""
+        """Start the next training step, and apply its milestones."""
         for module, due in self._modules:
             if due.observe == self._steps:
                 module.enable_observer(True)
@@ -79,7 +79,7 @@ class MilestoneSchedule:
         self._steps += 1
 
     def _freeze_norms(self) -> None:
-        # Searched only now: torchao replaces them whenever it switches modes.
+        # Searched late, because torchao replaces batch norms when it switches modes.
         for node in self._model.graph.nodes:
             if node.op != "call_function" or functional_name(node) != BATCH_NORM:
                 continue
@@ -97,7 +97,7 @@ def _modules(model: GraphModule) -> Iterator[tuple[FakeQuantizeBase, Milestones]
 
 
 def _milestones_of(norm: Node) -> Milestones | None:
-    """Return the milestones of the layer that a norm is fused behind, the nearest marked one."""
+    """Return the milestones of the nearest marked layer before a norm."""
     node: object = norm
     while isinstance(node, Node):
         mark = mark_of(node)

@@ -1,4 +1,4 @@
-"""Chooses the settings of a call: by module name first, then by type, then the global ones."""
+"""Selects the settings of a call: by module name first, then by type, then the global settings."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Choice:
 
     Attributes:
         settings: The settings; None leaves the call in float.
-        origin: The entry of the configuration that they come from.
-        explicit: Whether the entry names the call's module or function, rather than all.
+        origin: Name of the configuration's entry.
+        explicit: Whether the entry names the call's module or function, unlike the global entry.
     """
 
     settings: LayerSettings | None
@@ -31,25 +31,24 @@ class Choice:
     explicit: bool
 
     def admits(self, other: Choice) -> bool:
-        """Whether a call with the choice ``other`` may be fused behind a call with this one."""
+        """Whether a call with the choice ``other`` may be fused into a call with this choice."""
         return not other.explicit or other.settings == self.settings
 
 
 class SettingsSelector:
-    """Chooses settings, and records which entries of the configuration covered a call.
+    """Selects settings, and records which entries of the configuration matched a call.
 
-    The path of a module, or the name of a class, stands for everything inside that module. Of
-    several, the entry for the innermost module counts.
+    An entry for a module or class includes submodules. The entry for the innermost module decides.
 
     Args:
-        settings: The whole configuration.
+        settings: The configuration.
     """
 
     def __init__(self, settings: QuantizerSettings) -> None:
         self._settings = settings
         self._names = {name: re.compile(name) for name in settings.by_name}
         self._types = {kind: _TypeMatcher(kind) for kind in settings.by_type}
-        self._met: set[Any] = set()
+        self._matched: set[Any] = set()
 
     def choose(self, node: Node) -> Choice:
         """Return the settings of a call."""
@@ -65,7 +64,7 @@ class SettingsSelector:
         return Choice(self._settings.everywhere, "global_config", explicit=False)
 
     def check_entries(self, nodes: Iterable[Node]) -> None:
-        """Check that every entry covers a call.
+        """Check that every entry matches a call.
 
         Raises:
             OptionError: An entry names a module or function that is not in the graph.
@@ -77,7 +76,7 @@ class SettingsSelector:
             ("module_name_configs", self._settings.by_name),
             ("module_type_configs", self._settings.by_type),
         ):
-            missing = [_label(key) for key in keys if key not in self._met]
+            missing = [_label(key) for key in keys if key not in self._matched]
             if missing:
                 paths = sorted({s.path for n in calls for s in scopes_of(n) if s.path})
                 raise OptionError(
@@ -88,31 +87,31 @@ class SettingsSelector:
                     else None,
                 )
 
-    def _innermost(self, found: dict[Any, int]) -> Any:
-        self._met.update(found)
-        return max(found, key=lambda key: found[key], default=None)
+    def _innermost(self, depths: dict[Any, int]) -> Any:
+        self._matched.update(depths)
+        return max(depths, key=lambda key: depths[key], default=None)
 
     def _depths_by_name(self, scopes: tuple[Scope, ...]) -> dict[str, int]:
-        found: dict[str, int] = {}
+        depths: dict[str, int] = {}
         for scope in scopes:
             for path in _upwards(scope.path):
                 depth = path.count(".") + 1
                 for name, expression in self._names.items():
-                    if expression.fullmatch(path) and depth > found.get(name, 0):
-                        found[name] = depth
-        return found
+                    if expression.fullmatch(path) and depth > depths.get(name, 0):
+                        depths[name] = depth
+        return depths
 
     def _depths_by_type(self, node: Node, scopes: tuple[Scope, ...]) -> dict[ModuleType, int]:
-        found: dict[ModuleType, int] = {}
+        depths: dict[ModuleType, int] = {}
         for kind, matcher in self._types.items():
             depth = matcher.depth(node, scopes)
             if depth:
-                found[kind] = depth
-        return found
+                depths[kind] = depth
+        return depths
 
 
 class _TypeMatcher:
-    """Finds the calls that a key of ``module_type_configs`` covers."""
+    """Matches calls by a key of ``module_type_configs``."""
 
     def __init__(self, kind: ModuleType) -> None:
         is_module = isinstance(kind, str) or (
@@ -122,7 +121,7 @@ class _TypeMatcher:
         self._function = None if is_module else _function_name(kind)
 
     def depth(self, node: Node, scopes: tuple[Scope, ...]) -> int:
-        """Return the depth of the covered scope around a call, 1 at the root; 0 for none."""
+        """Return the depth of the innermost matching scope of a call, 1 at the root; 0 without."""
         if self._function is not None:
             return len(scopes) + 1 if self._function == _op_name(node) else 0
         pattern = self._module
@@ -141,7 +140,7 @@ def _op_name(node: Node) -> str:
 
 
 def _function_name(function: Any) -> str:
-    """Return the name of the ATen op that a function calls, in-place forms of ``operator`` too."""
+    """Return the name of a function's ATen op, also for in-place functions of ``operator``."""
     name = str(getattr(function, "__name__", "")).strip("_")
     if getattr(function, "__module__", "") == "_operator" and name in ("iadd", "imul", "imatmul"):
         return name[1:]

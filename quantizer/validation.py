@@ -1,4 +1,4 @@
-"""Checks that torchao can prepare an annotated graph and Core ML can run it."""
+"""Checks that torchao can prepare an annotated graph and that Core ML can run it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from coreml_delegate.ops.constants import attribute_constants
 from coreml_delegate.quantizer.patterns import BY_OP, functional_name
 from coreml_delegate.quantizer.qspec import Concrete, annotation_of, integer_range, resolve, spec_at
 
-_MOST = 5  # problems listed in a message
+_LISTED_PROBLEMS = 5  # in a message
 
-Place = tuple[EdgeOrNode, QuantizationSpecBase]
+Annotated = tuple[EdgeOrNode, QuantizationSpecBase]
 
 
 def validate(model: GraphModule) -> None:
-    """Check every annotation of a graph, those of other quantizers included.
+    """Check every annotation of a graph, including the annotations of other quantizers.
 
     Args:
         model: Annotated graph in ATen dialect.
@@ -35,7 +35,7 @@ def validate(model: GraphModule) -> None:
         LoweringError: Annotations cannot be prepared, converted or lowered; it lists them.
     """
     annotated = [n for n in model.graph.nodes if annotation_of(n) is not None]
-    foreign = [n for n in annotated if any(_specs(n)) and not _is_known(n)]
+    foreign = [n for n in annotated if any(_specs(n)) and not _is_quantizable(n)]
     if foreign:
         raise UnsupportedOperatorError(
             "annotated operators that Core ML does not run quantized",
@@ -44,13 +44,13 @@ def validate(model: GraphModule) -> None:
         )
     constants = attribute_constants(model.graph)
     problems = [
-        p for n in annotated for place in _specs(n) for p in _problems(n, *place, constants)
+        p for n in annotated for entry in _specs(n) for p in _problems(n, *entry, constants)
     ]
     if problems:
         raise LoweringError(f"{len(problems)} annotations cannot be used", got=_listed(problems))
 
 
-def _specs(node: Node) -> Iterator[Place]:
+def _specs(node: Node) -> Iterator[Annotated]:
     annotation = annotation_of(node)
     if annotation is None:
         return
@@ -61,7 +61,7 @@ def _specs(node: Node) -> Iterator[Place]:
         yield node, annotation.output_qspec
 
 
-def _is_known(node: Node) -> bool:
+def _is_quantizable(node: Node) -> bool:
     if node.op != "call_function":
         return False
     name = functional_name(node)
@@ -69,9 +69,9 @@ def _is_known(node: Node) -> bool:
 
 
 def _problems(
-    node: Node, place: EdgeOrNode, spec: QuantizationSpecBase, constants: Collection[Node]
+    node: Node, edge_or_node: EdgeOrNode, spec: QuantizationSpecBase, constants: Collection[Node]
 ) -> Iterator[str]:
-    source = place if isinstance(place, Node) else place[0]
+    source = edge_or_node if isinstance(edge_or_node, Node) else edge_or_node[0]
     where = f"the result of {node.name}" if source is node else f"{source.name} into {node.name}"
     if source is not node and source not in node.all_input_nodes:
         yield f"{where}: {node.name} does not take it"
@@ -80,7 +80,7 @@ def _problems(
     if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
         got = str(getattr(value, "dtype", "no tensor")).removeprefix("torch.")
         yield f"{where}: it is {got}, not float32"
-    yield from (f"{where}: {problem}" for problem in _reference_problems(place, spec))
+    yield from (f"{where}: {problem}" for problem in _reference_problems(edge_or_node, spec))
     concrete = resolve(spec)
     if concrete is not None:
         for check in _CHECKS:
@@ -89,70 +89,70 @@ def _problems(
                 yield f"{where}: {problem}"
 
 
-def _reference_problems(place: EdgeOrNode, spec: QuantizationSpecBase) -> Iterator[str]:
-    """Yield why the reference of a shared spec is wrong: it leads nowhere, or in a circle."""
-    path, current = [place], spec
+def _reference_problems(edge_or_node: EdgeOrNode, spec: QuantizationSpecBase) -> Iterator[str]:
+    """Yield a problem if the reference of a shared spec is dangling or circular."""
+    path, current = [edge_or_node], spec
     while True:
-        following = _referred(current)
-        if following is None:
+        reference = _reference(current)
+        if reference is None:
             return
-        if following in path:
+        if reference in path:
             yield f"its quantization is shared in a circle: {' -> '.join(map(_name, path))}"
             return
-        found = spec_at(following)
-        if found is None:
-            yield f"it shares the quantization of {_name(following)}, which has none"
+        following = spec_at(reference)
+        if following is None:
+            yield f"it shares the quantization of {_name(reference)}, which has none"
             return
-        path.append(following)
-        current = found
+        path.append(reference)
+        current = following
 
 
-def _referred(spec: QuantizationSpecBase) -> EdgeOrNode | None:
+def _reference(spec: QuantizationSpecBase) -> EdgeOrNode | None:
     if isinstance(spec, SharedQuantizationSpec):
         return spec.edge_or_node
     return spec.derived_from[0] if isinstance(spec, DerivedQuantizationSpec) else None
 
 
-def _has_dtype(_: Node, spec: Concrete, _known: bool) -> str | None:
+def _has_dtype(_: Node, spec: Concrete, _is_constant: bool) -> str | None:
     if spec.dtype in (torch.int8, torch.uint8):
         return None
     return f"Core ML quantizes to int8 and uint8, not {str(spec.dtype).removeprefix('torch.')}"
 
 
-def _is_static(_: Node, spec: Concrete, _known: bool) -> str | None:
+def _is_static(_: Node, spec: Concrete, _is_constant: bool) -> str | None:
     return "Core ML has no dynamic quantization" if spec.is_dynamic else None
 
 
-def _fits_dtype(_: Node, spec: Concrete, _known: bool) -> str | None:
+def _fits_dtype(_: Node, spec: Concrete, _is_constant: bool) -> str | None:
     if spec.dtype not in (torch.int8, torch.uint8):
         return None
     low, high = integer_range(spec.dtype)
-    given = (spec.quant_min, spec.quant_max)
-    inside = all(limit is None or low <= limit <= high for limit in given)
-    return None if inside else f"{given} is beyond {str(spec.dtype).removeprefix('torch.')}"
+    limits = (spec.quant_min, spec.quant_max)
+    fits = all(limit is None or low <= limit <= high for limit in limits)
+    return None if fits else f"{limits} is beyond {str(spec.dtype).removeprefix('torch.')}"
 
 
-def _fills_dtype(_: Node, spec: Concrete, known: bool) -> str | None:
-    """Core ML quantizes an activation to all values of its dtype; it cannot clip to fewer."""
-    if known or spec.dtype not in (torch.int8, torch.uint8):
+def _fills_dtype(_: Node, spec: Concrete, is_constant: bool) -> str | None:
+    """Core ML quantizes activations to the full range of the dtype; it cannot clip to less."""
+    if is_constant or spec.dtype not in (torch.int8, torch.uint8):
         return None
-    given, whole = (spec.quant_min, spec.quant_max), integer_range(spec.dtype)
-    if all(limit is None or limit == end for limit, end in zip(given, whole, strict=True)):
+    limits, full = (spec.quant_min, spec.quant_max), integer_range(spec.dtype)
+    if all(limit is None or limit == end for limit, end in zip(limits, full, strict=True)):
         return None
-    return f"an activation has the range {whole[0]} to {whole[1]}, not {given[0]} to {given[1]}"
+    return f"an activation has the range {full[0]} to {full[1]}, not {limits[0]} to {limits[1]}"
 
 
-def _has_axis(source: Node, spec: Concrete, known: bool) -> str | None:
+def _has_axis(source: Node, spec: Concrete, is_constant: bool) -> str | None:
     axis = getattr(spec, "ch_axis", None)
     if axis is None:
         return None
-    if not known:
+    if not is_constant:
         return "an activation is quantized per channel, Core ML has that for weights"
     rank = source.meta["val"].dim() if isinstance(source.meta.get("val"), torch.Tensor) else 0
     return None if axis < rank else f"axis {axis} of a tensor of rank {rank}"
 
 
-# Each takes the tensor, its spec, and whether the tensor is a constant.
+# Arguments of a check: the tensor, its spec, and whether the tensor is a constant.
 _CHECKS: tuple[Callable[[Node, Concrete, bool], str | None], ...] = (
     _has_dtype,
     _is_static,
@@ -162,10 +162,14 @@ _CHECKS: tuple[Callable[[Node, Concrete, bool], str | None], ...] = (
 )
 
 
-def _name(place: EdgeOrNode) -> str:
-    return place.name if isinstance(place, Node) else f"({place[0].name}, {place[1].name})"
+def _name(edge_or_node: EdgeOrNode) -> str:
+    return (
+        edge_or_node.name
+        if isinstance(edge_or_node, Node)
+        else f"({edge_or_node[0].name}, {edge_or_node[1].name})"
+    )
 
 
 def _listed(items: list[str]) -> str:
-    more = len(items) - _MOST
-    return "; ".join(items[:_MOST]) + (f"; and {more} more" if more > 0 else "")
+    more = len(items) - _LISTED_PROBLEMS
+    return "; ".join(items[:_LISTED_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")

@@ -161,7 +161,8 @@ def table(findings: Sequence[Finding]) -> str:
     """Return findings for a terminal: one row for each, then every rule with what to do."""
     rows = [("consequence", "rule", "where", "got")]
     rows += [
-        (f.rule.consequence.text, f.rule.name, f.where, f.found.got + _saving(f)) for f in findings
+        (f.rule.consequence.text, f.rule.name, f.where, f.details.got + _saving(f))
+        for f in findings
     ]
     sections = [console.columns(rows)]
     for rule, of_rule in _by_rule(findings).items():
@@ -196,7 +197,7 @@ def _by_rule(findings: Iterable[Finding]) -> dict[Rule, list[Finding]]:
 
 
 def _saving(finding: Finding) -> str:
-    saved = finding.found.saved_bytes
+    saved = finding.details.saved_bytes
     return f" ({console.size(saved)} less)" if saved else ""
 
 
@@ -204,7 +205,7 @@ def saved_bytes(findings: Iterable[Finding]) -> int:
     """Return the bytes that remedies save; of several on one weight, the largest saving."""
     best: dict[tuple[str, str], int] = {}
     for finding in findings:
-        found = finding.found
+        found = finding.details
         if found.saved_bytes:
             key = found.delegate, found.places[0].name if found.places else ""
             best[key] = max(best.get(key, 0), found.saved_bytes)
@@ -217,10 +218,10 @@ def page_rows(findings: Iterable[Finding]) -> list[DeviceFinding]:
         DeviceFinding(
             rule=finding.rule.name,
             consequence=finding.rule.consequence.text,
-            delegate=finding.found.delegate,
-            places=tuple(map(str, finding.found.places[:_SHOWN_PLACES])),
-            others=max(len(finding.found.places) - _SHOWN_PLACES, 0),
-            got=finding.found.got + _saving(finding),
+            delegate=finding.details.delegate,
+            places=tuple(map(str, finding.details.places[:_SHOWN_PLACES])),
+            others=max(len(finding.details.places) - _SHOWN_PLACES, 0),
+            got=finding.details.got + _saving(finding),
             reason=finding.rule.reason,
             remedy=finding.remedy,
             sources=tuple((source.title, source.url) for source in finding.rule.sources),

@@ -1,6 +1,6 @@
-"""Checks of a program before it is on a device: documented causes of trouble, found in its MIL.
+"""Static checks of a program's MIL for documented causes of trouble on a device.
 
-``RULES`` has one record for each cause, with the source that documents it; ``check`` applies them.
+``RULES`` has one record per cause, with the source that documents it; ``check`` applies the rules.
 """
 
 from coreml_delegate.device_check.records import (

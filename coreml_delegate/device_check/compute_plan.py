@@ -1,7 +1,7 @@
-"""Core ML's own plan of a model, on a Mac: the processor that each operation is to run on.
+"""Core ML's compute plan of a model, on a Mac: the preferred processor of each operation.
 
-Core ML ends the process if it is given an mlpackage in place of a compiled model
-(apple/coremltools#2757): the package is always compiled first.
+Core ML ends the process if it loads an mlpackage in place of a compiled model
+(apple/coremltools#2757), so the package is always compiled first.
 
 Source: coremltools 9.0, ``coremltools.models.compute_plan``.
 """
@@ -25,7 +25,7 @@ _MACOS = "darwin"
 
 
 class Processor(enum.Enum):
-    """A processor that operations run on."""
+    """A processor of the device."""
 
     CPU = "CPU"
     GPU = "GPU"
@@ -40,9 +40,9 @@ class PlannedOp:
         function: Name of its function.
         op_type: MIL op type.
         output: Name of its first output; empty if it has none.
-        preferred: The processor that it is to run on; None if Core ML does not say.
-        supported: The processors that it could run on.
-        cost: Its share of the work of the model, from 0 to 1; None if Core ML does not say.
+        preferred: The processor that Core ML plans to use; None if unknown.
+        supported: The processors that support the operation.
+        cost: Estimated fraction of the model's work, from 0 to 1; None if unknown.
     """
 
     function: str
@@ -54,10 +54,10 @@ class PlannedOp:
 
 
 def require_macos() -> None:
-    """Check that there is Core ML to ask.
+    """Check that this is a Mac.
 
     Raises:
-        EngineUnavailableError: This is no Mac.
+        EngineUnavailableError: This is not a Mac.
     """
     if sys.platform != _MACOS:
         raise EngineUnavailableError(
@@ -76,11 +76,11 @@ def compute_plan(package: Path, unit: ComputeUnit | None) -> tuple[PlannedOp, ..
         unit: The processors that may be used; None for all.
 
     Returns:
-        Every operation that is no constant, in the order of functions and execution, nested ones
-        after the operation that has them.
+        All operations except constants, in the order of functions and execution; nested operations
+        follow their parent.
 
     Raises:
-        EngineUnavailableError: This is no Mac.
+        EngineUnavailableError: This is not a Mac.
         ProgramError: Core ML does not compile the model, or has no plan for it.
     """
     require_macos()
@@ -94,7 +94,7 @@ def compute_plan(package: Path, unit: ComputeUnit | None) -> tuple[PlannedOp, ..
             plan: Any = MLComputePlan.load_from_path(compiled, ct.ComputeUnit[name])
             program = plan.model_structure.program
             if program is None:
-                raise ProgramError("Core ML's plan is of no ML Program", got=package.name)
+                raise ProgramError("Core ML's plan has no ML Program", got=package.name)
             return tuple(
                 planned
                 for name, function in program.functions.items()
@@ -106,7 +106,7 @@ def compute_plan(package: Path, unit: ComputeUnit | None) -> tuple[PlannedOp, ..
 
 def _planned(plan: Any, function: str, block: Any) -> Iterator[PlannedOp]:
     for op in block.operations:
-        # The operators of a compiled model have the opset before their name: ``ios17.conv``.
+        # Names of operators in a compiled model start with the opset: ``ios17.conv``.
         op_type = op.operator_name.rpartition(".")[2]
         if op_type != "const":
             usage = plan.get_compute_device_usage_for_mlprogram_operation(op)
@@ -139,11 +139,11 @@ def _processor(device: Any) -> Processor:
 
 @dataclass(frozen=True, slots=True)
 class ComparedOp:
-    """An operation in a plan, beside what the rules say of it.
+    """An operation in a plan, with the rules' predictions.
 
     Attributes:
         planned: The operation in the plan.
-        predicted: Names of the rules by which it leaves the neural engine.
+        predicted: Names of the rules that predict that it leaves the neural engine.
     """
 
     planned: PlannedOp
@@ -153,18 +153,18 @@ class ComparedOp:
 def compare_plan(
     planned: Sequence[PlannedOp], findings: Sequence[Finding], delegate: str
 ) -> list[ComparedOp]:
-    """Put the predictions of the rules beside a plan.
+    """Pair each operation of a plan with the predictions of the rules.
 
     Args:
         planned: The plan of one model.
-        findings: Findings of the program.
+        findings: Findings of the check of its program.
         delegate: Names of the delegates that run the model.
     """
     leaving = [
         finding
         for finding in findings
         if finding.rule.consequence is Consequence.LEAVES_NEURAL_ENGINE
-        and set(finding.found.delegate.split(", ")) & set(delegate.split(", "))
+        and set(finding.details.delegate.split(", ")) & set(delegate.split(", "))
     ]
     return [
         ComparedOp(op, tuple(f.rule.name for f in leaving if _concerns(f, op))) for op in planned
@@ -172,9 +172,9 @@ def compare_plan(
 
 
 def _concerns(finding: Finding, op: PlannedOp) -> bool:
-    """Whether a finding is about an operation; one without ops is about all of its function."""
-    found = finding.found
-    if found.function not in (None, op.function):
+    """Whether a finding applies to an operation; a finding without ops applies to its function."""
+    details = finding.details
+    if details.function not in (None, op.function):
         return False
-    named = {place.name for place in found.places if place.location is not None}
-    return op.output in named if named else True
+    outputs = {place.name for place in details.places if place.location is not None}
+    return op.output in outputs if outputs else True

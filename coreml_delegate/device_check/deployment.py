@@ -1,8 +1,8 @@
-"""The oldest opset that has all that a program uses, and the rule on a newer deployment target.
+"""The oldest opset that can express a program, and the rule on unnecessarily new targets.
 
-An op of a program has the version that its opset has. An older opset will do if it has the op, and
-its version takes the same arguments: those that it lacks have their defaults, the others have types
-that it takes. States, int4 and other features came with an opset of their own.
+An op has the version of its program's opset. An older opset suffices if its version of the op takes
+the same arguments: arguments that it lacks have their default values, and the types of all other
+arguments are in its domains. States, int4 and other features need a certain opset.
 
 Source: coremltools 9.0, the versions of each op in ``SSAOpRegistry`` with their ``input_spec``.
 """
@@ -21,8 +21,8 @@ from coreml_delegate.device_check.functions import FunctionView
 from coreml_delegate.device_check.records import (
     CheckedModel,
     Consequence,
+    Details,
     Evidence,
-    Found,
     Rule,
 )
 from coreml_delegate.errors import OptionError
@@ -50,10 +50,10 @@ _CAST = "cast"
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A part of a program that an opset has and older ones lack.
+    """An op or feature of a program that needs a certain opset.
 
     Attributes:
-        opset: The first that has it.
+        opset: The first opset that has it.
         what: An op type, or a feature of the program.
     """
 
@@ -62,25 +62,25 @@ class Demand:
 
 
 def demands_of(program: Program) -> list[Demand]:
-    """Return what a program demands beyond the oldest opset, newest first.
+    """Return the demands of a program beyond the oldest opset, newest first.
 
     Raises:
         OptionError: A function has an unknown opset.
     """
-    found: set[Demand] = set()
+    demands: set[Demand] = set()
     if len(program.functions) > 1:
-        found.add(Demand(STATE_OPSET, _FUNCTIONS))
+        demands.add(Demand(STATE_OPSET, _FUNCTIONS))
     for function in program.functions.values():
-        found.update(_boundary(function))
+        demands.update(_boundary(function))
         view = FunctionView(function, "", {})
         opset = Opset.from_mil_name(function.opset)
-        found.update(Demand(_oldest(view, op, opset), op.type) for op in view.locations)
-    beyond = [demand for demand in found if demand.opset > _OLDEST]
-    return sorted(beyond, key=lambda demand: (-demand.opset, demand.what))
+        demands.update(Demand(_oldest(view, op, opset), op.type) for op in view.locations)
+    newer = [demand for demand in demands if demand.opset > _OLDEST]
+    return sorted(newer, key=lambda demand: (-demand.opset, demand.what))
 
 
 def oldest_opset(program: Program) -> Opset:
-    """Return the oldest opset that has all that a program uses.
+    """Return the oldest opset that can express a program.
 
     Raises:
         OptionError: A function has an unknown opset.
@@ -89,7 +89,7 @@ def oldest_opset(program: Program) -> Opset:
 
 
 def _boundary(function: Function) -> Iterator[Demand]:
-    """Yield what the inputs, outputs and states of a function demand."""
+    """Yield the demands of the inputs, outputs and states of a function."""
     if function.states:
         yield Demand(STATE_OPSET, _STATES)
     if not function.inputs:
@@ -106,20 +106,20 @@ def _boundary(function: Function) -> Iterator[Demand]:
 
 
 def _oldest(view: FunctionView, op: Op, opset: Opset) -> Opset:
-    """Return the oldest opset, up to that of the program, that has an op as it is."""
+    """Return the oldest opset, at most the program's, with an equivalent version of an op."""
     if op.type in _STATE_OPS:
         return STATE_OPSET
-    narrow = [value.type.dtype for value in op.outputs if isinstance(value.type, TensorType)]
-    if any(dtype.is_packed for dtype in narrow):
+    dtypes = [value.type.dtype for value in op.outputs if isinstance(value.type, TensorType)]
+    if any(dtype.is_packed for dtype in dtypes):
         return Opset.iOS18
     versions = _versions(op.type)
-    own = _version(versions, opset)
+    current = _version(versions, opset)
     oldest = opset
-    for older in sorted((each for each in Opset if each < opset), reverse=True):
+    for older in sorted((o for o in Opset if o < opset), reverse=True):
         version = _version(versions, older)
-        if version is None or own is None:
+        if version is None or current is None:
             break
-        if version is not own and not _takes(version, view, op, opset):
+        if version is not current and not _takes(version, view, op, opset):
             break
         oldest = older
     return oldest
@@ -135,20 +135,20 @@ def _versions(op_type: str) -> Mapping[int, Any]:
 
 
 def _version(versions: Mapping[int, Any], opset: Opset) -> Any:
-    known = [version for version in versions if version <= opset]
-    return versions[max(known)] if known else None
+    available = [version for version in versions if version <= opset]
+    return versions[max(available)] if available else None
 
 
 def _takes(version: Any, view: FunctionView, op: Op, opset: Opset) -> bool:
-    """Whether a version of an op takes the arguments of a newer one, and gives the same type."""
+    """Whether a version of an op takes the arguments of a newer version, with the same result."""
     accepted: Mapping[str, Any] = version.input_spec.input_types
-    # The ops of iOS16 that decompress weights have their arguments as attributes.
-    given: dict[str, tuple[Binding, ...]] = {
+    # Decompression ops of iOS16 have their arguments as attributes.
+    arguments: dict[str, tuple[Binding, ...]] = {
         name: (value,) for name, value in op.attributes.items() if name != "name"
     }
-    given |= dict(op.inputs)
+    arguments |= dict(op.inputs)
     required = {name for name, spec in accepted.items() if not spec.optional}
-    if required - given.keys():
+    if required - arguments.keys():
         return False
     if op.type == _CAST and not _casts_to(version, view, op):
         return False
@@ -156,7 +156,7 @@ def _takes(version: Any, view: FunctionView, op: Op, opset: Opset) -> bool:
         _fits(version, accepted[name], view, bindings)
         if name in accepted
         else _is_default(view, op, name, opset)
-        for name, bindings in given.items()
+        for name, bindings in arguments.items()
     )
 
 
@@ -179,39 +179,39 @@ def _label(kind: Any) -> str:
 
 
 def _casts_to(version: Any, view: FunctionView, op: Op) -> bool:
-    wanted = view.constant(op, "dtype")
-    label = None if wanted is None else wanted.data
+    dtype = view.constant(op, "dtype")
+    label = None if dtype is None else dtype.data
     return isinstance(label, str) and label in version.supported_dtypes()
 
 
 def _is_default(view: FunctionView, op: Op, name: str, opset: Opset) -> bool:
-    """Whether an argument is the default of its parameter, as the reference engine has it."""
+    """Whether an argument equals the default of its parameter in the reference engine's kernel."""
     kernel = KERNELS.find(op.type, opset)
     constant = view.constant(op, name)
     if kernel is None or constant is None or name not in kernel.schema.parameters:
         return False
     default = inspect.signature(kernel.function).parameters[name].default
-    given = constant.data
-    if isinstance(given, np.ndarray):
-        return default is not inspect.Parameter.empty and np.array_equal(given, default)
-    return given == default
+    value = constant.data
+    if isinstance(value, np.ndarray):
+        return default is not inspect.Parameter.empty and np.array_equal(value, default)
+    return value == default
 
 
-def _newer_than_needed(evidence: Evidence) -> Iterator[Found]:
+def _newer_than_needed(evidence: Evidence) -> Iterator[Details]:
     for model in evidence.models:
         try:
             demands = demands_of(model.program)
         except OptionError:
-            continue  # an opset newer than this package, which says nothing about its ops
-        has = _target(model)
+            continue  # an opset that this package does not know
+        target = _target(model)
         needs = max((demand.opset for demand in demands), default=_OLDEST)
-        if has is not None and needs < has:
+        if target is not None and needs < target:
             causes = [demand.what for demand in demands if demand.opset is needs]
             because = f", for {', '.join(causes)}" if causes else ""
-            yield Found(
+            yield Details(
                 model.name,
                 None,
-                f"{has.name}; {needs.name} has all that it uses{because}",
+                f"{target.name}; {needs.name} has all that it uses{because}",
                 remedy=f"Lower for {needs.name} (--deployment-target {needs.name})",
             )
 

@@ -1,4 +1,4 @@
-"""A MIL function with the look-ups of rules: places, constants, makers and users of values."""
+"""A MIL function with lookups for rules: locations, constants, producers and users of values."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ DECOMPRESSIONS = "constexpr_"
 
 
 class FunctionView:
-    """A function of a model.
+    """A function of a model, with lookups for rules.
 
     Args:
         function: The function.
         delegate: Names of the delegates that run it.
-        modules: Path of the module of the original model, by debug symbol.
+        modules: Module paths in the original model, by debug symbol.
 
     Attributes:
-        locations: Place of every op.
-        ops: The ops that compute, outer blocks first: neither constants nor their decompression.
+        locations: Location of every op.
+        ops: The ops without constants and their decompression, outer blocks first.
         constants: The constants, by name.
-        makers: The op that makes a value, constants among them, by the value's name.
-        users: The ops that use a value, by its name.
+        producers: The producer of each value, including constants, by the value's name.
+        users: The users of each value, by the value's name.
     """
 
     def __init__(self, function: Function, delegate: str, modules: Mapping[str, str]) -> None:
@@ -48,12 +48,12 @@ class FunctionView:
         self.constants = {
             op.outputs[0].name: op.attributes["val"] for op in self.locations if op.type == CONST
         }
-        self.makers = {output.name: op for op in self.locations for output in op.outputs}
+        self.producers = {output.name: op for op in self.locations for output in op.outputs}
         self._types: dict[str, ValueType] = {param.name: param.type for param in function.params}
         for op in self.locations:
             self._types.update((output.name, output.type) for output in op.outputs)
             for block in op.blocks:
-                self._types.update((each.name, each.type) for each in block.inputs)
+                self._types.update((value.name, value.type) for value in block.inputs)
         self.users: dict[str, list[Op]] = {}
         for op in self.locations:
             for binding in operands(op):
@@ -61,14 +61,14 @@ class FunctionView:
                     self.users.setdefault(binding.name, []).append(op)
 
     def module_of(self, op: Op) -> str | None:
-        """Return the path of the module that an op comes from; None if unknown."""
+        """Return the path of an op's module in the original model; None if unknown."""
         if not op.outputs:
             return None
         symbol = f"{op.outputs[0].name}:{op.type}"
         return self._modules.get(f"{self.function.name}:{symbol}", self._modules.get(symbol))
 
     def constant(self, op: Op, parameter: str) -> Constant | None:
-        """Return the constant that is an op's only argument for a parameter, or None."""
+        """Return the single constant argument of an op's parameter, or None."""
         bindings = op.inputs.get(parameter, ())
         if len(bindings) != 1:
             return op.attributes.get(parameter)
@@ -76,20 +76,20 @@ class FunctionView:
         return binding if isinstance(binding, Constant) else self.constants.get(binding.name)
 
     def array(self, op: Op, parameter: str) -> Array | None:
-        """Return the array that is an op's constant argument for a parameter, or None."""
-        found = self.constant(op, parameter)
-        data = None if found is None else found.data
+        """Return the array of a constant argument of an op's parameter, or None."""
+        constant = self.constant(op, parameter)
+        data = None if constant is None else constant.data
         return data if isinstance(data, np.ndarray) else None
 
     def is_stored(self, binding: Binding) -> bool:
         """Whether an argument is a constant, or decompressed from constants."""
         if isinstance(binding, Constant):
             return True
-        maker = self.makers.get(binding.name)
-        return maker is not None and is_stored(maker)
+        producer = self.producers.get(binding.name)
+        return producer is not None and is_stored(producer)
 
     def tensor_of(self, binding: Binding) -> TensorType | None:
-        """Return the type of an argument; None if it is no tensor."""
+        """Return the type of a tensor argument; None for another type."""
         kind = binding.type if isinstance(binding, Constant) else self._types.get(binding.name)
         return kind if isinstance(kind, TensorType) else None
 
@@ -100,7 +100,7 @@ class FunctionView:
 
     @property
     def has_ranges(self) -> bool:
-        """Whether an input takes a range of sizes."""
+        """Whether an input has a range of sizes."""
         return any(low != high for feature in self.function.inputs for low, high in feature.bounds)
 
 
@@ -116,7 +116,7 @@ def operands(op: Op) -> Iterator[Binding]:
 
 
 def tensors(values: tuple[NamedType, ...]) -> Iterator[tuple[str, TensorType]]:
-    """Yield name and type of those values that are tensors."""
+    """Yield the names and types of the values with a tensor type."""
     for value in values:
         if isinstance(value.type, TensorType):
             yield value.name, value.type

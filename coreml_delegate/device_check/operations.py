@@ -11,8 +11,8 @@ from coreml_delegate.device_check import sources
 from coreml_delegate.device_check.functions import FunctionView, operands
 from coreml_delegate.device_check.records import (
     Consequence,
+    Details,
     Evidence,
-    Found,
     Place,
     Rule,
     each_function,
@@ -22,7 +22,7 @@ from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Binding, Constant, Op, Ref
 
 TOKENS = 2**16
-"""Values of uint16, which indices become on the neural engine."""
+"""Number of values of uint16, to which the neural engine converts indices."""
 
 _TOPK = "topk"
 _RECURRENT = frozenset({"gru", "lstm", "rnn"})
@@ -35,8 +35,8 @@ _SOFTMAX = frozenset({"softmax", _ATTENTION})
 _CONVOLUTIONS = frozenset({"conv"})
 _POOLS = frozenset({"avg_pool", "l2_pool", "max_pool"})
 _FAST_POOL_STRIDES = frozenset({1, 2, 4})
-# Ops that hand infinity on to a softmax in what they return.
-_CARRIES = frozenset(
+# Ops through which infinity reaches a softmax.
+_PROPAGATES_INFINITY = frozenset(
     {
         *("add", "cast", "concat", "expand_dims", "identity", "maximum", "minimum", "mul"),
         *("real_div", "reshape", "select", "slice_by_index", "slice_by_size", "squeeze", "sub"),
@@ -45,99 +45,99 @@ _CARRIES = frozenset(
 )
 
 
-def _topk(view: FunctionView) -> Iterator[Found]:
-    """Yield the topk ops, those apart whose results only leave the function."""
+def _topk(view: FunctionView) -> Iterator[Details]:
+    """Yield the topk ops, grouped by whether their results are only outputs of the function."""
 
-    def found() -> Iterator[tuple[str, Place]]:
+    def occurrences() -> Iterator[tuple[str, Place]]:
         for op in view.ops:
             if op.type == _TOPK:
-                ends = all(_only_leaves(view, output.name) for output in op.outputs)
-                got = "at the end of the model" if ends else "its results are used in the model"
+                is_last = all(_is_only_output(view, output.name) for output in op.outputs)
+                got = "at the end of the model" if is_last else "its results are used in the model"
                 yield got, Place.of(view, op)
 
-    yield from grouped(view, found())
+    yield from grouped(view, occurrences())
 
 
-def _only_leaves(view: FunctionView, name: str) -> bool:
-    """Whether nothing but casts for the outputs uses a value."""
+def _is_only_output(view: FunctionView, name: str) -> bool:
+    """Whether only casts of outputs use a value."""
     return all(
         user.type == "cast" and not any(view.users.get(o.name) for o in user.outputs)
         for user in view.users.get(name, ())
     )
 
 
-def _recurrent(view: FunctionView) -> Iterator[Found]:
-    found = ((op.type, Place.of(view, op)) for op in view.ops if op.type in _RECURRENT)
-    yield from grouped(view, found)
+def _recurrent(view: FunctionView) -> Iterator[Details]:
+    occurrences = ((op.type, Place.of(view, op)) for op in view.ops if op.type in _RECURRENT)
+    yield from grouped(view, occurrences)
 
 
-def _attention(view: FunctionView) -> Iterator[Found]:
+def _attention(view: FunctionView) -> Iterator[Details]:
     places = tuple(Place.of(view, op) for op in view.ops if op.type == _ATTENTION)
     if places:
-        yield Found(view.delegate, view.function.name, f"{len(places)} {_ATTENTION}", places)
+        yield Details(view.delegate, view.function.name, f"{len(places)} {_ATTENTION}", places)
 
 
-def _attention_on_gpu(evidence: Evidence) -> Iterator[Found]:
+def _attention_on_gpu(evidence: Evidence) -> Iterator[Details]:
     for model in evidence.models:
         for view in model.on(_GPU).views:
             places = [Place.of(view, op) for op in view.ops if _is_biased_attention(view, op)]
             if places:
                 got = f"{len(places)} in fp32 with a batch of {_LARGE_BATCH} or more"
-                yield Found(view.delegate, view.function.name, got, tuple(places))
+                yield Details(view.delegate, view.function.name, got, tuple(places))
 
 
 def _is_biased_attention(view: FunctionView, op: Op) -> bool:
-    """Whether an op is a softmax of a large batch of products and a bias, for another product."""
+    """Whether an op is the softmax in ``softmax(Q K^T + bias) V`` of a large batch in fp32."""
     kind = view.tensor_of(Ref(op.outputs[0].name)) if op.type == "softmax" else None
     if kind is None or kind.dtype is not DType.FP32 or kind.shape is None:
         return False
     if len(kind.shape) != _BATCHED_RANK:
         return False
-    bias = _maker(view, op, "x", "add")
-    if bias is None or not any(_maker(view, bias, side, _PRODUCT) for side in ("x", "y")):
+    bias = _producer(view, op, "x", "add")
+    if bias is None or not any(_producer(view, bias, side, _PRODUCT) for side in ("x", "y")):
         return False
     batch = kind.shape[0]
-    readers = view.users.get(op.outputs[0].name, ())
-    return (batch is None or batch >= _LARGE_BATCH) and any(r.type == _PRODUCT for r in readers)
+    users = view.users.get(op.outputs[0].name, ())
+    return (batch is None or batch >= _LARGE_BATCH) and any(u.type == _PRODUCT for u in users)
 
 
-def _maker(view: FunctionView, op: Op, operand: str, op_type: str) -> Op | None:
-    """Return the op of a type that makes an operand, or None."""
+def _producer(view: FunctionView, op: Op, operand: str, op_type: str) -> Op | None:
+    """Return the producer of an operand if it has a type, or None."""
     binding = op.inputs[operand][0]
-    maker = view.makers.get(binding.name) if isinstance(binding, Ref) else None
-    return maker if maker is not None and maker.type == op_type else None
+    producer = view.producers.get(binding.name) if isinstance(binding, Ref) else None
+    return producer if producer is not None and producer.type == op_type else None
 
 
-def _wide_gathers(view: FunctionView) -> Iterator[Found]:
-    def found() -> Iterator[tuple[str, Place]]:
+def _wide_gathers(view: FunctionView) -> Iterator[Details]:
+    def occurrences() -> Iterator[tuple[str, Place]]:
         for op in view.ops:
             rows = _rows(view, op)
-            # Constant indices are known: they fit where the largest does.
+            # Of constant indices only the largest matters.
             indices = view.array(op, "indices")
             largest = rows - 1 if indices is None else int(indices.max(initial=0))
             if largest >= TOKENS:
                 yield f"{rows:,} rows", Place.of(view, op)
 
-    yield from grouped(view, found())
+    yield from grouped(view, occurrences())
 
 
 def _rows(view: FunctionView, op: Op) -> int:
-    """Return the size of the axis that a gather reads; 0 if it is no gather, or unknown."""
+    """Return the size of the axis that a gather reads; 0 for another op or an unknown size."""
     bindings = op.inputs.get("x", ()) if op.type == "gather" else ()
     kind = view.tensor_of(bindings[0]) if len(bindings) == 1 else None
-    axis = view.array(op, "axis")
+    constant = view.array(op, "axis")
     if kind is None or not kind.shape:
         return 0
-    place = 0 if axis is None or axis.size != 1 else int(axis.item())
-    return kind.shape[place] or 0 if -len(kind.shape) <= place < len(kind.shape) else 0
+    axis = 0 if constant is None or constant.size != 1 else int(constant.item())
+    return kind.shape[axis] or 0 if -len(kind.shape) <= axis < len(kind.shape) else 0
 
 
-def _infinite_masks(view: FunctionView) -> Iterator[Found]:
+def _infinite_masks(view: FunctionView) -> Iterator[Details]:
     infinite: set[str] = set()
     places: list[Place] = []
     for op in view.ops:
-        # Weights, which are large, are not taken by any of these.
-        if op.type not in _CARRIES | _SOFTMAX:
+        # None of these ops takes weights, which would be slow to search.
+        if op.type not in _PROPAGATES_INFINITY | _SOFTMAX:
             continue
         if not any(_is_infinite(view, binding, infinite) for binding in operands(op)):
             continue
@@ -146,7 +146,7 @@ def _infinite_masks(view: FunctionView) -> Iterator[Found]:
         else:
             infinite.update(output.name for output in op.outputs)
     if places:
-        yield Found(view.delegate, view.function.name, "infinity in a mask", tuple(places))
+        yield Details(view.delegate, view.function.name, "infinity in a mask", tuple(places))
 
 
 def _is_infinite(view: FunctionView, binding: Binding, computed: Set[str]) -> bool:
@@ -157,26 +157,28 @@ def _is_infinite(view: FunctionView, binding: Binding, computed: Set[str]) -> bo
     return isinstance(data, np.ndarray) and data.dtype.kind == "f" and bool(np.isinf(data).any())
 
 
-def _conv_strides(view: FunctionView) -> Iterator[Found]:
-    yield from _strides(view, _CONVOLUTIONS, lambda stride: not _is_of_twos_and_threes(stride))
+def _conv_strides(view: FunctionView) -> Iterator[Details]:
+    yield from _strides(view, _CONVOLUTIONS, lambda stride: not _has_only_factors_2_and_3(stride))
 
 
-def _pool_strides(view: FunctionView) -> Iterator[Found]:
+def _pool_strides(view: FunctionView) -> Iterator[Details]:
     yield from _strides(view, _POOLS, lambda stride: stride not in _FAST_POOL_STRIDES)
 
 
-def _strides(view: FunctionView, ops: Set[str], is_slow: Callable[[int], bool]) -> Iterator[Found]:
-    def found() -> Iterator[tuple[str, Place]]:
+def _strides(
+    view: FunctionView, ops: Set[str], is_slow: Callable[[int], bool]
+) -> Iterator[Details]:
+    def occurrences() -> Iterator[tuple[str, Place]]:
         for op in view.ops:
             strides = view.array(op, "strides") if op.type in ops else None
             if strides is not None and any(map(is_slow, strides.reshape(-1).tolist())):
                 yield f"strides {strides.reshape(-1).tolist()}", Place.of(view, op)
 
-    yield from grouped(view, found())
+    yield from grouped(view, occurrences())
 
 
-def _is_of_twos_and_threes(number: int) -> bool:
-    """Whether a number has no prime factor but 2 and 3."""
+def _has_only_factors_2_and_3(number: int) -> bool:
+    """Whether a number is 2^a * 3^b."""
     for factor in (2, 3):
         while number and number % factor == 0:
             number //= factor

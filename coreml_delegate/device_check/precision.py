@@ -1,4 +1,4 @@
-"""Rules on types: what the neural engine does not compute in, and what fp16 does not hold."""
+"""Rules on types: types that the neural engine does not support, and overflow in fp16."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from coreml_delegate.device_check import sources
 from coreml_delegate.device_check.functions import FunctionView, operands, tensors
 from coreml_delegate.device_check.records import (
     Consequence,
+    Details,
     Evidence,
-    Found,
     Place,
     Rule,
     each_function,
@@ -24,12 +24,12 @@ LARGEST_FP16 = 65504.0
 """The largest finite number of fp16."""
 
 HEADROOM = 0.5
-"""The share of ``LARGEST_FP16`` from which a magnitude is a risk: twice as much overflows."""
+"""The fraction of ``LARGEST_FP16`` from which a magnitude is a risk: doubled, it overflows."""
 
-_NAMED = 3  # ops that a remedy names
+_LISTED_OPS = 3  # in a remedy
 _CAST = "cast"
 _SUPPORTED = frozenset({DType.FP16, DType.INT8, DType.INT16, DType.UINT8, DType.UINT16})
-# Ops whose result has no value to compute: they keep what they take, or move it.
+# Ops on states, which compute no value.
 _STATE_OPS = frozenset({"coreml_update_state", "read_state", "write_state"})
 
 
@@ -38,7 +38,7 @@ def _computes_only_fp32(view: FunctionView) -> bool:
     return DType.FP32 in types and DType.FP16 not in types
 
 
-def _fp32_programs(evidence: Evidence) -> Iterator[Found]:
+def _fp32_programs(evidence: Evidence) -> Iterator[Details]:
     for view in (view for model in evidence.models for view in model.views):
         if not _computes_only_fp32(view):
             continue
@@ -52,16 +52,16 @@ def _fp32_programs(evidence: Evidence) -> Iterator[Found]:
         if runs:
             large = list(_beyond_fp16(view, (value for run in runs for value in run.values)))
             got += f"; on the data {len(large) or 'none'} of them near or beyond what fp16 holds"
-            named = ", ".join(map(str, large[:_NAMED]))
-            more = f" and {len(large) - _NAMED} more" if len(large) > _NAMED else ""
-            keeping = f", and keep {named}{more} in fp32 (keep_fp32)" if large else ""
-            remedy = f"Lower in fp16 (--precision float16){keeping}"
-        # It is a matter of the whole function, so that no op of it is the place.
-        yield Found(view.delegate, function, got, remedy=remedy)
+            listed = ", ".join(map(str, large[:_LISTED_OPS]))
+            more = f" and {len(large) - _LISTED_OPS} more" if len(large) > _LISTED_OPS else ""
+            exceptions = f", and keep {listed}{more} in fp32 (keep_fp32)" if large else ""
+            remedy = f"Lower in fp16 (--precision float16){exceptions}"
+        # Without places: the finding applies to the whole function.
+        yield Details(view.delegate, function, got, remedy=remedy)
 
 
 def _beyond_fp16(view: FunctionView, values: Iterable[ValueReport]) -> Iterator[Place]:
-    """Yield the ops whose values in fp32 would overflow in fp16, or nearly so, each once."""
+    """Yield the places of fp32 values near or beyond the range of fp16."""
     large = {
         (value.location, value.name): value
         for value in values
@@ -70,20 +70,20 @@ def _beyond_fp16(view: FunctionView, values: Iterable[ValueReport]) -> Iterator[
         and not (value.nan or value.infinite)
     }
     for _, value in sorted(large.items()):
-        yield _place(view, value)
+        yield _place_of(view, value)
 
 
-def _units_in_vain(evidence: Evidence) -> Iterator[Found]:
+def _units_in_vain(evidence: Evidence) -> Iterator[Details]:
     for model in evidence.models:
         units = {use.delegate: use.compute_unit for use in model.uses}
         for view in model.views:
             for delegate in view.delegate.split(", "):
                 unit = units[delegate]
                 if unit is ComputeUnit.CPU_AND_NE and _computes_only_fp32(view):
-                    yield Found(delegate, view.function.name, f"{unit.value} and fp32")
+                    yield Details(delegate, view.function.name, f"{unit.value} and fp32")
 
 
-def _islands(view: FunctionView) -> Iterator[Found]:
+def _islands(view: FunctionView) -> Iterator[Details]:
     if _computes_only_fp32(view):
         return
     inside = [op for op in view.ops if op.type != _CAST and _has_result(op, DType.FP32)]
@@ -91,19 +91,19 @@ def _islands(view: FunctionView) -> Iterator[Found]:
         kinds = Counter(op.type for op in island)
         listed = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
         places = tuple(Place.of(view, op) for op in island)
-        yield Found(view.delegate, view.function.name, f"{len(island)} in fp32: {listed}", places)
+        yield Details(view.delegate, view.function.name, f"{len(island)} in fp32: {listed}", places)
 
 
 def _connected(view: FunctionView, ops: Iterable[Op]) -> Iterator[list[Op]]:
-    """Yield groups of ops that pass values to one another, in the order of their first ops."""
+    """Yield the connected components of ops, in the order of their first ops."""
     position = {op: number for number, op in enumerate(ops)}
     group: dict[Op, list[Op]] = {}
     for op in position:
         group[op] = [op]
         for binding in operands(op):
-            maker = view.makers.get(binding.name) if isinstance(binding, Ref) else None
-            if maker in group and group[maker] is not group[op]:
-                joined = group[maker] + group[op]
+            producer = view.producers.get(binding.name) if isinstance(binding, Ref) else None
+            if producer in group and group[producer] is not group[op]:
+                joined = group[producer] + group[op]
                 group.update(dict.fromkeys(joined, joined))
     seen: set[int] = set()
     for op in position:
@@ -116,22 +116,22 @@ def _has_result(op: Op, dtype: DType) -> bool:
     return any(kind.dtype is dtype for _, kind in tensors(op.outputs))
 
 
-def _other_types(view: FunctionView) -> Iterator[Found]:
-    """Yield the ops that compute in integers or truth values, one finding for each type."""
-    found: dict[DType, list[Op]] = {}
+def _other_types(view: FunctionView) -> Iterator[Details]:
+    """Yield the ops that compute in unsupported integers or bools, one finding per type."""
+    by_dtype: dict[DType, list[Op]] = {}
     for op in view.ops:
         if op.type == _CAST or op.type in _STATE_OPS:
             continue
         kinds = [kind.dtype for _, kind in tensors(op.outputs)]
         if kinds and not any(kind in _SUPPORTED or kind.is_float for kind in kinds):
-            found.setdefault(kinds[0], []).append(op)
-    for dtype, ops in found.items():
+            by_dtype.setdefault(kinds[0], []).append(op)
+    for dtype, ops in by_dtype.items():
         kinds = ", ".join(f"{kind} {n}" for kind, n in Counter(op.type for op in ops).most_common())
         places = tuple(Place.of(view, op) for op in ops)
-        yield Found(view.delegate, view.function.name, f"{dtype.label}: {kinds}", places)
+        yield Details(view.delegate, view.function.name, f"{dtype.label}: {kinds}", places)
 
 
-def _overflows(evidence: Evidence) -> Iterator[Found]:
+def _overflows(evidence: Evidence) -> Iterator[Details]:
     def grade(value: ValueReport) -> str | None:
         if value.fault is Fault.OVERFLOW:
             return f"infinite ({value.infinite} elements), and finite in fp32"
@@ -143,7 +143,7 @@ def _overflows(evidence: Evidence) -> Iterator[Found]:
     yield from _values(evidence, grade)
 
 
-def _underflows(evidence: Evidence) -> Iterator[Found]:
+def _underflows(evidence: Evidence) -> Iterator[Details]:
     def grade(value: ValueReport) -> str | None:
         if value.fault is not Fault.UNDERFLOW:
             return None
@@ -152,9 +152,9 @@ def _underflows(evidence: Evidence) -> Iterator[Found]:
     yield from _values(evidence, grade)
 
 
-def _values(evidence: Evidence, grade: Callable[[ValueReport], str | None]) -> Iterator[Found]:
-    """Yield one finding for each op: its worst value over all runs and turns of loops."""
-    modules = {
+def _values(evidence: Evidence, grade: Callable[[ValueReport], str | None]) -> Iterator[Details]:
+    """Yield one finding per op: its worst value over all runs and loop iterations."""
+    views = {
         (name, view.function.name): view
         for model in evidence.models
         for view in model.views
@@ -171,8 +171,8 @@ def _values(evidence: Evidence, grade: Callable[[ValueReport], str | None]) -> I
     for (delegate, _), (value, got, function) in sorted(
         worst.items(), key=lambda item: (item[0][0], item[1][0].location)
     ):
-        place = _place(modules.get((delegate, function)), value)
-        yield Found(delegate, function, got, (place,))
+        place = _place_of(views.get((delegate, function)), value)
+        yield Details(delegate, function, got, (place,))
 
 
 def _is_worse(value: ValueReport, than: ValueReport) -> bool:
@@ -183,7 +183,7 @@ def _is_worse(value: ValueReport, than: ValueReport) -> bool:
     return value.max_abs > than.max_abs
 
 
-def _place(view: FunctionView | None, value: ValueReport) -> Place:
+def _place_of(view: FunctionView | None, value: ValueReport) -> Place:
     module = None
     if view is not None:
         ops = (op for op, location in view.locations.items() if location == value.location)

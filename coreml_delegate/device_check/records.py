@@ -1,4 +1,4 @@
-"""The records of a check: rules with their sources, what they look at, and findings."""
+"""The records of a check: rules with their sources, their evidence, and findings."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from coreml_delegate.runtime.mil.location import Location
 from coreml_delegate.runtime.mil.program import Op, Program
 
 NEURAL_ENGINE = frozenset({None, ComputeUnit.ALL, ComputeUnit.CPU_AND_NE})
-"""Compute units that have the neural engine; one that is not known may have it."""
+"""Compute units that may use the neural engine; an unknown compute unit may use it."""
 
 
 class Consequence(enum.Enum):
-    """The consequence of a finding, gravest first; the value is its name for commands and JSON."""
+    """The consequence of a finding, most severe first; values are names in commands and JSON."""
 
     FAILS = "fails"
     LEAVES_NEURAL_ENGINE = "leaves-neural-engine"
@@ -31,7 +31,7 @@ class Consequence(enum.Enum):
 
     @property
     def text(self) -> str:
-        """The consequence for a reader."""
+        """The consequence as text."""
         return _TEXTS[self]
 
 
@@ -50,8 +50,8 @@ class Source:
     """A public document.
 
     Attributes:
-        title: Author and subject, for a reader.
-        url: Where anyone can open it.
+        title: Author and subject.
+        url: Public address.
     """
 
     title: str
@@ -65,7 +65,7 @@ class Use:
     Attributes:
         delegate: Its name, for example ``forward_0``; an mlpackage has the name of its folder.
         function: Name of the function.
-        compute_unit: The processors that it may use; None if the program does not say.
+        compute_unit: The processors that it may use; None if unknown.
     """
 
     delegate: str
@@ -75,13 +75,13 @@ class Use:
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """A model, which several delegates may share.
+    """A model of one or more delegates.
 
     Attributes:
         program: Its MIL program.
         uses: The delegates that run it, each with its function.
-        modules: Path of the module of the original model that an operation comes from, by debug
-            symbol; empty if unknown.
+        modules: Module path in the original model by debug symbol of an operation; empty if
+            unknown.
     """
 
     program: Program
@@ -95,7 +95,7 @@ class CheckedModel:
 
     @functools.cached_property
     def views(self) -> tuple[FunctionView, ...]:
-        """Each function that runs, once."""
+        """The used functions, without duplicates."""
         by_function: dict[str, list[str]] = {}
         for use in self.uses:
             by_function.setdefault(use.function, []).append(use.delegate)
@@ -106,22 +106,22 @@ class CheckedModel:
 
     @functools.cached_property
     def weights(self) -> tuple[StoredWeight, ...]:
-        """The weights in the order of the ops; those that functions share count once."""
+        """The weights in the order of the ops; shared weights are listed once."""
         return tuple(weights_of(self.program))
 
     def on_neural_engine(self) -> CheckedModel:
-        """Return the model with those uses alone that may run on the neural engine."""
+        """Return the model with only the uses that may run on the neural engine."""
         return self.on(NEURAL_ENGINE)
 
     def on(self, units: Set[ComputeUnit | None]) -> CheckedModel:
-        """Return the model with those uses alone that have one of these compute units."""
-        kept = tuple(use for use in self.uses if use.compute_unit in units)
-        return CheckedModel(self.program, kept, self.modules)
+        """Return the model with only the uses on ``units``."""
+        uses = tuple(use for use in self.uses if use.compute_unit in units)
+        return CheckedModel(self.program, uses, self.modules)
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that rules look at.
+    """The data that rules examine.
 
     Attributes:
         models: The models of one program.
@@ -138,9 +138,9 @@ class Place:
 
     Attributes:
         what: MIL op type, or ``input``, ``output``, ``state`` or ``weight``.
-        name: Name of the value there.
-        location: Place of the op; None for what is no op.
-        module: Path of the module of the original model that it comes from; None if unknown.
+        name: Name of the value.
+        location: Location of the op; None for other places.
+        module: Module path in the original model; None if unknown.
     """
 
     what: str
@@ -169,16 +169,16 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A place and a value that a rule has found, without the rule.
+class Details:
+    """Details of a finding, without its rule.
 
     Attributes:
         delegate: Names of the delegates.
-        function: Name of the function; None if it is a matter of the whole model.
-        got: The value found, for a reader.
+        function: Name of the function; None for the whole model.
+        got: The observed value, as text.
         places: The places, in order of execution.
-        saved_bytes: Bytes that the remedy saves in the file; 0 if it is not about bytes.
-        remedy: The remedy, if it depends on what is found; None for the rule's own.
+        saved_bytes: Bytes that the remedy saves in the file; 0 if it saves none.
+        remedy: A remedy for this finding; None for the rule's remedy.
     """
 
     delegate: str
@@ -194,14 +194,14 @@ class Rule:
     """One documented cause of trouble.
 
     Attributes:
-        name: For commands and JSON.
-        finds: What it finds, as a noun.
-        reason: What the sources say, and no more.
-        consequence: What it leads to.
-        remedy: What the user can do, in the imperative.
-        sources: The documents that say so.
-        examine: Yields what is found.
-        neural_engine: Whether it concerns only programs that may run on the neural engine.
+        name: Name for commands and JSON.
+        finds: The subject of its findings, as a noun phrase.
+        reason: The statement of the sources, and no more.
+        consequence: The consequence of a finding.
+        remedy: The remedy for the user, in the imperative.
+        sources: The documents.
+        examine: Yields the details of findings.
+        neural_engine: Whether it applies only to programs that may run on the neural engine.
     """
 
     name: str
@@ -210,7 +210,7 @@ class Rule:
     consequence: Consequence
     remedy: str
     sources: tuple[Source, ...]
-    examine: Callable[[Evidence], Iterable[Found]]
+    examine: Callable[[Evidence], Iterable[Details]]
     neural_engine: bool = True
 
     def as_dict(self) -> dict[str, Any]:
@@ -227,41 +227,41 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A rule with what it has found."""
+    """A violation of a rule."""
 
     rule: Rule
-    found: Found
+    details: Details
 
     @property
     def remedy(self) -> str:
         """The remedy for the user, in the imperative."""
-        return self.found.remedy or self.rule.remedy
+        return self.details.remedy or self.rule.remedy
 
     @property
     def where(self) -> str:
-        """The first place, the number of others, and the delegate, for a reader."""
-        first = f": {self.found.places[0]}" if self.found.places else ""
-        others = len(self.found.places) - 1
-        return f"{self.found.delegate}{first}{f' and {others} more' if others > 0 else ''}"
+        """The delegate, the first place, and the number of further places, as text."""
+        first = f": {self.details.places[0]}" if self.details.places else ""
+        more = len(self.details.places) - 1
+        return f"{self.details.delegate}{first}{f' and {more} more' if more > 0 else ''}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data, the rule's with it."""
+        """Return plain data, including the rule's data."""
         return self.rule.as_dict() | {
-            "delegate": self.found.delegate,
-            "function": self.found.function,
-            "got": self.found.got,
-            "places": [place.as_dict() for place in self.found.places],
-            "saved_bytes": self.found.saved_bytes,
+            "delegate": self.details.delegate,
+            "function": self.details.function,
+            "got": self.details.got,
+            "places": [place.as_dict() for place in self.details.places],
+            "saved_bytes": self.details.saved_bytes,
             "remedy": self.remedy,
         }
 
 
 def each_function(
-    look: Callable[[FunctionView], Iterable[Found]],
-) -> Callable[[Evidence], Iterator[Found]]:
-    """Return an examination that looks at one function after the other."""
+    look: Callable[[FunctionView], Iterable[Details]],
+) -> Callable[[Evidence], Iterator[Details]]:
+    """Return an examination that applies ``look`` to each function."""
 
-    def examine(evidence: Evidence) -> Iterator[Found]:
+    def examine(evidence: Evidence) -> Iterator[Details]:
         for model in evidence.models:
             for view in model.views:
                 yield from look(view)
@@ -270,17 +270,17 @@ def each_function(
 
 
 def grouped(
-    view: FunctionView, found: Iterable[tuple[str, Place]], **fields: Any
-) -> Iterator[Found]:
-    """Yield one finding for each value, with all places that have it.
+    view: FunctionView, occurrences: Iterable[tuple[str, Place]], **fields: Any
+) -> Iterator[Details]:
+    """Group occurrences by their value; yield the details of one finding per value.
 
     Args:
         view: The function.
-        found: Values for a reader, with their places.
-        **fields: Other fields of ``Found``.
+        occurrences: Values as text, with their places.
+        **fields: Other fields of ``Details``.
     """
     places: dict[str, list[Place]] = {}
-    for got, place in found:
+    for got, place in occurrences:
         places.setdefault(got, []).append(place)
     for got, listed in places.items():
-        yield Found(view.delegate, view.function.name, got, tuple(listed), **fields)
+        yield Details(view.delegate, view.function.name, got, tuple(listed), **fields)

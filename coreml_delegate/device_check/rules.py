@@ -1,4 +1,4 @@
-"""All rules, and the check of a program by them."""
+"""All rules, and ``check``, which applies them to a program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coreml_delegate.device_check.records import (
 from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.runtime.diagnosis import Diagnosis
 
-_GRAVITY = {consequence: place for place, consequence in enumerate(Consequence)}
+_SEVERITY = {consequence: rank for rank, consequence in enumerate(Consequence)}
 
 RULES: tuple[Rule, ...] = tuple(
     sorted(
@@ -25,17 +25,17 @@ RULES: tuple[Rule, ...] = tuple(
             for module in (shapes, operations, precision, weights, deployment)
             for rule in module.RULES
         ),
-        key=lambda rule: _GRAVITY[rule.consequence],
+        key=lambda rule: _SEVERITY[rule.consequence],
     )
 )
-"""Gravest consequence first."""
+"""Rules, the most severe consequence first."""
 
 
 def rule_named(name: str) -> Rule:
-    """Return the rule of a name.
+    """Return the rule with a name.
 
     Raises:
-        OptionError: There is none.
+        OptionError: There is no such rule.
     """
     for rule in RULES:
         if rule.name == name:
@@ -54,29 +54,29 @@ def check(
     """Apply the rules to the models of one program.
 
     Args:
-        models: Each model once, with all delegates that run it.
-        diagnoses: Runs on the user's data, each with the name of its delegate; without them the
-            rules on values find nothing.
+        models: The models without duplicates, each with all delegates that run it.
+        diagnoses: Runs on the user's data, each with the name of its delegate; rules on values
+            need them.
         ignore: Names of rules to leave out.
 
     Returns:
-        Findings, gravest consequence first, then in the order of rules, models and places. Rules on
-        the neural engine find nothing in delegates whose compute unit leaves it out.
+        Findings, the most severe consequence first, then in the order of rules, models and places.
+        Rules on the neural engine skip delegates whose compute unit excludes it.
 
     Raises:
         OptionError: There is no rule of a name in ``ignore``.
     """
-    left_out = {rule_named(name) for name in ignore}
+    ignored = {rule_named(name) for name in ignore}
     everything = Evidence(tuple(models), tuple(diagnoses))
     eligible = replace(
         everything,
         models=tuple(
-            kept for model in everything.models if (kept := model.on_neural_engine()).uses
+            model for model in map(CheckedModel.on_neural_engine, everything.models) if model.uses
         ),
     )
     return [
-        Finding(rule, found)
+        Finding(rule, details)
         for rule in RULES
-        if rule not in left_out
-        for found in rule.examine(eligible if rule.neural_engine else everything)
+        if rule not in ignored
+        for details in rule.examine(eligible if rule.neural_engine else everything)
     ]

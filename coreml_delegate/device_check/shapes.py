@@ -1,4 +1,4 @@
-"""Rules on shapes: sizes, ranks, layout, and shapes that vary."""
+"""Rules on shapes: sizes, ranks, layout, and dynamic shapes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from coreml_delegate.device_check import sources
 from coreml_delegate.device_check.functions import FunctionView, tensors
 from coreml_delegate.device_check.records import (
     Consequence,
-    Found,
+    Details,
     Place,
     Rule,
     each_function,
@@ -25,14 +25,14 @@ LARGEST_RANK = 5
 """Largest rank of a tensor on the neural engine."""
 
 _STATE_WIDTH = 32  # elements
-_ALIGNMENT = 64  # bytes of the last axis of an input or output
-_WASTE = 2  # times the memory, from which padding is worth a finding
-_PADDED = 2**14  # bytes, below which a padded tensor is none
+_ALIGNMENT = 64  # of the last axis of an input or output, bytes
+_WASTE = 2  # smallest factor of memory by padding that is a finding
+_PADDED = 2**14  # size of the smallest padded tensor that is a finding, bytes
 _NORM = "layer_norm"
 
 
-def _large_dimensions(view: FunctionView) -> Iterator[Found]:
-    def found() -> Iterator[tuple[str, Place]]:
+def _large_dimensions(view: FunctionView) -> Iterator[Details]:
+    def occurrences() -> Iterator[tuple[str, Place]]:
         for feature in view.function.inputs:
             sizes = [size for shape in feature.shapes for size in shape]
             sizes += [high or low for low, high in feature.bounds]
@@ -45,24 +45,24 @@ def _large_dimensions(view: FunctionView) -> Iterator[Found]:
                 if largest > LARGEST_DIMENSION:
                     yield str(largest), Place.of(view, op)
 
-    yield from grouped(view, found())
+    yield from grouped(view, occurrences())
 
 
-def _state_widths(view: FunctionView) -> Iterator[Found]:
+def _state_widths(view: FunctionView) -> Iterator[Details]:
     for state in view.function.states:
         shape = state.type.shape or ()
         if shape and shape[-1] is not None and shape[-1] % _STATE_WIDTH:
             place = Place("state", state.name)
-            yield Found(view.delegate, view.function.name, str(state.type), (place,))
+            yield Details(view.delegate, view.function.name, str(state.type), (place,))
 
 
-def _ranges(view: FunctionView) -> Iterator[Found]:
+def _ranges(view: FunctionView) -> Iterator[Details]:
     for feature in view.function.inputs:
         if feature.shapes or all(low == high for low, high in feature.bounds):
             continue
         sizes = ", ".join(_range(low, high) for low, high in feature.bounds)
         place = Place("input", feature.name)
-        yield Found(
+        yield Details(
             view.delegate, view.function.name, f"{feature.type.dtype.label}[{sizes}]", (place,)
         )
 
@@ -71,51 +71,51 @@ def _range(low: int, high: int | None) -> str:
     return str(low) if low == high else f"{low}..{'' if high is None else high}"
 
 
-def _computed_shapes(view: FunctionView) -> Iterator[Found]:
+def _computed_shapes(view: FunctionView) -> Iterator[Details]:
     if view.enumerates_shapes or view.has_ranges:
-        return  # sizes are unknown because those of an input are
+        return  # sizes are unknown because input sizes are
     yield from grouped(
         view,
         (
             (str(kind), Place.of(view, op))
             for op in view.ops
             for _, kind in tensors(op.outputs)
-            if _begins_unknown(view, op, kind)
+            if _introduces_unknown(view, op, kind)
         ),
     )
 
 
-def _begins_unknown(view: FunctionView, op: Op, kind: TensorType) -> bool:
-    """Whether an op has a result of unknown size, although it takes none."""
+def _introduces_unknown(view: FunctionView, op: Op, kind: TensorType) -> bool:
+    """Whether a result of an op has an unknown size, but no operand has."""
     if not _is_unknown(kind):
         return False
-    taken = (view.tensor_of(binding) for bindings in op.inputs.values() for binding in bindings)
-    return not any(each is not None and _is_unknown(each) for each in taken)
+    types = (view.tensor_of(binding) for bindings in op.inputs.values() for binding in bindings)
+    return not any(type_ is not None and _is_unknown(type_) for type_ in types)
 
 
 def _is_unknown(kind: TensorType) -> bool:
     return kind.shape is None or None in kind.shape
 
 
-def _enumerated_norms(view: FunctionView) -> Iterator[Found]:
+def _enumerated_norms(view: FunctionView) -> Iterator[Details]:
     if view.enumerates_shapes:
         norms = [Place.of(view, op) for op in view.ops if op.type == _NORM]
         if norms:
             shapes = max(len(feature.shapes) for feature in view.function.inputs)
             got = f"{len(norms)} with {shapes} enumerated shapes"
-            yield Found(view.delegate, view.function.name, got, tuple(norms))
+            yield Details(view.delegate, view.function.name, got, tuple(norms))
 
 
-def _states_and_ranges(view: FunctionView) -> Iterator[Found]:
+def _states_and_ranges(view: FunctionView) -> Iterator[Details]:
     flexible = [f for f in view.function.inputs if any(low != high for low, high in f.bounds)]
     fixed = [f for f in view.function.inputs if f not in flexible and not f.shapes]
     if view.function.states and flexible and fixed:
         places = tuple(Place("input", feature.name) for feature in flexible)
         got = f"{len(flexible)} inputs with ranges, {len(fixed)} fixed"
-        yield Found(view.delegate, view.function.name, got, places)
+        yield Details(view.delegate, view.function.name, got, places)
 
 
-def _high_ranks(view: FunctionView) -> Iterator[Found]:
+def _high_ranks(view: FunctionView) -> Iterator[Details]:
     yield from grouped(
         view,
         (
@@ -127,9 +127,9 @@ def _high_ranks(view: FunctionView) -> Iterator[Found]:
     )
 
 
-def _narrow_axes(view: FunctionView) -> Iterator[Found]:
+def _narrow_axes(view: FunctionView) -> Iterator[Details]:
     function = view.function
-    for what, features in (
+    for role, features in (
         ("input", function.inputs),
         ("output", function.outputs),
         ("state", function.states),
@@ -138,14 +138,14 @@ def _narrow_axes(view: FunctionView) -> Iterator[Found]:
             factor = _padding(feature.type)
             if factor >= _WASTE:
                 got = f"{feature.type}, {factor:g} times the memory"
-                place = Place(what, feature.name)
-                yield Found(view.delegate, function.name, got, (place,))
+                place = Place(role, feature.name)
+                yield Details(view.delegate, function.name, got, (place,))
 
 
 def _padding(kind: TensorType) -> float:
-    """Return how many times its size a tensor takes with its last axis padded.
+    """Return padded size / size of a tensor whose last axis is padded to 64 bytes.
 
-    1 for tensors that take little all the same, or whose last axis is unknown.
+    1 for tensors that are small even when padded, and for an unknown last axis.
     """
     shape = kind.shape or ()
     width = shape[-1] if shape else None

@@ -1,4 +1,4 @@
-"""The public documents that rules rest on; each can be opened by anyone."""
+"""The public documents that the rules cite."""
 
 from __future__ import annotations
 

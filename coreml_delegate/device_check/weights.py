@@ -1,4 +1,4 @@
-"""Rules on weights: larger than they need to be, stored twice, or in a form that costs."""
+"""Rules on weights: larger than necessary, stored twice, or in a costly format."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from coreml_delegate.device_check.functions import FunctionView
 from coreml_delegate.device_check.records import (
     CheckedModel,
     Consequence,
+    Details,
     Evidence,
-    Found,
     Place,
     Rule,
     each_function,
@@ -24,49 +24,49 @@ from coreml_delegate.runtime.engines.base import Array
 from coreml_delegate.runtime.mil.dtypes import DType
 
 SMALLEST = 4096
-"""Bytes below which a weight is not worth a finding."""
+"""Size of the smallest weight that is a finding, in bytes."""
 
 WORTH = 0.001
-"""Share of all weights of a program below which a saving is not worth a finding."""
+"""Smallest saving that is a finding, as a fraction of all weights of a program."""
 
 _LARGEST_FILE = 2**31  # bytes
 _WEIGHT = "weight"
-_SAMPLE = 4096  # elements that show whether a weight may have few values
-_MOST_COLOURS = 256  # of the largest lookup table
+_SAMPLE = 4096  # elements that are examined first for few values
+_MOST_COLOURS = 256  # entries of the largest lookup table
 _PALETTE_BITS = (1, 2, 4, 6, 8)
 _BLOCKWISE = "constexpr_blockwise_shift_scale"
-_NARROW_IN_SPEC = ("int8", "uint8")  # the specification has other integers as varints
+_NARROW_IN_SPEC = ("int8", "uint8")  # other integers are varints in the specification
 _NARROW = (*_NARROW_IN_SPEC, "int16", "uint16")
 
 
 def _each_weight(
     look: Callable[[StoredWeight], tuple[str, int] | None],
     applies: Callable[[CheckedModel], bool] = lambda _: True,
-) -> Callable[[Evidence], Iterator[Found]]:
-    """Return an examination of dense weights of some size, one after the other.
+) -> Callable[[Evidence], Iterator[Details]]:
+    """Return an examination that applies ``look`` to each dense weight of at least ``SMALLEST``.
 
     Args:
-        look: Returns the value for a reader and the bytes that could be saved, or None.
-        applies: Whether to look at the weights of a model at all.
+        look: Returns the observed value as text and the bytes that could be saved, or None.
+        applies: Whether to examine the weights of a model.
     """
 
-    def examine(evidence: Evidence) -> Iterator[Found]:
+    def examine(evidence: Evidence) -> Iterator[Details]:
         least = _least_saving(evidence)
         for model in filter(applies, evidence.models):
             for weight in model.weights:
                 if weight.scheme != DENSE or weight.stored_bytes < SMALLEST:
                     continue
-                seen = look(weight)
-                if seen is not None and seen[1] > least:
+                result = look(weight)
+                if result is not None and result[1] > least:
                     place = Place(_WEIGHT, weight.name)
-                    yield Found(model.name, None, seen[0], (place,), seen[1])
+                    yield Details(model.name, None, result[0], (place,), result[1])
 
     return examine
 
 
 def _least_saving(evidence: Evidence) -> float:
-    """Return the bytes that a remedy has to save to be worth it."""
-    return WORTH * sum(each.stored_bytes for model in evidence.models for each in model.weights)
+    """Return the smallest saving in bytes that is a finding."""
+    return WORTH * sum(w.stored_bytes for model in evidence.models for w in model.weights)
 
 
 def _data(weight: StoredWeight) -> Array:
@@ -85,7 +85,7 @@ def _wide_floats(weight: StoredWeight) -> tuple[str, int] | None:
     return f"fp32{list(weight.shape)}", weight.stored_bytes // 2
 
 
-def _wide_integers(view: FunctionView) -> Iterator[Found]:
+def _wide_integers(view: FunctionView) -> Iterator[Details]:
     for name, constant in view.constants.items():
         data = constant.data
         if not isinstance(data, np.ndarray) or data.dtype.kind not in "iu" or not data.size:
@@ -100,7 +100,7 @@ def _wide_integers(view: FunctionView) -> Iterator[Found]:
         if stored >= SMALLEST and saved > 0:
             got = f"{data.size:,} {data.dtype.name} from {low} to {high}, fit {narrow}"
             place = Place(_WEIGHT, name)
-            yield Found(view.delegate, view.function.name, got, (place,), saved)
+            yield Details(view.delegate, view.function.name, got, (place,), saved)
 
 
 def _holds(kind: str, low: int, high: int) -> bool:
@@ -109,9 +109,9 @@ def _holds(kind: str, low: int, high: int) -> bool:
 
 
 def _varint_bytes(data: Array) -> int:
-    """Return the size of integers in a model's specification, as protobuf writes them.
+    """Return the size of integers as protobuf varints.
 
-    Seven bits take a byte; a negative number has 64 bits.
+    A byte holds 7 bits; negative numbers are written as 64 bits, in 10 bytes.
     """
     wide = data.astype(np.int64).reshape(-1)
     sizes = np.ones(wide.size, np.int64)
@@ -132,27 +132,27 @@ def _few_values(weight: StoredWeight) -> tuple[str, int] | None:
     data = _data(weight).reshape(-1)
     if data.dtype.kind != "f":
         return None
-    # A look at some of them first: most weights have too many values, and are large.
+    # First a sample: most weights have too many values, and are large.
     if len(np.unique(data[:: max(data.size // _SAMPLE, 1)])) > _MOST_COLOURS:
         return None
     colours = len(np.unique(data))
     if not 1 < colours <= _MOST_COLOURS:
-        return None  # one value alone is another finding
+        return None  # a single value is another finding
     bits = next(bits for bits in _PALETTE_BITS if colours <= 2**bits)
     stored = math.ceil(data.size * bits / 8) + 2**bits * data.itemsize
     return f"{colours} different values, {bits} bits with a table", weight.stored_bytes - stored
 
 
-def _duplicates(evidence: Evidence) -> Iterator[Found]:
+def _duplicates(evidence: Evidence) -> Iterator[Details]:
     least = _least_saving(evidence)
-    held: dict[int, list[tuple[CheckedModel, StoredWeight]]] = {}
+    by_size: dict[int, list[tuple[CheckedModel, StoredWeight]]] = {}
     for model in evidence.models:
         for weight in model.weights:
             if weight.stored_bytes >= SMALLEST:
-                held.setdefault(weight.stored_bytes, []).append((model, weight))
-    for candidates in held.values():
-        found = map(_duplicate, _with_equal_bytes(candidates))
-        yield from (each for each in found if each.saved_bytes > least)
+                by_size.setdefault(weight.stored_bytes, []).append((model, weight))
+    for candidates in by_size.values():
+        duplicates = map(_duplicate, _with_equal_bytes(candidates))
+        yield from (details for details in duplicates if details.saved_bytes > least)
 
 
 def _with_equal_bytes(
@@ -172,21 +172,21 @@ def _with_equal_bytes(
     yield from (group for group in equal.values() if len(group) > 1)
 
 
-def _duplicate(group: list[tuple[CheckedModel, StoredWeight]]) -> Found:
+def _duplicate(group: list[tuple[CheckedModel, StoredWeight]]) -> Details:
     nbytes = group[0][1].stored_bytes
     names = list(dict.fromkeys(model.name for model, _ in group))
-    several = len(names) > 1
+    is_several = len(names) > 1
     places = tuple(
-        Place(_WEIGHT, f"{model.name}: {weight.name}" if several else weight.name)
+        Place(_WEIGHT, f"{model.name}: {weight.name}" if is_several else weight.name)
         for model, weight in group
     )
     remedy = (
         "Lower the methods with weights shared (generate_multimethod_weight_sharing_strategy_"
         "compile_spec), or partitions of one method as one, by what splits them in the report"
-        if several
+        if is_several
         else None
     )
-    return Found(
+    return Details(
         ", ".join(names),
         None,
         f"{len(group)} times {nbytes:,} bytes",
@@ -196,23 +196,23 @@ def _duplicate(group: list[tuple[CheckedModel, StoredWeight]]) -> Found:
     )
 
 
-def _large_files(evidence: Evidence) -> Iterator[Found]:
+def _large_files(evidence: Evidence) -> Iterator[Details]:
     for model in evidence.models:
         total = sum(weight.stored_bytes for weight in model.weights)
         if total >= _LARGEST_FILE:
-            yield Found(model.name, None, f"{total:,} bytes")
+            yield Details(model.name, None, f"{total:,} bytes")
 
 
-def _blocks(view: FunctionView) -> Iterator[Found]:
+def _blocks(view: FunctionView) -> Iterator[Details]:
     places: list[Place] = []
     for op in view.locations:
         scale = view.array(op, "scale") if op.type == _BLOCKWISE else None
-        # One scale for each row is per channel: a block is a part of a row.
+        # A scale per row is per channel; a block is a part of a row.
         if scale is not None and sum(size > 1 for size in scale.shape) > 1:
             places.append(Place(_WEIGHT, op.outputs[0].name))
     if places:
         got = f"{len(places)} with several scales in a row"
-        yield Found(view.delegate, view.function.name, got, tuple(places))
+        yield Details(view.delegate, view.function.name, got, tuple(places))
 
 
 RULES = (

@@ -319,8 +319,8 @@ def test_every_rule_has_a_case():
 def test_finds_the_fault(rule):
     faulty, _, got = CASES[rule]
     (finding,) = findings(faulty(), rule)
-    assert got in finding.found.got
-    assert finding.found.delegate == "forward_0"
+    assert got in finding.details.got
+    assert finding.details.delegate == "forward_0"
 
 
 @pytest.mark.parametrize("rule", CASES)
@@ -367,7 +367,7 @@ def test_places_name_op_output_and_module():
     found = one_op("topk", tensor(4, 5))
     model = CheckedModel(found, (Use("forward_0", "main"),), {"y:topk": "head.select"})
     (finding,) = [f for f in check([model]) if f.rule.name == "topk"]
-    assert str(finding.found.places[0]) == "topk 'y' at main op 0 (head.select)"
+    assert str(finding.details.places[0]) == "topk 'y' at main op 0 (head.select)"
     assert finding.where == "forward_0: topk 'y' at main op 0 (head.select)"
     assert finding.as_dict()["places"] == [
         {"what": "topk", "name": "y", "location": "main op 0", "module": "head.select"}
@@ -380,14 +380,14 @@ def test_modules_of_several_functions_have_the_name_of_theirs():
         found, (Use("forward_0", "main"),), {"y:topk": "wrong", "main:y:topk": "right"}
     )
     (finding,) = [f for f in check([model]) if f.rule.name == "topk"]
-    assert finding.found.places[0].module == "right"
+    assert finding.details.places[0].module == "right"
 
 
 def test_equal_values_are_one_finding():
     ops = [handmade.op("linear", name, tensor(1, 20000), x="x") for name in ("a", "b")]
     ops.append(handmade.op("linear", "c", tensor(1, 30000), x="x"))
     found = findings(program(ops), "large-dimension")
-    assert [(f.found.got, [p.name for p in f.found.places]) for f in found] == [
+    assert [(f.details.got, [p.name for p in f.details.places]) for f in found] == [
         ("20000", ["a", "b"]),
         ("30000", ["c"]),
     ]
@@ -401,7 +401,7 @@ def test_topk_whose_results_are_used_is_told_apart():
         handmade.op("topk", "inner", tensor(4, 5), x="x"),
         handmade.op("relu", "y", tensor(4, 5), x="inner"),
     ]
-    got = {f.found.got: f.found.places[0].name for f in findings(program(ops), "topk")}
+    got = {f.details.got: f.details.places[0].name for f in findings(program(ops), "topk")}
     assert got == {"at the end of the model": "top", "its results are used in the model": "inner"}
 
 
@@ -425,7 +425,7 @@ def test_islands_apart_are_findings_apart():
         return tuple(parts)
 
     found = findings(build(function, _MASKED, Opset.iOS17), "fp32-island")
-    assert [f.found.got for f in found] == ["1 in fp32: exp 1"] * 2
+    assert [f.details.got for f in found] == ["1 in fp32: exp 1"] * 2
 
 
 def test_a_few_padded_rows_are_nothing():
@@ -437,11 +437,11 @@ def test_a_few_padded_rows_are_nothing():
 
 def test_bytes_that_could_be_saved():
     (wide,) = findings(CASES["fp32-weights"][0](), "fp32-weights")
-    assert wide.found.saved_bytes == 64 * 64 * 2
+    assert wide.details.saved_bytes == 64 * 64 * 2
     (few,) = findings(CASES["few-values"][0](), "few-values")
-    assert few.found.saved_bytes == 64 * 64 * 2 - (64 * 64 // 8 + 2 * 2)
+    assert few.details.saved_bytes == 64 * 64 * 2 - (64 * 64 // 8 + 2 * 2)
     (twice,) = findings(CASES["duplicate-weights"][0](), "duplicate-weights")
-    assert twice.found.saved_bytes == 64 * 64 * 2
+    assert twice.details.saved_bytes == 64 * 64 * 2
 
 
 @pytest.mark.parametrize(
@@ -464,7 +464,7 @@ def test_integers_are_measured_as_they_are_stored(opset, low, high, narrow):
         return
     saved = [table_bytes(dtype, low, high, opset) for dtype in (np.int32, np.dtype(narrow).type)]
     # A weight file has a header, and a line in the manifest.
-    assert found[0].found.saved_bytes == pytest.approx(saved[0] - saved[1], abs=1000)
+    assert found[0].details.saved_bytes == pytest.approx(saved[0] - saved[1], abs=1000)
 
 
 def table_bytes(dtype: type, low: int, high: int, opset: Opset) -> int:
@@ -489,7 +489,7 @@ def test_few_values_fit_a_table(colours):
     values = np.arange(4096).reshape(64, 64) % colours
     (finding,) = findings(with_weight(values.astype(np.float16)), "few-values")
     bits = next(bits for bits in (1, 2, 4, 6, 8) if 2**bits >= colours)
-    assert finding.found.got == f"{colours} different values, {bits} bits with a table"
+    assert finding.details.got == f"{colours} different values, {bits} bits with a table"
 
 
 def test_the_remedy_for_few_values_saves_what_it_says():
@@ -506,14 +506,14 @@ def test_the_remedy_for_few_values_saves_what_it_says():
         smaller.save(f"{folder}/small.mlpackage")
         (stored,) = weights_of(read_mlpackage(f"{folder}/small.mlpackage"))
     assert stored.scheme == "lut"
-    assert weight.nbytes - stored.stored_bytes == finding.found.saved_bytes
+    assert weight.nbytes - stored.stored_bytes == finding.details.saved_bytes
 
 
 def test_weights_of_several_models_are_compared():
     models = [CheckedModel(with_weight(_DISTINCT), (Use(name, "main"),)) for name in ("a_0", "b_0")]
     (finding,) = [f for f in check(models) if f.rule.name == "duplicate-weights"]
-    assert finding.found.delegate == "a_0, b_0"
-    assert [place.name.split(": ")[0] for place in finding.found.places] == ["a_0", "b_0"]
+    assert finding.details.delegate == "a_0, b_0"
+    assert [place.name.split(": ")[0] for place in finding.details.places] == ["a_0", "b_0"]
     assert "weight_sharing" in finding.remedy
 
 
@@ -521,14 +521,14 @@ def test_a_model_that_delegates_share_is_looked_at_once():
     model = CheckedModel(with_weight(_DISTINCT), (Use("a_0", "main"), Use("b_0", "main")))
     found = check([model])
     assert [f for f in found if f.rule.name == "duplicate-weights"] == []
-    assert {f.found.delegate for f in found} <= {"a_0, b_0"}
+    assert {f.details.delegate for f in found} <= {"a_0, b_0"}
 
 
 def test_a_file_of_two_gigabytes(monkeypatch):
     found = with_weight(_DISTINCT)
     assert findings(found, "large-file") == []
     monkeypatch.setattr(weights, "_LARGEST_FILE", 64 * 64 * 2)
-    assert findings(found, "large-file")[0].found.got == "8,192 bytes"
+    assert findings(found, "large-file")[0].details.got == "8,192 bytes"
 
 
 # --- compute units --------------------------------------------------------------------------------
@@ -556,7 +556,7 @@ def _use(unit):
 def test_a_unit_in_vain():
     wide, narrow = in_one_type(np.float32), in_one_type(np.float16)
     (finding,) = findings(wide, "unit-in-vain", ComputeUnit.CPU_AND_NE)
-    assert finding.found.got == "cpu_and_ne and fp32"
+    assert finding.details.got == "cpu_and_ne and fp32"
     assert findings(narrow, "unit-in-vain", ComputeUnit.CPU_AND_NE) == []
     assert findings(wide, "unit-in-vain", ComputeUnit.ALL) == []
 

@@ -39,24 +39,24 @@ def test_values_far_from_the_end_of_fp16_are_no_risk():
 
 def test_values_near_the_end_of_fp16():
     (finding,) = on_values("fp16-overflow", squared, 200.0)
-    assert finding.found.got == "4e+04, 61% of the largest fp16"
-    assert finding.found.places[0].name == "sq"
+    assert finding.details.got == "4e+04, 61% of the largest fp16"
+    assert finding.details.places[0].name == "sq"
 
 
 def test_an_overflow_in_any_run_is_the_worst():
     for values in ((200.0, 300.0), (300.0, 200.0)):
         (finding,) = on_values("fp16-overflow", squared, *values)
-        assert finding.found.got == "infinite (128 elements), and finite in fp32"
+        assert finding.details.got == "infinite (128 elements), and finite in fp32"
 
 
 def test_the_largest_value_of_several_runs_counts():
     (finding,) = on_values("fp16-overflow", squared, 200.0, 250.0, 210.0)
-    assert "6.25e+04" in finding.found.got
+    assert "6.25e+04" in finding.details.got
 
 
 def test_underflow():
     first, _ = on_values("fp16-underflow", squared, 1e-4)
-    assert first.found.places[0].name == "sq"
+    assert first.details.places[0].name == "sq"
     assert on_values("fp16-underflow", squared, 1e-1) == []
 
 
@@ -74,7 +74,7 @@ def in_fp32(x):
 
 def test_whether_fp16_would_do_for_a_program_in_fp32():
     (finding,) = on_values("fp32-program", in_fp32, 300.0, 2.0)
-    assert finding.found.got == (
+    assert finding.details.got == (
         "3 results in fp32, none in fp16; on the data 1 of them near or beyond what fp16 holds"
     )
     assert re.fullmatch(
@@ -82,11 +82,11 @@ def test_whether_fp16_would_do_for_a_program_in_fp32():
         finding.remedy,
     )
     (finding,) = on_values("fp32-program", in_fp32, 2.0)
-    assert "on the data none of them near or beyond" in finding.found.got
+    assert "on the data none of them near or beyond" in finding.details.got
     assert finding.remedy == "Lower in fp16 (--precision float16)"
 
 
 def test_without_data_nothing_is_said_of_values():
     model, _ = runs(in_fp32, 2.0)
     (finding,) = [f for f in check([model]) if f.rule.name == "fp32-program"]
-    assert finding.found.got == "3 results in fp32, none in fp16"
+    assert finding.details.got == "3 results in fp32, none in fp16"

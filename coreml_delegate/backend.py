@@ -43,13 +43,14 @@ class CoreMLBackend(CompileSpecMethods, BackendDetails):
         """Return the metadata of a model with this specification.
 
         Raises:
-            ContractError: The model has no output; or no input, and is for systems before iOS18.
+            ContractError: The model has no output; or it has no input, and its opset is older than
+                iOS18.
         """
         return saved_models.metadata_of(model_spec, identifier)
 
     @staticmethod
     def get_debug_symbol(operation_path: OperationPath) -> str | None:
-        """Return ``output:operator`` of the last operation of a path; None if the path lacks it."""
+        """Return ``output:operator`` of a path's last operation; None for an incomplete path."""
         return saved_models.symbol_of(operation_path)
 
     @staticmethod
@@ -73,7 +74,7 @@ class CoreMLBackend(CompileSpecMethods, BackendDetails):
 
         Raises:
             ContractError: See ``model_metadata_from_spec``.
-            LoweringError: A compiled model was asked for, and there is no compiler.
+            LoweringError: ``model_type`` is a compiled model, and there is no compiler.
             OptionError: ``model_type`` is not a model type.
         """
         return saved_models.lower_model(mlmodel, member_of(ModelType, model_type, "model_type"))
@@ -84,19 +85,19 @@ class CoreMLBackend(CompileSpecMethods, BackendDetails):
         edge_program: ExportedProgram,
         compile_specs: list[CompileSpec],
     ) -> ExportedProgram:
-        """Return a copy for ``preprocess``; it shares the tensors, which ``preprocess`` keeps."""
+        """Return a copy that shares the tensors, which ``preprocess`` only reads."""
         owner = owner_of(compile_specs)
         if owner is not cls:
             return owner.copy_exported_program_for_preprocess(edge_program, compile_specs)
-        held: list[Any] = [*edge_program.state_dict.values(), *edge_program.constants.values()]
-        shared = {id(value): value for value in held if isinstance(value, torch.Tensor)}
+        values: list[Any] = [*edge_program.state_dict.values(), *edge_program.constants.values()]
+        shared = {id(value): value for value in values if isinstance(value, torch.Tensor)}
         return copy.deepcopy(edge_program, shared)
 
     @staticmethod
     def preprocess(
         edge_program: ExportedProgram, compile_specs: list[CompileSpec]
     ) -> PreprocessResult:
-        """Lower a whole subgraph to a blob.
+        """Lower a subgraph to a blob.
 
         Args:
             edge_program: The subgraph; ExecuTorch passes a copy.
@@ -121,7 +122,7 @@ class CoreMLBackend(CompileSpecMethods, BackendDetails):
         edge_programs: dict[str, list[ExportedProgram]],
         compile_specs: dict[str, list[list[CompileSpec]]],
     ) -> dict[str, list[PreprocessResult]]:
-        """Lower the partitions of all methods; those that can share weights do.
+        """Lower the partitions of all methods, and share weights where possible.
 
         Args:
             edge_programs: The subgraphs of each method; ExecuTorch passes copies.
@@ -134,28 +135,28 @@ class CoreMLBackend(CompileSpecMethods, BackendDetails):
         results: dict[str, list[PreprocessResult | None]] = {
             method: [None] * len(programs) for method, programs in edge_programs.items()
         }
-        for owner, places in _places_by_owner(compile_specs).items():
+        for owner, indices in _indices_by_owner(compile_specs).items():
             lower = lower_methods if owner is cls else owner.preprocess_multimethod
-            lowered = lower(_at_places(edge_programs, places), _at_places(compile_specs, places))
-            for method, made in lowered.items():
-                for place, result in zip(places[method], made, strict=True):
-                    results[method][place] = result
+            lowered = lower(_select(edge_programs, indices), _select(compile_specs, indices))
+            for method, blobs in lowered.items():
+                for index, blob in zip(indices[method], blobs, strict=True):
+                    results[method][index] = blob
         return cast("dict[str, list[PreprocessResult]]", results)
 
 
 class DeregisteredBackend(BackendDetails):
-    """Base of other backends of our name, which hides them from ExecuTorch's search.
+    """Base class of other backends with our name, which hides them from ExecuTorch's search.
 
-    ExecuTorch looks for a name among the direct subclasses of ``BackendDetails``, and takes the
-    first match on one path, the last on another. See ``claim_name``.
+    ExecuTorch searches the direct subclasses of ``BackendDetails`` by name, and takes the first
+    match on one code path, the last on another. See ``claim_name``.
     """
 
 
 def claim_name() -> None:
-    """Make ours the only backend that ExecuTorch finds by its name.
+    """Make our backend the only backend that ExecuTorch finds by the name.
 
     Any other loaded class of that name gets ``DeregisteredBackend`` between itself and
-    ``BackendDetails``. It works as before, and our backend hands it its subgraphs.
+    ``BackendDetails``. It works as before, and our backend forwards its subgraphs to it.
     """
     for backend in BackendDetails.__subclasses__():
         if backend.__name__ == CoreMLBackend.__name__ and backend is not CoreMLBackend:
@@ -167,40 +168,40 @@ def claim_name() -> None:
 def owner_of(compile_specs: Iterable[CompileSpec]) -> type[BackendDetails]:
     """Return the backend that lowers a subgraph with these compile specs.
 
-    It is ours, unless another backend of the same name is loaded and this package wrote none of the
-    specs.
+    This is our backend, unless another backend with the same name is loaded and this package wrote
+    no spec of the list.
 
     Raises:
-        LoweringError: Several others are loaded.
+        LoweringError: Several other backends with the name are loaded.
     """
     claim_name()
-    others = DeregisteredBackend.__subclasses__()
-    if not others or is_own(compile_specs):
+    backends = DeregisteredBackend.__subclasses__()
+    if not backends or is_own(compile_specs):
         return CoreMLBackend
-    if len(others) > 1:
+    if len(backends) > 1:
         raise LoweringError(
             "several backends beside this one are named CoreMLBackend",
-            got=", ".join(f"{cls.__module__}.{cls.__qualname__}" for cls in others),
+            got=", ".join(f"{cls.__module__}.{cls.__qualname__}" for cls in backends),
             expected="one at most, to lower the programs of other partitioners",
         )
-    return others[0]
+    return backends[0]
 
 
-def _places_by_owner(
+def _indices_by_owner(
     compile_specs: Mapping[str, Sequence[Sequence[CompileSpec]]],
 ) -> dict[type[BackendDetails], dict[str, list[int]]]:
-    """Return the positions of each backend's subgraphs among those of their method."""
-    found: dict[type[BackendDetails], dict[str, list[int]]] = {}
-    for method, of_subgraphs in compile_specs.items():
-        for place, specs in enumerate(of_subgraphs):
-            found.setdefault(owner_of(specs), {}).setdefault(method, []).append(place)
-    return found
+    """Return the indices of each backend's subgraphs, by method."""
+    by_owner: dict[type[BackendDetails], dict[str, list[int]]] = {}
+    for method, subgraph_specs in compile_specs.items():
+        for index, specs in enumerate(subgraph_specs):
+            by_owner.setdefault(owner_of(specs), {}).setdefault(method, []).append(index)
+    return by_owner
 
 
-def _at_places(
-    by_method: Mapping[str, Sequence[_Item]], places: Mapping[str, Sequence[int]]
+def _select(
+    by_method: Mapping[str, Sequence[_Item]], indices: Mapping[str, Sequence[int]]
 ) -> dict[str, list[_Item]]:
-    return {name: [by_method[name][place] for place in chosen] for name, chosen in places.items()}
+    return {name: [by_method[name][index] for index in own] for name, own in indices.items()}
 
 
 claim_name()

@@ -17,22 +17,22 @@ CACHE_VARIABLE: Final = "COREML_DELEGATE_CACHE"
 """Environment variable that names the folder of all caches."""
 
 HOMELESS: Final = f"this user has no home directory, and {CACHE_VARIABLE} is not set"
-"""Why caches are off where ``cache_folder`` returns None."""
+"""Reason why caches are off if ``cache_folder`` returns None."""
 
 NAME_A_FOLDER: Final = f"Set {CACHE_VARIABLE} to a directory that can be written."
 """Remedy for a folder of caches that does not exist or cannot be written."""
 
 
 def cache_folder() -> Path | None:
-    """Return the folder of all caches, which need not exist; each has a folder of its own below.
+    """Return the folder of all caches, which need not exist; each cache has a subfolder.
 
     Returns:
-        None where caches are off: the variable is not set, and the user has no home, like a user id
-        of a container that has no passwd entry.
+        None if caches are off: the variable is not set, and the user has no home directory, as a
+        container's user id without a passwd entry.
     """
-    named = os.environ.get(CACHE_VARIABLE)
-    if named:
-        return Path(named)
+    path = os.environ.get(CACHE_VARIABLE)
+    if path:
+        return Path(path)
     try:
         return platformdirs.user_cache_path("coreml-delegate")
     except RuntimeError:
@@ -41,19 +41,19 @@ def cache_folder() -> Path | None:
 
 @functools.cache
 def source_digest(*packages: str) -> str:
-    """Return a digest of the Python sources of packages and of all packages below them.
+    """Return a digest of the Python sources of packages, including subpackages.
 
     Args:
         packages: Full names of the packages.
 
     Returns:
-        32 hexadecimal digits; the digest of nothing where sources are not installed.
+        32 hexadecimal digits; without installed sources, the digest of empty input.
     """
-    total = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for package in packages:
         for name, source in _sources(importlib.resources.files(package), package):
-            total.update(name.encode() + b"\0" + source.read_bytes())
-    return total.hexdigest()
+            digest.update(name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()
 
 
 def _sources(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:

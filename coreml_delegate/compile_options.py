@@ -1,4 +1,4 @@
-"""``CompileOptions``: how a subgraph is lowered, and how compile specs encode it.
+"""``CompileOptions``: the options of a lowering, and their encoding as compile specs.
 
 Wire format, one ``CompileSpec(key, value)`` each, all values UTF-8::
 
@@ -13,7 +13,7 @@ Wire format, one ``CompileSpec(key, value)`` each, all values UTF-8::
     pass_pipeline               JSON list of pass names (optional)
     multimethod_weight_sharing_strategy  positional | disabled (optional)
 
-The oldest documents write compute units as ``cpu``, ``gpu``, ``ane``; these are read and never
+The oldest documents have the compute units ``cpu``, ``gpu``, ``ane``, which are read, but not
 written. Source: ExecuTorch 1.5, Core ML backend documents and ``coreml_preprocess``.
 """
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Precision(enum.Enum):
-    """The floating-point type Core ML computes in, whatever the PyTorch model's is."""
+    """The floating-point type that Core ML computes in, independent of the PyTorch model's."""
 
     FLOAT16 = "float16"
     FLOAT32 = "float32"
@@ -58,12 +58,12 @@ class ModelType(enum.Enum):
 
 
 class WeightSharing(enum.Enum):
-    """How partitions of several methods share weights; without a strategy they do where it is safe.
+    """Weight sharing among methods; without a strategy, partitions share weights if it is safe.
 
     Attributes:
         POSITIONAL: The n-th partitions of all methods become one model with a function per method;
             an error if they cannot.
-        DISABLED: Every partition becomes a model by itself.
+        DISABLED: Every partition becomes a separate model.
     """
 
     POSITIONAL = "positional"
@@ -71,17 +71,17 @@ class WeightSharing(enum.Enum):
 
 
 class OwnKey(str):
-    """The key of a compile spec that this package wrote: a plain string to everyone else.
+    """The key of a compile spec that this package wrote; other code sees a plain string.
 
-    In a ``.pte`` it is a key like any other. In the process that lowers, its type tells our backend
-    which subgraphs are meant for it, if another backend has the same name.
+    A ``.pte`` has only the string. During lowering, the type marks the subgraphs of our backend, if
+    another backend has the same name.
     """
 
     __slots__ = ()
 
 
 def is_own(specs: Iterable[CompileSpec]) -> bool:
-    """Return whether this package wrote any of the compile specs."""
+    """Whether this package wrote any of the compile specs."""
     return any(isinstance(spec.key, OwnKey) for spec in specs)
 
 
@@ -98,8 +98,8 @@ class KeepFp32:
 
     Attributes:
         ops: Types of MIL ops, for example ``softmax``.
-        modules: Paths of modules (``layers.0``, which covers all below it), paths with wildcards
-            (``layers.*.norm``), or names of their classes (``RMSNorm``).
+        modules: Paths of modules (``layers.0``, including submodules), paths with wildcards
+            (``layers.*.norm``), or class names (``RMSNorm``).
         nodes: Names of calls in the subgraph.
     """
 
@@ -109,7 +109,7 @@ class KeepFp32:
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> KeepFp32:
-        """Check and return names given as lists by kind.
+        """Read lists of names by kind.
 
         Raises:
             OptionError: A kind is unknown, or a value is not a list of names.
@@ -127,10 +127,10 @@ class KeepFp32:
 
 
 def checked_specs(specs: Iterable[CompileSpec]) -> Sequence[CompileSpec]:
-    """Return the compile specs, after a check that they are.
+    """Check that a value is a list of compile specs, and return it.
 
     Raises:
-        OptionError: They are not a list of compile specs.
+        OptionError: It is not a list of compile specs.
     """
     from executorch.exir.backend.compile_spec_schema import CompileSpec
 
@@ -140,21 +140,21 @@ def checked_specs(specs: Iterable[CompileSpec]) -> Sequence[CompileSpec]:
 
 @dataclass(frozen=True, slots=True)
 class CompileOptions:
-    """Options of one lowering.
+    """Options of a lowering.
 
     Attributes:
-        compute_unit: Where the model may run.
-        deployment_target: Oldest opset to support, or None for the oldest that converts.
+        compute_unit: Processors that the model may run on.
+        deployment_target: Oldest opset to support, or None for the oldest possible opset.
         precision: Floating-point type to compute in.
         model_type: Whether to compile ahead of time.
         op_linear_quantizer_config: Keywords of coremltools' ``OpLinearQuantizerConfig``, to
-            quantize the weights after conversion; None leaves them.
-        weight_compression: Configurations of coremltools' compression, applied in turn after
-            conversion; None for none.
+            quantize the weights after conversion; None for no quantization.
+        weight_compression: Stages of coremltools' compression, applied in turn after conversion;
+            None for no compression.
         pass_names: Names of the coremltools graph passes to run, or None for its default pipeline.
-        keep_fp32: Parts of the model that compute in fp32 though ``precision`` is fp16.
-        weight_sharing: How methods share weights, or None to share where it is safe.
-        enumerated_shapes: The combinations of input shapes to support; None for all that the
+        keep_fp32: Parts of the model that compute in fp32 if ``precision`` is fp16.
+        weight_sharing: Strategy of weight sharing among methods, or None to share if it is safe.
+        enumerated_shapes: The supported combinations of input shapes; None for all shapes that the
             program was exported for.
     """
 
@@ -171,7 +171,7 @@ class CompileOptions:
 
     @property
     def compression_demand(self) -> tuple[Opset, str] | None:
-        """The oldest opset that the compression of weights needs, and the part that needs it."""
+        """The oldest opset that weight compression needs, and the feature that needs it."""
         return demand(self.op_linear_quantizer_config, self.weight_compression)
 
     @property
@@ -180,18 +180,18 @@ class CompileOptions:
         return (self.compression_demand or (Opset.iOS15, ""))[0]
 
     def check_compression(self) -> None:
-        """Check that the deployment target supports the compression of weights.
+        """Check that the deployment target supports weight compression.
 
         Raises:
             OptionError: The target is too old.
         """
-        needed = self.compression_demand
-        if needed is not None and self.deployment_target is not None:
-            require_target(self.deployment_target, *needed)
+        requirement = self.compression_demand
+        if requirement is not None and self.deployment_target is not None:
+            require_target(self.deployment_target, *requirement)
 
     def to_specs(self) -> list[CompileSpec]:
-        """Return the compile specs in a fixed order; options left at None are not written."""
-        # Importing exir takes seconds, which a reader of options need not wait for.
+        """Return the compile specs in a fixed order, without options that are None."""
+        # Importing exir takes seconds, and reading options does not need it.
         from executorch.exir.backend.compile_spec_schema import CompileSpec
 
         encoded = ((f.key, f.encoded(self)) for f in _FIELDS)
@@ -204,14 +204,14 @@ class CompileOptions:
         """Decode compile specs; options without a spec have their defaults.
 
         Raises:
-            OptionError: This is not a list of compile specs, a key is unknown or comes twice, or a
+            OptionError: This is not a list of compile specs, a key is unknown or duplicate, or a
                 value is not accepted.
         """
         return cls.from_pairs((spec.key, spec.value) for spec in checked_specs(specs))
 
     @classmethod
     def value_in(cls, specs: Iterable[CompileSpec], attribute: str) -> Any:
-        """Return one option of compile specs, or its default; other specs are not looked at.
+        """Return one option of compile specs, or its default; other specs are not decoded.
 
         Raises:
             OptionError: This is not a list of compile specs, or the value is not accepted.
@@ -229,7 +229,7 @@ class CompileOptions:
 
     @classmethod
     def from_pairs(cls, pairs: Iterable[tuple[str, bytes]]) -> CompileOptions:
-        """Decode compile specs given as pairs of key and value, as in a ``.pte``.
+        """Decode pairs of key and value, as in a ``.pte``.
 
         Raises:
             OptionError: See ``from_specs``.
@@ -342,8 +342,8 @@ def _decode_keep(key: str, text: str) -> KeepFp32:
 
 
 def _encode_keep(value: KeepFp32) -> str | None:
-    given = {kind: names for kind, names in asdict(value).items() if names}
-    return _encode_json(given) if given else None
+    content = {kind: names for kind, names in asdict(value).items() if names}
+    return _encode_json(content) if content else None
 
 
 def _encode_shapes(value: EnumeratedShapes | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Methods of ``CoreMLBackend`` that make and read compile specs, one by one or all at once."""
+"""Methods of ``CoreMLBackend`` that create and read compile specs, one by one or all at once."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from coreml_delegate.weight_compression import Stage, checked_linear, stages_of
 
 
 class CompileSpecMethods:
-    """Makes and reads compile specs; options without a spec have their defaults.
+    """Creates and reads compile specs; options without a spec have their defaults.
 
-    Readers take the first spec of their kind, and return coremltools' own object for its value.
+    Readers use the first spec with their key, and return coremltools' object for its value.
     """
 
     MODEL_TYPE = ModelType
@@ -48,22 +48,22 @@ class CompileSpecMethods:
         keep_fp32: Mapping[str, Sequence[str]] | None = None,
         weight_compression: Stage | Sequence[Stage] | None = None,
     ) -> list[CompileSpec]:
-        """Compile specs for ``CoreMLPartitioner`` or ``to_backend``.
+        """Return the compile specs for ``CoreMLPartitioner`` or ``to_backend``.
 
         Args:
             compute_unit: ``coremltools.ComputeUnit`` or our ``ComputeUnit``.
-            minimum_deployment_target: ``coremltools.target`` or ``Opset``; None for the smallest
-                that the model needs.
+            minimum_deployment_target: ``coremltools.target`` or ``Opset``; None for the oldest
+                target that the model needs.
             compute_precision: ``coremltools.precision`` or our ``Precision``.
             model_type: ``CoreMLBackend.MODEL_TYPE``.
             op_linear_quantizer_config: Keywords of coremltools' ``OpLinearQuantizerConfig``, to
                 quantize the weights after conversion, except embedding tables.
             pass_names: Graph passes of coremltools to run instead of its default pipeline.
-            keep_fp32: Parts of the model that compute in fp32 even so: types of MIL ops under
+            keep_fp32: Parts of an fp16 model that compute in fp32: types of MIL ops under
                 ``"ops"``, paths or class names of modules under ``"modules"``; see ``KeepFp32``.
             weight_compression: Compression of the weights after conversion, by quantization,
-                palettization or pruning: the dictionary that coremltools'
-                ``OptimizationConfig.from_dict`` takes, or several, to be applied in turn.
+                palettization or pruning: a dictionary for coremltools'
+                ``OptimizationConfig.from_dict``, or a list of dictionaries to apply in turn.
 
         Raises:
             OptionError: A value is not accepted.
@@ -86,7 +86,7 @@ class CompileSpecMethods:
 
     @staticmethod
     def generate_multimethod_weight_sharing_strategy_compile_spec(strategy: Any) -> CompileSpec:
-        """Return the compile spec of how methods share weights, to be added to the others.
+        """Return the compile spec of the weight-sharing strategy, to add to the list.
 
         Args:
             strategy: ``WeightSharing``, or ExecuTorch's own enum of the same names.
@@ -101,19 +101,19 @@ class CompileSpecMethods:
     def generate_enumerated_shapes_compile_spec(
         ep: ExportedProgram, enumerated_shapes: Mapping[str, Sequence[Sequence[int]]]
     ) -> CompileSpec:
-        """Return the compile spec of enumerated input shapes, to be added to the others.
+        """Return the compile spec of enumerated input shapes, to add to the list.
 
         Any other shapes, and any other combination of them, are an error at run time. A program
-        may be delegated in part: shapes are mapped to the inputs of each partition.
+        may be partly delegated: shapes are mapped to the inputs of each partition.
 
         Args:
             ep: From ``torch.export``, with every dimension dynamic in which the shapes differ.
-            enumerated_shapes: By input name its shapes; the n-th shapes of all inputs go together.
-                Several such inputs need iOS18.
+            enumerated_shapes: Shapes by input name; the n-th shapes of all inputs form a
+                combination. Several inputs need iOS18.
 
         Raises:
-            OptionError: An input is unknown or left out, the program does not take a shape, or
-                there are too few, too many or repeated combinations.
+            OptionError: An input is unknown or missing, the program does not take a shape, or there
+                are too few, too many or repeated combinations.
         """
         instance(ExportedProgram, "a program from torch.export")("ep", ep)
         shapes = "a dictionary of input names to lists of shapes"
@@ -125,19 +125,19 @@ class CompileSpecMethods:
     def enumerated_shapes_from_compile_specs(
         compile_specs: Iterable[CompileSpec],
     ) -> EnumeratedShapes | None:
-        """Return the enumerated input shapes; None if there are none."""
+        """Return the enumerated input shapes; None without enumerated shapes."""
         return CompileOptions.value_in(compile_specs, "enumerated_shapes")
 
     @staticmethod
     def multimethod_weight_sharing_strategy_from_compile_specs(
         compile_specs: Iterable[CompileSpec],
     ) -> WeightSharing:
-        """Return how methods share weights.
+        """Return the weight-sharing strategy.
 
-        ``POSITIONAL`` by default, as in ExecuTorch's own backend; ours then shares where it can.
+        ``POSITIONAL`` by default, as in ExecuTorch's own backend; ours then shares if possible.
         """
-        given = CompileOptions.value_in(compile_specs, "weight_sharing")
-        return WeightSharing.POSITIONAL if given is None else given
+        strategy = CompileOptions.value_in(compile_specs, "weight_sharing")
+        return WeightSharing.POSITIONAL if strategy is None else strategy
 
     @staticmethod
     def generate_compute_unit_compile_spec(compute_unit: Any) -> CompileSpec:
@@ -153,7 +153,7 @@ class CompileSpecMethods:
 
     @staticmethod
     def generate_minimum_deployment_target_compile_spec(min_deployment_target: Any) -> CompileSpec:
-        """Return the compile spec of a ``coremltools.target``; None for the oldest possible."""
+        """Return the compile spec of a ``coremltools.target``; None for the oldest usable one."""
         target = _target(min_deployment_target)
         return CompileOptions(deployment_target=target).spec_of("deployment_target")
 
@@ -190,7 +190,7 @@ class CompileSpecMethods:
     def generate_op_linear_quantizer_config_compile_spec(
         op_linear_quantizer_config: Mapping[str, Any],
     ) -> CompileSpec:
-        """Return the compile spec of keywords of coremltools' ``OpLinearQuantizerConfig``."""
+        """Return the compile spec of keyword arguments of ``OpLinearQuantizerConfig``."""
         instance(Mapping, "a dictionary")("op_linear_quantizer_config", op_linear_quantizer_config)
         options = CompileOptions(
             op_linear_quantizer_config=checked_linear(op_linear_quantizer_config)
@@ -201,12 +201,12 @@ class CompileSpecMethods:
     @staticmethod
     def op_linear_quantizer_config_from_compile_specs(compile_specs: Iterable[CompileSpec]) -> Any:
         """Return coremltools' ``OpLinearQuantizerConfig``, None by default."""
-        given = CompileOptions.value_in(compile_specs, "op_linear_quantizer_config")
-        return None if given is None else linear_config(given)
+        keywords = CompileOptions.value_in(compile_specs, "op_linear_quantizer_config")
+        return None if keywords is None else linear_config(keywords)
 
     @staticmethod
     def generate_pass_pipeline_compile_spec(pass_names: Sequence[str]) -> CompileSpec:
-        """Return the compile spec of names of graph passes."""
+        """Return the compile spec of a list of graph passes."""
         list_of("names of graph passes", str)("pass_names", pass_names)
         options = CompileOptions(pass_names=tuple(pass_names))
         check_accepted(options)
@@ -214,16 +214,16 @@ class CompileSpecMethods:
 
     @staticmethod
     def pass_pipeline_from_compile_specs(compile_specs: Iterable[CompileSpec]) -> Any:
-        """Return the ``coremltools.PassPipeline``, its default one by default."""
+        """Return the ``coremltools.PassPipeline``, ``DEFAULT`` by default."""
         names = CompileOptions.value_in(compile_specs, "pass_names")
         return coremltools().PassPipeline.DEFAULT if names is None else pass_pipeline(names)
 
 
 def member_of(kind: type[enum.Enum], value: Any, keyword: str) -> Any:
-    """Return our enum member for a member of ours, or of coremltools' enum of the same names.
+    """Return our enum member for a member of our enum, or of an enum with the same names.
 
     Raises:
-        OptionError: It is neither.
+        OptionError: The value is no member of either.
     """
     if isinstance(value, kind):
         return value
@@ -239,7 +239,7 @@ def _target(value: Any) -> Opset | None:
     if value is None or isinstance(value, Opset):
         return value
     try:
-        return Opset(value)  # coremltools.target counts in specification versions, as Opset does
+        return Opset(value)  # values of coremltools.target are specification versions, as in Opset
     except ValueError:
         raise OptionError(
             "minimum_deployment_target has no ML Programs",

@@ -1,10 +1,10 @@
-"""Containers of a model's inputs and results: what torch has to know of them, and their keys.
+"""Containers of a model's inputs and results: registration with torch, and their keys.
 
-``torch.export`` takes apart what ``torch.utils._pytree`` has an entry for: tuples, lists,
-dicts, named tuples and, by the first import of transformers' models, their outputs. Dataclasses and
-the caches of transformers are registered here when they are met. The results of functions of torch,
-such as ``torch.return_types.median``, are registered, but ``torch.export.save`` asks for a name
-that they lack.
+``torch.export`` flattens containers that ``torch.utils._pytree`` knows: tuples, lists, dicts, named
+tuples and, after the first import of transformers' models, their outputs. Dataclasses and the
+caches of transformers are registered here on demand. The result types of torch functions, for
+example ``torch.return_types.median``, are registered, but lack the name that
+``torch.export.save`` needs.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _CACHE_SUPPORT = "transformers.integrations.executorch"
 
 
 def register_containers(tree: Any) -> bool:
-    """Register with torch the dataclasses, and caches of transformers, in inputs or results.
+    """Register the dataclasses and transformers caches in inputs or results with torch.
 
     Args:
         tree: The inputs or results.
 
     Returns:
-        Whether torch did not know some of them.
+        Whether any container was unknown to torch.
     """
     unknown = {type(leaf) for leaf in pytree.tree_leaves(tree)} - {type}
-    found = [kind for kind in unknown if (register := _registration_of(kind)) and register()]
-    if found:
-        register_containers(tree)  # now that torch flattens what was unknown
-    return bool(found)
+    registered = [kind for kind in unknown if (register := _registration_of(kind)) and register()]
+    if registered:
+        register_containers(tree)  # for containers inside the registered containers
+    return bool(registered)
 
 
 def _registration_of(kind: type[Any]) -> Callable[[], bool] | None:
@@ -53,24 +53,24 @@ def _register_dataclass(kind: type[Any]) -> bool:
 
 
 def _register_caches() -> bool:
-    """Register the cache of transformers that it has code for; return whether it was unknown."""
-    known = len(pytree.SUPPORTED_NODES)
+    """Register ``DynamicCache`` by transformers' own code; return whether it was unknown."""
+    before = len(pytree.SUPPORTED_NODES)
     try:
         support = importlib.import_module(_CACHE_SUPPORT)
         support.register_dynamic_cache_export_support()
-    except (ImportError, AttributeError):  # another release: torch.export says what it lacks
+    except (ImportError, AttributeError):  # another release: torch.export reports the container
         return False
-    return len(pytree.SUPPORTED_NODES) > known
+    return len(pytree.SUPPORTED_NODES) > before
 
 
 def name_return_types() -> None:
-    """Let ``torch.export`` save and load programs that return, say, ``torch.return_types.max``."""
+    """Let ``torch.export`` save and load programs with results as ``torch.return_types.max``."""
     for kind in _TREE.SUPPORTED_NODES.keys() & {*_return_types()}:
         name = f"torch.return_types.{kind.__name__.rpartition('.')[2]}"
         definition = _TREE.SUPPORTED_SERIALIZED_TYPES[kind]
         if definition.serialized_type_name == _TREE.NO_SERIALIZED_TYPE_NAME_FOUND:
-            named = definition._replace(serialized_type_name=name)
-            _TREE.SUPPORTED_SERIALIZED_TYPES[kind] = named
+            definition = definition._replace(serialized_type_name=name)
+            _TREE.SUPPORTED_SERIALIZED_TYPES[kind] = definition
             _TREE.SERIALIZED_TYPE_TO_PYTHON_TYPE[name] = kind
 
 
@@ -79,7 +79,7 @@ def _return_types() -> Sequence[type[Any]]:
 
 
 def keys_of(spec: pytree.TreeSpec) -> list[str | int] | None:
-    """Return the keys of a container, or None if it has places only.
+    """Return the keys of a container, or None if it only has indices.
 
     Args:
         spec: The container, not a value in one.
@@ -91,8 +91,8 @@ def keys_of(spec: pytree.TreeSpec) -> list[str | int] | None:
     if kind in _return_types():
         return list(kind.__match_args__)
     candidates = [context, *(context if isinstance(context, list | tuple) else ())]
-    found = (usual_keys(keys, spec.num_children) for keys in candidates)
-    return next((keys for keys in found if keys is not None), None)
+    usual = (usual_keys(keys, spec.num_children) for keys in candidates)
+    return next((keys for keys in usual if keys is not None), None)
 
 
 def paths_of(spec: pytree.TreeSpec) -> list[Path]:

@@ -1,9 +1,9 @@
-"""Control flow as ops of our own, which hold the graphs of their branches as text.
+"""Custom ops for control flow, with the graphs of their branches as a text argument.
 
-ExecuTorch delegates no call that has graphs among its arguments, and cannot write some of them at
-all. These ops have tensors and a text instead, so that they are traced, judged, cut out and
-converted as any other. The text holds the branches, as ``torch.export.save`` writes them: a program
-with such a call is complete by itself.
+ExecuTorch does not delegate calls with graphs as arguments, and cannot serialize some of them.
+These ops take tensors and a text instead, so that they are traced, checked, partitioned and
+converted like any other op. The text has the branches in the format of ``torch.export.save``: the
+program needs no other data.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ _LIBRARY = torch.library.Library("coreml_delegate", "FRAGMENT")
 Tensors = Sequence[torch.Tensor]
 Branch = Callable[..., Tensors]
 
-# Texts, and what was read of them, that are kept: a model has few calls, and each is asked often.
-_KEPT = 64
+_CACHED = 64  # parsed texts: a model has few calls, which are evaluated often
 
 
 def write_branches(branches: Sequence[ExportedProgram]) -> str:
     """Return the text of branches; equal branches have equal texts.
 
     Args:
-        branches: In ATen dialect. What they tell of source lines is not kept. The last one gives
-            the results of the call.
+        branches: In ATen dialect; source lines are not written. The last branch defines the types
+            of the call's results.
     """
     outputs: Any = branches[-1].graph.output_node().args[0]
     values = [output.meta["val"] for output in outputs]
@@ -44,32 +43,32 @@ def write_branches(branches: Sequence[ExportedProgram]) -> str:
 
 
 def read_branches(text: str) -> tuple[ExportedProgram, ...]:
-    """Return the branches of a text, for the caller to change."""
-    written = json.loads(text)["branches"]
-    return tuple(torch.export.load(io.BytesIO(base64.b64decode(each))) for each in written)
+    """Return new copies of the branches of a text."""
+    encoded = json.loads(text)["branches"]
+    return tuple(torch.export.load(io.BytesIO(base64.b64decode(branch))) for branch in encoded)
 
 
-@functools.lru_cache(_KEPT)
+@functools.lru_cache(_CACHED)
 def results_of(text: str) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """Return shapes and dtypes of the results of the last branch."""
-    written = json.loads(text)["results"]
-    return tuple((tuple(shape), getattr(torch, dtype)) for shape, dtype in written)
+    """Return the shapes and dtypes of the last branch's results."""
+    results = json.loads(text)["results"]
+    return tuple((tuple(shape), getattr(torch, dtype)) for shape, dtype in results)
 
 
 def _write(branch: ExportedProgram) -> str:
     for node in branch.graph.nodes:
-        # Torch numbers the lines that it generates: no two processes have the same.
+        # torch's metadata has line numbers of generated code, which differ between processes.
         node.meta = {
             key: value for key, value in node.meta.items() if key in ("val", "tensor_meta")
         }
-    plain: Any = copy.copy(branch)
-    plain._example_inputs = None  # they would be of the size of the weights among the operands
+    stripped: Any = copy.copy(branch)
+    stripped._example_inputs = None  # they include weights, if weights are operands
     buffer = io.BytesIO()
-    torch.export.save(plain, buffer)
+    torch.export.save(stripped, buffer)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-@functools.lru_cache(_KEPT)
+@functools.lru_cache(_CACHED)
 def _branches(text: str) -> tuple[Branch, ...]:
     return tuple(_callable(branch) for branch in read_branches(text))
 
@@ -84,8 +83,8 @@ def _callable(branch: ExportedProgram) -> Branch:
     return call
 
 
-# Results may not be the arguments themselves. ExecuTorch's check of a program asks for the length
-# of the first of several results, which one of rank 0 has not.
+# Results must not alias arguments. ExecuTorch's verifier takes the length of the first of several
+# results, so a result of rank 0 gets one dimension.
 
 
 def _detached(result: torch.Tensor) -> torch.Tensor:
@@ -103,8 +102,8 @@ def _cond(branches: str, condition: torch.Tensor, operands: Tensors) -> Tensors:
 
 
 def _while_loop(branches: str, carry: Tensors, operands: Tensors) -> Tensors:
-    goes_on, body = _branches(branches)
-    while goes_on(*carry, *operands)[0].item():
+    condition, body = _branches(branches)
+    while condition(*carry, *operands)[0].item():
         carry = body(*carry, *operands)
     return [*map(_detached, carry)]
 
@@ -152,7 +151,7 @@ COND = _define(
     "cond(str branches, Tensor condition, Tensor[] operands) -> Tensor[]", _cond, _cond_shapes
 )
 """Branches: for true and for false; both take the operands. All ops here return a result of rank 0
-with one dimension."""
+with shape [1]."""
 
 WHILE_LOOP = _define(
     "while_loop(str branches, Tensor[] carry, Tensor[] operands) -> Tensor[]",
@@ -171,4 +170,4 @@ SCAN = _define(
 row of each stacked result. Results: the last carry and the stacked results."""
 
 PROTECTED = frozenset({COND, WHILE_LOOP, SCAN})
-"""All ops of this module: kept from decomposition while a program is partitioned."""
+"""All ops of this module, which are protected from decomposition during partitioning."""

@@ -1,9 +1,9 @@
-"""Non-maximum suppression with a fixed number of results, which Core ML has as one op.
+"""Non-maximum suppression with a fixed number of results, a single op of Core ML.
 
-``torchvision.ops.nms`` returns as many indices as boxes survive. A program has no memory for a
-number that depends on values, so this one returns a fixed number, filled up with -1.
+``torchvision.ops.nms`` returns as many indices as boxes remain. A program cannot allocate memory
+for a data-dependent number, so this op returns a fixed number of indices, padded with -1.
 
-Source of what is computed: coremltools' MIL op reference, ``non_maximum_suppression``.
+Source of the semantics: coremltools' MIL op reference, ``non_maximum_suppression``.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ def nms(
     *,
     per_class: bool = False,
 ) -> Tensor:
-    """Return the indices of the best boxes that overlap no better one too much, best first.
+    """Return the indices of the boxes after non-maximum suppression, best first.
+
+    Repeatedly take the box with the best score, and remove boxes that overlap it too much.
 
     Args:
         boxes: [B, 4] or [N, B, 4], fp32: left, top, right, bottom, in any unit.
         scores: [B] or [N, B], or with classes [B, K] or [N, B, K], fp32. With classes the score of
-            a box is that of its best class.
-        iou_threshold: Intersection over union above which the worse of two boxes is left out.
-        max_boxes: Indices to return.
-        per_class: Whether a box leaves out boxes of its own best class alone.
+            a box is the score of its best class.
+        iou_threshold: Intersection over union above which the worse of two boxes is removed.
+        max_boxes: Number of indices to return.
+        per_class: Whether a box removes only boxes with the same best class.
 
     Returns:
-        [max_boxes] or [N, max_boxes], int64; -1 where no box is left.
+        [max_boxes] or [N, max_boxes], int64, padded with -1.
 
     Raises:
         OptionError: The shapes do not fit, or a number is out of range.
@@ -66,14 +68,14 @@ def nms(
         )
     if max_boxes < 1 or not 0 <= iou_threshold <= 1:
         raise OptionError(
-            "nms is out of range",
+            "an argument of nms is out of range",
             got=f"max_boxes={max_boxes}, iou_threshold={iou_threshold}",
             expected="max_boxes of at least 1, iou_threshold of 0 to 1",
         )
     if not is_batched:
         boxes, scores = boxes.unsqueeze(0), scores.unsqueeze(0)
-    found = _OWN.nms.default(boxes, scores, iou_threshold, max_boxes, per_class)
-    return found if is_batched else found[0]
+    indices = _OWN.nms.default(boxes, scores, iou_threshold, max_boxes, per_class)
+    return indices if is_batched else indices[0]
 
 
 def _shape(
@@ -88,27 +90,27 @@ def _nms(
 ) -> Tensor:
     best, classes = scores.max(-1)
     order = best.argsort(dim=1, descending=True, stable=True)
-    found = boxes.new_full((boxes.shape[0], max_boxes), -1, dtype=torch.int64)
+    indices = boxes.new_full((boxes.shape[0], max_boxes), -1, dtype=torch.int64)
     for n, ranked in enumerate(order):
-        left = ranked
-        for place in range(min(max_boxes, len(ranked))):
-            if not len(left):
+        remaining = ranked
+        for rank in range(min(max_boxes, len(ranked))):
+            if not len(remaining):
                 break
-            kept, left = left[0], left[1:]
-            found[n, place] = kept
-            stays = _overlaps(boxes[n, kept], boxes[n, left]) <= iou_threshold
+            top, remaining = remaining[0], remaining[1:]
+            indices[n, rank] = top
+            stays = _overlaps(boxes[n, top], boxes[n, remaining]) <= iou_threshold
             if per_class:
-                stays |= classes[n, left] != classes[n, kept]
-            left = left[stays]
-    return found
+                stays |= classes[n, remaining] != classes[n, top]
+            remaining = remaining[stays]
+    return indices
 
 
-def _overlaps(box: Tensor, others: Tensor) -> Tensor:
-    """Return the intersection over union of a box [4] and each of others [B, 4], [B]."""
-    sides = torch.minimum(box[2:], others[:, 2:]) - torch.maximum(box[:2], others[:, :2])
-    shared = sides.clamp(min=0).prod(-1)
-    union = (box[2:] - box[:2]).prod() + (others[:, 2:] - others[:, :2]).prod(-1) - shared
-    return torch.where(union > 0, shared / union, 0)
+def _overlaps(box: Tensor, boxes: Tensor) -> Tensor:
+    """Return the intersection over union [B] of a box [4] with each of ``boxes`` [B, 4]."""
+    sides = torch.minimum(box[2:], boxes[:, 2:]) - torch.maximum(box[:2], boxes[:, :2])
+    intersection = sides.clamp(min=0).prod(-1)
+    union = (box[2:] - box[:2]).prod() + (boxes[:, 2:] - boxes[:, :2]).prod(-1) - intersection
+    return torch.where(union > 0, intersection / union, 0)
 
 
 def _nms_out(*arguments: Any, out: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The exceptions of this package: all that it raises on purpose descend from one class.
+"""The exceptions of this package, all subclasses of ``CoreMLDelegateError``.
 
-A message answers four questions: what went wrong, what was got, what was expected, and what the
-caller can do about it. ``str(error)`` is one line, ready for a terminal.
+A message has up to four parts: the failure, the value got, the expected value, and the remedy for
+the caller. ``str(error)`` is a single line for a terminal.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ class CoreMLDelegateError(Exception):
     """Base of every error raised by ``coreml_delegate``.
 
     Args:
-        what: What went wrong, as a clause without a final full stop.
-        got: The offending value, already formatted for a reader.
-        expected: What would have been accepted.
-        remedy: What the caller can do, in the imperative.
+        what: The failure, as a clause without a final full stop.
+        got: The offending value, as text.
+        expected: The accepted values.
+        remedy: The remedy for the caller, in the imperative.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ def _rebuild(
 
 @contextmanager
 def naming(file: object) -> Generator[None]:
-    """Set the file name of an ``OSError`` that has none.
+    """Set the file name of an ``OSError`` without a file name.
 
-    An error of an open file, such as a write to a full disk, has none.
+    Errors of an open file, for example a write to a full disk, have no file name.
     """
     try:
         yield
@@ -68,25 +68,25 @@ def naming(file: object) -> Generator[None]:
 
 
 def near_matches(
-    given: object,
-    known: Iterable[str],
+    name: object,
+    candidates: Iterable[str],
     otherwise: str | None = None,
     *,
     cutoff: float = 0.5,
 ) -> str:
-    """Return the text for ``expected`` when a name is unknown: similar names that are known.
+    """Return the text for ``expected`` if a name is unknown: similar known names.
 
     Args:
-        given: The unknown name.
-        known: The known names.
-        otherwise: Text if no name is similar; None to list all known names.
-        cutoff: Similarity from 0 to 1 that names must have; short names are similar by chance.
+        name: The unknown name.
+        candidates: The known names.
+        otherwise: Text if no name is similar; None to list all candidates.
+        cutoff: Smallest similarity, from 0 to 1; short names are similar by chance.
     """
-    known = list(known)
-    near = difflib.get_close_matches(str(given), known, n=3, cutoff=cutoff)
+    candidates = list(candidates)
+    near = difflib.get_close_matches(str(name), candidates, n=3, cutoff=cutoff)
     if near:
         return f"perhaps {', '.join(near)}"
-    return ", ".join(known) if otherwise is None else otherwise
+    return ", ".join(candidates) if otherwise is None else otherwise
 
 
 class OptionError(CoreMLDelegateError, ValueError):
@@ -98,9 +98,9 @@ class LoweringError(CoreMLDelegateError):
 
 
 class UnsupportedOperatorError(LoweringError, NotImplementedError):
-    """An operator that had to be delegated is not supported by Core ML.
+    """Core ML does not support an operator that had to be delegated.
 
-    A ``NotImplementedError`` as well, which is what ExecuTorch's own backend raises.
+    Also a ``NotImplementedError``, which ExecuTorch's own backend raises.
     """
 
 
@@ -109,10 +109,10 @@ class MissingKernelError(LoweringError):
 
 
 class ConversionError(LoweringError):
-    """Coremltools failed to convert a partition that the rules had accepted.
+    """coremltools failed to convert a partition that the rules had accepted.
 
     Attributes:
-        node: Name of the graph node it failed at, or None if it failed at no single one.
+        node: Name of the graph node at which it failed, or None if unknown.
     """
 
     node: str | None = None
@@ -123,15 +123,15 @@ class ContractError(LoweringError):
 
 
 class GraphError(CoreMLDelegateError, ValueError):
-    """A graph is built wrongly: an operand, shape, dtype or attribute that does not fit."""
+    """A graph has an operand, shape, dtype or attribute that does not fit."""
 
 
 class BlobFormatError(CoreMLDelegateError, ValueError):
-    """Bytes that should hold a blob, mlpackage, MIL program or ``.pte`` do not parse."""
+    """A malformed blob, mlpackage, MIL program or ``.pte``."""
 
 
 class ProgramError(CoreMLDelegateError):
-    """A well-formed program cannot be run as asked (no such method, function or delegate)."""
+    """A well-formed program cannot be run as requested (no such method, function or delegate)."""
 
 
 class InputError(CoreMLDelegateError, ValueError):
@@ -143,8 +143,8 @@ class UnsupportedOpError(CoreMLDelegateError):
 
 
 class ExecutionError(CoreMLDelegateError):
-    """An op failed while a program ran; names the op, its output and its inputs."""
+    """An op failed while a program ran; the message names the op, its output and its inputs."""
 
 
 class EngineUnavailableError(CoreMLDelegateError):
-    """An engine or host cannot be used on this machine; the message carries the reason."""
+    """An engine or host cannot be used on this machine; the message has the reason."""

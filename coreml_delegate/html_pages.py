@@ -17,7 +17,7 @@ def page_template(package: str, name: str, **filters: Callable[..., str]) -> Any
     Returns:
         The template, whose ``render`` raises if a name is missing.
     """
-    # Imported here, because only HTML reports need it.
+    # A late import, because only HTML reports need it.
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -27,6 +27,6 @@ def page_template(package: str, name: str, **filters: Callable[..., str]) -> Any
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    known: Any = environment.filters
-    known.update(filters)
+    environment_filters: Any = environment.filters
+    environment_filters.update(filters)
     return environment.get_template(name)

@@ -1,4 +1,4 @@
-"""Lower exported programs to a ``.pte``, or plan it, with ExecuTorch's failures explained."""
+"""Lowering of exported programs to a ``.pte``, and its plan, with explained ExecuTorch errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def export_model(source: SourceModel) -> ExportedProgram:
 
     Raises:
         OptionError: ``torch.export`` cannot capture the model.
-        LoweringError: It returns something that ExecuTorch cannot emit.
+        LoweringError: The model returns no tensor, which ExecuTorch cannot emit.
     """
     program = source.export()
     _check_outputs(program)
@@ -41,24 +41,24 @@ def lower_methods(
     *,
     generate_etrecord: bool = False,
 ) -> Any:
-    """Lower the methods of one program; the partitioner keeps their reports.
+    """Lower the methods of one program; the partitioner stores their reports.
 
     Args:
         methods: Exported programs in ATen dialect, by method name.
-        partitioner: Partitions all of them.
-        constants: Methods that return a constant, by name with the value; None for none.
-        generate_etrecord: Whether ExecuTorch keeps the graphs for its Inspector.
+        partitioner: The partitioner of all methods.
+        constants: Values of constant methods by name, or None.
+        generate_etrecord: Whether ExecuTorch stores the graphs for its Inspector.
 
     Returns:
-        ExecuTorch's program manager, which writes the ``.pte``, and has the ETRecord.
+        ExecuTorch's program manager, which writes the ``.pte`` and has the ETRecord.
 
     Raises:
         CoreMLDelegateError: The partitioner or the backend refuses the model.
         LoweringError: ExecuTorch fails; the cause is chained.
     """
-    # Taken before, because lowering replaces sizes in the exported programs as well.
+    # Read first, because lowering replaces sizes in the exported programs too.
     bounds = {name: _bounds(program) for name, program in methods.items()}
-    if generate_etrecord:  # which holds the program too, and is read where its classes are unknown
+    if generate_etrecord:  # it has the program, and its reader may not know the program's classes
         methods = {name: name_values(program) for name, program in methods.items()}
     with _wrap_executorch_errors(), torch.no_grad():
         edge = to_edge_transform_and_lower(
@@ -66,7 +66,7 @@ def lower_methods(
             partitioner=[partitioner],
             constant_methods=None if constants is None else dict(constants),
             generate_etrecord=generate_etrecord,
-            # Operators outside the core ATen opset stay on the CPU; the report says what runs them.
+            # Operators outside the core ATen opset stay on the CPU; the report has their kernels.
             compile_config=EdgeCompileConfig(_check_ir_validity=False),
         )
         for report in partitioner.reports:
@@ -77,7 +77,7 @@ def lower_methods(
 
 
 def plan(program: ExportedProgram, partitioner: CoreMLPartitioner) -> DelegationReport:
-    """Return the report that lowering a program would give.
+    """Return the delegation report of a program without lowering it.
 
     Raises:
         CoreMLDelegateError: The partitioner refuses the model.
@@ -88,7 +88,7 @@ def plan(program: ExportedProgram, partitioner: CoreMLPartitioner) -> Delegation
 
 
 def _check_outputs(program: ExportedProgram) -> None:
-    """Refuse outputs that ExecuTorch cannot emit; its own message does not help."""
+    """Refuse outputs that ExecuTorch cannot emit, with a better message than its own."""
     outputs = [spec.arg for spec in program.graph_signature.output_specs]
     constants = [arg.value for arg in outputs if isinstance(arg, ConstantArgument)]
     if not any(isinstance(arg, TensorArgument) for arg in outputs):
@@ -100,7 +100,7 @@ def _check_outputs(program: ExportedProgram) -> None:
 
 
 def _check_bounds(exported: Bounds, lowered: Bounds) -> None:
-    """Refuse a program whose inputs take fewer sizes than they were exported with."""
+    """Refuse a program if lowering narrowed the size ranges of its inputs."""
     for before, after in zip(exported, lowered, strict=True):
         if before != after:
             raise LoweringError(

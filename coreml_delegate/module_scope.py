@@ -1,4 +1,4 @@
-"""The ``nn.Module`` a node comes from, and patterns that name modules."""
+"""The ``nn.Module`` of a node, and patterns of modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Scope:
     """A module whose ``forward`` a node was traced in.
 
     Attributes:
-        path: As in ``named_modules``; empty for the root.
+        path: Path as in ``named_modules``; empty for the root.
         class_name: Module and name of its class, ``torch.nn.modules.linear.Linear``.
     """
 
@@ -31,10 +31,10 @@ class Scope:
 
 
 def scopes_of(node: Node) -> tuple[Scope, ...]:
-    """Return the modules around a node, outermost first; empty if tracing recorded none.
+    """Return the modules around a node, outermost first; empty without recorded modules.
 
-    Source: ``nn_module_stack`` of ``torch.export``, which has path and class, or the class's name,
-    by call. The path of a module's second call ends in ``@1``.
+    Source: ``nn_module_stack`` of ``torch.export``, which has path and class, or class name, by
+    call. The path of a module's second call ends in ``@1``.
     """
     entries = (node.meta.get("nn_module_stack") or {}).values()
     return tuple(Scope(_CALL.sub("", str(path)), _class_name(kind)) for path, kind in entries)
@@ -42,12 +42,12 @@ def scopes_of(node: Node) -> tuple[Scope, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ModulePattern:
-    """A pattern of the user's that names modules, each with everything below it.
+    """A user's pattern of modules, including their submodules.
 
     Attributes:
-        text: A path (``layers.0``), a path with wildcards (``layers.*.norm``), or a class by its
-            dotted name, by the name it is exported under (``torch.nn.LayerNorm``), or bare.
-        is_class: Whether ``text`` is a class's dotted name and nothing else.
+        text: A path (``layers.0``), a path with wildcards (``layers.*.norm``), or a class: its
+            dotted name, its public name (``torch.nn.LayerNorm``), or its bare name.
+        is_class: Whether ``text`` is only the dotted name of a class.
     """
 
     text: str
@@ -69,7 +69,7 @@ class ModulePattern:
         )
 
     def covers(self, scopes: Iterable[Scope]) -> bool:
-        """Return whether the pattern names one of the modules around a node."""
+        """Whether the pattern matches one of the modules around a node."""
         return any(_matches(self, scope) for scope in scopes)
 
 
@@ -87,14 +87,14 @@ def _matches(pattern: ModulePattern, scope: Scope) -> bool:
 
 
 def _upwards(path: str) -> Iterator[str]:
-    """Yield a path and those of its containers; some, as ``nn.ModuleList``, are never called."""
+    """Yield a path and its parents, including containers that are never called (``ModuleList``)."""
     while path:
         yield path
         path = path.rpartition(".")[0]
 
 
 def _names_class(text: str, class_name: str) -> bool:
-    """Return whether ``text`` is the class's name, bare or after the end of its module's name."""
+    """Whether ``text`` is the class's bare name, or its name after a parent package."""
     package, _, name = text.rpartition(".")
     if class_name.rpartition(".")[2] != name:
         return False

@@ -1,4 +1,4 @@
-"""Checks of option values. A caller lists a check for each option and applies them together."""
+"""Checks of option values; a caller has a table of one check per option."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ Check = Callable[[str, Any], None]
 """Takes name and value of an option; raises ``OptionError`` if the value is not accepted."""
 
 
-def check_all(given: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
-    """Apply to each option the check of its name, if there is one.
+def check_all(values: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
+    """Apply the checks to the option values by name; options without a check are skipped.
 
     Raises:
         OptionError: A value is not accepted.
     """
-    for name, value in given.items():
+    for name, value in values.items():
         if name in checks:
             checks[name](name, value)
 
 
-def refused(name: str, what: str, value: Any, *, expected: str | None = None) -> OptionError:
-    """Return the error for a value; ``what`` begins with *must*."""
-    return OptionError(f"{name} {what}", got=f"{type(value).__name__} {value!r}", expected=expected)
+def refused(name: str, rule: str, value: Any, *, expected: str | None = None) -> OptionError:
+    """Return the error for a value that violates a rule, a text that starts with *must*."""
+    return OptionError(f"{name} {rule}", got=f"{type(value).__name__} {value!r}", expected=expected)
 
 
 def optional(check: Check) -> Check:
@@ -57,7 +57,7 @@ def positive(name: str, value: Any) -> None:
 
 
 def function(of: str) -> Check:
-    """Return a check that the value is a function; ``of`` names its argument in messages."""
+    """Return a check that the value is a function; ``of`` describes its arguments in messages."""
 
     def check(name: str, value: Any) -> None:
         if not callable(value):
@@ -67,7 +67,7 @@ def function(of: str) -> Check:
 
 
 def instance(kind: type, called: str) -> Check:
-    """Return a check that the value is a ``kind``, which messages call ``called``."""
+    """Return a check that the value is an instance of ``kind``, described as ``called``."""
 
     def check(name: str, value: Any) -> None:
         if not isinstance(value, kind):
@@ -79,14 +79,14 @@ def instance(kind: type, called: str) -> Check:
 def list_of(what: str, kinds: type | tuple[type, ...] = object) -> Check:
     """Return a check that the value is a list, or other collection, of ``kinds``.
 
-    A string is not accepted: it would be a collection of one-letter names.
+    A string is refused, because it is a collection of one-letter strings.
     """
 
     def check(name: str, value: Any) -> None:
         must = f"must be a list of {what}"
         if isinstance(value, str | type):
-            one = f"[{value!r}]" if isinstance(value, kinds) else None
-            raise refused(name, must, value, expected=one)
+            example = f"[{value!r}]" if isinstance(value, kinds) else None
+            raise refused(name, must, value, expected=example)
         if not isinstance(value, Collection) or isinstance(value, bytes | Mapping):
             raise refused(name, must, value)
         for item in cast("Collection[Any]", value):

@@ -1,9 +1,9 @@
-"""Recurrent ops of ATen without their unrolling: their shapes, and ops that stand in for them.
+"""Placeholder ops for ATen's recurrent ops, with shape rules that do not unroll them.
 
-To know the shapes of their results PyTorch unrolls the recurrent ops, step by step, whenever a
-program is traced: once by ``torch.export``, a dozen times by ExecuTorch. A number of steps that
-was to be dynamic becomes fixed thereby. ``dynamic_steps`` prevents it for ``torch.export``;
-afterwards a stand-in, which has the schema of its op and computes the same, tells the shapes.
+PyTorch unrolls recurrent ops step by step to infer shapes whenever a program is traced: once by
+``torch.export``, a dozen times by ExecuTorch. This fixes a dynamic number of steps.
+``dynamic_steps`` prevents it for ``torch.export``; afterwards a placeholder op with the schema and
+the results of its op infers the shapes.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _LOCK = threading.RLock()
 def _shapes(
     sequence: torch.Tensor, states: torch.Tensor | list[torch.Tensor], *arguments: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Return tensors without values, of the shapes that a recurrent op results in.
+    """Return empty tensors with the shapes of a recurrent op's results.
 
     Args:
         sequence: [steps, batch, width] or [batch, steps, width].
         states: [layers * directions, batch, units] each.
-        arguments: The others, as ``aten.lstm.input`` has them.
+        arguments: Further arguments, as of ``aten.lstm.input``.
     """
     *_, is_bidirectional, _ = arguments
-    given = [states] if isinstance(states, torch.Tensor) else states
-    width = given[0].shape[-1] * (2 if is_bidirectional else 1)
+    listed = [states] if isinstance(states, torch.Tensor) else states
+    width = listed[0].shape[-1] * (2 if is_bidirectional else 1)
     hidden = sequence.new_empty([*sequence.shape[:-1], width])
-    return hidden, *(state.new_empty(state.shape) for state in given)
+    return hidden, *(state.new_empty(state.shape) for state in listed)
 
 
-def _stand_in(overload: Any) -> OpOverload:
+def _define_placeholder(overload: Any) -> OpOverload:
     schema = str(overload._schema).removeprefix("aten::")
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
@@ -54,7 +54,7 @@ def _stand_in(overload: Any) -> OpOverload:
 
 PLACEHOLDER_OPS: Mapping[OpOverload, OpOverload] = MappingProxyType(
     {
-        overload: _stand_in(overload)
+        overload: _define_placeholder(overload)
         for overload in (
             _ATEN.lstm.input,
             _ATEN.gru.input,
@@ -63,23 +63,23 @@ PLACEHOLDER_OPS: Mapping[OpOverload, OpOverload] = MappingProxyType(
         )
     }
 )
-"""By the op of ATen."""
+"""Placeholder ops by ATen op."""
 
 ORIGINALS: Mapping[OpOverload, OpOverload] = MappingProxyType(
-    {own: overload for overload, own in PLACEHOLDER_OPS.items()}
+    {placeholder: overload for overload, placeholder in PLACEHOLDER_OPS.items()}
 )
-"""By the op that stands for it."""
+"""ATen ops by placeholder op."""
 
 
 @contextmanager
 def dynamic_steps() -> Generator[None]:
-    """Let ``torch.export`` trace recurrent layers as they are, whatever their number of steps.
+    """Let ``torch.export`` trace recurrent layers without unrolling them.
 
-    ``torch.nn.LSTM``, ``GRU`` and ``RNN`` may have a dynamic number of steps then, which otherwise
-    ``torch.export`` refuses. The time to export does not depend on the number.
+    ``torch.nn.LSTM``, ``GRU`` and ``RNN`` may then have a dynamic number of steps, which
+    ``torch.export`` otherwise refuses. The export time does not depend on the number of steps.
 
-    The tables of PyTorch are changed meanwhile, for the whole process. Layers of real tensors
-    compute what they always do.
+    PyTorch's kernel tables are changed for the whole process in the meantime. Layers with real
+    tensors compute as usual.
     """
     with _LOCK:
         tables: list[tuple[Any, dict[Any, Any]]] = [

@@ -1,4 +1,4 @@
-"""The line of the user's model that a node comes from."""
+"""The source line of a node in the user's model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.fx import Node
 _FRAME = re.compile(
     r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n?(?P<code>.*)', re.MULTILINE
 )
-# Of this Python or of another, which exported the program.
+# Of this Python, or of another Python that exported the program.
 _INSTALLED = re.compile(r"[/\\](site-packages|dist-packages|python3\.\d+)[/\\]")
 
 
@@ -25,10 +25,10 @@ class SourceLine:
     """A line of the user's model.
 
     Attributes:
-        file: As Python names it.
-        line: Counted from 1.
-        function: The function it is in.
-        code: The line itself, empty if unknown.
+        file: File name as in tracebacks.
+        line: Line number from 1.
+        function: Name of the function around it.
+        code: Text of the line, empty if unknown.
     """
 
     file: str
@@ -41,17 +41,17 @@ class SourceLine:
 
 
 def source_of(node: Node) -> SourceLine | None:
-    """Return the innermost line of the user's own code in the recorded stack of a node.
+    """Return the innermost line of the user's code in a node's recorded stack.
 
-    Installed packages and the standard library are not the user's; where nothing else is in the
-    stack, as in a model of torchvision's, the innermost line that is not torch's own counts.
+    Installed packages and the standard library are not the user's code. If the stack has nothing
+    else, as for a torchvision model, the innermost line outside torch is returned.
 
     Source: ``stack_trace``, which ``torch.export`` records.
     """
     frames = list(_frames(str(node.meta.get("stack_trace") or "")))
     own = [frame for frame in frames if not _is_installed(frame.file)]
-    rest = [frame for frame in frames if "/torch/" not in frame.file.replace("\\", "/")]
-    return next((found[-1] for found in (own, rest, frames) if found), None)
+    outside_torch = [f for f in frames if "/torch/" not in f.file.replace("\\", "/")]
+    return next((listed[-1] for listed in (own, outside_torch, frames) if listed), None)
 
 
 def _frames(trace: str) -> Iterator[SourceLine]:
@@ -70,5 +70,5 @@ def _installed_folders() -> tuple[str, ...]:
     """Return the folders of installed packages, of the standard library and of torch."""
     paths = sysconfig.get_paths()
     folders = {paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")}
-    folders.add(str(Path(torch.__file__).parent))  # which may be a build elsewhere
+    folders.add(str(Path(torch.__file__).parent))  # torch may be a build in another folder
     return tuple(sorted({*folders, *site.getsitepackages(), site.getusersitepackages()}))

@@ -1,4 +1,4 @@
-"""A model in PyTorch with example inputs: how to run it, and how to export it, once or again."""
+"""A PyTorch model with example inputs: eager runs, export, and repeated export."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _CAPTURE_REMEDIES: Mapping[str, str] = MappingProxyType(
     }
 )
 SMALLEST_TRACED = 2
-"""``torch.export`` makes constants of the smaller sizes of an example."""
+"""Smallest example size that ``torch.export`` keeps dynamic; 0 and 1 become constants."""
 
-_UNBOUNDED = 2**31  # sizes beyond are what torch.export writes for none
+_UNBOUNDED = 2**31  # torch.export writes larger sizes for an open range
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Results of one eager run, and the inputs as it left them.
+    """Results of an eager run, and the inputs after it.
 
     Attributes:
-        results: What the model returned, flattened; not all of it need be tensors.
-        inputs: The inputs after the run, flattened: the model may have written them.
+        results: The flattened results, tensors and other values.
+        inputs: The flattened inputs after the run: the model may have written to them.
     """
 
     results: tuple[Any, ...]
@@ -53,14 +53,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class SourceModel:
-    """A model in PyTorch with example inputs.
+    """A PyTorch model with example inputs.
 
     Attributes:
-        module: Called for the expected outputs.
+        module: The model, which computes the expected outputs.
         args: Example positional inputs.
         kwargs: Example keyword inputs.
-        exported: The exported program, if there is one already; None if ``module`` is to be
-            exported.
+        exported: The exported program; None to export ``module``.
     """
 
     module: Callable[..., Any]
@@ -70,7 +69,7 @@ class SourceModel:
 
     @property
     def leaves(self) -> list[Any]:
-        """The example inputs, flattened in the order in which a program takes them."""
+        """The example inputs, flattened in the order of the program's inputs."""
         return pytree.tree_leaves((self.args, dict(self.kwargs)))
 
     @property
@@ -86,7 +85,7 @@ class SourceModel:
         ]
 
     def unflatten(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return positional and keyword inputs, given inputs flattened as ``leaves`` are."""
+        """Return positional and keyword inputs of flattened inputs; see ``leaves``."""
         _, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
         return pytree.tree_unflatten(list(leaves), structure)
 
@@ -94,7 +93,7 @@ class SourceModel:
         """Run eagerly, on copies of the inputs.
 
         Args:
-            leaves: Inputs, as many and in the order of ``leaves``.
+            leaves: Inputs, flattened like ``leaves``.
 
         Raises:
             OptionError: The model refuses the inputs.
@@ -115,7 +114,7 @@ class SourceModel:
         return [leaf for leaf in self.execute(leaves).results if isinstance(leaf, torch.Tensor)]
 
     def export(self, dynamic_shapes: Any = None) -> ExportedProgram:
-        """Return ``exported``, or else trace the module with the example inputs.
+        """Return ``exported``, or trace the module with the example inputs.
 
         Args:
             dynamic_shapes: For ``torch.export.export``; None for fixed shapes.
@@ -143,15 +142,15 @@ class SourceModel:
             )
 
     def _register_result(self) -> bool:
-        """Register the containers in the model's result; return whether torch did not know some."""
+        """Register the containers in the model's result; return whether torch lacked any."""
         try:
             return register_containers(self.module(*self.args, **self.kwargs))
-        except Exception:  # noqa: BLE001 - the error of torch.export is reported: it has the line
+        except Exception:  # noqa: BLE001 - torch.export's error is reported: it has the line
             return False
 
 
 def copy_inputs(leaves: Sequence[Any]) -> list[Any]:
-    """Return inputs whose tensors are copies, for a model that may write them."""
+    """Return inputs with copied tensors, for a model that may write to them."""
     return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
@@ -166,8 +165,8 @@ def by_parameter(
     Args:
         module: The model.
         args: Positional example inputs.
-        kwargs: Keyword example inputs, in any order; it is that of the program's inputs.
-        shapes: One for each input, flattened.
+        kwargs: Keyword example inputs, in the order of the program's inputs.
+        shapes: Shapes of the flattened inputs.
     """
     structure = pytree.tree_structure((tuple(args), dict(kwargs)))
     shaped, by_keyword = pytree.tree_unflatten(list(shapes), _listed(structure))
@@ -176,7 +175,7 @@ def by_parameter(
 
 
 def _listed(spec: pytree.TreeSpec) -> pytree.TreeSpec:
-    """Return a nesting with lists for dataclasses and the like, as in dynamic shapes."""
+    """Replace dataclasses and other registered containers by lists, as in dynamic shapes."""
     if spec.is_leaf():
         return spec
     children = [_listed(child) for child in spec.children()]
@@ -191,10 +190,10 @@ def dynamic_shapes_of(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Return the dynamic shapes to export a model with, so that they are those of ``program``.
+    """Return the dynamic shapes of ``program``, to export another model with them.
 
     Args:
-        program: Exported before.
+        program: An exported program.
         module: The model to export, which takes the same inputs.
         args: Positional example inputs.
         kwargs: Keyword example inputs.
@@ -203,7 +202,7 @@ def dynamic_shapes_of(
         For ``torch.export.export``; None if all sizes are fixed.
 
     Raises:
-        OptionError: A size is computed from others by an expression that torch does not take.
+        OptionError: A size depends on others by an expression that torch does not accept.
     """
     ranges = program.range_constraints
     if not ranges:
@@ -216,13 +215,13 @@ def dynamic_shapes_of(
 
 
 def _dimension(expression: Any, ranges: Mapping[Any, ValueRanges[Any]]) -> Any:
-    """Return a named dimension where the range begins below 2; elsewhere a hint is enough."""
+    """Return a named ``Dim`` for a range that starts below 2, otherwise ``Dim.DYNAMIC``."""
     named = [symbol for symbol in expression.free_symbols if ranges[symbol].lower < SMALLEST_TRACED]
     if not named:
         return Dim.DYNAMIC(**_limits(bound_sympy(expression, dict(ranges))))
-    (symbol, *others) = named
+    (symbol, *more) = named
     factor, offset = expression.coeff(symbol, 1), expression.coeff(symbol, 0)
-    if others or not (factor.is_Integer and offset.is_Integer):
+    if more or not (factor.is_Integer and offset.is_Integer):
         raise OptionError(
             "an input size is computed from another, and torch.export cannot be told so",
             got=str(expression),
@@ -239,7 +238,7 @@ def _limits(bounds: ValueRanges[Any]) -> dict[str, int | None]:
 
 
 def dynamic_sizes(program: ExportedProgram) -> list[dict[int, torch.SymInt] | None]:
-    """Return the dynamic sizes of each flattened input by dimension; None for no tensor."""
+    """Return the dynamic sizes by dimension of each flattened input; None if it is not a tensor."""
     values = {n.name: n.meta["val"] for n in program.graph.find_nodes(op="placeholder")}
     inputs = [
         values[spec.arg.name]
@@ -259,7 +258,7 @@ def _forward_of(module: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parameters(arguments: inspect.BoundArguments) -> Iterator[str]:
-    """Yield the names of positional inputs, those of ``*args`` numbered, as ``torch.export``."""
+    """Yield the names of positional inputs; ``*args`` are numbered as in ``torch.export``."""
     for name, value in arguments.arguments.items():
         if arguments.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
             yield from (f"{name}_{number}" for number in range(len(value)))

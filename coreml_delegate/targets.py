@@ -14,7 +14,7 @@ from coreml_delegate.errors import OptionError
 
 
 class ComputeUnit(enum.Enum):
-    """Where Core ML may schedule the model; the value is what the device reads."""
+    """Processors that Core ML may use; the device reads the value."""
 
     ALL = "all"
     CPU_AND_GPU = "cpu_and_gpu"
@@ -38,12 +38,12 @@ class Opset(enum.IntEnum):
 
     @property
     def platforms(self) -> str:
-        """The operating systems that have the opset, as text for a person."""
+        """The operating systems with the opset, as text."""
         return _PLATFORMS[self]
 
     @classmethod
     def from_mil_name(cls, name: str) -> Opset:
-        """Return the opset that a serialized function names.
+        """Return the opset with a name in serialized functions.
 
         Raises:
             OptionError: There is no such opset.
@@ -57,13 +57,13 @@ class Opset(enum.IntEnum):
 
     @classmethod
     def from_target_name(cls, name: str) -> Opset:
-        """Return the opset of a deployment target given by name.
+        """Return the opset of a deployment target.
 
         Args:
             name: ``iOS17``, ``macOS14``, ``watchOS10``, ``tvOS17`` ...; case does not matter.
 
         Raises:
-            OptionError: The name is not that of a target with ML Programs.
+            OptionError: The name is no target that supports ML Programs.
         """
         opset = _BY_TARGET.get(name.lower())
         if opset is None:
@@ -89,4 +89,4 @@ _PLATFORMS = {opset: ", ".join(_names(opset)) for opset in Opset}
 _BY_TARGET = {name.lower(): opset for opset in Opset for name in _names(opset)}
 
 STATE_OPSET = Opset.iOS18
-"""First opset with states; also the first that takes models without inputs and multifunction."""
+"""First opset with states, models without inputs, and multifunction models."""

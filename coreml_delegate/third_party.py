@@ -1,15 +1,15 @@
-"""Other people's code: importing it quietly, and reporting what it prints and raises.
+"""Quiet imports of optional dependencies, and translation of their output and errors.
 
-On anything but macOS the import of coremltools warns about missing native proxies, and everywhere
-about versions of torch and scikit-learn it was not tested with; none of that concerns a user of
-this package. Exactly those messages are dropped, during the import only.
+Except on macOS the import of coremltools warns about missing native proxies, and everywhere about
+untested versions of torch and scikit-learn, which does not concern a user of this package. Only
+these messages are dropped, and only during the import.
 
-Core ML's protobuf messages are had without the seconds that ``import coremltools`` takes. The
-generated modules in the coremltools wheel need only protobuf, but importing them by their own name
-runs ``coremltools/__init__``, which loads every converter. Under an alias they load in about a
-tenth of a second; protobuf keeps one class per message, so they are coremltools' own classes.
+Core ML's protobuf messages are imported without the seconds that ``import coremltools`` takes. The
+generated modules in the coremltools wheel need only protobuf, but an import by their own name runs
+``coremltools/__init__``, which loads every converter. Under an alias they load in about 0.1 s;
+protobuf has one class per message, so these are coremltools' own classes.
 
-Transformers imports torchvision, whose wheel for CUDA cannot be imported beside a torch for CPUs.
+Transformers imports torchvision, whose CUDA wheel cannot be imported with a CPU-only torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SCHEMAS = (
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
 
-# logger -> messages of its import that are dropped
+# Logger -> messages to drop during the import.
 _NOISE = {
     "coremltools": (
         r"Failed to load _ML\w+: No module named 'coremltools\.libcoremlpython'",
@@ -67,11 +67,11 @@ _EXTRAS = {
     "torchvision": "vision",
     "transformers": "llm",
 }
-"""Import name of each optional package -> the extra of this project that installs it."""
+"""Extra of this project by import name of an optional package."""
 
 
 def missing_extra(error: BaseException) -> OptionError | None:
-    """Return an error that names the extra to install, if an optional package was not found."""
+    """Return an error that names the extra to install, or None for another error."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     package = (name or "").partition(".")[0]
     if package not in _EXTRAS:
@@ -96,29 +96,30 @@ def import_optional(name: str) -> Any:
 
 @cache
 def coremltools() -> Any:
-    """The ``coremltools`` module, imported without noise."""
-    with quiet_import(), _leaving_out(_LEFT_OUT["coremltools"]):
+    """Import ``coremltools`` without its warnings."""
+    with quiet_import(), _hidden(_HIDDEN["coremltools"]):
         return importlib.import_module("coremltools")
 
 
-_LEFT_OUT: dict[str, tuple[str, ...]] = {"coremltools": (), "transformers": ()}
+_HIDDEN: dict[str, tuple[str, ...]] = {"coremltools": (), "transformers": ()}
+"""Packages that the import of a library does not see."""
 
 
 def leave_out_unused_packages() -> None:
-    """Let later imports of coremltools and transformers skip optional packages that we do not use.
+    """Make later imports of coremltools and transformers skip packages that we do not use.
 
     Coremltools imports every package whose models it can convert: two seconds for scikit-learn and
-    transformers. Transformers imports scipy for the losses of detectors: 0.2 s and 30 MB. Both
-    then lack those features for the rest of the process, so call this in the project's own commands
-    alone. Other code can still import the skipped packages afterwards.
+    transformers. Transformers imports scipy for the losses of detectors: 0.2 s and 30 MB. Both lack
+    these features for the rest of the process, so call this only in the project's own commands.
+    Other code can still import the skipped packages afterwards.
     """
-    _LEFT_OUT["coremltools"] = ("libsvm", "sklearn", "tensorflow", "transformers", "xgboost")
-    _LEFT_OUT["transformers"] = ("scipy",)
+    _HIDDEN["coremltools"] = ("libsvm", "sklearn", "tensorflow", "transformers", "xgboost")
+    _HIDDEN["transformers"] = ("scipy",)
 
 
 @contextmanager
-def _leaving_out(names: Iterable[str]) -> Generator[None]:
-    """Let packages that are not imported yet look as if they were not installed."""
+def _hidden(names: Iterable[str]) -> Generator[None]:
+    """Make packages that are not imported yet appear as not installed."""
     modules: dict[str, Any] = sys.modules
     absent = [name for name in names if name not in modules]
     modules.update(dict.fromkeys(absent))
@@ -137,7 +138,7 @@ def quiet_import() -> Generator[None]:
         logger.addFilter(drop)
     try:
         with warnings.catch_warnings():
-            # Their own deprecation notices, raised by importing them.
+            # Deprecation warnings of their own imports.
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", SyntaxWarning)
             warnings.filterwarnings("ignore", "This API is experimental and subject to change")
@@ -158,7 +159,7 @@ class _Drop(logging.Filter):
 
 @contextmanager
 def without_kernel_advice() -> Generator[None]:
-    """Drop what transformers says of faster kernels for other devices."""
+    """Drop messages of transformers about faster kernels for other devices."""
     logger = logging.getLogger("transformers.integrations.hub_kernels")
     drop = _Drop((r"`\w+` is falling back to its reference PyTorch implementation",))
     logger.addFilter(drop)
@@ -170,12 +171,12 @@ def without_kernel_advice() -> Generator[None]:
 
 @cache
 def transformers() -> Any:
-    """The ``transformers`` module, with what its language models import, imported without noise.
+    """Import ``transformers`` and the modules of its language models without warnings.
 
     Raises:
         OptionError: Transformers is not installed.
     """
-    with quiet_import(), torchvision_importable(), _leaving_out(_LEFT_OUT["transformers"]):
+    with quiet_import(), torchvision_importable(), _hidden(_HIDDEN["transformers"]):
         module = import_optional("transformers")
         importlib.import_module("transformers.modeling_utils")
         return module
@@ -183,12 +184,12 @@ def transformers() -> Any:
 
 @contextmanager
 def torchvision_importable() -> Generator[None]:
-    """Make torchvision importable next to a CPU-only torch, for all imports in this block.
+    """Make torchvision importable with a CPU-only torch, for all imports in this block.
 
-    A wheel built for CUDA cannot load its operators there, and its Python code then fails because
-    the operators it refers to are not declared. Only in that case they are declared here; no model
-    outside ``torchvision.models.detection`` calls them. Models of other libraries import
-    torchvision too, those of transformers for example.
+    A CUDA wheel cannot load its operators there, and its Python code then fails because it refers
+    to undeclared operators. Only in that case they are declared here; no model outside
+    ``torchvision.models.detection`` calls them. Models of other libraries, transformers for
+    example, import torchvision too.
     """
     finder = _TorchvisionFinder()
     sys.meta_path.insert(0, finder)
@@ -203,7 +204,7 @@ class _TorchvisionFinder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find torchvision, with a loader that declares its operators if necessary."""
-        del target  # which is for reloading
+        del target  # only for reloading
         spec = PathFinder.find_spec(fullname, path) if fullname == "torchvision" else None
         if spec is not None and spec.loader is not None:
             spec.loader = _TorchvisionLoader(spec, spec.loader)
@@ -216,7 +217,7 @@ class _TorchvisionLoader(Loader):
         self._loader = loader
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module by its own loader, which it keeps from then on."""
+        """Execute the module with its own loader, and restore that loader."""
         self._spec.loader = module.__loader__ = self._loader
         try:
             self._loader.exec_module(module)
@@ -229,7 +230,7 @@ class _TorchvisionLoader(Loader):
 
 @cache
 def _declare_operators() -> Any:
-    # Cached, because the declarations vanish with the object.
+    # Cached, because the declarations are deleted with the object.
     torch: Any = importlib.import_module("torch")
     library = torch.library.Library("torchvision", "DEF")
     for schema in _SCHEMAS:
@@ -239,7 +240,7 @@ def _declare_operators() -> Any:
 
 @cache
 def _proto_package() -> str:
-    """Import coremltools' package of generated modules under the alias; return the alias."""
+    """Import coremltools' package of generated modules under an alias; return the alias."""
     spec = importlib.util.find_spec("coremltools")
     if spec is None or not spec.submodule_search_locations:
         raise EngineUnavailableError(
@@ -258,35 +259,35 @@ def _proto_package() -> str:
 
 
 def model_pb2() -> ModuleType:
-    """``coremltools.proto.Model_pb2``."""
+    """Import ``coremltools.proto.Model_pb2``."""
     return importlib.import_module(f"{_proto_package()}.Model_pb2")
 
 
 def mil_pb2() -> ModuleType:
-    """``coremltools.proto.MIL_pb2``."""
+    """Import ``coremltools.proto.MIL_pb2``."""
     return importlib.import_module(f"{_proto_package()}.MIL_pb2")
 
 
 def feature_types_pb2() -> ModuleType:
-    """``coremltools.proto.FeatureTypes_pb2``."""
+    """Import ``coremltools.proto.FeatureTypes_pb2``."""
     return importlib.import_module(f"{_proto_package()}.FeatureTypes_pb2")
 
 
 def describe_error(error: Exception) -> str:
-    """Return the class and the first line of a foreign exception, whose message may be a page long.
+    """Return the class and the first line of an exception with a long message.
 
-    If the first line announces a list, the list's first item is added.
+    If the first line introduces a list, the first item is included.
     """
-    first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    items = [line for line in others if line.startswith(_ITEM)]
-    told = [first, *(items or (others if first.endswith(":") else []))[:1]]
-    told_in_one = " ".join(told).rstrip(".")
-    return f"{type(error).__name__}: {told_in_one}" if first else type(error).__name__
+    first, *lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    items = [line for line in lines if line.startswith(_ITEM)]
+    parts = [first, *(items or (lines if first.endswith(":") else []))[:1]]
+    summary = " ".join(parts).rstrip(".")
+    return f"{type(error).__name__}: {summary}" if first else type(error).__name__
 
 
 @contextmanager
 def log_prints() -> Generator[None]:
-    """Log what foreign code prints meanwhile, on either stream, at DEBUG."""
+    """Log the output of other code in this block, on both streams, at DEBUG."""
     printed = io.StringIO()
     try:
         with redirect_stdout(printed), redirect_stderr(printed):
@@ -303,15 +304,15 @@ def wrap_errors(
     *,
     kind: type[CoreMLDelegateError] = OptionError,
 ) -> Generator[None]:
-    """Replace whatever foreign code raises by one line that says whose failure it is.
+    """Replace the exceptions of other libraries by an error with a one-line message.
 
     Args:
         what: The failure.
-        remedy_of: Returns what the user can do about an exception, or None.
-        kind: Class of the error raised instead.
+        remedy_of: Returns the remedy for an exception, or None.
+        kind: Class of the new error.
 
     Raises:
-        CoreMLDelegateError: Of the class ``kind``; errors of this package pass unchanged.
+        CoreMLDelegateError: An error of class ``kind``; errors of this package pass unchanged.
         OptionError: An optional package is not installed.
     """
     try:

@@ -1,12 +1,12 @@
-"""Names of inputs and outputs: their paths in the containers that a model takes and returns.
+"""Names of inputs and outputs: their paths in the model's nested inputs and results.
 
-A path begins with a parameter's name or a key of the result, and goes on with keys, ``.key``, and
-places, ``[1]``: ``past.key``, ``hidden_states[1]``. A member of a tuple that is returned is
-``output_1``, and what is in it ``output_1.key``.
+A path starts with a parameter's name or a key of the result, followed by keys, ``.key``, and
+indices, ``[1]``: ``past.key``, ``hidden_states[1]``. An element of a tuple result is ``output_1``,
+and a value in it ``output_1.key``.
 
-ExecuTorch writes into a ``.pte`` how the inputs and outputs of a method are nested: JSON of
+ExecuTorch writes the nesting of a method's inputs and outputs into a ``.pte`` as JSON
 ``[1, spec]``, where a spec is ``{"type": name of a class, "context": JSON of its keys,
-"children_spec": [spec, ...]}``, and ``{"type": null, ...}`` for one value.
+"children_spec": [spec, ...]}``, and ``{"type": null, ...}`` for a single value.
 
 Source: ``treespec_dumps`` in torch's ``utils/_pytree.py``; ``table ContainerMetadata`` in
 ``program.fbs`` of ExecuTorch.
@@ -19,22 +19,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, TypeAlias, cast
 
 Path: TypeAlias = tuple["str | int", ...]
-"""Keys and places that lead to a value, the outermost first."""
+"""Keys and indices of a value, outermost first."""
 
 OUTPUT: Final = "output"
-"""How the names of outputs begin that have none of their own."""
+"""Prefix of the names of outputs without a key."""
 
 _PROTOCOL = 1
-_KEYWORDS = 1  # place of the keyword inputs; the positional ones are before them
+_KEYWORDS = 1  # index of the keyword inputs; the positional inputs have index 0
 
 
 def input_name(path: Path) -> str:
-    """Return the name of an input, whose path begins with the parameter's name."""
+    """Return the name of an input; its path starts with the parameter's name."""
     return _key(path[0]) + _inner(path[1:])
 
 
 def output_name(path: Path) -> str:
-    """Return the name of an output; that of a model's only result is ``output_0``."""
+    """Return the name of an output; a single result is ``output_0``."""
     first, *inner = path or (0,)
     start = f"{OUTPUT}_{first}" if isinstance(first, int) else _key(first)
     return start + _inner(inner)
@@ -53,14 +53,14 @@ def _is_word(key: str | int) -> bool:
 
 
 def read_inputs(nesting: str, count: int) -> list[str] | None:
-    """Return the names of a method's inputs; a positional one without name is its position.
+    """Return the names of a method's inputs; positional inputs are named by their position.
 
     Args:
-        nesting: ExecuTorch's text of how they are nested, perhaps damaged or empty.
+        nesting: ExecuTorch's JSON of the nesting, possibly damaged or empty.
         count: Number of inputs.
 
     Returns:
-        ``count`` different names, or None if the text does not tell them.
+        ``count`` different names, or None if the text does not determine them.
     """
     paths = _read(nesting)
     if paths is None:
@@ -73,7 +73,7 @@ def read_inputs(nesting: str, count: int) -> list[str] | None:
 
 
 def read_outputs(nesting: str, count: int) -> list[str] | None:
-    """Return the names of what a method returns; see ``read_inputs``."""
+    """Return the names of a method's outputs; see ``read_inputs``."""
     paths = _read(nesting)
     return None if paths is None else _unless_ambiguous([*map(output_name, paths)], count)
 
@@ -87,7 +87,7 @@ def _read(nesting: str) -> list[Path] | None:
         protocol, spec = json.loads(nesting)
         return [*_paths(spec, ())] if protocol == _PROTOCOL else None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None  # files of other exporters, and damaged ones, run without names
+        return None  # files of other exporters, and damaged files, run without names
 
 
 def _paths(spec: Any, path: Path) -> Iterator[Path]:
@@ -96,22 +96,22 @@ def _paths(spec: Any, path: Path) -> Iterator[Path]:
         return
     children: list[Any] = spec["children_spec"]
     keys = _keys(spec["context"], len(children))
-    for place, child in enumerate(children):
-        yield from _paths(child, (*path, place if keys is None else keys[place]))
+    for index, child in enumerate(children):
+        yield from _paths(child, (*path, index if keys is None else keys[index]))
 
 
 def _keys(context: str | None, count: int) -> list[str | int] | None:
-    """Return the keys of a container, or None if they are places."""
-    found: Any = json.loads(context or "null")
-    if isinstance(found, dict):  # of a defaultdict, beside its factory
-        found = cast("dict[str, Any]", found).get("dict_context")
-    return usual_keys(found, count)
+    """Return the keys of a container, or None if it has indices."""
+    keys: Any = json.loads(context or "null")
+    if isinstance(keys, dict):  # a defaultdict's, with its factory
+        keys = cast("dict[str, Any]", keys).get("dict_context")
+    return usual_keys(keys, count)
 
 
 def usual_keys(keys: Any, count: int) -> list[str | int] | None:
-    """Return ``keys`` if they are ``count`` texts and integers."""
+    """Return ``keys`` if they are a list of ``count`` strings and integers, or None."""
     if not isinstance(keys, list):
         return None
     listed = cast("list[Any]", keys)
-    usual = all(isinstance(key, str | int) and not isinstance(key, bool) for key in listed)
-    return listed if usual and len(listed) == count else None
+    is_usual = all(isinstance(key, str | int) and not isinstance(key, bool) for key in listed)
+    return listed if is_usual and len(listed) == count else None

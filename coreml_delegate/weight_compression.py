@@ -1,6 +1,6 @@
-"""Weight compression after conversion, as data: coremltools' ``OptimizationConfig`` in JSON.
+"""Weight compression after conversion: coremltools' ``OptimizationConfig`` as JSON.
 
-One stage is the dictionary that ``OptimizationConfig.from_dict`` takes::
+A stage is a dictionary for ``OptimizationConfig.from_dict``::
 
     {"config_type": "OpPalettizerConfig", "global_config": {"nbits": 4},
      "op_type_configs": {"gather": None}, "op_name_configs": {...}}
@@ -37,11 +37,11 @@ _TABLES = ("op_type_configs", "op_name_configs")
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of compression.
+    """A kind of compression.
 
     Attributes:
         function: Function of ``coremltools.optimize.coreml`` that applies it.
-        keys: Its parameters that can be written as data.
+        keys: Its parameters with a JSON representation.
         newer: Yields the features of a configuration that need iOS18; all others need iOS16.
     """
 
@@ -102,25 +102,25 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 
 def stages_of(value: Stage | Sequence[Stage]) -> tuple[Stage, ...]:
-    """Check and copy one stage or several.
+    """Check and copy a stage or a list of stages.
 
     Raises:
         OptionError: The structure is wrong, or a key or kind does not exist.
     """
     is_listed = isinstance(value, list | tuple)
-    given = list(cast("Sequence[Stage]", value)) if is_listed else [cast("Stage", value)]
-    if not given:
+    stages = list(cast("Sequence[Stage]", value)) if is_listed else [cast("Stage", value)]
+    if not stages:
         raise OptionError(f"{OPTION} has no stage", got=repr(value), expected="at least one")
-    for stage in given:
+    for stage in stages:
         _check_stage(stage)
-    return tuple(copy.deepcopy(dict(stage)) for stage in given)
+    return tuple(copy.deepcopy(dict(stage)) for stage in stages)
 
 
 def checked_linear(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Check the keys of an ``op_linear_quantizer_config``.
 
     Raises:
-        OptionError: A key does not exist; near matches are named.
+        OptionError: A key is unknown; the message has near matches.
     """
     if config is not None:
         _check_keys(config, KINDS[LINEAR].keys, LINEAR_OPTION)
@@ -136,37 +136,37 @@ def demand(
         linear: Value of ``op_linear_quantizer_config``.
         stages: Stages of ``weight_compression``.
     """
-    found = [] if linear is None else [(LINEAR_OPTION, list(_newer_linear(linear)))]
+    features = [] if linear is None else [(LINEAR_OPTION, list(_newer_linear(linear)))]
     newer = [text for stage in stages or () for text in _newer_of(stage)]
     if len(stages or ()) > 1 or (linear is not None and stages):
         newer.append("several kinds for one weight")
     if stages:
-        found.append((OPTION, newer))
-    if not found:
+        features.append((OPTION, newer))
+    if not features:
         return None
-    for option, texts in found:
+    for option, texts in features:
         if texts:
             return Opset.iOS18, f"{option} with {texts[0]}"
-    return Opset.iOS16, found[0][0]
+    return Opset.iOS16, features[0][0]
 
 
-def require_target(target: Opset, needed: Opset, what: str) -> None:
+def require_target(target: Opset, required: Opset, feature: str) -> None:
     """Refuse a deployment target that cannot express the compression.
 
     Raises:
         OptionError: The target is too old.
     """
-    if needed > target:
+    if required > target:
         raise OptionError(
             "the deployment target is too low for the compression of weights",
             got=target.name,
-            expected=f"{needed.name} or later, for {what}",
-            remedy=f"Pass minimum_deployment_target=ct.target.{needed.name}, or none",
+            expected=f"{required.name} or later, for {feature}",
+            remedy=f"Pass minimum_deployment_target=ct.target.{required.name}, or none",
         )
 
 
 def configs_in(stage: Stage) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield kind and parameters of every configuration in a stage that is not None."""
+    """Yield the kind and parameters of every configuration in a stage, except None."""
     tables = (cast("Mapping[str, Any]", stage.get(name) or {}) for name in _TABLES)
     for config in (stage.get(_GLOBAL), *(c for table in tables for c in table.values())):
         if config is not None:
@@ -174,12 +174,12 @@ def configs_in(stage: Stage) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def config_of(stage: Stage, op_type: str, name: str) -> Mapping[str, Any] | None:
-    """Return kind and parameters for the weights that a MIL op reads; None leaves them alone."""
-    found = stage.get(_GLOBAL)
+    """Return the kind and parameters for the weights of a MIL op; None for no compression."""
+    config = stage.get(_GLOBAL)
     for table, key in zip(_TABLES, (op_type, name), strict=True):
         configs = cast("Mapping[str, Any]", stage.get(table) or {})
-        found = configs.get(key, found)
-    return None if found is None else {_TYPE: stage[_TYPE], **found}
+        config = configs.get(key, config)
+    return None if config is None else {_TYPE: stage[_TYPE], **config}
 
 
 def _newer_of(stage: Stage) -> Iterator[str]:
@@ -220,11 +220,11 @@ def _check_kind(kind: object) -> None:
         )
 
 
-def _check_keys(config: object, known: Sequence[str], where: str) -> None:
+def _check_keys(config: object, accepted: Sequence[str], where: str) -> None:
     if not isinstance(config, Mapping):
         raise OptionError(f"{where} is a dictionary", got=repr(config))
     for key in cast("Mapping[object, Any]", config):
-        if key not in known:
+        if key not in accepted:
             raise OptionError(
-                f"{where} has an unknown key", got=repr(key), expected=near_matches(key, known)
+                f"{where} has an unknown key", got=repr(key), expected=near_matches(key, accepted)
             )

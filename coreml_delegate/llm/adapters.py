@@ -313,7 +313,7 @@ class Config:
                 expected="'LORA'",
             )
         _refuse_options(path, values)
-        options = {name: _read(path, values, name, field) for name, field in _FIELDS.items()}
+        options = {name: _read_option(path, values, name, field) for name, field in _FIELDS.items()}
         targets = options["target_modules"]
         if isinstance(targets, str) and options["layers_to_transform"] is not None:
             raise OptionError(
@@ -321,10 +321,12 @@ class Config:
                 expected="one of them",
             )
         return cls(
-            targets=targets.lower() if str(targets).lower() == _ALL_LINEAR else _listed(targets),
-            excluded=_listed(options["exclude_modules"] or ()),
-            layers=_tuple(options["layers_to_transform"]),
-            lists=_tuple(options["layers_pattern"]),
+            targets=targets.lower()
+            if str(targets).lower() == _ALL_LINEAR
+            else _as_patterns(targets),
+            excluded=_as_patterns(options["exclude_modules"] or ()),
+            layers=_as_tuple(options["layers_to_transform"]),
+            lists=_as_tuple(options["layers_pattern"]),
             r=options["r"],
             alpha=options["lora_alpha"],
             ranks=options["rank_pattern"] or {},
@@ -371,7 +373,7 @@ def _read_tensors(path: Path) -> dict[tuple[str, str], torch.Tensor]:
     for key, tensor in tensors.items():
         if not stored[key].is_floating_point() or not tensor.isfinite().all():
             raise OptionError(f"{path} has a tensor of values that are not finite floats", got=key)
-    return {_split(key): tensor for key, tensor in tensors.items()}
+    return {_split_name(key): tensor for key, tensor in tensors.items()}
 
 
 def _by_pattern(values: Mapping[str, Any], module: str, default: Any) -> Any:
@@ -387,7 +389,7 @@ def _is_named(names: tuple[str, ...] | str, module: str) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def _split(key: str) -> tuple[str, str]:
+def _split_name(key: str) -> tuple[str, str]:
     """Split a tensor's name into module and part; without a known part, (name, "")."""
     part = next((part for part in _PARTS if key.endswith(f".{part}")), None)
     if part is None or not key.startswith(_PREFIX):
@@ -408,11 +410,11 @@ def _refuse_options(path: Path, values: Mapping[str, Any]) -> None:
         )
 
 
-def _listed(names: Any) -> tuple[str, ...] | str:
+def _as_patterns(names: Any) -> tuple[str, ...] | str:
     return names if isinstance(names, str) else tuple(names)
 
 
-def _tuple(value: Any) -> tuple[Any, ...]:
+def _as_tuple(value: Any) -> tuple[Any, ...]:
     if value is None or value == "":
         return ()
     return tuple(cast("list[Any]", value)) if isinstance(value, list) else (value,)
@@ -433,7 +435,7 @@ class _Field:
     expected: str
 
 
-def _read(path: Path, values: Mapping[str, Any], name: str, field: _Field) -> Any:
+def _read_option(path: Path, values: Mapping[str, Any], name: str, field: _Field) -> Any:
     value = values.get(name, field.default)
     if not field.accepts(value):
         raise OptionError(

@@ -100,7 +100,7 @@ def current_call() -> Call:
 
 
 @contextmanager
-def calling(call: Call, model: nn.Module) -> Generator[None]:
+def active_call(call: Call, model: nn.Module) -> Generator[None]:
     """Make ``call`` the current call, and iterate sets of the model's own code in sorted order.
 
     The model's code computes masks and rotations for each element of a set of layer types. The

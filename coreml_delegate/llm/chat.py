@@ -62,7 +62,7 @@ class ChatTokenizer:
             self._library: Any = transformers().PreTrainedTokenizerFast.from_pretrained(
                 self._folder, local_files_only=True
             )
-        self._template = self._find(template)
+        self._template = self._find_template(template)
         self.ends = self._end_tokens()
 
     def encode(self, text: str) -> list[int]:
@@ -71,7 +71,7 @@ class ChatTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """See ``Tokenizer``."""
-        return self._decoded(tokens, special=False)
+        return self._decode(tokens, special=False)
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a conversation up to the start of the next answer.
@@ -84,7 +84,9 @@ class ChatTokenizer:
         Raises:
             OptionError: The template cannot render these messages.
         """
-        return list(self._apply(messages, add_generation_prompt=True, sanitize_control_tokens=True))
+        return list(
+            self._apply_template(messages, add_generation_prompt=True, sanitize_control_tokens=True)
+        )
 
     def answer_in(self, rendered: Sequence[int], answer: Sequence[int]) -> int | None:
         """Return how many tokens of a rendering are the answer.
@@ -104,14 +106,14 @@ class ChatTokenizer:
         end = next((index for index, token in enumerate(rendered) if token in self.ends), None)
         if end is None:
             return None
-        texts = [self._decoded(tokens, special=True) for tokens in (rendered[:end], answer)]
+        texts = [self._decode(tokens, special=True) for tokens in (rendered[:end], answer)]
         return end if texts[0] == texts[1] else None
 
-    def _decoded(self, tokens: Sequence[int], *, special: bool) -> str:
+    def _decode(self, tokens: Sequence[int], *, special: bool) -> str:
         backend = self._library.backend_tokenizer
         return str(backend.decode(list(tokens), skip_special_tokens=not special))
 
-    def _find(self, name: str | None) -> str:
+    def _find_template(self, name: str | None) -> str:
         """Return the text of a template."""
         template: str | dict[str, str] | None = self._library.chat_template
         if not template:
@@ -130,7 +132,7 @@ class ChatTokenizer:
             )
         return templates[name or "default"]
 
-    def _apply(self, messages: Sequence[Message], **options: Any) -> Any:
+    def _apply_template(self, messages: Sequence[Message], **options: Any) -> Any:
         _check_texts(messages)
         with wrap_errors(f"the chat template of {self._folder} cannot render the messages"):
             return self._library.apply_chat_template(
@@ -142,7 +144,7 @@ class ChatTokenizer:
 
     def _end_tokens(self) -> tuple[int, ...]:
         messages = (Message(USER, "question"), Message(ASSISTANT, _PROBE))
-        _, probe, suffix = str(self._apply(messages, tokenize=False)).rpartition(_PROBE)
+        _, probe, suffix = str(self._apply_template(messages, tokenize=False)).rpartition(_PROBE)
         # A template that changes answers does not contain the probe.
         suffix = suffix if probe else ""
         tokens = self._library.backend_tokenizer.encode(suffix, add_special_tokens=False).ids
@@ -225,7 +227,7 @@ class Conversation:
             OptionError: The template cannot render the conversation; or see ``Generator.generate``.
         """
         messages = [*self.messages, Message(USER, text)]
-        in_context = self._continue(self._tokenizer.render(messages))
+        in_context = self._update_context(self._tokenizer.render(messages))
         new = self._history[in_context:]
         stream, pieces = TextStream(self._tokenizer, stop_texts), list[str]()
         ends = {*stops, *self._tokenizer.ends}
@@ -243,7 +245,7 @@ class Conversation:
         self.messages = [*messages, Message(ASSISTANT, answer)]
         self.replies.append(Reply(answer, tuple(self._answer), ending, in_context, len(new)))
 
-    def _continue(self, rendered: list[int]) -> int:
+    def _update_context(self, rendered: list[int]) -> int:
         """Set the tokens that the context has to hold; return how many it holds already.
 
         If the template changed earlier turns, the context is reset.

@@ -173,7 +173,9 @@ def end_tokens(config: Any, folder: Path | None) -> tuple[int, ...]:
     for ends in (getattr(text, "eos_token_id", None), generation.get("eos_token_id")):
         listed: list[Any] = ends if isinstance(ends, list) else [] if ends is None else [ends]
         if not all(type(token) is int for token in listed):
-            raise OptionError(f"{folder} has end tokens that are no integers", got=json.dumps(ends))
+            raise OptionError(
+                f"{folder} has end tokens that are not integers", got=json.dumps(ends)
+            )
         tokens += listed
     return tuple(dict.fromkeys(tokens))
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from coreml_delegate.errors import LoweringError, OptionError
-from coreml_delegate.llm.attention import NAME, Call, calling
+from coreml_delegate.llm.attention import NAME, Call, active_call
 from coreml_delegate.llm.caches import LayerCache, input_caches, new_tensors, read_layers
 from coreml_delegate.llm.experts import stack_experts
 from coreml_delegate.llm.generator import write_cache
@@ -74,7 +74,7 @@ class Decoder(nn.Module):
         use_our_attention(model)
         self._accepted = inspect.signature(model.forward).parameters
         with wrap_errors(_refusal(model), kind=LoweringError):
-            text = _text(expected.shape[1])
+            text = _probe_tokens(expected.shape[1])
             self.ordered = self._check_whole(expected, text)
             self._refuse_windows()
             self._check_steps(expected, text)
@@ -133,8 +133,8 @@ class Decoder(nn.Module):
         Args:
             tokens: [B, L], integers; or their embeddings [B, L, width].
         """
-        with calling(Call(), self.model):
-            return self.model(**_named(tokens), use_cache=False).logits
+        with active_call(Call(), self.model):
+            return self.model(**_model_inputs(tokens), use_cache=False).logits
 
     def advance(
         self,
@@ -167,8 +167,8 @@ class Decoder(nn.Module):
             for name, value in options.items()
             if value is not None and name in self._accepted
         }
-        with calling(call, self.model):
-            outputs = self.model(**_named(tokens), cache=cache, use_cache=True, **accepted)
+        with active_call(call, self.model):
+            outputs = self.model(**_model_inputs(tokens), cache=cache, use_cache=True, **accepted)
         if last is not None and "logits_to_keep" not in accepted:
             return outputs.logits.index_select(1, last)[:, 0]
         return outputs.logits[:, 0]
@@ -189,8 +189,8 @@ class Decoder(nn.Module):
             LoweringError: The logits differ.
         """
         call = Call()
-        with calling(call, self.model):
-            logits = self.model(**_named(inputs), use_cache=False).logits
+        with active_call(call, self.model):
+            logits = self.model(**_model_inputs(inputs), use_cache=False).logits
         require_equal(self.model, logits, expected)
         return not call.attended and any(layer.keys for layer in self.layers)
 
@@ -260,12 +260,12 @@ def _refusal(model: nn.Module) -> str:
     return f"{type(model).__name__} does not compute with a cache of keys and values"
 
 
-def _named(inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+def _model_inputs(inputs: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return tokens or embeddings as keyword arguments of a model."""
     return {"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs}
 
 
-def _text(length: int) -> torch.Tensor:
+def _probe_tokens(length: int) -> torch.Tensor:
     return torch.arange(length)[None]
 
 
@@ -274,7 +274,7 @@ def _probe(model: Any, length: int) -> tuple[tuple[LayerCache, ...], torch.Tenso
     """Return the shapes of the layers' caches, and the logits [1, T, V] of a text of T tokens."""
     with wrap_errors(_refusal(model), kind=LoweringError), without_kernel_advice():
         cache = transformers().DynamicCache(config=model.config)
-        outputs = model(input_ids=_text(length), cache=cache, use_cache=True)
+        outputs = model(input_ids=_probe_tokens(length), cache=cache, use_cache=True)
         if getattr(outputs, "cache", None) is not cache:
             raise LoweringError(_refusal(model))
         return read_layers(cache), outputs.logits
@@ -286,10 +286,10 @@ def _use_linear_layers(model: nn.Module) -> None:
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             if isinstance(module, transposed):
-                setattr(parent, name, _linear(module))
+                setattr(parent, name, _to_linear(module))
 
 
-def _linear(layer: Any) -> nn.Linear:
+def _to_linear(layer: Any) -> nn.Linear:
     inputs, outputs = layer.weight.shape
     linear = nn.Linear(inputs, outputs, device="meta")
     linear.weight = nn.Parameter(layer.weight.t().contiguous(), requires_grad=False)

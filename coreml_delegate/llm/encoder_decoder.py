@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from coreml_delegate.errors import LoweringError, OptionError
-from coreml_delegate.llm.attention import MASKED, Call, calling
+from coreml_delegate.llm.attention import MASKED, Call, active_call
 from coreml_delegate.llm.caches import LayerCache, input_caches, new_tensors, read_layers
 from coreml_delegate.llm.cross_caches import (
     EncoderDecoderCache,
@@ -98,11 +98,11 @@ class EncoderDecoder(nn.Module):
         self.model = model
         self.kind = source_kind(model.main_input_name)
         _refuse_experts(model)
-        self.source = _frames(model.config) if source is None else source
+        self.source = _frame_count(model.config) if source is None else source
         self._refusal = f"{type(model).__name__} does not compute with caches of keys and values"
         with torch.no_grad(), wrap_errors(self._refusal, kind=LoweringError):
-            trials = [self._try(source) for source in self._sources()]
-        self.layers, self.cross, self._encoded = _sizes(trials[0].outputs)
+            trials = [self._run_trial(source) for source in self._sources()]
+        self.layers, self.cross, self._encoded = _cache_shapes(trials[0].outputs)
         self._prepare(safe_norms)
         with torch.no_grad(), wrap_errors(self._refusal, kind=LoweringError):
             for trial in trials:
@@ -150,7 +150,7 @@ class EncoderDecoder(nn.Module):
         """
         call, cache = Call(), empty_caches(len(self.layers))
         call.positions = (torch.arange(1), torch.arange(1))
-        with calling(call, self.model):
+        with active_call(call, self.model):
             self.model(
                 **{self.model.main_input_name: source},
                 **self._source_mask(length),
@@ -186,7 +186,7 @@ class EncoderDecoder(nn.Module):
         call.positions = (position + torch.arange(count), columns)
         # A placeholder: the caches have the keys and values of the encoder's result.
         encoded = torch.zeros(self._encoded)
-        with calling(call, self.model):
+        with active_call(call, self.model):
             outputs = self.model(
                 encoder_outputs=(encoded,),
                 **self._source_mask(length),
@@ -209,13 +209,13 @@ class EncoderDecoder(nn.Module):
             random = torch.Generator().manual_seed(0)
             bins = self.model.config.num_mel_bins
             return [torch.randn(1, bins, self.source, generator=random)]
-        text = _text(self.source, self.model.config.vocab_size)
+        text = _probe_tokens(self.source, self.model.config.vocab_size)
         return [text, text[:, : self.source // 2]]
 
-    def _try(self, source: torch.Tensor) -> _Trial:
+    def _run_trial(self, source: torch.Tensor) -> _Trial:
         outputs = self.model(
             **{self.model.main_input_name: source},
-            decoder_input_ids=_text(min(_PROBE_TOKENS, self.context), self.vocabulary),
+            decoder_input_ids=_probe_tokens(min(_PROBE_TOKENS, self.context), self.vocabulary),
             use_cache=True,
         )
         if not isinstance(getattr(outputs, "cache", None), EncoderDecoderCache):
@@ -243,7 +243,7 @@ class EncoderDecoder(nn.Module):
             inputs = [torch.cat((trial.source, padding), dim=1), length]
         cross = self.encode(*inputs)
         expected = trial.outputs.logits
-        tokens = _text(expected.shape[1], self.vocabulary)
+        tokens = _probe_tokens(expected.shape[1], self.vocabulary)
         past = [empty for layer in self.layers for empty in layer.empty(self.context, 0).values()]
         start = 0
         for count in (tokens.shape[1] - 1, 1):
@@ -284,13 +284,13 @@ def _use_gelu(model: nn.Module) -> None:
                 setattr(parent, name, nn.GELU(approximate="tanh"))
 
 
-def _text(length: int, vocabulary: int) -> torch.Tensor:
+def _probe_tokens(length: int, vocabulary: int) -> torch.Tensor:
     """Return tokens [1, L] without the first few, which may be special tokens."""
     first = min(_SPECIAL, vocabulary - 1)
     return first + torch.arange(length)[None] % (vocabulary - first)
 
 
-def _sizes(
+def _cache_shapes(
     outputs: Any,
 ) -> tuple[tuple[LayerCache, ...], tuple[LayerCache, ...], tuple[int, ...]]:
     """Return the shapes of both caches of each layer, and of the encoder's result.
@@ -299,7 +299,7 @@ def _sizes(
         LoweringError: Some layers do not see the source, or their caches have other contents.
     """
     own, cross = (
-        _layers(cache)
+        _initialized_layers(cache)
         for cache in (outputs.cache.self_attention_cache, outputs.cache.cross_attention_cache)
     )
     if len(own) != len(cross):
@@ -309,13 +309,13 @@ def _sizes(
     return own, cross, tuple(outputs.encoder_last_hidden_state.shape)
 
 
-def _layers(cache: Any) -> tuple[LayerCache, ...]:
-    """Return the shapes of the initialized layers of a cache."""
+def _initialized_layers(cache: Any) -> tuple[LayerCache, ...]:
+    """Return the shapes of the decoder's layers in a cache, which may have more layers."""
     used = type(cache)()
     used.layers = [layer for layer in cache.layers if layer.is_initialized]
     return read_layers(used)
 
 
-def _frames(config: Any) -> int:
+def _frame_count(config: Any) -> int:
     """Return the number of frames of a spectrogram."""
     return _FRAMES_PER_POSITION * config.max_source_positions

@@ -56,8 +56,8 @@ def load_encoder_decoder(
         OptionError: A size does not fit the model, or see ``load_decoder``.
         LoweringError: See ``EncoderDecoder``.
     """
-    context = _size(config, "context", context, _ANSWER)
-    length = _size(config, "source length", source_length, _SOURCE)
+    context = _checked_size(config, "context", context, _ANSWER)
+    length = _checked_size(config, "source length", source_length, _SOURCE)
     takes_audio = source_kind(main_input(config)) is SourceKind.AUDIO
     if takes_audio and source_length is not None:
         raise OptionError(
@@ -90,19 +90,19 @@ def describe_source(model: EncoderDecoder, config: Any, folder: Path | None) -> 
             expected="decoder_start_token_id",
         )
     suppressed = {
-        field: tuple(t for t in _tokens(options, name) if t < model.vocabulary)
+        field: tuple(t for t in _read_tokens(options, name) if t < model.vocabulary)
         for field, name in _SUPPRESSED.items()
     }
     return Source(
         kind=model.kind,
         length=model.source,
-        start=_tokens({"decoder_start_token_id": start}, "decoder_start_token_id"),
+        start=_read_tokens({"decoder_start_token_id": start}, "decoder_start_token_id"),
         **suppressed,
-        spectrogram=_spectrogram(folder),
+        spectrogram=_read_spectrogram(folder),
     )
 
 
-def _size(config: Any, quantity: str, size: int | None, names: tuple[str, ...]) -> int:
+def _checked_size(config: Any, quantity: str, size: int | None, names: tuple[str, ...]) -> int:
     """Return the requested size, or the default; refuse a size above the model's limit."""
     limits = [limit for name in names if isinstance(limit := getattr(config, name, None), int)]
     if size is None:
@@ -116,16 +116,16 @@ def _size(config: Any, quantity: str, size: int | None, names: tuple[str, ...]) 
     return size
 
 
-def _tokens(options: Mapping[str, Any], name: str) -> tuple[int, ...]:
+def _read_tokens(options: Mapping[str, Any], name: str) -> tuple[int, ...]:
     value = options.get(name)
     listed: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
     tokens = [token for token in listed if token is not None]
     if not all(type(token) is int and token >= 0 for token in tokens):
-        raise OptionError(f"{name} has tokens that are no integers", got=json.dumps(value))
+        raise OptionError(f"{name} has tokens that are not integers", got=json.dumps(value))
     return tuple(tokens)
 
 
-def _spectrogram(folder: Path | None) -> Spectrogram:
+def _read_spectrogram(folder: Path | None) -> Spectrogram:
     path = None if folder is None else folder / _PREPROCESSOR
     values = read_json(path) if path is not None and path.is_file() else {}
     sizes = {
@@ -134,6 +134,6 @@ def _spectrogram(folder: Path | None) -> Spectrogram:
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise OptionError(
-                f"{path} has a {_SIZES[name]} that is no positive integer", got=json.dumps(size)
+                f"{path} has a {_SIZES[name]} that is not a positive integer", got=json.dumps(size)
             )
     return Spectrogram(**sizes)

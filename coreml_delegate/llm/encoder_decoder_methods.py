@@ -51,12 +51,12 @@ def export_encoder_decoder(model: EncoderDecoder, layout: Layout) -> dict[str, E
             PREFILL: (Prefill(model), (chunk, position, last, caches, cross, *length)),
         }
         return {
-            name: _pruned(torch.export.export(module.eval(), inputs))
+            name: _prune(torch.export.export(module.eval(), inputs))
             for name, (module, inputs) in methods.items()
         }
 
 
-def _pruned(program: ExportedProgram) -> ExportedProgram:
+def _prune(program: ExportedProgram) -> ExportedProgram:
     """Remove dead code and unused buffers from the program, in place; return it.
 
     In ``encode`` the decoder's layers are dead code except for their keys and values. Their

@@ -28,7 +28,7 @@ class LastLayers(nn.Linear):
 
     Args:
         weight: [H, E * I].
-        inputs: Number I of inputs of one expert, which is the group size of quantization.
+        inputs: Number I of inputs of one expert, which is the group size of int8 quantization.
     """
 
     def __init__(self, weight: torch.Tensor, inputs: int) -> None:
@@ -133,7 +133,7 @@ def routers(model: nn.Module) -> frozenset[nn.Module]:
         for experts in block.children():
             stacked = getattr(experts, "stacked", None)
             if isinstance(stacked, Experts):
-                layers.update(_linears_of(block, experts, stacked.count))
+                layers.update(_linear_layers(block, experts, stacked.count))
     return frozenset(layers)
 
 
@@ -148,7 +148,7 @@ def sort_choices(program: ExportedProgram) -> None:
             node.kwargs = {key: value for key, value in node.kwargs.items() if key != "sorted"}
 
 
-def _linears_of(block: nn.Module, experts: nn.Module, outputs: int) -> set[nn.Module]:
+def _linear_layers(block: nn.Module, experts: nn.Module, outputs: int) -> set[nn.Module]:
     return {
         module
         for part in block.children()
@@ -163,7 +163,8 @@ def _stack(name: str, module: Any) -> None:
         _refuse(name, module)
     first_name = "gate_up_proj" if module.has_gate else "up_proj"
     parameters = {
-        key: module._parameters.pop(key) for key in _names(first_name, biases=module.has_bias)
+        key: module._parameters.pop(key)
+        for key in _parameter_names(first_name, biases=module.has_bias)
     }
     first, last = parameters[first_name], parameters["down_proj"]
     if module.is_transposed:
@@ -173,7 +174,7 @@ def _stack(name: str, module: Any) -> None:
     module.config._experts_implementation = NAME
 
 
-def _names(first: str, *, biases: bool) -> tuple[str, ...]:
+def _parameter_names(first: str, *, biases: bool) -> tuple[str, ...]:
     matrices = (first, "down_proj")
     return (*matrices, *(f"{key}_bias" for key in matrices)) if biases else matrices
 

@@ -82,9 +82,9 @@ def quantize_weights(
             _check_groups(linears, size)
         for module in linears.values():
             own = module.inputs if isinstance(module, LastLayers) else 0
-            _replace_weight([module], _quantized(module.weight, linear, size or own))
+            _replace_weight([module], _quantize(module.weight, linear, size or own))
     if embedding != "none":
-        _replace_weight(vocabulary, _quantized(table, embedding, 0))
+        _replace_weight(vocabulary, _quantize(table, embedding, 0))
 
 
 def export_methods(
@@ -118,7 +118,7 @@ def export_methods(
             exported[method] = torch.export.export(module.eval(), inputs)
         for adapter in (None, *adapters):
             name = None if adapter is None else adapter.name
-            modules = _modules(decoder, layout, name)
+            modules = _method_modules(decoder, layout, name)
             with attached(decoder, adapter):
                 for method, (module, inputs) in zip(layout.methods_of(name), modules, strict=True):
                     exported[method] = torch.export.export(module.eval(), inputs)
@@ -130,7 +130,7 @@ def export_methods(
     return exported
 
 
-def _modules(
+def _method_modules(
     decoder: Decoder, layout: Layout, adapter: str | None
 ) -> list[tuple[nn.Module, tuple[Any, ...]]]:
     """Return the modules of the methods, each with its inputs."""
@@ -144,7 +144,7 @@ def _modules(
             decoder, layout.chunk, layout.context, selection=layout.selection, suffix=suffix
         )
         return [(forward, (chunk, position, last))]
-    caches = _caches(decoder, layout.context)
+    caches = _empty_caches(decoder, layout.context)
     return [
         (Decode(decoder, layout.selection), (decoder.inputs(1), position, caches)),
         (Prefill(decoder, layout.selection), (chunk, position, last, caches)),
@@ -221,7 +221,7 @@ class _Method(nn.Module):
             last=last,
         )
         logits = decoder.advance(tokens, position, cache, call, last)
-        return (*_selected(logits, self.selection), *new_tensors(cache))
+        return (*_select(logits, self.selection), *new_tensors(cache))
 
 
 class Decode(_Method):
@@ -312,15 +312,15 @@ class Forward(nn.Module):
         return logits if self.selection is None else self.selection.select(logits)
 
 
-def _selected(logits: torch.Tensor, selection: Selection | None) -> tuple[torch.Tensor, ...]:
+def _select(logits: torch.Tensor, selection: Selection | None) -> tuple[torch.Tensor, ...]:
     return (logits,) if selection is None else selection.select(logits)
 
 
-def _caches(decoder: Decoder, context: int) -> list[torch.Tensor]:
+def _empty_caches(decoder: Decoder, context: int) -> list[torch.Tensor]:
     return [empty for layer in decoder.layers for empty in layer.empty(context, 0).values()]
 
 
-def _quantized(weight: torch.Tensor, dtype: str, group: int) -> torch.Tensor:
+def _quantize(weight: torch.Tensor, dtype: str, group: int) -> torch.Tensor:
     """Quantize a matrix [outputs, inputs] in blocks of rows, to save memory."""
     with quiet_import():
         torchao: Any = importlib.import_module("torchao.quantization")

@@ -101,14 +101,14 @@ class Sampling:
             for name, default in (("temperature", 0), ("top_k", None), ("top_p", 1)):
                 if getattr(self, name) != default:
                     raise OptionError(
-                        "the model itself takes the token with the largest logit, so no other can "
-                        "be drawn",
+                        "the model returns only the token with the largest logit, so there is "
+                        "nothing to sample",
                         got=f"{name} {getattr(self, name)}",
                         remedy="Export it with --sample-in-model top-k:K, or without that option",
                     )
         elif (self.top_k or 0) > selection.top_k:
             raise OptionError(
-                f"the model returns {selection.top_k} tokens to draw from",
+                f"the model returns {selection.top_k} tokens to sample from",
                 got=f"top_k {self.top_k}",
                 expected=f"at most {selection.top_k}",
                 remedy="Export it with a larger K in --sample-in-model top-k:K",
@@ -244,11 +244,11 @@ class Generator:
         shape = self.source_shape
         start = time.perf_counter()
         if takes_audio:
-            inputs = [_spectrogram(source, shape)]
+            inputs = [_checked_spectrogram(source, shape)]
             count = shape[-1]
         else:
             count = len(source)
-            inputs = [self._padded_source(source, shape), torch.tensor([count])]
+            inputs = [self._pad_source(source, shape), torch.tensor([count])]
         results = self._run(ENCODE, inputs)
         self._source = [*results, *inputs[1:]]
         self.encoder.seconds += time.perf_counter() - start
@@ -332,7 +332,7 @@ class Generator:
         """
         begin, advance = (self._advance_by(choose, first=first) for first in (True, False))
         if limit is not None:
-            length = self._length(prompt, images)
+            length = self._prompt_length(prompt, images)
             self._check_room(length + limit - 1, f"a prompt of {length} and {limit} more")
         ends = {*stops, *self.layout.eos}
         self.ending = None
@@ -377,7 +377,7 @@ class Generator:
         self._check(tokens, images)
         results: list[torch.Tensor] = []
         start = time.perf_counter()
-        inputs = self._inputs(tokens, images)
+        inputs = self._decoder_inputs(tokens, images)
         throughput = self.decode if len(inputs) == 1 else self.prefill
         for part in inputs.split(self.layout.chunk):
             results = self._step(part)
@@ -385,7 +385,7 @@ class Generator:
         throughput.tokens += len(inputs)
         return results
 
-    def _length(self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None) -> int:
+    def _prompt_length(self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None) -> int:
         """Return how many positions tokens and images take; check that images match tokens."""
         if self.layout.image is None:
             refuse_images(images or ())
@@ -394,12 +394,14 @@ class Generator:
             return self.layout.image.length(tokens, len(images))
         return len(tokens)
 
-    def _inputs(self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None) -> torch.Tensor:
+    def _decoder_inputs(
+        self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None
+    ) -> torch.Tensor:
         """Return the decoder's input: tokens [L], or embeddings [L, width]."""
         indices = torch.tensor(tokens)
         if self.layout.image is None:
             return indices
-        rows = torch.cat([self._embedded(part) for part in indices.split(self.layout.chunk)])
+        rows = torch.cat([self._embed(part) for part in indices.split(self.layout.chunk)])
         parts: list[torch.Tensor] = []
         start = 0
         positions = (indices == self.layout.image.token).nonzero().flatten().tolist()
@@ -409,7 +411,7 @@ class Generator:
             start = position + 1
         return torch.cat([*parts, rows[start:]])
 
-    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [L, width] of tokens [L], at most a chunk."""
         chunk = torch.zeros(1, self.layout.chunk, dtype=torch.long)
         chunk[0, : len(tokens)] = tokens
@@ -421,7 +423,7 @@ class Generator:
             raise InputError("the model has no encoder", remedy="Give it only a prompt")
         return self.layout.source
 
-    def _padded_source(
+    def _pad_source(
         self, source: Sequence[int] | torch.Tensor, shape: Sequence[int]
     ) -> torch.Tensor:
         tokens = [int(token) for token in source]
@@ -439,7 +441,7 @@ class Generator:
         if self.layout.source is not None and not self._source:
             raise InputError("the model has no source yet", remedy="Call encode first")
         self._check_tokens(tokens)
-        length = self._length(tokens, images)
+        length = self._prompt_length(tokens, images)
         self._check_room(length, f"{length} more")
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
@@ -505,7 +507,9 @@ class Generator:
         return [torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs]
 
 
-def _spectrogram(source: Sequence[int] | torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def _checked_spectrogram(
+    source: Sequence[int] | torch.Tensor, shape: Sequence[int]
+) -> torch.Tensor:
     got = tuple(source.shape) if isinstance(source, torch.Tensor) else f"{len(source)} tokens"
     if not isinstance(source, torch.Tensor) or got != tuple(shape):
         raise InputError(

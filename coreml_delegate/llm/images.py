@@ -71,8 +71,8 @@ class Preparation:
             if processor_size != size:
                 raise OptionError(
                     f"{folder} prepares images of another size than its model takes",
-                    got=f"{_by(processor_size)} pixels",
-                    expected=f"{_by(size)} pixels",
+                    got=f"{_size_text(processor_size)} pixels",
+                    expected=f"{_size_text(size)} pixels",
                 )
             normal = processor.do_normalize
             return cls(
@@ -89,19 +89,19 @@ class Preparation:
         """Return the pixels [1, 3, H, W], fp32, of a Pillow image."""
         image = image.convert("RGB")
         if self.fit is Fit.SHORTER:
-            scaled = self._resized(image, _scaled(image.size, self.side, shorter=True))
+            scaled = self._resize(image, _scaled_size(image.size, self.side, shorter=True))
             (height, width), (scaled_width, scaled_height) = self.size, scaled.size
             x, y = (scaled_width - width) // 2, (scaled_height - height) // 2
             fitted = scaled.crop((x, y, x + width, y + height))
         else:
             if self.fit is Fit.LONGER:
-                image = self._resized(image, _scaled(image.size, self.side, shorter=False))
-            fitted = self._resized(image, (self.size[1], self.size[0]))
+                image = self._resize(image, _scaled_size(image.size, self.side, shorter=False))
+            fitted = self._resize(image, (self.size[1], self.size[0]))
         values = np.asarray(fitted, np.float32) * np.float32(self.factor)
         normal = (values - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
         return torch.from_numpy(normal).permute(2, 0, 1)[None].contiguous()
 
-    def _resized(self, image: Any, size: tuple[int, int]) -> Any:
+    def _resize(self, image: Any, size: tuple[int, int]) -> Any:
         return image.resize(size, resample=_RESAMPLING.index(self.resampling))
 
 
@@ -136,7 +136,7 @@ def _fit(processor: Any) -> tuple[Fit, int, tuple[int, int]]:
     )
 
 
-def _scaled(size: tuple[int, int], side: int, *, shorter: bool) -> tuple[int, int]:
+def _scaled_size(size: tuple[int, int], side: int, *, shorter: bool) -> tuple[int, int]:
     """Scale a size to a shorter or longer side of ``side``, at about the same aspect ratio."""
     width, height = size
     if shorter:
@@ -169,7 +169,7 @@ class ImageInput:
 
     def describe(self) -> str:
         """Return the size and number of positions of an image as text."""
-        return f"{_by(self.preparation.size)} pixels in {self.positions:,} positions"
+        return f"{_size_text(self.preparation.size)} pixels in {self.positions:,} positions"
 
     def constants(self) -> dict[str, Any]:
         """Return the constant methods by name, each with its value."""
@@ -231,7 +231,7 @@ class ImageInput:
         if placeholders != len(images):
             raise InputError(
                 "the number of image tokens in the prompt is not the number of images",
-                got=f"{placeholders} times token {self.token}, and {_counted(len(images))}",
+                got=f"{placeholders} times token {self.token}, and {_count_text(len(images))}",
                 remedy="Put the token into the prompt once for each image",
             )
         expected = (1, 3, *self.preparation.size)
@@ -254,14 +254,14 @@ def refuse_images(images: Collection[object]) -> None:
     if images:
         raise InputError(
             "the model takes no images",
-            got=_counted(len(images)),
+            got=_count_text(len(images)),
             remedy="Export a model with a vision_config, such as LLaVA",
         )
 
 
-def _counted(images: int) -> str:
+def _count_text(images: int) -> str:
     return f"{images} image{'' if images == 1 else 's'}"
 
 
-def _by(size: tuple[int, int]) -> str:
+def _size_text(size: tuple[int, int]) -> str:
     return f"{size[0]} x {size[1]}"

@@ -86,7 +86,7 @@ class Layout:
             )
         if self.selection is not None and self.source is not None:
             raise OptionError(
-                "a model with an encoder cannot select tokens, since some may be suppressed",
+                "a model with an encoder cannot select tokens, because some may be suppressed",
                 got=str(self.selection),
                 remedy="Export it without --sample-in-model",
             )

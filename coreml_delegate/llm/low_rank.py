@@ -38,7 +38,7 @@ class LowRankLinear(nn.Module):
         base: The layer.
         down: A [r, inputs].
         up: B [outputs, r], including the scale and g.
-        gain: DoRA's g = m / norm of the rows of W + B A, [outputs], or None.
+        gain: DoRA's g = m / norm of the rows of W + scale * B A, [outputs], or None.
     """
 
     def __init__(
@@ -119,7 +119,10 @@ def fit_adapter(decoder: Decoder, file: AdapterFile) -> Adapter:
     updates = file.updates(decoder.model)
     adapter = Adapter(
         file.name,
-        {name: _module(decoder.model.get_submodule(name), up) for name, up in updates.items()},
+        {
+            name: _low_rank_module(decoder.model.get_submodule(name), up)
+            for name, up in updates.items()
+        },
         tuple(sorted({update.rank for update in updates.values()})),
     )
     _check(decoder, adapter, updates)
@@ -140,7 +143,7 @@ def attached(decoder: Decoder, adapter: Adapter | None) -> Generator[None]:
             decoder.model.set_submodule(name, module)
 
 
-def _module(base: Any, update: Update) -> nn.Module:
+def _low_rank_module(base: Any, update: Update) -> nn.Module:
     up = update.up * update.scale
     if isinstance(base, nn.Embedding):
         # Gemma scales its embeddings.
@@ -168,24 +171,24 @@ def _balance(down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 def _gain(weight: torch.Tensor, update: Update, magnitude: torch.Tensor) -> torch.Tensor:
     """Return DoRA's g = m / norm of the rows of W + scale * B A, [outputs]."""
-    lengths = torch.linalg.vector_norm(_changed(weight, update), dim=1)
+    lengths = torch.linalg.vector_norm(_updated_weight(weight, update), dim=1)
     return (magnitude.double() / lengths).float()
 
 
-def _changed(weight: torch.Tensor, update: Update) -> torch.Tensor:
+def _updated_weight(weight: torch.Tensor, update: Update) -> torch.Tensor:
     """Return W + scale * B A of a linear layer in fp64, without DoRA."""
     return in_memory(weight).double() + update.scale * (update.up.double() @ update.down.double())
 
 
-def _merged(weight: torch.Tensor, update: Update) -> torch.Tensor:
+def _merged_weight(weight: torch.Tensor, update: Update) -> torch.Tensor:
     """Return the merged weight of a linear layer, with DoRA if the update has it."""
-    changed = _changed(weight, update)
+    changed = _updated_weight(weight, update)
     if update.magnitude is not None:
         changed *= (update.magnitude / torch.linalg.vector_norm(changed, dim=1))[:, None]
     return changed.float()
 
 
-def _merged_rows(weight: torch.Tensor, update: Update) -> torch.Tensor:
+def _merged_embedding(weight: torch.Tensor, update: Update) -> torch.Tensor:
     """Return the merged weight [tokens, width] of an embedding."""
     product = update.down.double().t() @ update.up.double().t()
     return (in_memory(weight).double() + update.scale * product).float()
@@ -220,7 +223,7 @@ def _merged_weights(decoder: Decoder, updates: Mapping[str, Update]) -> Generato
             module: Any = decoder.model.get_submodule(name)
             weight = module.weight
             originals.append((module, weight))
-            change = _merged_rows if isinstance(module, nn.Embedding) else _merged
+            change = _merged_embedding if isinstance(module, nn.Embedding) else _merged_weight
             merged = StoredWeight(partial(change, weight, update), weight.shape)
             module.weight = nn.Parameter(merged, requires_grad=False)
         yield

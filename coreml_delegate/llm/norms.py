@@ -97,11 +97,11 @@ def make_norms_safe(model: nn.Module) -> None:
     Raises:
         LoweringError: A norm computes another function.
     """
-    for parent, name, norm in list(_norms(model)):
-        setattr(parent, name, _safe(norm))
+    for parent, name, norm in list(_unsafe_norms(model)):
+        setattr(parent, name, _safe_norm(norm))
 
 
-def _norms(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+def _unsafe_norms(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     for parent in model.modules():
         for name, module in parent.named_children():
             if "Norm" in type(module).__name__ and not _is_safe(module):
@@ -114,7 +114,7 @@ def _is_safe(norm: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _safe(norm: nn.Module) -> nn.Module:
+def _safe_norm(norm: nn.Module) -> nn.Module:
     weight = _weight(norm)
     epsilons = (getattr(norm, name, None) for name in ("variance_epsilon", "eps"))
     eps = next((value for value in epsilons if isinstance(value, float)), torch.finfo().eps)
@@ -122,7 +122,9 @@ def _safe(norm: nn.Module) -> nn.Module:
     probe = _probe(shape, seed=0)
     gate = [_probe(shape, seed=1)] if "gate" in inspect.signature(norm.forward).parameters else []
     expected = norm(probe, *gate)
-    for candidate in _gated(norm, weight, eps) if gate else _plain(weight, eps):
+    for candidate in (
+        _gated_candidates(norm, weight, eps) if gate else _plain_candidates(weight, eps)
+    ):
         if torch.allclose(candidate(probe, *gate), expected, rtol=_TOLERANCE, atol=_TOLERANCE):
             return candidate
     raise LoweringError(
@@ -150,13 +152,13 @@ def _probe(shape: Any, *, seed: int) -> torch.Tensor:
     return probe * torch.tensor(_MAGNITUDES).view(-1, *[1] * (probe.dim() - 1))
 
 
-def _plain(weight: torch.Tensor | None, eps: float) -> Iterator[nn.Module]:
+def _plain_candidates(weight: torch.Tensor | None, eps: float) -> Iterator[nn.Module]:
     for kind in (RMSNorm, LayerNorm):
         for effective in (None,) if weight is None else (weight, 1 + weight):
             yield kind(effective, eps)
 
 
-def _gated(norm: Any, weight: torch.Tensor | None, eps: float) -> Iterator[nn.Module]:
+def _gated_candidates(norm: Any, weight: torch.Tensor | None, eps: float) -> Iterator[nn.Module]:
     if weight is None:
         return
     width = weight.shape[0]

@@ -89,10 +89,10 @@ def tabulate_relative_biases(model: Any, *, context: int, source: int) -> None:
         context: Tokens of the decoder's longest text.
         source: Tokens of the encoder's texts.
     """
-    for module in _biased(model.get_decoder()):
+    for module in _modules_with_bias(model.get_decoder()):
         earlier = module.compute_bias(1, context, past_seen_tokens=context - 1)[0, :, 0]
         module.relative_attention_bias = DistanceBias(earlier.flip(-1).t().contiguous())
-    for module in _biased(model.get_encoder()):
+    for module in _modules_with_bias(model.get_encoder()):
         earlier, later = (
             module.compute_bias(1, source, past_seen_tokens=past)[0, :, 0]
             for past in (source - 1, 0)
@@ -103,7 +103,7 @@ def tabulate_relative_biases(model: Any, *, context: int, source: int) -> None:
         module.relative_attention_bias = FixedBias(biases)
 
 
-def _biased(stack: nn.Module) -> Iterator[Any]:
+def _modules_with_bias(stack: nn.Module) -> Iterator[Any]:
     for module in stack.modules():
         if hasattr(module, "compute_bias") and hasattr(module, "relative_attention_bias"):
             yield module

@@ -150,7 +150,7 @@ def selective_scan(
     times = steps[0].t()[:, :, None]  # [L, K, 1]
     decays = torch.exp(times * A)
     inputs = times * hidden_states[0].t()[:, :, None] * B[0].t()[:, None, :]
-    states = _scan(decays, inputs, layer.past(_STATE))
+    states = _blocked_scan(decays, inputs, layer.past(_STATE))
     result = (states @ C[0].t()[:, :, None])[:, :, 0].t()[None]
     if D is not None:
         result = result + hidden_states * D[:, None]
@@ -165,7 +165,7 @@ def _without_padding(layer: StateLayer, values: torch.Tensor) -> torch.Tensor:
     return values if real is None else values * real
 
 
-def _scan(decays: torch.Tensor, inputs: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
+def _blocked_scan(decays: torch.Tensor, inputs: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
     """Return all states [L, K, N] of h_t = decays_t * h_(t-1) + inputs_t.
 
     A blocked scan: the tokens are cut into about sqrt(L) blocks of sqrt(L) tokens. All blocks
@@ -237,7 +237,7 @@ def chunk_scan(
     del chunk_size, options
     steps = dt if dt_bias is None else dt + dt_bias
     steps = functional.softplus(steps) if dt_softplus else steps
-    steps = _limited(steps, dt_limit).transpose(1, 2)[0]
+    steps = _clamp(steps, dt_limit).transpose(1, 2)[0]
     steps = _without_padding(layer, steps)  # [H, L]
     _, length, heads, width = hidden_states.shape
     groups, numbers = B.shape[2:]
@@ -264,7 +264,7 @@ def chunk_scan(
     return result.transpose(0, 1)[None].contiguous(), state
 
 
-def _limited(steps: torch.Tensor, limits: tuple[float, float]) -> torch.Tensor:
+def _clamp(steps: torch.Tensor, limits: tuple[float, float]) -> torch.Tensor:
     least, most = limits
     steps = steps.clamp(min=least) if least > 0 else steps
     return steps.clamp(max=most) if math.isfinite(most) else steps
@@ -302,7 +302,9 @@ def gated_delta_rule(
     """
     del options
     length, heads = value.shape[1:3]
-    queries, keys = (_of_heads(x, heads, unit=use_qk_l2norm_in_kernel) for x in (query, key))
+    queries, keys = (
+        _repeat_for_heads(x, heads, unit=use_qk_l2norm_in_kernel) for x in (query, key)
+    )
     queries = queries * queries.shape[2] ** -0.5
     values = value[0].transpose(0, 1)  # [H, L, V]
     rates = _without_padding(layer, beta[0].t())[:, :, None]
@@ -319,7 +321,7 @@ def gated_delta_rule(
     return result.transpose(0, 1)[None].contiguous(), state[None]
 
 
-def _of_heads(vectors: torch.Tensor, heads: int, *, unit: bool) -> torch.Tensor:
+def _repeat_for_heads(vectors: torch.Tensor, heads: int, *, unit: bool) -> torch.Tensor:
     """Repeat vectors [1, L, G, K] of groups for their heads: [H, L, K]."""
     if unit:
         vectors = vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + 1e-6)

@@ -49,11 +49,11 @@ def scale_residuals(model: Any) -> None:
         for module in stack.modules():
             if isinstance(module, RMSNorm):
                 module.eps *= FACTOR**2
-            if (linear := _last_factor(module)) is not None:
-                linear.weight = nn.Parameter(_scaled(linear.weight), requires_grad=False)
+            if (linear := _branch_layer(module)) is not None:
+                linear.weight = nn.Parameter(_scaled_weight(linear.weight), requires_grad=False)
 
 
-def _last_factor(module: Any) -> Any:
+def _branch_layer(module: Any) -> Any:
     """Return the linear layer that scales with a module's residual branch, or None.
 
     For a gated layer wo(gelu(wi_0 x) * wi_1 x) it is wi_1, because the product may overflow too.
@@ -63,7 +63,7 @@ def _last_factor(module: Any) -> Any:
     return module.o if all(hasattr(module, name) for name in "qkvo") else None
 
 
-def _scaled(weight: torch.Tensor) -> torch.Tensor:
+def _scaled_weight(weight: torch.Tensor) -> torch.Tensor:
     if isinstance(weight, StoredWeight):
         return StoredWeight(partial(_read_scaled, weight), weight.shape)
     return weight * FACTOR

@@ -77,7 +77,7 @@ class StoredWeight(torch.Tensor):
         if func in _VIEWS:
             return cls(args[0].read, args[0].shape)
         if func in _MOVES:
-            return _moved(func, args, kwargs or {})
+            return _lazy_result(func, args, kwargs or {})
         if func._schema.is_mutable:
             raise TypeError(f"{func} would write to a weight that is in a file")
         return func(
@@ -85,7 +85,7 @@ class StoredWeight(torch.Tensor):
         )
 
 
-def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StoredWeight:
+def _lazy_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StoredWeight:
     """Return an operator's result as a stored weight, which runs the operator when it is read."""
 
     def read() -> torch.Tensor:

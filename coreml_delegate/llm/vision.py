@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from coreml_delegate.errors import LoweringError, OptionError
-from coreml_delegate.llm.attention import Call, calling
+from coreml_delegate.llm.attention import Call, active_call
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.images import ImageInput, Preparation
 from coreml_delegate.llm.layout import EMBED, VISION
@@ -38,7 +38,7 @@ class _Family:
         return rows.reshape(1, -1, rows.shape[-1])
 
 
-class _Padded(_Family):
+class _PaddedFamily(_Family):
     """Towers that take padded images, here for images without padding.
 
     The model skips images that are all zero. That depends on values, so only the tower is called.
@@ -88,8 +88,8 @@ class PatchEmbedding(nn.Module):
 
 _FAMILIES: Mapping[str, _Family] = {
     "llava": _Family(),
-    "smolvlm": _Padded(),
-    "idefics3": _Padded(),
+    "smolvlm": _PaddedFamily(),
+    "idefics3": _PaddedFamily(),
     "vipllava": _Family(),
     "aya_vision": _Family(),
     "cohere2_vision": _Family(),
@@ -136,7 +136,7 @@ def image_size(config: Any) -> tuple[int, int]:
         raise OptionError(
             "the model takes images of any size, which is not supported",
             got=f"a vision_config with model_type {config.vision_config.model_type!r}",
-            expected="one with image_size",
+            expected="a vision_config with image_size",
         )
     height, width = size if isinstance(size, list | tuple) else (size, size)
     return int(height), int(width)
@@ -194,7 +194,7 @@ class VisionDecoder(Decoder):
 
     def see(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [1, N, width] of an image, pixels [1, 3, H, W]."""
-        with calling(Call(), self.model):
+        with active_call(Call(), self.model):
             return self._family.see(self.model, pixels)
 
     def language_modules(self) -> Iterator[tuple[str, nn.Module]]:

@@ -225,7 +225,7 @@ def test_draws_are_those_from_the_logits(inside, outside):
 @pytest.mark.parametrize(
     ("sampling", "selection", "message"),
     [
-        (Sampling(0.5), ARGMAX, r"no other can be drawn: got temperature 0.5\. Export it with"),
+        (Sampling(0.5), ARGMAX, r"nothing to sample: got temperature 0.5\. Export it with"),
         (Sampling(top_k=3), ARGMAX, "got top_k 3"),
         (Sampling(top_p=0.5), ARGMAX, "got top_p 0.5"),
         (Sampling(0.5, top_k=6), TOP_5, "returns 5 tokens .* got top_k 6, expected at most 5"),

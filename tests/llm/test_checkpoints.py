@@ -150,7 +150,7 @@ def test_end_tokens_of_instructed_models(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 2], "top_p": 0.9}')
     assert end_tokens(config, tmp_path) == (2, 3)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "2"}')
-    with pytest.raises(OptionError, match="has end tokens that are no integers"):
+    with pytest.raises(OptionError, match="has end tokens that are not integers"):
         end_tokens(config, tmp_path)
 
 

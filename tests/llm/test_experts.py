@@ -12,7 +12,7 @@ from support.tolerances import ATOL_RTOL_LOGITS
 from torch import nn
 
 from coreml_delegate.errors import LoweringError
-from coreml_delegate.llm.attention import Call, attend, calling
+from coreml_delegate.llm.attention import Call, active_call, attend
 from coreml_delegate.llm.checkpoint import load_decoder, read_config
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.experts import Experts, LastLayers, routers, sort_choices
@@ -142,7 +142,7 @@ def test_sinks_take_a_share_of_the_attention():
     )
     mask = torch.where(random(1, 1, length, rows, seed=5) > 0.5, -3e4, 0.0)
     sinks = 3 * random(heads, seed=6)
-    with calling(Call(), nn.Module()):
+    with active_call(Call(), nn.Module()):
         found, _ = attend(nn.Module(), query, key, value, mask, s_aux=sinks)
     keys, values = (part.repeat_interleave(groups, 1) for part in (key, value))
     scores = query @ keys.transpose(2, 3) * width**-0.5 + mask

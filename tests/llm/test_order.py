@@ -11,7 +11,7 @@ import pytest
 from support.checkpoints import tiny_model
 from support.llm_families import FAMILIES
 
-from coreml_delegate.llm.attention import Call, calling
+from coreml_delegate.llm.attention import Call, active_call
 
 TESTS = Path(__file__).parents[1]
 
@@ -33,7 +33,7 @@ def test_code_of_models_goes_through_sets_in_order():
     model = tiny_model("mellum", **FAMILIES["mellum"].changes)
     names = vars(sys.modules[type(model).__module__])
     texts = [f"{number:03d}" for number in range(100)]
-    with calling(Call(), model), calling(Call(), model):
+    with active_call(Call(), model), active_call(Call(), model):
         assert list(names["set"](reversed(texts))) == texts
         assert {"a", "b"} == names["set"]("ab")
     assert "set" not in names

@@ -236,7 +236,7 @@ def test_a_tokenizer_is_named_by_its_file_or_folder(program, checkpoint, capsys)
 @pytest.mark.parametrize(
     ("selection", "options", "message"),
     [
-        ("argmax", ["--temperature", "0.5"], "no other can be drawn: got temperature 0.5"),
+        ("argmax", ["--temperature", "0.5"], "nothing to sample: got temperature 0.5"),
         ("argmax", ["--top-k", "3"], "got top_k 3"),
         ("argmax", ["--top-p", "0.5"], "got top_p 0.5"),
         ("top-k:3", ["--temperature", "1", "--top-k", "4"], "got top_k 4, expected at most 3"),

@@ -39,7 +39,7 @@ def write_branches(branches: Sequence[ExportedProgram]) -> str:
     outputs: Any = branches[-1].graph.output_node().args[0]
     values = [output.meta["val"] for output in outputs]
     results = [[list(value.shape), str(value.dtype).removeprefix("torch.")] for value in values]
-    return json.dumps({"results": results, "branches": [*map(_write, branches)]})
+    return json.dumps({"results": results, "branches": [*map(_write_branch, branches)]})
 
 
 def read_branches(text: str) -> tuple[ExportedProgram, ...]:
@@ -55,7 +55,7 @@ def results_of(text: str) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
     return tuple((tuple(shape), getattr(torch, dtype)) for shape, dtype in results)
 
 
-def _write(branch: ExportedProgram) -> str:
+def _write_branch(branch: ExportedProgram) -> str:
     for node in branch.graph.nodes:
         # torch's metadata has line numbers of generated code, which differ between processes.
         node.meta = {
@@ -70,10 +70,10 @@ def _write(branch: ExportedProgram) -> str:
 
 @functools.lru_cache(_CACHED)
 def _branches(text: str) -> tuple[Branch, ...]:
-    return tuple(_callable(branch) for branch in read_branches(text))
+    return tuple(_as_function(branch) for branch in read_branches(text))
 
 
-def _callable(branch: ExportedProgram) -> Branch:
+def _as_function(branch: ExportedProgram) -> Branch:
     module = branch.module()
 
     def call(*arguments: torch.Tensor) -> Tensors:
@@ -87,7 +87,7 @@ def _callable(branch: ExportedProgram) -> Branch:
 # results, so a result of rank 0 gets one dimension.
 
 
-def _detached(result: torch.Tensor) -> torch.Tensor:
+def _without_alias(result: torch.Tensor) -> torch.Tensor:
     return result.clone() if result.dim() else result.reshape(1).clone()
 
 
@@ -98,14 +98,14 @@ def _empty(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torc
 def _cond(branches: str, condition: torch.Tensor, operands: Tensors) -> Tensors:
     then, otherwise = _branches(branches)
     chosen = then if condition.item() else otherwise
-    return [*map(_detached, chosen(*operands))]
+    return [*map(_without_alias, chosen(*operands))]
 
 
 def _while_loop(branches: str, carry: Tensors, operands: Tensors) -> Tensors:
     condition, body = _branches(branches)
     while condition(*carry, *operands)[0].item():
         carry = body(*carry, *operands)
-    return [*map(_detached, carry)]
+    return [*map(_without_alias, carry)]
 
 
 def _scan(branches: str, carry: Tensors, sequences: Tensors, operands: Tensors) -> Tensors:
@@ -115,7 +115,7 @@ def _scan(branches: str, carry: Tensors, sequences: Tensors, operands: Tensors) 
         results = step(*carry, *(sequence[index] for sequence in sequences), *operands)
         carry, row = results[: len(carry)], results[len(carry) :]
         rows.append(row)
-    last = [*map(_detached, carry)]
+    last = [*map(_without_alias, carry)]
     return last + [torch.stack(list(column)) for column in zip(*rows, strict=True)]
 
 

@@ -78,7 +78,7 @@ def nms(
     return indices if is_batched else indices[0]
 
 
-def _shape(
+def _nms_shape(
     boxes: Tensor, scores: Tensor, iou_threshold: float, max_boxes: int, per_class: bool
 ) -> Tensor:
     del scores, iou_threshold, per_class
@@ -118,5 +118,5 @@ def _nms_out(*arguments: Any, out: Tensor) -> Tensor:
 
 
 _LIBRARY.impl("nms", _nms, "CompositeExplicitAutograd")
-_LIBRARY.impl("nms", _shape, "Meta")
+_LIBRARY.impl("nms", _nms_shape, "Meta")
 _LIBRARY.impl("nms.out", _nms_out, "CompositeExplicitAutograd")

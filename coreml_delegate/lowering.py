@@ -105,8 +105,8 @@ def _check_bounds(exported: Bounds, lowered: Bounds) -> None:
         if before != after:
             raise LoweringError(
                 "an operator of the model lets ExecuTorch take fewer sizes than were asked for",
-                got=_shape(after),
-                expected=_shape(before),
+                got=_shape_text(after),
+                expected=_shape_text(before),
                 remedy="Export a program for each size",
             )
 
@@ -124,7 +124,7 @@ def _bounds(program: ExportedProgram) -> Bounds:
     ]
 
 
-def _shape(bounds: Sequence[tuple[int, int]]) -> str:
+def _shape_text(bounds: Sequence[tuple[int, int]]) -> str:
     return str([low if low == high else f"{low}..{high}" for low, high in bounds]).replace("'", "")
 
 

@@ -25,7 +25,7 @@ _LIBRARY = torch.library.Library("coreml_delegate", "FRAGMENT")
 _LOCK = threading.RLock()
 
 
-def _shapes(
+def _result_shapes(
     sequence: torch.Tensor, states: torch.Tensor | list[torch.Tensor], *arguments: Any
 ) -> tuple[torch.Tensor, ...]:
     """Return empty tensors with the shapes of a recurrent op's results.
@@ -47,7 +47,7 @@ def _define_placeholder(overload: Any) -> OpOverload:
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, overload, "CompositeExplicitAutograd")
-    _LIBRARY.impl(name, _shapes, "Meta")
+    _LIBRARY.impl(name, _result_shapes, "Meta")
     packet, _, suffix = name.partition(".")
     return getattr(getattr(_OWN, packet), suffix)
 
@@ -87,18 +87,20 @@ def dynamic_steps() -> Generator[None]:
         ]
         try:
             for op, kernels in tables:
-                _set_kernels(op, {key: _by_shape(kernel) for key, kernel in kernels.items()})
+                _set_kernels(
+                    op, {key: _infer_shapes_when_traced(kernel) for key, kernel in kernels.items()}
+                )
             yield
         finally:
             for op, kernels in tables:
                 _set_kernels(op, kernels)
 
 
-def _by_shape(kernel: Any) -> Callable[..., Any]:
+def _infer_shapes_when_traced(kernel: Any) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def call(*arguments: Any) -> Any:
         is_traced = detect_fake_mode(arguments[:1]) is not None
-        return _shapes(*arguments) if is_traced else kernel(*arguments)
+        return _result_shapes(*arguments) if is_traced else kernel(*arguments)
 
     return call
 

@@ -169,16 +169,16 @@ def by_parameter(
         shapes: Shapes of the flattened inputs.
     """
     structure = pytree.tree_structure((tuple(args), dict(kwargs)))
-    shaped, by_keyword = pytree.tree_unflatten(list(shapes), _listed(structure))
+    shaped, by_keyword = pytree.tree_unflatten(list(shapes), _with_lists(structure))
     signature = inspect.signature(_forward_of(module))
     return dict(signature.bind(*shaped, **by_keyword).arguments)
 
 
-def _listed(spec: pytree.TreeSpec) -> pytree.TreeSpec:
+def _with_lists(spec: pytree.TreeSpec) -> pytree.TreeSpec:
     """Replace dataclasses and other registered containers by lists, as in dynamic shapes."""
     if spec.is_leaf():
         return spec
-    children = [_listed(child) for child in spec.children()]
+    children = [_with_lists(child) for child in spec.children()]
     if spec.type in pytree.BUILTIN_TYPES:
         return pytree.TreeSpec(spec.type, spec.context, children)
     return pytree.TreeSpec(list, None, children)
@@ -223,9 +223,9 @@ def _dimension(expression: Any, ranges: Mapping[Any, ValueRanges[Any]]) -> Any:
     factor, offset = expression.coeff(symbol, 1), expression.coeff(symbol, 0)
     if more or not (factor.is_Integer and offset.is_Integer):
         raise OptionError(
-            "an input size is computed from another, and torch.export cannot be told so",
+            "an input size depends on another in a form that torch.export does not support",
             got=str(expression),
-            expected="a whole multiple of it, and a constant",
+            expected="an integer multiple of it, plus an integer",
         )
     root = Dim(str(symbol), **_limits(ranges[symbol]))
     scaled = root if factor == 1 else int(factor) * root

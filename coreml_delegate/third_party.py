@@ -133,7 +133,9 @@ def _hidden(names: Iterable[str]) -> Generator[None]:
 @contextmanager
 def quiet_import() -> Generator[None]:
     """Drop the known import-time messages of coremltools and torchao."""
-    filters = [(logging.getLogger(name), _Drop(patterns)) for name, patterns in _NOISE.items()]
+    filters = [
+        (logging.getLogger(name), _DropFilter(patterns)) for name, patterns in _NOISE.items()
+    ]
     for logger, drop in filters:
         logger.addFilter(drop)
     try:
@@ -148,7 +150,7 @@ def quiet_import() -> Generator[None]:
             logger.removeFilter(drop)
 
 
-class _Drop(logging.Filter):
+class _DropFilter(logging.Filter):
     def __init__(self, patterns: tuple[str, ...]) -> None:
         super().__init__()
         self._pattern = re.compile("|".join(patterns))
@@ -161,7 +163,7 @@ class _Drop(logging.Filter):
 def without_kernel_advice() -> Generator[None]:
     """Drop messages of transformers about faster kernels for other devices."""
     logger = logging.getLogger("transformers.integrations.hub_kernels")
-    drop = _Drop((r"`\w+` is falling back to its reference PyTorch implementation",))
+    drop = _DropFilter((r"`\w+` is falling back to its reference PyTorch implementation",))
     logger.addFilter(drop)
     try:
         yield

@@ -30,17 +30,17 @@ _KEYWORDS = 1  # index of the keyword inputs; the positional inputs have index 0
 
 def input_name(path: Path) -> str:
     """Return the name of an input; its path starts with the parameter's name."""
-    return _key(path[0]) + _inner(path[1:])
+    return _key(path[0]) + _suffix(path[1:])
 
 
 def output_name(path: Path) -> str:
     """Return the name of an output; a single result is ``output_0``."""
     first, *inner = path or (0,)
     start = f"{OUTPUT}_{first}" if isinstance(first, int) else _key(first)
-    return start + _inner(inner)
+    return start + _suffix(inner)
 
 
-def _inner(path: Sequence[str | int]) -> str:
+def _suffix(path: Sequence[str | int]) -> str:
     return "".join(f".{key}" if _is_word(key) else f"[{key!r}]" for key in path)
 
 
@@ -62,27 +62,27 @@ def read_inputs(nesting: str, count: int) -> list[str] | None:
     Returns:
         ``count`` different names, or None if the text does not determine them.
     """
-    paths = _read(nesting)
+    paths = _read_paths(nesting)
     if paths is None:
         return None
     names = [
         input_name(path[1:]) if path[:1] == (_KEYWORDS,) and len(path) > 1 else str(position)
         for position, path in enumerate(paths)
     ]
-    return _unless_ambiguous(names, count)
+    return _if_unique(names, count)
 
 
 def read_outputs(nesting: str, count: int) -> list[str] | None:
     """Return the names of a method's outputs; see ``read_inputs``."""
-    paths = _read(nesting)
-    return None if paths is None else _unless_ambiguous([*map(output_name, paths)], count)
+    paths = _read_paths(nesting)
+    return None if paths is None else _if_unique([*map(output_name, paths)], count)
 
 
-def _unless_ambiguous(names: list[str], count: int) -> list[str] | None:
+def _if_unique(names: list[str], count: int) -> list[str] | None:
     return names if len(names) == count == len(set(names)) else None
 
 
-def _read(nesting: str) -> list[Path] | None:
+def _read_paths(nesting: str) -> list[Path] | None:
     try:
         protocol, spec = json.loads(nesting)
         return [*_paths(spec, ())] if protocol == _PROTOCOL else None

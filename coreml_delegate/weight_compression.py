@@ -68,7 +68,7 @@ def _newer_palette(config: Mapping[str, Any]) -> Iterator[str]:
         yield "a scale per channel"
 
 
-def _none(_: Mapping[str, Any]) -> Iterator[str]:
+def _newer_pruning(_: Mapping[str, Any]) -> Iterator[str]:
     yield from ()
 
 
@@ -90,12 +90,12 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         MAGNITUDE: Kind(
             "prune_weights",
             ("target_sparsity", "block_size", "n_m_ratio", "dim", "weight_threshold"),
-            _none,
+            _newer_pruning,
         ),
         THRESHOLD: Kind(
             "prune_weights",
             ("threshold", "minimum_sparsity_percentile", "weight_threshold"),
-            _none,
+            _newer_pruning,
         ),
     }
 )
@@ -137,7 +137,7 @@ def demand(
         stages: Stages of ``weight_compression``.
     """
     features = [] if linear is None else [(LINEAR_OPTION, list(_newer_linear(linear)))]
-    newer = [text for stage in stages or () for text in _newer_of(stage)]
+    newer = [text for stage in stages or () for text in _newer_features(stage)]
     if len(stages or ()) > 1 or (linear is not None and stages):
         newer.append("several kinds for one weight")
     if stages:
@@ -182,7 +182,7 @@ def config_of(stage: Stage, op_type: str, name: str) -> Mapping[str, Any] | None
     return None if config is None else {_TYPE: stage[_TYPE], **config}
 
 
-def _newer_of(stage: Stage) -> Iterator[str]:
+def _newer_features(stage: Stage) -> Iterator[str]:
     for kind, config in configs_in(stage):
         yield from KINDS[kind].newer(config)
 
@@ -214,7 +214,7 @@ def _check_stage(stage: object) -> None:
 def _check_kind(kind: object) -> None:
     if kind not in KINDS:
         raise OptionError(
-            f"{OPTION}: {_TYPE!r} is no kind of compression",
+            f"{OPTION}: {_TYPE!r} is not a kind of compression",
             got=repr(kind),
             expected=near_matches(kind, tuple(KINDS)),
         )

@@ -20,7 +20,7 @@ from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
 from coreml_delegate.ops.quantization import Output
 from coreml_delegate.quantizer.config import LayerSettings
 from coreml_delegate.quantizer.matcher import Match
-from coreml_delegate.quantizer.qspec import SpecFactory, derived, output_spec
+from coreml_delegate.quantizer.qspec import SpecFactory, derived_spec, output_spec
 
 MARK_KEY = "coreml_quantization"
 """Key of the ``Mark`` in a node's ``meta``."""
@@ -101,7 +101,7 @@ class Annotator:
         if match.pattern.output is Output.OF_INPUT:
             source = match.data[0]
             spec = output_spec(source)
-            return None if spec is None else derived(source, spec)
+            return None if spec is None else derived_spec(source, spec)
         if match.fixed_range is not None:
             return specs.fixed(*match.fixed_range)
         return specs.activation(not_negative=match.last in self._not_negative)

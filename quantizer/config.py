@@ -157,14 +157,18 @@ def _layer(config: Any, where: str) -> LayerSettings | None:
             expected="'vanilla'",
             remedy="Learn scales with coremltools' LinearQuantizer, before the export",
         )
-    activation = _one_of(_ACTIVATION_DTYPES, config.activation_dtype, f"{where}: activation_dtype")
-    weight = _one_of(_WEIGHT_DTYPES, config.weight_dtype, f"{where}: weight_dtype")
+    activation = _accepted_dtype(
+        _ACTIVATION_DTYPES, config.activation_dtype, f"{where}: activation_dtype"
+    )
+    weight = _accepted_dtype(_WEIGHT_DTYPES, config.weight_dtype, f"{where}: weight_dtype")
     bits = 8 if weight is None else config.weight_n_bits
     if bits not in _WEIGHT_BITS:
         raise OptionError(f"{where}: weight_dtype", got=f"{bits} bits", expected="4 or 8 bits")
     scheme = str(config.quantization_scheme.value)
     if scheme not in _SCHEMES:
-        raise OptionError(f"{where}: quantization_scheme", got=scheme, expected=_listed(_SCHEMES))
+        raise OptionError(
+            f"{where}: quantization_scheme", got=scheme, expected=_choices_text(_SCHEMES)
+        )
     return LayerSettings(
         weight=weight,
         weight_bits=bits,
@@ -177,7 +181,7 @@ def _layer(config: Any, where: str) -> LayerSettings | None:
     )
 
 
-def _one_of(
+def _accepted_dtype(
     table: Mapping[torch.dtype, torch.dtype | None], value: Any, option: str
 ) -> torch.dtype | None:
     if value not in table:
@@ -193,7 +197,7 @@ def _observer(observer: Any, option: str) -> str:
         raise OptionError(
             f"{option} is not available for exported programs",
             got=repr(name),
-            expected=_listed(_OBSERVERS),
+            expected=_choices_text(_OBSERVERS),
         )
     return name
 
@@ -212,7 +216,7 @@ def _milestones(milestones: list[int] | None, where: str) -> Milestones | None:
     observe, quantize, stop, freeze = steps
     if observe is None or (stop is not None and stop <= observe):
         raise OptionError(
-            f"{where}: milestones never let ranges be observed",
+            f"{where}: the milestones never enable observers",
             got=repr(milestones),
             expected="a first milestone that comes before the third",
         )
@@ -224,7 +228,7 @@ def _check_name(name: str) -> None:
         re.compile(name)
     except re.error as error:
         raise OptionError(
-            "module_name_configs has a name that is no regular expression",
+            "module_name_configs has a name that is not a regular expression",
             got=f"{name!r} ({error})",
             expected="a module's path such as 'layers.0', or an expression for several",
         ) from error
@@ -239,5 +243,5 @@ def _check_type(kind: Any) -> None:
         )
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def _choices_text(names: tuple[str, ...]) -> str:
     return " or ".join(repr(name) for name in names)

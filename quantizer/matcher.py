@@ -89,7 +89,7 @@ class Match:
         return keeps and all(n in not_negative for n in self.data) and all(s >= 0 for s in scalars)
 
 
-def find(graph: Graph, selector: SettingsSelector) -> Iterator[Match]:
+def find_matches(graph: Graph, selector: SettingsSelector) -> Iterator[Match]:
     """Yield the matches of a graph in graph order; a call is in at most one match.
 
     Calls with an annotation are skipped.

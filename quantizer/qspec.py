@@ -114,7 +114,7 @@ class SpecFactory:
         )
 
 
-def derived(source: Node, spec: Concrete) -> DerivedQuantizationSpec:
+def derived_spec(source: Node, spec: Concrete) -> DerivedQuantizationSpec:
     """Return the spec of a tensor that only has values of ``source``, whose spec is ``spec``."""
     low, high = integer_range(spec.dtype)
     return DerivedQuantizationSpec(

@@ -13,9 +13,9 @@ from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.quantizer.annotate import Annotator
 from coreml_delegate.quantizer.checker import refusal
 from coreml_delegate.quantizer.config import read_config
-from coreml_delegate.quantizer.matcher import find
+from coreml_delegate.quantizer.matcher import find_matches
 from coreml_delegate.quantizer.report import QuantizationReport, describe
-from coreml_delegate.quantizer.schedule import MilestoneSchedule, attach
+from coreml_delegate.quantizer.schedule import MilestoneSchedule, attach_milestones
 from coreml_delegate.quantizer.selection import SettingsSelector
 from coreml_delegate.quantizer.validation import validate
 
@@ -67,7 +67,7 @@ class CoreMLQuantizer(Quantizer):
         selector.check_entries(model.graph.nodes)
         annotator = Annotator()
         reasons: dict[Node, str] = {}
-        for match in find(model.graph, selector):
+        for match in find_matches(model.graph, selector):
             reason = refusal(match)
             if reason is None and match.choice.settings is not None:
                 annotator.annotate(match, match.choice.settings)
@@ -94,7 +94,7 @@ class CoreMLQuantizer(Quantizer):
         edge_or_node_to_obs_or_fq: dict[EdgeOrNode, ObserverOrFakeQuantize],
     ) -> None:
         """Store the milestones of each layer in its fake-quantize modules; torchao calls this."""
-        attach(edge_or_node_to_obs_or_fq)
+        attach_milestones(edge_or_node_to_obs_or_fq)
 
     def schedule(self, model: GraphModule) -> MilestoneSchedule:
         """Return the milestone schedule of a model; call its ``step`` before each training step.

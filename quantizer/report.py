@@ -147,7 +147,7 @@ def describe(graph: Graph, reasons: Mapping[Node, str]) -> QuantizationReport:
         reasons: Why calls with a pattern are not quantized.
     """
     calls = (n for n in graph.nodes if n.op == "call_function")
-    recorded = (n for n in calls if _computes_float(n) and not _is_part(n))
+    recorded = (n for n in calls if _computes_float(n) and not _is_tuple_element(n))
     return QuantizationReport(tuple(_record(n, reasons) for n in recorded))
 
 
@@ -166,8 +166,8 @@ def _record(node: Node, reasons: Mapping[Node, str]) -> NodeQuantization:
         pattern=None if mark is None else mark.pattern,
         fused_into=None if mark is None or is_anchor else mark.anchor,
         config=None if mark is None else mark.origin,
-        inputs={n.name: _text(s) for n, s in quantized.items() if n not in weights},
-        weight=next((_text(quantized[n]) for n in weights), None),
+        inputs={n.name: _spec_text(s) for n, s in quantized.items() if n not in weights},
+        weight=next((_spec_text(quantized[n]) for n in weights), None),
         output=None if annotation is None else _result_text(node),
         reason=None if mark is not None else _reason(node, reasons),
     )
@@ -182,15 +182,15 @@ def _reason(node: Node, reasons: Mapping[Node, str]) -> str:
 
 
 def _result_text(node: Node) -> str | None:
-    specs = [output_spec(n) for n in (node, *_parts(node))]
-    return next((_text(spec) for spec in specs if spec is not None), None)
+    specs = [output_spec(n) for n in (node, *_tuple_elements(node))]
+    return next((_spec_text(spec) for spec in specs if spec is not None), None)
 
 
-def _parts(node: Node) -> list[Node]:
+def _tuple_elements(node: Node) -> list[Node]:
     return [u for u in node.users if target_name(u.target) == GETITEM]
 
 
-def _is_part(node: Node) -> bool:
+def _is_tuple_element(node: Node) -> bool:
     """Whether a node is an element of a tuple result, which the record of its op covers."""
     return target_name(node.target) == GETITEM
 
@@ -201,7 +201,7 @@ def _computes_float(node: Node) -> bool:
     return any(isinstance(v, torch.Tensor) and v.dtype.is_floating_point for v in values)
 
 
-def _text(spec: QuantizationSpecBase) -> str:
+def _spec_text(spec: QuantizationSpecBase) -> str:
     if isinstance(spec, SharedQuantizationSpec):
         shared = spec.edge_or_node
         return f"as {shared.name if isinstance(shared, Node) else shared[0].name}"

@@ -21,7 +21,7 @@ _ATTRIBUTE = "coreml_milestones"
 _TRAINING = 5  # position of the argument ``training`` of batch_norm
 
 
-def attach(quantizers: Mapping[EdgeOrNode, Any]) -> None:
+def attach_milestones(quantizers: Mapping[EdgeOrNode, Any]) -> None:
     """Store the milestones of each layer in its fake-quantize modules.
 
     Args:

@@ -94,7 +94,7 @@ class SettingsSelector:
     def _depths_by_name(self, scopes: tuple[Scope, ...]) -> dict[str, int]:
         depths: dict[str, int] = {}
         for scope in scopes:
-            for path in _upwards(scope.path):
+            for path in _ancestor_paths(scope.path):
                 depth = path.count(".") + 1
                 for name, expression in self._names.items():
                     if expression.fullmatch(path) and depth > depths.get(name, 0):
@@ -129,7 +129,7 @@ class _TypeMatcher:
         return max(depths, default=0)
 
 
-def _upwards(path: str) -> Iterable[str]:
+def _ancestor_paths(path: str) -> Iterable[str]:
     while path:
         yield path
         path = path.rpartition(".")[0]

@@ -35,22 +35,27 @@ def validate(model: GraphModule) -> None:
         LoweringError: Annotations cannot be prepared, converted or lowered; it lists them.
     """
     annotated = [n for n in model.graph.nodes if annotation_of(n) is not None]
-    foreign = [n for n in annotated if any(_specs(n)) and not _is_quantizable(n)]
+    foreign = [n for n in annotated if any(_annotated_specs(n)) and not _is_quantizable(n)]
     if foreign:
         raise UnsupportedOperatorError(
             "annotated operators that Core ML does not run quantized",
-            got=_listed([f"{n.name} ({target_name(n.target)})" for n in foreign]),
+            got=_problems_text([f"{n.name} ({target_name(n.target)})" for n in foreign]),
             expected="operators whose records in coreml_delegate.ops have a quantization",
         )
     constants = attribute_constants(model.graph)
     problems = [
-        p for n in annotated for entry in _specs(n) for p in _problems(n, *entry, constants)
+        p
+        for n in annotated
+        for entry in _annotated_specs(n)
+        for p in _problems(n, *entry, constants)
     ]
     if problems:
-        raise LoweringError(f"{len(problems)} annotations cannot be used", got=_listed(problems))
+        raise LoweringError(
+            f"{len(problems)} annotations cannot be used", got=_problems_text(problems)
+        )
 
 
-def _specs(node: Node) -> Iterator[Annotated]:
+def _annotated_specs(node: Node) -> Iterator[Annotated]:
     annotation = annotation_of(node)
     if annotation is None:
         return
@@ -170,6 +175,6 @@ def _name(edge_or_node: EdgeOrNode) -> str:
     )
 
 
-def _listed(items: list[str]) -> str:
+def _problems_text(items: list[str]) -> str:
     more = len(items) - _LISTED_PROBLEMS
     return "; ".join(items[:_LISTED_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")

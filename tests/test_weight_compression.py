@@ -326,7 +326,7 @@ def test_a_target_that_is_too_low_is_refused(options, text):
     [
         ({"config": "x", **PALETTE}, "unknown key: got 'config', expected perhaps"),
         (_stage("Palettizer", nbit=4), "unknown key: got 'nbit', expected perhaps nbits"),
-        (_stage("Paletizer", nbits=4), "no kind of compression.*perhaps OpPalettizerConfig"),
+        (_stage("Paletizer", nbits=4), "not a kind of compression.*perhaps OpPalettizerConfig"),
         (_stage("Palettizer", lut_function="f"), "unknown key: got 'lut_function'"),
         ({"config_type": "OpPalettizerConfig"}, "nothing to do"),
         ({**PALETTE, "op_type_configs": {"conv": {"nbit": 2}}}, "perhaps nbits"),

@@ -98,13 +98,13 @@ def compute_plan(package: Path, unit: ComputeUnit | None) -> tuple[PlannedOp, ..
             return tuple(
                 planned
                 for name, function in program.functions.items()
-                for planned in _planned(plan, name, function.block)
+                for planned in _planned_ops(plan, name, function.block)
             )
         finally:
             shutil.rmtree(compiled, ignore_errors=True)
 
 
-def _planned(plan: Any, function: str, block: Any) -> Iterator[PlannedOp]:
+def _planned_ops(plan: Any, function: str, block: Any) -> Iterator[PlannedOp]:
     for op in block.operations:
         # Names of operators in a compiled model start with the opset: ``ios17.conv``.
         op_type = op.operator_name.rpartition(".")[2]
@@ -120,7 +120,7 @@ def _planned(plan: Any, function: str, block: Any) -> Iterator[PlannedOp]:
                 None if cost is None else float(cost.weight),
             )
         for nested in op.blocks:
-            yield from _planned(plan, function, nested)
+            yield from _planned_ops(plan, function, nested)
 
 
 def _processor(device: Any) -> Processor:
@@ -167,11 +167,11 @@ def compare_plan(
         and set(finding.details.delegate.split(", ")) & set(delegate.split(", "))
     ]
     return [
-        ComparedOp(op, tuple(f.rule.name for f in leaving if _concerns(f, op))) for op in planned
+        ComparedOp(op, tuple(f.rule.name for f in leaving if _applies_to(f, op))) for op in planned
     ]
 
 
-def _concerns(finding: Finding, op: PlannedOp) -> bool:
+def _applies_to(finding: Finding, op: PlannedOp) -> bool:
     """Whether a finding applies to an operation; a finding without ops applies to its function."""
     details = finding.details
     if details.function not in (None, op.function):

@@ -74,7 +74,7 @@ def demands_of(program: Program) -> list[Demand]:
         demands.update(_boundary(function))
         view = FunctionView(function, "", {})
         opset = Opset.from_mil_name(function.opset)
-        demands.update(Demand(_oldest(view, op, opset), op.type) for op in view.locations)
+        demands.update(Demand(_oldest_for(view, op, opset), op.type) for op in view.locations)
     newer = [demand for demand in demands if demand.opset > _OLDEST]
     return sorted(newer, key=lambda demand: (-demand.opset, demand.what))
 
@@ -105,7 +105,7 @@ def _boundary(function: Function) -> Iterator[Demand]:
             yield Demand(Opset.iOS26, "inputs and outputs in int8")
 
 
-def _oldest(view: FunctionView, op: Op, opset: Opset) -> Opset:
+def _oldest_for(view: FunctionView, op: Op, opset: Opset) -> Opset:
     """Return the oldest opset, at most the program's, with an equivalent version of an op."""
     if op.type in _STATE_OPS:
         return STATE_OPSET
@@ -119,7 +119,7 @@ def _oldest(view: FunctionView, op: Op, opset: Opset) -> Opset:
         version = _version(versions, older)
         if version is None or current is None:
             break
-        if version is not current and not _takes(version, view, op, opset):
+        if version is not current and not _accepts(version, view, op, opset):
             break
         oldest = older
     return oldest
@@ -139,7 +139,7 @@ def _version(versions: Mapping[int, Any], opset: Opset) -> Any:
     return versions[max(available)] if available else None
 
 
-def _takes(version: Any, view: FunctionView, op: Op, opset: Opset) -> bool:
+def _accepts(version: Any, view: FunctionView, op: Op, opset: Opset) -> bool:
     """Whether a version of an op takes the arguments of a newer version, with the same result."""
     accepted: Mapping[str, Any] = version.input_spec.input_types
     # Decompression ops of iOS16 have their arguments as attributes.
@@ -153,14 +153,16 @@ def _takes(version: Any, view: FunctionView, op: Op, opset: Opset) -> bool:
     if op.type == _CAST and not _casts_to(version, view, op):
         return False
     return all(
-        _fits(version, accepted[name], view, bindings)
+        _accepts_types(version, accepted[name], view, bindings)
         if name in accepted
         else _is_default(view, op, name, opset)
         for name, bindings in arguments.items()
     )
 
 
-def _fits(version: Any, spec: Any, view: FunctionView, bindings: tuple[Binding, ...]) -> bool:
+def _accepts_types(
+    version: Any, spec: Any, view: FunctionView, bindings: tuple[Binding, ...]
+) -> bool:
     if spec.const and not all(map(view.is_stored, bindings)):
         return False
     domain = getattr(spec, "type_domain", None)
@@ -224,7 +226,7 @@ def _target(model: CheckedModel) -> Opset | None:
 RULES = (
     Rule(
         name="deployment-target",
-        finds="a deployment target newer than anything in the model needs",
+        finds="a deployment target newer than the model needs",
         reason="A model of opset CoreML7 does not load before iOS17 and macOS 14, and so with "
         "every opset: older systems do not know it.",
         consequence=Consequence.NEWER_SYSTEM,

@@ -16,7 +16,7 @@ from coreml_delegate.device_check.records import (
     Place,
     Rule,
     each_function,
-    grouped,
+    group_by_value,
 )
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Binding, Constant, Op, Ref
@@ -55,7 +55,7 @@ def _topk(view: FunctionView) -> Iterator[Details]:
                 got = "at the end of the model" if is_last else "its results are used in the model"
                 yield got, Place.of(view, op)
 
-    yield from grouped(view, occurrences())
+    yield from group_by_value(view, occurrences())
 
 
 def _is_only_output(view: FunctionView, name: str) -> bool:
@@ -68,7 +68,7 @@ def _is_only_output(view: FunctionView, name: str) -> bool:
 
 def _recurrent(view: FunctionView) -> Iterator[Details]:
     occurrences = ((op.type, Place.of(view, op)) for op in view.ops if op.type in _RECURRENT)
-    yield from grouped(view, occurrences)
+    yield from group_by_value(view, occurrences)
 
 
 def _attention(view: FunctionView) -> Iterator[Details]:
@@ -118,7 +118,7 @@ def _wide_gathers(view: FunctionView) -> Iterator[Details]:
             if largest >= TOKENS:
                 yield f"{rows:,} rows", Place.of(view, op)
 
-    yield from grouped(view, occurrences())
+    yield from group_by_value(view, occurrences())
 
 
 def _rows(view: FunctionView, op: Op) -> int:
@@ -174,7 +174,7 @@ def _strides(
             if strides is not None and any(map(is_slow, strides.reshape(-1).tolist())):
                 yield f"strides {strides.reshape(-1).tolist()}", Place.of(view, op)
 
-    yield from grouped(view, occurrences())
+    yield from group_by_value(view, occurrences())
 
 
 def _has_only_factors_2_and_3(number: int) -> bool:
@@ -188,12 +188,12 @@ def _has_only_factors_2_and_3(number: int) -> bool:
 RULES = (
     Rule(
         name="topk",
-        finds="a choice of the largest by topk",
+        finds="a topk op",
         reason="Compute plans of fp16 detectors on an M3 Pro have topk, and the ops that use its "
         "indices, on the CPU, everything else on the neural engine. On an iPhone 17 Pro one topk "
         "costs 1.75 ms beside a model on the neural engine, and 0.05 ms on the GPU.",
         consequence=Consequence.LEAVES_NEURAL_ENGINE,
-        remedy="Return what topk takes, and choose outside of the model, or leave it to "
+        remedy="Return the input of topk, and select outside of the model, or leave topk to "
         "ExecuTorch's CPU kernel (export --skip-op topk)",
         sources=(sources.TOPK_PLAN, sources.TOPK_TIME),
         examine=each_function(_topk),
@@ -221,8 +221,8 @@ RULES = (
     Rule(
         name="gpu-attention",
         finds=f"products, a bias and a softmax in fp32 for a batch of {_LARGE_BATCH} or more",
-        reason="Core ML fuses attention that is written out into one kernel of the GPU, whose "
-        "results were right for a batch of 9 and wrong for 10 (reported in February 2026).",
+        reason="Core ML fuses decomposed attention into one GPU kernel, whose results were right "
+        "for a batch of 9 and wrong for 10 (reported in February 2026).",
         consequence=Consequence.FAILS,
         remedy="Lower for a compute unit without the GPU, or split the scores and concatenate them "
         "before the softmax, so that nothing is fused",
@@ -242,7 +242,7 @@ RULES = (
     ),
     Rule(
         name="infinite-mask",
-        finds="infinity in what a softmax takes",
+        finds="infinity in the input of a softmax",
         reason="The hardware of the neural engine does not handle infinity correctly in softmax; "
         "Apple masks with -40000.",
         consequence=Consequence.LESS_EXACT,

@@ -198,7 +198,7 @@ RULES = (
         reason="A model typed float 16 can run on the neural engine, GPU and CPU, one typed "
         "float 32 on GPU and CPU.",
         consequence=Consequence.LEAVES_NEURAL_ENGINE,
-        remedy="Lower in fp16 (--precision float16), with keep_fp32 for what needs fp32",
+        remedy="Lower in fp16 (--precision float16), with keep_fp32 for the ops that need fp32",
         sources=(sources.TYPED_EXECUTION,),
         examine=_fp32_programs,
     ),

@@ -269,7 +269,7 @@ def each_function(
     return examine
 
 
-def grouped(
+def group_by_value(
     view: FunctionView, occurrences: Iterable[tuple[str, Place]], **fields: Any
 ) -> Iterator[Details]:
     """Group occurrences by their value; yield the details of one finding per value.

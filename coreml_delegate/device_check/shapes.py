@@ -13,7 +13,7 @@ from coreml_delegate.device_check.records import (
     Place,
     Rule,
     each_function,
-    grouped,
+    group_by_value,
 )
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Op, TensorType
@@ -45,7 +45,7 @@ def _large_dimensions(view: FunctionView) -> Iterator[Details]:
                 if largest > LARGEST_DIMENSION:
                     yield str(largest), Place.of(view, op)
 
-    yield from grouped(view, occurrences())
+    yield from group_by_value(view, occurrences())
 
 
 def _state_widths(view: FunctionView) -> Iterator[Details]:
@@ -74,7 +74,7 @@ def _range(low: int, high: int | None) -> str:
 def _computed_shapes(view: FunctionView) -> Iterator[Details]:
     if view.enumerates_shapes or view.has_ranges:
         return  # sizes are unknown because input sizes are
-    yield from grouped(
+    yield from group_by_value(
         view,
         (
             (str(kind), Place.of(view, op))
@@ -116,7 +116,7 @@ def _states_and_ranges(view: FunctionView) -> Iterator[Details]:
 
 
 def _high_ranks(view: FunctionView) -> Iterator[Details]:
-    yield from grouped(
+    yield from group_by_value(
         view,
         (
             (f"rank {len(kind.shape)}", Place.of(view, op))

@@ -92,7 +92,7 @@ def _wide_integers(view: FunctionView) -> Iterator[Details]:
             continue
         low, high = int(data.min()), int(data.max())
         kinds = _NARROW_IN_SPEC if constant.offset is None else _NARROW
-        narrow = next((kind for kind in kinds if _holds(kind, low, high)), None)
+        narrow = next((kind for kind in kinds if _fits(kind, low, high)), None)
         if narrow is None:
             continue
         stored = _varint_bytes(data) if constant.offset is None else data.nbytes
@@ -103,7 +103,7 @@ def _wide_integers(view: FunctionView) -> Iterator[Details]:
             yield Details(view.delegate, view.function.name, got, (place,), saved)
 
 
-def _holds(kind: str, low: int, high: int) -> bool:
+def _fits(kind: str, low: int, high: int) -> bool:
     limits = np.iinfo(kind)
     return limits.min <= low and high <= limits.max
 
@@ -182,7 +182,7 @@ def _duplicate(group: list[tuple[CheckedModel, StoredWeight]]) -> Details:
     )
     remedy = (
         "Lower the methods with weights shared (generate_multimethod_weight_sharing_strategy_"
-        "compile_spec), or partitions of one method as one, by what splits them in the report"
+        "compile_spec), or avoid the splits between partitions of one method (see the report)"
         if is_several
         else None
     )

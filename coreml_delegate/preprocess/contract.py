@@ -125,8 +125,8 @@ def _check_side(
     if len(expected) != len(features):
         raise ContractError(
             f"converted model has a different number of {side}s than the subgraph",
-            got=_listed(feature.name for feature in features),
-            expected=_listed(name for name, _ in expected),
+            got=_names_text(feature.name for feature in features),
+            expected=_names_text(name for name, _ in expected),
         )
     for (name, tensor), feature in zip(expected, features, strict=True):
         shape = tuple(feature.type.multiArrayType.shape)
@@ -143,7 +143,7 @@ def _check_unique(names: Sequence[str]) -> None:
     duplicates = sorted(name for name, count in Counter(names).items() if count > 1)
     if duplicates:
         raise ContractError(
-            "feature names of the converted model are not unique", got=_listed(duplicates)
+            "feature names of the converted model are not unique", got=_names_text(duplicates)
         )
 
 
@@ -157,5 +157,5 @@ def _tensor(name: Any, nodes: dict[str, Any]) -> torch.Tensor:
     return value
 
 
-def _listed(names: Iterable[str]) -> str:
+def _names_text(names: Iterable[str]) -> str:
     return ", ".join(names) or "none"

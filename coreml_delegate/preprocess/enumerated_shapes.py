@@ -45,7 +45,7 @@ def enumerate_inputs(
     """
     tensors = input_tensors(program)
     _check_names(shapes, tensors)
-    listed = {name: _read(name, value) for name, value in shapes.items()}
+    listed = {name: _read_shapes(name, value) for name, value in shapes.items()}
     _check_count(listed)
     entries: dict[tuple[Size, ...], EnumeratedInput] = {}
     for name, tensor in tensors.items():
@@ -56,7 +56,7 @@ def enumerate_inputs(
                 continue
             raise OptionError(
                 f"input {name!r} has dynamic dimensions and no enumerated shapes",
-                got=_described(sizes),
+                got=_sizes_text(sizes),
                 remedy="List a shape of it for each combination, or export it with fixed sizes",
             )
         for shape in listed[name]:
@@ -72,8 +72,8 @@ def enumerate_inputs(
             raise OptionError(
                 f"inputs {existing.names[0]!r} and {name!r} have the same symbolic shape "
                 "and different enumerated shapes",
-                got=f"{_listed(existing.shapes)} and {_listed(listed[name])}",
-                expected=_described(sizes),
+                got=f"{_shapes_text(existing.shapes)} and {_shapes_text(listed[name])}",
+                expected=_sizes_text(sizes),
                 remedy="Export them with dimensions that are independent of each other",
             )
     if not entries:
@@ -125,7 +125,7 @@ def tensor_shapes(
     Raises:
         ContractError: A size depends on more than these symbols.
     """
-    return tuple(tuple(_value(name, size, b) for size in tensor.shape) for b in bindings)
+    return tuple(tuple(_evaluate(name, size, b) for size in tensor.shape) for b in bindings)
 
 
 def undetermined(tensor: torch.Tensor, enumerated: EnumeratedShapes) -> str | None:
@@ -230,17 +230,17 @@ def _check_count(listed: Mapping[str, tuple[Shape, ...]]) -> None:
         )
 
 
-def _read(name: str, shapes: Any) -> tuple[Shape, ...]:
+def _read_shapes(name: str, shapes: Any) -> tuple[Shape, ...]:
     if not isinstance(shapes, list | tuple):
         raise OptionError(
             f"enumerated shapes of input {name!r} are not a list",
             got=repr(shapes),
             expected="[[1, 8]]",
         )
-    return tuple(_shape(name, shape) for shape in cast("Sequence[Any]", shapes))
+    return tuple(_read_shape(name, shape) for shape in cast("Sequence[Any]", shapes))
 
 
-def _shape(name: str, shape: Any) -> Shape:
+def _read_shape(name: str, shape: Any) -> Shape:
     sizes = tuple(cast("Sequence[Any]", shape)) if isinstance(shape, list | tuple) else ()
     if not sizes or any(type(size) is not int or size < 1 for size in sizes):
         raise OptionError(
@@ -256,7 +256,7 @@ def _check_shape(name: str, shape: Shape, sizes: Sequence[Size]) -> None:
         raise OptionError(
             f"enumerated shape of input {name!r} has a different rank than the input",
             got=f"{len(shape)} ({list(shape)})",
-            expected=f"{len(sizes)} ({_described(sizes)})",
+            expected=f"{len(sizes)} ({_sizes_text(sizes)})",
         )
     for dim, (value, size) in enumerate(zip(shape, sizes, strict=True)):
         if isinstance(size, int) and value != size:
@@ -278,23 +278,25 @@ def _check_shape(name: str, shape: Shape, sizes: Sequence[Size]) -> None:
 def _sizes_of(tensor: torch.Tensor, program: ExportedProgram) -> tuple[Size, ...]:
     ranges = {str(symbol): bounds for symbol, bounds in program.range_constraints.items()}
     return tuple(
-        _symbolic(str(expression_of(size)), ranges) if isinstance(size, torch.SymInt) else int(size)
+        _symbolic_size(str(expression_of(size)), ranges)
+        if isinstance(size, torch.SymInt)
+        else int(size)
         for size in tensor.shape
     )
 
 
-def _symbolic(expression: str, ranges: Mapping[str, Any]) -> SymbolicSize:
+def _symbolic_size(expression: str, ranges: Mapping[str, Any]) -> SymbolicSize:
     bounds = ranges.get(expression)
     if bounds is None:
         return SymbolicSize(expression)
-    return SymbolicSize(expression, _finite(bounds.lower), _finite(bounds.upper))
+    return SymbolicSize(expression, _finite_bound(bounds.lower), _finite_bound(bounds.upper))
 
 
-def _finite(bound: Any) -> int | None:
+def _finite_bound(bound: Any) -> int | None:
     return int(bound) if getattr(bound, "is_finite", True) and bound.is_Integer else None
 
 
-def _value(name: str, size: int | torch.SymInt, binding: Mapping[str, int]) -> int:
+def _evaluate(name: str, size: int | torch.SymInt, binding: Mapping[str, int]) -> int:
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression = expression_of(size)
@@ -311,9 +313,9 @@ def _value(name: str, size: int | torch.SymInt, binding: Mapping[str, int]) -> i
     return int(value)
 
 
-def _described(sizes: Sequence[Size]) -> str:
+def _sizes_text(sizes: Sequence[Size]) -> str:
     return f"[{', '.join(map(str, sizes))}]"
 
 
-def _listed(shapes: Sequence[Shape]) -> str:
+def _shapes_text(shapes: Sequence[Shape]) -> str:
     return " | ".join(str(list(shape)) for shape in shapes)

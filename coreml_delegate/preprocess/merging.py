@@ -67,7 +67,7 @@ class FunctionModel:
         values = list(_file_values(spec.mlProgram))
         locations = sorted({(v.fileName, v.offset) for v in values})
         stored = {location: _read_weight(parts.weights, *location) for location in locations}
-        keys = {location: _key(weight) for location, weight in stored.items()}
+        keys = {location: _weight_key(weight) for location, weight in stored.items()}
         return cls(
             spec=spec,
             names=metadata_in(joined).method(""),
@@ -160,7 +160,7 @@ def _read_weight(files: Mapping[str, memoryview], name: str, offset: int) -> Sto
     return read_weight(path, files[path], offset)
 
 
-def _key(weight: StoredWeight) -> WeightKey:
+def _weight_key(weight: StoredWeight) -> WeightKey:
     digest = hashlib.sha256()
     for chunk in chunks_of(weight.data):
         digest.update(chunk)

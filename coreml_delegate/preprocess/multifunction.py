@@ -160,8 +160,8 @@ def _results(partitions: _Partitions, strategy: WeightSharing | None) -> _Result
     )
     if strategy is WeightSharing.DISABLED:
         lowered = _lower_each(everything)
-        for single in lowered:
-            single.outcome.sharing = Sharing(reason="strategy DISABLED was asked for")
+        for entry in lowered:
+            entry.outcome.sharing = Sharing(reason="strategy DISABLED was asked for")
         return _separate_blobs(lowered)
     if strategy is WeightSharing.POSITIONAL:
         return _share_by_position(partitions)
@@ -201,13 +201,13 @@ def _lower_each(partitions: Sequence[_Partition]) -> list[_Lowered]:
 
 def _by_method(lowered: Iterable[_Lowered]) -> dict[str, list[_Lowered]]:
     groups: dict[str, list[_Lowered]] = {}
-    for single in lowered:
-        groups.setdefault(single.partition.method, []).append(single)
+    for entry in lowered:
+        groups.setdefault(entry.partition.method, []).append(entry)
     return groups
 
 
 def _separate_blobs(lowered: Iterable[_Lowered]) -> _Results:
-    return {(x.partition.method, x.partition.index): result_of(x.files) for x in lowered}
+    return {(e.partition.method, e.partition.index): result_of(e.files) for e in lowered}
 
 
 def _share_by_position(partitions: _Partitions) -> _Results:
@@ -232,13 +232,13 @@ def _share_by_position(partitions: _Partitions) -> _Results:
     lowered = _by_method(_lower_each([_as_package(partition) for partition in everything]))
     results: _Results = {}
     for row in zip(*lowered.values(), strict=True):
-        models = [FunctionModel.of(single.files) for single in row]
+        models = [FunctionModel.of(entry.files) for entry in row]
         reason = _target_reason(models)
         if reason:
             raise LoweringError(
                 "partitions cannot be one model",
                 got=f"{', '.join(map(str, row))}: {reason}",
-                remedy=f"Give the latest as minimum_deployment_target. {_OR_DISABLE}",
+                remedy=f"Pass the latest target as minimum_deployment_target. {_OR_DISABLE}",
             )
         results |= _share_model(row, models, kinds.copy().pop())
     return results
@@ -285,8 +285,8 @@ def _share_where_safe(partitions: _Partitions) -> _Results:
 def _share_at_position(row: Sequence[_Lowered]) -> _Results:
     """Share weights among the n-th partitions of several methods."""
     by_kind: dict[ModelType, list[_Lowered]] = {kind: [] for kind in ModelType}
-    for single in row:
-        by_kind[single.partition.options.model_type].append(single)
+    for entry in row:
+        by_kind[entry.partition.options.model_type].append(entry)
     packages = by_kind[ModelType.MODEL]
     results = _keep_separate(
         by_kind[ModelType.COMPILED_MODEL],
@@ -338,9 +338,9 @@ def _target_reason(models: Sequence[FunctionModel]) -> str:
 
 
 def _keep_separate(lowered: Sequence[_Lowered], reason: str) -> _Results:
-    for single in lowered:
-        single.outcome.sharing = Sharing(reason=reason)
-        logger.info("%s is a model by itself: %s", single, reason)
+    for entry in lowered:
+        entry.outcome.sharing = Sharing(reason=reason)
+        logger.info("%s is a model by itself: %s", entry, reason)
     return _separate_blobs(lowered)
 
 
@@ -348,13 +348,13 @@ def _share_model(
     row: Sequence[_Lowered], models: Sequence[FunctionModel], kind: ModelType
 ) -> _Results:
     """Merge partitions into one model with a function for each."""
-    methods = tuple(single.partition.method for single in row)
+    methods = tuple(entry.partition.method for entry in row)
     functions = _function_names(methods)
     names = {method: model.names for method, model in zip(methods, models, strict=True)}
     package = merge(dict(zip(functions, models, strict=True)))
     infos = [
-        debug_handles.of_function(debug_info_in(single.files), function)
-        for single, function in zip(row, functions, strict=True)
+        debug_handles.of_function(debug_info_in(entry.files), function)
+        for entry, function in zip(row, functions, strict=True)
     ]
     key, files = identify(_model_files(package, kind), names)
     if info := debug_handles.united(infos):
@@ -365,14 +365,14 @@ def _share_model(
     store = NamedDataStore()
     store.add_named_data(key, blob, alignment=ALIGNMENT)
     data = store.get_named_data_store_output()
-    separate = sum(size_of(content) for single in row for content in single.files.values())
+    separate = sum(size_of(content) for entry in row for content in entry.files.values())
     logger.info(
         "%s are one model: %d bytes instead of %d", ", ".join(map(str, row)), len(blob), separate
     )
     results: _Results = {}
-    for single, function, info in zip(row, functions, infos, strict=True):
-        single.outcome.sharing = Sharing(methods=methods)
-        results[single.partition.method, single.partition.index] = PreprocessResult(
+    for entry, function, info in zip(row, functions, infos, strict=True):
+        entry.outcome.sharing = Sharing(methods=methods)
+        results[entry.partition.method, entry.partition.index] = PreprocessResult(
             processed_bytes=BlobReference(key, function).encode(),
             debug_handle_map=debug_handles.handle_map(info),
             data_store_output=data,

@@ -32,7 +32,7 @@ from coreml_delegate.transforms.half_precision import promote_half_to_fp32
 Samples = Sequence[Sequence[Any]]
 """Inputs of several calls, each flattened as ``SourceModel.leaves``."""
 
-_LISTED = 3  # in a message
+_MOST_REASONS = 3  # in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def quantize_modules(module: nn.Module, assignment: QuantizationAssignment) -> M
     if not chosen:
         raise OptionError(
             f"nothing to quantize by {assignment.mode.name}",
-            got="; ".join(f"{path}: {why}" for path, why in list(in_float.items())[:_LISTED])
+            got="; ".join(f"{path}: {why}" for path, why in list(in_float.items())[:_MOST_REASONS])
             or "no linear layer or embedding",
             remedy="int8-weight and int4-weight quantize every kind of layer",
         )
@@ -165,7 +165,7 @@ def _quantize_by_pt2e(
         reasons = dict.fromkeys(str(node.reason) for node in report.unquantized)
         raise OptionError(
             f"nothing to quantize by {assignment.mode.name}",
-            got="; ".join(list(reasons)[:_LISTED]) or "no operations on floats",
+            got="; ".join(list(reasons)[:_MOST_REASONS]) or "no operations on floats",
         )
     return replace(source, module=quantized, exported=_export_again(quantized, program, source))
 

@@ -35,8 +35,8 @@ def linear_quantizer_config(
     with quiet_import():
         from coremltools.optimize.torch.quantization import LinearQuantizerConfig
 
-    by_name = {re.escape(path): _layer(own) for path, own in (modules or {}).items()}
-    return LinearQuantizerConfig(global_config=_layer(mode), module_name_configs=by_name)
+    by_name = {re.escape(path): _module_config(own) for path, own in (modules or {}).items()}
+    return LinearQuantizerConfig(global_config=_module_config(mode), module_name_configs=by_name)
 
 
 def quantizer_config_of(assignment: QuantizationAssignment) -> Any:
@@ -56,7 +56,7 @@ def torchao_config(mode: QuantizationMode, *, block_size: list[int] | None = Non
     """
     import torch
 
-    _require(mode, Method.MODULES)
+    _require_method(mode, Method.MODULES)
     coremltools()
     with quiet_import():
         from torchao.prototype.quantization.codebook_coreml import CodebookWeightOnlyConfig
@@ -84,13 +84,13 @@ def compile_keywords(mode: QuantizationMode) -> dict[str, Any]:
     return {OPTION: stage}
 
 
-def _layer(mode: QuantizationMode | None) -> Any:
+def _module_config(mode: QuantizationMode | None) -> Any:
     if mode is None:
         return None
     import torch
     from coremltools.optimize.torch.quantization import ModuleLinearQuantizerConfig
 
-    _require(mode, Method.PT2E)
+    _require_method(mode, Method.PT2E)
     return ModuleLinearQuantizerConfig(
         quantization_scheme="symmetric",
         activation_dtype=torch.quint8 if mode.activations else torch.float32,
@@ -101,7 +101,7 @@ def _layer(mode: QuantizationMode | None) -> Any:
     )
 
 
-def _require(mode: QuantizationMode, method: Method) -> None:
+def _require_method(mode: QuantizationMode, method: Method) -> None:
     if mode.method is not method:
         raise OptionError(
             f"{mode.name} has another method", got=mode.method.value, expected=method.value

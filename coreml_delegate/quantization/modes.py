@@ -70,7 +70,7 @@ class QuantizationMode:
             raise OptionError(
                 f"{option} must be {self.target.name} or higher for {self.name}",
                 got=target.name,
-                remedy=f"Ask for {self.target.name}, or leave it out",
+                remedy=f"Pass {self.target.name}, or leave it out",
             )
 
 
@@ -109,13 +109,13 @@ class _Row:
             raise OptionError(
                 f"{self.form} does not take this number",
                 got=name,
-                expected=_listed(self.numbers),
+                expected=_numbers_text(self.numbers),
             )
         value = number / 100 if self.field == "sparsity" else number
         return replace(self.mode, name=name, **{self.field: value})
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _numbers_text(numbers: Sequence[int]) -> str:
     if isinstance(numbers, range):
         return f"{numbers[0]} to {numbers[-1]}"
     return ", ".join(map(str, numbers))

@@ -105,18 +105,18 @@ def summarize_weights(program: Program) -> dict[str, Any]:
 def _function_weights(function: Function) -> Iterator[StoredWeight]:
     stored = [op for op in function.block.walk() if _is_stored(op)]
     producers = {output.name: op for op in stored for output in op.outputs}
-    inner = set(_intermediates(stored))
+    inner = set(_intermediate_values(stored))
     for op in stored:
         if inner.isdisjoint(output.name for output in op.outputs):
             yield from _weight(op, producers)
-    yield from _immediates(function.block)
+    yield from _immediate_weights(function.block)
 
 
 def _is_stored(op: Op) -> bool:
     return op.type == _CONST or op.type.startswith(_DECOMPRESSIONS)
 
 
-def _intermediates(ops: Iterable[Op]) -> Iterator[str]:
+def _intermediate_values(ops: Iterable[Op]) -> Iterator[str]:
     """Yield the names of the values that a decompression op reads."""
     for op in ops:
         if op.type.startswith(_DECOMPRESSIONS):
@@ -126,12 +126,12 @@ def _intermediates(ops: Iterable[Op]) -> Iterator[str]:
 
 def _weight(op: Op, producers: Mapping[str, Op]) -> Iterator[StoredWeight]:
     kind = op.outputs[-1].type
-    constants = [c for _, c in _sources(op, producers) if isinstance(c.data, np.ndarray)]
+    constants = [c for _, c in _stored_constants(op, producers) if isinstance(c.data, np.ndarray)]
     in_file = any(c.offset is not None for c in constants)
     if not in_file or not isinstance(kind, TensorType) or kind.shape is None:
         return
     shape = tuple(size or 0 for size in kind.shape)
-    words = [_SCHEMES.get(o.type, (o.type, ""))[0] for o in _chain(op, producers)]
+    words = [_SCHEMES.get(o.type, (o.type, ""))[0] for o in _decompression_chain(op, producers)]
     yield StoredWeight(
         name=op.outputs[-1].name,
         shape=shape,
@@ -143,7 +143,7 @@ def _weight(op: Op, producers: Mapping[str, Op]) -> Iterator[StoredWeight]:
     )
 
 
-def _immediates(block: Block) -> Iterator[StoredWeight]:
+def _immediate_weights(block: Block) -> Iterator[StoredWeight]:
     """Yield the weights that ops take directly, without a const op."""
     for op in block.walk():
         if _is_stored(op):
@@ -164,20 +164,20 @@ def _immediates(block: Block) -> Iterator[StoredWeight]:
             )
 
 
-def _chain(op: Op, producers: Mapping[str, Op]) -> Iterator[Op]:
+def _decompression_chain(op: Op, producers: Mapping[str, Op]) -> Iterator[Op]:
     """Yield a decompression op and the decompression ops before it."""
     if op.type != _CONST:
         yield op
         for bindings in op.inputs.values():
             for binding in bindings:
                 if not isinstance(binding, Constant) and binding.name in producers:
-                    yield from _chain(producers[binding.name], producers)
+                    yield from _decompression_chain(producers[binding.name], producers)
 
 
-def _sources(op: Op, producers: Mapping[str, Op]) -> Iterator[tuple[str, Constant]]:
+def _stored_constants(op: Op, producers: Mapping[str, Op]) -> Iterator[tuple[str, Constant]]:
     """Yield the stored constants of a value with their parameters, without duplicates."""
     seen: set[int] = set()
-    for part in [op] if op.type == _CONST else list(_chain(op, producers)):
+    for part in [op] if op.type == _CONST else list(_decompression_chain(op, producers)):
         for parameter, constant in _parameters(part, producers):
             if _address(constant) not in seen:
                 seen.add(_address(constant))
@@ -203,9 +203,11 @@ def _constants(op: Op) -> Iterator[Constant]:
 
 def _stored_as(op: Op, producers: Mapping[str, Op]) -> str:
     """Return the stored element type of the weights."""
-    for part in [op] if op.type == _CONST else list(_chain(op, producers)):
+    for part in [op] if op.type == _CONST else list(_decompression_chain(op, producers)):
         parameters = dict(_parameters(part, producers))
-        element = parameters.get("val" if part is op and op.type == _CONST else _data_of(part))
+        element = parameters.get(
+            "val" if part is op and op.type == _CONST else _data_parameter(part)
+        )
         if element is None:
             continue
         table = parameters.get(_TABLE)
@@ -213,10 +215,10 @@ def _stored_as(op: Op, producers: Mapping[str, Op]) -> str:
             # Before iOS18, indices of every width are packed into bytes.
             return f"uint{max(math.ceil(math.log2(table.data.size)), 1)}"
         return _label(element)
-    return _label(next(c for _, c in _sources(op, producers)))
+    return _label(next(c for _, c in _stored_constants(op, producers)))
 
 
-def _data_of(op: Op) -> str:
+def _data_parameter(op: Op) -> str:
     return _SCHEMES.get(op.type, ("", ""))[1]
 
 

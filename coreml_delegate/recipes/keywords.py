@@ -39,7 +39,7 @@ def _block_size(name: str, value: Any) -> None:
         problem = "must be a list of rows and columns that share a table, -1 for all"
         raise refused(name, problem, value)
     if FULL not in sizes:
-        raise refused(name, "must leave rows or columns whole, by -1", value)
+        raise refused(name, "must have -1 for rows or columns", value)
 
 
 def _of_coremltools(kind: str) -> Check:

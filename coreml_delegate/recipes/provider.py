@@ -82,11 +82,11 @@ class _Recipe:
     required: tuple[str, ...] = ()
 
 
-def _always(mode: str) -> Callable[[Mapping[str, Any]], str]:
+def _fixed_mode(mode: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda _: mode
 
 
-def _grouped(bits: int) -> Callable[[Mapping[str, Any]], str]:
+def _group_mode(bits: int) -> Callable[[Mapping[str, Any]], str]:
     return lambda values: f"int{bits}-group{values.get('group_size', _DEFAULT_GROUP)}"
 
 
@@ -95,19 +95,19 @@ _RECIPES = MappingProxyType(
     {
         CoreMLRecipeType.FP32: _Recipe(precision=Precision.FLOAT32),
         CoreMLRecipeType.FP16: _Recipe(),
-        CoreMLRecipeType.PT2E_INT8_STATIC: _Recipe(_always("int8-static")),
-        CoreMLRecipeType.PT2E_INT8_WEIGHT_ONLY: _Recipe(_always("int8-weight")),
+        CoreMLRecipeType.PT2E_INT8_STATIC: _Recipe(_fixed_mode("int8-static")),
+        CoreMLRecipeType.PT2E_INT8_WEIGHT_ONLY: _Recipe(_fixed_mode("int8-weight")),
         CoreMLRecipeType.TORCHAO_INT4_WEIGHT_ONLY_PER_CHANNEL: _Recipe(
-            _always("int4-channel"), keywords=keywords.FILTER
+            _fixed_mode("int4-channel"), keywords=keywords.FILTER
         ),
         CoreMLRecipeType.TORCHAO_INT4_WEIGHT_ONLY_PER_GROUP: _Recipe(
-            _grouped(4), keywords=_GROUP_KEYWORDS
+            _group_mode(4), keywords=_GROUP_KEYWORDS
         ),
         CoreMLRecipeType.TORCHAO_INT8_WEIGHT_ONLY_PER_CHANNEL: _Recipe(
-            _always("int8-channel"), keywords=keywords.FILTER
+            _fixed_mode("int8-channel"), keywords=keywords.FILTER
         ),
         CoreMLRecipeType.TORCHAO_INT8_WEIGHT_ONLY_PER_GROUP: _Recipe(
-            _grouped(8), keywords=_GROUP_KEYWORDS
+            _group_mode(8), keywords=_GROUP_KEYWORDS
         ),
         CoreMLRecipeType.CODEBOOK_WEIGHT_ONLY: _Recipe(
             lambda values: f"codebook-{values['bits']}",

@@ -87,7 +87,7 @@ REFUSED = {
     ),
     "name": (
         lambda: LinearQuantizerConfig(module_name_configs={"conv(": None}),
-        r"no regular expression: got 'conv\('",
+        r"not a regular expression: got 'conv\('",
     ),
     "layer by name": (
         lambda: LinearQuantizerConfig(
@@ -99,8 +99,8 @@ REFUSED = {
         lambda: config(milestones=[0, -2, 1, 1]),
         r"milestones: got \[0, -2, 1, 1\], expected four steps",
     ),
-    "nothing is observed": (lambda: config(milestones=[-1, 0, 1, 1]), "never let ranges"),
-    "observed for no step": (lambda: config(milestones=[3, 0, 3, 1]), "never let ranges"),
+    "nothing is observed": (lambda: config(milestones=[-1, 0, 1, 1]), "never enable observers"),
+    "observed for no step": (lambda: config(milestones=[3, 0, 3, 1]), "never enable observers"),
 }
 
 

@@ -145,7 +145,7 @@ CODEBOOK = R.CODEBOOK_WEIGHT_ONLY
         (CODEBOOK, {"block_size": (-1, 8)}, "block_size must be a list"),
         (CODEBOOK, {"block_size": [8]}, "block_size must be a list of rows and columns"),
         (CODEBOOK, {"block_size": [0, -1]}, "block_size must be a list of rows and columns"),
-        (CODEBOOK, {"block_size": [4, 4]}, "block_size must leave rows or columns whole"),
+        (CODEBOOK, {"block_size": [4, 4]}, "block_size must have -1 for rows or columns"),
     ],
 )
 def test_invalid_keywords_are_refused(kind, keywords, message):

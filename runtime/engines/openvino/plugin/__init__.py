@@ -1,7 +1,7 @@
-"""Workarounds for OpenVINO 2026.4's CPU plugin, where it computes wrongly or loses NaN.
+"""Workarounds for OpenVINO 2026.4's CPU plugin, where it computes wrong values or loses NaN.
 
-Each module says what the plugin does, in which release that was last seen, and the issue where it
-is reported, if it is.
+Each module describes the fault, the release in which it was last seen, and its issue, if there is
+one.
 """
 
 DEVICE = "CPU"

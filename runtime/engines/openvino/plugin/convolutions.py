@@ -1,9 +1,9 @@
-"""Products with constants that OpenVINO 2026.4 may not fold into the weights of a convolution.
+"""Keep OpenVINO 2026.4 from folding certain constant factors into the weights of a convolution.
 
-OpenVINO multiplies the weights instead of the input wherever the constant's shape broadcasts to
-theirs. If the constant varies along height or width, that is right for a kernel as large as the
-input, without padding only: a padded kernel reads each pixel with several weights. No issue is
-known. A product with one dimension more is not folded.
+OpenVINO multiplies the weights instead of the input wherever the constant broadcasts to the shape
+of the weights. If the constant varies along height or width, that is right only for an unpadded
+kernel as large as the input: a padded kernel reads each pixel with several weights. No issue is
+known. A product of tensors with one dimension more is not folded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PASSED = frozenset({"Convert", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 
 def separate_products(model: Any) -> None:
-    """Rewrite ``model``, in place, where a product could be folded into a convolution wrongly."""
+    """Rewrite products of ``model`` that could be folded into a convolution wrongly, in place."""
     for node in model.get_ordered_ops():
         if node.get_type_name() in _CONVOLUTIONS and _reads_pixels_repeatedly(node):
             product = node.input_value(0).get_node()
@@ -50,6 +50,7 @@ def _multiplies_by_constants(node: Any) -> bool:
 
 
 def _separate(product: Any) -> None:
+    """Replace ``x * y`` by ``x[..., None] * y[..., None]``, squeezed."""
     build = ops.multiply if product.get_type_name() == "Multiply" else ops.divide
     operands = [ops.unsqueeze(value, ints(-1)) for value in product.input_values()]
     separate = ops.squeeze(build(*operands), ints(-1))

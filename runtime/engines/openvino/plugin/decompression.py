@@ -1,8 +1,8 @@
-"""Compressed weights that OpenVINO 2026.4's CPU plugin cannot multiply by are expanded to floats.
+"""Expand compressed weights that OpenVINO 2026.4's CPU plugin cannot multiply by to floats.
 
-Its matrix product takes integers with a scale, and perhaps a zero point, for each row of results,
-each group of a row, or the whole weight. It mistakes any other arrangement for one of these, and
-computes wrongly or not at all.
+Its matrix product takes integers with a scale, and perhaps a zero point, per row of results, per
+group of a row, or per tensor. It mistakes any other arrangement for one of these, and computes
+wrong values or fails.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class _Compressed:
     """A compressed weight: ``scale * (data - offset)``, reshaped and transposed.
 
     Attributes:
-        data: Constant of the integers, with one dimension for blocks and one inside of blocks.
+        data: Constant of the integers. A blocked dimension is split into (blocks, block size).
         offset: Constant of the zero points, broadcast along blocks, or None.
-        scale: Constant of the scales, likewise.
+        scale: Constant of the scales, broadcast along blocks.
         shape: Shape of the weight before it is transposed.
         order: Permutation of its dimensions.
     """
@@ -39,14 +39,14 @@ class _Compressed:
     order: tuple[int, ...]
 
     def counts(self) -> tuple[int, ...]:
-        """Return how many scales each dimension of the transposed weight has."""
+        """Return the number of scales along each dimension of the transposed weight."""
         split, scales = tuple(self.data.get_output_shape(0)), self.scale.get_output_shape(0)
-        found: list[int] = []
-        place = 0
+        counts: list[int] = []
+        axis = 0
         for size in self.shape:
-            found.append(scales[place])
-            place += 1 if split[place] == size else 2
-        return tuple(found[axis] for axis in self.order)
+            counts.append(scales[axis])
+            axis += 1 if split[axis] == size else 2
+        return tuple(counts[dimension] for dimension in self.order)
 
     def dense(self) -> NDArray[np.float32]:
         """Return the transposed weight as floats."""
@@ -57,28 +57,29 @@ class _Compressed:
 
 
 def keep_multipliable(weight: Tensor, *, transposed: bool) -> Tensor:
-    """Return the second operand of a matrix product, expanded if the plugin cannot multiply by it.
+    """Return the second operand of a matrix product, expanded where the plugin needs floats.
 
     Args:
         weight: [*, K, N], or [*, N, K] if transposed.
         transposed: Whether the product transposes ``weight``.
     """
-    found = _find_compressed(weight)
-    if found is None:
+    compressed = _find_compressed(weight)
+    if compressed is None:
         return weight
-    if len(found.shape) == _MATRIX and _can_multiply(found, transposed=transposed):
+    if len(compressed.shape) == _MATRIX and _can_multiply(compressed, transposed=transposed):
         return weight
-    return ops.constant(np.ascontiguousarray(found.dense()))
+    return ops.constant(np.ascontiguousarray(compressed.dense()))
 
 
 def expand_weight(value: Tensor) -> Tensor:
     """Return a compressed weight as floats, any other value as it is."""
-    found = _find_compressed(value)
-    return value if found is None else ops.constant(np.ascontiguousarray(found.dense()))
+    compressed = _find_compressed(value)
+    return value if compressed is None else ops.constant(np.ascontiguousarray(compressed.dense()))
 
 
-def _can_multiply(found: _Compressed, *, transposed: bool) -> bool:
-    sizes, counts = [found.shape[axis] for axis in found.order], found.counts()
+def _can_multiply(weight: _Compressed, *, transposed: bool) -> bool:
+    """Whether the plugin's matrix product takes the weight's arrangement of scales."""
+    sizes, counts = [weight.shape[axis] for axis in weight.order], weight.counts()
     (depth, results), (groups, rows) = (
         (reversed(pair) if transposed else pair) for pair in (sizes, counts)
     )
@@ -88,6 +89,7 @@ def _can_multiply(found: _Compressed, *, transposed: bool) -> bool:
 
 
 def _find_compressed(value: Tensor) -> _Compressed | None:
+    """Return the compressed weight that ``value`` expands; None if it is something else."""
     node: Any = output(value).get_node()
     shape = tuple(output(value).get_partial_shape().get_max_shape())
     order = tuple(range(len(shape)))
@@ -117,7 +119,7 @@ def _find_compressed(value: Tensor) -> _Compressed | None:
 
 
 def _skip_conversion(node: Any) -> Any:
-    """Return the operand of a conversion, any other node itself."""
+    """Return the operand of a ``Convert``; any other node is returned unchanged."""
     return node.input_value(0).get_node() if _is_kind(node, "Convert") else node
 
 

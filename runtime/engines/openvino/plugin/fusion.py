@@ -31,7 +31,7 @@ _BODIES: Final = {"If": ("get_then_body", "get_else_body"), "Loop": ("get_functi
 
 
 def rewrite_for_plugin(model: Any) -> None:
-    """Apply every rewrite to ``model`` and the bodies in it, in place, quantized ops included."""
+    """Apply every rewrite to ``model`` and to the bodies of its branches and loops, in place."""
     for node in model.get_ops():
         for body in _BODIES.get(node.get_type_name(), ()):
             rewrite_for_plugin(getattr(node, body)())
@@ -55,7 +55,7 @@ class _ScaledRmsNorm:
     numbers are far from overflowing, and ``x / sqrt(mean(x ** 2) + root ** 2)`` is the same except
     for the guard inside MIL's ``rsqrt``, which is negligible beside a mean of at least one over the
     number of elements. The plugin has a kernel for the plain norm: one pass over memory, not five.
-    If ``x`` is what is left of a tensor without its mean, that is a layer norm of the tensor.
+    If ``x`` is ``source - mean(source)``, the result is a layer norm of ``source``.
 
     Args:
         inverts: Whether ``root / s`` is lowered as ``1 / s * root``, as ExecuTorch does with a
@@ -87,20 +87,20 @@ class _ScaledRmsNorm:
         self.root: Any = WrapType("opset1.Multiply", [scaled, inverse])
 
     def rewrite(self, matcher: Any) -> bool:
-        """Replace the norm that ``matcher`` found; return whether it was replaced."""
-        found = matcher.get_pattern_value_map()
-        root, guard, one = (_number(found[p]) for p in (self._root, self._guard, self._one))
-        axes = constant_ints(found[self._averaged])
+        """Replace the norm that ``matcher`` matched; return whether it was replaced."""
+        values = matcher.get_pattern_value_map()
+        root, guard, one = (_number(values[p]) for p in (self._root, self._guard, self._one))
+        axes = constant_ints(values[self._averaged])
         if root is None or guard is None or axes is None or one != 1.0:
             return False
-        if self._unit in found and _number(found[self._unit]) != 1.0:
+        if self._unit in values and _number(values[self._unit]) != 1.0:
             return False
-        if axes != constant_ints(found[self._reduced]) or abs(guard) > _LARGEST_GUARD:
+        if axes != constant_ints(values[self._reduced]) or abs(guard) > _LARGEST_GUARD:
             return False
-        if not found[self._mean].get_node().get_keep_dims():
+        if not values[self._mean].get_node().get_keep_dims():
             return False
-        x = found[self._x]
-        source = _source_of_distances(x, axes)
+        x = values[self._x]
+        source = _source_of_deviations(x, axes)
         if source is None:
             mean = ops.reduce_mean(ops.multiply(x, x), ints(axes), True)
             deviation = ops.sqrt(ops.add(mean, scalar(root * root, x)))
@@ -113,10 +113,10 @@ class _ScaledRmsNorm:
         return True
 
 
-def _source_of_distances(x: Any, axes: Sequence[int]) -> Any:
-    """Return the tensor whose mean along its last axes was subtracted, which ``x`` is left of.
+def _source_of_deviations(x: Any, axes: Sequence[int]) -> Any:
+    """Match ``x = source - mean(source, axes)``, where ``axes`` are the last; return ``source``.
 
-    None if ``x`` is anything else. Along other axes the plugin has no kernel for a layer norm.
+    Return None for any other ``x``. Along other axes the plugin has no kernel for a layer norm.
     """
     node = x.get_node()
     if node.get_type_name() != "Subtract":
@@ -127,15 +127,17 @@ def _source_of_distances(x: Any, axes: Sequence[int]) -> Any:
     averaged = constant_ints(mean.input_value(1))
     if averaged is None or mean.input_value(0) != source:
         return None
-    normed, centred = ({normalize_axis(a, rank(source)) for a in each} for each in (axes, averaged))
+    normed, centred = (
+        {normalize_axis(a, rank(source)) for a in group} for group in (axes, averaged)
+    )
     last = set(range(rank(source) - len(normed), rank(source)))
     return source if normed == centred == last else None
 
 
 class _MultipliedSoftmax:
-    """Remove the ops that spread NaN over the rows of a softmax, where a product sums over them.
+    """Remove the ops that spread NaN over the rows of a softmax, if a matrix product sums them.
 
-    The product spreads NaN itself, and the plugin has a kernel for a softmax and a product.
+    The product spreads NaN as well, and the plugin has a fused kernel for softmax and product.
     """
 
     def __init__(self) -> None:
@@ -146,14 +148,14 @@ class _MultipliedSoftmax:
         self.root: Any = WrapType("opset1.Select", [is_nan, total, self._shares])
 
     def rewrite(self, matcher: Any) -> bool:
-        """Let the products read the softmax itself; return whether there are any."""
-        found = matcher.get_pattern_value_map()
-        axes, shares = constant_ints(found[self._axis]), found[self._shares]
+        """Let the products read the softmax directly; return whether there are any."""
+        values = matcher.get_pattern_value_map()
+        axes, shares = constant_ints(values[self._axis]), values[self._shares]
         if axes is None:
             return False
-        place = normalize_axis(axes[0], rank(shares)) - rank(shares)
+        axis = normalize_axis(axes[0], rank(shares)) - rank(shares)
         readers = matcher.get_match_root().output(0).get_target_inputs()
-        products = [reader for reader in readers if _sums_over(reader, place)]
+        products = [reader for reader in readers if _sums_over(reader, axis)]
         for product in products:
             product.replace_source_output(shares)
         return bool(products)
@@ -194,11 +196,11 @@ def _sum_over_parts(split: Any, axis: int) -> bool:
         return False
     if normalize_axis(along[0], rank(parts[0])) - rank(parts[0]) != axis:
         return False
-    factors = [each for part in parts if (each := _only_reader(part, "MatMul")) is not None]
+    factors = [port for part in parts if (port := _only_reader(part, "MatMul")) is not None]
     if len(factors) != 2 or not all(_sums_over(factor, axis) for factor in factors):
         return False
     products = [factor.get_node().output(0) for factor in factors]
-    terms = [each for product in products if (each := _only_reader(product, "Add")) is not None]
+    terms = [port for product in products if (port := _only_reader(product, "Add")) is not None]
     if len(terms) != 2 or terms[0].get_node().get_name() != terms[1].get_node().get_name():
         return False
     # One product of both parts would be one term.
@@ -206,15 +208,15 @@ def _sum_over_parts(split: Any, axis: int) -> bool:
 
 
 def _only_reader(value: Any, kind: str) -> Any | None:
-    """Return the input that reads ``value`` if it is the only one, of a node of this kind."""
+    """Return the input that reads ``value``, if it is the only one and its node is a ``kind``."""
     readers = list(value.get_target_inputs())
     if len(readers) != 1 or readers[0].get_node().get_type_name() != kind:
         return None
     return readers[0]
 
 
-# The classes are no passes themselves: OpenVINO never frees a pass whose callback holds the pass.
-# Nor does it free the nodes of a pattern, so the process has one instance of each.
+# These classes do not derive from MatcherPass: OpenVINO never frees a pass that its own callback
+# refers to. Nor does it free the nodes of a pattern, so the process has one instance of each.
 _REWRITES: Final = (
     _ScaledRmsNorm(inverts=False),
     _ScaledRmsNorm(inverts=True),

@@ -2,8 +2,8 @@
 
 f32 holds integers up to 2**24. On int32, the plugin computes sums, differences, products,
 negations, maxima, minima, sorting and running sums as int32, but comparisons, selections, divisions
-and reductions as f32. The functions here build the second kind from the first, and from comparisons
-with zero, which rounding does not change.
+and reductions as f32. This module builds the ops that round from the exact ops, and from
+comparisons with zero, which rounding does not change.
 
 Source: openvino issues #35830 (Divide) and #37956 (MatMul).
 """
@@ -38,7 +38,7 @@ _SHORT = (ov.Type.boolean, ov.Type.i8, ov.Type.u8)
 
 
 def may_round(value: Any) -> bool:
-    """Whether f32 may not hold a value exactly: it is int32, and not known to be small."""
+    """Whether f32 may round a value: it is int32, and not known to be below 2**24."""
     if element_type(value) != ov.Type.i32:
         return False
     data = constant_data(value)
@@ -52,7 +52,7 @@ Compare = Callable[[Any, Any], Any]
 
 
 def exact_equality(compare: Compare) -> Compare:
-    """Return a form of ``compare``, equal or not equal, that is exact for integers."""
+    """Return ``compare`` (equal or not equal) made exact for integers: ``x - y`` against 0."""
 
     def build(x: Any, y: Any) -> Any:
         if not (may_round(x) and may_round(y)):
@@ -64,13 +64,13 @@ def exact_equality(compare: Compare) -> Compare:
 
 
 def exact_order(compare: Compare, as_equality: Compare, *, first: bool) -> Compare:
-    """Return a form of ``compare``, an order, that is exact for integers.
+    """Return an ordering comparison made exact: ``max(x, y) - operand`` against 0.
 
     Args:
-        compare: The plugin's op.
-        as_equality: Relation of the larger operand to one operand where the order holds: equal, or
-            not equal.
-        first: Whether that one is the first operand.
+        compare: The plugin's op, such as ``less``.
+        as_equality: Equal or not equal: how ``max(x, y)`` relates to the operand where the order
+            holds.
+        first: Whether the operand is ``x``; else it is ``y``.
     """
 
     def build(x: Any, y: Any) -> Any:
@@ -97,14 +97,14 @@ def floor_divide(x: Any, y: Any) -> Any:
     if exponents is not None:
         return _shift_right(x, exponents)
     quotient = ops.convert(ops.round(ops.divide(f32(x), f32(y)), "half_to_even"), "i32")
-    # The quotient may be off by hundreds; the rest over y, small now, is right in f32 within one.
-    rest = ops.subtract(x, ops.multiply(quotient, y))
-    quotient = ops.add(quotient, ops.convert(ops.floor(ops.divide(f32(rest), f32(y))), "i32"))
-    rest = ops.multiply(ops.subtract(x, ops.multiply(quotient, y)), ops.sign(y))
+    # The quotient may be off by hundreds. The remainder is small, so f32 divides it within one.
+    remainder = ops.subtract(x, ops.multiply(quotient, y))
+    quotient = ops.add(quotient, ops.convert(ops.floor(ops.divide(f32(remainder), f32(y))), "i32"))
+    remainder = ops.multiply(ops.subtract(x, ops.multiply(quotient, y)), ops.sign(y))
     size = magnitude(y)
-    below = _is_negative(rest)
-    rest = ops.add(rest, ops.multiply(below, size))
-    above = ops.subtract(ints(1), _is_negative(ops.subtract(rest, size)))
+    below = _is_negative(remainder)
+    remainder = ops.add(remainder, ops.multiply(below, size))
+    above = ops.subtract(ints(1), _is_negative(ops.subtract(remainder, size)))
     return ops.add(ops.subtract(quotient, below), above)
 
 
@@ -117,7 +117,7 @@ def floor_modulo(x: Any, y: Any) -> Any:
 
 
 def _exponents(y: Any) -> NDArray[np.int32] | None:
-    """Return the exponents of constant int32 powers of two, None for anything else."""
+    """Return the exponents of constant int32 powers of two; None for any other value."""
     data = constant_data(y)
     if data is None or element_type(y) != ov.Type.i32:
         return None
@@ -128,8 +128,8 @@ def _exponents(y: Any) -> NDArray[np.int32] | None:
 
 
 def _shift_right(x: Any, exponents: NDArray[np.int32]) -> Any:
-    """Return int32 over powers of two, rounded down; the plugin's shift is no fast kernel."""
-    # Without the bits that are lost, and in two parts if these are few, f32 holds the dividend.
+    """Return int32 ``x >> exponents``, as multiplications: the plugin's own shift is slow."""
+    # With the shifted-out bits cleared, f32 holds the dividend exactly; two halves if few are.
     masks = [-(1 << exponents)]
     if exponents.min() < _WORD - _EXACT.bit_length() + 1:
         masks = [masks[0] & -_HALF, masks[0] & (_HALF - 1)]
@@ -144,11 +144,13 @@ def _shift_right(x: Any, exponents: NDArray[np.int32]) -> Any:
 def truncated_divide(x: Any, y: Any) -> Any:
     """Return ``x / y`` rounded towards zero, for int32."""
     quotient = floor_divide(x, y)
-    rest = ops.subtract(x, ops.multiply(quotient, y))
-    # Rounded down where it is negative and not whole.
+    remainder = ops.subtract(x, ops.multiply(quotient, y))
+    # ``floor_divide`` rounds down; add one where the quotient is negative and not an integer.
     is_negative = ops.subtract(_is_negative(x), _is_negative(y))
-    unlike = ops.multiply(ops.multiply(is_negative, is_negative), magnitude(ops.sign(rest)))
-    return ops.add(quotient, unlike)
+    correction = ops.multiply(
+        ops.multiply(is_negative, is_negative), magnitude(ops.sign(remainder))
+    )
+    return ops.add(quotient, correction)
 
 
 def _is_negative(x: Any) -> Any:
@@ -157,7 +159,7 @@ def _is_negative(x: Any) -> Any:
 
 
 def wrap_to(x: Any, dtype: DType) -> Any:
-    """Return int32 values modulo the range of ``dtype``, which the graph holds as int32."""
+    """Return int32 values wrapped to the range of ``dtype``, which is int32 in the graph."""
     is_signed = dtype.numpy.kind == "i"
     least, span = ints(-(1 << (dtype.bits - 1)) if is_signed else 0), ints((1 << dtype.bits) - 1)
     return ops.add(ops.bitwise_and(ops.subtract(x, least), span), least)
@@ -167,10 +169,10 @@ Reduce = Callable[[Any, Sequence[int], bool], Any]
 
 
 def exact_sum(x: Any, axes: Sequence[int], keep_dims: bool) -> Any:
-    """Return the sum along axes, for int32."""
+    """Return the sum along axes, for int32: the last of the running sums."""
     for axis in axes:
-        if not dims(x)[axis]:  # of nothing there is no last sum
-            before = ints([int(place == axis % rank(x)) for place in range(rank(x))])
+        if not dims(x)[axis]:  # may be empty: pad, so that there is a last sum
+            before = ints([int(index == axis % rank(x)) for index in range(rank(x))])
             x = ops.pad(x, before, ints([0] * rank(x)), "constant", scalar(0, x))
         x = ops.gather(ops.cum_sum(x, ints(axis), False, False), ints([-1]), ints(axis))
     return _drop_axes(x, axes, keep_dims)
@@ -181,16 +183,16 @@ def exact_product(x: Any, axes: Sequence[int], keep_dims: bool) -> Any:
     if not all(dims(x)[axis] for axis in axes):
         return ops.reduce_prod(x, ints(list(axes)), keep_dims)
     for axis in axes:
-        # The kernel for rows multiplies as f32.
-        left = dims(x)[axis] or 0
-        while left > 1:
-            half = left // 2
-            parts = [half, half, left - 2 * half]
-            first, second, rest = ops.variadic_split(x, ints(axis), ints(parts)).outputs()
+        # The kernel of the reduction multiplies as f32, so halves are multiplied elementwise.
+        size = dims(x)[axis] or 0
+        while size > 1:
+            half = size // 2
+            parts = [half, half, size - 2 * half]
+            first, second, last = ops.variadic_split(x, ints(axis), ints(parts)).outputs()
             x = ops.multiply(first, second)
-            if left % 2:
-                x = ops.concat([x, rest], axis)
-            left -= half
+            if size % 2:
+                x = ops.concat([x, last], axis)
+            size -= half
     return _drop_axes(x, axes, keep_dims)
 
 

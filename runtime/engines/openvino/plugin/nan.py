@@ -1,7 +1,7 @@
-"""Subgraphs that keep NaN, where a kernel of OpenVINO 2026.4's CPU plugin loses it.
+"""Subgraphs that propagate NaN, where a kernel of OpenVINO 2026.4's CPU plugin loses it.
 
-The kernels take extrema by x86 instructions that return the second operand where either is NaN, and
-which operand is second depends on what the plugin fuses; they compute "greater" as "not less or
+The kernels compute extrema by x86 instructions that return the second operand where either is NaN,
+and the order of operands depends on what the plugin fuses. They compute "greater" as "not less or
 equal".
 
 Source: openvino issues #35649 (Relu), #35839 (Minimum), #35928 (ReduceMin), #35930 (HardSigmoid),
@@ -19,7 +19,7 @@ from openvino import opset15 as ops
 from coreml_delegate.runtime.engines.openvino.graph import constant_data, ints, is_float, scalar
 from coreml_delegate.runtime.engines.openvino.values import Tensor
 
-# Beyond the half of every finite number, in f32 and in bf16.
+# Greater than half of every finite number, in f32 and in bf16.
 _BEYOND_HALVES = 2.0**127
 
 
@@ -54,20 +54,20 @@ def exp(x: Tensor) -> Any:
 
 
 def softmax(x: Tensor, axis: int) -> Any:
-    """Return the softmax along one axis, all NaN if an element is; the kernel has 0 beside it."""
+    """Return the softmax along one axis: all NaN if an element is, where the kernel returns 0."""
     shares = ops.softmax(x, axis)
     total = ops.reduce_sum(shares, ints((axis,)), True)
     return ops.select(_is_nan(total), total, shares)
 
 
 def sort_key(x: Tensor, *, largest: bool = True) -> Any:
-    """Return numbers in the order of ``x``, none of them NaN.
+    """Return numbers that sort as ``x`` does, with NaN replaced by an infinity.
 
     Args:
         x: Floating-point values.
         largest: Whether NaN is larger than all numbers, or smaller.
     """
-    # Halving every number leaves room for infinity beyond them, and for NaN beyond infinity.
+    # Halving leaves room above the finite numbers: for infinity, and for NaN beyond infinity.
     half = ops.multiply(x, scalar(0.5, x))
     if largest:
         return _replace_nan(x, ops.minimum(half, scalar(_BEYOND_HALVES, x)), np.inf)
@@ -75,33 +75,33 @@ def sort_key(x: Tensor, *, largest: bool = True) -> Any:
 
 
 def spread_nan(build: Callable[..., Any], *operands: Tensor, sign: int) -> Any:
-    """Return what ``build`` selects from its operands, NaN where it selects among NaN.
+    """Return the extrema that ``build`` selects, NaN where one of the candidates is NaN.
 
-    The kernels start with the least of the finite numbers: where all elements are infinite beyond
-    it, the result is that infinity.
+    A kernel's maximum starts at the lowest finite number, which is wrong if all elements are -inf;
+    likewise the minimum. The result is the infinity there.
 
     Args:
-        build: Selects the largest or the smallest of some elements.
+        build: Builds a subgraph that selects the largest or the smallest of some elements.
         operands: The operands of ``build``.
         sign: 1 for the largest, -1 for the smallest.
     """
     if not all(is_float(operand) for operand in operands):
         return build(*operands)
     marks = [_replace_nan(x, _mark_infinity(x, -sign), sign) for x in operands]
-    found = ops.multiply(build(*marks), scalar(sign, marks[0]))
-    zero = scalar(0, found)
-    least = ops.select(ops.less(found, zero), scalar(-sign * np.inf, found), build(*operands))
-    return ops.select(ops.greater(found, zero), scalar(np.nan, found), least)
+    mark = ops.multiply(build(*marks), scalar(sign, marks[0]))
+    zero = scalar(0, mark)
+    extrema = ops.select(ops.less(mark, zero), scalar(-sign * np.inf, mark), build(*operands))
+    return ops.select(ops.greater(mark, zero), scalar(np.nan, mark), extrema)
 
 
 def _mark_infinity(x: Tensor, sign: int) -> Any:
-    """Return ``sign`` where ``x`` is infinite with that sign, else zero."""
+    """Return ``sign`` where ``x`` is ``sign * inf``, else zero."""
     is_infinite = ops.equal(x, scalar(sign * np.inf, x))
     return ops.select(is_infinite, scalar(sign, x), scalar(0, x))
 
 
-def _extremum(of_both: Callable[[Any, Any], Any], x: Tensor, y: Tensor) -> Any:
-    result = of_both(x, y)
+def _extremum(build: Callable[[Any, Any], Any], x: Tensor, y: Tensor) -> Any:
+    result = build(x, y)
     for operand in (x, y):
         if is_float(operand) and not _is_constant_without_nan(operand):
             result = keep_nan(operand, result)

@@ -1,8 +1,8 @@
 """Rewrites around quantized ops that OpenVINO 2026.4's CPU plugin evaluates wrongly.
 
-The plugin propagates the integer codes of a fake-quantize through as many ops as it can, and turns
-them into values after those. Some of these ops give results between two codes, which the plugin
-rounds wherever it needs integers.
+The plugin propagates the integer codes of a fake-quantize through as many ops as it can, and
+dequantizes after them. Some of these ops give results between two codes, which the plugin rounds
+wherever it needs integers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
 
 _FAKE_QUANTIZE = "FakeQuantize"
 
-# Ops that return elements of their first operand, so that the codes of operand and result agree.
+# Ops that only move or select elements of their first operand, so that codes stay codes.
 _CODE_PRESERVING = frozenset(
     {
         "BatchToSpace",
@@ -77,7 +77,7 @@ FUSED_WITH_REDUCTIONS = frozenset(
 )
 """Elementwise ops that the plugin fuses with a reduction before them."""
 
-# Ops between matrix products that the plugin fuses into one loop with them.
+# Ops between two matrix products that the plugin fuses with both into one loop.
 _IN_ONE_LOOP = (
     FUSED_WITH_REDUCTIONS
     | {_FAKE_QUANTIZE, "Ceiling", "Convert", "Erf", "Floor", "FloorMod", "Mod", "Round", "Select"}
@@ -86,7 +86,7 @@ _IN_ONE_LOOP = (
 
 
 def keep_quantized_values(model: Any) -> None:
-    """Rewrite ``model``, in place, where the plugin would compute other values."""
+    """Rewrite quantized ops of ``model`` that the plugin would evaluate wrongly, in place."""
     nodes = list(model.get_ops())
     if any(node.get_type_name() == _FAKE_QUANTIZE for node in nodes):
         for node in nodes:
@@ -96,21 +96,21 @@ def keep_quantized_values(model: Any) -> None:
 
 
 def _mend_concat(join: Any) -> None:
-    """Mend the concatenation of values of different steps: the plugin takes the largest step."""
+    """Mend a concatenation of values with different scales: the plugin takes the largest one."""
     grids = _find_fake_quantizes(join.output(0))
     bounds = [tuple(constant_data(grid.input_value(end)) for end in (3, 4)) for grid in grids]
     if any(not _equal(pair, bounds[0]) for pair in bounds):
         for grid in grids:
             if _is_fed_by(grid, FUSED_WITH_REDUCTIONS | _CODE_PRESERVING, (_FAKE_QUANTIZE,)):
                 _stop_codes(grid, 0)
-            # After a convolution and before other values, the plugin fuses it with the former.
+            # Intact, the plugin would fuse it with a convolution before it.
             grid.output(0).replace(_decompose_fake_quantize(grid))
 
 
 def _mend_average_pool(pool: Any) -> None:
-    """Mend means, which lie between the codes, and padding zeros, which are no codes of zero.
+    """Mend averages, which lie between codes, and padding with code 0, which may not mean 0.0.
 
-    If only fake-quantizes follow, the plugin rounds to their codes at once, which is right.
+    If only fake-quantizes follow, the plugin rounds directly to their codes, which is right.
     """
     if not _feeds_fake_quantizes_only(pool) and _find_fake_quantizes(pool.input_value(0)):
         _stop_codes(pool, 0)
@@ -133,11 +133,11 @@ def _mend_average_pool(pool: Any) -> None:
 
 
 def _mend_pad(pad: Any) -> None:
-    """Mend the padding of channels, and padding with a value other than zero, which has no code."""
-    sizes = [constant_ints(pad.input_value(place)) for place in (1, 2)]
-    fixed = [constant_data(pad.input_value(place)) for place in range(3, pad.get_input_size())]
+    """Mend padding of batch or channels, and padding with a value other than zero."""
+    sizes = [constant_ints(pad.input_value(port)) for port in (1, 2)]
+    values = [constant_data(pad.input_value(port)) for port in range(3, pad.get_input_size())]
     is_plain = all(size is not None and not any(size[:2]) for size in sizes) and all(
-        around is not None and not around.any() for around in fixed
+        value is not None and not value.any() for value in values
     )
     if not is_plain and _find_fake_quantizes(pad.input_value(0)):
         _stop_codes(pad, 0)
@@ -153,29 +153,30 @@ def _mend_add(add: Any) -> None:
     """Mend sums of quantized values, with constants or with each other.
 
     The plugin adds a constant to the zero point, an integer. It fuses a sum with a convolution
-    before it, and then does not round the convolution's own result if integers leave the loop.
+    before it, and then does not round the convolution's own result if the fused kernel returns
+    integers.
     """
-    places = range(add.get_input_size())
-    if any(constant_data(add.input_value(place)) is not None for place in places):
+    ports = range(add.get_input_size())
+    if any(constant_data(add.input_value(port)) is not None for port in ports):
         if not _feeds_fake_quantizes_only(add):
             _mend_bounds(add)
-    elif all(_find_fake_quantizes(add.input_value(place)) for place in places):
-        for place in places:
-            _stop_codes(add, place)
+    elif all(_find_fake_quantizes(add.input_value(port)) for port in ports):
+        for port in ports:
+            _stop_codes(add, port)
 
 
 def _mend_bounds(node: Any) -> None:
-    """Mend bounds that lie between the codes."""
-    places = range(node.get_input_size())
-    constants = [constant_data(node.input_value(place)) is not None for place in places]
+    """Mend bounds (of Clamp, Maximum and Minimum) that lie between two codes."""
+    ports = range(node.get_input_size())
+    constants = [constant_data(node.input_value(port)) is not None for port in ports]
     if len(constants) == 1 or any(constants):
-        for place in places:
-            if not constants[place] and _find_fake_quantizes(node.input_value(place)):
-                _stop_codes(node, place)
+        for port in ports:
+            if not constants[port] and _find_fake_quantizes(node.input_value(port)):
+                _stop_codes(node, port)
 
 
 def _mend_fake_quantize(grid: Any) -> None:
-    """Mend a fake-quantize of extrema: the plugin looks for them among values already rounded."""
+    """Mend a fake-quantize after ReduceMax or ReduceMin: the plugin rounds before it reduces."""
     if _has_fixed_bounds(grid) and _is_fed_by(
         grid, FUSED_WITH_REDUCTIONS, ("ReduceMax", "ReduceMin")
     ):
@@ -184,9 +185,9 @@ def _mend_fake_quantize(grid: Any) -> None:
 
 
 def _mend_matrix_product(product: Any) -> None:
-    """Mend matrix products in a row: the plugin fuses them, wrongly if they are of integers.
+    """Mend consecutive matrix products, which the plugin fuses wrongly if they have integers.
 
-    It fuses matrices only, so the operand becomes a stack of one matrix.
+    It fuses products of rank 2 only, so the operand becomes [1, M, K].
     """
     x, y = product.input_values()
     are_matrices = all(side.get_partial_shape().rank == 2 for side in (x, y))
@@ -194,9 +195,9 @@ def _mend_matrix_product(product: Any) -> None:
         product.input(0).replace_source_output(ops.unsqueeze(x, ints(0)).output(0))
         readers = product.output(0).get_target_inputs()
         product.validate_and_infer_types()
-        whole = ops.squeeze(product, ints(0)).output(0)
+        matrix = ops.squeeze(product, ints(0)).output(0)
         for reader in readers:
-            reader.replace_source_output(whole)
+            reader.replace_source_output(matrix)
 
 
 _MENDS: dict[str, Callable[[Any], None]] = {
@@ -215,20 +216,20 @@ _MENDS: dict[str, Callable[[Any], None]] = {
 }
 
 
-def _stop_codes(node: Any, place: int) -> None:
-    """Insert an op before an operand that changes no value, but through which no codes pass."""
-    x, bound = node.input_value(place), float(np.finfo(np.float32).max)
+def _stop_codes(node: Any, port: int) -> None:
+    """Insert an op before input ``port`` that keeps values but ends the propagation of codes."""
+    x, bound = node.input_value(port), float(np.finfo(np.float32).max)
     # With a bound on the other side, the plugin would fuse the two to a clamp.
     if node.get_type_name() == "Minimum":
         same = ops.minimum(x, scalar(bound, x))
     else:
         same = ops.maximum(x, scalar(-bound, x))
-    node.input(place).replace_source_output(same.output(0))
+    node.input(port).replace_source_output(same.output(0))
 
 
 def _decompose_fake_quantize(grid: Any) -> Any:
     """Return a fake-quantize with constant bounds as elementary arithmetic."""
-    x, *ends = (grid.input_value(place) for place in range(5))
+    x, *ends = (grid.input_value(port) for port in range(5))
     first, last, low, high = (np.asarray(constant_data(end)) for end in ends)
     steps = grid.get_attributes()["levels"] - 1
     within = ops.minimum(ops.maximum(x, ops.constant(first)), ops.constant(last))
@@ -240,12 +241,12 @@ def _decompose_fake_quantize(grid: Any) -> Any:
     return ops.add(spread, ops.constant(low)).output(0)
 
 
-def _is_fed_by(node: Any, kinds: Collection[str], wanted: Collection[str]) -> bool:
-    """Whether a ``wanted`` node feeds ``node`` through nodes of ``kinds`` only."""
+def _is_fed_by(node: Any, kinds: Collection[str], sources: Collection[str]) -> bool:
+    """Whether a node of a type in ``sources`` feeds ``node`` through nodes of ``kinds`` only."""
     pending, seen = [node.input_value(0).get_node()], set[str]()
     while pending:
         before = pending.pop()
-        if before.get_type_name() in wanted:
+        if before.get_type_name() in sources:
             return True
         if before.get_type_name() in kinds and before.get_name() not in seen:
             seen.add(before.get_name())
@@ -259,7 +260,7 @@ def _feeds_fake_quantizes_only(node: Any) -> bool:
 
 
 def _find_fake_quantizes(value: Any) -> list[Any]:
-    """Return the fake-quantizes whose codes a value may have."""
+    """Return the fake-quantizes whose codes reach a value through code-preserving ops."""
     node = value.get_node()
     kind = node.get_type_name()
     if kind == _FAKE_QUANTIZE:
@@ -267,8 +268,8 @@ def _find_fake_quantizes(value: Any) -> list[Any]:
     if kind != "Concat" and kind not in _CODE_PRESERVING:
         return []
     operands = node.input_values() if kind == "Concat" else [node.input_value(0)]
-    found = [grid for operand in operands for grid in _find_fake_quantizes(operand)]
-    return list({grid.get_name(): grid for grid in found}.values())
+    grids = [grid for operand in operands for grid in _find_fake_quantizes(operand)]
+    return list({grid.get_name(): grid for grid in grids}.values())
 
 
 def _has_fixed_bounds(grid: Any) -> bool:

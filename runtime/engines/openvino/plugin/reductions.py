@@ -1,15 +1,15 @@
 """Workarounds for reductions that OpenVINO 2026.4 fuses wrongly with the ops around them.
 
-The CPU plugin fuses elementwise ops with a reduction before them. Of a tensor of three dimensions
-that is reduced along the first or the last, a constant with a number for each place of the middle
-one is then read as one number: ``x.mean(2) + bias[None]``, as behind pooling over time.
+The CPU plugin fuses elementwise ops with a reduction before them. If [A, B, C] is reduced along A
+or C, it then reads a constant of B numbers as one number: ``x.mean(2) + bias[None]``, as after
+pooling over time.
 
 After a reduction without ``keep_dims``, it removes a reshape or transpose that keeps the order of
 elements, as to a column, and the result has the wrong shape. A transpose before the reduction is
-removed too: OpenVINO moves it behind first, past other reductions as well.
+removed too: OpenVINO first moves it behind the reduction, past other reductions as well.
 
-A reshape that adds dimensions of size 1 before a reduction with ``keep_dims`` moves behind it too,
-and adds them at places counted as if the reduced dimensions were gone: ``x.unsqueeze(2).mean(0,
+A reshape that adds dimensions of size 1 before a reduction with ``keep_dims`` is moved behind it,
+and adds them at axes counted as if the reduced dimensions were gone: ``x.unsqueeze(2).mean(0,
 keepdim=True)`` of [2, 3, 4] has the shape [1, 1, 3, 4].
 """
 
@@ -33,11 +33,11 @@ _RANK = 3
 
 
 def mend_reductions(model: Any) -> None:
-    """Rewrite ``model``, in place, where the plugin would fuse a reduction wrongly.
+    """Rewrite the reductions of ``model`` that the plugin would fuse wrongly, in place.
 
-    The plugin reads constants right if the reduced tensor has a fourth dimension, of one element.
-    A squeeze between reduction and reshape keeps the shape. A reshape stays before a reduction that
-    reduces the dimensions of size 1 as well.
+    The plugin reads constants right if the reduced tensor has a fourth dimension, of size 1. A
+    squeeze between reduction and reshape keeps the shape. A reshape stays before a reduction that
+    also reduces the dimensions of size 1.
     """
     for node in list(model.get_ops()):
         if node.get_type_name() not in _REDUCTIONS:
@@ -50,6 +50,7 @@ def mend_reductions(model: Any) -> None:
 
 
 def _is_misread(reduction: Any) -> bool:
+    """Whether ops fused with ``reduction`` have a constant that is read as one number."""
     sizes = reduction.get_input_partial_shape(0)
     axes = constant_ints(reduction.input_value(1))
     if sizes.rank.is_dynamic or len(sizes) != _RANK or axes is None:
@@ -61,9 +62,9 @@ def _is_misread(reduction: Any) -> bool:
         reader = readers[0].get_node()
         if reader.get_type_name() not in _FUSED:
             return False
-        places = range(reader.get_input_size())
-        others = [reader.input_value(i) for i in places if i != readers[0].get_index()]
-        constants = [_constant(other) for other in others]
+        ports = range(reader.get_input_size())
+        operands = [reader.input_value(i) for i in ports if i != readers[0].get_index()]
+        constants = [_constant(operand) for operand in operands]
         if any(constant is None for constant in constants):
             return False
         if any(np.size(constant) > 1 for constant in constants):
@@ -73,7 +74,7 @@ def _is_misread(reduction: Any) -> bool:
 
 
 def _reduce_later_ones(reduction: Any) -> None:
-    """Reduce the dimensions of size 1 behind a reduced one too, if all are kept anyway."""
+    """Also reduce later dimensions of size 1, where ``keep_dims`` keeps all of them anyway."""
     sizes, axes = reduction.get_input_partial_shape(0), constant_ints(reduction.input_value(1))
     if sizes.rank.is_dynamic or not axes or not reduction.get_attributes()["keep_dims"]:
         return
@@ -85,6 +86,7 @@ def _reduce_later_ones(reduction: Any) -> None:
 
 
 def _loses_shape(reduction: Any) -> bool:
+    """Whether the plugin may remove a reshape or transpose around ``reduction``."""
     if reduction.get_attributes()["keep_dims"]:
         return False
     readers = [r.get_node().get_type_name() for r in reduction.output(0).get_target_inputs()]
@@ -92,7 +94,7 @@ def _loses_shape(reduction: Any) -> bool:
 
 
 def _is_transposed(value: Any) -> bool:
-    """Whether a transpose comes before ``value``, alone or behind ops it is moved past."""
+    """Whether ``value`` is a transpose, or ops on one that OpenVINO moves it past."""
     node = value.get_node()
     while node.get_type_name() in _PASSED:
         node = node.input_value(0).get_node()
@@ -100,6 +102,7 @@ def _is_transposed(value: Any) -> bool:
 
 
 def _squeeze_apart(reduction: Any) -> None:
+    """Replace ``reduction`` by one with ``keep_dims`` and a squeeze."""
     readers = reduction.output(0).get_target_inputs()
     reduction.set_attribute("keep_dims", True)
     reduction.validate_and_infer_types()
@@ -109,12 +112,13 @@ def _squeeze_apart(reduction: Any) -> None:
 
 
 def _constant(value: Any) -> Any:
-    """Return the content of a constant, or of one that is cast; None for any other value."""
+    """Return the content of a constant, cast or not; None for any other value."""
     node = value.get_node()
     return constant_data(node.input_value(0) if node.get_type_name() == "Convert" else value)
 
 
 def _add_dimension(reduction: Any) -> None:
+    """Reduce ``x[..., None]`` instead of ``x``."""
     (axis,) = {axis % _RANK for axis in constant_ints(reduction.input_value(1)) or ()}
     wide = ops.unsqueeze(reduction.input_value(0), ints(_RANK))
     readers = reduction.output(0).get_target_inputs()

@@ -1,10 +1,10 @@
-"""Transposes that OpenVINO 2026.4's CPU plugin may not fuse with attention.
+"""Keep OpenVINO 2026.4's CPU plugin from fusing certain transposes with attention.
 
-The plugin makes one kernel of attention, with a transpose of the queries or of the result. If
-queries and result have one shape, the kernel writes the result over the queries, although heads
-that it computes later need queries at those addresses: in ``reshape(b, n, 3, h, d)`` permuted to
+The plugin fuses attention and a transpose of the queries or of the result to one kernel. If queries
+and result have the same shape, the kernel writes the result over the queries, although heads that
+it computes later still read queries at those addresses: in ``reshape(b, n, 3, h, d)`` permuted to
 ``(3, b, h, n, d)``, then ``transpose(1, 2)`` of the result, when there are as many heads as tokens.
-No issue is known. A transpose with one dimension more stays a kernel of its own.
+No issue is known. A transpose of a tensor with one dimension more stays a kernel of its own.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _TRANSPOSE = "Transpose"
 
 
 def separate_transposes(model: Any) -> None:
-    """Rewrite ``model``, in place, where a transpose could be fused and keeps a shape."""
+    """Rewrite the transposes of ``model`` that fused attention could overwrite, in place."""
     for node in model.get_ordered_ops():
         if node.get_type_name() == _TRANSPOSE and _may_be_overwritten(node):
             _separate(node)
 
 
 def _may_be_overwritten(transpose: Any) -> bool:
-    """Whether the tensor on the far side of ``transpose`` has the shape of a product's operand."""
+    """Whether a product on one side of ``transpose`` has the shape of the tensor on the other."""
     if transpose.get_output_partial_shape(0).is_dynamic:
         return False
     before, after = dims(transpose.input_value(0)), dims(transpose.output(0))
@@ -59,9 +59,9 @@ def _products_before(node: Any) -> Iterator[Any]:
     pending, seen = [node], set[str]()
     while pending:
         reader = pending.pop()
-        for place in range(reader.get_input_size()):
-            before = reader.input_value(place).get_node()
-            if not _keeps_elements(reader, place):
+        for port in range(reader.get_input_size()):
+            before = reader.input_value(port).get_node()
+            if not _keeps_elements(reader, port):
                 continue
             if before.get_type_name() == "MatMul":
                 yield before.output(0)
@@ -70,15 +70,16 @@ def _products_before(node: Any) -> Iterator[Any]:
                 pending.append(before)
 
 
-def _keeps_elements(node: Any, place: int) -> bool:
+def _keeps_elements(node: Any, port: int) -> bool:
     """Whether a node transposes an operand, or returns as many elements in the same order."""
     if node.get_type_name() == _TRANSPOSE:
-        return place == 0
-    shapes = node.get_input_partial_shape(place), *(o.get_partial_shape() for o in node.outputs())
+        return port == 0
+    shapes = node.get_input_partial_shape(port), *(o.get_partial_shape() for o in node.outputs())
     return len(shapes) == 2 and shapes[0] == shapes[1]
 
 
 def _separate(transpose: Any) -> None:
+    """Replace ``transpose`` by a transpose of ``x[..., None]``, reshaped."""
     x, shape = transpose.input_value(0), [size or 0 for size in dims(transpose.output(0))]
     order = constant_ints(transpose.input_value(1)) or ()
     moved = ops.transpose(ops.unsqueeze(x, ints(-1)), ints([*order, len(order)]))

@@ -1,4 +1,4 @@
-"""Compile a function: find it in the cache, or translate it and let OpenVINO compile it."""
+"""Load a compiled function from the cache, or translate it and let OpenVINO compile it."""
 
 from __future__ import annotations
 
@@ -36,32 +36,31 @@ from coreml_delegate.runtime.threads import cpu_count
 
 _logger = logging.getLogger(__name__)
 
-# The property of a compiled model that says in which type it computes.
+# The property of a compiled model for the element type that it computes in.
 _PRECISION_HINT: Final = "INFERENCE_PRECISION_HINT"
 # The property that allows integer kernels between fake-quantizes.
 _INTEGER_KERNELS: Final = "LP_TRANSFORMS_MODE"
-# Activations with one scale where they are quantized at each call; OpenVINO's own default.
+# Activations per scale, where they are quantized at each call; OpenVINO's own default.
 _QUANTIZED_GROUP: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
 class _Mode:
-    """How OpenVINO spells a precision: the hint, and the capability of CPUs that have it."""
+    """OpenVINO's names of a precision: the hint, and the capability of CPUs that support it."""
 
     hint: str
     capability: str
 
 
 _MODES: Final[Mapping[Precision, _Mode]] = {
-    # Given explicitly: without a hint OpenVINO takes bf16 if the CPU has matrix units for it.
+    # Explicit, because without a hint OpenVINO uses bf16 if the CPU has matrix units for it.
     Precision.F32: _Mode("f32", "FP32"),
-    # Softmax and norms need no marking to stay accurate: their kernels read and write bf16 and
-    # compute in fp32.
+    # Softmax and norms stay accurate: their kernels read and write bf16 and compute in fp32.
     Precision.BF16: _Mode("bf16", "BF16"),
 }
 
 
-# Nodes whose operands and results take no more than this, in bytes, are not checked.
+# Bytes of operands and results up to which a node is not checked against free memory.
 _FREE_BYTES: Final = 1 << 28
 
 
@@ -73,17 +72,17 @@ def unsupported(function: Function) -> list[str]:
 def compile_function(
     core: Any, function: Function, options: EngineOptions, source: ProgramSource | None
 ) -> CompiledFunction:
-    """Compile ``function``, or find it in the cache.
+    """Compile ``function``, or load it from the cache.
 
     Args:
         core: OpenVINO's ``Core``.
         function: The function.
         options: How to execute.
-        source: The bytes it was read from, if at hand.
+        source: The bytes that the function was read from; None if not available.
 
     Raises:
         UnsupportedOpError: An op, or a mode or type of it, has no translation.
-        EngineUnavailableError: The CPU does not have the precision asked for.
+        EngineUnavailableError: The CPU does not support the precision of ``options``.
         ExecutionError: A node of the graph does not fit into memory.
     """
     mode = _MODES[Precision(options.precision)]
@@ -103,9 +102,9 @@ def _build(
     cache: CompiledCache | None,
     shapes: Shapes,
 ) -> OpenVinoFunction:
-    if cache is not None and (found := cache.find(core, shapes)) is not None:
-        _logger.debug("found %s %s compiled", function.name, shapes or "")
-        return found
+    if cache is not None and (cached := cache.find(core, shapes)) is not None:
+        _logger.debug("loaded %s %s from the cache", function.name, shapes or "")
+        return cached
     translated = translate.translate(
         fix_shapes(function, shapes), exact_nan=options.exact_nan, labelled=options.profiling
     )
@@ -123,11 +122,11 @@ def _build(
     interface = Interface(
         translated.inputs, translated.outputs, translated.states, translated.writes
     )
-    # The translated model is dropped, but constants of the compiled one may lie in the program's.
-    made = OpenVinoFunction(interface, compiled, config, core=core, keep=function)
+    # Constants of the compiled model may lie in the memory of the program's constants.
+    result = OpenVinoFunction(interface, compiled, config, core=core, keep=function)
     if cache is not None:
-        cache.keep(made, shapes)
-    return made
+        cache.keep(result, shapes)
+    return result
 
 
 def _config(options: EngineOptions, mode: _Mode, function: Function) -> dict[str, object]:
@@ -140,7 +139,7 @@ def _config(options: EngineOptions, mode: _Mode, function: Function) -> dict[str
     if options.profiling:
         config[PROFILING] = True
     if options.threads == 1 and not options.profiling:
-        # A call has one thread of several: calls of several threads run side by side.
+        # One stream per CPU, one thread per stream: concurrent calls run in parallel.
         config["INFERENCE_NUM_THREADS"] = config["NUM_STREAMS"] = cpu_count()
     elif options.threads is not None:
         config["INFERENCE_NUM_THREADS"] = options.threads
@@ -154,7 +153,7 @@ def _require_precision(core: Any, mode: _Mode) -> None:
     """Refuse a precision that OpenVINO would silently replace.
 
     Raises:
-        EngineUnavailableError: This CPU does not have the precision.
+        EngineUnavailableError: This CPU does not support the precision.
     """
     capabilities = core.get_property(DEVICE, "OPTIMIZATION_CAPABILITIES")
     if mode.capability in capabilities:
@@ -173,7 +172,7 @@ def _require_precision(core: Any, mode: _Mode) -> None:
 def emulates_precision(hint: str) -> bool:
     """Whether OpenVINO computes in a precision although the CPU has no instructions for it.
 
-    A compiled model tells, by the hint that it has: a CPU with AVX-512 emulates bf16.
+    The hint of a compiled model shows it: a CPU with AVX-512 emulates bf16.
     """
     x = ov.op.Parameter(ov.Type.f32, ov.PartialShape([1]))
     compiled = _compile_probe(ops.result(x), x, hint)
@@ -182,10 +181,10 @@ def emulates_precision(hint: str) -> bool:
 
 @functools.cache
 def int8_sums_saturate() -> bool:
-    """Whether the CPU cuts off sums of products of 8-bit integers at 16 bits.
+    """Whether sums of products of 8-bit integers saturate at 16 bits on this CPU.
 
-    x86 without VNNI adds products in pairs, each pair in 16 bits (``vpmaddubsw``): AMD before Zen
-    4, Intel before Cascade Lake.
+    x86 without VNNI (AMD before Zen 4, Intel before Cascade Lake) adds pairs of products in 16 bits
+    (``vpmaddubsw``).
     """
     largest = np.full((1, 2), 255, np.float32)
     x = ov.op.Parameter(ov.Type.f32, ov.PartialShape([1, 2]))
@@ -215,7 +214,7 @@ def _log_emulated(hint: str) -> None:
 @functools.cache
 def _log_float_fallback(hint: str) -> None:
     _logger.info(
-        "this CPU cannot sum products of int8 without cutting them off (it has no VNNI): "
+        "sums of int8 products saturate on this CPU (it has no VNNI): "
         "quantized programs are computed in %s, exactly and more slowly",
         hint,
     )
@@ -234,9 +233,9 @@ def _require_memory(model: Any) -> None:
     """
     for node in model.get_ops():
         values = [*node.outputs(), *(port.get_source_output() for port in node.inputs())]
-        needed = sum(map(_nbytes, values))
-        if needed > _FREE_BYTES:
-            require_memory(needed, f"{node.get_type_name()} {node.get_friendly_name()!r}")
+        nbytes = sum(map(_nbytes, values))
+        if nbytes > _FREE_BYTES:
+            require_memory(nbytes, f"{node.get_type_name()} {node.get_friendly_name()!r}")
 
 
 def _nbytes(value: Any) -> int:

@@ -1,8 +1,8 @@
-"""The cache of compiled models on disk: the keys of entries, and which models are worth keeping.
+"""The cache of compiled models on disk: the keys of entries, and which models are worth caching.
 
 An entry is OpenVINO's own export of the compiled model, with the meaning of its ports as metadata.
 Reading an entry replaces the translation of the program and the transformations of the graph;
-kernels are made for the CPU at hand either way.
+kernels are generated for this machine's CPU either way.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from coreml_delegate.runtime.op_errors import last_line
 
 _logger = logging.getLogger(__name__)
 
-# To be raised when entries change in a way that no other part of a key shows.
+# To be incremented when entries change in a way that no other part of a key shows.
 _SCHEMA: Final = 1
 _DISTRIBUTION: Final = "coreml-delegate"
-# The sources between the bytes of a program and its graph: a change of any makes another key.
+# Packages that turn the bytes of a program into its graph; the key has a digest of their sources.
 _TRANSLATION: Final = ("coreml_delegate.runtime.engines", "coreml_delegate.runtime.mil")
 
 # Seconds of processor time. A model found in the cache saves about 0.9 ms for each op (measured on
 # MobileNetV2, ResNet-50 and ViT-B/16 in fp16: 0.17, 0.26 and 0.85 s become 0.04, 0.11 and 0.38). It
 # costs, for each byte of weights, the digest (0.7 GB/s a core) and the checksum of the entry (3.1
-# GB/s). So a stack of 25 large layers is compiled as soon as found, and so are small programs.
+# GB/s). So compiling a stack of 25 large layers takes no longer than loading it; likewise for small
+# programs.
 _SAVED_PER_OP: Final = 0.9e-3
 _COST_PER_BYTE: Final = 1.5e-9
 _WORTHWHILE: Final = 20e-3
@@ -51,7 +52,7 @@ class CompiledCache:
 
     Attributes:
         entries: The folder of entries.
-        parts: The part that all keys of the function have in common.
+        parts: The parts of a key that do not depend on input shapes.
     """
 
     entries: EntryCache
@@ -66,12 +67,12 @@ class CompiledCache:
         options: EngineOptions,
         config: Mapping[str, object],
     ) -> CompiledCache | None:
-        """Return the cache for ``function``; None if there is none, or if it would save no time.
+        """Return the cache for ``function``; None without a cache, or if it would save no time.
 
         Args:
             core: OpenVINO's ``Core``.
             function: The function to be compiled.
-            source: The bytes it was read from, or None if they are not at hand.
+            source: The bytes that the function was read from; None if not available.
             options: How the function is executed, and where the cache is.
             config: The properties that the function is compiled with.
         """
@@ -90,7 +91,7 @@ class CompiledCache:
         config: Any = self.parts["config"]
         try:
             compiled = core.import_model(ov.Tensor(data, shared_memory=True), DEVICE, config)
-            # The mapping must outlive the model, whose constants may lie in it.
+            # The model's constants may lie in the mapped entry, so ``content`` keeps that alive.
             interface = Interface.decode(entry.metadata)
             return OpenVinoFunction(interface, compiled, config, core=core, content=data)
         except (RuntimeError, KeyError, TypeError, ValueError) as error:
@@ -109,7 +110,7 @@ class CompiledCache:
 
 
 def is_worth_caching(function: Function) -> bool:
-    """Whether finding ``function`` in the cache is faster than compiling it."""
+    """Whether loading ``function`` from the cache is faster than compiling it."""
     ops = [op for op in function.block.walk() if op.type != "const"]
     stored = [
         constant.nbytes
@@ -146,9 +147,11 @@ def key_parts(
 
 def entry_key(parts: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> bytes:
     """Return the key, 32 bytes, of a function compiled for ``shapes``."""
-    described = json.dumps({**parts, "shapes": shapes}, sort_keys=True)
-    return hashlib.blake2b(described.encode(), digest_size=32).digest()
+    text = json.dumps({**parts, "shapes": shapes}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=32).digest()
 
 
 def _literals(arguments: Any) -> list[Constant]:
-    return [b for bindings in arguments for b in bindings if isinstance(b, Constant)]
+    return [
+        binding for bindings in arguments for binding in bindings if isinstance(binding, Constant)
+    ]

@@ -1,8 +1,8 @@
 """Functions whose inputs have enumerated shapes: one static graph for each shape.
 
 A static graph is faster: MobileNetV2 takes 0.9 of the time, and 0.7 where the shape changes from
-call to call. It costs another compilation and another copy of the rearranged weights. So inputs
-with ranges of sizes, where every call may bring a new size, run on one dynamic graph (a transformer
+call to call. It costs another compilation and another copy of the rearranged weights. So functions
+with ranges of sizes, where every call may have a new size, run on one dynamic graph (a transformer
 block would gain 3 to 7 %). Declaring the bounds to OpenVINO was measured to change nothing.
 """
 
@@ -36,22 +36,17 @@ Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 _Key: TypeAlias = tuple[tuple[int, ...], ...]
 
-# Core ML allows 128 shapes; each graph in memory has its own copy of the weights.
-_KEPT = 8
+# Graphs in memory, each with its own copy of the weights. Core ML allows 128 shapes.
+_MAX_GRAPHS = 8
 
 
 def first_shapes(function: Function) -> Shapes:
-    """Return the first shape of every input with enumerated shapes; empty if there is none."""
+    """Return the first shape of every input with enumerated shapes; empty without such inputs."""
     return {feature.name: feature.shapes[0] for feature in function.inputs if feature.shapes}
 
 
 def fix_shapes(function: Function, shapes: Shapes) -> Function:
-    """Return ``function`` with fixed shapes of some parameters.
-
-    Args:
-        function: Its other parameters stay as they are.
-        shapes: By parameter name.
-    """
+    """Return ``function`` with the parameters named in ``shapes`` fixed to these shapes."""
     if not shapes:
         return function
     params = tuple(_fix_shape(param, shapes.get(param.name)) for param in function.params)
@@ -67,12 +62,13 @@ def _fix_shape(param: NamedType, shape: tuple[int, ...] | None) -> NamedType:
 class EnumeratedFunction:
     """A function with enumerated shapes; see ``CompiledFunction``.
 
-    The graph of the first shape is made at once, so that loading fails if it cannot be run; the
-    others are made when a call first brings their shape. The graphs used most recently are kept.
+    The graph of the first shape is compiled at once, so that loading fails if it cannot run. The
+    other graphs are compiled at the first call with their shape. The most recently used stay in
+    memory.
 
     Args:
         function: The function.
-        build: Compiles it for given shapes.
+        build: Compiles the function for the shapes that it is called with.
     """
 
     def __init__(self, function: Function, build: Callable[[Shapes], OpenVinoFunction]) -> None:
@@ -81,7 +77,7 @@ class EnumeratedFunction:
         self._lock = threading.Lock()  # of the graphs
         self._building = threading.Lock()
         self._graphs: OrderedDict[_Key, OpenVinoFunction] = OrderedDict()
-        # Each caller may pass the tensors in another order, and has states of its own.
+        # Callers may pass the tensors in different orders, and have states of their own.
         self._native = WeakKeyDictionary[NativeFunction, NativeInterface]()
         self._first = self._graph(first_shapes(function))
 
@@ -103,13 +99,13 @@ class EnumeratedFunction:
         return self._graph(shapes).run_profiled(inputs, state)
 
     def make_state(self) -> OpenVinoState | None:
-        """Fresh state, all zeros, for calls of every shape; None when the function has none."""
+        """Return a state of zeros for calls of every shape; None for a function without state."""
         return self._first.make_state()
 
     def native_call(self, interface: NativeInterface, state: State | None) -> NativeCall | None:
-        """Return how to run without Python; see ``CompiledFunction``.
+        """Return a call that runs without Python; see ``CompiledFunction``.
 
-        A call in Python that brings another shape adds it, as long as there are few.
+        A call in Python with a new shape adds the shape, up to ``_MAX_GRAPHS``.
         """
         if self.native_obstacle() is not None:
             return None
@@ -126,35 +122,35 @@ class EnumeratedFunction:
     def native_program(
         self, interface: NativeInterface, shapes: Sequence[Mapping[str, tuple[int, ...]]]
     ) -> NativeProgram | None:
-        """Return what is loaded where there is no Python; see ``CompiledFunction``."""
+        """Return the native form of the function; see ``CompiledFunction``."""
         models: list[NativeModel] = []
-        for each in shapes:
-            graph = self._graph({feature.name: each[feature.name] for feature in self._features})
+        for sizes in shapes:
+            graph = self._graph({feature.name: sizes[feature.name] for feature in self._features})
             if graph.native_obstacle() is not None:
                 return None
             models.append(graph.native_model(interface))
         return describe_function(self._first.config, interface, models)
 
     def native_obstacle(self) -> str | None:
-        """Return why there are no native calls, or None if there are."""
+        """Return the reason why native calls are impossible, or None if they are possible."""
         return self._first.native_obstacle()
 
     def prepare_native_calls(self) -> None:
         """Do nothing: arrays of enumerated shapes are passed in Python."""
 
     def prepare_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Make the graph of these shapes; the cache keeps it if memory does not."""
+        """Compile the graph of these shapes; the cache keeps it even if memory does not."""
         self._graph({feature.name: shapes[feature.name] for feature in self._features})
 
     def _graph(self, shapes: Shapes) -> OpenVinoFunction:
         key = tuple(shapes.values())
-        graph = self._found(key)
+        graph = self._lookup(key)
         if graph is not None:
             return graph
         for feature in self._features:
             check_shape(feature, shapes[feature.name])
         with self._building:
-            graph = self._found(key)  # another thread may have been first
+            graph = self._lookup(key)  # another thread may have been first
             if graph is None:
                 graph = self._build(shapes)
                 self._keep(key, graph)
@@ -165,13 +161,13 @@ class EnumeratedFunction:
         if graph.native_obstacle() is not None:
             return
         for function, interface in self._native.items():
-            if function.model_count < _KEPT:
+            if function.model_count < _MAX_GRAPHS:
                 try:
                     function.add(graph.native_model(interface))
                 except EngineUnavailableError as error:
                     _logger.debug("calls of this shape are made in Python: %s", error)
 
-    def _found(self, key: _Key) -> OpenVinoFunction | None:
+    def _lookup(self, key: _Key) -> OpenVinoFunction | None:
         with self._lock:
             graph = self._graphs.get(key)
             if graph is not None:
@@ -181,5 +177,5 @@ class EnumeratedFunction:
     def _keep(self, key: _Key, graph: OpenVinoFunction) -> None:
         with self._lock:
             self._graphs[key] = graph
-            if len(self._graphs) > _KEPT:
+            if len(self._graphs) > _MAX_GRAPHS:
                 self._graphs.popitem(last=False)

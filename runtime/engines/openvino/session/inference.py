@@ -1,9 +1,9 @@
 """Run a compiled model: infer requests, the arrays at their ports, states.
 
-The cost of a call beyond the model itself was measured on a three-layer perceptron: binding an
-array to a port takes about 10 us, copying a few kilobytes less than 1 us, and OpenVINO's public
-``infer`` 4 us more than the extension method below it. So small arrays are copied through views
-made once, and large ones are bound without a copy.
+The overhead of a call was measured on a three-layer perceptron: binding an array to a port takes
+about 10 us, copying a few kilobytes less than 1 us, and OpenVINO's public ``infer`` 4 us more than
+the extension method that it wraps. So small arrays are copied through views made once, and large
+arrays are bound without a copy.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _infer: Any = next(
 
 
 def _infer_on_one_thread(request: Any) -> None:
-    """Run a request whose model has one thread.
+    """Run a request of a single-threaded model.
 
-    There OpenVINO 2026.4's ``infer`` loses errors, and leaves the outputs as they were in memory;
-    waiting for a request that was started raises them.
+    OpenVINO 2026.4's ``infer`` loses errors of such models and leaves the outputs unchanged;
+    ``start_async`` and ``wait`` raise the errors.
     """
     request.start_async()
     request.wait()
@@ -70,7 +70,7 @@ def _infer_on_one_thread(request: Any) -> None:
 class Interface:
     """The meaning of a compiled model's ports: inputs then states, outputs then state updates.
 
-    The update of a whole state is one port; each write of rows is two: the indices of the rows,
+    An update that replaces a state is one port. A row write is two ports: the indices of the rows,
     int32 [C], and the rows.
 
     Attributes:
@@ -87,9 +87,9 @@ class Interface:
 
     @property
     def port_counts(self) -> tuple[int, int]:
-        """How many inputs and outputs the model has."""
-        written = sum(1 if axes is None else 2 * len(axes) for axes in self.writes)
-        return len(self.inputs) + len(self.states), len(self.outputs) + written
+        """The number of inputs and of outputs of the model."""
+        updates = sum(1 if axes is None else 2 * len(axes) for axes in self.writes)
+        return len(self.inputs) + len(self.states), len(self.outputs) + updates
 
     def encode(self) -> dict[str, Any]:
         """Return the fields as plain data, ready for JSON."""
@@ -102,12 +102,12 @@ class Interface:
 
     @classmethod
     def decode(cls, fields: Mapping[str, Any]) -> Interface:
-        """Make an interface from what ``encode`` returned.
+        """Return the interface that ``encode`` returned ``fields`` of.
 
         Raises:
             KeyError: A field is missing.
-            TypeError: A field has another form.
-            ValueError: A field has another form, or an unknown dtype.
+            TypeError: A field has the wrong type.
+            ValueError: A field has the wrong length, or an unknown dtype.
         """
         states = tuple(
             (name, TensorType(DType.from_label(label), tuple(shape)))
@@ -119,10 +119,10 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class _Port:
-    """An input or output: its feature, its index, and its fixed shape or None.
+    """An input or output: its feature name, its index, and its fixed shape or None.
 
     Attributes:
-        is_input_passed_on: Whether it is an output that is one of the inputs.
+        is_input_passed_on: Whether the port is an output that returns an input unchanged.
     """
 
     name: str
@@ -133,7 +133,7 @@ class _Port:
 
     @property
     def copied(self) -> bool:
-        """Whether its arrays are copied through a view rather than bound."""
+        """Whether arrays are copied through a view rather than bound to the port."""
         if self.shape is None:
             return False
         is_small = self.dtype.itemsize * math.prod(self.shape) < _BIND_BYTES
@@ -141,11 +141,11 @@ class _Port:
 
 
 def _inputs_passed_on(compiled: Any) -> frozenset[int]:
-    """Return the outputs of a model that are inputs of it.
+    """Return the indices of outputs that return an input unchanged.
 
     OpenVINO 2026.4's CPU plugin gives such an input the memory that is bound to the output, and so
-    computes everything with what is there. No issue is known. States are fp16 at the boundary and
-    fp32 inside, so that a conversion is always in between.
+    computes everything with the content of that memory. No issue is known. States are not affected:
+    they are fp16 at the boundary and fp32 inside, so that a conversion is always in between.
     """
     results = compiled.get_runtime_model().get_results()
     names = {
@@ -176,7 +176,7 @@ def _ports(
 
 
 class _Request:
-    """An infer request with the views and arrays at its ports; one call at a time."""
+    """An infer request with the views and arrays at its ports, for one call at a time."""
 
     def __init__(
         self,
@@ -186,26 +186,27 @@ class _Request:
         writes: tuple[Writes, ...],
     ) -> None:
         self._request = compiled.create_infer_request()
-        self._alone = int(compiled.get_property("INFERENCE_NUM_THREADS")) == 1
+        self._has_one_thread = int(compiled.get_property("INFERENCE_NUM_THREADS")) == 1
         self._copied = [
             (port.name, self._request.get_input_tensor(port.index).data)
             for port in inputs
             if port.copied
         ]
         self._bound = [port for port in inputs if not port.copied]
-        self._held: dict[str, Array] = {}
+        self._bound_arrays: dict[str, Array] = {}
         self._outputs = [
             (port, self._request.get_output_tensor(port.index).data if port.copied else None)
             for port in outputs
         ]
         self._first_state = len(inputs)
-        # For each state: the port of its new value, or views of the indices and rows to write.
+        # (state, output) of each state that is replaced; for each state, views of the indices and
+        # rows of its row writes.
         self._replaced: list[tuple[int, int]] = []
         self._rows: list[list[tuple[NDArray[np.int32], Array]]] = []
         port = len(outputs)
-        for place, axes in enumerate(writes):
+        for number, axes in enumerate(writes):
             if axes is None:
-                self._replaced.append((place, port))
+                self._replaced.append((number, port))
             count = len(axes or ())
             starts = range(port, port + 2 * count, 2)
             self._rows.append([(self._view(start), self._view(start + 1)) for start in starts])
@@ -220,7 +221,7 @@ class _Request:
         if state is not None:
             self._bind_state(state)
         results = {port.name: self._result(port, view) for port, view in self._outputs}
-        if self._alone:
+        if self._has_one_thread:
             _infer_on_one_thread(self._request)
         else:
             _infer(self._request, {}, True, False)
@@ -234,23 +235,23 @@ class _Request:
         return results
 
     def counters(self) -> list[Any]:
-        """Return OpenVINO's counters of all kernels, if they are on."""
+        """Return OpenVINO's counters of all kernels; empty without profiling."""
         return list(self._request.get_profiling_info())
 
     def _view(self, port: int) -> NDArray[Any]:
         return self._request.get_output_tensor(port).data
 
     def _bind_input(self, port: _Port, array: Array) -> None:
-        held = self._held.get(port.name)
-        if held is array or (held is not None and _is_same_memory(held, array)):
+        bound = self._bound_arrays.get(port.name)
+        if bound is array or (bound is not None and _is_same_memory(bound, array)):
             return
         # OpenVINO takes contiguous writable arrays only, though it writes to none.
         data = np.require(array, requirements=("C", "W"))
         self._request.set_input_tensor(port.index, ov.Tensor(data, shared_memory=True))
-        self._held[port.name] = data
+        self._bound_arrays[port.name] = data
 
     def _result(self, port: _Port, view: Array | None) -> Array:
-        """Return a new array bound to a large output, or a placeholder for another output."""
+        """Return a new array bound to a large output; a placeholder for any other output."""
         if view is not None or port.shape is None:
             return _PENDING
         array = np.empty(port.shape, dtype=port.dtype)
@@ -259,24 +260,24 @@ class _Request:
 
     def _bind_state(self, state: OpenVinoState) -> None:
         current, spare = state.tensors()
-        for place, source in enumerate(current):
-            self._request.set_input_tensor(self._first_state + place, source)
-        for place, port in self._replaced:
-            self._request.set_output_tensor(port, spare[place])
+        for number, source in enumerate(current):
+            self._request.set_input_tensor(self._first_state + number, source)
+        for number, port in self._replaced:
+            self._request.set_output_tensor(port, spare[number])
 
 
 _PENDING: Array = np.empty(0)
 
 PROFILING = "PERF_COUNT"
-"""The property of a model whose kernels are timed."""
+"""The property that makes OpenVINO time kernels."""
 
 
 class _Profiler:
     """Reads the times of a model's kernels.
 
-    OpenVINO 2026.4 counts in whole microseconds and gives the mean of all runs of the model, of
-    which the first takes longer. So the time of a later run is the mean of those after the first.
-    It says of a kernel that it has not run when the mean is below half a microsecond.
+    OpenVINO 2026.4 counts in whole microseconds and reports the mean over all runs of the model.
+    The first run takes longer, so the time of a later run is the mean without the first. OpenVINO
+    reports a kernel as not run if its mean is below half a microsecond.
 
     Args:
         compiled: A labelled model, compiled with ``PROFILING``.
@@ -290,9 +291,9 @@ class _Profiler:
         self._executed: set[str] = set()
 
     def times(self, counters: Sequence[Any]) -> tuple[KernelTime, ...]:
-        """Return the times of all kernels that have run so far, given the counters after a run."""
-        means = {each.node_name: each.real_time.total_seconds() * 1e9 for each in counters}
-        executed = {e.node_name for e in counters if e.status == ov.ProfilingInfo.Status.EXECUTED}
+        """Return the times of all kernels that have run so far, from the counters after a run."""
+        means = {c.node_name: c.real_time.total_seconds() * 1e9 for c in counters}
+        executed = {c.node_name for c in counters if c.status == ov.ProfilingInfo.Status.EXECUTED}
         with self._lock:
             self._runs += 1
             runs = self._runs
@@ -306,13 +307,13 @@ class _Profiler:
             }
         return tuple(
             KernelTime(
-                self._ops_of.get(each.node_name, ()),
-                round(means[each.node_name]),
-                f"{each.node_type} {each.exec_type}",
+                self._ops_of.get(counter.node_name, ()),
+                round(means[counter.node_name]),
+                f"{counter.node_type} {counter.exec_type}",
                 is_mean=True,
             )
-            for each in counters
-            if each.node_name in executed
+            for counter in counters
+            if counter.node_name in executed
         )
 
 
@@ -320,34 +321,34 @@ _ORIGIN = "originalLayersNames"
 
 
 def _ops_of_kernels(compiled: Any) -> dict[str, tuple[int, ...]]:
-    """Return the positions of the ops that each kernel of a labelled model computes, by its name.
+    """Return the indices of the ops that each kernel of a labelled model computes, by kernel name.
 
-    A kernel that OpenVINO has added, to change the layout of an operand, belongs to the op that
-    needs it.
+    A kernel that OpenVINO has added, such as a reorder of an operand, belongs to the op that reads
+    it.
     """
     nodes = compiled.get_runtime_model().get_ordered_ops()
-    found: dict[str, tuple[int, ...]] = {}
+    ops_of: dict[str, tuple[int, ...]] = {}
     for node in reversed(nodes):
         info = node.get_rt_info()
         ops = labelled_ops(info[_ORIGIN].astype(str)) if _ORIGIN in info else ()
         if not ops:
             users = (port.get_node() for out in node.outputs() for port in out.get_target_inputs())
-            ops = next((o for user in users if (o := found.get(user.get_friendly_name()))), ())
-        found[node.get_friendly_name()] = ops
+            ops = next((o for user in users if (o := ops_of.get(user.get_friendly_name()))), ())
+        ops_of[node.get_friendly_name()] = ops
     for node in nodes:
-        if not found[node.get_friendly_name()]:
+        if not ops_of[node.get_friendly_name()]:
             sources = (value.get_node().get_friendly_name() for value in node.input_values())
-            found[node.get_friendly_name()] = next((o for s in sources if (o := found[s])), ())
-    return found
+            ops_of[node.get_friendly_name()] = next((o for s in sources if (o := ops_of[s])), ())
+    return ops_of
 
 
-def _is_same_memory(held: Array, array: Array) -> bool:
-    """Whether ``array`` is another view of what ``held``, which is contiguous, keeps alive."""
+def _is_same_memory(bound: Array, array: Array) -> bool:
+    """Whether ``array`` is a view of the same memory as ``bound``, which is contiguous."""
     return (
         array.flags.c_contiguous
-        and held.ctypes.data == array.ctypes.data
-        and held.shape == array.shape
-        and held.dtype == array.dtype
+        and bound.ctypes.data == array.ctypes.data
+        and bound.shape == array.shape
+        and bound.dtype == array.dtype
     )
 
 
@@ -361,19 +362,20 @@ def _execution_error(message: str) -> ExecutionError:
 class OpenVinoFunction:
     """A compiled function; see ``CompiledFunction``.
 
-    Calls from several threads run at the same time, each with an infer request of its own; requests
-    are kept for later calls.
+    Calls from several threads run at the same time, each with its own infer request; requests are
+    reused.
 
     Args:
         interface: Meaning of the model's ports.
         compiled: OpenVINO's compiled model.
         config: The properties that it was compiled with.
         core: OpenVINO's ``Core``.
-        keep: An object that must live as long as the model does.
-        content: What the model was imported from; None if it was compiled. It is kept too.
+        keep: An object that must live as long as the model.
+        content: The bytes that the model was imported from; None if it was compiled. They live as
+            long, too.
 
     Raises:
-        ValueError: The model has another number of ports.
+        ValueError: The number of ports does not agree with ``interface``.
     """
 
     def __init__(
@@ -413,7 +415,7 @@ class OpenVinoFunction:
         """Run once.
 
         Raises:
-            InputError: The function has states and ``state`` is not one of this engine's, or the
+            InputError: The function has states and ``state`` is not a state of this engine, or the
                 reverse.
             ExecutionError: OpenVINO failed.
         """
@@ -460,16 +462,16 @@ class OpenVinoFunction:
                 raise _execution_error(last_line(error)) from error
         finally:
             idle.append(request)
-        return self._run_anew(inputs, own_state, idle), ()
+        return self._run_again(inputs, own_state, idle), ()
 
-    def _run_anew(
+    def _run_again(
         self, inputs: Mapping[str, Array], state: OpenVinoState | None, failed: list[_Request]
     ) -> dict[str, Array]:
-        """Run once on a model that is imported anew.
+        """Import the model again and run once.
 
         After a call that failed, OpenVINO 2026.4 may refuse sizes that it took before: a reshape
-        keeps those that it failed with. No issue is known. So the failure may be that of an earlier
-        call, or of another thread's.
+        keeps the sizes that it failed with. No issue is known. So the failure may come from an
+        earlier call, or from another thread.
 
         Args:
             inputs: Inputs.
@@ -478,7 +480,7 @@ class OpenVinoFunction:
         """
         with self._renewing:
             try:
-                compiled = self._imported()
+                compiled = self._import_again()
                 request = _Request(compiled, self._inputs, self._outputs, self.interface.writes)
                 outputs = request.run(inputs, state)
             except (RuntimeError, MemoryError) as error:
@@ -487,10 +489,10 @@ class OpenVinoFunction:
                 self.compiled, self._profiler, self._idle = compiled, None, [request]
             return outputs
 
-    def _imported(self) -> Any:
-        """Import the model anew.
+    def _import_again(self) -> Any:
+        """Import the model again.
 
-        Always from the first content: OpenVINO does not read what an imported model is exported to.
+        Always from the first content: OpenVINO cannot import an export of an imported model.
         """
         if self._content is None:
             self._content = np.frombuffer(self.compiled.export_model().getbuffer(), np.uint8)
@@ -498,13 +500,13 @@ class OpenVinoFunction:
         return self._core.import_model(tensor, DEVICE, dict(self.config))
 
     def make_state(self) -> OpenVinoState | None:
-        """Fresh state, all zeros; None when the function has none."""
+        """Return a state of zeros; None for a function without state."""
         if not self._states:
             return None
         return OpenVinoState(self._states, self.interface.writes)
 
     def native_call(self, interface: NativeInterface, state: State | None) -> NativeCall | None:
-        """Return how to run without Python; see ``CompiledFunction``."""
+        """Return a call that runs without Python; see ``CompiledFunction``."""
         program = self.native_program(interface, ())
         function = None if program is None else load_natively(program)
         return None if function is None else function.bind(native_state(state))
@@ -514,13 +516,13 @@ class OpenVinoFunction:
         interface: NativeInterface,
         shapes: Sequence[Mapping[str, tuple[int, ...]]],  # noqa: ARG002
     ) -> NativeProgram | None:
-        """Return what is loaded where there is no Python; see ``CompiledFunction``."""
+        """Return the native form of the function; see ``CompiledFunction``."""
         if self.native_obstacle() is not None:
             return None
         return describe_function(self.config, interface, [self.native_model(interface)])
 
     def native_model(self, interface: NativeInterface) -> NativeModel:
-        """Return the native form of the model, which has no obstacle."""
+        """Return the native form of the model; ``native_obstacle`` must have returned None."""
         own = self.interface
         return describe_model(
             self.compiled,
@@ -532,17 +534,17 @@ class OpenVinoFunction:
         )
 
     def native_obstacle(self) -> str | None:
-        """Return why there are no native calls, or None if there are."""
+        """Return the reason why native calls are impossible, or None if they are possible."""
         ports = iter(range(len(self.interface.outputs), len(self.compiled.outputs)))
-        for place, axes in enumerate(self.interface.writes, len(self.interface.inputs)):
-            kept = self._type_name(self.compiled.inputs[place])
+        for index, axes in enumerate(self.interface.writes, len(self.interface.inputs)):
+            state_type = self._type_name(self.compiled.inputs[index])
             for _ in range(1 if axes is None else len(axes)):
-                # Behind the places of rows, the rows.
+                # A row write has two ports: indices, then rows.
                 port = next(ports) if axes is None else (next(ports), next(ports))[1]
-                written = self._type_name(self.compiled.outputs[port])
-                # Of other types, a new value may be an input as it is, or lie in the state itself.
-                if written != "f16" or kept != ("f16" if axes is None else "f32"):
-                    return f"its states are kept in {kept} and written in {written}"
+                update_type = self._type_name(self.compiled.outputs[port])
+                # In other types, an update may be an input passed on, or alias the state.
+                if update_type != "f16" or state_type != ("f16" if axes is None else "f32"):
+                    return f"its states are kept in {state_type} and written in {update_type}"
         return native_obstacle(self.compiled)
 
     @staticmethod
@@ -550,7 +552,7 @@ class OpenVinoFunction:
         return port.get_element_type().get_type_name()
 
     def prepare_native_calls(self) -> None:
-        """Make calls without Python from now on, if that is possible."""
+        """Make later calls without Python, if possible."""
         ports = self._inputs, self._outputs
         if self._native is not None or self._states:
             return

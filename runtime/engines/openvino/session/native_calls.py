@@ -1,8 +1,8 @@
-"""Calls of compiled models that enter no Python, for hosts that pass addresses.
+"""Calls of compiled models without Python, for hosts that pass addresses.
 
-A call of OpenVINO's Python package takes 10 to 20 us beyond the model itself, as long as a small
-model. Its C library does without. A compiled model gets there by its export, which is imported
-again: worth it for small models, where the call is what takes time, and where there is no Python.
+OpenVINO's Python package adds 10 to 20 us to a call, as long as a small model takes. Its C library
+does not. A compiled model is exported, and the C library imports the export: worthwhile for small
+models, where the overhead dominates, and where there is no Python.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _PACKAGE: Final = "coreml_delegate.runtime.engines.openvino.session"
 _SOURCE: Final = "native_calls.cpp"
 _ERROR_BYTES: Final = 1024
 _MACHINE_BYTES: Final = 4096
-# A size that is not fixed, a limit or a dimension that there is not.
+# Stands for a size that is not fixed, and for an absent limit or dimension.
 _OPEN: Final = -1
 _LARGEST: Final = 1 << 62
 
-# Element types as OpenVINO's C library counts them (ov_common.h), of those that cross a boundary.
+# Codes of element types in OpenVINO's C library (ov_common.h), for tensors at a model's boundary.
 _TYPES: Final[Mapping[str, int]] = {
     "boolean": 1,
     "f16": 3,
@@ -57,7 +57,7 @@ _TYPES: Final[Mapping[str, int]] = {
 
 
 class NativeFunction:
-    """A function that is called without Python.
+    """A function that can be called without Python.
 
     Args:
         program: The function and its models; more may be added.
@@ -69,7 +69,7 @@ class NativeFunction:
     def __init__(self, program: NativeProgram) -> None:
         library, reason = _library()
         if reason is not None:
-            raise EngineUnavailableError("native calls are not possible", got=reason)
+            raise EngineUnavailableError("native calls are impossible", got=reason)
         pairs = [text.encode() for pair in program.config for text in pair]
         error = ctypes.create_string_buffer(_ERROR_BYTES)
         self._library = library
@@ -84,20 +84,20 @@ class NativeFunction:
         if not self._function:
             raise _refused(error)
         self._contents: list[bytes] = []
-        _when_gone(self, _free, library, self._function, self._contents)
+        _release_with(self, _free, library, self._function, self._contents)
         for model in program.models:
             self.add(model)
 
     @property
     def model_count(self) -> int:
-        """How many models it has."""
+        """The number of models."""
         return len(self._contents)
 
     def add(self, model: NativeModel) -> None:
         """Add a model, for the input shapes that it takes.
 
         Raises:
-            EngineUnavailableError: OpenVINO refuses it.
+            EngineUnavailableError: OpenVINO refuses the model.
         """
         error = ctypes.create_string_buffer(_ERROR_BYTES)
         content = model.content
@@ -108,7 +108,7 @@ class NativeFunction:
         self._contents.append(content)
 
     def bind(self, state: NativeState | None) -> NativeCall:
-        """Return how to call it with these states, which have to live as long as the result."""
+        """Return a call of the function with these states, which must live as long as the call."""
         library = self._library
         model = library.coreml_native_bind(
             self._function, None if state is None else ctypes.byref(state)
@@ -117,12 +117,12 @@ class NativeFunction:
             raise MemoryError
         run = ctypes.cast(library.coreml_native_run, ctypes.c_void_p).value or 0
         call = NativeCall(run, model)
-        _when_gone(call, _unbind, library, model, self, state)
+        _release_with(call, _unbind, library, model, self, state)
         return call
 
 
 def load_natively(program: NativeProgram) -> NativeFunction | None:
-    """Return a function to be called without Python; None if the library refuses it."""
+    """Return a function that is called without Python; None if the library refuses it."""
     try:
         return NativeFunction(program)
     except EngineUnavailableError as error:
@@ -131,7 +131,7 @@ def load_natively(program: NativeProgram) -> NativeFunction | None:
 
 
 def native_obstacle(compiled: Any) -> str | None:
-    """Return why a compiled model cannot be called without Python, or None.
+    """Return the reason why a compiled model cannot be called without Python, or None.
 
     Args:
         compiled: ``openvino.CompiledModel``.
@@ -151,9 +151,9 @@ def describe_function(
     """Return the native form of a function.
 
     Args:
-        config: The properties that its models were compiled with.
-        interface: Its tensors.
-        models: Its models.
+        config: The properties that the models were compiled with.
+        interface: The tensors of the function.
+        models: The models, one for each set of input shapes.
     """
     words = [len(interface.limits)]
     for limits in interface.limits:
@@ -176,20 +176,20 @@ def describe_model(
 
     Args:
         compiled: ``openvino.CompiledModel``.
-        inputs: Indices of its inputs, in the order in which calls pass them.
-        outputs: Indices of its outputs, likewise.
-        passed_on: Outputs that are inputs, whose memory must not be bound.
+        inputs: Indices of the model's inputs, in the order in which calls pass them.
+        outputs: Indices of the model's outputs, in the order in which calls pass them.
+        passed_on: Outputs that return an input unchanged, whose memory must not be bound.
         states: Indices of the inputs that are states.
-        writes: How each state is written, by the outputs behind ``outputs``.
+        writes: How each state is written, by the outputs after ``outputs``.
     """
-    kept = frozenset(passed_on)
-    is_alone = int(compiled.get_property("INFERENCE_NUM_THREADS")) == 1
-    words = [int(is_alone), len(inputs)]
+    unbound = frozenset(passed_on)
+    has_one_thread = int(compiled.get_property("INFERENCE_NUM_THREADS")) == 1
+    words = [int(has_one_thread), len(inputs)]
     for index in inputs:
         words += _port_words(compiled.inputs[index], index)
     words.append(len(outputs))
     for index in outputs:
-        words += _port_words(compiled.outputs[index], index, is_kept=index in kept)
+        words += _port_words(compiled.outputs[index], index, is_copied=index in unbound)
     words.append(len(states))
     output = len(outputs)
     for index, axes in zip(states, writes, strict=True):
@@ -216,17 +216,17 @@ def _limit_words(limits: InputLimits) -> Iterator[int]:
     yield int(limits is None)
     yield len(limits or ())
     for limit in limits or ():
-        # A program may have any bounds; no tensor has larger sizes.
+        # A program may declare any bound; no tensor has a larger size.
         yield min(limit.low, _LARGEST)
         yield _OPEN if limit.high is None else min(limit.high, _LARGEST)
         yield from limit.same_as or (_OPEN, _OPEN)
 
 
-def _port_words(port: Any, index: int, *, is_kept: bool = False) -> Iterator[int]:
+def _port_words(port: Any, index: int, *, is_copied: bool = False) -> Iterator[int]:
     shape = port.get_partial_shape()
     yield index
     yield _TYPES[port.get_element_type().get_type_name()]
-    yield int(is_kept or shape.is_dynamic)
+    yield int(is_copied or shape.is_dynamic)
     yield len(shape)
     for size in shape:
         yield size.get_length() if size.is_static else _OPEN
@@ -242,24 +242,24 @@ def _refused(error: Any) -> EngineUnavailableError:
     )
 
 
-def _when_gone(owner: object, release: Callable[..., None], *arguments: Any) -> None:
-    """Call ``release`` when ``owner`` is gone; not at the end of the process, where it may run."""
+def _release_with(owner: object, release: Callable[..., None], *arguments: Any) -> None:
+    """Call ``release`` after ``owner`` is freed; not at process exit, where calls may still run."""
     weakref.finalize(owner, release, *arguments).atexit = False
 
 
 def _free(library: Any, function: int, _: list[bytes]) -> None:
-    """Free a function, whose constants lie in the bytes that its models were imported from."""
+    """Free a function; the third argument is the memory of its constants, alive until then."""
     library.coreml_native_free(function)
 
 
 def _unbind(library: Any, model: int, *_: object) -> None:
-    """Free what calls are made with, while the function and its states are there."""
+    """Free a bound model; the last arguments are the function and its states, alive until then."""
     library.coreml_native_unbind(model)
 
 
 @functools.cache
 def _library() -> tuple[Any, str | None]:
-    """Return the library, and why it cannot be built or loaded."""
+    """Return the library and None, or None and the reason why it cannot be built or loaded."""
     try:
         return _load(), None
     except (EngineUnavailableError, OSError, AttributeError) as error:
@@ -268,8 +268,8 @@ def _library() -> tuple[Any, str | None]:
 
 def _load() -> Any:
     root = Path(ov.__file__).parent
-    found = sorted((root / "libs").glob("libopenvino_c.so*"))
-    if sys.platform != "linux" or not found:
+    libraries = sorted((root / "libs").glob("libopenvino_c.so*"))
+    if sys.platform != "linux" or not libraries:
         raise EngineUnavailableError(f"the openvino package for {sys.platform} has no C library")
     folder = importlib.resources.files(_PACKAGE)
     source = CppLibrary(
@@ -278,14 +278,14 @@ def _load() -> Any:
         source=folder.joinpath(_SOURCE).read_bytes(),
         headers={native.HEADER: native.header()},
         flags=(f"-I{root / 'include'}",),
-        libraries=(str(found[0]),),
-        depends_on=(ov.get_version(), found[0].stat().st_size),
+        libraries=(str(libraries[0]),),
+        depends_on=(ov.get_version(), libraries[0].stat().st_size),
     )
     reason = source.unavailable_reason()
     if reason is not None:
         raise EngineUnavailableError("native calls cannot be built", got=reason)
     path = source.build()
-    ctypes.CDLL(str(found[0]))  # by its name, the library finds the one that is loaded
+    ctypes.CDLL(str(libraries[0]))  # the library needs it by name, and finds the loaded one
     library = ctypes.CDLL(str(path))
     if library.coreml_native_version() != native.VERSION:
         raise EngineUnavailableError("native calls are of another version", got=str(path))
@@ -302,5 +302,5 @@ def _load() -> Any:
     library.coreml_native_bind.argtypes = (pointer, ctypes.POINTER(NativeState))
     for release in (library.coreml_native_free, library.coreml_native_unbind):
         release.restype, release.argtypes = None, (pointer,)
-    _describe_machine(library)  # so that it is known to be possible
+    _describe_machine(library)  # fails here rather than in a later call
     return library

@@ -1,4 +1,4 @@
-"""State tensors, kept between the calls of a function."""
+"""State tensors, which persist between the calls of a function."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ StateTypes: TypeAlias = tuple[tuple[str, TensorType], ...]
 """Name and type of every state tensor."""
 
 Writes: TypeAlias = tuple[int, ...] | None
-"""How a function writes a state: the axis of each write of rows; None if it replaces all of it."""
+"""How a function updates a state: the axis of each row write; None if it replaces the tensor."""
 
 
 class OpenVinoState:
     """State tensors of one model instance, zero at start.
 
-    No call copies a state. A state that calls replace has two tensors in the program's dtype: a
-    call reads one and writes the other, then they change places. A state that calls write rows of
-    has one tensor, in the type that the graph computes in; the program's dtype can hold its values.
+    No call copies a state. A state that calls replace has two tensors in the program's dtype, which
+    are swapped: a call reads the first and writes the second. A state that calls write rows to has
+    one tensor, in the type that the graph computes in; the program's dtype can represent its
+    values.
     """
 
     def __init__(self, types: StateTypes, writes: tuple[Writes, ...]) -> None:
@@ -39,10 +40,10 @@ class OpenVinoState:
         self._tensors: tuple[list[Any], list[Any]] = ([], [])
         self._native = NativeState()
         zeros = {name: np.zeros(state_shape(type_), type_.dtype.numpy) for name, type_ in types}
-        self._keep(zeros)
+        self._allocate(zeros)
 
     def snapshot(self) -> Snapshot:
-        """Copies of every state tensor; see ``State``."""
+        """Return copies of all state tensors; see ``State``."""
         return {
             name: array.astype(type_.dtype.numpy)
             for (name, type_), array in zip(self._types, self._current(), strict=True)
@@ -50,33 +51,33 @@ class OpenVinoState:
 
     def restore(self, snapshot: Mapping[str, Array]) -> None:
         """Replace the content of every state tensor; see ``State``."""
-        held = self._held()
+        arrays = self._arrays_by_name()
         for name, value in cast_snapshot(self._declared(), snapshot).items():
-            held[name][...] = value
+            arrays[name][...] = value
 
     def reset(self) -> None:
         """Set every state tensor to zero."""
-        for array in self._held().values():
+        for array in self._arrays_by_name().values():
             array.fill(0)
 
     def write(self, name: str, value: Array) -> None:
         """Replace the content of one state tensor; see ``State``."""
         replacement = cast_state(self._declared(), name, value)
-        self._held()[name][...] = replacement
+        self._arrays_by_name()[name][...] = replacement
 
     def arrange(self, writes: tuple[Writes, ...]) -> None:
-        """Keep the tensors as a function needs them that writes them in this way.
+        """Allocate the tensors that a function with these ``writes`` needs, with their content.
 
         Functions for other input shapes may write a state in another way.
         """
         if writes != self._writes:
             content = self.snapshot()
             self._writes = writes
-            self._keep(content)
+            self._allocate(content)
 
     @property
     def native(self) -> NativeState:
-        """The tensors for native calls; the same object for as long as this one lives."""
+        """The tensors for native calls; the same object for the lifetime of this state."""
         return self._native
 
     def tensors(self) -> tuple[list[Any], list[Any]]:
@@ -85,63 +86,66 @@ class OpenVinoState:
         return self._tensors[side], self._tensors[1 - side]
 
     def advance(self, rows: Sequence[Sequence[tuple[NDArray[np.int32], Array]]]) -> None:
-        """Make the tensors just written the ones to read.
+        """Swap the tensors after a call, and write the rows that it returned.
 
         Args:
-            rows: Indices and rows of each write of rows to each state.
+            rows: For each state, the indices and rows of each row write.
 
         Raises:
             ExecutionError: An index is outside of its state; then no state has changed.
         """
-        held = self._current()
+        arrays = self._current()
         updates = [
-            (name, array, axis, places, values)
-            for (name, _), array, axes, written in zip(
-                self._types, held, self._writes, rows, strict=True
+            (name, array, axis, indices, values)
+            for (name, _), array, axes, row_writes in zip(
+                self._types, arrays, self._writes, rows, strict=True
             )
-            for axis, (places, values) in zip(axes or (), written, strict=True)
+            for axis, (indices, values) in zip(axes or (), row_writes, strict=True)
         ]
-        for name, array, axis, places, _ in updates:
-            if places.size and not 0 <= places.min() <= places.max() < array.shape[axis]:
+        for name, array, axis, indices, _ in updates:
+            if indices.size and not 0 <= indices.min() <= indices.max() < array.shape[axis]:
                 raise ExecutionError(
                     f"row written to state {name!r} does not exist",
-                    got=str(places.tolist()),
+                    got=str(indices.tolist()),
                     expected=f"0 to {array.shape[axis] - 1}",
                 )
-        for _, array, axis, places, values in updates:
-            np.moveaxis(array, axis, 0)[places] = np.moveaxis(values, axis, 0)
+        for _, array, axis, indices, values in updates:
+            np.moveaxis(array, axis, 0)[indices] = np.moveaxis(values, axis, 0)
         self._native.side = 1 - self._native.side
 
-    def _keep(self, content: Snapshot) -> None:
-        """Replace the arrays by new ones with this content."""
-        kept: tuple[list[Array], list[Array]] = ([], [])
+    def _allocate(self, content: Snapshot) -> None:
+        """Replace the arrays by new arrays with this content."""
+        arrays: tuple[list[Array], list[Array]] = ([], [])
         for (name, type_), axes in zip(self._types, self._writes, strict=True):
             value = content[name]
             if axes is None:
-                kept[0].append(value)
-                kept[1].append(np.zeros_like(value))
+                arrays[0].append(value)
+                arrays[1].append(np.zeros_like(value))
             else:
                 value = value.astype(GRAPH_TYPE[type_.dtype].to_dtype())
-                kept[0].append(value)
-                kept[1].append(value)
-        first, second = ([ov.Tensor(array, shared_memory=True) for array in side] for side in kept)
-        self._arrays, self._tensors = kept, (first, second)
+                arrays[0].append(value)
+                arrays[1].append(value)
+        first, second = (
+            [ov.Tensor(array, shared_memory=True) for array in side] for side in arrays
+        )
+        self._arrays, self._tensors = arrays, (first, second)
         native, count = self._native, len(self._types)
         native.side = 0
         native.has_rows = (ctypes.c_int64 * count)(*(axes is not None for axes in self._writes))
-        for number, side in enumerate(kept):
+        for number, side in enumerate(arrays):
             addresses = (array.ctypes.data for array in side)
             native.memory[number] = (ctypes.c_void_p * count)(*addresses)
 
-    def _held(self) -> Snapshot:
+    def _arrays_by_name(self) -> Snapshot:
         names = (name for name, _ in self._types)
         return dict(zip(names, self._current(), strict=True))
 
     def _current(self) -> list[Array]:
+        """Return the arrays that the next call reads."""
         return self._arrays[self._native.side]
 
     def _declared(self) -> Snapshot:
-        """Return arrays of the declared dtypes and shapes that take no memory, for comparison."""
+        """Return arrays of the declared dtypes and shapes, for checks; they take no memory."""
         return {
             name: np.broadcast_to(np.zeros((), type_.dtype.numpy), state_shape(type_))
             for name, type_ in self._types
@@ -149,7 +153,7 @@ class OpenVinoState:
 
 
 def native_state(state: State | None) -> NativeState | None:
-    """Return the tensors of a state for native calls; None for no state."""
+    """Return the tensors of a state for native calls; None without a state."""
     return state.native if isinstance(state, OpenVinoState) else None
 
 

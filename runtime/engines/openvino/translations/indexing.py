@@ -346,7 +346,7 @@ def topk(
     """
     at = normalize_axis(axis, rank(x))
     if is_float(x) and top_k.is_long(x, k, at):
-        places = top_k.first_places(nan.sort_key(x), k, at, "min" if ascending else "max")
+        places = top_k.first_indices(nan.sort_key(x), k, at, "min" if ascending else "max")
         best: Result = ops.gather_elements(x, places, at)
     else:
         count = ints(k) if k != -1 else dim_of(x, axis)

@@ -90,7 +90,7 @@ def test_one_static_graph_for_each_enumerated_shape(enumerated, translations):
 
 
 def test_graphs_used_least_recently_are_dropped(enumerated, translations, monkeypatch):
-    monkeypatch.setattr(enumerated_shapes, "_KEPT", 2)
+    monkeypatch.setattr(enumerated_shapes, "_MAX_GRAPHS", 2)
     model = Model.from_files(enumerated, engine="openvino")
     for number in (1, 0, 2, 0, 1):
         _check(model, SHAPES[number])

@@ -27,10 +27,10 @@ from coreml_delegate.runtime.mil.program import (
 from coreml_delegate.runtime.op_errors import OpTranslationError, blame, last_line
 from coreml_delegate.targets import Opset
 
-# Ops whose results coremltools declares too small: it forgets that a condition broadcasts too.
+# Ops whose results coremltools declares too small: it ignores that the condition broadcasts too.
 _WRONGLY_DECLARED = frozenset({"select"})
 
-# What OpenVINO's binding raises for a graph it refuses to build.
+# Errors that OpenVINO's binding raises for a graph it refuses to build.
 _BUILD_ERRORS = (
     ArithmeticError,
     LookupError,
@@ -46,12 +46,12 @@ class BlockTranslator:
     """Translates blocks into the graphs of their scopes.
 
     Attributes:
-        opset: Of the program.
-        structural: Ops that need the scope itself, by type.
-        exact_nan: Whether NaN has to pass through every op, even where that takes time.
-        reasons: Collects the errors. Parameters then stand in for the values that could not be
-            made, so that one pass finds all errors. With None the first error is raised.
-        misdeclared: Names of values whose shape differs from the one that the program declares.
+        opset: The opset of the program.
+        structural: Ops that need the scope, by type.
+        exact_nan: Whether every op propagates NaN, even where that takes time.
+        reasons: Collects the errors. Parameters then replace the values of failed ops, so that one
+            pass finds all errors. With None the first error is raised.
+        misdeclared: Names of values whose shape differs from the declared shape.
     """
 
     opset: Opset
@@ -81,7 +81,7 @@ class BlockTranslator:
         return scope.values_of(block.outputs)
 
     def _op(self, op: Op, scope: Scope) -> None:
-        found_before = len(self.reasons or ())
+        reasons_before = len(self.reasons or ())
         try:
             outputs = self._apply(op, scope)
             self._bind(op, outputs, scope)
@@ -89,8 +89,8 @@ class BlockTranslator:
             if self.reasons is None:
                 remedy = "Run this program on the reference engine"
                 blame(error, OpTranslationError, _describe_failure(op, error), remedy=remedy)
-            # If an op of a nested block has failed, this op adds nothing.
-            if len(self.reasons) == found_before:
+            # If an op of a nested block has failed, this op adds no reason.
+            if len(self.reasons) == reasons_before:
                 self.reasons.append(_describe_failure(op, error))
             for out in op.outputs:
                 _bind_parameter(out, scope)
@@ -117,7 +117,7 @@ class BlockTranslator:
         """Return a result in the type that its op declares.
 
         Raises:
-            UnsupportedOpError: The shape differs: OpenVINO understands the op in another way.
+            UnsupportedOpError: The shape differs: OpenVINO defines the op differently.
         """
         if not isinstance(declared.type, TensorType):
             raise refusal("result that is no tensor", declared.type)
@@ -136,27 +136,27 @@ class BlockTranslator:
 
     def _reads_misdeclared(self, op: Op) -> bool:
         """Whether an op reads a misdeclared value, and so declares wrong shapes itself."""
-        bindings = (binding for given in op.inputs.values() for binding in given)
-        return any(isinstance(b, Ref) and b.name in self.misdeclared for b in bindings)
+        references = (b for bindings in op.inputs.values() for b in bindings if isinstance(b, Ref))
+        return any(reference.name in self.misdeclared for reference in references)
 
 
 StructuralOp: TypeAlias = Callable[[BlockTranslator, Op, Scope], tuple[Value, ...]]
-"""Translates an op that needs the scope: returns the values of its outputs."""
+"""Translates an op that needs the scope; returns the values of the op's outputs."""
 
 
 def _arguments(op: Op, parameters: Mapping[str, Parameter[Form]], scope: Scope) -> dict[str, Any]:
-    given: dict[str, tuple[Binding, ...]] = dict(op.inputs)
-    given.update({key: (value,) for key, value in op.attributes.items() if key != "name"})
+    bound: dict[str, tuple[Binding, ...]] = dict(op.inputs)
+    bound.update({key: (value,) for key, value in op.attributes.items() if key != "name"})
     arguments: dict[str, Any] = {}
     for name, parameter in parameters.items():
-        bindings = given.pop(name, None)
+        bindings = bound.pop(name, None)
         if bindings is not None:
             values = [scope.value(binding) for binding in bindings]
             arguments[name] = _argument(name, parameter.form, values, scope)
         elif parameter.required:
             raise refusal("required parameter is missing", name)
-    if given:
-        raise refusal("unknown parameters", ", ".join(sorted(given)))
+    if bound:
+        raise refusal("unknown parameters", ", ".join(sorted(bound)))
     return arguments
 
 
@@ -208,7 +208,7 @@ def _bind_parameter(out: NamedType, scope: Scope) -> None:
         else:
             scope.values[out.name] = make_parameter(out.name, out.type)[1]
     except UnsupportedOpError:
-        # Labels have no tensor type: later uses of the name report themselves.
+        # Labels have no tensor type; later uses of the name are reported on their own.
         scope.values.pop(out.name, None)
 
 
@@ -243,5 +243,5 @@ _READERS: Mapping[Form, Callable[[list[Any]], Any]] = {
 
 
 def _describe_failure(op: Op, error: Exception) -> str:
-    """Return one line: op type, its first output, and what went wrong."""
+    """Return one line: op type, its first output, and the error."""
     return f"{op.type} (output {op.name!r}): {last_line(error)}"

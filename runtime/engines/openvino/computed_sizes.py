@@ -1,8 +1,8 @@
-"""Tensors whose sizes a program computes from values: refused where they are too large.
+"""Limits on tensors whose sizes a program computes from values.
 
 A few bytes of a program, or of an input, can ask for more memory than the machine has, which on
 many systems ends the process. Sizes that follow from the shapes of inputs are known, or bounded by
-what the inputs may be, and need no check.
+the declared input shapes, and need no check.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
 )
 from coreml_delegate.runtime.engines.openvino.values import Tensor
 
-# Node types whose output has sizes of its own, and the inputs whose values they come from.
+# Node type -> indices of the inputs whose values determine the sizes of the output.
 _SIZED_BY: Final[Mapping[str, tuple[int, ...]]] = {
     "Broadcast": (1,),
     "Interpolate": (1, 2),
@@ -40,46 +40,46 @@ _SIZED_BY: Final[Mapping[str, tuple[int, ...]]] = {
 
 
 def require_room(
-    control: Tensor, sizes: Tensor, like: Tensor | None = None, beside: Tensor | None = None
+    control: Tensor, sizes: Tensor, like: Tensor | None = None, repeats_for: Tensor | None = None
 ) -> Tensor:
     """Return ``control``, whose computation fails if a tensor would be too large.
 
     Args:
-        control: What the tensor's sizes are computed from; returned as it is if they follow from
-            shapes.
+        control: The value that determines the tensor's sizes; returned unchanged if it depends only
+            on shapes.
         sizes: Numbers whose product is the number of elements, a vector or a scalar.
-        like: A tensor with its element type; None for four bytes.
-        beside: A tensor whose number of elements is another factor.
+        like: A tensor with the same element type; None for four bytes per element.
+        repeats_for: A tensor whose number of elements is another factor.
     """
-    others = () if beside is None else (shape_of(beside),)
-    if not any(map(_comes_from_values, (control, *others))):
+    factors = () if repeats_for is None else (shape_of(repeats_for),)
+    if not any(map(_depends_on_values, (control, *factors))):
         return control
     nbytes = 4 if like is None else max(element_type(like).bitwidth // 8, 1)
     elements = ops.absolute(f32(sizes))
     if rank(sizes):
         elements = ops.reduce_prod(elements, ints(0))
-    if beside is not None:
-        elements = ops.multiply(elements, ops.reduce_prod(f32(shape_of(beside)), ints(0)))
+    if repeats_for is not None:
+        elements = ops.multiply(elements, ops.reduce_prod(f32(shape_of(repeats_for)), ints(0)))
     most = ops.constant(np.float32(limits.MAX_COMPUTED // nbytes))
-    # NaN, of a range with a step of zero, is not less either.
+    # Not ``greater``: it is false for NaN, the count of a range with a step of zero.
     too_large = ops.logical_not(ops.less_equal(elements, most))
     reason = f"a tensor of a computed size takes more than {limits.MAX_COMPUTED} bytes"
     return fail_if(too_large, control, reason)
 
 
-def _comes_from_values(value: Tensor) -> bool:
-    """Whether a value depends on the values of inputs, not on their shapes alone."""
+def _depends_on_values(value: Tensor) -> bool:
+    """Whether a value depends on the values of inputs, not only on their shapes."""
     if constant_data(value) is not None:
         return False
-    waiting: list[tuple[Any, bool]] = [(output(value), False)]
+    pending: list[tuple[Any, bool]] = [(output(value), False)]
     seen: set[tuple[str, int, bool]] = set()
-    while waiting:
-        source, is_shape = waiting.pop()
+    while pending:
+        source, is_shape = pending.pop()
         node = source.get_node()
-        place = node.get_name(), source.get_index(), is_shape
-        if place in seen:
+        key = node.get_name(), source.get_index(), is_shape
+        if key in seen:
             continue
-        seen.add(place)
+        seen.add(key)
         kind = node.get_type_name()
         if kind == "Parameter" and not is_shape:
             return True
@@ -87,6 +87,6 @@ def _comes_from_values(value: Tensor) -> bool:
             continue
         inputs = [port.get_source_output() for port in node.inputs()]
         if is_shape:
-            waiting += [(inputs[n], False) for n in _SIZED_BY.get(kind, ()) if n < len(inputs)]
-        waiting += [(each, is_shape or kind == "ShapeOf") for each in inputs]
+            pending += [(inputs[n], False) for n in _SIZED_BY.get(kind, ()) if n < len(inputs)]
+        pending += [(port_value, is_shape or kind == "ShapeOf") for port_value in inputs]
     return False

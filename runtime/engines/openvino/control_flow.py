@@ -1,9 +1,9 @@
-"""Structural ops: constants, states, branches and loops, which need the scope itself.
+"""Structural ops, which need the scope: constants, states, branches and loops.
 
-A branch becomes a body of OpenVINO's ``If``, a loop its ``Loop``. MIL tests the condition before
-each iteration and OpenVINO after it, so the condition is translated twice: outside of the loop for
-the first iteration, and after the body for the others. A state that a body writes is one more
-result of the body.
+A branch becomes a body of OpenVINO's ``If``, a loop becomes a ``Loop``. MIL tests the condition
+before each iteration and OpenVINO after it, so the condition is translated twice: before the loop
+for the first iteration, and after the body for later iterations. A state that a body writes is an
+additional result of the body.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _WRITES = {"write_state": ("input", "data"), "coreml_update_state": ("state", "v
 
 
 def const(_: BlockTranslator, op: Op, __: Scope) -> tuple[Value, ...]:
-    """Return the constant; it becomes a node where a tensor is needed."""
+    """Return the constant; it becomes a node when a tensor is needed."""
     return (op.attributes["val"],)
 
 
 def read_state(_: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]:
-    """Return the state as the program has left it so far."""
+    """Return the value of the state at this point of the program."""
     return (scope.state(_state_name(op, "input")),)
 
 
@@ -62,13 +62,13 @@ def write_state(_: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]:
     """Replace the state; ``coreml_update_state`` also returns the new value."""
     state, data = _WRITES[op.type]
     (binding,) = op.inputs[data]
-    written = scope.tensor(scope.value(binding))
-    scope.set_state(_state_name(op, state), written)
-    return (written,) if op.outputs else ()
+    value = scope.tensor(scope.value(binding))
+    scope.set_state(_state_name(op, state), value)
+    return (value,) if op.outputs else ()
 
 
 def cond(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]:
-    """The first block if the predicate is true, else the second."""
+    """Return the results of the first block if the predicate is true, else of the second."""
     (binding,) = op.inputs["pred"]
     predicate = scope.value(binding)
     if isinstance(predicate, Constant | Weight) or constant_data(predicate) is not None:
@@ -78,7 +78,7 @@ def cond(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]
     then_scope, else_scope = scope.body(), scope.body()
     values, then = _branch(translator, op.blocks[0], op.outputs, states, then_scope)
     _, otherwise = _branch(translator, op.blocks[1], op.outputs, states, else_scope)
-    # The stub does not know that a capture may be missing from one of the bodies.
+    # Any, because the type stub does not allow None for a body without the capture.
     node: Any = ops.if_op(_as_scalar_flag(predicate))
     node.set_then_body(then)
     node.set_else_body(otherwise)
@@ -94,13 +94,13 @@ def cond(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]
 
 
 def while_loop(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]:
-    """The second block as long as the first is true, on the same variables."""
+    """Run the second block while the first returns true; both take the loop variables."""
     condition, body = op.blocks
     initial = [scope.value(binding) for binding in op.inputs.get("loop_vars", ())]
     states = _written_states(op.blocks)
     first = _translate_condition(translator, condition, scope, initial)
-    known = constant_data(first)
-    if known is not None and not known.item():
+    constant = constant_data(first)
+    if constant is not None and not constant.item():
         return tuple(initial)
     starts = [_to_tensor(value, scope) for value in initial] + [scope.state(n) for n in states]
     shapes = [_shape(n.type, v) for n, v in zip(body.inputs, initial, strict=True)]
@@ -115,7 +115,7 @@ def while_loop(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value
         inner.set_state(name, value)
     variables = [_from_tensor(like, t) for like, t in zip(initial, carry, strict=False)]
     computed = translator.block(body, inner, variables)
-    again = _translate_condition(translator, condition, inner, computed)
+    goes_on = _translate_condition(translator, condition, inner, computed)
     results = [_to_tensor(value, inner) for value in computed] + [inner.state(n) for n in states]
     results = [
         convert_to(value, element_type(start)) for value, start in zip(results, starts, strict=True)
@@ -125,8 +125,8 @@ def while_loop(translator: BlockTranslator, op: Op, scope: Scope) -> tuple[Value
         _copy_of_other(value, own, parameters, turn)
         for value, own in zip(results, parameters, strict=True)
     ]
-    turned = ops.add(turn, ints(1))
-    model = _make_body([again, turned, *results], [turn, *parameters], inner)
+    next_turn = ops.add(turn, ints(1))
+    model = _make_body([goes_on, next_turn, *results], [turn, *parameters], inner)
     node = ops.loop(ints(limits.MAX_TURNS + 1).output(0), first)
     node.set_function(model)
     node.set_special_body_ports([-1, 0])
@@ -170,26 +170,28 @@ def _branch(
     return values, _make_body(results, [], scope)
 
 
-# What OpenVINO computes in the memory of its operand.
+# Ops whose result may share the memory of the operand.
 _VIEWS = {"Convert", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
 
 
 def _copy_of_other(value: Any, own: Any, parameters: Sequence[Any], turn: Any) -> Any:
-    """Return a variable's next value, copied if it is another variable of this turn.
+    """Return a loop variable's next value, copied if it is another variable's current value.
 
     The plugin replaces the variables one after another, in place.
 
     Args:
         value: The next value.
         own: The variable's parameter.
-        parameters: Those of all variables.
-        turn: The number of the turn, from 0 on.
+        parameters: The parameters of all variables.
+        turn: The number of the iteration, from 0 on.
     """
     source = value.get_node()
     while source.get_type_name() in _VIEWS:
         source = source.input_value(0).get_node()
-    others = [parameter.get_friendly_name() for parameter in parameters if parameter is not own]
-    if source.get_friendly_name() not in others:
+    other_names = [
+        parameter.get_friendly_name() for parameter in parameters if parameter is not own
+    ]
+    if source.get_friendly_name() not in other_names:
         return value
     is_turn = ops.greater_equal(turn, ints(0))  # with a constant the copy would be folded
     zero = ops.constant(np.zeros((), bool), element_type(value))
@@ -199,7 +201,7 @@ def _copy_of_other(value: Any, own: Any, parameters: Sequence[Any], turn: Any) -
 def _translate_condition(
     translator: BlockTranslator, condition: Block, scope: Scope, variables: Sequence[Value]
 ) -> Any:
-    """Return the flag that says whether the loop goes on with these variables."""
+    """Return the flag whether the loop runs another iteration with these variables."""
     (flag,) = translator.block(condition, scope.nested(), variables)
     return _as_scalar_flag(scope.tensor(flag))
 
@@ -211,7 +213,7 @@ def _as_scalar_flag(value: Any) -> Any:
 
 
 def _make_body(results: Sequence[Any], parameters: Sequence[Any], scope: Scope) -> Any:
-    # The stub binds the constructor to the base class.
+    # Any, because the type stub declares the base class's constructor.
     make_model: Any = ov.Model
     captured = [capture.parameter for capture in scope.captures]
     return make_model([ops.result(value) for value in results], [*parameters, *captured], "body")
@@ -220,19 +222,19 @@ def _make_body(results: Sequence[Any], parameters: Sequence[Any], scope: Scope) 
 def _bind_results(
     like: Sequence[Value], outputs: Sequence[Any], states: Sequence[str], scope: Scope
 ) -> tuple[Value, ...]:
-    """Set the states to the last outputs; return the others as values of the kinds of ``like``."""
+    """Set the states to the last outputs; return the first outputs, as lists where ``like`` is."""
     for name, value in zip(states, outputs[len(like) :], strict=True):
         scope.set_state(name, value)
     return tuple(_from_tensor(value, tensor) for value, tensor in zip(like, outputs, strict=False))
 
 
 def _to_tensor(value: Value, scope: Scope) -> Any:
-    """Return a value as the one tensor that enters or leaves a body."""
+    """Return the tensor by which a value enters or leaves a body."""
     return value.elements if isinstance(value, TensorList) else scope.tensor(value)
 
 
 def _from_tensor(like: Value, tensor: Any) -> Value:
-    """Return a tensor that entered or left a body as a value of the kind of ``like``."""
+    """Return a tensor that entered or left a body as a list if ``like`` is a list."""
     return TensorList(tensor, like.grows) if isinstance(like, TensorList) else tensor
 
 

@@ -15,8 +15,8 @@ from coreml_delegate.runtime.mil.program import Function
 
 _TELEMETRY = "openvino_telemetry"
 _MODULES = cast("dict[str, Any]", sys.modules)
-# Importing openvino reports the import over the network, from a process that it forks: JAX, and
-# whatever else has threads, may deadlock in that. Without this module it has a stand-in.
+# Importing openvino reports the import over the network, from a forked process, in which JAX and
+# other libraries with threads may deadlock. Without this module openvino uses a stub.
 _MODULES.setdefault(_TELEMETRY, None)
 
 
@@ -54,7 +54,7 @@ class OpenVinoEngine:
         Args:
             function: The function to run.
             options: How to execute.
-            source: The bytes it was read from; without them no cache is used.
+            source: The bytes that the function was read from; without them no cache is used.
 
         Raises:
             EngineUnavailableError: OpenVINO, or the precision asked for, cannot be used here.
@@ -77,7 +77,7 @@ class OpenVinoEngine:
 def _core() -> Any:
     core = importlib.import_module("openvino").Core()
     if _MODULES.get(_TELEMETRY, core) is None:
-        del _MODULES[_TELEMETRY]  # for whoever else wants it
+        del _MODULES[_TELEMETRY]  # other packages may import it
     core.get_property(DEVICE, "FULL_DEVICE_NAME")  # loads the CPU plugin
     return core
 

@@ -16,7 +16,7 @@ from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Packed
 
 GRAPH_TYPE: dict[DType, ov.Type] = {
-    # fp16 values are computed in f32: the program's weights, without its rounding.
+    # fp16 values are computed in f32: with the program's weights, but without its rounding.
     DType.FP16: ov.Type.f32,
     DType.FP32: ov.Type.f32,
     DType.BOOL: ov.Type.boolean,
@@ -95,7 +95,7 @@ def static_dims(value: Tensor, axes: Sequence[int]) -> tuple[int, ...]:
     """Return the sizes of a value along ``axes``.
 
     Raises:
-        UnsupportedOpError: One is known only at run time.
+        UnsupportedOpError: A size is known only at run time.
     """
     shape = dims(value)
     sizes = tuple(size for axis in axes if (size := shape[axis]) is not None)
@@ -150,7 +150,7 @@ def reshape(value: Tensor, shape: Sequence[int]) -> Any:
 
 
 def make_negative_invalid(indices: Tensor) -> Any:
-    """Replace negative indices by one beyond the end, which OpenVINO refuses.
+    """Replace negative indices by an index beyond the end, which OpenVINO refuses.
 
     In OpenVINO 2026.4, ScatterElementsUpdate writes outside of its memory at a negative index.
     """
@@ -161,64 +161,64 @@ def make_negative_invalid(indices: Tensor) -> Any:
 
 
 def fit_slices(
-    data: Tensor, places: Tensor, updates: Tensor, axis: int
+    data: Tensor, indices: Tensor, updates: Tensor, axis: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the operands of a write of slices, one of which fails unless their sizes fit.
+    """Return the operands of a scatter of slices; computing them fails unless their sizes fit.
 
     Args:
-        data: What is written to.
-        places: [C], places along ``axis``.
+        data: The tensor to write to.
+        indices: [C], indices along ``axis``.
         updates: C slices.
         axis: Counted from the front.
 
     Raises:
         UnsupportedOpError: Ranks do not fit, so that OpenVINO would have to compare sizes.
     """
-    if None not in (*dims(data), *dims(places), *dims(updates)):
-        return data, places, updates  # OpenVINO's own check
-    if rank(places) != 1 or rank(updates) != rank(data):
+    if None not in (*dims(data), *dims(indices), *dims(updates)):
+        return data, indices, updates  # OpenVINO's own check
+    if rank(indices) != 1 or rank(updates) != rank(data):
         raise refusal("slices of sizes known at run time only", dims(updates), "one per index")
-    places, updates = with_equal_sizes(places, 0, updates, axis)
+    indices, updates = with_equal_sizes(indices, 0, updates, axis)
     for other in range(rank(data)):
         if other != axis:
             data, updates = with_equal_sizes(data, other, updates, other)
-    return data, places, updates
+    return data, indices, updates
 
 
-def replace_slices(data: Tensor, places: Tensor, updates: Tensor, axis: int) -> Any:
-    """Replace the slices at ``places`` [C] of ``axis``; one that does not exist is refused.
+def replace_slices(data: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Any:
+    """Replace the slices at ``indices`` [C] of ``axis``; an index out of range is refused.
 
     In OpenVINO 2026.4, ScatterUpdate writes outside of a vector of i32 at such an index. No issue
     is known.
     """
-    data, places, updates = fit_slices(data, places, updates, axis)
+    data, indices, updates = fit_slices(data, indices, updates, axis)
     if rank(data) == 1 and not is_float(data):
-        return ops.scatter_elements_update(data, make_negative_invalid(places), updates, ints(0))
-    return ops.scatter_update(data, places, updates, ints(axis))
+        return ops.scatter_elements_update(data, make_negative_invalid(indices), updates, ints(0))
+    return ops.scatter_update(data, indices, updates, ints(axis))
 
 
 FAILURE = "refused because "
-"""The beginning of the names of nodes that fail on purpose, before the reason."""
+"""Prefix of the names of nodes that fail on purpose; the reason follows."""
 
 
 def fail_if(condition: Any, value: Any, reason: str) -> Any:
     """Return ``value``, whose computation fails if ``condition`` is true.
 
-    OpenVINO has no assertion, but it refuses to write at an index that does not exist: the value is
-    written over itself at index 0, or at such an index.
+    OpenVINO has no assertion, but it refuses to write at an index out of range: the value is
+    written over itself at index 0, or out of range.
     """
-    place = reshape(ops.select(condition, ints(INT_MAX), ints(0)), (1,))
+    index = reshape(ops.select(condition, ints(INT_MAX), ints(0)), (1,))
     row = ops.unsqueeze(value, ints((0, 1)))  # not a vector, see replace_slices
-    written = ops.scatter_update(row, place, row, ints(0))
-    written.set_friendly_name(FAILURE + reason)
-    return ops.squeeze(written, ints((0, 1))).output(0)
+    result = ops.scatter_update(row, index, row, ints(0))
+    result.set_friendly_name(FAILURE + reason)
+    return ops.squeeze(result, ints((0, 1))).output(0)
 
 
 def with_size(x: Tensor, axis: int, size: int) -> Tensor:
     """Return ``x``, whose computation fails if ``axis`` does not have this size.
 
-    OpenVINO compares sizes that it knows when it compiles. Of others, kernels of 2026.4 read and
-    write memory as if they were right. No issue is known.
+    OpenVINO compares sizes that are known at compile time. Other sizes are taken to be right: the
+    kernels of 2026.4 then read and write outside of tensors. No issue is known.
     """
     if dims(x)[axis] is not None:
         return x  # OpenVINO's own check
@@ -226,10 +226,10 @@ def with_size(x: Tensor, axis: int, size: int) -> Tensor:
 
 
 def with_equal_sizes(x: Tensor, x_axis: int, y: Tensor, y_axis: int) -> tuple[Tensor, Tensor]:
-    """Return two values, the computation of one of which fails if these sizes are not equal.
+    """Return ``x`` and ``y``; computing them fails if the sizes along these axes differ.
 
-    See ``with_size``. Sizes that are equal whatever they are, because both come from one size of an
-    input, are not compared.
+    See ``with_size``. Sizes that are always equal, because both are the same size of an input, are
+    not compared.
     """
     x_size, y_size = dims(x)[x_axis], dims(y)[y_axis]
     if y_size is not None:
@@ -244,32 +244,32 @@ def with_equal_sizes(x: Tensor, x_axis: int, y: Tensor, y_axis: int) -> tuple[Te
 def _with_size(x: Tensor, axis: int, size: Tensor) -> Tensor:
     """See ``with_size``.
 
-    ``x`` gets the shape that it has to have, after a comparison. A reshape compares as well, but
-    when it has failed, OpenVINO 2026.4 refuses right shapes too.
+    ``x`` is reshaped to the expected shape, after a comparison. A reshape compares as well, but
+    once it has failed, OpenVINO 2026.4 refuses correct shapes too.
     """
     is_wrong = ops.not_equal(dim_of(x, axis), size)
     sizes = [
-        ops.unsqueeze(dim_of(x, place), ints(0)) if known is None else ints([known])
-        for place, known in enumerate(dims(x))
+        ops.unsqueeze(dim_of(x, index), ints(0)) if dim is None else ints([dim])
+        for index, dim in enumerate(dims(x))
     ]
-    wanted = fail_if(is_wrong, ops.unsqueeze(size, ints(0)), "sizes that do not fit together")
-    sizes[axis] = wanted
+    expected = fail_if(is_wrong, ops.unsqueeze(size, ints(0)), "sizes that do not fit together")
+    sizes[axis] = expected
     return ops.reshape(x, ops.concat(sizes, 0), special_zero=False).output(0)
 
 
 def is_compared(x: Tensor, y: Tensor, axis: int) -> bool:
-    """Whether OpenVINO compares two sizes along ``axis`` itself, or nothing has to."""
-    known = dims(x)[axis] is not None and dims(y)[axis] is not None
-    return known or _have_one_symbol(x, axis, y, axis)
+    """Whether OpenVINO compares the sizes along ``axis``, or they need no comparison."""
+    are_static = dims(x)[axis] is not None and dims(y)[axis] is not None
+    return are_static or _have_one_symbol(x, axis, y, axis)
 
 
 def _have_one_symbol(x: Tensor, x_axis: int, y: Tensor, y_axis: int) -> bool:
-    """Whether two sizes are one size of an input."""
-    of_x, of_y = (
+    """Whether two sizes are the same size of an input."""
+    x_symbol, y_symbol = (
         output(value).get_partial_shape()[normalize_axis(axis, rank(value))].get_symbol()
         for value, axis in ((x, x_axis), (y, y_axis))
     )
-    return of_x is not None and of_x == of_y
+    return x_symbol is not None and x_symbol == y_symbol
 
 
 def per_channel(vector: Tensor, rank_: int, axis: int = 1) -> Any:
@@ -289,14 +289,14 @@ def f32(value: Tensor) -> Any:
 def magnitude(value: Tensor) -> Any:
     """Return absolute values.
 
-    OpenVINO 2026.4 removes the ``Abs`` of a value that is made of constants and shapes, although it
-    may be negative: the bounds that it computes for the value are wrong.
+    OpenVINO 2026.4 removes the ``Abs`` of a value that is computed from constants and shapes,
+    although the value may be negative: OpenVINO derives wrong bounds for it.
     """
     return ops.abs(value) if is_computed(value) else ops.maximum(value, ops.negative(value))
 
 
 def is_computed(value: Tensor) -> bool:
-    """Whether a value depends on the content of an input, rather than on shapes alone."""
+    """Whether a value depends on the content of an input or state, not only on shapes."""
     pending, seen = [output(value).get_node()], set[str]()
     while pending:
         node = pending.pop()
@@ -309,7 +309,7 @@ def is_computed(value: Tensor) -> bool:
 
 
 def convert_to(value: Tensor, destination: ov.Type) -> Any:
-    """Return a value as element type ``destination``; a boolean is whether it is not zero."""
+    """Return a value as element type ``destination``; as boolean, ``value != 0``."""
     source = element_type(value)
     if source == destination:
         return output(value)
@@ -322,7 +322,7 @@ def array_constant(array: NDArray[np.generic]) -> Any:
     """Return a constant that shares the memory of ``array`` and keeps it alive.
 
     OpenVINO's binding takes writable arrays only, while program constants are read-only views of a
-    mapped file. A constant is never written, so the binding gets a writable alias of the memory.
+    mapped file. A constant is never written to, so the binding gets a writable alias of the memory.
     """
     if array.nbytes == 0 or array.ndim == 0:
         return ops.constant(array)
@@ -336,10 +336,10 @@ def _writable_alias(data: NDArray[Any]) -> NDArray[Any]:
 
 
 def widen_constant(constant: Any, destination: ov.Type) -> Any:
-    """Return a floating-point constant converted to ``destination`` when it is used.
+    """Return a floating-point constant that is converted to ``destination`` when it is used.
 
-    The plugin computes a conversion once and keeps a second copy of the constant, unless the
-    conversion is marked as decompression: then it widens while it rearranges the weights.
+    The plugin folds a conversion to a second copy of the constant, unless the conversion is marked
+    as decompression: then it converts while it rearranges the weights.
     Measured on 53 MB of fp16 linear weights: 160 MB of memory instead of 260.
     """
     node = ops.convert(constant, destination)
@@ -356,14 +356,14 @@ _FOUR_BITS: dict[np.dtype[Any], tuple[ov.Type, int, int]] = {
 
 
 def integer_constant(integers: NDArray[np.generic] | Packed, shape: Sequence[int]) -> Any:
-    """Return a constant of integer weights, packed to four bits an element if all of them fit.
+    """Return a constant of integer weights, packed to four bits per element if all of them fit.
 
     Kernels then read half the memory; a row times 1024 x 1024 weights takes 0.8 of the time.
 
     Args:
-        integers: The weights. The constant lies in the memory of packed ones, and does not keep it
-            alive.
-        shape: Of the constant, which has as many elements.
+        integers: The weights. If they are packed, the constant shares their memory without keeping
+            it alive.
+        shape: Shape of the constant, with as many elements as ``integers``.
     """
     if isinstance(integers, Packed):
         if integers.dtype in _STORED_NIBBLES and integers.stored.nbytes:

@@ -1,10 +1,10 @@
 """Partial state updates: the graph returns only the written rows, and no state is copied.
 
-OpenVINO has no write in place: its scatter copies the whole tensor. But a program that writes rows
-of a cache reads it in few ways, and each can be computed from the old cache and the new rows
-separately: a product with the keys is the product with the old keys, with the columns of the new
-ones put in place, and so on. So the session keeps the state in the type that the graph computes in,
-the graph reads it without a copy, and returns the rows and their indices for the session to write.
+OpenVINO cannot write in place: its scatter copies the whole tensor. But a program that writes rows
+of a cache reads it by a few ops, and each can be computed from the old cache and the new rows
+separately. For example, ``q @ keys.T`` is ``q @ old_keys.T`` with the columns of ``q @ rows.T``
+written into it. So the session keeps the state in the type that the graph computes in, the graph
+reads it without a copy, and returns the rows and their indices for the session to write.
 """
 
 from __future__ import annotations
@@ -46,37 +46,38 @@ class RowWrite:
 
     Attributes:
         before: The tensor before the write, an output of the graph.
-        places: Indices of the rows, int32 [C], not negative; the last of equal ones counts.
+        indices: Indices of the rows, int32 [C], not negative; of equal indices the last one wins.
         rows: The new rows, with the shape of ``before`` except for C along ``axis``.
         axis: The axis along which rows are counted.
     """
 
     before: Any
-    places: Any
+    indices: Any
     rows: Any
     axis: int
 
     def with_rows(self, before: Any, rows: Any, axis: int) -> Any:
         """Return ``before`` with ``rows`` written at the same indices along ``axis``."""
-        return replace_slices(before, self.places, rows, axis).output(0)
+        return replace_slices(before, self.indices, rows, axis).output(0)
 
 
 def find_row_writes(before: Any, after: Any) -> tuple[RowWrite, ...] | None:
-    """Return the writes that turn ``before`` into ``after``, in order; None if it takes more."""
-    found: list[RowWrite] = []
+    """Return the row writes that turn ``before`` into ``after``, in order; None if others do."""
+    writes: list[RowWrite] = []
     while not _is_same_output(before, after):
         write = _as_row_write(after)
         if write is None:
             return None
-        found.append(write)
+        writes.append(write)
         after = write.before
-    return tuple(reversed(found))
+    return tuple(reversed(writes))
 
 
 def split_readers(after: Any) -> None:
     """Let the readers of a written tensor read the old tensor and the new rows separately.
 
-    Readers that cannot keep reading the written tensor; the plugin then copies it.
+    Readers without a function in ``_READERS`` still read the written tensor, which the plugin then
+    copies.
 
     Args:
         after: The result of a row write.
@@ -86,8 +87,8 @@ def split_readers(after: Any) -> None:
         return
     for port in list(output(after).get_target_inputs()):
         reader = port.get_node()
-        apart = _READERS.get(reader.get_type_name())
-        replacement = None if apart is None else apart(write, reader, port.get_index())
+        split = _READERS.get(reader.get_type_name())
+        replacement = None if split is None else split(write, reader, port.get_index())
         if replacement is None:
             continue
         reader.output(0).replace(replacement)
@@ -99,18 +100,19 @@ def _as_row_write(value: Any) -> RowWrite | None:
     node = output(value).get_node()
     if node.get_type_name() != _SCATTER:
         return None
-    before, places, rows = (node.input_value(place) for place in range(3))
+    before, indices, rows = (node.input_value(port) for port in range(3))
     axis = constant_ints(node.input_value(3))
-    if axis is None or rank(places) != 1 or element_type(places) != ov.Type.i32:
+    if axis is None or rank(indices) != 1 or element_type(indices) != ov.Type.i32:
         return None
     if None in dims(before) or None in dims(rows):
         return None
-    write = RowWrite(before, places, rows, normalize_axis(axis[0], rank(before)))
-    written, existing = (static_dims(x, (write.axis,)) for x in (rows, before))
-    return write if written < existing else None
+    write = RowWrite(before, indices, rows, normalize_axis(axis[0], rank(before)))
+    row_count, size = (static_dims(x, (write.axis,)) for x in (rows, before))
+    return write if row_count < size else None
 
 
 def _is_same_output(one: Any, other: Any) -> bool:
+    """Whether two values are the same output of the same node."""
     ports = [
         (value.get_node().get_name(), value.get_index()) for value in map(output, (one, other))
     ]
@@ -126,23 +128,23 @@ def _split_transpose(write: RowWrite, reader: Any, _: int) -> Any | None:
 
 
 def _split_reshape(write: RowWrite, reader: Any, port: int) -> Any | None:
-    """A view in which rows remain rows: axes before and after theirs may be merged or split."""
+    """Split a reshape that keeps the row axis; axes before and after it may be merged or split."""
     shape, axis = dims(write.before), write.axis
     view = dims(reader.output(0))
     sizes = [size for size in view if size is not None]
     if port or len(sizes) != len(view):
         return None
     leading = math.prod(size or 0 for size in shape[:axis])
-    kept = [
-        place
-        for place, size in enumerate(sizes)
-        if size == shape[axis] and math.prod(sizes[:place]) == leading
+    candidates = [
+        index
+        for index, size in enumerate(sizes)
+        if size == shape[axis] and math.prod(sizes[:index]) == leading
     ]
-    if not kept:
+    if not candidates:
         return None
-    (count,) = dims(write.places)
-    narrow = [*sizes[: kept[0]], count or 0, *sizes[kept[0] + 1 :]]
-    return write.with_rows(reshape(write.before, sizes), reshape(write.rows, narrow), kept[0])
+    (count,) = dims(write.indices)
+    narrow = [*sizes[: candidates[0]], count or 0, *sizes[candidates[0] + 1 :]]
+    return write.with_rows(reshape(write.before, sizes), reshape(write.rows, narrow), candidates[0])
 
 
 def _split_matmul(write: RowWrite, reader: Any, port: int) -> Any | None:
@@ -157,26 +159,26 @@ def _split_matmul(write: RowWrite, reader: Any, port: int) -> Any | None:
         pair = (operand, factor) if port == 0 else (factor, operand)
         return ops.matmul(*pair, *transposes)
 
-    # The axis that is summed over is the last of the first operand and the one before in the other.
+    # A product sums over the last axis of operand 0 and the axis before the last of operand 1.
     summed = (write.axis == total - 1) ^ (port == 1) ^ transposes[port]
     if not summed:
         axis = rank(reader.output(0)) - 2 + port
         return write.with_rows(product(write.before, other), product(write.rows, other), axis)
     axis = rank(other) - (2 if (port == 0) ^ transposes[1 - port] else 1)
-    factors = ops.gather(other, write.places, ints(axis))
-    nothing = ops.broadcast(scalar(0, other), shape_of(factors))
-    elsewhere = write.with_rows(other, nothing, axis)
+    factors = ops.gather(other, write.indices, ints(axis))
+    zeros = ops.broadcast(scalar(0, other), shape_of(factors))
+    elsewhere = write.with_rows(other, zeros, axis)
     factors = ops.select(
-        per_channel(_is_last_write(write.places), rank(other), axis), factors, nothing
+        per_channel(_is_last_write(write.indices), rank(other), axis), factors, zeros
     )
     return ops.add(product(write.before, elsewhere), product(write.rows, factors)).output(0)
 
 
-def _is_last_write(places: Any) -> Any:
-    """Return whether no later index is the same, bool [C]."""
-    (count,) = dims(places)
+def _is_last_write(indices: Any) -> Any:
+    """Return, for each index, whether it differs from all later indices, bool [C]."""
+    (count,) = dims(indices)
     later = ops.constant(np.triu(np.ones((count or 0, count or 0), bool), 1))
-    same = ops.equal(ops.unsqueeze(places, ints(1)), ops.unsqueeze(places, ints(0)))
+    same = ops.equal(ops.unsqueeze(indices, ints(1)), ops.unsqueeze(indices, ints(0)))
     return ops.logical_not(ops.reduce_logical_or(ops.logical_and(same, later), ints((1,))))
 
 
@@ -186,22 +188,22 @@ def _split_gather(write: RowWrite, reader: Any, port: int) -> Any | None:
     total = rank(write.before)
     if port or batch or axis is None or normalize_axis(axis[0], total) != write.axis:
         return None
-    wanted = convert_to(reader.input_value(1), element_type(write.places))
-    read = rank(wanted)
+    read = convert_to(reader.input_value(1), element_type(write.indices))
+    read_rank = rank(read)
     size = dim_of(write.before, write.axis)
-    wanted = ops.select(ops.less(wanted, ints(0)), ops.add(wanted, size), wanted)
+    read = ops.select(ops.less(read, ints(0)), ops.add(read, size), read)
     # For each index that is read, the number of the last row written there, or -1.
-    matches = ops.equal(ops.unsqueeze(wanted, ints(-1)), write.places)
-    (count,) = dims(write.places)
+    matches = ops.equal(ops.unsqueeze(read, ints(-1)), write.indices)
+    (count,) = dims(write.indices)
     numbers = ops.select(matches, ints(list(range(count or 0))), ints(-1))
     row = ops.reduce_max(numbers, ints((-1,)), False)
     new = ops.gather(write.rows, ops.maximum(row, ints(0)), ints(write.axis))
-    old = ops.gather(write.before, wanted, ints(write.axis))
-    behind = list(range(read, read + total - write.axis - 1))
-    written = ops.greater_equal(row, ints(0))
-    return ops.select(ops.unsqueeze(written, ints(behind)) if behind else written, new, old).output(
-        0
-    )
+    old = ops.gather(write.before, read, ints(write.axis))
+    trailing = list(range(read_rank, read_rank + total - write.axis - 1))
+    is_new = ops.greater_equal(row, ints(0))
+    if trailing:
+        is_new = ops.unsqueeze(is_new, ints(trailing))
+    return ops.select(is_new, new, old).output(0)
 
 
 _READERS: Mapping[str, Callable[[RowWrite, Any, int], Any | None]] = {
@@ -212,9 +214,9 @@ _READERS: Mapping[str, Callable[[RowWrite, Any, int], Any | None]] = {
     "Transpose": _split_transpose,
     "Unsqueeze": _split_reshape,
 }
-"""Type of a reader -> function that returns its result from the old tensor and the new rows.
+"""Type of a reader -> function that computes its result from the old tensor and the new rows.
 
-The function takes the write, the reader and the port at which it reads, and returns None if it
-cannot. A sum over rows takes replaced rows with a factor of zero, which makes no difference as long
-as they are finite.
+The function takes the write, the reader and the reader's input port, and returns None if it cannot
+split the reader. A sum over rows gives replaced rows a factor of zero, which is right as long as
+they are finite.
 """

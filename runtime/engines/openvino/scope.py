@@ -1,8 +1,8 @@
-"""Scopes: the values that the names of a program stand for while it is translated.
+"""Scopes: the values of a program's names during translation.
 
-A MIL block sees the values of the blocks around it, and so does a scope. But the body of a loop or
-of a branch is an OpenVINO graph of its own: a value of the surrounding graph enters it through a
-parameter only, which the scope makes when the value is first used.
+A scope sees the values of enclosing scopes, as a MIL block sees those of enclosing blocks. But the
+body of a loop or of a branch is an OpenVINO graph of its own: a value of the surrounding graph
+enters it through a parameter, which the scope adds when the value is first used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coreml_delegate.runtime.engines.openvino import graph
 from coreml_delegate.runtime.engines.openvino.values import TensorList, Value, Weight, refusal
 from coreml_delegate.runtime.mil.program import Binding, Constant, TensorType, ValueType
 
-# fp16 constants at least this large stay fp16 in the graph and are widened by it.
+# Bytes from which on fp16 constants stay fp16 in the graph, followed by a conversion to f32.
 _KEEP_FP16_BYTES = 4096
 
 
@@ -34,8 +34,8 @@ class Capture:
 class Scope:
     """The names of one block.
 
-    ``outer`` is the scope of the block around it; ``shared`` belongs to the graph that both are
-    translated into, or to this scope alone if it starts a graph.
+    ``outer`` is the scope of the enclosing block; ``shared`` holds the values of the graph that the
+    block is translated into, and is the same object for all scopes of that graph.
     """
 
     outer: Scope | None = None
@@ -52,7 +52,7 @@ class Scope:
 
     @property
     def captures(self) -> list[Capture]:
-        """The values that the graph uses of the surrounding graph, in the order of first use."""
+        """The values of the surrounding graph that this graph uses, in the order of first use."""
         return self.shared.captures
 
     def value(self, binding: Binding) -> Value:
@@ -85,7 +85,7 @@ class Scope:
         return nodes[value]
 
     def state(self, name: str) -> Any:
-        """Return a state as the program has left it so far.
+        """Return the value of a state at this point of the program.
 
         Raises:
             UnsupportedOpError: No such state.
@@ -106,14 +106,14 @@ class Scope:
         if name not in self.values:
             if self.outer is None:
                 raise refusal("use of a value without a place in the graph", name)
-            found = self.outer._value_of(name)
+            value = self.outer._value_of(name)
             if self.outer.shared is self.shared:
-                return found
-            self.values[name] = self._capture(found)
+                return value
+            self.values[name] = self._capture(value)
         return self.values[name]
 
     def _surrounding(self) -> Scope | None:
-        """Return the scope whose graph uses this scope's graph as a body."""
+        """Return the innermost enclosing scope of another graph; None at the top level."""
         scope = self.outer
         while scope is not None and scope.shared is self.shared:
             scope = scope.outer
@@ -126,7 +126,7 @@ class Scope:
             return TensorList(self._capture(value.elements), value.grows)
         data = graph.constant_data(value)
         if data is not None:
-            # Repeated rather than passed, so that it is a constant in the body too.
+            # Copied rather than passed, so that it is a constant in the body too.
             return ops.constant(np.array(data), dtype=graph.element_type(value)).output(0)
         parameter = ov.op.Parameter(graph.element_type(value), value.get_partial_shape())
         self.captures.append(Capture(value, parameter))
@@ -135,7 +135,7 @@ class Scope:
 
 @dataclass(slots=True, eq=False)
 class _GraphValues:
-    """Values that all scopes of one graph share: constant nodes, states by name, captures."""
+    """Values shared by the scopes of one graph: constant nodes, states by name, captures."""
 
     nodes: dict[Constant | Weight, Any] = field(default_factory=dict[Constant | Weight, Any])
     states: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -163,23 +163,23 @@ def partial_shape(shape: tuple[int | None, ...] | None) -> Any:
 
 
 def _open_dimension() -> Any:
-    """Return a dimension of unknown size, with a symbol: OpenVINO knows which sizes equal it."""
+    """Return a dimension of unknown size; its symbol lets OpenVINO track which sizes equal it."""
     dimension = ov.Dimension()
     dimension.set_symbol(ov.Symbol())
     return dimension
 
 
 def _constant_node(constant: Constant) -> Any:
-    """Return the node of a constant, which shares its memory where the types agree."""
+    """Return the node of a constant; it shares the constant's memory where the types agree."""
     data, type_ = constant.data, constant.type
     if not isinstance(data, np.ndarray) or not isinstance(type_, TensorType):
         raise refusal("constant is no tensor", type_)
-    wanted = graph.GRAPH_TYPE[type_.dtype]
-    dtype = wanted.to_dtype()
+    graph_type = graph.GRAPH_TYPE[type_.dtype]
+    dtype = graph_type.to_dtype()
     if data.dtype == dtype:
         return graph.array_constant(data).output(0)
     if data.dtype == np.float16 and data.nbytes >= _KEEP_FP16_BYTES:
-        return graph.widen_constant(graph.array_constant(data), wanted).output(0)
+        return graph.widen_constant(graph.array_constant(data), graph_type).output(0)
     return ops.constant(np.asarray(data.astype(dtype), order="C")).output(0)
 
 

@@ -33,7 +33,7 @@ class Translated:
 
     Attributes:
         model: Its inputs are ``inputs`` then ``states``, its results ``outputs`` then ``writes``.
-            Weights may lie in the memory of the function's, which has to live as long.
+            Weights may share the memory of the function, which must live as long.
         inputs: Feature names.
         outputs: Feature names.
         states: Name and type of every state tensor.
@@ -52,8 +52,8 @@ def translate(function: Function, *, exact_nan: bool = False, labelled: bool = F
 
     Args:
         function: The function.
-        exact_nan: Whether NaN has to pass through every op, even where that takes time.
-        labelled: Whether the names of nodes say which op they come from; see ``labelled_ops``.
+        exact_nan: Whether every op propagates NaN, even where that takes time.
+        labelled: Whether the names of nodes refer to the ops they come from; see ``labelled_ops``.
 
     Raises:
         UnsupportedOpError: An op, or a mode or type of it, has no translation.
@@ -68,16 +68,16 @@ _LABEL = re.compile(r"op(\d+)\.\d+")
 
 
 def labelled_ops(names: str) -> tuple[int, ...]:
-    """Return the positions of the ops that labels name.
+    """Return the indices of the ops that the labels in ``names`` refer to.
 
     Args:
-        names: Names of nodes, as OpenVINO lists those of a kernel; other names name no op.
+        names: Names of nodes, as OpenVINO lists the nodes of a kernel; other names are ignored.
     """
     return tuple(sorted({int(position) for position in _LABEL.findall(names)}))
 
 
 def _label(function: Function, scope: Scope) -> None:
-    """Name every node after the first op that needs it."""
+    """Name every node after the first op that depends on it."""
     for position, op in enumerate(function.block.ops):
         values = (scope.values.get(output.name) for output in op.outputs)
         open_ends = [value.get_node() for value in values if isinstance(value, ov.Output)]
@@ -98,7 +98,7 @@ def unsupported(function: Function) -> list[str]:
         if not reasons:
             translation.model()
     except UnsupportedOpError as error:
-        # If there are reasons already, this error comes of the parameters that stand in.
+        # If there are reasons already, placeholder parameters may have caused this error.
         if not reasons:
             reasons.append(str(error))
     return list(dict.fromkeys(reasons))
@@ -110,10 +110,10 @@ class _Translation:
 
     Attributes:
         function: The function.
-        scope: The scope of its names.
-        inputs: Parameter of the model by input name.
-        states: By state name: parameter of the model, initial value, type.
-        values: Value by output name.
+        scope: The scope of the function's names.
+        inputs: Input name -> parameter of the model.
+        states: State name -> parameter of the model, initial value, type.
+        values: Output name -> value.
     """
 
     function: Function
@@ -123,17 +123,17 @@ class _Translation:
     values: dict[str, Value]
 
     def model(self) -> Translated:
-        """Make the model."""
+        """Build the model."""
         declared = _declared_types(self.function)
         results = [self._result(feature, declared) for feature in self.function.outputs]
         parameters = [*self.inputs.values()]
         writes: list[Writes] = []
         for name in self.states:
-            parameter, written, axes = self._write_state(name)
+            parameter, updates, axes = self._write_state(name)
             parameters.append(parameter)
-            results += written
+            results += updates
             writes.append(axes)
-        # The stub binds the constructor to the base class.
+        # Any, because the type stub declares the base class's constructor.
         make_model: Any = ov.Model
         return Translated(
             make_model(results, parameters, self.function.name),
@@ -144,28 +144,28 @@ class _Translation:
         )
 
     def _write_state(self, name: str) -> tuple[Any, list[Any], Writes]:
-        """Return the parameter of a state, the results that update it, and how they do."""
+        """Return the parameter of a state, the results that update it, and the form of writes."""
         parameter, before, type_ = self.states[name]
         after = self.scope.state(name)
         writes = find_row_writes(before, after)
         if writes is None:
             return parameter, [_make_result(after, type_, name)], None
-        kept = ov.op.Parameter(graph.element_type(before), parameter.get_partial_shape())
-        kept.set_friendly_name(name)
+        state = ov.op.Parameter(graph.element_type(before), parameter.get_partial_shape())
+        state.set_friendly_name(name)
         results = [
             result
             for write in writes
-            for result in (ops.result(write.places), _make_result(write.rows, type_, name))
+            for result in (ops.result(write.indices), _make_result(write.rows, type_, name))
         ]
-        graph.output(before).replace(kept.output(0))
+        graph.output(before).replace(state.output(0))
         split_readers(after)
-        return kept, results, tuple(write.axis for write in writes)
+        return state, results, tuple(write.axis for write in writes)
 
     def _result(self, feature: Feature, declared: dict[str, TensorType]) -> Any:
         name = feature.name
         if name not in self.values:
             raise refusal("model output is not computed by its function", name)
-        # The description may declare another dtype than the value has.
+        # The model description may declare another dtype than the value has.
         type_ = declared.get(name, feature.type)
         return _make_result(self.scope.tensor(self.values[name]), type_, name)
 

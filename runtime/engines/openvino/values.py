@@ -6,9 +6,9 @@ The annotation of a translation's parameter says in which form its argument arri
 ``Tensor``     an OpenVINO output, constant or computed
 ``Tensors``    a tuple of outputs, for variadic parameters
 ``Array``      a numpy array, known at compile time
-``Integers``   the same, or ``Packed`` if the program stores it packed
+``Integers``   a numpy array, or ``Packed`` if the program stores it packed
 ``Ints``       a tuple of Python ints, known at compile time (``Bools`` likewise)
-``Sizes``      the same, with None for a size that is given as a symbol
+``Sizes``      a tuple of Python ints, with None for a size that is a symbol
 ``List``       a ``TensorList``
 scalars        ``int``, ``float``, ``bool`` or ``str``, known at compile time
 =============  ==============================================================================
@@ -32,7 +32,7 @@ from coreml_delegate.runtime.mil.program import Packed
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A compressed constant: expanded on demand for a compile-time consumer, a subgraph otherwise.
+    """A compressed constant: an array for readers at compile time, a subgraph for other readers.
 
     Attributes:
         dense: Computes the full array.
@@ -48,8 +48,8 @@ class TensorList:
     """A MIL list: its elements along the first axis of one tensor.
 
     Attributes:
-        elements: [length, *element shape]. Before anything is written to a list whose element shape
-            is known only at run time, the sizes that are not known are 0.
+        elements: [length, *element shape]. Sizes of the element that are known only at run time are
+            0 until the first write.
         grows: Whether writing beyond the end makes the list longer.
     """
 
@@ -100,7 +100,7 @@ _SCALAR_FORMS: dict[object, Form] = {
 
 
 def form_of(hint: object) -> Form:
-    """Return the form that an annotation asks for; ``None`` as an alternative adds nothing."""
+    """Return the form that an annotation (or its optional variant) declares."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         (hint,) = (member for member in typing.get_args(hint) if member is not type(None))
     if hint in _SCALAR_FORMS:
@@ -110,5 +110,5 @@ def form_of(hint: object) -> Form:
 
 
 def refusal(what: str, got: object, expected: str | None = None) -> UnsupportedOpError:
-    """Return the error of a translation that meets a mode or type that it cannot express."""
+    """Return the error for a mode or type that a translation cannot express."""
     return UnsupportedOpError(what, got=str(got), expected=expected)

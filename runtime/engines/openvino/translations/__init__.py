@@ -1,7 +1,7 @@
 """Translations of MIL ops to OpenVINO: one function per version of an op, one module per family.
 
-``values`` says in which form a translation takes its arguments, and what it returns. It may have
-the option ``exact_nan``: whether the result has to be right for NaN even where that takes time.
+``values`` defines the forms of arguments and results. A translation may have the option
+``exact_nan``: whether the result has to be right for NaN even where that takes time.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from coreml_delegate.targets import Opset
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 EXACT_NAN: Final = "exact_nan"
-"""The option of a translation that is right for NaN only if asked to be."""
+"""The option of translations that are right for NaN only on request."""
 
 TRANSLATIONS: OpTable[OpVersion[Form]] = OpTable("translation", __name__)
 """The ops that OpenVINO can express."""
 
 
 def translation(*op_types: str, since: Opset = Opset.iOS15) -> Callable[[Function], Function]:
-    """Register a function as the translation of one op type or of several with one schema.
+    """Register a function as the translation of op types that share a schema.
 
     Args:
         op_types: MIL op types.
-        since: First opset whose version of the op this is.
+        since: First opset with this version of the op.
 
     Raises:
-        ValueError: The op has a translation since that opset.
+        ValueError: The op already has a translation for that opset.
     """
 
     def register(function: Function) -> Function:

@@ -37,7 +37,7 @@ def leaky_relu(x: Tensor, alpha: float) -> Result:
 
 @translation("prelu")
 def prelu(x: Tensor, alpha: Tensor) -> Result:
-    """Leaky ReLU with one slope per channel: ``alpha`` [C], ``x`` [N, C, *spatial]."""
+    """Leaky ReLU with a slope per channel: ``alpha`` [C], ``x`` [N, C, *spatial]."""
     return ops.prelu(x, alpha)
 
 
@@ -49,7 +49,7 @@ def elu(x: Tensor, alpha: float) -> Result:
 
 @translation("gelu")
 def gelu(x: Tensor, mode: str = "EXACT") -> Result:
-    """Gaussian error linear unit, exact or by a tanh or sigmoid approximation."""
+    """GELU, ``x * 0.5 * (1 + erf(x / sqrt(2)))``, exact or by its tanh or sigmoid approximation."""
     if mode == "SIGMOID_APPROXIMATION":
         return ops.swish(x, scalar(1.702, x))
     approximations = {"EXACT": "erf", "TANH_APPROXIMATION": "tanh"}
@@ -60,7 +60,7 @@ def gelu(x: Tensor, mode: str = "EXACT") -> Result:
 
 @translation("sigmoid")
 def sigmoid(x: Tensor) -> Result:
-    """Logistic function."""
+    """``1 / (1 + exp(-x))``."""
     return ops.sigmoid(x)
 
 
@@ -91,7 +91,7 @@ def scaled_tanh(x: Tensor, alpha: float, beta: float) -> Result:
 
 @translation("softplus")
 def softplus(x: Tensor) -> Result:
-    """``log(1 + exp(x))``, without overflow."""
+    """``log(1 + exp(x))``, computed without overflow."""
     return ops.softplus(x)
 
 
@@ -111,7 +111,7 @@ def softsign(x: Tensor) -> Result:
 
 @translation("softmax")
 def softmax(x: Tensor, axis: int = -1) -> Result:
-    """Softmax along one axis."""
+    """``exp(x) / sum(exp(x), axis)``."""
     return nan.softmax(x, axis)
 
 

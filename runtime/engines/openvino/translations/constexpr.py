@@ -1,8 +1,7 @@
 """Compressed constants (``constexpr_*``).
 
 Integer weights stay integers in the graph, followed by the conversion, shift and scale that
-OpenVINO recognises as decompression. Lookup tables and sparse weights are expanded once, when
-compiling.
+OpenVINO recognises as decompression. Lookup tables and sparse weights are expanded at compile time.
 """
 
 from __future__ import annotations
@@ -40,20 +39,21 @@ def _as_float32(array: NDArray[np.generic]) -> NDArray[np.float32]:
 def _blocks(
     data_shape: Sequence[int], scale_shape: Sequence[int]
 ) -> tuple[list[int], list[int]] | None:
-    """Shapes that give every block of ``data`` its own axis, and ``scale`` to match.
+    """Return shapes of ``data`` and ``scale`` in which each scale broadcasts over its block.
 
-    An axis along which each scale covers one element or all of them stays one axis: a row of
-    groups is then [rows, groups, group], the only form the plugin multiplies without expanding.
-    None when every axis does, so that plain broadcasting serves.
+    A blocked axis becomes two, (blocks, block size). An axis along which a scale covers one element
+    or all elements stays one axis: groups along rows give [rows, groups, group size], the only form
+    that the plugin multiplies without expanding it. None if no axis is blocked, so that plain
+    broadcasting works.
     """
     if all(count in (1, size) for size, count in zip(data_shape, scale_shape, strict=True)):
         return None
     data: list[int] = []
     scale: list[int] = []
     for size, count in zip(data_shape, scale_shape, strict=True):
-        whole = count in (1, size)
-        data += [size] if whole else [count, size // count]
-        scale += [count] if whole else [count, 1]
+        is_unblocked = count in (1, size)
+        data += [size] if is_unblocked else [count, size // count]
+        scale += [count] if is_unblocked else [count, 1]
     return data, scale
 
 
@@ -64,7 +64,7 @@ def _unpacked(integers: Integers) -> NDArray[np.generic]:
 def _shift_scale(
     data: Integers, scale: NDArray[np.generic], offset: NDArray[np.generic] | None
 ) -> Weight:
-    """``scale * (data - offset)`` with one scale and offset per block."""
+    """Return ``scale * (data - offset)``, with a scale and an offset for each block."""
     shapes = _blocks(data.shape, scale.shape)
     split_data, split_scale = shapes or (list(data.shape), list(scale.shape))
 
@@ -75,7 +75,7 @@ def _shift_scale(
         return (values * _as_float32(scale.reshape(split_scale))).reshape(data.shape)
 
     def node() -> Any:
-        # No kernel of convolutions reads four bits; those between quantized values read eight.
+        # Convolutions have no 4-bit kernels, only 8-bit kernels between quantized values.
         if len(data.shape) <= 2:
             constant = integer_constant(data, split_data)
         else:
@@ -91,15 +91,15 @@ def _shift_scale(
             )
         return value.output(0)
 
-    integers = isinstance(data, Packed) or np.issubdtype(data.dtype, np.integer)
-    return Weight(dense, node if integers else None)
+    has_integers = isinstance(data, Packed) or np.issubdtype(data.dtype, np.integer)
+    return Weight(dense, node if has_integers else None)
 
 
 @translation("constexpr_blockwise_shift_scale")
 def constexpr_blockwise_shift_scale(
     data: Integers, scale: Array, offset: Array | None = None
 ) -> Result:
-    """``scale * (data - offset)``, one scale and offset per block of ``data``."""
+    """``scale * (data - offset)``, with a scale and an offset for each block of ``data``."""
     return _shift_scale(data, scale, offset)
 
 
@@ -109,7 +109,7 @@ def constexpr_affine_dequantize(
 ) -> Result:
     """``scale * (quantized_data - zero_point)``, per tensor or along ``axis``."""
     if quantized_data.dtype == np.uint8 and np.all(zero_point == 128):
-        # OpenVINO's kernels of eight bits are fastest with a sign and no zero points.
+        # OpenVINO's 8-bit kernels are fastest with int8 and without zero points.
         quantized_data = np.bitwise_xor(quantized_data, np.uint8(128)).view(np.int8)
         zero_point = np.zeros(1, np.int8)
     shape = [1] * quantized_data.ndim
@@ -117,7 +117,8 @@ def constexpr_affine_dequantize(
         shape[axis] = quantized_data.shape[axis]
     size = math.prod(shape)
     scales, offsets = (
-        np.broadcast_to(given.reshape(-1), (size,)).reshape(shape) for given in (scale, zero_point)
+        np.broadcast_to(parameter.reshape(-1), (size,)).reshape(shape)
+        for parameter in (scale, zero_point)
     )
     return _shift_scale(quantized_data, scales, offsets if offsets.any() else None)
 
@@ -131,7 +132,7 @@ def constexpr_cast(source_val: Array, output_dtype: str) -> Result:
 
 @translation("constexpr_lut_to_dense")
 def constexpr_lut_to_dense_ios16(indices: Array, lut: Array, shape: Array) -> Result:
-    """``lut`` at ``indices``, which are packed from the least significant bit on."""
+    """``lut[indices]``; the indices are packed from the least significant bit on."""
     bits = int(math.log2(lut.size))
     widths = {dtype.bits: dtype for dtype in (DType.UINT1, DType.UINT2, DType.UINT4, DType.UINT6)}
     sizes = tuple(int(size) for size in shape)
@@ -139,15 +140,15 @@ def constexpr_lut_to_dense_ios16(indices: Array, lut: Array, shape: Array) -> Re
     def dense() -> NDArray[np.generic]:
         packed = indices.reshape(-1).astype(np.uint8)
         count = math.prod(sizes)
-        places = unpack_bits(packed, widths[bits], count) if bits in widths else packed
-        return lut.reshape(-1)[places[:count].astype(np.intp)].reshape(sizes)
+        unpacked = unpack_bits(packed, widths[bits], count) if bits in widths else packed
+        return lut.reshape(-1)[unpacked[:count].astype(np.intp)].reshape(sizes)
 
     return Weight(dense)
 
 
 @translation("constexpr_lut_to_dense", since=Opset.iOS18)
 def constexpr_lut_to_dense(indices: Integers, lut: Array, vector_axis: int | None = None) -> Result:
-    """``lut`` [*groups, palettes, vector] at ``indices``, one table per block of ``indices``."""
+    """``lut[indices]``; ``lut`` [*groups, palettes, vector] has a table per block of indices."""
     return Weight(lambda: _look_up(_unpacked(indices), lut, vector_axis))
 
 
@@ -155,7 +156,7 @@ def _look_up(
     indices: NDArray[np.generic], lut: NDArray[np.generic], vector_axis: int | None
 ) -> NDArray[np.generic]:
     groups, palettes, width = lut.shape[:-2], lut.shape[-2], lut.shape[-1]
-    # Number of the table that serves each element, row by row over the blocks of indices.
+    # For each element of ``indices``, the number of its block's table in ``flat``.
     table = np.arange(math.prod(groups)).reshape(groups)
     for axis, (size, count) in enumerate(zip(indices.shape, groups, strict=True)):
         table = np.repeat(table, size // count, axis)
@@ -179,7 +180,7 @@ def _scatter(nonzero: NDArray[np.generic], mask: NDArray[np.generic]) -> NDArray
 
 @translation("constexpr_sparse_to_dense")
 def constexpr_sparse_to_dense_ios16(nonzero_data: Array, mask: Array, shape: Array) -> Result:
-    """Zeros with ``nonzero_data`` where the packed bits of ``mask`` are set."""
+    """``nonzero_data`` where the packed bits of ``mask`` are set, zeros elsewhere."""
     sizes = tuple(int(size) for size in shape)
 
     def dense() -> NDArray[np.generic]:
@@ -191,7 +192,7 @@ def constexpr_sparse_to_dense_ios16(nonzero_data: Array, mask: Array, shape: Arr
 
 @translation("constexpr_sparse_to_dense", since=Opset.iOS18)
 def constexpr_sparse_to_dense(nonzero_data: Array, mask: Array) -> Result:
-    """Zeros with ``nonzero_data`` where ``mask`` is set."""
+    """``nonzero_data`` where ``mask`` is set, zeros elsewhere."""
     return Weight(lambda: _scatter(nonzero_data, mask))
 
 
@@ -199,7 +200,7 @@ def constexpr_sparse_to_dense(nonzero_data: Array, mask: Array) -> Result:
 def constexpr_lut_to_sparse(
     indices_mask: Array, indices_nonzero_data: Array, lut: Array, vector_axis: int | None = None
 ) -> Result:
-    """Mask and nonzero values of a sparse weight whose nonzero values are looked up."""
+    """Mask and nonzero values of a sparse weight with a lookup table of nonzero values."""
     width = lut.shape[-1]
     mask = indices_mask
     if width > 1 and vector_axis is not None:
@@ -216,7 +217,7 @@ def constexpr_lut_to_sparse(
 def constexpr_sparse_blockwise_shift_scale(
     data_mask: Array, nonzero_data: Array, scale: Array, offset: Array | None = None
 ) -> Result:
-    """Mask and nonzero values of a sparse weight whose nonzero values are quantized."""
+    """Mask and nonzero values of a sparse weight with quantized nonzero values."""
 
     def values() -> NDArray[np.generic]:
         dense = _shift_scale(_scatter(nonzero_data, data_mask), scale, offset).dense()

@@ -28,7 +28,7 @@ AUTO_PAD: dict[str, str] = {
     "same": "same_upper",
     "same_lower": "same_lower",
 }
-"""MIL ``pad_type`` to OpenVINO's ``auto_pad``."""
+"""MIL ``pad_type`` -> OpenVINO ``auto_pad``."""
 
 
 def auto_pad(pad_type: str) -> str:
@@ -64,19 +64,19 @@ def conv(
 ) -> Result:
     """Convolution of ``x`` [N, C_in, *spatial] with ``weight`` [C_out, C_in / groups, *kernel]."""
     axes = rank(x)
-    ones = [1] * (axes - 2)
+    unit = [1] * (axes - 2)
     begin, end = split_pad(pad_type, pad, axes - 2)
-    strides = tuple(strides or ones)
-    if any(begin + end) and strides != tuple(ones) and _is_pointwise(weight):
-        x, strides = _pad_and_stride(x, begin, end, strides), tuple(ones)
-        begin = end = [0] * len(ones)
+    strides = tuple(strides or unit)
+    if any(begin + end) and strides != tuple(unit) and _is_pointwise(weight):
+        x, strides = _pad_and_stride(x, begin, end, strides), tuple(unit)
+        begin = end = [0] * len(unit)
     build = ops.convolution
     if groups != 1 or _may_become_product(weight):
         build = ops.group_convolution
         out_channels, in_channels, *kernel = static_dims(weight, range(axes))
         weight = reshape(weight, (groups, out_channels // groups, in_channels, *kernel))
     result = build(
-        x, weight, list(strides), begin, end, list(dilations or ones), auto_pad(pad_type)
+        x, weight, list(strides), begin, end, list(dilations or unit), auto_pad(pad_type)
     )
     return result if bias is None else ops.add(result, per_channel(bias, axes))
 
@@ -86,10 +86,10 @@ def _is_pointwise(weight: Tensor) -> bool:
 
 
 def _may_become_product(weight: Tensor) -> bool:
-    """Whether OpenVINO 2026.4 may make a matrix product of the convolution.
+    """Whether OpenVINO 2026.4 may turn the convolution into a matrix product.
 
-    It does so if the weights are decompressed, and mistakes the transposes and reshapes around the
-    convolution for those between channels first and channels last. It does not do so for a group
+    It does so for decompressed weights, and then mistakes transposes and reshapes around the
+    convolution for changes between channels-first and channels-last. It does not do so for a group
     convolution, even with one group.
     """
     is_decompressed = constant_data(weight) is None and None not in dims(weight)
@@ -101,8 +101,8 @@ def _pad_and_stride(
 ) -> Tensor:
     """Return the pixels of ``x`` that a strided 1 x 1 convolution reads, padding included.
 
-    OpenVINO moves the strides of such a convolution to where its input is made, and forgets the
-    padding as it does.
+    OpenVINO moves the strides of such a convolution to the op that produces its input, and ignores
+    the padding.
     """
     padded = ops.pad(x, ints([0, 0, *begin]), ints([0, 0, *end]), "constant", scalar(0.0, x))
     axes = list(range(2, 2 + len(strides)))
@@ -125,7 +125,7 @@ def conv_quantized(
     dilations: Ints | None = None,
     groups: int = 1,
 ) -> Result:
-    """Convolution with ``weight * quant_scale + quant_bias``; one weight per byte only."""
+    """Convolution with ``weight * quant_scale + quant_bias``; 8-bit weights only."""
     if quantization_type != "linear" or nbits != 8:
         raise refusal("conv_quantized", f"{nbits}-bit {quantization_type}", "8-bit linear weights")
     axes = rank(weight)
@@ -159,14 +159,17 @@ def conv_transpose(
         begin, end = _same_padding(extent, stride)
     if output_shape is not None:
         sizes = static_dims(x, range(2, axes))
-        natural = [
+        defaults = [
             (size - 1) * step + reach - before - after
             for size, step, reach, before, after in zip(
                 sizes, stride, extent, begin, end, strict=True
             )
         ]
-        wanted = output_shape[-spatial:]
-        end = [after + have - want for after, have, want in zip(end, natural, wanted, strict=True)]
+        requested = output_shape[-spatial:]
+        end = [
+            after + default - size
+            for after, default, size in zip(end, defaults, requested, strict=True)
+        ]
     build = ops.convolution_backprop_data
     if groups != 1:
         build = ops.group_convolution_backprop_data
@@ -179,14 +182,14 @@ def conv_transpose(
         pads_end=[max(after, 0) for after in end],
         dilations=dilation,
         auto_pad="explicit",
-        # A negative pad after is output that the kernel does not reach.
+        # A negative pad at the end stands for outputs that the kernel does not reach.
         output_padding=[max(-after, 0) for after in end],
     )
     return result if bias is None else ops.add(result, per_channel(bias, axes))
 
 
 def _same_padding(extent: Sequence[int], stride: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return padding that makes the output ``stride`` times the input, the odd element after."""
+    """Return padding for outputs of ``stride`` times the input size; an odd one pads the end."""
     totals = [reach - step for reach, step in zip(extent, stride, strict=True)]
     begin = [max(total, 0) // 2 for total in totals]
     return begin, [total - before for total, before in zip(totals, begin, strict=True)]

@@ -33,15 +33,15 @@ def non_maximum_suppression_ios15(
     max_boxes: int,
     per_class_suppression: bool = False,
 ) -> Result:
-    """The best boxes that overlap none better by more than ``iou_threshold``.
+    """Keep boxes in order of score, unless they overlap a better kept box.
 
     Args:
         boxes: [N, B, 4]: centre x, centre y, width, height.
-        scores: [N, B, K]; a box's score is its best class's.
-        iou_threshold: Intersection over union above which the worse box goes.
-        score_threshold: Scores not above it are out from the start, but the best box of all stays.
-        max_boxes: Boxes to return; what is missing is 0, its index -1.
-        per_class_suppression: Whether boxes suppress those of their own class alone.
+        scores: [N, B, K]; the score of a box is its highest class score.
+        iou_threshold: Intersection over union above which a better box suppresses a worse one.
+        score_threshold: Boxes whose score is not above it are dropped, except the best box.
+        max_boxes: Number of boxes to return; missing boxes are 0, their indices -1.
+        per_class_suppression: Whether boxes suppress only boxes of the same best class.
 
     Returns:
         Boxes [N, max_boxes, 4], scores [N, max_boxes, K], indices [N, max_boxes], counts [N].
@@ -58,15 +58,15 @@ def non_maximum_suppression_ios15(
     ranking = ops.topk(
         _where(alive, best, -math.inf), count, 1, "max", "value", "i32", stable=True
     ).output(1)
-    taken = ops.gather_elements(alive, ranking, 1)
-    places = ops.unsqueeze(ranking, ints(2))
-    wide = ops.unsqueeze(taken, ints(2))
+    is_box = ops.gather_elements(alive, ranking, 1)
+    box_indices = ops.unsqueeze(ranking, ints(2))
+    wide = ops.unsqueeze(is_box, ints(2))
     missing = ops.subtract(ints(max_boxes), count)
     return (
-        _pad_boxes(_where(wide, ops.gather_nd(boxes, places, 1), 0), missing, 0),
-        _pad_boxes(_where(wide, ops.gather_nd(scores, places, 1), 0), missing, 0),
-        _pad_boxes(_where(taken, ranking, -1), missing, -1),
-        ops.reduce_sum(ops.convert(taken, "i32"), ints(1), False),
+        _pad_boxes(_where(wide, ops.gather_nd(boxes, box_indices, 1), 0), missing, 0),
+        _pad_boxes(_where(wide, ops.gather_nd(scores, box_indices, 1), 0), missing, 0),
+        _pad_boxes(_where(is_box, ranking, -1), missing, -1),
+        ops.reduce_sum(ops.convert(is_box, "i32"), ints(1), False),
     )
 
 
@@ -78,9 +78,9 @@ def non_maximum_suppression(
     max_boxes: int,
     per_class_suppression: bool = False,
 ) -> Result:
-    """As before, without threshold or counts, and with the boxes in the last dimension."""
+    """As for iOS 15, without score threshold and counts; boxes [N, 4, B], scores [N, K, B]."""
     swap = ints((0, 2, 1))
-    kept_boxes, kept_scores, kept, _ = non_maximum_suppression_ios15(
+    kept_boxes, kept_scores, indices, _ = non_maximum_suppression_ios15(
         ops.transpose(boxes, swap),
         ops.transpose(scores, swap),
         iou_threshold,
@@ -88,27 +88,27 @@ def non_maximum_suppression(
         max_boxes,
         per_class_suppression,
     )
-    return ops.transpose(kept_boxes, swap), ops.transpose(kept_scores, swap), kept
+    return ops.transpose(kept_boxes, swap), ops.transpose(kept_scores, swap), indices
 
 
 def _candidates(best: Any, score_threshold: float) -> Any:
-    """Return which boxes [N, B] take part: above the threshold, or else the first best one."""
+    """Return a mask [N, B] of the boxes above the threshold, or of the best box if none is."""
     above = ops.greater(best, scalar(score_threshold, best))
-    none = ops.logical_not(ops.reduce_logical_or(above, ints(1), True))
-    places = ops.range(ints(0), dim_of(best, 1), ints(1), "i32")
-    champion = ops.equal(places, ops.unsqueeze(_first(best), ints(1)))
-    return ops.logical_or(above, ops.logical_and(none, champion))
+    is_empty = ops.logical_not(ops.reduce_logical_or(above, ints(1), True))
+    indices = ops.range(ints(0), dim_of(best, 1), ints(1), "i32")
+    is_best = ops.equal(indices, ops.unsqueeze(_first(best), ints(1)))
+    return ops.logical_or(above, ops.logical_and(is_empty, is_best))
 
 
 def _first(values: Any) -> Any:
-    """Index of the greatest element along the last axis."""
+    """Return the index of the greatest element along the last axis."""
     top = ops.topk(values, ints(1), -1, "max", "value", "i32", stable=True).output(1)
     return ops.squeeze(top, ints((-1,)))
 
 
 def _unsuppressed(boxes: Any, entries: Any, iou_threshold: float, max_boxes: int) -> Any:
-    """Return which boxes [N, B] no better box suppresses; ``entries`` is [N, classes, B]."""
-    # OpenVINO suppresses at the threshold too, and takes denormal numbers for 0.
+    """Return a mask [N, B] of unsuppressed boxes; ``entries`` are scores [N, classes, B]."""
+    # OpenVINO also suppresses at the threshold, and treats denormal numbers as 0.
     beyond = np.nextafter(np.float32(iou_threshold), np.float32(np.inf))
     beyond = np.maximum(beyond, np.finfo(np.float32).tiny)
     selected = ops.non_max_suppression(
@@ -121,11 +121,11 @@ def _unsuppressed(boxes: Any, entries: Any, iou_threshold: float, max_boxes: int
         sort_result_descending=False,
         output_type="i32",
     ).output(0)
-    places = ops.gather(selected, ints((0, 2)), ints(1))
-    ones = ops.broadcast(ops.constant(np.float32(1)), reshape(dim_of(places, 0), (1,)))
+    kept_indices = ops.gather(selected, ints((0, 2)), ints(1))
+    set_marks = ops.broadcast(ops.constant(np.float32(1)), reshape(dim_of(kept_indices, 0), (1,)))
     shape = ops.gather(shape_of(boxes), ints((0, 1)), ints(0))
     unmarked = ops.broadcast(ops.constant(np.float32(0)), shape)
-    marks = ops.scatter_nd_update(unmarked, places, ones)
+    marks = ops.scatter_nd_update(unmarked, kept_indices, set_marks)
     return ops.greater(marks, scalar(0, marks))
 
 
@@ -141,7 +141,7 @@ def _count(boxes: Any, max_boxes: int) -> Any:
 
 
 def _pad_boxes(value: Any, missing: Any, filler: float) -> Any:
-    """``value`` with fillers behind its boxes, which are along axis 1."""
+    """Return ``value`` [N, boxes, ...] padded to ``missing`` more boxes."""
     end = [ints((0,)), reshape(missing, (1,)), ints([0] * (len(dims(value)) - 2))]
     axes = [0] * len(dims(value))
     return ops.pad(value, ints(axes), ops.concat(end, 0), "constant", scalar(filler, value))

@@ -1,4 +1,4 @@
-"""Elementwise ops of one, two and three operands."""
+"""Elementwise ops: unary, binary, ternary."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ for _op_type, _binary in _BINARY.items():
 
 @translation("real_div")
 def real_div(x: Tensor, y: Tensor) -> Result:
-    """``x / y``, of integers without its fraction."""
+    """``x / y``; for integers, rounded towards zero."""
     return ops.divide(x, y) if is_float(x) else integers.truncated_divide(x, y)
 
 
@@ -101,7 +101,7 @@ def modulo(x: Tensor, y: Tensor) -> Result:
 
 @translation("pow")
 def power(x: Tensor, y: Tensor) -> Result:
-    """``x`` to the power ``y``."""
+    """``x ** y``."""
     if is_float(x):
         return ops.power(x, y)
     return ops.round(ops.power(f32(x), f32(y)), "half_to_even")
@@ -109,7 +109,7 @@ def power(x: Tensor, y: Tensor) -> Result:
 
 @translation("exp2")
 def exp2(x: Tensor) -> Result:
-    """Two to the power ``x``."""
+    """``2 ** x``."""
     return ops.power(scalar(2, f32(x)), f32(x))
 
 
@@ -146,16 +146,16 @@ def threshold(x: Tensor, alpha: float) -> Result:
 
 @translation("cast")
 def cast(x: Tensor, dtype: str) -> Result:
-    """``x`` as ``dtype``; fp16 is f32 inside the graph, so a cast between the two is none.
+    """``x`` as ``dtype``; a cast between fp16 and fp32 does nothing, as both are f32 in the graph.
 
-    Floats become integers by truncation and booleans by comparison with zero.
+    Floats are truncated to integers and compared with zero for booleans.
     """
     target = DType.from_label(dtype)
     destination = GRAPH_TYPE.get(target)
     if destination is None:
         raise refusal("cast to a type that has no place in the graph", dtype)
     if is_float(x) and destination in (ov.Type.i8, ov.Type.u8):
-        # Out-of-range floats saturate in one step and wrap in two; integers everywhere wrap.
+        # In one step, out-of-range floats would saturate; by way of i32 they wrap, as in MIL.
         x = ops.convert(x, "i32")
     result = convert_to(x, destination)
     return integers.wrap_to(result, target) if target in (DType.INT16, DType.UINT16) else result
@@ -163,7 +163,7 @@ def cast(x: Tensor, dtype: str) -> Result:
 
 @translation("select")
 def select(cond: Tensor, a: Tensor, b: Tensor) -> Result:
-    """``a`` where ``cond`` holds, ``b`` elsewhere."""
+    """``a`` where ``cond`` is true, ``b`` elsewhere."""
     return integers.exact_select(convert_to(cond, ov.Type.boolean), a, b)
 
 

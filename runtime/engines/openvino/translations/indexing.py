@@ -1,4 +1,4 @@
-"""Ops that read or write elements by index, and those that make tensors of indices."""
+"""Ops that read or write elements by index, or return indices."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from coreml_delegate.runtime.engines.openvino.translations import translation
 from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, refusal
 from coreml_delegate.targets import Opset
 
-# MIL scatter mode -> OpenVINO's reduction; the two others are a sum and a product of the inverse.
+# MIL scatter mode -> OpenVINO's reduction; "sub" adds negatives, "div" multiplies by inverses.
 _REDUCTIONS = {"update": "none", "add": "sum", "mul": "prod", "max": "max", "min": "min"}
 _EXTREMA = {"max": 1, "min": -1}
 
 
 def _reduction(mode: str, updates: Tensor) -> tuple[str, Any]:
-    """OpenVINO's reduction for a scatter mode, and the updates it takes."""
+    """Return OpenVINO's reduction for a scatter mode, and the updates for that reduction."""
     if mode == "sub":
         return "sum", ops.negative(updates)
     if mode == "div":
@@ -55,14 +55,14 @@ def _reduction(mode: str, updates: Tensor) -> tuple[str, Any]:
 def _scatter_reduced(
     mode: str, data: Tensor, updates: Tensor, scatter: Callable[[Any, Any, str], Any], exact: bool
 ) -> Result:
-    """``updates`` scattered into ``data`` under a mode.
+    """Return ``data`` with ``updates`` scattered into it.
 
     Args:
-        mode: Of MIL.
-        data: What is written to.
-        updates: What is written.
-        scatter: Writes updates into data with a reduction of OpenVINO's.
-        exact: Whether an extremum is NaN where one of its values is.
+        mode: MIL's scatter mode.
+        data: The tensor to write to.
+        updates: The values to write.
+        scatter: Builds the scatter from data, updates and OpenVINO's reduction.
+        exact: Whether an extremum is NaN where one of its values is NaN.
     """
     reduction, values = _reduction(mode, updates)
     if exact and mode in _EXTREMA:
@@ -73,7 +73,7 @@ def _scatter_reduced(
 
 
 def _scatter_divided(data: Tensor, scatter: Callable[[Any], Any]) -> Any:
-    """Integers divided by the product of their updates; what remains is dropped.
+    """Return integers divided by the product of their updates, rounded towards zero.
 
     Args:
         data: Integers.
@@ -84,7 +84,7 @@ def _scatter_divided(data: Tensor, scatter: Callable[[Any], Any]) -> Any:
 
 
 def _wrap_negative(indices: Tensor, size: Callable[[], Any]) -> Any:
-    """Indices with the negative ones counted from the end, as opsets before iOS17 have them."""
+    """Return indices with ``size`` added to negative ones, as opsets before iOS17 allow them."""
     data = constant_data(indices)
     if data is not None and int(data.astype(np.int64).min(initial=0)) >= 0:
         return indices
@@ -96,15 +96,15 @@ def _wrap_negative(indices: Tensor, size: Callable[[], Any]) -> Any:
 
 
 def _as_int32(indices: Tensor) -> Any:
-    """Indices as int32: 8-bit ones could not hold a sum with a size."""
+    """Return indices as int32, because 8-bit indices may overflow when a size is added."""
     return convert_to(indices, element_type(ints(0)))
 
 
 def _refuse_validation(indices: Tensor, validate: bool) -> None:
-    """Refuse to validate indices that are known only at run time.
+    """Refuse to validate indices known only at run time.
 
-    OpenVINO has no such check, so the reference engine runs the program. Constant indices are
-    checked when a program is made.
+    OpenVINO cannot validate indices, so the reference engine runs the program. Constant indices are
+    checked when a program is built.
     """
     if validate and constant_data(indices) is None:
         raise refusal("indices known at run time only are to be validated", dims(indices))
@@ -118,43 +118,46 @@ def gather(
     batch_dims: int = 0,
     validate_indices: bool = False,
 ) -> Result:
-    """Slices of ``x`` at ``indices`` of ``axis``; OpenVINO counts negative indices from the end."""
+    """Slices of ``x`` at ``indices`` along ``axis``; negative indices count from the end."""
     _refuse_validation(indices, validate_indices)
     axis = normalize_axis(axis, rank(x))
     batch = dims(x)[:batch_dims]
     if 0 in dims(indices):
-        return _gather_nothing(x, indices, axis, batch_dims)
+        return _gather_empty(x, indices, axis, batch_dims)
     if not batch or all(size is not None and size > 1 for size in batch):
         return ops.gather(x, _as_int32(indices), ints(axis), batch_dims)
     return _gather_in_batches(x, _as_int32(indices), axis, batch_dims)
 
 
-def _gather_nothing(x: Tensor, indices: Tensor, axis: int, batch_dims: int) -> Result:
-    """``gather`` without an index, with which OpenVINO 2026.4's CPU plugin ends the process.
+def _gather_empty(x: Tensor, indices: Tensor, axis: int, batch_dims: int) -> Result:
+    """``gather`` with empty indices, for which OpenVINO 2026.4's CPU plugin ends the process.
 
     No issue is known.
     """
-    kept = [dim_of(x, place) for place in range(rank(x)) if place != axis]
-    read = [dim_of(indices, place) for place in range(batch_dims, rank(indices))]
-    sizes = [reshape(size, (1,)) for size in (*kept[:axis], *read, *kept[axis:])]
+    other_dims = [dim_of(x, dim) for dim in range(rank(x)) if dim != axis]
+    index_dims = [dim_of(indices, dim) for dim in range(batch_dims, rank(indices))]
+    dims_ = (*other_dims[:axis], *index_dims, *other_dims[axis:])
+    sizes = [reshape(size, (1,)) for size in dims_]
     return ops.broadcast(scalar(0, x), ops.concat(sizes, 0))
 
 
 def _gather_in_batches(x: Tensor, indices: Tensor, axis: int, batch_dims: int) -> Result:
     """``gather`` for batches that may have size 1, where OpenVINO 2026.4's CPU plugin crashes.
 
-    GatherND does the same with the axis moved behind the batch axes, and the result's axes moved
-    back.
+    GatherND does the same, with ``axis`` transposed to directly after the batch axes and the
+    result transposed back.
     """
     between = list(range(batch_dims, axis))
     order = [*range(batch_dims), axis, *between, *range(axis + 1, rank(x))]
-    found = _gather_nd(ops.transpose(x, ints(order)), ops.unsqueeze(indices, ints(-1)), batch_dims)
+    gathered = _gather_nd(
+        ops.transpose(x, ints(order)), ops.unsqueeze(indices, ints(-1)), batch_dims
+    )
     if not between:
-        return found
-    read = list(range(batch_dims, rank(indices)))
-    moved = [len(read) + place for place in between]
-    rest = range(len(read) + axis, rank(found))
-    return ops.transpose(found, ints([*range(batch_dims), *moved, *read, *rest]))
+        return gathered
+    index_axes = list(range(batch_dims, rank(indices)))
+    moved = [len(index_axes) + axis_ for axis_ in between]
+    trailing = range(len(index_axes) + axis, rank(gathered))
+    return ops.transpose(gathered, ints([*range(batch_dims), *moved, *index_axes, *trailing]))
 
 
 def _gather_along_axis(x: Tensor, indices: Tensor, axis: int) -> Result:
@@ -163,7 +166,7 @@ def _gather_along_axis(x: Tensor, indices: Tensor, axis: int) -> Result:
 
 @translation("gather_along_axis")
 def gather_along_axis_ios15(x: Tensor, indices: Tensor, axis: int = 0) -> Result:
-    """``x`` at ``indices`` of ``axis``, place by place; negative indices count from the end."""
+    """``y[i][j] = x[indices[i][j]][j]`` for axis 0; negative indices count from the end."""
     return _gather_along_axis(x, _wrap_negative(_as_int32(indices), lambda: dim_of(x, axis)), axis)
 
 
@@ -174,7 +177,7 @@ def gather_along_axis(
     axis: int = 0,
     validate_indices: bool = False,
 ) -> Result:
-    """``x`` at ``indices`` of ``axis``, place by place."""
+    """``y[i][j] = x[indices[i][j]][j]`` for axis 0."""
     _refuse_validation(indices, validate_indices)
     return _gather_along_axis(x, _as_int32(indices), axis)
 
@@ -188,21 +191,21 @@ def _leading_sizes(data: Tensor, indices: Tensor, batch_dims: int = 0) -> Any:
 
 
 def _gather_nd(x: Tensor, indices: Tensor, batch_dims: int) -> Any:
-    """GatherND with indices clamped to ``x``.
+    """GatherND with indices clamped to the shape of ``x``.
 
-    OpenVINO 2026.4's own reads memory outside of ``x`` at an index out of range.
+    OpenVINO 2026.4's GatherND reads memory outside of ``x`` at an index out of range.
     """
-    places, depth = constant_data(indices), dims(indices)[-1]
-    if places is None or depth is None or not _is_inside(places, dims(x)[batch_dims:][:depth]):
+    constant, depth = constant_data(indices), dims(indices)[-1]
+    if constant is None or depth is None or not _is_inside(constant, dims(x)[batch_dims:][:depth]):
         last = ops.subtract(_leading_sizes(x, indices, batch_dims), ints(1))
         indices = ops.maximum(ops.minimum(indices, last), ints(0))
     return ops.gather_nd(x, indices, batch_dims)
 
 
-def _is_inside(places: NDArray[Any], sizes: tuple[int | None, ...]) -> bool:
+def _is_inside(indices: NDArray[Any], sizes: tuple[int | None, ...]) -> bool:
     """Whether all index vectors [*, len(sizes)] are in range."""
     limits = np.asarray([size or 0 for size in sizes], dtype=np.int64)
-    return bool(((places >= 0) & (places < limits)).all())
+    return bool(((indices >= 0) & (indices < limits)).all())
 
 
 @translation("gather_nd")
@@ -234,7 +237,7 @@ def _scatter_along_axis(
     *,
     exact_nan: bool = False,
 ) -> Result:
-    """``updates`` written into ``data`` at ``indices`` of ``axis``, place by place."""
+    """``data[indices[i][j]][j] = updates[i][j]`` for axis 0, or combined by ``mode``."""
     _refuse_validation(indices, validate_indices)
     if mode == "div" and not is_float(data):
         return _scatter_divided(
@@ -260,25 +263,25 @@ def _scatter_along_axis(
 def _find_repeated_vector(indices: Tensor, axis: int) -> Any | None:
     """Return the vector along ``axis`` that ``indices`` repeats along all other axes, or None.
 
-    Frameworks write rows of a cache this way; the elements of a row then lie side by side.
+    Frameworks write rows of a cache this way; the elements of a row are then contiguous.
     """
     node = output(indices).get_node()
     if node.get_type_name() not in ("Tile", "Broadcast"):
         return None
     source = node.input_value(0)
     sizes = dims(source)
-    alone = len(sizes) == rank(indices) and all(
-        size == 1 for other, size in enumerate(sizes) if other != axis
+    is_vector = len(sizes) == rank(indices) and all(
+        size == 1 for axis_, size in enumerate(sizes) if axis_ != axis
     )
-    if not alone or sizes[axis] is None or sizes[axis] != dims(indices)[axis]:
+    if not is_vector or sizes[axis] is None or sizes[axis] != dims(indices)[axis]:
         return None
     return reshape(source, (-1,))
 
 
 def _write_slices(data: Tensor, vector: Tensor, updates: Tensor, axis: int) -> Result:
-    """Replace the slices at ``vector`` [C] of ``axis`` by ``updates``."""
-    places = _wrap_negative(_as_int32(vector), lambda: dim_of(data, axis))
-    return replace_slices(data, places, updates, axis)
+    """Replace the slices at indices ``vector`` [C] along ``axis`` by ``updates``."""
+    indices = _wrap_negative(_as_int32(vector), lambda: dim_of(data, axis))
+    return replace_slices(data, indices, updates, axis)
 
 
 def _scatter(
@@ -291,7 +294,7 @@ def _scatter(
     *,
     exact_nan: bool = False,
 ) -> Result:
-    """Slices ``updates`` written into ``data`` at ``indices`` [C] of ``axis``."""
+    """Write the slices ``updates`` to ``data`` at ``indices`` [C] along ``axis``."""
     _refuse_validation(indices, validate_indices)
     axis = normalize_axis(axis, rank(data))
     if mode == "update":
@@ -300,8 +303,8 @@ def _scatter(
     shape = [1] * rank(data)
     shape[axis] = -1
     column = ops.reshape(_as_int32(indices), ints(shape), special_zero=False)
-    places = ops.broadcast(column, shape_of(updates))
-    return _scatter_along_axis(data, places, updates, axis, mode, exact_nan=exact_nan)
+    repeated = ops.broadcast(column, shape_of(updates))
+    return _scatter_along_axis(data, repeated, updates, axis, mode, exact_nan=exact_nan)
 
 
 def _scatter_nd(
@@ -313,7 +316,7 @@ def _scatter_nd(
     *,
     exact_nan: bool = False,
 ) -> Result:
-    """Slices ``updates`` written into ``data`` at index vectors."""
+    """Write the slices ``updates`` to ``data`` at index vectors."""
     _refuse_validation(indices, validate_indices)
     if mode == "div" and not is_float(data):
         return _scatter_divided(data, lambda ones: _scatter_nd(ones, indices, updates, "mul"))
@@ -342,16 +345,16 @@ def topk(
 ) -> Result:
     """The ``k`` largest (smallest if ``ascending``) elements along ``axis``, and their indices.
 
-    All of them if ``k`` is -1.
+    All elements if ``k`` is -1.
     """
-    at = normalize_axis(axis, rank(x))
-    if is_float(x) and top_k.is_long(x, k, at):
-        places = top_k.first_indices(nan.sort_key(x), k, at, "min" if ascending else "max")
-        best: Result = ops.gather_elements(x, places, at)
+    axis_ = normalize_axis(axis, rank(x))
+    if is_float(x) and top_k.is_long(x, k, axis_):
+        best_indices = top_k.first_indices(nan.sort_key(x), k, axis_, "min" if ascending else "max")
+        best: Result = ops.gather_elements(x, best_indices, axis_)
     else:
         count = ints(k) if k != -1 else dim_of(x, axis)
-        best, places = _sort(x, count, axis, ascending, sort)
-    return (best, places) if return_indices else best
+        best, best_indices = _sort(x, count, axis, ascending, sort)
+    return (best, best_indices) if return_indices else best
 
 
 @translation("argsort")
@@ -361,7 +364,7 @@ def argsort(x: Tensor, axis: int = -1, ascending: bool = False) -> Result:
 
 
 def _sort(x: Tensor, count: Any, axis: int, ascending: bool, sort: bool) -> tuple[Result, Result]:
-    """The first ``count`` elements and their indices in an order whose largest element is NaN."""
+    """Return the first ``count`` elements in order, and their indices; NaN is the largest."""
     axis = normalize_axis(axis, rank(x))
     best = ops.topk(
         nan.sort_key(x) if is_float(x) else x,
@@ -372,8 +375,8 @@ def _sort(x: Tensor, count: Any, axis: int, ascending: bool, sort: bool) -> tupl
         index_element_type="i32",
         stable=sort,
     )
-    values, places = best.outputs()
-    return (ops.gather_elements(x, places, axis) if is_float(x) else values), places
+    values, indices = best.outputs()
+    return (ops.gather_elements(x, indices, axis) if is_float(x) else values), indices
 
 
 @translation("one_hot")
@@ -387,19 +390,19 @@ def one_hot(
     """Vectors along a new ``axis``: ``on_value`` at each index, ``off_value`` elsewhere."""
     on = ints(1) if on_value is None else on_value
     off = ints(0) if off_value is None else off_value
-    size = require_room(one_hot_vector_size, one_hot_vector_size, on, beside=indices)
+    size = require_room(one_hot_vector_size, one_hot_vector_size, on, repeats_for=indices)
     return ops.one_hot(indices, size, on, off, axis)
 
 
 @translation("non_zero")
 def non_zero(x: Tensor) -> Result:
-    """Indices [count, rank] of the elements that are not zero."""
+    """Indices [count, rank] of the nonzero elements."""
     return ops.transpose(ops.non_zero(x, "i32"), ints((1, 0)))
 
 
 @translation("fill")
 def fill(shape: Tensor, value: Tensor | None = None) -> Result:
-    """A tensor of the given shape, every element ``value``."""
+    """A tensor of shape ``shape``, every element ``value``."""
     number = ops.constant(np.float32(0)) if value is None else value
     return ops.broadcast(number, require_room(shape, shape, number))
 
@@ -413,7 +416,7 @@ def fill_like(ref_tensor: Tensor, value: Tensor | None = None) -> Result:
 @translation("range_1d")
 def range_1d(end: Tensor, start: Tensor, step: Tensor) -> Result:
     """``start``, ``start + step``, ... below ``end``."""
-    if any(constant_data(each) is None for each in (start, end, step)):
+    if any(constant_data(bound) is None for bound in (start, end, step)):
         count = ops.divide(ops.subtract(f32(end), f32(start)), f32(step))
-        start, end, step = (require_room(each, count, start) for each in (start, end, step))
+        start, end, step = (require_room(bound, count, start) for bound in (start, end, step))
     return ops.range(start, end, step, element_type(start).get_type_name())

@@ -38,12 +38,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Result:
 
 @translation("matmul")
 def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Result:
-    """Batched matrix product with numpy's broadcasting, of the element type of ``x``."""
+    """Batched matrix product with numpy's broadcasting, in the element type of ``x``."""
     y = convert_to(keep_multipliable(y, transposed=transpose_y), element_type(x))
     x_axis = -2 if transpose_x and rank(x) > 1 else -1
     x, y = with_equal_sizes(x, x_axis, y, -1 if transpose_y or rank(y) == 1 else -2)
     if is_float(x) and rank(x) == 1 and rank(y) > 1:
-        # Between quantized values, OpenVINO 2026.4 returns a matrix for the product of a vector.
+        # Between quantized values, OpenVINO 2026.4 returns a matrix for vector times matrix.
         product = ops.matmul(ops.unsqueeze(x, ints(0)), y, False, transpose_y)
         return ops.squeeze(product, ints(-2))
     if is_float(x):
@@ -52,9 +52,9 @@ def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = 
 
 
 def _integer_product(x: Tensor, y: Tensor, transpose_x: bool, transpose_y: bool) -> Result:
-    """Return an exact matrix product of integers: OpenVINO 2026.4 multiplies them as floats.
+    """Return an exact matrix product of integers, which OpenVINO 2026.4 multiplies as floats.
 
-    Integer products occur in index arithmetic, so they are small.
+    Integer products occur in index arithmetic, so the matrices are small.
     """
     rows = ops.unsqueeze(x, ints(0)) if rank(x) == 1 else _swap_last_axes(x) if transpose_x else x
     columns = (
@@ -90,7 +90,7 @@ def einsum(values: Tensors, equation: str) -> Result:
 
 
 def _canonical_equation(equation: str) -> str:
-    """The equation with its letters renamed in order of appearance."""
+    """Return the equation with its letters renamed in order of appearance."""
     names: dict[str, str] = {}
     return "".join(
         names.setdefault(char, chr(ord("a") + len(names))) if char.isalpha() else char
@@ -105,11 +105,11 @@ def scaled_dot_product_attention(
     """``softmax(query @ key.T / sqrt(E) + attn_mask) @ value`` along the last two axes.
 
     ``query`` [*, L, E], ``key`` [*, S, E], ``value`` [*, S, EV]. A boolean mask is true for keys
-    that take part.
+    to attend to.
 
     Built of single ops, because for OpenVINO's own op the plugin transposes every key in memory:
-    measured on 8 heads of 64, one query on 256 keys takes 0.75 of the time of that op this way, 128
-    queries take 0.9, and the results are the same to the bit.
+    measured on 8 heads of 64, one query on 256 keys takes 0.75 of the time of that op, 128 queries
+    take 0.9, and the results are bitwise equal.
     """
     query, key = with_equal_sizes(query, -1, key, -1)
     key, value = with_equal_sizes(key, -2, value, -2)
@@ -120,7 +120,7 @@ def scaled_dot_product_attention(
 
 
 def _scale_query(query: Tensor) -> Result:
-    """``query`` [*, L, E] over the square root of E."""
+    """Return ``query / sqrt(E)`` for ``query`` [*, L, E]."""
     width = dims(query)[-1]
     if width is not None:
         return ops.multiply(query, scalar(width**-0.5, query))
@@ -128,7 +128,7 @@ def _scale_query(query: Tensor) -> Result:
 
 
 def _mask_scores(mask: Tensor, scores: Tensor) -> Result:
-    """Return a mask as a summand of the scores: minus infinity where a boolean mask is false."""
+    """Return a mask to add to the scores: minus infinity where a boolean mask is false."""
     if element_type(mask) != ov.Type.boolean:
         return convert_to(mask, element_type(scores))
     return ops.select(mask, scalar(0.0, scores), scalar(-np.inf, scores))

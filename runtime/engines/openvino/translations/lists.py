@@ -1,7 +1,7 @@
-"""Lists of tensors, each held as one tensor with the elements along its first axis.
+"""Lists of tensors, each represented as one tensor with the elements along its first axis.
 
-A list that grows is padded with zeros as far as a write reaches; so is the element's shape, which
-may become known with the first write only. Writing beyond the end of a list of fixed length fails
+A list that grows is padded with zeros up to the last index written; so is the shape of an element,
+which may be unknown until the first write. Writing beyond the end of a list of fixed length fails
 when the program runs. Elements that were never written read as zeros.
 
 Source: coremltools' MIL op reference, ``control_flow``.
@@ -51,12 +51,12 @@ def make_list(
     if type_ is None:
         raise refusal("list of a type that has no place in the graph", dtype)
     length = (1,) if init_length is None else constant_ints(init_length)
-    # Sizes not known yet are 0: nothing is held before something is written.
+    # Unknown sizes are 0: the list is empty until the first write.
     sizes = [size or 0 for size in elem_shape]
     if length is not None:
-        whole, dtype_ = (*length, *sizes), np.dtype(type_.to_dtype())
-        require_memory(math.prod(whole) * dtype_.itemsize, f"a list of shape {list(whole)}")
-        zeros = ops.constant(np.zeros(whole, dtype_))
+        shape_, numpy_dtype = (*length, *sizes), np.dtype(type_.to_dtype())
+        require_memory(math.prod(shape_) * numpy_dtype.itemsize, f"a list of shape {list(shape_)}")
+        zeros = ops.constant(np.zeros(shape_, numpy_dtype))
     else:
         shape = ops.concat([reshape(init_length, (1,)), ints(sizes)], 0)
         zeros = ops.broadcast(ops.constant(np.zeros((), type_.to_dtype())), shape)
@@ -83,29 +83,29 @@ def list_gather(ls: List, indices: Tensor) -> Result:
 
 @translation("list_write")
 def list_write(ls: List, index: Tensor, value: Tensor) -> Result:
-    """The list with one element replaced."""
+    """The list with the element at ``index`` replaced by ``value``."""
     return list_scatter(ls, reshape(index, (1,)), ops.unsqueeze(value, ints(0)))
 
 
 @translation("list_scatter")
 def list_scatter(ls: List, indices: Tensor, value: Tensor) -> Result:
-    """The list with several elements replaced by those along the first dimension of ``value``."""
+    """The list with the elements at ``indices`` replaced by ``value`` [indices, *element]."""
     elements = _grow(ls, indices, value)
     return TensorList(replace_slices(elements, indices, value, 0).output(0), ls.grows)
 
 
 def _grow(ls: TensorList, indices: Tensor, value: Tensor) -> Any:
-    """The elements, with zeros as far as ``indices`` reach and ``value`` is wide."""
-    held, written = dims(ls.elements)[1:], dims(value)[1:]
-    if not ls.grows and None not in held and held == written:
+    """Return the elements, zero-padded to the largest index and to the sizes of ``value``."""
+    old, new = dims(ls.elements)[1:], dims(value)[1:]
+    if not ls.grows and None not in old and old == new:
         return ls.elements
     have = shape_of(ls.elements)
     length = dim_of(ls.elements, 0)
     if ls.grows:
-        # One less than an int32 can count, and never near it: what lies beyond is refused.
+        # Bounded far below the range of int32; indices beyond the bound are refused by the write.
         last = ops.minimum(ops.reduce_max(indices, ints(0), False), ints(MAX_LIST - 1))
         length = ops.maximum(length, ops.add(last, ints(1)))
-    element = ops.gather(shape_of(value), ints(list(range(1, len(written) + 1))), ints(0))
+    element = ops.gather(shape_of(value), ints(list(range(1, len(new) + 1))), ints(0))
     missing = ops.subtract(ops.concat([reshape(length, (1,)), element], 0), have)
     zero = scalar(0, ls.elements)
     return ops.pad(ls.elements, ints([0] * len(dims(value))), missing, "constant", zero)

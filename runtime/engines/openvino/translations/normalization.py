@@ -30,7 +30,7 @@ def batch_norm(
     beta: Tensor | None = None,
     epsilon: float = 1e-5,
 ) -> Result:
-    """Normalization of ``x`` [N, C, *spatial] with given statistics [C]."""
+    """``gamma * (x - mean) / sqrt(variance + epsilon) + beta``, per channel of [N, C, *spatial]."""
     channels = static_dims(mean, (0,))
     if gamma is None:
         gamma = ops.constant(np.ones(channels, dtype=np.float32))
@@ -44,7 +44,7 @@ def batch_norm(
 def instance_norm(
     x: Tensor, gamma: Tensor | None = None, beta: Tensor | None = None, epsilon: float = 1e-5
 ) -> Result:
-    """Normalization of ``x`` [N, C, *spatial] over its spatial axes, scaled per channel."""
+    """Normalization of ``x`` [N, C, *spatial] over the spatial axes, scaled per channel."""
     axes = rank(x)
     if gamma is not None:
         x, gamma = _with_equal_shape(x, [1], gamma)
@@ -64,7 +64,7 @@ def layer_norm(
     beta: Tensor | None = None,
     epsilon: float = 1e-5,
 ) -> Result:
-    """Normalization of ``x`` over ``axes``; ``gamma`` and ``beta`` have the shape of those axes."""
+    """Normalization of ``x`` over ``axes``, along which ``gamma`` and ``beta`` scale and shift."""
     total = rank(x)
     over = sorted(normalize_axis(axis, total) for axis in (axes or range(total)))
     if gamma is not None:
@@ -78,17 +78,17 @@ def layer_norm(
 
 
 def _with_equal_shape(x: Tensor, axes: list[int], parameter: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both values; computing them fails if ``x`` along ``axes`` has another shape.
+    """Return both values; computing them fails if ``x`` along ``axes`` has a different shape.
 
     Without this check, OpenVINO would broadcast a size of 1.
     """
-    for place, axis in enumerate(axes):
-        x, parameter = with_equal_sizes(x, axis, parameter, place)
+    for dimension, axis in enumerate(axes):
+        x, parameter = with_equal_sizes(x, axis, parameter, dimension)
     return x, parameter
 
 
 def _broadcast_along(value: Tensor, axes: list[int], total: int) -> Result:
-    """``value``, whose dimensions are ``axes``, shaped to broadcast at rank ``total``."""
+    """Return ``value`` reshaped to rank ``total``, with its dimensions at ``axes``."""
     sizes = dict(zip(axes, dims(value), strict=True))
     if axes == list(range(total - len(axes), total)):
         return value
@@ -106,8 +106,8 @@ def l2_norm(x: Tensor, epsilon: float = 1e-6) -> Result:
 def local_response_norm(
     x: Tensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> Result:
-    """``x / (k + alpha / size * sum(x ** 2)) ** beta``, the sum over ``size`` channels around."""
-    # OpenVINO's LRN gives other values when k is not 1: the mean over channels is a pooling.
+    """``x / (k + alpha / size * sum(x**2)) ** beta``, summed over the ``size`` nearest channels."""
+    # OpenVINO's LRN is wrong unless k is 1, so the mean over channels is an average pooling.
     flat = ops.reshape(ops.multiply(x, x), ints((0, 0, -1)), special_zero=True)
     mean = ops.avg_pool(
         ops.unsqueeze(flat, ints(1)),  # [N, 1, C, positions]

@@ -70,10 +70,10 @@ def avg_pool(
 def _pad_counted(
     x: Tensor, kernel: list[int], stride: list[int], begin: list[int], end: list[int]
 ) -> tuple[Any, list[int], list[int]]:
-    """``x`` with its padding as data, and the padding that the last windows reach beyond it.
+    """Return ``x`` with its padding as data, and the padding that is left to OpenVINO.
 
-    Padding counts in the mean, what windows cover beyond the padding does not: OpenVINO has but one
-    kind of padding.
+    MIL includes the padding in the mean, but not positions beyond it that windows cover. OpenVINO
+    has only one kind of padding, so it gets the positions beyond.
     """
     total = rank(x)
     beyond: list[int] = []
@@ -104,7 +104,7 @@ def l2_pool(
 
 
 def _rounding(ceil_mode: bool) -> str:
-    # torch's rule, which MIL states too: no window may start in the padding after the input.
+    # torch's rule, which MIL documents too: no window may start in the padding after the input.
     return "ceil_torch" if ceil_mode else "floor"
 
 

@@ -34,7 +34,7 @@ def quantize(
     zero_point: Tensor | None = None,
     axis: int | None = None,
 ) -> Result:
-    """``clip(round(input / scale) + zero_point)``, as the fake-quantize OpenVINO makes int8 of."""
+    """``clip(round(input / scale) + zero_point)`` as a fake-quantize, which can run in int8."""
     destination = GRAPH_TYPE.get(DType.from_label(output_dtype))
     if destination not in (ov.Type.i8, ov.Type.u8):
         raise refusal("quantize to another type", output_dtype, "int8 or uint8")
@@ -69,10 +69,10 @@ def dequantize(
 def _fuse_dequantize(
     codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int | None
 ) -> Any | None:
-    """Return ``quantize`` and a dequantize with constants as one fake-quantize, or None.
+    """Return a ``quantize`` and a dequantize with constants as one fake-quantize; None for others.
 
-    If the codes were converted back, concatenating them with other values would round these to
-    integers: OpenVINO 2026.4's CPU plugin moves the scale before the conversion to integers.
+    Without the fusion, concatenating the result with other values would round those to integers:
+    OpenVINO 2026.4's CPU plugin moves the scale past the conversion back from integers.
     """
     conversion = output(codes).get_node()
     if conversion.get_type_name() != "Convert":
@@ -80,7 +80,7 @@ def _fuse_dequantize(
     grid = conversion.input_value(0).get_node()
     if grid.get_type_name() != "FakeQuantize":
         return None
-    source, first, last, *ends = (grid.input_value(place) for place in range(5))
+    source, first, last, *ends = (grid.input_value(port) for port in range(5))
     bounds = [constant_data(end) for end in ends]
     step = _align(_f32(scale), codes, axis)
     shift = None if zero_point is None else _align(_f32(zero_point), codes, axis)
@@ -98,9 +98,9 @@ def _f32(parameter: Tensor) -> Any:
 
 
 def _dequantize_bound(bound: float, step: Tensor, shift: Tensor | None) -> Any:
-    """``step * (bound - shift)``, a constant where both are.
+    """Return ``step * (bound - shift)``, folded if ``step`` and ``shift`` are constants.
 
-    The plugin makes integer kernels of fake-quantizes with constant bounds only, and decides so
+    The plugin uses integer kernels only for fake-quantizes with constant bounds, and decides so
     before it folds constants.
     """
     scale, zero = constant_data(step), np.zeros(()) if shift is None else constant_data(shift)
@@ -113,7 +113,7 @@ def _dequantize_bound(bound: float, step: Tensor, shift: Tensor | None) -> Any:
 
 
 def _align(parameter: Tensor, data: Tensor, axis: int | None) -> Any:
-    """A scalar as it is; a vector shaped to broadcast along ``axis`` of ``data``."""
+    """Return a scalar unchanged, or a vector reshaped to broadcast along ``axis`` of ``data``."""
     total = rank(data)
     if rank(parameter) == 0 or axis is None:
         return parameter

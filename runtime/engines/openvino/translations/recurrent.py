@@ -1,13 +1,13 @@
 """Recurrent layers: one kernel for all steps where that is faster, else a loop over the steps.
 
-Kernels have the usual activations only; a loop takes any. Both read the weights in the order of
-OpenVINO's kernels, for D directions, G gates, H units and I features. On an LSTM of 64 steps and
-256 units the loop takes 1.3 times as long as the kernel, and nearly twice as long when its sizes
-are known only at run time.
+Kernels support only the usual activations; a loop supports all. Both have the weights in the gate
+order of OpenVINO's kernels, for D directions, G gates, H units and I features. On an LSTM of 64
+steps and 256 units the loop takes 1.3 times as long as the kernel, and nearly twice as long when
+its sizes are known only at run time.
 
-Source: coremltools' MIL op reference, ``recurrent``; Core ML's ``NeuralNetwork.proto`` for what a
-peephole sees and what ``clip`` bounds; OpenVINO's operation specifications ``LSTMSequence-5``,
-``GRUSequence-5``, ``RNNSequence-5`` and ``Loop-5``.
+Source: coremltools' MIL op reference, ``recurrent``; Core ML's ``NeuralNetwork.proto`` for the
+inputs of peepholes and the meaning of ``clip``; OpenVINO's operation specifications
+``LSTMSequence-5``, ``GRUSequence-5``, ``RNNSequence-5`` and ``Loop-5``.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from coreml_delegate.runtime.engines.openvino.translations.slicing import revers
 from coreml_delegate.runtime.engines.openvino.values import Array, Result, Tensor, refusal
 from coreml_delegate.targets import Opset
 
-# MIL's order of gates -> that of OpenVINO's kernels.
+# Indices of MIL's gates in the order of OpenVINO's kernels.
 _GRU_GATES = (2, 0, 1)  # reset, output, update -> update, reset, output
 _LSTM_GATES = (1, 0, 3, 2)  # input, forget, output, cell -> forget, input, cell, output
 
-# At batch 1 the GRU kernel takes twice as long as the loop with 256 units; its form whose reset
-# gate scales the state takes 1.7 times as long with 64 already, and is not used.
+# At batch 1 and 256 units the GRU kernel takes twice as long as the loop. Without ``reset_after``
+# it takes 1.7 times as long at 64 units already, and is not used.
 _GRU_KERNEL_UNITS = 192
 
 
 @dataclass(frozen=True, slots=True)
 class _Activation:
-    """An activation as a subgraph, and its name in the kernels that have it."""
+    """An activation as a subgraph, and its name in OpenVINO's kernels, if they support it."""
 
     apply: Callable[[Any], Any]
     kernel: str | None = None
@@ -70,7 +70,7 @@ _ACTIVATIONS = {
 }
 
 
-# No kernel keeps NaN.
+# No kernel propagates NaN through ReLU, so this has no kernel name.
 _EXACT_RELU = _Activation(lambda x: nan.keep_nan(x, ops.relu(x)))
 
 
@@ -83,7 +83,7 @@ def _activation(name: str, exact_nan: bool = False) -> _Activation:
 
 
 def _order_steps(x: Tensor, direction: str, *more: str) -> Any:
-    """``x`` [s, b, I] in the order of computation, in which a reversed layer also gives out."""
+    """Return ``x`` [s, b, I] in order of computation, which is also the order of the outputs."""
     allowed = ("forward", "reverse", *more)
     if direction not in allowed:
         raise refusal("direction of a recurrent layer", direction, ", ".join(allowed))
@@ -96,7 +96,7 @@ def _reorder_gates(array: Array, order: Sequence[int]) -> _Weights:
 
 
 def _reorder_bias(array: Array | None, order: Sequence[int], weights: Array) -> _Weights:
-    """A bias of the rows of ``weights`` with its gates reordered, zeros if there is none."""
+    """Return the bias with its gates reordered; zeros for the rows of ``weights`` if it is None."""
     return _reorder_gates(np.zeros(len(weights), np.float32) if array is None else array, order)
 
 
@@ -113,7 +113,7 @@ def rnn(
     *,
     exact_nan: bool = False,
 ) -> Result:
-    """Elman layer; ``x``: [s, b, I], ``initial_h``: [b, H]."""
+    """Elman layer, ``h <- act(W_ih x + W_hh h + b)``; ``x``: [s, b, I], ``initial_h``: [b, H]."""
     act = _activation(activation, exact_nan)
     only = (0,)
     weights = _Direction(
@@ -148,7 +148,7 @@ def gru_ios15(
     *,
     exact_nan: bool = False,
 ) -> Result:
-    """Gated recurrent unit whose reset gate scales the state."""
+    """``gru`` of iOS 18 without ``reset_after`` and ``input_bias``."""
     return gru(
         x,
         initial_h,
@@ -179,10 +179,11 @@ def gru(
     *,
     exact_nan: bool = False,
 ) -> Result:
-    """Gated recurrent unit whose reset gate scales the state, or its product if ``reset_after``.
+    """GRU, ``h <- (1 - z) n + z h``; gates in the order reset r, output n, update z.
 
-    Gates are in the order reset, output, update. ``bias`` belongs to the recurrent product,
-    ``input_bias`` to the input's. ``x``: [s, b, I], ``initial_h``: [b, H].
+    The reset gate scales the state, ``W_hh (r h)``, or its product if ``reset_after``, ``r (W_hh
+    h)``. ``bias`` is added to the product with the state, ``input_bias`` to the product with the
+    input. ``x``: [s, b, I], ``initial_h``: [b, H].
     """
     gate, act = (_activation(name, exact_nan) for name in (recurrent_activation, activation))
     biases = _gru_biases(
@@ -201,7 +202,7 @@ def gru(
 
 
 def _gru_biases(of_input: _Weights, of_state: _Weights, reset_after: bool) -> _Weights:
-    """[3 * H], the sum; with ``reset_after`` [4 * H]: the gate scales the output's second bias."""
+    """Return the sum, [3 * H]; with ``reset_after`` [4 * H], as r scales n's bias ``of_state``."""
     if not reset_after:
         return of_input + of_state
     gates = 2 * len(of_state) // 3
@@ -257,7 +258,7 @@ def lstm(
     """LSTM, gates in the order input, forget, output, cell; ``x``: [s, b, I].
 
     With ``bidirectional`` the states are [b, 2 * H], forward half first, and the outputs of the
-    reverse pass stand at the time steps they belong to. ``clip`` bounds the cell state.
+    reverse pass are in the order of the inputs. ``clip`` bounds the cell state.
     """
     names = (recurrent_activation, cell_activation, activation)
     activations = tuple(_activation(name, exact_nan) for name in names)
@@ -304,8 +305,8 @@ def _lstm_step(
 
     gates = ops.add(inputs, _product(h, weights.state_weights))
     to_forget, to_input, to_cell, to_output = ops.split(gates, ints(1), 4).outputs()
-    kept = ops.multiply(opened(to_forget, c, 1), c)
-    c = ops.add(kept, ops.multiply(opened(to_input, c, 0), cell.apply(to_cell)))
+    remembered = ops.multiply(opened(to_forget, c, 1), c)
+    c = ops.add(remembered, ops.multiply(opened(to_input, c, 0), cell.apply(to_cell)))
     if clip is not None:
         c = nan.keep_nan(c, ops.clamp(c, -clip, clip))
     return ops.multiply(opened(to_output, c, 2), out.apply(c)), c
@@ -323,7 +324,7 @@ class _Direction:
     Attributes:
         input_weights: [G * H, I].
         state_weights: [G * H, H].
-        bias: [G * H], or longer where a kernel wants more.
+        bias: [G * H], or longer where a kernel needs more.
         peephole: [3 * H], for the input, forget and output gate, or None.
     """
 
@@ -339,9 +340,9 @@ class _Direction:
 
 
 _Step: TypeAlias = Callable[[_Direction, Any, tuple[Any, ...]], tuple[Any, ...]]
-"""One step: the input's products [b, G * H], biases included, and the states to the new states.
+"""One step: takes weights, ``W_ih x + bias`` [b, G * H] and states [b, H]; returns the new states.
 
-States are [b, H]; the first is the hidden one, which the layer gives out.
+The first state is the hidden state, which the layer returns.
 """
 
 
@@ -352,8 +353,8 @@ class _Layer:
     Attributes:
         x: [s, b, I].
         states: The initial states, [b, D * H] each.
-        directions: One, or two: the second runs from the last step to the first.
-        output_sequence: Whether to give out the hidden state of every step or of the last alone.
+        directions: One or two; the second runs from the last step to the first.
+        output_sequence: Whether to return the hidden state of every step or only of the last.
     """
 
     x: Tensor
@@ -362,11 +363,11 @@ class _Layer:
     output_sequence: bool
 
     def by_kernel(self, make: Callable[..., Any], **options: Any) -> Result:
-        """Hidden states [s or 1, b, D * H] and last states by the sequence op that ``make`` adds.
+        """Return hidden states [s or 1, b, D * H] and last states by OpenVINO's sequence op.
 
         Args:
-            make: Function of the opset that adds it.
-            options: More of its arguments.
+            make: Function of the opset that builds the op.
+            options: Additional arguments of ``make``.
         """
         count, units = len(self.directions), self.directions[0].units
         x, states = self._fitting()
@@ -374,7 +375,7 @@ class _Layer:
         node = make(
             by_batch,
             *(reshape(state, [-1, count, units]) for state in states),
-            # From the shape of the very input: so the plugin sees that no sequence ends early.
+            # The lengths come from this input's shape, so the plugin sees that they are all full.
             ops.broadcast(dim_of(by_batch, 1), ops.unsqueeze(dim_of(by_batch, 0), ints(0))),
             _stack([direction.input_weights for direction in self.directions]),
             _stack([direction.state_weights for direction in self.directions]),
@@ -390,7 +391,7 @@ class _Layer:
         return self._results(joined, last)
 
     def by_loop(self, step: _Step) -> Result:
-        """Hidden states [s or 1, b, D * H] and last states by a loop over ``step``."""
+        """Return hidden states [s or 1, b, D * H] and last states by a loop over ``step``."""
         count, units = len(self.directions), self.directions[0].units
         x, initial = self._fitting()
         states = [
@@ -406,7 +407,7 @@ class _Layer:
         return self._results(hidden, last)
 
     def _fitting(self) -> tuple[Tensor, list[Tensor]]:
-        """Return ``x`` and the initial states, of which one fails unless all sizes fit."""
+        """Return ``x`` and the initial states; computing them fails unless all sizes fit."""
         x = with_size(self.x, 2, self.directions[0].input_weights.shape[1])
         units = sum(direction.units for direction in self.directions)
         states: list[Tensor] = []
@@ -424,30 +425,30 @@ def _stack(arrays: Sequence[_Weights]) -> Any:
 
 
 def _product(x: Tensor, weights: _Weights) -> Any:
-    """``x`` [*, K] by weights [N, K]."""
+    """Return ``x @ weights.T`` for ``x`` [*, K] and ``weights`` [N, K]."""
     return ops.matmul(x, array_constant(weights), False, True)
 
 
 def _pass(x: Tensor, states: list[Tensor], direction: _Direction, step: _Step) -> tuple[Any, ...]:
-    """Hidden states [s, b, H] and last states [b, H] of one direction."""
-    # No step waits for the products of the inputs: all are computed at once.
+    """Return hidden states [s, b, H] and last states [b, H] of one direction."""
+    # Products with the inputs do not depend on states: one product computes them for all steps.
     bias = array_constant(direction.bias[: len(direction.input_weights)])
     products = output(ops.add(_product(x, direction.input_weights), bias))
-    at, inputs, *before = (
+    number, inputs, *before = (
         ov.op.Parameter(element_type(value), output(value).get_partial_shape())
         for value in (ints(0), products, *states)
     )
-    # The loop could hand out slices of the products, but the plugin may then let a result share
-    # memory with its slice, which the next one overwrites before the result has become the state.
-    after = step(direction, ops.gather(inputs, at, ints(0)), tuple(before))
-    going_on, hidden, *results = (
+    # A sliced input of the loop would do, but the plugin may then let a result share memory with
+    # its slice, which the next slice overwrites before the result becomes the state.
+    after = step(direction, ops.gather(inputs, number, ints(0)), tuple(before))
+    goes_on, hidden, *results = (
         ops.result(value) for value in (_true(), ops.unsqueeze(after[0], ints(0)), *after)
     )
-    # The stub binds the constructor to the base class.
+    # Any, because the type stub declares the base class's constructor.
     make_model: Any = ov.Model
     loop = ops.loop(dim_of(x, 0), _true())
-    loop.set_function(make_model([going_on, hidden, *results], [at, inputs, *before], "step"))
-    loop.set_special_body_ports([0, 0])  # the step's index among inputs, its condition in outputs
+    loop.set_function(make_model([goes_on, hidden, *results], [number, inputs, *before], "step"))
+    loop.set_special_body_ports([0, 0])  # input of the step number, output of the condition
     loop.set_invariant_input(inputs, products)
     for parameter, state, result in zip(before, states, results, strict=True):
         loop.set_merged_input(parameter, output(state), output(result))

@@ -1,4 +1,4 @@
-"""Reductions along axes, and arguments of the extrema."""
+"""Reductions along axes, and indices of extrema."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _plain(reduce: Callable[..., Result]) -> _Reduce:
 
 
 def _log_sum_exp(x: Tensor, axes: Sequence[int], keep_dims: bool) -> Result:
-    # Of infinity nothing can be subtracted.
+    # An infinite peak would give inf - inf, so the peak is clamped to finite numbers.
     largest = float(np.finfo(np.float32).max)
     peak = ops.clamp(ops.reduce_max(x, ints(axes), True), -largest, largest)
     total = ops.reduce_sum(nan.exp(ops.subtract(x, peak)), ints(axes), keep_dims)
@@ -106,7 +106,7 @@ def _register_argument(op_type: str, mode: str) -> None:
     ) -> Result:
         if is_float(x):
             x = nan.sort_key(x, largest=mode == "max")
-        # The first of equal elements.
+        # Stable, for the first of equal elements.
         best = ops.topk(
             x, ints(1), axis, mode, "value", index_element_type="i32", stable=True
         ).output(1)
@@ -121,5 +121,5 @@ _register_argument("reduce_argmin", "min")
 
 @translation("cumsum")
 def cumsum(x: Tensor, axis: int = 0, exclusive: bool = False, reverse: bool = False) -> Result:
-    """Running sum along one axis."""
+    """``y[i] = x[0] + ... + x[i]`` along ``axis``; ``exclusive`` leaves out ``x[i]``."""
     return ops.cum_sum(x, ints(axis), exclusive, reverse)

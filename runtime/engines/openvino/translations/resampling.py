@@ -48,7 +48,7 @@ def crop_resize_ios15(
     box_coordinate_mode: str = "CORNERS_HEIGHT_FIRST",
     sampling_mode: str = "DEFAULT",
 ) -> Result:
-    """Boxes of ``x``: [B, C, H, W] resized; positions outside take the border's value.
+    """Boxes of ``x``: [B, C, H, W], resized; positions outside take the border's value.
 
     ``roi``: [N, 1, 4, 1, 1] for boxes of all images, or [N, 1, 5, 1, 1] with an image index first.
     """
@@ -70,7 +70,7 @@ def crop_resize_ios16(
     sampling_mode: str = "DEFAULT",
     pad_value: float = 0.0,
 ) -> Result:
-    """As before; positions outside take ``pad_value``."""
+    """As for iOS 15, but positions outside take ``pad_value``."""
     images, boxes = _split_regions(x, roi)
     scale = _box_scale(x, normalized_coordinates, spatial_scale)
     corners = ops.multiply(_corners(boxes, box_coordinate_mode), scale)
@@ -90,7 +90,7 @@ def crop_resize(
     sampling_mode: str = "DEFAULT",
     pad_value: float = 0.0,
 ) -> Result:
-    """``boxes``: [N, 4] of the images ``box_indices`` of ``x``: [B, C, H, W], resized."""
+    """Boxes [N, 4] of images ``box_indices`` [N] of ``x``: [B, C, H, W], resized."""
     if box_indices is None:
         images = ops.range(ints(0), dim_of(boxes, 0), ints(1), "i32")
     else:
@@ -101,7 +101,7 @@ def crop_resize(
 
 
 def _split_regions(x: Tensor, roi: Tensor) -> tuple[Any, Any]:
-    """Images to crop and boxes [N, 1, 4]: indices [N, 1], or all of them as [1, B]."""
+    """Return image indices, [N, 1] or [1, B] for all images, and boxes [N, 1, 4]."""
     (numbers,) = static_dims(roi, (2,))
     rows = reshape(f32(roi), (-1, 1, numbers))
     if numbers == 4:
@@ -112,7 +112,7 @@ def _split_regions(x: Tensor, roi: Tensor) -> tuple[Any, Any]:
 
 
 def _corners(boxes: Any, mode: str) -> Any:
-    """Boxes [..., 4] of any convention as first row, first column, last row, last column."""
+    """Return boxes [..., 4] of any mode as first row, first column, last row, last column."""
     layout, order = next(
         (
             (layout, order)
@@ -150,10 +150,10 @@ def _crops(
     sampling_mode: str,
     pad_value: float | None,
 ) -> Any:
-    """Crops [*lead, C, *target] of ``x`` [B, C, H, W].
+    """Return crops [*lead, C, *target] of ``x`` [B, C, H, W].
 
-    ``images`` [*lead] and ``corners`` [*lead, 4] broadcast. One row of all channels is read per
-    sample and corner, so the cost does not grow with the image.
+    ``images`` [*lead] and ``corners`` [*lead, 4] broadcast. Each sample reads four pixels with all
+    their channels, so the cost does not grow with the image.
     """
     lead = rank(corners) - 1
     first_row, first_column, last_row, last_column = ops.split(corners, ints(-1), 4).outputs()
@@ -171,8 +171,8 @@ def _crops(
     start = ops.multiply(ops.unsqueeze(images, ints((-1, -2))), height)
 
     def read(row: Any, column: Any) -> Any:
-        place = ops.add(ops.multiply(ops.add(start, row), width), column)
-        return ops.gather(pixels, place, ints(0))
+        index = ops.add(ops.multiply(ops.add(start, row), width), column)
+        return ops.gather(pixels, index, ints(0))
 
     crop = _interpolate(
         _interpolate(read(top, left), read(bottom, left), down),
@@ -188,7 +188,7 @@ def _crops(
 
 
 def _grid(mode: str, start: Any, end: Any, count: int) -> Any:
-    """Positions [..., count] at which [start, end] is sampled; both are [..., 1]."""
+    """Return the positions [..., count] that sample [start, end]; both bounds are [..., 1]."""
     limits.require_constant(count, f"a grid of {count} positions")
     steps = np.arange(count, dtype=np.float64)
     length = ops.subtract(end, start)
@@ -196,7 +196,7 @@ def _grid(mode: str, start: Any, end: Any, count: int) -> Any:
         return ops.add(start, ops.multiply(length, scalar(0.5, length)))
     if mode in ("STRICT_ALIGN_CORNERS", "ALIGN_CORNERS"):
         share = steps / max(1, count - 1)
-        # Not start + share * length, which may miss the end by a rounding.
+        # Not start + share * length, which may miss the end by a rounding error.
         return ops.add(ops.multiply(start, _row(1 - share)), ops.multiply(end, _row(share)))
     one = scalar(1, length)
     sign = ops.select(ops.less(length, scalar(0, length)), ops.negative(one), one)
@@ -217,7 +217,7 @@ def _row(numbers: NDArray[np.float64]) -> Any:
 
 
 def _neighbours(positions: Any, size: Any) -> tuple[Any, Any, Any]:
-    """Indices of the pixels before and after each position, and how far it is from the first."""
+    """Return indices of the pixels before and after each position, and the fraction in between."""
     last = ops.subtract(size, ints(1))
     bounded = ops.minimum(ops.maximum(positions, scalar(0, positions)), f32(last))
     floor = ops.floor(bounded)
@@ -226,7 +226,7 @@ def _neighbours(positions: Any, size: Any) -> tuple[Any, Any, Any]:
 
 
 def _interpolate(below: Any, above: Any, share: Any) -> Any:
-    """``below`` to ``above`` [..., C]; ``share`` lacks the channels."""
+    """Return ``below + (above - below) * share`` for pixels [..., C] and shares [...]."""
     return ops.add(below, ops.multiply(ops.subtract(above, below), ops.unsqueeze(share, ints(-1))))
 
 
@@ -239,8 +239,8 @@ def _inside(positions: Any, size: Any) -> Any:
 
 # --- resampling -----------------------------------------------------------------------------------
 
-# MIL padding mode -> OpenVINO's, and whether its positions must count from the outer pixels'
-# centres (True), their edges (False), or either
+# MIL padding mode -> OpenVINO's padding mode, and whether positions must be relative to the centres
+# of the outer pixels (True), to their edges (False), or to either (None)
 _PADDING: dict[str, tuple[str, bool | None]] = {
     "constant": ("zeros", None),
     "border": ("border", None),
@@ -261,19 +261,19 @@ def resample(
     coordinates_mode: str,
     align_corners: bool,
 ) -> Result:
-    """``x``: [B, C, H1, W1] at ``coordinates``: [B, H2, W2, 2] of (column, row)."""
-    for what, got, known in (
+    """``x``: [B, C, H1, W1], sampled at ``coordinates``: [B, H2, W2, 2] of (column, row)."""
+    for what, got, modes in (
         ("sampling mode", sampling_mode, _SAMPLING),
         ("padding mode", padding_mode, tuple(_PADDING)),
         ("coordinates mode", coordinates_mode, _COORDINATES),
     ):
-        if got not in known:
-            raise refusal(what, got, ", ".join(known))
-    padding, wanted = _PADDING[padding_mode]
-    centred = align_corners if wanted is None else wanted
+        if got not in modes:
+            raise refusal(what, got, ", ".join(modes))
+    padding, from_centres = _PADDING[padding_mode]
+    centred = align_corners if from_centres is None else from_centres
     grid = _grid_positions(x, f32(coordinates), coordinates_mode, align_corners, centred)
     if sampling_mode == "nearest" and padding == "reflection":
-        # OpenVINO rounds a position before it reflects it: one halfway goes to the other pixel.
+        # OpenVINO rounds before it reflects, and so takes the wrong one of two equally near pixels.
         grid, padding = _reflect(grid), "border"
     shift = scalar(padding_value if padding_mode == "constant" else 0, x)
     shifted = ops.subtract(x, shift) if padding_value else x
@@ -285,7 +285,7 @@ def resample(
 def _grid_positions(
     x: Tensor, coordinates: Any, mode: str, align_corners: bool, centred: bool
 ) -> Any:
-    """Coordinates between -1 and 1: centres of the outer pixels if ``centred``, else edges."""
+    """Return coordinates with -1 and 1 at centres (``centred``) or edges of the outer pixels."""
     one = scalar(1, coordinates)
     if mode == "normalized_zero_to_one":
         coordinates = ops.subtract(ops.add(coordinates, coordinates), one)
@@ -304,13 +304,13 @@ def _grid_positions(
 
 
 def _reflect(grid: Any) -> Any:
-    """Coordinates reflected at -1 and 1 until they lie between."""
+    """Return coordinates reflected at -1 and 1 until they lie in between."""
     one, half = scalar(1, grid), scalar(0.5, grid)
     distance = magnitude(ops.multiply(ops.add(grid, one), half))
     turns = ops.floor(distance)
-    rest = ops.subtract(distance, turns)
+    fraction = ops.subtract(distance, turns)
     odd = ops.not_equal(ops.floor_mod(turns, scalar(2, turns)), scalar(0, turns))
-    share = ops.select(odd, ops.subtract(one, rest), rest)
+    share = ops.select(odd, ops.subtract(one, fraction), fraction)
     return ops.subtract(ops.add(share, share), one)
 
 
@@ -326,7 +326,7 @@ def affine(
     coordinates_mode: str,
     align_corners: bool,
 ) -> Result:
-    """``x``: [B, C, H, W] at an affine map of the output's coordinates.
+    """``x``: [B, C, H, W], sampled at an affine map of the output's coordinates.
 
     ``transform_matrix``: [B or 1, 6], rows of (a0, a1, a2, b0, b1, b2).
     """
@@ -345,7 +345,7 @@ def affine(
 
 
 def _base_grid(sizes: Sequence[int], align_corners: bool) -> NDArray[np.float32]:
-    """Homogeneous coordinates [1, H * W, 3] of every output pixel, between -1 and 1."""
+    """Return homogeneous coordinates [1, H * W, 3] of the output pixels, between -1 and 1."""
     limits.require_constant(3 * math.prod(sizes), f"a grid of {list(sizes)} positions")
     rows, columns = (
         np.linspace(-1, 1, size) if align_corners and size > 1 else _centres(size, align_corners)
@@ -356,5 +356,5 @@ def _base_grid(sizes: Sequence[int], align_corners: bool) -> NDArray[np.float32]
 
 
 def _centres(size: int, align_corners: bool) -> NDArray[np.float64]:
-    """Centres of ``size`` pixels that fill [-1, 1]; 0 for a single aligned one."""
+    """Return the centres of ``size`` pixels that fill [-1, 1]; 0 for a single aligned pixel."""
     return np.zeros(1) if align_corners else (2 * np.arange(size) + 1) / size - 1

@@ -1,4 +1,4 @@
-"""Ops that rearrange a tensor without choosing among its elements."""
+"""Ops that rearrange all elements of a tensor."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from coreml_delegate.targets import Opset
 
 @translation("reshape")
 def reshape_ios15(x: Tensor, shape: Tensor) -> Result:
-    """``x`` with another shape; 0 keeps the dimension at the same place, -1 is inferred."""
+    """``x`` with shape ``shape``; 0 keeps the size at the same index, -1 is inferred."""
     return ops.reshape(x, shape, special_zero=len(dims(x)) == static_dims(shape, (0,))[0])
 
 
 @translation("reshape", since=Opset.iOS17)
 def reshape(x: Tensor, shape: Tensor) -> Result:
-    """``x`` with another shape; 0 keeps the dimension as far from the end, -1 is inferred."""
-    wanted = constant_ints(shape)
-    have = dims(x)
-    if wanted is None or 0 not in wanted or len(wanted) == len(have):
+    """``x`` with shape ``shape``; 0 keeps the size at this index from the end, -1 is inferred."""
+    sizes = constant_ints(shape)
+    old_sizes = dims(x)
+    if sizes is None or 0 not in sizes or len(sizes) == len(old_sizes):
         return reshape_ios15(x, shape)
-    offset = len(have) - len(wanted)
+    offset = len(old_sizes) - len(sizes)
     pieces = [
-        dim_of(x, place + offset)
-        if size == 0 and place + offset >= 0
+        dim_of(x, index + offset)
+        if size == 0 and index + offset >= 0
         else ints(size if size != 0 else 1)
-        for place, size in enumerate(wanted)
+        for index, size in enumerate(sizes)
     ]
     return ops.reshape(x, _vector(pieces), special_zero=False)
 
@@ -58,7 +58,7 @@ def reshape(x: Tensor, shape: Tensor) -> Result:
 def reshape_like(
     x: Tensor, ref_tensors: Tensors, begins: Ints, ends: Ints, end_masks: Bools
 ) -> Result:
-    """``x`` with a shape joined from slices of the shapes of ``ref_tensors``."""
+    """``x`` with the concatenated slices of the shapes of ``ref_tensors`` as shape."""
     pieces: list[Any] = []
     for reference, begin, end, to_end in zip(ref_tensors, begins, ends, end_masks, strict=True):
         axes = range(rank(reference))[begin : None if to_end else end]
@@ -67,13 +67,13 @@ def reshape_like(
 
 
 def _vector(scalars: Sequence[Any]) -> Any:
-    """A vector of i32 scalars."""
+    """Return i32 scalars as a vector."""
     return ops.concat([ops.unsqueeze(item, ints(0)) for item in scalars], 0)
 
 
 @translation("flatten2d")
 def flatten2d(x: Tensor, axis: int = 1) -> Result:
-    """``x`` as a matrix: the axes before ``axis``, and the others."""
+    """``x`` as a matrix: axes before ``axis`` are rows, later axes are columns."""
     axis = normalize_axis(axis, rank(x))
     shape = dims(x)
     before, after = shape[:axis], shape[axis:]
@@ -100,7 +100,7 @@ def expand_dims(x: Tensor, axes: Ints) -> Result:
 
 @translation("squeeze")
 def squeeze(x: Tensor, axes: Ints | None = None) -> Result:
-    """``x`` without dimensions of size 1; longer ones among ``axes`` stay."""
+    """``x`` without dimensions of size 1; larger dimensions among ``axes`` stay."""
     shape = dims(x)
     chosen = [normalize_axis(axis, len(shape)) for axis in (axes or range(len(shape)))]
     if axes is None and None in shape:
@@ -117,21 +117,21 @@ def transpose(x: Tensor, perm: Ints) -> Result:
 
 @translation("concat")
 def concat(values: Tensors, axis: int, interleave: bool = False) -> Result:
-    """``values`` joined along ``axis``, or element by element in turn if ``interleave``."""
+    """``values`` concatenated along ``axis``; ``interleave`` alternates their elements."""
     if rank(values[0]) == 0:
         return _vector(values)
     axis = normalize_axis(axis, rank(values[0]))
     if not interleave:
         return ops.concat(list(values), axis)
     joined = ops.concat([ops.unsqueeze(value, ints(axis + 1)) for value in values], axis + 1)
-    sizes = [dim_of(values[0], place) for place in range(rank(values[0]))]
+    sizes = [dim_of(values[0], dimension) for dimension in range(rank(values[0]))]
     sizes[axis] = ops.multiply(sizes[axis], ints(len(values)))
     return ops.reshape(joined, _vector(sizes), special_zero=False)
 
 
 @translation("stack")
 def stack(values: Tensors, axis: int) -> Result:
-    """``values`` joined along a new axis."""
+    """``values`` concatenated along a new axis."""
     axis = normalize_axis(axis, rank(values[0]) + 1)
     return ops.concat([ops.unsqueeze(value, ints(axis)) for value in values], axis)
 
@@ -140,7 +140,7 @@ def stack(values: Tensors, axis: int) -> Result:
 def split(
     x: Tensor, axis: int, num_splits: int | None = None, split_sizes: Ints | None = None
 ) -> Result:
-    """``x`` cut along ``axis``: into equal parts, or parts of ``split_sizes``."""
+    """``x`` split along ``axis`` into equal parts or parts of ``split_sizes``."""
     if split_sizes is not None:
         parts = ops.variadic_split(x, ints(axis), ints(split_sizes))
     elif num_splits is not None:
@@ -153,7 +153,7 @@ def split(
 @translation("tile")
 def tile(x: Tensor, reps: Tensor) -> Result:
     """``x`` repeated ``reps[i]`` times along axis i."""
-    return ops.tile(x, require_room(reps, reps, x, beside=x))
+    return ops.tile(x, require_room(reps, reps, x, repeats_for=x))
 
 
 @translation("shape")
@@ -164,25 +164,25 @@ def shape(x: Tensor) -> Result:
 
 @translation("depth_to_space")
 def depth_to_space(x: Tensor, block_size: int) -> Result:
-    """[N, C, H, W] to [N, C / b**2, H * b, W * b], the block's place leading in C."""
+    """[N, C, H, W] to [N, C / b**2, H * b, W * b]; C is (b, b, C / b**2)."""
     return ops.depth_to_space(x, "blocks_first", block_size)
 
 
 @translation("space_to_depth")
 def space_to_depth(x: Tensor, block_size: int) -> Result:
-    """[N, C, H, W] to [N, C * b**2, H / b, W / b], the block's place leading in C."""
+    """[N, C, H, W] to [N, C * b**2, H / b, W / b]; the new C is (b, b, C)."""
     return ops.space_to_depth(x, "blocks_first", block_size)
 
 
 @translation("pixel_shuffle")
 def pixel_shuffle(x: Tensor, upscale_factor: int) -> Result:
-    """[N, C * f**2, H, W] to [N, C, H * f, W * f], the channel leading."""
+    """[N, C * f**2, H, W] to [N, C, H * f, W * f]; the old channels are (C, f, f)."""
     return ops.depth_to_space(x, "depth_first", upscale_factor)
 
 
 @translation("pixel_unshuffle")
 def pixel_unshuffle(x: Tensor, downscale_factor: int) -> Result:
-    """[N, C, H * f, W * f] to [N, C * f**2, H, W], the channel leading."""
+    """[N, C, H * f, W * f] to [N, C * f**2, H, W]; the new channels are (C, f, f)."""
     return ops.space_to_depth(x, "depth_first", downscale_factor)
 
 

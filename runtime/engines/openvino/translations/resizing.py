@@ -1,4 +1,4 @@
-"""Resampling of the spatial axes on a regular grid."""
+"""Interpolation of the spatial axes to given sizes or by factors."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _COORDINATES = {
     "UNALIGN_CORNERS": "half_pixel",
 }
 
-# The same for the nearest neighbour, of which OpenVINO has only these as MIL means them
+# For the nearest neighbour, only in these modes does OpenVINO agree with MIL
 _NEAREST = {"DEFAULT": "asymmetric", "UNALIGN_CORNERS": "half_pixel"}
 
 
 def _interpolate(
     x: Tensor, sizes: Sequence[Any], mode: str, coordinates: str, nearest_mode: str = "floor"
 ) -> Any:
-    """Interpolate the last ``len(sizes)`` axes to sizes given as i32 scalars of the graph."""
+    """Interpolate the last ``len(sizes)`` axes to ``sizes``, i32 scalars of the graph."""
     total = rank(x)
     axes = list(range(total - len(sizes), total))
     return ops.interpolate(
@@ -55,7 +55,7 @@ def _interpolate(
 
 
 def _scale_sizes(x: Tensor, height: float, width: float) -> list[Any]:
-    """The last two sizes of ``x`` times factors, rounded down."""
+    """Return the last two sizes of ``x`` times factors, rounded down."""
     return [_scale_size(x, -2, height), _scale_size(x, -1, width)]
 
 
@@ -72,14 +72,14 @@ def _scale_size(x: Tensor, axis: int, factor: float) -> Any:
 def upsample_nearest_neighbor(
     x: Tensor, scale_factor_height: float = 1, scale_factor_width: float = 1
 ) -> Result:
-    """``x`` [*, H, W] scaled by factors; each element takes the nearest at or below it."""
+    """``x`` [*, H, W] scaled: ``y[i] = x[floor(i * size / new_size)]`` along each axis."""
     sizes = _scale_sizes(x, scale_factor_height, scale_factor_width)
     return _interpolate(x, sizes, "nearest", "asymmetric")
 
 
 @translation("resize_nearest_neighbor")
 def resize_nearest_neighbor(x: Tensor, target_size_height: int, target_size_width: int) -> Result:
-    """``x`` [*, H, W] at given sizes; each element takes the nearest at or below it."""
+    """``x`` [*, H, W] resized: ``y[i] = x[floor(i * size / new_size)]`` along each axis."""
     sizes = [ints(target_size_height), ints(target_size_width)]
     return _interpolate(x, sizes, "nearest", "asymmetric")
 
@@ -92,7 +92,7 @@ def upsample_bilinear(
     align_corners: bool = True,
     half_pixel_centers: bool | None = None,
 ) -> Result:
-    """``x`` [*, H, W] scaled by factors, bilinearly."""
+    """``x`` [*, H, W] scaled by bilinear interpolation."""
     centred = not align_corners if half_pixel_centers is None else half_pixel_centers
     if align_corners and centred:
         raise refusal("upsample_bilinear", "align_corners with half_pixel_centers", "one of them")
@@ -107,7 +107,7 @@ def resize_bilinear(
     target_size_width: int = 1,
     sampling_mode: str = "DEFAULT",
 ) -> Result:
-    """``x`` [*, H, W] at given sizes, bilinearly."""
+    """``x`` [*, H, W] resized by bilinear interpolation."""
     return _linear(x, [ints(target_size_height), ints(target_size_width)], sampling_mode)
 
 
@@ -119,47 +119,47 @@ def resize(
     interpolation_mode: str = "LINEAR",
     sampling_mode: str = "DEFAULT",
 ) -> Result:
-    """``x`` with its last ``resized_dims`` axes at the sizes that end ``shape``; 0 keeps one."""
+    """``x`` with its last ``resized_dims`` axes resized to the end of ``shape``; 0 keeps a size."""
     if interpolation_mode not in ("LINEAR", "NEAREST_NEIGHBOR"):
         raise refusal("interpolation mode", interpolation_mode, "LINEAR or NEAREST_NEIGHBOR")
     if resized_dims == 0:
         return x
-    sizes = [_target_size(x, shape, place) for place in range(-resized_dims, 0)]
-    kept = [dim_of(x, axis) for axis in range(rank(x) - resized_dims)]
-    result = ops.concat([reshape(size, (1,)) for size in (*kept, *sizes)], 0)
+    sizes = [_target_size(x, shape, dimension) for dimension in range(-resized_dims, 0)]
+    batch_sizes = [dim_of(x, axis) for axis in range(rank(x) - resized_dims)]
+    result = ops.concat([reshape(size, (1,)) for size in (*batch_sizes, *sizes)], 0)
     sizes = [require_room(size, result, x) for size in sizes]
     if interpolation_mode == "LINEAR":
         if not is_float(x):
-            # Its fractions are dropped, so that a rounding in f32 can cost a whole unit.
+            # The result is truncated, so a rounding error in f32 can change it by one.
             raise refusal("linear interpolation of integers", element_type(x), "fp16 or fp32")
         return _linear(x, sizes, sampling_mode)
     if sampling_mode in _NEAREST and is_float(x):
-        # Rounded, unlike resize_nearest_neighbor of iOS15; Source: coremltools' test of this op.
+        # Rounded, not floored as by resize_nearest_neighbor. Source: coremltools' test of this op.
         return _interpolate(x, sizes, "nearest", _NEAREST[sampling_mode], "round_prefer_ceil")
     for axis, size in zip(range(-len(sizes), 0), sizes, strict=True):
         positions = _grid(sampling_mode, dim_of(x, axis), size)
-        places = ops.convert(ops.floor(ops.add(positions, scalar(0.5, positions))), "i32")
-        x = ops.gather(x, places, ints(axis))
+        indices = ops.convert(ops.floor(ops.add(positions, scalar(0.5, positions))), "i32")
+        x = ops.gather(x, indices, ints(axis))
     return x
 
 
-def _target_size(x: Tensor, shape: Tensor, place: int) -> Any:
-    """Return a size counted from the end of ``shape``, or the size of ``x`` where it is 0."""
-    known = constant_ints(shape)
-    if known is not None:
-        return ints(known[place]) if known[place] else dim_of(x, place)
-    size = ops.gather(ops.convert(shape, "i32"), ints(place), ints(0))
-    return ops.select(ops.equal(size, ints(0)), dim_of(x, place), size)
+def _target_size(x: Tensor, shape: Tensor, dimension: int) -> Any:
+    """Return ``shape[dimension]``, or that size of ``x`` if it is 0; ``dimension`` is negative."""
+    sizes = constant_ints(shape)
+    if sizes is not None:
+        return ints(sizes[dimension]) if sizes[dimension] else dim_of(x, dimension)
+    size = ops.gather(ops.convert(shape, "i32"), ints(dimension), ints(0))
+    return ops.select(ops.equal(size, ints(0)), dim_of(x, dimension), size)
 
 
 def _linear(x: Tensor, sizes: Sequence[Any], mode: str) -> Any:
     if mode in _COORDINATES and len(sizes) == 2:
         return _interpolate(x, sizes, "linear_onnx", _COORDINATES[mode])
-    # Grids that OpenVINO does not have: one product with an interpolation matrix per axis.
+    # Modes that OpenVINO lacks: one product with an interpolation matrix per axis.
     total = rank(x)
     result = f32(x)
-    for place, size in enumerate(sizes):
-        axis = total - len(sizes) + place
+    for index, size in enumerate(sizes):
+        axis = total - len(sizes) + index
         matrix = _matrix(_grid(mode, dim_of(x, axis), size), dim_of(x, axis))
         swap = list(range(total))
         swap[axis], swap[-1] = swap[-1], swap[axis]
@@ -169,21 +169,21 @@ def _linear(x: Tensor, sizes: Sequence[Any], mode: str) -> Any:
 
 
 def _grid(mode: str, length: Any, size: Any) -> Any:
-    """Return the position of each of ``size`` outputs among ``length`` inputs, i32 scalars."""
-    places = f32(ops.range(ints(0), size, ints(1), "i32"))
-    one = scalar(1, places)
-    half = scalar(0.5, places)
+    """Return the positions of ``size`` outputs among ``length`` inputs; both are i32 scalars."""
+    indices = f32(ops.range(ints(0), size, ints(1), "i32"))
+    one = scalar(1, indices)
+    half = scalar(0.5, indices)
     last = f32(ops.subtract(length, ints(1)))
     count = f32(size)
 
     def spread(positions: Any, extent: Any, parts: Any) -> Any:
-        # Multiplied first: whole positions stay whole.
+        # Multiply first, so that integer positions stay exact.
         return ops.divide(ops.multiply(positions, extent), parts)
 
-    centres = ops.add(places, half)
-    corners = spread(places, last, ops.maximum(ops.subtract(count, one), one))
+    centres = ops.add(indices, half)
+    corners = spread(indices, last, ops.maximum(ops.subtract(count, one), one))
     grids: dict[str, Callable[[], Any]] = {
-        "DEFAULT": lambda: spread(places, f32(length), count),
+        "DEFAULT": lambda: spread(indices, f32(length), count),
         "STRICT_ALIGN_CORNERS": lambda: corners,
         "ALIGN_CORNERS": lambda: ops.select(
             ops.greater(size, ints(1)), corners, ops.multiply(last, half)
@@ -193,11 +193,11 @@ def _grid(mode: str, length: Any, size: Any) -> Any:
     }
     if mode not in grids:
         raise refusal("unknown sampling mode", mode, ", ".join(grids))
-    return ops.minimum(ops.maximum(grids[mode](), scalar(0, places)), last)
+    return ops.minimum(ops.maximum(grids[mode](), scalar(0, indices)), last)
 
 
 def _matrix(grid: Any, length: Any) -> Any:
-    """[outputs, inputs] weights of linear interpolation at ``grid``: one less the distance."""
+    """Return interpolation weights [outputs, inputs], ``max(1 - abs(grid - input), 0)``."""
     inputs = f32(ops.range(ints(0), length, ints(1), "i32"))
     distance = magnitude(ops.subtract(ops.unsqueeze(grid, ints(1)), ops.unsqueeze(inputs, ints(0))))
     return ops.relu(ops.subtract(scalar(1, distance), distance))

@@ -1,9 +1,8 @@
 """Random values.
 
-A seed of -1 takes OpenVINO's generator, which no two calls find in the same state. Any other makes
-every call return the same values, at every place of the program: element number i is a hash of i
-and the seed, so that nothing has to be kept between calls. No two implementations of MIL agree on
-more than the distribution.
+A seed of -1 selects OpenVINO's generator, whose state changes with every call. With any other seed
+every op and every call returns the same values: element i is a hash of i and the seed, so no state
+is needed. Implementations of MIL agree only on the distribution.
 
 Source: coremltools' MIL op reference, ``random``; the mixing function is the finalizer of
 MurmurHash3 with the constants of C. Wellons' search ("Prospecting for Hash Functions", 2018).
@@ -39,7 +38,7 @@ _FRACTION_BITS = 24  # of a float in [0, 1) with even spacing
 def random_uniform(
     shape: Tensor, low: float = 0.0, high: float = 1.0, seed: int = _UNSEEDED
 ) -> Result:
-    """Uniformly distributed over [low, high)."""
+    """Values uniformly distributed over [low, high)."""
     if low == high:
         return ops.broadcast(ops.constant(np.float32(low)), require_room(shape, shape))
     if low > high:
@@ -52,21 +51,21 @@ def random_uniform(
 def random_normal(
     shape: Tensor, mean: float = 0.0, stddev: float = 1.0, seed: int = _UNSEEDED
 ) -> Result:
-    """Normally distributed: radius and angle of two uniform values (Box and Muller)."""
+    """Normally distributed values, by the Box-Muller transform."""
     pairs = _uniform(ops.concat([ints((2,)), shape], 0), seed)
-    first, second = (ops.gather(pairs, ints(place), ints(0)) for place in (0, 1))
+    first, second = (ops.gather(pairs, ints(row), ints(0)) for row in (0, 1))
     # 1 - u lies in (0, 1], where the logarithm is finite.
     squared = ops.multiply(ops.log(ops.subtract(scalar(1, first), first)), scalar(-2, first))
     angle = ops.multiply(second, scalar(2 * math.pi, second))
-    drawn = ops.multiply(ops.sqrt(squared), ops.cos(angle))
-    return ops.add(ops.multiply(drawn, scalar(stddev, drawn)), scalar(mean, drawn))
+    values = ops.multiply(ops.sqrt(squared), ops.cos(angle))
+    return ops.add(ops.multiply(values, scalar(stddev, values)), scalar(mean, values))
 
 
 @translation("random_bernoulli")
 def random_bernoulli(shape: Tensor, prob: float = 0.5, seed: int = _UNSEEDED) -> Result:
     """1 with probability ``prob``, else 0."""
-    drawn = _uniform(shape, seed)
-    return f32(ops.less(drawn, scalar(prob, drawn)))
+    values = _uniform(shape, seed)
+    return f32(ops.less(values, scalar(prob, values)))
 
 
 @translation("random_categorical")
@@ -75,7 +74,7 @@ def random_categorical(
 ) -> Result:
     """``size`` draws with replacement per distribution along the last dimension of ``x``.
 
-    A draw is the number of classes whose cumulated share a uniform value is not below.
+    A draw is the number of classes whose cumulative probability is at most a uniform value.
     """
     if mode not in ("logits", "probs"):
         raise refusal("random_categorical mode", mode, "logits or probs")
@@ -84,24 +83,24 @@ def random_categorical(
     cumulated = ops.cum_sum(shares, ints(total - 1))
     last = ops.gather(cumulated, ints((-1,)), ints(total - 1))
     leading = ops.gather(shape_of(x), ints(list(range(total - 1))), ints(0))
-    drawn = ops.multiply(_uniform(ops.concat([leading, ints((size,))], 0), seed), last)
-    # [..., size, 1] against [..., 1, classes]; the last class takes what rounding leaves over.
+    values = ops.multiply(_uniform(ops.concat([leading, ints((size,))], 0), seed), last)
+    # [..., size, 1] against [..., 1, classes - 1]; rounding may lower the last bound, so it is out.
     bounds = ops.unsqueeze(
         ops.slice(cumulated, ints((0,)), ints((-1,)), ints((1,)), ints((-1,))), ints(-2)
     )
-    passed = ops.greater_equal(ops.unsqueeze(drawn, ints(-1)), bounds)
+    passed = ops.greater_equal(ops.unsqueeze(values, ints(-1)), bounds)
     return ops.reduce_sum(f32(passed), ints((-1,)), False)
 
 
 def _uniform(shape: Tensor, seed: int, low: float = 0.0, high: float = 1.0) -> Any:
-    """Values of a shape, uniformly distributed over [low, high); ``low`` is less than ``high``."""
+    """Return values uniformly distributed over [low, high), where ``low < high``."""
     shape = require_room(shape, shape)
     if seed == _UNSEEDED:
         bounds = (ops.constant(np.float32(bound)) for bound in (low, high))
         return ops.random_uniform(shape, *bounds, "f32", 0, 0)
     count = ops.reduce_prod(shape, ints(0), False)
-    places = ops.range(ints(0), count, ints(1), "i32")
-    bits = _mix(ops.bitwise_xor(_mix(places), _word(_mix_seed(seed))))
+    indices = ops.range(ints(0), count, ints(1), "i32")
+    bits = _mix(ops.bitwise_xor(_mix(indices), _word(_mix_seed(seed))))
     fraction = ops.multiply(
         f32(_shift_right(bits, 32 - _FRACTION_BITS)), ops.constant(np.float32(2.0**-_FRACTION_BITS))
     )
@@ -110,7 +109,7 @@ def _uniform(shape: Tensor, seed: int, low: float = 0.0, high: float = 1.0) -> A
 
 
 def _mix(words: Any) -> Any:
-    """A bijection of 32-bit words in which every bit depends on every other."""
+    """Apply a bijection of 32-bit words in which every result bit depends on every input bit."""
     for shift, factor in _MIX:
         words = ops.bitwise_xor(words, _shift_right(words, shift))
         if factor != 1:
@@ -126,7 +125,7 @@ def _mix_seed(seed: int) -> int:
 
 
 def _shift_right(words: Any, count: int) -> Any:
-    """Words shifted right, zeros coming in: the graph's integers are signed."""
+    """Return unsigned ``words >> count``, although the graph's integers are signed."""
     return ops.bitwise_and(ops.bitwise_right_shift(words, ints(count)), _word(_MASK >> count))
 
 

@@ -1,4 +1,4 @@
-"""Ops that take, pad or replace regions of a tensor."""
+"""Ops that extract, pad or replace regions of a tensor."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def slice_by_index(
     """``x[begin[0]:end[0]:stride[0], ...]``; a squeezed axis is indexed by its ``begin``."""
     axes = rank(x)
     squeezed = _flags(squeeze_mask, axes)
-    # An index takes one element whatever its stride; OpenVINO wants a positive one there.
+    # A squeezed axis ignores its stride, but OpenVINO requires a positive stride there.
     steps = [1 if drop else step for drop, step in zip(squeezed, stride or [1] * axes, strict=True)]
     masks = _flags(begin_mask, axes), _flags(end_mask, axes)
     element = _find_single_index(x, begin, end, steps, *masks, squeezed)
     if element is not None:
-        axis, place = element
-        # The plugin makes a view of it where memory allows; a strided slice is always a copy.
-        return ops.gather(x, ints(place), ints(axis))
+        axis, index = element
+        # The plugin makes a gather a view where memory allows; a strided slice is always a copy.
+        return ops.gather(x, ints(index), ints(axis))
     if any(step != 1 for step in steps):
         return _stepped(x, begin, end, steps, *masks, squeezed)
     return ops.strided_slice(x, begin, end, ints(steps), *masks, [0] * axes, squeezed, [0] * axes)
@@ -72,17 +72,17 @@ def _stepped(
     end_mask: list[int],
     squeezed: list[int],
 ) -> Result:
-    """``slice_by_index`` with steps, by a Slice.
+    """Return ``slice_by_index`` with steps as a Slice.
 
-    OpenVINO 2026.4 loses the steps of a StridedSlice: where such slices share a concatenation, its
-    EliminateConcatStridedSlice takes them for whole parts.
+    OpenVINO 2026.4 loses the steps of a StridedSlice: if such slices are concatenated, its
+    EliminateConcatStridedSlice takes them for contiguous parts.
     """
     begin, end = ops.convert(begin, "i32"), ops.convert(end, "i32")
     after = ops.select(ops.equal(begin, ints(-1)), ints(INT_MAX), ops.add(begin, ints(1)))
     end = ops.select(_constant_flags(squeezed), after, end)
     firsts = [INT_MIN if step > 0 else INT_MAX for step in steps]
     lasts = [INT_MAX if step > 0 else INT_MIN for step in steps]
-    # The mask of a squeezed axis has no meaning.
+    # The masks of a squeezed axis are ignored.
     is_first, is_last = (
         _constant_flags([flag and not drop for flag, drop in zip(mask, squeezed, strict=True)])
         for mask in (begin_mask, end_mask)
@@ -107,28 +107,28 @@ def _find_single_index(
     end_mask: list[int],
     squeezed: list[int],
 ) -> tuple[int, int] | None:
-    """Axis and place of a slice that is one element of one axis and the whole of the others."""
+    """Match ``x[:, ..., index, ..., :]``; return (axis, index), or None."""
     first, last, sizes = constant_ints(begin), constant_ints(end), dims(x)
     if first is None or last is None or squeezed.count(1) != 1:
         return None
 
-    def whole(axis: int) -> bool:
+    def is_full(axis: int) -> bool:
         size = sizes[axis]
         from_start = begin_mask[axis] or first[axis] == 0
         to_end = end_mask[axis] or (size is not None and last[axis] >= size)
         return steps[axis] == 1 and bool(from_start and to_end)
 
     axis = squeezed.index(1)
-    size, place = sizes[axis], first[axis]
-    if begin_mask[axis] or size is None or not -size <= place < size:
+    size, index = sizes[axis], first[axis]
+    if begin_mask[axis] or size is None or not -size <= index < size:
         return None
-    others = (other for other in range(len(sizes)) if other != axis)
-    return (axis, place % size) if all(whole(other) for other in others) else None
+    other_axes = (other_axis for other_axis in range(len(sizes)) if other_axis != axis)
+    return (axis, index % size) if all(is_full(other_axis) for other_axis in other_axes) else None
 
 
 @translation("slice_by_size")
 def slice_by_size(x: Tensor, begin: Tensor, size: Tensor) -> Result:
-    """``size[i]`` elements of axis i from ``begin[i]``, or all that follow where it is -1."""
+    """``x[begin[i]:begin[i] + size[i]]`` along each axis i; a size of -1 takes all that follow."""
     axes = rank(x)
     start, count = constant_ints(begin), constant_ints(size)
     lengths = dims(x)
@@ -142,15 +142,15 @@ def slice_by_size(x: Tensor, begin: Tensor, size: Tensor) -> Result:
         stop = [INT_MAX if n == -1 else at + n for at, n in zip(first, count, strict=True)]
         return ops.slice(x, ints(first), ints(stop), ints([1] * axes))
     zero = ints(0)
-    # Places may be of 8 bits, which could not hold a sum with a size.
+    # Indices may have 8 bits, which may overflow when a size is added.
     begin, size = (convert_to(value, element_type(zero)) for value in (begin, size))
     first = ops.select(ops.less(begin, zero), ops.add(begin, shape_of(x)), begin)
     stop = ops.select(ops.less(size, zero), ints(INT_MAX), ops.add(first, size))
-    taken = ops.slice(x, first, stop, ints([1] * axes))
+    result = ops.slice(x, first, stop, ints([1] * axes))
     if count is None or min(count) < 0:
-        return taken
-    # The sizes are known, though the places are not.
-    return ops.reshape(taken, ints(count), special_zero=False)
+        return result
+    # The sizes are constant, although ``begin`` is not.
+    return ops.reshape(result, ints(count), special_zero=False)
 
 
 @translation("slice_update")
@@ -164,10 +164,11 @@ def slice_update(
     end_mask: Bools | None = None,
     squeeze_mask: Bools | None = None,
 ) -> Result:
-    """``x`` with the region that ``slice_by_index`` would take replaced by ``update``.
+    """``x`` with the region that ``slice_by_index`` would return replaced by ``update``.
 
-    One scatter per axis that the region does not span, on what the axes before it select. The CPU
-    plugin of OpenVINO 2026.4 crashes on SliceScatter with bounds known at run time only.
+    Each axis that the region does not span takes one scatter, on the slice that earlier axes
+    select. The CPU plugin of OpenVINO 2026.4 crashes on SliceScatter with bounds known at run time
+    only.
     """
     axes = rank(x)
     squeezed = _flags(squeeze_mask, axes)
@@ -178,22 +179,22 @@ def slice_update(
     masks = _flags(begin_mask, axes), _flags(end_mask, axes)
     first = _first_indices(x, begin, steps, masks[0])
     sizes, counts = dims(x), dims(update)
-    places: list[tuple[int, Any]] = []
+    regions: list[tuple[int, Any]] = []
     for axis, (size, count, step) in enumerate(zip(sizes, counts, steps, strict=True)):
         is_open = step == 1 and masks[0][axis] and masks[1][axis] and not squeezed[axis]
         is_as_large = step > 0 and size is not None and size == count
         if is_open:
             x, update = with_equal_sizes(x, axis, update, axis)
         elif not is_as_large:
-            places.append((axis, _slice_indices(first, update, axis, step)))
-    return _replace_region(x, update, places)
+            regions.append((axis, _slice_indices(first, update, axis, step)))
+    return _replace_region(x, update, regions)
 
 
 def _first_indices(x: Tensor, begin: Tensor, steps: list[int], begin_mask: list[int]) -> Any:
-    """Index on every axis of the first element of a slice, by numpy's rules."""
-    begin = convert_to(begin, element_type(ints(0)))  # 8-bit ones could not hold a sum with a size
-    known = [size for size in dims(x) if size is not None]
-    sizes = ints(known) if len(known) == rank(x) else shape_of(x)
+    """Return the first index of a slice along every axis, by numpy's rules."""
+    begin = convert_to(begin, element_type(ints(0)))  # 8 bits may overflow when a size is added
+    static_sizes = [size for size in dims(x) if size is not None]
+    sizes = ints(static_sizes) if len(static_sizes) == rank(x) else shape_of(x)
     backward = ints([int(step < 0) for step in steps])
     last = ops.subtract(sizes, backward)
     start = ops.select(ops.less(begin, ints(0)), ops.add(begin, sizes), begin)
@@ -204,7 +205,7 @@ def _first_indices(x: Tensor, begin: Tensor, steps: list[int], begin_mask: list[
 
 
 def _slice_indices(first: Any, update: Tensor, axis: int, step: int) -> Any:
-    """The indices along ``axis`` of a slice, as many as the update has."""
+    """Return the indices of a slice along ``axis``, as many as ``update`` has."""
     start = ops.gather(first, ints((axis,)), ints(0))
     count = dims(update)[axis]
     if count is not None:
@@ -213,18 +214,22 @@ def _slice_indices(first: Any, update: Tensor, axis: int, step: int) -> Any:
     return ops.add(start, ops.multiply(steps, ints(step)))
 
 
-def _replace_region(x: Tensor, update: Tensor, places: list[tuple[int, Any]]) -> Any:
-    """``x`` with ``update`` at the given places of some axes and the whole of the others."""
-    if not places:
+def _replace_region(x: Tensor, update: Tensor, regions: list[tuple[int, Any]]) -> Any:
+    """Return ``x`` with ``update`` at these (axis, indices); all indices along other axes."""
+    if not regions:
         return update
-    (axis, indices), rest = places[0], places[1:]
-    inner = _replace_region(ops.gather(x, indices, ints(axis)), update, rest) if rest else update
+    (axis, indices), inner_regions = regions[0], regions[1:]
+    inner = (
+        _replace_region(ops.gather(x, indices, ints(axis)), update, inner_regions)
+        if inner_regions
+        else update
+    )
     return replace_slices(x, indices, inner, axis)
 
 
 @translation("crop")
 def crop(x: Tensor, crop_height: Ints, crop_width: Ints) -> Result:
-    """``x`` [*, H, W] without the given numbers of rows and columns at either end."""
+    """``x`` [*, H, W] without ``crop_height`` rows and ``crop_width`` columns at (begin, end)."""
     stops = [-after if after else INT_MAX for after in (crop_height[1], crop_width[1])]
     return ops.slice(
         x, ints((crop_height[0], crop_width[0])), ints(stops), ints((1, 1)), ints((-2, -1))
@@ -233,7 +238,7 @@ def crop(x: Tensor, crop_height: Ints, crop_width: Ints) -> Result:
 
 @translation("pad")
 def pad(x: Tensor, pad: Tensor, mode: str = "constant", constant_val: float = 0.0) -> Result:
-    """``x`` padded along its last axes: ``pad`` holds before and after of each."""
+    """``x`` padded along its last axes; ``pad`` is (before, after) of each axis."""
     if mode not in _PAD_MODES:
         raise refusal("unknown pad mode", mode, ", ".join(_PAD_MODES))
     axes = rank(x)
@@ -269,18 +274,18 @@ def reverse_sequence(x: Tensor, lengths: Tensor, seq_axis: int = 0, batch_axis: 
 
 @translation("sliding_windows")
 def sliding_windows(x: Tensor, axis: int, size: int, stride: int = 1) -> Result:
-    """Every window of ``size`` elements along ``axis``, as a new axis after it."""
+    """Windows of ``size`` elements along ``axis``; their elements are along a new axis after it."""
     axis = normalize_axis(axis, rank(x))
     (length,) = static_dims(x, (axis,))
     starts = np.arange(0, length - size + 1, stride)
     limits.require_constant(len(starts) * size, f"{len(starts)} windows of {size} elements")
-    places = (starts[:, None] + np.arange(size)).astype(np.int32)
-    return ops.gather(x, ops.constant(places), ints(axis))
+    indices = (starts[:, None] + np.arange(size)).astype(np.int32)
+    return ops.gather(x, ops.constant(indices), ints(axis))
 
 
 @translation("band_part")
 def band_part(x: Tensor, lower: int = -1, upper: int = -1) -> Result:
-    """``x`` [*, M, N] with zeros outside a band of diagonals; a negative bound keeps that side."""
+    """``x`` [*, M, N], zero where ``i - j > lower >= 0`` or ``j - i > upper >= 0``."""
     rows = ops.unsqueeze(_arange(x, -2), ints(1))
     columns = ops.unsqueeze(_arange(x, -1), ints(0))
     below = ops.subtract(rows, columns)
